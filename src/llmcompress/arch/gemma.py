@@ -1,0 +1,14 @@
+"""Gemma 2 and Gemma 3 (text): four norms per layer, alternating sliding and full attention, soft-capped logits.
+
+Soft-capping of attention scores exists only in the eager implementation.
+"""
+
+from llmcompress.arch.spec import ArchSpec, attention_and_mlp
+
+ARCH = ArchSpec(
+    name="gemma",
+    model_types=("gemma2", "gemma3_text"),
+    linears=attention_and_mlp(),
+    attention="eager",
+    tiny={"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8},
+)

@@ -1,0 +1,25 @@
+"""Qwen3 MoE: Qwen3 attention with a mixture of experts in the layers that config.json does not make dense."""
+
+from llmcompress.arch.spec import ArchSpec, Experts, Linear, attention_and_mlp
+
+ARCH = ArchSpec(
+    name="qwen3_moe",
+    model_types=("qwen3_moe",),
+    linears=(
+        *attention_and_mlp(),
+        Linear("mlp.experts.{e}.gate_proj", reads="expert_in.{e}"),
+        Linear("mlp.experts.{e}.up_proj", reads="expert_in.{e}"),
+        Linear("mlp.experts.{e}.down_proj", reads="expert_hidden.{e}"),
+    ),
+    experts=Experts(path="mlp.experts", count="num_experts"),
+    never=("mlp.gate",),
+    tiny={
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "decoder_sparse_step": 1,
+    },
+)

@@ -1,0 +1,105 @@
+"""What a model family looks like: which matrices its decoder layers hold, in which order they run, what they read.
+
+Everything the engine needs is derived from `linears`: matrices that read the same space share one Gram matrix and are
+solved together (a stage); stages run in order of execution.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A weight matrix of a decoder layer.
+
+    path: module path below the layer, `{e}` standing for an expert's number. reads: the space its input lies in, with
+    `{e}` if it is an expert's own. conv1d: stored [in, out], as in GPT-2.
+    """
+
+    path: str
+    reads: str
+    conv1d: bool = False
+
+    @property
+    def per_expert(self) -> bool:
+        return "{e}" in self.path
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture-of-experts block whose experts transformers keeps as 3-D parameters.
+
+    path: the block's module path below the layer. count: config key that holds the number of experts.
+    """
+
+    path: str
+    count: str
+
+
+@dataclass(frozen=True)
+class ArchSpec:
+    """One model family, known by the `model_type` of config.json.
+
+    layers, embed, head: module paths in transformers' causal model. disk: paths below a layer that are called otherwise
+    on disk, `{e}` standing for an expert's number. never: paths below a layer that are never quantised (routers).
+    attention: implementation to ask transformers for where its default would change the function.
+    observed: found by running the model, not declared; `linears` are then those of all layers together, and a layer may
+    lack some. left_out: paths below a layer of what an observation found but cannot offer, with the reason.
+    tiny: config values of a small random model for tests.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    linears: tuple[Linear, ...]
+    layers: str = "model.layers"
+    embed: str = "model.embed_tokens"
+    head: str = "lm_head"
+    experts: Experts | None = None
+    disk: Mapping[str, str] = field(default_factory=dict)
+    never: tuple[str, ...] = ()
+    attention: str | None = None
+    observed: bool = False
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    tiny: Mapping[str, Any] = field(default_factory=dict)
+
+    def stages(self) -> list[tuple[Linear, ...]]:
+        """Linears grouped by the space they read, in order of execution."""
+        grouped: dict[str, list[Linear]] = {}
+        for linear in self.linears:
+            grouped.setdefault(linear.reads, []).append(linear)
+        return [tuple(group) for group in grouped.values()]
+
+    def expert_count(self, config: Mapping[str, Any]) -> int:
+        return int(config[self.experts.count]) if self.experts else 0
+
+    def expand(self, linear: Linear, experts: int) -> Iterable[tuple[int | None, str, str]]:
+        """(expert number or None, module path, space) of each matrix a declaration stands for."""
+        if not linear.per_expert:
+            yield None, linear.path, linear.reads
+            return
+        for expert in range(experts):
+            yield expert, linear.path.format(e=expert), linear.reads.format(e=expert)
+
+    def disk_path(self, path: str) -> str:
+        """On-disk path below the layer of a module path below the layer."""
+        if path in self.disk:
+            return self.disk[path]
+        if self.experts is not None and path.startswith(f"{self.experts.path}."):
+            expert, name = path.removeprefix(f"{self.experts.path}.").split(".", 1)
+            pattern = f"{self.experts.path}.{{e}}.{name}"
+            return self.disk.get(pattern, pattern).format(e=expert)
+        return path
+
+
+def attention_and_mlp() -> tuple[Linear, ...]:
+    """The seven matrices of a Llama-like layer: q, k, v | o | gate, up | down."""
+    return (
+        Linear("self_attn.q_proj", reads="attn_in"),
+        Linear("self_attn.k_proj", reads="attn_in"),
+        Linear("self_attn.v_proj", reads="attn_in"),
+        Linear("self_attn.o_proj", reads="attn_out"),
+        Linear("mlp.gate_proj", reads="mlp_in"),
+        Linear("mlp.up_proj", reads="mlp_in"),
+        Linear("mlp.down_proj", reads="mlp_hidden"),
+    )

@@ -1,0 +1,41 @@
+"""The project's own texts, `calib_data/`: in the installed package, or in the source checkout beside `src`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmcompress.calib.base import Request, Source, windows
+from llmcompress.calib.documents import encode
+from llmcompress.calib.text import read_text, text_files
+from llmcompress.errors import CalibrationError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+class Default(Source):
+    """Prose, dialogue, code, mathematics, lists and other languages, written for this project (CC0)."""
+
+    name = "default"
+    accepts = "'default' (texts that come with llmcompress)"
+
+    def tokens(self, request: Request) -> "Tensor":
+        # .txt alone: the folder's README is about the texts, not one of them
+        files = text_files(shipped("calib_data"), suffixes=(".txt",))
+        return windows((encode(request.tokenizer, read_text(file), str(file)) for file in files), request, "calib_data")
+
+
+def shipped(name: str) -> Path:
+    """Where a folder of texts that comes with llmcompress is: calib_data or eval_data."""
+    places = (PACKAGE / name, PACKAGE.parents[1] / name)
+    for folder in places:
+        if folder.is_dir():
+            return folder
+    raise CalibrationError(
+        f"this installation lacks its texts; they belong in {places[0]}",
+        "install llmcompress again, or give a file or folder of text",
+    )
+
+
+SOURCE = Default

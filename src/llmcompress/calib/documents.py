@@ -1,0 +1,103 @@
+"""From files and rows to the token ids of a document; shared by the sources that read text."""
+
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from llmcompress.errors import CalibrationError
+
+# some chat templates write today's date through this function; a macro of its name keeps the ids the same on every day
+DATE = datetime(2025, 1, 1)
+FIXED_DATE = (
+    "{% macro strftime_now(format) -%}{{ format"
+    + "".join(f" | replace('%{code}', '{DATE:%{code}}')" for code in "YymdBbAaHIMSpj")
+    + " }}{%- endmacro %}{{ '' }}"  # the empty output keeps a line break at the start of the template
+)
+
+
+def unreadable(path: Path, error: OSError) -> CalibrationError:
+    """What to raise where the system refuses to open `path`."""
+    return CalibrationError(
+        f"cannot read {path}: {error.strerror or error}", "check the path given as calibration data"
+    )
+
+
+def decode(data: bytes, path: Path, offset: int = 0) -> str:
+    """`data` as text; `offset` is where in `path` it begins, for the message that names the first invalid byte."""
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CalibrationError(
+            f"{path} is not valid UTF-8 at byte {offset + error.start}", "convert it, for instance with iconv"
+        ) from None
+    # a byte order mark or another system's line ends must not change the tokens
+    return text.removeprefix("\ufeff").replace("\r\n", "\n")
+
+
+def encode(tokenizer: Any, text: str, where: str, *, special_tokens: bool = True) -> list[int]:
+    """Token ids of `text` with the special tokens that the tokenizer itself adds; none for blank text.
+
+    The tokenizer's own limit on length and any truncation or padding saved with it do not apply: windows are cut later.
+    """
+    if not text.strip():
+        return []
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise CalibrationError(
+            f"{where} holds half a surrogate pair at character {error.start}",
+            "write the character as UTF-8 or as both halves",
+        ) from None
+    encoded = tokenizer(text, add_special_tokens=special_tokens, truncation=False, padding=False, verbose=False)
+    return list(encoded["input_ids"])
+
+
+def encode_row(tokenizer: Any, row: Mapping[str, Any], field: str, where: str) -> list[int]:
+    """Token ids of a row: its `field` if it has one (text or chat messages), else its `messages`.
+
+    None counts as absent: a table has every column in every row.
+    """
+    name = field if row.get(field) is not None else "messages"
+    value = row.get(name)
+    if isinstance(value, str):
+        return encode(tokenizer, value, where)
+    if isinstance(value, list):
+        return encode(tokenizer, _chat(tokenizer, value, f"{name} of {where}"), where, special_tokens=False)
+    if value is None:
+        present = ", ".join(key for key in row if row[key] is not None) or "nothing"
+        raise CalibrationError(
+            f"{where} has neither {field!r} nor 'messages'; it has {present}",
+            "say which field holds the text, or remove the row",
+        )
+    raise CalibrationError(
+        f"{name!r} of {where} is {type(value).__name__}, neither text nor a list of messages",
+        "say which field holds the text",
+    )
+
+
+def _chat(tokenizer: Any, messages: list[Any], what: str) -> str:
+    """`messages` (role and content each) as text, through the tokenizer's chat template, which adds special tokens."""
+    from jinja2 import TemplateError
+
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise CalibrationError(f"{what} holds a message without a role", "a message is {role: ..., content: ...}")
+    if not messages:
+        raise CalibrationError(f"{what} is an empty list", "remove the row")
+    if not getattr(tokenizer, "chat_template", None):
+        raise CalibrationError(
+            f"{what} needs a chat template, and the model's tokenizer has none",
+            "use rows with text, or put chat_template.jinja into the model directory",
+        )
+    # a table fills the keys that other messages have with None; templates ask whether a key is defined
+    given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    try:
+        template = tokenizer.get_chat_template()
+        dated = FIXED_DATE + template if "strftime_now" in template else template
+        text: str = tokenizer.apply_chat_template(given, chat_template=dated, tokenize=False)
+    except (TemplateError, TypeError, ValueError) as error:
+        raise CalibrationError(
+            f"the chat template refuses {what}: {error}", "change or remove the row, or use a field with text"
+        ) from None
+    return text

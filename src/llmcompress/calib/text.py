@@ -1,0 +1,66 @@
+"""Plain text: one file, or a folder read recursively, one document per file."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from llmcompress.calib.base import Request, Source, windows
+from llmcompress.calib.dataset import is_saved
+from llmcompress.calib.documents import decode, encode, unreadable
+from llmcompress.errors import CalibrationError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SUFFIXES = (".txt", ".md")
+
+
+class Text(Source):
+    """Text of a file, or of all .txt and .md files below a folder, in the order of their paths."""
+
+    name = "text"
+    accepts = "a .txt or .md file, or a folder of them"
+
+    path: Path = Field(description="text file, or folder of .txt and .md files")
+
+    @classmethod
+    def detects(cls, path: Path) -> bool:
+        return (path.is_dir() and not is_saved(path)) or (path.is_file() and path.suffix.lower() in SUFFIXES)
+
+    def tokens(self, request: Request) -> "Tensor":
+        files = text_files(self.path) if self.path.is_dir() else [self.path]
+        return windows(
+            (encode(request.tokenizer, read_text(file), str(file)) for file in files), request, f"{self.path}"
+        )
+
+
+def text_files(folder: Path, suffixes: tuple[str, ...] = SUFFIXES) -> list[Path]:
+    """Files below `folder` that end in one of `suffixes`, ordered by path; hidden files and folders are left out."""
+    found = {}
+    for path in folder.rglob("*"):
+        inner = path.relative_to(folder)
+        hidden = any(part.startswith(".") for part in inner.parts)
+        if not hidden and path.suffix.lower() in suffixes and path.is_file():
+            # parts, not Path: Windows compares paths without regard to case
+            found[inner.parts] = path
+    if not found:
+        raise CalibrationError(
+            f"no {' or '.join(suffixes)} file in {folder} or below", "give a folder of texts, or a single file"
+        )
+    return [found[parts] for parts in sorted(found)]
+
+
+def read_text(path: Path) -> str:
+    """The text of `path`; an empty file is refused, since the set would be smaller than its file list says."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise unreadable(path, error) from None
+    text = decode(data, path)
+    if not text.strip():
+        raise CalibrationError(f"{path} holds no text", "remove the file or fill it")
+    return text
+
+
+SOURCE = Text

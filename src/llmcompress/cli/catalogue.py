@@ -1,0 +1,73 @@
+"""What `list` shows: the registries, as rows of text."""
+
+from collections.abc import Callable, Sequence
+
+import llmcompress.arch
+import llmcompress.calib
+from llmcompress.errors import RecipeError
+from llmcompress.grids.base import INTEGER_BITS
+from llmcompress.ledger import KINDS
+from llmcompress.recipe import formats, methods
+from llmcompress.registry import discover, suggest
+
+Listing = tuple[Sequence[str], Sequence[Sequence[str]]]
+
+
+def catalogue(what: str) -> Listing:
+    """Column names and rows of one registry."""
+    if what not in _LISTS:
+        raise RecipeError(f"there is no list of {what!r}", suggest(what, list(_LISTS)))
+    return _LISTS[what]()
+
+
+def _methods() -> Listing:
+    return ("method", "what it does"), [(name, method.summary) for name, method in methods().items()]
+
+
+def _formats() -> Listing:
+    return ("format", "what it is"), [(name, item.summary) for name, item in formats().items()]
+
+
+def _archs() -> Listing:
+    rows = [
+        (
+            name,
+            ", ".join(spec.model_types),
+            " | ".join(", ".join(item.path for item in stage) for stage in spec.stages()),
+        )
+        for name, spec in discover(llmcompress.arch, "ARCH").items()
+    ]
+    return ("architecture", "model types", "matrices in order of execution"), rows
+
+
+def _sources() -> Listing:
+    rows = [
+        (name, (item.__doc__ or "").strip().splitlines()[0])
+        for name, item in discover(llmcompress.calib, "SOURCE").items()
+    ]
+    return ("source", "what it reads"), rows
+
+
+def _grids() -> Listing:
+    rows = [
+        (
+            f"int{bits}-{{row,gN}}-{{sym,asym}}",
+            f"{1 << bits} levels; {bits + 16 / 128:.3f} bits per weight at groups of 128, symmetric",
+        )
+        for bits in INTEGER_BITS
+    ]
+    return ("grid", "values"), rows
+
+
+def _ledger() -> Listing:
+    return ("kind", "when it is noted"), list(KINDS.items())
+
+
+_LISTS: dict[str, Callable[[], Listing]] = {
+    "methods": _methods,
+    "formats": _formats,
+    "grids": _grids,
+    "archs": _archs,
+    "sources": _sources,
+    "ledger": _ledger,
+}

@@ -1,0 +1,114 @@
+"""`verify`, `inspect` and `list`: looking at what is there."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from llmcompress.cli import console
+from llmcompress.cli import options as o
+from llmcompress.errors import GateError
+
+
+def register(app: typer.Typer) -> None:
+    app.command("verify", rich_help_panel="Prove")(verify)
+    app.command("inspect", rich_help_panel="Look")(inspect)
+    app.command("list", rich_help_panel="Look")(list_)
+
+
+def verify(
+    out: Annotated[Path, typer.Argument(help="A directory llmcompress wrote.", show_default=False)],
+    source: Annotated[Path | None, typer.Option("--source", help="The original model, to compare with.")] = None,
+    json_: o.Json = False,
+) -> None:
+    """Reopen an output with a reader of its own and prove it complete, finite, on its grid and true to its report."""
+    from llmcompress.validate.verify import verify as check
+
+    checks = check(out, source)
+    failed = [item for item in checks if not item.ok]
+    if json_:
+        console.print_json(
+            {"ok": not failed, "checks": [{"name": c.name, "ok": c.ok, "detail": c.detail} for c in checks]}
+        )
+    else:
+        console.table(None, ("", "check", "detail"), [("ok" if c.ok else "FAILED", c.name, c.detail) for c in checks])
+    if failed:
+        raise GateError(f"{out}: {failed[0].name}: {failed[0].detail}")
+
+
+def inspect(
+    checkpoint: Annotated[Path, typer.Argument(help="A model directory, original or compressed.", show_default=False)],
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    json_: o.Json = False,
+) -> None:
+    """What a checkpoint holds, from its headers alone: nothing is loaded."""
+    from llmcompress.store.headers import read_headers
+
+    headers = read_headers(checkpoint)
+    config = headers.config
+    quantization = config.get("quantization_config")
+    kinds = Counter[str]()
+    for stored in headers.tensors.values():
+        kinds[stored.spec.dtype] += stored.spec.nbytes
+    facts: dict[str, Any] = {
+        "path": str(checkpoint),
+        "model_type": config.get("model_type"),
+        "architecture": (config.get("architectures") or [None])[0],
+        "layers": config.get("num_hidden_layers", config.get("n_layer")),
+        "hidden_size": config.get("hidden_size", config.get("n_embd")),
+        "vocab_size": config.get("vocab_size"),
+        "tied_embeddings": not any(name.endswith("lm_head.weight") for name in headers.tensors),
+        "files": len(headers.files),
+        "tensors": len(headers.tensors),
+        "bytes": headers.nbytes,
+        "bytes_by_type": dict(sorted(kinds.items())),
+        "quantization": quantization,
+    }
+    if json_:
+        listing = [
+            {"name": t.spec.name, "dtype": t.spec.dtype, "shape": list(t.spec.shape), "file": t.file.name}
+            for t in headers.tensors.values()
+        ]
+        console.print_json({**facts, **({"tensor_list": listing} if tensors else {})})
+        return
+    shown = dict(facts, bytes=console.size(headers.nbytes))
+    shown["bytes_by_type"] = ", ".join(f"{kind} {console.size(count)}" for kind, count in sorted(kinds.items()))
+    shown["quantization"] = _summary(quantization)
+    console.table(None, ("", ""), [(key.replace("_", " "), str(value)) for key, value in shown.items()])
+    if tensors:
+        rows = [
+            (t.spec.name, t.spec.dtype, " x ".join(map(str, t.spec.shape)), console.size(t.spec.nbytes), t.file.name)
+            for t in headers.tensors.values()
+        ]
+        console.table(None, ("tensor", "type", "shape", "size", "file"), rows, right=(3,))
+
+
+def _summary(quantization: Any) -> str:
+    if not isinstance(quantization, dict):
+        return "none"
+    groups = quantization.get("config_groups")
+    if isinstance(groups, dict):
+        parts = []
+        for group in groups.values():
+            weights = group.get("weights") or {}
+            parts.append(
+                f"{weights.get('num_bits')} bits, {weights.get('strategy')} {weights.get('group_size') or ''}".strip()
+            )
+        return f"{quantization.get('quant_method')} {quantization.get('format', '')}: {'; '.join(parts)}"
+    bits, group = quantization.get("bits"), quantization.get("group_size")
+    return f"{quantization.get('quant_method')}: {bits} bits, group size {group}"
+
+
+def list_(
+    what: Annotated[str, typer.Argument(help="methods, grids, formats, archs, sources or ledger.", show_default=False)],
+    json_: o.Json = False,
+) -> None:
+    """What is built in."""
+    from llmcompress.cli.catalogue import catalogue
+
+    columns, rows = catalogue(what)
+    if json_:
+        console.print_json([dict(zip(columns, row, strict=True)) for row in rows])
+    else:
+        console.table(None, columns, rows)

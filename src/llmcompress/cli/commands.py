@@ -1,0 +1,248 @@
+"""All commands, gathered: one per method, and those that run, plan and export."""
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from llmcompress.cli import checks, console, data, evaluation
+from llmcompress.cli import options as o
+from llmcompress.errors import GateError, RecipeError
+from llmcompress.ledger import KINDS
+from llmcompress.methods.base import Method
+from llmcompress.recipe import Calibration, Output, Recipe, build, load, methods
+from llmcompress.registry import suggest
+
+if TYPE_CHECKING:
+    from llmcompress.engine.plan import Plan
+
+
+def register(app: typer.Typer) -> None:
+    """Add every command to `app`."""
+    plan = typer.Typer(
+        no_args_is_help=True, help="Print what a run would do: every matrix, exact size, memory, disk, passes."
+    )
+    for name, method in methods().items():
+        given = {"model": (o.Model, ...), **o.method_options(method), **o.RUN_OPTIONS, **o.MEANS}
+        doc = f"{method.summary}\n\n{method.__doc__ or ''}"
+        app.command(name, rich_help_panel="Compress")(o.command(_method(method), given, name, doc))
+        plan.command(name)(
+            o.command(_method(method, dry=True), given, name, f"Plan {name} without computing anything.")
+        )
+    given = {
+        "recipe": (RecipeFile, ...),
+        "model": (o.Model, ...),
+        "out": o.RUN_OPTIONS["out"],
+        "overwrite": o.RUN_OPTIONS["overwrite"],
+    }
+    given |= {"format_": (FormatOverride, None), **o.MEANS}
+    app.command("run", rich_help_panel="Compress")(
+        o.command(_recipe(False), given, "run", "Run a recipe file on a model.")
+    )
+    plan.command("run")(o.command(_recipe(True), given, "run", "Plan a recipe file without computing anything."))
+    app.command("export", rich_help_panel="Compress")(export)
+    app.add_typer(plan, name="plan", rich_help_panel="Compress")
+    evaluation.register(app)
+    checks.register(app)
+    data.register(app)
+
+
+RecipeFile = Annotated[
+    Path,
+    typer.Argument(
+        help="Recipe as YAML, such as those in configs/ or an output's llmcompress.yaml.", show_default=False
+    ),
+]
+FormatOverride = Annotated[
+    str | None, typer.Option("--format", help="Another format than the recipe's.", rich_help_panel=o.OUTPUT)
+]
+
+
+def _method(method: type[Method], dry: bool = False) -> Callable[..., None]:
+    def go(**values: Any) -> None:
+        options = {name: values[name] for name in method.model_fields if name != "set"}
+        options["set"] = o.parse_set(values["set"])
+        source = {"field": values["field"]} if values["field"] is not None else {}
+        calibration = {key: values[key] for key in ("samples", "length", "seed")} | {
+            "source": values["calibration"],
+            "options": source,
+        }
+        recipe = Recipe(
+            calibration=build(Calibration, calibration, "the calibration options"),
+            steps=(build(method, options, method.name),),
+            output=build(
+                Output,
+                {"format": values["format_"], "shard_size": int(values["shard_size"] * 1e9)},
+                "the output options",
+            ),
+        )
+        _go(recipe, values, dry)
+
+    return go
+
+
+def _recipe(dry: bool) -> Callable[..., None]:
+    def go(**values: Any) -> None:
+        recipe = load(values["recipe"])
+        if values["format_"] is not None:
+            recipe = recipe.model_copy(
+                update={"output": recipe.output.model_copy(update={"format": values["format_"]})}
+            )
+        _go(recipe, values, dry)
+
+    return go
+
+
+def _go(recipe: Recipe, values: dict[str, Any], dry: bool) -> None:
+    for kind in values["strict"] or []:
+        if kind not in (*KINDS, "any"):
+            raise RecipeError(f"--strict {kind!r} is not a kind of ledger entry", suggest(kind, [*KINDS, "any"]))
+    if values["print_recipe"]:
+        typer.echo(recipe.as_yaml(), nl=False)
+        return
+    from llmcompress.engine.plan import Options, make_plan
+
+    means = Options(**{name: values[name] for name in Options.__dataclass_fields__})
+    plan = make_plan(recipe, values["model"], means)
+    if dry or values["dry_run"]:
+        _show_plan(plan, values["json_"])
+        return
+    _carry_out(plan, values)
+
+
+def _carry_out(plan: "Plan", values: dict[str, Any]) -> None:
+    from llmcompress.engine.resources import peak_memory
+    from llmcompress.engine.run import run
+
+    begin = time.perf_counter()
+    with console.Watching(quiet=values["quiet"] or values["json_"]) as watch:
+        result = run(plan, watch, _stop_request(values["deadline"]))
+    seconds, memory = time.perf_counter() - begin, peak_memory()
+    if values["json_"]:
+        console.print_json(
+            {**result, "output": str(plan.out), "seconds": round(seconds, 2), "peak_memory_bytes": memory}
+        )
+    else:
+        if not values["quiet"]:
+            console.ledger(result["ledger"])
+        cost = plan.estimate
+        console.say(
+            f"{plan.out}: {console.size(cost.output_bytes)}, {cost.output_bytes / cost.source_bytes:.0%} of the source, "
+            f"{cost.bits_per_weight:.2f} bits per weight, in {seconds:.1f} s, peak memory {console.size(memory)}"
+        )
+    wanted = values["strict"] or []
+    broken = [entry for entry in result["ledger"] if "any" in wanted or entry["kind"] in wanted]
+    if broken:
+        first = broken[0]
+        raise GateError(
+            f"--strict: {len(broken)} ledger entries, first {first['kind']}: {first['subject']}: {first['why']}",
+            f"the output was written to {plan.out}; see its report.json",
+        )
+
+
+def _stop_request(deadline: float | None) -> Callable[[], bool]:
+    """True once SIGTERM has come or the deadline is over."""
+    asked = {"stop": False}
+    begin = time.monotonic()
+
+    def on_term(_: int, __: FrameType | None) -> None:
+        asked["stop"] = True
+
+    signal.signal(signal.SIGTERM, on_term)
+    return lambda: asked["stop"] or (deadline is not None and time.monotonic() - begin >= deadline)
+
+
+def _show_plan(plan: "Plan", as_json: bool) -> None:
+    cost = plan.estimate
+    matrices = [matrix for layer in plan.layers for matrix in layer]
+    rows = [(m.module, m.entry, m.method) for m in matrices]
+    if as_json:
+        console.print_json(
+            {
+                "output": str(plan.out),
+                "format": plan.format.name,
+                "architecture": plan.spec.name,
+                "recipe": plan.recipe.as_data(),
+                "compute_dtype": plan.dtype,
+                "output_bytes": cost.output_bytes,
+                "work_bytes": cost.work_bytes,
+                "memory_bytes": cost.memory_bytes,
+                "passes": cost.passes,
+                "bits_per_weight": round(cost.bits_per_weight, 4),
+                "matrices": [
+                    {
+                        "name": name,
+                        "shape": [e.out_features, e.in_features],
+                        "grid": e.grid.name if e.grid else None,
+                        "method": m.name,
+                    }
+                    for name, e, m in rows
+                ],
+                "tensors": [{"name": t.name, "dtype": t.dtype, "shape": list(t.shape)} for t in plan.tensors],
+                "ledger": plan.ledger.as_json(),
+            }
+        )
+        return
+    console.table(
+        None,
+        ("matrix", "out x in", "method", "grid", "bits/weight", "bytes"),
+        [
+            (
+                name,
+                f"{e.out_features} x {e.in_features}",
+                m.name,
+                e.grid.name if e.grid else "",
+                f"{e.grid.bits_per_weight(e.in_features):.3f}" if e.grid else "",
+                f"{sum(t.nbytes for t in plan.format.layout(e)):,}",
+            )
+            for name, e, m in rows
+        ],
+        right=(1, 4, 5),
+    )
+    copied = [entry for entry in plan.entries if entry.grid is None]
+    kept = sum(entry.source.nbytes for entry in copied)
+    console.table(
+        None,
+        ("", ""),
+        [
+            (
+                "model",
+                f"{plan.headers.path} ({plan.spec.name}, {len(plan.layers)} layers, {console.size(cost.source_bytes)})",
+            ),
+            ("output", f"{plan.out} ({plan.format.name})"),
+            ("unchanged", f"{len(copied)} tensors, {console.size(kept)}"),
+            (
+                "weight files",
+                f"{cost.output_bytes:,} bytes exactly, {cost.bits_per_weight:.3f} bits per quantised weight",
+            ),
+            ("peak memory", f"about {console.size(cost.memory_bytes)}"),
+            ("disk while running", f"about {console.size(cost.work_bytes)} in {plan.work}"),
+            ("forward passes", f"{cost.passes} at most, layers in {plan.dtype}"),
+        ],
+    )
+    console.ledger(plan.ledger.as_json())
+
+
+def export(
+    work: Annotated[Path, typer.Argument(help="Work directory kept by --keep-work.", show_default=False)],
+    formats: Annotated[list[str], typer.Option("--format", help="Format to write. Repeatable.", show_default=False)],
+    out: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Directory to write; with several formats their names are appended."),
+    ] = None,
+    overwrite: o.Overwrite = False,
+    json_: o.Json = False,
+) -> None:
+    """Write other formats from a finished run's work directory, without computing anything again."""
+    from llmcompress.engine.export import export_work
+
+    done = export_work(work, formats, out, overwrite)
+    if json_:
+        console.print_json([{"format": name, "output": str(path), "bytes": size} for name, path, size in done])
+        return
+    for name, path, size in done:
+        console.say(f"{path}: {name}, {console.size(size)}")

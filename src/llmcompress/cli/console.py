@@ -1,0 +1,154 @@
+"""What people see: progress, tables, errors. The only file that imports rich."""
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from llmcompress.engine.progress import Progress as RunProgress
+from llmcompress.errors import LlmcompressError
+
+out = Console()
+err = Console(stderr=True)
+
+
+def print_json(data: Any) -> None:
+    """The one JSON document of `--json`."""
+    sys.stdout.write(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+
+
+def say(line: str) -> None:
+    """A line for people, on stderr, so that stdout stays clean for results."""
+    err.print(escape(line), highlight=False, soft_wrap=True)
+
+
+def fail(error: LlmcompressError) -> None:
+    """An error: what is wrong, then the way out."""
+    err.print(f"[bold red]error:[/] {escape(error.message)}", highlight=False, soft_wrap=True)
+    if error.hint:
+        err.print(f"  [dim]hint:[/] {escape(error.hint)}", highlight=False, soft_wrap=True)
+
+
+def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> None:
+    """A plain table on stdout; columns whose numbers are in `right` are aligned to the right."""
+    made = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False)
+    for number, column in enumerate(columns):
+        made.add_column(column, justify="right" if number in right else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*map(escape, row))
+    out.print(made)
+
+
+def size(count: float) -> str:
+    """Bytes for people, in powers of ten."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.2f} {unit}"
+    return f"{count:.0f} B"
+
+
+class Watching(RunProgress):
+    """Progress of a run: a bar on a terminal, one plain line per layer elsewhere, nothing if quiet."""
+
+    def __init__(self, quiet: bool) -> None:
+        self.quiet = quiet
+        self.bar: Progress | None = None
+        self.seen = 0
+        self.begun = time.perf_counter()
+        self.losses: list[float] = []
+        self.layers = 0
+
+    def __enter__(self) -> "Watching":
+        if not self.quiet and err.is_terminal:
+            columns = (
+                TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"),
+                TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+            )  # fmt: skip
+            self.bar = Progress(*columns, console=err, transient=True)
+            self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def start(self, layers: int, done: int) -> None:
+        self.layers, self.begun = layers, time.perf_counter()
+        if self.bar is not None:
+            self.task = self.bar.add_task("layers", total=layers, completed=done, note="")
+        elif not self.quiet and done:
+            say(f"{done} of {layers} layers were finished before; going on")
+
+    def layer(self, number: int) -> None:
+        self.losses = []
+
+    def matrix(self, record: dict[str, Any]) -> None:
+        self.losses.append(record.get("loss", record["relative_error"] ** 2))
+        if self.bar is not None:
+            name = record["name"].rpartition(".")[2]
+            self.bar.update(self.task, note=f"{name} loss {self.losses[-1]:.2e}{self._rate()}")
+
+    def tokens(self, count: int) -> None:
+        self.seen += count
+        if self.bar is not None:
+            self.bar.update(self.task, note=self._rate().strip())
+
+    def _rate(self) -> str:
+        spent = time.perf_counter() - self.begun
+        return f"  {self.seen / spent:,.0f} tokens/s" if self.seen and spent > 0 else ""
+
+    def layer_done(self, number: int, seconds: float) -> None:
+        if self.bar is not None:
+            self.bar.advance(self.task)
+        elif not self.quiet:
+            mean = sum(self.losses) / max(len(self.losses), 1)
+            spent = time.perf_counter() - self.begun
+            left = spent / (number + 1) * (self.layers - number - 1)
+            which = f"layer {number + 1}/{self.layers}"
+            say(f"{which}  {seconds:.1f} s  loss {mean:.2e}{self._rate()}  about {left:.0f} s left")
+
+    def writing(self, total_bytes: int) -> None:
+        if self.bar is not None:
+            self.bar.update(self.task, note="writing")
+        elif not self.quiet:
+            say(f"writing {size(total_bytes)}")
+
+
+class Steps:
+    """A bar on a terminal for work of known length; silent elsewhere."""
+
+    def __init__(self, what: str, quiet: bool) -> None:
+        self.what = what
+        self.bar = None if quiet or not err.is_terminal else Progress(console=err, transient=True)
+
+    def __enter__(self) -> "Steps":
+        if self.bar is not None:
+            self.bar.start()
+            self.task = self.bar.add_task(self.what, total=None)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def at(self, done: int, of: int) -> None:
+        if self.bar is not None:
+            self.bar.update(self.task, completed=done, total=of)
+
+
+def ledger(entries: Sequence[Mapping[str, str]], limit: int = 12) -> None:
+    """The decisions a person should know of; many of one kind and reason are shown as one line."""
+    grouped: dict[tuple[str, str], list[str]] = {}
+    for entry in entries:
+        grouped.setdefault((entry["kind"], entry["why"]), []).append(entry["subject"])
+    for (kind, why), subjects in list(grouped.items())[:limit]:
+        subject = subjects[0] if len(subjects) == 1 else f"{subjects[0]} and {len(subjects) - 1} more"
+        say(f"note: {kind}: {subject}: {why}")
+    if len(grouped) > limit:
+        say(f"note: {len(grouped) - limit} more in report.json")

@@ -1,0 +1,44 @@
+"""`calib`: calibration windows as a file of their own."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from llmcompress.cli import console
+from llmcompress.cli import options as o
+
+
+def register(app: typer.Typer) -> None:
+    calib = typer.Typer(no_args_is_help=True, help="Prepare calibration windows.")
+    calib.command("pack")(pack)
+    app.add_typer(calib, name="calib", rich_help_panel="Look")
+
+
+def pack(
+    model: o.Model,
+    out: Annotated[Path, typer.Option("--output", "-o", help="File to write (.safetensors).", show_default=False)],
+    calibration: o.Source = "default",
+    field: o.Field = None,
+    samples: o.Samples = 128,
+    length: o.Length = 512,
+    seed: o.Seed = 0,
+    trust_remote_code: o.Trust = False,
+    json_: o.Json = False,
+) -> None:
+    """Tokenise with a model's tokenizer and write exactly the windows a run would use, for --calibration FILE."""
+    from llmcompress.calib.base import fingerprint
+    from llmcompress.calib.pack import save
+    from llmcompress.engine.calibration import tokens_for
+    from llmcompress.recipe import Calibration
+
+    asked = Calibration(
+        source=calibration, options={} if field is None else {"field": field}, samples=samples, length=length, seed=seed
+    )
+    tokens = tokens_for(asked, model, "float32", trust_remote_code)
+    save(tokens, out)
+    facts = {"path": str(out), "samples": tokens.shape[0], "length": tokens.shape[1], "sha256": fingerprint(tokens)}
+    if json_:
+        console.print_json(facts)
+    else:
+        console.say(f"{out}: {facts['samples']} windows of {facts['length']} tokens, sha256 {facts['sha256']}")

@@ -1,0 +1,93 @@
+"""`eval`: how faithful a compressed model is."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from llmcompress.cli import console
+from llmcompress.cli import options as o
+from llmcompress.errors import GateError
+
+_ROWS = (
+    ("perplexity", "perplexity"),
+    ("ref_perplexity", "perplexity of the reference"),
+    ("perplexity_ratio", "ratio of the two"),
+    ("kl", "KL divergence, mean (nats)"),
+    ("kl_median", "KL divergence, median"),
+    ("kl_p99", "KL divergence, 99th percentile"),
+    ("kl_p999", "KL divergence, 99.9th percentile"),
+    ("top1", "same most likely token"),
+    ("tv", "total variation (1 - acceptance as a draft)"),
+)
+
+
+def register(app: typer.Typer) -> None:
+    app.command("eval", rich_help_panel="Prove")(evaluate)
+
+
+def evaluate(
+    model: Annotated[
+        Path, typer.Argument(help="Any directory llmcompress writes, or an original model.", show_default=False)
+    ],
+    ref: Annotated[Path | None, typer.Option("--ref", help="The original, to measure divergence from.")] = None,
+    text: Annotated[
+        str, typer.Option("--text", help="Text file to evaluate on; default: text shipped with llmcompress.")
+    ] = "default",
+    length: Annotated[int, typer.Option("--length", min=2, help="Tokens per window.")] = 512,
+    windows: Annotated[
+        int | None,
+        typer.Option(
+            "--windows", min=1, help="Windows, from the start of the text. Default: 80, or all of the shipped text."
+        ),
+    ] = None,
+    batch: o.Batch = 4,
+    device: o.Device = "auto",
+    compute_dtype: Annotated[
+        Literal["float32", "bfloat16"], typer.Option("--compute-dtype", help="Type both models run in.")
+    ] = "float32",
+    fail_if: Annotated[
+        list[str] | None, typer.Option("--fail-if", help="Exit with 3 if true, such as 'kl > 0.05'. Repeatable.")
+    ] = None,
+    generate: Annotated[
+        str | None, typer.Option("--generate", help="Continue this prompt with each model, side by side.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Tokens of each continuation.")] = 48,
+    trust_remote_code: o.Trust = False,
+    json_: o.Json = False,
+    quiet: o.Quiet = False,
+) -> None:
+    """Perplexity, and divergence from the original, with confidence intervals.
+
+    Protocol: the text is tokenised once, cut into disjoint windows from its start, and every position but the first
+    of a window is scored on the full vocabulary. Intervals are 95%, by bootstrap over windows.
+    """
+    from llmcompress.validate.evaluate import parse_gate
+    from llmcompress.validate.session import Request, continuations, evaluate_paths
+
+    gates = [parse_gate(gate) for gate in fail_if or []]
+    request = Request(model, ref, text, length, windows, batch, device, compute_dtype, trust_remote_code)
+    with console.Steps("layers", quiet or json_) as steps:
+        figures: dict[str, Any] = evaluate_paths(request, steps.at)
+    samples = continuations(request, generate, max_new_tokens) if generate is not None else None
+    if json_:
+        console.print_json({**figures, **({"generated": samples} if samples is not None else {})})
+    else:
+        rows = []
+        for key, label in _ROWS:
+            if key in figures:
+                low, high = figures.get(f"{key}_ci", (None, None))
+                rows.append((label, f"{figures[key]:.5g}", "" if low is None else f"{low:.5g} ... {high:.5g}"))
+        console.table(
+            f"{model}: {figures['windows']} windows of {length} tokens, {figures['tokens']} scored, {compute_dtype}",
+            ("", "value", "95% interval"),
+            rows,
+            right=(1, 2),
+        )
+        for name, continuation in (samples or {}).items():
+            console.table(name, ("",), [(continuation,)])
+    for gate in gates:
+        if gate.fails(figures):
+            raise GateError(
+                f"{gate.key} is {figures[gate.key]:.5g}, the gate was {gate.key} {gate.operator} {gate.bound:g}"
+            )

@@ -1,0 +1,181 @@
+"""Command-line options: the ones all runs share, and the ones made from the fields of a method."""
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import typer
+import yaml
+from pydantic.fields import FieldInfo
+
+from llmcompress.errors import RecipeError
+from llmcompress.methods.base import Method
+from llmcompress.recipe import DEFAULT_FORMAT, Calibration, Output
+
+CALIBRATION, OUTPUT, RUNNING = "Calibration", "Output", "Running"
+
+Model = Annotated[Path, typer.Argument(help="Model directory with config.json and safetensors.", show_default=False)]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        help="Directory to write. Default: beside the model, named after the recipe.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+Format = Annotated[
+    str, typer.Option("--format", help="Checkpoint format; see `llmcompress list formats`.", rich_help_panel=OUTPUT)
+]
+ShardSize = Annotated[
+    float,
+    typer.Option("--shard-size", help="Size of a weight file at most, in GB (10^9 bytes).", rich_help_panel=OUTPUT),
+]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace the output directory if it exists.", rich_help_panel=OUTPUT)
+]
+Source = Annotated[
+    str,
+    typer.Option(
+        "--calibration",
+        help="default (text shipped with llmcompress), self (sampled from the model), or a path: text file or folder, "
+        ".jsonl, .parquet, datasets folder, token ids.",
+        rich_help_panel=CALIBRATION,
+    ),
+]
+Field = Annotated[
+    str | None, typer.Option("--field", help="Text field of jsonl rows or a data set.", rich_help_panel=CALIBRATION)
+]
+Samples = Annotated[
+    int, typer.Option("--samples", help="Windows of text; exactly as many are used.", rich_help_panel=CALIBRATION)
+]
+Length = Annotated[int, typer.Option("--length", help="Tokens per window.", rich_help_panel=CALIBRATION)]
+Seed = Annotated[int, typer.Option("--seed", help="Which windows are drawn.", rich_help_panel=CALIBRATION)]
+Device = Annotated[
+    Literal["auto", "cpu", "cuda"], typer.Option("--device", help="Where layers run.", rich_help_panel=RUNNING)
+]
+ComputeDtype = Annotated[
+    Literal["auto", "float32", "bfloat16", "float16"],
+    typer.Option(
+        "--compute-dtype",
+        help="Type layers run in; auto: bfloat16 where the processor is fast at it.",
+        rich_help_panel=RUNNING,
+    ),
+]
+Batch = Annotated[
+    int, typer.Option("--batch", min=1, help="Windows run through a layer at once.", rich_help_panel=RUNNING)
+]
+Work = Annotated[
+    Path | None, typer.Option("--work", help="Work directory. Default: OUTPUT.work.", rich_help_panel=RUNNING)
+]
+KeepWork = Annotated[
+    bool, typer.Option("--keep-work", help="Keep the work directory, for `export`.", rich_help_panel=RUNNING)
+]
+Deadline = Annotated[
+    float | None,
+    typer.Option(
+        "--deadline", min=0, help="Stop at a safe point after so many seconds, exit code 75.", rich_help_panel=RUNNING
+    ),
+]
+Strict = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--strict",
+        help="Exit with 3 if the ledger has entries of this kind, or 'any'. Repeatable.",
+        rich_help_panel=RUNNING,
+    ),
+]
+Trust = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", help="Run Python code that the checkpoint brings.", rich_help_panel=RUNNING),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.", rich_help_panel=RUNNING)]
+PrintRecipe = Annotated[
+    bool, typer.Option("--print-recipe", help="Print the recipe as YAML and stop.", rich_help_panel=RUNNING)
+]
+Json = Annotated[
+    bool, typer.Option("--json", help="One JSON document on stdout, nothing else there.", rich_help_panel=RUNNING)
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.", rich_help_panel=RUNNING)]
+
+RUN_OPTIONS: dict[str, tuple[Any, Any]] = {
+    "out": (Out, None),
+    "format_": (Format, DEFAULT_FORMAT),
+    "shard_size": (ShardSize, Output().shard_size / 1e9),
+    "overwrite": (Overwrite, False),
+    "calibration": (Source, Calibration().source),
+    "field": (Field, None),
+    "samples": (Samples, Calibration().samples),
+    "length": (Length, Calibration().length),
+    "seed": (Seed, Calibration().seed),
+}
+MEANS: dict[str, tuple[Any, Any]] = {
+    "device": (Device, "auto"),
+    "compute_dtype": (ComputeDtype, "auto"),
+    "batch": (Batch, 8),
+    "work": (Work, None),
+    "keep_work": (KeepWork, False),
+    "deadline": (Deadline, None),
+    "strict": (Strict, None),
+    "trust_remote_code": (Trust, False),
+    "dry_run": (DryRun, False),
+    "print_recipe": (PrintRecipe, False),
+    "json_": (Json, False),
+    "quiet": (Quiet, False),
+}
+
+
+def method_options(method: type[Method]) -> dict[str, tuple[Any, Any]]:
+    """Options from a method's fields: name to (annotation, default)."""
+    return {name: _option(name, field) for name, field in method.model_fields.items()}
+
+
+def _option(name: str, field: FieldInfo) -> tuple[Any, Any]:
+    flag = f"--{name.replace('_', '-')}"
+    if name == "set":
+        help_ = f"{(field.description or '').capitalize()}. Repeatable."
+        return Annotated[list[str] | None, typer.Option("--set", metavar="PATTERN: {OPTION: VALUE}", help=help_)], None
+    help_ = (field.description or "")[:1].upper() + (field.description or "")[1:] + "."
+    if field.annotation is bool:
+        return Annotated[
+            bool, typer.Option(f"{flag}/--a{name}" if name == "sym" else f"{flag}/--no-{name}", help=help_)
+        ], field.default
+    annotation: Any = field.annotation
+    if get_origin(annotation) is Literal and isinstance(get_args(annotation)[0], int):
+        annotation, help_ = int, f"{help_} One of {', '.join(map(str, get_args(field.annotation)))}."
+    return Annotated[annotation, typer.Option(flag, help=help_)], field.default
+
+
+def command(
+    function: Callable[..., None], options: dict[str, tuple[Any, Any]], name: str, doc: str
+) -> Callable[..., None]:
+    """`function(**values)` with a signature made of options, as Typer reads it."""
+
+    def run(**values: Any) -> None:
+        function(**values)
+
+    parameters = [
+        inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        for key, (annotation, default) in options.items()
+    ]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {key: annotation for key, (annotation, _) in options.items()}
+    run.__name__, run.__doc__ = name, doc
+    return run
+
+
+def parse_set(values: list[str] | None) -> dict[str, dict[str, Any]]:
+    """`--set` values to patterns and their options: each one is a line of YAML."""
+    result: dict[str, dict[str, Any]] = {}
+    for value in values or []:
+        try:
+            data = yaml.safe_load(value)
+        except yaml.YAMLError:
+            data = None
+        if not isinstance(data, dict) or not all(isinstance(k, str) and isinstance(v, dict) for k, v in data.items()):
+            raise RecipeError(
+                f"--set {value!r} is not a pattern with options", "write for example --set 'mlp.down_proj: {bits: 8}'"
+            )
+        result.update(data)
+    return result

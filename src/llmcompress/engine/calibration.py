@@ -1,0 +1,60 @@
+"""The tokens of a run: asked of the recipe's source, checked against the model's vocabulary."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmcompress.calib.base import Request
+from llmcompress.calib.pack import resolve
+from llmcompress.engine.plan import Plan
+from llmcompress.errors import CheckpointError, PlanError
+from llmcompress.recipe import Calibration
+from llmcompress.store.headers import read_headers
+
+
+def load_tokenizer(path: Path, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a model directory, read from disk alone."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"{path} has no usable tokenizer: {line}", "copy the tokenizer files of the original model"
+        ) from None
+
+
+def calibration_tokens(plan: Plan) -> Tensor:
+    """Token ids [samples, length] int64 for a plan."""
+    return tokens_for(plan.recipe.calibration, plan.headers.path, plan.dtype, plan.options.trust_remote_code)
+
+
+def tokens_for(asked: Calibration, model: Path, dtype: str, trust_remote_code: bool = False) -> Tensor:
+    """Token ids [samples, length] int64 as `asked`, for the model directory `model`."""
+    config = read_headers(model).config
+    limit = config.get("max_position_embeddings") or config.get("n_positions")
+    if isinstance(limit, int) and asked.length > limit:
+        raise PlanError(
+            f"windows of {asked.length} tokens are longer than the model's {limit} positions", f"use --length {limit}"
+        )
+    request = Request(
+        tokenizer=load_tokenizer(model, trust_remote_code),
+        samples=asked.samples,
+        length=asked.length,
+        seed=asked.seed,
+        vocab_size=int(config["vocab_size"]),
+        model=lambda: _whole_model(model, dtype, trust_remote_code),
+    )
+    return resolve(asked.source, **asked.options).tokens(request)
+
+
+def _whole_model(model: Path, dtype: str, trust_remote_code: bool) -> Any:
+    """The original model, all of it in memory: sampling a token needs every layer."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        model, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=trust_remote_code
+    ).eval()

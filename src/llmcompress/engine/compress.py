@@ -1,0 +1,167 @@
+"""One section: statistics stage by stage, each stage on inputs that the stages before it have already changed."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llmcompress.engine.collect import ExpertInputs, collect, stages_of
+from llmcompress.engine.plan import MatrixPlan, Plan
+from llmcompress.engine.progress import Progress
+from llmcompress.grids.integer import Coded
+from llmcompress.ledger import Ledger
+from llmcompress.methods.base import Method, Solved
+from llmcompress.model.build import StreamedModel
+from llmcompress.model.experts import Expert
+from llmcompress.stats.gram import Gram
+from llmcompress.store.checkpoint import DTYPES, Checkpoint
+from llmcompress.store.staging import Hidden
+
+STARVED = 4  # tokens per input channel below which an expert's Gram is blended with the layer's
+
+
+class Compressor:
+    """Chooses the codes of a layer's matrices; the layer ends up holding their decoded values."""
+
+    def __init__(self, plan: Plan, checkpoint: Checkpoint, model: StreamedModel | None, progress: Progress) -> None:
+        self.plan, self.checkpoint, self.model, self.progress = plan, checkpoint, model, progress
+
+    def layer(
+        self, number: int, layer: nn.Module | None, hidden: Hidden | None
+    ) -> tuple[dict[str, Coded], dict[str, Any]]:
+        """Codes by on-disk module name, and {"linears": [...], "ledger": [...]} about them."""
+        coded: dict[str, Coded] = {}
+        linears: list[dict[str, Any]] = []
+        ledger = Ledger()
+        for stage in stages_of(self.plan.layers[number]):
+            grams = self._grams(number, layer, hidden, stage, ledger)
+            for group in _together(stage):
+                for plan, solved, record in self._solve(group, grams.get(group[0].space), ledger):
+                    coded[plan.module] = solved
+                    linears.append(record)
+                    self.progress.matrix(record)
+                    if layer is not None:
+                        install(layer, plan, solved)
+        return coded, {"linears": linears, "ledger": ledger.as_json()}
+
+    def _grams(
+        self, number: int, layer: nn.Module | None, hidden: Hidden | None, stage: list[MatrixPlan], ledger: Ledger
+    ) -> dict[str, Gram]:
+        needing = {plan.space: plan for plan in stage if plan.method.needs_calibration}
+        if not needing or layer is None or hidden is None or self.model is None:
+            return {}
+        expert = next((plan for plan in needing.values() if plan.expert is not None), None)
+        watch = None
+        if expert is not None and self.plan.spec.experts is not None:
+            block = layer.get_submodule(self.plan.spec.experts.path)
+            hidden_width = next(iter(block.children())).gate_proj.in_features  # type: ignore[union-attr]
+            watch = ExpertInputs(block, int(hidden_width), self.model.device)  # type: ignore[arg-type]
+        try:
+            grams = collect(self.model, layer, number, hidden, needing, self.plan.options.batch, self.progress)
+        finally:
+            if watch is not None:
+                watch.close()
+        for space, gram in grams.items():
+            if gram.dropped:
+                ledger.note(
+                    "nonfinite_inputs", needing[space].module, f"{gram.dropped} tokens dropped from its statistics"
+                )
+            if watch is not None:
+                _feed_starved(gram, needing[space], watch, layer, ledger)
+        return grams
+
+    def _solve(
+        self, group: list[MatrixPlan], gram: Gram | None, ledger: Ledger
+    ) -> list[tuple[MatrixPlan, Coded, dict[str, Any]]]:
+        """Matrices that share input and options, solved as one: their rows are independent."""
+        method = group[0].method
+        weights = [self._weight(plan) for plan in group]
+        scale_dtype = DTYPES[group[0].entry.source.dtype]
+        with torch.no_grad():
+            solved: Solved = method.solve(torch.cat(weights), gram, scale_dtype)
+        if solved.percdamp is not None and solved.percdamp > getattr(method, "percdamp", solved.percdamp):
+            ledger.note("damping", group[0].module, f"percdamp raised to {solved.percdamp:g}")
+        if solved.dead_inputs:
+            ledger.note(
+                "dead_inputs", group[0].module, f"{solved.dead_inputs} of {weights[0].shape[1]} were never active"
+            )
+        result, start = [], 0
+        for plan, weight in zip(group, weights, strict=True):
+            stop = start + weight.shape[0]
+            part = Coded(solved.coded.codes[start:stop].cpu(), solved.coded.grid.rows(start, stop).to("cpu"))
+            result.append((plan, part, _record(plan, weight.cpu(), part, gram, solved)))
+            start = stop
+        return result
+
+    def _weight(self, plan: MatrixPlan) -> Tensor:
+        """The source matrix [out, in] in float32 on the run's device."""
+        weight = self.checkpoint.read_finite(plan.entry.source.name).to(torch.float32)
+        weight = weight.T.contiguous() if plan.conv1d else weight
+        return weight if self.model is None else weight.to(self.model.device)
+
+
+def install(layer: nn.Module, plan: MatrixPlan, coded: Coded) -> None:
+    """Put decoded values into a layer: what is stored is what the next matrix sees."""
+    weight = layer.get_submodule(plan.path).weight
+    value = coded.decode()
+    weight.data.copy_(value.T if plan.conv1d else value)  # type: ignore[union-attr,operator]
+
+
+def _together(stage: list[MatrixPlan]) -> list[list[MatrixPlan]]:
+    """Matrices of a stage that read the same space under the same options and source type."""
+    groups: dict[tuple[str, Method, str], list[MatrixPlan]] = {}
+    for plan in stage:
+        groups.setdefault((plan.space, _frozen(plan.method), plan.entry.source.dtype), []).append(plan)
+    return list(groups.values())
+
+
+def _frozen(method: Method) -> Any:
+    return method.model_dump_json()
+
+
+def _record(plan: MatrixPlan, weight: Tensor, coded: Coded, gram: Gram | None, solved: Solved) -> dict[str, Any]:
+    """What the report says about a matrix. loss: squared output error per token as a share of the output's energy."""
+    delta = coded.decode() - weight
+    record: dict[str, Any] = {
+        "name": plan.module,
+        "method": plan.method.name,
+        "grid": plan.entry.grid.name if plan.entry.grid else None,
+        "shape": [plan.entry.out_features, plan.entry.in_features],
+        "relative_error": _significant(float(delta.norm() / weight.norm().clamp_min(1e-30))),
+    }
+    if gram is not None:
+        hessian = gram.mean().cpu()
+        energy = float(((weight @ hessian) * weight).sum())
+        record["loss"] = _significant(float(((delta @ hessian) * delta).sum()) / max(energy, 1e-30))
+        record["tokens"] = gram.tokens
+        record["percdamp"] = solved.percdamp
+    return record
+
+
+def _significant(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
+def _feed_starved(gram: Gram, plan: MatrixPlan, watch: ExpertInputs, layer: nn.Module, ledger: Ledger) -> None:
+    """Shrink the Gram of an expert with too few tokens towards that of all tokens that entered the block.
+
+    For gate and up the prior is the block's own input; for down it is a sample of that input pushed through the expert
+    whatever the router says, so that both priors lie in the right space.
+    """
+    needed = STARVED * gram.size
+    seen = gram.tokens
+    if seen >= needed:
+        return
+    weight = needed - seen
+    if plan.path.endswith("down_proj"):
+        expert = layer.get_submodule(plan.path.rpartition(".")[0])
+        assert isinstance(expert, Expert)
+        prior = Gram(gram.size, gram.sum.device)
+        with torch.no_grad():
+            prior.update(expert.inner(watch.sample()))
+    else:
+        prior = watch.gram
+    gram.shrink_towards(prior.mean(), float(weight))
+    ledger.note(
+        "starved_expert", plan.module, f"{seen} tokens for {gram.size} inputs: blended with the layer's statistics"
+    )

@@ -1,0 +1,48 @@
+"""Calibrate once, emit many: other formats from the staged codes of a finished run."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from llmcompress.engine.plan import Options, make_plan
+from llmcompress.engine.run import finish
+from llmcompress.errors import PlanError
+from llmcompress.recipe import parse
+from llmcompress.store.checkpoint import Checkpoint
+from llmcompress.store.staging import Staging
+
+
+def export_work(work: Path, formats: Sequence[str], out: Path | None, overwrite: bool) -> list[tuple[str, Path, int]]:
+    """Write each format; (format, directory, bytes of its weight files). PlanError if the run is not finished."""
+    try:
+        identity = json.loads((work / "plan.json").read_text(encoding="utf-8"))
+        place = json.loads((work / "place.json").read_text(encoding="utf-8"))
+        data, model = identity["recipe"], Path(place["model"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise PlanError(f"{work} is not a work directory", "give one that a run kept with --keep-work") from None
+    stem = out or work.with_name(work.name.removesuffix(".work"))
+    plans = []
+    for name in formats:
+        recipe = parse({**data, "output": {"format": name}}, f"recipe of {work}")
+        target = stem if out is not None and len(formats) == 1 else stem.with_name(f"{stem.name}-{name}")
+        options = Options(
+            out=target,
+            work=work,
+            compute_dtype=identity["compute_dtype"],
+            batch=identity["batch"],
+            overwrite=overwrite,
+            keep_work=True,
+            trust_remote_code=place["trust_remote_code"],
+        )
+        plans.append(make_plan(recipe, model, options))
+    done = []
+    for plan in plans:
+        staged = Staging(work, {**plan.identity, "tokens": identity["tokens"]})
+        missing = [number for number in range(len(plan.layers)) if not staged.has(number)]
+        if missing:
+            raise PlanError(
+                f"{work} lacks layer {missing[0]} of {len(plan.layers)}", "finish the run first: repeat its command"
+            )
+        finish(plan, Checkpoint(model), staged, place["calibration"])
+        done.append((plan.format.name, plan.out, plan.estimate.output_bytes))
+    return done

@@ -1,0 +1,297 @@
+"""The plan: what a run will do, decided and checked from headers alone, before any tensor is read."""
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llmcompress.arch import find
+from llmcompress.arch.spec import ArchSpec, Linear
+from llmcompress.engine.estimate import Estimate, estimate
+from llmcompress.engine.settings import resolve
+from llmcompress.errors import CheckpointError, PlanError, RecipeError
+from llmcompress.formats.base import Entry, Format, TensorSpec
+from llmcompress.ledger import Ledger
+from llmcompress.methods.base import Method
+from llmcompress.recipe import Recipe, formats
+from llmcompress.registry import suggest
+from llmcompress.store.headers import ModelHeaders, read_headers
+
+FLOAT_TYPES = ("F32", "F16", "BF16")
+
+_Found = tuple[str, int, int | None, str, str, Linear]
+
+
+@dataclass(frozen=True)
+class MatrixPlan:
+    """One matrix to be quantised. path: module path below the layer; module: on-disk name; space: what it reads."""
+
+    layer: int
+    expert: int | None
+    path: str
+    module: str
+    space: str
+    conv1d: bool
+    entry: Entry
+    method: Method
+
+
+@dataclass(frozen=True)
+class Options:
+    """Choices of a run that do not belong into a recipe: places and means."""
+
+    out: Path | None = None
+    work: Path | None = None
+    device: str = "auto"
+    compute_dtype: str = "auto"
+    batch: int = 8
+    overwrite: bool = False
+    keep_work: bool = False
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run, resolved. layers: matrices of each decoder layer in order of execution; entries: every source tensor."""
+
+    recipe: Recipe
+    headers: ModelHeaders
+    spec: ArchSpec
+    format: Format
+    out: Path
+    work: Path
+    dtype: str
+    options: Options
+    layers: tuple[tuple[MatrixPlan, ...], ...]
+    entries: tuple[Entry, ...]
+    tensors: tuple[TensorSpec, ...]
+    estimate: Estimate
+    ledger: Ledger = field(default_factory=Ledger)
+
+    @property
+    def step(self) -> Method:
+        return self.recipe.steps[0]
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a work directory must agree on to go on with a run."""
+        return {
+            "recipe": {key: value for key, value in self.recipe.as_data().items() if key != "output"},
+            "model": self.headers.fingerprint,
+            "compute_dtype": self.dtype,
+            "batch": self.options.batch,
+        }
+
+
+def make_plan(recipe: Recipe, model: Path, options: Options | None = None) -> Plan:
+    """Check everything that can be checked without reading a tensor, and decide the rest. Raises LlmcompressError."""
+    options = options or Options()
+    ledger = Ledger()
+    headers = read_headers(model)
+    format_ = _format(recipe)
+    step = _single_step(recipe)
+    _check_source(headers, options)
+    out, work = _places(recipe, step, model, options)
+    spec = _spec(headers, options, ledger)
+    matrices = _matrices(headers, spec)
+    widths = {name: _shape(headers, name, linear.conv1d)[1] for name, _, _, _, _, linear in matrices}
+    chosen = resolve(step, widths, ledger)
+
+    planned: dict[str, MatrixPlan] = {}
+    for module, layer, expert, path, space, linear in matrices:
+        method = chosen[module]
+        if method is None:
+            ledger.note("unquantised", module, "skipped as asked")
+            continue
+        entry = Entry(
+            headers.tensors[f"{module}.weight"].spec,
+            grid=method.grid,
+            transposed=linear.conv1d,
+            block=True,
+            linear=True,
+            permuted=method.permutes_groups,
+            options=method.described(),
+        )
+        planned[module] = MatrixPlan(layer, expert, path, module, space, linear.conv1d, entry, method)
+    if not planned:
+        raise PlanError("nothing is left to quantise", "loosen the patterns of --set")
+    declared = {module: linear.conv1d for module, _, _, _, _, linear in matrices}
+    entries = tuple(_entry(stored.spec, planned, declared, spec, ledger) for stored in headers.tensors.values())
+
+    refusal = format_.refuses(entries, headers.config)
+    if refusal is not None:
+        raise PlanError(*refusal)
+    for note in format_.notes(entries, headers.config):
+        ledger.note("engine", format_.name, note)
+    tensors = tuple(spec for entry in entries for spec in _layout(format_, entry))
+    count = (
+        int(headers.config["num_hidden_layers"]) if "num_hidden_layers" in headers.config else _layer_count(matrices)
+    )
+    layers = tuple(tuple(plan for plan in planned.values() if plan.layer == number) for number in range(count))
+    dtype = compute_dtype(options.compute_dtype, options.device)
+    cost = estimate(headers, recipe, layers, tensors, dtype, options.batch)
+    _check_disk(out, work, cost)
+    return Plan(
+        recipe=recipe,
+        headers=headers,
+        spec=spec,
+        format=format_,
+        out=out,
+        work=work,
+        dtype=dtype,
+        options=options,
+        layers=layers,
+        entries=entries,
+        tensors=tensors,
+        estimate=cost,
+        ledger=ledger,
+    )
+
+
+def compute_dtype(asked: str, device: str) -> str:
+    """The type layers run in: bfloat16 where the processor multiplies it fast, else float32."""
+    if asked != "auto":
+        return asked
+    import torch
+
+    if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
+        return "bfloat16"
+    return "bfloat16" if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() else "float32"
+
+
+def _format(recipe: Recipe) -> Format:
+    known = formats()
+    if recipe.output.format not in known:
+        raise RecipeError(f"unknown format {recipe.output.format!r}", suggest(recipe.output.format, list(known)))
+    return known[recipe.output.format]  # type: ignore[no-any-return]
+
+
+def _single_step(recipe: Recipe) -> Method:
+    if len(recipe.steps) != 1:
+        names = ", ".join(step.name for step in recipe.steps)
+        raise PlanError(
+            f"a recipe holds one quantising step, this one has {len(recipe.steps)}: {names}", "use set: for exceptions"
+        )
+    return recipe.steps[0]
+
+
+def _check_source(headers: ModelHeaders, options: Options) -> None:
+    if "quantization_config" in headers.config:
+        method = headers.config["quantization_config"]
+        name = method.get("quant_method", "unknown") if isinstance(method, Mapping) else "unknown"
+        raise CheckpointError(f"{headers.path} is already quantised ({name})", "start from the original model")
+    if "auto_map" in headers.config and not options.trust_remote_code:
+        raise CheckpointError(
+            f"{headers.path} brings its own code (auto_map in config.json)", "pass --trust-remote-code if you trust it"
+        )
+    if "model_type" not in headers.config:
+        raise CheckpointError(
+            f"{headers.path / 'config.json'} has no model_type", "give a directory as transformers saves it"
+        )
+
+
+def _places(recipe: Recipe, step: Method, model: Path, options: Options) -> tuple[Path, Path]:
+    group = "" if step.group_size is None else "row" if step.group_size < 0 else f"g{step.group_size}"
+    out = options.out or model.with_name(f"{model.resolve().name}-{step.name}-w{step.bits}{group}")
+    work = options.work or out.with_name(f"{out.name}.work")
+    if out.exists() and not options.overwrite:
+        raise PlanError(f"{out} exists", "choose another --output, or pass --overwrite")
+    if out.resolve() == model.resolve():
+        raise PlanError(f"{out} is the model itself", "choose another --output")
+    return out, work
+
+
+def _spec(headers: ModelHeaders, options: Options, ledger: Ledger) -> ArchSpec:
+    model_type = str(headers.config["model_type"])
+    spec: ArchSpec | None = find(model_type)
+    if spec is not None:
+        return spec
+    from llmcompress.model.build import load_config
+    from llmcompress.model.observe import observe
+
+    observed = observe(load_config(headers.path, options.trust_remote_code), options.trust_remote_code)
+    ledger.note("architecture", model_type, "no declaration: the order of its matrices was observed in a dry run")
+    return observed
+
+
+def _matrices(headers: ModelHeaders, spec: ArchSpec) -> list[_Found]:
+    """(on-disk module, layer, expert, path, space, declaration) of every declared matrix, in order of execution."""
+    experts = spec.expert_count(headers.config)
+    prefix, count = _layer_prefix(headers, spec)
+    found: list[_Found] = []
+    for layer in range(count):
+        before = len(found)
+        for linear in spec.linears:
+            for expert, path, space in spec.expand(linear, experts):
+                module = f"{prefix}.{layer}.{spec.disk_path(path)}"
+                if f"{module}.weight" in headers.tensors:
+                    found.append((module, layer, expert, path, space, linear))
+                elif spec.experts is None:
+                    raise CheckpointError(
+                        f"tensor {module}.weight is missing from {headers.path}", "the config does not fit the weights"
+                    )
+        if len(found) == before:
+            raise CheckpointError(f"{headers.path} has no matrices of layer {layer} ({prefix}.{layer})")
+    return found
+
+
+def _layer_prefix(headers: ModelHeaders, spec: ArchSpec) -> tuple[str, int]:
+    """The layers' on-disk prefix (some checkpoints lack the base model's) and their number."""
+    short = spec.layers.partition(".")[2]
+    for prefix in (spec.layers, short):
+        numbers = {
+            int(rest.partition(".")[0])
+            for name in headers.tensors
+            if prefix
+            and name.startswith(f"{prefix}.")
+            and (rest := name.removeprefix(f"{prefix}.")).partition(".")[0].isdigit()
+        }
+        if numbers:
+            return prefix, max(numbers) + 1
+    raise CheckpointError(f"{headers.path} has no tensors under {spec.layers}", "the config does not fit the weights")
+
+
+def _layer_count(matrices: list[_Found]) -> int:
+    return max(layer for _, layer, *_ in matrices) + 1
+
+
+def _shape(headers: ModelHeaders, module: str, conv1d: bool) -> tuple[int, int]:
+    spec = headers.tensors[f"{module}.weight"].spec
+    if len(spec.shape) != 2 or spec.dtype not in FLOAT_TYPES:
+        raise CheckpointError(f"tensor {spec.name} is {spec.dtype} {list(spec.shape)}, not a floating-point matrix")
+    rows, columns = spec.shape
+    return (columns, rows) if conv1d else (rows, columns)
+
+
+def _entry(
+    spec: TensorSpec, planned: Mapping[str, MatrixPlan], declared: Mapping[str, bool], arch: ArchSpec, ledger: Ledger
+) -> Entry:
+    module = spec.name.removesuffix(".weight")
+    if spec.name.endswith(".weight") and module in planned:
+        return planned[module].entry
+    block = f".{arch.layers.rpartition('.')[2]}." in f".{spec.name}"
+    matrix = len(spec.shape) >= 2 and block
+    if matrix and module not in declared:
+        router = any(spec.name.endswith(f"{arch.disk_path(path)}.weight") for path in arch.never)
+        ledger.note(
+            "unquantised",
+            spec.name,
+            "a router is never quantised" if router else "not a matrix that the architecture declares",
+        )
+    return Entry(spec, transposed=declared.get(module, False), block=block, linear=matrix)
+
+
+def _layout(format_: Format, entry: Entry) -> list[TensorSpec]:
+    return format_.layout(entry) if entry.grid is not None else [entry.source]
+
+
+def _check_disk(out: Path, work: Path, cost: Estimate) -> None:
+    for place, need in ((out, cost.output_bytes), (work, cost.work_bytes)):
+        parent = next(folder for folder in (place, *place.resolve().parents) if folder.exists())
+        free = shutil.disk_usage(parent).free
+        if free < need:
+            raise PlanError(
+                f"{parent} has {free / 1e9:.2f} GB free, {need / 1e9:.2f} GB are needed for {place.name}",
+                "free some space, or use --output or --work elsewhere",
+            )

@@ -1,0 +1,38 @@
+"""report.json and the facts of the model card: what was done, to what, with what result. No times, no paths."""
+
+import hashlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from llmcompress import __version__
+from llmcompress.ledger import Ledger
+
+if TYPE_CHECKING:
+    from llmcompress.engine.plan import Plan
+
+
+def report(
+    plan: "Plan",
+    linears: list[dict[str, Any]],
+    ledger: Ledger,
+    calibration: Mapping[str, Any] | None,
+    tensors: Mapping[str, str],
+) -> dict[str, Any]:
+    """The content of report.json; the same inputs give the same bytes."""
+    return {
+        "llmcompress": __version__,
+        "format": plan.format.name,
+        "recipe": plan.recipe.as_data(),
+        "source": {
+            "headers_sha256": plan.headers.fingerprint,
+            "config_sha256": hashlib.sha256((plan.headers.path / "config.json").read_bytes()).hexdigest(),
+            "bytes": plan.headers.nbytes,
+        },
+        "calibration": dict(calibration) if calibration is not None else None,
+        "compute_dtype": plan.dtype,
+        "output_bytes": plan.estimate.output_bytes,
+        "bits_per_weight": round(plan.estimate.bits_per_weight, 4),
+        "linears": linears,
+        "ledger": ledger.as_json(),
+        "tensors": dict(tensors),
+    }

@@ -1,0 +1,141 @@
+"""The loop: section by section, each on disk before the next begins; then the output, whole or not at all."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmcompress.calib.base import fingerprint
+from llmcompress.engine.calibration import calibration_tokens
+from llmcompress.engine.compress import Compressor, install
+from llmcompress.engine.plan import Plan
+from llmcompress.engine.progress import Progress
+from llmcompress.engine.write import write_output
+from llmcompress.errors import StoppedError
+from llmcompress.ledger import Entry as LedgerEntry
+from llmcompress.ledger import Ledger
+from llmcompress.model.build import StreamedModel, load_config
+from llmcompress.store.checkpoint import Checkpoint
+from llmcompress.store.staging import Hidden, Staging
+
+Stop = Callable[[], bool]
+
+
+def run(plan: Plan, progress: Progress | None = None, stop: Stop = lambda: False) -> dict[str, Any]:
+    """Carry a plan out and return its report. A rerun goes on after the last finished section.
+
+    stop: asked after every section; when it says so the run ends with StoppedError and can be taken up again.
+    """
+    progress = progress or Progress()
+    checkpoint = Checkpoint(plan.headers.path)
+    calibrated = any(matrix.method.needs_calibration for layer in plan.layers for matrix in layer)
+    tokens = calibration_tokens(plan) if calibrated else None
+    identity = {**plan.identity, "tokens": fingerprint(tokens) if tokens is not None else None}
+    staged = Staging(plan.work, identity)
+    done = sum(staged.has(number) for number in range(len(plan.layers)))
+    progress.start(len(plan.layers), done)
+    if tokens is None:
+        _without_data(plan, checkpoint, staged, progress, stop)
+    else:
+        _with_data(plan, checkpoint, tokens, staged, progress, stop)
+
+    calibration = None
+    if tokens is not None:
+        calibration = {"sha256": identity["tokens"], "samples": tokens.shape[0], "length": tokens.shape[1]}
+    staged.remember_place(
+        model=plan.headers.path, calibration=calibration, trust_remote_code=plan.options.trust_remote_code
+    )
+    progress.writing(plan.estimate.output_bytes)
+    result = finish(plan, checkpoint, staged, calibration)
+    if not plan.options.keep_work:
+        staged.remove()
+    return result
+
+
+def finish(plan: Plan, checkpoint: Checkpoint, staged: Staging, calibration: dict[str, Any] | None) -> dict[str, Any]:
+    """Write the output of a run whose sections are all staged; its report."""
+    ledger = Ledger(list(plan.ledger.entries))
+    linears: list[dict[str, Any]] = []
+    for number in range(len(plan.layers)):
+        records = staged.records(number)
+        linears += records["linears"]
+        ledger.extend(LedgerEntry(**entry) for entry in records["ledger"])
+    return write_output(plan, checkpoint, staged, linears, ledger, calibration)
+
+
+def _without_data(plan: Plan, checkpoint: Checkpoint, staged: Staging, progress: Progress, stop: Stop) -> None:
+    compressor = Compressor(plan, checkpoint, None, progress)
+    for number in range(len(plan.layers)):
+        if staged.has(number):
+            continue
+        _check_stop(stop, plan)
+        begin = time.perf_counter()
+        progress.layer(number)
+        staged.write_section(number, *compressor.layer(number, None, None))
+        progress.layer_done(number, time.perf_counter() - begin)
+
+
+def _with_data(
+    plan: Plan, checkpoint: Checkpoint, tokens: Tensor, staged: Staging, progress: Progress, stop: Stop
+) -> None:
+    count = len(plan.layers)
+    if all(staged.has(number) for number in range(count)):
+        return
+    dtype = getattr(torch, plan.dtype)
+    model = StreamedModel(
+        checkpoint,
+        load_config(plan.headers.path, plan.options.trust_remote_code),
+        plan.spec,
+        dtype=dtype,
+        device=device_of(plan.options.device),
+        trust_remote_code=plan.options.trust_remote_code,
+    )
+    compressor = Compressor(plan, checkpoint, model, progress)
+    hidden = _entering(model, tokens, staged, plan.options.batch, dtype)
+    for number in range(hidden.position, count):
+        with model.layer(number) as layer, torch.no_grad():
+            if staged.has(number):
+                coded = staged.read_section(number)
+                for matrix in plan.layers[number]:
+                    install(layer, matrix, coded[matrix.module])
+            else:
+                _check_stop(stop, plan)
+                begin = time.perf_counter()
+                progress.layer(number)
+                staged.write_section(number, *compressor.layer(number, layer, hidden))
+                progress.layer_done(number, time.perf_counter() - begin)
+            if number + 1 < count:
+                hidden = staged.keep_hidden(
+                    number + 1, hidden.shape, dtype, _through(model, number, layer, hidden, plan.options.batch)
+                )
+
+
+def _entering(model: StreamedModel, tokens: Tensor, staged: Staging, batch: int, dtype: torch.dtype) -> Hidden:
+    """Hidden states to go on from: the newest kept ones, or the embedded tokens."""
+    first = model.embed(tokens[:1])
+    shape = (tokens.shape[0], tokens.shape[1], first.shape[-1])
+    found = staged.hidden(shape, dtype)
+    if found is not None:
+        return found
+    return staged.keep_hidden(0, shape, dtype, model.embedded(tokens, batch))
+
+
+def _through(model: StreamedModel, number: int, layer: torch.nn.Module, hidden: Hidden, batch: int) -> Iterator[Tensor]:
+    for states in hidden.batches(batch):
+        yield model.call(number, layer, states.to(model.device))
+
+
+def _check_stop(stop: Stop, plan: Plan) -> None:
+    if stop():
+        raise StoppedError(
+            "stopped at a safe point", f"run the same command again to go on; finished work is in {plan.work}"
+        )
+
+
+def device_of(name: str) -> torch.device:
+    """cpu, cuda, or auto: cuda where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)

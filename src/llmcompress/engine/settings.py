@@ -1,0 +1,84 @@
+"""From a step and its patterns to the options of every matrix."""
+
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from llmcompress.errors import PlanError, RecipeError
+from llmcompress.ledger import Ledger
+from llmcompress.methods.base import DEFAULT_GROUP_SIZES, Method
+from llmcompress.recipe import build
+
+
+def matches(pattern: str, module: str) -> bool:
+    """Whether a glob pattern fits a module's full name or the end of it, at a dot: 'mlp.down_proj', 'layers.0.*'."""
+    parts = module.split(".")
+    return any(fnmatchcase(".".join(parts[start:]), pattern) for start in range(len(parts)))
+
+
+def resolve(step: Method, modules: Mapping[str, int], ledger: Ledger) -> dict[str, Method | None]:
+    """Options of each module (name to in_features), None where it is to be skipped.
+
+    Later patterns win over earlier ones. Without a group size the largest default that divides every width is taken.
+    PlanError for a pattern that matches nothing or a group size that does not divide a width.
+    """
+    for pattern in step.set:
+        if not any(matches(pattern, module) for module in modules):
+            raise PlanError(
+                f"pattern {pattern!r} of set matches no matrix", f"matrices are called like {next(iter(modules))}"
+            )
+    chosen = {module: _options(step, module) for module in modules}
+    unnamed = sorted(
+        {width for module, width in modules.items() if (item := chosen[module]) and item.group_size is None}
+    )
+    default = _default_group(unnamed, ledger) if unnamed else None
+    result: dict[str, Method | None] = {}
+    for module, width in modules.items():
+        item = chosen[module]
+        if item is not None:
+            item = item if item.group_size is not None else item.model_copy(update={"group_size": default})
+            _check_group(item, module, width)
+        result[module] = item
+    return result
+
+
+def _options(step: Method, module: str) -> Method | None:
+    changes: dict[str, Any] = {}
+    for pattern, options in step.set.items():
+        if matches(pattern, module):
+            changes.update(options)
+    skip = changes.pop("skip", False)
+    if not isinstance(skip, bool):
+        raise RecipeError(f"skip is true or false, not {skip!r}")
+    if skip:
+        return None
+    plain = step.model_dump()
+    return build(type(step), {**plain, "set": {}, **changes}, f"set of step {step.name}")  # type: ignore[no-any-return]
+
+
+def _default_group(widths: Iterable[int], ledger: Ledger) -> int:
+    widths = list(widths)
+    for size in DEFAULT_GROUP_SIZES:
+        if all(width % size == 0 for width in widths):
+            if size != DEFAULT_GROUP_SIZES[0]:
+                stubborn = next(width for width in widths if width % DEFAULT_GROUP_SIZES[0])
+                ledger.note(
+                    "group_size",
+                    "all matrices",
+                    f"group size {size}, since {DEFAULT_GROUP_SIZES[0]} does not divide {stubborn}",
+                )
+            return size
+    ledger.note("group_size", "all matrices", f"one scale per row, since no group size divides all of {widths}")
+    return -1
+
+
+def _check_group(item: Method, module: str, width: int) -> None:
+    size = item.grid.width(width)
+    if width % size:
+        fitting = [g for g in (256, 192, 128, 96, 64, 48, 32, 16) if width % g == 0]
+        hint = (
+            f"use --group-size {' or '.join(map(str, fitting[:3]))}, or -1 (one scale per row)"
+            if fitting
+            else "use --group-size -1"
+        )
+        raise PlanError(f"group size {size} does not divide the {width} inputs of {module}", hint)

@@ -1,0 +1,94 @@
+"""From staged codes to a checkpoint directory that appears whole or not at all."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from llmcompress import __version__
+from llmcompress.engine.plan import Plan
+from llmcompress.engine.report import report
+from llmcompress.formats.card import model_card
+from llmcompress.ledger import Ledger
+from llmcompress.store.checkpoint import Checkpoint
+from llmcompress.store.output import OutputDirectory
+from llmcompress.store.staging import Staging
+
+
+def write_output(
+    plan: Plan,
+    checkpoint: Checkpoint,
+    staged: Staging,
+    linears: list[dict[str, Any]],
+    ledger: Ledger,
+    calibration: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """Write weights, configs, side files, recipe, report and model card; the report."""
+    with OutputDirectory(plan.out, overwrite=plan.options.overwrite) as out:
+        hashes = out.write_weights(
+            list(plan.tensors), _tensors(plan, checkpoint, staged), plan.recipe.output.shard_size
+        )
+        result = report(plan, linears, ledger, calibration, hashes)
+        out.copy_side_files(plan.headers.path)
+        for name, changes in plan.format.config(plan.entries, plan.headers.config).items():
+            content = {**plan.headers.config, **changes} if name == "config.json" else changes
+            out.write_json(name, content)
+        out.write_text("llmcompress.yaml", plan.recipe.as_yaml())
+        out.write_json("report.json", result)
+        out.write_text("README.md", model_card(card_facts(plan, result)))
+        out.commit()
+    return result
+
+
+def card_facts(plan: Plan, result: dict[str, Any]) -> dict[str, Any]:
+    """What the model card is made of: facts of the plan and of the finished report."""
+    readme = plan.headers.path / "README.md"
+    linears, cost = result["linears"], plan.estimate
+    calibration = result["calibration"]
+    facts: dict[str, Any] = {
+        "name": _title(plan),
+        "format": plan.format.name,
+        "version": __version__,
+        "config": plan.headers.config,
+        "source_readme": readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else "",
+        "grids": dict(sorted(Counter(item["grid"] for item in linears).items())),
+        "bits": sorted({entry.grid.bits for entry in plan.entries if entry.grid is not None}),
+        "methods": list(dict.fromkeys(item["method"] for item in linears)),
+        "figures": {
+            "bytes of weights": f"{cost.output_bytes:,}",
+            "share of the source": f"{cost.output_bytes / cost.source_bytes:.1%}",
+            "bits per quantised weight": f"{cost.bits_per_weight:.3f}",
+            "mean relative error of a matrix": f"{sum(item['relative_error'] for item in linears) / len(linears):.4f}",
+        },
+        "notes": [entry["why"] for entry in result["ledger"] if entry["kind"] == "engine"],
+        "unquantised": [entry["subject"] for entry in result["ledger"] if entry["kind"] == "unquantised"],
+        "recipe": plan.recipe.as_yaml(),
+    }
+    if calibration is not None:
+        asked = plan.recipe.calibration
+        source = asked.source if asked.source in ("default", "self") else "a text of the user's"
+        facts["calibration"] = {
+            "source": source,
+            "windows": f"{calibration['samples']} of {calibration['length']} tokens",
+            "sha256 of the tokens": calibration["sha256"],
+        }
+    return facts
+
+
+def _title(plan: Plan) -> str:
+    """A title that depends on the model and the recipe, not on where they lie."""
+    named = str(plan.headers.config.get("_name_or_path") or "").rpartition("/")[2]
+    architecture = (plan.headers.config.get("architectures") or [plan.headers.config["model_type"]])[0]
+    return f"{named or architecture} {plan.step.name} w{plan.step.bits} ({plan.format.name})"
+
+
+def _tensors(plan: Plan, checkpoint: Checkpoint, staged: Staging) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the output in its planned order, one at a time."""
+    places = {matrix.entry.source.name: matrix for layer in plan.layers for matrix in layer}
+    for entry in plan.entries:
+        if entry.grid is None:
+            yield entry.source.name, checkpoint.read_finite(entry.source.name)
+            continue
+        matrix = places[entry.source.name]
+        yield from plan.format.encode(entry, staged.read_coded(matrix.layer, matrix.module)).items()

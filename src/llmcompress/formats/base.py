@@ -1,0 +1,119 @@
+"""What a checkpoint format is: which tensors it writes for a matrix, which grids it can hold, who loads the result."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from llmcompress.grids.base import GridSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from llmcompress.grids.integer import Coded
+
+ITEM_SIZE = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "F8_E4M3": 1,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor in a safetensors file: on-disk name, safetensors dtype name, shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        size = ITEM_SIZE[self.dtype]
+        for extent in self.shape:
+            size *= extent
+        return size
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of the source and what becomes of it.
+
+    source: its spec in the source checkpoint. grid: the grid its codes lie on, None if it is copied unchanged.
+    transposed: stored [in, out] (GPT-2's Conv1D) instead of [out, in]. block: inside a decoder layer.
+    linear: the matrix of a linear layer, quantised or not (routers and the head are, embeddings and norms are not);
+    a format lists the linear ones that stay unquantised, because loaders assume that all are quantised.
+    permuted: groups follow the activation order, so a group index must be stored.
+    options: what the method recorded about itself, for the format's config: damp_percent (float), act_order (bool),
+    static_groups (bool), true_sequential (bool); each may be absent.
+    """
+
+    source: TensorSpec
+    grid: GridSpec | None = None
+    transposed: bool = False
+    block: bool = False
+    linear: bool = False
+    permuted: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def module(self) -> str:
+        return self.source.name.removesuffix(".weight")
+
+    @property
+    def out_features(self) -> int:
+        return self.source.shape[1 if self.transposed else 0]
+
+    @property
+    def in_features(self) -> int:
+        return self.source.shape[0 if self.transposed else 1]
+
+
+Reader = Callable[[str], "Tensor"]
+"""Reads a tensor of a checkpoint by name; KeyError where there is none of that name."""
+
+
+class Format(Protocol):
+    """One checkpoint format; a module of `formats` offers an instance as `FORMAT`.
+
+    Everything about what will be written is answered from entries alone, before any tensor is read.
+    """
+
+    name: str
+    summary: str
+    marker: str  # the tensor that a quantised module has in place of its weight, such as "qweight"
+
+    def refuses(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> tuple[str, str] | None:
+        """(what cannot be held and why, the way out), or None."""
+        ...
+
+    def notes(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> list[str]:
+        """One sentence per engine known to reject or misread what will be written."""
+        ...
+
+    def layout(self, entry: Entry) -> list[TensorSpec]:
+        """The tensors written for one entry, in the order `encode` gives them."""
+        ...
+
+    def encode(self, entry: Entry, coded: "Coded") -> dict[str, "Tensor"]:
+        """The tensors of a quantised entry; names, types and shapes are those of `layout`."""
+        ...
+
+    def config(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """JSON files to change or add: {"config.json": {keys to set}, "quantize_config.json": {...}}."""
+        ...
+
+    def recognises(self, config: Mapping[str, Any]) -> bool:
+        """Whether a checkpoint with this config.json is of this format."""
+        ...
+
+    def decode(self, module: str, read: Reader, config: Mapping[str, Any]) -> "Coded | None":
+        """The matrix of a module back from its tensors, or None if the module is not quantised."""
+        ...

@@ -1,0 +1,99 @@
+"""The model card: README.md with the front matter that hubs read, the recipe, and the figures of the run."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+_LOADING = {
+    "gptq": "transformers (with `optimum` and `gptqmodel`), GPTQModel, vLLM and SGLang read gptq checkpoints.",
+    "compressed-tensors": "vLLM, SGLang and transformers (with `compressed-tensors`) read this checkpoint.",
+    "dense": "Weights are stored decoded, in the type of the original: whatever loads the original loads this.",
+}
+
+
+def model_card(facts: Mapping[str, Any]) -> str:
+    """README.md from facts, of which only `name`, `format` and `version` are required:
+
+    name: title. format: name of the checkpoint format. version: of llmcompress.
+    config: config.json of the source. source_readme: README.md of the source, for the licence it declares.
+    grids: {grid name: number of matrices on it}. bits: distinct widths in bits. methods: names of methods in order.
+    calibration: {label: value}. figures: {label: value}, such as sizes and errors. notes: sentences about engines.
+    unquantised: matrices left in their source type. recipe: YAML text that reproduces the result.
+    """
+    parts = [
+        "---\n" + yaml.safe_dump(_front_matter(facts), sort_keys=False, allow_unicode=True) + "---",
+        f"# {facts['name']}",
+        _opening(facts),
+        _LOADING.get(facts["format"], ""),
+        *(f"- {note}" for note in facts.get("notes", ())),
+    ]
+    for title, key in (("Grids", "grids"), ("Calibration", "calibration"), ("Figures", "figures")):
+        if facts.get(key):
+            parts += [f"## {title}", _table(facts[key], "matrices" if key == "grids" else "value")]
+    if facts.get("unquantised"):
+        parts += ["## Left in their source type", "\n".join(f"- `{name}`" for name in facts["unquantised"])]
+    if facts.get("recipe"):
+        recipe = str(facts["recipe"]).rstrip("\n")
+        parts += ["## Recipe", f"```yaml\n{recipe}\n```", "`llmcompress run` reproduces this directory from it."]
+    return _joined(parts)
+
+
+def _front_matter(facts: Mapping[str, Any]) -> dict[str, Any]:
+    matter: dict[str, Any] = {}
+    if base := _hub_id(facts.get("config") or {}):
+        matter |= {"base_model": base, "base_model_relation": "quantized"}
+    matter |= _licence(facts.get("source_readme") or "")
+    matter |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    tags = ["llmcompress", "quantized"]
+    if facts["format"] != "dense":
+        tags.append(facts["format"])
+    for bits in sorted(facts.get("bits", ())):
+        tags += [f"{bits}-bit", f"w{bits}a16"]
+    return matter | {"tags": tags}
+
+
+def _hub_id(config: Mapping[str, Any]) -> str | None:
+    """The name a model was loaded under, if it is a hub's `owner/name` and no path."""
+    name = config.get("_name_or_path")
+    return name if isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name) else None
+
+
+def _licence(readme: str) -> dict[str, Any]:
+    """license, license_name and license_link of a README's front matter; nothing where there is none that parses."""
+    found = re.match(r"---\r?\n(.*?)\r?\n---\s*(\r?\n|$)", readme, re.DOTALL)
+    if found is None:
+        return {}
+    try:
+        matter = yaml.safe_load(found.group(1))
+    except yaml.YAMLError:
+        return {}
+    keys = ("license", "license_name", "license_link")
+    return {key: matter[key] for key in keys if key in matter} if isinstance(matter, dict) else {}
+
+
+def _opening(facts: Mapping[str, Any]) -> str:
+    methods = " and ".join(facts.get("methods", ())) or "rounding"
+    base = _hub_id(facts.get("config") or {})
+    return (
+        f"{f'`{base}`' if base else 'A language model'}, compressed by {methods} "
+        f"with llmcompress {facts['version']} and stored in format `{facts['format']}`."
+    )
+
+
+def _table(rows: Mapping[str, Any], column: str) -> str:
+    lines = [f"| | {column} |", "| --- | --- |"]
+    return "\n".join(lines + [f"| {_cell(label)} | {_cell(value)} |" for label, value in rows.items()])
+
+
+def _cell(value: Any) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def _joined(parts: Sequence[str]) -> str:
+    """Paragraphs with an empty line between them; list items stay together."""
+    text = ""
+    for part in filter(None, parts):
+        text += ("\n" if part.startswith("- ") and text.rsplit("\n", 2)[-1].startswith("- ") else "\n\n") + part
+    return text.lstrip("\n") + "\n"

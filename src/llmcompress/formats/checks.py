@@ -1,0 +1,121 @@
+"""What every format asks of the matrices it is given, and what engines ask of every format."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from llmcompress.errors import RunError
+from llmcompress.formats.base import Entry
+from llmcompress.grids.base import PER_ROW, GridSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from llmcompress.grids.integer import Coded
+
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Linears that vLLM and SGLang run as one, by the name they give the result."""
+
+Refusal = tuple[str, str]
+
+
+def quantised(entries: Iterable[Entry]) -> list[tuple[Entry, GridSpec]]:
+    """Entries that are stored as codes, each with its grid."""
+    return [(entry, entry.grid) for entry in entries if entry.grid is not None]
+
+
+def left_alone(entries: Iterable[Entry]) -> list[Entry]:
+    """Matrices of linear layers that stay in their source type."""
+    return [entry for entry in entries if entry.linear and entry.grid is None]
+
+
+def grids(entries: Iterable[Entry]) -> list[GridSpec]:
+    """The distinct grids, the one of most matrices first; ties go to the one met first."""
+    return [grid for grid, _ in Counter(grid for _, grid in quantised(entries)).most_common()]
+
+
+def fused(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
+    """Full name of each module that engines fuse -> its members present in the model (at least two)."""
+    found: dict[str, list[Entry]] = {}
+    for entry in entries:
+        parent, _, leaf = entry.module.rpartition(".")
+        for name, members in FUSED.items():
+            if entry.linear and leaf in members:
+                found.setdefault(f"{parent}.{name}", []).append(entry)
+    return {name: members for name, members in found.items() if len(members) > 1}
+
+
+def unlike(entries: Iterable[Entry]) -> list[str]:
+    """Fused modules whose members are treated differently, which vLLM and SGLang cannot run."""
+    return [name for name, members in fused(entries).items() if len({entry.grid for entry in members}) > 1]
+
+
+def common_refusal(name: str, entries: Iterable[Entry], config: Mapping[str, Any]) -> Refusal | None:
+    """What no format that stores codes can hold, whatever the engine: (what and why, the way out)."""
+    coded = quantised(entries)
+    if not coded:
+        return f"format {name} holds quantised models, and no module is to be quantised", "use --format dense"
+    for entry, grid in coded:
+        if not entry.linear or len(entry.source.shape) != 2 or not entry.source.name.endswith(".weight"):
+            return (
+                f"format {name} holds codes of linear layers only, and {entry.source.name} is none",
+                "leave it in its source type, or use --format dense",
+            )
+        if not entry.block and config.get("tie_word_embeddings"):
+            return (
+                f"{entry.module} is tied to the embedding, so its codes would be ignored on loading",
+                "leave the head in its source type",
+            )
+        if entry.in_features % grid.width(entry.in_features):
+            size = grid.group_size
+            fitting = [group for group in (128, 64, 32, 16) if entry.in_features % group == 0 and group != size]
+            return (
+                f"group size {size} does not divide the {entry.in_features} inputs of {entry.module}",
+                f"use --group-size {fitting[0] if fitting else PER_ROW}",
+            )
+    return None
+
+
+def stored_scale(entry: Entry, coded: "Coded", dtype: str) -> "Tensor":
+    """Scales [out, groups] in the stored type `dtype`; RunError unless the conversion loses nothing."""
+    import torch
+
+    scale = coded.grid.scale
+    types = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+    if dtype not in types:
+        raise RunError(f"scales of {entry.module} cannot be stored as {dtype}", "convert the model to float16 first")
+    stored = scale.to(types[dtype])
+    if not torch.equal(stored.to(torch.float32), scale.to(torch.float32)) or not bool(torch.isfinite(scale).all()):
+        raise RunError(f"scales of {entry.module} are not exact in {dtype}: codes and stored scales would disagree")
+    return stored
+
+
+def check_codes(entry: Entry, coded: "Coded") -> None:
+    """RunError unless codes, scales, zero points and groups are those of the entry's shape and grid."""
+    import torch
+
+    grid = coded.grid
+    rows, width = entry.out_features, entry.in_features
+    if entry.grid is None or grid.spec != entry.grid:
+        raise RunError(f"{entry.module} was coded on {grid.spec.name}, which is not what was planned")
+    shape = (rows, grid.spec.groups(width))
+    if tuple(coded.codes.shape) != (rows, width) or tuple(grid.scale.shape) != shape or tuple(grid.zero.shape) != shape:
+        raise RunError(f"codes, scales or zero points of {entry.module} are not of the shape its weight implies")
+    low, high = (grid.spec.middle, grid.spec.middle) if grid.spec.symmetric else (0, grid.spec.levels - 1)
+    if bool((grid.zero < low).any()) or bool((grid.zero > high).any()) or bool((grid.zero != grid.zero.round()).any()):
+        raise RunError(f"zero points of {entry.module} do not lie on {grid.spec.name}")
+    if int(coded.codes.max()) >= grid.spec.levels:
+        raise RunError(f"codes of {entry.module} do not fit {grid.spec.bits} bits")
+    natural = torch.arange(width) // grid.spec.width(width)
+    if not entry.permuted and not torch.equal(grid.group_index.cpu(), natural):
+        raise RunError(f"groups of {entry.module} are permuted, which was not planned")
+
+
+def sentence(engine: str, reasons: Sequence[str]) -> str:
+    """One sentence about an engine that rejects or misreads what will be written."""
+    return f"{engine} does not load this: {'; '.join(reasons)}"
+
+
+def named(modules: Sequence[str]) -> str:
+    """Module names for a sentence: the first, and how many more."""
+    return modules[0] if len(modules) == 1 else f"{modules[0]} and {len(modules) - 1} more"

@@ -1,0 +1,61 @@
+"""Decoded weights in the source's type: any loader reads them, nothing is saved but the noise of the codes shows.
+
+The decoded value scale * (code - zero_point) is rounded once, to the type the matrix had; everything else is copied.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from llmcompress.errors import RunError
+from llmcompress.formats.base import Entry, Reader, TensorSpec
+from llmcompress.formats.checks import Refusal, check_codes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from llmcompress.grids.integer import Coded
+
+
+class Dense:
+    """Checkpoints that look like their source; implements `Format`."""
+
+    name = "dense"
+    summary = "decoded weights in the source's type, for any loader; as large as the source"
+    marker = "weight"
+
+    def refuses(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> Refusal | None:
+        for entry in entries:
+            if entry.grid is not None and entry.source.dtype not in ("F16", "BF16", "F32", "F64"):
+                return (
+                    f"{entry.source.name} is stored as {entry.source.dtype}, which cannot hold decoded weights",
+                    "convert the model to float16 or bfloat16 first",
+                )
+        return None
+
+    def notes(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> list[str]:
+        return []
+
+    def layout(self, entry: Entry) -> list[TensorSpec]:
+        return [entry.source]
+
+    def encode(self, entry: Entry, coded: "Coded") -> "dict[str, Tensor]":
+        import torch
+
+        check_codes(entry, coded)
+        types = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+        weight = coded.decode().to(types[entry.source.dtype])
+        if not bool(torch.isfinite(weight).all()):
+            raise RunError(f"decoded values of {entry.module} overflow {entry.source.dtype}")
+        return {entry.source.name: (weight.t() if entry.transposed else weight).contiguous()}
+
+    def config(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        return {"config.json": {}}
+
+    def recognises(self, config: Mapping[str, Any]) -> bool:
+        return "quantization_config" not in config
+
+    def decode(self, module: str, read: Reader, config: Mapping[str, Any]) -> "Coded | None":
+        return None
+
+
+FORMAT = Dense()

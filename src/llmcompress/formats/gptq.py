@@ -1,0 +1,293 @@
+"""GPTQ checkpoints, as GPTQModel, transformers (with optimum), vLLM, SGLang and llama.cpp's converter read them.
+
+A linear M with weight [out, in] on an int-b grid with G groups becomes
+
+    M.qweight  I32 [ceil(in*b/32), out]   column n: the codes of output n as a little-endian bit stream along `in`
+    M.qzeros   I32 [G, ceil(out*b/32)]    row g: the zero points of group g as a bit stream along `out`
+    M.scales   F16 [G, out]
+    M.g_idx    I32 [in]                   the group of each input channel
+
+    W[n, k] = scales[g_idx[k], n] * (q[k, n] - z[g_idx[k], n])
+
+with b + (16 + b)/group_size bits per weight besides g_idx. Checkpoint format "gptq" (v1) stores z - 1 in qzeros,
+"gptq_v2" stores z. Symmetric grids are written as v1, which every engine takes. Asymmetric ones are written as v2:
+decoders of v1 add one to a packed word without masking, so that a zero point of 0 spills into its neighbour.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from llmcompress import __version__
+from llmcompress.errors import CheckpointError
+from llmcompress.formats.base import Entry, Reader, TensorSpec
+from llmcompress.formats.checks import (
+    Refusal,
+    check_codes,
+    common_refusal,
+    fused,
+    grids,
+    left_alone,
+    named,
+    quantised,
+    sentence,
+    stored_scale,
+    unlike,
+)
+from llmcompress.grids.base import PER_ROW, GridSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from llmcompress.grids.integer import Coded
+
+BITS = (2, 3, 4, 8)
+HEADS = ("lm_head", "embed_out")
+
+
+class Gptq:
+    """The checkpoint family of AutoGPTQ and GPTQModel; implements `Format`."""
+
+    name = "gptq"
+    summary = "2, 3, 4, 8 bits; read by GPTQModel, transformers, vLLM, SGLang and llama.cpp's converter"
+    marker = "qweight"
+
+    def refuses(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> Refusal | None:
+        if refusal := common_refusal(self.name, entries, config):
+            return refusal
+        coded = quantised(entries)
+        for entry, grid in coded:
+            if grid.bits not in BITS:
+                return (
+                    f"format gptq cannot hold {grid.name} ({entry.module})",
+                    "gptq holds 2, 3, 4 and 8 bits; --format dense holds every grid",
+                )
+            # every reader unpacks 3-bit words in threes, 32 values at a time; words of other widths may be part empty
+            if grid.bits == 3 and (entry.in_features % 32 or entry.out_features % 32):
+                return (
+                    f"3-bit gptq needs multiples of 32 on both sides, and {entry.module} is "
+                    f"{entry.out_features} x {entry.in_features}",
+                    "use 2 or 4 bits for this module, or --format dense",
+                )
+            if not entry.block and entry.module.rpartition(".")[2] not in HEADS:
+                return (
+                    f"no engine reads gptq codes outside of decoder layers and head ({entry.module})",
+                    "leave it in its source type",
+                )
+        if len({grid.symmetric for _, grid in coded}) > 1:
+            asymmetric = [entry.module for entry, grid in coded if not grid.symmetric]
+            return (
+                f"a gptq checkpoint is symmetric or asymmetric as a whole, and only {named(asymmetric)} is asymmetric",
+                "use the same for all modules, or --format compressed-tensors",
+            )
+        return None
+
+    def notes(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> list[str]:
+        reasons = {
+            "transformers": _transformers(entries),
+            "GPTQModel": _gptqmodel(entries),
+            "vLLM": _vllm(entries),
+            "SGLang": _sglang(entries),
+            "llama.cpp's converter": _llama_cpp(entries),
+        }
+        return [sentence(engine, found) for engine, found in reasons.items() if found]
+
+    def layout(self, entry: Entry) -> list[TensorSpec]:
+        if entry.grid is None:
+            return [entry.source]
+        width, rows, bits = entry.in_features, entry.out_features, entry.grid.bits
+        groups = entry.grid.groups(width)
+        return [
+            TensorSpec(f"{entry.module}.qweight", "I32", (_words(width, bits), rows)),
+            TensorSpec(f"{entry.module}.qzeros", "I32", (groups, _words(rows, bits))),
+            TensorSpec(f"{entry.module}.scales", "F16", (groups, rows)),
+            TensorSpec(f"{entry.module}.g_idx", "I32", (width,)),
+        ]
+
+    def encode(self, entry: Entry, coded: "Coded") -> "dict[str, Tensor]":
+        import torch
+
+        from llmcompress.packing.bits import pack
+
+        check_codes(entry, coded)
+        grid, spec = coded.grid, coded.grid.spec
+        zeros = grid.zero.t().to(torch.int64)
+        if spec.symmetric:  # checkpoint format v1
+            zeros = zeros - 1
+        return {
+            f"{entry.module}.qweight": pack(coded.codes, spec.bits).t().contiguous(),
+            f"{entry.module}.qzeros": pack(zeros, spec.bits),
+            f"{entry.module}.scales": stored_scale(entry, coded, "F16").t().contiguous(),
+            f"{entry.module}.g_idx": grid.group_index.to(torch.int32),
+        }
+
+    def config(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        coded = quantised(entries)
+        common, *others = grids(entries)
+        version = "gptq" if common.symmetric else "gptq_v2"
+        settings: dict[str, Any] = {
+            "quant_method": "gptq",
+            "bits": common.bits,
+            "group_size": common.group_size,
+            "sym": common.symmetric,
+            "desc_act": any(entry.permuted for entry, _ in coded),
+            "static_groups": any(entry.options.get("static_groups", False) for entry, _ in coded),
+        }
+        for key in ("true_sequential", "damp_percent"):
+            values = [entry.options[key] for entry, _ in coded if key in entry.options]
+            if values and (key != "damp_percent" or 0 < values[0] < 1):  # transformers refuses others
+                settings[key] = values[0]
+        settings |= {
+            "lm_head": any(not entry.block for entry, _ in coded),
+            "checkpoint_format": version,
+            "format": version,
+            "pack_dtype": "int32",
+        }
+        # GPTQModel, vLLM and SGLang go by `dynamic`, transformers by the list of modules: whoever needs one needs both
+        if others or any(entry.block for entry in left_alone(entries)):
+            settings["dynamic"] = _dynamic(entries, common)
+            settings["modules_in_block_to_quantize"] = [[entry.module for entry, _ in coded if entry.block]]
+        settings["meta"] = {"quantizer": [f"llmcompress:{__version__}"]}
+        return {"config.json": {"quantization_config": settings}, "quantize_config.json": settings}
+
+    def recognises(self, config: Mapping[str, Any]) -> bool:
+        settings = config.get("quantization_config")
+        return isinstance(settings, Mapping) and settings.get("quant_method") == "gptq"
+
+    def decode(self, module: str, read: Reader, config: Mapping[str, Any]) -> "Coded | None":
+        """Both zero-point conventions, any order of groups, settings of its own through `dynamic`."""
+        import torch
+
+        from llmcompress.grids.integer import Coded, IntegerGrid
+        from llmcompress.packing.bits import unpack
+
+        try:
+            words, zeros, scales = (read(f"{module}.{part}") for part in ("qweight", "qzeros", "scales"))
+        except KeyError:
+            return None
+        spec = _spec(module, config["quantization_config"])
+        rows = scales.shape[1]
+        try:
+            index = read(f"{module}.g_idx").to(torch.int64)
+        except KeyError:  # some writers leave out the natural order
+            index = torch.arange(words.shape[0] * 32 // spec.bits) // spec.width(words.shape[0] * 32 // spec.bits)
+        width = index.numel()
+        shapes = (tuple(words.shape), tuple(zeros.shape), scales.shape[0])
+        groups = spec.groups(width)
+        if shapes != ((_words(width, spec.bits), rows), (groups, _words(rows, spec.bits)), groups):
+            raise CheckpointError(f"tensors of {module} do not have the shapes of {spec.name}")
+        if int(index.min()) < 0 or int(index.max()) >= groups:
+            raise CheckpointError(f"{module}.g_idx names a group that does not exist")
+        points = unpack(zeros, spec.bits, rows).to(torch.float32)
+        if _version(config["quantization_config"]) == "gptq":
+            points = (points + 1) % spec.levels
+        grid = IntegerGrid(spec, scales.t().to(torch.float32).contiguous(), points.t().contiguous(), index)
+        return Coded(unpack(words.t().contiguous(), spec.bits, width), grid)
+
+
+def _words(count: int, bits: int) -> int:
+    return -(-count * bits // 32)
+
+
+def _dynamic(entries: Sequence[Entry], common: GridSpec) -> dict[str, dict[str, Any]]:
+    """Rules by regular expression: first what stays unquantised, then what has settings of its own.
+
+    vLLM and SGLang match against the names of fused modules, so a rule that holds for all members is repeated for them.
+    """
+    treatment: dict[str, GridSpec | None] = {
+        entry.module: entry.grid for entry in entries if entry.linear and (entry.block or entry.grid is not None)
+    }
+    for name, members in fused(entries).items():
+        if len({entry.grid for entry in members}) == 1:
+            treatment[name] = members[0].grid
+    skipped: dict[str, dict[str, Any]] = {
+        f"-:^{re.escape(name)}$": {} for name, grid in treatment.items() if grid is None
+    }
+    return skipped | {
+        f"+:^{re.escape(name)}$": {"bits": grid.bits, "group_size": grid.group_size}
+        for name, grid in treatment.items()
+        if grid is not None and grid != common
+    }
+
+
+def _spec(module: str, settings: Mapping[str, Any]) -> GridSpec:
+    """The grid of one module: the first rule of `dynamic` that matches, else the common settings."""
+    own: Mapping[str, Any] = {}
+    for rule, overrides in (settings.get("dynamic") or {}).items():
+        if not rule.startswith("-:") and re.match(rule.removeprefix("+:"), module):
+            own = overrides
+            break
+    merged = {**settings, **own}
+    return GridSpec(int(merged["bits"]), int(merged.get("group_size", 128)), bool(merged.get("sym", True)))
+
+
+def _version(settings: Mapping[str, Any]) -> str:
+    return str(settings.get("checkpoint_format") or settings.get("format") or "gptq")
+
+
+def _transformers(entries: Sequence[Entry]) -> list[str]:
+    reasons = []
+    if len(grids(entries)) > 1:
+        reasons.append("it takes one setting for all modules (it ignores `dynamic`)")
+    if _sizes(entries, (PER_ROW, 16, 32, 64, 128, 256, 512)):
+        reasons.append("its kernels have group sizes -1, 16, 32, 64, 128, 256 and 512")
+    if heads := [entry.module for entry, _ in quantised(entries) if not entry.block]:
+        reasons.append(f"it initialises a quantised {heads[0]} at random, without an error")
+    if ragged := [entry.module for entry, _ in quantised(entries) if entry.out_features % 32]:
+        reasons.append(f"on a CPU it needs multiples of 32 outputs ({named(ragged)})")
+    if experts := [entry.module for entry, _ in quantised(entries) if ".experts." in entry.module]:
+        reasons.append(f"it keeps experts as one parameter and finds no place for {named(experts)}")
+    return reasons
+
+
+def _gptqmodel(entries: Sequence[Entry]) -> list[str]:
+    if _sizes(entries, (PER_ROW, 16, 32, 64, 128, 256, 512, 1024)):
+        return ["its kernels have group sizes -1 and the powers of two from 16 to 1024"]
+    return []
+
+
+def _vllm(entries: Sequence[Entry]) -> list[str]:
+    reasons = _marlin(entries)
+    if any(entry.permuted and grid.group_size != PER_ROW for entry, grid in quantised(entries)):
+        reasons.append("it refuses groups in activation order (desc_act)")
+    if ragged := [entry.module for entry, grid in quantised(entries) if entry.out_features * grid.bits % 32]:
+        reasons.append(f"outputs must fill whole 32-bit words ({named(ragged)})")
+    return reasons
+
+
+def _sglang(entries: Sequence[Entry]) -> list[str]:
+    reasons = _marlin(entries)
+    ragged = [entry.module for entry, _ in quantised(entries) if entry.out_features % 64 or entry.in_features % 128]
+    if ragged:
+        reasons.append(f"it needs multiples of 64 outputs and 128 inputs ({named(ragged)})")
+    return reasons
+
+
+def _marlin(entries: Sequence[Entry]) -> list[str]:
+    """What vLLM and SGLang share: both run gptq through the Marlin kernels."""
+    reasons = []
+    if any(grid.bits not in (4, 8) for grid in grids(entries)):
+        reasons.append("it takes 4 and 8 bits")
+    if any(not grid.symmetric for grid in grids(entries)):
+        reasons.append("it takes symmetric grids")
+    if _sizes(entries, (PER_ROW, 32, 64, 128)):
+        reasons.append("it takes group sizes -1, 32, 64 and 128")
+    if names := unlike(entries):
+        reasons.append(f"it fuses {named(names)}, whose parts are treated differently")
+    return reasons
+
+
+def _llama_cpp(entries: Sequence[Entry]) -> list[str]:
+    reasons = []
+    if any(grid.bits == 3 for grid in grids(entries)):
+        reasons.append("it has no 3-bit reader")
+    if len(grids(entries)) > 1:
+        reasons.append("it takes one setting for all modules")
+    return reasons
+
+
+def _sizes(entries: Sequence[Entry], known: Sequence[int]) -> bool:
+    return any(grid.group_size not in known for grid in grids(entries))
+
+
+FORMAT = Gptq()

@@ -1,0 +1,211 @@
+"""Affine integer grids of 2 to 8 bits: fitting scales and zero points, coding and decoding.
+
+Symmetric grids are full range: codes -2^(b-1) ... 2^(b-1)-1 around the middle, and the scale carries the sign that
+puts the entry of largest magnitude on the longer side. Every decoder multiplies by the scale: a negative one is free.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from llmcompress.grids.base import GridSpec
+
+Clip = Literal["minmax", "search"]
+
+SMALLEST_SCALE = 2.0**-24  # smallest positive float16
+_CHUNK = 1 << 17  # weights searched at once: the temporaries stay in the cache
+_SHRINKS = {2: 24, 3: 24, 4: 20, 5: 14, 6: 10, 8: 6}
+_NARROWEST = {2: 0.30, 3: 0.45, 4: 0.60, 5: 0.70, 6: 0.80, 8: 0.90}
+
+
+@dataclass(frozen=True)
+class IntegerGrid:
+    """Fitted grid of a matrix [out, in].
+
+    scale [out, groups] float32 holding values exact in the stored type; zero [out, groups] float32 whole numbers;
+    group_index [in] int64: the group of each input channel (k // group_size unless groups follow the activation order).
+    """
+
+    spec: GridSpec
+    scale: Tensor
+    zero: Tensor
+    group_index: Tensor
+
+    def round(self, weight: Tensor, column: int) -> Tensor:
+        group = int(self.group_index[column])
+        return (weight / self.scale[:, group] + self.zero[:, group]).round_().clamp_(0, self.spec.levels - 1)
+
+    def values(self, codes: Tensor, column: int) -> Tensor:
+        group = int(self.group_index[column])
+        return (codes - self.zero[:, group]) * self.scale[:, group]
+
+    def encode(self, weight: Tensor) -> Tensor:
+        """Nearest codes uint8 of a whole matrix [out, in]."""
+        scale, zero = self.scale[:, self.group_index], self.zero[:, self.group_index]
+        return (weight / scale + zero).round_().clamp_(0, self.spec.levels - 1).to(torch.uint8)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Values float32 of codes [out, in]: the formula every engine uses."""
+        return (codes.to(torch.float32) - self.zero[:, self.group_index]) * self.scale[:, self.group_index]
+
+    def to(self, device: torch.device | str) -> "IntegerGrid":
+        """The same grid on another device."""
+        moved = {name: getattr(self, name).to(device) for name in ("scale", "zero", "group_index")}
+        return replace(self, **moved)
+
+    def rows(self, start: int, stop: int) -> "IntegerGrid":
+        """The grid of a slice of output rows."""
+        return replace(self, scale=self.scale[start:stop], zero=self.zero[start:stop])
+
+
+@dataclass(frozen=True)
+class Coded:
+    """A quantised matrix: codes uint8 [out, in] on their grid. What is stored is what the next layer sees."""
+
+    codes: Tensor
+    grid: IntegerGrid
+
+    def decode(self) -> Tensor:
+        return self.grid.decode(self.codes)
+
+
+def storable(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round scales to values that `dtype` and float16 both hold exactly; float32 in, float32 out, sign kept.
+
+    bfloat16 first, float16 second: the same codes can then be written with either type of scale.
+    """
+    if dtype == torch.bfloat16:
+        scale = scale.to(torch.bfloat16).to(torch.float32)
+    scale = scale.clamp(-65504.0, 65504.0).to(torch.float16).to(torch.float32)
+    tiny = scale.abs() < SMALLEST_SCALE
+    return torch.where(tiny, torch.full_like(scale, SMALLEST_SCALE), scale)
+
+
+def natural_groups(spec: GridSpec, in_features: int) -> Tensor:
+    """group_index [in] of contiguous groups."""
+    return torch.arange(in_features) // spec.width(in_features)
+
+
+def fit(
+    weight: Tensor,
+    spec: GridSpec,
+    *,
+    clip: Clip = "search",
+    importance: Tensor | None = None,
+    scale_dtype: torch.dtype = torch.float16,
+    order: Tensor | None = None,
+) -> IntegerGrid:
+    """Choose scales and zero points for weight [out, in] float32.
+
+    minmax: the range covers every weight. search: the range that loses least squared error, each input channel
+    weighted by importance [in] (the diagonal of its Gram matrix), then the least-squares scale for the codes it gives;
+    the min-max range is a candidate, so a search never does worse on what it minimises. order [in]: groups are formed
+    of channels in this order instead of the stored one.
+    """
+    if order is not None:
+        permuted = None if importance is None else importance[order]
+        grid = fit(weight[:, order], spec, clip=clip, importance=permuted, scale_dtype=scale_dtype)
+        index = torch.empty_like(grid.group_index)
+        index[order] = grid.group_index
+        return replace(grid, group_index=index)
+    rows, width = weight.shape
+    group = spec.width(width)
+    weigh = torch.ones(width, device=weight.device) if importance is None else importance.to(torch.float32)
+    weigh = _positive(weigh).view(1, -1, group)
+    per_chunk = max(1, _CHUNK // width)
+    scales, zeros = [], []
+    for start in range(0, rows, per_chunk):
+        block = weight[start : start + per_chunk].reshape(-1, width // group, group)
+        chosen = (_fit_symmetric if spec.symmetric else _fit_asymmetric)(block, weigh, spec, clip, scale_dtype)
+        scales.append(chosen[0])
+        zeros.append(chosen[1])
+    index = natural_groups(spec, width).to(weight.device)
+    return IntegerGrid(spec, torch.cat(scales), torch.cat(zeros), index)
+
+
+def _positive(weigh: Tensor) -> Tensor:
+    """Channels that were never active still count a little, so that their weights keep a sensible scale."""
+    mean = weigh.mean()
+    return torch.ones_like(weigh) if mean <= 0 else weigh + 1e-3 * mean
+
+
+def _loss(block: Tensor, weigh: Tensor, scale: Tensor, zero: Tensor, spec: GridSpec) -> tuple[Tensor, Tensor]:
+    """Weighted squared error [rows, groups] of rounding block [rows, groups, group], and the centred codes."""
+    scale, zero = scale.unsqueeze(-1), zero.unsqueeze(-1)
+    centred = (block / scale).add_(zero).round_().clamp_(0, spec.levels - 1).sub_(zero)
+    return ((centred * scale).sub_(block).square_().mul_(weigh)).sum(-1), centred
+
+
+def _refit(block: Tensor, weigh: Tensor, centred: Tensor, scale: Tensor) -> Tensor:
+    """Least-squares scale for fixed centred codes; the old one where all codes are zero."""
+    weighted = centred * weigh
+    square = (weighted * centred).sum(-1)
+    return torch.where(square > 0, (weighted * block).sum(-1) / square.clamp_min(1e-30), scale)
+
+
+def _shrinks(spec: GridSpec) -> list[float]:
+    count, low = _SHRINKS[spec.bits], _NARROWEST[spec.bits]
+    return [1 - (1 - low) * i / count for i in range(1, count + 1)]
+
+
+class _Best:
+    """Keeps per group the candidate of least loss; ties keep the earlier (wider) one."""
+
+    def __init__(self, block: Tensor, weigh: Tensor, spec: GridSpec, dtype: torch.dtype, scale: Tensor, zero: Tensor):
+        self.block, self.weigh, self.spec, self.dtype = block, weigh, spec, dtype
+        self.scale, self.zero = storable(scale, dtype), zero
+        self.loss, self.centred = _loss(block, weigh, self.scale, zero, spec)
+
+    def offer(self, scale: Tensor, zero: Tensor) -> None:
+        scale = storable(scale, self.dtype)
+        loss, centred = _loss(self.block, self.weigh, scale, zero, self.spec)
+        better = loss < self.loss
+        self.loss = torch.where(better, loss, self.loss)
+        self.scale = torch.where(better, scale, self.scale)
+        self.zero = torch.where(better, zero, self.zero)
+        self.centred = torch.where(better.unsqueeze(-1), centred, self.centred)
+
+    def refit(self, times: int) -> None:
+        for _ in range(times):
+            self.offer(_refit(self.block, self.weigh, self.centred, self.scale), self.zero)
+
+
+def _fit_symmetric(
+    block: Tensor, weigh: Tensor, spec: GridSpec, clip: Clip, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    low, high = block.amin(-1), block.amax(-1)
+    largest = torch.maximum(-low, high)
+    sign = torch.where(high > -low, -1.0, 1.0)  # the extreme entry lands on code -2^(b-1)
+    middle = torch.full_like(largest, float(spec.middle))
+    if clip == "minmax":
+        return storable(largest * (2 / (spec.levels - 1)), dtype), middle
+    best = _Best(block, weigh, spec, dtype, largest * (2 / (spec.levels - 1)), middle)
+    full = sign * largest / spec.middle
+    for shrink in (spec.middle / max(spec.middle - 1, 1), 1.0, *_shrinks(spec)):
+        best.offer(full * shrink, middle)
+    best.refit(2)
+    return best.scale, best.zero
+
+
+def _fit_asymmetric(
+    block: Tensor, weigh: Tensor, spec: GridSpec, clip: Clip, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    low, high = block.amin(-1).clamp_max(0), block.amax(-1).clamp_min(0)  # the range contains zero
+    top = spec.levels - 1
+
+    def candidate(below: float, above: float) -> tuple[Tensor, Tensor]:
+        scale = storable((high * above - low * below) / top, dtype)
+        return scale, (-low * below / scale).round().clamp(0, top)
+
+    scale, zero = candidate(1.0, 1.0)
+    if clip == "minmax":
+        return scale, zero
+    best = _Best(block, weigh, spec, dtype, scale, zero)
+    for shrink in _shrinks(spec):
+        best.offer(*candidate(shrink, shrink))
+    for step in (-1.0, 1.0):
+        best.offer(best.scale, (best.zero + step).clamp(0, top))
+    best.refit(2)
+    return best.scale, best.zero

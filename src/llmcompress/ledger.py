@@ -1,0 +1,52 @@
+"""The ledger: every decision the tool took without being told to, so that nothing happens in silence."""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+
+KINDS = {
+    "calibration": "the calibration set differs from what was asked or was built in an unusual way",
+    "group_size": "another group size than the default was chosen",
+    "unquantised": "a matrix stays in its source type",
+    "damping": "more damping than asked was needed to factorise a Gram matrix",
+    "dead_inputs": "input channels that were never active during calibration",
+    "nonfinite_inputs": "calibration tokens dropped because an activation was not finite",
+    "starved_expert": "an expert saw too few tokens and its Gram matrix was shrunk towards the layer's",
+    "architecture": "the architecture has no declaration and was observed",
+    "engine": "some engine does not load what will be written",
+    "resumed": "finished sections were taken from the work directory",
+    "dtype": "values were stored in another type than the source's",
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One decision: its kind (a key of KINDS), what it concerns, and one sentence why."""
+
+    kind: str
+    subject: str
+    why: str
+
+
+@dataclass
+class Ledger:
+    """Decisions in the order they were taken; the same decision is kept once."""
+
+    entries: list[Entry] = field(default_factory=list)
+
+    def note(self, kind: str, subject: str, why: str) -> None:
+        if kind not in KINDS:
+            raise KeyError(f"ledger kind {kind!r} is not declared")
+        entry = Entry(kind, subject, why)
+        if entry not in self.entries:
+            self.entries.append(entry)
+
+    def extend(self, entries: Iterable[Entry]) -> None:
+        for entry in entries:
+            self.note(entry.kind, entry.subject, entry.why)
+
+    def of_kinds(self, kinds: Iterable[str]) -> list[Entry]:
+        wanted = set(kinds)
+        return [entry for entry in self.entries if entry.kind in wanted]
+
+    def as_json(self) -> list[dict[str, str]]:
+        return [asdict(entry) for entry in self.entries]

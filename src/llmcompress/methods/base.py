@@ -1,0 +1,76 @@
+"""What a method is: options a user sets, and a way to choose the codes of one matrix from its input's statistics.
+
+Methods see one weight and one Gram matrix. They know nothing of models, files, devices or resuming.
+"""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from llmcompress.errors import RecipeError
+from llmcompress.grids.base import GridSpec
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from llmcompress.grids.integer import Coded
+    from llmcompress.stats.gram import Gram
+
+DEFAULT_GROUP_SIZES = (128, 64, 32)
+
+
+@dataclass(frozen=True)
+class Solved:
+    """Codes of a matrix, and what the method wants remembered about how it found them."""
+
+    coded: "Coded"
+    percdamp: float | None = None
+    dead_inputs: int = 0
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+class Method(BaseModel):
+    """Options of a weight quantiser (a frozen pydantic model) and its algorithm, `solve`.
+
+    A method file defines a subclass and names it `METHOD`; every field becomes an option of the command of that name.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    needs_calibration: ClassVar[bool]
+
+    bits: Literal[2, 3, 4, 5, 6, 8] = Field(4, description="bits per weight")
+    group_size: int | None = Field(
+        None, description="input channels per scale; -1: one scale per row; default 128, or 64 or 32 where that divides"
+    )
+    sym: bool = Field(True, description="symmetric grid: every zero point is the middle code")
+    clip: Literal["search", "minmax"] = Field(
+        "search", description="range of a group: searched for least squared error, or to cover every weight"
+    )
+    set: dict[str, dict[str, Any]] = Field(
+        default_factory=dict,
+        description="other options for modules matching a pattern, such as 'mlp.down_proj: {bits: 8}'",
+    )
+
+    @property
+    def grid(self) -> GridSpec:
+        """The grid asked for; the group size must have been resolved."""
+        if self.group_size is None:
+            raise RecipeError("the group size has not been resolved")
+        return GridSpec(self.bits, self.group_size, self.sym)
+
+    @property
+    def permutes_groups(self) -> bool:
+        """Whether groups follow the activation order, so that files need a group index."""
+        return False
+
+    def described(self) -> dict[str, Any]:
+        """What a format's config may want to say about the method."""
+        return {}
+
+    def solve(self, weight: "Tensor", gram: "Gram | None", scale_dtype: "torch.dtype") -> Solved:
+        """Codes of weight [out, in] float32 whose inputs have the statistics `gram` (None where none are needed)."""
+        raise TypeError(f"{self.name} has no algorithm")

@@ -1,0 +1,77 @@
+"""GPTQ (Frantar et al., 2022, arXiv:2210.17323): round a column, make up for its error in the columns after it."""
+
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from llmcompress.errors import RunError
+from llmcompress.methods.base import Method, Solved
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from llmcompress.stats.gram import Gram
+
+
+class Gptq(Method):
+    """Quantise each matrix so that its output on the calibration inputs changes least."""
+
+    name: ClassVar[str] = "gptq"
+    summary: ClassVar[str] = (
+        "GPTQ: error feedback over the columns, with a clip search and descent on codes and scales."
+    )
+    needs_calibration: ClassVar[bool] = True
+
+    percdamp: float = Field(0.01, gt=0, lt=1, description="added to the Hessian's diagonal, as a share of its mean")
+    actorder: Literal["static", "group", "none"] = Field(
+        "static",
+        description="order of rounding: by input energy with groups as stored; the same with groups in that order "
+        "(desc_act, needs g_idx); or as stored",
+    )
+    block_size: int = Field(128, ge=1, description="columns between two updates of the rest; speed only")
+    descent: int = Field(3, ge=0, description="rounds of re-fitting scales and codes after the sweep; 0: plain GPTQ")
+
+    @property
+    def permutes_groups(self) -> bool:
+        return self.actorder == "group"
+
+    def described(self) -> dict[str, Any]:
+        return {
+            "damp_percent": self.percdamp,
+            "act_order": self.actorder != "none",
+            "static_groups": self.actorder == "static",
+            "true_sequential": True,
+        }
+
+    def solve(self, weight: "Tensor", gram: "Gram | None", scale_dtype: "torch.dtype") -> Solved:
+        import torch
+
+        from llmcompress.grids.integer import fit
+        from llmcompress.solve.damping import damped, inverse_factor
+        from llmcompress.solve.gptq import gptq_codes
+        from llmcompress.solve.refine import refine
+
+        if gram is None:
+            raise RunError("gptq needs the statistics of its inputs")
+        hessian = gram.mean()
+        energy = hessian.diagonal()
+        order = torch.arange(gram.size, device=weight.device)
+        if self.actorder != "none":
+            order = torch.argsort(energy, descending=True, stable=True)  # stable: ties must not depend on the machine
+        grid = fit(
+            weight,
+            self.grid,
+            clip=self.clip,
+            importance=energy,
+            scale_dtype=scale_dtype,
+            order=order if self.permutes_groups else None,
+        )
+        factor = inverse_factor(hessian[order][:, order], self.percdamp)
+        coded = gptq_codes(weight, grid, factor, order, self.block_size)
+        target = damped(hessian, factor.percdamp)
+        coded = refine(weight, coded, target, order, scale_dtype, self.descent)
+        return Solved(coded, factor.percdamp, factor.dead)
+
+
+METHOD = Gptq

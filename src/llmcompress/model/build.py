@@ -1,0 +1,374 @@
+"""A causal language model of which one section at a time is in memory.
+
+Modules come from transformers with all parameters on the meta device. The model's own forward runs with its layers
+replaced by recorders, so that embeddings, positions, masks, rotary tables, the final norm and the head are computed by
+the code that will serve the model, for every architecture alike.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from llmcompress.arch.spec import ArchSpec
+from llmcompress.errors import CheckpointError
+from llmcompress.model.experts import UnfusedExperts
+
+_LARGE = 1 << 24  # elements; no buffer of a language model has as many
+# what transformers raises for a config.json that it cannot use, by trial
+UNUSABLE = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    StrictDataclassError,
+    TypeError,
+    ValueError,
+)
+
+
+class Weights(Protocol):
+    """Where a model's tensors come from, by on-disk name: a checkpoint, or one that is decoded while it is read."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def read(self, name: str) -> Tensor: ...
+
+
+class _Recorded(Exception):  # noqa: N818 (control flow, not an error)
+    """Raised by a recorder when the forward has given all that was wanted."""
+
+
+class _Recorder(nn.Module):
+    """Takes a layer's place: keeps what the layer was called with and hands the hidden states on.
+
+    What else a model may ask a layer for, such as the kind of its attention, it answers like the layer.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["_layer"] = layer  # not a submodule: its parameters do not belong to the outer section
+        self.call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self.hidden: Tensor | None = None
+        self.shape: torch.Size | None = None
+        self.inject: Tensor | None = None
+        self.stop = False
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.hidden, self.call, self.shape = hidden_states, (args, kwargs), hidden_states.shape
+        if self.stop:
+            raise _Recorded
+        return hidden_states if self.inject is None else self.inject
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_layer"], name)
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Within, memory that only a parameter can want is not even reserved: some systems refuse what they do not have."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty and kwargs.get("device") is None:
+            shape = kwargs.get("size", args[0] if len(args) == 1 and not isinstance(args[0], int) else args)
+            if math.prod(shape) >= _LARGE:
+                return func(*args, **{**kwargs, "device": "meta"})
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Within, new parameters go to the meta device at once; buffers (rotary tables) are computed for real."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None:
+            module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+    try:
+        with _LargeOnMeta():
+            yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def load_config(path: Path, trust_remote_code: bool = False) -> Any:
+    """transformers' config of a model directory; code in the directory runs only where the caller trusts it."""
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+    except UNUSABLE as error:
+        raise CheckpointError(
+            f"{path / 'config.json'} is not a config transformers can use: {first_line(error)}"
+        ) from None
+
+
+def skeleton(config: Any, spec: ArchSpec | None, trust_remote_code: bool = False) -> nn.Module:
+    """transformers' causal model for `config`, parameters on the meta device, experts as separate linears."""
+    config = copy.deepcopy(config)  # transformers writes its choices, such as the attention, into the config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    if hasattr(config, "_experts_implementation"):
+        config._experts_implementation = "eager"  # others stack experts into one product, whose sums come out otherwise
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}  # said even if false: None would ask the user
+    if spec is not None and spec.attention is not None:
+        options["attn_implementation"] = spec.attention
+    with parameters_on_meta():
+        try:
+            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
+        except UNUSABLE as error:
+            raise CheckpointError(
+                f"transformers cannot build a {getattr(config, 'model_type', 'unknown')!r} model for text: "
+                f"{first_line(error)}"
+            ) from None
+        if spec is not None and spec.experts is not None:
+            for layer in model.get_submodule(spec.layers).children():
+                parent_path, _, name = spec.experts.path.rpartition(".")
+                parent = layer.get_submodule(parent_path)
+                if hasattr(parent, name):
+                    setattr(parent, name, UnfusedExperts.like(getattr(parent, name)))
+    return model.eval()
+
+
+class StreamedModel:
+    """A model run section by section. One layer's weights, or the embedding and head, are in memory at a time."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        config: Any,
+        spec: ArchSpec,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        self.weights, self.spec, self.dtype = weights, spec, dtype
+        self.device = device or torch.device("cpu")
+        self.config = config
+        self.causal = skeleton(config, spec, trust_remote_code)
+        self.layers: list[nn.Module] = list(self.causal.get_submodule(spec.layers).children())
+        if not self.layers:
+            raise CheckpointError("config.json asks for a model without layers")
+        for owner in self.causal.modules():  # not .to(): parameters on meta cannot be moved
+            for name, buffer in owner._buffers.items():
+                if buffer is not None:
+                    owner._buffers[name] = buffer.to(self.device)
+        self._recorders = [_Recorder(layer) for layer in self.layers]
+        parent_path, _, name = spec.layers.rpartition(".")
+        setattr(self.causal.get_submodule(parent_path), name, nn.ModuleList(self._recorders))
+        self._calls: dict[tuple[int, int], list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}
+
+    # -- names ------------------------------------------------------------------------------------------------------
+
+    def disk_name(self, layer: int, path: str) -> str:
+        """On-disk name of a parameter `path` (below the layer) of a layer."""
+        return self._found(self._below(layer, path))
+
+    def _below(self, layer: int, path: str) -> str:
+        module, dot, leaf = path.rpartition(".")
+        return f"{self.spec.layers}.{layer}.{self.spec.disk_path(module)}{dot}{leaf}"
+
+    def _found(self, name: str) -> str:
+        """The name as the file has it, or CheckpointError."""
+        found = self._lookup(name)
+        if found is None:
+            raise CheckpointError(
+                f"tensor {name} is missing from the checkpoint", "the config does not fit the weights"
+            )
+        return found
+
+    def _lookup(self, name: str) -> str | None:
+        """The name as the file has it, if it does: some checkpoints lack the prefix of the base model."""
+        short = name.removeprefix(f"{getattr(self.causal, 'base_model_prefix', '')}.")
+        return name if name in self.weights else short if short in self.weights else None
+
+    # -- sections ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def layer(self, number: int) -> Iterator[nn.Module]:
+        """A decoder layer with its weights in memory."""
+        layer = self.layers[number]
+        try:
+            for path, owner in layer.named_modules():
+                self._fill(owner, lambda leaf, path=path: self._below(number, f"{path}.{leaf}" if path else leaf))  # type: ignore[misc]
+            yield layer
+        finally:
+            _empty(layer)
+
+    @contextmanager
+    def outer(self, *, embed: bool, head: bool) -> Iterator[nn.Module]:
+        """Everything outside the layers, without the embedding table or the head where those are not wanted."""
+        embedding, output = self.causal.get_submodule(self.spec.embed), self.causal.get_submodule(self.spec.head)
+        tied = self.head_is_tied
+        try:
+            for path, owner in self.causal.named_modules():
+                if owner is output and not head:
+                    continue
+                without: tuple[str, ...] = ()
+                if (owner is output and tied) or (owner is embedding and not (embed or (head and tied))):
+                    without = ("weight",)
+                self._fill(owner, lambda leaf, path=path: f"{path}.{leaf}" if path else leaf, without)  # type: ignore[misc]
+            if head and tied:
+                output._parameters["weight"] = embedding._parameters["weight"]
+            yield self.causal
+        finally:
+            _empty(self.causal)
+
+    @cached_property
+    def head_is_tied(self) -> bool:
+        """Whether the head is the embedding: it has no tensor of its own, or config.json says so and none disagrees.
+
+        As transformers 5 has it: two different tensors are never tied, whatever config.json says.
+        """
+        head, embedding = self._lookup(f"{self.spec.head}.weight"), self._lookup(f"{self.spec.embed}.weight")
+        if head is None or embedding is None:
+            return True
+        if not getattr(self.causal.config, "tie_word_embeddings", False):
+            return False
+        return torch.equal(self.weights.read(head), self.weights.read(embedding))
+
+    def _fill(self, owner: nn.Module, name_of: Callable[[str], str], without: tuple[str, ...] = ()) -> None:
+        """Read a module's own parameters, and those of its buffers that checkpoints hold."""
+        for leaf, parameter in list(owner._parameters.items()):
+            if parameter is not None and leaf not in without:
+                value = self._read(self._disk_name_of(name_of(leaf)), parameter)
+                owner._parameters[leaf] = nn.Parameter(value.to(self.device, self.dtype), requires_grad=False)
+        for leaf, buffer in list(owner._buffers.items()):
+            if buffer is not None and leaf not in owner._non_persistent_buffers_set:
+                found = self._lookup(name_of(leaf))
+                if found is not None:  # such as the routing bias of DeepSeek
+                    owner._buffers[leaf] = self._read(found, buffer).to(buffer.device, buffer.dtype)
+
+    def _disk_name_of(self, name: str) -> str:
+        """The tensor of a parameter; a tied embedding may be stored under the head's name alone."""
+        if name == f"{self.spec.embed}.weight" and self._lookup(name) is None:
+            return self._lookup(f"{self.spec.head}.weight") or self._found(name)
+        return self._found(name)
+
+    def _read(self, name: str, like: Tensor) -> Tensor:
+        value = self.weights.read(name)
+        if value.shape != like.shape:
+            raise CheckpointError(
+                f"tensor {name} has shape {list(value.shape)}, config.json asks for {list(like.shape)}",
+                "the config does not fit the weights",
+            )
+        return value
+
+    # -- running ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def embed(self, ids: Tensor) -> Tensor:
+        """Token ids [samples, length] to the hidden states [samples, length, hidden] that enter the first layer.
+
+        Also records, from the first sample, what each layer is called with besides the hidden states.
+        """
+        hidden = torch.cat(list(self.embedded(ids, 8)))
+        with self.outer(embed=True, head=False) as causal:
+            self._record(causal, 1, ids.shape[1], input_ids=ids[:1].to(self.device))
+        return hidden
+
+    @torch.no_grad()
+    def embedded(self, ids: Tensor, batch: int) -> Iterator[Tensor]:
+        """Hidden states that enter the first layer, [<= batch, length, hidden] at a time."""
+        first = self._recorders[0]
+        with self.outer(embed=True, head=False) as causal:
+            for start in range(0, len(ids), batch):
+                first.stop = True
+                try:
+                    hidden = self._run(causal, input_ids=ids[start : start + batch].to(self.device))
+                finally:
+                    first.stop = False
+                yield hidden
+
+    def _run(self, causal: nn.Module, **inputs: Any) -> Tensor:
+        with suppress(_Recorded):
+            causal(use_cache=False, **inputs)
+        hidden = self._recorders[0].hidden
+        assert hidden is not None
+        for recorder in self._recorders:
+            recorder.hidden = None
+        return hidden
+
+    def _record(self, causal: nn.Module, batch: int, length: int, **inputs: Any) -> None:
+        last = self._recorders[-1]
+        last.stop = True
+        try:
+            self._run(causal, **inputs)
+        finally:
+            last.stop = False
+        calls = []
+        for recorder in self._recorders:
+            if recorder.call is None or recorder.shape != self._recorders[0].shape:
+                raise CheckpointError(
+                    f"the layers of a {self.spec.name!r} model do not simply follow one another, so none can run alone"
+                )
+            calls.append(recorder.call)
+            recorder.call = None
+        self._calls[batch, length] = calls
+
+    def call(self, number: int, layer: nn.Module, hidden: Tensor) -> Tensor:
+        """A layer's output for hidden states [batch, length, hidden], called as the model itself calls it."""
+        # one sample's masks and rotary tables serve any batch; what an unknown family passes may not (ALiBi of Bloom)
+        batch, length = hidden.shape[0] if self.spec.observed else 1, hidden.shape[1]
+        if (batch, length) not in self._calls and (1, length) in self._calls:
+            with torch.no_grad(), self.outer(embed=False, head=False) as causal:
+                self._record(causal, batch, length, inputs_embeds=self._placeholder(hidden))
+        args, kwargs = self._calls[batch, length][number]
+        out = layer(hidden, *args, **kwargs)
+        return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def logits(self, causal: nn.Module, hidden: Tensor) -> Tensor:
+        """Logits [batch, length, vocabulary] of the last layer's output, within `outer(embed=False, head=True)`."""
+        last = self._recorders[-1]
+        last.inject = hidden
+        try:
+            return causal(inputs_embeds=self._placeholder(hidden), use_cache=False).logits  # type: ignore[no-any-return]
+        finally:
+            last.inject = None
+            for recorder in self._recorders:
+                recorder.hidden = recorder.call = None
+
+    def _placeholder(self, hidden: Tensor) -> Tensor:
+        """What stands for embedded tokens where only their number matters."""
+        return hidden.new_zeros(hidden.shape[0], hidden.shape[1], self.embedding_width)
+
+    @property
+    def embedding_width(self) -> int:
+        return int(self.causal.get_submodule(self.spec.embed).weight.shape[1])  # type: ignore[index]
+
+
+def _empty(module: nn.Module) -> None:
+    """Give the memory of a section back."""
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None and not parameter.is_meta:
+                owner._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+
+
+def first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def plain(value: Any) -> Mapping[str, Any]:
+    """A transformers config as plain data."""
+    return value.to_dict()  # type: ignore[no-any-return]

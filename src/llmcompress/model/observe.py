@@ -1,0 +1,240 @@
+"""An architecture that has no declaration, found out by running its layers once on weights that are all zero.
+
+Hooks see in which order a layer's matrices run and which of them are handed the very same tensor. That is enough to
+compress weights one by one and to share statistics. Zeros take no memory (one number, repeated), and unlike the meta
+device they let code run that looks at values, such as routing. Names on disk are taken to be the module paths.
+
+Routers, which decide between experts, are recognised by what they are: a matrix whose output is as wide as what a top-k
+ranks or as config.json counts experts. In doubt a matrix is taken for a router, which costs a few bits and no quality.
+Experts stay as they are, whether each is a module or all are one 3-D parameter: `left_out` names them and says why.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.pytorch_utils import Conv1D
+
+from llmcompress.arch.spec import ArchSpec, Linear
+from llmcompress.errors import CheckpointError
+from llmcompress.model.build import UNUSABLE, StreamedModel, first_line, plain, skeleton
+
+_LENGTH = 7  # tokens; a top-k over positions must not look like one over experts
+_HINT = "declare the architecture in a file of llmcompress/arch"
+_FUSED = "experts in one 3-D parameter, which nothing tells how to take apart"
+_LISTED = "an expert's matrix, which sees few tokens and needs a declared architecture"
+_UNSEEN = "a matrix that did not run when the layer was observed"
+_ROUTER = "a router, or as narrow as one"
+
+
+def observe(config: Any, trust_remote_code: bool = False) -> ArchSpec:
+    """The architecture of transformers' `config`, observed; CheckpointError if it has no layers that can be run."""
+    model_type = str(getattr(config, "model_type", "unknown"))
+    spec, shapes = _outline(skeleton(config, None, trust_remote_code), model_type)
+    model = StreamedModel(_Zeros(shapes), config, spec, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    counts = _expert_counts(plain(model.causal.config))
+    try:
+        hidden = model.embed(torch.zeros(1, _LENGTH, dtype=torch.int64))
+        seen = [_watch(model, number, hidden) for number in _distinct(model.layers)]
+    except UNUSABLE as error:
+        raise CheckpointError(
+            f"the layers of a {model_type!r} model could not be run to observe them: {first_line(error)}", _HINT
+        ) from None
+
+    never = {path for layer in seen for path, width in layer.widths.items() if width in counts | layer.ranked}
+    experts = {path for layer in model.layers for path in _listed_experts(layer, counts)}
+    paths = [path for path in _merged([list(layer.widths) for layer in seen]) if path not in never | experts]
+    if not paths:
+        raise CheckpointError(f"no matrices were found in the layers of a {model_type!r} model", _HINT)
+    spaces = _spaces(paths, seen)
+    conv1d = {path for layer in seen for path in layer.conv1d}
+    left_out = {path: _FUSED for layer in seen for path in layer.fused}
+    left_out |= {path: _UNSEEN for layer in seen for path in layer.unseen}
+    left_out |= dict.fromkeys(sorted(experts), _LISTED)
+    left_out |= dict.fromkeys(sorted(never), _ROUTER)
+    return ArchSpec(
+        name=model_type,
+        model_types=(model_type,),
+        linears=tuple(Linear(path, reads=spaces[path], conv1d=path in conv1d) for path in paths),
+        layers=spec.layers,
+        embed=spec.embed,
+        head=spec.head,
+        never=tuple(sorted(never)),
+        observed=True,
+        left_out={path: why for path, why in left_out.items() if path not in paths},
+    )
+
+
+class _Zeros:
+    """Weights of the right shapes that are all zero and take no memory."""
+
+    def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
+        self._shapes = shapes
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._shapes
+
+    def read(self, name: str) -> Tensor:
+        return torch.zeros(()).expand(self._shapes[name])
+
+
+def _outline(model: nn.Module, model_type: str) -> tuple[ArchSpec, dict[str, torch.Size]]:
+    """Where the layers, the embedding and the head are, and the shapes of all parameters."""
+    names = {id(module): name for name, module in model.named_modules()}
+    lists = {
+        name: sum(parameter.numel() for parameter in module.parameters())
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+    }
+    layers = max(lists, key=lists.__getitem__, default="")  # of equals the outermost, which comes first
+    if not layers or not lists[layers]:
+        raise CheckpointError(f"no decoder layers were found in a {model_type!r} model", _HINT)
+    for other, size in lists.items():
+        if size > lists[layers] // 2 and not f"{other}.".startswith(f"{layers}."):
+            raise CheckpointError(f"a {model_type!r} model has two stacks of layers, {layers} and {other}", _HINT)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+    if id(embedding) not in names or id(head) not in names:
+        raise CheckpointError(f"the embedding or the head of a {model_type!r} model was not found", _HINT)
+    spec = ArchSpec(
+        name=model_type,
+        model_types=(model_type,),
+        linears=(),
+        layers=layers,
+        embed=names[id(embedding)],
+        head=names[id(head)],
+        observed=True,
+    )
+    return spec, {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
+def _distinct(layers: list[nn.Module]) -> Iterator[int]:
+    """Numbers of the layers, those left out that are built like one before."""
+    known = set()
+    for number, layer in enumerate(layers):
+        kinds = tuple((path, type(module).__name__) for path, module in layer.named_modules())
+        shapes = tuple((path, parameter.shape) for path, parameter in layer.named_parameters())
+        if (kinds, shapes) not in known:
+            known.add((kinds, shapes))
+            yield number
+
+
+class _Seen:
+    """What was seen of one layer, by paths below it.
+
+    widths: output width of each matrix, in the order in which they ran. inputs: for each, what stands for its input.
+    ranked: numbers of candidates that a top-k chose from.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.widths: dict[str, int] = {}
+        self.inputs: dict[str, object] = {}
+        self.ranked: set[int] = set()
+        self.fused = [
+            path for path, value in layer.named_parameters() if value.ndim == 3 and not _convolves(layer, path)
+        ]
+        self.matrices = {
+            path: module for path, module in layer.named_modules() if isinstance(module, nn.Linear | Conv1D)
+        }
+        self.conv1d = {path for path, module in self.matrices.items() if isinstance(module, Conv1D)}
+        self._alive: list[Tensor] = []  # a tensor that lives on keeps its memory, and so its address, to itself
+
+    @property
+    def unseen(self) -> list[str]:
+        return [path for path in self.matrices if path not in self.widths]
+
+    def hook(self, path: str, module: nn.Module) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        width = int(module.weight.shape[1 if path in self.conv1d else 0])  # type: ignore[index]
+
+        def see(_: nn.Module, args: tuple[Any, ...]) -> None:
+            if path not in self.widths and args:
+                x: Tensor = args[0]
+                self._alive.append(x)
+                self.widths[path] = width
+                # the same memory, not only the same object: some flatten the tokens before each matrix
+                whole = x.is_contiguous()
+                self.inputs[path] = (x.data_ptr(), x._version, x.numel(), x.shape[-1]) if whole else id(x)
+
+        return see
+
+
+class _TopK(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes from how many candidates every top-k within chooses."""
+
+    def __init__(self, ranked: set[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ranked = ranked
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.topk.default:
+            self.ranked.add(int(args[0].shape[-1]))
+        return func(*args, **(kwargs or {}))
+
+
+def _watch(model: StreamedModel, number: int, hidden: Tensor) -> _Seen:
+    seen = _Seen(model.layers[number])
+    with ExitStack() as stack:
+        layer = stack.enter_context(model.layer(number))
+        for path, module in seen.matrices.items():
+            stack.callback(module.register_forward_pre_hook(seen.hook(path, module)).remove)
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(_TopK(seen.ranked))
+        model.call(number, layer, hidden.clone())
+    return seen
+
+
+def _listed_experts(layer: nn.Module, counts: set[int]) -> Iterator[str]:
+    """Paths of the matrices of experts that are modules of their own, in a list as long as there are experts."""
+    for path, module in layer.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) > 1 and len(module) in counts:
+            for below, matrix in module.named_modules():
+                if isinstance(matrix, nn.Linear | Conv1D):
+                    yield f"{path}.{below}"
+
+
+def _convolves(layer: nn.Module, path: str) -> bool:
+    return isinstance(layer.get_submodule(path.rpartition(".")[0]), nn.Conv1d)
+
+
+def _expert_counts(config: Mapping[str, Any]) -> set[int]:
+    """All numbers that config.json gives as a count of experts; 1, since a matrix of one row is a gate."""
+    found = {1}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            found |= _expert_counts(value)
+        elif re.search(r"(^|_)(num|n)_([a-z]+_)*experts$", str(key)):
+            found |= {count for count in (value if isinstance(value, list) else [value]) if isinstance(count, int)}
+    return found
+
+
+def _merged(orders: list[list[str]]) -> list[str]:
+    """One order of all paths that keeps each layer's; a path that only some layers have follows its predecessor."""
+    merged: list[str] = []
+    for order in orders:
+        place = 0
+        for path in order:
+            if path in merged:
+                place = merged.index(path) + 1
+            else:
+                merged.insert(place, path)
+                place += 1
+    return merged
+
+
+def _spaces(paths: list[str], seen: list[_Seen]) -> dict[str, str]:
+    """The space each path reads, named after the first that reads it: shared where every layer that has both agrees."""
+
+    def agree(one: str, other: str) -> bool:
+        both = [layer for layer in seen if one in layer.inputs and other in layer.inputs]
+        return bool(both) and all(layer.inputs[one] == layer.inputs[other] for layer in both)
+
+    members: dict[str, list[str]] = {}
+    for path in paths:
+        space = next((space for space, others in members.items() if all(agree(path, other) for other in others)), None)
+        members.setdefault(space or f"input of {path}", []).append(path)
+    return {path: space for space, group in members.items() for path in group}

@@ -1,0 +1,19 @@
+"""A whole model in memory, for generating text; everything else here runs section by section."""
+
+from contextlib import ExitStack
+
+from torch import nn
+
+from llmcompress.model.build import StreamedModel
+
+
+def whole_model(model: StreamedModel) -> nn.Module:
+    """transformers' causal model with every weight loaded and its layers back in their place; `model` is used up."""
+    with ExitStack() as stack:
+        stack.enter_context(model.outer(embed=True, head=True))
+        for number in range(len(model.layers)):
+            stack.enter_context(model.layer(number))
+        parent, _, name = model.spec.layers.rpartition(".")
+        setattr(model.causal.get_submodule(parent), name, nn.ModuleList(model.layers))
+        stack.pop_all()  # the weights stay
+    return model.causal

@@ -1,0 +1,130 @@
+"""The recipe: all a run is told, as strict data. Command lines build one, YAML files hold one, results carry one."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError
+
+import llmcompress.formats
+import llmcompress.methods
+from llmcompress.errors import RecipeError
+from llmcompress.methods.base import Method
+from llmcompress.registry import discover, suggest
+
+DEFAULT_FORMAT = "compressed-tensors"
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Calibration(_Strict):
+    """Which text the statistics come from."""
+
+    source: str = Field(
+        "default", description="'default' (calib_data), 'self', or a path: text, folder, jsonl, parquet, ids"
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="options of the source, such as field")
+    samples: int = Field(128, ge=1, description="windows of text")
+    length: int = Field(512, ge=2, description="tokens per window")
+    seed: int = Field(0, ge=0, description="which windows are drawn")
+
+
+class Output(_Strict):
+    """What is written."""
+
+    format: str = Field(DEFAULT_FORMAT, description="checkpoint format")
+    shard_size: int = Field(5_000_000_000, ge=1_000_000, description="bytes per weight file at most")
+
+
+def methods() -> dict[str, type[Method]]:
+    """All methods by name."""
+    return discover(llmcompress.methods, "METHOD")
+
+
+def formats() -> dict[str, Any]:
+    """All formats by name."""
+    return discover(llmcompress.formats, "FORMAT")
+
+
+def _step(value: Any) -> Any:
+    if isinstance(value, Method):
+        return value
+    if not isinstance(value, dict) or not isinstance(value.get("method"), str):
+        raise RecipeError("a step needs a method", "write for example {method: gptq, bits: 4}")
+    options = {key: item for key, item in value.items() if key != "method"}
+    known = methods()
+    if value["method"] not in known:
+        raise RecipeError(f"unknown method {value['method']!r}", suggest(value["method"], list(known)))
+    return build(known[value["method"]], options, f"step {value['method']}")
+
+
+class Recipe(_Strict):
+    """Calibration, steps, output: the whole of a run but for the model and where the result goes."""
+
+    calibration: Calibration = Calibration()
+    steps: tuple[Annotated[SerializeAsAny[Method], BeforeValidator(_step)], ...]
+    output: Output = Output()
+
+    def as_data(self) -> dict[str, Any]:
+        """Plain data that `parse` takes back; defaults are written out, so that they may change later."""
+        return {
+            "calibration": self.calibration.model_dump(),
+            "steps": [{"method": step.name, **step.model_dump()} for step in self.steps],
+            "output": self.output.model_dump(),
+        }
+
+    def as_yaml(self) -> str:
+        return yaml.safe_dump(self.as_data(), sort_keys=False, allow_unicode=True)
+
+
+def build(model: type[BaseModel], options: dict[str, Any], where: str) -> Any:
+    """An options object from plain data; RecipeError names the option, its value and the nearest known name."""
+    try:
+        return model(**options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            raise RecipeError(f"unknown option {key!r} in {where}", suggest(key, list(model.model_fields))) from None
+        message = first["msg"][:1].lower() + first["msg"][1:]
+        raise RecipeError(f"{where}: {key} = {first['input']!r}: {message}") from None
+    except TypeError as error:
+        raise RecipeError(f"{where}: {error}") from None
+
+
+def parse(data: Any, where: str = "recipe") -> Recipe:
+    """A recipe from plain data, every unknown key refused."""
+    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
+        raise RecipeError(f"{where} is not a mapping of calibration, steps and output")
+    unknown = [key for key in data if key not in Recipe.model_fields]
+    if unknown:
+        raise RecipeError(f"unknown key {unknown[0]!r} in {where}", suggest(unknown[0], list(Recipe.model_fields)))
+    steps = data.get("steps")
+    if not isinstance(steps, list | tuple) or not steps:
+        raise RecipeError(f"{where} has no steps", "write for example steps: [{method: gptq, bits: 4}]")
+    return Recipe(
+        calibration=build(Calibration, _mapping(data, "calibration", where), f"calibration of {where}"),
+        steps=tuple(_step(step) for step in steps),
+        output=build(Output, _mapping(data, "output", where), f"output of {where}"),
+    )
+
+
+def _mapping(data: dict[str, Any], key: str, where: str) -> dict[str, Any]:
+    value = data.get(key) or {}
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise RecipeError(f"{key} of {where} is not a mapping")
+    return value
+
+
+def load(path: Path) -> Recipe:
+    """A recipe from a YAML file."""
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RecipeError(f"recipe {path} cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        line = " ".join(str(error).split())
+        raise RecipeError(f"recipe {path} is not valid YAML: {line}") from None
+    return parse(data, str(path))

@@ -1,0 +1,73 @@
+"""Reading tensors of a checkpoint lazily by name; only what is asked for is ever in memory."""
+
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from llmcompress.errors import CheckpointError
+from llmcompress.store.headers import ModelHeaders, read_headers
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class Checkpoint:
+    """A model directory whose tensors are read by name, one at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.headers: ModelHeaders = read_headers(path)
+        self.path = path
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.headers.tensors
+
+    def read(self, name: str) -> Tensor:
+        """A tensor of its own memory, in its stored type; nothing of the file stays open or mapped."""
+        stored = self.headers.tensors.get(name)
+        if stored is None:
+            raise CheckpointError(f"tensor {name} is missing from {self.path}", "the config does not fit the weights")
+        # straight into the tensor's memory: a mapped file would be copied, and would count as memory of its own
+        data = torch.empty(stored.end - stored.begin, dtype=torch.uint8)
+        try:
+            with stored.file.open("rb", buffering=0) as file:
+                start = 8 + struct.unpack("<Q", file.read(8))[0]
+                file.seek(start + stored.begin)
+                rest = data.numpy().data
+                while rest:
+                    count = file.readinto(rest)  # at most 2 GiB at a time on Linux
+                    if not count:
+                        raise CheckpointError(f"{stored.file} ends within tensor {name}", "fetch the file again")
+                    rest = rest[count:]
+        except (OSError, OverflowError, struct.error) as error:
+            raise CheckpointError(
+                f"{stored.file} cannot be read at tensor {name}: {error}", "fetch the file again"
+            ) from None
+        return data.view(DTYPES[stored.spec.dtype]).reshape(stored.spec.shape)
+
+    def read_finite(self, name: str) -> Tensor:
+        """As `read`, refusing weights that are not finite."""
+        tensor = self.read(name)
+        if tensor.is_floating_point() and tensor.numel():
+            # extremes carry nan and inf along and, unlike isfinite, need no second tensor of this size
+            low, high = torch.aminmax(tensor.float() if tensor.element_size() == 1 else tensor)
+            if not bool(torch.isfinite(low) & torch.isfinite(high)):
+                file = self.headers.tensors[name].file
+                raise CheckpointError(f"{file}: tensor {name} holds values that are not finite")
+        return tensor
+
+    def names(self) -> Iterable[str]:
+        return self.headers.tensors.keys()

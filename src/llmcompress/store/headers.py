@@ -1,0 +1,266 @@
+"""What a model directory holds, from its JSON files and safetensors headers alone: no tensor is read, no torch needed.
+
+A safetensors file is a little-endian u64 (header length), that many bytes of JSON, then the data without gaps.
+"""
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from llmcompress.errors import CheckpointError
+from llmcompress.formats.base import ITEM_SIZE, TensorSpec
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+_MAX_HEADER = 100_000_000  # the limit of the safetensors library itself
+_SAMPLES = 64  # places per file at which `contents` looks
+_SAMPLE_BYTES = 4096
+_AGAIN = "fetch the file again"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a tensor lies: its spec, its file, and the byte range within the file's data."""
+
+    spec: TensorSpec
+    file: Path
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class ModelHeaders:
+    """A model directory by its headers: config.json and the specs of all tensors by on-disk name, in file order."""
+
+    path: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Stored]
+    files: tuple[Path, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(stored.spec.nbytes for stored in self.tensors.values())
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of config.json and of every safetensors header: cheap, and different for any other layout."""
+        digest = hashlib.sha256((self.path / "config.json").read_bytes())
+        for file in self.files:
+            header, size = _raw_header(file)
+            digest.update(f"{file.name}:{size}:".encode())
+            digest.update(header)
+        return digest.hexdigest()
+
+    @cached_property
+    def contents(self) -> str:
+        """SHA-256 of the fingerprint and of samples of the data: a fine-tune of the same layout differs.
+
+        Reads at most 64 spans of 4 KiB per file, evenly spread; the only member that looks beyond the headers.
+        """
+        digest = hashlib.sha256(self.fingerprint.encode())
+        for file in self.files:
+            size = file.stat().st_size
+            step = max(_SAMPLE_BYTES, -(-size // _SAMPLES))
+            with file.open("rb") as handle:
+                for start in range(0, size, step):
+                    handle.seek(start)
+                    digest.update(handle.read(_SAMPLE_BYTES))
+        return digest.hexdigest()
+
+
+def read_headers(path: Path) -> ModelHeaders:
+    """Headers of the model directory `path`; CheckpointError names the file and what is wrong with it."""
+    if not path.is_dir():
+        _refuse_non_directory(path)
+    config = read_json(path / "config.json")
+    files, weight_map = _weight_files(path)
+    tensors: dict[str, Stored] = {}
+    for file in files:
+        for name, stored in read_file_header(file).items():
+            if name in tensors:
+                both = f"{tensors[name].file.name} and {file.name}"
+                raise CheckpointError(f"tensor {name} stands in both {both} of {path}")
+            tensors[name] = stored
+    for name, shard in weight_map.items():
+        if name not in tensors or tensors[name].file.name != shard:
+            raise CheckpointError(
+                f"{path / INDEX} says tensor {_shown(name)} is in {shard}, but it is not", "fetch the shards again"
+            )
+    return ModelHeaders(path, config, tensors, files)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from `path`, or a CheckpointError naming the file and the place."""
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path.name} is missing in {path.parent}", "give a directory as transformers saves it"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is not UTF-8 (byte {error.start})") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a JSON {type(value).__name__}, not an object")
+    return value
+
+
+def read_file_header(file: Path) -> dict[str, Stored]:
+    """Tensors of one safetensors file, checked: known types, extents that match, no gap, no overlap, none missing."""
+    raw, size = _raw_header(file)
+    try:
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_without_repetition)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} has a damaged safetensors header: {error}", _AGAIN) from None
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{file} has a damaged safetensors header: not an object", _AGAIN)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError(f"{file} has a damaged safetensors header: __metadata__ is not text by name", _AGAIN)
+    data = size - 8 - len(raw)
+    found = sorted((_entry(file, name, item) for name, item in header.items()), key=lambda at: (at.begin, at.end))
+    position = 0
+    for stored in found:
+        if stored.begin != position or stored.end - stored.begin != stored.spec.nbytes:
+            raise CheckpointError(f"{file} has a damaged safetensors header at tensor {stored.spec.name}", _AGAIN)
+        if stored.end > data:
+            raise CheckpointError(f"{file} is truncated: {data} bytes of data end in tensor {stored.spec.name}", _AGAIN)
+        position = stored.end
+    if position != data:
+        raise CheckpointError(f"{file} has {data - position} bytes that belong to no tensor", _AGAIN)
+    return {stored.spec.name: stored for stored in found}
+
+
+def _raw_header(file: Path) -> tuple[bytes, int]:
+    """The JSON of a safetensors file, unparsed, and the size of the whole file."""
+    try:
+        if not file.is_file():  # a pipe would block for ever
+            raise CheckpointError(f"{file} is not a file")
+        with file.open("rb") as handle:
+            size = os.fstat(handle.fileno()).st_size
+            prefix = handle.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+            if len(prefix) < 8 or length > min(_MAX_HEADER, size - 8):
+                raise CheckpointError(f"{file} is not a whole safetensors file ({size} bytes)", _AGAIN)
+            return handle.read(length), size
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; a key given twice is refused, since readers disagree on which one counts."""
+    items = dict(pairs)
+    if len(items) != len(pairs):
+        raise ValueError("a key stands twice in one object")
+    return items
+
+
+def _entry(file: Path, name: str, item: Any) -> Stored:
+    damaged = CheckpointError(f"{file} has a damaged safetensors header at tensor {_shown(name)}", _AGAIN)
+    if not name.isprintable():  # control characters and lone surrogates: no program that saves models writes them
+        raise damaged
+    if not isinstance(item, dict):
+        raise damaged
+    dtype, shape, offsets = item.get("dtype"), item.get("shape"), item.get("data_offsets")
+    if not isinstance(dtype, str):
+        raise damaged
+    if dtype not in ITEM_SIZE:
+        raise CheckpointError(
+            f"{file}: tensor {name} has type {dtype!r}, which is not supported", f"known: {', '.join(ITEM_SIZE)}"
+        )
+    if not (isinstance(shape, list) and _are_sizes(shape)):
+        raise damaged
+    if not (isinstance(offsets, list) and len(offsets) == 2 and _are_sizes(offsets)):
+        raise damaged
+    return Stored(TensorSpec(name, dtype, tuple(shape)), file, offsets[0], offsets[1])
+
+
+def _are_sizes(values: Iterable[Any]) -> bool:
+    """Whether all are whole numbers that a u64 holds; true and false are not, though Python counts with them."""
+    return all(isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 64 for value in values)
+
+
+def _shown(name: str) -> str:
+    """A name from a file as it may be printed."""
+    return name if name.isprintable() else ascii(name)
+
+
+def _weight_files(path: Path) -> tuple[tuple[Path, ...], Mapping[str, str]]:
+    """The safetensors files of a model directory, and the index's file of each tensor (empty without an index)."""
+    single = path / SINGLE
+    if (path / INDEX).exists():
+        if single.exists():
+            raise CheckpointError(
+                f"{path} has both {SINGLE} and {INDEX}, and loaders disagree on which one counts", "remove one of them"
+            )
+        return _indexed_files(path)
+    if single.exists():
+        return (_inside(path, single),), {}
+    others = sorted(file.name for file in path.glob("*.safetensors"))
+    if len(others) == 1:
+        return (_inside(path, path / others[0]),), {}
+    pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for file in path.glob(pattern))
+    if pickles:
+        raise CheckpointError(
+            f"{path} holds pickled weights ({pickles[0]}), which can run code when read",
+            "convert them to safetensors first: load with transformers and save_pretrained",
+        )
+    if others:
+        raise CheckpointError(f"{path} has {len(others)} safetensors files but no {INDEX}")
+    raise CheckpointError(f"{path} has no {SINGLE}", "give a directory as transformers saves it")
+
+
+def _indexed_files(path: Path) -> tuple[tuple[Path, ...], Mapping[str, str]]:
+    index = path / INDEX
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no weight_map of tensor names to files")
+    for name in weight_map.values():
+        # a name only, of a file that transformers writes: nothing that leads out of the directory
+        if not isinstance(name, str) or not name.endswith(".safetensors") or {"/", "\\", "\0"} & set(name):
+            raise CheckpointError(f"{index} names {name!r}, which is not a safetensors file of this directory")
+    files = []
+    for name in sorted(set(weight_map.values())):
+        try:
+            missing = not (path / name).exists()
+        except OSError:  # a name longer than the file system allows
+            missing = True
+        if missing:
+            raise CheckpointError(f"{index} names {_shown(name)}, which is missing", "fetch the missing shard")
+        files.append(_inside(path, path / name))
+    return tuple(files), weight_map
+
+
+def _inside(path: Path, file: Path) -> Path:
+    """Refuse links that leave the model directory; links into a download cache beside it are what hubs make."""
+    try:
+        root, target = path.resolve(), file.resolve()
+    except (OSError, RuntimeError):  # RuntimeError: a circle of links, before Python 3.13
+        raise CheckpointError(f"{file} is a link that leads nowhere", _AGAIN) from None
+    allowed = [root]
+    if root.parent.name == "snapshots":  # models--org--name/snapshots/<commit>/file -> ../../blobs/<hash>
+        allowed.append(root.parent.parent / "blobs")
+    if not any(base in target.parents for base in allowed):
+        raise CheckpointError(f"{file} is a link that leaves the model directory", "copy the file into the directory")
+    return file
+
+
+def _refuse_non_directory(path: Path) -> None:
+    if path.is_file():
+        raise CheckpointError(f"{path} is a file, not a model directory", "give the directory that holds config.json")
+    if str(path).count("/") <= 1 and not str(path).startswith((".", "~", os.sep)):
+        raise CheckpointError(
+            f"{path} is not a directory; llmcompress is offline and takes no hub ids",
+            "download the model first and give its directory",
+        )
+    raise CheckpointError(f"{path} does not exist", "give a model directory")

@@ -1,0 +1,331 @@
+"""Writing a model directory so that it appears whole or not at all.
+
+Everything is written to OUT.partial beside OUT; `commit` makes it durable and renames it. Weights are safetensors whose
+headers are known before the first tensor, so that tensors pass through memory one by one.
+"""
+
+import ast
+import hashlib
+import json
+import os
+import re
+import shutil
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from llmcompress.errors import PlanError, RunError
+from llmcompress.formats.base import ITEM_SIZE, TensorSpec
+from llmcompress.store.headers import _inside, read_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SHARD_BYTES = 5_000_000_000
+INDEX = "model.safetensors.index.json"
+_MARK = ".llmcompress-partial"  # only a directory that carries it is ever deleted
+
+_TORCH_NAMES = {
+    "torch.float64": "F64",
+    "torch.float32": "F32",
+    "torch.float16": "F16",
+    "torch.bfloat16": "BF16",
+    "torch.float8_e4m3fn": "F8_E4M3",
+    "torch.int64": "I64",
+    "torch.int32": "I32",
+    "torch.int16": "I16",
+    "torch.int8": "I8",
+    "torch.uint8": "U8",
+    "torch.bool": "BOOL",
+}
+
+# formats.md F.2 of the design: what belongs to a model besides weights and config.json; README.md is written anew
+_SIDE_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model*",
+    "spiece.model",
+    "sentencepiece*.model",
+    "tekken.json",
+    "*.spm",
+    "*.tiktoken",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "LICENSE*",
+    "LICENCE*",
+    "License*",
+    "license*",
+    "COPYING*",
+    "NOTICE*",
+    "Notice*",
+    "USE_POLICY*",
+)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One weight file: its name, the raw header, and where in the file each tensor begins."""
+
+    name: str
+    header: bytes
+    begins: Mapping[str, int]
+    nbytes: int
+
+
+def shards(specs: Sequence[TensorSpec], shard_bytes: int = SHARD_BYTES) -> list[Shard]:
+    """The weight files for `specs`: filled in order, a new one where the next tensor would pass `shard_bytes`."""
+    names = [spec.name for spec in specs]
+    if len(set(names)) != len(names):
+        raise RunError(f"tensor {next(name for name in names if names.count(name) > 1)} would be written twice")
+    parts: list[list[TensorSpec]] = [[]]
+    filled = 0
+    for spec in specs:
+        if parts[-1] and filled + spec.nbytes > shard_bytes:
+            parts.append([])
+            filled = 0
+        parts[-1].append(spec)
+        filled += spec.nbytes
+    if len(parts) == 1:
+        return [_shard("model.safetensors", parts[0])]
+    return [_shard(f"model-{n:05d}-of-{len(parts):05d}.safetensors", part) for n, part in enumerate(parts, start=1)]
+
+
+def weights_nbytes(specs: Sequence[TensorSpec], shard_bytes: int = SHARD_BYTES) -> int:
+    """Exact bytes of the weight files and their index, from specs alone."""
+    files = shards(specs, shard_bytes)
+    return sum(file.nbytes for file in files) + (len(_index(files, specs)) if len(files) > 1 else 0)
+
+
+class OutputDirectory:
+    """A directory in the making; use as a context manager and `commit` at the end, or nothing remains.
+
+    path: where it shall appear. It must not exist, unless `overwrite`: then the model directory there is replaced at
+    the moment of `commit` and not before. Permissions are those the umask of the process gives.
+    """
+
+    def __init__(self, path: Path, *, overwrite: bool = False) -> None:
+        self.path = path
+        self.partial = path.with_name(path.name + ".partial")
+        self.overwrite = overwrite
+        self._refuse_existing()
+
+    def __enter__(self) -> "OutputDirectory":
+        self._refuse_existing()
+        if os.path.lexists(self.partial):
+            _remove_partial(self.partial)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.partial.mkdir()
+        (self.partial / _MARK).touch()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if os.path.lexists(self.partial):
+            shutil.rmtree(self.partial)
+
+    def write_weights(
+        self,
+        specs: Sequence[TensorSpec],
+        tensors: "Iterable[tuple[str, Tensor]]",
+        shard_bytes: int = SHARD_BYTES,
+    ) -> dict[str, str]:
+        """Write `tensors` as `specs` (same names, same order) announce them; SHA-256 (hex) of each one's bytes by name.
+
+        Files are model.safetensors, or model-00001-of-0000N.safetensors with an index. RunError if a tensor is missing,
+        superfluous, out of order, or not of the announced type and shape.
+        """
+        files = shards(specs, shard_bytes)
+        place = {name: file for file in files for name in file.begins}
+        hashes: dict[str, str] = {}
+        arriving = iter(tensors)
+        handle: BinaryIO | None = None
+        current: Shard | None = None
+        try:
+            for spec in specs:
+                name, tensor = next(arriving, (None, None))
+                if tensor is None or name != spec.name:
+                    raise RunError(f"tensor {spec.name} was expected and {name or 'nothing'} came")
+                if current is not place[spec.name]:
+                    if handle is not None:
+                        handle.close()
+                    current = place[spec.name]
+                    handle = (self.partial / current.name).open("xb")
+                    handle.write(current.header)
+                if handle is None:
+                    raise RunError(f"no file is open for tensor {spec.name}")
+                data = _raw(spec, tensor)
+                handle.seek(current.begins[spec.name])
+                handle.write(data)
+                hashes[spec.name] = hashlib.sha256(data).hexdigest()
+                del tensor, data
+        finally:
+            if handle is not None:
+                handle.close()
+        extra = next(arriving, None)
+        if extra is not None:
+            raise RunError(f"tensor {extra[0]} came after all announced ones")
+        for file in files:
+            path = self.partial / file.name
+            if not path.exists():  # no tensors at all
+                path.write_bytes(file.header)
+            if path.stat().st_size != file.nbytes:
+                raise RunError(f"{path.name} has {path.stat().st_size} bytes instead of {file.nbytes}")
+        if len(files) > 1:
+            (self.partial / INDEX).write_bytes(_index(files, specs))
+        return hashes
+
+    def write_json(self, name: str, value: Any) -> None:
+        """JSON with an indent of 2 and a newline at the end; keys keep their order."""
+        (self.partial / name).write_bytes(_json(value))
+
+    def write_text(self, name: str, text: str) -> None:
+        (self.partial / name).write_text(text, encoding="utf-8", newline="\n")
+
+    def copy_side_files(self, source: Path) -> list[str]:
+        """Copy tokenizer, chat templates, generation config, licences and custom code, byte for byte; never weights.
+
+        Returns the names, sorted. Links are followed, but not out of the model directory.
+        """
+        found = {file for pattern in _SIDE_FILES for file in source.glob(pattern) if file.is_file()}
+        found |= _custom_code(source)
+        for file in found:
+            copy = self.partial / file.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(_inside(source, file), copy)
+        return sorted(str(file.relative_to(source)) for file in found)
+
+    def commit(self) -> Path:
+        """Make everything durable, then let it appear at `path` by one rename."""
+        self._refuse_existing()
+        for directory, _, files in os.walk(self.partial):
+            for file in files:
+                _flush(Path(directory) / file)
+            _flush(Path(directory))
+        (self.partial / _MARK).unlink()
+        _flush(self.partial)
+        replaced = self.path.with_name(self.path.name + ".replaced")
+        if self.path.exists():
+            if os.path.lexists(replaced):
+                raise RunError(f"{replaced} is in the way", "it is what an interrupted overwrite left; remove it")
+            self.path.rename(replaced)
+        try:
+            self.partial.rename(self.path)
+        except OSError:
+            if replaced.exists():
+                replaced.rename(self.path)
+            raise
+        _flush(self.path.parent)
+        if replaced.exists():
+            shutil.rmtree(replaced)
+        return self.path
+
+    def _refuse_existing(self) -> None:
+        if not os.path.lexists(self.path):
+            return
+        if not self.overwrite:
+            raise PlanError(f"{self.path} already exists", "give another directory, or --overwrite")
+        if self.path.is_symlink() or not self.path.is_dir():
+            raise PlanError(f"{self.path} is not a directory, so it is not overwritten", "give another directory")
+        if any(self.path.iterdir()) and not (self.path / "config.json").exists():
+            raise PlanError(f"{self.path} does not hold a model, so it is not overwritten", "give another directory")
+
+
+def _shard(name: str, specs: Sequence[TensorSpec]) -> Shard:
+    """Tensors of wide items first: each then begins at a multiple of its item size, as readers in place need it."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offsets: dict[str, int] = {}
+    end = 0
+    for spec in sorted(specs, key=lambda spec: -ITEM_SIZE[spec.dtype]):
+        offsets[spec.name] = end
+        end += spec.nbytes
+        header[spec.name] = {
+            "dtype": spec.dtype,
+            "shape": list(spec.shape),
+            "data_offsets": [offsets[spec.name], end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    raw = struct.pack("<Q", len(text)) + text
+    return Shard(name, raw, {tensor: len(raw) + begin for tensor, begin in offsets.items()}, len(raw) + end)
+
+
+def _index(files: Sequence[Shard], specs: Sequence[TensorSpec]) -> bytes:
+    weight_map = {name: file.name for file in files for name in file.begins}
+    total = sum(spec.nbytes for spec in specs)
+    return _json({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def _raw(spec: TensorSpec, tensor: "Tensor") -> memoryview:
+    """The bytes of a tensor as safetensors stores them, or RunError if it is not what was announced."""
+    import torch
+
+    dtype = _TORCH_NAMES.get(str(tensor.dtype), str(tensor.dtype))
+    if dtype != spec.dtype or tuple(tensor.shape) != spec.shape:
+        announced = f"{spec.dtype} {list(spec.shape)}"
+        raise RunError(f"tensor {spec.name} is {dtype} {list(tensor.shape)}, announced was {announced}")
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+
+
+def _custom_code(source: Path) -> set[Path]:
+    """Python files that `auto_map` names, and those they import from beside them."""
+    waiting: list[str] = []
+    for name in ("config.json", "tokenizer_config.json", "processor_config.json"):
+        auto_map = read_json(source / name).get("auto_map") if (source / name).exists() else None
+        for value in auto_map.values() if isinstance(auto_map, dict) else ():
+            for item in value if isinstance(value, list) else [value]:
+                if isinstance(item, str) and re.fullmatch(r"\w+\.\w+", item):  # "repo--module.Class" is elsewhere
+                    waiting.append(item.partition(".")[0])
+    found: set[Path] = set()
+    while waiting:
+        file = source / f"{waiting.pop()}.py"
+        if file in found or not file.is_file():
+            continue
+        found.add(file)
+        waiting += _siblings(file)
+    return found
+
+
+def _siblings(file: Path) -> list[str]:
+    """Modules that a Python file imports relative to itself; none if it cannot be parsed."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):
+        return []
+    found: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level == 1:
+            found += [node.module] if node.module else [alias.name for alias in node.names]
+    return found
+
+
+def _remove_partial(partial: Path) -> None:
+    if not (partial / _MARK).is_file():
+        raise PlanError(f"{partial} is in the way and was not made by a run of this tool", "move it away")
+    shutil.rmtree(partial)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

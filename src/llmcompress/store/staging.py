@@ -1,0 +1,210 @@
+"""The work directory: finished sections and the hidden states that enter the next one, each written whole or not.
+
+plan.json                 what the run is; another recipe, model or calibration is refused, naming the difference
+place.json                where the model lies, for `export`
+section-00007.safetensors codes, scales and zero points of layer 7, with its records in the header
+hidden-00008-<crc>.bin    hidden states [samples, length, hidden] that enter layer 8
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from llmcompress.errors import PlanError, RunError
+from llmcompress.grids.base import GridSpec
+from llmcompress.grids.integer import Coded, IntegerGrid
+
+
+class Staging:
+    """Finished work of one run, found again by the next start of the same run."""
+
+    def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
+        """Open or create `path`; PlanError if it holds another run, naming the first key that differs."""
+        self.path = path
+        stored = path / "plan.json"
+        if stored.exists():
+            try:
+                before = json.loads(stored.read_text(encoding="utf-8"))
+            except ValueError:
+                raise PlanError(f"{stored} is damaged", f"remove {path} to start afresh") from None
+            difference = _difference(before, json.loads(json.dumps(identity)))
+            if difference is not None:
+                key, old, new = difference
+                raise PlanError(
+                    f"{path} holds another run: {key} was {old}, now {new}",
+                    f"remove {path}, or use another --work directory",
+                )
+            self.resumed = True
+        else:
+            if path.exists() and any(path.iterdir()):
+                raise PlanError(f"{path} is not empty and not a work directory", "use another --work directory")
+            path.mkdir(parents=True, exist_ok=True)
+            _write_atomically(stored, json.dumps(identity, indent=1).encode())
+            self.resumed = False
+
+    def remember_place(self, model: Path, **facts: Any) -> None:
+        """Where the model lies and what else `export` needs; not part of what the run is."""
+        place = {"model": str(model.resolve()), **facts}
+        _write_atomically(self.path / "place.json", json.dumps(place, indent=1).encode())
+
+    # -- sections ------------------------------------------------------------------------------------------------------
+
+    def _section(self, number: int) -> Path:
+        return self.path / f"section-{number:05d}.safetensors"
+
+    def has(self, number: int) -> bool:
+        return self._section(number).exists()
+
+    def write_section(self, number: int, coded: Mapping[str, Coded], records: Mapping[str, Any]) -> None:
+        """Keep a finished section: matrices by on-disk module name, and records (plain data) about them."""
+        tensors: dict[str, Tensor] = {}
+        specs = {}
+        for module, item in coded.items():
+            grid = item.grid
+            tensors[f"{module}.codes"] = item.codes
+            tensors[f"{module}.scale"] = grid.scale.contiguous()
+            tensors[f"{module}.zero"] = grid.zero.to(torch.uint8).contiguous()
+            tensors[f"{module}.group_index"] = grid.group_index.to(torch.int32)
+            specs[module] = [grid.spec.bits, grid.spec.group_size, grid.spec.symmetric]
+        target = self._section(number)
+        partial = target.with_suffix(".partial")
+        save_file(tensors, partial, metadata={"grids": json.dumps(specs), "records": json.dumps(records)})
+        _publish(partial, target)
+
+    def read_section(self, number: int) -> dict[str, Coded]:
+        """All matrices of a finished section."""
+        return dict(self._read(number))
+
+    def read_coded(self, number: int, module: str) -> Coded:
+        """One matrix of a finished section."""
+        return next(item for name, item in self._read(number, module) if name == module)
+
+    def _read(self, number: int, only: str | None = None) -> Iterator[tuple[str, Coded]]:
+        try:
+            with safe_open(self._section(number), framework="pt") as file:
+                for module, (bits, group, symmetric) in json.loads(file.metadata()["grids"]).items():
+                    if only is not None and module != only:
+                        continue
+                    grid = IntegerGrid(
+                        GridSpec(bits, group, symmetric),
+                        file.get_tensor(f"{module}.scale"),
+                        file.get_tensor(f"{module}.zero").to(torch.float32),
+                        file.get_tensor(f"{module}.group_index").to(torch.int64),
+                    )
+                    yield module, Coded(file.get_tensor(f"{module}.codes"), grid)
+        except (SafetensorError, OSError, KeyError, ValueError) as error:
+            raise RunError(f"{self._section(number)} is damaged: {error}", "remove this file and run again") from None
+
+    def records(self, number: int) -> dict[str, Any]:
+        """What was recorded about a finished section."""
+        try:
+            with safe_open(self._section(number), framework="pt") as file:
+                return json.loads(file.metadata()["records"])  # type: ignore[no-any-return]
+        except (SafetensorError, OSError, KeyError, ValueError) as error:
+            raise RunError(f"{self._section(number)} is damaged: {error}", "remove this file and run again") from None
+
+    # -- hidden states -------------------------------------------------------------------------------------------------
+
+    def hidden(self, shape: tuple[int, ...], dtype: torch.dtype) -> "Hidden | None":
+        """The newest whole hidden states, or None; damaged ones are removed."""
+        for file in sorted(self.path.glob("hidden-*.bin"), reverse=True):
+            _, position, crc = file.stem.split("-")
+            found = Hidden(file, int(position), shape, dtype)
+            if file.stat().st_size == found.nbytes and f"{_crc(file):08x}" == crc:
+                return found
+            file.unlink()
+        return None
+
+    def keep_hidden(
+        self, position: int, shape: tuple[int, ...], dtype: torch.dtype, batches: Iterator[Tensor]
+    ) -> "Hidden":
+        """Write the hidden states that enter section `position`, batch by batch, and drop those before it."""
+        partial = self.path / "hidden.partial"
+        crc = 0
+        with partial.open("wb") as handle:
+            for batch in batches:
+                data = batch.detach().to("cpu", dtype).contiguous().view(torch.uint8).numpy()
+                handle.write(data)
+                crc = zlib.crc32(data, crc)
+        target = self.path / f"hidden-{position:05d}-{crc:08x}.bin"
+        before = [file for file in self.path.glob("hidden-*.bin") if file != target]
+        partial.replace(target)
+        for file in before:
+            file.unlink()
+        return Hidden(target, position, shape, dtype)
+
+    def remove(self) -> None:
+        """Delete the work directory; only files it made itself."""
+        for pattern in ("plan.json", "place.json", "section-*.safetensors", "hidden-*.bin", "*.partial"):
+            for file in self.path.glob(pattern):
+                file.unlink()
+        if not any(self.path.iterdir()):
+            self.path.rmdir()
+
+
+class Hidden:
+    """Hidden states [samples, length, hidden] in a file; a batch at a time is in memory."""
+
+    def __init__(self, file: Path, position: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.file, self.position, self.shape, self.dtype = file, position, shape, dtype
+        self._sample = shape[1] * shape[2] * dtype.itemsize
+        self.nbytes = shape[0] * self._sample
+
+    def batches(self, size: int) -> Iterator[Tensor]:
+        """Tensors [<= size, length, hidden] in order."""
+        with self.file.open("rb") as handle:
+            for start in range(0, self.shape[0], size):
+                count = min(size, self.shape[0] - start)
+                data = bytearray(count * self._sample)
+                if handle.readinto(data) != len(data):
+                    raise RunError(f"{self.file} is truncated", "run the same command again")
+                yield torch.frombuffer(data, dtype=self.dtype).view(count, *self.shape[1:])
+
+
+def _difference(old: Any, new: Any, key: str = "") -> tuple[str, Any, Any] | None:
+    """First place at which two plain values differ: (dotted key, old, new)."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in [*old, *(name for name in new if name not in old)]:
+            found = _difference(old.get(name), new.get(name), f"{key}.{name}" if key else str(name))
+            if found is not None:
+                return found
+        return None
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for place, (left, right) in enumerate(zip(old, new, strict=True)):
+            found = _difference(left, right, f"{key}[{place}]")
+            if found is not None:
+                return found
+        return None
+    return None if old == new else (key, old, new)
+
+
+def _crc(file: Path) -> int:
+    crc = 0
+    with file.open("rb") as handle:
+        while chunk := handle.read(1 << 24):
+            crc = zlib.crc32(chunk, crc)
+    return crc
+
+
+def _write_atomically(target: Path, data: bytes) -> None:
+    partial = target.with_suffix(".partial")
+    partial.write_bytes(data)
+    _publish(partial, target)
+
+
+def _publish(partial: Path, target: Path) -> None:
+    """Make a finished file visible under its name; it survives a power cut from then on."""
+    handle = os.open(partial, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    partial.replace(target)

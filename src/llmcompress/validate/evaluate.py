@@ -1,0 +1,114 @@
+"""How far a compressed model is from its original: both run in lockstep, one layer of each in memory at a time."""
+
+import re
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmcompress.errors import CalibrationError, RecipeError
+from llmcompress.model.build import StreamedModel
+from llmcompress.registry import suggest
+from llmcompress.validate.statistics import OPERATORS, Array, Tokens
+
+Watch = Callable[[int, int], None]
+
+
+def cut_windows(ids: list[int], length: int, windows: int, origin: str) -> Tensor:
+    """The first `windows` disjoint windows [windows, length] int64 of a text tokenised once; the tail is dropped."""
+    available = len(ids) // length
+    if available < windows:
+        raise CalibrationError(
+            f"{origin} gives {available} windows of {length} tokens, {windows} were asked for",
+            f"use --windows {available} or a shorter --length" if available else "give more text",
+        )
+    return torch.tensor(ids[: windows * length], dtype=torch.int64).view(windows, length)
+
+
+@torch.no_grad()
+def measure(
+    subject: StreamedModel,
+    reference: StreamedModel | None,
+    ids: Tensor,
+    batch: int = 4,
+    watch: Watch = lambda done, of: None,
+) -> Tokens:
+    """Per-token figures of `subject` on windows [windows, length], against `reference` if there is one.
+
+    Every position but the first of a window is scored, in float32 on the full vocabulary.
+    """
+    models = [model for model in (subject, reference) if model is not None]
+    hidden = [model.embed(ids) for model in models]
+    steps = max(len(model.layers) for model in models) + 1
+    for number in range(steps - 1):
+        for model, states in zip(models, hidden, strict=True):
+            if number < len(model.layers):
+                _advance(model, number, states, batch)
+        watch(number + 1, steps)
+    collected: dict[str, list[Array]] = {"nll": [], "ref_nll": [], "kl": [], "tv": [], "top1": []}
+    with ExitStack() as stack:
+        heads = [stack.enter_context(model.outer(embed=False, head=True)) for model in models]
+        for window in range(len(ids)):
+            logs = [
+                model.logits(head, states[window : window + 1])[0, :-1].to(torch.float32).log_softmax(dim=-1)
+                for model, head, states in zip(models, heads, hidden, strict=True)
+            ]
+            for name, value in _compare(logs, ids[window, 1:].to(logs[0].device)).items():
+                collected[name].append(value.to("cpu", torch.float64).numpy())
+    watch(steps, steps)
+    return Tokens(**{name: np.stack(values) for name, values in collected.items() if values})
+
+
+def _advance(model: StreamedModel, number: int, states: Tensor, batch: int) -> None:
+    """Run one layer over all windows, in place."""
+    with model.layer(number) as layer:
+        for start in range(0, len(states), batch):
+            states[start : start + batch] = model.call(number, layer, states[start : start + batch])
+
+
+def _compare(logs: list[Tensor], truth: Tensor) -> dict[str, Tensor]:
+    """Measurements [length - 1] from log-probabilities [length - 1, vocabulary] of the subject and any reference."""
+    subject = logs[0]
+    nll = -subject.gather(1, truth[:, None])[:, 0]
+    if len(logs) == 1:
+        return {"nll": nll}
+    reference = logs[1]
+    chance, compressed = reference.exp(), subject.exp()
+    return {
+        "nll": nll,
+        "ref_nll": -reference.gather(1, truth[:, None])[:, 0],
+        "kl": (chance * (reference - subject)).sum(dim=-1).clamp_min(0),
+        "tv": (chance - compressed).abs().sum(dim=-1) / 2,
+        "top1": (reference.argmax(dim=-1) == subject.argmax(dim=-1)).float(),
+    }
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A condition that fails a run, such as `kl > 0.05`."""
+
+    key: str
+    operator: str
+    bound: float
+
+    def fails(self, figures: dict[str, Any]) -> bool:
+        if self.key not in figures:
+            raise RecipeError(
+                f"--fail-if speaks of {self.key!r}, which was not measured", suggest(self.key, list(figures))
+            )
+        return OPERATORS[self.operator](float(figures[self.key]), self.bound)
+
+
+def parse_gate(text: str) -> Gate:
+    """A gate from its text; RecipeError if it is not `key operator number`."""
+    match = re.fullmatch(r"\s*(\w+)\s*(>=|<=|>|<)\s*([0-9.eE+-]+)\s*", text)
+    try:
+        if match is None:
+            raise ValueError
+        return Gate(match[1], match[2], float(match[3]))
+    except ValueError:
+        raise RecipeError(f"--fail-if {text!r} is not a condition", "write for example --fail-if 'kl > 0.05'") from None

@@ -1,0 +1,95 @@
+"""Any directory we write, and originals, back into something that runs on the CPU, without other projects' readers."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llmcompress.arch import find
+from llmcompress.arch.spec import ArchSpec
+from llmcompress.errors import CheckpointError
+from llmcompress.formats.base import Format
+from llmcompress.grids.integer import Coded
+from llmcompress.model.build import StreamedModel, load_config
+from llmcompress.model.observe import observe
+from llmcompress.model.whole import whole_model
+from llmcompress.recipe import formats
+from llmcompress.store.checkpoint import Checkpoint
+from llmcompress.validate.packed import PackedLinear
+
+
+class DecodedWeights:
+    """A checkpoint as if it had never been quantised: the weight of a packed module is decoded when it is read."""
+
+    def __init__(self, checkpoint: Checkpoint, spec: ArchSpec) -> None:
+        self.checkpoint = checkpoint
+        self.config = checkpoint.headers.config
+        self.format = _format_of(checkpoint)
+        self._transposed = tuple(f".{linear.path}" for linear in spec.linears if linear.conv1d)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.checkpoint or self._packed(name)
+
+    def _packed(self, name: str) -> bool:
+        if self.format is None or not name.endswith(".weight"):
+            return False
+        return f"{name.removesuffix('.weight')}.{self.format.marker}" in self.checkpoint
+
+    def coded(self, module: str) -> Coded | None:
+        """Codes of a quantised module, None for any other."""
+        if self.format is None or not self._packed(f"{module}.weight"):
+            return None
+        return self.format.decode(module, self.checkpoint.read, self.config)
+
+    def read(self, name: str) -> Tensor:
+        module = name.removesuffix(".weight")
+        coded = self.coded(module) if name.endswith(".weight") else None
+        if coded is None:
+            return self.checkpoint.read(name)
+        value = coded.decode()
+        return value.T.contiguous() if module.endswith(self._transposed or ("\0",)) else value
+
+
+def open_streamed(
+    path: Path, *, dtype: torch.dtype, device: torch.device | None = None, trust_remote_code: bool = False
+) -> StreamedModel:
+    """A directory as a model run section by section."""
+    checkpoint = Checkpoint(path)
+    config = load_config(path, trust_remote_code)
+    spec = find(str(checkpoint.headers.config.get("model_type"))) or observe(config, trust_remote_code)
+    weights = DecodedWeights(checkpoint, spec)
+    return StreamedModel(weights, config, spec, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+
+
+def load_whole(path: Path, *, dtype: torch.dtype, packed: bool = True, trust_remote_code: bool = False) -> nn.Module:
+    """A directory as a whole transformers model in memory; with `packed`, quantised linears stay packed."""
+    streamed = open_streamed(path, dtype=dtype, trust_remote_code=trust_remote_code)
+    weights, spec = streamed.weights, streamed.spec
+    modules: list[tuple[str, str]] = []
+    for number, layer in enumerate(streamed.layers):
+        for name, module in layer.named_modules():
+            if isinstance(module, nn.Linear):
+                runtime = f"{spec.layers}.{number}.{name}"
+                modules.append((runtime, streamed.disk_name(number, f"{name}.weight").removesuffix(".weight")))
+    causal = whole_model(streamed)
+    if packed and isinstance(weights, DecodedWeights):
+        for runtime, disk in modules:
+            coded = weights.coded(disk)
+            if coded is not None:
+                parent, _, leaf = runtime.rpartition(".")
+                before: Any = causal.get_submodule(runtime)
+                setattr(causal.get_submodule(parent), leaf, PackedLinear(coded, before.bias, dtype))
+    return causal
+
+
+def _format_of(checkpoint: Checkpoint) -> Format | None:
+    config = checkpoint.headers.config
+    if "quantization_config" not in config:
+        return None
+    for item in formats().values():
+        if item.recognises(config):
+            return item  # type: ignore[no-any-return]
+    raise CheckpointError(
+        f"{checkpoint.path} is quantised in a format that is not known here", "see `llmcompress list formats`"
+    )

@@ -1,0 +1,81 @@
+"""An evaluation as the command line asks for it: two directories, a text, a protocol."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llmcompress.calib.default import shipped
+from llmcompress.calib.documents import encode
+from llmcompress.calib.text import read_text, text_files
+from llmcompress.engine.calibration import load_tokenizer
+from llmcompress.engine.run import device_of
+from llmcompress.errors import CheckpointError
+from llmcompress.validate.evaluate import cut_windows, measure
+from llmcompress.validate.load import load_whole, open_streamed
+from llmcompress.validate.statistics import figures
+
+DEFAULT_WINDOWS = 80
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to evaluate: directories, text ('default' or a path), windows [windows, length] and how to run."""
+
+    model: Path
+    ref: Path | None
+    text: str
+    length: int
+    windows: int | None
+    batch: int
+    device: str
+    dtype: str
+    trust_remote_code: bool = False
+
+
+def evaluate_paths(request: Request, watch: Callable[[int, int], None]) -> dict[str, Any]:
+    """Figures of a directory, against a reference if one is given. Refuses models of different vocabularies."""
+    tokenizer = load_tokenizer(request.ref or request.model, request.trust_remote_code)
+    place = shipped("eval_data") if request.text == "default" else Path(request.text)
+    files = text_files(place, suffixes=(".txt",)) if place.is_dir() else [place]
+    ids = [token for file in files for token in encode(tokenizer, read_text(file), str(file))]
+    wanted = request.windows or (
+        min(DEFAULT_WINDOWS, len(ids) // request.length) if request.text == "default" else DEFAULT_WINDOWS
+    )
+    windows = cut_windows(ids, request.length, wanted, f"text {request.text}")
+    opening = {
+        "dtype": getattr(torch, request.dtype),
+        "device": device_of(request.device),
+        "trust_remote_code": request.trust_remote_code,
+    }
+    subject = open_streamed(request.model, **opening)
+    reference = open_streamed(request.ref, **opening) if request.ref is not None else None
+    if reference is not None and subject.config.vocab_size != reference.config.vocab_size:
+        raise CheckpointError(
+            f"{request.model} has {subject.config.vocab_size} tokens, {request.ref} has {reference.config.vocab_size}",
+            "give the model that was compressed as --ref",
+        )
+    return figures(measure(subject, reference, windows, request.batch, watch))
+
+
+def continuations(request: Request, prompt: str, max_new_tokens: int) -> dict[str, str]:
+    """Greedy continuations of a prompt by each model, the compressed one on its packed weights."""
+    tokenizer = load_tokenizer(request.ref or request.model, request.trust_remote_code)
+    ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+    result = {}
+    for path in (request.model, request.ref):
+        if path is None:
+            continue
+        model = load_whole(path, dtype=torch.float32, trust_remote_code=request.trust_remote_code)
+        with torch.no_grad():
+            out = model.generate(  # type: ignore[operator]
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=max_new_tokens,
+                pad_token_id=tokenizer.eos_token_id,
+            )
+        result[str(path)] = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+    return result

@@ -1,0 +1,202 @@
+"""Tensors of a safetensors directory by numpy alone: a second reader, so that a mistake of the writer's shows.
+
+Imports nothing that takes part in writing (formats, packing, grids, store), on purpose.
+"""
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+WIDTHS = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "F8_E4M3": 1,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+}
+FLOATS = ("F64", "F32", "F16", "BF16")
+_NUMPY = {
+    "F64": "<f8",
+    "F32": "<f4",
+    "F16": "<f2",
+    "BF16": "<u2",
+    "I64": "<i8",
+    "I32": "<i4",
+    "I16": "<i2",
+    "I8": "i1",
+    "U8": "u1",
+    "F8_E4M3": "u1",
+    "BOOL": "?",
+}
+_CHUNK = 1 << 24  # bytes looked at once
+
+
+class DamageError(Exception):
+    """A file is not what it should be; the message says which and how."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Type, shape and bytes of one tensor; nothing is read before it is asked for."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+    begin: int
+    nbytes: int
+
+    def raw(self) -> Array:
+        """Its bytes, mapped."""
+        if self.nbytes == 0:
+            return np.zeros(0, np.uint8)
+        return np.memmap(self.file, np.uint8, "r", offset=self.begin, shape=(self.nbytes,))
+
+    def array(self) -> Array:
+        """Its values in the stored type, mapped; bfloat16 and float8 as the integers that hold their bits."""
+        return self.raw().view(_NUMPY[self.dtype]).reshape(self.shape)
+
+    def floats(self, rows: slice = slice(None)) -> Array:
+        """Values as float32, of some rows."""
+        part = self.array()[rows]
+        if self.dtype == "BF16":
+            return (part.astype(np.uint32) << 16).view(np.float32)
+        return part.astype(np.float32)
+
+    def chunks(self) -> Iterator[Array]:
+        """Its bytes in pieces of bounded size."""
+        raw = self.raw()
+        for begin in range(0, self.nbytes, _CHUNK):
+            yield raw[begin : begin + _CHUNK]
+
+    def sha256(self) -> str:
+        digest = hashlib.sha256()
+        for piece in self.chunks():
+            digest.update(piece.tobytes())
+        return digest.hexdigest()
+
+    def finite(self) -> bool:
+        """Whether no value is infinite or not a number, by the exponent bits alone; integers always are."""
+        if self.dtype not in FLOATS:
+            return True
+        unsigned, exponent = {
+            "F64": ("<u8", 0x7FF0 << 48),
+            "F32": ("<u4", 0x7F80 << 16),
+            "F16": ("<u2", 0x7C00),
+            "BF16": ("<u2", 0x7F80),
+        }[self.dtype]
+        mask = np.dtype(unsigned).type(exponent)
+        return not any(bool(((piece.view(unsigned) & mask) == mask).any()) for piece in self.chunks())
+
+    def equals(self, other: "Tensor") -> bool:
+        """Whether type, shape and every byte agree."""
+        if (self.dtype, self.shape) != (other.dtype, other.shape):
+            return False
+        return all(np.array_equal(mine, theirs) for mine, theirs in zip(self.chunks(), other.chunks(), strict=True))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise DamageError(f"{path.name} is missing") from None
+    except (ValueError, OSError, RecursionError) as error:
+        raise DamageError(f"{path.name} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise DamageError(f"{path.name} does not hold an object")
+    return value
+
+
+def read_tensors(directory: Path) -> dict[str, Tensor]:
+    """All tensors of a model directory by name, every length, offset and index entry checked; or DamageError."""
+    index = directory / "model.safetensors.index.json"
+    present = sorted(file.name for file in directory.glob("*.safetensors"))
+    if not index.exists():
+        if len(present) != 1:
+            raise DamageError(f"{len(present)} weight files and no {index.name}")
+        return _file(directory / present[0])
+    entries = read_json(index)
+    weight_map = entries.get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise DamageError(f"{index.name} has no weight_map")
+    named = sorted(set(map(str, weight_map.values())))
+    if named != present:
+        raise DamageError(f"{index.name} names {', '.join(named)}; present are {', '.join(present) or 'none'}")
+    tensors: dict[str, Tensor] = {}
+    for name in named:
+        for tensor in _file(directory / name).values():
+            if weight_map.get(tensor.name) != name or tensor.name in tensors:
+                raise DamageError(f"{tensor.name} lies in {name}, and {index.name} does not say so")
+            tensors[tensor.name] = tensor
+    if missing := sorted(weight_map.keys() - tensors.keys()):
+        raise DamageError(f"{missing[0]} is named by {index.name} and lies in no file")
+    total = entries.get("metadata", {}).get("total_size")
+    held = sum(tensor.nbytes for tensor in tensors.values())
+    if total is not None and total != held:
+        raise DamageError(f"{index.name} speaks of {total} bytes, the tensors have {held}")
+    return tensors
+
+
+def _file(path: Path) -> dict[str, Tensor]:
+    size = path.stat().st_size
+    with path.open("rb") as handle:
+        prefix = handle.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
+        if length > size - 8:
+            raise DamageError(f"{path.name} is cut off within its header ({size} bytes)")
+        text = handle.read(length)
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        tensors = sorted((_tensor(path, 8 + length, name, item) for name, item in header.items()), key=_position)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamageError(f"{path.name} has a damaged header: {error}") from None
+    position = 8 + length
+    for tensor in tensors:
+        if tensor.begin != position:
+            raise DamageError(f"{path.name} has a gap or an overlap before {tensor.name}")
+        position += tensor.nbytes
+    if position != size:
+        raise DamageError(f"{path.name} has {size} bytes, its header speaks of {position}")
+    return {tensor.name: tensor for tensor in tensors}
+
+
+def _position(tensor: Tensor) -> tuple[int, int]:
+    return tensor.begin, tensor.nbytes
+
+
+def _tensor(path: Path, data: int, name: str, item: Mapping[str, Any]) -> Tensor:
+    dtype, shape = item["dtype"], tuple(int(extent) for extent in item["shape"])
+    begin, end = (int(offset) for offset in item["data_offsets"])
+    expected = WIDTHS[dtype]
+    for extent in shape:
+        expected *= extent
+    if end - begin != expected or min(shape, default=0) < 0:
+        raise ValueError(f"{name} is {dtype} {list(shape)} in {end - begin} bytes")
+    return Tensor(name, dtype, shape, path, data + begin, expected)
+
+
+def unpack(words: Array, bits: int, count: int) -> tuple[Array, bool]:
+    """Rows of int32 words as bit streams, lowest bit first: values uint8 [rows, count], and whether the rest is zero."""
+    stream = np.unpackbits(np.ascontiguousarray(words).astype("<i4").view(np.uint8), axis=1, bitorder="little")
+    values = stream[:, : count * bits].reshape(words.shape[0], count, bits)
+    return np.packbits(values, axis=2, bitorder="little")[:, :, 0], not stream[:, count * bits :].any()
+
+
+def words_for(count: int, bits: int) -> int:
+    return -(-count * bits // 32)

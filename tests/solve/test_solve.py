@@ -1,0 +1,156 @@
+"""The solvers against brute force and float64: what they minimise, what changes speed only, what happens at the edges."""
+
+import itertools
+
+import pytest
+import torch
+
+from llmcompress.errors import RunError
+from llmcompress.grids.base import GridSpec
+from llmcompress.grids.integer import Coded, fit
+from llmcompress.solve.damping import damped, inverse_factor
+from llmcompress.solve.gptq import gptq_codes
+from llmcompress.solve.refine import descend_codes, refit_scales, row_loss
+
+
+def problem(rows=16, width=64, tokens=400, seed=0):
+    """Weights and a mean Gram matrix of correlated inputs with outlier channels."""
+    g = torch.Generator().manual_seed(seed)
+    w = torch.randn(rows, width, generator=g) * 0.1
+    mixing = torch.randn(width, width, generator=g) * 0.3 + torch.eye(width)
+    x = torch.randn(tokens, width, generator=g) @ mixing
+    x[:, :2] *= 10
+    return w, x.T @ x / tokens
+
+
+def by_energy(hessian):
+    return torch.argsort(hessian.diagonal(), descending=True, stable=True)
+
+
+def gptq(w, hessian, spec, order=None, block=128, **options):
+    order = by_energy(hessian) if order is None else order
+    grid = fit(w, spec, importance=hessian.diagonal(), **options)
+    return gptq_codes(w, grid, inverse_factor(hessian[order][:, order], 0.01), order, block)
+
+
+def test_factor_is_that_of_the_inverse():
+    _, hessian = problem()
+    upper = inverse_factor(hessian, 0.01).upper.double()
+    inverse = torch.linalg.inv(damped(hessian.double(), 0.01))
+    assert torch.allclose(upper.T @ upper, inverse, rtol=1e-4, atol=1e-6 * inverse.abs().max())
+    assert torch.equal(upper, upper.triu())
+
+
+def test_gptq_matches_the_plain_algorithm_in_float64():
+    w, hessian = problem(rows=5, width=24)
+    spec = GridSpec(3, 8)
+    coded = gptq(w, hessian, spec, order=torch.arange(24))
+    grid = coded.grid
+    inverse = torch.linalg.inv(damped(hessian.double(), 0.01))
+    upper = torch.linalg.cholesky(inverse, upper=True)
+    work = w.double().clone()
+    for j in range(24):
+        scale, zero = grid.scale[:, j // 8].double(), grid.zero[:, j // 8].double()
+        code = (work[:, j] / scale + zero).round().clamp(0, 7)
+        assert torch.equal(code, coded.codes[:, j].double())
+        error = (work[:, j] - (code - zero) * scale) / upper[j, j]
+        work[:, j:] -= error[:, None] * upper[j, j:]
+
+
+@pytest.mark.parametrize("block", [1, 7, 32, 64, 200])
+def test_block_size_only_changes_speed(block):
+    w, hessian = problem()
+    reference = gptq(w, hessian, GridSpec(4, 16))
+    other = gptq(w, hessian, GridSpec(4, 16), block=block)
+    assert (reference.codes != other.codes).float().mean() < 0.01  # float order may tip a tie
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_feedback_beats_rounding_on_what_it_minimises(bits):
+    w, hessian = problem()
+    coded = gptq(w, hessian, GridSpec(bits, 16))
+    plain = Coded(coded.grid.encode(w), coded.grid)
+    assert (coded.codes != plain.codes).any()
+    assert row_loss(w, coded, hessian).sum() < 0.8 * row_loss(w, plain, hessian).sum()
+
+
+def test_energy_order_beats_stored_order():
+    w, hessian = problem(seed=3)
+    w, hessian = w.flip(1), hessian.flip(0, 1)  # the outlier channels come last
+    static = row_loss(w, gptq(w, hessian, GridSpec(3, 16)), hessian).sum()
+    stored = row_loss(w, gptq(w, hessian, GridSpec(3, 16), order=torch.arange(64)), hessian).sum()
+    assert static < stored
+
+
+@pytest.mark.parametrize("spec", [GridSpec(3, 16), GridSpec(4, -1), GridSpec(2, 32, False)], ids=lambda s: s.name)
+def test_refinement_never_raises_any_rows_loss(spec):
+    w, hessian = problem()
+    target = damped(hessian, 0.01)
+    coded = gptq(w, hessian, spec)
+    start = row_loss(w, coded, target)
+    for _ in range(3):
+        before = row_loss(w, coded, target)
+        coded = refit_scales(coded, target, w @ target, torch.float16)
+        between = row_loss(w, coded, target)
+        assert (between <= before * (1 + 1e-4) + 1e-9).all()
+        coded = descend_codes(coded, target, w @ target, by_energy(hessian))
+        assert (row_loss(w, coded, target) <= between * (1 + 1e-4) + 1e-9).all()
+    assert row_loss(w, coded, target).sum() < 0.97 * start.sum()
+
+
+def test_descent_ends_where_no_single_code_can_be_bettered():
+    w, hessian = problem(rows=4, width=16)
+    target = damped(hessian, 0.01)
+    coded = gptq(w, hessian, GridSpec(3, 8))
+    for _ in range(20):
+        coded = descend_codes(coded, target, w @ target, torch.arange(16))
+    base = row_loss(w, coded, target)
+    for j, code in itertools.product(range(16), range(8)):
+        codes = coded.codes.clone()
+        codes[:, j] = code
+        assert (row_loss(w, Coded(codes, coded.grid), target) >= base * (1 - 1e-4) - 1e-7).all()
+
+
+def test_small_problem_reaches_near_the_best_of_all_codes():
+    w, hessian = problem(rows=3, width=6, tokens=50)
+    target = damped(hessian, 0.01)
+    grid = fit(w, GridSpec(2, 6), importance=hessian.diagonal())
+    coded = gptq_codes(w, grid, inverse_factor(hessian, 0.01), torch.arange(6))
+    coded = descend_codes(coded, target, w @ target, torch.arange(6))
+    every = torch.cartesian_prod(*[torch.arange(4)] * 6).to(torch.uint8)
+    for row in range(3):
+        one = grid.rows(row, row + 1)
+        best = min(float(row_loss(w[row : row + 1], Coded(codes[None], one), target)) for codes in every)
+        plain = float(row_loss(w[row : row + 1], Coded(one.encode(w[row : row + 1]), one), target))
+        found = float(row_loss(w, coded, target)[row])
+        assert best <= found * (1 + 1e-5)
+        assert found - best <= 0.35 * (plain - best) + 1e-9
+
+
+def test_dead_inputs_are_rounded_not_zeroed():
+    w, hessian = problem()
+    hessian[5, :] = hessian[:, 5] = 0
+    factor = inverse_factor(hessian, 0.01)
+    assert factor.dead == 1
+    coded = gptq(w, hessian, GridSpec(4, 16))
+    assert torch.equal(coded.codes[:, 5], coded.grid.encode(w)[:, 5])
+
+
+def test_damping_is_raised_only_where_needed_and_never_gives_up_in_silence():
+    _, hessian = problem()
+    assert inverse_factor(hessian, 0.01).percdamp == 0.01
+    indefinite = torch.eye(64)
+    indefinite[0, 1] = indefinite[1, 0] = 1.05  # smallest eigenvalue -0.05
+    assert inverse_factor(indefinite, 0.01).percdamp == pytest.approx(0.1)
+    with pytest.raises(RunError, match="not positive definite"):
+        inverse_factor(hessian - 1e4 * torch.ones_like(hessian), 0.01)
+
+
+def test_inputs_are_left_as_they_were():
+    w, hessian = problem()
+    kept = w.clone(), hessian.clone()
+    coded = gptq(w, hessian, GridSpec(3, 16))
+    refit_scales(coded, hessian, w @ hessian, torch.float16)
+    descend_codes(coded, hessian, w @ hessian, by_energy(hessian))
+    assert torch.equal(w, kept[0])
+    assert torch.equal(hessian, kept[1])

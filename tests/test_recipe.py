@@ -1,0 +1,113 @@
+"""Recipes are strict: what is not understood is refused by name, and what is written is read back the same."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmcompress.engine.settings import matches, resolve
+from llmcompress.errors import LlmcompressError, PlanError, RecipeError
+from llmcompress.ledger import Ledger
+from llmcompress.recipe import load, methods, parse
+
+CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
+
+
+def test_a_recipe_survives_yaml():
+    made = parse({"steps": [{"method": "gptq", "bits": 3, "set": {"mlp.*": {"bits": 8}}}]})
+    assert parse(yaml.safe_load(made.as_yaml())) == made
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_every_shipped_recipe_is_valid(file):
+    assert load(file).steps
+
+
+def test_there_are_shipped_recipes():
+    assert CONFIGS
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"steps": [{"method": "gptqq"}]}, "did you mean 'gptq'"),
+        ({"steps": [{"method": "gptq", "grp_size": 64}]}, "did you mean 'group_size'"),
+        ({"steps": [{"method": "gptq", "bits": 7}]}, "bits = 7"),
+        ({"steps": [{"method": "gptq", "percdamp": 2}]}, "percdamp = 2"),
+        ({"steps": []}, "has no steps"),
+        ({"steps": [3]}, "a step needs a method"),
+        ({"step": []}, "did you mean 'steps'"),
+        ({"steps": [{"method": "rtn"}], "calibration": {"sample": 3}}, "did you mean 'samples'"),
+        ({"steps": [{"method": "rtn"}], "calibration": {"samples": 0}}, "samples = 0"),
+        ({"steps": [{"method": "rtn"}], "output": 3}, "is not a mapping"),
+        ("nonsense", "not a mapping"),
+    ],
+)
+def test_what_is_not_understood_is_refused_by_name(data, message):
+    with pytest.raises(RecipeError) as refused:
+        parse(data)
+    assert message in str(refused.value)
+
+
+def test_files_that_are_not_recipes_are_refused_in_one_line(tmp_path):
+    for content in (b"steps: [", b"\xff\xfe", b"a: &a [*a]", b"!!python/object/apply:os.system [ls]"):
+        file = tmp_path / "recipe.yaml"
+        file.write_bytes(content)
+        with pytest.raises(LlmcompressError) as refused:
+            load(file)
+        assert "\n" not in refused.value.message
+    with pytest.raises(RecipeError, match="cannot be read"):
+        load(tmp_path / "missing.yaml")
+
+
+json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["steps", "method", "gptq", "bits", "set", "x"]), inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(json)
+def test_no_data_brings_anything_but_a_recipe_or_a_refusal(data):
+    try:
+        parse(data)
+    except LlmcompressError as error:
+        assert error.message
+
+
+@pytest.mark.parametrize(
+    ("pattern", "module", "expected"),
+    [
+        ("mlp.down_proj", "model.layers.3.mlp.down_proj", True),
+        ("down_proj", "model.layers.3.mlp.down_proj", True),
+        ("proj", "model.layers.3.mlp.down_proj", False),
+        ("layers.1.*", "model.layers.1.mlp.down_proj", True),
+        ("layers.1.*", "model.layers.11.mlp.down_proj", False),
+        ("*.q_proj", "model.layers.0.self_attn.q_proj", True),
+    ],
+)
+def test_patterns_match_names_at_dots(pattern, module, expected):
+    assert matches(pattern, module) is expected
+
+
+@pytest.mark.parametrize(("widths", "expected"), [([256, 512], 128), ([576, 1536], 64), ([96, 64], 32), ([40], -1)])
+def test_the_default_group_size_divides_every_width(widths, expected):
+    ledger = Ledger()
+    modules = {f"layers.0.m{i}": width for i, width in enumerate(widths)}
+    resolved = resolve(methods()["rtn"](), modules, ledger)
+    assert {method.group_size for method in resolved.values()} == {expected}
+    assert bool(ledger.entries) == (expected != 128)
+
+
+def test_a_named_group_size_that_does_not_fit_is_refused_with_ones_that_do():
+    with pytest.raises(PlanError) as refused:
+        resolve(methods()["rtn"](group_size=128), {"layers.0.q_proj": 576}, Ledger())
+    assert "128 does not divide the 576 inputs of layers.0.q_proj" in refused.value.message
+    assert "192" in refused.value.hint
+    assert "64" in refused.value.hint
