@@ -48,7 +48,12 @@ def quantize(args: argparse.Namespace) -> None:
 
     order = {"desc_act": True} if args.desc_act else {}
     config = QuantizeConfig(
-        bits=args.bits, group_size=args.group_size, sym=True, format="gptq", device="cpu", **order
+        bits=args.bits,
+        group_size=args.group_size,
+        sym=True,
+        format="gptq",
+        device="cpu",
+        **order,
     )
     model = GPTQModel.load(args.model, config)
     model.quantize(rows, batch_size=1)

@@ -51,12 +51,15 @@ def test_the_tokens_decode_to_the_text(tmp_path_factory, ask, tokenizer, text):
     assert tokenizer.decode(Text(path=path).tokens(ask(1, length))[0]) == clean + "</s>"
 
 
-def test_a_long_text_is_neither_cut_nor_complained_about(tmp_path, ask, ids_of, tokenizer, caplog):
+def test_a_long_text_is_neither_cut_nor_complained_about(tmp_path, ask, ids_of, make_tokenizer, monkeypatch):
     (tmp_path / "a.txt").write_text("x" * 100)
-    assert tokenizer.model_max_length < 100
-    with caplog.at_level(logging.DEBUG):
-        assert all_tokens(Text(path=tmp_path / "a.txt"), ask, 101) == ids_of("x" * 100 + "</s>")
-    assert not [record for record in caplog.records if "transformers" in record.name]
+    short, said = make_tokenizer(model_max_length=8), []
+    monkeypatch.setattr(logging.getLogger("transformers.tokenization_utils_base"), "warning", lambda *m: said.append(m))
+    tokens = Text(path=tmp_path / "a.txt").tokens(ask(1, 101, tokenizer=short))
+    assert tokens.tolist() == [ids_of("x" * 100 + "</s>")]
+    assert said == []
+    short("x" * 100)
+    assert len(said) == 1  # what a plain call says
 
 
 def test_truncation_and_padding_saved_with_a_tokenizer_do_not_apply(tmp_path, ask, ids_of, make_tokenizer):
@@ -105,20 +108,19 @@ def test_texts_are_deterministic_and_leave_random_states_alone(tmp_path, ask, un
 
 
 def test_the_default_texts_are_those_of_the_package_else_of_the_checkout(tmp_path, ask, ids_of, monkeypatch):
-    package, checkout = tmp_path / "package", tmp_path / "checkout"
-    monkeypatch.setattr(default_source, "FOLDERS", (package, checkout))
-    with pytest.raises(CalibrationError, match="this installation lacks its calibration texts"):
+    package = tmp_path / "src" / "llmcompress"
+    monkeypatch.setattr(default_source, "PACKAGE", package)
+    with pytest.raises(CalibrationError, match="this installation lacks its texts"):
         Default().tokens(ask(1, 2))
-    for folder in (checkout, package):
-        (folder / "prose").mkdir(parents=True)
-        (folder / "README.md").write_text("not a text")
-        (folder / "prose" / "a.txt").write_text(folder.name)
-        assert all_tokens(Default(), ask, len(folder.name) + 1) == ids_of(folder.name + "</s>")
+    for place, text in ((tmp_path, "checkout"), (package, "installed")):
+        (place / "calib_data" / "prose").mkdir(parents=True)
+        (place / "calib_data" / "README.md").write_text("not a text")
+        (place / "calib_data" / "prose" / "a.txt").write_text(text)
+        assert all_tokens(Default(), ask, len(text) + 1) == ids_of(text + "</s>")
 
 
 def test_the_texts_of_this_project_are_found_and_readable(ask):
-    folder = default_source.calib_data()
-    files = text_files(folder, suffixes=(".txt",))
+    files = text_files(default_source.shipped("calib_data"), suffixes=(".txt",))
     size = sum(len(file.read_bytes()) + 1 for file in files)
     tokens = Default().tokens(ask(1, size // 2))
     assert tokens.shape == (1, size // 2)

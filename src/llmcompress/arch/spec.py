@@ -44,6 +44,7 @@ class ArchSpec:
     layers, embed, head: module paths in transformers' causal model. disk: paths below a layer that are called otherwise
     on disk, `{e}` standing for an expert's number. never: paths below a layer that are never quantised (routers).
     attention: implementation to ask transformers for where its default would change the function.
+    outputs: how many values a layer returns, the hidden states first; a tuple if more than one.
     observed: found by running the model, not declared; `linears` are then those of all layers together, and a layer may
     lack some. left_out: paths below a layer of what an observation found but cannot offer, with the reason.
     tiny: config values of a small random model for tests.
@@ -59,6 +60,7 @@ class ArchSpec:
     disk: Mapping[str, str] = field(default_factory=dict)
     never: tuple[str, ...] = ()
     attention: str | None = None
+    outputs: int = 1
     observed: bool = False
     left_out: Mapping[str, str] = field(default_factory=dict)
     tiny: Mapping[str, Any] = field(default_factory=dict)

@@ -49,7 +49,7 @@ def encode(tokenizer: Any, text: str, where: str, *, special_tokens: bool = True
             f"{where} holds half a surrogate pair at character {error.start}",
             "write the character as UTF-8 or as both halves",
         ) from None
-    encoded = tokenizer(text, add_special_tokens=special_tokens, truncation=False, padding=False, verbose=False)
+    encoded = tokenizer(text, add_special_tokens=special_tokens, verbose=False)
     return list(encoded["input_ids"])
 
 

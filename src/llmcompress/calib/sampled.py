@@ -28,7 +28,7 @@ class Sampled(Source):
     name = "self"
     accepts = "'self' (text sampled from the model)"
 
-    temperature: float = Field(2.0, ge=1, le=10, description="temperature of the first token; it falls to 1")
+    temperature: float = Field(1.5, ge=1, le=10, description="temperature of the first token; it falls to 1")
     batch_size: int = Field(32, ge=1, description="rows sampled at once; speed and memory only")
 
     def tokens(self, request: Request) -> "Tensor":

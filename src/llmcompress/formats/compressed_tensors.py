@@ -137,10 +137,11 @@ class CompressedTensors:
             for number, ((grid, order), modules) in enumerate(schemes.items())
         }
         ignored = [entry.module for entry in left_alone(entries)]
-        # a tied head has no tensor, yet loaders see a Linear of that name and would wait for its codes
+        # loaders see a Linear in every head, also in a tied one that has no tensor, and would wait for its codes
         head = "embed_out" if config.get("model_type") == "gpt_neox" else "lm_head"
-        if not any(entry.module.rpartition(".")[2] == head for entry in entries):
-            ignored.append(head)
+        heads = [entry.module for entry in entries if entry.module.rpartition(".")[2] == head] or [head]
+        quantised_modules = {entry.module for entry, _ in quantised(entries)}
+        ignored += [name for name in heads if name not in ignored and name not in quantised_modules]
         settings = {
             "quant_method": "compressed-tensors",
             "format": KIND,

@@ -57,8 +57,9 @@ class _Recorder(nn.Module):
     What else a model may ask a layer for, such as the kind of its attention, it answers like the layer.
     """
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, outputs: int) -> None:
         super().__init__()
+        self.outputs = outputs
         self.__dict__["_layer"] = layer  # not a submodule: its parameters do not belong to the outer section
         self.call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.hidden: Tensor | None = None
@@ -66,11 +67,12 @@ class _Recorder(nn.Module):
         self.inject: Tensor | None = None
         self.stop = False
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
         self.hidden, self.call, self.shape = hidden_states, (args, kwargs), hidden_states.shape
         if self.stop:
             raise _Recorded
-        return hidden_states if self.inject is None else self.inject
+        out = hidden_states if self.inject is None else self.inject
+        return out if self.outputs == 1 else (out, *[None] * (self.outputs - 1))
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -172,7 +174,7 @@ class StreamedModel:
             for name, buffer in owner._buffers.items():
                 if buffer is not None:
                     owner._buffers[name] = buffer.to(self.device)
-        self._recorders = [_Recorder(layer) for layer in self.layers]
+        self._recorders = [_Recorder(layer, spec.outputs) for layer in self.layers]
         parent_path, _, name = spec.layers.rpartition(".")
         setattr(self.causal.get_submodule(parent_path), name, nn.ModuleList(self._recorders))
         self._calls: dict[tuple[int, int], list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}

@@ -12,6 +12,7 @@ Experts stay as they are, whether each is a module or all are one 3-D parameter:
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from llmcompress.model.build import UNUSABLE, StreamedModel, first_line, plain, 
 
 _LENGTH = 7  # tokens; a top-k over positions must not look like one over experts
 _HINT = "declare the architecture in a file of llmcompress/arch"
-_FUSED = "experts in one 3-D parameter, which nothing tells how to take apart"
+_FUSED = "a 3-D parameter, such as experts in one, which nothing tells how to take apart"
 _LISTED = "an expert's matrix, which sees few tokens and needs a declared architecture"
 _UNSEEN = "a matrix that did not run when the layer was observed"
 _ROUTER = "a router, or as narrow as one"
@@ -35,16 +36,15 @@ def observe(config: Any, trust_remote_code: bool = False) -> ArchSpec:
     """The architecture of transformers' `config`, observed; CheckpointError if it has no layers that can be run."""
     model_type = str(getattr(config, "model_type", "unknown"))
     spec, shapes = _outline(skeleton(config, None, trust_remote_code), model_type)
-    model = StreamedModel(_Zeros(shapes), config, spec, dtype=torch.float32, trust_remote_code=trust_remote_code)
-    counts = _expert_counts(plain(model.causal.config))
     try:
-        hidden = model.embed(torch.zeros(1, _LENGTH, dtype=torch.int64))
+        model, hidden = _running(spec, shapes, config, trust_remote_code)
         seen = [_watch(model, number, hidden) for number in _distinct(model.layers)]
     except UNUSABLE as error:
         raise CheckpointError(
             f"the layers of a {model_type!r} model could not be run to observe them: {first_line(error)}", _HINT
         ) from None
 
+    counts = _expert_counts(plain(model.causal.config))
     never = {path for layer in seen for path, width in layer.widths.items() if width in counts | layer.ranked}
     experts = {path for layer in model.layers for path in _listed_experts(layer, counts)}
     paths = [path for path in _merged([list(layer.widths) for layer in seen]) if path not in never | experts]
@@ -56,15 +56,10 @@ def observe(config: Any, trust_remote_code: bool = False) -> ArchSpec:
     left_out |= {path: _UNSEEN for layer in seen for path in layer.unseen}
     left_out |= dict.fromkeys(sorted(experts), _LISTED)
     left_out |= dict.fromkeys(sorted(never), _ROUTER)
-    return ArchSpec(
-        name=model_type,
-        model_types=(model_type,),
+    return replace(
+        model.spec,
         linears=tuple(Linear(path, reads=spaces[path], conv1d=path in conv1d) for path in paths),
-        layers=spec.layers,
-        embed=spec.embed,
-        head=spec.head,
         never=tuple(sorted(never)),
-        observed=True,
         left_out={path: why for path, why in left_out.items() if path not in paths},
     )
 
@@ -109,6 +104,30 @@ def _outline(model: nn.Module, model_type: str) -> tuple[ArchSpec, dict[str, tor
         observed=True,
     )
     return spec, {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
+def _running(
+    spec: ArchSpec, shapes: Mapping[str, torch.Size], config: Any, trust_remote_code: bool
+) -> tuple[StreamedModel, Tensor]:
+    """The model on zeros, and the hidden states that enter its first layer; its spec says what layers return."""
+    found = CheckpointError("")
+    for outputs in (1, 2):
+        model = StreamedModel(
+            _Zeros(shapes),
+            config,
+            replace(spec, outputs=outputs),
+            dtype=torch.float32,
+            trust_remote_code=trust_remote_code,
+        )
+        try:
+            return model, model.embed(torch.zeros(1, _LENGTH, dtype=torch.int64))
+        except UNUSABLE as error:
+            found = CheckpointError(
+                f"a {spec.name!r} model cannot be run without its layers: {first_line(error)}", _HINT
+            )
+        except CheckpointError as error:
+            found = error
+    raise found
 
 
 def _distinct(layers: list[nn.Module]) -> Iterator[int]:

@@ -71,12 +71,12 @@ class Tensor:
         """Its values in the stored type, mapped; bfloat16 and float8 as the integers that hold their bits."""
         return self.raw().view(_NUMPY[self.dtype]).reshape(self.shape)
 
-    def floats(self, rows: slice = slice(None)) -> Array:
-        """Values as float32, of some rows."""
-        part = self.array()[rows]
+    def floats(self, part: slice = slice(None), *, transposed: bool = False) -> Array:
+        """Values as float32: some rows, or of a matrix stored the other way round some columns, as rows."""
+        values = self.array()[:, part].T if transposed else self.array()[part]
         if self.dtype == "BF16":
-            return (part.astype(np.uint32) << 16).view(np.float32)
-        return part.astype(np.float32)
+            return (values.astype(np.uint32) << 16).view(np.float32)
+        return values.astype(np.float32)
 
     def chunks(self) -> Iterator[Array]:
         """Its bytes in pieces of bounded size."""
@@ -192,7 +192,7 @@ def _tensor(path: Path, data: int, name: str, item: Mapping[str, Any]) -> Tensor
 
 
 def unpack(words: Array, bits: int, count: int) -> tuple[Array, bool]:
-    """Rows of int32 words as bit streams, lowest bit first: values uint8 [rows, count], and whether the rest is zero."""
+    """Rows of int32 words as streams of bits, lowest first: values uint8 [rows, count]; whether the rest is zero."""
     stream = np.unpackbits(np.ascontiguousarray(words).astype("<i4").view(np.uint8), axis=1, bitorder="little")
     values = stream[:, : count * bits].reshape(words.shape[0], count, bits)
     return np.packbits(values, axis=2, bitorder="little")[:, :, 0], not stream[:, count * bits :].any()

@@ -1,0 +1,85 @@
+"""Models for tests: a trained one kept in the repository, and random ones of every family made on the fly."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+MODELS = Path(__file__).parent / "models"
+COMMON = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 128,
+}
+
+RandomModel = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir() -> Path:
+    """A trained Llama with tokenizer, chat template and licence (scripts/make_tiny_model.py). Read-only."""
+    return MODELS / "tiny-llama"
+
+
+@pytest.fixture(scope="session")
+def tiny_eval_text() -> Path:
+    """Text that the tiny model has not seen."""
+    return MODELS / "tiny-llama-eval.txt"
+
+
+@pytest.fixture(scope="session")
+def random_model_dir(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
+    """random_model_dir(family, dtype="bfloat16", shard=None, **config): a saved model with random weights. Read-only.
+
+    family: the name or a model type of a declaration, or any model type that transformers knows. config: values on top
+    of the declaration's `tiny` and the common small sizes. shard: largest file, such as "100KB".
+    """
+    root = tmp_path_factory.mktemp("random-models")
+    made: dict[str, Path] = {}
+
+    def make(family: str, dtype: str = "bfloat16", shard: str | None = None, **config: Any) -> Path:
+        key = repr((family, dtype, shard, sorted(config.items())))
+        if key not in made:
+            made[key] = save_random_model(root / f"{family}-{len(made)}", family, dtype, shard, config)
+        return made[key]
+
+    return make
+
+
+def random_config(family: str, **overrides: Any) -> Any:
+    """transformers' config of a small model of a family."""
+    from transformers import AutoConfig
+
+    from llmcompress import arch
+    from llmcompress.registry import discover
+
+    spec = arch.find(family) or discover(arch, "ARCH").get(family)
+    model_type = family if spec is None or family in spec.model_types else spec.model_types[0]
+    known = AutoConfig.for_model(model_type)
+    common = {key: value for key, value in COMMON.items() if hasattr(known, key)}
+    return AutoConfig.for_model(model_type, **{**common, **(spec.tiny if spec else {}), **overrides})
+
+
+def save_random_model(path: Path, family: str, dtype: str, shard: str | None, overrides: dict[str, Any]) -> Path:
+    """Save a model whose every parameter matters to its output; the global random state is left as it was."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(random_config(family, **overrides), dtype=torch.float32)
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 1 if "emb" in name or "wte" in name else parameter.shape[-1] ** -0.5)
+            else:
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)  # norms near 1, biases near 0
+        model = model.to(getattr(torch, dtype))
+        model.save_pretrained(path, **({"max_shard_size": shard} if shard else {}))
+    return path

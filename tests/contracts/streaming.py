@@ -1,0 +1,42 @@
+"""A model run section by section, and the same model as transformers runs it."""
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from llmcompress import arch
+from llmcompress.model.build import StreamedModel, load_config
+from llmcompress.model.observe import observe
+from llmcompress.store.checkpoint import Checkpoint
+
+LENGTH = 24
+
+
+def ids(samples=3):
+    return torch.randint(3, 96, (samples, LENGTH), generator=torch.Generator().manual_seed(7))
+
+
+def streamed(path, **options):
+    config = load_config(path)
+    options = {"dtype": torch.float32, **options}
+    return StreamedModel(Checkpoint(path), config, arch.find(config.model_type) or observe(config), **options)
+
+
+@torch.no_grad()
+def streamed_logits(model, tokens, batch=2):
+    hidden = model.embed(tokens)
+    for number in range(len(model.layers)):
+        with model.layer(number) as layer:
+            hidden = torch.cat([model.call(number, layer, part) for part in hidden.split(batch)])
+    with model.outer(embed=False, head=True) as causal:
+        return model.logits(causal, hidden)
+
+
+@torch.no_grad()
+def reference_logits(path, tokens, attention=None):
+    options = {} if attention is None else {"attn_implementation": attention}
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options)(input_ids=tokens).logits
+
+
+def parameters(model):
+    """All parameters of a streamed model, those of its layers included."""
+    return [p for module in (model.causal, *model.layers) for p in module.parameters()]
