@@ -1,4 +1,4 @@
-"""Every declared architecture: run section by section it is the model that transformers runs, and its facts are true."""
+"""Every declared architecture: section by section it is the model that transformers runs, and its facts are true."""
 
 import copy
 import json
@@ -192,8 +192,7 @@ def test_weights_that_do_not_fit_the_config_are_refused_by_name(random_model_dir
 
 def test_a_section_lets_go_of_its_weights_when_its_user_fails(random_model_dir):
     model = streamed(random_model_dir("gemma2"))
-    with pytest.raises(ZeroDivisionError), model.layer(0) as layer:
-        assert not any(parameter.is_meta for parameter in layer.parameters())
+    with pytest.raises(ZeroDivisionError), model.layer(0):
         _ = 1 / 0
     with pytest.raises(ZeroDivisionError), model.outer(embed=True, head=True):
         _ = 1 / 0
@@ -260,7 +259,7 @@ def test_a_quantised_source_is_built_as_what_it_was(random_model_dir):
     [
         ({"model_type": "no-such-type"}, "no-such-type"),
         ({"hidden_size": "wide"}, "hidden_size"),
-        ({"num_hidden_layers": None}, ""),
+        ({"num_hidden_layers": None}, "num_hidden_layers"),
     ],
 )
 def test_a_config_that_transformers_cannot_use_is_refused(change, words, random_model_dir, tmp_path):

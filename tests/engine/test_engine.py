@@ -215,8 +215,12 @@ def test_an_existing_output_is_refused_or_replaced_whole(tiny_model_dir, tmp_pat
     out = tmp_path / "out"
     out.mkdir()
     (out / "mine.txt").write_text("precious")
+    for overwrite in (False, True):  # a directory that holds no model is never replaced
+        with pytest.raises(PlanError, match=r"exists|does not hold a model"):
+            make_plan(recipe("rtn"), tiny_model_dir, Options(out=out, overwrite=overwrite))
+    (out / "config.json").write_text("{}")
     with pytest.raises(PlanError, match="exists"):
-        compress(tiny_model_dir, out, recipe("rtn"))
+        make_plan(recipe("rtn"), tiny_model_dir, Options(out=out))
     assert (out / "mine.txt").read_text() == "precious"
     compress(tiny_model_dir, out, recipe("rtn"), overwrite=True)
     assert (out / "model.safetensors").exists()
@@ -251,13 +255,11 @@ def test_weights_that_are_not_finite_stop_the_run_by_name(tiny_model_dir, tmp_pa
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_experts_are_quantised_counted_and_helped_where_starved(random_model_dir, tmp_path, family):
-    made = parse(
-        {
-            "calibration": {"source": "default", "samples": 2, "length": 24},
-            "steps": [{"method": "gptq", "bits": 4, "group_size": 32}],
-            "output": {"format": "dense"},
-        }
-    )
+    from llmcompress.calib.pack import save
+
+    save(torch.randint(3, 96, (2, 24), generator=torch.Generator().manual_seed(0)), tmp_path / "ids.safetensors")
+    calibration = {"source": str(tmp_path / "ids.safetensors"), "samples": 2, "length": 24}
+    made = recipe(format_="dense", calibration=calibration, group_size=32)
     report = compress(random_model_dir(family), tmp_path / "out", made)
     experts = [item for item in report["linears"] if "experts" in item["name"]]
     assert len(experts) == 2 * 4 * 3

@@ -8,6 +8,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from llmcompress.errors import CheckpointError
+
+_EXPERT_COUNTS = ("num_experts", "num_local_experts")  # transformers 5 saves Qwen's under Mixtral's key
+
 
 @dataclass(frozen=True)
 class Linear:
@@ -41,10 +45,10 @@ class Experts:
 class ArchSpec:
     """One model family, known by the `model_type` of config.json.
 
-    layers, embed, head: module paths in transformers' causal model. disk: paths below a layer that are called otherwise
-    on disk, `{e}` standing for an expert's number. never: paths below a layer that are never quantised (routers).
-    attention: implementation to ask transformers for where its default would change the function.
-    outputs: how many values a layer returns, the hidden states first; a tuple if more than one.
+    layers, embed, head: module paths in transformers' causal model. disk: module paths, below a layer or of what stands
+    outside the layers, that are called otherwise on disk; `{e}` stands for an expert's number. never: paths below a
+    layer that are never quantised (routers). attention: implementation to ask transformers for where its default would
+    change the function. outputs: how many values a layer returns, the hidden states first; a tuple if more than one.
     observed: found by running the model, not declared; `linears` are then those of all layers together, and a layer may
     lack some. left_out: paths below a layer of what an observation found but cannot offer, with the reason.
     tiny: config values of a small random model for tests.
@@ -73,7 +77,13 @@ class ArchSpec:
         return [tuple(group) for group in grouped.values()]
 
     def expert_count(self, config: Mapping[str, Any]) -> int:
-        return int(config[self.experts.count]) if self.experts else 0
+        """Experts per layer by config.json, 0 for a dense family."""
+        if self.experts is None:
+            return 0
+        for key in (self.experts.count, *_EXPERT_COUNTS):
+            if isinstance(config.get(key), int):
+                return int(config[key])
+        raise CheckpointError(f"config.json does not say how many experts there are ({self.experts.count})")
 
     def expand(self, linear: Linear, experts: int) -> Iterable[tuple[int | None, str, str]]:
         """(expert number or None, module path, space) of each matrix a declaration stands for."""
@@ -84,7 +94,7 @@ class ArchSpec:
             yield expert, linear.path.format(e=expert), linear.reads.format(e=expert)
 
     def disk_path(self, path: str) -> str:
-        """On-disk path below the layer of a module path below the layer."""
+        """On-disk path of a module path, both below the layer, or both of what stands outside the layers."""
         if path in self.disk:
             return self.disk[path]
         if self.experts is not None and path.startswith(f"{self.experts.path}."):

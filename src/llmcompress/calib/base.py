@@ -23,6 +23,7 @@ class Source(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     name: ClassVar[str]
+    needs_tokenizer: ClassVar[bool] = True
     accepts: ClassVar[str]
 
     @classmethod

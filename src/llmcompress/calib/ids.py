@@ -20,6 +20,7 @@ class Ids(Source):
     """The first rows of a file of token ids, and of each row the first tokens where a shorter length is asked for."""
 
     name = "ids"
+    needs_tokenizer = False
     accepts = f"a {SUFFIX} file of token ids, as written by 'llmcompress calib pack'"
 
     path: Path = Field(description=f"{SUFFIX} file with {KEY} [n, length]")

@@ -40,15 +40,16 @@ def tokens_for(asked: Calibration, model: Path, dtype: str, trust_remote_code: b
         raise PlanError(
             f"windows of {asked.length} tokens are longer than the model's {limit} positions", f"use --length {limit}"
         )
+    source = resolve(asked.source, **asked.options)
     request = Request(
-        tokenizer=load_tokenizer(model, trust_remote_code),
+        tokenizer=load_tokenizer(model, trust_remote_code) if source.needs_tokenizer else None,
         samples=asked.samples,
         length=asked.length,
         seed=asked.seed,
         vocab_size=int(config["vocab_size"]),
         model=lambda: _whole_model(model, dtype, trust_remote_code),
     )
-    return resolve(asked.source, **asked.options).tokens(request)
+    return source.tokens(request)
 
 
 def _whole_model(model: Path, dtype: str, trust_remote_code: bool) -> Any:

@@ -5,17 +5,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llmcompress.engine.collect import ExpertInputs, collect, stages_of
+from llmcompress.engine.collect import ExpertInputs, Stream, collect, stages_of
 from llmcompress.engine.plan import MatrixPlan, Plan
 from llmcompress.engine.progress import Progress
 from llmcompress.grids.integer import Coded
 from llmcompress.ledger import Ledger
-from llmcompress.methods.base import Method, Solved
+from llmcompress.methods.base import Method, Solved, Statistics
 from llmcompress.model.build import StreamedModel
 from llmcompress.model.experts import Expert
 from llmcompress.stats.gram import Gram
 from llmcompress.store.checkpoint import DTYPES, Checkpoint
-from llmcompress.store.staging import Hidden
 
 STARVED = 4  # tokens per input channel below which an expert's Gram is blended with the layer's
 
@@ -27,58 +26,60 @@ class Compressor:
         self.plan, self.checkpoint, self.model, self.progress = plan, checkpoint, model, progress
 
     def layer(
-        self, number: int, layer: nn.Module | None, hidden: Hidden | None
+        self, number: int, stream: Stream | None = None, original: Stream | None = None
     ) -> tuple[dict[str, Coded], dict[str, Any]]:
         """Codes by on-disk module name, and {"linears": [...], "ledger": [...]} about them."""
         coded: dict[str, Coded] = {}
         linears: list[dict[str, Any]] = []
         ledger = Ledger()
         for stage in stages_of(self.plan.layers[number]):
-            grams = self._grams(number, layer, hidden, stage, ledger)
+            statistics = self._statistics(number, stream, original, stage, ledger)
             for group in _together(stage):
-                for plan, solved, record in self._solve(group, grams.get(group[0].space), ledger):
+                for plan, solved, record in self._solve(group, statistics.get(group[0].space, Statistics()), ledger):
                     coded[plan.module] = solved
                     linears.append(record)
                     self.progress.matrix(record)
-                    if layer is not None:
-                        install(layer, plan, solved)
+                    if stream is not None:
+                        install(stream.layer, plan, solved)
         return coded, {"linears": linears, "ledger": ledger.as_json()}
 
-    def _grams(
-        self, number: int, layer: nn.Module | None, hidden: Hidden | None, stage: list[MatrixPlan], ledger: Ledger
-    ) -> dict[str, Gram]:
+    def _statistics(
+        self, number: int, stream: Stream | None, original: Stream | None, stage: list[MatrixPlan], ledger: Ledger
+    ) -> dict[str, Statistics]:
+        """What the methods of a stage need to know of their inputs, by space."""
         needing = {plan.space: plan for plan in stage if plan.method.needs_calibration}
-        if not needing or layer is None or hidden is None or self.model is None:
+        if not needing or stream is None or self.model is None:
             return {}
-        expert = next((plan for plan in needing.values() if plan.expert is not None), None)
         watch = None
-        if expert is not None and self.plan.spec.experts is not None:
-            block = layer.get_submodule(self.plan.spec.experts.path)
-            hidden_width = next(iter(block.children())).gate_proj.in_features  # type: ignore[union-attr]
-            watch = ExpertInputs(block, int(hidden_width), self.model.device)  # type: ignore[arg-type]
+        if any(plan.expert is not None for plan in needing.values()) and self.plan.spec.experts is not None:
+            watch = ExpertInputs(stream.layer.get_submodule(self.plan.spec.experts.path), self.model.device)
         try:
-            grams = collect(self.model, layer, number, hidden, needing, self.plan.options.batch, self.progress)
+            batch = self.plan.options.batch
+            found = collect(self.model, number, stream, original, needing, batch, self.progress)
         finally:
             if watch is not None:
                 watch.close()
-        for space, gram in grams.items():
+        for space, statistics in found.items():
+            gram = statistics.gram
+            if gram is None:
+                continue
             if gram.dropped:
                 ledger.note(
-                    "nonfinite_inputs", needing[space].module, f"{gram.dropped} tokens dropped from its statistics"
+                    "nonfinite_inputs", needing[space].module, f"{gram.dropped} tokens left out of its statistics"
                 )
             if watch is not None:
-                _feed_starved(gram, needing[space], watch, layer, ledger)
-        return grams
+                _feed_starved(gram, needing[space], watch, stream.layer, ledger)
+        return found
 
     def _solve(
-        self, group: list[MatrixPlan], gram: Gram | None, ledger: Ledger
+        self, group: list[MatrixPlan], stats: Statistics, ledger: Ledger
     ) -> list[tuple[MatrixPlan, Coded, dict[str, Any]]]:
         """Matrices that share input and options, solved as one: their rows are independent."""
         method = group[0].method
         weights = [self._weight(plan) for plan in group]
         scale_dtype = DTYPES[group[0].entry.source.dtype]
         with torch.no_grad():
-            solved: Solved = method.solve(torch.cat(weights), gram, scale_dtype)
+            solved: Solved = method.solve(torch.cat(weights), stats, scale_dtype)
         if solved.percdamp is not None and solved.percdamp > getattr(method, "percdamp", solved.percdamp):
             ledger.note("damping", group[0].module, f"percdamp raised to {solved.percdamp:g}")
         if solved.dead_inputs:
@@ -89,7 +90,7 @@ class Compressor:
         for plan, weight in zip(group, weights, strict=True):
             stop = start + weight.shape[0]
             part = Coded(solved.coded.codes[start:stop].cpu(), solved.coded.grid.rows(start, stop).to("cpu"))
-            result.append((plan, part, _record(plan, weight.cpu(), part, gram, solved)))
+            result.append((plan, part, _record(plan, weight.cpu(), part, stats.gram, solved)))
             start = stop
         return result
 
@@ -104,7 +105,7 @@ def install(layer: nn.Module, plan: MatrixPlan, coded: Coded) -> None:
     """Put decoded values into a layer: what is stored is what the next matrix sees."""
     weight = layer.get_submodule(plan.path).weight
     value = coded.decode()
-    weight.data.copy_(value.T if plan.conv1d else value)  # type: ignore[union-attr,operator]
+    weight.data.copy_(value.T if plan.conv1d else value)  # type: ignore[operator]
 
 
 def _together(stage: list[MatrixPlan]) -> list[list[MatrixPlan]]:

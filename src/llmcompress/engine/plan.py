@@ -17,6 +17,7 @@ from llmcompress.methods.base import Method
 from llmcompress.recipe import Recipe, formats
 from llmcompress.registry import suggest
 from llmcompress.store.headers import ModelHeaders, read_headers
+from llmcompress.store.output import OutputDirectory
 
 FLOAT_TYPES = ("F32", "F16", "BF16")
 
@@ -195,8 +196,7 @@ def _places(recipe: Recipe, step: Method, model: Path, options: Options) -> tupl
     group = "" if step.group_size is None else "row" if step.group_size < 0 else f"g{step.group_size}"
     out = options.out or model.with_name(f"{model.resolve().name}-{step.name}-w{step.bits}{group}")
     work = options.work or out.with_name(f"{out.name}.work")
-    if out.exists() and not options.overwrite:
-        raise PlanError(f"{out} exists", "choose another --output, or pass --overwrite")
+    OutputDirectory(out, overwrite=options.overwrite)  # refuses what it could not replace
     if out.resolve() == model.resolve():
         raise PlanError(f"{out} is the model itself", "choose another --output")
     return out, work

@@ -1,7 +1,8 @@
 """The loop: section by section, each on disk before the next begins; then the output, whole or not at all."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -9,9 +10,11 @@ from torch import Tensor
 
 from llmcompress.calib.base import fingerprint
 from llmcompress.engine.calibration import calibration_tokens
+from llmcompress.engine.collect import Stream
 from llmcompress.engine.compress import Compressor, install
 from llmcompress.engine.plan import Plan
 from llmcompress.engine.progress import Progress
+from llmcompress.engine.resources import return_freed_memory
 from llmcompress.engine.write import write_output
 from llmcompress.errors import StoppedError
 from llmcompress.ledger import Entry as LedgerEntry
@@ -29,6 +32,7 @@ def run(plan: Plan, progress: Progress | None = None, stop: Stop = lambda: False
     stop: asked after every section; when it says so the run ends with StoppedError and can be taken up again.
     """
     progress = progress or Progress()
+    return_freed_memory()
     checkpoint = Checkpoint(plan.headers.path)
     calibrated = any(matrix.method.needs_calibration for layer in plan.layers for matrix in layer)
     tokens = calibration_tokens(plan) if calibrated else None
@@ -73,7 +77,7 @@ def _without_data(plan: Plan, checkpoint: Checkpoint, staged: Staging, progress:
         _check_stop(stop, plan)
         begin = time.perf_counter()
         progress.layer(number)
-        staged.write_section(number, *compressor.layer(number, None, None))
+        staged.write_section(number, *compressor.layer(number))
         progress.layer_done(number, time.perf_counter() - begin)
 
 
@@ -93,9 +97,15 @@ def _with_data(
         trust_remote_code=plan.options.trust_remote_code,
     )
     compressor = Compressor(plan, checkpoint, model, progress)
-    hidden = _entering(model, tokens, staged, plan.options.batch, dtype)
-    for number in range(hidden.position, count):
+    paired = any(matrix.method.needs_original for layer in plan.layers for matrix in layer)
+    hidden = _entering(
+        model, tokens, staged, plan.options.batch, dtype, ("compressed", "original") if paired else ("compressed",)
+    )
+    for number in range(hidden["compressed"].position, count):
         with model.layer(number) as layer, torch.no_grad():
+            streams = {
+                name: Stream(layer if name == "compressed" else deepcopy(layer), hidden[name]) for name in hidden
+            }
             if staged.has(number):
                 coded = staged.read_section(number)
                 for matrix in plan.layers[number]:
@@ -104,27 +114,29 @@ def _with_data(
                 _check_stop(stop, plan)
                 begin = time.perf_counter()
                 progress.layer(number)
-                staged.write_section(number, *compressor.layer(number, layer, hidden))
+                codes, records = compressor.layer(number, streams["compressed"], streams.get("original"))
+                staged.write_section(number, codes, records)
                 progress.layer_done(number, time.perf_counter() - begin)
             if number + 1 < count:
-                hidden = staged.keep_hidden(
-                    number + 1, hidden.shape, dtype, _through(model, number, layer, hidden, plan.options.batch)
-                )
+                onward = {name: _through(model, number, stream, plan.options.batch) for name, stream in streams.items()}
+                hidden = staged.keep_hidden(number + 1, hidden["compressed"].shape, dtype, onward)
 
 
-def _entering(model: StreamedModel, tokens: Tensor, staged: Staging, batch: int, dtype: torch.dtype) -> Hidden:
+def _entering(
+    model: StreamedModel, tokens: Tensor, staged: Staging, batch: int, dtype: torch.dtype, names: Sequence[str]
+) -> dict[str, Hidden]:
     """Hidden states to go on from: the newest kept ones, or the embedded tokens."""
     first = model.embed(tokens[:1])
     shape = (tokens.shape[0], tokens.shape[1], first.shape[-1])
-    found = staged.hidden(shape, dtype)
+    found = staged.hidden(names, shape, dtype)
     if found is not None:
         return found
-    return staged.keep_hidden(0, shape, dtype, model.embedded(tokens, batch))
+    return staged.keep_hidden(0, shape, dtype, {name: model.embedded(tokens, batch) for name in names})
 
 
-def _through(model: StreamedModel, number: int, layer: torch.nn.Module, hidden: Hidden, batch: int) -> Iterator[Tensor]:
-    for states in hidden.batches(batch):
-        yield model.call(number, layer, states.to(model.device))
+def _through(model: StreamedModel, number: int, stream: Stream, batch: int) -> Iterator[Tensor]:
+    for states in stream.hidden.batches(batch):
+        yield model.call(number, stream.layer, states.to(model.device))
 
 
 def _check_stop(stop: Stop, plan: Plan) -> None:

@@ -16,9 +16,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from llmcompress.grids.integer import Coded
+    from llmcompress.stats.drift import Drift
     from llmcompress.stats.gram import Gram
 
 DEFAULT_GROUP_SIZES = (128, 64, 32)
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What is known of an input: its Gram matrix, and its drift from the uncompressed model's; None where not asked."""
+
+    gram: "Gram | None" = None
+    drift: "Drift | None" = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,11 @@ class Method(BaseModel):
         """What a format's config may want to say about the method."""
         return {}
 
-    def solve(self, weight: "Tensor", gram: "Gram | None", scale_dtype: "torch.dtype") -> Solved:
-        """Codes of weight [out, in] float32 whose inputs have the statistics `gram` (None where none are needed)."""
+    @property
+    def needs_original(self) -> bool:
+        """Whether the inputs of the uncompressed model are wanted beside those of the compressed one."""
+        return False
+
+    def solve(self, weight: "Tensor", stats: Statistics, scale_dtype: "torch.dtype") -> Solved:
+        """Codes of weight [out, in] float32 whose inputs have the statistics `stats`."""
         raise TypeError(f"{self.name} has no algorithm")

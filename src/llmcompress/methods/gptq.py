@@ -5,13 +5,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from llmcompress.errors import RunError
-from llmcompress.methods.base import Method, Solved
+from llmcompress.methods.base import Method, Solved, Statistics
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-    from llmcompress.stats.gram import Gram
 
 
 class Gptq(Method):
@@ -30,11 +28,21 @@ class Gptq(Method):
         "(desc_act, needs g_idx); or as stored",
     )
     block_size: int = Field(128, ge=1, description="columns between two updates of the rest; speed only")
-    descent: int = Field(3, ge=0, description="rounds of re-fitting scales and codes after the sweep; 0: plain GPTQ")
+    qep_alpha: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="share of the error of earlier matrices to make up for (asymmetric calibration); 0: none, faster",
+    )
+    descent: int = Field(1, ge=0, description="rounds of re-fitting scales and codes after the sweep; 0: plain GPTQ")
 
     @property
     def permutes_groups(self) -> bool:
         return self.actorder == "group"
+
+    @property
+    def needs_original(self) -> bool:
+        return self.qep_alpha > 0
 
     def described(self) -> dict[str, Any]:
         return {
@@ -44,19 +52,22 @@ class Gptq(Method):
             "true_sequential": True,
         }
 
-    def solve(self, weight: "Tensor", gram: "Gram | None", scale_dtype: "torch.dtype") -> Solved:
+    def solve(self, weight: "Tensor", stats: Statistics, scale_dtype: "torch.dtype") -> Solved:
         import torch
 
         from llmcompress.grids.integer import fit
+        from llmcompress.solve.correct import corrected
         from llmcompress.solve.damping import damped, inverse_factor
         from llmcompress.solve.gptq import gptq_codes
         from llmcompress.solve.refine import refine
 
-        if gram is None:
+        if stats.gram is None:
             raise RunError("gptq needs the statistics of its inputs")
-        hessian = gram.mean()
+        hessian = stats.gram.mean()
+        if stats.drift is not None:
+            weight = corrected(weight, hessian, stats.drift.mean(), self.qep_alpha)
         energy = hessian.diagonal()
-        order = torch.arange(gram.size, device=weight.device)
+        order = torch.arange(weight.shape[1], device=weight.device)
         if self.actorder != "none":
             order = torch.argsort(energy, descending=True, stable=True)  # stable: ties must not depend on the machine
         grid = fit(

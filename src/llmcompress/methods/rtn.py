@@ -2,13 +2,11 @@
 
 from typing import TYPE_CHECKING, ClassVar
 
-from llmcompress.methods.base import Method, Solved
+from llmcompress.methods.base import Method, Solved, Statistics
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-    from llmcompress.stats.gram import Gram
 
 
 class Rtn(Method):
@@ -18,7 +16,7 @@ class Rtn(Method):
     summary: ClassVar[str] = "Round to nearest: no calibration, seconds."
     needs_calibration: ClassVar[bool] = False
 
-    def solve(self, weight: "Tensor", gram: "Gram | None", scale_dtype: "torch.dtype") -> Solved:
+    def solve(self, weight: "Tensor", stats: Statistics, scale_dtype: "torch.dtype") -> Solved:
         from llmcompress.grids.integer import Coded, fit
 
         grid = fit(weight, self.grid, clip=self.clip, scale_dtype=scale_dtype)

@@ -186,8 +186,12 @@ class StreamedModel:
         return self._found(self._below(layer, path))
 
     def _below(self, layer: int, path: str) -> str:
+        return f"{self.spec.layers}.{layer}.{self._on_disk(path)}"
+
+    def _on_disk(self, path: str) -> str:
+        """The name that files use for a parameter `path`, below a layer or outside of the layers."""
         module, dot, leaf = path.rpartition(".")
-        return f"{self.spec.layers}.{layer}.{self.spec.disk_path(module)}{dot}{leaf}"
+        return f"{self.spec.disk_path(module)}{dot}{leaf}"
 
     def _found(self, name: str) -> str:
         """The name as the file has it, or CheckpointError."""
@@ -202,6 +206,14 @@ class StreamedModel:
         """The name as the file has it, if it does: some checkpoints lack the prefix of the base model."""
         short = name.removeprefix(f"{getattr(self.causal, 'base_model_prefix', '')}.")
         return name if name in self.weights else short if short in self.weights else None
+
+    @property
+    def _embedding(self) -> str:
+        return self._on_disk(f"{self.spec.embed}.weight")
+
+    @property
+    def _head(self) -> str:
+        return self._on_disk(f"{self.spec.head}.weight")
 
     # -- sections ---------------------------------------------------------------------------------------------------
 
@@ -228,7 +240,7 @@ class StreamedModel:
                 without: tuple[str, ...] = ()
                 if (owner is output and tied) or (owner is embedding and not (embed or (head and tied))):
                     without = ("weight",)
-                self._fill(owner, lambda leaf, path=path: f"{path}.{leaf}" if path else leaf, without)  # type: ignore[misc]
+                self._fill(owner, lambda leaf, path=path: self._on_disk(f"{path}.{leaf}" if path else leaf), without)  # type: ignore[misc]
             if head and tied:
                 output._parameters["weight"] = embedding._parameters["weight"]
             yield self.causal
@@ -241,7 +253,7 @@ class StreamedModel:
 
         As transformers 5 has it: two different tensors are never tied, whatever config.json says.
         """
-        head, embedding = self._lookup(f"{self.spec.head}.weight"), self._lookup(f"{self.spec.embed}.weight")
+        head, embedding = self._lookup(self._head), self._lookup(self._embedding)
         if head is None or embedding is None:
             return True
         if not getattr(self.causal.config, "tie_word_embeddings", False):
@@ -262,8 +274,8 @@ class StreamedModel:
 
     def _disk_name_of(self, name: str) -> str:
         """The tensor of a parameter; a tied embedding may be stored under the head's name alone."""
-        if name == f"{self.spec.embed}.weight" and self._lookup(name) is None:
-            return self._lookup(f"{self.spec.head}.weight") or self._found(name)
+        if name == self._embedding and self._lookup(name) is None:
+            return self._lookup(self._head) or self._found(name)
         return self._found(name)
 
     def _read(self, name: str, like: Tensor) -> Tensor:

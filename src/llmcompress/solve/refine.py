@@ -16,7 +16,7 @@ from llmcompress.grids.integer import Coded, storable
 def refine(
     weight: Tensor, coded: Coded, hessian: Tensor, order: Tensor, scale_dtype: torch.dtype, rounds: int
 ) -> Coded:
-    """`rounds` of scales, then codes, and scales once more. weight [out, in], hessian [in, in], order [in] of columns."""
+    """`rounds` of scales, then codes; scales once more. weight [out, in], hessian [in, in], order of columns [in]."""
     if rounds == 0:
         return coded
     target = weight @ hessian

@@ -9,7 +9,7 @@ hidden-00008-<crc>.bin    hidden states [samples, length, hidden] that enter lay
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,33 +113,41 @@ class Staging:
 
     # -- hidden states -------------------------------------------------------------------------------------------------
 
-    def hidden(self, shape: tuple[int, ...], dtype: torch.dtype) -> "Hidden | None":
-        """The newest whole hidden states, or None; damaged ones are removed."""
-        for file in sorted(self.path.glob("hidden-*.bin"), reverse=True):
-            _, position, crc = file.stem.split("-")
+    def hidden(self, names: Sequence[str], shape: tuple[int, ...], dtype: torch.dtype) -> "dict[str, Hidden] | None":
+        """The newest hidden states that are whole under all of `names`, or None; damaged ones are removed."""
+        positions: dict[int, dict[str, Hidden]] = {}
+        for file in sorted(self.path.glob("hidden-*.bin")):
+            _, name, position, crc = file.stem.split("-")
             found = Hidden(file, int(position), shape, dtype)
             if file.stat().st_size == found.nbytes and f"{_crc(file):08x}" == crc:
-                return found
-            file.unlink()
-        return None
+                positions.setdefault(found.position, {})[name] = found
+            else:
+                file.unlink()
+        whole = [position for position, streams in positions.items() if set(names) <= set(streams)]
+        return {name: positions[max(whole)][name] for name in names} if whole else None
 
     def keep_hidden(
-        self, position: int, shape: tuple[int, ...], dtype: torch.dtype, batches: Iterator[Tensor]
-    ) -> "Hidden":
-        """Write the hidden states that enter section `position`, batch by batch, and drop those before it."""
-        partial = self.path / "hidden.partial"
-        crc = 0
-        with partial.open("wb") as handle:
-            for batch in batches:
-                data = batch.detach().to("cpu", dtype).contiguous().view(torch.uint8).numpy()
-                handle.write(data)
-                crc = zlib.crc32(data, crc)
-        target = self.path / f"hidden-{position:05d}-{crc:08x}.bin"
-        before = [file for file in self.path.glob("hidden-*.bin") if file != target]
-        partial.replace(target)
-        for file in before:
-            file.unlink()
-        return Hidden(target, position, shape, dtype)
+        self, position: int, shape: tuple[int, ...], dtype: torch.dtype, streams: Mapping[str, Iterator[Tensor]]
+    ) -> "dict[str, Hidden]":
+        """Write the hidden states that enter section `position`, batch by batch, then drop those of other positions."""
+        kept = {}
+        for name, batches in streams.items():
+            partial = self.path / "hidden.partial"
+            crc = 0
+            with partial.open("wb") as handle:
+                for batch in batches:
+                    flat = batch.detach().to("cpu", dtype).contiguous().view(torch.uint8)
+                    data = memoryview(flat.numpy())  # type: ignore[arg-type]
+                    handle.write(data)
+                    crc = zlib.crc32(data, crc)
+            target = self.path / f"hidden-{name}-{position:05d}-{crc:08x}.bin"
+            partial.replace(target)
+            kept[name] = Hidden(target, position, shape, dtype)
+        files = {item.file for item in kept.values()}
+        for file in self.path.glob("hidden-*.bin"):
+            if file not in files:
+                file.unlink()
+        return kept
 
     def remove(self) -> None:
         """Delete the work directory; only files it made itself."""

@@ -41,6 +41,7 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] to [..., out]."""
         rows = x.reshape(-1, self.in_features)
+        y: Tensor
         if self.kernel == "int4":
             y = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.words, self.group, self.scale)
         elif self.kernel == "int8":

@@ -44,7 +44,7 @@ def figures(tokens: Tokens, seed: int = 0) -> dict[str, float | int | list[float
             result[f"{name}_ci"] = [_rounded(float(low)), _rounded(float(high))]
 
     def mean(values: Array) -> Array:
-        return values.mean(axis=(1, 2))
+        return np.asarray(values.mean(axis=(1, 2)))
 
     def quantile(share: float) -> Callable[[Array], Array]:
         return lambda values: np.quantile(values.reshape(len(values), -1), share, axis=1)

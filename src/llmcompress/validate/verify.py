@@ -27,7 +27,6 @@ import numpy as np
 from llmcompress.validate.matrices import (
     PARTS,
     Matrix,
-    Scheme,
     format_of,
     quantised_modules,
     read_matrix,
@@ -40,7 +39,7 @@ _ROUNDING = {"BF16": 2.0**-8, "F16": 2.0**-11, "F32": 2.0**-24, "F64": 2.0**-53}
 _CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")  # store matrices [in, out]
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _ROWS = 512  # of a matrix, compared at once
-_GRID = re.compile(r"int(\d)-(?:row|g(\d+))-(sym|asym)")
+_GRID = re.compile(r"int(\d)-(?:row|g(\d+))-(?:sym|asym)")
 
 _GPTQ_KEYS = ("bits", "group_size", "sym", "desc_act", "lm_head", "checkpoint_format")
 _PACKED_KEYS = ("format", "quantization_status", "config_groups", "ignore")
@@ -381,19 +380,23 @@ def _error_wrongs(module: str, record: Mapping[str, Any], error: float, stored_a
 
 
 def _too_many_values(directory: _Directory) -> list[str]:
-    """Decoded weights: modules with a group that holds more different values than its grid has."""
+    """Decoded weights: modules with a group that holds more different values than its grid has.
+
+    Where groups may follow the activation order they are not known here, and a row may hold the values of all of them.
+    """
     wrong = []
     for module, record in directory.records.items():
         tensor = directory.tensors.get(f"{module}.weight")
         found = _GRID.fullmatch(str(record["grid"]))
-        if tensor is None or found is None or record.get("permuted"):
+        if tensor is None or found is None:
             continue
-        scheme = Scheme(int(found[1]), int(found[2] or -1), found[3] == "sym")
         weight = tensor.floats(transposed=_transposed(directory, record, tensor, tensor))
-        size = weight.shape[1] if scheme.size == -1 else scheme.size
+        size, levels = int(found[2] or weight.shape[1]), 1 << int(found[1])
+        if record.get("permuted", record.get("method") != "rtn"):
+            size, levels = weight.shape[1], levels * (weight.shape[1] // size)
         for start in range(0, weight.shape[0], _ROWS):
             values = np.sort(weight[start : start + _ROWS].reshape(-1, size), axis=1)
-            if int((np.diff(values, axis=1) != 0).sum(1).max(initial=0)) >= 1 << scheme.bits:
-                wrong.append(f"{module} has groups of more than {1 << scheme.bits} values")
+            if int((np.diff(values, axis=1) != 0).sum(1).max(initial=0)) >= levels:
+                wrong.append(f"{module} has groups of more than {levels} values")
                 break
     return wrong

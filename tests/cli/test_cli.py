@@ -1,0 +1,200 @@
+"""The command line as a user meets it: what it prints, what it refuses, and its exit codes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+COMMAND = [sys.executable, "-m", "llmcompress"]
+SMALL = ["--bits", "4", "--group-size", "64", "--samples", "4", "--length", "32"]
+
+
+def call(*arguments, **options):
+    return subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, check=False, **options)
+
+
+def one_line_error(done, code, *words):
+    """The run failed with `code` and one clear error line, without a traceback."""
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, done.stderr
+    for word in words:
+        assert word in done.stderr
+    return lines[0]
+
+
+@pytest.fixture(scope="module")
+def compressed(tiny_model_dir, tmp_path_factory):
+    out = tmp_path_factory.mktemp("cli") / "out"
+    done = call("gptq", tiny_model_dir, "-o", out, *SMALL, "--json", "--keep-work", "--strict", "damping")
+    assert done.returncode == 0, done.stderr
+    return out, json.loads(done.stdout)
+
+
+def test_json_is_the_only_thing_on_stdout_and_says_what_was_done(compressed):
+    out, report = compressed
+    assert report["output"] == str(out)
+    assert report["peak_memory_bytes"] > 1e8
+    assert report["recipe"]["steps"][0]["bits"] == 4
+    assert json.loads((out / "report.json").read_text())["tensors"] == report["tensors"]
+
+
+def test_eval_has_the_published_keys_and_gates(compressed, tiny_model_dir):
+    out, _ = compressed
+    arguments = ["eval", out, "--ref", tiny_model_dir, "--length", "64", "--windows", "6", "--json"]
+    done = call(*arguments)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    for key in ("perplexity", "ref_perplexity", "kl", "kl_p99", "top1", "tv"):
+        low, high = figures[f"{key}_ci"]
+        assert low <= figures[key] <= high
+    assert figures["tokens"] == 6 * 63
+    assert 0 < figures["kl"] < 1
+    gated = call(*arguments, "--fail-if", "kl > 0.000001")
+    one_line_error(gated, 3, "the gate was kl > 1e-06")
+    assert json.loads(gated.stdout) == figures
+    assert call(*arguments, "--fail-if", "kl > 100").returncode == 0
+    one_line_error(call(*arguments, "--fail-if", "nonsense"), 2, "is not a condition")
+
+
+def test_an_original_against_itself_is_exact(tiny_model_dir):
+    done = call("eval", tiny_model_dir, "--ref", tiny_model_dir, "--length", "64", "--windows", "2", "--json")
+    figures = json.loads(done.stdout)
+    assert figures["kl"] == 0
+    assert figures["top1"] == 1
+
+
+def test_generate_shows_both_continuations(compressed, tiny_model_dir):
+    out, _ = compressed
+    done = call(
+        "eval", out, "--ref", tiny_model_dir, "--length", "32", "--windows", "1", "--generate", "The water", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    samples = json.loads(done.stdout)["generated"]
+    assert set(samples) == {str(out), str(tiny_model_dir)}
+    assert all(text.strip() for text in samples.values())
+
+
+def test_verify_passes_and_finds_damage(compressed, tiny_model_dir, tmp_path):
+    import shutil
+
+    out, _ = compressed
+    assert call("verify", out, "--source", tiny_model_dir).returncode == 0
+    broken = tmp_path / "broken"
+    shutil.copytree(out, broken)
+    data = bytearray((broken / "model.safetensors").read_bytes())
+    data[-1000] ^= 4
+    (broken / "model.safetensors").write_bytes(data)
+    one_line_error(call("verify", broken), 3)
+
+
+def test_export_writes_another_format_with_the_same_values(compressed, tiny_model_dir, tmp_path):
+    out, _ = compressed
+    done = call("export", f"{out}.work", "--format", "gptq", "--format", "dense", "-o", tmp_path / "other", "--json")
+    assert done.returncode == 0, done.stderr
+    assert [item["format"] for item in json.loads(done.stdout)] == ["gptq", "dense"]
+    kl = []
+    for folder in (out, tmp_path / "other-gptq"):
+        figures = json.loads(
+            call("eval", folder, "--ref", tiny_model_dir, "--length", "32", "--windows", "4", "--json").stdout
+        )
+        kl.append(figures["kl"])
+    assert kl[0] == kl[1]
+    one_line_error(call("export", tiny_model_dir, "--format", "gptq"), 2, "is not a work directory")
+
+
+def test_plan_prints_every_matrix_and_touches_nothing(tiny_model_dir, tmp_path):
+    out = tmp_path / "out"
+    done = call("plan", "gptq", tiny_model_dir, "-o", out, *SMALL, "--json")
+    plan = json.loads(done.stdout)
+    assert len(plan["matrices"]) == 28
+    assert plan["output_bytes"] > 0
+    assert json.loads(call("gptq", tiny_model_dir, "-o", out, *SMALL, "--dry-run", "--json").stdout) == plan
+    people = call("plan", "gptq", tiny_model_dir, "-o", out, *SMALL)
+    assert "model.layers.0.self_attn.q_proj" in people.stdout
+    assert f"{plan['output_bytes']:,} bytes exactly" in people.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_print_recipe_gives_what_run_takes(tiny_model_dir, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(call("rtn", tiny_model_dir, "--bits", "8", "--set", "mlp.*: {bits: 4}", "--print-recipe").stdout)
+    done = call("run", recipe, tiny_model_dir, "-o", tmp_path / "out", "--json")
+    assert done.returncode == 0, done.stderr
+    assert {item["grid"] for item in json.loads(done.stdout)["linears"]} == {"int8-g128-sym", "int4-g128-sym"}
+
+
+def test_calib_pack_makes_the_windows_a_run_would_use(compressed, tiny_model_dir, tmp_path):
+    _, report = compressed
+    ids = tmp_path / "ids.safetensors"
+    packed = json.loads(
+        call("calib", "pack", tiny_model_dir, "-o", ids, "--samples", "4", "--length", "32", "--json").stdout
+    )
+    assert packed["sha256"] == report["calibration"]["sha256"]
+    again = json.loads(
+        call("gptq", tiny_model_dir, "-o", tmp_path / "out", *SMALL, "--calibration", ids, "--json").stdout
+    )
+    assert again["tensors"] == report["tensors"]
+
+
+def test_inspect_and_list_look_without_loading(compressed, tiny_model_dir):
+    out, _ = compressed
+    facts = json.loads(call("inspect", out, "--json", "--tensors").stdout)
+    assert facts["quantization"]["quant_method"] == "compressed-tensors"
+    assert len(facts["tensor_list"]) == facts["tensors"]
+    assert "llama" in call("inspect", tiny_model_dir).stdout
+    for what in ("methods", "grids", "formats", "archs", "sources", "ledger"):
+        assert json.loads(call("list", what, "--json").stdout)
+    one_line_error(call("list", "format"), 2, "did you mean 'formats'")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["gptq", "meta-llama/Llama-2-7b"], ["offline"]),
+        (["gptq", "MODEL", "--format", "gguff"], ["unknown format"]),
+        (["gptq", "MODEL", "--group-size", "100"], ["does not divide"]),
+        (["gptq", "MODEL", "--bits", "7"], ["bits = 7"]),
+        (["gptq", "MODEL", "--set", "oops"], ["is not a pattern with options"]),
+        (["gptq", "MODEL", "--strict", "dampin"], ["did you mean 'damping'"]),
+        (["gptq", "MODEL", "--calibration", "missing.txt"], ["missing.txt"]),
+        (["gptq", "MODEL", "--samples", "1000000"], ["windows of 512 tokens, 1000000 were asked for"]),
+        (["gptq", "MODEL", "--length", "100000"], ["longer than the model's"]),
+        (["run", "missing.yaml", "MODEL"], ["cannot be read"]),
+    ],
+)
+def test_wrong_requests_are_refused_in_one_line_with_nothing_written(tiny_model_dir, tmp_path, arguments, words):
+    made = [str(tiny_model_dir) if item == "MODEL" else item for item in arguments]
+    done = call(*made, "-o", tmp_path / "out", cwd=tmp_path)
+    one_line_error(done, 2, *words)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_strict_kind_ends_with_3_after_writing(random_model_dir, tmp_path):
+    out = tmp_path / "out"
+    done = call("rtn", random_model_dir("llama"), "-o", out, "--format", "dense", "--strict", "group_size")
+    one_line_error(done, 3, "--strict", "group_size")
+    assert (out / "report.json").exists()
+
+
+def test_sigterm_and_deadline_stop_at_a_safe_point_and_the_same_command_goes_on(compressed, tiny_model_dir, tmp_path):
+    _, report = compressed
+    out = tmp_path / "out"
+    command = ["gptq", tiny_model_dir, "-o", out, *SMALL]
+    one_line_error(call(*command, "--deadline", "0"), 75, "run the same command again")
+    process = subprocess.Popen([*COMMAND, *map(str, command)], stderr=subprocess.PIPE, text=True)
+    while not list(tmp_path.glob("out.work/section-*.safetensors")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGTERM)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode in (0, 75), errors  # 0 only if the last layer was under way
+    if process.returncode == 75:
+        assert not out.exists()
+        done = call(*command, "--json")
+        assert json.loads(done.stdout)["tensors"] == report["tensors"]

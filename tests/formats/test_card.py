@@ -1,0 +1,58 @@
+"""The model card: front matter that a YAML reader understands, and nothing that is not known."""
+
+import yaml
+
+from llmcompress.formats.card import model_card
+
+FACTS = {
+    "name": "Llama gptq w4",
+    "format": "gptq",
+    "version": "0.1.0",
+    "config": {"_name_or_path": "owner/base-1B"},
+    "source_readme": "---\nlicense: apache-2.0\ntags:\n- text\n---\n# Base\n",
+    "grids": {"int4-g64-sym": 28},
+    "bits": [4],
+    "methods": ["gptq"],
+    "calibration": {"windows": "128 of 512 tokens"},
+    "figures": {"bytes of weights": "1,000"},
+    "notes": ["vLLM does not load this: reason", "SGLang does not load this: reason"],
+    "unquantised": ["model.layers.0.mlp.gate"],
+    "recipe": "steps:\n- method: gptq\n",
+}
+
+
+def front(card):
+    _, matter, body = card.split("---\n", 2)
+    return yaml.safe_load(matter), body
+
+
+def test_front_matter_names_base_licence_and_tags():
+    matter, body = front(model_card(FACTS))
+    assert matter == {
+        "base_model": "owner/base-1B",
+        "base_model_relation": "quantized",
+        "license": "apache-2.0",
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["llmcompress", "quantized", "gptq", "4-bit", "w4a16"],
+    }
+    assert "```yaml\nsteps:\n- method: gptq\n```" in body
+    assert "- vLLM does not load this: reason\n- SGLang" in body
+
+
+def test_what_is_not_known_is_not_claimed():
+    for path in (None, "/home/someone/models/base", "models/base/v1", "./base", "../base", "base"):
+        facts = {"name": "m", "format": "dense", "version": "1", "config": {"_name_or_path": path}}
+        matter, body = front(model_card(facts))
+        assert not {"base_model", "base_model_relation", "license"} & set(matter)
+        assert matter["tags"] == ["llmcompress", "quantized"]
+        assert "##" not in body
+        assert path is None or path not in body.split()
+
+
+def test_a_damaged_readme_of_the_source_is_no_obstacle():
+    for readme in ("", "# no front matter", "---\nlicense: [\n---\n", "---\n- a\n---\n", "---\nlicense: mit\n"):
+        matter, _ = front(model_card({**FACTS, "source_readme": readme}))
+        assert "license" not in matter
+    matter, _ = front(model_card({**FACTS, "source_readme": "---\r\nlicense: other\r\nlicense_name: x\r\n---\r\ntext"}))
+    assert (matter["license"], matter["license_name"]) == ("other", "x")

@@ -1,0 +1,231 @@
+"""What a format refuses, what it says of engines, and the config files that make engines read it."""
+
+import re
+
+import pytest
+
+import llmcompress.formats
+from llmcompress import __version__
+from llmcompress.formats.base import Entry, TensorSpec
+from llmcompress.grids.base import PER_ROW, GridSpec
+from llmcompress.registry import discover
+
+FORMATS = discover(llmcompress.formats, "FORMAT")
+GPTQ, PACKED, DENSE = FORMATS["gptq"], FORMATS["compressed-tensors"], FORMATS["dense"]
+LEAVES = {
+    "self_attn.q_proj": (128, 128),
+    "self_attn.k_proj": (64, 128),
+    "self_attn.v_proj": (64, 128),
+    "self_attn.o_proj": (128, 128),
+    "mlp.gate_proj": (256, 128),
+    "mlp.up_proj": (256, 128),
+    "mlp.down_proj": (128, 256),
+}
+W4 = GridSpec(4, 32)
+
+
+def matrix(name, grid=W4, shape=(128, 128), **about):
+    about = {"block": True, "linear": True, "options": {"damp_percent": 0.01}, **about}
+    return Entry(TensorSpec(f"{name}.weight", about.pop("dtype", "BF16"), shape), grid=grid, **about)
+
+
+def model(grids=None, head=False, layers=2, **about):
+    """Entries of a small Llama; grids: {pattern: grid or None} for what differs from W4."""
+    entries = [Entry(TensorSpec("model.embed_tokens.weight", "BF16", (512, 128)))]
+    for layer in range(layers):
+        entries.append(Entry(TensorSpec(f"model.layers.{layer}.input_layernorm.weight", "BF16", (128,)), block=True))
+        for leaf, shape in LEAVES.items():
+            name = f"model.layers.{layer}.{leaf}"
+            grid = next((g for pattern, g in (grids or {}).items() if re.search(pattern, name)), W4)
+            entries.append(matrix(name, grid, shape, **about))
+    entries.append(matrix("lm_head", W4 if head else None, (512, 128), block=False, linear=head))
+    return entries
+
+
+def settings_of(format_, entries, config=None):
+    return format_.config(entries, config or {})["config.json"]["quantization_config"]
+
+
+def test_uniform_gptq_needs_no_rules():
+    files = GPTQ.config(model(), {})
+    settings = files["config.json"]["quantization_config"]
+    assert settings == files["quantize_config.json"]
+    assert settings == {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 32,
+        "sym": True,
+        "desc_act": False,
+        "static_groups": False,
+        "damp_percent": 0.01,
+        "lm_head": False,
+        "checkpoint_format": "gptq",
+        "format": "gptq",
+        "pack_dtype": "int32",
+        "meta": {"quantizer": [f"llmcompress:{__version__}"]},
+    }
+
+
+def test_gptq_says_what_it_skips_to_every_engine():
+    entries = model({r"layers\.1\.mlp\.down_proj": None, r"layers\.0\.self_attn\.[qkv]_proj": None})
+    settings = settings_of(GPTQ, entries)
+    skipped = [rule for rule in settings["dynamic"] if rule.startswith("-:")]
+    assert len(skipped) == 5
+    assert all(settings["dynamic"][rule] == {} for rule in skipped)
+
+    def rules(name):
+        return [rule for rule in skipped if re.match(rule[2:], name)]
+
+    assert rules("model.layers.1.mlp.down_proj")
+    assert not rules("model.layers.11.mlp.down_proj")
+    assert not rules("model.layers.1.mlp.down_proj_extra")
+    assert rules("model.layers.0.self_attn.qkv_proj")  # vLLM's and SGLang's name for q, k and v
+    assert not rules("model.layers.1.self_attn.qkv_proj")
+    [listed] = settings["modules_in_block_to_quantize"]
+    assert len(listed) == 10
+    assert not {"lm_head", "model.layers.1.mlp.down_proj"} & set(listed)
+
+
+def test_gptq_says_which_modules_have_settings_of_their_own():
+    entries = model(
+        {r"mlp\.down_proj": GridSpec(8, PER_ROW), r"mlp\.(gate|up)": GridSpec(8, 64), "layers.0.*o_proj": None}
+    )
+    settings = settings_of(GPTQ, entries)
+    assert (settings["bits"], settings["group_size"]) == (4, 32)
+    rules = settings["dynamic"]
+    assert rules[r"+:^model\.layers\.1\.mlp\.down_proj$"] == {"bits": 8, "group_size": -1}
+    assert rules[r"+:^model\.layers\.0\.mlp\.gate_up_proj$"] == {"bits": 8, "group_size": 64}
+    kinds = [rule[0] for rule in rules]
+    assert kinds == sorted(kinds, reverse=True)  # skips first, as GPTQModel keeps them
+    assert not any("q_proj" in rule for rule in rules)
+
+
+def test_gptq_options_come_from_the_method():
+    entries = model(options={"damp_percent": 0.05, "static_groups": True, "act_order": True, "true_sequential": True})
+    settings = settings_of(GPTQ, entries)
+    assert (settings["damp_percent"], settings["static_groups"], settings["true_sequential"]) == (0.05, True, True)
+    assert settings["desc_act"] is False  # static groups leave the natural order on disk
+    assert "damp_percent" not in settings_of(GPTQ, model(options={}))
+    assert "damp_percent" not in settings_of(GPTQ, model(options={"damp_percent": 0.0}))  # transformers would refuse it
+    assert settings_of(GPTQ, model(permuted=True))["desc_act"] is True
+
+
+def test_asymmetric_gptq_is_written_in_the_convention_without_carry():
+    settings = settings_of(GPTQ, model({"": GridSpec(4, 32, symmetric=False)}))
+    assert settings["sym"] is False
+    assert settings["checkpoint_format"] == settings["format"] == "gptq_v2"
+
+
+def test_a_quantised_head_is_announced():
+    assert settings_of(GPTQ, model(head=True))["lm_head"] is True
+    assert settings_of(PACKED, model(head=True))["ignore"] == []
+
+
+def test_uniform_compressed_tensors_target_the_class():
+    settings = settings_of(PACKED, model({r"layers\.0\.mlp\.down_proj": None}))
+    assert list(settings["config_groups"]) == ["group_0"]
+    group = settings["config_groups"]["group_0"]
+    assert group["targets"] == ["Linear"]
+    assert group["format"] == settings["format"] == "pack-quantized"
+    assert group["weights"] == {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "group",
+        "group_size": 32,
+        "dynamic": False,
+        "actorder": None,
+    }
+    assert settings["ignore"] == ["model.layers.0.mlp.down_proj", "lm_head"]
+    assert settings["quantization_status"] == "compressed"
+
+
+@pytest.mark.parametrize(("model_type", "head"), [("llama", "lm_head"), ("gpt_neox", "embed_out")])
+def test_a_head_that_is_tied_and_has_no_tensor_is_ignored_by_name(model_type, head):
+    entries = [entry for entry in model() if entry.module != "lm_head"]
+    assert settings_of(PACKED, entries, {"model_type": model_type})["ignore"] == [head]
+
+
+def test_mixed_compressed_tensors_target_exact_names():
+    entries = model({r"mlp\.down_proj": GridSpec(8, PER_ROW, symmetric=False)}, options={"act_order": True})
+    groups = settings_of(PACKED, entries)["config_groups"]
+    assert [len(group["targets"]) for group in groups.values()] == [12, 2]
+    assert groups["group_1"]["targets"] == [f"model.layers.{n}.mlp.down_proj" for n in (0, 1)]
+    assert groups["group_0"]["weights"]["actorder"] == "weight"
+    weights = groups["group_1"]["weights"]
+    assert (weights["strategy"], weights["group_size"], weights["symmetric"]) == ("channel", None, False)
+    assert weights["actorder"] is None  # the library knows an order only together with groups
+
+
+def test_dense_changes_no_config():
+    assert DENSE.config(model(), {}) == {"config.json": {}}
+    assert DENSE.refuses(model({"": GridSpec(5, 32, symmetric=False)}, permuted=True), {}) is None
+
+
+@pytest.mark.parametrize(
+    ("format_", "entries", "config", "message"),
+    [
+        (GPTQ, [matrix("m", GridSpec(5, 32))], {}, "cannot hold int5-g32-sym"),
+        (GPTQ, [matrix("m", GridSpec(3, 32), (48, 128))], {}, "multiples of 32"),
+        (GPTQ, [matrix("m"), matrix("n", GridSpec(4, 32, symmetric=False))], {}, "symmetric or asymmetric as a whole"),
+        (GPTQ, [matrix("project_in", block=False)], {}, "outside of decoder layers"),
+        (PACKED, [matrix("m", GridSpec(3, 32))], {}, "cannot hold int3-g32-sym"),
+        (PACKED, [matrix("m", permuted=True)], {}, "activation order"),
+        (PACKED, [matrix("m", transposed=True)], {}, "Conv1D"),
+        (DENSE, [matrix("m", dtype="F8_E4M3")], {}, "cannot hold decoded weights"),
+        *(
+            (format_, entries, config, message)
+            for format_ in (GPTQ, PACKED)
+            for entries, config, message in (
+                ([matrix("m", GridSpec(4, 48))], {}, "group size 48 does not divide the 128 inputs of m"),
+                ([matrix("lm_head", block=False)], {"tie_word_embeddings": True}, "tied to the embedding"),
+                ([matrix("model.embed_tokens", linear=False)], {}, "linear layers only"),
+                ([matrix("m", None)], {}, "no module is to be quantised"),
+            )
+        ),
+    ],
+)
+def test_what_a_format_cannot_hold_is_refused_with_a_way_out(format_, entries, config, message):
+    what, way_out = format_.refuses(entries, config)
+    assert message in what
+    assert way_out
+    assert not what[0].isupper()
+
+
+@pytest.mark.parametrize("format_", [GPTQ, PACKED])
+def test_the_default_is_read_by_every_engine(format_):
+    assert format_.refuses(model(), {}) is None
+    assert format_.notes(model(), {}) == []
+
+
+@pytest.mark.parametrize(
+    ("format_", "entries", "engines"),
+    [
+        (GPTQ, model({"": GridSpec(2, 32)}), ["vLLM", "SGLang"]),
+        (GPTQ, model({"": GridSpec(3, 32)}), ["vLLM", "SGLang", "llama.cpp's converter"]),
+        (GPTQ, model({"": GridSpec(4, 32, symmetric=False)}), ["vLLM", "SGLang"]),
+        (GPTQ, model({"": GridSpec(4, 16)}), ["vLLM", "SGLang"]),
+        (GPTQ, [matrix("m", GridSpec(4, 48), (128, 384))], ["transformers", "GPTQModel", "vLLM", "SGLang"]),
+        (GPTQ, model({"down": GridSpec(8, 32)}), ["transformers", "llama.cpp's converter"]),
+        (GPTQ, model({"q_proj": GridSpec(8, 32)}), ["transformers", "vLLM", "SGLang", "llama.cpp's converter"]),
+        (GPTQ, model({"q_proj": None}), ["vLLM", "SGLang"]),
+        (GPTQ, model(permuted=True), ["vLLM"]),
+        (GPTQ, model({"": GridSpec(4, PER_ROW)}, permuted=True), []),
+        (GPTQ, model(head=True), ["transformers"]),
+        (GPTQ, [matrix("m", W4, (36, 128))], ["transformers", "vLLM", "SGLang"]),
+        (GPTQ, [matrix("m", W4, (64, 160))], ["SGLang"]),
+        (GPTQ, [matrix("model.layers.0.mlp.experts.0.up_proj")], ["transformers"]),
+        (PACKED, model({"": GridSpec(4, 32, symmetric=False)}), ["transformers"]),
+        (PACKED, model({"": GridSpec(8, 32, symmetric=False)}), ["transformers", "vLLM"]),
+        (PACKED, model({"": GridSpec(2, 32)}), ["vLLM", "SGLang"]),
+        (PACKED, model({"": GridSpec(8, PER_ROW)}), ["llama.cpp's converter"]),
+        (PACKED, model({"": GridSpec(4, 16)}), ["vLLM", "SGLang"]),
+        (PACKED, model({"down": GridSpec(8, 32)}), ["llama.cpp's converter"]),
+        (PACKED, model({"gate": None}), ["vLLM", "SGLang"]),
+        (PACKED, [matrix("model.layers.0.mlp.experts.0.up_proj")], ["transformers"]),
+    ],
+)
+def test_engines_that_do_not_read_it_are_named_once_each(format_, entries, engines):
+    assert format_.refuses(entries, {}) is None
+    notes = format_.notes(entries, {})
+    assert [note.partition(" does not")[0].partition(" with ")[0] for note in notes] == engines

@@ -1,0 +1,55 @@
+"""Small random models, compressed by the engine, for other projects' loaders to read."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmcompress.engine.plan import Options, make_plan
+from llmcompress.engine.run import run
+from llmcompress.recipe import parse
+
+Compress = Callable[..., Path]
+
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 96,
+}
+
+
+@pytest.fixture(scope="session")
+def compress(random_model_dir: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Compress:
+    """compress(family, dtype, format, **options of rtn): a compressed model with a tokenizer, made once. Read-only."""
+    root = tmp_path_factory.mktemp("interop")
+    made: dict[str, Path] = {}
+
+    def make(family: str, dtype: str, format_: str, **options: Any) -> Path:
+        source = root / f"{family}-{dtype}"
+        if not source.exists():
+            shutil.copytree(random_model_dir(family, dtype=dtype, **(SIZES if family != "gpt2" else {})), source)
+            save_tokenizer(source)
+        key = repr((family, dtype, format_, sorted(options.items())))
+        if key not in made:
+            made[key] = root / f"out-{len(made)}"
+            recipe = {"steps": [{"method": "rtn", **options}], "output": {"format": format_}}
+            run(make_plan(parse(recipe), source, Options(out=made[key])))
+        return made[key]
+
+    return make
+
+
+def save_tokenizer(path: Path) -> None:
+    """A tokenizer of whole words: some loaders refuse a directory without one."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(WordLevel({f"t{number}": number for number in range(96)}, unk_token="t0"))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0", eos_token="t1", pad_token="t1")
+    fast.save_pretrained(path)
