@@ -16,6 +16,7 @@ under each checkpoint's name as given; the last line printed is a JSON object wi
 import argparse
 import json
 import os
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
@@ -35,16 +36,24 @@ def main() -> None:
     from safetensors.torch import load_file, save_file
 
     ids = load_file(arguments.ids)["input_ids"].long()
-    logits, errors = {}, {}
+    logits: dict[str, torch.Tensor] = {}
+    errors: dict[str, str] = {}
     for checkpoint in arguments.checkpoints:
         try:
-            model = GPTQModel.load(checkpoint, device="cpu", backend=BACKEND.GPTQ_TORCH)
+            # by itself it computes in bfloat16 on a CPU, whatever the checkpoint says
+            dtype = getattr(torch, declared_dtype(Path(checkpoint)))
+            model = GPTQModel.load(checkpoint, device="cpu", backend=BACKEND.GPTQ_TORCH, dtype=dtype)
             with torch.inference_mode():
                 logits[checkpoint] = model.model(input_ids=ids).logits.float().contiguous()
         except Exception as error:  # whatever another project raises is the finding
             errors[checkpoint] = f"{type(error).__name__}: {error}"
     save_file(logits, arguments.logits)
     print(json.dumps(errors), flush=True)
+
+
+def declared_dtype(checkpoint: Path) -> str:
+    config = json.loads((checkpoint / "config.json").read_text())
+    return str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
 
 
 if __name__ == "__main__":

@@ -111,7 +111,7 @@ def test_damaged_hidden_states_are_not_believed(tiny_model_dir, finished, tmp_pa
     out = tmp_path / "out"
     with pytest.raises(StoppedError):
         compress(tiny_model_dir, out, stop=StopAfter(2))
-    (states,) = (tmp_path / "out.work").glob("hidden-*.bin")
+    states, _ = sorted((tmp_path / "out.work").glob("hidden-*.bin"))
     data = bytearray(states.read_bytes())
     data[100] ^= 1
     states.write_bytes(data)

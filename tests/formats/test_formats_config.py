@@ -140,10 +140,27 @@ def test_uniform_compressed_tensors_target_the_class():
     assert settings["quantization_status"] == "compressed"
 
 
-@pytest.mark.parametrize(("model_type", "head"), [("llama", "lm_head"), ("gpt_neox", "embed_out")])
-def test_a_head_that_is_tied_and_has_no_tensor_is_ignored_by_name(model_type, head):
+@pytest.mark.parametrize(("model_type", "heads"), [("llama", ["lm_head"]), ("gpt_neox", ["embed_out", "lm_head"])])
+def test_a_head_that_is_tied_and_has_no_tensor_is_ignored_by_name(model_type, heads):
     entries = [entry for entry in model() if entry.module != "lm_head"]
-    assert settings_of(PACKED, entries, {"model_type": model_type})["ignore"] == [head]
+    assert settings_of(PACKED, entries, {"model_type": model_type})["ignore"] == heads
+
+
+def test_projections_outside_of_layers_are_ignored_and_embeddings_are_no_linears():
+    outside = [
+        "model.decoder.project_in",
+        "model.decoder.embed_positions",
+        "transformer.wte",
+        "model.decoder.project_out",
+    ]
+    entries = [matrix("m"), *(matrix(name, None, linear=False, block=False) for name in outside)]
+    assert settings_of(PACKED, entries)["ignore"] == [outside[0], outside[3], "lm_head"]
+    assert "dynamic" not in settings_of(GPTQ, entries)  # gptq is about decoder layers anyway
+
+
+def test_a_head_of_another_name_is_ignored_under_both():
+    entries = [matrix("m"), matrix("embed_out", None, linear=False, block=False)]
+    assert settings_of(PACKED, entries, {"model_type": "gpt_neox"})["ignore"] == ["embed_out", "lm_head"]
 
 
 def test_mixed_compressed_tensors_target_exact_names():
@@ -222,7 +239,11 @@ def test_the_default_is_read_by_every_engine(format_):
         (PACKED, model({"": GridSpec(4, 16)}), ["vLLM", "SGLang"]),
         (PACKED, model({"down": GridSpec(8, 32)}), ["llama.cpp's converter"]),
         (PACKED, model({"gate": None}), ["vLLM", "SGLang"]),
-        (PACKED, [matrix("model.layers.0.mlp.experts.0.up_proj")], ["transformers"]),
+        (PACKED, [matrix("model.layers.0.mlp.experts.0.up_proj")], []),
+        (GPTQ, [matrix("h.0.attn.c_attn", transposed=True)], ["transformers"]),
+        (GPTQ, [matrix("model.layers.0.block_sparse_moe.experts.0.w1")], ["transformers", "GPTQModel"]),
+        (GPTQ, [matrix("model.layers.0.mlp.gate_up_proj")], ["GPTQModel"]),
+        (GPTQ, [matrix("gpt_neox.layers.0.mlp.dense_h_to_4h"), matrix("embed_out", None)], ["GPTQModel"]),
     ],
 )
 def test_engines_that_do_not_read_it_are_named_once_each(format_, entries, engines):

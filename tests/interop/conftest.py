@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from llmcompress.engine.plan import Options, make_plan
 from llmcompress.engine.run import run
@@ -25,19 +27,26 @@ SIZES = {
 
 @pytest.fixture(scope="session")
 def compress(random_model_dir: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Compress:
-    """compress(family, dtype, format, **options of rtn): a compressed model with a tokenizer, made once. Read-only."""
+    """compress(family, dtype, format, method="rtn", **options): a compressed model with a tokenizer. Read-only."""
     root = tmp_path_factory.mktemp("interop")
+    ids = root / "ids.safetensors"
+    tokens = torch.randint(0, 96, (16, 32), generator=torch.Generator().manual_seed(1))
+    save_file({"input_ids": tokens}, ids)
     made: dict[str, Path] = {}
 
-    def make(family: str, dtype: str, format_: str, **options: Any) -> Path:
+    def make(family: str, dtype: str, format_: str, method: str = "rtn", **options: Any) -> Path:
         source = root / f"{family}-{dtype}"
         if not source.exists():
             shutil.copytree(random_model_dir(family, dtype=dtype, **(SIZES if family != "gpt2" else {})), source)
             save_tokenizer(source)
-        key = repr((family, dtype, format_, sorted(options.items())))
+        key = repr((family, dtype, format_, method, sorted(options.items())))
         if key not in made:
             made[key] = root / f"out-{len(made)}"
-            recipe = {"steps": [{"method": "rtn", **options}], "output": {"format": format_}}
+            recipe = {
+                "calibration": {"source": str(ids), "samples": 16, "length": 32},
+                "steps": [{"method": method, **options}],
+                "output": {"format": format_},
+            }
             run(make_plan(parse(recipe), source, Options(out=made[key])))
         return made[key]
 

@@ -71,6 +71,19 @@ def test_asymmetric_weights_load_when_dequantised(compress, family, dtype, name)
     compare(compressed, load(compress(family, dtype, "dense", **options)))
 
 
+@pytest.mark.parametrize(
+    "family", ["mistral", "qwen3", "gemma2", "phi3", "opt", "gpt_neox", "olmo2", "mixtral", "qwen3_moe"]
+)
+def test_other_families_load_in_plain_transformers(compress, family):
+    options = {"bits": 4, "group_size": 32}
+    compressed = load(compress(family, "bfloat16", "compressed-tensors", **options))
+    dense = load(compress(family, "bfloat16", "dense", **options))
+    with torch.no_grad():
+        ours, theirs = dense(IDS).logits.float(), compressed(IDS).logits.float()
+    assert ours.std() > 0.1
+    assert (theirs - ours).abs().max() <= 2**-6 * ours.abs().max()
+
+
 @pytest.mark.parametrize("options", [*SYMMETRIC.values(), *ASYMMETRIC.values()])
 def test_the_package_accepts_the_config(compress, options):
     import json

@@ -108,6 +108,7 @@ def test_what_was_written_passes(outputs, source, name):
         ("mixtral", "gptq", {"bits": 4, "group_size": 32}),  # with routers that stay as they are
         ("mixtral", "compressed-tensors", {"bits": 4, "group_size": 32}),
         ("gpt_neox", "compressed-tensors", {"bits": 4, "group_size": 32}),
+        ("opt", "compressed-tensors", {"bits": 4, "group_size": 32}),  # with projections outside of the layers
         ("gemma2", "gptq", {"bits": 3, "group_size": 32}),
     ],
 )

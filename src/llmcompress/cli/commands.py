@@ -129,11 +129,10 @@ def _carry_out(plan: "Plan", values: dict[str, Any]) -> None:
     else:
         if not values["quiet"]:
             console.ledger(result["ledger"])
-        cost, share = plan.estimate, plan.estimate.output_bytes / plan.estimate.source_bytes
-        console.say(
-            f"{plan.out}: {console.size(cost.output_bytes)}, {share:.0%} of the source, {cost.bits_per_weight:.2f} bits "
-            f"per weight; in {seconds:.1f} s, peak memory {console.size(memory)}"
-        )
+        cost = plan.estimate
+        written = f"{console.size(cost.output_bytes)}, {cost.output_bytes / cost.source_bytes:.0%} of the source"
+        spent = f"{seconds:.1f} s, peak memory {console.size(memory)}"
+        console.say(f"{plan.out}: {written}, {cost.bits_per_weight:.2f} bits per weight; {spent}")
     wanted = values["strict"] or []
     broken = [entry for entry in result["ledger"] if "any" in wanted or entry["kind"] in wanted]
     if broken:

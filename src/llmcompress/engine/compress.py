@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llmcompress.engine.collect import ExpertInputs, Stream, collect, stages_of
+from llmcompress.engine.collect import ExpertInputs, collect, stages_of
+from llmcompress.engine.forward import Forward
 from llmcompress.engine.plan import MatrixPlan, Plan
 from llmcompress.engine.progress import Progress
 from llmcompress.grids.integer import Coded
@@ -26,36 +27,44 @@ class Compressor:
         self.plan, self.checkpoint, self.model, self.progress = plan, checkpoint, model, progress
 
     def layer(
-        self, number: int, stream: Stream | None = None, original: Stream | None = None
+        self,
+        number: int,
+        layer: nn.Module | None = None,
+        compressed: Forward | None = None,
+        original: Forward | None = None,
     ) -> tuple[dict[str, Coded], dict[str, Any]]:
         """Codes by on-disk module name, and {"linears": [...], "ledger": [...]} about them."""
         coded: dict[str, Coded] = {}
         linears: list[dict[str, Any]] = []
         ledger = Ledger()
         for stage in stages_of(self.plan.layers[number]):
-            statistics = self._statistics(number, stream, original, stage, ledger)
+            statistics = self._statistics(layer, compressed, original, stage, ledger)
             for group in _together(stage):
                 for plan, solved, record in self._solve(group, statistics.get(group[0].space, Statistics()), ledger):
                     coded[plan.module] = solved
                     linears.append(record)
                     self.progress.matrix(record)
-                    if stream is not None:
-                        install(stream.layer, plan, solved)
+                    if layer is not None:
+                        install(layer, plan, solved)
         return coded, {"linears": linears, "ledger": ledger.as_json()}
 
     def _statistics(
-        self, number: int, stream: Stream | None, original: Stream | None, stage: list[MatrixPlan], ledger: Ledger
+        self,
+        layer: nn.Module | None,
+        compressed: Forward | None,
+        original: Forward | None,
+        stage: list[MatrixPlan],
+        ledger: Ledger,
     ) -> dict[str, Statistics]:
         """What the methods of a stage need to know of their inputs, by space."""
-        needing = {plan.space: plan for plan in stage if plan.method.needs_calibration}
-        if not needing or stream is None or self.model is None:
+        needing = {plan.space: plan for plan in reversed(stage) if plan.method.needs_calibration}
+        if not needing or layer is None or compressed is None or self.model is None:
             return {}
         watch = None
         if any(plan.expert is not None for plan in needing.values()) and self.plan.spec.experts is not None:
-            watch = ExpertInputs(stream.layer.get_submodule(self.plan.spec.experts.path), self.model.device)
+            watch = ExpertInputs(layer.get_submodule(self.plan.spec.experts.path), self.model.device)
         try:
-            batch = self.plan.options.batch
-            found = collect(self.model, number, stream, original, needing, batch, self.progress)
+            found = collect(compressed, original, needing, self.model.device, self.progress)
         finally:
             if watch is not None:
                 watch.close()
@@ -68,7 +77,7 @@ class Compressor:
                     "nonfinite_inputs", needing[space].module, f"{gram.dropped} tokens left out of its statistics"
                 )
             if watch is not None:
-                _feed_starved(gram, needing[space], watch, stream.layer, ledger)
+                _feed_starved(gram, needing[space], watch, layer, ledger)
         return found
 
     def _solve(

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from llmcompress.engine.plan import MatrixPlan
 
 _INTERPRETER = 420_000_000  # Python with torch and transformers' model code loaded
+ALIVE_LIMIT = 1_500_000_000  # bytes of activations that may be kept alive to save forwards
 _ITEM = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -21,6 +22,7 @@ class Estimate:
     """output_bytes: exact size of all weight files and their index. The others are upper estimates in bytes.
 
     passes: forward passes over the calibration set through the whole model (a partial pass counts as one).
+    one_forward: whether every batch of a layer is kept alive at once, so that one forward does (engine/forward.py).
     """
 
     output_bytes: int
@@ -29,6 +31,7 @@ class Estimate:
     passes: int
     source_bytes: int
     bits_per_weight: float
+    one_forward: bool
 
 
 def estimate(
@@ -52,15 +55,23 @@ def estimate(
     tokens = recipe.calibration.samples * recipe.calibration.length
     width = _hidden_width(headers)
     staged = int(weights * 1.1)
-    hidden = 2 * tokens * width * item if calibrated else 0
+    streams = 2 if any(plan.method.needs_original for plan in matrices) else 1
+    hidden = 2 * streams * tokens * width * item if calibrated else 0
     stages = max(len({plan.space for plan in layer if plan.expert is None}) for layer in layers)
+    routed = any(plan.expert is not None for plan in matrices)
+    widest = max(max(plan.entry.out_features, plan.entry.in_features) for plan in matrices)
+    alive = streams * tokens * (4 * width + widest) * item
+    one_forward = calibrated and not routed and alive <= ALIVE_LIMIT
+    batched = batch * recipe.calibration.length
+    memory = _memory(headers, layers, calibrated, item, batched, width, streams) + (alive if one_forward else 0)
     return Estimate(
         output_bytes=weights_nbytes(list(tensors), recipe.output.shard_size),
         work_bytes=staged + hidden,
-        memory_bytes=_memory(headers, layers, calibrated, item, batch * recipe.calibration.length, width),
-        passes=stages + 1 if calibrated else 0,
+        memory_bytes=memory,
+        passes=streams * (1 if one_forward else stages + 1) if calibrated else 0,
         source_bytes=headers.nbytes,
         bits_per_weight=bits / weights,
+        one_forward=one_forward,
     )
 
 
@@ -76,6 +87,7 @@ def _memory(
     item: int,
     tokens: int,
     width: int,
+    streams: int,
 ) -> int:
     """Interpreter, plus the larger of the embedding phase and the widest layer with its statistics and one batch."""
     tables = max((s.spec.nbytes for s in headers.tensors.values()), default=0)
@@ -84,9 +96,9 @@ def _memory(
         sizes = [(plan.entry.out_features, plan.entry.in_features, plan.space) for plan in layer]
         if not sizes:
             continue
-        loaded = sum(rows * columns for rows, columns, _ in sizes) * item
+        loaded = sum(rows * columns for rows, columns, _ in sizes) * item * streams
         spaces = {space: columns for _, columns, space in sizes}
-        grams = max(4 * columns * columns for columns in spaces.values())
+        grams = max(8 * columns * columns for columns in spaces.values())
         if any(plan.expert is not None for plan in layer):
             grams = sum(4 * columns * columns for columns in spaces.values())
         stacked = max(sum(r * c for r, c, s in sizes if s == space) for space in spaces)

@@ -1,7 +1,7 @@
 """The loop: section by section, each on disk before the next begins; then the output, whole or not at all."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from llmcompress.calib.base import fingerprint
 from llmcompress.engine.calibration import calibration_tokens
-from llmcompress.engine.collect import Stream
 from llmcompress.engine.compress import Compressor, install
+from llmcompress.engine.forward import Forward, Replayed, Stream, Suspended
 from llmcompress.engine.plan import Plan
 from llmcompress.engine.progress import Progress
 from llmcompress.engine.resources import return_freed_memory
@@ -98,28 +98,50 @@ def _with_data(
     )
     compressor = Compressor(plan, checkpoint, model, progress)
     paired = any(matrix.method.needs_original for layer in plan.layers for matrix in layer)
-    hidden = _entering(
-        model, tokens, staged, plan.options.batch, dtype, ("compressed", "original") if paired else ("compressed",)
-    )
+    names = ("compressed", "original") if paired else ("compressed",)
+    hidden = _entering(model, tokens, staged, plan.options.batch, dtype, names)
     for number in range(hidden["compressed"].position, count):
         with model.layer(number) as layer, torch.no_grad():
-            streams = {
-                name: Stream(layer if name == "compressed" else deepcopy(layer), hidden[name]) for name in hidden
-            }
+            layers = {name: layer if name == "compressed" else deepcopy(layer) for name in names}
             if staged.has(number):
                 coded = staged.read_section(number)
                 for matrix in plan.layers[number]:
                     install(layer, matrix, coded[matrix.module])
+                under_way = _forwards(plan, model, number, layers, hidden, begun=True)
             else:
                 _check_stop(stop, plan)
                 begin = time.perf_counter()
                 progress.layer(number)
-                codes, records = compressor.layer(number, streams["compressed"], streams.get("original"))
-                staged.write_section(number, codes, records)
+                under_way = _forwards(plan, model, number, layers, hidden)
+                made = compressor.layer(number, layer, under_way["compressed"], under_way.get("original"))
+                staged.write_section(number, *made)
                 progress.layer_done(number, time.perf_counter() - begin)
-            if number + 1 < count:
-                onward = {name: _through(model, number, stream, plan.options.batch) for name, stream in streams.items()}
-                hidden = staged.keep_hidden(number + 1, hidden["compressed"].shape, dtype, onward)
+            try:
+                if number + 1 < count:
+                    onward = {name: forward.outputs() for name, forward in under_way.items()}
+                    hidden = staged.keep_hidden(number + 1, hidden["compressed"].shape, dtype, onward)
+            finally:
+                for forward in under_way.values():
+                    forward.close()
+
+
+def _forwards(
+    plan: Plan,
+    model: StreamedModel,
+    number: int,
+    layers: dict[str, torch.nn.Module],
+    hidden: dict[str, Hidden],
+    begun: bool = False,
+) -> dict[str, Forward]:
+    """How each stream runs through a layer; `begun`: its stages are behind it, only the outputs are wanted."""
+    streams = {name: Stream(layers[name], hidden[name]) for name in layers}
+    if begun or not plan.estimate.one_forward:
+        return {name: Replayed(model, number, stream, plan.options.batch) for name, stream in streams.items()}
+    spaces: dict[str, str] = {}
+    for matrix in plan.layers[number]:
+        if matrix.method.needs_calibration:
+            spaces.setdefault(matrix.space, matrix.path)
+    return {name: Suspended(model, number, stream, plan.options.batch, spaces) for name, stream in streams.items()}
 
 
 def _entering(
@@ -132,11 +154,6 @@ def _entering(
     if found is not None:
         return found
     return staged.keep_hidden(0, shape, dtype, {name: model.embedded(tokens, batch) for name in names})
-
-
-def _through(model: StreamedModel, number: int, stream: Stream, batch: int) -> Iterator[Tensor]:
-    for states in stream.hidden.batches(batch):
-        yield model.call(number, stream.layer, states.to(model.device))
 
 
 def _check_stop(stop: Stop, plan: Plan) -> None:

@@ -49,7 +49,7 @@ class Entry:
     source: its spec in the source checkpoint. grid: the grid its codes lie on, None if it is copied unchanged.
     transposed: stored [in, out] (GPT-2's Conv1D) instead of [out, in]. block: inside a decoder layer.
     linear: the matrix of a linear layer, quantised or not (routers are, embeddings and norms are not); a format lists
-    those that stay unquantised, as loaders assume that all are quantised. The head needs the mark only with a grid.
+    those that stay unquantised, as loaders assume that all are. Outside of layers only quantised ones need the mark.
     permuted: groups follow the activation order, so a group index must be stored.
     options: what the method recorded about itself, for the format's config: damp_percent (float), act_order (bool),
     static_groups (bool), true_sequential (bool); each may be absent.

@@ -1,5 +1,6 @@
 """What every format asks of the matrices it is given, and what engines ask of every format."""
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Linears that vLLM and SGLang run as one, by the name they give the result."""
 
+HEADS = ("lm_head", "embed_out")
+"""Last parts of the names that families give to the output head."""
+
 Refusal = tuple[str, str]
 
 
@@ -25,8 +29,23 @@ def quantised(entries: Iterable[Entry]) -> list[tuple[Entry, GridSpec]]:
 
 
 def left_alone(entries: Iterable[Entry]) -> list[Entry]:
-    """Matrices of linear layers that stay in their source type."""
-    return [entry for entry in entries if entry.linear and entry.grid is None]
+    """Matrices that stay in their source type and that a loader might take for linear layers.
+
+    Outside of decoder layers that is every matrix not named like an embedding: head, projections of embeddings.
+    """
+    return [
+        entry
+        for entry in entries
+        if entry.grid is None
+        and len(entry.source.shape) == 2
+        and entry.source.name.endswith(".weight")
+        and (entry.linear if entry.block else not _is_embedding(entry.module))
+    ]
+
+
+def _is_embedding(module: str) -> bool:
+    leaf = module.rpartition(".")[2]
+    return leaf not in HEADS and re.search(r"emb|wte|wpe", leaf) is not None
 
 
 def grids(entries: Iterable[Entry]) -> list[GridSpec]:

@@ -84,9 +84,6 @@ class CompressedTensors:
                 "transformers with compressed-tensors 0.18 or later loads asymmetric weights only with "
                 "quantization_config=CompressedTensorsConfig(dequantize=True)",
             )
-        if experts := [entry.module for entry, _ in quantised(entries) if ".experts." in entry.module]:
-            why = f"it keeps experts as one parameter and finds no place for {named(experts)}"
-            notes.insert(0, sentence("transformers", [why]))
         return notes
 
     def layout(self, entry: Entry) -> list[TensorSpec]:
@@ -137,11 +134,11 @@ class CompressedTensors:
             for number, ((grid, order), modules) in enumerate(schemes.items())
         }
         ignored = [entry.module for entry in left_alone(entries)]
-        # loaders see a Linear in every head, also in a tied one that has no tensor, and would wait for its codes
-        head = "embed_out" if config.get("model_type") == "gpt_neox" else "lm_head"
-        heads = [entry.module for entry in entries if entry.module.rpartition(".")[2] == head] or [head]
-        quantised_modules = {entry.module for entry, _ in quantised(entries)}
-        ignored += [name for name in heads if name not in ignored and name not in quantised_modules]
+        # loaders see a Linear in every head, also in a tied one that has no tensor, and would wait for its codes;
+        # transformers calls the head of every family lm_head
+        if all(entry.block for entry, _ in quantised(entries)):
+            heads = ["embed_out", "lm_head"] if config.get("model_type") == "gpt_neox" else ["lm_head"]
+            ignored += [name for name in heads if name not in ignored]
         settings = {
             "quant_method": "compressed-tensors",
             "format": KIND,

@@ -22,6 +22,7 @@ from llmcompress import __version__
 from llmcompress.errors import CheckpointError
 from llmcompress.formats.base import Entry, Reader, TensorSpec
 from llmcompress.formats.checks import (
+    HEADS,
     Refusal,
     check_codes,
     common_refusal,
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from llmcompress.grids.integer import Coded
 
 BITS = (2, 3, 4, 8)
-HEADS = ("lm_head", "embed_out")
 
 
 class Gptq:
@@ -226,24 +226,37 @@ def _version(settings: Mapping[str, Any]) -> str:
 
 
 def _transformers(entries: Sequence[Entry]) -> list[str]:
+    """optimum with GPTQModel's kernels; seen with transformers 5.23, optimum 2.3, GPTQModel 7.6 and 7.7."""
+    coded = quantised(entries)
     reasons = []
     if len(grids(entries)) > 1:
         reasons.append("it takes one setting for all modules (it ignores `dynamic`)")
     if _sizes(entries, (PER_ROW, 16, 32, 64, 128, 256, 512)):
         reasons.append("its kernels have group sizes -1, 16, 32, 64, 128, 256 and 512")
-    if heads := [entry.module for entry, _ in quantised(entries) if not entry.block]:
-        reasons.append(f"it initialises a quantised {heads[0]} at random, without an error")
-    if ragged := [entry.module for entry, _ in quantised(entries) if entry.out_features % 32]:
-        reasons.append(f"on a CPU it needs multiples of 32 outputs ({named(ragged)})")
-    if experts := [entry.module for entry, _ in quantised(entries) if ".experts." in entry.module]:
-        reasons.append(f"it keeps experts as one parameter and finds no place for {named(experts)}")
+    if heads := [entry.module for entry, _ in coded if not entry.block]:
+        reasons.append(f"it leaves a quantised {heads[0]} at random values, without an error")
+    if experts := [entry.module for entry, _ in coded if ".experts." in entry.module]:
+        reasons.append(f"it leaves quantised experts ({named(experts)}) at random values, without an error")
+    if transposed := [entry.module for entry, _ in coded if entry.transposed]:
+        reasons.append(f"it has no place for codes of a Conv1D ({named(transposed)})")
+    if ragged := [entry.module for entry, _ in coded if entry.out_features % 32]:
+        reasons.append(f"on a CPU some versions need multiples of 32 outputs ({named(ragged)})")
     return reasons
 
 
 def _gptqmodel(entries: Sequence[Entry]) -> list[str]:
+    """Seen with GPTQModel 7.6, which loads by the names that transformers gives to modules, some of them split."""
+    coded = quantised(entries)
+    reasons = []
     if _sizes(entries, (PER_ROW, 16, 32, 64, 128, 256, 512, 1024)):
-        return ["its kernels have group sizes -1 and the powers of two from 16 to 1024"]
-    return []
+        reasons.append("its kernels have group sizes -1 and the powers of two from 16 to 1024")
+    if stacked := [entry.module for entry, _ in coded if entry.module.endswith(".gate_up_proj")]:
+        reasons.append(f"it splits {named(stacked)} and finds no codes for the parts")
+    if renamed := [entry.module for entry, _ in coded if ".block_sparse_moe.experts." in entry.module]:
+        reasons.append(f"it renames experts and finds no codes for them ({named(renamed)})")
+    if heads := [entry.module for entry in entries if entry.module == "embed_out"]:
+        reasons.append(f"it does not find {heads[0]} and leaves the head at random values, without an error")
+    return reasons
 
 
 def _vllm(entries: Sequence[Entry]) -> list[str]:

@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-from llmcompress.stats.gram import products_of
-
 
 class Drift:
     """Accumulates sum((X~ - X)^T X) [in, in] in float32; X~ is the input in the uncompressed model, token by token."""
@@ -21,9 +19,13 @@ class Drift:
             keep = torch.isfinite(there).all(dim=-1) & torch.isfinite(here).all(dim=-1)
             there, here = there[keep], here[keep]
         self.tokens += here.shape[0]
-        rows = here.to(torch.float32)
-        with products_of(here.dtype, self.sum.device):
-            self.sum.addmm_((there.to(torch.float32) - rows).T, rows)
+        moved = there.to(torch.float32) - here.to(torch.float32)
+        if (
+            here.dtype == torch.bfloat16
+        ):  # a correction, not a factorised matrix: the product's rounding is far below it
+            self.sum += moved.to(torch.bfloat16).T @ here
+        else:
+            self.sum.addmm_(moved.T, here.to(torch.float32))
 
     def mean(self) -> Tensor:
         """The matrix sum((X~ - X)^T X) / tokens [in, in]; not symmetric."""

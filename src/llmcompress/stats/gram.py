@@ -55,14 +55,14 @@ def _add_upper(total: Tensor, rows: Tensor, origin: torch.dtype) -> None:
     """
     size = total.shape[0]
     step = -(-size // _PANELS)
-    with products_of(origin, total.device):
+    with _products_of(origin, total.device):
         for start in range(0, size, step):
             stop = min(start + step, size)
             total[start:stop, start:].addmm_(rows[:, start:stop].T, rows[:, start:])
 
 
 @contextmanager
-def products_of(origin: torch.dtype, device: torch.device) -> Iterator[None]:
+def _products_of(origin: torch.dtype, device: torch.device) -> Iterator[None]:
     """Within, float32 products may round their inputs to what `origin` holds anyway, and to nothing coarser."""
     cuda = device.type == "cuda"
     backend: Any = torch.backends.cuda.matmul if cuda else getattr(torch.backends.mkldnn, "matmul", None)

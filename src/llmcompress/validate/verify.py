@@ -38,6 +38,7 @@ AGREEMENT = 1e-3  # relative difference between a recorded and a measured error
 _ROUNDING = {"BF16": 2.0**-8, "F16": 2.0**-11, "F32": 2.0**-24, "F64": 2.0**-53}
 _CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")  # store matrices [in, out]
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_HEADS = {"lm_head", "embed_out"}
 _ROWS = 512  # of a matrix, compared at once
 _GRID = re.compile(r"int(\d)-(?:row|g(\d+))-(?:sym|asym)")
 
@@ -204,10 +205,12 @@ def _config_wrongs(directory: _Directory) -> list[str]:
 
 
 def _plain_matrix(tensor: Tensor) -> bool:
-    """A matrix that a loader might take for a quantised linear: inside a layer, or the head."""
-    name = tensor.name
-    inside = re.search(r"(^|\.)\d+\.", name) is not None or name in ("lm_head.weight", "embed_out.weight")
-    return inside and name.endswith(".weight") and len(tensor.shape) == 2
+    """A matrix that a loader might take for a quantised linear: inside a layer, or outside and no embedding."""
+    path, _, part = tensor.name.rpartition(".")
+    leaf = path.rpartition(".")[2]
+    table = re.search(r"emb|wte|wpe", leaf) is not None and leaf not in _HEADS
+    inside = re.search(r"(^|\.)\d+\.", path) is not None
+    return part == "weight" and len(tensor.shape) == 2 and (inside or not table)
 
 
 def _gptq_wrongs(directory: _Directory, settings: Mapping[str, Any]) -> list[str]:
@@ -250,8 +253,7 @@ def _packed_wrongs(directory: _Directory, settings: Mapping[str, Any]) -> list[s
             wrong.append(f"{name} has unknown keys in weights: {', '.join(sorted(unknown))}")
     coded = quantised_modules(directory.tensors, "compressed-tensors")
     linear = any("Linear" in group.get("targets", ()) for group in settings["config_groups"].values())
-    heads = {"lm_head", "embed_out"}
-    if linear and not heads & (set(coded) | set(settings["ignore"])):
+    if linear and not _HEADS & (set(coded) | set(settings["ignore"])):
         wrong.append("ignore does not name the head, which loaders would take for quantised")
     for name in settings["ignore"]:
         if name in coded:
@@ -308,7 +310,7 @@ def _completeness(directory: _Directory, matrices: Mapping[str, Matrix], origina
                     wrong.append(f"{name} has another type or shape than in the source")
             elif not written.equals(original):
                 wrong.append(f"{name} differs from the source")
-        elif not (tied and name in ("lm_head.weight", "embed_out.weight")):
+        elif not (tied and name.removesuffix(".weight") in _HEADS):
             wrong.append(f"{name} of the source is missing")
     wrong += [
         f"{name} does not come from the source"
