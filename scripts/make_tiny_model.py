@@ -2,10 +2,19 @@
 
     python scripts/make_tiny_model.py            # writes tests/models/tiny-llama and tests/models/tiny-llama-eval.txt
 
-A Llama of 2.7 million parameters with a byte-level BPE of 1,200 tokens. The last 7 % of every document are held out:
-they are tests/models/tiny-llama-eval.txt and enter neither the tokenizer nor the training. (calib_data/ holds them too,
-so a test that compares calibrated methods on the held-out text should calibrate on something else, or accept it.)
-The same seed and the same number of threads give the same bytes on one machine.
+A Llama of 2.7 million parameters with a byte-level BPE of 1,200 tokens, trained on 2.5 million tokens (17 times the
+text; 17 minutes on two shared cores). The last 7 % of every document are held out: they are the second file, and enter
+neither the tokenizer nor the training. (calib_data/ holds them too, so a test that compares calibrated methods on the
+held-out text should calibrate on something else, or accept it.) The same seed and number of threads give the same model
+on one machine.
+
+Rounding to nearest (symmetric, groups of 64), measured on the held-out text, 20 windows of 512 tokens, in float32:
+
+    bits                    16      8        4        3        2
+    perplexity, minmax    79.54  79.56    83.70   102.55   361.32
+    mean KL, minmax           0  0.0002   0.081    0.366    1.861
+    perplexity, search    79.54  79.55    82.38    90.27   122.50
+    mean KL, search           0  0.0002   0.057    0.193    0.609
 """
 
 import argparse
@@ -119,7 +128,7 @@ def train(
     optimiser = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], lr=rate, betas=(0.9, 0.95)
     )
-    warmup = steps // 20
+    warmup = max(1, steps // 20)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimiser,
         lambda step: min((step + 1) / warmup, 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps)))),

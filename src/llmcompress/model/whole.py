@@ -15,5 +15,5 @@ def whole_model(model: StreamedModel) -> nn.Module:
             stack.enter_context(model.layer(number))
         parent, _, name = model.spec.layers.rpartition(".")
         setattr(model.causal.get_submodule(parent), name, nn.ModuleList(model.layers))
-        stack.pop_all()  # the weights stay
+        model.causal._sections = stack.pop_all()  # type: ignore[assignment]  # open as long as the model lives
     return model.causal

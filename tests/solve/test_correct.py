@@ -1,0 +1,74 @@
+"""Asymmetric calibration against least squares in float64, and the drift against its definition."""
+
+import pytest
+import torch
+
+from llmcompress.methods.base import Statistics
+from llmcompress.methods.gptq import Gptq
+from llmcompress.solve.correct import corrected
+from llmcompress.stats.drift import Drift
+from llmcompress.stats.gram import Gram
+
+
+def streams(tokens=600, width=32, seed=0):
+    """Inputs in the uncompressed model, and as they arrive after errors in the layers before."""
+    generator = torch.Generator().manual_seed(seed)
+    original = torch.randn(tokens, width, generator=generator) @ torch.randn(width, width, generator=generator)
+    # earlier errors are partly a function of the input, as those of a quantised layer are
+    bent = torch.eye(width) + 0.15 * torch.randn(width, width, generator=generator)
+    return original, original @ bent + 0.2 * torch.randn(tokens, width, generator=generator)
+
+
+def statistics(original, here):
+    gram, drift = Gram(here.shape[1]), Drift(here.shape[1])
+    for x, y in zip(original.split(100), here.split(100), strict=True):
+        gram.update(y)
+        drift.update(x, y)
+    return Statistics(gram, drift)
+
+
+def test_drift_is_the_mean_of_its_definition_and_leaves_out_what_is_not_finite():
+    original, here = streams()
+    drift = statistics(original, here).drift
+    expected = ((original - here).double().T @ here.double()) / len(here)
+    assert torch.allclose(drift.mean().double(), expected, rtol=1e-4, atol=1e-4 * expected.abs().max())
+    before = drift.sum.clone()
+    drift.update(torch.full((2, 32), float("inf")), torch.ones(2, 32))
+    assert torch.equal(drift.sum, before)
+    assert drift.tokens == len(here)
+
+
+def test_no_drift_changes_nothing():
+    _, here = streams()
+    weight = torch.randn(8, 32)
+    stats = statistics(here, here)
+    assert torch.equal(corrected(weight, stats.gram.mean(), stats.drift.mean(), 1.0), weight)
+
+
+@pytest.mark.parametrize("alpha", [0.25, 0.5, 1.0])
+def test_the_corrected_weight_is_nearer_to_the_uncompressed_outputs(alpha):
+    original, here = streams()
+    weight = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
+    stats = statistics(original, here)
+    moved = corrected(weight, stats.gram.mean(), stats.drift.mean(), alpha)
+    goal = original @ weight.T
+
+    def loss(w):
+        return float((here @ w.T - goal).square().mean())
+
+    best = torch.linalg.lstsq(here.double(), goal.double()).solution.T.float()
+    assert loss(best) < loss(moved) < loss(weight)
+    if alpha == 1.0:
+        assert loss(moved) < 0.7 * loss(weight)
+
+
+def test_gptq_with_drift_beats_gptq_without_on_the_uncompressed_outputs():
+    original, here = streams()
+    weight = torch.randn(16, 32, generator=torch.Generator().manual_seed(2)) * 0.1
+    stats = statistics(original, here)
+    goal = original @ weight.T
+    losses = {}
+    for name, given in (("with", stats), ("without", Statistics(stats.gram))):
+        decoded = Gptq(bits=3, group_size=16).solve(weight, given, torch.float16).coded.decode()
+        losses[name] = float((here @ decoded.T - goal).square().mean())
+    assert losses["with"] < 0.9 * losses["without"]
