@@ -1,5 +1,6 @@
 """Recipes are strict: what is not understood is refused by name, and what is written is read back the same."""
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -75,10 +76,8 @@ json = st.recursive(
 @settings(max_examples=400, deadline=None)
 @given(json)
 def test_no_data_brings_anything_but_a_recipe_or_a_refusal(data):
-    try:
-        parse(data)
-    except LlmcompressError as error:
-        assert error.message
+    with suppress(LlmcompressError):
+        assert parse(data).steps
 
 
 @pytest.mark.parametrize(

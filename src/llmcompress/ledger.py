@@ -32,12 +32,17 @@ class Ledger:
     """Decisions in the order they were taken; the same decision is kept once."""
 
     entries: list[Entry] = field(default_factory=list)
+    _known: set[Entry] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._known.update(self.entries)
 
     def note(self, kind: str, subject: str, why: str) -> None:
         if kind not in KINDS:
             raise KeyError(f"ledger kind {kind!r} is not declared")
         entry = Entry(kind, subject, why)
-        if entry not in self.entries:
+        if entry not in self._known:
+            self._known.add(entry)
             self.entries.append(entry)
 
     def extend(self, entries: Iterable[Entry]) -> None:

@@ -42,7 +42,7 @@ def test_front_matter_names_base_licence_and_tags():
 
 def test_what_is_not_known_is_not_claimed():
     for path in (None, "/home/someone/models/base", "models/base/v1", "./base", "../base", "base"):
-        facts = {"name": "m", "format": "dense", "version": "1", "config": {"_name_or_path": path}}
+        facts = {"name": "m", "format": "dense", "version": "1", "bits": [4], "config": {"_name_or_path": path}}
         matter, body = front(model_card(facts))
         assert not {"base_model", "base_model_relation", "license"} & set(matter)
         assert matter["tags"] == ["llmcompress", "quantized"]

@@ -1,4 +1,4 @@
-"""The solvers against brute force and float64: what they minimise, what changes speed only, what happens at the edges."""
+"""The solvers against brute force and float64: what they minimise, what changes speed only, the edges."""
 
 import itertools
 

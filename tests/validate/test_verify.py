@@ -242,6 +242,21 @@ def test_a_tensor_too_many_is_found(copy_of, source):
     assert failures(out, source)["source"] == "model.extra does not come from the source"
 
 
+def test_a_tied_head_may_be_left_out_or_untied_but_not_invented(random_model_dir, tmp_path):
+    tied = random_model_dir("llama", tie_word_embeddings=True)
+    assert "lm_head.weight" not in load_file(tied / "model.safetensors")
+    written_out = Path(shutil.copytree(tied, tmp_path / "source"))  # as older writers saved tied models
+    tensors = load_file(tied / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    save_file({**tensors, "lm_head.weight": embedding.clone()}, written_out / "model.safetensors")
+    out = compressed(tied, tmp_path / "out", bits=4, group_size=32)
+    assert failures(out, tied) == failures(out, written_out) == {}
+    edit_tensors(out, lambda tensors: tensors.update({"lm_head.weight": embedding.clone()}))
+    assert failures(out, tied) == {}
+    edit_tensors(out, lambda tensors: tensors["lm_head.weight"].mul_(2))
+    assert failures(out, tied)["source"] == "lm_head.weight does not come from the source"
+
+
 def test_a_tensor_that_should_have_been_copied_is_compared_with_the_source(copy_of, source):
     out = copy_of("gptq sym")
     edit_tensors(out, lambda tensors: tensors["model.norm.weight"].mul_(1.01))

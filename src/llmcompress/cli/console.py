@@ -14,7 +14,7 @@ from rich.table import Table
 from llmcompress.engine.progress import Progress as RunProgress
 from llmcompress.errors import LlmcompressError
 
-out = Console()
+out = Console(width=None if sys.stdout.isatty() else 240)  # a file or a pipe has no width: nothing is cut off
 err = Console(stderr=True)
 
 

@@ -1,5 +1,6 @@
 """The plan: what a run will do, decided and checked from headers alone, before any tensor is read."""
 
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -79,7 +80,7 @@ class Plan:
         """What a work directory must agree on to go on with a run."""
         return {
             "recipe": {key: value for key, value in self.recipe.as_data().items() if key != "output"},
-            "model": self.headers.fingerprint,
+            "model": self.headers.contents,
             "compute_dtype": self.dtype,
             "batch": self.options.batch,
         }
@@ -227,7 +228,7 @@ def _matrices(headers: ModelHeaders, spec: ArchSpec) -> list[_Found]:
                 module = f"{prefix}.{layer}.{spec.disk_path(path)}"
                 if f"{module}.weight" in headers.tensors:
                     found.append((module, layer, expert, path, space, linear))
-                elif spec.experts is None:
+                elif spec.experts is None and not spec.observed:
                     raise CheckpointError(
                         f"tensor {module}.weight is missing from {headers.path}", "the config does not fit the weights"
                     )
@@ -273,13 +274,16 @@ def _entry(
     block = f".{arch.layers.rpartition('.')[2]}." in f".{spec.name}"
     matrix = len(spec.shape) >= 2 and block
     if matrix and module not in declared:
-        router = any(spec.name.endswith(f"{arch.disk_path(path)}.weight") for path in arch.never)
-        ledger.note(
-            "unquantised",
-            spec.name,
-            "a router is never quantised" if router else "not a matrix that the architecture declares",
-        )
+        ledger.note("unquantised", spec.name, _why_left(spec.name, arch))
     return Entry(spec, transposed=declared.get(module, False), block=block, linear=matrix)
+
+
+def _why_left(name: str, arch: ArchSpec) -> str:
+    """Why a matrix inside a layer is copied unchanged."""
+    if any(name.endswith(f".{arch.disk_path(path)}.weight") for path in arch.never):
+        return "a router is never quantised"
+    below = re.sub(r"^.*?\.\d+\.", "", name).removesuffix(".weight")
+    return arch.left_out.get(below, "not a matrix that the architecture declares")
 
 
 def _layout(format_: Format, entry: Entry) -> list[TensorSpec]:

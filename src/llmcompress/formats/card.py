@@ -47,10 +47,10 @@ def _front_matter(facts: Mapping[str, Any]) -> dict[str, Any]:
     matter |= _licence(facts.get("source_readme") or "")
     matter |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
     tags = ["llmcompress", "quantized"]
-    if facts["format"] != "dense":
+    if facts["format"] != "dense":  # whose weights have 16 bits again
         tags.append(facts["format"])
-    for bits in sorted(facts.get("bits", ())):
-        tags += [f"{bits}-bit", f"w{bits}a16"]
+        for bits in sorted(facts.get("bits", ())):
+            tags += [f"{bits}-bit", f"w{bits}a16"]
     return matter | {"tags": tags}
 
 

@@ -40,7 +40,13 @@ class DecodedWeights:
         """Codes of a quantised module, None for any other."""
         if self.format is None or not self._packed(f"{module}.weight"):
             return None
-        return self.format.decode(module, self.checkpoint.read, self.config)
+        return self.format.decode(module, self._part, self.config)
+
+    def _part(self, name: str) -> Tensor:
+        """A tensor of a packed module; KeyError tells a format that it has none of that name."""
+        if name not in self.checkpoint:
+            raise KeyError(name)
+        return self.checkpoint.read(name)
 
     def read(self, name: str) -> Tensor:
         module = name.removesuffix(".weight")

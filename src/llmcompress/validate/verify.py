@@ -312,11 +312,13 @@ def _completeness(directory: _Directory, matrices: Mapping[str, Matrix], origina
                 wrong.append(f"{name} differs from the source")
         elif not (tied and name.removesuffix(".weight") in _HEADS):
             wrong.append(f"{name} of the source is missing")
-    wrong += [
-        f"{name} does not come from the source"
-        for name in sorted(directory.tensors.keys() - accounted)
-        if not name.startswith(("lm_head.", "embed_out."))  # a head untied from the embedding
-    ]
+    for name in sorted(directory.tensors.keys() - accounted):
+        head = name.rpartition(".")[0] in _HEADS and (
+            name.rpartition(".")[0] in matrices
+            or any(directory.tensors[name].equals(table) for other, table in originals.items() if "emb" in other)
+        )
+        if not head:  # a head untied from the embedding
+            wrong.append(f"{name} does not come from the source")
     return wrong
 
 
