@@ -4,9 +4,9 @@
     python benchmarks/fidelity.py MODEL ids.safetensors TEST.txt --bits 4 --group-size 64 --out runs/ \
         --peer gptqmodel:VENV/bin/python --peer llmcompressor:VENV/bin/python
 
-Each peer runs in an environment of its own, as the docstrings of benchmarks/peers/run_*.py say, and its result is decoded
-to float32 by benchmarks/peers/densify.py, so `llmcompress eval` judges all alike. One thread for everyone: seconds are CPU
-seconds (user and system) of the whole process. What is there already is evaluated again but not made again.
+Each peer runs in an environment of its own, as the docstrings of benchmarks/peers/run_*.py say, and its result is
+decoded to float32 by benchmarks/peers/densify.py: `llmcompress eval` judges all alike. One thread for everyone: seconds
+are CPU seconds (user and system) of the whole process. What is there already is evaluated again but not made again.
 """
 
 import argparse

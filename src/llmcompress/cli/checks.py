@@ -2,13 +2,16 @@
 
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from llmcompress.cli import console
 from llmcompress.cli import options as o
 from llmcompress.errors import GateError
+
+if TYPE_CHECKING:
+    from llmcompress.validate.verify import Check
 
 
 def register(app: typer.Typer) -> None:
@@ -26,15 +29,19 @@ def verify(
     from llmcompress.validate.verify import verify as check
 
     checks = check(out, source)
-    failed = [item for item in checks if not item.ok]
+    failed = [item for item in checks if not item.ok and not item.warning]
     if json_:
         console.print_json(
             {"ok": not failed, "checks": [{"name": c.name, "ok": c.ok, "detail": c.detail} for c in checks]}
         )
     else:
-        console.table(None, ("", "check", "detail"), [("ok" if c.ok else "FAILED", c.name, c.detail) for c in checks])
+        console.table(None, ("", "check", "detail"), [(_mark(item), item.name, item.detail) for item in checks])
     if failed:
         raise GateError(f"{out}: {failed[0].name}: {failed[0].detail}")
+
+
+def _mark(check: "Check") -> str:
+    return "ok" if check.ok else "warning" if check.warning else "FAILED"
 
 
 def inspect(

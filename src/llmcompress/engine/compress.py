@@ -137,6 +137,8 @@ def _record(plan: MatrixPlan, weight: Tensor, coded: Coded, gram: Gram | None, s
         "method": plan.method.name,
         "grid": plan.entry.grid.name if plan.entry.grid else None,
         "shape": [plan.entry.out_features, plan.entry.in_features],
+        "permuted": plan.entry.permuted,
+        "transposed": plan.entry.transposed,
         "relative_error": _significant(float(delta.norm() / weight.norm().clamp_min(1e-30))),
     }
     if gram is not None:

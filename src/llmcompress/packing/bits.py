@@ -10,6 +10,8 @@ Every 32 values fill exactly b words, whatever the width b, so one loop over 32 
 import torch
 from torch import Tensor
 
+_CHUNK = 1 << 20  # codes packed at once: the int64 temporaries take 16 bytes for each
+
 
 def words_for(count: int, bits: int) -> int:
     """32-bit words that `count` values of `bits` bits need."""
@@ -18,6 +20,11 @@ def words_for(count: int, bits: int) -> int:
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Codes [rows, count], whole numbers in 0 ... 2^bits - 1, to int32 words [rows, ceil(count*bits/32)]."""
+    step = max(1, _CHUNK // max(codes.shape[1], 1))
+    return torch.cat([_pack(codes[start : start + step], bits) for start in range(0, max(codes.shape[0], 1), step)])
+
+
+def _pack(codes: Tensor, bits: int) -> Tensor:
     rows, count = codes.shape
     blocks = (count + 31) // 32
     padded = torch.zeros(rows, blocks * 32, dtype=torch.int64, device=codes.device)
@@ -35,6 +42,12 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 def unpack(words: Tensor, bits: int, count: int) -> Tensor:
     """Inverse of `pack`: int32 words [rows, ceil(count*bits/32)] to codes uint8 [rows, count]."""
+    step = max(1, _CHUNK // max(count, 1))
+    parts = [_unpack(words[start : start + step], bits, count) for start in range(0, max(words.shape[0], 1), step)]
+    return torch.cat(parts)
+
+
+def _unpack(words: Tensor, bits: int, count: int) -> Tensor:
     rows = words.shape[0]
     blocks = (count + 31) // 32
     wide = torch.zeros(rows, blocks * bits + 1, dtype=torch.int64, device=words.device)
@@ -46,4 +59,4 @@ def unpack(words: Tensor, bits: int, count: int) -> Tensor:
         low = wide[:, word : word + (blocks - 1) * bits + 1 : bits]
         high = wide[:, word + 1 : word + 1 + (blocks - 1) * bits + 1 : bits]
         codes[:, :, place] = (((low >> shift) | (high << (32 - shift))) & mask).to(torch.uint8)
-    return codes.view(rows, blocks * 32)[:, :count].contiguous()
+    return codes.view(rows, blocks * 32)[:, :count]

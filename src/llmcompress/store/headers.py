@@ -205,10 +205,10 @@ def _weight_files(path: Path) -> tuple[tuple[Path, ...], Mapping[str, str]]:
             )
         return _indexed_files(path)
     if single.exists():
-        return (_inside(path, single),), {}
+        return (inside(path, single),), {}
     others = sorted(file.name for file in path.glob("*.safetensors"))
     if len(others) == 1:
-        return (_inside(path, path / others[0]),), {}
+        return (inside(path, path / others[0]),), {}
     pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for file in path.glob(pattern))
     if pickles:
         raise CheckpointError(
@@ -237,11 +237,11 @@ def _indexed_files(path: Path) -> tuple[tuple[Path, ...], Mapping[str, str]]:
             missing = True
         if missing:
             raise CheckpointError(f"{index} names {_shown(name)}, which is missing", "fetch the missing shard")
-        files.append(_inside(path, path / name))
+        files.append(inside(path, path / name))
     return tuple(files), weight_map
 
 
-def _inside(path: Path, file: Path) -> Path:
+def inside(path: Path, file: Path) -> Path:
     """Refuse links that leave the model directory; links into a download cache beside it are what hubs make."""
     try:
         root, target = path.resolve(), file.resolve()

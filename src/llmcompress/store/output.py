@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from llmcompress.errors import PlanError, RunError
 from llmcompress.formats.base import ITEM_SIZE, TensorSpec
-from llmcompress.store.headers import _inside, read_json
+from llmcompress.store.headers import inside, read_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -205,7 +205,7 @@ class OutputDirectory:
         for file in found:
             copy = self.partial / file.relative_to(source)
             copy.parent.mkdir(exist_ok=True)
-            shutil.copyfile(_inside(source, file), copy)
+            shutil.copyfile(inside(source, file), copy)
         return sorted(str(file.relative_to(source)) for file in found)
 
     def commit(self) -> Path:
