@@ -268,3 +268,13 @@ def test_experts_are_quantised_counted_and_helped_where_starved(random_model_dir
     assert starved
     routers = [entry for entry in report["ledger"] if "router" in entry["why"]]
     assert len(routers) == 2
+
+
+def test_windows_sampled_from_the_model_are_kept_for_the_next_start(tiny_model_dir, tmp_path, monkeypatch):
+    made = recipe(calibration={"source": "self", "samples": 4, "length": 16})
+    whole = compress(tiny_model_dir, tmp_path / "whole", made)
+    with pytest.raises(StoppedError):
+        compress(tiny_model_dir, tmp_path / "out", made, stop=StopAfter(1))
+    monkeypatch.setattr("llmcompress.engine.run.calibration_tokens", lambda plan: pytest.fail("sampled again"))
+    assert compress(tiny_model_dir, tmp_path / "out", made)["tensors"] == whole["tensors"]
+    assert not (tmp_path / "out.work").exists()

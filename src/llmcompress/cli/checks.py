@@ -1,6 +1,7 @@
 """`verify`, `inspect` and `list`: looking at what is there."""
 
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,9 +32,7 @@ def verify(
     checks = check(out, source)
     failed = [item for item in checks if not item.ok and not item.warning]
     if json_:
-        console.print_json(
-            {"ok": not failed, "checks": [{"name": c.name, "ok": c.ok, "detail": c.detail} for c in checks]}
-        )
+        console.print_json({"ok": not failed, "checks": [asdict(item) for item in checks]})
     else:
         console.table(None, ("", "check", "detail"), [(_mark(item), item.name, item.detail) for item in checks])
     if failed:

@@ -6,9 +6,11 @@ from copy import deepcopy
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from llmcompress.calib.base import fingerprint
+from llmcompress.calib.pack import save
 from llmcompress.engine.calibration import calibration_tokens
 from llmcompress.engine.compress import Compressor, install
 from llmcompress.engine.forward import Forward, Replayed, Stream, Suspended
@@ -35,9 +37,15 @@ def run(plan: Plan, progress: Progress | None = None, stop: Stop = lambda: False
     return_freed_memory()
     checkpoint = Checkpoint(plan.headers.path)
     calibrated = any(matrix.method.needs_calibration for layer in plan.layers for matrix in layer)
-    tokens = calibration_tokens(plan) if calibrated else None
+    sampled = plan.recipe.calibration.source == "self"
+    kept = plan.work / "tokens.safetensors"  # sampling takes minutes, and depends on nothing but model and recipe
+    tokens = None
+    if calibrated:
+        tokens = load_file(kept)["input_ids"] if sampled and kept.exists() else calibration_tokens(plan)
     identity = {**plan.identity, "tokens": fingerprint(tokens) if tokens is not None else None}
     staged = Staging(plan.work, identity)
+    if tokens is not None and sampled:
+        save(tokens, kept)
     done = sum(staged.has(number) for number in range(len(plan.layers)))
     progress.start(len(plan.layers), done)
     if tokens is None:

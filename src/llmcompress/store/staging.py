@@ -151,7 +151,14 @@ class Staging:
 
     def remove(self) -> None:
         """Delete the work directory; only files it made itself."""
-        for pattern in ("plan.json", "place.json", "section-*.safetensors", "hidden-*.bin", "*.partial"):
+        for pattern in (
+            "plan.json",
+            "place.json",
+            "tokens.safetensors",
+            "section-*.safetensors",
+            "hidden-*.bin",
+            "*.partial",
+        ):
             for file in self.path.glob(pattern):
                 file.unlink()
         if not any(self.path.iterdir()):
