@@ -1,9 +1,11 @@
 """The work directory: finished sections and the hidden states that enter the next one, each written whole or not.
 
-plan.json                 what the run is; another recipe, model or calibration is refused, naming the difference
-place.json                where the model lies, for `export`
-section-00007.safetensors codes, scales and zero points of layer 7, with its records in the header
-hidden-00008-<crc>.bin    hidden states [samples, length, hidden] that enter layer 8
+plan.json                          what the run is; any other is refused, naming the difference
+place.json                         where the model lies, for `export`
+tokens.safetensors                 windows sampled from the model itself
+section-00007.safetensors          codes, scales and zero points of layer 7, with its records in the header
+hidden-<name>-00008-<crc>.bin      hidden states [samples, length, hidden] that enter layer 8: `compressed`, of the
+                                   model as compressed so far, and `original`, where a method asks for it
 """
 
 import json
