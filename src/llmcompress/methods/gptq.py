@@ -70,15 +70,19 @@ class Gptq(Method):
         order = torch.arange(weight.shape[1], device=weight.device)
         if self.actorder != "none":
             order = torch.argsort(energy, descending=True, stable=True)  # stable: ties must not depend on the machine
+        factor = inverse_factor(hessian[order][:, order], self.percdamp)
+        # what a rounding error in a column costs once the columns after it have made up for it: the loss is the sum of
+        # the squared residuals times this, so it is what a scale should be fitted by
+        cost = torch.empty_like(energy)
+        cost[order] = factor.upper.diagonal() ** -2
         grid = fit(
             weight,
             self.grid,
             clip=self.clip,
-            importance=energy,
+            importance=cost,
             scale_dtype=scale_dtype,
             order=order if self.permutes_groups else None,
         )
-        factor = inverse_factor(hessian[order][:, order], self.percdamp)
         coded = gptq_codes(weight, grid, factor, order, self.block_size)
         target = damped(hessian, factor.percdamp)
         coded = refine(weight, coded, target, order, scale_dtype, self.descent)
