@@ -115,9 +115,12 @@ def _go(recipe: Recipe, values: dict[str, Any], dry: bool) -> None:
 
 
 def _carry_out(plan: "Plan", values: dict[str, Any]) -> None:
+    from transformers.utils import logging
+
     from llmcompress.engine.resources import peak_memory
     from llmcompress.engine.run import run
 
+    logging.disable_progress_bar()
     begin = time.perf_counter()
     with console.Watching(quiet=values["quiet"] or values["json_"]) as watch:
         result = run(plan, watch, _stop_request(values["deadline"]))
