@@ -7,7 +7,7 @@ MODEL ?= demo/smollm2
 demo: .venv/installed
 	.venv/bin/python scripts/make_demo_model.py $(MODEL)
 	rm -rf $(MODEL)-w4
-	.venv/bin/llmcompress gptq $(MODEL) -o $(MODEL)-w4 --bits 4 --group-size 64
+	.venv/bin/llmcompress gptq $(MODEL) -o $(MODEL)-w4 --bits 4 --group-size 64 --samples 32
 	.venv/bin/llmcompress verify $(MODEL)-w4 --source $(MODEL)
 	.venv/bin/llmcompress eval $(MODEL)-w4 --ref $(MODEL)
 

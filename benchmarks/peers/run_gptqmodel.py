@@ -4,7 +4,7 @@ GPTQModel needs an environment of its own. Torch comes first, so that the tool t
 is there instead of fetching another one:
 
     python3.11 -m venv gptqmodel-venv
-    gptqmodel-venv/bin/pip install torch==2.13.0 setuptools wheel packaging ninja numpy
+    gptqmodel-venv/bin/pip install torch==2.13.0 setuptools wheel packaging ninja pybind11 numpy
     gptqmodel-venv/bin/pip install --no-build-isolation gptqmodel==7.6.0
 
 Version 7.6.0 is the last one that accepts torch 2.13. Then, with the calibration tokens as an
