@@ -8,8 +8,8 @@ from transformers import AutoConfig
 
 from llmcompress import arch
 from llmcompress.errors import CheckpointError
-from llmcompress.model.build import load_config
 from llmcompress.model.observe import _Seen, _TopK, observe
+from llmcompress.model.skeleton import load_config
 from llmcompress.registry import discover
 
 MODEL_TYPES = [model_type for spec in discover(arch, "ARCH").values() for model_type in spec.model_types]

@@ -208,8 +208,8 @@ def _spec(headers: ModelHeaders, options: Options, ledger: Ledger) -> ArchSpec:
     spec: ArchSpec | None = find(model_type)
     if spec is not None:
         return spec
-    from llmcompress.model.build import load_config
     from llmcompress.model.observe import observe
+    from llmcompress.model.skeleton import load_config
 
     observed = observe(load_config(headers.path, options.trust_remote_code), options.trust_remote_code)
     ledger.note("architecture", model_type, "no declaration: the order of its matrices was observed in a dry run")

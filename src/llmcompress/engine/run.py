@@ -21,7 +21,8 @@ from llmcompress.engine.write import write_output
 from llmcompress.errors import StoppedError
 from llmcompress.ledger import Entry as LedgerEntry
 from llmcompress.ledger import Ledger
-from llmcompress.model.build import StreamedModel, load_config
+from llmcompress.model.build import StreamedModel
+from llmcompress.model.skeleton import load_config
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.staging import Hidden, Staging
 

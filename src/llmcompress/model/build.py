@@ -5,38 +5,17 @@ replaced by recorders, so that embeddings, positions, masks, rotary tables, the 
 the code that will serve the model, for every architecture alike.
 """
 
-import copy
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmcompress.arch.spec import ArchSpec
 from llmcompress.errors import CheckpointError
-from llmcompress.model.experts import UnfusedExperts
-
-_LARGE = 1 << 24  # elements; no buffer of a language model has as many
-# what transformers raises for a config.json that it cannot use, by trial
-UNUSABLE = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    StrictDataclassError,
-    TypeError,
-    ValueError,
-)
+from llmcompress.model.skeleton import skeleton
 
 
 class Weights(Protocol):
@@ -79,75 +58,6 @@ class _Recorder(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.__dict__["_layer"], name)
-
-
-class _LargeOnMeta(TorchFunctionMode):
-    """Within, memory that only a parameter can want is not even reserved: some systems refuse what they do not have."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.empty and kwargs.get("device") is None:
-            shape = kwargs.get("size", args[0] if len(args) == 1 and not isinstance(args[0], int) else args)
-            if math.prod(shape) >= _LARGE:
-                return func(*args, **{**kwargs, "device": "meta"})
-        return func(*args, **kwargs)
-
-
-@contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Within, new parameters go to the meta device at once; buffers (rotary tables) are computed for real."""
-    register = nn.Module.register_parameter
-
-    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        register(module, name, parameter)
-        if parameter is not None:
-            module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
-
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
-    try:
-        with _LargeOnMeta():
-            yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-def load_config(path: Path, trust_remote_code: bool = False) -> Any:
-    """transformers' config of a model directory; code in the directory runs only where the caller trusts it."""
-    try:
-        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
-    except UNUSABLE as error:
-        raise CheckpointError(
-            f"{path / 'config.json'} is not a config transformers can use: {first_line(error)}"
-        ) from None
-
-
-def skeleton(config: Any, spec: ArchSpec | None, trust_remote_code: bool = False) -> nn.Module:
-    """transformers' causal model for `config`, parameters on the meta device, experts as separate linears."""
-    config = copy.deepcopy(config)  # transformers writes its choices, such as the attention, into the config
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    if hasattr(config, "_experts_implementation"):
-        config._experts_implementation = "eager"  # others stack experts into one product, whose sums come out otherwise
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}  # said even if false: None would ask the user
-    if spec is not None and spec.attention is not None:
-        options["attn_implementation"] = spec.attention
-    with parameters_on_meta():
-        try:
-            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
-        except UNUSABLE as error:
-            raise CheckpointError(
-                f"transformers cannot build a {getattr(config, 'model_type', 'unknown')!r} model for text: "
-                f"{first_line(error)}"
-            ) from None
-        if spec is not None and spec.experts is not None:
-            for layer in model.get_submodule(spec.layers).children():
-                parent_path, _, name = spec.experts.path.rpartition(".")
-                parent = layer.get_submodule(parent_path)
-                if hasattr(parent, name):
-                    setattr(parent, name, UnfusedExperts.like(getattr(parent, name)))
-    return model.eval()
 
 
 class StreamedModel:
@@ -377,12 +287,3 @@ def _empty(module: nn.Module) -> None:
         for name, parameter in owner._parameters.items():
             if parameter is not None and not parameter.is_meta:
                 owner._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
-
-
-def first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
-def plain(value: Any) -> Mapping[str, Any]:
-    """A transformers config as plain data."""
-    return value.to_dict()  # type: ignore[no-any-return]

@@ -11,8 +11,9 @@ from llmcompress.arch.spec import ArchSpec
 from llmcompress.errors import CheckpointError
 from llmcompress.formats.base import Format
 from llmcompress.grids.integer import Coded
-from llmcompress.model.build import StreamedModel, load_config
+from llmcompress.model.build import StreamedModel
 from llmcompress.model.observe import observe
+from llmcompress.model.skeleton import load_config
 from llmcompress.model.whole import whole_model
 from llmcompress.recipe import formats
 from llmcompress.store.checkpoint import Checkpoint
