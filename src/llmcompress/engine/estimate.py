@@ -12,7 +12,7 @@ from llmcompress.store.output import weights_nbytes
 if TYPE_CHECKING:
     from llmcompress.engine.plan import MatrixPlan
 
-_WITH_MODEL = 420_000_000  # Python with torch, a tokenizer and transformers' model code loaded
+_WITH_MODEL = 500_000_000  # Python with torch, a tokenizer and transformers' model code loaded
 _WITHOUT_MODEL = 280_000_000  # Python with torch alone, which is all that methods without data need
 ALIVE_LIMIT = 1_500_000_000  # bytes of activations that may be kept alive to save forwards
 _ITEM = {"bfloat16": 2, "float16": 2, "float32": 4}

@@ -35,7 +35,6 @@ def run(plan: Plan, progress: Progress | None = None, stop: Stop = lambda: False
     stop: asked after every section; when it says so the run ends with StoppedError and can be taken up again.
     """
     progress = progress or Progress()
-    return_freed_memory()
     checkpoint = Checkpoint(plan.headers.path)
     calibrated = any(matrix.method.needs_calibration for layer in plan.layers for matrix in layer)
     sampled = plan.recipe.calibration.source == "self"
@@ -132,6 +131,7 @@ def _with_data(
             finally:
                 for forward in under_way.values():
                     forward.close()
+        return_freed_memory()
 
 
 def _forwards(
