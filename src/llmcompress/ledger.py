@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
 KINDS = {
-    "calibration": "the calibration set differs from what was asked or was built in an unusual way",
     "group_size": "another group size than the default was chosen",
     "unquantised": "a matrix stays in its source type",
     "damping": "more damping than asked was needed to factorise a Gram matrix",
@@ -13,8 +12,6 @@ KINDS = {
     "starved_expert": "an expert saw too few tokens and its Gram matrix was shrunk towards the layer's",
     "architecture": "the architecture has no declaration and was observed",
     "engine": "some engine does not load what will be written",
-    "resumed": "finished sections were taken from the work directory",
-    "dtype": "values were stored in another type than the source's",
 }
 
 

@@ -11,7 +11,7 @@ from llmcompress.engine.plan import MatrixPlan, Plan
 from llmcompress.engine.progress import Progress
 from llmcompress.grids.integer import Coded
 from llmcompress.ledger import Ledger
-from llmcompress.methods.base import Method, Solved, Statistics
+from llmcompress.methods.base import Solved, Statistics
 from llmcompress.model.build import StreamedModel
 from llmcompress.model.experts import Expert
 from llmcompress.stats.gram import Gram
@@ -95,11 +95,12 @@ class Compressor:
             ledger.note(
                 "dead_inputs", group[0].module, f"{solved.dead_inputs} of {weights[0].shape[1]} were never active"
             )
+        hessian = None if stats.gram is None else stats.gram.mean().cpu()
         result, start = [], 0
         for plan, weight in zip(group, weights, strict=True):
             stop = start + weight.shape[0]
             part = Coded(solved.coded.codes[start:stop].cpu(), solved.coded.grid.rows(start, stop).to("cpu"))
-            result.append((plan, part, _record(plan, weight.cpu(), part, stats.gram, solved)))
+            result.append((plan, part, _record(plan, weight.cpu(), part, hessian, stats.gram, solved)))
             start = stop
         return result
 
@@ -119,17 +120,15 @@ def install(layer: nn.Module, plan: MatrixPlan, coded: Coded) -> None:
 
 def _together(stage: list[MatrixPlan]) -> list[list[MatrixPlan]]:
     """Matrices of a stage that read the same space under the same options and source type."""
-    groups: dict[tuple[str, Method, str], list[MatrixPlan]] = {}
+    groups: dict[tuple[str, str, str], list[MatrixPlan]] = {}
     for plan in stage:
-        groups.setdefault((plan.space, _frozen(plan.method), plan.entry.source.dtype), []).append(plan)
+        groups.setdefault((plan.space, plan.method.model_dump_json(), plan.entry.source.dtype), []).append(plan)
     return list(groups.values())
 
 
-def _frozen(method: Method) -> Any:
-    return method.model_dump_json()
-
-
-def _record(plan: MatrixPlan, weight: Tensor, coded: Coded, gram: Gram | None, solved: Solved) -> dict[str, Any]:
+def _record(
+    plan: MatrixPlan, weight: Tensor, coded: Coded, hessian: Tensor | None, gram: Gram | None, solved: Solved
+) -> dict[str, Any]:
     """What the report says about a matrix. loss: squared output error per token as a share of the output's energy."""
     delta = coded.decode() - weight
     record: dict[str, Any] = {
@@ -141,8 +140,7 @@ def _record(plan: MatrixPlan, weight: Tensor, coded: Coded, gram: Gram | None, s
         "transposed": plan.entry.transposed,
         "relative_error": _significant(float(delta.norm() / weight.norm().clamp_min(1e-30))),
     }
-    if gram is not None:
-        hessian = gram.mean().cpu()
+    if gram is not None and hessian is not None:
         energy = float(((weight @ hessian) * weight).sum())
         record["loss"] = _significant(float(((delta @ hessian) * delta).sum()) / max(energy, 1e-30))
         record["tokens"] = gram.tokens

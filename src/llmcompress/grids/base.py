@@ -1,12 +1,8 @@
-"""Grids: which values a weight may take. A spec is plain data; a fitted grid holds the tensors of one matrix."""
+"""Grids: which values a weight may take. A spec is plain data; `integer.IntegerGrid` holds a matrix's tensors."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
 
 from llmcompress.errors import RecipeError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 INTEGER_BITS = (2, 3, 4, 5, 6, 8)
 PER_ROW = -1
@@ -59,17 +55,3 @@ class GridSpec:
         """Stored bits per weight, scales and zero points included."""
         side = scale_bits + (0 if self.symmetric else self.bits)
         return self.bits + side / self.width(in_features)
-
-
-class FittedGrid(Protocol):
-    """The grid of one matrix [out, in], its scales already rounded to the type they are stored in."""
-
-    spec: GridSpec
-
-    def round(self, weight: "Tensor", column: int) -> "Tensor":
-        """Nearest codes (float, whole numbers) of one column [out]."""
-        ...
-
-    def values(self, codes: "Tensor", column: int) -> "Tensor":
-        """Decoded float32 values of one column of codes [out]."""
-        ...

@@ -33,14 +33,6 @@ class IntegerGrid:
     zero: Tensor
     group_index: Tensor
 
-    def round(self, weight: Tensor, column: int) -> Tensor:
-        group = int(self.group_index[column])
-        return (weight / self.scale[:, group] + self.zero[:, group]).round_().clamp_(0, self.spec.levels - 1)
-
-    def values(self, codes: Tensor, column: int) -> Tensor:
-        group = int(self.group_index[column])
-        return (codes - self.zero[:, group]) * self.scale[:, group]
-
     def encode(self, weight: Tensor) -> Tensor:
         """Nearest codes uint8 of a whole matrix [out, in]."""
         scale, zero = self.scale[:, self.group_index], self.zero[:, self.group_index]

@@ -3,7 +3,7 @@
 Methods see one weight and one Gram matrix. They know nothing of models, files, devices or resuming.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -37,7 +37,6 @@ class Solved:
     coded: "Coded"
     percdamp: float | None = None
     dead_inputs: int = 0
-    facts: dict[str, Any] = field(default_factory=dict)
 
 
 class Method(BaseModel):
