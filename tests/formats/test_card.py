@@ -51,8 +51,12 @@ def test_what_is_not_known_is_not_claimed():
 
 
 def test_a_damaged_readme_of_the_source_is_no_obstacle():
-    for readme in ("", "# no front matter", "---\nlicense: [\n---\n", "---\n- a\n---\n", "---\nlicense: mit\n"):
+    odd = ("[", "!!int ''", "!!bool x", "2001-01-01", "{a: b}", '"a\\x07b"', '"a\\nb"', "3", "[[mit]]", "&a [*a]")
+    damaged = ["", "# no front matter", "---\n- a\n---\n", "---\nlicense: mit\n"]
+    for readme in (*damaged, *(f"---\nlicense: {text}\n---\n" for text in odd)):
         matter, _ = front(model_card({**FACTS, "source_readme": readme}))
         assert "license" not in matter
     matter, _ = front(model_card({**FACTS, "source_readme": "---\r\nlicense: other\r\nlicense_name: x\r\n---\r\ntext"}))
     assert (matter["license"], matter["license_name"]) == ("other", "x")
+    matter, _ = front(model_card({**FACTS, "source_readme": "---\nlicense: [mit, apache-2.0]\n---\n"}))
+    assert matter["license"] == ["mit", "apache-2.0"]

@@ -1,4 +1,4 @@
-"""What a format refuses, what it says of engines, and the config files that make engines read it."""
+"""What a format refuses, and the config files that make engines read it."""
 
 import re
 
@@ -121,6 +121,17 @@ def test_a_quantised_head_is_announced():
     assert settings_of(PACKED, model(head=True))["ignore"] == []
 
 
+def test_gptq_says_of_experts_what_holds_for_all_of_a_layer():
+    """vLLM and SGLang look for rules under the name of the experts' list."""
+    name = "model.layers.{}.block_sparse_moe.experts.{}.{}"
+    grids = {0: None, 1: GridSpec(8, 32), 2: W4}
+    entries = [matrix(name.format(n, e, leaf), grids[n]) for n in grids for e in (0, 1) for leaf in ("w1", "w2", "w3")]
+    rules = settings_of(GPTQ, [*entries, matrix("m"), matrix("n")])["dynamic"]
+    assert rules[r"-:^model\.layers\.0\.block_sparse_moe\.experts$"] == {}
+    assert rules[r"+:^model\.layers\.1\.block_sparse_moe\.experts$"] == {"bits": 8, "group_size": 32}
+    assert not any("layers\\.2" in rule for rule in rules)
+
+
 def test_uniform_compressed_tensors_target_the_class():
     settings = settings_of(PACKED, model({r"layers\.0\.mlp\.down_proj": None}))
     assert list(settings["config_groups"]) == ["group_0"]
@@ -207,46 +218,3 @@ def test_what_a_format_cannot_hold_is_refused_with_a_way_out(format_, entries, c
     assert message in what
     assert way_out
     assert not what[0].isupper()
-
-
-@pytest.mark.parametrize("format_", [GPTQ, PACKED])
-def test_the_default_is_read_by_every_engine(format_):
-    assert format_.refuses(model(), {}) is None
-    assert format_.notes(model(), {}) == []
-
-
-@pytest.mark.parametrize(
-    ("format_", "entries", "engines"),
-    [
-        (GPTQ, model({"": GridSpec(2, 32)}), ["vLLM", "SGLang"]),
-        (GPTQ, model({"": GridSpec(3, 32)}), ["vLLM", "SGLang", "llama.cpp's converter"]),
-        (GPTQ, model({"": GridSpec(4, 32, symmetric=False)}), ["vLLM", "SGLang"]),
-        (GPTQ, model({"": GridSpec(4, 16)}), ["vLLM", "SGLang"]),
-        (GPTQ, [matrix("m", GridSpec(4, 48), (128, 384))], ["transformers", "GPTQModel", "vLLM", "SGLang"]),
-        (GPTQ, model({"down": GridSpec(8, 32)}), ["transformers", "llama.cpp's converter"]),
-        (GPTQ, model({"q_proj": GridSpec(8, 32)}), ["transformers", "vLLM", "SGLang", "llama.cpp's converter"]),
-        (GPTQ, model({"q_proj": None}), ["vLLM", "SGLang"]),
-        (GPTQ, model(permuted=True), ["vLLM"]),
-        (GPTQ, model({"": GridSpec(4, PER_ROW)}, permuted=True), []),
-        (GPTQ, model(head=True), ["transformers"]),
-        (GPTQ, [matrix("m", W4, (36, 128))], ["transformers", "vLLM", "SGLang"]),
-        (GPTQ, [matrix("m", W4, (64, 160))], ["SGLang"]),
-        (GPTQ, [matrix("model.layers.0.mlp.experts.0.up_proj")], ["transformers"]),
-        (PACKED, model({"": GridSpec(4, 32, symmetric=False)}), ["transformers"]),
-        (PACKED, model({"": GridSpec(8, 32, symmetric=False)}), ["transformers", "vLLM"]),
-        (PACKED, model({"": GridSpec(2, 32)}), ["vLLM", "SGLang"]),
-        (PACKED, model({"": GridSpec(8, PER_ROW)}), ["llama.cpp's converter"]),
-        (PACKED, model({"": GridSpec(4, 16)}), ["vLLM", "SGLang"]),
-        (PACKED, model({"down": GridSpec(8, 32)}), ["llama.cpp's converter"]),
-        (PACKED, model({"gate": None}), ["vLLM", "SGLang"]),
-        (PACKED, [matrix("model.layers.0.mlp.experts.0.up_proj")], []),
-        (GPTQ, [matrix("h.0.attn.c_attn", transposed=True)], ["transformers"]),
-        (GPTQ, [matrix("model.layers.0.block_sparse_moe.experts.0.w1")], ["transformers", "GPTQModel"]),
-        (GPTQ, [matrix("model.layers.0.mlp.gate_up_proj")], ["GPTQModel"]),
-        (GPTQ, [matrix("gpt_neox.layers.0.mlp.dense_h_to_4h"), matrix("embed_out", None)], ["GPTQModel"]),
-    ],
-)
-def test_engines_that_do_not_read_it_are_named_once_each(format_, entries, engines):
-    assert format_.refuses(entries, {}) is None
-    notes = format_.notes(entries, {})
-    assert [note.partition(" does not")[0].partition(" with ")[0] for note in notes] == engines

@@ -1,0 +1,75 @@
+"""Does a runtime load what a plan would write? Asked of one target, or of all for the ledger and for `plan --json`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llmcompress.engine.targets.facts import Case, Violation
+from llmcompress.engine.targets.split import shards, unsplittable
+from llmcompress.engine.targets.table import TARGETS, Target
+from llmcompress.errors import PlanError, RecipeError
+from llmcompress.formats.base import Entry
+from llmcompress.registry import suggest
+
+_MOST = 1024  # devices that a hint may propose
+
+
+def asked(name: str | None, tp: int, repair: bool) -> Target | None:
+    """The target of --target; RecipeError for an unknown one, PlanError for --tp or --repair that say nothing."""
+    if name is not None and name not in TARGETS:
+        raise RecipeError(f"unknown target {name!r}", suggest(name, list(TARGETS)))
+    split = [target.name for target in TARGETS.values() if target.tensor_parallel]
+    if tp < 1:
+        raise PlanError(f"--tp {tp} is no number of devices", "use 1 or more")
+    if tp > 1 and name not in split:
+        why = (
+            "says nothing without --target" if name is None else f"is not for {name}, whose ways to split are not known"
+        )
+        raise PlanError(f"--tp {tp} {why}", f"use it with --target {' or '.join(split)}")
+    if repair and name is None:
+        raise PlanError("--repair without --target has nothing to go by", "see `llmcompress list targets`")
+    return TARGETS[name] if name is not None else None
+
+
+def label(target: Target, tp: int) -> str:
+    """A target for people: 'vllm', or 'vllm (tp 2)'."""
+    return f"{target.name} (tp {tp})" if tp > 1 and target.tensor_parallel else target.name
+
+
+def violations(
+    target: Target, format_: str, entries: Sequence[Entry], config: Mapping[str, Any], tp: int = 1
+) -> list[Violation]:
+    """What keeps a target from loading `entries` in a format, on `tp` devices; empty if nothing is known to."""
+    facts = target.formats.get(format_)
+    if facts is None:
+        return [Violation(f"it does not read format {format_}", (), f"use --format {' or '.join(target.formats)}")]
+    tp = tp if target.tensor_parallel else 1
+    if found := unsplittable(entries, config, tp):
+        smaller = next(n for n in range(min(tp - 1, _MOST), 0, -1) if not unsplittable(entries, config, n))
+        return [Violation(item.what, item.modules, f"use --tp {smaller}") for item in found]
+    case = Case(entries, shards(entries, config, tp, target.fuses))
+    return [item for fact in facts for item in fact.violations(case)]
+
+
+def verdicts(
+    format_: str, entries: Sequence[Entry], config: Mapping[str, Any], tp: int = 1
+) -> dict[str, str | list[str]]:
+    """For every target "ok", or what keeps it from loading the result."""
+    return {
+        name: [str(item) for item in violations(target, format_, entries, config, tp)] or "ok"
+        for name, target in TARGETS.items()
+    }
+
+
+def labels(found: Mapping[str, str | list[str]], tp: int, only: str | None = None) -> list[str]:
+    """Targets that `verdicts` calls ok, for people; of one target alone where it is named."""
+    return [label(TARGETS[name], tp) for name, verdict in found.items() if verdict == "ok" and only in (None, name)]
+
+
+def engine_notes(format_: str, entries: Sequence[Entry], config: Mapping[str, Any]) -> list[str]:
+    """One sentence per runtime that reads the format, and yet not this checkpoint, on one device."""
+    found = {
+        target.title: violations(target, format_, entries, config)
+        for target in TARGETS.values()
+        if format_ in target.formats
+    }
+    return [f"{title} does not load this: {'; '.join(map(str, items))}" for title, items in found.items() if items]

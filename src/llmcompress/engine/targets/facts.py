@@ -1,0 +1,294 @@
+"""Kinds of facts about a runtime. Each finds what breaks it in a checkpoint, and the options that would mend it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmcompress.formats.base import Entry
+from llmcompress.formats.checks import experts_of, fused, grids, named, quantised
+from llmcompress.grids.base import PER_ROW, GridSpec
+from llmcompress.methods.base import DEFAULT_GROUP_SIZES
+
+Changes = Mapping[str, Mapping[str, Any]]
+"""Module -> options it should have instead; {"skip": True} leaves it unquantised."""
+
+SKIP: Mapping[str, Any] = {"skip": True}
+_SKIP_BY_HAND = "skip by hand: --set 'PATTERN: {skip: true}'"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One linear as one device runs it: several matrices where the runtime fuses them.
+
+    rows: outputs on one device, of each matrix and of each part of one that is stored joined. inputs: likewise.
+    """
+
+    entries: tuple[Entry, ...]
+    rows: tuple[int, ...]
+    inputs: int
+
+    @property
+    def expert(self) -> bool:
+        return experts_of(self.entries[0].module) is not None
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a runtime would load: all tensors, and the quantised linears as one device runs them."""
+
+    entries: Sequence[Entry]
+    shards: Sequence[Shard]
+
+
+@dataclass(frozen=True)
+class Violation:
+    """What a runtime does not take. what: the fact and the value that breaks it. modules: those concerned.
+
+    by_hand: what a user may do. changes: options that mend it, empty where none does. mending: what they amount to.
+    """
+
+    what: str
+    modules: tuple[str, ...] = ()
+    by_hand: str = ""
+    changes: Changes = field(default_factory=dict)
+    mending: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what} ({named(self.modules)})" if self.modules else self.what
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fact:
+    """One thing a runtime's loader or kernels ask for. why: the fact as a sentence about the runtime ("it ...")."""
+
+    why: str
+
+    def violations(self, case: Case) -> list[Violation]:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Bits(Fact):
+    """Widths in bits that are taken."""
+
+    bits: tuple[int, ...]
+
+    def violations(self, case: Case) -> list[Violation]:
+        wrong = [(entry.module, grid) for entry, grid in quantised(case.entries) if grid.bits not in self.bits]
+        if not wrong:
+            return []
+        return [
+            Violation(
+                f"{self.why}, not {wrong[0][1].bits}",
+                tuple(name for name, _ in wrong),
+                f"use --bits {' or '.join(map(str, self.bits))}",
+            )
+        ]
+
+
+@dataclass(frozen=True)
+class Asymmetric(Fact):
+    """Widths in bits of which asymmetric grids are taken."""
+
+    bits: tuple[int, ...] = ()
+
+    def violations(self, case: Case) -> list[Violation]:
+        coded = quantised(case.entries)
+        wrong = [(entry.module, grid) for entry, grid in coded if not grid.symmetric and grid.bits not in self.bits]
+        if not wrong:
+            return []
+        names = tuple(name for name, _ in wrong)
+        return [
+            Violation(
+                f"{self.why}, not {wrong[0][1].name}",
+                names,
+                "use --sym",
+                {name: {"sym": True} for name in names},
+                "make the grid symmetric",
+            )
+        ]
+
+
+@dataclass(frozen=True)
+class Groups(Fact):
+    """Group sizes that are taken (None: all), whether one scale per row is, and that no group spans two devices."""
+
+    sizes: tuple[int, ...] | None
+    rows: bool = True
+
+    def __str__(self) -> str:
+        sizes = "any size" if self.sizes is None else ", ".join(map(str, self.sizes))
+        return f"{sizes}, per row" if self.rows else sizes
+
+    def violations(self, case: Case) -> list[Violation]:
+        coded = quantised(case.entries)
+        sizes = {entry.module: grid.group_size for entry, grid in coded}
+        found = []
+        for size in dict.fromkeys(size for size in sizes.values() if not self._takes(size)):
+            names = tuple(name for name in sizes if sizes[name] == size)
+            what = f"{self.why}, not {'one scale per row' if size == PER_ROW else size}"
+            # one new size for all of them, as a loader may know only one
+            widths = {entry.in_features for entry, grid in coded if grid.group_size == size}
+            found.append(self._mended(what, names, size, widths))
+        inputs = {entry.module: shard.inputs for shard in case.shards for entry in shard.entries}
+        for width, size in dict.fromkeys((inputs[name], size) for name, size in sizes.items()):
+            if size != PER_ROW and self._takes(size) and width % size:
+                names = tuple(name for name in sizes if (inputs[name], sizes[name]) == (width, size))
+                what = f"groups of {size} do not divide the {width} inputs that a device holds"
+                found.append(self._mended(what, names, size, {width}))
+        return found
+
+    def _takes(self, size: int) -> bool:
+        return self.rows if size == PER_ROW else self.sizes is None or size in self.sizes
+
+    def _mended(self, what: str, names: tuple[str, ...], asked: int, widths: set[int]) -> Violation:
+        """The next finer size that is taken and divides all widths, else the next coarser, else one scale per row."""
+        fitting = [size for size in self.sizes or DEFAULT_GROUP_SIZES if all(width % size == 0 for width in widths)]
+        finer = [size for size in fitting if asked == PER_ROW or size < asked]
+        new = max(finer) if finer else min(fitting) if fitting else PER_ROW if self.rows else None
+        if new is None:
+            return Violation(what, names, _SKIP_BY_HAND)
+        mending = "use one scale per row" if new == PER_ROW else f"use groups of {new}"
+        changes = {name: {"group_size": new} for name in names}
+        return Violation(what, names, f"use --group-size {new}", changes, mending)
+
+
+@dataclass(frozen=True)
+class Multiples(Fact):
+    """Outputs and inputs of a device that kernels take are multiples of these; of experts or of all other linears."""
+
+    outputs: int
+    inputs: int
+    experts: bool = False
+
+    def violations(self, case: Case) -> list[Violation]:
+        ragged = [
+            shard
+            for shard in case.shards
+            if shard.expert == self.experts and (sum(shard.rows) % self.outputs or shard.inputs % self.inputs)
+        ]
+        return _left_out(self.why, ragged, case, lambda shard: f"{sum(shard.rows)} x {shard.inputs}")
+
+
+@dataclass(frozen=True)
+class Words(Fact):
+    """Codes along the inputs fill whole 32-bit words, and zero points along the outputs where they are stored."""
+
+    zeros: bool  # whether zero points are stored of symmetric grids too
+
+    def violations(self, case: Case) -> list[Violation]:
+        return _left_out(self.why, [s for s in case.shards if self._ragged(s)], case, self._shape)
+
+    def _ragged(self, shard: Shard) -> bool:
+        grid = shard.entries[0].grid
+        assert grid is not None
+        zeros = self.zeros or not grid.symmetric
+        return bool(shard.inputs * grid.bits % 32) or (zeros and any(rows * grid.bits % 32 for rows in shard.rows))
+
+    def _shape(self, shard: Shard) -> str:
+        return f"{' + '.join(map(str, shard.rows))} x {shard.inputs}"
+
+
+def _left_out(why: str, ragged: Sequence[Shard], case: Case, shape: Callable[[Shard], str]) -> list[Violation]:
+    """Linears of the wrong shape can only stay as they are; all of them cannot, or nothing would be compressed."""
+    if not ragged:
+        return []
+    names = tuple(entry.module for shard in ragged for entry in shard.entries)
+    some = len(names) < len(quantised(case.entries))
+    return [
+        Violation(
+            f"{why}, not {shape(ragged[0])}",
+            names,
+            _SKIP_BY_HAND if some else "use --format dense",
+            dict.fromkeys(names, SKIP) if some else {},
+            f"leave {'it' if len(names) == 1 else f'these {len(names)} matrices'} unquantised",
+        )
+    ]
+
+
+@dataclass(frozen=True)
+class NaturalOrder(Fact):
+    """Groups lie as stored; one scale per row has no order."""
+
+    def violations(self, case: Case) -> list[Violation]:
+        permuted = tuple(entry.module for entry, _ in quantised(case.entries) if entry.permuted)
+        if not permuted or all(grid.group_size == PER_ROW for grid in grids(case.entries)):
+            return []
+        changes = {name: {"actorder": "static"} for name in permuted}
+        return [Violation(self.why, permuted, "use --actorder static", changes, "use static groups")]
+
+
+@dataclass(frozen=True)
+class Alike(Fact):
+    """Matrices that run as one (`formats.checks.fused`) have one scheme."""
+
+    def violations(self, case: Case) -> list[Violation]:
+        found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+        for name, members in fused(case.entries).items():
+            if len({(entry.grid, entry.permuted) for entry in members}) > 1:
+                leaf = name.rpartition(".")[2]
+                kinds = " and ".join(dict.fromkeys(entry.grid.name if entry.grid else "16 bits" for entry in members))
+                what = f"it runs {leaf} as one, and its parts would have {kinds}"
+                mending, changes = self._mended(members)
+                found.setdefault((what, mending), {}).update(changes)
+        by_hand = "give all parts the same options with --set"
+        return [Violation(what, tuple(changes), by_hand, changes, mend) for (what, mend), changes in found.items()]
+
+    def _mended(self, members: Sequence[Entry]) -> tuple[str, dict[str, dict[str, Any]]]:
+        """The scheme with the most bits for all: no quantisation if one has none, else the richest grid."""
+        coded = quantised(members)
+        if len(coded) < len(members):
+            return "leave all parts unquantised", {entry.module: dict(SKIP) for entry, _ in coded}
+        best = max((grid for _, grid in coded), key=_richness)
+        static = len({entry.permuted for entry in members}) > 1
+        changes = {entry.module: _towards(best, entry, static) for entry in members}
+        return f"give all parts {best.name}", {module: change for module, change in changes.items() if change}
+
+
+def _towards(best: GridSpec, entry: Entry, static: bool) -> dict[str, Any]:
+    """The options of a matrix that must change for it to lie on the grid `best`, and in static groups if asked."""
+    assert entry.grid is not None
+    pairs = {
+        "bits": (entry.grid.bits, best.bits),
+        "group_size": (entry.grid.group_size, best.group_size),
+        "sym": (entry.grid.symmetric, best.symmetric),
+    }
+    change: dict[str, Any] = {key: new for key, (old, new) in pairs.items() if old != new}
+    return {**change, "actorder": "static"} if static and entry.permuted else change
+
+
+def _richness(grid: GridSpec) -> tuple[int, int, bool]:
+    """Orders grids by what they can express: bits, then finer groups, then a zero point."""
+    return grid.bits, -grid.group_size if grid.group_size != PER_ROW else -(1 << 31), not grid.symmetric
+
+
+@dataclass(frozen=True)
+class OneScheme(Fact):
+    """All quantised matrices share one grid, and one order of rounding where the file says it."""
+
+    order: bool = False
+
+    def violations(self, case: Case) -> list[Violation]:
+        kinds: dict[tuple[GridSpec, bool], list[str]] = {}
+        for entry, grid in quantised(case.entries):
+            ordered = self.order and bool(entry.options.get("act_order", False))
+            kinds.setdefault((grid, ordered), []).append(entry.module)
+        if len(kinds) < 2:
+            return []
+        common, *others = sorted(kinds.items(), key=lambda item: -len(item[1]))
+        names = tuple(name for _, modules in others for name in modules)
+        what = f"{self.why}, not both {common[0][0].name} and {others[0][0][0].name}"
+        return [Violation(what, names, "give all matrices the same options")]
+
+
+@dataclass(frozen=True)
+class Unread(Fact):
+    """Modules whose codes are not read, or whose presence breaks the loading of others (`quantised=False`)."""
+
+    which: Callable[[Entry], bool]
+    quantised: bool = True
+
+    def violations(self, case: Case) -> list[Violation]:
+        looked = [entry for entry in case.entries if entry.grid is not None or not self.quantised]
+        names = tuple(entry.module for entry in looked if self.which(entry))
+        return [Violation(self.why, names)] if names else []

@@ -1,0 +1,99 @@
+"""Tensor parallelism: which part of a linear one device holds, and when a model cannot be split at all.
+
+As in vLLM 0.33 and SGLang 0.5.23: what enters attention or MLP is split by outputs (column parallel), what leaves it by
+inputs (row parallel); attention is split by whole heads, and devices beyond the key-value heads hold copies of one.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from llmcompress.engine.targets.facts import Shard, Violation
+from llmcompress.formats.base import Entry
+from llmcompress.formats.checks import FUSED, fused, quantised
+
+_KEYS_VALUES = frozenset({"k_proj", "v_proj"})
+_JOINED_QKV = frozenset({"qkv_proj", "query_key_value", "c_attn"})  # q, k and v stored as one matrix
+_JOINED_GATE_UP = frozenset({"gate_up_proj"})
+_BY_OUTPUTS = (
+    frozenset({"q_proj", "gate_proj", "up_proj", "w1", "w3", "fc1", "c_fc", "dense_h_to_4h"})
+    | _KEYS_VALUES
+    | _JOINED_QKV
+    | _JOINED_GATE_UP
+)
+_BY_INPUTS = frozenset({"o_proj", "out_proj", "down_proj", "w2", "fc2", "c_proj", "dense", "dense_4h_to_h"})
+
+
+def shards(entries: Sequence[Entry], config: Mapping[str, Any], tp: int, fuses: bool) -> list[Shard]:
+    """Quantised linears as one of `tp` devices runs them. The model must be splittable (`unsplittable`)."""
+    heads = _heads(config)
+    coded = [entry for entry, _ in quantised(entries)]
+    merged: dict[str, tuple[Entry, ...]] = {}
+    if fuses:
+        for name, members in fused(coded).items():
+            whole = name.rpartition(".")[2] in FUSED and len({entry.grid for entry in members}) == 1
+            merged |= {entry.module: tuple(members) for entry in members if whole}
+    found = {members[0].module: members for members in (merged.get(entry.module, (entry,)) for entry in coded)}
+    return [
+        Shard(
+            members,
+            tuple(rows // pieces for entry in members for rows, pieces in _rows(entry, heads, tp)),
+            members[0].in_features // (tp if _leaf(members[0]) in _BY_INPUTS else 1),
+        )
+        for members in found.values()
+    ]
+
+
+def unsplittable(entries: Iterable[Entry], config: Mapping[str, Any], tp: int) -> list[Violation]:
+    """Why a model cannot be split over `tp` devices, quantised or not; nothing but another number mends it."""
+    if tp == 1:
+        return []
+    heads = _heads(config)
+    if heads is not None:
+        queries, keys = heads
+        if queries % tp:
+            return [Violation(f"{queries} attention heads cannot be shared out to {tp} devices")]
+        if keys % tp and tp % keys:
+            return [Violation(f"{keys} key-value heads cannot be shared out to {tp} devices")]
+    found: dict[str, list[str]] = {}
+    for entry in entries:
+        if not (entry.linear and entry.block):
+            continue
+        leaf = _leaf(entry)
+        if leaf in _BY_INPUTS:
+            if entry.in_features % tp:
+                found.setdefault(f"{entry.in_features} inputs cannot be split over {tp} devices", []).append(
+                    entry.module
+                )
+        elif leaf in _BY_OUTPUTS:
+            if any(rows % pieces for rows, pieces in _rows(entry, heads, tp)):
+                found.setdefault(f"{entry.out_features} outputs cannot be split over {tp} devices", []).append(
+                    entry.module
+                )
+        elif entry.grid is not None:
+            found.setdefault("it is not known how a linear of this name is split", []).append(entry.module)
+    return [Violation(what, tuple(names)) for what, names in found.items()]
+
+
+def _leaf(entry: Entry) -> str:
+    return entry.module.rpartition(".")[2]
+
+
+def _heads(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Query heads and key-value heads by config.json."""
+    queries = config.get("num_attention_heads", config.get("n_head"))
+    keys = config.get("num_key_value_heads") or queries
+    return (queries, keys) if isinstance(queries, int) and isinstance(keys, int) and min(queries, keys) > 0 else None
+
+
+def _rows(entry: Entry, heads: tuple[int, int] | None, tp: int) -> list[tuple[int, int]]:
+    """(outputs, devices that share them out) of each part of a matrix."""
+    leaf, rows = _leaf(entry), entry.out_features
+    keys = tp if heads is None else min(tp, heads[1])
+    if leaf in _KEYS_VALUES:
+        return [(rows, keys)]
+    if leaf in _JOINED_QKV and heads is not None and rows % (heads[0] + 2 * heads[1]) == 0:
+        width = rows // (heads[0] + 2 * heads[1])
+        return [(width * heads[0], tp), (width * heads[1], keys), (width * heads[1], keys)]
+    if leaf in _JOINED_GATE_UP and rows % 2 == 0:
+        return [(rows // 2, tp), (rows // 2, tp)]
+    return [(rows, tp if leaf in _BY_OUTPUTS else 1)]

@@ -1,0 +1,179 @@
+"""What each runtime's loader and kernels accept. To add a runtime, add a `Target`; nothing else knows their names."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from llmcompress.engine.targets.facts import (
+    Alike,
+    Asymmetric,
+    Bits,
+    Fact,
+    Groups,
+    Multiples,
+    NaturalOrder,
+    OneScheme,
+    Unread,
+    Words,
+)
+from llmcompress.formats.checks import HEADS, experts_of
+
+
+@dataclass(frozen=True)
+class Target:
+    """One runtime. name: as on the command line. title: as in a sentence. checked: the version the facts are of.
+
+    formats: what it reads, the best first, each with the facts that limit it. tensor_parallel: matrices are split over
+    devices. fuses: q, k, v and gate, up run as one linear each. decodes: codes are read only to be decoded, so that
+    nothing is lost by writing decoded weights. remark: what a user of it should know.
+    """
+
+    name: str
+    title: str
+    checked: str
+    formats: Mapping[str, tuple[Fact, ...]] = field(default_factory=dict)
+    tensor_parallel: bool = False
+    fuses: bool = False
+    decodes: bool = False
+    remark: str = ""
+
+
+_MARLIN_GROUPS = Groups((32, 64, 128), why="its Marlin kernels take groups of 32, 64 or 128, or one scale per row")
+_FUSED = Alike(why="it runs q, k, v as one, gate, up as one, and all experts of a layer as one, each with one scheme")
+_MARLIN_SHAPES = (
+    Multiples(64, 128, why="its Marlin kernels take multiples of 64 outputs and 128 inputs"),
+    Multiples(64, 64, experts=True, why="its Marlin kernels take multiples of 64 outputs and 64 inputs of an expert"),
+)
+
+_TRANSFORMERS = Target(
+    "transformers",
+    "transformers",
+    "5.23",
+    {
+        "compressed-tensors": (
+            Bits((2, 4, 8), why="it takes 2, 4 and 8 bits, which all versions of compressed-tensors pack alike"),
+            Asymmetric(
+                why="with compressed-tensors 0.18 or later it takes asymmetric weights only with "
+                "quantization_config=CompressedTensorsConfig(dequantize=True)"
+            ),
+        ),
+        "gptq": (
+            Bits((2, 3, 4, 8), why="GPTQModel's kernels take 2, 3, 4 and 8 bits"),
+            OneScheme(why="it takes one setting for all modules (it ignores `dynamic`)"),
+            Groups(
+                (16, 32, 64, 128, 256, 512),
+                why="GPTQModel's kernels take groups of 16, 32, 64, 128, 256 or 512, or one scale per row",
+            ),
+            Unread(
+                lambda entry: entry.module.rpartition(".")[2] in HEADS,
+                why="it leaves a quantised head at random values, without an error",
+            ),
+            Unread(
+                lambda entry: experts_of(entry.module) is not None,
+                why="it leaves quantised experts at random values, without an error",
+            ),
+            Unread(lambda entry: entry.transposed, why="it has no place for codes of a Conv1D"),
+            Multiples(32, 1, why="on a CPU it takes multiples of 32 outputs, as one kernel serves all modules"),
+        ),
+        "dense": (),
+    },
+)
+_GPTQMODEL = Target(
+    "gptqmodel",
+    "GPTQModel",
+    "7.7",
+    {
+        "gptq": (
+            Bits((2, 3, 4, 8), why="it takes 2, 3, 4 and 8 bits"),
+            Groups(
+                (16, 32, 64, 128, 256, 512, 1024),
+                why="its kernels take groups of the powers of two from 16 to 1024, or one scale per row",
+            ),
+            # it goes by the names that transformers gives to modules
+            Unread(
+                lambda entry: entry.module.endswith(".gate_up_proj"),
+                why="it splits a joined gate_up_proj and finds no codes for the parts",
+            ),
+            Unread(
+                lambda entry: ".block_sparse_moe.experts." in entry.module,
+                why="it renames experts of a block_sparse_moe and finds no codes for them",
+            ),
+            Unread(
+                lambda entry: entry.module == "embed_out",
+                quantised=False,
+                why="it does not find a head called embed_out and leaves it at random values, without an error",
+            ),
+        ),
+        "dense": (),
+    },
+)
+_VLLM = Target(
+    "vllm",
+    "vLLM",
+    "0.33",
+    {
+        "compressed-tensors": (
+            Bits((4, 8), why="its kernels take 4 and 8 bits"),
+            Asymmetric((4,), why="of asymmetric grids its common kernels take those of 4 bits"),
+            _MARLIN_GROUPS,
+            _FUSED,
+            Words(zeros=False, why="codes and zero points must fill whole 32-bit words"),
+        ),
+        "gptq": (
+            Bits((4, 8), why="its kernels take 4 and 8 bits"),
+            Asymmetric(why="of gptq checkpoints it takes symmetric grids"),
+            _MARLIN_GROUPS,
+            NaturalOrder(why="it refuses groups in activation order (desc_act)"),
+            _FUSED,
+            Words(zeros=True, why="codes and zero points must fill whole 32-bit words"),
+        ),
+        "dense": (),
+    },
+    tensor_parallel=True,
+    fuses=True,
+)
+_SGLANG = Target(
+    "sglang",
+    "SGLang",
+    "0.5.23",
+    {
+        "compressed-tensors": (
+            Bits((4, 8), why="its kernels take 4 and 8 bits"),
+            _MARLIN_GROUPS,
+            _FUSED,
+            *_MARLIN_SHAPES,
+        ),
+        "gptq": (
+            Bits((4, 8), why="its kernels take 4 and 8 bits"),
+            Asymmetric(why="of gptq checkpoints it takes symmetric grids"),
+            _MARLIN_GROUPS,
+            _FUSED,
+            *_MARLIN_SHAPES,
+        ),
+        "dense": (),
+    },
+    tensor_parallel=True,
+    fuses=True,
+)
+_LLAMA_CPP = Target(
+    "llama.cpp",
+    "llama.cpp's converter",
+    "build 11434",
+    {
+        "compressed-tensors": (
+            Bits((2, 4, 8), why="it reads 2, 4 and 8 bits"),
+            OneScheme(order=True, why="it takes one config group"),
+            Groups(None, rows=False, why="it needs groups"),
+        ),
+        "gptq": (
+            Bits((2, 4, 8), why="it reads 2, 4 and 8 bits"),
+            OneScheme(why="it takes one setting for all modules"),
+        ),
+        "dense": (),
+    },
+    decodes=True,
+    remark="convert_hf_to_gguf reads the directory and decodes the codes to floats: quantise its result again",
+)
+
+TARGETS: Mapping[str, Target] = {
+    target.name: target for target in (_TRANSFORMERS, _GPTQMODEL, _VLLM, _SGLANG, _LLAMA_CPP)
+}
