@@ -1,10 +1,12 @@
-"""Both ways of running a layer give the same numbers, and neither leaves anything behind."""
+"""Running a layer stage by stage: to the bit what a fresh run would give, with every costly module run once."""
+
+import math
 
 import pytest
 import torch
 
-from llmcompress.engine.forward import Replayed, Stream, Suspended
-from llmcompress.errors import RunError
+from llmcompress.engine.forward import Forward, Stream
+from llmcompress.parallel import threads
 from llmcompress.store.staging import Staging
 from llmcompress.validate.load import open_streamed
 
@@ -14,63 +16,93 @@ SPACES = {
     "mlp_in": "mlp.gate_proj",
     "mlp_hidden": "mlp.down_proj",
 }
+WINDOWS, BATCH = 5, 2
 
 
 @pytest.fixture
 def ready(tiny_model_dir, tmp_path):
-    """A model, and the hidden states of five windows in batches of two."""
+    """A model, and the hidden states of five windows."""
     model = open_streamed(tiny_model_dir, dtype=torch.float32)
-    ids = torch.randint(10, 500, (5, 12), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(10, 500, (WINDOWS, 12), generator=torch.Generator().manual_seed(0))
     states = model.embed(ids)
     staged = Staging(tmp_path / "work", {})
-    hidden = staged.keep_hidden(0, tuple(states.shape), torch.float32, {"compressed": iter(states.split(2))})
-    return model, hidden["compressed"]
+    hidden = staged.keep_hidden(0, torch.float32, {"compressed": iter(states.split(BATCH))})
+    return model, hidden.streams["compressed"], tmp_path
 
 
-def through(forward, layer):
+def forward(ready, layer, number=1, spaces=SPACES):
+    model, hidden, folder = ready
+    return Forward(model, number, Stream("compressed", layer, hidden), BATCH, folder, spaces)
+
+
+def through(run, layer, spaces=SPACES):
     """Inputs of each stage and outputs, where every stage changes the weights it is followed by."""
     found = []
-    for space, path in SPACES.items():
-        found.append([batch[space].clone() for batch in forward.inputs({space: path})])
+    for space, path in spaces.items():
+        found.append([batch[space].clone() for batch in run.inputs({space: path})])
         layer.get_submodule(path).weight.data.mul_(1.25)
-    found.append(list(forward.outputs()))
-    forward.close()
+    found.append([out.clone() for out in run.outputs()])
     return found
 
 
 @torch.no_grad()
-def test_suspended_and_replayed_forwards_agree_to_the_bit(ready):
-    model, hidden = ready
+@pytest.mark.parametrize("count", [1, 3])
+def test_what_was_recorded_changes_nothing_to_the_bit(ready, count):
+    model = ready[0]
     results = []
-    for kind in ("suspended", "replayed"):
-        with model.layer(1) as layer:
-            stream = Stream(layer, hidden)
-            forward = Suspended(model, 1, stream, 2, SPACES) if kind == "suspended" else Replayed(model, 1, stream, 2)
-            results.append(through(forward, layer))
-            assert not any(module._forward_pre_hooks for module in layer.modules())
+    for spaces in (SPACES, {}):  # with bypasses, and every stage anew
+        with model.layer(1) as layer, threads(count):
+            results.append(through(forward(ready, layer, spaces=spaces), layer))
+            assert not any(module._forward_pre_hooks or module._forward_hooks for module in layer.modules())
+            assert not any("forward" in vars(module) for module in layer.modules())
     for left, right in zip(*results, strict=True):
-        assert len(left) == len(right) == 3
+        assert len(left) == len(right) == math.ceil(WINDOWS / BATCH)
         assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 @torch.no_grad()
+def test_attention_and_feed_forward_are_computed_once(ready):
+    model = ready[0]
+    with model.layer(1) as layer:
+        run = forward(ready, layer)
+        calls = {"self_attn.q_proj": 0, "self_attn.o_proj": 0, "mlp.down_proj": 0}
+
+        def counter(name):
+            def hook(*_):
+                calls[name] += 1
+
+            return hook
+
+        handles = [layer.get_submodule(name).register_forward_hook(counter(name)) for name in calls]
+        through(run, layer)
+        for handle in handles:
+            handle.remove()
+    batches = math.ceil(WINDOWS / BATCH)
+    assert calls == {"self_attn.q_proj": batches, "self_attn.o_proj": batches, "mlp.down_proj": batches}
+
+
+@torch.no_grad()
 def test_a_later_stage_sees_the_weights_an_earlier_one_changed(ready):
-    model, hidden = ready
+    model = ready[0]
     with model.layer(0) as layer:
-        changed = through(Suspended(model, 0, Stream(layer, hidden), 2, SPACES), layer)
+        changed = through(forward(ready, layer, 0), layer)
     with model.layer(0) as layer:
-        forward = Replayed(model, 0, Stream(layer, hidden), 2)
-        plain = [[batch[space] for batch in forward.inputs({space: path})] for space, path in SPACES.items()]
+        run = forward(ready, layer, 0)
+        plain = [[batch[space] for batch in run.inputs({space: path})] for space, path in SPACES.items()]
     assert torch.equal(torch.cat(changed[0]), torch.cat(plain[0]))
     for stage in (1, 2, 3):
         assert not torch.allclose(torch.cat(changed[stage]), torch.cat(plain[stage]))
 
 
 @torch.no_grad()
-def test_a_declaration_in_the_wrong_order_is_noticed(ready):
-    model, hidden = ready
-    with model.layer(0) as layer:
-        forward = Suspended(model, 0, Stream(layer, hidden), 2, SPACES)
-        with pytest.raises(RunError, match="its declaration has another order"):
-            list(forward.inputs({"mlp_in": SPACES["mlp_in"]}))
-        forward.close()
+def test_a_module_that_does_more_after_its_matrix_is_run_in_full(ready):
+    model = ready[0]
+    with model.layer(1) as layer:
+        attention = layer.self_attn
+        plain = attention.forward
+        attention.forward = lambda *args, **kwargs: tuple(
+            value * 2 if isinstance(value, torch.Tensor) else value for value in plain(*args, **kwargs)
+        )
+        run = forward(ready, layer)
+        assert {bypass.module for bypass in run._bypasses} == {"mlp"}
+        del attention.forward

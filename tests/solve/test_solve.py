@@ -10,7 +10,7 @@ from llmcompress.grids.base import GridSpec
 from llmcompress.grids.integer import Coded, fit
 from llmcompress.solve.damping import damped, inverse_factor
 from llmcompress.solve.gptq import gptq_codes
-from llmcompress.solve.refine import descend_codes, refit_scales, row_loss
+from llmcompress.solve.refine import Refiner, refit_scales, row_loss
 
 
 def problem(rows=16, width=64, tokens=400, seed=0):
@@ -35,7 +35,8 @@ def gptq(w, hessian, spec, order=None, block=128, **options):
 
 def test_factor_is_that_of_the_inverse():
     _, hessian = problem()
-    upper = inverse_factor(hessian, 0.01).upper.double()
+    factor = inverse_factor(hessian, 0.01)
+    upper = ((factor.ahead + torch.eye(64)) * factor.pivots[:, None]).double()
     inverse = torch.linalg.inv(damped(hessian.double(), 0.01))
     assert torch.allclose(upper.T @ upper, inverse, rtol=1e-4, atol=1e-6 * inverse.abs().max())
     assert torch.equal(upper, upper.triu())
@@ -93,7 +94,7 @@ def test_refinement_never_raises_any_rows_loss(spec):
         coded = refit_scales(coded, target, w @ target, torch.float16)
         between = row_loss(w, coded, target)
         assert (between <= before * (1 + 1e-4) + 1e-9).all()
-        coded = descend_codes(coded, target, w @ target, by_energy(hessian))
+        coded = Refiner(target, by_energy(hessian)).descend_codes(coded, w @ target)
         assert (row_loss(w, coded, target) <= between * (1 + 1e-4) + 1e-9).all()
     assert row_loss(w, coded, target).sum() < 0.97 * start.sum()
 
@@ -103,7 +104,7 @@ def test_descent_ends_where_no_single_code_can_be_bettered():
     target = damped(hessian, 0.01)
     coded = gptq(w, hessian, GridSpec(3, 8))
     for _ in range(20):
-        coded = descend_codes(coded, target, w @ target, torch.arange(16))
+        coded = Refiner(target, torch.arange(16)).descend_codes(coded, w @ target)
     base = row_loss(w, coded, target)
     for j, code in itertools.product(range(16), range(8)):
         codes = coded.codes.clone()
@@ -116,7 +117,7 @@ def test_small_problem_reaches_near_the_best_of_all_codes():
     target = damped(hessian, 0.01)
     grid = fit(w, GridSpec(2, 6), importance=hessian.diagonal())
     coded = gptq_codes(w, grid, inverse_factor(hessian, 0.01), torch.arange(6))
-    coded = descend_codes(coded, target, w @ target, torch.arange(6))
+    coded = Refiner(target, torch.arange(6)).descend_codes(coded, w @ target)
     every = torch.cartesian_prod(*[torch.arange(4)] * 6).to(torch.uint8)
     for row in range(3):
         one = grid.rows(row, row + 1)
@@ -151,6 +152,6 @@ def test_inputs_are_left_as_they_were():
     kept = w.clone(), hessian.clone()
     coded = gptq(w, hessian, GridSpec(3, 16))
     refit_scales(coded, hessian, w @ hessian, torch.float16)
-    descend_codes(coded, hessian, w @ hessian, by_energy(hessian))
+    Refiner(hessian, by_energy(hessian)).descend_codes(coded, w @ hessian)
     assert torch.equal(w, kept[0])
     assert torch.equal(hessian, kept[1])

@@ -7,7 +7,7 @@ import typer
 
 from llmcompress import __version__
 from llmcompress.cli import console
-from llmcompress.errors import EXIT_FAILED, EXIT_REFUSED, LlmcompressError
+from llmcompress.errors import EXIT_FAILED, EXIT_REFUSED, LlmcompressError, RunError
 
 app = typer.Typer(
     name="llmcompress",
@@ -32,6 +32,7 @@ def options(
         False, "--version", callback=_version, is_eager=True, help="Print the version and stop."
     ),
 ) -> None:
+    os.umask(os.umask(0o077) | 0o002)  # what libraries write is not for everybody to change either
     os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here ever needs a network
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -42,7 +43,8 @@ def main() -> None:
     """Entry point: run the command, turn errors into one line and an exit code."""
     from llmcompress.cli import commands
 
-    commands.register(app)
+    if not app.registered_commands:
+        commands.register(app)
     try:
         app()
     except LlmcompressError as error:
@@ -56,3 +58,9 @@ def main() -> None:
         sys.exit(EXIT_FAILED)
     except BrokenPipeError:
         sys.exit(EXIT_REFUSED)
+    except Exception as error:
+        # the system's own words, such as a full disk, where nothing nearer knew what was being written
+        if not isinstance(error, OSError) and type(error).__name__ != "SafetensorError":
+            raise
+        console.fail(RunError(str(error), "finished layers are kept; the same command goes on"))
+        sys.exit(EXIT_FAILED)

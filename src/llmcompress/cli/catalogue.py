@@ -1,15 +1,19 @@
 """What `list` shows: the registries, as rows of text."""
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import llmcompress.arch
 import llmcompress.calib
+from llmcompress.engine.targets.facts import Asymmetric, Bits, Fact, Groups
+from llmcompress.engine.targets.table import TARGETS
 from llmcompress.errors import RecipeError
 from llmcompress.grids.base import INTEGER_BITS
 from llmcompress.ledger import KINDS
 from llmcompress.recipe import formats, methods
 from llmcompress.registry import discover, suggest
 
+Kind = TypeVar("Kind", bound=Fact)
 Listing = tuple[Sequence[str], Sequence[Sequence[str]]]
 
 
@@ -59,6 +63,28 @@ def _grids() -> Listing:
     return ("grid", "values"), rows
 
 
+def _targets() -> Listing:
+    rows = [
+        (
+            target.name,
+            target.checked,
+            name,
+            _first(facts, Bits, lambda fact: ", ".join(map(str, fact.bits))),
+            _first(facts, Asymmetric, lambda fact: ", ".join(map(str, fact.bits)) or "none"),
+            _first(facts, Groups, Groups.__str__),
+            "; ".join([fact.why for fact in facts] + [target.remark] * bool(target.remark and facts)),
+        )
+        for target in TARGETS.values()
+        for name, facts in target.formats.items()
+    ]
+    return ("target", "as of", "format", "bits", "asymmetric", "groups", "facts"), rows
+
+
+def _first(facts: Sequence[Fact], kind: type[Kind], show: Callable[[Kind], str]) -> str:
+    """What the first fact of a kind says, or that there is no limit."""
+    return next((show(fact) for fact in facts if isinstance(fact, kind)), "any")
+
+
 def _ledger() -> Listing:
     return ("kind", "when it is noted"), list(KINDS.items())
 
@@ -69,5 +95,6 @@ _LISTS: dict[str, Callable[[], Listing]] = {
     "grids": _grids,
     "archs": _archs,
     "sources": _sources,
+    "targets": _targets,
     "ledger": _ledger,
 }

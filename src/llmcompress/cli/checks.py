@@ -53,14 +53,14 @@ def inspect(
 
     headers = read_headers(checkpoint)
     config = headers.config
-    quantization = config.get("quantization_config")
+    quantization, architectures = config.get("quantization_config"), config.get("architectures")
     kinds = Counter[str]()
     for stored in headers.tensors.values():
         kinds[stored.spec.dtype] += stored.spec.nbytes
     facts: dict[str, Any] = {
         "path": str(checkpoint),
         "model_type": config.get("model_type"),
-        "architecture": (config.get("architectures") or [None])[0],
+        "architecture": architectures[0] if isinstance(architectures, list) and architectures else None,
         "layers": config.get("num_hidden_layers", config.get("n_layer")),
         "hidden_size": config.get("hidden_size", config.get("n_embd")),
         "vocab_size": config.get("vocab_size"),
@@ -97,7 +97,9 @@ def _summary(quantization: Any) -> str:
     if isinstance(groups, dict):
         parts = []
         for group in groups.values():
-            weights = group.get("weights") or {}
+            weights = group.get("weights") if isinstance(group, dict) else None
+            if not isinstance(weights, dict):
+                continue
             parts.append(
                 f"{weights.get('num_bits')} bits, {weights.get('strategy')} {weights.get('group_size') or ''}".strip()
             )
@@ -107,7 +109,9 @@ def _summary(quantization: Any) -> str:
 
 
 def list_(
-    what: Annotated[str, typer.Argument(help="methods, grids, formats, archs, sources or ledger.", show_default=False)],
+    what: Annotated[
+        str, typer.Argument(help="methods, grids, formats, archs, sources, targets or ledger.", show_default=False)
+    ],
     json_: o.Json = False,
 ) -> None:
     """What is built in."""

@@ -76,7 +76,7 @@ def _method(method: type[Method], dry: bool = False) -> Callable[..., None]:
             steps=(build(method, options, method.name),),
             output=build(
                 Output,
-                {"format": values["format_"], "shard_size": int(values["shard_size"] * 1e9)},
+                {"format": values["format_"], "shard_size": o.gigabytes("--shard-size", values["shard_size"])},
                 "the output options",
             ),
         )
@@ -101,13 +101,18 @@ def _go(recipe: Recipe, values: dict[str, Any], dry: bool) -> None:
     for kind in values["strict"] or []:
         if kind not in (*KINDS, "any"):
             raise RecipeError(f"--strict {kind!r} is not a kind of ledger entry", suggest(kind, [*KINDS, "any"]))
-    if values["print_recipe"]:
+    if values["print_recipe"] and not values["repair"]:
         typer.echo(recipe.as_yaml(), nl=False)
         return
     from llmcompress.engine.plan import Options, make_plan
 
+    limit = values["max_memory"]
+    values["max_memory"] = None if limit is None else o.gigabytes("--max-memory", limit)
     means = Options(**{name: values[name] for name in Options.__dataclass_fields__})
     plan = make_plan(recipe, values["model"], means)
+    if values["print_recipe"]:
+        typer.echo(plan.recipe.as_yaml(), nl=False)
+        return
     if dry or values["dry_run"]:
         _show_plan(plan, values["json_"])
         return
@@ -159,7 +164,10 @@ def _stop_request(deadline: float | None) -> Callable[[], bool]:
 
 
 def _show_plan(plan: "Plan", as_json: bool) -> None:
-    cost = plan.estimate
+    from llmcompress.engine.targets.check import labels, verdicts
+
+    cost, options = plan.estimate, plan.options
+    loaded = verdicts(plan.format.name, plan.entries, plan.headers.config, options.tp)
     matrices = [matrix for layer in plan.layers for matrix in layer]
     rows = [(m.module, m.entry, m.method) for m in matrices]
     if as_json:
@@ -185,6 +193,7 @@ def _show_plan(plan: "Plan", as_json: bool) -> None:
                     for name, e, m in rows
                 ],
                 "tensors": [{"name": t.name, "dtype": t.dtype, "shape": list(t.shape)} for t in plan.tensors],
+                "targets": loaded,
                 "ledger": plan.ledger.as_json(),
             }
         )
@@ -216,6 +225,7 @@ def _show_plan(plan: "Plan", as_json: bool) -> None:
                 f"{plan.headers.path} ({plan.spec.name}, {len(plan.layers)} layers, {console.size(cost.source_bytes)})",
             ),
             ("output", f"{plan.out} ({plan.format.name})"),
+            ("loads in", ", ".join(labels(loaded, options.tp, options.target)) or "nothing known"),
             ("unchanged", f"{len(copied)} tensors, {console.size(kept)}"),
             (
                 "weight files",

@@ -12,20 +12,26 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from llmcompress.engine.progress import Progress as RunProgress
-from llmcompress.errors import LlmcompressError
+from llmcompress.errors import LlmcompressError, printable
 
-out = Console(width=None if sys.stdout.isatty() else 240)  # a file or a pipe has no width: nothing is cut off
-err = Console(stderr=True)
+# a file or a pipe has no width: nothing is cut off; `:name:` in a path is no emoji
+out = Console(width=None if sys.stdout.isatty() else 240, emoji=False)
+err = Console(stderr=True, emoji=False)
 
 
 def print_json(data: Any) -> None:
     """The one JSON document of `--json`."""
-    sys.stdout.write(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+    text = json.dumps(data, indent=2, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:  # half a surrogate pair out of a file, or a terminal without Unicode
+        text = json.dumps(data, indent=2)
+    sys.stdout.write(text + "\n")
 
 
 def say(line: str) -> None:
     """A line for people, on stderr, so that stdout stays clean for results."""
-    err.print(escape(line), highlight=False, soft_wrap=True)
+    err.print(escape(printable(line)), highlight=False, soft_wrap=True)
 
 
 def fail(error: LlmcompressError) -> None:
@@ -37,11 +43,17 @@ def fail(error: LlmcompressError) -> None:
 
 def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> None:
     """A plain table on stdout; columns whose numbers are in `right` are aligned to the right."""
-    made = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False)
+    made = Table(
+        title=None if title is None else escape(printable(title)),
+        title_justify="left",
+        header_style="bold",
+        box=None,
+        pad_edge=False,
+    )
     for number, column in enumerate(columns):
         made.add_column(column, justify="right" if number in right else "left", overflow="fold")
     for row in rows:
-        made.add_row(*map(escape, row))
+        made.add_row(*(escape(printable(cell)) for cell in row))
     out.print(made)
 
 

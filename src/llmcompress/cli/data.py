@@ -30,11 +30,11 @@ def pack(
     from llmcompress.calib.base import fingerprint
     from llmcompress.calib.pack import save
     from llmcompress.engine.calibration import tokens_for
-    from llmcompress.recipe import Calibration
+    from llmcompress.recipe import Calibration, build
 
-    asked = Calibration(
-        source=calibration, options={} if field is None else {"field": field}, samples=samples, length=length, seed=seed
-    )
+    options = {} if field is None else {"field": field}
+    given = {"source": calibration, "options": options, "samples": samples, "length": length, "seed": seed}
+    asked = build(Calibration, given, "the calibration options")
     tokens = tokens_for(asked, model, "float32", trust_remote_code)
     save(tokens, out)
     facts = {"path": str(out), "samples": tokens.shape[0], "length": tokens.shape[1], "sha256": fingerprint(tokens)}

@@ -41,7 +41,7 @@ def evaluate(
             "--windows", min=1, help="Windows, from the start of the text. Default: 80, or all of the shipped text."
         ),
     ] = None,
-    batch: o.Batch = 4,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Windows run at once.")] = 4,
     device: o.Device = "auto",
     compute_dtype: Annotated[
         Literal["float32", "bfloat16"], typer.Option("--compute-dtype", help="Type both models run in.")

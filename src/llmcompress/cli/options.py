@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
-import yaml
 from pydantic.fields import FieldInfo
 
 from llmcompress.errors import RecipeError
 from llmcompress.methods.base import Method
 from llmcompress.recipe import DEFAULT_FORMAT, Calibration, Output
+from llmcompress.yamlfile import read_yaml
 
 CALIBRATION, OUTPUT, RUNNING = "Calibration", "Output", "Running"
 
@@ -52,6 +52,23 @@ Samples = Annotated[
 ]
 Length = Annotated[int, typer.Option("--length", help="Tokens per window.", rich_help_panel=CALIBRATION)]
 Seed = Annotated[int, typer.Option("--seed", help="Which windows are drawn.", rich_help_panel=CALIBRATION)]
+Target = Annotated[
+    str | None,
+    typer.Option(
+        "--target",
+        help="Refuse what this runtime would not load; see `llmcompress list targets`.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+TensorParallel = Annotated[
+    int, typer.Option("--tp", help="Devices over which the target splits every matrix.", rich_help_panel=OUTPUT)
+]
+Repair = Annotated[
+    bool,
+    typer.Option(
+        "--repair", help="Change the recipe so that the target loads the result, and say how.", rich_help_panel=OUTPUT
+    ),
+]
 Device = Annotated[
     Literal["auto", "cpu", "cuda"], typer.Option("--device", help="Where layers run.", rich_help_panel=RUNNING)
 ]
@@ -64,7 +81,25 @@ ComputeDtype = Annotated[
     ),
 ]
 Batch = Annotated[
-    int, typer.Option("--batch", min=1, help="Windows run through a layer at once.", rich_help_panel=RUNNING)
+    int | None,
+    typer.Option(
+        "--batch", min=1, help="Windows run through a layer at once. Default: 1024 tokens.", rich_help_panel=RUNNING
+    ),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        "--threads", min=1, help="Threads to compute with. Results do not depend on it.", rich_help_panel=RUNNING
+    ),
+]
+MaxMemory = Annotated[
+    float | None,
+    typer.Option(
+        "--max-memory",
+        min=0,
+        help="Resident memory not to exceed, in GB (10^9 bytes): fewer threads and smaller batches, or a refusal.",
+        rich_help_panel=RUNNING,
+    ),
 ]
 Work = Annotated[
     Path | None, typer.Option("--work", help="Work directory. Default: OUTPUT.work.", rich_help_panel=RUNNING)
@@ -111,9 +146,14 @@ RUN_OPTIONS: dict[str, tuple[Any, Any]] = {
     "seed": (Seed, Calibration().seed),
 }
 MEANS: dict[str, tuple[Any, Any]] = {
+    "target": (Target, None),
+    "tp": (TensorParallel, 1),
+    "repair": (Repair, False),
     "device": (Device, "auto"),
     "compute_dtype": (ComputeDtype, "auto"),
-    "batch": (Batch, 8),
+    "batch": (Batch, None),
+    "threads": (Threads, None),
+    "max_memory": (MaxMemory, None),
     "work": (Work, None),
     "keep_work": (KeepWork, False),
     "deadline": (Deadline, None),
@@ -165,13 +205,20 @@ def command(
     return run
 
 
+def gigabytes(option: str, value: float) -> int:
+    """A size in GB in bytes."""
+    if not 0 <= value <= 1e9:  # not for nan either
+        raise RecipeError(f"{option} {value} is not a size in GB", f"write for example {option} 5")
+    return int(value * 1e9)
+
+
 def parse_set(values: list[str] | None) -> dict[str, dict[str, Any]]:
     """`--set` values to patterns and their options: each one is a line of YAML."""
     result: dict[str, dict[str, Any]] = {}
     for value in values or []:
         try:
-            data = yaml.safe_load(value)
-        except yaml.YAMLError:
+            data = read_yaml(value)
+        except ValueError:
             data = None
         if not isinstance(data, dict) or not all(isinstance(k, str) and isinstance(v, dict) for k, v in data.items()):
             raise RecipeError(

@@ -8,19 +8,22 @@ from torch import Tensor
 
 from llmcompress.calib.base import Request
 from llmcompress.calib.pack import resolve
+from llmcompress.engine.fits import check_numbers, vocabulary_size
 from llmcompress.engine.plan import Plan
 from llmcompress.errors import CheckpointError, PlanError
+from llmcompress.model.skeleton import load_config
 from llmcompress.recipe import Calibration
-from llmcompress.store.headers import read_headers
+from llmcompress.store.headers import read_headers, refuse_links
 
 
 def load_tokenizer(path: Path, trust_remote_code: bool = False) -> Any:
     """The tokenizer of a model directory, read from disk alone."""
     from transformers import AutoTokenizer
 
+    refuse_links(path)
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+    except Exception as error:  # the tokenizers library raises nothing more special
         line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
             f"{path} has no usable tokenizer: {line}", "copy the tokenizer files of the original model"
@@ -34,19 +37,21 @@ def calibration_tokens(plan: Plan) -> Tensor:
 
 def tokens_for(asked: Calibration, model: Path, dtype: str, trust_remote_code: bool = False) -> Tensor:
     """Token ids [samples, length] int64 as `asked`, for the model directory `model`."""
-    config = read_headers(model).config
-    limit = config.get("max_position_embeddings") or config.get("n_positions")
+    headers = read_headers(model)
+    check_numbers(headers)
+    limit = headers.config.get("max_position_embeddings") or headers.config.get("n_positions")
     if isinstance(limit, int) and asked.length > limit:
         raise PlanError(
             f"windows of {asked.length} tokens are longer than the model's {limit} positions", f"use --length {limit}"
         )
+    tokens = vocabulary_size(headers)
     source = resolve(asked.source, **asked.options)
     request = Request(
         tokenizer=load_tokenizer(model, trust_remote_code) if source.needs_tokenizer else None,
         samples=asked.samples,
         length=asked.length,
         seed=asked.seed,
-        vocab_size=int(config["vocab_size"]),
+        vocab_size=tokens,
         model=lambda: _whole_model(model, dtype, trust_remote_code),
     )
     return source.tokens(request)
@@ -56,6 +61,13 @@ def _whole_model(model: Path, dtype: str, trust_remote_code: bool) -> Any:
     """The original model, all of it in memory: sampling a token needs every layer."""
     from transformers import AutoModelForCausalLM
 
+    if (model / "adapter_config.json").exists():  # transformers would follow it to a model elsewhere
+        raise CheckpointError(f"{model} holds an adapter (adapter_config.json)", "merge it into the model first")
     return AutoModelForCausalLM.from_pretrained(
-        model, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=trust_remote_code
+        model,
+        config=load_config(model, trust_remote_code),
+        dtype=getattr(torch, dtype),
+        local_files_only=True,
+        use_safetensors=True,
+        trust_remote_code=trust_remote_code,
     ).eval()

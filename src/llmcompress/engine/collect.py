@@ -1,7 +1,6 @@
 """Statistics of the inputs of a layer's matrices, over all calibration tokens."""
 
 from collections.abc import Mapping, Sequence
-from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor, nn
 
 from llmcompress.engine.forward import Forward
 from llmcompress.engine.progress import Progress
+from llmcompress.errors import RunError
 from llmcompress.methods.base import Statistics
 from llmcompress.stats.drift import Drift
 from llmcompress.stats.gram import Gram
@@ -33,13 +33,23 @@ def collect(
     grams = {space: Gram(plan.entry.in_features, device) for space, plan in wanted.items()}
     paired = None if routed else original
     drifts = {space: Drift(gram.size, device) for space, gram in grams.items()} if paired is not None else {}
-    others = paired.inputs(paths) if paired is not None else repeat(None)
-    for here, there in zip(compressed.inputs(paths), others, strict=False):
-        for space, x in here.items():
-            grams[space].update(x)
+    others = paired.inputs(paths) if paired is not None else iter(())
+    for here in compressed.inputs(paths):
+        there = next(others, None)  # of the first windows only
+        if there is None:
+            for space, drift in drifts.items():
+                drift.hessian = grams[space].mean() if drift.hessian is None else drift.hessian
+        for space in paths:
+            if space in here:
+                grams[space].update(here[space])
+            elif not routed:
+                raise RunError(f"a layer never reached {space}", "its declaration has another order")
+        for space, drift in drifts.items():
             if there is not None:
-                drifts[space].update(there[space], x)
+                drift.update(there[space], here[space])
         progress.tokens(sum(x.numel() // x.shape[-1] for x in here.values()))
+    for _ in others:
+        raise RunError("the original stream has more windows than the compressed one")
     return {space: Statistics(gram, drifts.get(space)) for space, gram in grams.items()}
 
 

@@ -1,5 +1,6 @@
 """One section: statistics stage by stage, each stage on inputs that the stages before it have already changed."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,11 +10,13 @@ from llmcompress.engine.collect import ExpertInputs, collect, stages_of
 from llmcompress.engine.forward import Forward
 from llmcompress.engine.plan import MatrixPlan, Plan
 from llmcompress.engine.progress import Progress
+from llmcompress.engine.resources import return_freed_memory
 from llmcompress.grids.integer import Coded
 from llmcompress.ledger import Ledger
 from llmcompress.methods.base import Solved, Statistics
 from llmcompress.model.build import StreamedModel
 from llmcompress.model.experts import Expert
+from llmcompress.parallel import together
 from llmcompress.stats.gram import Gram
 from llmcompress.store.checkpoint import DTYPES, Checkpoint
 
@@ -39,6 +42,7 @@ class Compressor:
         ledger = Ledger()
         for stage in stages_of(self.plan.layers[number]):
             statistics = self._statistics(layer, compressed, original, stage, ledger)
+            return_freed_memory()  # what the windows took, before the matrices of the solvers come
             for group in _together(stage):
                 for plan, solved, record in self._solve(group, statistics.get(group[0].space, Statistics()), ledger):
                     coded[plan.module] = solved
@@ -95,12 +99,13 @@ class Compressor:
             ledger.note(
                 "dead_inputs", group[0].module, f"{solved.dead_inputs} of {weights[0].shape[1]} were never active"
             )
-        hessian = None if stats.gram is None else stats.gram.mean().cpu()
+        hessian = None if stats.gram is None else stats.gram.mean()
         result, start = [], 0
         for plan, weight in zip(group, weights, strict=True):
             stop = start + weight.shape[0]
-            part = Coded(solved.coded.codes[start:stop].cpu(), solved.coded.grid.rows(start, stop).to("cpu"))
-            result.append((plan, part, _record(plan, weight.cpu(), part, hessian, stats.gram, solved)))
+            part = Coded(solved.coded.codes[start:stop], solved.coded.grid.rows(start, stop))
+            record = _record(plan, weight, part, hessian, stats.gram, solved)
+            result.append((plan, Coded(part.codes.cpu(), part.grid.to("cpu")), record))
             start = stop
         return result
 
@@ -141,11 +146,16 @@ def _record(
         "relative_error": _significant(float(delta.norm() / weight.norm().clamp_min(1e-30))),
     }
     if gram is not None and hessian is not None:
-        energy = float(((weight @ hessian) * weight).sum())
-        record["loss"] = _significant(float(((delta @ hessian) * delta).sum()) / max(energy, 1e-30))
+        loss, energy = together(partial(_square, rows, hessian) for rows in (delta, weight))
+        record["loss"] = _significant(loss / max(energy, 1e-30))
         record["tokens"] = gram.tokens
         record["percdamp"] = solved.percdamp
     return record
+
+
+def _square(rows: Tensor, hessian: Tensor) -> float:
+    """tr(R H R^T) of rows [out, in]."""
+    return float((rows @ hessian).mul_(rows).sum())
 
 
 def _significant(value: float) -> float:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from llmcompress.formats.base import TensorSpec
+from llmcompress.methods.base import SOLVED_ROWS
 from llmcompress.recipe import Recipe
 from llmcompress.store.headers import ModelHeaders
 from llmcompress.store.output import weights_nbytes
@@ -12,18 +13,26 @@ from llmcompress.store.output import weights_nbytes
 if TYPE_CHECKING:
     from llmcompress.engine.plan import MatrixPlan
 
-_WITH_MODEL = 500_000_000  # Python with torch, a tokenizer and transformers' model code loaded
-_WITHOUT_MODEL = 280_000_000  # Python with torch alone, which is all that methods without data need
-ALIVE_LIMIT = 1_500_000_000  # bytes of activations that may be kept alive to save forwards
+_WITH_MODEL = 470_000_000  # Python with torch and transformers' model code, and what of torch's code a run touches
+_WITHOUT_MODEL = 300_000_000  # Python with torch alone, which is all that methods without data need
+_PER_THREAD = 45_000_000  # buffers that torch's libraries keep for each further one
 _ITEM = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True)
+class Means:
+    """What the memory of a run depends on beside the model: type of its layers, windows in a batch, threads."""
+
+    dtype: str
+    batch: int
+    threads: int
+
+
+@dataclass(frozen=True)
 class Estimate:
-    """output_bytes: exact size of all weight files and their index. The others are upper estimates in bytes.
+    """output_bytes: exact size of all weight files and their index. The others are estimates in bytes.
 
     passes: forward passes over the calibration set through the whole model (a partial pass counts as one).
-    one_forward: whether every batch of a layer is kept alive at once, so that one forward does (engine/forward.py).
     """
 
     output_bytes: int
@@ -32,7 +41,6 @@ class Estimate:
     passes: int
     source_bytes: int
     bits_per_weight: float
-    one_forward: bool
 
 
 def estimate(
@@ -40,8 +48,7 @@ def estimate(
     recipe: Recipe,
     layers: "Sequence[Sequence[MatrixPlan]]",
     tensors: Sequence[TensorSpec],
-    dtype: str,
-    batch: int,
+    means: Means,
 ) -> Estimate:
     """Costs of a run whose matrices are `layers` and whose output tensors are `tensors`."""
     matrices = [plan for layer in layers for plan in layer]
@@ -51,28 +58,15 @@ def estimate(
         for plan in matrices
         if plan.entry.grid is not None
     )
-    item = _ITEM[dtype]
     calibrated = any(plan.method.needs_calibration for plan in matrices)
-    tokens = recipe.calibration.samples * recipe.calibration.length
-    width = _hidden_width(headers)
-    staged = int(weights * 1.1)
-    streams = 2 if any(plan.method.needs_original for plan in matrices) else 1
-    hidden = 2 * streams * tokens * width * item if calibrated else 0
-    stages = max(len({plan.space for plan in layer if plan.expert is None}) for layer in layers)
-    routed = any(plan.expert is not None for plan in matrices)
-    widest = max(max(plan.entry.out_features, plan.entry.in_features) for plan in matrices)
-    alive = streams * tokens * (4 * width + widest) * item
-    one_forward = calibrated and not routed and alive <= ALIVE_LIMIT
-    batched = batch * recipe.calibration.length
-    memory = _memory(headers, layers, calibrated, item, batched, width, streams) + (alive if one_forward else 0)
+    paired = any(plan.method.original_samples for plan in matrices)
     return Estimate(
         output_bytes=weights_nbytes(list(tensors), recipe.output.shard_size),
-        work_bytes=staged + hidden,
-        memory_bytes=memory,
-        passes=streams * (1 if one_forward else stages + 1) if calibrated else 0,
+        work_bytes=int(weights * 1.1) + (_windows(headers, recipe, layers, means) if calibrated else 0),
+        memory_bytes=_memory(headers, recipe, layers, means, calibrated, paired),
+        passes=(2 if paired else 1) if calibrated else 0,
         source_bytes=headers.nbytes,
         bits_per_weight=bits / weights,
-        one_forward=one_forward,
     )
 
 
@@ -81,31 +75,58 @@ def _hidden_width(headers: ModelHeaders) -> int:
     return int(config.get("hidden_size") or config.get("n_embd") or config.get("d_model") or 0)
 
 
+def _windows(headers: ModelHeaders, recipe: Recipe, layers: "Sequence[Sequence[MatrixPlan]]", means: Means) -> int:
+    """Disk for hidden states (those read and those written) and for the inputs recorded while a layer is worked on."""
+    samples, width = recipe.calibration.samples, _hidden_width(headers)
+    asked = max((plan.method.original_samples for layer in layers for plan in layer), default=0)
+    tokens = (samples + min(asked + means.batch, samples if asked else 0)) * recipe.calibration.length
+    recorded = max(
+        sum({plan.space: plan.entry.in_features for plan in layer if plan.expert is None}.values()) for layer in layers
+    )
+    return tokens * (3 * width + recorded) * _ITEM[means.dtype]
+
+
 def _memory(
     headers: ModelHeaders,
+    recipe: Recipe,
     layers: "Sequence[Sequence[MatrixPlan]]",
+    means: Means,
     calibrated: bool,
-    item: int,
-    tokens: int,
-    width: int,
-    streams: int,
+    paired: bool,
 ) -> int:
-    """Interpreter, plus the larger of the embedding phase and the widest layer with its statistics and one batch."""
-    tables = max((s.spec.nbytes for s in headers.tensors.values()), default=0)
-    widest = 0
+    """The interpreter, plus the larger of the embedding and the layer that takes most."""
+    table = max((stored.spec.nbytes for stored in headers.tensors.values()), default=0)
+    if not calibrated:
+        return _WITHOUT_MODEL + max(table, *(_solving(layer, means, False) for layer in layers))
+    item, width = _ITEM[means.dtype], _hidden_width(headers)
+    tokens = means.batch * recipe.calibration.length
+    most = 0
     for layer in layers:
-        sizes = [(plan.entry.out_features, plan.entry.in_features, plan.space) for plan in layer]
-        if not sizes:
+        if not layer:
             continue
-        loaded = sum(rows * columns for rows, columns, _ in sizes) * item * streams
-        spaces = {space: columns for _, columns, space in sizes}
-        grams = max(8 * columns * columns for columns in spaces.values())
-        if any(plan.expert is not None for plan in layer):
-            grams = sum(4 * columns * columns for columns in spaces.values())
-        stacked = max(sum(r * c for r, c, s in sizes if s == space) for space in spaces)
-        solve = 28 * max(columns for columns in spaces.values()) ** 2 + 24 * stacked
-        activations = tokens * (8 * width + 3 * max(rows for rows, _, _ in sizes)) * item + 4 * tokens * max(
-            spaces.values()
-        )
-        widest = max(widest, loaded + grams + max(solve, activations if calibrated else 0))
-    return (_WITH_MODEL + max(widest, 2 * tables)) if calibrated else (_WITHOUT_MODEL + max(widest, tables))
+        loaded = sum(plan.entry.out_features * plan.entry.in_features for plan in layer) * item * (2 if paired else 1)
+        widths = {plan.space: plan.entry.in_features for plan in layer}
+        experts = {plan.space: plan.entry.in_features for plan in layer if plan.expert is not None}
+        widest = max(max(plan.entry.out_features, plan.entry.in_features) for plan in layer)
+        # results of all threads, and of one more batch, wait; a thread has a few wide and a dozen narrow tensors
+        running = tokens * (means.threads + 1) * (3 * widest + 8 * width) * item
+        kept = (3 if paired else 1) * 4 * max(columns**2 for columns in widths.values())
+        kept = max(kept, sum(4 * columns**2 for columns in experts.values()))
+        most = max(most, loaded + kept + running, loaded + _solving(layer, means, paired))
+    return _WITH_MODEL + _PER_THREAD * (means.threads - 1) + max(table + 4 * tokens * width * item, most)
+
+
+def _solving(layer: "Sequence[MatrixPlan]", means: Means, paired: bool) -> int:
+    """Of the stage that takes most: square matrices of its statistics, and a dozen tensors of the rows at work."""
+    most = 0
+    rows: dict[tuple[str, str], int] = {}
+    for plan in layer:
+        key = plan.space, plan.method.model_dump_json()
+        rows[key] = rows.get(key, 0) + plan.entry.out_features
+    for plan in layer:
+        total, columns = rows[plan.space, plan.method.model_dump_json()], plan.entry.in_features
+        at_once = min(total, SOLVED_ROWS * means.threads)
+        squares = (8 if paired else 5) * 4 * columns**2 if plan.method.needs_calibration else 0
+        most = max(most, squares + 4 * columns * (4 * total + 8 * at_once))
+    waiting = {plan.space: 4 * plan.entry.in_features**2 for plan in layer if plan.expert is not None}
+    return most + sum(waiting.values())

@@ -17,8 +17,12 @@ def export_work(work: Path, formats: Sequence[str], out: Path | None, overwrite:
     try:
         identity = json.loads((work / "plan.json").read_text(encoding="utf-8"))
         place = json.loads((work / "place.json").read_text(encoding="utf-8"))
-        data, model = identity["recipe"], Path(place["model"])
-    except (OSError, ValueError, KeyError, TypeError):
+        data, model = {**identity["recipe"]}, Path(place["model"])
+        dtype, batch, tokens = str(identity["compute_dtype"]), int(identity["batch"]), identity["tokens"]
+        calibration, trusted = place["calibration"], place["trust_remote_code"] is True
+        if dtype not in ("float32", "bfloat16", "float16"):
+            raise ValueError
+    except (OSError, RecursionError, ValueError, KeyError, TypeError):
         raise PlanError(f"{work} is not a work directory", "give one that a run kept with --keep-work") from None
     stem = out or work.with_name(work.name.removesuffix(".work"))
     plans = []
@@ -28,21 +32,21 @@ def export_work(work: Path, formats: Sequence[str], out: Path | None, overwrite:
         options = Options(
             out=target,
             work=work,
-            compute_dtype=identity["compute_dtype"],
-            batch=identity["batch"],
+            compute_dtype=dtype,
+            batch=batch,
             overwrite=overwrite,
             keep_work=True,
-            trust_remote_code=place["trust_remote_code"],
+            trust_remote_code=trusted,
         )
         plans.append(make_plan(recipe, model, options))
     done = []
     for plan in plans:
-        staged = Staging(work, {**plan.identity, "tokens": identity["tokens"]})
+        staged = Staging(work, {**plan.identity, "tokens": tokens})
         missing = [number for number in range(len(plan.layers)) if not staged.has(number)]
         if missing:
             raise PlanError(
                 f"{work} lacks layer {missing[0]} of {len(plan.layers)}", "finish the run first: repeat its command"
             )
-        finish(plan, Checkpoint(model), staged, place["calibration"])
+        finish(plan, Checkpoint(model), staged, calibration)
         done.append((plan.format.name, plan.out, plan.estimate.output_bytes))
     return done

@@ -1,21 +1,25 @@
-"""Running a layer over all calibration windows, stopping at the inputs of its stages: at once, or again and again.
+"""Running a layer over all calibration windows, stopping at the inputs of its stages.
 
-Both ways give the same numbers. `Suspended` runs one forward per batch and pauses every batch before a stage, while the
-stage is solved: each batch then goes on with the compressed weights. It holds what all batches have alive. `Replayed`
-starts each batch anew for every stage and holds one batch.
+Every stage starts each batch anew and stops at its own input, so that one batch per thread is in memory. What is costly
+before it has been done already: where the last thing a module does is a matrix (`o_proj` of an attention, `down_proj`
+of a feed-forward), the matrix's input is recorded on disk when its stage comes, and what the module returns when it is
+run next; from then on the module is not run again. So attention and feed-forward are computed once per layer, and the
+result is the same to the bit.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any
 
-from greenlet import GreenletExit, getcurrent, greenlet
+import torch
 from torch import Tensor, nn
 
-from llmcompress.errors import RunError
 from llmcompress.model.build import StreamedModel
-from llmcompress.store.staging import Hidden
+from llmcompress.parallel import in_order
+from llmcompress.store.windows import Windows, WindowsWriter
 
 Inputs = dict[str, Tensor]
 
@@ -24,119 +28,170 @@ Inputs = dict[str, Tensor]
 class Stream:
     """A layer, and the hidden states that enter it: in the model as compressed so far, or as it was."""
 
+    name: str
     layer: nn.Module
-    hidden: Hidden
+    hidden: Windows
 
 
-class Forward(Protocol):
-    """All batches of a stream on their way through a layer."""
+@dataclass(frozen=True)
+class Bypass:
+    """A module that ends in the matrix `last`, which reads `space`. width: of the tuple it returns, 0 if it is none."""
+
+    space: str
+    module: str
+    last: str
+    width: int
+
+
+class Forward:
+    """All batches of a stream on their way through a layer; what it records goes into `folder`."""
+
+    def __init__(
+        self, model: StreamedModel, number: int, stream: Stream, batch: int, folder: Path, spaces: Mapping[str, str]
+    ) -> None:
+        """spaces: space to the module path of a matrix that reads it, for the stages whose inputs may be recorded."""
+        self.model, self.number, self.stream, self.folder = model, number, stream, folder
+        count = stream.hidden.shape[0]
+        self._spans = [slice(start, min(start + batch, count)) for start in range(0, count, batch)]
+        for span in {span.stop - span.start: span for span in self._spans}.values():
+            model.prepare_batch(stream.hidden.read(span))
+        self._bypasses = self._find(spaces) if spaces else []
+        self._entered: dict[str, Windows] = {}  # by space: what its matrix read
+        self._left: dict[str, Windows] = {}  # by space: what the module returned
+        self._local = threading.local()  # of each thread: the windows it runs, what it has seen, what modules returned
 
     def inputs(self, wanted: Mapping[str, str]) -> Iterator[Inputs]:
         """Per batch, the inputs of the spaces in `wanted` (space to the module path of a matrix that reads it).
 
-        Stages must be asked for in order of execution. A space of an expert no token was sent to is absent.
+        A space that was not reached is absent, as that of an expert without tokens. Stages come in order of execution.
         """
-        ...
-
-    def outputs(self) -> Iterator[Tensor]:
-        """Per batch, what leaves the layer."""
-        ...
-
-    def close(self) -> None:
-        """Let go of whatever is under way."""
-        ...
-
-
-class Replayed:
-    """Each batch starts anew for every stage and stops at the last wanted input; one batch is alive."""
-
-    def __init__(self, model: StreamedModel, number: int, stream: Stream, batch: int) -> None:
-        self.model, self.number, self.stream, self.batch = model, number, stream, batch
-
-    def inputs(self, wanted: Mapping[str, str]) -> Iterator[Inputs]:
-        seen: Inputs = {}
         # experts run in order of their numbers and may be skipped: nothing tells which of them is the last
-        last = None if len(wanted) > 1 else next(iter(wanted))
-        handles = []
-        for space, path in wanted.items():
-
-            def see(_: nn.Module, args: tuple[Tensor, ...], space: str = space) -> None:
-                seen[space] = args[0]
-                if space == last:
-                    raise _Enough
-
-            handles.append(self.stream.layer.get_submodule(path).register_forward_pre_hook(see))
+        only = None if len(wanted) > 1 else next(iter(wanted))
+        handles = [
+            self.stream.layer.get_submodule(path).register_forward_pre_hook(self._see(space, space == only))
+            for space, path in wanted.items()
+        ]
+        recorded = any(bypass.space == only for bypass in self._bypasses)
+        entering = self._writer(str(only), "in") if recorded else None
+        leaving = {space: self._writer(space, "out") for space in self._entered if space not in self._left}
         try:
-            for states in self.stream.hidden.batches(self.batch):
-                seen.clear()
-                with suppress(_Enough):
-                    self.model.call(self.number, self.stream.layer, states.to(self.model.device))
-                yield dict(seen)
+            with self._bypassed():
+                for seen, returned in in_order(self._stage, self._spans):
+                    if entering is not None:
+                        entering.append(seen[str(only)])
+                    for space in list(leaving):
+                        if space in returned:
+                            leaving[space].append(returned[space])
+                        else:  # this stage comes before the module
+                            leaving.pop(space).abandon()
+                    yield seen
         finally:
             for handle in handles:
                 handle.remove()
+        if entering is not None:
+            self._entered[str(only)] = entering.finish()
+        for space, writer in leaving.items():
+            self._left[space] = writer.finish()
 
     def outputs(self) -> Iterator[Tensor]:
-        for states in self.stream.hidden.batches(self.batch):
-            yield self.model.call(self.number, self.stream.layer, states.to(self.model.device))
+        """Per batch, what leaves the layer."""
+        with self._bypassed():
+            yield from in_order(self._call, self._spans)
 
-    def close(self) -> None:
-        """Nothing is under way between two batches."""
+    def _see(self, space: str, enough: bool) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            self._local.seen[space] = args[0]
+            if enough:
+                raise _Enough
 
+        return hook
 
-class Suspended:
-    """Every batch is a forward of its own, paused before each stage; all of them are alive."""
+    def _stage(self, span: slice) -> tuple[Inputs, Inputs]:
+        self._local.seen = {}
+        with suppress(_Enough):
+            self._call(span)
+        return self._local.seen, self._local.returned
 
-    def __init__(
-        self, model: StreamedModel, number: int, stream: Stream, batch: int, spaces: Mapping[str, str]
-    ) -> None:
-        def forward(states: Tensor) -> Callable[[], Tensor]:
-            return lambda: model.call(number, stream.layer, states.to(model.device))
+    def _call(self, span: slice) -> Tensor:
+        self._local.span, self._local.returned = span, {}
+        states = self.stream.hidden.read(span).to(self.model.device)
+        return self.model.call(self.number, self.stream.layer, states)
 
-        self._handles = [
-            stream.layer.get_submodule(path).register_forward_pre_hook(_pause(space)) for space, path in spaces.items()
+    def _writer(self, space: str, side: str) -> WindowsWriter:
+        return WindowsWriter(self.folder / f"record-{self.stream.name}-{space}-{side}.bin", self.model.dtype)
+
+    @contextmanager
+    def _bypassed(self) -> Iterator[None]:
+        """Within, modules whose last input is recorded are not run."""
+        modules = [
+            (bypass, self.stream.layer.get_submodule(bypass.module))
+            for bypass in self._bypasses
+            if bypass.space in self._entered
         ]
-        self._batches = (greenlet(forward(states)) for states in stream.hidden.batches(batch))
-        self._running: list[greenlet] | None = None
+        try:
+            for bypass, module in modules:
+                module.forward = self._shortcut(bypass)
+            yield
+        finally:
+            for _, module in modules:
+                module.__dict__.pop("forward", None)
 
-    def _all(self) -> list[greenlet]:
-        if self._running is None:
-            self._running = list(self._batches)
-        return self._running
+    def _shortcut(self, bypass: Bypass) -> Callable[..., Any]:
+        entered, left = self._entered[bypass.space], self._left.get(bypass.space)
+        last = self.stream.layer.get_submodule(bypass.last)
 
-    def inputs(self, wanted: Mapping[str, str]) -> Iterator[Inputs]:
-        (space,) = wanted
-        for running in self._all():
-            reached = running.switch()
-            if running.dead or reached[0] != space:
-                raise RunError(
-                    f"a layer did not reach {space} when it should have", "its declaration has another order"
-                )
-            yield {space: reached[1]}
+        def forward(*_: Any, **__: Any) -> Any:
+            recorded = (left or entered).read(self._local.span).to(self.model.device)
+            out = recorded if left is not None else last(recorded)
+            self._local.returned[bypass.space] = out
+            return (out, *[None] * (bypass.width - 1)) if bypass.width else out
 
-    def outputs(self) -> Iterator[Tensor]:
-        for running in self._all():
-            out = running.switch()
-            if not running.dead:
-                raise RunError(f"a layer stopped at {out[0]} after its last stage", "its declaration has another order")
-            yield out
+        return forward
 
-    def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        for running in self._running or ():
-            running.throw(GreenletExit)
+    def _find(self, spaces: Mapping[str, str]) -> list[Bypass]:
+        """Which modules end in a matrix that reads one of `spaces`: seen by running one window."""
+        layer = self.stream.layer
+        pairs = [(space, path, path.rpartition(".")[0]) for space, path in spaces.items() if "." in path]
+        returned: dict[str, tuple[Any, Tensor | None]] = {}
+
+        def keep(path: str) -> Callable[..., None]:
+            def hook(_: nn.Module, __: Any, out: Any) -> None:
+                returned[path] = (out, out.clone() if isinstance(out, Tensor) else None)
+
+            return hook
+
+        handles = [
+            layer.get_submodule(path).register_forward_hook(keep(path))
+            for path in {name for _, *names in pairs for name in names}
+        ]
+        try:
+            with torch.no_grad():
+                first = self.stream.hidden.read(slice(0, 1)).to(self.model.device)
+                self.model.call(self.number, layer, first)
+        finally:
+            for handle in handles:
+                handle.remove()
+        found = []
+        for space, path, parent in pairs:
+            if path in returned and parent in returned:
+                (out, untouched), (end, _) = returned[path], returned[parent]
+                values = end if isinstance(end, tuple) else (end,)
+                if untouched is not None and _is_same(values, out, untouched):
+                    found.append(Bypass(space, parent, path, len(values) if isinstance(end, tuple) else 0))
+        return found
+
+
+def _is_same(values: tuple[Any, ...], out: Tensor, untouched: Tensor) -> bool:
+    """Whether a module returned just what its matrix did: the very memory, unchanged. Equal numbers might be chance."""
+    first, *rest = values
+    return (
+        isinstance(first, Tensor)
+        and first.data_ptr() == out.data_ptr()
+        and first.shape == out.shape
+        and torch.equal(first, untouched)
+        and all(value is None for value in rest)
+    )
 
 
 class _Enough(Exception):  # noqa: N818 (control flow, not an error)
-    """Raised when every wanted input of a batch has been seen; the rest of the layer need not run."""
-
-
-def _pause(space: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-    def see(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-        waiting = getcurrent().parent
-        if waiting is None:
-            raise RunError(f"{space} was reached outside of a suspended forward")
-        waiting.switch((space, args[0]))
-
-    return see
+    """Raised when the wanted input of a batch has been seen; the rest of the layer need not run."""

@@ -2,15 +2,18 @@
 
 import re
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from llmcompress.arch import find
 from llmcompress.arch.spec import ArchSpec, Linear
-from llmcompress.engine.estimate import Estimate, estimate
+from llmcompress.engine.estimate import Estimate, Means, estimate
+from llmcompress.engine.fits import check_names, check_numbers, check_shapes, numbered
 from llmcompress.engine.settings import resolve
+from llmcompress.engine.targets.check import asked, engine_notes
+from llmcompress.engine.targets.repair import fitted
 from llmcompress.errors import CheckpointError, PlanError, RecipeError
 from llmcompress.formats.base import Entry, Format, TensorSpec
 from llmcompress.ledger import Ledger
@@ -18,9 +21,11 @@ from llmcompress.methods.base import Method
 from llmcompress.recipe import Recipe, formats
 from llmcompress.registry import suggest
 from llmcompress.store.headers import ModelHeaders, read_headers
-from llmcompress.store.output import OutputDirectory
+from llmcompress.store.output import OutputDirectory, refuse_unwritable
 
 FLOAT_TYPES = ("F32", "F16", "BF16")
+_MARGIN = 1.1  # by which memory may exceed its estimate
+_BATCH_TOKENS = 1024  # run through a layer at once: on a processor, what stays in the caches is fastest
 
 _Found = tuple[str, int, int | None, str, str, Linear]
 
@@ -47,10 +52,15 @@ class Options:
     work: Path | None = None
     device: str = "auto"
     compute_dtype: str = "auto"
-    batch: int = 8
+    batch: int | None = None
+    threads: int | None = None
     overwrite: bool = False
     keep_work: bool = False
     trust_remote_code: bool = False
+    target: str | None = None
+    tp: int = 1
+    repair: bool = False
+    max_memory: int | None = None
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,7 @@ class Plan:
     out: Path
     work: Path
     dtype: str
+    means: Means
     options: Options
     layers: tuple[tuple[MatrixPlan, ...], ...]
     entries: tuple[Entry, ...]
@@ -76,28 +87,49 @@ class Plan:
         return self.recipe.steps[0]
 
     @property
+    def original_samples(self) -> int:
+        """Windows that also run through the model as it was: whole batches."""
+        asked = max((matrix.method.original_samples for layer in self.layers for matrix in layer), default=0)
+        return min(-(-asked // self.batch) * self.batch, self.recipe.calibration.samples)
+
+    @property
+    def batch(self) -> int:
+        """Windows run through a layer at once."""
+        return self.means.batch
+
+    @property
     def identity(self) -> dict[str, Any]:
         """What a work directory must agree on to go on with a run."""
         return {
             "recipe": {key: value for key, value in self.recipe.as_data().items() if key != "output"},
             "model": self.headers.contents,
             "compute_dtype": self.dtype,
-            "batch": self.options.batch,
+            "batch": self.batch,
         }
 
 
 def make_plan(recipe: Recipe, model: Path, options: Options | None = None) -> Plan:
     """Check everything that can be checked without reading a tensor, and decide the rest. Raises LlmcompressError."""
     options = options or Options()
+    target = asked(options.target, options.tp, options.repair)
+    if target is None:
+        return _draft(recipe, model, options)
+    return fitted(lambda recipe: _draft(recipe, model, options), recipe, target, options.tp, options.repair)
+
+
+def _draft(recipe: Recipe, model: Path, options: Options) -> Plan:
+    """A plan, whoever will load its result."""
     ledger = Ledger()
     headers = read_headers(model)
     format_ = _format(recipe)
     step = _single_step(recipe)
     _check_source(headers, options)
+    check_numbers(headers)
     out, work = _places(recipe, step, model, options)
     spec = _spec(headers, options, ledger)
     matrices = _matrices(headers, spec)
     widths = {name: _shape(headers, name, linear.conv1d)[1] for name, _, _, _, _, linear in matrices}
+    check_shapes(headers, spec, matrices)
     chosen = resolve(step, widths, ledger)
 
     planned: dict[str, MatrixPlan] = {}
@@ -124,15 +156,13 @@ def make_plan(recipe: Recipe, model: Path, options: Options | None = None) -> Pl
     refusal = format_.refuses(entries, headers.config)
     if refusal is not None:
         raise PlanError(*refusal)
-    for note in format_.notes(entries, headers.config):
+    for note in engine_notes(format_.name, entries, headers.config):
         ledger.note("engine", format_.name, note)
     tensors = tuple(spec for entry in entries for spec in _layout(format_, entry))
-    count = (
-        int(headers.config["num_hidden_layers"]) if "num_hidden_layers" in headers.config else _layer_count(matrices)
-    )
+    count = headers.config.get("num_hidden_layers") or _layer_count(matrices)
     layers = tuple(tuple(plan for plan in planned.values() if plan.layer == number) for number in range(count))
     dtype = compute_dtype(options.compute_dtype, options.device)
-    cost = estimate(headers, recipe, layers, tensors, dtype, options.batch)
+    means, cost = _means(options, dtype, lambda means: estimate(headers, recipe, layers, tensors, means), recipe)
     _check_disk(out, work, cost)
     return Plan(
         recipe=recipe,
@@ -142,6 +172,7 @@ def make_plan(recipe: Recipe, model: Path, options: Options | None = None) -> Pl
         out=out,
         work=work,
         dtype=dtype,
+        means=means,
         options=options,
         layers=layers,
         entries=entries,
@@ -149,6 +180,32 @@ def make_plan(recipe: Recipe, model: Path, options: Options | None = None) -> Pl
         estimate=cost,
         ledger=ledger,
     )
+
+
+def _means(
+    options: Options, dtype: str, cost_of: Callable[[Means], Estimate], recipe: Recipe
+) -> tuple[Means, Estimate]:
+    """Batch and threads, and what the run then takes: fewer of both where the memory is bounded and more do not fit."""
+    import torch
+
+    length = recipe.calibration.length
+    batch = options.batch or max(1, _BATCH_TOKENS // length)
+    means = Means(dtype, batch, options.threads or torch.get_num_threads())
+    cost = cost_of(means)
+    limit = options.max_memory
+    while limit is not None and cost.memory_bytes * _MARGIN > limit:
+        if means.threads > 1 and options.threads is None:
+            means = replace(means, threads=means.threads - 1)
+        elif means.batch > 1 and options.batch is None:
+            means = replace(means, batch=means.batch // 2)
+        else:
+            raise PlanError(
+                f"up to {cost.memory_bytes * _MARGIN / 1e9:.2f} GB of memory are needed, "
+                f"--max-memory allows {limit / 1e9:.2f}",
+                "use a shorter --length, --qep-alpha 0, or allow more",
+            )
+        cost = cost_of(means)
+    return means, cost
 
 
 def compute_dtype(asked: str, device: str) -> str:
@@ -195,11 +252,15 @@ def _check_source(headers: ModelHeaders, options: Options) -> None:
 
 def _places(recipe: Recipe, step: Method, model: Path, options: Options) -> tuple[Path, Path]:
     group = "" if step.group_size is None else "row" if step.group_size < 0 else f"g{step.group_size}"
-    out = options.out or model.with_name(f"{model.resolve().name}-{step.name}-w{step.bits}{group}")
+    beside = model if model.name not in ("", "..") else model.resolve()  # `.` has no name
+    out = options.out or beside.with_name(f"{model.resolve().name}-{step.name}-w{step.bits}{group}")
+    OutputDirectory(out, overwrite=options.overwrite)  # refuses what it could not create or replace
     work = options.work or out.with_name(f"{out.name}.work")
-    OutputDirectory(out, overwrite=options.overwrite)  # refuses what it could not replace
-    if out.resolve() == model.resolve():
-        raise PlanError(f"{out} is the model itself", "choose another --output")
+    refuse_unwritable(work)
+    if model.resolve().is_relative_to(out.resolve()):
+        raise PlanError(f"{out} is the model itself, or holds it", "choose another --output")
+    if work.resolve().is_relative_to(out.resolve()):
+        raise PlanError(f"--work {work} is in the output directory", "choose another --work")
     return out, work
 
 
@@ -220,6 +281,7 @@ def _matrices(headers: ModelHeaders, spec: ArchSpec) -> list[_Found]:
     """(on-disk module, layer, expert, path, space, declaration) of every declared matrix, in order of execution."""
     experts = spec.expert_count(headers.config)
     prefix, count = _layer_prefix(headers, spec)
+    check_names(headers, spec, prefix, count)
     found: list[_Found] = []
     for layer in range(count):
         before = len(found)
@@ -230,10 +292,10 @@ def _matrices(headers: ModelHeaders, spec: ArchSpec) -> list[_Found]:
                     found.append((module, layer, expert, path, space, linear))
                 elif spec.experts is None and not spec.observed:
                     raise CheckpointError(
-                        f"tensor {module}.weight is missing from {headers.path}", "the config does not fit the weights"
+                        f"tensor {module}.weight is missing from {headers.place}", "the config does not fit the weights"
                     )
         if len(found) == before:
-            raise CheckpointError(f"{headers.path} has no matrices of layer {layer} ({prefix}.{layer})")
+            raise CheckpointError(f"{headers.place} has no matrices of layer {layer} ({prefix}.{layer})")
     return found
 
 
@@ -241,16 +303,13 @@ def _layer_prefix(headers: ModelHeaders, spec: ArchSpec) -> tuple[str, int]:
     """The layers' on-disk prefix (some checkpoints lack the base model's) and their number."""
     short = spec.layers.partition(".")[2]
     for prefix in (spec.layers, short):
-        numbers = {
-            int(rest.partition(".")[0])
-            for name in headers.tensors
-            if prefix
-            and name.startswith(f"{prefix}.")
-            and (rest := name.removeprefix(f"{prefix}.")).partition(".")[0].isdigit()
-        }
+        pattern = numbered(prefix)
+        numbers = {int(found[1]) for name in headers.tensors if prefix and (found := pattern.match(name))}
         if numbers:
+            if max(numbers) >= len(headers.tensors):
+                raise CheckpointError(f"{headers.place} has no matrices of most layers below {prefix}.{max(numbers)}")
             return prefix, max(numbers) + 1
-    raise CheckpointError(f"{headers.path} has no tensors under {spec.layers}", "the config does not fit the weights")
+    raise CheckpointError(f"{headers.place} has no tensors under {spec.layers}", "the config does not fit the weights")
 
 
 def _layer_count(matrices: list[_Found]) -> int:
@@ -261,6 +320,8 @@ def _shape(headers: ModelHeaders, module: str, conv1d: bool) -> tuple[int, int]:
     spec = headers.tensors[f"{module}.weight"].spec
     if len(spec.shape) != 2 or spec.dtype not in FLOAT_TYPES:
         raise CheckpointError(f"tensor {spec.name} is {spec.dtype} {list(spec.shape)}, not a floating-point matrix")
+    if 0 in spec.shape:
+        raise CheckpointError(f"tensor {spec.name} is {list(spec.shape)}, which holds nothing")
     rows, columns = spec.shape
     return (columns, rows) if conv1d else (rows, columns)
 

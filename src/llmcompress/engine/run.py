@@ -1,7 +1,7 @@
 """The loop: section by section, each on disk before the next begins; then the output, whole or not at all."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -13,20 +13,23 @@ from llmcompress.calib.base import fingerprint
 from llmcompress.calib.pack import save
 from llmcompress.engine.calibration import calibration_tokens
 from llmcompress.engine.compress import Compressor, install
-from llmcompress.engine.forward import Forward, Replayed, Stream, Suspended
+from llmcompress.engine.forward import Forward, Stream
 from llmcompress.engine.plan import Plan
 from llmcompress.engine.progress import Progress
-from llmcompress.engine.resources import return_freed_memory
+from llmcompress.engine.resources import keep_freed_memory, return_freed_memory
 from llmcompress.engine.write import write_output
 from llmcompress.errors import StoppedError
 from llmcompress.ledger import Entry as LedgerEntry
 from llmcompress.ledger import Ledger
 from llmcompress.model.build import StreamedModel
 from llmcompress.model.skeleton import load_config
+from llmcompress.parallel import threads
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.staging import Hidden, Staging
 
 Stop = Callable[[], bool]
+
+COMPRESSED, ORIGINAL = "compressed", "original"  # the streams: the model as compressed so far, and as it was
 
 
 def run(plan: Plan, progress: Progress | None = None, stop: Stop = lambda: False) -> dict[str, Any]:
@@ -48,10 +51,12 @@ def run(plan: Plan, progress: Progress | None = None, stop: Stop = lambda: False
         save(tokens, kept)
     done = sum(staged.has(number) for number in range(len(plan.layers)))
     progress.start(len(plan.layers), done)
-    if tokens is None:
-        _without_data(plan, checkpoint, staged, progress, stop)
-    else:
-        _with_data(plan, checkpoint, tokens, staged, progress, stop)
+    keep_freed_memory()
+    with threads(plan.means.threads):
+        if tokens is None:
+            _without_data(plan, checkpoint, staged, progress, stop)
+        else:
+            _with_data(plan, checkpoint, tokens, staged, progress, stop)
 
     calibration = None
     if tokens is not None:
@@ -103,66 +108,64 @@ def _with_data(
         dtype=dtype,
         device=device_of(plan.options.device),
         trust_remote_code=plan.options.trust_remote_code,
+        tiled_attention=True,
     )
     compressor = Compressor(plan, checkpoint, model, progress)
-    paired = any(matrix.method.needs_original for layer in plan.layers for matrix in layer)
-    names = ("compressed", "original") if paired else ("compressed",)
-    hidden = _entering(model, tokens, staged, plan.options.batch, dtype, names)
-    for number in range(hidden["compressed"].position, count):
-        with model.layer(number) as layer, torch.no_grad():
-            layers = {name: layer if name == "compressed" else deepcopy(layer) for name in names}
-            if staged.has(number):
+    hidden = _entering(plan, model, tokens, staged, dtype)
+    return_freed_memory()
+    for number in range(hidden.position, count):
+        with model.layer(number) as layer:
+            done = staged.has(number)
+            under_way = {
+                name: Forward(
+                    model,
+                    number,
+                    Stream(name, layer if name == COMPRESSED else deepcopy(layer), windows),  # before codes come in
+                    plan.batch,
+                    staged.path,
+                    {} if done else _spaces(plan, number),
+                )
+                for name, windows in hidden.streams.items()
+            }
+            if done:
                 coded = staged.read_section(number)
                 for matrix in plan.layers[number]:
                     install(layer, matrix, coded[matrix.module])
-                under_way = _forwards(plan, model, number, layers, hidden, begun=True)
             else:
                 _check_stop(stop, plan)
                 begin = time.perf_counter()
                 progress.layer(number)
-                under_way = _forwards(plan, model, number, layers, hidden)
-                made = compressor.layer(number, layer, under_way["compressed"], under_way.get("original"))
+                made = compressor.layer(number, layer, under_way[COMPRESSED], under_way.get(ORIGINAL))
                 staged.write_section(number, *made)
                 progress.layer_done(number, time.perf_counter() - begin)
-            try:
-                if number + 1 < count:
-                    onward = {name: forward.outputs() for name, forward in under_way.items()}
-                    hidden = staged.keep_hidden(number + 1, hidden["compressed"].shape, dtype, onward)
-            finally:
-                for forward in under_way.values():
-                    forward.close()
+            if number + 1 < count:
+                onward = {name: forward.outputs() for name, forward in under_way.items()}
+                hidden = staged.keep_hidden(number + 1, dtype, onward)
         return_freed_memory()
 
 
-def _forwards(
-    plan: Plan,
-    model: StreamedModel,
-    number: int,
-    layers: dict[str, torch.nn.Module],
-    hidden: dict[str, Hidden],
-    begun: bool = False,
-) -> dict[str, Forward]:
-    """How each stream runs through a layer; `begun`: its stages are behind it, only the outputs are wanted."""
-    streams = {name: Stream(layers[name], hidden[name]) for name in layers}
-    if begun or not plan.estimate.one_forward:
-        return {name: Replayed(model, number, stream, plan.options.batch) for name, stream in streams.items()}
+def _spaces(plan: Plan, number: int) -> dict[str, str]:
+    """The spaces whose statistics a layer's methods ask for, each with a matrix that reads it; experts' apart."""
     spaces: dict[str, str] = {}
     for matrix in plan.layers[number]:
-        if matrix.method.needs_calibration:
+        if matrix.method.needs_calibration and matrix.expert is None:
             spaces.setdefault(matrix.space, matrix.path)
-    return {name: Suspended(model, number, stream, plan.options.batch, spaces) for name, stream in streams.items()}
+    return spaces
 
 
-def _entering(
-    model: StreamedModel, tokens: Tensor, staged: Staging, batch: int, dtype: torch.dtype, names: Sequence[str]
-) -> dict[str, Hidden]:
+def _entering(plan: Plan, model: StreamedModel, tokens: Tensor, staged: Staging, dtype: torch.dtype) -> Hidden:
     """Hidden states to go on from: the newest kept ones, or the embedded tokens."""
-    first = model.embed(tokens[:1])
-    shape = (tokens.shape[0], tokens.shape[1], first.shape[-1])
-    found = staged.hidden(names, shape, dtype)
-    if found is not None:
-        return found
-    return staged.keep_hidden(0, shape, dtype, {name: model.embedded(tokens, batch) for name in names})
+    samples = {COMPRESSED: tokens.shape[0]}
+    if plan.original_samples:
+        samples[ORIGINAL] = plan.original_samples
+    with model.outer(embed=True, head=False):
+        width = model.prepare(tokens[:1])
+        found = staged.hidden({name: (rows, tokens.shape[1], width) for name, rows in samples.items()}, dtype)
+        if found is not None:
+            return found
+        return staged.keep_hidden(
+            0, dtype, {name: model.embedded(tokens[:rows], plan.batch) for name, rows in samples.items()}
+        )
 
 
 def _check_stop(stop: Stop, plan: Plan) -> None:

@@ -1,5 +1,6 @@
 """From a step and its patterns to the options of every matrix."""
 
+import re
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -13,7 +14,10 @@ from llmcompress.recipe import build
 def matches(pattern: str, module: str) -> bool:
     """Whether a glob pattern fits a module's full name or the end of it, at a dot: 'mlp.down_proj', 'layers.0.*'."""
     parts = module.split(".")
-    return any(fnmatchcase(".".join(parts[start:]), pattern) for start in range(len(parts)))
+    try:
+        return any(fnmatchcase(".".join(parts[start:]), pattern) for start in range(len(parts)))
+    except re.error as error:  # Python 3.10 takes [z-a] for a range
+        raise RecipeError(f"pattern {pattern!r} of set is none: {error}") from None
 
 
 def resolve(step: Method, modules: Mapping[str, int], ledger: Ledger) -> dict[str, Method | None]:

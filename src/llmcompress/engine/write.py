@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -9,11 +10,14 @@ from torch import Tensor
 from llmcompress import __version__
 from llmcompress.engine.plan import Plan
 from llmcompress.engine.report import report
+from llmcompress.errors import one_line
 from llmcompress.formats.card import model_card
 from llmcompress.ledger import Ledger
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.output import OutputDirectory
 from llmcompress.store.staging import Staging
+
+_FRONT_MATTER = 1_000_000  # characters
 
 
 def write_output(
@@ -51,7 +55,7 @@ def card_facts(plan: Plan, result: dict[str, Any]) -> dict[str, Any]:
         "format": plan.format.name,
         "version": __version__,
         "config": plan.headers.config,
-        "source_readme": readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else "",
+        "source_readme": _beginning(readme) if readme.is_file() else "",
         "grids": dict(sorted(Counter(item["grid"] for item in linears).items())),
         "bits": sorted({entry.grid.bits for entry in plan.entries if entry.grid is not None}),
         "methods": list(dict.fromkeys(item["method"] for item in linears)),
@@ -76,11 +80,18 @@ def card_facts(plan: Plan, result: dict[str, Any]) -> dict[str, Any]:
     return facts
 
 
+def _beginning(file: Path) -> str:
+    """The part of a README in which its front matter is."""
+    with file.open(encoding="utf-8", errors="replace") as handle:
+        return handle.read(_FRONT_MATTER)
+
+
 def _title(plan: Plan) -> str:
     """A title that depends on the model and the recipe, not on where they lie."""
     named = str(plan.headers.config.get("_name_or_path") or "").rpartition("/")[2]
-    architecture = (plan.headers.config.get("architectures") or [plan.headers.config["model_type"]])[0]
-    return f"{named or architecture} {plan.step.name} w{plan.step.bits} ({plan.format.name})"
+    architectures = plan.headers.config.get("architectures")
+    first = architectures[0] if isinstance(architectures, list) and architectures else plan.headers.config["model_type"]
+    return f"{one_line(str(named or first))} {plan.step.name} w{plan.step.bits} ({plan.format.name})"
 
 
 def _tensors(plan: Plan, checkpoint: Checkpoint, staged: Staging) -> Iterator[tuple[str, Tensor]]:

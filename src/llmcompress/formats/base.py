@@ -1,4 +1,4 @@
-"""What a checkpoint format is: which tensors it writes for a matrix, which grids it can hold, who loads the result."""
+"""What a checkpoint format is: which tensors it writes for a matrix, which grids it can hold."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -92,10 +92,6 @@ class Format(Protocol):
 
     def refuses(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> tuple[str, str] | None:
         """(what cannot be held and why, the way out), or None."""
-        ...
-
-    def notes(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> list[str]:
-        """One sentence per engine known to reject or misread what will be written."""
         ...
 
     def layout(self, entry: Entry) -> list[TensorSpec]:

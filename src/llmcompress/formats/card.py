@@ -6,6 +6,8 @@ from typing import Any
 
 import yaml
 
+from llmcompress.yamlfile import read_yaml
+
 _LOADING = {
     "gptq": "transformers (with `optimum` and `gptqmodel`), GPTQModel, vLLM and SGLang read gptq checkpoints.",
     "compressed-tensors": "vLLM, SGLang and transformers (with `compressed-tensors`) read this checkpoint.",
@@ -66,11 +68,17 @@ def _licence(readme: str) -> dict[str, Any]:
     if found is None:
         return {}
     try:
-        matter = yaml.safe_load(found.group(1))
-    except yaml.YAMLError:
+        matter = read_yaml(found.group(1))
+    except ValueError:
         return {}
     keys = ("license", "license_name", "license_link")
-    return {key: matter[key] for key in keys if key in matter} if isinstance(matter, dict) else {}
+    return {key: matter[key] for key in keys if _is_name(matter.get(key))} if isinstance(matter, dict) else {}
+
+
+def _is_name(value: Any) -> bool:
+    """Text, or several, as hubs know them: what else a stranger's file may hold does not belong into ours."""
+    values = value if isinstance(value, list) else [value]
+    return bool(values) and all(isinstance(item, str) and item.isprintable() for item in values)
 
 
 def _opening(facts: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""What every format asks of the matrices it is given, and what engines ask of every format."""
+"""What every format asks of the matrices it is given."""
 
 import re
 from collections import Counter
@@ -54,19 +54,25 @@ def grids(entries: Iterable[Entry]) -> list[GridSpec]:
 
 
 def fused(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
-    """Full name of each module that engines fuse -> its members present in the model (at least two)."""
+    """Full name of each module that engines run as one -> its members present in the model (at least two).
+
+    All experts of a layer, with all their parts, are one such module, under the name of their list.
+    """
     found: dict[str, list[Entry]] = {}
     for entry in entries:
         parent, _, leaf = entry.module.rpartition(".")
-        for name, members in FUSED.items():
-            if entry.linear and leaf in members:
-                found.setdefault(f"{parent}.{name}", []).append(entry)
+        names = [f"{parent}.{name}" for name, members in FUSED.items() if leaf in members]
+        if experts := experts_of(entry.module):
+            names = [experts]
+        for name in names if entry.linear else ():
+            found.setdefault(name, []).append(entry)
     return {name: members for name, members in found.items() if len(members) > 1}
 
 
-def unlike(entries: Iterable[Entry]) -> list[str]:
-    """Fused modules whose members are treated differently, which vLLM and SGLang cannot run."""
-    return [name for name, members in fused(entries).items() if len({entry.grid for entry in members}) > 1]
+def experts_of(module: str) -> str | None:
+    """The list of experts that a module belongs to, such as model.layers.0.mlp.experts; None if to none."""
+    listed = re.match(r"(.*\.experts)\.\d+\.", module)
+    return listed.group(1) if listed else None
 
 
 def common_refusal(name: str, entries: Iterable[Entry], config: Mapping[str, Any]) -> Refusal | None:
@@ -128,11 +134,6 @@ def check_codes(entry: Entry, coded: "Coded") -> None:
     natural = torch.arange(width) // grid.spec.width(width)
     if not entry.permuted and not torch.equal(grid.group_index.cpu(), natural):
         raise RunError(f"groups of {entry.module} are permuted, which was not planned")
-
-
-def sentence(engine: str, reasons: Sequence[str]) -> str:
-    """One sentence about an engine that rejects or misreads what will be written."""
-    return f"{engine} does not load this: {'; '.join(reasons)}"
 
 
 def named(modules: Sequence[str]) -> str:

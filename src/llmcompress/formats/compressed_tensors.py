@@ -22,13 +22,9 @@ from llmcompress.formats.checks import (
     Refusal,
     check_codes,
     common_refusal,
-    grids,
     left_alone,
-    named,
     quantised,
-    sentence,
     stored_scale,
-    unlike,
 )
 from llmcompress.grids.base import PER_ROW, GridSpec
 
@@ -74,17 +70,6 @@ class CompressedTensors:
                     "convert the model to float16 or bfloat16 first",
                 )
         return None
-
-    def notes(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> list[str]:
-        reasons = {"vLLM": _vllm(entries), "SGLang": _sglang(entries), "llama.cpp's converter": _llama_cpp(entries)}
-        notes = [sentence(engine, found) for engine, found in reasons.items() if found]
-        if any(not grid.symmetric for grid in grids(entries)):
-            notes.insert(
-                0,
-                "transformers with compressed-tensors 0.18 or later loads asymmetric weights only with "
-                "quantization_config=CompressedTensorsConfig(dequantize=True)",
-            )
-        return notes
 
     def layout(self, entry: Entry) -> list[TensorSpec]:
         if entry.grid is None:
@@ -228,46 +213,6 @@ def _spec(module: str, settings: Mapping[str, Any]) -> GridSpec:
         raise CheckpointError(f"{module} is stored in a scheme other than packed integers by group or channel")
     size = weights["group_size"] if weights["strategy"] == "group" else PER_ROW
     return GridSpec(int(weights["num_bits"]), int(size), bool(weights.get("symmetric", True)))
-
-
-def _vllm(entries: Sequence[Entry]) -> list[str]:
-    reasons = []
-    if any(grid.bits == 2 for grid in grids(entries)):
-        reasons.append("it has kernels for 4 and 8 bits")
-    if any(grid.bits == 8 and not grid.symmetric for grid in grids(entries)):
-        reasons.append("it has no common kernel for asymmetric 8 bits")
-    if ragged := [entry.module for entry, grid in quantised(entries) if entry.in_features * grid.bits % 32]:
-        reasons.append(f"inputs must fill whole 32-bit words ({named(ragged)})")
-    return reasons + _both(entries)
-
-
-def _sglang(entries: Sequence[Entry]) -> list[str]:
-    reasons = []
-    if any(grid.bits == 2 for grid in grids(entries)):
-        reasons.append("it takes 4 and 8 bits")
-    ragged = [entry.module for entry, _ in quantised(entries) if entry.out_features % 64 or entry.in_features % 128]
-    if ragged:
-        reasons.append(f"it needs multiples of 64 outputs and 128 inputs ({named(ragged)})")
-    return reasons + _both(entries)
-
-
-def _both(entries: Sequence[Entry]) -> list[str]:
-    """What vLLM and SGLang share."""
-    reasons = []
-    if any(grid.group_size not in (PER_ROW, 32, 64, 128) for grid in grids(entries)):
-        reasons.append("it takes group sizes -1, 32, 64 and 128")
-    if names := unlike(entries):
-        reasons.append(f"it fuses {named(names)}, whose parts are treated differently")
-    return reasons
-
-
-def _llama_cpp(entries: Sequence[Entry]) -> list[str]:
-    reasons = []
-    if len(grids(entries)) > 1:
-        reasons.append("it takes one setting for all modules")
-    if any(grid.group_size == PER_ROW for grid in grids(entries)):
-        reasons.append("it needs groups, not one scale per row")
-    return reasons
 
 
 FORMAT = CompressedTensors()

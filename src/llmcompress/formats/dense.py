@@ -32,9 +32,6 @@ class Dense:
                 )
         return None
 
-    def notes(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> list[str]:
-        return []
-
     def layout(self, entry: Entry) -> list[TensorSpec]:
         return [entry.source]
 

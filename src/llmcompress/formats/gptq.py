@@ -31,11 +31,9 @@ from llmcompress.formats.checks import (
     left_alone,
     named,
     quantised,
-    sentence,
     stored_scale,
-    unlike,
 )
-from llmcompress.grids.base import PER_ROW, GridSpec
+from llmcompress.grids.base import GridSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,16 +79,6 @@ class Gptq:
                 "use the same for all modules, or --format compressed-tensors",
             )
         return None
-
-    def notes(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> list[str]:
-        reasons = {
-            "transformers": _transformers(entries),
-            "GPTQModel": _gptqmodel(entries),
-            "vLLM": _vllm(entries),
-            "SGLang": _sglang(entries),
-            "llama.cpp's converter": _llama_cpp(entries),
-        }
-        return [sentence(engine, found) for engine, found in reasons.items() if found]
 
     def layout(self, entry: Entry) -> list[TensorSpec]:
         if entry.grid is None:
@@ -223,84 +211,6 @@ def _spec(module: str, settings: Mapping[str, Any]) -> GridSpec:
 
 def _version(settings: Mapping[str, Any]) -> str:
     return str(settings.get("checkpoint_format") or settings.get("format") or "gptq")
-
-
-def _transformers(entries: Sequence[Entry]) -> list[str]:
-    """optimum with GPTQModel's kernels; seen with transformers 5.23, optimum 2.3, GPTQModel 7.6 and 7.7."""
-    coded = quantised(entries)
-    reasons = []
-    if len(grids(entries)) > 1:
-        reasons.append("it takes one setting for all modules (it ignores `dynamic`)")
-    if _sizes(entries, (PER_ROW, 16, 32, 64, 128, 256, 512)):
-        reasons.append("its kernels have group sizes -1, 16, 32, 64, 128, 256 and 512")
-    if heads := [entry.module for entry, _ in coded if not entry.block]:
-        reasons.append(f"it leaves a quantised {heads[0]} at random values, without an error")
-    if experts := [entry.module for entry, _ in coded if ".experts." in entry.module]:
-        reasons.append(f"it leaves quantised experts ({named(experts)}) at random values, without an error")
-    if transposed := [entry.module for entry, _ in coded if entry.transposed]:
-        reasons.append(f"it has no place for codes of a Conv1D ({named(transposed)})")
-    if ragged := [entry.module for entry, _ in coded if entry.out_features % 32]:
-        reasons.append(f"on a CPU some versions need multiples of 32 outputs ({named(ragged)})")
-    return reasons
-
-
-def _gptqmodel(entries: Sequence[Entry]) -> list[str]:
-    """Seen with GPTQModel 7.6, which loads by the names that transformers gives to modules, some of them split."""
-    coded = quantised(entries)
-    reasons = []
-    if _sizes(entries, (PER_ROW, 16, 32, 64, 128, 256, 512, 1024)):
-        reasons.append("its kernels have group sizes -1 and the powers of two from 16 to 1024")
-    if stacked := [entry.module for entry, _ in coded if entry.module.endswith(".gate_up_proj")]:
-        reasons.append(f"it splits {named(stacked)} and finds no codes for the parts")
-    if renamed := [entry.module for entry, _ in coded if ".block_sparse_moe.experts." in entry.module]:
-        reasons.append(f"it renames experts and finds no codes for them ({named(renamed)})")
-    if heads := [entry.module for entry in entries if entry.module == "embed_out"]:
-        reasons.append(f"it does not find {heads[0]} and leaves the head at random values, without an error")
-    return reasons
-
-
-def _vllm(entries: Sequence[Entry]) -> list[str]:
-    reasons = _marlin(entries)
-    if any(entry.permuted and grid.group_size != PER_ROW for entry, grid in quantised(entries)):
-        reasons.append("it refuses groups in activation order (desc_act)")
-    if ragged := [entry.module for entry, grid in quantised(entries) if entry.out_features * grid.bits % 32]:
-        reasons.append(f"outputs must fill whole 32-bit words ({named(ragged)})")
-    return reasons
-
-
-def _sglang(entries: Sequence[Entry]) -> list[str]:
-    reasons = _marlin(entries)
-    ragged = [entry.module for entry, _ in quantised(entries) if entry.out_features % 64 or entry.in_features % 128]
-    if ragged:
-        reasons.append(f"it needs multiples of 64 outputs and 128 inputs ({named(ragged)})")
-    return reasons
-
-
-def _marlin(entries: Sequence[Entry]) -> list[str]:
-    """What vLLM and SGLang share: both run gptq through the Marlin kernels."""
-    reasons = []
-    if any(grid.bits not in (4, 8) for grid in grids(entries)):
-        reasons.append("it takes 4 and 8 bits")
-    if any(not grid.symmetric for grid in grids(entries)):
-        reasons.append("it takes symmetric grids")
-    if _sizes(entries, (PER_ROW, 32, 64, 128)):
-        reasons.append("it takes group sizes -1, 32, 64 and 128")
-    if names := unlike(entries):
-        reasons.append(f"it fuses {named(names)}, whose parts are treated differently")
-    return reasons
-
-
-def _llama_cpp(entries: Sequence[Entry]) -> list[str]:
-    reasons = []
-    if any(grid.bits == 3 for grid in grids(entries)):
-        reasons.append("it has no 3-bit reader")
-    if len(grids(entries)) > 1:
-        reasons.append("it takes one setting for all modules")
-    return reasons
-
-
-def _sizes(entries: Sequence[Entry], known: Sequence[int]) -> bool:
-    return any(grid.group_size not in known for grid in grids(entries))
 
 
 FORMAT = Gptq()

@@ -4,6 +4,7 @@ Symmetric grids are full range: codes -2^(b-1) ... 2^(b-1)-1 around the middle, 
 puts the entry of largest magnitude on the longer side. Every decoder multiplies by the scale: a negative one is free.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -61,6 +62,14 @@ class Coded:
 
     def decode(self) -> Tensor:
         return self.grid.decode(self.codes)
+
+    @classmethod
+    def stacked(cls, parts: "Sequence[Coded]") -> "Coded":
+        """One matrix of parts of its rows."""
+        if len(parts) == 1:
+            return parts[0]
+        scale, zero = torch.cat([p.grid.scale for p in parts]), torch.cat([p.grid.zero for p in parts])
+        return cls(torch.cat([p.codes for p in parts]), replace(parts[0].grid, scale=scale, zero=zero))
 
 
 def storable(scale: Tensor, dtype: torch.dtype) -> Tensor:

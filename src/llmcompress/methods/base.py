@@ -4,9 +4,10 @@ Methods see one weight and one Gram matrix. They know nothing of models, files, 
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from math import isfinite
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from llmcompress.errors import RecipeError
 from llmcompress.grids.base import GridSpec
@@ -20,6 +21,17 @@ if TYPE_CHECKING:
     from llmcompress.stats.gram import Gram
 
 DEFAULT_GROUP_SIZES = (128, 64, 32)
+SOLVED_ROWS = 1536  # at once by a thread: with fewer, the calls for each column would cost more than their arithmetic
+
+
+def _plain(value: Any) -> Any:
+    if not (value is None or isinstance(value, str | int) or (isinstance(value, float) and isfinite(value))):
+        raise ValueError("an option is text, a finite number, true, false or nothing")
+    return value
+
+
+Plain = Annotated[Any, AfterValidator(_plain)]
+"""The value of an option that nothing has checked yet: it must be something that JSON can say."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +64,15 @@ class Method(BaseModel):
 
     bits: Literal[2, 3, 4, 5, 6, 8] = Field(4, description="bits per weight")
     group_size: int | None = Field(
-        None, description="input channels per scale; -1: one scale per row; default 128, or 64 or 32 where that divides"
+        None,
+        lt=1 << 31,
+        description="input channels per scale; -1: one scale per row; default 128, or 64 or 32 where that divides",
     )
     sym: bool = Field(True, description="symmetric grid: every zero point is the middle code")
     clip: Literal["search", "minmax"] = Field(
         "search", description="range of a group: searched for least squared error, or to cover every weight"
     )
-    set: dict[str, dict[str, Any]] = Field(
+    set: dict[str, dict[str, Plain]] = Field(
         default_factory=dict,
         description="other options for modules matching a pattern, such as 'mlp.down_proj: {bits: 8}'",
     )
@@ -80,9 +94,9 @@ class Method(BaseModel):
         return {}
 
     @property
-    def needs_original(self) -> bool:
-        """Whether the inputs of the uncompressed model are wanted beside those of the compressed one."""
-        return False
+    def original_samples(self) -> int:
+        """On how many windows the inputs of the uncompressed model are wanted beside those of the compressed one."""
+        return 0
 
     def solve(self, weight: "Tensor", stats: Statistics, scale_dtype: "torch.dtype") -> Solved:
         """Codes of weight [out, in] float32 whose inputs have the statistics `stats`."""

@@ -1,11 +1,12 @@
 """GPTQ (Frantar et al., 2022, arXiv:2210.17323): round a column, make up for its error in the columns after it."""
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from llmcompress.errors import RunError
-from llmcompress.methods.base import Method, Solved, Statistics
+from llmcompress.methods.base import SOLVED_ROWS, Method, Solved, Statistics
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +35,7 @@ class Gptq(Method):
         le=1,
         description="share of the error of earlier matrices to make up for (asymmetric calibration); 0: none, faster",
     )
+    qep_samples: int = Field(16, ge=1, description="windows of the calibration set on which that error is measured")
     descent: int = Field(1, ge=0, description="rounds of re-fitting scales and codes after the sweep; 0: plain GPTQ")
 
     @property
@@ -41,8 +43,8 @@ class Gptq(Method):
         return self.actorder == "group"
 
     @property
-    def needs_original(self) -> bool:
-        return self.qep_alpha > 0
+    def original_samples(self) -> int:
+        return self.qep_samples if self.qep_alpha > 0 else 0
 
     def described(self) -> dict[str, Any]:
         return {
@@ -55,38 +57,48 @@ class Gptq(Method):
     def solve(self, weight: "Tensor", stats: Statistics, scale_dtype: "torch.dtype") -> Solved:
         import torch
 
-        from llmcompress.grids.integer import fit
+        from llmcompress.grids.integer import Coded, fit
+        from llmcompress.parallel import both, together
         from llmcompress.solve.correct import corrected
         from llmcompress.solve.damping import damped, inverse_factor
         from llmcompress.solve.gptq import gptq_codes
-        from llmcompress.solve.refine import refine
+        from llmcompress.solve.refine import Refiner
 
         if stats.gram is None:
             raise RunError("gptq needs the statistics of its inputs")
-        hessian = stats.gram.mean()
-        if stats.drift is not None:
-            weight = corrected(weight, hessian, stats.drift.mean(), self.qep_alpha)
+        hessian, drift = stats.gram.finish(), stats.drift
         energy = hessian.diagonal()
         order = torch.arange(weight.shape[1], device=weight.device)
         if self.actorder != "none":
             order = torch.argsort(energy, descending=True, stable=True)  # stable: ties must not depend on the machine
-        factor = inverse_factor(hessian[order][:, order], self.percdamp)
+
+        def target() -> torch.Tensor:
+            if drift is None:
+                return weight
+            seen = hessian if drift.hessian is None else drift.hessian
+            return corrected(weight, seen, drift.finish(), self.qep_alpha)
+
+        aim, factor = both(target, partial(inverse_factor, hessian[order][:, order], self.percdamp))
         # what a rounding error in a column costs once the columns after it have made up for it: the loss is the sum of
         # the squared residuals times this, so it is what a scale should be fitted by
         cost = torch.empty_like(energy)
-        cost[order] = factor.upper.diagonal() ** -2
-        grid = fit(
-            weight,
-            self.grid,
-            clip=self.clip,
-            importance=cost,
-            scale_dtype=scale_dtype,
-            order=order if self.permutes_groups else None,
-        )
-        coded = gptq_codes(weight, grid, factor, order, self.block_size)
-        target = damped(hessian, factor.percdamp)
-        coded = refine(weight, coded, target, order, scale_dtype, self.descent)
-        return Solved(coded, factor.percdamp, factor.dead)
+        cost[order] = factor.pivots**-2
+        refiner = Refiner(damped(hessian, factor.percdamp), order)
+
+        def rows(part: torch.Tensor) -> Coded:
+            grid = fit(
+                part,
+                self.grid,
+                clip=self.clip,
+                importance=cost,
+                scale_dtype=scale_dtype,
+                order=order if self.permutes_groups else None,
+            )
+            coded = gptq_codes(part, grid, factor, order, self.block_size)
+            return refiner.refine(part, coded, scale_dtype, self.descent)
+
+        parts = together(partial(rows, part) for part in torch.split(aim, SOLVED_ROWS))
+        return Solved(Coded.stacked(parts), factor.percdamp, factor.dead)
 
 
 METHOD = Gptq

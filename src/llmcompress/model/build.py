@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from llmcompress.arch.spec import ArchSpec
 from llmcompress.errors import CheckpointError
+from llmcompress.model import attention
 from llmcompress.model.skeleton import skeleton
 
 
@@ -72,11 +73,16 @@ class StreamedModel:
         dtype: torch.dtype,
         device: torch.device | None = None,
         trust_remote_code: bool = False,
+        tiled_attention: bool = False,
     ) -> None:
+        """tiled_attention: faster, with scores in the compute type (model/attention.py), for declared families."""
         self.weights, self.spec, self.dtype = weights, spec, dtype
         self.device = device or torch.device("cpu")
         self.config = config
-        self.causal = skeleton(config, spec, trust_remote_code)
+        tiled = tiled_attention and not spec.observed
+        if tiled:
+            attention.register()
+        self.causal = skeleton(config, spec, trust_remote_code, attention.NAME if tiled else None)
         self.layers: list[nn.Module] = list(self.causal.get_submodule(spec.layers).children())
         if not self.layers:
             raise CheckpointError("config.json asks for a model without layers")
@@ -87,6 +93,7 @@ class StreamedModel:
         self._recorders = [_Recorder(layer, spec.outputs) for layer in self.layers]
         parent_path, _, name = spec.layers.rpartition(".")
         setattr(self.causal.get_submodule(parent_path), name, nn.ModuleList(self._recorders))
+        self._outer: set[str] | None = None  # what is loaded outside of the layers
         self._calls: dict[tuple[int, int], list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}
 
     # -- names ------------------------------------------------------------------------------------------------------
@@ -140,9 +147,17 @@ class StreamedModel:
 
     @contextmanager
     def outer(self, *, embed: bool, head: bool) -> Iterator[nn.Module]:
-        """Everything outside the layers, without the embedding table or the head where those are not wanted."""
+        """Everything outside the layers, without the embedding table or the head where those are not wanted.
+
+        Within another one that holds as much, nothing is read again.
+        """
+        asked = {name for name, wanted in (("embed", embed), ("head", head)) if wanted}
+        if self._outer is not None and self._outer >= asked:
+            yield self.causal
+            return
         embedding, output = self.causal.get_submodule(self.spec.embed), self.causal.get_submodule(self.spec.head)
         tied = self.head_is_tied
+        self._outer = asked
         try:
             for path, owner in self.causal.named_modules():
                 if owner is output and not head:
@@ -155,6 +170,7 @@ class StreamedModel:
                 output._parameters["weight"] = embedding._parameters["weight"]
             yield self.causal
         finally:
+            self._outer = None
             _empty(self.causal)
 
     @cached_property
@@ -201,14 +217,15 @@ class StreamedModel:
 
     @torch.no_grad()
     def embed(self, ids: Tensor) -> Tensor:
-        """Token ids [samples, length] to the hidden states [samples, length, hidden] that enter the first layer.
+        """Token ids [samples, length] to the hidden states [samples, length, hidden] that enter the first layer."""
+        self.prepare(ids)
+        return torch.cat(list(self.embedded(ids, 8)))
 
-        Also records, from the first sample, what each layer is called with besides the hidden states.
-        """
-        hidden = torch.cat(list(self.embedded(ids, 8)))
+    @torch.no_grad()
+    def prepare(self, ids: Tensor) -> int:
+        """Record, from the first sample, what each layer is called with besides the hidden states; their width."""
         with self.outer(embed=True, head=False) as causal:
-            self._record(causal, 1, ids.shape[1], input_ids=ids[:1].to(self.device))
-        return hidden
+            return self._record(causal, 1, ids.shape[1], input_ids=ids[:1].to(self.device))
 
     @torch.no_grad()
     def embedded(self, ids: Tensor, batch: int) -> Iterator[Tensor]:
@@ -232,11 +249,11 @@ class StreamedModel:
             recorder.hidden = None
         return hidden
 
-    def _record(self, causal: nn.Module, batch: int, length: int, **inputs: Any) -> None:
+    def _record(self, causal: nn.Module, batch: int, length: int, **inputs: Any) -> int:
         last = self._recorders[-1]
         last.stop = True
         try:
-            self._run(causal, **inputs)
+            width = self._run(causal, **inputs).shape[-1]
         finally:
             last.stop = False
         calls = []
@@ -248,15 +265,24 @@ class StreamedModel:
             calls.append(recorder.call)
             recorder.call = None
         self._calls[batch, length] = calls
+        return width
+
+    def _shape_of_call(self, batch: int, length: int) -> tuple[int, int]:
+        # one sample's masks and rotary tables serve any batch; what an unknown family passes may not (ALiBi of Bloom)
+        return (batch if self.spec.observed else 1), length
+
+    @torch.no_grad()
+    def prepare_batch(self, hidden: Tensor) -> None:
+        """Record what layers are called with for hidden states of this shape; before `call` runs in several threads."""
+        batch, length = self._shape_of_call(*hidden.shape[:2])
+        if (batch, length) not in self._calls and (1, length) in self._calls:
+            with self.outer(embed=False, head=False) as causal:
+                self._record(causal, batch, length, inputs_embeds=self._placeholder(hidden))
 
     def call(self, number: int, layer: nn.Module, hidden: Tensor) -> Tensor:
         """A layer's output for hidden states [batch, length, hidden], called as the model itself calls it."""
-        # one sample's masks and rotary tables serve any batch; what an unknown family passes may not (ALiBi of Bloom)
-        batch, length = hidden.shape[0] if self.spec.observed else 1, hidden.shape[1]
-        if (batch, length) not in self._calls and (1, length) in self._calls:
-            with torch.no_grad(), self.outer(embed=False, head=False) as causal:
-                self._record(causal, batch, length, inputs_embeds=self._placeholder(hidden))
-        args, kwargs = self._calls[batch, length][number]
+        self.prepare_batch(hidden)
+        args, kwargs = self._calls[self._shape_of_call(*hidden.shape[:2])][number]
         out = layer(hidden, *args, **kwargs)
         return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
 

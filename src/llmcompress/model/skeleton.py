@@ -66,25 +66,36 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def load_config(path: Path, trust_remote_code: bool = False) -> Any:
-    """transformers' config of a model directory; code in the directory runs only where the caller trusts it."""
+    """transformers' config of a model directory; code in the directory runs only where the caller trusts it.
+
+    Nor does a config choose code from elsewhere: which implementation of attention runs is not a property of a model.
+    """
     try:
-        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+        asked = config._attn_implementation
+        config._attn_implementation = asked if asked in ("eager", "sdpa") else None  # others may be a hub's kernels
+        return config
     except UNUSABLE as error:
         raise CheckpointError(
             f"{path / 'config.json'} is not a config transformers can use: {first_line(error)}"
         ) from None
 
 
-def skeleton(config: Any, spec: ArchSpec | None, trust_remote_code: bool = False) -> nn.Module:
-    """transformers' causal model for `config`, parameters on the meta device, experts as separate linears."""
+def skeleton(
+    config: Any, spec: ArchSpec | None, trust_remote_code: bool = False, attention: str | None = None
+) -> nn.Module:
+    """transformers' causal model for `config`, parameters on the meta device, experts as separate linears.
+
+    attention: implementation to use where the architecture leaves the choice.
+    """
     config = copy.deepcopy(config)  # transformers writes its choices, such as the attention, into the config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     if hasattr(config, "_experts_implementation"):
         config._experts_implementation = "eager"  # others stack experts into one product, whose sums come out otherwise
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}  # said even if false: None would ask the user
-    if spec is not None and spec.attention is not None:
-        options["attn_implementation"] = spec.attention
+    if spec is not None and (spec.attention or attention) is not None:
+        options["attn_implementation"] = spec.attention or attention
     with parameters_on_meta():
         try:
             model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)

@@ -13,7 +13,8 @@ def corrected(weight: Tensor, hessian: Tensor, drift: Tensor, alpha: float) -> T
     usual problem for the target W + W D H^-1 (QEP, arXiv:2504.09629). H is damped heavily, so that directions which the
     calibration text hardly shows are not bent.
     """
-    matrix = damped(hessian.to(torch.float64), 1.0)
-    right = torch.linalg.solve(matrix, drift.to(torch.float64).T).T  # D H^-1, H symmetric
-    moved: Tensor = weight @ right.to(torch.float32)
+    # damped as heavily as this, the matrix has a condition number below its size: float32 is exact enough
+    factor = damped(hessian, 1.0)
+    torch.linalg.cholesky(factor, out=factor)
+    moved: Tensor = torch.cholesky_solve((weight @ drift).T, factor).T  # W D H^-1, H symmetric
     return weight + alpha * moved

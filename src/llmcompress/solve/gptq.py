@@ -15,18 +15,33 @@ def gptq_codes(weight: Tensor, grid: IntegerGrid, factor: Factor, order: Tensor,
     processing needs no group index in any file.
     """
     columns = weight.T[order].contiguous()
-    scale, zero = grid.scale.T.contiguous(), grid.zero.T.contiguous()  # [groups, out]: a group's scales are contiguous
+    steps = Steps(grid)
     groups = grid.group_index[order].tolist()
-    top = grid.spec.levels - 1
-    codes = torch.empty(columns.shape, dtype=torch.uint8, device=weight.device)
+    centred = torch.empty_like(columns)
+    rows = centred.unbind(0)
 
-    def choose(j: int, column: Tensor) -> Tensor:
-        step, shift = scale[groups[j]], zero[groups[j]]
-        code = (column / step).add_(shift).round_().clamp_(0, top)
-        codes[j] = code
-        return code.sub_(shift).mul_(step)
+    def choose(j: int, column: Tensor, error: Tensor) -> None:
+        group, code = groups[j], rows[j]
+        torch.mul(column, steps.inverse[group], out=code)
+        torch.clamp(code.round_(), steps.low[group], steps.high[group], out=code)
+        torch.addcmul(column, code, steps.scale[group], value=-1, out=error)
 
-    obs_sweep(columns, factor.upper, choose, block_size)
-    stored = torch.empty_like(codes)
-    stored[order] = codes
-    return Coded(stored.T.contiguous(), grid)
+    obs_sweep(columns, factor.ahead, choose, block_size)
+    return steps.coded(centred, order)
+
+
+class Steps:
+    """A grid as column loops want it: per group, scale, its inverse, and the least and largest centred code [out]."""
+
+    def __init__(self, grid: IntegerGrid) -> None:
+        self.grid = grid
+        scale, zero = grid.scale.T.contiguous(), grid.zero.T.contiguous()  # a group's scales are contiguous
+        self.scale, self.inverse = scale.unbind(0), scale.reciprocal().unbind(0)
+        self.low, self.high = (-zero).unbind(0), (grid.spec.levels - 1 - zero).unbind(0)
+
+    def coded(self, centred: Tensor, order: Tensor) -> Coded:
+        """Codes less their zero points [in, out], rows in `order`, as stored."""
+        stored = torch.empty_like(centred)
+        stored[order] = centred
+        codes = stored.T + self.grid.zero[:, self.grid.group_index]
+        return Coded(codes.to(torch.uint8).contiguous(), self.grid)

@@ -11,19 +11,59 @@ import torch
 from torch import Tensor
 
 from llmcompress.grids.integer import Coded, storable
+from llmcompress.solve.gptq import Steps
 
 
-def refine(
-    weight: Tensor, coded: Coded, hessian: Tensor, order: Tensor, scale_dtype: torch.dtype, rounds: int
-) -> Coded:
-    """`rounds` of scales, then codes; scales once more. weight [out, in], hessian [in, in], order of columns [in]."""
-    if rounds == 0:
-        return coded
-    target = weight @ hessian
-    for _ in range(rounds):
-        coded = refit_scales(coded, hessian, target, scale_dtype)
-        coded = descend_codes(coded, hessian, target, order)
-    return refit_scales(coded, hessian, target, scale_dtype)
+class Refiner:
+    """What refining needs of a Gram matrix, whatever the rows: hessian [in, in], order of columns [in]."""
+
+    def __init__(self, hessian: Tensor, order: Tensor) -> None:
+        self.hessian, self.order = hessian, order
+        ordered = hessian[order][:, order]
+        self.inverse = (1.0 / ordered.diagonal()).tolist()
+        self.ahead = ordered.triu_(1)  # rows: how a move of a column bends the gradients of the columns after it
+
+    def refine(self, weight: Tensor, coded: Coded, scale_dtype: torch.dtype, rounds: int) -> Coded:
+        """`rounds` of scales, then codes; scales once more. weight [out, in]."""
+        if rounds == 0:
+            return coded
+        target = weight @ self.hessian
+        for _ in range(rounds):
+            coded = refit_scales(coded, self.hessian, target, scale_dtype)
+            coded = self.descend_codes(coded, target)
+        return refit_scales(coded, self.hessian, target, scale_dtype)
+
+    def descend_codes(self, coded: Coded, target: Tensor, block_size: int = 128, inner: int = 16) -> Coded:
+        """One pass of exact coordinate descent over the codes, columns in order. target [out, in]: W H.
+
+        The gradient H (w - q) of the columns ahead is kept up to date lazily, in two levels as in the sweep.
+        """
+        steps = Steps(coded.grid)
+        groups = coded.grid.group_index[self.order].tolist()
+        centred = (coded.codes - coded.grid.zero[:, coded.grid.group_index]).T[self.order]  # [in, out]
+        gradient = (target - coded.decode() @ self.hessian).T[self.order]
+        best = torch.empty_like(centred)
+        size = centred.shape[0]
+        for start in range(0, size, block_size):
+            stop = min(start + block_size, size)
+            moves = torch.empty(stop - start, centred.shape[1], device=centred.device)
+            for low in range(start, stop, inner):
+                high = min(low + inner, stop)
+                near, moved = gradient[low:high], moves[low - start : high - start]
+                views = (near, centred[low:high], best[low:high], moved, self.ahead[low:high, low:high])
+                for j, (slope, old, new, move, share) in enumerate(
+                    zip(*(view.unbind(0) for view in views), strict=True), low
+                ):
+                    group = groups[j]
+                    torch.addcmul(old, slope, steps.inverse[group], value=self.inverse[j], out=new)
+                    torch.clamp(new.round_(), steps.low[group], steps.high[group], out=new)
+                    torch.sub(new, old, out=move).mul_(steps.scale[group])
+                    near.addr_(share, move, alpha=-1)
+                if high < stop:
+                    gradient[high:stop].addmm_(self.ahead[low:high, high:stop].T, moved, alpha=-1)
+            if stop < size:
+                gradient[stop:].addmm_(self.ahead[start:stop, stop:].T, moves, alpha=-1)
+        return steps.coded(best, self.order)
 
 
 def row_loss(weight: Tensor, coded: Coded, hessian: Tensor) -> Tensor:
@@ -39,12 +79,14 @@ def refit_scales(coded: Coded, hessian: Tensor, target: Tensor, scale_dtype: tor
     """
     grid = coded.grid
     groups = grid.scale.shape[1]
-    together = torch.argsort(grid.group_index, stable=True)  # columns of a group side by side
-    centred = (coded.codes.to(torch.float32) - grid.zero[:, grid.group_index])[:, together]
-    hessian = hessian[together][:, together]
+    centred = coded.codes.to(torch.float32) - grid.zero[:, grid.group_index]
+    if bool((grid.group_index.diff() < 0).any()):  # groups in another order: columns of a group side by side
+        together = torch.argsort(grid.group_index, stable=True)
+        centred, target = centred[:, together], target[:, together]
+        hessian = hessian[together][:, together]
     rows, width = centred.shape
     size = width // groups
-    linear = (centred * target[:, together]).view(rows, groups, size).sum(dim=2)  # [out, groups]
+    linear = (centred * target).view(rows, groups, size).sum(dim=2)  # [out, groups]
     square = torch.empty(rows, groups, groups, device=centred.device)
     for group in range(groups):
         start = group * size
@@ -61,40 +103,3 @@ def refit_scales(coded: Coded, hessian: Tensor, target: Tensor, scale_dtype: tor
 
     gains = loss(scale) < loss(grid.scale)
     return replace(coded, grid=replace(grid, scale=torch.where(gains[:, None], scale, grid.scale)))
-
-
-def descend_codes(
-    coded: Coded, hessian: Tensor, target: Tensor, order: Tensor, block_size: int = 128, inner: int = 16
-) -> Coded:
-    """One pass of exact coordinate descent over the codes, columns in `order` [in]. target [out, in]: W H.
-
-    The gradient H (w - q) of the columns ahead is kept up to date lazily, in two levels as in the sweep.
-    """
-    grid = coded.grid
-    scale = grid.scale.T.contiguous()
-    groups = grid.group_index[order].tolist()
-    top = grid.spec.levels - 1
-    ordered = hessian[order][:, order]
-    codes = coded.codes.T[order].to(torch.float32)  # [in, out]
-    gradient = (target - coded.decode() @ hessian).T[order]
-    inverse = (1.0 / ordered.diagonal()).tolist()
-    size = codes.shape[0]
-    for start in range(0, size, block_size):
-        stop = min(start + block_size, size)
-        moves = torch.empty(stop - start, codes.shape[1], device=codes.device)
-        for low in range(start, stop, inner):
-            high = min(low + inner, stop)
-            for j in range(low, high):
-                step = scale[groups[j]]
-                best = (gradient[j] * inverse[j]).div_(step).add_(codes[j]).round_().clamp_(0, top)
-                torch.mul(best.sub(codes[j]), step, out=moves[j - start])
-                codes[j] = best
-                if j + 1 < high:
-                    gradient[j + 1 : high].addr_(ordered[j + 1 : high, j], moves[j - start], alpha=-1)
-            if high < stop:
-                gradient[high:stop].addmm_(ordered[high:stop, low:high], moves[low - start : high - start], alpha=-1)
-        if stop < size:
-            gradient[stop:].addmm_(ordered[stop:, start:stop], moves, alpha=-1)
-    stored = torch.empty_like(codes)
-    stored[order] = codes
-    return replace(coded, codes=stored.T.to(torch.uint8).contiguous())

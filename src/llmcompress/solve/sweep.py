@@ -5,29 +5,31 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-Choose = Callable[[int, Tensor], Tensor]
+Choose = Callable[[int, Tensor, Tensor], None]
 
 
-def obs_sweep(columns: Tensor, upper: Tensor, choose: Choose, block_size: int = 128, inner: int = 32) -> None:
+def obs_sweep(columns: Tensor, ahead: Tensor, choose: Choose, block_size: int = 128, inner: int = 16) -> None:
     """Decide all columns in order; `columns` [in, out] (a column is contiguous) is overwritten on the way.
 
-    upper [in, in]: U of `inverse_factor` in the same order. choose(j, column [out]) returns what the column becomes.
-    Updates are exact but lazy: within `inner` columns at once, within `block_size` after each inner block, to the rest
-    after each block (GPTQ, arXiv:2210.17323, section 3.3; both sizes change speed only).
+    ahead [in, in]: of `inverse_factor` in the same order. choose(j, column [out], error [out]) decides what column j
+    becomes and writes what it differs by into `error`. Updates are exact but lazy: within `inner` columns at once,
+    within `block_size` after each inner block, to the rest after each block (GPTQ, arXiv:2210.17323, section 3.3; both
+    sizes change speed only).
     """
     size = columns.shape[0]
-    diagonal = upper.diagonal().tolist()
     for start in range(0, size, block_size):
         stop = min(start + block_size, size)
         errors = torch.empty(stop - start, columns.shape[1], dtype=columns.dtype, device=columns.device)
         for low in range(start, stop, inner):
             high = min(low + inner, stop)
-            for j in range(low, high):
-                error = (columns[j] - choose(j, columns[j])).div_(diagonal[j])
-                errors[j - start] = error
-                if j + 1 < high:
-                    columns[j + 1 : high].addr_(upper[j, j + 1 : high], error, alpha=-1)
+            near = columns[low:high]
+            # views are made at once: for these few thousand numbers a column, calls cost more than arithmetic
+            shares = ahead[low:high, low:high].unbind(0)
+            wrong = errors[low - start : high - start]
+            for j, (column, error, share) in enumerate(zip(near.unbind(0), wrong.unbind(0), shares, strict=True), low):
+                choose(j, column, error)
+                near.addr_(share, error, alpha=-1)
             if high < stop:
-                columns[high:stop].addmm_(upper[low:high, high:stop].T, errors[low - start : high - start], alpha=-1)
+                columns[high:stop].addmm_(ahead[low:high, high:stop].T, wrong, alpha=-1)
         if stop < size:
-            columns[stop:].addmm_(upper[start:stop, stop:].T, errors, alpha=-1)
+            columns[stop:].addmm_(ahead[start:stop, stop:].T, errors, alpha=-1)

@@ -1,13 +1,18 @@
 """The Gram matrix of an input: sum of x x^T over tokens (up to a factor, the Hessian of a linear's squared error)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_PANELS = 4
+from llmcompress.parallel import together
+
+_PANEL, _PANELS = 192, 8  # columns in a panel at least, and panels at most
+_CHUNK = 1024  # tokens in one product of bfloat16
+_EXACT = 16384  # tokens after which such products may be rounded
 
 
 class Gram:
@@ -21,6 +26,7 @@ class Gram:
         self.tokens = 0
         self.dropped = 0
         self._borrowed = 0.0
+        self._finished = False
 
     @property
     def size(self) -> int:
@@ -33,13 +39,25 @@ class Gram:
             keep = torch.isfinite(rows).all(dim=-1)
             self.dropped += int((~keep).sum())
             rows = rows[keep]
+        _add_upper(self.sum, rows, exact=self.tokens < _EXACT)
         self.tokens += rows.shape[0]
-        _add_upper(self.sum, rows.to(torch.float32), rows.dtype)
 
     def mean(self) -> Tensor:
         """The symmetric matrix sum(X^T X) / tokens [in, in], float32."""
-        upper = torch.triu(self.sum)
-        return (upper + torch.triu(upper, 1).T) / ((self.tokens + self._borrowed) or 1)
+        if self._finished:
+            return self.sum
+        mean = self.sum.triu()
+        mean += mean.triu(1).T
+        return mean.div_((self.tokens + self._borrowed) or 1)
+
+    def finish(self) -> Tensor:
+        """As `mean`, and the sum is given up for it: nothing more can be added."""
+        if not self._finished:
+            self.sum.triu_()
+            self.sum += self.sum.triu(1).T
+            self.sum.div_((self.tokens + self._borrowed) or 1)
+            self._finished = True
+        return self.sum
 
     def shrink_towards(self, prior: Tensor, weight: float) -> None:
         """Add `weight` tokens' worth of another mean Gram matrix [in, in]."""
@@ -47,33 +65,45 @@ class Gram:
         self._borrowed += weight
 
 
-def _add_upper(total: Tensor, rows: Tensor, origin: torch.dtype) -> None:
-    """total [in, in] += rows^T rows, upper triangle only, in column panels; rows [tokens, in] float32.
-
-    Rows that came from bfloat16 lose nothing in a bfloat16 product with float32 accumulation, which is several times
-    faster where the processor has one. float16 has three bits more, which only a TF32 product keeps.
-    """
+def _add_upper(total: Tensor, rows: Tensor, exact: bool) -> None:
+    """total [in, in] float32 += rows^T rows, upper triangle only, in panels of columns that threads share out."""
     size = total.shape[0]
-    step = -(-size // _PANELS)
-    with _products_of(origin, total.device):
-        for start in range(0, size, step):
-            stop = min(start + step, size)
-            total[start:stop, start:].addmm_(rows[:, start:stop].T, rows[:, start:])
+    step = max(_PANEL, -(-size // _PANELS))
+    products = products_of(rows, exact)
+
+    def add(start: int, stop: int) -> None:
+        for part in products:
+            total[start:stop, start:] += part[:, start:stop].T @ part[:, start:]
+
+    with precision_of(rows):
+        together(partial(add, start, min(start + step, size)) for start in range(0, size, step))
+
+
+def products_of(rows: Tensor, exact: bool) -> Sequence[Tensor]:
+    """Rows [tokens, in] cut and cast for products that are summed in float32.
+
+    On a processor products of bfloat16 are fastest where they may return bfloat16, rounded by 2^-9. Over many chunks
+    these roundings average out, to some 2^-13 of the sum for the usual 65,536 tokens. Of few tokens they would not,
+    and a Gram matrix of few tokens has small eigenvalues to lose: so where it matters, ask for exact ones.
+    """
+    if rows.dtype == torch.bfloat16 and rows.device.type == "cpu" and not exact:
+        return torch.split(rows, _CHUNK)
+    return (rows.to(torch.float32),)
 
 
 @contextmanager
-def _products_of(origin: torch.dtype, device: torch.device) -> Iterator[None]:
-    """Within, float32 products may round their inputs to what `origin` holds anyway, and to nothing coarser."""
-    cuda = device.type == "cuda"
+def precision_of(rows: Tensor) -> Iterator[None]:
+    """Within, float32 products may round their inputs to what the rows hold anyway, and to nothing coarser."""
+    cuda = rows.device.type == "cuda"
     backend: Any = torch.backends.cuda.matmul if cuda else getattr(torch.backends.mkldnn, "matmul", None)
     if not hasattr(backend, "fp32_precision"):  # before torch 2.9, where the default is exact
         yield
         return
-    if origin == torch.bfloat16:
+    before = backend.fp32_precision
+    if rows.dtype == torch.bfloat16:
         precision = "tf32" if cuda else "bf16"
     else:
-        precision = "tf32" if cuda and origin == torch.float16 else "ieee"
-    before = backend.fp32_precision
+        precision = "tf32" if cuda and rows.dtype == torch.float16 else "ieee"
     backend.fp32_precision = precision
     try:
         yield

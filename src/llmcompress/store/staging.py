@@ -6,12 +6,14 @@ tokens.safetensors                 windows sampled from the model itself
 section-00007.safetensors          codes, scales and zero points of layer 7, with its records in the header
 hidden-<name>-00008-<crc>.bin      hidden states [samples, length, hidden] that enter layer 8: `compressed`, of the
                                    model as compressed so far, and `original`, where a method asks for it
+record-<...>.bin                   inputs of a layer's matrices while it is worked on (engine/forward.py)
 """
 
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from torch import Tensor
 from llmcompress.errors import PlanError, RunError
 from llmcompress.grids.base import GridSpec
 from llmcompress.grids.integer import Coded, IntegerGrid
+from llmcompress.store.windows import Windows, WindowsWriter
 
 
 class Staging:
@@ -115,41 +118,32 @@ class Staging:
 
     # -- hidden states -------------------------------------------------------------------------------------------------
 
-    def hidden(self, names: Sequence[str], shape: tuple[int, ...], dtype: torch.dtype) -> "dict[str, Hidden] | None":
-        """The newest hidden states that are whole under all of `names`, or None; damaged ones are removed."""
-        positions: dict[int, dict[str, Hidden]] = {}
+    def hidden(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> "Hidden | None":
+        """The newest hidden states that are whole for every stream in `shapes`, or None; damaged ones are removed."""
+        positions: dict[int, dict[str, Windows]] = {}
         for file in sorted(self.path.glob("hidden-*.bin")):
             _, name, position, crc = file.stem.split("-")
-            found = Hidden(file, int(position), shape, dtype)
+            found = Windows(file, shapes.get(name, (0,)), dtype)
             if file.stat().st_size == found.nbytes and f"{_crc(file):08x}" == crc:
-                positions.setdefault(found.position, {})[name] = found
+                positions.setdefault(int(position), {})[name] = found
             else:
                 file.unlink()
-        whole = [position for position, streams in positions.items() if set(names) <= set(streams)]
-        return {name: positions[max(whole)][name] for name in names} if whole else None
+        whole = [position for position, streams in positions.items() if set(shapes) <= set(streams)]
+        return Hidden(max(whole), positions[max(whole)]) if whole else None
 
-    def keep_hidden(
-        self, position: int, shape: tuple[int, ...], dtype: torch.dtype, streams: Mapping[str, Iterator[Tensor]]
-    ) -> "dict[str, Hidden]":
+    def keep_hidden(self, position: int, dtype: torch.dtype, streams: Mapping[str, Iterator[Tensor]]) -> "Hidden":
         """Write the hidden states that enter section `position`, batch by batch, then drop those of other positions."""
         kept = {}
         for name, batches in streams.items():
-            partial = self.path / "hidden.partial"
-            crc = 0
-            with partial.open("wb") as handle:
-                for batch in batches:
-                    flat = batch.detach().to("cpu", dtype).contiguous().view(torch.uint8)
-                    data = memoryview(flat.numpy())  # type: ignore[arg-type]
-                    handle.write(data)
-                    crc = zlib.crc32(data, crc)
-            target = self.path / f"hidden-{name}-{position:05d}-{crc:08x}.bin"
-            partial.replace(target)
-            kept[name] = Hidden(target, position, shape, dtype)
+            writer = WindowsWriter(self.path / f"hidden-{name}.partial", dtype, checked=True)
+            for batch in batches:
+                writer.append(batch)
+            kept[name] = writer.finish(self.path / f"hidden-{name}-{position:05d}-{writer.crc:08x}.bin")
         files = {item.file for item in kept.values()}
-        for file in self.path.glob("hidden-*.bin"):
+        for file in sorted(self.path.glob("hidden-*.bin")):
             if file not in files:
-                file.unlink()
-        return kept
+                file.replace(self.path / f"hidden-{file.stem.split('-')[1]}.partial")  # to be written over next
+        return Hidden(position, kept)
 
     def remove(self) -> None:
         """Delete the work directory; only files it made itself."""
@@ -159,6 +153,7 @@ class Staging:
             "tokens.safetensors",
             "section-*.safetensors",
             "hidden-*.bin",
+            "record-*.bin",
             "*.partial",
         ):
             for file in self.path.glob(pattern):
@@ -167,23 +162,12 @@ class Staging:
             self.path.rmdir()
 
 
+@dataclass(frozen=True)
 class Hidden:
-    """Hidden states [samples, length, hidden] in a file; a batch at a time is in memory."""
+    """What enters section `position`: hidden states [samples, length, hidden] by stream."""
 
-    def __init__(self, file: Path, position: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.file, self.position, self.shape, self.dtype = file, position, shape, dtype
-        self._sample = shape[1] * shape[2] * dtype.itemsize
-        self.nbytes = shape[0] * self._sample
-
-    def batches(self, size: int) -> Iterator[Tensor]:
-        """Tensors [<= size, length, hidden] in order."""
-        with self.file.open("rb") as handle:
-            for start in range(0, self.shape[0], size):
-                count = min(size, self.shape[0] - start)
-                data = bytearray(count * self._sample)
-                if handle.readinto(data) != len(data):
-                    raise RunError(f"{self.file} is truncated", "run the same command again")
-                yield torch.frombuffer(data, dtype=self.dtype).view(count, *self.shape[1:])
+    position: int
+    streams: Mapping[str, Windows]
 
 
 def _difference(old: Any, new: Any, key: str = "") -> tuple[str, Any, Any] | None:

@@ -1,0 +1,174 @@
+"""Whether config.json and the weights are of one model, as far as headers tell.
+
+What does not fit would otherwise be noticed after hours, when its layer is loaded, or never, where no layer is run.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from llmcompress.arch import find
+from llmcompress.arch.spec import ArchSpec, Linear
+from llmcompress.errors import CheckpointError
+from llmcompress.store.headers import ModelHeaders, Stored
+
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_WIDTHS = ("hidden_size", "n_embd", "d_model", "vocab_size", "word_embed_proj_dim")
+# may differ from layer to layer in families that are not declared, and are lists then
+_MANY = ("intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner", "head_dim", "num_attention_heads",
+         "n_head", "num_key_value_heads")  # fmt: skip
+_POSITIONS = ("max_position_embeddings", "n_positions")
+_HINT = "the config does not fit the weights"
+
+Found = tuple[str, int, int | None, str, str, Linear]
+"""On-disk module, layer, expert, path below the layer, space it reads, declaration."""
+
+
+def check_numbers(headers: ModelHeaders) -> None:
+    """CheckpointError unless counts and sizes in config.json are numbers that the weights can have.
+
+    Whatever is built from them is built from what this has seen: no config makes a loop or a table without end.
+    """
+    tensors = [stored.spec for stored in headers.tensors.values()]
+    widest = max((max(spec.shape, default=1) for spec in tensors), default=1)
+    limits = dict.fromkeys((*_LAYERS, *_EXPERTS), len(tensors)) | dict.fromkeys((*_WIDTHS, *_MANY), 16 * widest)
+    limits |= dict.fromkeys(_POSITIONS, 1 << 31)
+    declared = find(str(headers.config.get("model_type"))) is not None
+    text = headers.config.get("text_config")
+    for config in (headers.config, text if isinstance(text, Mapping) else {}):
+        for key, limit in limits.items():
+            value = config.get(key)
+            many = value if isinstance(value, list) and key in (*_EXPERTS, *_MANY) and not declared else [value]
+            for item in many:
+                whole = isinstance(item, int) and not isinstance(item, bool)
+                if item is not None and not (whole and (0 if key in _EXPERTS else 1) <= item <= limit):
+                    raise CheckpointError(
+                        f"{headers.path / 'config.json'}: {key} is {item!r}, which these weights cannot have", _HINT
+                    )
+
+
+def check_names(headers: ModelHeaders, spec: ArchSpec, prefix: str, count: int) -> None:
+    """CheckpointError unless all layers of a declared family hold the same tensors, and what is around them is there.
+
+    prefix, count: of the layers' names on disk. Dense and sparse blocks may alternate in a mixture of experts.
+    """
+    if spec.observed:
+        return
+    stated = next((headers.config[key] for key in _LAYERS if headers.config.get(key) is not None), count)
+    if stated != count:
+        raise CheckpointError(
+            f"{headers.path / 'config.json'} speaks of {stated} layers, {headers.place} holds {count}", _HINT
+        )
+    held: dict[int, dict[str, Stored]] = {number: {} for number in range(count)}
+    for number, name, stored in _below(headers, prefix):
+        if spec.experts is None or not name.startswith(("mlp.", "block_sparse_moe.")):
+            held[number][name] = stored
+    for number, names in held.items():
+        for name in (*sorted(held[0].keys() - names.keys()), *sorted(names.keys() - held[0].keys())):
+            without, other = (number, 0) if name in held[0] else (0, number)
+            raise CheckpointError(
+                f"{headers.place} has no tensor {prefix}.{without}.{name}, but one of that name in layer {other}",
+                "fetch the file again",
+            )
+        for name, stored in names.items():
+            if stored.spec.shape != held[0][name].spec.shape:
+                raise CheckpointError(
+                    f"{headers.place}: tensor {stored.spec.name} is {list(stored.spec.shape)}, "
+                    f"in layer 0 {list(held[0][name].spec.shape)}",
+                    "fetch the file again",
+                )
+    tied = headers.config.get("tie_word_embeddings") is not False
+    head, embedding = _outside(headers, spec, spec.head), _outside(headers, spec, spec.embed)
+    lacking = [module for module in spec.outside if _outside(headers, spec, module) is None]
+    lacking += [spec.embed] if embedding is None and head is None else []  # a tied one may be stored as the head
+    lacking += [spec.head] if head is None and not tied else []
+    for module in lacking:
+        raise CheckpointError(f"{headers.place} has no tensor {spec.disk_path(module)}.weight", "fetch the file again")
+
+
+def check_shapes(headers: ModelHeaders, spec: ArchSpec, matrices: Sequence[Found]) -> None:
+    """CheckpointError unless the shapes of a declared family are those that config.json gives."""
+    if spec.observed:
+        return
+    config = headers.config
+    hidden = _first(config, "hidden_size", "n_embd")
+    inner = _first(config, "intermediate_size", "ffn_dim", "n_inner")
+    if inner is None and hidden is not None and "n_inner" in config:
+        inner = 4 * hidden
+    experts = _first(config, "moe_intermediate_size") or inner
+    reads = {"attn_in": hidden, "mlp_in": hidden, "expert_in": hidden, "mlp_hidden": inner, "expert_hidden": experts}
+    writes = {"attn_out": hidden, "mlp_hidden": hidden, "expert_hidden": hidden}
+    for module, _, _, path, space, linear in matrices:
+        stored = headers.tensors[f"{module}.weight"]
+        rows, columns = reversed(stored.spec.shape) if linear.conv1d else stored.spec.shape
+        kind = space.partition(".")[0]
+        _same(headers, stored, "inputs", columns, reads.get(kind))
+        _same(headers, stored, "outputs", rows, writes.get(kind))
+        _same(headers, stored, "outputs", rows, _heads(config, path.rpartition(".")[2], hidden))
+        bias = headers.tensors.get(f"{module}.bias")
+        if bias is not None and bias.spec.shape != (rows,):
+            raise CheckpointError(
+                f"{bias.file}: tensor {bias.spec.name} is {list(bias.spec.shape)}, its matrix has {rows} outputs", _HINT
+            )
+    vocabulary, embedded = _first(config, "vocab_size"), _first(config, "word_embed_proj_dim") or hidden
+    for module in (spec.embed, spec.head):
+        table = _outside(headers, spec, module)
+        if table is not None and len(table.spec.shape) == 2:
+            _same(headers, table, "rows", table.spec.shape[0], vocabulary)
+            _same(headers, table, "columns", table.spec.shape[1], embedded)
+
+
+def vocabulary_size(headers: ModelHeaders) -> int:
+    """Tokens of the model, by config.json."""
+    text = headers.config.get("text_config")
+    for config in (headers.config, text if isinstance(text, Mapping) else {}):
+        size = config.get("vocab_size")
+        if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+            return size
+    raise CheckpointError(
+        f"{headers.path / 'config.json'} does not say how many tokens there are (vocab_size)",
+        "give a directory as transformers saves it",
+    )
+
+
+def numbered(prefix: str) -> re.Pattern[str]:
+    """Matches the beginning of the name of a tensor in a layer; the group is the layer's number."""
+    return re.compile(rf"{re.escape(prefix)}\.([0-9]{{1,9}})\.")
+
+
+def _first(config: Mapping[str, Any], *keys: str) -> int | None:
+    return next((int(config[key]) for key in keys if config.get(key) is not None), None)
+
+
+def _heads(config: Mapping[str, Any], leaf: str, hidden: int | None) -> int | None:
+    """Outputs of a projection of queries, keys or values, where config.json gives the size of a head."""
+    heads, size = _first(config, "num_attention_heads", "n_head"), _first(config, "head_dim")
+    if heads is None or size is None:
+        return None
+    pairs = _first(config, "num_key_value_heads") or heads
+    wide = {"q_proj": heads, "k_proj": pairs, "v_proj": pairs, "qkv_proj": heads + 2 * pairs}.get(leaf)
+    return None if wide is None else wide * size
+
+
+def _same(headers: ModelHeaders, stored: Stored, what: str, actual: int, stated: int | None) -> None:
+    if stated is not None and actual != stated:
+        raise CheckpointError(
+            f"{stored.file}: tensor {stored.spec.name} has {actual} {what}, "
+            f"{headers.path / 'config.json'} asks for {stated}",
+            _HINT,
+        )
+
+
+def _below(headers: ModelHeaders, prefix: str) -> Iterator[tuple[int, str, Stored]]:
+    """(layer, name below it, tensor) of all tensors of layers."""
+    pattern = numbered(prefix)
+    for name, stored in headers.tensors.items():
+        if found := pattern.match(name):
+            yield int(found[1]), name[found.end() :], stored
+
+
+def _outside(headers: ModelHeaders, spec: ArchSpec, module: str) -> Stored | None:
+    """The weight of a module outside of the layers; some checkpoints lack the base model's prefix."""
+    name = f"{spec.disk_path(module)}.weight"
+    return headers.tensors.get(name) or headers.tensors.get(name.partition(".")[2])

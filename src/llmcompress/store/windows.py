@@ -1,0 +1,72 @@
+"""Tensors of all calibration windows in a file, of which a few windows at a time are in memory."""
+
+import os
+import zlib
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from llmcompress.errors import RunError
+
+
+class Windows:
+    """A tensor [samples, ...] in a file, read by slices of samples; any number of threads may read."""
+
+    def __init__(self, file: Path, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.file, self.shape, self.dtype = file, shape, dtype
+        self._sample = torch.Size(shape[1:]).numel() * dtype.itemsize
+        self.nbytes = shape[0] * self._sample
+
+    def read(self, span: slice) -> Tensor:
+        """Samples [span] as a tensor of its own memory."""
+        out = torch.empty(span.stop - span.start, *self.shape[1:], dtype=self.dtype)
+        rest = _bytes_of(out)
+        place = span.start * self._sample
+        with self.file.open("rb", buffering=0) as handle:
+            while rest:
+                count = os.preadv(handle.fileno(), [rest], place)
+                if not count:
+                    raise RunError(f"{self.file} is truncated", "run the same command again")
+                rest, place = rest[count:], place + count
+        return out
+
+
+class WindowsWriter:
+    """Writes windows batch by batch into `file`.
+
+    A file that is there already is written over: its pages are in memory, which is many times faster than to ask the
+    file system for new ones. crc: CRC-32 of what was written, where `checked` asks for it.
+    """
+
+    def __init__(self, file: Path, dtype: torch.dtype, checked: bool = False) -> None:
+        self.file, self.dtype, self.checked = file, dtype, checked
+        self.crc = 0
+        self._shape: tuple[int, ...] = (0,)
+        self._handle = file.open("r+b" if file.exists() else "wb", buffering=0)
+
+    def append(self, batch: Tensor) -> None:
+        """Add samples [n, ...]."""
+        flat = batch.detach().to("cpu", self.dtype).contiguous()
+        self._shape = (self._shape[0] + flat.shape[0], *flat.shape[1:])
+        rest = _bytes_of(flat)
+        if self.checked:
+            self.crc = zlib.crc32(rest, self.crc)
+        while rest:
+            rest = rest[self._handle.write(rest) :]
+
+    def finish(self, name: Path | None = None) -> Windows:
+        """What was written, under the file's final name if it has another."""
+        self._handle.truncate()
+        self._handle.close()
+        if name is not None:
+            self.file.replace(name)
+        return Windows(name or self.file, self._shape, self.dtype)
+
+    def abandon(self) -> None:
+        """Write no more."""
+        self._handle.close()
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.flatten().view(torch.uint8).numpy().data
