@@ -17,26 +17,13 @@ The tool's defaults hold for all the rest. The last line printed is a JSON objec
 """
 
 import argparse
-import json
 import os
-import resource
-import time
-from importlib.metadata import version
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+from common import measured, parser
+
 # The tool wants a pool of at least two workers, but asks for one on a machine of two cores.
-os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="GPTQ by GPTQModel on given tokens")
-    parser.add_argument("model", metavar="MODEL_DIR")
-    parser.add_argument("ids", metavar="IDS.safetensors")
-    parser.add_argument("out", metavar="OUT_DIR")
-    parser.add_argument("--bits", type=int, default=4)
-    parser.add_argument("--group-size", type=int, default=64)
-    parser.add_argument("--desc-act", action="store_true", help="dynamic activation order (g_idx)")
-    return parser.parse_args()
+if (os.cpu_count() or 1) <= 2:
+    os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")
 
 
 def quantize(args: argparse.Namespace) -> None:
@@ -61,22 +48,8 @@ def quantize(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    args = parse_args()
-    start = time.perf_counter()
-    quantize(args)
-    wall = time.perf_counter() - start
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    report = {
-        "tool": "gptqmodel",
-        "version": version("gptqmodel"),
-        "bits": args.bits,
-        "group_size": args.group_size,
-        "variant": "desc_act" if args.desc_act else "default",
-        "wall_s": round(wall, 1),
-        "cpu_s": round(usage.ru_utime + usage.ru_stime, 1),
-        "peak_rss_mb": round(usage.ru_maxrss / 1024, 1),
-    }
-    print(json.dumps(report), flush=True)
+    args = parser("GPTQ by GPTQModel on given tokens", "dynamic activation order (g_idx)").parse_args()
+    measured(args, quantize, "gptqmodel", "desc_act" if args.desc_act else "default")
 
 
 if __name__ == "__main__":

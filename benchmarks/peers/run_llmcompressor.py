@@ -20,28 +20,8 @@ own type). The last line printed is a JSON object with the costs.
 """
 
 import argparse
-import json
-import os
-import resource
-import time
-from importlib.metadata import version
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="GPTQ by llm-compressor on given tokens")
-    parser.add_argument("model", metavar="MODEL_DIR")
-    parser.add_argument("ids", metavar="IDS.safetensors")
-    parser.add_argument("out", metavar="OUT_DIR")
-    parser.add_argument("--bits", type=int, default=4)
-    parser.add_argument("--group-size", type=int, default=64)
-    parser.add_argument("--desc-act", action="store_true", help="not available in this tool")
-    parser.add_argument("--dtype", default="bfloat16", help="to load the weights in; or auto")
-    args = parser.parse_args()
-    if args.desc_act:
-        parser.error("llm-compressor has no dynamic activation order; its default is static")
-    return args
+from common import measured, parser
 
 
 def quantize(args: argparse.Namespace) -> None:
@@ -80,22 +60,12 @@ def quantize(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    args = parse_args()
-    start = time.perf_counter()
-    quantize(args)
-    wall = time.perf_counter() - start
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    report = {
-        "tool": "llmcompressor",
-        "version": version("llmcompressor"),
-        "bits": args.bits,
-        "group_size": args.group_size,
-        "variant": "static",
-        "wall_s": round(wall, 1),
-        "cpu_s": round(usage.ru_utime + usage.ru_stime, 1),
-        "peak_rss_mb": round(usage.ru_maxrss / 1024, 1),
-    }
-    print(json.dumps(report), flush=True)
+    options = parser("GPTQ by llm-compressor on given tokens", "not available in this tool")
+    options.add_argument("--dtype", default="bfloat16", help="to load the weights in; or auto")
+    args = options.parse_args()
+    if args.desc_act:
+        options.error("llm-compressor has no dynamic activation order; its default is static")
+    measured(args, quantize, "llmcompressor", "static")
 
 
 if __name__ == "__main__":
