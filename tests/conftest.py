@@ -1,6 +1,10 @@
-"""Models for tests: a trained one kept in the repository, and random ones of every family made on the fly."""
+"""Models for tests: a trained one kept in the repository, and random ones of every family made on the fly.
+
+No test reaches a network: `offline/sitecustomize.py` is loaded here, and by every Python that a test starts.
+"""
 
 import os
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +13,11 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+OFFLINE = Path(__file__).parent / "offline"
+if not os.environ.get("PYTHONPATH", "").startswith(str(OFFLINE)):  # workers of xdist have it from their start
+    runpy.run_path(str(OFFLINE / "sitecustomize.py"))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(OFFLINE), os.environ.get("PYTHONPATH"))))
 
 MODELS = Path(__file__).parent / "models"
 COMMON = {
@@ -20,6 +29,33 @@ COMMON = {
 }
 
 RandomModel = Callable[..., Path]
+Main = Callable[..., int]
+
+
+@pytest.fixture
+def main(monkeypatch: pytest.MonkeyPatch) -> Main:
+    """main(*arguments): the command line in this process, as `llmcompress` runs it; its exit code."""
+    import signal
+    import sys
+
+    from llmcompress.cli import app
+
+    def run(*arguments: object) -> int:
+        monkeypatch.setattr(sys, "argv", ["llmcompress", *map(str, arguments)])
+        before = signal.getsignal(signal.SIGTERM), dict(os.environ), os.umask(0o077)
+        os.umask(before[2])
+        try:
+            app.main()
+        except SystemExit as end:
+            return int(end.code or 0)
+        finally:
+            signal.signal(signal.SIGTERM, before[0])
+            os.environ.clear()
+            os.environ.update(before[1])
+            os.umask(before[2])
+        return 0
+
+    return run
 
 
 @pytest.fixture(scope="session")

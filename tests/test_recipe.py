@@ -1,5 +1,6 @@
 """Recipes are strict: what is not understood is refused by name, and what is written is read back the same."""
 
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -43,6 +44,12 @@ def test_there_are_shipped_recipes():
         ({"steps": [{"method": "rtn"}], "calibration": {"sample": 3}}, "did you mean 'samples'"),
         ({"steps": [{"method": "rtn"}], "calibration": {"samples": 0}}, "samples = 0"),
         ({"steps": [{"method": "rtn"}], "output": 3}, "is not a mapping"),
+        ({"steps": [{"method": "rtn"}], "output": 0}, "is not a mapping"),
+        ({"steps": [{"method": "rtn"}], "calibration": {"samples": 10**400}}, "samples = 1000"),
+        ({"steps": [{"method": "rtn"}], "calibration": {"seed": 1 << 64}}, "seed = "),
+        ({"steps": [{"method": "rtn"}], "calibration": {"options": {"field": float("inf")}}}, "options.field = inf"),
+        ({"steps": [{"method": "rtn", "set": {"x": {"bits": [8], "skip": True}}}]}, "set.x.bits = [8]"),
+        ({"steps": [{"method": "rtn", "bits": "x" * 10_000}]}, "xxx..."),
         ("nonsense", "not a mapping"),
     ],
 )
@@ -53,7 +60,10 @@ def test_what_is_not_understood_is_refused_by_name(data, message):
 
 
 def test_files_that_are_not_recipes_are_refused_in_one_line(tmp_path):
-    for content in (b"steps: [", b"\xff\xfe", b"a: &a [*a]", b"!!python/object/apply:os.system [ls]"):
+    for content in (
+        b"steps: [", b"\xff\xfe", b"a: &a [*a]", b"!!python/object/apply:os.system [ls]", b"steps: [*nobody]",
+        b"a: !!int ''", b"a: !!float ''", b"a: !!bool x", b"a: !!timestamp x", b"a: 2001-99-99", b"? {a: b}\n: c",
+    ):  # fmt: skip
         file = tmp_path / "recipe.yaml"
         file.write_bytes(content)
         with pytest.raises(LlmcompressError) as refused:
@@ -61,6 +71,20 @@ def test_files_that_are_not_recipes_are_refused_in_one_line(tmp_path):
         assert "\n" not in refused.value.message
     with pytest.raises(RecipeError, match="cannot be read"):
         load(tmp_path / "missing.yaml")
+
+
+def test_anchors_and_merges_of_modest_size_are_understood(tmp_path):
+    (tmp_path / "recipe.yaml").write_text(
+        "steps:\n- method: gptq\n  set:\n    a: &eight {bits: 8}\n    b: {<<: *eight, group_size: 64}\n    c: *eight\n"
+    )
+    (step,) = load(tmp_path / "recipe.yaml").steps
+    assert step.set == {"a": {"bits": 8}, "b": {"bits": 8, "group_size": 64}, "c": {"bits": 8}}
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "recipe.yaml")
+    with pytest.raises(RecipeError, match="is not a file"):
+        load(tmp_path / "recipe.yaml")
 
 
 json = st.recursive(

@@ -7,6 +7,24 @@ EXIT_GATE = 3
 EXIT_STOPPED = 75
 
 
+_LONGEST = 2000  # characters of a message: it may quote what a file says
+
+
+def printable(text: str) -> str:
+    """`text` as a terminal may have it: files may hold escape codes and half characters. Line breaks stay."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def one_line(text: str) -> str:
+    """`text` as one printable line of bounded length."""
+    line = " ".join(text.splitlines())
+    if len(line) > _LONGEST:
+        line = f"{line[: _LONGEST - 500]} ... {line[-400:]}"
+    return printable(line)
+
+
 class LlmcompressError(Exception):
     """Base of all errors shown to a user as `message` and `hint`, without a traceback.
 
@@ -17,8 +35,8 @@ class LlmcompressError(Exception):
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message)
-        self.message = message
-        self.hint = hint
+        self.message = one_line(message)
+        self.hint = None if hint is None else one_line(hint)
 
     def __str__(self) -> str:
         return self.message if self.hint is None else f"{self.message}\n  hint: {self.hint}"

@@ -12,6 +12,7 @@ KINDS = {
     "starved_expert": "an expert saw too few tokens and its Gram matrix was shrunk towards the layer's",
     "architecture": "the architecture has no declaration and was observed",
     "engine": "some engine does not load what will be written",
+    "target": "what was changed for the target to load the result, or what its user should know",
 }
 
 

@@ -1,6 +1,7 @@
 """The recipe: all a run is told, as strict data. Command lines build one, YAML files hold one, results carry one."""
 
 from pathlib import Path
+from reprlib import Repr
 from typing import Annotated, Any
 
 import yaml
@@ -9,10 +10,15 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsA
 import llmcompress.formats
 import llmcompress.methods
 from llmcompress.errors import RecipeError
-from llmcompress.methods.base import Method
+from llmcompress.methods.base import Method, Plain
 from llmcompress.registry import discover, suggest
+from llmcompress.yamlfile import SIZE, read_yaml
 
 DEFAULT_FORMAT = "compressed-tensors"
+
+_shown = Repr()  # of a value in a message: it may be anything that fits into a file
+_shown.maxstring = _shown.maxother = _shown.maxlong = 100
+_shown.maxlevel = 3
 
 
 class _Strict(BaseModel):
@@ -25,17 +31,17 @@ class Calibration(_Strict):
     source: str = Field(
         "default", description="'default' (calib_data), 'self', or a path: text, folder, jsonl, parquet, ids"
     )
-    options: dict[str, Any] = Field(default_factory=dict, description="options of the source, such as field")
-    samples: int = Field(128, ge=1, description="windows of text")
-    length: int = Field(512, ge=2, description="tokens per window")
-    seed: int = Field(0, ge=0, description="which windows are drawn")
+    options: dict[str, Plain] = Field(default_factory=dict, description="options of the source, such as field")
+    samples: int = Field(128, ge=1, le=1_000_000_000, description="windows of text")
+    length: int = Field(512, ge=2, le=1_000_000_000, description="tokens per window")
+    seed: int = Field(0, ge=0, lt=1 << 63, description="which windows are drawn")
 
 
 class Output(_Strict):
     """What is written."""
 
     format: str = Field(DEFAULT_FORMAT, description="checkpoint format")
-    shard_size: int = Field(5_000_000_000, ge=1_000_000, description="bytes per weight file at most")
+    shard_size: int = Field(5_000_000_000, ge=1_000_000, lt=1 << 63, description="bytes per weight file at most")
 
 
 def methods() -> dict[str, type[Method]]:
@@ -89,7 +95,7 @@ def build(model: type[BaseModel], options: dict[str, Any], where: str) -> Any:
         if first["type"] == "extra_forbidden":
             raise RecipeError(f"unknown option {key!r} in {where}", suggest(key, list(model.model_fields))) from None
         message = first["msg"][:1].lower() + first["msg"][1:]
-        raise RecipeError(f"{where}: {key} = {first['input']!r}: {message}") from None
+        raise RecipeError(f"{where}: {key} = {_shown.repr(first['input'])}: {message}") from None
     except TypeError as error:
         raise RecipeError(f"{where}: {error}") from None
 
@@ -112,7 +118,9 @@ def parse(data: Any, where: str = "recipe") -> Recipe:
 
 
 def _mapping(data: dict[str, Any], key: str, where: str) -> dict[str, Any]:
-    value = data.get(key) or {}
+    value = data.get(key)
+    if value is None:
+        return {}
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
         raise RecipeError(f"{key} of {where} is not a mapping")
     return value
@@ -121,10 +129,16 @@ def _mapping(data: dict[str, Any], key: str, where: str) -> dict[str, Any]:
 def load(path: Path) -> Recipe:
     """A recipe from a YAML file."""
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if path.exists() and not path.is_file():  # a pipe would block for ever
+            raise RecipeError(f"recipe {path} is not a file")
+        if path.exists() and path.stat().st_size > 4 * SIZE:
+            raise RecipeError(f"recipe {path} has {path.stat().st_size:,} bytes, which no recipe has")
+        data = read_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise RecipeError(f"recipe {path} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"recipe {path} is not UTF-8 (byte {error.start})") from None
+    except ValueError as error:
         line = " ".join(str(error).split())
         raise RecipeError(f"recipe {path} is not valid YAML: {line}") from None
     return parse(data, str(path))

@@ -125,6 +125,14 @@ def test_bad_rows_are_refused(source, ask, row, said):
         source([row]).tokens(ask(1, 2))
 
 
+@pytest.mark.parametrize(
+    "template", ["{{ 1 / 0 }}", "{{ messages[9].role }}", "{% for", "{{ range(10**9) }}", "{{ x() }}"]
+)
+def test_a_template_may_fail_in_any_way(source, ask, make_tokenizer, template):
+    with pytest.raises(CalibrationError, match="the chat template refuses"):
+        source([{"messages": HELLO}]).tokens(ask(1, 2, tokenizer=make_tokenizer(chat_template=template)))
+
+
 def test_messages_need_a_chat_template(source, ask, bare_tokenizer):
     with pytest.raises(CalibrationError, match="needs a chat template, and the model's tokenizer has none"):
         source([{"messages": HELLO}]).tokens(ask(1, 2, tokenizer=bare_tokenizer))

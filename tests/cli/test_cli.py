@@ -153,28 +153,6 @@ def test_inspect_and_list_look_without_loading(compressed, tiny_model_dir):
     one_line_error(call("list", "format"), 2, "did you mean 'formats'")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["gptq", "meta-llama/Llama-2-7b"], ["offline"]),
-        (["gptq", "MODEL", "--format", "gguff"], ["unknown format"]),
-        (["gptq", "MODEL", "--group-size", "100"], ["does not divide"]),
-        (["gptq", "MODEL", "--bits", "7"], ["bits = 7"]),
-        (["gptq", "MODEL", "--set", "oops"], ["is not a pattern with options"]),
-        (["gptq", "MODEL", "--strict", "dampin"], ["did you mean 'damping'"]),
-        (["gptq", "MODEL", "--calibration", "missing.txt"], ["missing.txt"]),
-        (["gptq", "MODEL", "--samples", "2000"], ["windows of 512; 2000 were asked for"]),
-        (["gptq", "MODEL", "--length", "100000"], ["longer than the model's"]),
-        (["run", "missing.yaml", "MODEL"], ["cannot be read"]),
-    ],
-)
-def test_wrong_requests_are_refused_in_one_line_with_nothing_written(tiny_model_dir, tmp_path, arguments, words):
-    made = [str(tiny_model_dir) if item == "MODEL" else item for item in arguments]
-    done = call(*made, "-o", tmp_path / "out", cwd=tmp_path)
-    one_line_error(done, 2, *words)
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_strict_kind_ends_with_3_after_writing(random_model_dir, tmp_path):
     out = tmp_path / "out"
     done = call("rtn", random_model_dir("llama"), "-o", out, "--format", "dense", "--strict", "group_size")

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from llmcompress.errors import CheckpointError
@@ -415,46 +413,3 @@ def test_a_damaged_header_is_refused(header, data, words, model):
 def test_a_header_longer_than_the_file_is_not_allocated(length, model):
     (model / "model.safetensors").write_bytes(struct.pack("<Q", length) + b"{}")
     refused(model, "not a whole safetensors file")
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
-    max_leaves=8,
-)
-sizes = st.integers(-1, 5) | st.sampled_from([True, 1 << 31, 1 << 63, 1 << 64, 10**400]) | json_values
-entries = json_values | st.fixed_dictionaries(
-    {
-        "dtype": st.sampled_from([*ITEM_SIZE, "F4", "", "f32"]) | json_values,
-        "shape": st.lists(sizes, max_size=3) | json_values,
-        "data_offsets": st.lists(sizes | st.integers(0, 64), max_size=3) | json_values,
-    }
-)
-headers = st.dictionaries(st.sampled_from(["x", "y", "__metadata__", ""]) | st.text(max_size=4), entries, max_size=3)
-
-
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    raw=st.binary(max_size=80) | headers.map(lambda header: json.dumps(header).encode()), data=st.binary(max_size=24)
-)
-@example(raw=b'{"x":{"dtype":"U8","shape":[],"data_offsets":[0,1]}}', data=b"1")
-@example(raw=b'{"x":{"dtype":[],"shape":[],"data_offsets":[0,1]}}', data=b"1")
-@example(raw=b'{"x":{"dtype":"F32","shape":NaN,"data_offsets":[0,Infinity]}}', data=b"1")
-def test_no_header_causes_anything_but_a_refusal(raw, data, tmp_path):
-    file = tmp_path / "fuzz.safetensors"
-    write(file, raw, data)
-    try:
-        found = read_file_header(file)
-    except CheckpointError as error:
-        str(error).encode()
-    else:
-        assert sum(stored.end - stored.begin for stored in found.values()) == len(data)
-
-
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(whole=st.binary(max_size=60))
-def test_no_bytes_cause_anything_but_a_refusal(whole, tmp_path):
-    file = tmp_path / "fuzz.safetensors"
-    file.write_bytes(whole)
-    with pytest.raises(CheckpointError):
-        read_file_header(file)

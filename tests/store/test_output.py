@@ -231,24 +231,24 @@ def test_an_output_that_appeared_meanwhile_is_not_replaced(tmp_path):
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["theirs"]
 
 
-@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
-def test_permissions_are_those_of_the_umask(tmp_path, umask):
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002, 0o000])
+def test_permissions_are_those_of_the_umask_and_nothing_is_for_everybody_to_change(tmp_path, umask):
     source = tmp_path / "source"
     source.mkdir()
     (source / "tokenizer.json").write_text("{}")
     (source / "tokenizer.json").chmod(0o400)
     before = os.umask(umask)
     try:
-        with OutputDirectory(tmp_path / "out") as out:
+        with OutputDirectory(tmp_path / "deep" / "out") as out:
             out.write_weights([TensorSpec("a", "F32", (1,))], iter([("a", torch.ones(1))]))
             out.copy_side_files(source)
             out.write_json("config.json", {})
             out.commit()
     finally:
         os.umask(before)
-    assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o777 & ~umask
-    for file in (tmp_path / "out").iterdir():
-        assert stat.S_IMODE(file.stat().st_mode) == 0o666 & ~umask, file
+    for path in (tmp_path / "deep", *(tmp_path / "deep").rglob("*")):
+        most = 0o775 if path.is_dir() else 0o664
+        assert stat.S_IMODE(path.stat().st_mode) == most & ~umask, path
 
 
 def make_source(path):

@@ -473,6 +473,30 @@ def test_a_report_that_is_missing_or_damaged_is_found(copy_of):
     assert "config.json is missing" in failures(out)["files"]
 
 
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("config.json", lambda value: value["quantization_config"].update(quant_method=["gptq"])),
+        ("config.json", lambda value: value["quantization_config"].update(bits=10**30, group_size=float("inf"))),
+        ("report.json", lambda value: value["linears"][0].update(name=["x"])),
+        ("report.json", lambda value: value["linears"][0].update(grid=4)),
+        ("report.json", lambda value: value["linears"][0].update(relative_error=None)),
+        ("report.json", lambda value: value.update(tensors=[])),
+    ],
+)
+def test_values_of_types_that_nobody_writes_are_found(copy_of, source, name, change):
+    out = copy_of("gptq sym")
+    edit_json(out / name, change)
+    assert failures(out, source)
+
+
+def test_headers_without_end_are_found(copy_of):
+    out = copy_of("gptq sym")
+    raw = b"[" * 100_000
+    (out / "model.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw)
+    assert "damaged header" in failures(out)["files"]
+
+
 def test_a_source_that_cannot_be_read_is_a_failed_check(outputs, tmp_path):
     assert "cannot be read" in failures(outputs["dense"], tmp_path)["source"]
 

@@ -13,6 +13,7 @@ ARCH = ArchSpec(
     ),
     layers="gpt_neox.layers",
     embed="gpt_neox.embed_in",
+    outside=("gpt_neox.final_layer_norm",),
     disk={"lm_head": "embed_out"},
     tiny={"num_attention_heads": 4, "bos_token_id": 1, "eos_token_id": 2},
 )

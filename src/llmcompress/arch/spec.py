@@ -45,10 +45,12 @@ class Experts:
 class ArchSpec:
     """One model family, known by the `model_type` of config.json.
 
-    layers, embed, head: module paths in transformers' causal model. disk: module paths, below a layer or of what stands
-    outside the layers, that are called otherwise on disk; `{e}` stands for an expert's number. never: paths below a
-    layer that are never quantised (routers). attention: implementation to ask transformers for where its default would
-    change the function. outputs: how many values a layer returns, the hidden states first; a tuple if more than one.
+    layers, embed, head: module paths in transformers' causal model. outside: those of other modules outside of the
+    layers, such as the last norm, without whose weight no checkpoint is whole. disk: module paths, below a layer or of
+    what stands outside the layers, that are called otherwise on disk; `{e}` stands for an expert's number. never: paths
+    below a layer that are never quantised (routers). attention: implementation to ask transformers for where its
+    default would change the function. outputs: how many values a layer returns, the hidden states first; a tuple if
+    more than one.
     observed: found by running the model, not declared; `linears` are then those of all layers together, and a layer may
     lack some. left_out: paths below a layer of what an observation found but cannot offer, with the reason.
     tiny: config values of a small random model for tests.
@@ -60,6 +62,7 @@ class ArchSpec:
     layers: str = "model.layers"
     embed: str = "model.embed_tokens"
     head: str = "lm_head"
+    outside: tuple[str, ...] = ("model.norm",)
     experts: Experts | None = None
     disk: Mapping[str, str] = field(default_factory=dict)
     never: tuple[str, ...] = ()

@@ -49,8 +49,12 @@ def encode(tokenizer: Any, text: str, where: str, *, special_tokens: bool = True
             f"{where} holds half a surrogate pair at character {error.start}",
             "write the character as UTF-8 or as both halves",
         ) from None
-    encoded = tokenizer(text, add_special_tokens=special_tokens, verbose=False)
-    return list(encoded["input_ids"])
+    try:
+        return list(tokenizer(text, add_special_tokens=special_tokens, verbose=False)["input_ids"])
+    except Exception as error:  # the tokenizers library raises nothing more special
+        raise CalibrationError(
+            f"the model's tokenizer fails on {where}: {error}", "copy the tokenizer files of the original model"
+        ) from None
 
 
 def encode_row(tokenizer: Any, row: Mapping[str, Any], field: str, where: str) -> list[int]:
@@ -78,8 +82,6 @@ def encode_row(tokenizer: Any, row: Mapping[str, Any], field: str, where: str) -
 
 def _chat(tokenizer: Any, messages: list[Any], what: str) -> str:
     """`messages` (role and content each) as text, through the tokenizer's chat template, which adds special tokens."""
-    from jinja2 import TemplateError
-
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise CalibrationError(f"{what} holds a message without a role", "a message is {role: ..., content: ...}")
@@ -96,7 +98,8 @@ def _chat(tokenizer: Any, messages: list[Any], what: str) -> str:
         template = tokenizer.get_chat_template()
         dated = FIXED_DATE + template if "strftime_now" in template else template
         text: str = tokenizer.apply_chat_template(given, chat_template=dated, tokenize=False)
-    except (TemplateError, TypeError, ValueError) as error:
+    # a template is a program of the checkpoint's; transformers runs it in a sandbox, where it may still fail in any way
+    except Exception as error:
         raise CalibrationError(
             f"the chat template refuses {what}: {error}", "change or remove the row, or use a field with text"
         ) from None

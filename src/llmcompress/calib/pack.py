@@ -15,6 +15,7 @@ from llmcompress.calib.documents import unreadable
 from llmcompress.calib.ids import KEY, SUFFIX
 from llmcompress.errors import CalibrationError
 from llmcompress.registry import discover, suggest
+from llmcompress.store.files import create
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,7 +93,8 @@ def save(tokens: "Tensor", path: Path) -> None:
     header += b" " * (-len(header) % 8)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with partial.open("wb") as file:
+        partial.unlink(missing_ok=True)
+        with create(partial) as file:
             file.write(len(header).to_bytes(8, "little") + header)
             file.write(ids.numpy().astype("<i8").tobytes())
             file.flush()

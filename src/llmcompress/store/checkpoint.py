@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from llmcompress.errors import CheckpointError
+from llmcompress.errors import EXIT_FAILED, CheckpointError
 from llmcompress.store.headers import ModelHeaders, read_headers
 
 DTYPES = {
@@ -23,6 +23,12 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+
+
+class WeightsError(CheckpointError):
+    """Weights that turn out to be unusable when they are read: work has begun by then, and what was finished stays."""
+
+    exit_code = EXIT_FAILED
 
 
 class Checkpoint:
@@ -50,10 +56,10 @@ class Checkpoint:
                 while rest:
                     count = file.readinto(rest)  # at most 2 GiB at a time on Linux
                     if not count:
-                        raise CheckpointError(f"{stored.file} ends within tensor {name}", "fetch the file again")
+                        raise WeightsError(f"{stored.file} ends within tensor {name}", "fetch the file again")
                     rest = rest[count:]
         except (OSError, OverflowError, struct.error) as error:
-            raise CheckpointError(
+            raise WeightsError(
                 f"{stored.file} cannot be read at tensor {name}: {error}", "fetch the file again"
             ) from None
         return data.view(DTYPES[stored.spec.dtype]).reshape(stored.spec.shape)
@@ -66,7 +72,7 @@ class Checkpoint:
             low, high = torch.aminmax(tensor.float() if tensor.element_size() == 1 else tensor)
             if not bool(torch.isfinite(low) & torch.isfinite(high)):
                 file = self.headers.tensors[name].file
-                raise CheckpointError(f"{file}: tensor {name} holds values that are not finite")
+                raise WeightsError(f"{file}: tensor {name} holds values that are not finite")
         return tensor
 
     def names(self) -> Iterable[str]:

@@ -9,6 +9,7 @@ import os
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,42 @@ from llmcompress.formats.base import ITEM_SIZE, TensorSpec
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-_MAX_HEADER = 100_000_000  # the limit of the safetensors library itself
+_MAX_HEADER = 100_000_000  # the limit of the safetensors library itself, for us that of any JSON
 _SAMPLES = 64  # places per file at which `contents` looks
 _SAMPLE_BYTES = 4096
 _AGAIN = "fetch the file again"
+
+# what belongs to a model besides weights and config.json; README.md is written anew
+SIDE_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model*",
+    "spiece.model",
+    "sentencepiece*.model",
+    "tekken.json",
+    "*.spm",
+    "*.tiktoken",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "LICENSE*",
+    "LICENCE*",
+    "License*",
+    "license*",
+    "COPYING*",
+    "NOTICE*",
+    "Notice*",
+    "USE_POLICY*",
+)
 
 
 @dataclass(frozen=True)
@@ -47,6 +80,11 @@ class ModelHeaders:
     @property
     def nbytes(self) -> int:
         return sum(stored.spec.nbytes for stored in self.tensors.values())
+
+    @property
+    def place(self) -> Path:
+        """The file of the weights, or the directory where there are several."""
+        return self.files[0] if len(self.files) == 1 else self.path
 
     @cached_property
     def fingerprint(self) -> str:
@@ -79,6 +117,7 @@ def read_headers(path: Path) -> ModelHeaders:
     """Headers of the model directory `path`; CheckpointError names the file and what is wrong with it."""
     if not path.is_dir():
         _refuse_non_directory(path)
+    refuse_links(path)
     config = read_json(path / "config.json")
     files, weight_map = _weight_files(path)
     tensors: dict[str, Stored] = {}
@@ -99,7 +138,13 @@ def read_headers(path: Path) -> ModelHeaders:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from `path`, or a CheckpointError naming the file and the place."""
     try:
-        value = json.loads(path.read_bytes())
+        if path.exists() and not path.is_file():  # a pipe would block for ever
+            raise CheckpointError(f"{path} is not a file")
+        if path.stat().st_size > _MAX_HEADER:
+            raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes, {_MAX_HEADER:,} at most are read")
+        raw = path.read_bytes()
+        _refuse_bombs(raw)
+        value = json.loads(raw)
     except FileNotFoundError:
         raise CheckpointError(
             f"{path.name} is missing in {path.parent}", "give a directory as transformers saves it"
@@ -119,6 +164,7 @@ def read_file_header(file: Path) -> dict[str, Stored]:
     """Tensors of one safetensors file, checked: known types, extents that match, no gap, no overlap, none missing."""
     raw, size = _raw_header(file)
     try:
+        _refuse_bombs(raw)
         header = json.loads(raw.decode("utf-8"), object_pairs_hook=_without_repetition)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} has a damaged safetensors header: {error}", _AGAIN) from None
@@ -157,6 +203,16 @@ def _raw_header(file: Path) -> tuple[bytes, int]:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
 
 
+def _refuse_bombs(raw: bytes) -> None:
+    """ValueError for JSON that would take many times its own size once parsed, such as a million empty lists.
+
+    What programs write about models takes some ten times its size. Up to a megabyte the size does not matter.
+    """
+    parsed = 64 * (raw.count(b"[") + raw.count(b"{")) + 36 * raw.count(b",")
+    if parsed > 16 * len(raw) + (1 << 20):
+        raise ValueError("it would take many times its size")
+
+
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object; a key given twice is refused, since readers disagree on which one counts."""
     items = dict(pairs)
@@ -166,22 +222,19 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _entry(file: Path, name: str, item: Any) -> Stored:
-    damaged = CheckpointError(f"{file} has a damaged safetensors header at tensor {_shown(name)}", _AGAIN)
-    if not name.isprintable():  # control characters and lone surrogates: no program that saves models writes them
-        raise damaged
-    if not isinstance(item, dict):
-        raise damaged
-    dtype, shape, offsets = item.get("dtype"), item.get("shape"), item.get("data_offsets")
-    if not isinstance(dtype, str):
-        raise damaged
-    if dtype not in ITEM_SIZE:
+    fields = item if isinstance(item, dict) else {}
+    dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
+    # control characters and lone surrogates: no program that saves models writes them into names
+    if name.isprintable() and isinstance(dtype, str) and dtype not in ITEM_SIZE:
         raise CheckpointError(
             f"{file}: tensor {name} has type {dtype!r}, which is not supported", f"known: {', '.join(ITEM_SIZE)}"
         )
-    if not (isinstance(shape, list) and _are_sizes(shape)):
-        raise damaged
-    if not (isinstance(offsets, list) and len(offsets) == 2 and _are_sizes(offsets)):
-        raise damaged
+    if (
+        not (name.isprintable() and isinstance(dtype, str))
+        or not (isinstance(shape, list) and _are_sizes(shape))
+        or not (isinstance(offsets, list) and len(offsets) == 2 and _are_sizes(offsets))
+    ):
+        raise CheckpointError(f"{file} has a damaged safetensors header at tensor {_shown(name)}", _AGAIN)
     return Stored(TensorSpec(name, dtype, tuple(shape)), file, offsets[0], offsets[1])
 
 
@@ -242,17 +295,38 @@ def _indexed_files(path: Path) -> tuple[tuple[Path, ...], Mapping[str, str]]:
 
 
 def inside(path: Path, file: Path) -> Path:
-    """Refuse links that leave the model directory; links into a download cache beside it are what hubs make."""
+    """`file`, unless it is a link that leaves the model directory `path`: CheckpointError.
+
+    A model that was fetched from somewhere must not choose which other files of this machine are read, and copied into
+    an output. Hub downloads are the exception: in `models--org--name/snapshots/<commit>/` every file is a link to
+    `../../blobs/<hash>`. So where the model directory is such a snapshot, links into the blobs of the same
+    `models--*` folder are followed, and no others.
+    """
     try:
         root, target = path.resolve(), file.resolve()
     except (OSError, RuntimeError):  # RuntimeError: a circle of links, before Python 3.13
         raise CheckpointError(f"{file} is a link that leads nowhere", _AGAIN) from None
     allowed = [root]
-    if root.parent.name == "snapshots":  # models--org--name/snapshots/<commit>/file -> ../../blobs/<hash>
-        allowed.append(root.parent.parent / "blobs")
+    snapshots, cached = root.parent, root.parent.parent
+    if snapshots.name == "snapshots" and cached.name.startswith("models--"):
+        allowed.append(cached / "blobs")
     if not any(base in target.parents for base in allowed):
         raise CheckpointError(f"{file} is a link that leaves the model directory", "copy the file into the directory")
     return file
+
+
+def refuse_links(path: Path) -> None:
+    """CheckpointError if a config, tokenizer file, template, licence or Python file is a link that leaves `path`."""
+    for folder in (path, path / "additional_chat_templates"):
+        for file in folder.iterdir() if folder.is_dir() else ():
+            if file.is_symlink() and _is_read(str(file.relative_to(path))):
+                inside(path, file)
+
+
+def _is_read(name: str) -> bool:
+    """Whether a file of a model directory is looked at, by us or by transformers; weights are checked where used."""
+    patterns = ("*.json", "*.py", "*.jinja", "README.md", "additional_chat_templates", *SIDE_FILES)
+    return not name.startswith(".") and any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _refuse_non_directory(path: Path) -> None:

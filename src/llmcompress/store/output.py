@@ -1,7 +1,8 @@
 """Writing a model directory so that it appears whole or not at all.
 
 Everything is written to OUT.partial beside OUT; `commit` makes it durable and renames it. Weights are safetensors whose
-headers are known before the first tensor, so that tensors pass through memory one by one.
+headers are known before the first tensor, so that tensors pass through memory one by one. What the system refuses on
+the way, such as a full disk, is a RunError that names the file.
 """
 
 import ast
@@ -17,9 +18,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from llmcompress.errors import PlanError, RunError
+from llmcompress.errors import CheckpointError, PlanError, RunError
 from llmcompress.formats.base import ITEM_SIZE, TensorSpec
-from llmcompress.store.headers import inside, read_json
+from llmcompress.store.files import create, make_directory, writing
+from llmcompress.store.headers import SIDE_FILES, inside, read_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,38 +43,6 @@ _TORCH_NAMES = {
     "torch.uint8": "U8",
     "torch.bool": "BOOL",
 }
-
-# formats.md F.2 of the design: what belongs to a model besides weights and config.json; README.md is written anew
-_SIDE_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model*",
-    "spiece.model",
-    "sentencepiece*.model",
-    "tekken.json",
-    "*.spm",
-    "*.tiktoken",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates/*.jinja",
-    "generation_config.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-    "LICENSE*",
-    "LICENCE*",
-    "License*",
-    "license*",
-    "COPYING*",
-    "NOTICE*",
-    "Notice*",
-    "USE_POLICY*",
-)
 
 
 @dataclass(frozen=True)
@@ -113,22 +83,26 @@ class OutputDirectory:
     """A directory in the making; use as a context manager and `commit` at the end, or nothing remains.
 
     path: where it shall appear. It must not exist, unless `overwrite`: then the model directory there is replaced at
-    the moment of `commit` and not before. Permissions are those the umask of the process gives.
+    the moment of `commit` and not before. Permissions are those the umask of the process gives, less what would let
+    everybody write.
     """
 
     def __init__(self, path: Path, *, overwrite: bool = False) -> None:
+        if path.name in ("", ".."):
+            raise PlanError(f"{path} is not a name for a new directory", "give another directory")
         self.path = path
         self.partial = path.with_name(path.name + ".partial")
         self.overwrite = overwrite
         self._refuse_existing()
+        refuse_unwritable(self.partial)
 
     def __enter__(self) -> "OutputDirectory":
         self._refuse_existing()
         if os.path.lexists(self.partial):
             _remove_partial(self.partial)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.partial.mkdir()
-        (self.partial / _MARK).touch()
+        with writing(self.partial):
+            make_directory(self.partial)
+            create(self.partial / _MARK).close()
         return self
 
     def __exit__(
@@ -159,58 +133,74 @@ class OutputDirectory:
                 name, tensor = next(arriving, (None, None))
                 if tensor is None or name != spec.name:
                     raise RunError(f"tensor {spec.name} was expected and {name or 'nothing'} came")
-                if current is not place[spec.name]:
-                    if handle is not None:
-                        handle.close()
-                    current = place[spec.name]
-                    handle = (self.partial / current.name).open("xb")
-                    handle.write(current.header)
-                if handle is None:
-                    raise RunError(f"no file is open for tensor {spec.name}")
-                data = _raw(spec, tensor)
-                handle.seek(current.begins[spec.name])
-                handle.write(data)
+                with writing(self.partial / place[spec.name].name):
+                    if current is not place[spec.name]:
+                        if handle is not None:
+                            handle.close()
+                        current = place[spec.name]
+                        handle = create(self.partial / current.name)
+                        handle.write(current.header)
+                    if handle is None:
+                        raise RunError(f"no file is open for tensor {spec.name}")
+                    data = _raw(spec, tensor)
+                    handle.seek(current.begins[spec.name])
+                    handle.write(data)
                 hashes[spec.name] = hashlib.sha256(data).hexdigest()
                 del tensor, data
         finally:
             if handle is not None:
-                handle.close()
+                with writing(self.partial / current.name if current is not None else self.partial):
+                    handle.close()
         extra = next(arriving, None)
         if extra is not None:
             raise RunError(f"tensor {extra[0]} came after all announced ones")
         for file in files:
             path = self.partial / file.name
             if not path.exists():  # no tensors at all
-                path.write_bytes(file.header)
+                self._write(file.name, file.header)
             if path.stat().st_size != file.nbytes:
                 raise RunError(f"{path.name} has {path.stat().st_size} bytes instead of {file.nbytes}")
         if len(files) > 1:
-            (self.partial / INDEX).write_bytes(_index(files, specs))
+            self._write(INDEX, _index(files, specs))
         return hashes
 
     def write_json(self, name: str, value: Any) -> None:
         """JSON with an indent of 2 and a newline at the end; keys keep their order."""
-        (self.partial / name).write_bytes(_json(value))
+        self._write(name, _json(value))
 
     def write_text(self, name: str, text: str) -> None:
-        (self.partial / name).write_text(text, encoding="utf-8", newline="\n")
+        self._write(name, text.encode(errors="backslashreplace"))
+
+    def _write(self, name: str, data: bytes) -> None:
+        with writing(self.partial / name), create(self.partial / name) as handle:
+            handle.write(data)
 
     def copy_side_files(self, source: Path) -> list[str]:
         """Copy tokenizer, chat templates, generation config, licences and custom code, byte for byte; never weights.
 
         Returns the names, sorted. Links are followed, but not out of the model directory.
         """
-        found = {file for pattern in _SIDE_FILES for file in source.glob(pattern) if file.is_file()}
+        found = {file for pattern in SIDE_FILES for file in source.glob(pattern) if file.is_file()}
         found |= _custom_code(source)
         for file in found:
-            copy = self.partial / file.relative_to(source)
-            copy.parent.mkdir(exist_ok=True)
-            shutil.copyfile(inside(source, file), copy)
+            name = str(file.relative_to(source))
+            with writing(self.partial / name):
+                if not (self.partial / name).parent.exists():
+                    make_directory((self.partial / name).parent)
+            try:
+                data = inside(source, file).read_bytes()
+            except OSError as error:
+                raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
+            self._write(name, data)
         return sorted(str(file.relative_to(source)) for file in found)
 
     def commit(self) -> Path:
         """Make everything durable, then let it appear at `path` by one rename."""
         self._refuse_existing()
+        with writing(self.path):
+            return self._appear()
+
+    def _appear(self) -> Path:
         for directory, _, files in os.walk(self.partial):
             for file in files:
                 _flush(Path(directory) / file)
@@ -242,6 +232,28 @@ class OutputDirectory:
             raise PlanError(f"{self.path} is not a directory, so it is not overwritten", "give another directory")
         if any(self.path.iterdir()) and not (self.path / "config.json").exists():
             raise PlanError(f"{self.path} does not hold a model, so it is not overwritten", "give another directory")
+
+
+def refuse_unwritable(path: Path) -> None:
+    """PlanError if `path` could not be created: no directory above it, one that may not be written to, or the name.
+
+    A directory that is there already has been created before.
+    """
+    if os.path.isdir(path):  # noqa: PTH112 (pathlib raises for names that are too long)
+        return
+    missing, above = [path.absolute()], path.absolute().parent
+    try:
+        while not os.path.lexists(above):
+            missing.append(above)
+            above = above.parent
+        if not above.is_dir():
+            raise PlanError(f"{path} cannot be created: {above} is not a directory", "give another directory")
+        if not os.access(above, os.W_OK | os.X_OK):
+            raise PlanError(f"{path} cannot be created: {above} is not writable", "give another directory")
+        if max(len(os.fsencode(part.name)) for part in missing) > os.pathconf(above, "PC_NAME_MAX"):
+            raise PlanError(f"{path} cannot be created: a name in it is too long", "give another directory")
+    except (OSError, ValueError) as error:
+        raise PlanError(f"{path} cannot be created: {error}", "give another directory") from None
 
 
 def _shard(name: str, specs: Sequence[TensorSpec]) -> Shard:
@@ -320,7 +332,8 @@ def _siblings(file: Path) -> list[str]:
 def _remove_partial(partial: Path) -> None:
     if not (partial / _MARK).is_file():
         raise PlanError(f"{partial} is in the way and was not made by a run of this tool", "move it away")
-    shutil.rmtree(partial)
+    with writing(partial):
+        shutil.rmtree(partial)
 
 
 def _flush(path: Path) -> None:

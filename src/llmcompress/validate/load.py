@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from llmcompress.arch import find
 from llmcompress.arch.spec import ArchSpec
+from llmcompress.engine.fits import check_numbers
 from llmcompress.errors import CheckpointError
 from llmcompress.formats.base import Format
 from llmcompress.grids.integer import Coded
@@ -63,6 +64,7 @@ def open_streamed(
 ) -> StreamedModel:
     """A directory as a model run section by section."""
     checkpoint = Checkpoint(path)
+    check_numbers(checkpoint.headers)
     config = load_config(path, trust_remote_code)
     spec = find(str(checkpoint.headers.config.get("model_type"))) or observe(config, trust_remote_code)
     weights = DecodedWeights(checkpoint, spec)

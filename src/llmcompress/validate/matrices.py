@@ -72,9 +72,9 @@ def format_of(config: Mapping[str, Any]) -> str:
     if settings is None:
         return "dense"
     method = settings.get("quant_method") if isinstance(settings, dict) else None
-    if method not in PARTS:
+    if not isinstance(method, str) or method not in PARTS:
         raise DamageError(f"quant_method {method!r} is not known")
-    return str(method)
+    return method
 
 
 def quantised_modules(tensors: Mapping[str, Tensor], form: str) -> dict[str, set[str]]:

@@ -145,7 +145,8 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
             tensors[tensor.name] = tensor
     if missing := sorted(weight_map.keys() - tensors.keys()):
         raise DamageError(f"{missing[0]} is named by {index.name} and lies in no file")
-    total = entries.get("metadata", {}).get("total_size")
+    metadata = entries.get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
     held = sum(tensor.nbytes for tensor in tensors.values())
     if total is not None and total != held:
         raise DamageError(f"{index.name} speaks of {total} bytes, the tensors have {held}")
@@ -153,6 +154,13 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
 
 
 def _file(path: Path) -> dict[str, Tensor]:
+    if not path.is_file():  # a pipe would block for ever
+        raise DamageError(f"{path.name} is not a file")
+    folder, target = path.parent.resolve(), path.resolve()
+    blobs = folder.parent.parent / "blobs"  # where the links of a download cache lead
+    cached = folder.parent.name == "snapshots" and blobs in target.parents
+    if folder not in target.parents and not cached:
+        raise DamageError(f"{path.name} is a link that leaves its directory")
     size = path.stat().st_size
     with path.open("rb") as handle:
         prefix = handle.read(8)
@@ -164,7 +172,7 @@ def _file(path: Path) -> dict[str, Tensor]:
         header = json.loads(text)
         header.pop("__metadata__", None)
         tensors = sorted((_tensor(path, 8 + length, name, item) for name, item in header.items()), key=_position)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise DamageError(f"{path.name} has a damaged header: {error}") from None
     position = 8 + length
     for tensor in tensors:

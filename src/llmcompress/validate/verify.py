@@ -42,6 +42,9 @@ _HEADS = {"lm_head", "embed_out"}
 _ROWS = 512  # of a matrix, compared at once
 _GRID = re.compile(r"int(\d)-(?:row|g(\d+))-(?:sym|asym)")
 
+# what settings of types and sizes that no writer gives them lead to
+_MISFITS = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError, re.error)
+
 _GPTQ_KEYS = ("bits", "group_size", "sym", "desc_act", "lm_head", "checkpoint_format")
 _PACKED_KEYS = ("format", "quantization_status", "config_groups", "ignore")
 _WEIGHT_KEYS = {"num_bits", "type", "symmetric", "strategy", "group_size", "dynamic", "actorder", "observer"}
@@ -96,7 +99,7 @@ def verify(out: Path, source: Path | None = None) -> list[Check]:
         checks.append(Check("report", False, str(error)))
     directory = _Directory(out, config, form, tensors, report)
     checks.append(_guarded("config", lambda: _summary("config", _config_wrongs(directory), "keys and tensors agree")))
-    checks.append(_hashes(directory))
+    checks.append(_guarded("hashes", lambda: _hashes(directory)))
     infinite = [f"{name} holds values that are not finite" for name, tensor in tensors.items() if not tensor.finite()]
     checks.append(_summary("finite", infinite, "every value"))
     matrices: dict[str, Matrix] = {}
@@ -125,7 +128,7 @@ def _guarded(name: str, look: Callable[[], Check]) -> Check:
     """Damage that stops a look is a failed check; so are settings of types that no config should have."""
     try:
         return look()
-    except (DamageError, KeyError, TypeError, ValueError, AttributeError, re.error) as error:
+    except (DamageError, *_MISFITS) as error:
         return Check(
             name, False, f"{type(error).__name__}: {error}" if not isinstance(error, DamageError) else str(error)
         )
@@ -142,7 +145,8 @@ def _report_wrongs(report: Mapping[str, Any], form: str) -> list[str]:
         wrong.append(f"report.json says format {report['format']}, config.json says {form}")
     linears = report.get("linears", [])
     if not isinstance(linears, list) or not all(
-        isinstance(item, dict) and {"name", "grid"} <= item.keys() for item in linears
+        isinstance(item, dict) and isinstance(item.get("name"), str) and isinstance(item.get("grid", 0), str | None)
+        for item in linears
     ):
         return [*wrong, "report.json has linears without name or grid"]
     return wrong
@@ -283,7 +287,7 @@ def _against(directory: _Directory, matrices: Mapping[str, Matrix], source: Path
     keys = (config.keys() | directory.config.keys()) - _MAY_DIFFER
     changed = sorted(key for key in keys if config.get(key) != directory.config.get(key))
     wrong = [f"config.json has another {key!r} than the source" for key in changed]
-    wrong += _completeness(directory, matrices, originals)
+    wrong += _guarded_list(lambda: _completeness(directory, matrices, originals))
     bound = _guarded_list(lambda: _bound_wrongs(directory, matrices, originals))
     return [
         _summary("source", wrong, f"{len(originals)} tensors, each unchanged or quantised"),

@@ -1,0 +1,43 @@
+"""Files as they are written here: with the permissions of the umask, but never for everybody to change, and with the
+system's refusals, such as a full disk, as errors that name the file."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from llmcompress.errors import RunError
+
+_EVERYBODY = 0o002
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """RunError for what the system, or the safetensors library in its name, refuses while `path` is written."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, OSError) and type(error).__name__ != "SafetensorError":
+            raise
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise RunError(f"{path} cannot be written: {reason}", "make room, then run the same command again") from None
+
+
+def file_mode() -> int:
+    """What a new file gets. For files that a library made, some of which it keeps to their owner."""
+    umask = os.umask(0o077)  # the only way to ask for it
+    os.umask(umask)
+    return 0o666 & ~umask & ~_EVERYBODY
+
+
+def create(path: Path) -> BinaryIO:
+    """A new file open for writing; FileExistsError if there is one."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 & ~_EVERYBODY), "wb")
+
+
+def make_directory(path: Path) -> None:
+    """A new directory, and those above it that are missing; FileExistsError if there is one."""
+    if not path.parent.exists():
+        make_directory(path.parent)
+    path.mkdir(0o777 & ~_EVERYBODY)
