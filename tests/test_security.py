@@ -255,9 +255,6 @@ def test_what_is_written_has_the_permissions_of_the_umask_and_is_for_nobody_else
             assert permissions(path) == (0o777 if path.is_dir() else 0o666) & ~umask & ~0o002, path
 
 
-@pytest.mark.xfail(
-    reason="safetensors keeps the files it saves to their owner; the work directory takes them as they are"
-)
 def test_finished_sections_have_the_permissions_of_the_umask(written):
     umask, paths = written
     assert {permissions(path) for path in paths if path.name.startswith("section-")} == {0o666 & ~umask & ~0o002}

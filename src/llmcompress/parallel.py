@@ -41,8 +41,8 @@ def in_order(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     """`function` of each item, in order, without gradients; at most one result more than there are threads waits."""
     pool = _pool.get()
     if pool is None:
-        with torch.no_grad():
-            yield from map(function, items)
+        for item in items:
+            yield _without_gradients(function, item)
         return
     executor, count = pool
     waiting: deque[Future[R]] = deque()

@@ -381,8 +381,8 @@ def test_a_full_disk_ends_a_run_that_then_goes_on(main, tiny_model_dir, tmp_path
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     command = ["gptq", tiny_model_dir, *SHORT, "-q", "-o"]
     for limit, words in (
-        (10_000, []),  # what enters the first layer
-        (300_000, []),  # the first finished layer
+        (10_000, ["hidden"]),  # what enters the first layer
+        (300_000, ["section"]),  # the first finished layer
         (1_500_000, ["out.partial/model.safetensors cannot be written"]),
     ):
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))

@@ -23,8 +23,9 @@ def collect(
     wanted: "Mapping[str, MatrixPlan]",
     device: torch.device,
     progress: Progress,
+    watch: "ExpertInputs | None" = None,
 ) -> dict[str, Statistics]:
-    """Statistics of each space in `wanted` (space to one matrix that reads it).
+    """Statistics of each space in `wanted` (space to one matrix that reads it); `watch` sees what enters the experts.
 
     Experts have no drift, since the two models may send a token to different ones.
     """
@@ -34,7 +35,10 @@ def collect(
     paired = None if routed else original
     drifts = {space: Drift(gram.size, device) for space, gram in grams.items()} if paired is not None else {}
     others = paired.inputs(paths) if paired is not None else iter(())
-    for here in compressed.inputs(paths):
+    watched = {watch.path: watch.path} if watch is not None else {}
+    for here in compressed.inputs({**watched, **paths}):
+        if watch is not None:
+            watch.update(here.pop(watch.path))
         there = next(others, None)  # of the first windows only
         if there is None:
             for space, drift in drifts.items():
@@ -56,20 +60,19 @@ def collect(
 class ExpertInputs:
     """What enters a block of experts, whatever the routing: the Gram of all tokens, and an even sample of them."""
 
-    def __init__(self, block: nn.Module, device: torch.device, limit: int = 2048) -> None:
+    def __init__(self, path: str, block: nn.Module, device: torch.device, limit: int = 2048) -> None:
+        """path: of the block, below the layer."""
         first: Any = next(iter(block.children()))
+        self.path = path
         self.gram = Gram(first.gate_proj.in_features, device)
         self._parts: list[Tensor] = []
         self._limit = limit
-        self._handle = block.register_forward_pre_hook(self._see)
 
-    def _see(self, _: nn.Module, args: tuple[Tensor, ...]) -> None:
-        self.gram.update(args[0])
-        rows = args[0].reshape(-1, args[0].shape[-1])
+    def update(self, x: Tensor) -> None:
+        """Add the inputs [..., hidden] of a batch."""
+        self.gram.update(x)
+        rows = x.reshape(-1, x.shape[-1])
         self._parts.append(rows[:: max(1, rows.shape[0] // 64)].clone())
-
-    def close(self) -> None:
-        self._handle.remove()
 
     def sample(self) -> Tensor:
         """At most `limit` tokens [tokens, hidden], evenly spread."""

@@ -66,12 +66,9 @@ class Compressor:
             return {}
         watch = None
         if any(plan.expert is not None for plan in needing.values()) and self.plan.spec.experts is not None:
-            watch = ExpertInputs(layer.get_submodule(self.plan.spec.experts.path), self.model.device)
-        try:
-            found = collect(compressed, original, needing, self.model.device, self.progress)
-        finally:
-            if watch is not None:
-                watch.close()
+            path = self.plan.spec.experts.path
+            watch = ExpertInputs(path, layer.get_submodule(path), self.model.device)
+        found = collect(compressed, original, needing, self.model.device, self.progress, watch)
         for space, statistics in found.items():
             gram = statistics.gram
             if gram is None:

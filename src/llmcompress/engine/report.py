@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmcompress import __version__
@@ -26,6 +27,7 @@ def report(
         "source": {
             "headers_sha256": plan.headers.fingerprint,
             "config_sha256": hashlib.sha256((plan.headers.path / "config.json").read_bytes()).hexdigest(),
+            "files_sha256": {file.name: _sha256(file) for file in sorted(_weight_files(plan))},
             "bytes": plan.headers.nbytes,
         },
         "calibration": dict(calibration) if calibration is not None else None,
@@ -36,3 +38,15 @@ def report(
         "ledger": ledger.as_json(),
         "tensors": dict(tensors),
     }
+
+
+def _weight_files(plan: "Plan") -> set[Path]:
+    return {stored.file for stored in plan.headers.tensors.values()}
+
+
+def _sha256(file: Path) -> str:
+    total = hashlib.sha256()
+    with file.open("rb") as handle:
+        while chunk := handle.read(1 << 22):
+            total.update(chunk)
+    return total.hexdigest()

@@ -160,7 +160,8 @@ def _entering(plan: Plan, model: StreamedModel, tokens: Tensor, staged: Staging,
         samples[ORIGINAL] = plan.original_samples
     with model.outer(embed=True, head=False):
         width = model.prepare(tokens[:1])
-        found = staged.hidden({name: (rows, tokens.shape[1], width) for name, rows in samples.items()}, dtype)
+        missing = next(number for number in range(len(plan.layers)) if not staged.has(number))
+        found = staged.hidden({name: (rows, tokens.shape[1], width) for name, rows in samples.items()}, dtype, missing)
         if found is not None:
             return found
         return staged.keep_hidden(

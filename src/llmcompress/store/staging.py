@@ -25,6 +25,7 @@ from torch import Tensor
 from llmcompress.errors import PlanError, RunError
 from llmcompress.grids.base import GridSpec
 from llmcompress.grids.integer import Coded, IntegerGrid
+from llmcompress.store.files import create, file_mode, make_directory, writing
 from llmcompress.store.windows import Windows, WindowsWriter
 
 
@@ -38,7 +39,7 @@ class Staging:
         if stored.exists():
             try:
                 before = json.loads(stored.read_text(encoding="utf-8"))
-            except ValueError:
+            except (ValueError, RecursionError):
                 raise PlanError(f"{stored} is damaged", f"remove {path} to start afresh") from None
             difference = _difference(before, json.loads(json.dumps(identity)))
             if difference is not None:
@@ -49,9 +50,12 @@ class Staging:
                 )
             self.resumed = True
         else:
-            if path.exists() and any(path.iterdir()):
+            begun = stored.with_suffix(".partial")  # all there is of a run that was killed as it began
+            if path.exists() and any(file != begun for file in path.iterdir()):
                 raise PlanError(f"{path} is not empty and not a work directory", "use another --work directory")
-            path.mkdir(parents=True, exist_ok=True)
+            with writing(path):
+                if not path.exists():
+                    make_directory(path)
             _write_atomically(stored, json.dumps(identity, indent=1).encode())
             self.resumed = False
 
@@ -81,8 +85,14 @@ class Staging:
             specs[module] = [grid.spec.bits, grid.spec.group_size, grid.spec.symmetric]
         target = self._section(number)
         partial = target.with_suffix(".partial")
-        save_file(tensors, partial, metadata={"grids": json.dumps(specs), "records": json.dumps(records)})
-        _publish(partial, target)
+        facts = {"grids": json.dumps(specs), "records": json.dumps(records)}
+        sums = {name: _crc_of(item) for name, item in tensors.items()} | {
+            name: zlib.crc32(text.encode()) for name, text in facts.items()
+        }
+        with writing(target):
+            save_file(tensors, partial, metadata={**facts, "crc": json.dumps(sums)})
+            partial.chmod(file_mode())  # the library keeps what it saves to its owner
+            _publish(partial, target)
 
     def read_section(self, number: int) -> dict[str, Coded]:
         """All matrices of a finished section."""
@@ -95,16 +105,24 @@ class Staging:
     def _read(self, number: int, only: str | None = None) -> Iterator[tuple[str, Coded]]:
         try:
             with safe_open(self._section(number), framework="pt") as file:
-                for module, (bits, group, symmetric) in json.loads(file.metadata()["grids"]).items():
+                facts, sums = _checked(file.metadata())
+
+                def tensor(name: str) -> Tensor:
+                    read: Tensor = file.get_tensor(name)
+                    if _crc_of(read) != sums[name]:
+                        raise ValueError(f"{name} is not what was written")
+                    return read
+
+                for module, (bits, group, symmetric) in facts["grids"].items():
                     if only is not None and module != only:
                         continue
                     grid = IntegerGrid(
                         GridSpec(bits, group, symmetric),
-                        file.get_tensor(f"{module}.scale"),
-                        file.get_tensor(f"{module}.zero").to(torch.float32),
-                        file.get_tensor(f"{module}.group_index").to(torch.int64),
+                        tensor(f"{module}.scale"),
+                        tensor(f"{module}.zero").to(torch.float32),
+                        tensor(f"{module}.group_index").to(torch.int64),
                     )
-                    yield module, Coded(file.get_tensor(f"{module}.codes"), grid)
+                    yield module, Coded(tensor(f"{module}.codes"), grid)
         except (SafetensorError, OSError, KeyError, ValueError) as error:
             raise RunError(f"{self._section(number)} is damaged: {error}", "remove this file and run again") from None
 
@@ -112,19 +130,23 @@ class Staging:
         """What was recorded about a finished section."""
         try:
             with safe_open(self._section(number), framework="pt") as file:
-                return json.loads(file.metadata()["records"])  # type: ignore[no-any-return]
+                facts, _ = _checked(file.metadata())
+                return facts["records"]  # type: ignore[no-any-return]
         except (SafetensorError, OSError, KeyError, ValueError) as error:
             raise RunError(f"{self._section(number)} is damaged: {error}", "remove this file and run again") from None
 
     # -- hidden states -------------------------------------------------------------------------------------------------
 
-    def hidden(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> "Hidden | None":
-        """The newest hidden states that are whole for every stream in `shapes`, or None; damaged ones are removed."""
+    def hidden(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, last: int) -> "Hidden | None":
+        """The newest hidden states that are whole for every stream in `shapes`, or None; damaged ones are removed.
+
+        last: the first section that is missing; what enters later ones is of no use.
+        """
         positions: dict[int, dict[str, Windows]] = {}
         for file in sorted(self.path.glob("hidden-*.bin")):
             _, name, position, crc = file.stem.split("-")
             found = Windows(file, shapes.get(name, (0,)), dtype)
-            if file.stat().st_size == found.nbytes and f"{_crc(file):08x}" == crc:
+            if int(position) <= last and file.stat().st_size == found.nbytes and f"{_crc(file):08x}" == crc:
                 positions.setdefault(int(position), {})[name] = found
             else:
                 file.unlink()
@@ -148,13 +170,13 @@ class Staging:
     def remove(self) -> None:
         """Delete the work directory; only files it made itself."""
         for pattern in (
-            "plan.json",
             "place.json",
             "tokens.safetensors",
             "section-*.safetensors",
             "hidden-*.bin",
             "record-*.bin",
             "*.partial",
+            "plan.json",  # last: without it the rest would be nobody's
         ):
             for file in self.path.glob(pattern):
                 file.unlink()
@@ -187,6 +209,21 @@ def _difference(old: Any, new: Any, key: str = "") -> tuple[str, Any, Any] | Non
     return None if old == new else (key, old, new)
 
 
+def _checked(metadata: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, int]]:
+    """What a section's header says, and the checksums; ValueError if it is not what was written."""
+    sums: dict[str, int] = json.loads(metadata["crc"])
+    facts = {}
+    for name in ("grids", "records"):
+        if zlib.crc32(metadata[name].encode()) != sums[name]:
+            raise ValueError(f"{name} are not what was written")
+        facts[name] = json.loads(metadata[name])
+    return facts, sums
+
+
+def _crc_of(tensor: Tensor) -> int:
+    return zlib.crc32(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+
+
 def _crc(file: Path) -> int:
     crc = 0
     with file.open("rb") as handle:
@@ -197,8 +234,11 @@ def _crc(file: Path) -> int:
 
 def _write_atomically(target: Path, data: bytes) -> None:
     partial = target.with_suffix(".partial")
-    partial.write_bytes(data)
-    _publish(partial, target)
+    partial.unlink(missing_ok=True)
+    with writing(target):
+        with create(partial) as handle:
+            handle.write(data)
+        _publish(partial, target)
 
 
 def _publish(partial: Path, target: Path) -> None:

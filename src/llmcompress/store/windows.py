@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from llmcompress.errors import RunError
+from llmcompress.store.files import create, writing
 
 
 class Windows:
@@ -43,7 +44,10 @@ class WindowsWriter:
         self.file, self.dtype, self.checked = file, dtype, checked
         self.crc = 0
         self._shape: tuple[int, ...] = (0,)
-        self._handle = file.open("r+b" if file.exists() else "wb", buffering=0)
+        with writing(file):
+            if not file.exists():
+                create(file).close()
+            self._handle = file.open("r+b", buffering=0)
 
     def append(self, batch: Tensor) -> None:
         """Add samples [n, ...]."""
@@ -52,8 +56,9 @@ class WindowsWriter:
         rest = _bytes_of(flat)
         if self.checked:
             self.crc = zlib.crc32(rest, self.crc)
-        while rest:
-            rest = rest[self._handle.write(rest) :]
+        with writing(self.file):
+            while rest:
+                rest = rest[self._handle.write(rest) :]
 
     def finish(self, name: Path | None = None) -> Windows:
         """What was written, under the file's final name if it has another."""
