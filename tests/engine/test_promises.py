@@ -25,7 +25,9 @@ import yaml
 
 from llmcompress.engine.plan import Options, make_plan
 from llmcompress.engine.run import run
+from llmcompress.errors import PlanError
 from llmcompress.recipe import parse
+from llmcompress.store.staging import Staging
 
 LAYERS = 4
 SAMPLES, LENGTH = 6, 32
@@ -594,3 +596,14 @@ def test_a_missing_section_is_made_again(tiny_model_dir, whole, staged, tmp_path
     started, _ = carry_on(tiny_model_dir, staged, tmp_path, Path.unlink)
     assert started.end() == 0, started.said
     assert digest(tmp_path / "out") == digest(whole)
+
+
+# -- one run at a time ----------------------------------------------------------------------------------------------
+
+
+def test_a_work_directory_serves_one_run_at_a_time(tmp_path):
+    first = Staging(tmp_path / "work", {"bits": 4})
+    with pytest.raises(PlanError, match="is in use by another run"):
+        Staging(tmp_path / "work", {"bits": 4})
+    first.close()
+    assert Staging(tmp_path / "work", {"bits": 4}).resumed

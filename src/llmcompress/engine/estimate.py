@@ -13,9 +13,9 @@ from llmcompress.store.output import weights_nbytes
 if TYPE_CHECKING:
     from llmcompress.engine.plan import MatrixPlan
 
-_WITH_MODEL = 445_000_000  # Python with torch and transformers' model code, and what of torch's code a run touches
+_WITH_MODEL = 448_000_000  # Python with torch and transformers' model code, and what of torch's code a run touches
 _WITHOUT_MODEL = 380_000_000  # the same without a model and its forward passes
-_PER_THREAD = 25_000_000  # buffers that torch's libraries keep for each further one
+_PER_THREAD = 24_000_000  # buffers that torch's libraries keep for each further one
 _ITEM = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 

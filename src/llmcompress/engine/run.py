@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from copy import deepcopy
 from typing import Any
 
@@ -47,28 +48,29 @@ def run(plan: Plan, progress: Progress | None = None, stop: Stop = lambda: False
         tokens = load_file(kept)["input_ids"] if sampled and kept.exists() else calibration_tokens(plan)
     identity = {**plan.identity, "tokens": fingerprint(tokens) if tokens is not None else None}
     staged = Staging(plan.work, identity)
-    if tokens is not None and sampled:
-        save(tokens, kept)
-    done = sum(staged.has(number) for number in range(len(plan.layers)))
-    progress.start(len(plan.layers), done)
-    keep_freed_memory()
-    with threads(plan.means.threads):
-        if tokens is None:
-            _without_data(plan, checkpoint, staged, progress, stop)
-        else:
-            _with_data(plan, checkpoint, tokens, staged, progress, stop)
+    with closing(staged):
+        if tokens is not None and sampled:
+            save(tokens, kept)
+        done = sum(staged.has(number) for number in range(len(plan.layers)))
+        progress.start(len(plan.layers), done)
+        keep_freed_memory()
+        with threads(plan.means.threads):
+            if tokens is None:
+                _without_data(plan, checkpoint, staged, progress, stop)
+            else:
+                _with_data(plan, checkpoint, tokens, staged, progress, stop)
 
-    calibration = None
-    if tokens is not None:
-        calibration = {"sha256": identity["tokens"], "samples": tokens.shape[0], "length": tokens.shape[1]}
-    staged.remember_place(
-        model=plan.headers.path, calibration=calibration, trust_remote_code=plan.options.trust_remote_code
-    )
-    progress.writing(plan.estimate.output_bytes)
-    result = finish(plan, checkpoint, staged, calibration)
-    if not plan.options.keep_work:
-        staged.remove()
-    return result
+        calibration = None
+        if tokens is not None:
+            calibration = {"sha256": identity["tokens"], "samples": tokens.shape[0], "length": tokens.shape[1]}
+        staged.remember_place(
+            model=plan.headers.path, calibration=calibration, trust_remote_code=plan.options.trust_remote_code
+        )
+        progress.writing(plan.estimate.output_bytes)
+        result = finish(plan, checkpoint, staged, calibration)
+        if not plan.options.keep_work:
+            staged.remove()
+        return result
 
 
 def finish(plan: Plan, checkpoint: Checkpoint, staged: Staging, calibration: dict[str, Any] | None) -> dict[str, Any]:

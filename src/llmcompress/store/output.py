@@ -109,7 +109,7 @@ class OutputDirectory:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if os.path.lexists(self.partial):
-            shutil.rmtree(self.partial)
+            _remove_partial(self.partial)
 
     def write_weights(
         self,
@@ -205,8 +205,6 @@ class OutputDirectory:
             for file in files:
                 _flush(Path(directory) / file)
             _flush(Path(directory))
-        (self.partial / _MARK).unlink()
-        _flush(self.partial)
         replaced = self.path.with_name(self.path.name + ".replaced")
         if self.path.exists():
             if os.path.lexists(replaced):
@@ -219,11 +217,14 @@ class OutputDirectory:
                 replaced.rename(self.path)
             raise
         _flush(self.path.parent)
+        _unmark(self.path)  # only now: without its mark nothing would clear away what a kill leaves
         if replaced.exists():
             shutil.rmtree(replaced)
         return self.path
 
     def _refuse_existing(self) -> None:
+        if (self.path / _MARK).is_file():  # cut off right after the rename: it is whole
+            _unmark(self.path)
         if not os.path.lexists(self.path):
             return
         if not self.overwrite:
@@ -330,10 +331,23 @@ def _siblings(file: Path) -> list[str]:
 
 
 def _remove_partial(partial: Path) -> None:
-    if not (partial / _MARK).is_file():
+    """Delete a directory in the making, its mark after all else; one that is still empty needs none."""
+    mark = partial / _MARK
+    if not mark.is_file() and (partial.is_symlink() or not partial.is_dir() or any(partial.iterdir())):
         raise PlanError(f"{partial} is in the way and was not made by a run of this tool", "move it away")
     with writing(partial):
-        shutil.rmtree(partial)
+        for item in partial.iterdir():
+            if item.is_dir() and not item.is_symlink():
+                shutil.rmtree(item)
+            elif item != mark:
+                item.unlink()
+        mark.unlink(missing_ok=True)
+        partial.rmdir()
+
+
+def _unmark(path: Path) -> None:
+    (path / _MARK).unlink()
+    _flush(path)
 
 
 def _flush(path: Path) -> None:

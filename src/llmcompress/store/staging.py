@@ -9,6 +9,8 @@ hidden-<name>-00008-<crc>.bin      hidden states [samples, length, hidden] that 
 record-<...>.bin                   inputs of a layer's matrices while it is worked on (engine/forward.py)
 """
 
+import errno
+import fcntl
 import json
 import os
 import zlib
@@ -36,6 +38,7 @@ class Staging:
         """Open or create `path`; PlanError if it holds another run, naming the first key that differs."""
         self.path = path
         stored = path / "plan.json"
+        self._lock: int | None = None
         if stored.exists():
             try:
                 before = json.loads(stored.read_text(encoding="utf-8"))
@@ -58,6 +61,28 @@ class Staging:
                     make_directory(path)
             _write_atomically(stored, json.dumps(identity, indent=1).encode())
             self.resumed = False
+        self._claim(stored)
+
+    def _claim(self, stored: Path) -> None:
+        """Hold the work directory for this process as long as it lives; PlanError if another one does."""
+        self._lock = os.open(stored, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:  # some network file systems know no locks: then there is none
+            self.close()
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise PlanError(
+                    f"{self.path} is in use by another run", "wait for it, or use another --work directory"
+                ) from None
+
+    def close(self) -> None:
+        """Let another run have the work directory."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __del__(self) -> None:
+        self.close()
 
     def remember_place(self, model: Path, **facts: Any) -> None:
         """Where the model lies and what else `export` needs; not part of what the run is."""
