@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 from llmcompress.engine.plan import Options, make_plan
@@ -41,12 +42,12 @@ def export_work(work: Path, formats: Sequence[str], out: Path | None, overwrite:
         plans.append(make_plan(recipe, model, options))
     done = []
     for plan in plans:
-        staged = Staging(work, {**plan.identity, "tokens": tokens})
-        missing = [number for number in range(len(plan.layers)) if not staged.has(number)]
-        if missing:
-            raise PlanError(
-                f"{work} lacks layer {missing[0]} of {len(plan.layers)}", "finish the run first: repeat its command"
-            )
-        finish(plan, Checkpoint(model), staged, calibration)
+        with closing(Staging(work, {**plan.identity, "tokens": tokens})) as staged:
+            missing = [number for number in range(len(plan.layers)) if not staged.has(number)]
+            if missing:
+                raise PlanError(
+                    f"{work} lacks layer {missing[0]} of {len(plan.layers)}", "finish the run first: repeat its command"
+                )
+            finish(plan, Checkpoint(model), staged, calibration)
         done.append((plan.format.name, plan.out, plan.estimate.output_bytes))
     return done

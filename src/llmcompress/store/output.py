@@ -223,7 +223,7 @@ class OutputDirectory:
         return self.path
 
     def _refuse_existing(self) -> None:
-        if (self.path / _MARK).is_file():  # cut off right after the rename: it is whole
+        if os.path.lexists(self.path / _MARK):  # cut off right after the rename: it is whole
             _unmark(self.path)
         if not os.path.lexists(self.path):
             return
