@@ -18,6 +18,8 @@ _WIDTHS = ("hidden_size", "n_embd", "d_model", "vocab_size", "word_embed_proj_di
 # may differ from layer to layer in families that are not declared, and are lists then
 _MANY = ("intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner", "head_dim", "num_attention_heads",
          "n_head", "num_key_value_heads")  # fmt: skip
+# families without grouped queries: a count of key-value heads in their config means nothing
+_UNGROUPED = ("opt", "gpt2", "gpt_neox")
 _POSITIONS = ("max_position_embeddings", "n_positions")
 _HINT = "the config does not fit the weights"
 
@@ -105,7 +107,8 @@ def check_shapes(headers: ModelHeaders, spec: ArchSpec, matrices: Sequence[Found
         kind = space.partition(".")[0]
         _same(headers, stored, "inputs", columns, reads.get(kind))
         _same(headers, stored, "outputs", rows, writes.get(kind))
-        _same(headers, stored, "outputs", rows, _heads(config, path.rpartition(".")[2], hidden))
+        if spec.name not in _UNGROUPED:
+            _same(headers, stored, "outputs", rows, _heads(config, path.rpartition(".")[2], hidden))
         bias = headers.tensors.get(f"{module}.bias")
         if bias is not None and bias.spec.shape != (rows,):
             raise CheckpointError(
