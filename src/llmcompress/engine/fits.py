@@ -95,7 +95,7 @@ def check_shapes(headers: ModelHeaders, spec: ArchSpec, matrices: Sequence[Found
         return
     config = headers.config
     hidden = _first(config, "hidden_size", "n_embd")
-    inner = _first(config, "intermediate_size", "ffn_dim", "n_inner")
+    inner = _first(config, "ffn_dim", "n_inner", "intermediate_size")
     if inner is None and hidden is not None and "n_inner" in config:
         inner = 4 * hidden
     experts = _first(config, "moe_intermediate_size") or inner
