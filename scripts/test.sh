@@ -16,4 +16,5 @@ bin="$PWD/$environment/bin"
 "$bin/ruff" check .
 "$bin/mypy"
 "$bin/pytest" -n 2 -q
+bash scripts/interop/gptqmodel_env.sh
 "$bin/pytest" -q -m 'slow or interop'

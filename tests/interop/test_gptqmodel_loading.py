@@ -1,13 +1,12 @@
 """GPTQModel reads our gptq checkpoints on the CPU, and computes what we promised.
 
 It clashes with our dependencies, so it runs in an environment of its own: the one that LLMCOMPRESS_GPTQMODEL_VENV
-names, else .venv-gptqmodel in the repository, which is made (once, some minutes) if it is not there.
+names, else .venv-gptqmodel in the repository, which scripts/interop/gptqmodel_env.sh makes.
 """
 
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,10 +17,6 @@ pytestmark = pytest.mark.interop
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "interop" / "gptqmodel_check.py"
-INSTALL = [  # torch first: later steps keep the build that is there, and build against it
-    ["torch==2.13.0", "setuptools", "wheel", "packaging", "ninja", "numpy"],
-    ["--no-build-isolation", "gptqmodel==7.6.0", "transformers==5.23.0"],
-]
 W4 = {"bits": 4, "group_size": 32}
 CASES = {
     "w4": ("llama", "float16", W4),
@@ -51,14 +46,10 @@ CASES = {
 @pytest.fixture(scope="session")
 def gptqmodel_python():
     """The interpreter of an environment that has GPTQModel."""
-    named = os.environ.get("LLMCOMPRESS_GPTQMODEL_VENV")
-    venv = Path(named) if named else ROOT / ".venv-gptqmodel"
+    venv = Path(os.environ.get("LLMCOMPRESS_GPTQMODEL_VENV", ROOT / ".venv-gptqmodel"))
     python = venv / "bin" / "python"
-    if not named and not (venv / "installed").exists():
-        subprocess.run([sys.executable, "-m", "venv", "--clear", venv], check=True)
-        for packages in INSTALL:
-            subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True, timeout=900)
-        (venv / "installed").touch()
+    if not python.exists():
+        pytest.skip("no environment with GPTQModel: scripts/interop/gptqmodel_env.sh makes it")
     return python
 
 
