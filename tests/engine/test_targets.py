@@ -13,7 +13,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import llmcompress.formats
+from entries import DENSE, GPTQ, PACKED, W4, matrix, model
 from llmcompress.engine.plan import Options, make_plan
 from llmcompress.engine.targets.check import engine_notes, verdicts, violations
 from llmcompress.engine.targets.table import TARGETS
@@ -21,10 +21,6 @@ from llmcompress.errors import PlanError, RecipeError
 from llmcompress.formats.base import Entry, TensorSpec
 from llmcompress.grids.base import PER_ROW, GridSpec
 from llmcompress.recipe import parse
-from llmcompress.registry import discover
-
-W4 = GridSpec(4, 32)
-
 
 # --- checkpoints that are nothing but headers: the data is a hole in the file ---
 
@@ -677,32 +673,6 @@ def test_a_repair_ends_in_a_plan_that_its_recipe_repeats_or_in_a_refusal(
 
 
 # --- what the ledger says of engines when no target is named ---
-
-FORMATS = discover(llmcompress.formats, "FORMAT")
-GPTQ, PACKED, DENSE = FORMATS["gptq"], FORMATS["compressed-tensors"], FORMATS["dense"]
-LEAVES = {
-    "self_attn.q_proj": (128, 128),
-    "self_attn.k_proj": (64, 128),
-    "self_attn.v_proj": (64, 128),
-    "self_attn.o_proj": (128, 128),
-    "mlp.gate_proj": (256, 128),
-    "mlp.up_proj": (256, 128),
-    "mlp.down_proj": (128, 256),
-}
-
-
-def matrix(name, grid=W4, shape=(128, 128), **about):
-    return Entry(TensorSpec(f"{name}.weight", "BF16", shape), grid=grid, **{"block": True, "linear": True, **about})
-
-
-def model(grids=None, head=False, **about):
-    """Entries of a small Llama; grids: {end of a pattern: grid or None} for what differs from W4."""
-    entries = [Entry(TensorSpec("model.embed_tokens.weight", "BF16", (512, 128)))]
-    for layer in range(2):
-        for leaf, shape in LEAVES.items():
-            grid = next((g for pattern, g in (grids or {}).items() if pattern in leaf), W4)
-            entries.append(matrix(f"model.layers.{layer}.{leaf}", grid, shape, **about))
-    return [*entries, matrix("lm_head", W4 if head else None, (512, 128), block=False, linear=head)]
 
 
 @pytest.mark.parametrize("format_", [GPTQ, PACKED, DENSE])

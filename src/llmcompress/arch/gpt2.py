@@ -14,5 +14,6 @@ ARCH = ArchSpec(
     layers="transformer.h",
     embed="transformer.wte",
     outside=("transformer.wpe", "transformer.ln_f"),
+    grouped_queries=False,
     tiny={"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "bos_token_id": 1, "eos_token_id": 2},
 )

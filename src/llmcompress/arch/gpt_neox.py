@@ -15,5 +15,6 @@ ARCH = ArchSpec(
     embed="gpt_neox.embed_in",
     outside=("gpt_neox.final_layer_norm",),
     disk={"lm_head": "embed_out"},
+    grouped_queries=False,
     tiny={"num_attention_heads": 4, "bos_token_id": 1, "eos_token_id": 2},
 )

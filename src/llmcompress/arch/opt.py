@@ -16,5 +16,6 @@ ARCH = ArchSpec(
     layers="model.decoder.layers",
     embed="model.decoder.embed_tokens",
     outside=("model.decoder.embed_positions",),
+    grouped_queries=False,
     tiny={"num_attention_heads": 4, "ffn_dim": 192, "word_embed_proj_dim": 64},
 )

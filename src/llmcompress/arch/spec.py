@@ -10,6 +10,7 @@ from typing import Any
 
 from llmcompress.errors import CheckpointError
 
+_QUERY_HEADS = ("num_attention_heads", "n_head")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts")  # transformers 5 saves Qwen's under Mixtral's key
 
 
@@ -51,6 +52,8 @@ class ArchSpec:
     below a layer that are never quantised (routers). attention: implementation to ask transformers for where its
     default would change the function. outputs: how many values a layer returns, the hidden states first; a tuple if
     more than one.
+    grouped_queries: whether attention may have fewer key-value heads than query heads; without, a count of them in
+    config.json means nothing.
     observed: found by running the model, not declared; `linears` are then those of all layers together, and a layer may
     lack some. left_out: paths below a layer of what an observation found but cannot offer, with the reason.
     tiny: config values of a small random model for tests.
@@ -68,6 +71,7 @@ class ArchSpec:
     never: tuple[str, ...] = ()
     attention: str | None = None
     outputs: int = 1
+    grouped_queries: bool = True
     observed: bool = False
     left_out: Mapping[str, str] = field(default_factory=dict)
     tiny: Mapping[str, Any] = field(default_factory=dict)
@@ -105,6 +109,15 @@ class ArchSpec:
             pattern = f"{self.experts.path}.{{e}}.{name}"
             return self.disk.get(pattern, pattern).format(e=expert)
         return path
+
+
+def attention_heads(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Query heads and key-value heads by config.json, None where it does not say."""
+    queries = next((config[key] for key in _QUERY_HEADS if config.get(key) is not None), None)
+    pairs = config.get("num_key_value_heads") or queries
+    if isinstance(queries, int) and isinstance(pairs, int) and min(queries, pairs) > 0:
+        return queries, pairs
+    return None
 
 
 def attention_and_mlp() -> tuple[Linear, ...]:

@@ -36,13 +36,13 @@ def collect(
     drifts = {space: Drift(gram.size, device) for space, gram in grams.items()} if paired is not None else {}
     others = paired.inputs(paths) if paired is not None else iter(())
     watched = {watch.path: watch.path} if watch is not None else {}
-    for here in compressed.inputs({**watched, **paths}):
+    for number, here in enumerate(compressed.inputs({**watched, **paths})):
         if watch is not None:
             watch.update(here.pop(watch.path))
-        there = next(others, None)  # of the first windows only
-        if there is None:
+        if paired is not None and number == paired.batches:  # the original stream ends here
             for space, drift in drifts.items():
-                drift.hessian = grams[space].mean() if drift.hessian is None else drift.hessian
+                drift.hessian = grams[space].mean()
+        there = next(others, None)
         for space in paths:
             if space in here:
                 grams[space].update(here[space])

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from llmcompress.arch import find
-from llmcompress.arch.spec import ArchSpec, Linear
+from llmcompress.arch.spec import ArchSpec, Linear, attention_heads
 from llmcompress.errors import CheckpointError
 from llmcompress.store.headers import ModelHeaders, Stored
 
@@ -18,8 +18,6 @@ _WIDTHS = ("hidden_size", "n_embd", "d_model", "vocab_size", "word_embed_proj_di
 # may differ from layer to layer in families that are not declared, and are lists then
 _MANY = ("intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner", "head_dim", "num_attention_heads",
          "n_head", "num_key_value_heads")  # fmt: skip
-# families without grouped queries: a count of key-value heads in their config means nothing
-_UNGROUPED = ("opt", "gpt2", "gpt_neox")
 _POSITIONS = ("max_position_embeddings", "n_positions")
 _HINT = "the config does not fit the weights"
 
@@ -107,8 +105,8 @@ def check_shapes(headers: ModelHeaders, spec: ArchSpec, matrices: Sequence[Found
         kind = space.partition(".")[0]
         _same(headers, stored, "inputs", columns, reads.get(kind))
         _same(headers, stored, "outputs", rows, writes.get(kind))
-        if spec.name not in _UNGROUPED:
-            _same(headers, stored, "outputs", rows, _heads(config, path.rpartition(".")[2], hidden))
+        if spec.grouped_queries:
+            _same(headers, stored, "outputs", rows, _projected(config, path.rpartition(".")[2]))
         bias = headers.tensors.get(f"{module}.bias")
         if bias is not None and bias.spec.shape != (rows,):
             raise CheckpointError(
@@ -144,13 +142,13 @@ def _first(config: Mapping[str, Any], *keys: str) -> int | None:
     return next((int(config[key]) for key in keys if config.get(key) is not None), None)
 
 
-def _heads(config: Mapping[str, Any], leaf: str, hidden: int | None) -> int | None:
+def _projected(config: Mapping[str, Any], leaf: str) -> int | None:
     """Outputs of a projection of queries, keys or values, where config.json gives the size of a head."""
-    heads, size = _first(config, "num_attention_heads", "n_head"), _first(config, "head_dim")
+    heads, size = attention_heads(config), _first(config, "head_dim")
     if heads is None or size is None:
         return None
-    pairs = _first(config, "num_key_value_heads") or heads
-    wide = {"q_proj": heads, "k_proj": pairs, "v_proj": pairs, "qkv_proj": heads + 2 * pairs}.get(leaf)
+    queries, pairs = heads
+    wide = {"q_proj": queries, "k_proj": pairs, "v_proj": pairs, "qkv_proj": queries + 2 * pairs}.get(leaf)
     return None if wide is None else wide * size
 
 

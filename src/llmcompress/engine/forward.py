@@ -51,14 +51,19 @@ class Forward:
     ) -> None:
         """spaces: space to the module path of a matrix that reads it, for the stages whose inputs may be recorded."""
         self.model, self.number, self.stream, self.folder = model, number, stream, folder
-        count = stream.hidden.shape[0]
+        count, length = stream.hidden.shape[:2]
         self._spans = [slice(start, min(start + batch, count)) for start in range(0, count, batch)]
-        for span in {span.stop - span.start: span for span in self._spans}.values():
-            model.prepare_batch(stream.hidden.read(span))
+        for size in dict.fromkeys(span.stop - span.start for span in self._spans):
+            model.prepare_batch(size, length)
         self._bypasses = self._find(spaces) if spaces else []
         self._entered: dict[str, Windows] = {}  # by space: what its matrix read
         self._left: dict[str, Windows] = {}  # by space: what the module returned
         self._local = threading.local()  # of each thread: the windows it runs, what it has seen, what modules returned
+
+    @property
+    def batches(self) -> int:
+        """How many there are."""
+        return len(self._spans)
 
     def inputs(self, wanted: Mapping[str, str]) -> Iterator[Inputs]:
         """Per batch, the inputs of the spaces in `wanted` (space to the module path of a matrix that reads it).

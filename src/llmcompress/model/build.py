@@ -272,16 +272,16 @@ class StreamedModel:
         return (batch if self.spec.observed else 1), length
 
     @torch.no_grad()
-    def prepare_batch(self, hidden: Tensor) -> None:
+    def prepare_batch(self, batch: int, length: int) -> None:
         """Record what layers are called with for hidden states of this shape; before `call` runs in several threads."""
-        batch, length = self._shape_of_call(*hidden.shape[:2])
+        batch, length = self._shape_of_call(batch, length)
         if (batch, length) not in self._calls and (1, length) in self._calls:
             with self.outer(embed=False, head=False) as causal:
-                self._record(causal, batch, length, inputs_embeds=self._placeholder(hidden))
+                self._record(causal, batch, length, inputs_embeds=self._placeholder(batch, length))
 
     def call(self, number: int, layer: nn.Module, hidden: Tensor) -> Tensor:
         """A layer's output for hidden states [batch, length, hidden], called as the model itself calls it."""
-        self.prepare_batch(hidden)
+        self.prepare_batch(*hidden.shape[:2])
         args, kwargs = self._calls[self._shape_of_call(*hidden.shape[:2])][number]
         out = layer(hidden, *args, **kwargs)
         return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
@@ -292,15 +292,15 @@ class StreamedModel:
         last = self._recorders[-1]
         last.inject = hidden
         try:
-            return causal(inputs_embeds=self._placeholder(hidden), use_cache=False).logits  # type: ignore[no-any-return]
+            return causal(inputs_embeds=self._placeholder(*hidden.shape[:2]), use_cache=False).logits  # type: ignore[no-any-return]
         finally:
             last.inject = None
             for recorder in self._recorders:
                 recorder.hidden = recorder.call = None
 
-    def _placeholder(self, hidden: Tensor) -> Tensor:
+    def _placeholder(self, batch: int, length: int) -> Tensor:
         """What stands for embedded tokens where only their number matters."""
-        return hidden.new_zeros(hidden.shape[0], hidden.shape[1], self.embedding_width)
+        return torch.zeros(batch, length, self.embedding_width, dtype=self.dtype, device=self.device)
 
     @property
     def embedding_width(self) -> int:

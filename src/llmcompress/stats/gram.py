@@ -44,20 +44,20 @@ class Gram:
 
     def mean(self) -> Tensor:
         """The symmetric matrix sum(X^T X) / tokens [in, in], float32."""
-        if self._finished:
-            return self.sum
-        mean = self.sum.triu()
-        mean += mean.triu(1).T
-        return mean.div_((self.tokens + self._borrowed) or 1)
+        return self.sum if self._finished else self._averaged(self.sum.clone())
 
     def finish(self) -> Tensor:
         """As `mean`, and the sum is given up for it: nothing more can be added."""
         if not self._finished:
-            self.sum.triu_()
-            self.sum += self.sum.triu(1).T
-            self.sum.div_((self.tokens + self._borrowed) or 1)
+            self._averaged(self.sum)
             self._finished = True
         return self.sum
+
+    def _averaged(self, total: Tensor) -> Tensor:
+        """Turn a sum of which the upper triangle counts into the symmetric mean, in place."""
+        total.triu_()
+        total += total.triu(1).T
+        return total.div_((self.tokens + self._borrowed) or 1)
 
     def shrink_towards(self, prior: Tensor, weight: float) -> None:
         """Add `weight` tokens' worth of another mean Gram matrix [in, in]."""

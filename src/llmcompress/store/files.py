@@ -5,9 +5,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from llmcompress.errors import RunError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _EVERYBODY = 0o002
 
@@ -41,3 +44,10 @@ def make_directory(path: Path) -> None:
     if not path.parent.exists():
         make_directory(path.parent)
     path.mkdir(0o777 & ~_EVERYBODY)
+
+
+def bytes_of(tensor: "Tensor") -> memoryview:
+    """The bytes of a tensor, row by row: its own memory, not a copy, where it is contiguous and not on a device."""
+    import torch
+
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

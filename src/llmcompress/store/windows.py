@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from llmcompress.errors import RunError
-from llmcompress.store.files import create, writing
+from llmcompress.store.files import bytes_of, create, writing
 
 
 class Windows:
@@ -22,7 +22,7 @@ class Windows:
     def read(self, span: slice) -> Tensor:
         """Samples [span] as a tensor of its own memory."""
         out = torch.empty(span.stop - span.start, *self.shape[1:], dtype=self.dtype)
-        rest = _bytes_of(out)
+        rest = bytes_of(out)
         place = span.start * self._sample
         with self.file.open("rb", buffering=0) as handle:
             while rest:
@@ -53,7 +53,7 @@ class WindowsWriter:
         """Add samples [n, ...]."""
         flat = batch.detach().to("cpu", self.dtype).contiguous()
         self._shape = (self._shape[0] + flat.shape[0], *flat.shape[1:])
-        rest = _bytes_of(flat)
+        rest = bytes_of(flat)
         if self.checked:
             self.crc = zlib.crc32(rest, self.crc)
         with writing(self.file):
@@ -71,7 +71,3 @@ class WindowsWriter:
     def abandon(self) -> None:
         """Write no more."""
         self._handle.close()
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return tensor.flatten().view(torch.uint8).numpy().data

@@ -1,5 +1,6 @@
 """Kinds of facts about a runtime. Each finds what breaks it in a checkpoint, and the options that would mend it."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,13 +59,14 @@ class Violation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fact:
+class Fact(ABC):
     """One thing a runtime's loader or kernels ask for. why: the fact as a sentence about the runtime ("it ...")."""
 
     why: str
 
+    @abstractmethod
     def violations(self, case: Case) -> list[Violation]:
-        raise NotImplementedError
+        """What of `case` the runtime does not take."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ inputs (row parallel); attention is split by whole heads, and devices beyond the
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from llmcompress.arch.spec import attention_heads
 from llmcompress.engine.targets.facts import Shard, Violation
 from llmcompress.formats.base import Entry
 from llmcompress.formats.checks import FUSED, fused, quantised
@@ -25,7 +26,7 @@ _BY_INPUTS = frozenset({"o_proj", "out_proj", "down_proj", "w2", "fc2", "c_proj"
 
 def shards(entries: Sequence[Entry], config: Mapping[str, Any], tp: int, fuses: bool) -> list[Shard]:
     """Quantised linears as one of `tp` devices runs them. The model must be splittable (`unsplittable`)."""
-    heads = _heads(config)
+    heads = attention_heads(config)
     coded = [entry for entry, _ in quantised(entries)]
     merged: dict[str, tuple[Entry, ...]] = {}
     if fuses:
@@ -47,7 +48,7 @@ def unsplittable(entries: Iterable[Entry], config: Mapping[str, Any], tp: int) -
     """Why a model cannot be split over `tp` devices, quantised or not; nothing but another number mends it."""
     if tp == 1:
         return []
-    heads = _heads(config)
+    heads = attention_heads(config)
     if heads is not None:
         queries, keys = heads
         if queries % tp:
@@ -76,13 +77,6 @@ def unsplittable(entries: Iterable[Entry], config: Mapping[str, Any], tp: int) -
 
 def _leaf(entry: Entry) -> str:
     return entry.module.rpartition(".")[2]
-
-
-def _heads(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Query heads and key-value heads by config.json."""
-    queries = config.get("num_attention_heads", config.get("n_head"))
-    keys = config.get("num_key_value_heads") or queries
-    return (queries, keys) if isinstance(queries, int) and isinstance(keys, int) and min(queries, keys) > 0 else None
 
 
 def _rows(entry: Entry, heads: tuple[int, int] | None, tp: int) -> list[tuple[int, int]]:

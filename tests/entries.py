@@ -1,0 +1,40 @@
+"""Checkpoints as formats and runtimes judge them: entries without a file."""
+
+import re
+
+import llmcompress.formats
+from llmcompress.formats.base import Entry, TensorSpec
+from llmcompress.grids.base import GridSpec
+from llmcompress.registry import discover
+
+FORMATS = discover(llmcompress.formats, "FORMAT")
+GPTQ, PACKED, DENSE = FORMATS["gptq"], FORMATS["compressed-tensors"], FORMATS["dense"]
+W4 = GridSpec(4, 32)
+LEAVES = {
+    "self_attn.q_proj": (128, 128),
+    "self_attn.k_proj": (64, 128),
+    "self_attn.v_proj": (64, 128),
+    "self_attn.o_proj": (128, 128),
+    "mlp.gate_proj": (256, 128),
+    "mlp.up_proj": (256, 128),
+    "mlp.down_proj": (128, 256),
+}
+
+
+def matrix(name, grid=W4, shape=(128, 128), dtype="BF16", **about):
+    """The entry of a matrix in a layer."""
+    about = {"block": True, "linear": True, "options": {"damp_percent": 0.01}, **about}
+    return Entry(TensorSpec(f"{name}.weight", dtype, shape), grid=grid, **about)
+
+
+def model(grids=None, head=False, layers=2, **about):
+    """Entries of a small Llama; grids: {pattern: grid or None} for what differs from W4."""
+    entries = [Entry(TensorSpec("model.embed_tokens.weight", "BF16", (512, 128)))]
+    for layer in range(layers):
+        entries.append(Entry(TensorSpec(f"model.layers.{layer}.input_layernorm.weight", "BF16", (128,)), block=True))
+        for leaf, shape in LEAVES.items():
+            name = f"model.layers.{layer}.{leaf}"
+            grid = next((g for pattern, g in (grids or {}).items() if re.search(pattern, name)), W4)
+            entries.append(matrix(name, grid, shape, **about))
+    entries.append(matrix("lm_head", W4 if head else None, (512, 128), block=False, linear=head))
+    return entries
