@@ -41,7 +41,10 @@ class Output(_Strict):
     """What is written."""
 
     format: str = Field(DEFAULT_FORMAT, description="checkpoint format")
-    shard_size: int = Field(5_000_000_000, ge=1_000_000, lt=1 << 63, description="bytes per weight file at most")
+    shard_size: int | None = Field(
+        None, ge=1_000_000, lt=1 << 63, description="bytes per weight file at most; none: 5 GB, one file for gguf"
+    )
+    pre: str | None = Field(None, description="llama.cpp's name of the pre-tokenizer, where it is not recognised")
 
 
 def methods() -> dict[str, type[Method]]:

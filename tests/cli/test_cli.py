@@ -9,6 +9,8 @@ import time
 
 import pytest
 
+from llmcompress.cli.commands import _stop_request
+
 COMMAND = [sys.executable, "-m", "llmcompress"]
 SMALL = ["--bits", "4", "--group-size", "64", "--samples", "4", "--length", "32"]
 
@@ -160,13 +162,27 @@ def test_a_strict_kind_ends_with_3_after_writing(random_model_dir, tmp_path):
     assert (out / "report.json").exists()
 
 
+def test_a_deadline_waits_for_a_section_and_sigterm_does_not():
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        stop = _stop_request(0)
+        assert [stop(finished) for finished in range(3)] == [False, True, True]
+        stop = _stop_request(None)
+        assert not stop(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop(0)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_sigterm_and_deadline_stop_at_a_safe_point_and_the_same_command_goes_on(compressed, tiny_model_dir, tmp_path):
     _, report = compressed
     out = tmp_path / "out"
     command = ["gptq", tiny_model_dir, "-o", out, *SMALL]
     one_line_error(call(*command, "--deadline", "0"), 75, "run the same command again")
+    assert len(list(tmp_path.glob("out.work/section-*.safetensors"))) == 1
     process = subprocess.Popen([*COMMAND, *map(str, command)], stderr=subprocess.PIPE, text=True)
-    while not list(tmp_path.glob("out.work/section-*.safetensors")):
+    while len(list(tmp_path.glob("out.work/section-*.safetensors"))) < 2:
         assert process.poll() is None
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGTERM)

@@ -26,7 +26,7 @@ def recipe(method="gptq", format_="compressed-tensors", calibration=None, **opti
     return parse({"calibration": calibration, "steps": [{"method": method, **options}], "output": {"format": format_}})
 
 
-def compress(model, out, made=None, stop=lambda: False, progress=None, **options):
+def compress(model, out, made=None, stop=lambda finished: False, progress=None, **options):
     return run(make_plan(made or recipe(), model, Options(out=out, **options)), progress, stop)
 
 
@@ -41,24 +41,18 @@ def finished(tiny_model_dir, tmp_path_factory):
     return out
 
 
-class StopAfter:
-    """Asks a run to stop once a number of layers are finished."""
-
-    def __init__(self, layers):
-        self.left = layers
-
-    def __call__(self):
-        self.left -= 1
-        return self.left < 0
+def after(layers):
+    """Asks a run to stop once a start has finished a number of layers."""
+    return lambda finished: finished >= layers
 
 
 @pytest.mark.parametrize("method", ["gptq", "rtn"])
-@pytest.mark.parametrize("after", range(LAYERS))
-def test_a_run_stopped_after_any_layer_goes_on_to_the_same_bytes(tiny_model_dir, tmp_path, method, after):
+@pytest.mark.parametrize("count", range(LAYERS))
+def test_a_run_stopped_after_any_layer_goes_on_to_the_same_bytes(tiny_model_dir, tmp_path, method, count):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     compress(tiny_model_dir, whole, recipe(method))
     with pytest.raises(StoppedError) as stopped:
-        compress(tiny_model_dir, resumed, recipe(method), stop=StopAfter(after))
+        compress(tiny_model_dir, resumed, recipe(method), stop=after(count))
     assert stopped.value.exit_code == 75
     assert not resumed.exists()
     seen = []
@@ -68,7 +62,7 @@ def test_a_run_stopped_after_any_layer_goes_on_to_the_same_bytes(tiny_model_dir,
             seen.append(number)
 
     compress(tiny_model_dir, resumed, recipe(method), progress=Watch())
-    assert seen == list(range(after, LAYERS))
+    assert seen == list(range(count, LAYERS))
     assert digest(whole) == digest(resumed)
     assert not (tmp_path / "resumed.work").exists()
 
@@ -110,7 +104,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(tiny_model_dir, finished, tmp_pa
 def test_damaged_hidden_states_are_not_believed(tiny_model_dir, finished, tmp_path):
     out = tmp_path / "out"
     with pytest.raises(StoppedError):
-        compress(tiny_model_dir, out, stop=StopAfter(2))
+        compress(tiny_model_dir, out, stop=after(2))
     states, _ = sorted((tmp_path / "out.work").glob("hidden-*.bin"))
     data = bytearray(states.read_bytes())
     data[100] ^= 1
@@ -129,7 +123,7 @@ def test_two_runs_give_the_same_bytes_and_leave_random_state_alone(tiny_model_di
 
 def test_a_work_directory_refuses_another_recipe_and_names_the_difference(tiny_model_dir, tmp_path):
     with pytest.raises(StoppedError):
-        compress(tiny_model_dir, tmp_path / "out", stop=StopAfter(1))
+        compress(tiny_model_dir, tmp_path / "out", stop=after(1))
     with pytest.raises(PlanError, match=r"recipe\.steps\[0\]\.bits was 4, now 3"):
         compress(tiny_model_dir, tmp_path / "out", recipe(format_="gptq", bits=3))
 
@@ -274,7 +268,7 @@ def test_windows_sampled_from_the_model_are_kept_for_the_next_start(tiny_model_d
     made = recipe(calibration={"source": "self", "samples": 4, "length": 16})
     whole = compress(tiny_model_dir, tmp_path / "whole", made)
     with pytest.raises(StoppedError):
-        compress(tiny_model_dir, tmp_path / "out", made, stop=StopAfter(1))
+        compress(tiny_model_dir, tmp_path / "out", made, stop=after(1))
     monkeypatch.setattr("llmcompress.engine.run.calibration_tokens", lambda plan: pytest.fail("sampled again"))
     assert compress(tiny_model_dir, tmp_path / "out", made)["tensors"] == whole["tensors"]
     assert not (tmp_path / "out.work").exists()

@@ -401,17 +401,15 @@ def test_sigterm_stops_with_75_and_the_same_command_finishes(tiny_model_dir, who
     assert digest(out) == digest(whole)
 
 
-def test_a_deadline_stops_with_75_as_often_as_it_has_to(tiny_model_dir, whole, tmp_path):
-    out = tmp_path / "out"
-    codes = []
-    for deadline in (0, 0, 0.25, 0.5, 1, 2, 4, 8, 16, 300):
-        started = Started(tmp_path, ["gptq", tiny_model_dir, "-o", out, *GPTQ, "--deadline", deadline])
-        codes.append(started.end())
-        if codes[-1] == 0:
-            break
+def test_a_deadline_stops_with_75_after_a_section_and_every_start_gets_further(tiny_model_dir, whole, tmp_path):
+    out, work = tmp_path / "out", tmp_path / "out.work"
+    command = ["gptq", tiny_model_dir, "-o", out, *GPTQ, "--deadline", 0]
+    for number in range(LAYERS - 1):
+        started = Started(tmp_path, command)
+        assert started.end() == STOPPED, started.said
+        assert len(sections(work)) == number + 1
         assert not out.exists()
-    assert codes[:2] == [STOPPED, STOPPED]
-    assert codes == [STOPPED] * (len(codes) - 1) + [0]
+    finish(tmp_path, command)
     assert digest(out) == digest(whole)
 
 

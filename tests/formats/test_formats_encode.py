@@ -11,7 +11,8 @@ import llmcompress.formats
 from llmcompress.errors import CheckpointError, RunError
 from llmcompress.formats.base import Entry, TensorSpec
 from llmcompress.grids.base import PER_ROW, GridSpec
-from llmcompress.grids.integer import Coded, IntegerGrid, fit, natural_groups
+from llmcompress.grids.coded import Coded
+from llmcompress.grids.integer import IntegerGrid, fit, natural_groups
 from llmcompress.registry import discover
 
 FORMATS = discover(llmcompress.formats, "FORMAT")

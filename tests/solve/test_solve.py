@@ -7,7 +7,8 @@ import torch
 
 from llmcompress.errors import RunError
 from llmcompress.grids.base import GridSpec
-from llmcompress.grids.integer import Coded, fit
+from llmcompress.grids.coded import Coded
+from llmcompress.grids.integer import fit
 from llmcompress.solve.damping import damped, inverse_factor
 from llmcompress.solve.gptq import gptq_codes
 from llmcompress.solve.refine import Refiner, refit_scales, row_loss
@@ -91,7 +92,7 @@ def test_refinement_never_raises_any_rows_loss(spec):
     start = row_loss(w, coded, target)
     for _ in range(3):
         before = row_loss(w, coded, target)
-        coded = refit_scales(coded, target, w @ target, torch.float16)
+        coded = refit_scales(coded.codes, coded.grid, target, w @ target, torch.float16)
         between = row_loss(w, coded, target)
         assert (between <= before * (1 + 1e-4) + 1e-9).all()
         coded = Refiner(target, by_energy(hessian)).descend_codes(coded, w @ target)
@@ -120,7 +121,7 @@ def test_small_problem_reaches_near_the_best_of_all_codes():
     coded = Refiner(target, torch.arange(6)).descend_codes(coded, w @ target)
     every = torch.cartesian_prod(*[torch.arange(4)] * 6).to(torch.uint8)
     for row in range(3):
-        one = grid.rows(row, row + 1)
+        one = grid.rows(slice(row, row + 1))
         best = min(float(row_loss(w[row : row + 1], Coded(codes[None], one), target)) for codes in every)
         plain = float(row_loss(w[row : row + 1], Coded(one.encode(w[row : row + 1]), one), target))
         found = float(row_loss(w, coded, target)[row])
@@ -151,7 +152,7 @@ def test_inputs_are_left_as_they_were():
     w, hessian = problem()
     kept = w.clone(), hessian.clone()
     coded = gptq(w, hessian, GridSpec(3, 16))
-    refit_scales(coded, hessian, w @ hessian, torch.float16)
+    refit_scales(coded.codes, coded.grid, hessian, w @ hessian, torch.float16)
     Refiner(hessian, by_energy(hessian)).descend_codes(coded, w @ hessian)
     assert torch.equal(w, kept[0])
     assert torch.equal(hessian, kept[1])

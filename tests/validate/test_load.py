@@ -7,7 +7,8 @@ from transformers import AutoModelForCausalLM
 from llmcompress.engine.plan import Options, make_plan
 from llmcompress.engine.run import run
 from llmcompress.grids.base import GridSpec
-from llmcompress.grids.integer import Coded, fit
+from llmcompress.grids.coded import Coded
+from llmcompress.grids.integer import fit
 from llmcompress.recipe import parse
 from llmcompress.validate.load import load_whole, open_streamed
 from llmcompress.validate.packed import PackedLinear

@@ -3,13 +3,14 @@
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llmcompress.cli import checks, console, data, evaluation
+from llmcompress.cli import checks, console, data, evaluation, gguf
 from llmcompress.cli import options as o
 from llmcompress.errors import GateError, RecipeError
 from llmcompress.ledger import KINDS
@@ -32,6 +33,11 @@ def register(app: typer.Typer) -> None:
         app.command(name, rich_help_panel="Compress")(o.command(_method(method), given, name, doc))
         plan.command(name)(
             o.command(_method(method, dry=True), given, name, f"Plan {name} without computing anything.")
+        )
+    for parent, dry in ((app, False), (plan, True)):
+        go = gguf.command(partial(_go, dry=dry))
+        parent.command("gguf", rich_help_panel=None if dry else "Compress")(
+            o.command(go, gguf.OPTIONS, "gguf", gguf.DOC)
         )
     given = {
         "recipe": (RecipeFile, ...),
@@ -64,7 +70,7 @@ FormatOverride = Annotated[
 
 def _method(method: type[Method], dry: bool = False) -> Callable[..., None]:
     def go(**values: Any) -> None:
-        options = {name: values[name] for name in method.model_fields if name != "set"}
+        options = {name: values[name] for name in method.model_fields if name not in ("set", "gguf")}
         options["set"] = o.parse_set(values["set"])
         source = {"field": values["field"]} if values["field"] is not None else {}
         calibration = {key: values[key] for key in ("samples", "length", "seed")} | {
@@ -97,7 +103,7 @@ def _recipe(dry: bool) -> Callable[..., None]:
     return go
 
 
-def _go(recipe: Recipe, values: dict[str, Any], dry: bool) -> None:
+def _go(recipe: Recipe, values: dict[str, Any], dry: bool = False) -> None:
     for kind in values["strict"] or []:
         if kind not in (*KINDS, "any"):
             raise RecipeError(f"--strict {kind!r} is not a kind of ledger entry", suggest(kind, [*KINDS, "any"]))
@@ -106,8 +112,7 @@ def _go(recipe: Recipe, values: dict[str, Any], dry: bool) -> None:
         return
     from llmcompress.engine.plan import Options, make_plan
 
-    limit = values["max_memory"]
-    values["max_memory"] = None if limit is None else o.gigabytes("--max-memory", limit)
+    values["max_memory"] = o.gigabytes("--max-memory", values["max_memory"])
     means = Options(**{name: values[name] for name in Options.__dataclass_fields__})
     plan = make_plan(recipe, values["model"], means)
     if values["print_recipe"]:
@@ -151,8 +156,8 @@ def _carry_out(plan: "Plan", values: dict[str, Any]) -> None:
         )
 
 
-def _stop_request(deadline: float | None) -> Callable[[], bool]:
-    """True once SIGTERM has come or the deadline is over."""
+def _stop_request(deadline: float | None) -> Callable[[int], bool]:
+    """True once SIGTERM has come, or the deadline is over and a section finished: so every start gets further."""
     asked = {"stop": False}
     begin = time.monotonic()
 
@@ -160,7 +165,12 @@ def _stop_request(deadline: float | None) -> Callable[[], bool]:
         asked["stop"] = True
 
     signal.signal(signal.SIGTERM, on_term)
-    return lambda: asked["stop"] or (deadline is not None and time.monotonic() - begin >= deadline)
+
+    def stop(finished: int) -> bool:
+        late = deadline is not None and time.monotonic() - begin >= deadline
+        return asked["stop"] or (late and finished > 0)
+
+    return stop
 
 
 def _show_plan(plan: "Plan", as_json: bool) -> None:

@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 
 from llmcompress.errors import RecipeError
 from llmcompress.methods.base import Method
-from llmcompress.recipe import DEFAULT_FORMAT, Calibration, Output
+from llmcompress.recipe import DEFAULT_FORMAT, Calibration
 from llmcompress.yamlfile import read_yaml
 
 CALIBRATION, OUTPUT, RUNNING = "Calibration", "Output", "Running"
@@ -29,8 +29,12 @@ Format = Annotated[
     str, typer.Option("--format", help="Checkpoint format; see `llmcompress list formats`.", rich_help_panel=OUTPUT)
 ]
 ShardSize = Annotated[
-    float,
-    typer.Option("--shard-size", help="Size of a weight file at most, in GB (10^9 bytes).", rich_help_panel=OUTPUT),
+    float | None,
+    typer.Option(
+        "--shard-size",
+        help="Size of a weight file at most, in GB (10^9 bytes). Default: 5, and one file for gguf.",
+        rich_help_panel=OUTPUT,
+    ),
 ]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace the output directory if it exists.", rich_help_panel=OUTPUT)
@@ -110,7 +114,10 @@ KeepWork = Annotated[
 Deadline = Annotated[
     float | None,
     typer.Option(
-        "--deadline", min=0, help="Stop at a safe point after so many seconds, exit code 75.", rich_help_panel=RUNNING
+        "--deadline",
+        min=0,
+        help="Stop after so many seconds and one layer at least, at a safe point, exit code 75.",
+        rich_help_panel=RUNNING,
     ),
 ]
 Strict = Annotated[
@@ -137,7 +144,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.", rich_
 RUN_OPTIONS: dict[str, tuple[Any, Any]] = {
     "out": (Out, None),
     "format_": (Format, DEFAULT_FORMAT),
-    "shard_size": (ShardSize, Output().shard_size / 1e9),
+    "shard_size": (ShardSize, None),
     "overwrite": (Overwrite, False),
     "calibration": (Source, Calibration().source),
     "field": (Field, None),
@@ -168,7 +175,7 @@ MEANS: dict[str, tuple[Any, Any]] = {
 
 def method_options(method: type[Method]) -> dict[str, tuple[Any, Any]]:
     """Options from a method's fields: name to (annotation, default)."""
-    return {name: _option(name, field) for name, field in method.model_fields.items()}
+    return {name: _option(name, field) for name, field in method.model_fields.items() if name != "gguf"}
 
 
 def _option(name: str, field: FieldInfo) -> tuple[Any, Any]:
@@ -205,8 +212,10 @@ def command(
     return run
 
 
-def gigabytes(option: str, value: float) -> int:
+def gigabytes(option: str, value: float | None) -> int | None:
     """A size in GB in bytes."""
+    if value is None:
+        return None
     if not 0 <= value <= 1e9:  # not for nan either
         raise RecipeError(f"{option} {value} is not a size in GB", f"write for example {option} 5")
     return int(value * 1e9)

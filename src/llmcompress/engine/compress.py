@@ -11,7 +11,7 @@ from llmcompress.engine.forward import Forward
 from llmcompress.engine.plan import MatrixPlan, Plan
 from llmcompress.engine.progress import Progress
 from llmcompress.engine.resources import return_freed_memory
-from llmcompress.grids.integer import Coded
+from llmcompress.grids.coded import Coded
 from llmcompress.ledger import Ledger
 from llmcompress.methods.base import Solved, Statistics
 from llmcompress.model.build import StreamedModel
@@ -100,9 +100,9 @@ class Compressor:
         result, start = [], 0
         for plan, weight in zip(group, weights, strict=True):
             stop = start + weight.shape[0]
-            part = Coded(solved.coded.codes[start:stop], solved.coded.grid.rows(start, stop))
+            part = solved.coded.rows(slice(start, stop))
             record = _record(plan, weight, part, hessian, stats.gram, solved)
-            result.append((plan, Coded(part.codes.cpu(), part.grid.to("cpu")), record))
+            result.append((plan, part.to("cpu"), record))
             start = stop
         return result
 

@@ -2,8 +2,9 @@
 
 import re
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +12,23 @@ from llmcompress.arch import find
 from llmcompress.arch.spec import ArchSpec, Linear
 from llmcompress.engine.estimate import Estimate, Means, estimate
 from llmcompress.engine.fits import check_names, check_numbers, check_shapes, numbered
+from llmcompress.engine.gguf import files_of, gguf_model
+from llmcompress.engine.means import choose_means
 from llmcompress.engine.settings import resolve
 from llmcompress.engine.targets.check import asked, engine_notes
 from llmcompress.engine.targets.repair import fitted
 from llmcompress.errors import CheckpointError, PlanError, RecipeError
 from llmcompress.formats.base import Entry, Format, TensorSpec
+from llmcompress.formats.gguf.file import GgufFile
 from llmcompress.ledger import Ledger
 from llmcompress.methods.base import Method
 from llmcompress.recipe import Recipe, formats
 from llmcompress.registry import suggest
 from llmcompress.store.headers import ModelHeaders, read_headers
-from llmcompress.store.output import OutputDirectory, refuse_unwritable
+from llmcompress.store.output import refuse_unwritable, weights_nbytes
+from llmcompress.store.output_file import output_of
 
 FLOAT_TYPES = ("F32", "F16", "BF16")
-_MARGIN = 1.1  # by which memory may exceed its estimate
-_BATCH_TOKENS = 1024  # run through a layer at once: on a processor, what stays in the caches is fastest
 
 _Found = tuple[str, int, int | None, str, str, Linear]
 
@@ -65,7 +68,10 @@ class Options:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run, resolved. layers: matrices of each decoder layer in order of execution; entries: every source tensor."""
+    """A run, resolved. layers: matrices of each decoder layer in order of execution; entries: every source tensor.
+
+    tensors: those that are written, in order. files: what they are written into, where that is GGUF.
+    """
 
     recipe: Recipe
     headers: ModelHeaders
@@ -73,12 +79,12 @@ class Plan:
     format: Format
     out: Path
     work: Path
-    dtype: str
     means: Means
     options: Options
     layers: tuple[tuple[MatrixPlan, ...], ...]
     entries: tuple[Entry, ...]
     tensors: tuple[TensorSpec, ...]
+    files: tuple[GgufFile, ...]
     estimate: Estimate
     ledger: Ledger = field(default_factory=Ledger)
 
@@ -91,6 +97,11 @@ class Plan:
         """Windows that also run through the model as it was: whole batches."""
         asked = max((matrix.method.original_samples for layer in self.layers for matrix in layer), default=0)
         return min(-(-asked // self.batch) * self.batch, self.recipe.calibration.samples)
+
+    @property
+    def dtype(self) -> str:
+        """The type layers run in."""
+        return self.means.dtype
 
     @property
     def batch(self) -> int:
@@ -130,13 +141,15 @@ def _draft(recipe: Recipe, model: Path, options: Options) -> Plan:
     matrices = _matrices(headers, spec)
     widths = {name: _shape(headers, name, linear.conv1d)[1] for name, _, _, _, _, linear in matrices}
     check_shapes(headers, spec, matrices)
-    chosen = resolve(step, widths, ledger)
+    gguf = None if step.gguf is None else gguf_model(headers, step.gguf, recipe.output, step.needs_calibration, ledger)
+    chosen = resolve(step, widths, ledger, None if gguf is None else gguf.types)
 
     planned: dict[str, MatrixPlan] = {}
     for module, layer, expert, path, space, linear in matrices:
         method = chosen[module]
         if method is None:
-            ledger.note("unquantised", module, "skipped as asked")
+            if gguf is None:
+                ledger.note("unquantised", module, "skipped as asked")
             continue
         entry = Entry(
             headers.tensors[f"{module}.weight"].spec,
@@ -148,7 +161,7 @@ def _draft(recipe: Recipe, model: Path, options: Options) -> Plan:
             options=method.described(),
         )
         planned[module] = MatrixPlan(layer, expert, path, module, space, linear.conv1d, entry, method)
-    if not planned:
+    if not planned and gguf is None:
         raise PlanError("nothing is left to quantise", "loosen the patterns of --set")
     declared = {module: linear.conv1d for module, _, _, _, _, linear in matrices}
     entries = tuple(_entry(stored.spec, planned, declared, spec, ledger) for stored in headers.tensors.values())
@@ -158,11 +171,17 @@ def _draft(recipe: Recipe, model: Path, options: Options) -> Plan:
         raise PlanError(*refusal)
     for note in engine_notes(format_.name, entries, headers.config):
         ledger.note("engine", format_.name, note)
-    tensors = tuple(spec for entry in entries for spec in _layout(format_, entry))
+    files: tuple[GgufFile, ...] = ()
+    if format_.name == "gguf" and gguf is not None:
+        files = files_of(gguf, headers, out, recipe.output.shard_size)
+        tensors = tuple(placed.spec for file in files for placed in file.tensors)
+        nbytes = sum(file.nbytes for file in files)
+    else:
+        tensors = tuple(spec for entry in entries for spec in _layout(format_, entry))
+        nbytes = weights_nbytes(tensors, recipe.output.shard_size)
     count = headers.config.get("num_hidden_layers") or _layer_count(matrices)
     layers = tuple(tuple(plan for plan in planned.values() if plan.layer == number) for number in range(count))
-    dtype = compute_dtype(options.compute_dtype, options.device)
-    means, cost = _means(options, dtype, lambda means: estimate(headers, recipe, layers, tensors, means), recipe)
+    means, cost = choose_means(options, recipe.calibration.length, partial(estimate, headers, recipe, layers, nbytes))
     _check_disk(out, work, cost)
     return Plan(
         recipe=recipe,
@@ -171,52 +190,15 @@ def _draft(recipe: Recipe, model: Path, options: Options) -> Plan:
         format=format_,
         out=out,
         work=work,
-        dtype=dtype,
         means=means,
         options=options,
         layers=layers,
         entries=entries,
         tensors=tensors,
+        files=files,
         estimate=cost,
         ledger=ledger,
     )
-
-
-def _means(
-    options: Options, dtype: str, cost_of: Callable[[Means], Estimate], recipe: Recipe
-) -> tuple[Means, Estimate]:
-    """Batch and threads, and what the run then takes: fewer of both where the memory is bounded and more do not fit."""
-    import torch
-
-    length = recipe.calibration.length
-    batch = options.batch or max(1, _BATCH_TOKENS // length)
-    means = Means(dtype, batch, options.threads or torch.get_num_threads())
-    cost = cost_of(means)
-    limit = options.max_memory
-    while limit is not None and cost.memory_bytes * _MARGIN > limit:
-        if means.threads > 1 and options.threads is None:
-            means = replace(means, threads=means.threads - 1)
-        elif means.batch > 1 and options.batch is None:
-            means = replace(means, batch=means.batch // 2)
-        else:
-            raise PlanError(
-                f"up to {cost.memory_bytes * _MARGIN / 1e9:.2f} GB of memory are needed, "
-                f"--max-memory allows {limit / 1e9:.2f}",
-                "use a shorter --length, --qep-alpha 0, or allow more",
-            )
-        cost = cost_of(means)
-    return means, cost
-
-
-def compute_dtype(asked: str, device: str) -> str:
-    """The type layers run in: bfloat16 where the processor multiplies it fast, else float32."""
-    if asked != "auto":
-        return asked
-    import torch
-
-    if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
-        return "bfloat16"
-    return "bfloat16" if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() else "float32"
 
 
 def _format(recipe: Recipe) -> Format:
@@ -251,10 +233,9 @@ def _check_source(headers: ModelHeaders, options: Options) -> None:
 
 
 def _places(recipe: Recipe, step: Method, model: Path, options: Options) -> tuple[Path, Path]:
-    group = "" if step.group_size is None else "row" if step.group_size < 0 else f"g{step.group_size}"
     beside = model if model.name not in ("", "..") else model.resolve()  # `.` has no name
-    out = options.out or beside.with_name(f"{model.resolve().name}-{step.name}-w{step.bits}{group}")
-    OutputDirectory(out, overwrite=options.overwrite)  # refuses what it could not create or replace
+    out = options.out or beside.with_name(f"{model.resolve().name}-{_called(recipe, step)}")
+    output_of(out, recipe.output.format, options.overwrite)  # refuses what it could not create or replace
     work = options.work or out.with_name(f"{out.name}.work")
     refuse_unwritable(work)
     if model.resolve().is_relative_to(out.resolve()):
@@ -262,6 +243,14 @@ def _places(recipe: Recipe, step: Method, model: Path, options: Options) -> tupl
     if work.resolve().is_relative_to(out.resolve()):
         raise PlanError(f"--work {work} is in the output directory", "choose another --work")
     return out, work
+
+
+def _called(recipe: Recipe, step: Method) -> str:
+    """What the default output is called after the model."""
+    if step.gguf is not None:
+        return f"{step.gguf.type}.gguf" if recipe.output.format == "gguf" else f"{step.name}-{step.gguf.type}"
+    group = "" if step.group_size is None else "row" if step.group_size < 0 else f"g{step.group_size}"
+    return f"{step.name}-w{step.bits}{group}"
 
 
 def _spec(headers: ModelHeaders, options: Options, ledger: Ledger) -> ArchSpec:

@@ -27,7 +27,7 @@ def report(
         "source": {
             "headers_sha256": plan.headers.fingerprint,
             "config_sha256": hashlib.sha256((plan.headers.path / "config.json").read_bytes()).hexdigest(),
-            "files_sha256": {file.name: _sha256(file) for file in sorted(_weight_files(plan))},
+            "files_sha256": {file.name: _sha256(file) for file in plan.headers.files},
             "bytes": plan.headers.nbytes,
         },
         "calibration": dict(calibration) if calibration is not None else None,
@@ -38,10 +38,6 @@ def report(
         "ledger": ledger.as_json(),
         "tensors": dict(tensors),
     }
-
-
-def _weight_files(plan: "Plan") -> set[Path]:
-    return {stored.file for stored in plan.headers.tensors.values()}
 
 
 def _sha256(file: Path) -> str:

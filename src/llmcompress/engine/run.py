@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from llmcompress.engine.progress import Progress
 from llmcompress.engine.resources import keep_freed_memory, return_freed_memory
 from llmcompress.engine.write import write_output
 from llmcompress.errors import StoppedError
+from llmcompress.grids.coded import Coded
 from llmcompress.ledger import Entry as LedgerEntry
 from llmcompress.ledger import Ledger
 from llmcompress.model.build import StreamedModel
@@ -28,15 +30,16 @@ from llmcompress.parallel import threads
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.staging import Hidden, Staging
 
-Stop = Callable[[], bool]
+Stop = Callable[[int], bool]
 
 COMPRESSED, ORIGINAL = "compressed", "original"  # the streams: the model as compressed so far, and as it was
 
 
-def run(plan: Plan, progress: Progress | None = None, stop: Stop = lambda: False) -> dict[str, Any]:
+def run(plan: Plan, progress: Progress | None = None, stop: Stop = lambda finished: False) -> dict[str, Any]:
     """Carry a plan out and return its report. A rerun goes on after the last finished section.
 
-    stop: asked after every section; when it says so the run ends with StoppedError and can be taken up again.
+    stop: asked before every section, with the number of those that this start has finished; when it says so the run
+    ends with StoppedError and can be taken up again.
     """
     progress = progress or Progress()
     checkpoint = Checkpoint(plan.headers.path)
@@ -56,9 +59,9 @@ def run(plan: Plan, progress: Progress | None = None, stop: Stop = lambda: False
         keep_freed_memory()
         with threads(plan.means.threads):
             if tokens is None:
-                _without_data(plan, checkpoint, staged, progress, stop)
+                _without_data(plan, checkpoint, _Sections(plan, staged, progress, stop))
             else:
-                _with_data(plan, checkpoint, tokens, staged, progress, stop)
+                _with_data(plan, checkpoint, tokens, _Sections(plan, staged, progress, stop))
 
         calibration = None
         if tokens is not None:
@@ -84,22 +87,36 @@ def finish(plan: Plan, checkpoint: Checkpoint, staged: Staging, calibration: dic
     return write_output(plan, checkpoint, staged, linears, ledger, calibration)
 
 
-def _without_data(plan: Plan, checkpoint: Checkpoint, staged: Staging, progress: Progress, stop: Stop) -> None:
-    compressor = Compressor(plan, checkpoint, None, progress)
-    for number in range(len(plan.layers)):
-        if staged.has(number):
-            continue
-        _check_stop(stop, plan)
+class _Sections:
+    """The sections of a run, each made at a safe point and on disk before the next."""
+
+    def __init__(self, plan: Plan, staged: Staging, progress: Progress, stop: Stop) -> None:
+        self.plan, self.staged, self.progress, self.stop = plan, staged, progress, stop
+        self.finished = 0  # by this start
+
+    def make(self, number: int, work: Callable[[], tuple[dict[str, Coded], dict[str, Any]]]) -> None:
+        """Keep what `work` gives as section `number`; StoppedError if the run is to stop before."""
+        if self.stop(self.finished):
+            raise StoppedError(
+                "stopped at a safe point",
+                f"run the same command again to go on; finished work is in {self.plan.work}",
+            )
         begin = time.perf_counter()
-        progress.layer(number)
-        staged.write_section(number, *compressor.layer(number))
-        progress.layer_done(number, time.perf_counter() - begin)
+        self.progress.layer(number)
+        self.staged.write_section(number, *work())
+        self.finished += 1
+        self.progress.layer_done(number, time.perf_counter() - begin)
 
 
-def _with_data(
-    plan: Plan, checkpoint: Checkpoint, tokens: Tensor, staged: Staging, progress: Progress, stop: Stop
-) -> None:
-    count = len(plan.layers)
+def _without_data(plan: Plan, checkpoint: Checkpoint, sections: _Sections) -> None:
+    compressor = Compressor(plan, checkpoint, None, sections.progress)
+    for number in range(len(plan.layers)):
+        if not sections.staged.has(number):
+            sections.make(number, partial(compressor.layer, number))
+
+
+def _with_data(plan: Plan, checkpoint: Checkpoint, tokens: Tensor, sections: _Sections) -> None:
+    count, staged = len(plan.layers), sections.staged
     if all(staged.has(number) for number in range(count)):
         return
     dtype = getattr(torch, plan.dtype)
@@ -112,7 +129,7 @@ def _with_data(
         trust_remote_code=plan.options.trust_remote_code,
         tiled_attention=True,
     )
-    compressor = Compressor(plan, checkpoint, model, progress)
+    compressor = Compressor(plan, checkpoint, model, sections.progress)
     hidden = _entering(plan, model, tokens, staged, dtype)
     return_freed_memory()
     for number in range(hidden.position, count):
@@ -134,12 +151,8 @@ def _with_data(
                 for matrix in plan.layers[number]:
                     install(layer, matrix, coded[matrix.module])
             else:
-                _check_stop(stop, plan)
-                begin = time.perf_counter()
-                progress.layer(number)
-                made = compressor.layer(number, layer, under_way[COMPRESSED], under_way.get(ORIGINAL))
-                staged.write_section(number, *made)
-                progress.layer_done(number, time.perf_counter() - begin)
+                streams = under_way[COMPRESSED], under_way.get(ORIGINAL)
+                sections.make(number, partial(compressor.layer, number, layer, *streams))
             if number + 1 < count:
                 onward = {name: forward.outputs() for name, forward in under_way.items()}
                 hidden = staged.keep_hidden(number + 1, dtype, onward)
@@ -168,13 +181,6 @@ def _entering(plan: Plan, model: StreamedModel, tokens: Tensor, staged: Staging,
             return found
         return staged.keep_hidden(
             0, dtype, {name: model.embedded(tokens[:rows], plan.batch) for name, rows in samples.items()}
-        )
-
-
-def _check_stop(stop: Stop, plan: Plan) -> None:
-    if stop():
-        raise StoppedError(
-            "stopped at a safe point", f"run the same command again to go on; finished work is in {plan.work}"
         )
 
 

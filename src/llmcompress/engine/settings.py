@@ -7,7 +7,8 @@ from typing import Any
 
 from llmcompress.errors import PlanError, RecipeError
 from llmcompress.ledger import Ledger
-from llmcompress.methods.base import DEFAULT_GROUP_SIZES, Method
+from llmcompress.grids.base import BLOCK_TYPES
+from llmcompress.methods.base import DEFAULT_GROUP_SIZES, GgufTypes, Method
 from llmcompress.recipe import build
 
 
@@ -20,11 +21,14 @@ def matches(pattern: str, module: str) -> bool:
         raise RecipeError(f"pattern {pattern!r} of set is none: {error}") from None
 
 
-def resolve(step: Method, modules: Mapping[str, int], ledger: Ledger) -> dict[str, Method | None]:
+def resolve(
+    step: Method, modules: Mapping[str, int], ledger: Ledger, types: Mapping[str, str] | None = None
+) -> dict[str, Method | None]:
     """Options of each module (name to in_features), None where it is to be skipped.
 
     Later patterns win over earlier ones. Without a group size the largest default that divides every width is taken.
-    PlanError for a pattern that matches nothing or a group size that does not divide a width.
+    PlanError for a pattern that matches nothing or a group size that does not divide a width. types: of GGUF by on-disk
+    tensor, in place of bits and groups.
     """
     for pattern in step.set:
         if not any(matches(pattern, module) for module in modules):
@@ -32,6 +36,8 @@ def resolve(step: Method, modules: Mapping[str, int], ledger: Ledger) -> dict[st
                 f"pattern {pattern!r} of set matches no matrix", f"matrices are called like {next(iter(modules))}"
             )
     chosen = {module: _options(step, module) for module in modules}
+    if types is not None:
+        return {module: _typed(item, module, types[f"{module}.weight"]) for module, item in chosen.items()}
     unnamed = sorted(
         {width for module, width in modules.items() if (item := chosen[module]) and item.group_size is None}
     )
@@ -58,6 +64,15 @@ def _options(step: Method, module: str) -> Method | None:
         return None
     plain = step.model_dump()
     return build(type(step), {**plain, "set": {}, **changes}, f"set of step {step.name}")  # type: ignore[no-any-return]
+
+
+def _typed(item: Method | None, module: str, kind: str) -> Method | None:
+    """A method with the type of GGUF that its matrix gets; None where that is no grid."""
+    if item is None or item.gguf is None:
+        raise RecipeError(f"{module} can be given another type of GGUF, but not left out", "use tensors: of gguf")
+    if kind not in BLOCK_TYPES:
+        return None
+    return item.model_copy(update={"gguf": GgufTypes(type=kind, search=item.search)})
 
 
 def _default_group(widths: Iterable[int], ledger: Ledger) -> int:

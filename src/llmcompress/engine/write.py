@@ -8,13 +8,15 @@ from typing import Any
 from torch import Tensor
 
 from llmcompress import __version__
+from llmcompress.engine.gguf import write_gguf
 from llmcompress.engine.plan import Plan
 from llmcompress.engine.report import report
 from llmcompress.errors import one_line
 from llmcompress.formats.card import model_card
+from llmcompress.grids.base import GridSpec
 from llmcompress.ledger import Ledger
 from llmcompress.store.checkpoint import Checkpoint
-from llmcompress.store.output import OutputDirectory
+from llmcompress.store.output_file import output_of
 from llmcompress.store.staging import Staging
 
 _FRONT_MATTER = 1_000_000  # characters
@@ -29,12 +31,13 @@ def write_output(
     calibration: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """Write weights, configs, side files, recipe, report and model card; the report."""
-    with OutputDirectory(plan.out, overwrite=plan.options.overwrite) as out:
-        hashes = out.write_weights(
-            list(plan.tensors), _tensors(plan, checkpoint, staged), plan.recipe.output.shard_size
-        )
+    with output_of(plan.out, plan.format.name, plan.options.overwrite) as out:
+        if plan.files:
+            hashes = write_gguf(plan, checkpoint, staged, out)
+        else:
+            hashes = out.write_weights(plan.tensors, _tensors(plan, checkpoint, staged), plan.recipe.output.shard_size)
+            out.copy_side_files(plan.headers.path)
         result = report(plan, linears, ledger, calibration, hashes)
-        out.copy_side_files(plan.headers.path)
         for name, changes in plan.format.config(plan.entries, plan.headers.config).items():
             content = {**plan.headers.config, **changes} if name == "config.json" else changes
             out.write_json(name, content)
@@ -57,13 +60,13 @@ def card_facts(plan: Plan, result: dict[str, Any]) -> dict[str, Any]:
         "config": plan.headers.config,
         "source_readme": _beginning(readme) if readme.is_file() else "",
         "grids": dict(sorted(Counter(item["grid"] for item in linears).items())),
-        "bits": sorted({entry.grid.bits for entry in plan.entries if entry.grid is not None}),
+        "bits": sorted({entry.grid.bits for entry in plan.entries if isinstance(entry.grid, GridSpec)}),
         "methods": list(dict.fromkeys(item["method"] for item in linears)),
         "figures": {
             "bytes of weights": f"{cost.output_bytes:,}",
             "share of the source": f"{cost.output_bytes / cost.source_bytes:.1%}",
             "bits per quantised weight": f"{cost.bits_per_weight:.3f}",
-            "mean relative error of a matrix": f"{sum(item['relative_error'] for item in linears) / len(linears):.4f}",
+            "mean relative error of a matrix": f"{sum(i['relative_error'] for i in linears) / max(len(linears), 1):.4f}",
         },
         "notes": [entry["why"] for entry in result["ledger"] if entry["kind"] == "engine"],
         "unquantised": [entry["subject"] for entry in result["ledger"] if entry["kind"] == "unquantised"],
@@ -91,7 +94,8 @@ def _title(plan: Plan) -> str:
     named = str(plan.headers.config.get("_name_or_path") or "").rpartition("/")[2]
     architectures = plan.headers.config.get("architectures")
     first = architectures[0] if isinstance(architectures, list) and architectures else plan.headers.config["model_type"]
-    return f"{one_line(str(named or first))} {plan.step.name} w{plan.step.bits} ({plan.format.name})"
+    kind = f"w{plan.step.bits}" if plan.step.gguf is None else plan.step.gguf.type
+    return f"{one_line(str(named or first))} {plan.step.name} {kind} ({plan.format.name})"
 
 
 def _tensors(plan: Plan, checkpoint: Checkpoint, staged: Staging) -> Iterator[tuple[str, Tensor]]:

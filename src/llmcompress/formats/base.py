@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
-from llmcompress.grids.base import GridSpec
+from llmcompress.grids.base import BLOCK_TYPES, Spec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from llmcompress.grids.integer import Coded
+    from llmcompress.grids.coded import Coded
 
 ITEM_SIZE = {
     "F64": 8,
@@ -28,7 +29,7 @@ ITEM_SIZE = {
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor in a safetensors file: on-disk name, safetensors dtype name, shape."""
+    """A tensor to be written: its name, the name of its type in safetensors or of a block type of GGML, its shape."""
 
     name: str
     dtype: str
@@ -36,10 +37,10 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        size = ITEM_SIZE[self.dtype]
-        for extent in self.shape:
-            size *= extent
-        return size
+        block = BLOCK_TYPES.get(self.dtype)
+        if block is not None:
+            return prod(self.shape) // block.block_size * block.block_bytes
+        return prod(self.shape) * ITEM_SIZE[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Entry:
     """
 
     source: TensorSpec
-    grid: GridSpec | None = None
+    grid: Spec | None = None
     transposed: bool = False
     block: bool = False
     linear: bool = False

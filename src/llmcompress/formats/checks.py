@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from llmcompress.errors import RunError
 from llmcompress.formats.base import Entry
-from llmcompress.grids.base import PER_ROW, GridSpec
+from llmcompress.grids.base import PER_ROW, BlockSpec, GridSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from llmcompress.grids.integer import Coded
+    from llmcompress.grids.coded import Coded
+    from llmcompress.grids.integer import IntegerGrid
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Linears that vLLM and SGLang run as one, by the name they give the result."""
@@ -24,8 +25,8 @@ Refusal = tuple[str, str]
 
 
 def quantised(entries: Iterable[Entry]) -> list[tuple[Entry, GridSpec]]:
-    """Entries that are stored as codes, each with its grid."""
-    return [(entry, entry.grid) for entry in entries if entry.grid is not None]
+    """Entries that are stored as integer codes, each with its grid."""
+    return [(entry, entry.grid) for entry in entries if isinstance(entry.grid, GridSpec)]
 
 
 def left_alone(entries: Iterable[Entry]) -> list[Entry]:
@@ -77,6 +78,10 @@ def experts_of(module: str) -> str | None:
 
 def common_refusal(name: str, entries: Iterable[Entry], config: Mapping[str, Any]) -> Refusal | None:
     """What no format that stores codes can hold, whatever the engine: (what and why, the way out)."""
+    entries = list(entries)
+    for entry in entries:
+        if isinstance(entry.grid, BlockSpec):
+            return f"format {name} cannot hold {entry.grid.name} ({entry.module})", "use --format gguf or dense"
     coded = quantised(entries)
     if not coded:
         return f"format {name} holds quantised models, and no module is to be quantised", "use --format dense"
@@ -117,21 +122,40 @@ def stored_scale(entry: Entry, coded: "Coded", dtype: str) -> "Tensor":
 
 def check_codes(entry: Entry, coded: "Coded") -> None:
     """RunError unless codes, scales, zero points and groups are those of the entry's shape and grid."""
-    import torch
+    from llmcompress.grids.integer import IntegerGrid
 
     grid = coded.grid
     rows, width = entry.out_features, entry.in_features
     if entry.grid is None or grid.spec != entry.grid:
         raise RunError(f"{entry.module} was coded on {grid.spec.name}, which is not what was planned")
-    shape = (rows, grid.spec.groups(width))
-    if tuple(coded.codes.shape) != (rows, width) or tuple(grid.scale.shape) != shape or tuple(grid.zero.shape) != shape:
-        raise RunError(f"codes, scales or zero points of {entry.module} are not of the shape its weight implies")
+    if tuple(coded.codes.shape) != (rows, width) or tuple(grid.scale.shape) != (rows, grid.spec.groups(width)):
+        raise RunError(f"codes or scales of {entry.module} are not of the shape its weight implies")
+    if int(coded.codes.max()) >= grid.spec.levels:
+        raise RunError(f"codes of {entry.module} do not fit {grid.spec.bits} bits")
+    if isinstance(grid, IntegerGrid):
+        _check_points(entry, grid)
+
+
+def integer_grid(entry: Entry, coded: "Coded") -> "IntegerGrid":
+    """The grid of an integer-coded entry, checked as `check_codes` does."""
+    from llmcompress.grids.integer import IntegerGrid
+
+    check_codes(entry, coded)
+    if not isinstance(coded.grid, IntegerGrid):
+        raise RunError(f"{entry.module} was coded on {coded.grid.spec.name}, which has no zero points")
+    return coded.grid
+
+
+def _check_points(entry: Entry, grid: "IntegerGrid") -> None:
+    """RunError unless zero points and groups are those of the entry."""
+    import torch
+
+    if grid.zero.shape != grid.scale.shape:
+        raise RunError(f"zero points of {entry.module} are not of the shape its weight implies")
     low, high = (grid.spec.middle, grid.spec.middle) if grid.spec.symmetric else (0, grid.spec.levels - 1)
     if bool((grid.zero < low).any()) or bool((grid.zero > high).any()) or bool((grid.zero != grid.zero.round()).any()):
         raise RunError(f"zero points of {entry.module} do not lie on {grid.spec.name}")
-    if int(coded.codes.max()) >= grid.spec.levels:
-        raise RunError(f"codes of {entry.module} do not fit {grid.spec.bits} bits")
-    natural = torch.arange(width) // grid.spec.width(width)
+    natural = torch.arange(entry.in_features) // grid.spec.width(entry.in_features)
     if not entry.permuted and not torch.equal(grid.group_index.cpu(), natural):
         raise RunError(f"groups of {entry.module} are permuted, which was not planned")
 

@@ -20,8 +20,8 @@ from llmcompress.errors import CheckpointError
 from llmcompress.formats.base import Entry, Reader, TensorSpec
 from llmcompress.formats.checks import (
     Refusal,
-    check_codes,
     common_refusal,
+    integer_grid,
     left_alone,
     quantised,
     stored_scale,
@@ -31,7 +31,7 @@ from llmcompress.grids.base import PER_ROW, GridSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from llmcompress.grids.integer import Coded
+    from llmcompress.grids.coded import Coded
 
 BITS = (2, 4, 8)
 KIND = "pack-quantized"
@@ -90,8 +90,7 @@ class CompressedTensors:
 
         from llmcompress.packing.bits import pack
 
-        check_codes(entry, coded)
-        grid, bits = coded.grid, coded.grid.spec.bits
+        grid, bits = integer_grid(entry, coded), coded.grid.spec.bits
         tensors = {
             f"{entry.module}.weight_packed": pack(coded.codes, bits),
             f"{entry.module}.weight_scale": stored_scale(entry, coded, entry.source.dtype).contiguous(),
@@ -149,7 +148,8 @@ class CompressedTensors:
     def decode(self, module: str, read: Reader, config: Mapping[str, Any]) -> "Coded | None":
         import torch
 
-        from llmcompress.grids.integer import Coded, IntegerGrid, natural_groups
+        from llmcompress.grids.coded import Coded
+        from llmcompress.grids.integer import IntegerGrid, natural_groups
         from llmcompress.packing.bits import unpack
 
         try:

@@ -13,7 +13,7 @@ from llmcompress.formats.checks import Refusal, check_codes
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from llmcompress.grids.integer import Coded
+    from llmcompress.grids.coded import Coded
 
 
 class Dense:

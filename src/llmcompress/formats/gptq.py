@@ -24,21 +24,21 @@ from llmcompress.formats.base import Entry, Reader, TensorSpec
 from llmcompress.formats.checks import (
     HEADS,
     Refusal,
-    check_codes,
     common_refusal,
     fused,
     grids,
+    integer_grid,
     left_alone,
     named,
     quantised,
     stored_scale,
 )
-from llmcompress.grids.base import GridSpec
+from llmcompress.grids.base import GridSpec, Spec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from llmcompress.grids.integer import Coded
+    from llmcompress.grids.coded import Coded
 
 BITS = (2, 3, 4, 8)
 
@@ -97,8 +97,7 @@ class Gptq:
 
         from llmcompress.packing.bits import pack
 
-        check_codes(entry, coded)
-        grid, spec = coded.grid, coded.grid.spec
+        grid, spec = integer_grid(entry, coded), coded.grid.spec
         zeros = grid.zero.t().to(torch.int64)
         if spec.symmetric:  # checkpoint format v1
             zeros = zeros - 1
@@ -146,7 +145,8 @@ class Gptq:
         """Both zero-point conventions, any order of groups, settings of its own through `dynamic`."""
         import torch
 
-        from llmcompress.grids.integer import Coded, IntegerGrid
+        from llmcompress.grids.coded import Coded
+        from llmcompress.grids.integer import IntegerGrid
         from llmcompress.packing.bits import unpack
 
         try:
@@ -182,7 +182,7 @@ def _dynamic(entries: Sequence[Entry], common: GridSpec) -> dict[str, dict[str, 
 
     vLLM and SGLang match against the names of fused modules, so a rule that holds for all members is repeated for them.
     """
-    treatment: dict[str, GridSpec | None] = {
+    treatment: dict[str, Spec | None] = {
         entry.module: entry.grid for entry in entries if entry.linear and (entry.block or entry.grid is not None)
     }
     for name, members in fused(entries).items():
@@ -194,7 +194,7 @@ def _dynamic(entries: Sequence[Entry], common: GridSpec) -> dict[str, dict[str, 
     return skipped | {
         f"+:^{re.escape(name)}$": {"bits": grid.bits, "group_size": grid.group_size}
         for name, grid in treatment.items()
-        if grid is not None and grid != common
+        if isinstance(grid, GridSpec) and grid != common
     }
 
 

@@ -1,5 +1,6 @@
-"""Grids: which values a weight may take. A spec is plain data; `integer.IntegerGrid` holds a matrix's tensors."""
+"""Grids: which values a weight may take. A spec is plain data; `integer` and `blocks` hold a matrix's tensors."""
 
+import re
 from dataclasses import dataclass
 
 from llmcompress.errors import RecipeError
@@ -55,3 +56,80 @@ class GridSpec:
         """Stored bits per weight, scales and zero points included."""
         side = scale_bits + (0 if self.symmetric else self.bits)
         return self.bits + side / self.width(in_features)
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """A tensor type of GGML whose values are scale * (code - middle), less a minimum where the type has minima.
+
+    block_size, block_bytes: weights and bytes of a block. group_size: weights that share a scale. bits: of a code.
+    middle: the code of value zero. lowest: the least code that encoders choose. multiples: least and largest whole
+    number a group's scale is of its block's; None where a block is one group. minima: whether there are any. curved:
+    codes stand for levels that are not evenly spaced.
+    """
+
+    name: str
+    block_size: int
+    block_bytes: int
+    group_size: int
+    bits: int
+    middle: int = 0
+    lowest: int = 0
+    multiples: tuple[int, int] | None = None
+    minima: bool = False
+    curved: bool = False
+
+    @property
+    def levels(self) -> int:
+        return 1 << self.bits
+
+    @property
+    def groups_per_block(self) -> int:
+        return self.block_size // self.group_size
+
+    @property
+    def symmetric(self) -> bool:
+        return not self.minima
+
+    def width(self, in_features: int) -> int:
+        """Input channels that stand or fall together in a row: a block."""
+        return self.block_size
+
+    def groups(self, in_features: int) -> int:
+        return in_features // self.group_size
+
+    def bits_per_weight(self, in_features: int) -> float:
+        """Stored bits per weight, scales included."""
+        return 8 * self.block_bytes / self.block_size
+
+
+BLOCK_TYPES: dict[str, BlockSpec] = {
+    spec.name: spec
+    for spec in (
+        BlockSpec("Q4_0", 32, 18, 32, 4, middle=8),
+        BlockSpec("Q4_1", 32, 20, 32, 4, minima=True),
+        BlockSpec("Q5_0", 32, 22, 32, 5, middle=16),
+        BlockSpec("Q5_1", 32, 24, 32, 5, minima=True),
+        BlockSpec("Q8_0", 32, 34, 32, 8, middle=128, lowest=1),
+        BlockSpec("IQ4_NL", 32, 18, 32, 4, middle=8, curved=True),
+        BlockSpec("Q2_K", 256, 84, 16, 2, multiples=(0, 15), minima=True),
+        BlockSpec("Q3_K", 256, 110, 16, 3, middle=4, multiples=(-32, 31)),
+        BlockSpec("Q4_K", 256, 144, 32, 4, multiples=(0, 63), minima=True),
+        BlockSpec("Q5_K", 256, 176, 32, 5, multiples=(0, 63), minima=True),
+        BlockSpec("Q6_K", 256, 210, 16, 6, middle=32, multiples=(-128, 127)),
+        BlockSpec("IQ4_XS", 256, 136, 32, 4, middle=8, multiples=(-32, 31), curved=True),
+    )
+}
+"""The types that can be rounded to, by name. Minima are multiples in the same range as scales."""
+
+Spec = GridSpec | BlockSpec
+
+
+def spec_named(name: str) -> Spec:
+    """The spec of a name that a spec gave; ValueError for any other."""
+    if name in BLOCK_TYPES:
+        return BLOCK_TYPES[name]
+    found = re.fullmatch(r"int(\d)-(?:row|g(\d+))-(a?)sym", name)
+    if found is None:
+        raise ValueError(f"no grid is called {name!r}")
+    return GridSpec(int(found[1]), int(found[2] or PER_ROW), not found[3])

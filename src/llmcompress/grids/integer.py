@@ -6,7 +6,7 @@ puts the entry of largest magnitude on the longer side. Every decoder multiplies
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -34,6 +34,22 @@ class IntegerGrid:
     zero: Tensor
     group_index: Tensor
 
+    offset: ClassVar[None] = None  # what is added to scale * level; the zero point is part of the level here
+    table: ClassVar[None] = None  # of levels, where they are not whole numbers one apart
+
+    @property
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        """Least and largest level of each group [out, groups]."""
+        return -self.zero, self.spec.levels - 1 - self.zero
+
+    def levels(self, codes: Tensor) -> Tensor:
+        """Levels float32 of codes [out, in]: what they stand for, in units of the scale."""
+        return codes.to(torch.float32) - self.zero[:, self.group_index]
+
+    def codes(self, levels: Tensor) -> Tensor:
+        """Codes uint8 of levels [out, in]."""
+        return (levels + self.zero[:, self.group_index]).to(torch.uint8)
+
     def encode(self, weight: Tensor) -> Tensor:
         """Nearest codes uint8 of a whole matrix [out, in]."""
         scale, zero = self.scale[:, self.group_index], self.zero[:, self.group_index]
@@ -41,35 +57,29 @@ class IntegerGrid:
 
     def decode(self, codes: Tensor) -> Tensor:
         """Values float32 of codes [out, in]: the formula every engine uses."""
-        return (codes.to(torch.float32) - self.zero[:, self.group_index]) * self.scale[:, self.group_index]
+        return self.levels(codes) * self.scale[:, self.group_index]
+
+    def stored(self) -> dict[str, Tensor]:
+        """Tensors that tell this grid from others of its spec, in small types; `restored` takes them back."""
+        return {"scale": self.scale, "zero": self.zero.to(torch.uint8), "group_index": self.group_index.to(torch.int32)}
+
+    @classmethod
+    def restored(cls, spec: GridSpec, *, scale: Tensor, zero: Tensor, group_index: Tensor) -> "IntegerGrid":
+        return cls(spec, scale, zero.to(torch.float32), group_index.to(torch.int64))
 
     def to(self, device: torch.device | str) -> "IntegerGrid":
         """The same grid on another device."""
-        moved = {name: getattr(self, name).to(device) for name in ("scale", "zero", "group_index")}
-        return replace(self, **moved)
+        return IntegerGrid(self.spec, self.scale.to(device), self.zero.to(device), self.group_index.to(device))
 
-    def rows(self, start: int, stop: int) -> "IntegerGrid":
-        """The grid of a slice of output rows."""
-        return replace(self, scale=self.scale[start:stop], zero=self.zero[start:stop])
-
-
-@dataclass(frozen=True)
-class Coded:
-    """A quantised matrix: codes uint8 [out, in] on their grid. What is stored is what the next layer sees."""
-
-    codes: Tensor
-    grid: IntegerGrid
-
-    def decode(self) -> Tensor:
-        return self.grid.decode(self.codes)
+    def rows(self, index: slice | Tensor) -> "IntegerGrid":
+        """The grid of some output rows."""
+        return replace(self, scale=self.scale[index], zero=self.zero[index])
 
     @classmethod
-    def stacked(cls, parts: "Sequence[Coded]") -> "Coded":
-        """One matrix of parts of its rows."""
-        if len(parts) == 1:
-            return parts[0]
-        scale, zero = torch.cat([p.grid.scale for p in parts]), torch.cat([p.grid.zero for p in parts])
-        return cls(torch.cat([p.codes for p in parts]), replace(parts[0].grid, scale=scale, zero=zero))
+    def stacked(cls, grids: "Sequence[IntegerGrid]") -> "IntegerGrid":
+        """The grid of matrices whose rows follow one another."""
+        scale, zero = torch.cat([grid.scale for grid in grids]), torch.cat([grid.zero for grid in grids])
+        return replace(grids[0], scale=scale, zero=zero)
 
 
 def storable(scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from llmcompress.errors import RecipeError
-from llmcompress.grids.base import GridSpec
+from llmcompress.grids.base import BLOCK_TYPES, GridSpec, Spec
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from llmcompress.grids.integer import Coded
+    from llmcompress.grids.coded import Coded
     from llmcompress.stats.drift import Drift
     from llmcompress.stats.gram import Gram
 
@@ -36,10 +36,14 @@ Plain = Annotated[Any, AfterValidator(_plain)]
 
 @dataclass(frozen=True)
 class Statistics:
-    """What is known of an input: its Gram matrix, and its drift from the uncompressed model's; None where not asked."""
+    """What is known of an input: its Gram matrix, and its drift from the uncompressed model's; None where not asked.
+
+    importance: mean square of each input channel [in] by an importance matrix that the user gave.
+    """
 
     gram: "Gram | None" = None
     drift: "Drift | None" = None
+    importance: "Tensor | None" = None
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,24 @@ class Solved:
     coded: "Coded"
     percdamp: float | None = None
     dead_inputs: int = 0
+
+
+class GgufTypes(BaseModel):
+    """Types of GGUF in place of bits and groups.
+
+    type: a mixture such as Q4_K_M, or, for one matrix, a tensor type such as Q6_K. pure: its default type everywhere.
+    output, embedding: tensor types of the head and of the embedding. tensors: tensor types by pattern of GGUF names.
+    search: how scales are found (grids/encoders.py).
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    type: str
+    pure: bool = False
+    output: str | None = None
+    embedding: str | None = None
+    tensors: dict[str, str] = Field(default_factory=dict)
+    search: Literal["compat", "fast", "best"] = "best"
 
 
 class Method(BaseModel):
@@ -72,17 +94,25 @@ class Method(BaseModel):
     clip: Literal["search", "minmax"] = Field(
         "search", description="range of a group: searched for least squared error, or to cover every weight"
     )
+    gguf: GgufTypes | None = Field(None, description="types of GGUF in place of bits and groups")
     set: dict[str, dict[str, Plain]] = Field(
         default_factory=dict,
         description="other options for modules matching a pattern, such as 'mlp.down_proj: {bits: 8}'",
     )
 
     @property
-    def grid(self) -> GridSpec:
-        """The grid asked for; the group size must have been resolved."""
+    def grid(self) -> Spec:
+        """The grid asked for; the group size, or the type of this very matrix, must have been resolved."""
+        if self.gguf is not None:
+            return BLOCK_TYPES[self.gguf.type]
         if self.group_size is None:
             raise RecipeError("the group size has not been resolved")
         return GridSpec(self.bits, self.group_size, self.sym)
+
+    @property
+    def search(self) -> Literal["compat", "fast", "best"]:
+        """How the scales of a block type are found."""
+        return "best" if self.gguf is None else self.gguf.search
 
     @property
     def permutes_groups(self) -> bool:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from llmcompress.errors import RunError
+from llmcompress.grids.base import BlockSpec
 from llmcompress.methods.base import SOLVED_ROWS, Method, Solved, Statistics
 
 if TYPE_CHECKING:
@@ -57,7 +58,9 @@ class Gptq(Method):
     def solve(self, weight: "Tensor", stats: Statistics, scale_dtype: "torch.dtype") -> Solved:
         import torch
 
-        from llmcompress.grids.integer import Coded, fit
+        from llmcompress.grids.coded import Coded, Grid
+        from llmcompress.grids.encoders import encode
+        from llmcompress.grids.integer import fit
         from llmcompress.parallel import both, together
         from llmcompress.solve.correct import corrected
         from llmcompress.solve.damping import damped, inverse_factor
@@ -85,16 +88,15 @@ class Gptq(Method):
         cost[order] = factor.pivots**-2
         refiner = Refiner(damped(hessian, factor.percdamp), order)
 
+        def fitted(part: torch.Tensor) -> Grid:
+            spec = self.grid
+            if isinstance(spec, BlockSpec):
+                return encode(part, spec, self.search, cost).grid
+            groups = order if self.permutes_groups else None
+            return fit(part, spec, clip=self.clip, importance=cost, scale_dtype=scale_dtype, order=groups)
+
         def rows(part: torch.Tensor) -> Coded:
-            grid = fit(
-                part,
-                self.grid,
-                clip=self.clip,
-                importance=cost,
-                scale_dtype=scale_dtype,
-                order=order if self.permutes_groups else None,
-            )
-            coded = gptq_codes(part, grid, factor, order, self.block_size)
+            coded = gptq_codes(part, fitted(part), factor, order, self.block_size)
             return refiner.refine(part, coded, scale_dtype, self.descent)
 
         parts = together(partial(rows, part) for part in torch.split(aim, SOLVED_ROWS))

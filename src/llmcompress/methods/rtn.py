@@ -1,7 +1,8 @@
-"""Round to nearest: no data, one pass over the weights. The baseline every other method must beat."""
+"""Round to nearest: no calibration, one pass over the weights. The baseline every other method must beat."""
 
 from typing import TYPE_CHECKING, ClassVar
 
+from llmcompress.grids.base import BlockSpec
 from llmcompress.methods.base import Method, Solved, Statistics
 
 if TYPE_CHECKING:
@@ -17,9 +18,14 @@ class Rtn(Method):
     needs_calibration: ClassVar[bool] = False
 
     def solve(self, weight: "Tensor", stats: Statistics, scale_dtype: "torch.dtype") -> Solved:
-        from llmcompress.grids.integer import Coded, fit
+        from llmcompress.grids.coded import Coded
+        from llmcompress.grids.encoders import encode
+        from llmcompress.grids.integer import fit
 
-        grid = fit(weight, self.grid, clip=self.clip, scale_dtype=scale_dtype)
+        spec = self.grid
+        if isinstance(spec, BlockSpec):
+            return Solved(encode(weight, spec, self.search, stats.importance))
+        grid = fit(weight, spec, clip=self.clip, scale_dtype=scale_dtype)
         return Solved(Coded(grid.encode(weight), grid))
 
 

@@ -1,14 +1,15 @@
-"""GPTQ on a fitted integer grid (Frantar et al., 2022, arXiv:2210.17323, algorithm 1)."""
+"""GPTQ on a fitted grid (Frantar et al., 2022, arXiv:2210.17323, algorithm 1)."""
 
 import torch
 from torch import Tensor
 
-from llmcompress.grids.integer import Coded, IntegerGrid
+from llmcompress.grids.blocks import between
+from llmcompress.grids.coded import Coded, Grid
 from llmcompress.solve.damping import Factor
 from llmcompress.solve.sweep import obs_sweep
 
 
-def gptq_codes(weight: Tensor, grid: IntegerGrid, factor: Factor, order: Tensor, block_size: int = 128) -> Coded:
+def gptq_codes(weight: Tensor, grid: Grid, factor: Factor, order: Tensor, block_size: int = 128) -> Coded:
     """Round weight [out, in] to a grid fitted beforehand, column by column in `order` [in].
 
     factor: of the mean Gram matrix with rows and columns in `order`. Groups belong to stored columns, so the order of
@@ -17,31 +18,48 @@ def gptq_codes(weight: Tensor, grid: IntegerGrid, factor: Factor, order: Tensor,
     columns = weight.T[order].contiguous()
     steps = Steps(grid)
     groups = grid.group_index[order].tolist()
-    centred = torch.empty_like(columns)
-    rows = centred.unbind(0)
+    chosen = torch.empty_like(columns)
+    rows = chosen.unbind(0)
 
     def choose(j: int, column: Tensor, error: Tensor) -> None:
-        group, code = groups[j], rows[j]
-        torch.mul(column, steps.inverse[group], out=code)
-        torch.clamp(code.round_(), steps.low[group], steps.high[group], out=code)
-        torch.addcmul(column, code, steps.scale[group], value=-1, out=error)
+        group, level = groups[j], rows[j]
+        if steps.offset is not None:
+            column.sub_(steps.offset[group])
+        torch.mul(column, steps.inverse[group], out=level)
+        steps.snap(level, group)
+        torch.addcmul(column, level, steps.scale[group], value=-1, out=error)
 
     obs_sweep(columns, factor.ahead, choose, block_size)
-    return steps.coded(centred, order)
+    return steps.coded(chosen, order)
 
 
 class Steps:
-    """A grid as column loops want it: per group, scale, its inverse, and the least and largest centred code [out]."""
+    """A grid as column loops want it: per group, scale, its inverse, and what is added to scale * level (or None).
 
-    def __init__(self, grid: IntegerGrid) -> None:
+    Loops work on levels: what a code stands for, in units of the scale.
+    """
+
+    def __init__(self, grid: Grid) -> None:
         self.grid = grid
-        scale, zero = grid.scale.T.contiguous(), grid.zero.T.contiguous()  # a group's scales are contiguous
-        self.scale, self.inverse = scale.unbind(0), scale.reciprocal().unbind(0)
-        self.low, self.high = (-zero).unbind(0), (grid.spec.levels - 1 - zero).unbind(0)
+        scale = grid.scale.T.contiguous()  # a group's scales are contiguous
+        self.scale = scale.unbind(0)
+        self.inverse = torch.where(scale == 0, 0.0, 1 / scale).unbind(0)
+        self.offset = None if grid.offset is None else grid.offset.T.contiguous().unbind(0)
+        self._table = grid.table
+        if self._table is None:
+            self._low, self._high = (bound.T.contiguous().unbind(0) for bound in grid.bounds)
+        else:
+            self._between = between(self._table)
 
-    def coded(self, centred: Tensor, order: Tensor) -> Coded:
-        """Codes less their zero points [in, out], rows in `order`, as stored."""
-        stored = torch.empty_like(centred)
-        stored[order] = centred
-        codes = stored.T + self.grid.zero[:, self.grid.group_index]
-        return Coded(codes.to(torch.uint8).contiguous(), self.grid)
+    def snap(self, level: Tensor, group: int) -> None:
+        """Move values in units of the scale [out] to the nearest levels, in place."""
+        if self._table is None:
+            torch.clamp(level.round_(), self._low[group], self._high[group], out=level)
+        else:
+            torch.take(self._table, torch.bucketize(level, self._between, right=True), out=level)
+
+    def coded(self, chosen: Tensor, order: Tensor) -> Coded:
+        """What levels [in, out], rows in `order`, stand for, as stored."""
+        stored = torch.empty_like(chosen)
+        stored[order] = chosen
+        return Coded(self.grid.codes(stored.T).contiguous(), self.grid)

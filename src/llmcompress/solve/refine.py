@@ -10,7 +10,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from llmcompress.grids.integer import Coded, storable
+from llmcompress.grids.blocks import BlockGrid
+from llmcompress.grids.coded import Coded
+from llmcompress.grids.integer import IntegerGrid, storable
+from llmcompress.solve.blocks import refit_blocks
 from llmcompress.solve.gptq import Steps
 
 
@@ -29,9 +32,14 @@ class Refiner:
             return coded
         target = weight @ self.hessian
         for _ in range(rounds):
-            coded = refit_scales(coded, self.hessian, target, scale_dtype)
+            coded = self._refit(coded, target, scale_dtype)
             coded = self.descend_codes(coded, target)
-        return refit_scales(coded, self.hessian, target, scale_dtype)
+        return self._refit(coded, target, scale_dtype)
+
+    def _refit(self, coded: Coded, target: Tensor, scale_dtype: torch.dtype) -> Coded:
+        if isinstance(coded.grid, BlockGrid):
+            return refit_blocks(coded.codes, coded.grid, self.hessian, target)
+        return refit_scales(coded.codes, coded.grid, self.hessian, target, scale_dtype)
 
     def descend_codes(self, coded: Coded, target: Tensor, block_size: int = 128, inner: int = 16) -> Coded:
         """One pass of exact coordinate descent over the codes, columns in order. target [out, in]: W H.
@@ -40,30 +48,30 @@ class Refiner:
         """
         steps = Steps(coded.grid)
         groups = coded.grid.group_index[self.order].tolist()
-        centred = (coded.codes - coded.grid.zero[:, coded.grid.group_index]).T[self.order]  # [in, out]
+        before = coded.grid.levels(coded.codes).T[self.order]  # [in, out]
         gradient = (target - coded.decode() @ self.hessian).T[self.order]
-        best = torch.empty_like(centred)
-        size = centred.shape[0]
+        after = torch.empty_like(before)
+        size = before.shape[0]
         for start in range(0, size, block_size):
             stop = min(start + block_size, size)
-            moves = torch.empty(stop - start, centred.shape[1], device=centred.device)
+            moves = torch.empty(stop - start, before.shape[1], device=before.device)
             for low in range(start, stop, inner):
                 high = min(low + inner, stop)
                 near, moved = gradient[low:high], moves[low - start : high - start]
-                views = (near, centred[low:high], best[low:high], moved, self.ahead[low:high, low:high])
+                views = (near, before[low:high], after[low:high], moved, self.ahead[low:high, low:high])
                 for j, (slope, old, new, move, share) in enumerate(
                     zip(*(view.unbind(0) for view in views), strict=True), low
                 ):
                     group = groups[j]
                     torch.addcmul(old, slope, steps.inverse[group], value=self.inverse[j], out=new)
-                    torch.clamp(new.round_(), steps.low[group], steps.high[group], out=new)
+                    steps.snap(new, group)
                     torch.sub(new, old, out=move).mul_(steps.scale[group])
                     near.addr_(share, move, alpha=-1)
                 if high < stop:
                     gradient[high:stop].addmm_(self.ahead[low:high, high:stop].T, moved, alpha=-1)
             if stop < size:
                 gradient[stop:].addmm_(self.ahead[start:stop, stop:].T, moves, alpha=-1)
-        return steps.coded(best, self.order)
+        return steps.coded(after, self.order)
 
 
 def row_loss(weight: Tensor, coded: Coded, hessian: Tensor) -> Tensor:
@@ -72,14 +80,13 @@ def row_loss(weight: Tensor, coded: Coded, hessian: Tensor) -> Tensor:
     return ((delta @ hessian) * delta).sum(dim=1)
 
 
-def refit_scales(coded: Coded, hessian: Tensor, target: Tensor, scale_dtype: torch.dtype) -> Coded:
+def refit_scales(codes: Tensor, grid: IntegerGrid, hessian: Tensor, target: Tensor, scale_dtype: torch.dtype) -> Coded:
     """Least-squares scales of every row for its codes; rows that would not gain keep theirs. target [out, in]: W H.
 
     With C the codes of a row spread over its groups [in, groups], the loss is s^T (C^T H C) s - 2 s^T C^T H w + const.
     """
-    grid = coded.grid
     groups = grid.scale.shape[1]
-    centred = coded.codes.to(torch.float32) - grid.zero[:, grid.group_index]
+    centred = grid.levels(codes)
     if bool((grid.group_index.diff() < 0).any()):  # groups in another order: columns of a group side by side
         together = torch.argsort(grid.group_index, stable=True)
         centred, target = centred[:, together], target[:, together]
@@ -102,4 +109,4 @@ def refit_scales(coded: Coded, hessian: Tensor, target: Tensor, scale_dtype: tor
         return (torch.einsum("rgh,rh->rg", square, s) - 2 * linear).mul_(s).sum(dim=1)
 
     gains = loss(scale) < loss(grid.scale)
-    return replace(coded, grid=replace(grid, scale=torch.where(gains[:, None], scale, grid.scale)))
+    return Coded(codes, replace(grid, scale=torch.where(gains[:, None], scale, grid.scale)))

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from llmcompress.errors import CheckpointError, PlanError, RunError
 from llmcompress.formats.base import ITEM_SIZE, TensorSpec
-from llmcompress.store.files import create, make_directory, writing
+from llmcompress.store.files import bytes_of, create, make_directory, writing
 from llmcompress.store.headers import SIDE_FILES, inside, read_json
 
 if TYPE_CHECKING:
@@ -55,8 +55,9 @@ class Shard:
     nbytes: int
 
 
-def shards(specs: Sequence[TensorSpec], shard_bytes: int = SHARD_BYTES) -> list[Shard]:
+def shards(specs: Sequence[TensorSpec], shard_bytes: int | None = None) -> list[Shard]:
     """The weight files for `specs`: filled in order, a new one where the next tensor would pass `shard_bytes`."""
+    shard_bytes = shard_bytes or SHARD_BYTES
     names = [spec.name for spec in specs]
     if len(set(names)) != len(names):
         raise RunError(f"tensor {next(name for name in names if names.count(name) > 1)} would be written twice")
@@ -73,7 +74,7 @@ def shards(specs: Sequence[TensorSpec], shard_bytes: int = SHARD_BYTES) -> list[
     return [_shard(f"model-{n:05d}-of-{len(parts):05d}.safetensors", part) for n, part in enumerate(parts, start=1)]
 
 
-def weights_nbytes(specs: Sequence[TensorSpec], shard_bytes: int = SHARD_BYTES) -> int:
+def weights_nbytes(specs: Sequence[TensorSpec], shard_bytes: int | None = None) -> int:
     """Exact bytes of the weight files and their index, from specs alone."""
     files = shards(specs, shard_bytes)
     return sum(file.nbytes for file in files) + (len(_index(files, specs)) if len(files) > 1 else 0)
@@ -115,7 +116,7 @@ class OutputDirectory:
         self,
         specs: Sequence[TensorSpec],
         tensors: "Iterable[tuple[str, Tensor]]",
-        shard_bytes: int = SHARD_BYTES,
+        shard_bytes: int | None = None,
     ) -> dict[str, str]:
         """Write `tensors` as `specs` (same names, same order) announce them; SHA-256 (hex) of each one's bytes by name.
 
@@ -171,9 +172,14 @@ class OutputDirectory:
     def write_text(self, name: str, text: str) -> None:
         self._write(name, text.encode(errors="backslashreplace"))
 
-    def _write(self, name: str, data: bytes) -> None:
+    def write_pieces(self, name: str, pieces: "Iterable[bytes | memoryview]") -> None:
+        """A file of pieces that come one by one."""
         with writing(self.partial / name), create(self.partial / name) as handle:
-            handle.write(data)
+            for piece in pieces:
+                handle.write(piece)
+
+    def _write(self, name: str, data: bytes) -> None:
+        self.write_pieces(name, (data,))
 
     def copy_side_files(self, source: Path) -> list[str]:
         """Copy tokenizer, chat templates, generation config, licences and custom code, byte for byte; never weights.
@@ -203,8 +209,8 @@ class OutputDirectory:
     def _appear(self) -> Path:
         for directory, _, files in os.walk(self.partial):
             for file in files:
-                _flush(Path(directory) / file)
-            _flush(Path(directory))
+                flush(Path(directory) / file)
+            flush(Path(directory))
         replaced = self.path.with_name(self.path.name + ".replaced")
         if self.path.exists():
             if os.path.lexists(replaced):
@@ -216,7 +222,7 @@ class OutputDirectory:
             if replaced.exists():
                 replaced.rename(self.path)
             raise
-        _flush(self.path.parent)
+        flush(self.path.parent)
         _unmark(self.path)  # only now: without its mark nothing would clear away what a kill leaves
         if replaced.exists():
             shutil.rmtree(replaced)
@@ -288,14 +294,11 @@ def _json(value: Any) -> bytes:
 
 def _raw(spec: TensorSpec, tensor: "Tensor") -> memoryview:
     """The bytes of a tensor as safetensors stores them, or RunError if it is not what was announced."""
-    import torch
-
     dtype = _TORCH_NAMES.get(str(tensor.dtype), str(tensor.dtype))
     if dtype != spec.dtype or tuple(tensor.shape) != spec.shape:
         announced = f"{spec.dtype} {list(spec.shape)}"
         raise RunError(f"tensor {spec.name} is {dtype} {list(tensor.shape)}, announced was {announced}")
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+    return bytes_of(tensor)
 
 
 def _custom_code(source: Path) -> set[Path]:
@@ -347,10 +350,11 @@ def _remove_partial(partial: Path) -> None:
 
 def _unmark(path: Path) -> None:
     (path / _MARK).unlink()
-    _flush(path)
+    flush(path)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Have the system write a file or directory out, so that it survives a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -25,9 +25,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from llmcompress.errors import PlanError, RunError
-from llmcompress.grids.base import GridSpec
-from llmcompress.grids.integer import Coded, IntegerGrid
-from llmcompress.store.files import create, file_mode, make_directory, writing
+from llmcompress.grids.base import spec_named
+from llmcompress.grids.coded import Coded
+from llmcompress.store.files import bytes_of, create, file_mode, make_directory, writing
 from llmcompress.store.windows import Windows, WindowsWriter
 
 
@@ -102,12 +102,8 @@ class Staging:
         tensors: dict[str, Tensor] = {}
         specs = {}
         for module, item in coded.items():
-            grid = item.grid
-            tensors[f"{module}.codes"] = item.codes
-            tensors[f"{module}.scale"] = grid.scale.contiguous()
-            tensors[f"{module}.zero"] = grid.zero.to(torch.uint8).contiguous()
-            tensors[f"{module}.group_index"] = grid.group_index.to(torch.int32)
-            specs[module] = [grid.spec.bits, grid.spec.group_size, grid.spec.symmetric]
+            specs[module] = item.grid.spec.name
+            tensors |= {f"{module}.{name}": tensor.contiguous() for name, tensor in item.stored().items()}
         target = self._section(number)
         partial = target.with_suffix(".partial")
         facts = {"grids": json.dumps(specs), "records": json.dumps(records)}
@@ -138,16 +134,12 @@ class Staging:
                         raise ValueError(f"{name} is not what was written")
                     return read
 
-                for module, (bits, group, symmetric) in facts["grids"].items():
+                for module, spec in facts["grids"].items():
                     if only is not None and module != only:
                         continue
-                    grid = IntegerGrid(
-                        GridSpec(bits, group, symmetric),
-                        tensor(f"{module}.scale"),
-                        tensor(f"{module}.zero").to(torch.float32),
-                        tensor(f"{module}.group_index").to(torch.int64),
-                    )
-                    yield module, Coded(tensor(f"{module}.codes"), grid)
+                    names = [name for name in sums if name.rpartition(".")[0] == module]
+                    parts = {name.rpartition(".")[2]: tensor(name) for name in names}
+                    yield module, Coded.restored(spec_named(spec), parts)
         except (SafetensorError, OSError, KeyError, ValueError) as error:
             raise RunError(f"{self._section(number)} is damaged: {error}", "remove this file and run again") from None
 
@@ -246,7 +238,7 @@ def _checked(metadata: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, int
 
 
 def _crc_of(tensor: Tensor) -> int:
-    return zlib.crc32(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return zlib.crc32(bytes_of(tensor))
 
 
 def _crc(file: Path) -> int:

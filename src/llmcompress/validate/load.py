@@ -11,7 +11,7 @@ from llmcompress.arch.spec import ArchSpec
 from llmcompress.engine.fits import check_numbers
 from llmcompress.errors import CheckpointError
 from llmcompress.formats.base import Format
-from llmcompress.grids.integer import Coded
+from llmcompress.grids.coded import Coded
 from llmcompress.model.build import StreamedModel
 from llmcompress.model.observe import observe
 from llmcompress.model.skeleton import load_config

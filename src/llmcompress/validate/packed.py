@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from llmcompress.grids.integer import Coded
+from llmcompress.grids.blocks import BlockGrid
+from llmcompress.grids.coded import Coded
 
 _INT4_GROUPS = (32, 64, 128, 256)
 
@@ -19,7 +20,9 @@ class PackedLinear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias.to(dtype), requires_grad=False)
         group = grid.spec.width(self.in_features)
         natural = bool((grid.group_index == torch.arange(self.in_features) // group).all())
-        if grid.spec.bits == 4 and group in _INT4_GROUPS and natural and self.out_features % 16 == 0:
+        if isinstance(grid, BlockGrid):
+            self._decoding(coded)
+        elif grid.spec.bits == 4 and group in _INT4_GROUPS and natural and self.out_features % 16 == 0:
             self.kernel = "int4"
             self.register_buffer(
                 "words", torch.ops.aten._convert_weight_to_int4pack_for_cpu(coded.codes.to(torch.int32), 1)
@@ -34,9 +37,12 @@ class PackedLinear(nn.Module):
             self.register_buffer("words", (coded.codes.to(torch.int16) - grid.spec.middle).to(torch.int8))
             self.register_buffer("scale", grid.scale[:, 0].to(dtype))
         else:
-            self.kernel = "decode"
-            self.register_buffer("words", coded.codes)
-            self.grid = grid
+            self._decoding(coded)
+
+    def _decoding(self, coded: Coded) -> None:
+        self.kernel = "decode"
+        self.register_buffer("words", coded.codes)
+        self.grid = coded.grid
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] to [..., out]."""

@@ -1,0 +1,144 @@
+"""`llmcompress gguf`: a recipe from a file type of GGUF, calibrated or not."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from llmcompress.cli import options as o
+from llmcompress.errors import RecipeError
+from llmcompress.methods.base import GgufTypes, Method
+from llmcompress.recipe import Calibration, Output, Recipe, build, methods
+
+TYPES = "Types"
+DOC = """Write a GGUF file for llama.cpp straight from safetensors, in any of its types from Q2_K to Q8_0.
+
+Without --calibration weights are rounded with nothing but themselves, in seconds. With it, errors
+are measured on text and made up for (gptq on the type's own grid): the same size, and much closer to the original."""
+
+Type = Annotated[
+    str,
+    typer.Option("--type", help="File type such as Q4_K_M; see `llmcompress list types`.", rich_help_panel=TYPES),
+]
+TensorTypes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tensor-type",
+        metavar="PATTERN=TYPE",
+        help="Another type for tensors by GGUF name, such as ffn_down=Q6_K. Repeatable.",
+        rich_help_panel=TYPES,
+    ),
+]
+OutputType = Annotated[
+    str | None, typer.Option("--output-type", help="Type of the output matrix.", rich_help_panel=TYPES)
+]
+EmbeddingType = Annotated[
+    str | None, typer.Option("--embedding-type", help="Type of the token embedding.", rich_help_panel=TYPES)
+]
+Pure = Annotated[bool, typer.Option("--pure", help="The type's default everywhere.", rich_help_panel=TYPES)]
+Search = Annotated[
+    Literal["compat", "fast", "best"] | None,
+    typer.Option(
+        "--search",
+        help="How scales are found: llama-quantize's to the bit, as good and faster, or refined jointly. "
+        "Default: best with calibration, else fast.",
+        rich_help_panel=TYPES,
+    ),
+]
+Source = Annotated[
+    str | None,
+    typer.Option(
+        "--calibration",
+        help="Text to measure errors on: default (shipped with llmcompress), self, or a path. Default: none.",
+        rich_help_panel=o.CALIBRATION,
+    ),
+]
+Pre = Annotated[
+    str | None,
+    typer.Option(
+        "--pre", help="llama.cpp's name of the pre-tokenizer, where it is not recognised.", rich_help_panel=o.OUTPUT
+    ),
+]
+File = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        help="File to write, or a directory if not called .gguf. Default: beside the model, named after the type.",
+        rich_help_panel=o.OUTPUT,
+    ),
+]
+SplitSize = Annotated[
+    float | None,
+    typer.Option(
+        "--split-max-size", help="Split into files of so many GB (10^9 bytes) at most.", rich_help_panel=o.OUTPUT
+    ),
+]
+
+OPTIONS: dict[str, tuple[Any, Any]] = {
+    "model": (o.Model, ...),
+    "type_": (Type, ...),
+    "tensor_type": (TensorTypes, None),
+    "output_type": (OutputType, None),
+    "embedding_type": (EmbeddingType, None),
+    "pure": (Pure, False),
+    "search": (Search, None),
+    "out": (File, None),
+    "split_max_size": (SplitSize, None),
+    "pre": (Pre, None),
+    "overwrite": (o.Overwrite, False),
+    "calibration": (Source, None),
+    **{name: o.RUN_OPTIONS[name] for name in ("field", "samples", "length", "seed")},
+    **{name: option for name, option in o.MEANS.items() if name not in ("target", "tp", "repair")},
+}
+
+
+def command(go: Callable[[Recipe, dict[str, Any]], None]) -> Callable[..., None]:
+    """The function of the command; `go` carries the recipe out."""
+
+    def run(**values: Any) -> None:
+        go(recipe_of(values), {**values, "target": None, "tp": 1, "repair": False})
+
+    return run
+
+
+def recipe_of(values: dict[str, Any]) -> Recipe:
+    """The recipe that the options of the command stand for."""
+    calibrated = values["calibration"] is not None
+    types = {
+        "type": values["type_"],
+        "pure": values["pure"],
+        "output": values["output_type"],
+        "embedding": values["embedding_type"],
+        "tensors": _patterns(values["tensor_type"]),
+        "search": values["search"] or ("best" if calibrated else "fast"),
+    }
+    method: type[Method] = methods()["gptq" if calibrated else "rtn"]
+    calibration = {key: values[key] for key in ("samples", "length", "seed")}
+    if calibrated:
+        calibration["source"] = values["calibration"]
+    if values["field"] is not None:
+        calibration["options"] = {"field": values["field"]}
+    output = {
+        "format": "gguf",
+        "shard_size": o.gigabytes("--split-max-size", values["split_max_size"]),
+        "pre": values["pre"],
+    }
+    return Recipe(
+        calibration=build(Calibration, calibration, "the calibration options"),
+        steps=(build(method, {"gguf": build(GgufTypes, types, "the types")}, method.name),),
+        output=build(Output, output, "the output options"),
+    )
+
+
+def _patterns(values: list[str] | None) -> dict[str, str]:
+    found = {}
+    for value in values or []:
+        pattern, equals, kind = value.rpartition("=")
+        if not (pattern and equals and kind):
+            raise RecipeError(
+                f"--tensor-type {value!r} is not a pattern with a type", "write for example --tensor-type ffn_down=Q6_K"
+            )
+        found[pattern] = kind
+    return found

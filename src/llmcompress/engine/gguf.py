@@ -1,0 +1,189 @@
+"""A GGUF file of a run: types and exact size with the plan, its bytes at the end."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmcompress.errors import PlanError
+from llmcompress.formats.gguf.family import find
+from llmcompress.formats.gguf.file import GgufFile, Placed, gguf_files, padded
+from llmcompress.formats.gguf.metadata import architecture, notes, write_metadata
+from llmcompress.formats.gguf.mixture import Choice, Wishes, mixture
+from llmcompress.formats.gguf.names import gguf_tensors
+from llmcompress.formats.gguf.rules import Facts
+from llmcompress.formats.gguf.tensors import GGUFTensor, pieces
+from llmcompress.formats.gguf.tokenizer import GgufTokenizer, read_tokenizer, write_tokenizer
+from llmcompress.formats.gguf.types import FileType, file_type
+from llmcompress.grids.base import BLOCK_TYPES
+from llmcompress.ledger import Ledger
+from llmcompress.methods.base import GgufTypes
+from llmcompress.recipe import Output
+from llmcompress.store.files import bytes_of
+from llmcompress.store.headers import ModelHeaders, read_json
+from llmcompress.store.output_file import is_single
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from llmcompress.engine.plan import Plan
+    from llmcompress.grids.encoders import Search
+    from llmcompress.store.checkpoint import Checkpoint
+    from llmcompress.store.output import OutputDirectory
+    from llmcompress.store.staging import Staging
+
+_README = 1_000_000  # characters in which its front matter is looked for
+_CHUNK = 1 << 23  # weights encoded at once: memory does not depend on the vocabulary
+
+
+@dataclass(frozen=True)
+class GgufModel:
+    """What the weights of a checkpoint become: tensors in the order of the file, each with its type."""
+
+    kind: FileType
+    tensors: tuple[Placed, ...]
+    tokenizer: GgufTokenizer | None
+
+    @property
+    def types(self) -> dict[str, str]:
+        """The type of each on-disk tensor, by its name in the checkpoint; experts' share that of their stack."""
+        return {source: placed.type.name for placed in self.tensors for source in placed.tensor.sources}
+
+
+def gguf_model(
+    headers: ModelHeaders, asked: GgufTypes, output: Output, importance: bool, ledger: Ledger
+) -> GgufModel:
+    """Types of all tensors, and the tokenizer where a GGUF file is to be written.
+
+    importance: whether the run knows what errors in its inputs cost. Raises LlmcompressError for what GGUF, or
+    llama.cpp, cannot hold.
+    """
+    source = [(name, stored.spec.shape) for name, stored in headers.tensors.items()]
+    tensors, tokenizer = gguf_tensors(headers.config, source), None
+    if output.format == "gguf":
+        tokenizer = read_tokenizer(headers.path, _rows(tensors), output.pre)
+        tensors = gguf_tensors(headers.config, source, tokenizer.size)
+        if _rows(tensors) < len(tokenizer.tokens):
+            tokenizer = read_tokenizer(headers.path, _rows(tensors), output.pre)
+        for note in (*notes(headers.config), *tokenizer.notes):
+            ledger.note("engine", "llama.cpp", note)
+    hyper, _ = find(headers.config).read(headers.config)
+    facts = Facts(
+        architecture(headers.config), hyper.layers, hyper.heads, hyper.heads_kv, hyper.experts, importance
+    )
+    wishes = Wishes(asked.pure, asked.output, asked.embedding, asked.tensors)
+    kind = file_type(asked.type)
+    chosen = mixture([(tensor.name, tensor.shape) for tensor in tensors], facts, kind, wishes)
+    _note_narrow(chosen, tensors, ledger)
+    return GgufModel(kind, tuple(Placed(tensor, chosen[tensor.name].type) for tensor in tensors), tokenizer)
+
+
+def files_of(model: GgufModel, headers: ModelHeaders, out: Path, max_bytes: int | None) -> tuple[GgufFile, ...]:
+    """The files that hold a model, with their headers: `out` itself where it is called .gguf, or files in it."""
+    stem = out.stem if is_single(out) else f"{headers.path.resolve().name}-{model.kind.name}"
+    readme, tokenizer = headers.path / "README.md", model.tokenizer
+    generation = headers.path / "generation_config.json"
+    if tokenizer is None:
+        raise PlanError("a GGUF file needs a tokenizer")
+
+    def describe(writer: Any) -> None:
+        write_metadata(
+            writer,
+            headers.config,
+            [placed.tensor for placed in model.tensors],
+            model.kind,
+            headers.path.resolve().name,
+            _beginning(readme) if readme.is_file() else "",
+            read_json(generation) if generation.is_file() else None,
+        )
+        write_tokenizer(writer, tokenizer)
+
+    files = gguf_files(stem, architecture(headers.config), model.tensors, describe, max_bytes)
+    if len(files) > 1 and is_single(out):
+        raise PlanError(f"{len(files)} files are needed, {out} is one", "give a directory: an --output without .gguf")
+    return files
+
+
+def write_gguf(
+    plan: "Plan", checkpoint: "Checkpoint", staged: "Staging", out: "OutputDirectory"
+) -> dict[str, str]:
+    """Write the files of a plan; SHA-256 (hex) of each tensor's bytes by its name."""
+    hashes: dict[str, str] = {}
+    data = _Data(plan, checkpoint, staged)
+    for file in plan.files:
+        out.write_pieces(file.name, _file_pieces(file, data, hashes))
+    return hashes
+
+
+def _file_pieces(file: GgufFile, data: "_Data", hashes: dict[str, str]) -> Iterator[bytes | memoryview]:
+    yield file.header
+    for placed in file.tensors:
+        total = hashlib.sha256()
+        for piece in data.of(placed):
+            total.update(piece)
+            yield piece
+        yield bytes(padded(placed.nbytes) - placed.nbytes)
+        hashes[placed.tensor.name] = total.hexdigest()
+
+
+class _Data:
+    """The bytes of tensors: codes from the work directory, all else from the checkpoint."""
+
+    def __init__(self, plan: "Plan", checkpoint: "Checkpoint", staged: "Staging") -> None:
+        self.plan, self.checkpoint, self.staged = plan, checkpoint, staged
+        self.matrices = {matrix.entry.source.name: matrix for layer in plan.layers for matrix in layer}
+
+    def of(self, placed: Placed) -> Iterator[memoryview]:
+        """The bytes of a tensor, piece by piece."""
+        tensor = placed.tensor
+        if not tensor.sources or any(name not in self.matrices for name in tensor.sources):
+            yield from self._encoded(placed)
+            return
+        index = None if tensor.rows is None else tensor.rows.index()
+        for name in tensor.sources:
+            matrix = self.matrices[name]
+            coded = self.staged.read_coded(matrix.layer, matrix.module)
+            coded = coded if index is None else coded.rows(index)
+            yield from (bytes_of(part) for part in self.plan.format.encode(matrix.entry, coded).values())
+
+    def _encoded(self, placed: Placed) -> Iterator[memoryview]:
+        """A tensor that no method was asked to round: norms, biases, the embedding, the head."""
+        for values in pieces(placed.tensor, self.checkpoint.read_finite):
+            rows = values.reshape(-1, values.shape[-1])
+            step = max(1, _CHUNK // rows.shape[1])
+            for start in range(0, rows.shape[0], step):
+                yield bytes_of(encoded(rows[start : start + step], placed.type.name, self.plan.step.search))
+
+
+def encoded(values: "Tensor", kind: str, search: "Search") -> "Tensor":
+    """Rows float32 [rows, width] in a type of GGML: uint8 [rows, bytes]."""
+    from llmcompress.grids.encoders import encode
+    from llmcompress.packing.ggml import pack
+    from llmcompress.packing.plain import plain
+
+    if kind in BLOCK_TYPES:
+        return pack(encode(values, BLOCK_TYPES[kind], search))
+    return plain(values, kind)
+
+
+def _rows(tensors: list[GGUFTensor]) -> int:
+    return next(tensor.shape[0] for tensor in tensors if tensor.name == "token_embd.weight")
+
+
+def _note_narrow(chosen: Mapping[str, Choice], tensors: list[GGUFTensor], ledger: Ledger) -> None:
+    """Say where rows are too narrow for the blocks of the type that was wanted."""
+    found: dict[tuple[str, str, int], list[str]] = {}
+    for tensor in tensors:
+        choice = chosen[tensor.name]
+        if choice.type != choice.wanted:
+            found.setdefault((choice.wanted.name, choice.type.name, tensor.shape[-1]), []).append(tensor.name)
+    for (wanted, got, width), names in found.items():
+        ledger.note(
+            "group_size", f"{len(names)} tensors", f"{got} instead of {wanted}, whose blocks do not divide {width}"
+        )
+
+
+def _beginning(file: Path) -> str:
+    with file.open(encoding="utf-8", errors="replace") as handle:
+        return handle.read(_README)

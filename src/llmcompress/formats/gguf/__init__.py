@@ -1,0 +1,53 @@
+"""GGUF: one file with weights in llama.cpp's types, tokenizer and all else that a runtime needs."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from llmcompress.formats.base import Entry, Reader, TensorSpec
+from llmcompress.formats.checks import Refusal, check_codes
+from llmcompress.grids.base import BlockSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from llmcompress.grids.coded import Coded
+
+
+class Gguf:
+    """Files for llama.cpp; implements `Format`. What stands around the matrices is decided in `engine/gguf.py`."""
+
+    name = "gguf"
+    summary = "one file for llama.cpp and all that reads its files, with the tokenizer in it"
+    marker = ""
+
+    def refuses(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> Refusal | None:
+        for entry in entries:
+            if entry.grid is not None and not isinstance(entry.grid, BlockSpec):
+                return (
+                    f"format gguf cannot hold {entry.grid.name} ({entry.module})",
+                    "use `llmcompress gguf --type Q4_K_M`, or another type of GGUF",
+                )
+        return None
+
+    def layout(self, entry: Entry) -> list[TensorSpec]:
+        if entry.grid is None:
+            return [entry.source]
+        return [TensorSpec(entry.source.name, entry.grid.name, (entry.out_features, entry.in_features))]
+
+    def encode(self, entry: Entry, coded: "Coded") -> "dict[str, Tensor]":
+        from llmcompress.packing.ggml import pack
+
+        check_codes(entry, coded)
+        return {entry.source.name: pack(coded)}
+
+    def config(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        return {}
+
+    def recognises(self, config: Mapping[str, Any]) -> bool:
+        return False
+
+    def decode(self, module: str, read: Reader, config: Mapping[str, Any]) -> "Coded | None":
+        return None
+
+
+FORMAT = Gguf()

@@ -1,0 +1,1 @@
+"""Model families as GGUF, one declaration per file."""

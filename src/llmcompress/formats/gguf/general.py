@@ -1,0 +1,111 @@
+"""The general.* keys of a GGUF file: what a model is called, what it was made from, under which licence it stands."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+from llmcompress.formats.gguf.keys import Key, f32, text, texts, u32
+from llmcompress.formats.gguf.tensors import GGUFTensor
+from llmcompress.yamlfile import read_yaml
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_LONGEST = 1000  # characters of a value: it comes from a stranger's file
+_SAMPLING = {"temperature": "temp", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty_repeat"}
+
+
+def general_keys(
+    config: Mapping[str, Any],
+    tensors: Sequence[GGUFTensor],
+    name: str,
+    readme: str = "",
+    generation: Mapping[str, Any] | None = None,
+) -> list[Key]:
+    """Keys that describe the model; what is not known is left out.
+
+    name: what to call it where config.json has no hub id: `owner/model` or the name of a directory, of whose parts
+    size, version and kind are guessed as llama.cpp's converter does. readme: README.md of the model, generation:
+    generation_config.json.
+    """
+    from gguf import Metadata
+
+    said = config.get("_name_or_path")
+    model = said if isinstance(said, str) and _HUB_ID.fullmatch(said) else name
+    total, label = _parameters(tensors)
+    full, owner, basename, finetune, version, size = Metadata.get_model_id_components(model, total)
+    matter = _front_matter(readme)
+    found = {
+        "type": "model",
+        "name": Metadata.id_to_title(full or model),
+        "version": version,
+        "organization": None if owner is None else Metadata.id_to_title(owner),
+        "finetune": finetune,
+        "basename": basename,
+        "quantized_by": "llmcompress",
+        "size_label": size or label,
+        "license": ",".join(_names(matter.get("license"))),
+        "license.name": "".join(_names(matter.get("license_name"))[:1]),
+        "license.link": "".join(_names(matter.get("license_link"))[:1]),
+    }
+    keys = [text(f"general.{key}", value) for key, value in found.items() if value]
+    keys += _base_models(matter, total)
+    for key, given in (("tags", ("tags", "pipeline_tag")), ("languages", ("languages", "language"))):
+        if values := [value for item in given for value in _names(matter.get(item))]:
+            keys.append(texts(f"general.{key}", values))
+    return keys + list(_sampling(generation or {}))
+
+
+def _parameters(tensors: Sequence[GGUFTensor]) -> tuple[int, str]:
+    """Number of parameters, and how sizes are usually written: 135M, or 8x7B, the size being that with one expert."""
+    from gguf import size_label
+
+    stacks = [tensor for tensor in tensors if len(tensor.shape) == 3]
+    total = sum(prod(tensor.shape) for tensor in tensors)
+    shared = total - sum(prod(tensor.shape) for tensor in stacks)
+    experts = stacks[0].shape[0] if stacks else 0
+    return total, size_label(total, shared, sum(prod(tensor.shape[1:]) for tensor in stacks), experts)
+
+
+def _base_models(matter: Mapping[str, Any], total: int) -> list[Key]:
+    """The models that a README says this one was made from."""
+    from gguf import Metadata
+
+    ids = [value for value in _names(matter.get("base_model")) if _HUB_ID.fullmatch(value)]
+    keys = [u32("general.base_model.count", len(ids))] if ids else []
+    for number, model in enumerate(ids):
+        full, owner, _, _, version, _ = Metadata.get_model_id_components(model, total)
+        prefix = f"general.base_model.{number}"
+        keys.append(text(f"{prefix}.name", Metadata.id_to_title(full)))
+        if version:
+            keys.append(text(f"{prefix}.version", version))
+        keys.append(text(f"{prefix}.organization", Metadata.id_to_title(owner)))
+        keys.append(text(f"{prefix}.repo_url", f"https://huggingface.co/{model}"))
+    return keys
+
+
+def _sampling(generation: Mapping[str, Any]) -> Iterator[Key]:
+    """How the model's makers sample from it."""
+    top_k = generation.get("top_k")
+    if isinstance(top_k, int) and not isinstance(top_k, bool) and 0 <= top_k < 1 << 31:
+        yield Key("general.sampling.top_k", top_k, "i32")
+    for key, name in _SAMPLING.items():
+        value = generation.get(key)
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e6:
+            yield f32(f"general.sampling.{name}", value)
+
+
+def _front_matter(readme: str) -> Mapping[str, Any]:
+    """The YAML at the beginning of a README; nothing where there is none that parses."""
+    found = re.match(r"---\r?\n(.*?)\r?\n---\s*(\r?\n|$)", readme, re.DOTALL)
+    try:
+        matter = read_yaml(found[1]) if found else None
+    except ValueError:
+        return {}
+    return matter if isinstance(matter, dict) else {}
+
+
+def _names(value: Any) -> list[str]:
+    """The names among a value of front matter or a list of them. YAML takes Norwegian's `no` for false."""
+    values = value if isinstance(value, list) else [value]
+    values = ["no" if item is False else item for item in values]
+    return [item for item in values if isinstance(item, str) and item and item.isprintable() and len(item) <= _LONGEST]

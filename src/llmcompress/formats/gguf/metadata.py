@@ -1,0 +1,109 @@
+"""The keys of a GGUF file: what the model is, its hyperparameters, how it is quantised. The tokenizer has its own."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from llmcompress.formats.gguf.family import Family, find
+from llmcompress.formats.gguf.general import general_keys
+from llmcompress.formats.gguf.hyper import Hyper
+from llmcompress.formats.gguf.keys import Key, f32, u32, write
+from llmcompress.formats.gguf.rope import Rope, scaling_keys
+from llmcompress.formats.gguf.rules import Facts
+from llmcompress.formats.gguf.tensors import GGUFTensor
+from llmcompress.formats.gguf.types import FileType
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
+
+def write_metadata(
+    writer: "GGUFWriter",
+    config: Mapping[str, Any],
+    tensors: Sequence[GGUFTensor],
+    kind: FileType,
+    name: str,
+    readme: str = "",
+    generation: Mapping[str, Any] | None = None,
+) -> None:
+    """Write all keys but those of the tokenizer to a gguf.GGUFWriter of the model's architecture.
+
+    Its arguments and errors are those of `metadata`. general.architecture is written by the writer itself.
+    """
+    write(writer, metadata(config, tensors, kind, name, readme, generation))
+
+
+def metadata(
+    config: Mapping[str, Any],
+    tensors: Sequence[GGUFTensor],
+    kind: FileType,
+    name: str,
+    readme: str = "",
+    generation: Mapping[str, Any] | None = None,
+) -> list[Key]:
+    """All keys but general.architecture and those of the tokenizer, in a fixed order.
+
+    config: config.json. tensors: from `names.gguf_tensors`, which has checked the config against the weights. kind: of
+    the file. name: `owner/model` or the name of the model's directory. readme: text of its README.md. generation: its
+    generation_config.json. CheckpointError for what config.json lacks.
+    """
+    from gguf import GGML_QUANT_VERSION
+
+    family = find(config)
+    hyper, rope = family.read(config)
+    return [
+        *general_keys(config, tensors, name, readme, generation),
+        *_hyperparameters(family, hyper, rope, _rows(tensors)),
+        *family.keys(hyper, rope),
+        u32("general.file_type", kind.id),
+        u32("general.quantization_version", GGML_QUANT_VERSION),
+    ]
+
+
+def architecture(config: Mapping[str, Any]) -> str:
+    """GGUF's name of the architecture, which a gguf.GGUFWriter asks for; CheckpointError if it is not known."""
+    return find(config).arch
+
+
+def facts(config: Mapping[str, Any], importance: bool) -> Facts:
+    """What a mixture has to know of a model. importance: whether the importance of inputs is known."""
+    family = find(config)
+    hyper, _ = family.read(config)
+    return Facts(family.arch, hyper.layers, hyper.heads, hyper.heads_kv, hyper.experts, importance)
+
+
+def notes(config: Mapping[str, Any]) -> list[str]:
+    """What llama.cpp computes otherwise than transformers, as sentences for the ledger."""
+    family = find(config)
+    hyper, _ = family.read(config)
+    window = hyper.config.get("sliding_window")
+    used = hyper.config.get("use_sliding_window") is not False
+    if family.windowed or not used or not isinstance(window, int) or window >= hyper.context:
+        return []
+    return [f"llama.cpp looks back beyond the sliding window of {window} tokens in {family.name} models"]
+
+
+def _hyperparameters(family: Family, hyper: Hyper, rope: Rope, vocabulary: int) -> list[Key]:
+    """The keys that every family has under the same name."""
+    a = family.arch
+    rms = "layer_norm_rms_epsilon" if "rms_norm_eps" in hyper.config else "layer_norm_epsilon"
+    keys = [
+        u32(f"{a}.block_count", hyper.layers),
+        u32(f"{a}.context_length", hyper.context),
+        u32(f"{a}.embedding_length", hyper.hidden),
+        u32(f"{a}.feed_forward_length", hyper.inner),
+        u32(f"{a}.attention.head_count", hyper.heads),
+        u32(f"{a}.attention.head_count_kv", hyper.heads_kv),
+        u32(f"{a}.attention.key_length", hyper.head_dim),
+        u32(f"{a}.attention.value_length", hyper.head_dim),
+        f32(f"{a}.attention.{rms}", hyper.epsilon),
+        u32(f"{a}.vocab_size", vocabulary),
+    ]
+    if family.rotary:
+        keys += [f32(f"{a}.rope.freq_base", rope.theta), *scaling_keys(a, rope)]
+    if hyper.experts:
+        keys += [u32(f"{a}.expert_count", hyper.experts), u32(f"{a}.expert_used_count", hyper.experts_used)]
+    return keys
+
+
+def _rows(tensors: Sequence[GGUFTensor]) -> int:
+    return next(tensor.shape[0] for tensor in tensors if tensor.name == "token_embd.weight")

@@ -1,0 +1,173 @@
+"""From the tensors of a Hugging Face checkpoint to those of a GGUF file: names, order, and what is done to each."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from llmcompress.errors import CheckpointError
+from llmcompress.formats.gguf.family import Family, find
+from llmcompress.formats.gguf.hyper import Hyper
+from llmcompress.formats.gguf.mixture import visiting_order
+from llmcompress.formats.gguf.shapes import check
+from llmcompress.formats.gguf.tensors import GGUFTensor, Rows, stretch
+
+if TYPE_CHECKING:
+    from gguf import TensorNameMap
+
+Source = tuple[str, Sequence[int]]
+"""A tensor of a checkpoint: on-disk name and shape."""
+
+# what old checkpoints hold besides weights: masks, and tables that are computed
+_SKIPPED = (".attention.bias", ".attention.masked_bias", ".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+_EXPERT = re.compile(r"(?P<layer>.*)\.\w+\.experts\.(?P<number>\d{1,9})\.(?P<leaf>\w+)\.weight")
+_FUSED = re.compile(r"(?P<layer>.*)\.\w+\.experts\.(?P<leaf>gate_up_proj|down_proj)(\.weight)?")
+_HEAD = "output.weight"
+_LEAVES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
+
+def gguf_tensors(
+    config: Mapping[str, Any], source: Sequence[Source], vocabulary: int | None = None
+) -> list[GGUFTensor]:
+    """The tensors of a GGUF file in the order of llama-quantize: what stands outside of layers, then layer by layer.
+
+    vocabulary: tokens of the tokenizer; Gemma 3's embedding is cut to them. CheckpointError for an unknown family, for
+    a tensor that has no name in GGUF, or if names or shapes are not those of the config; PlanError for a model that
+    llama.cpp would compute otherwise.
+    """
+    family = find(config)
+    hyper, rope = family.read(config)
+    if hyper.layers > len(source):
+        raise CheckpointError(f"config.json speaks of {hyper.layers} layers, there are {len(source)} tensors")
+    known = _name_map(family.arch, hyper.layers)
+    found: dict[str, GGUFTensor] = {}
+    for path, tensor in _whole(family, hyper, source).items():
+        name = _HEAD if path in _heads(family) else known.get_name(path, try_suffixes=(".weight", ".bias"))
+        if name is None:
+            raise CheckpointError(
+                f"tensor {tensor.sources[0]} has no name in GGUF files of {family.name} models",
+                "the config does not fit the weights",
+            )
+        if name in found:
+            both = f"{found[name].sources[0]} and {tensor.sources[0]}"
+            raise CheckpointError(f"tensors {both} would both become {name}")
+        found[name] = _finished(replace(tensor, name=name), path, family, hyper)
+    _set_head(found, family, config)
+    check(list(found.values()), family, hyper)
+    if family.cut_vocabulary and vocabulary is not None and vocabulary < hyper.vocabulary:
+        found |= {
+            name: _cut(found[name], vocabulary) for name in ("token_embd.weight", "output.weight") if name in found
+        }
+    for name, values in family.values(hyper, rope).items():
+        found[name] = GGUFTensor(name, (len(values),), values=values)
+    return sorted(found.values(), key=lambda tensor: visiting_order(tensor.name))
+
+
+@cache
+def _name_map(arch: str, layers: int) -> "TensorNameMap":
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    number = next(number for number, name in MODEL_ARCH_NAMES.items() if name == arch)
+    return get_tensor_name_map(number, layers)
+
+
+def _whole(family: Family, hyper: Hyper, source: Sequence[Source]) -> dict[str, GGUFTensor]:
+    """Tensors, yet without names in GGUF, by path in transformers' model; the experts of a layer as one."""
+    found: dict[str, GGUFTensor] = {}
+    stacks: dict[str, dict[int, Source]] = {}
+    for name, extents in source:
+        path, shape = _path(name, family), tuple(extents)
+        if path.endswith(_SKIPPED):
+            continue
+        if expert := _EXPERT.fullmatch(path):
+            together = _experts_path(expert["layer"], _LEAVES.get(expert["leaf"], expert["leaf"]))
+            stacks.setdefault(together, {})[int(expert["number"])] = (name, shape)
+        elif (fused := _FUSED.fullmatch(path)) and len(shape) == 3:
+            found |= _split(fused, name, shape)
+        elif path in found:
+            raise CheckpointError(f"tensors {found[path].sources[0]} and {name} are the same one")
+        else:
+            found[path] = GGUFTensor("", shape, (name,))
+    return found | {path: _stacked(parts, hyper) for path, parts in stacks.items()}
+
+
+def _path(name: str, family: Family) -> str:
+    """The path in transformers' model of an on-disk name, which may lack the base model's prefix."""
+    return name if name.startswith(family.base) or name in _heads(family) else f"{family.base}{name}"
+
+
+def _heads(family: Family) -> tuple[str, str]:
+    """Paths of the output matrix: the family's own, and that of transformers' models."""
+    return f"{family.head}.weight", "lm_head.weight"
+
+
+def _experts_path(layer: str, leaf: str) -> str:
+    """The path under which gguf.TensorNameMap knows the matrices of all experts of a layer."""
+    return f"{layer}.mlp.experts.{leaf}.weight"
+
+
+def _stacked(parts: Mapping[int, Source], hyper: Hyper) -> GGUFTensor:
+    """The matrices of all experts of a layer as one tensor."""
+    name, shape = next(iter(parts.values()))
+    if sorted(parts) != list(range(hyper.experts)):
+        raise CheckpointError(
+            f"{len(parts)} experts are like {name}, config.json speaks of {hyper.experts}",
+            "the config does not fit the weights",
+        )
+    for other, extents in parts.values():
+        if extents != shape:
+            raise CheckpointError(f"tensors {name} and {other} of experts have different shapes")
+    return GGUFTensor("", (hyper.experts, *shape), tuple(parts[number][0] for number in range(hyper.experts)))
+
+
+def _split(fused: re.Match[str], name: str, shape: tuple[int, ...]) -> dict[str, GGUFTensor]:
+    """The experts of a layer that are one tensor on disk, gate and up one below the other."""
+    if fused["leaf"] == "down_proj":
+        return {_experts_path(fused["layer"], "down_proj"): GGUFTensor("", shape, (name,))}
+    both, half = shape[1], shape[1] // 2
+    return {
+        _experts_path(fused["layer"], leaf): GGUFTensor(
+            "", (shape[0], half, shape[2]), (name,), rows=stretch(first, half, both)
+        )
+        for leaf, first in (("gate_proj", 0), ("up_proj", half))
+    }
+
+
+def _finished(tensor: GGUFTensor, path: str, family: Family, hyper: Hyper) -> GGUFTensor:
+    """What the family does to a tensor: Conv1D, order of rows, norms."""
+    module, _, kind = path.rpartition(".")
+    if kind == "weight" and module.rpartition(".")[2] in family.transposed:
+        tensor = replace(tensor, shape=tensor.shape[::-1], transposed=True)
+    if path.endswith("norm.weight"):
+        tensor = replace(tensor, offset=family.norm_offset)
+    rows = family.rows(tensor.name.split(".")[-2], hyper)
+    return tensor if rows is None else _with_rows(tensor, rows)
+
+
+def _with_rows(tensor: GGUFTensor, rows: Rows) -> GGUFTensor:
+    if tensor.shape[0] != len(rows):
+        raise CheckpointError(
+            f"tensor {tensor.sources[0]} is {list(tensor.shape)}, config.json asks for {len(rows)} rows",
+            "the config does not fit the weights",
+        )
+    return replace(tensor, rows=rows)
+
+
+def _set_head(found: dict[str, GGUFTensor], family: Family, config: Mapping[str, Any]) -> None:
+    """Leave the head out where it is the embedding, unless llama.cpp asks for it all the same."""
+    embedding, head = found.get("token_embd.weight"), found.get(_HEAD)
+    stated = config.get("tie_word_embeddings")
+    tied = stated if isinstance(stated, bool) else family.tied or head is None
+    if tied and embedding is None and head is not None:  # some store what is tied as the head
+        embedding = found["token_embd.weight"] = replace(head, name="token_embd.weight")
+    if tied and embedding is not None:
+        found.pop(_HEAD, None)
+        if family.head_needed:
+            found[_HEAD] = replace(embedding, name=_HEAD)
+    elif head is None:
+        raise CheckpointError(f"no tensor {family.head}.weight, and config.json does not tie it to the embedding")
+
+
+def _cut(tensor: GGUFTensor, rows: int) -> GGUFTensor:
+    return replace(tensor, shape=(rows, tensor.shape[1]), rows=stretch(0, rows, tensor.shape[0]))

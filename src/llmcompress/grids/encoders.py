@@ -1,0 +1,22 @@
+"""The three levels at which the scales of a block type are searched."""
+
+from typing import Literal
+
+from torch import Tensor
+
+from llmcompress.grids import compat
+from llmcompress.grids.base import BlockSpec
+from llmcompress.grids.coded import Coded
+
+Search = Literal["compat", "fast", "best"]
+
+
+def encode(weight: Tensor, spec: BlockSpec, level: Search, importance: Tensor | None = None) -> Coded:
+    """Weight [out, in] float32 rounded to a block type; importance [in]: what an error in an input channel costs.
+
+    compat: llama-quantize's own result. fast: as good, sooner. best: all scales of a block refined together.
+    """
+    if level == "compat":
+        return compat.encode(weight, spec, importance)
+    from llmcompress.grids import search
+    return search.fast(weight, spec, importance) if level == "fast" else search.best(weight, spec, importance)

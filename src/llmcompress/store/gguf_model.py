@@ -1,0 +1,104 @@
+"""A GGUF model as a whole: the shards it is split into, and the bytes and values of its tensors."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcompress.errors import CheckpointError
+from llmcompress.store.cursor import mapped
+from llmcompress.store.gguf_header import GgufField, GgufHeader, GgufTensor, read_header
+from llmcompress.store.headers import inside
+
+_AGAIN = "fetch the file again"
+_DECODED_AT_ONCE = 1 << 20  # values
+_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+
+
+def read_gguf(path: Path) -> GgufHeader:
+    """The header of a whole model: where `path` is one of several shards, of all that lie beside it.
+
+    CheckpointError if one is missing or belongs to another model.
+    """
+    header = read_header(path)
+    number, count, _ = _split(header)
+    if count <= 1:
+        return header
+    named = _SHARD.fullmatch(path.name)
+    if named is None or (int(named[2]), int(named[3])) != (number + 1, count):
+        raise CheckpointError(
+            f"{path} is shard {number + 1} of {count}, but its name does not say so", "give the file its name again"
+        )
+    files = [path.with_name(f"{named[1]}-{at + 1:05d}-of-{count:05d}.gguf") for at in range(count)]
+    for file in files:
+        if not file.exists():
+            raise CheckpointError(f"{file} is missing, a shard of the model of {path.name}", "fetch the missing shard")
+    return _joined([header if file == path else read_header(inside(path.parent, file)) for file in files])
+
+
+def tensor_bytes(header: GgufHeader, name: str) -> NDArray[np.uint8]:
+    """The bytes of a tensor [nbytes], mapped from its file, read-only; CheckpointError without that tensor."""
+    if name not in header.tensors:
+        raise CheckpointError(f"{header.path} has no tensor {name}")
+    tensor = header.tensors[name]
+    data = mapped(tensor.file)
+    if tensor.position + tensor.nbytes > len(data):
+        raise CheckpointError(f"{tensor.file} has changed since its header was read", _AGAIN)
+    return np.frombuffer(data, np.uint8, tensor.nbytes, tensor.position)
+
+
+def dequantized(header: GgufHeader, name: str) -> NDArray[np.float32]:
+    """The values of a tensor, decoded by the gguf package; shape in torch's order. CheckpointError for types it lacks.
+
+    Damaged scales may give infinities and NaN: they are values like others here.
+    """
+    import gguf
+
+    raw = tensor_bytes(header, name)
+    tensor = header.tensors[name]
+    kind = gguf.GGMLQuantizationType(tensor.type_id)
+    block, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    out = np.empty(math.prod(tensor.shape), np.float32)
+    step = max(_DECODED_AT_ONCE // block, 1)
+    blocks = raw.reshape(-1, nbytes)
+    with np.errstate(all="ignore"):
+        for at in range(0, len(blocks), step):
+            try:
+                values = gguf.quants.dequantize(blocks[at : at + step], kind)
+            except NotImplementedError:
+                raise CheckpointError(
+                    f"{tensor.file}: tensor {name} has type {tensor.type}, which gguf cannot decode"
+                ) from None
+            out[at * block : (at + step) * block] = values.reshape(-1)
+    return out.reshape(tensor.shape)
+
+
+def _split(header: GgufHeader) -> tuple[int, ...]:
+    """Number of this shard from 0, shards, tensors in all of them."""
+    found = []
+    for key, default in (("split.no", 0), ("split.count", 0), ("split.tensors.count", len(header.tensors))):
+        field = header.fields.get(key, GgufField("INT32", default))
+        if "INT" not in field.type or not isinstance(field.value, int):
+            raise CheckpointError(f"{header.path} has {key} of type {field.type}, not a whole number", _AGAIN)
+        found.append(field.value)
+    return tuple(found)
+
+
+def _joined(shards: Sequence[GgufHeader]) -> GgufHeader:
+    """All tensors, with the key-values of the first shard, which alone has those of the model."""
+    tensors: dict[str, GgufTensor] = {}
+    total = _split(shards[0])[2]
+    for number, shard in enumerate(shards):
+        if _split(shard) != (number, len(shards), total):
+            raise CheckpointError(f"{shard.path} is not shard {number + 1} of the model beside it", _AGAIN)
+        for name, tensor in shard.tensors.items():
+            if name in tensors:
+                raise CheckpointError(f"tensor {name} stands in both {tensors[name].file} and {tensor.file.name}")
+            tensors[name] = tensor
+    if len(tensors) != total:
+        raise CheckpointError(f"{shards[0].path} and its shards have {len(tensors)} tensors, not {total}", _AGAIN)
+    return replace(shards[0], tensors=tensors, files=tuple(shard.path for shard in shards))

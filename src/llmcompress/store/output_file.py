@@ -1,0 +1,50 @@
+"""A single GGUF file that appears whole or not at all, with its report beside it."""
+
+import os
+from pathlib import Path
+
+from llmcompress.errors import PlanError
+from llmcompress.store.output import OutputDirectory, flush
+
+_MAGIC = b"GGUF"
+
+
+class OutputFile(OutputDirectory):
+    """As its base class, but of the directory in the making only the file called like `path` and its report appear."""
+
+    def _appear(self) -> Path:
+        made, report = self.partial / self.path.name, self.partial / "report.json"
+        for file in (made, report):
+            flush(file)
+        report.replace(report_of(self.path))
+        made.replace(self.path)  # last: a report alone misleads nobody
+        flush(self.path.parent)
+        return self.path
+
+    def _refuse_existing(self) -> None:
+        if not os.path.lexists(self.path):
+            return
+        if not self.overwrite:
+            raise PlanError(f"{self.path} already exists", "give another file, or --overwrite")
+        if self.path.is_symlink() or not self.path.is_file():
+            raise PlanError(f"{self.path} is not a file, so it is not overwritten", "give another one")
+        with self.path.open("rb") as handle:
+            if handle.read(len(_MAGIC)) != _MAGIC:
+                raise PlanError(f"{self.path} is not a GGUF file, so it is not overwritten", "give another one")
+
+
+def is_single(path: Path) -> bool:
+    """Whether an output is one GGUF file, not a directory."""
+    return path.suffix == ".gguf"
+
+
+def output_of(path: Path, format_: str, overwrite: bool) -> OutputDirectory:
+    """The output in the making at `path`, in a format of that name."""
+    if is_single(path) and format_ != "gguf":
+        raise PlanError(f"{path} is called like a GGUF file, format {format_} is a directory", "give another --output")
+    return (OutputFile if is_single(path) else OutputDirectory)(path, overwrite=overwrite)
+
+
+def report_of(path: Path) -> Path:
+    """Where the report of a single file lies."""
+    return path.with_name(f"{path.name}.report.json")
