@@ -80,9 +80,9 @@ def test_unpacking_gives_back_what_was_packed(spec, data):
     coded = Coded(whole(0, spec.levels - 1, blocks * spec.block_size).to(torch.uint8), grid)
     back = unpack(pack(coded), spec)
     assert torch.equal(back.codes, coded.codes)
-    assert back.grid.tensors().keys() == grid.tensors().keys()
-    for name, tensor in grid.tensors().items():
-        assert torch.equal(back.grid.tensors()[name], tensor), name
+    assert back.grid.parts.keys() == grid.parts.keys()
+    for name, tensor in grid.parts.items():
+        assert torch.equal(back.grid.parts[name], tensor), name
 
 
 @ALL

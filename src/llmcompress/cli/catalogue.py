@@ -8,7 +8,8 @@ import llmcompress.calib
 from llmcompress.engine.targets.facts import Asymmetric, Bits, Fact, Groups
 from llmcompress.engine.targets.table import TARGETS
 from llmcompress.errors import RecipeError
-from llmcompress.grids.base import INTEGER_BITS
+from llmcompress.formats.gguf.types import ALIASES, FILE_TYPES, tensor_type
+from llmcompress.grids.base import BLOCK_TYPES, INTEGER_BITS
 from llmcompress.ledger import KINDS
 from llmcompress.recipe import formats, methods
 from llmcompress.registry import discover, suggest
@@ -60,7 +61,23 @@ def _grids() -> Listing:
         )
         for bits in INTEGER_BITS
     ]
+    for name, spec in BLOCK_TYPES.items():
+        bits = f"{spec.bits_per_weight(spec.block_size):g} bits per weight"
+        rows.append((name, f"{spec.levels} levels, groups of {spec.group_size}; {bits}"))
     return ("grid", "values"), rows
+
+
+def _types() -> Listing:
+    rows = [
+        (
+            kind.name,
+            kind.default,
+            ", ".join(alias for alias, name in ALIASES.items() if name == kind.name),
+            f"{8 * tensor_type(kind.default).block_bytes / tensor_type(kind.default).block:g}",
+        )
+        for kind in FILE_TYPES.values()
+    ]
+    return ("type", "of most matrices", "also called", "bits per weight of those"), rows
 
 
 def _targets() -> Listing:
@@ -95,6 +112,7 @@ _LISTS: dict[str, Callable[[], Listing]] = {
     "grids": _grids,
     "archs": _archs,
     "sources": _sources,
+    "types": _types,
     "targets": _targets,
     "ledger": _ledger,
 }

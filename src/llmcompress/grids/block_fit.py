@@ -17,6 +17,7 @@ from llmcompress.grids.base import BlockSpec
 from llmcompress.grids.blocks import IQ4_LEVELS, between, float16
 
 TINY = 1e-30  # keeps sums that are zero from being divided by
+_RIDGE = 4e-6  # levels that are all the same leave a determinant of rounding errors
 _HALVES = 255  # the levels of IQ4 lie within +-127.5
 
 
@@ -101,13 +102,14 @@ class Chunk:
         if sums.level is None:
             scale = sums.along / square
             return Affine(scale, None), scale * sums.along
-        determinant = (self.w_sum * square - sums.level * sums.level).clamp_min_(TINY)
-        least = (sums.level * sums.along - self.x_sum * square) / determinant
-        if self.spec.multiples is not None:  # multiples are not negative, so neither are minima
-            least = least.clamp_min_(0)
-        along = sums.along + least * sums.level
+        determinant = self.w_sum * square * (1 + _RIDGE) - sums.level * sums.level
+        least = (sums.level * sums.along - self.x_sum * square) / determinant.clamp_min_(TINY)
+        along = sums.along + (least.clamp_min_(0) if self.spec.multiples else least) * sums.level
         scale = along / square
-        return Affine(scale, least), scale * along - least * (2 * self.x_sum + least * self.w_sum)
+        if self.spec.multiples is not None:  # multiples are not negative
+            scale.clamp_min_(0)
+        gain = scale * (2 * along - scale * square) - least * (2 * self.x_sum + least * self.w_sum)
+        return Affine(scale, least), gain
 
 
 def reciprocal(value: Tensor) -> Tensor:
@@ -189,7 +191,8 @@ def round_groups(chunk: Chunk, fit: Affine, sums: Sums, steps: Sequence[float]) 
     if fit.least is None or sums.level is None:
         return Stored(*_round(fit.scale, sums.square, chunk.spec.multiples, steps))
     weights = chunk.w_sum.clamp_min(TINY)
-    curvature = sums.square - (fit.least > 0) * (sums.level * sums.level / weights)
+    curvature = sums.square - (fit.least > 0) * (sums.level * sums.level / weights)  # minima make up for some of it
+    curvature = torch.maximum(curvature, 1e-3 * sums.square)
     d, multiples = _round(fit.scale, curvature, chunk.spec.multiples, steps)
     least = ((d * multiples * sums.level - chunk.x_sum) / weights).clamp_min_(0)
     return Stored(d, multiples, *_round(least, weights, chunk.spec.multiples, steps))

@@ -12,6 +12,8 @@ from torch import Tensor
 from llmcompress.grids.block_fit import TINY, Chunk, Stored, reciprocal
 from llmcompress.grids.blocks import float16
 
+_APART = 1e-4  # below this the codes do not tell scale and minimum apart
+
 
 @dataclass
 class Candidate:
@@ -41,18 +43,24 @@ def refine(chunk: Chunk, start: Candidate, reaches: list[tuple[int, int]]) -> Ca
 
 def fitted(chunk: Chunk, candidate: Candidate) -> Candidate:
     """d and dmin by least squares for the codes of a candidate, where that is better."""
-    stored = candidate.stored
+    return candidate.or_better(Candidate.of(chunk, refitted(chunk, candidate.stored)))
+
+
+def refitted(chunk: Chunk, stored: Stored) -> Stored:
+    """d and dmin by least squares for the codes nearest to what is stored; worse only by their rounding."""
     sums, whole = chunk.sums(chunk.levels(stored.affine)), stored.multiples
     square, along = (whole * whole * sums.square).sum(0), (whole * sums.along).sum(0)
-    if stored.minima is None or sums.level is None:
-        return candidate.or_better(Candidate.of(chunk, replace(stored, d=float16(along / square.clamp_min(TINY)))))
+    if stored.minima is None or stored.dmin is None or sums.level is None:
+        return replace(stored, d=float16(along / square.clamp_min(TINY)))
     cross = (whole * stored.minima * sums.level).sum(0)
     least_square = (stored.minima * stored.minima * chunk.w_sum).sum(0)
     least_along = (stored.minima * chunk.x_sum).sum(0)
-    determinant = (square * least_square - cross * cross).clamp_min_(TINY)
-    d = (along * least_square - cross * least_along) / determinant
-    dmin = (cross * along - square * least_along) / determinant
-    return candidate.or_better(Candidate.of(chunk, replace(stored, d=float16(d), dmin=float16(dmin))))
+    product, determinant = square * least_square, square * least_square - cross * cross
+    apart = determinant > _APART * product
+    determinant = torch.where(apart, determinant, 1.0)
+    d = float16((along * least_square - cross * least_along) / determinant)
+    dmin = float16((cross * along - square * least_along) / determinant)
+    return replace(stored, d=torch.where(apart, d, stored.d), dmin=torch.where(apart, dmin, stored.dmin))
 
 
 def neighbours(chunk: Chunk, candidate: Candidate, reach: int, least_reach: int) -> Candidate:

@@ -27,7 +27,9 @@ def quick(spec: BlockSpec, *, weighted: bool) -> list[Trial]:
         return [Trial(top + step) for step in steps] + [Trial(top + step, 0.9) for step in steps[:-1]]
     if spec.bits == 3:
         return _signed(half, _spaced(-0.225, 0.375, 5) if weighted else _spaced(-0.225, 0.225, 3))
-    return _signed(half, _spaced(-0.12, 0.12, 5 if spec.multiples else 7))
+    if spec.bits == 4:
+        return _signed(half, _spaced(-0.12, 0.12, 7))
+    return [Trial(-float(half + step)) for step in range(-2, 3)]
 
 
 def thorough(spec: BlockSpec) -> list[Trial]:

@@ -19,4 +19,5 @@ def encode(weight: Tensor, spec: BlockSpec, level: Search, importance: Tensor | 
     if level == "compat":
         return compat.encode(weight, spec, importance)
     from llmcompress.grids import search
+
     return search.fast(weight, spec, importance) if level == "fast" else search.best(weight, spec, importance)

@@ -13,7 +13,7 @@ from torch import Tensor
 from llmcompress.grids import block_trials
 from llmcompress.grids.base import BlockSpec
 from llmcompress.grids.block_fit import Chunk, Stored, fit_groups, round_groups
-from llmcompress.grids.block_refine import Candidate, fitted, refine
+from llmcompress.grids.block_refine import Candidate, fitted, neighbours, refine, refitted
 from llmcompress.grids.blocks import IQ4_LEVELS, BlockGrid
 from llmcompress.grids.coded import Coded
 from llmcompress.parallel import in_order
@@ -67,10 +67,13 @@ class _Piece:
 
 
 def _fast(piece: _Piece) -> tuple[Chunk, Stored]:
-    spec = piece.spec
+    spec, weighted = piece.spec, piece.importance is not None
     chunk = Chunk(spec, piece.x, _by_magnitude(piece))
-    trials = block_trials.quick(spec, weighted=piece.importance is not None)
-    return chunk, round_groups(chunk, *fit_groups(chunk, trials), block_trials.UNITS)
+    stored = round_groups(chunk, *fit_groups(chunk, block_trials.quick(spec, weighted=weighted)), block_trials.UNITS)
+    if spec.multiples is None or (spec.bits == 3 and not weighted):  # llama-quantize takes no time over these
+        return chunk, stored
+    start = refitted(chunk, stored)
+    return chunk, neighbours(chunk, Candidate(start, torch.full_like(start.multiples, torch.inf)), 1, 0).stored
 
 
 def _best(piece: _Piece) -> tuple[Chunk, Stored]:
@@ -113,15 +116,17 @@ def _search(
 
 
 def _coded(chunk: Chunk, stored: Stored, shape: torch.Size) -> Coded:
-    rows = shape[0]
+    spec, rows = chunk.spec, shape[0]
 
-    def by_row(value: Tensor | None) -> Tensor | None:
-        return None if value is None else value.t().reshape(rows, -1)
+    def by_row(value: Tensor | None, size: int) -> Tensor | None:
+        return None if value is None else value.t().reshape(rows, shape[1] // size)
 
-    codes = chunk.codes(stored.affine).view(shape)
-    many = chunk.spec.multiples is not None
-    multiples, minima = (by_row(stored.multiples), by_row(stored.minima)) if many else (None, None)
-    return Coded(codes, BlockGrid(chunk.spec, stored.d.view(rows, -1), multiples, by_row(stored.dmin), minima))
+    codes, d = chunk.codes(stored.affine).view(shape), stored.d.view(rows, shape[1] // spec.block_size)
+    dmin = by_row(stored.dmin, spec.block_size)
+    if spec.multiples is None:
+        return Coded(codes, BlockGrid(spec, d, None, dmin))
+    multiples, minima = by_row(stored.multiples, spec.group_size), by_row(stored.minima, spec.group_size)
+    return Coded(codes, BlockGrid(spec, d, multiples, dmin, minima))
 
 
 def _laid(rows: Tensor, spec: BlockSpec) -> Tensor:
