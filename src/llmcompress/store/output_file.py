@@ -7,16 +7,19 @@ from llmcompress.errors import PlanError
 from llmcompress.store.output import OutputDirectory, flush
 
 _MAGIC = b"GGUF"
+_BESIDE = ("report.json", "Modelfile")  # files that stand next to a single one, under its name and theirs
 
 
 class OutputFile(OutputDirectory):
-    """As its base class, but of the directory in the making only the file called like `path` and its report appear."""
+    """As its base class, but of the directory in the making only the file called like `path` appears, and _BESIDE."""
 
     def _appear(self) -> Path:
-        made, report = self.partial / self.path.name, self.partial / "report.json"
-        for file in (made, report):
-            flush(file)
-        report.replace(report_of(self.path))
+        made = self.partial / self.path.name
+        flush(made)
+        for name in _BESIDE:
+            if (self.partial / name).exists():
+                flush(self.partial / name)
+                (self.partial / name).replace(beside(self.path, name))
         made.replace(self.path)  # last: a report alone misleads nobody
         flush(self.path.parent)
         return self.path
@@ -47,4 +50,9 @@ def output_of(path: Path, format_: str, overwrite: bool) -> OutputDirectory:
 
 def report_of(path: Path) -> Path:
     """Where the report of a single file lies."""
-    return path.with_name(f"{path.name}.report.json")
+    return beside(path, "report.json")
+
+
+def beside(path: Path, name: str) -> Path:
+    """Where one of _BESIDE lies that belongs to the single file `path`."""
+    return path.with_name(f"{path.name}.{name}")
