@@ -8,7 +8,16 @@ from typing import Any
 from llmcompress.errors import CheckpointError
 from llmcompress.formats.gguf.pieces import sentencepiece_like
 from llmcompress.formats.gguf.pretokenizer import Family, families_like
-from llmcompress.formats.gguf.vocabulary import NORMAL, Vocabulary, added_type, steps_of, stripping, texts_by_id
+from llmcompress.formats.gguf.vocabulary import (
+    NORMAL,
+    Vocabulary,
+    added_type,
+    refuse_excess,
+    refuse_pre,
+    steps_of,
+    stripping,
+    texts_by_id,
+)
 
 
 def read_vocabulary(backend: Any, file: Path, rows: int, pre: str | None) -> Vocabulary:
@@ -16,23 +25,21 @@ def read_vocabulary(backend: Any, file: Path, rows: int, pre: str | None) -> Voc
 
     CheckpointError for more tokens than `rows` and for whatever llama.cpp would take another way.
     """
+    ids = backend.get_vocab(with_added_tokens=False)
+    refuse_excess(ids.values(), file, rows)  # before `to_str`, which counts up to the highest
     state = json.loads(backend.to_str())
     model = state["model"]
     if model["type"] != "BPE":
         raise _unsupported(file, f"a {model['type']} tokenizer")
     if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
         raise _unsupported(file, "a BPE tokenizer with marks at the edges of words")
-    ids = backend.get_vocab(with_added_tokens=False)
     added = {token["id"]: token for token in state["added_tokens"]}
-    texts = texts_by_id(ids, added, file, rows)
+    refuse_excess(added, file, rows)
+    texts = texts_by_id(ids, added, file)
     if "ByteLevel" in {step["type"] for step in steps_of(state["pre_tokenizer"], "pretokenizers")}:
         return _byte_level(state, backend, texts, added, file, pre)
     if model["byte_fallback"]:
-        if pre is not None:
-            raise CheckpointError(
-                f"{file} is a SentencePiece-like tokenizer, which has no pre-tokenizer to name",
-                f"leave out --pre {pre}",
-            )
+        refuse_pre(pre, file)
         return sentencepiece_like(state, ids, texts, added, file)
     raise _unsupported(file, "a BPE tokenizer that is neither byte-level nor falls back to bytes")
 

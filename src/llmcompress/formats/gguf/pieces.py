@@ -26,6 +26,7 @@ def sentencepiece_like(
     added: Mapping[int, Mapping[str, Any]],
     file: Path,
 ) -> Vocabulary:
+    """Vocabulary from parts of tokenizer.json; texts and added tokens by id. CheckpointError as `read_vocabulary`."""
     missing = [byte for byte in BYTES if byte not in ids]
     if missing:
         raise CheckpointError(f"{file} lacks the token {missing[0]}, without which llama.cpp stops on unknown letters")

@@ -7,6 +7,8 @@ and the pre-tokenizers of the known families cut the same text. No vocabulary is
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
+from string import punctuation
 from typing import Any
 
 _ASCII_PUNCTUATION = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
@@ -77,19 +79,29 @@ FAMILIES = (
     ),
 )
 
+_KINDS = "aZéÉ漢ǅʰ\u03011²'!/€😀 \t\n\r\u00a0\u200b"
 PROBE = (
-    "Don't we'LL I'M they'Re it'S 'tis O'Neil's x'sy 1's "
-    "CamelCaseWORDS McDonald ÀÉîÖ naïve Ωmega ПриветМИР straße ǅ ªº ʰ "
-    "0 12 345 6789 01234 567890 1234567 89012345678901 3.14 1,000,000 x86 v2beta ²³ ½ Ⅻ ٣٤٥٦ १२३४ "
+    "Don't we'LL I'M they'Re it'S 'tis O'Neil's 1's "
+    "a'sx a'tx a'rex a'vex a'mx a'llx a'dx a'Sx a'Tx a'Rex a'vEx a'Mx a'LLx a'Dx "
+    "A's A't A're A've A'm A'll A'd ZA'S ZA'T ZA'RE ZA'VE ZA'M ZA'LL ZA'D "
+    "A'Sx A'Tx A'REx A'VEx A'Mx A'LLx A'Dx 漢's ǅ'll "
+    "aZ's aZ't aZ're aZ've aZ'm aZ'll aZ'd 1aZa2aZZa1ÄǅaaZ2Zǅz1жÄǅd 漢Z漢z "
+    "CamelCaseWORDS McDonald ÀÉîÖ naïve Ωmega ПриветМИР straße ªº "
+    "0 12 345 6789 01234 567890 1234567 89012345678901 3.14 1,000,000 x86 v2beta ½ Ⅻ ٣٤٥٦ १२३४ "
     "e\u0301\u0302le\u0300ve हिन्दी ภาษาไทย עִבְרִית العَرَبِيَّة "
     "漢字かなカナ한글 中文，标点。「引用」！ １２３４ ｆｕｌｌ "
-    "a  b   c    d\te\t\tf \u00a0g\u3000h \u200b "
-    'foo_bar(baz)->qux[0]; // !!!??? ... -- == \\n $5 #tag @me <b>&amp;</b> a+b=c ~` |^ {x}: "q" £€ © → ∑ '
-    "😀👍🏽👩‍👩‍👧 !\n?\n\n;/\n /path/to/ "
+    "a  b   c    d\te\t\tf \u3000h !!!??? ... -- == => 👍🏽👩\u200d👧 "
+    "x\r  ! \n  x \r\n  / 's 'S "
     "line\nline\r\n\r\n  indented\n\n\n\tdeep  \n   \n"
-    "end   "
+    + "".join(f"{mark}a{mark}É{mark}{mark}r{mark}1 {mark}Z\n" for mark in punctuation)
+    + "".join("".join(three) for three in product(_KINDS, repeat=3))
+    + "end   "
 )
-"""A text in which every family above, and every variant of one that llama.cpp does not know, shows itself."""
+"""A text in which every family above, and every variant of one that llama.cpp does not know, shows itself.
+
+Contractions, numbers, scripts and runs of spaces; every ASCII punctuation mark before letters, digits and its like; and
+every three of the kinds of characters that expressions tell apart, one after the other.
+"""
 
 
 def families_like(pre_tokenizer: Any) -> Sequence[Family]:
@@ -97,10 +109,9 @@ def families_like(pre_tokenizer: Any) -> Sequence[Family]:
     if pre_tokenizer is None:
         return ()
     words = _words(pre_tokenizer)
-    return [family for family in FAMILIES if _words(build(family)) == words]
+    return [family for family in FAMILIES if _words_of(family) == words]
 
 
-@cache
 def build(family: Family) -> Any:
     """The pre-tokenizer of a family, as its models have it in tokenizer.json."""
     from tokenizers.pre_tokenizers import ByteLevel
@@ -125,3 +136,8 @@ def _step(step: str) -> Any:
 
 def _words(pre_tokenizer: Any) -> list[str]:
     return [word for word, _ in pre_tokenizer.pre_tokenize_str(PROBE)]
+
+
+@cache
+def _words_of(family: Family) -> list[str]:
+    return _words(build(family))

@@ -12,9 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from llmcompress.errors import CheckpointError
-from llmcompress.formats.gguf.vocabulary import BYTES, CONTROL, NORMAL, SPACE, UNKNOWN, USER_DEFINED, Vocabulary
+from llmcompress.formats.gguf.vocabulary import (
+    BYTES,
+    CONTROL,
+    NORMAL,
+    SPACE,
+    UNKNOWN,
+    USER_DEFINED,
+    Vocabulary,
+    refuse_excess,
+)
 from llmcompress.store.headers import read_json
 
+MODEL = "tokenizer.model"
 BPE = 2  # TrainerSpec.model_type
 _LARGEST = 100_000_000
 
@@ -129,14 +139,13 @@ def vocabulary_of(
     model: SentencePieceModel, model_dir: Path, config: Mapping[str, Any], rows: int
 ) -> tuple[Vocabulary, dict[str, int]]:
     """Vocabulary and special ids of a directory that has only tokenizer.model, with what tokenizer_config.json adds."""
-    file = model_dir / "tokenizer.model"
+    file = model_dir / MODEL
     if model.model_type != BPE or model.normalises:
         what = "changes text before cutting it" if model.normalises else "is not a BPE model"
         raise CheckpointError(f"{file} {what}, which llama.cpp cannot run as SentencePiece does")
     added = _added(model_dir, config)
-    count = max(len(model.pieces), *(number + 1 for number in added)) if added else len(model.pieces)
-    if count > rows:
-        raise CheckpointError(f"{file} and what is added to it make {count} tokens, but the embedding has {rows} rows")
+    refuse_excess([len(model.pieces) - 1, *added], file, rows)
+    count = max([len(model.pieces), *(number + 1 for number in added)])
     texts = model.pieces + [""] * (count - len(model.pieces))
     types = model.types + [NORMAL] * (count - len(model.pieces))
     for number, (text, control) in added.items():

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from llmcompress.errors import CheckpointError
 from llmcompress.formats.gguf.bpe import read_vocabulary
 from llmcompress.formats.gguf.chattemplates import DEFAULT, read_templates
-from llmcompress.formats.gguf.sentencepiece import read_model, true_scores, vocabulary_of
-from llmcompress.formats.gguf.vocabulary import UNUSED, Vocabulary
+from llmcompress.formats.gguf.sentencepiece import MODEL, read_model, true_scores, vocabulary_of
+from llmcompress.formats.gguf.vocabulary import UNUSED, Vocabulary, refuse_pre
 from llmcompress.store.headers import read_json, refuse_links
 
 if TYPE_CHECKING:
@@ -69,20 +69,14 @@ def read_tokenizer(model_dir: Path, rows: int, pre: str | None = None) -> GgufTo
     refuse_links(model_dir)
     parsed = {name: read_json(model_dir / name) for name in _FILES if (model_dir / name).exists()}
     config = parsed.get("tokenizer_config.json", {})
-    file, model_file = model_dir / "tokenizer.json", model_dir / "tokenizer.model"
-    if model_file.exists() and not file.exists():
-        file = model_file
-        vocabulary, special = vocabulary_of(read_model(model_file), model_dir, config, rows)
+    file = model_dir / "tokenizer.json"
+    if not file.exists() and (model_dir / MODEL).exists():
+        file = model_dir / MODEL
+        refuse_pre(pre, file)
+        vocabulary, special = vocabulary_of(read_model(file), model_dir, config, rows)
         add_bos, add_eos = config.get("add_bos_token") is not False, config.get("add_eos_token") is True
     else:
-        loaded = _load(model_dir)
-        vocabulary = read_vocabulary(loaded.backend_tokenizer, file, rows, pre)
-        special = {name: number for name in SPECIAL if (number := getattr(loaded, f"{name}_token_id")) is not None}
-        before, after = _around(loaded, model_dir)
-        special = _known_ends(special, before, after, file)
-        add_bos, add_eos = bool(before), bool(after)
-        if vocabulary.scores is not None and model_file.exists():
-            vocabulary = true_scores(vocabulary, read_model(model_file))
+        vocabulary, special, add_bos, add_eos = _from_transformers(model_dir, file, rows, pre)
     tokens = _filled(vocabulary.texts, rows, file)
     missing = rows - len(vocabulary.texts)
     return GgufTokenizer(
@@ -147,17 +141,25 @@ def _judged(model_dir: Path) -> Iterator[None]:
         ) from None
 
 
-def _load(model_dir: Path) -> Any:
-    """The tokenizer as transformers loads it, from disk alone and without code of the model."""
+def _from_transformers(
+    model_dir: Path, file: Path, rows: int, pre: str | None
+) -> tuple[Vocabulary, dict[str, int], bool, bool]:
+    """Vocabulary, special ids, and whether bos and eos are put around a text."""
     from transformers import AutoTokenizer
 
     with _judged(model_dir):
         loaded = AutoTokenizer.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+        named = {name: getattr(loaded, f"{name}_token_id") for name in SPECIAL}
     if not hasattr(loaded, "backend_tokenizer"):
         raise CheckpointError(
             f"{model_dir} has a tokenizer that only Python code can run ({type(loaded).__name__}), no tokenizer.json"
         )
-    return loaded
+    vocabulary = read_vocabulary(loaded.backend_tokenizer, file, rows, pre)
+    if vocabulary.scores is not None and (model_dir / MODEL).exists():
+        vocabulary = true_scores(vocabulary, read_model(model_dir / MODEL))
+    before, after = _around(loaded, model_dir)
+    special = {name: number for name, number in named.items() if number is not None}
+    return vocabulary, _known_ends(special, before, after, file), bool(before), bool(after)
 
 
 def _around(loaded: Any, model_dir: Path) -> tuple[list[int], list[int]]:

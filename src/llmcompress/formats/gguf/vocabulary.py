@@ -1,6 +1,6 @@
 """Tokens by id with their types: what the kinds of tokenizers have in common."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,15 +31,27 @@ class Vocabulary:
     notes: list[str]
 
 
-def texts_by_id(ids: Mapping[str, int], added: Mapping[int, Mapping[str, Any]], file: Path, rows: int) -> list[str]:
-    """Texts by id of the model's own and the added tokens; CheckpointError where they do not fit into `rows`."""
-    count = 1 + max([*ids.values(), *added], default=-1)
-    if count > rows:
+def refuse_excess(ids: Iterable[int], file: Path, rows: int) -> None:
+    """CheckpointError if an id lies beyond the `rows` of the embedding."""
+    highest = max(ids, default=0)
+    if highest >= rows:
         raise CheckpointError(
-            f"{file} has tokens up to id {count - 1}, but the embedding has {rows} rows",
+            f"{file} has tokens up to id {highest}, but the embedding has {rows} rows",
             "the tokenizer is that of another model; copy the original tokenizer files",
         )
-    texts = [""] * count
+
+
+def refuse_pre(pre: str | None, file: Path) -> None:
+    """CheckpointError if a pre-tokenizer is named for a kind of tokenizer that has none in llama.cpp."""
+    if pre is not None:
+        raise CheckpointError(
+            f"{file} is a SentencePiece-like tokenizer, which has no pre-tokenizer to name", f"leave out --pre {pre}"
+        )
+
+
+def texts_by_id(ids: Mapping[str, int], added: Mapping[int, Mapping[str, Any]], file: Path) -> list[str]:
+    """Texts by id of the model's own and the added tokens; CheckpointError where two have one id."""
+    texts = [""] * (1 + max([*ids.values(), *added], default=-1))
     for text, number in (*ids.items(), *((token["content"], number) for number, token in added.items())):
         if texts[number] not in ("", text):
             raise CheckpointError(f"{file} gives id {number} to both {texts[number]!r} and {text!r}")
@@ -55,6 +67,7 @@ def added_type(token: Mapping[str, Any]) -> int:
 
 
 def stripping(added: Mapping[int, Mapping[str, Any]]) -> list[str]:
+    """A note on added tokens that take the spaces beside them, or stand only between words."""
     rules = ("lstrip", "rstrip", "single_word")
     strict = [token["content"] for token in added.values() if any(token[rule] for rule in rules)]
     if not strict:
