@@ -1,6 +1,7 @@
 """`verify`, `inspect` and `list`: looking at what is there."""
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +13,7 @@ from llmcompress.cli import options as o
 from llmcompress.errors import GateError
 
 if TYPE_CHECKING:
+    from llmcompress.store.gguf_header import GgufHeader
     from llmcompress.validate.verify import Check
 
 
@@ -22,14 +24,16 @@ def register(app: typer.Typer) -> None:
 
 
 def verify(
-    out: Annotated[Path, typer.Argument(help="A directory llmcompress wrote.", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="A directory or GGUF file llmcompress wrote.", show_default=False)],
     source: Annotated[Path | None, typer.Option("--source", help="The original model, to compare with.")] = None,
     json_: o.Json = False,
 ) -> None:
     """Reopen an output with a reader of its own and prove it complete, finite, on its grid and true to its report."""
-    from llmcompress.validate.verify import verify as check
+    from llmcompress.validate.gguf_file import gguf_in
+    from llmcompress.validate.gguf_verify import verify_gguf
+    from llmcompress.validate.verify import verify as verify_directory
 
-    checks = check(out, source)
+    checks = verify_directory(out, source) if (file := gguf_in(out)) is None else verify_gguf(file, source)
     failed = [item for item in checks if not item.ok and not item.warning]
     if json_:
         console.print_json({"ok": not failed, "checks": [asdict(item) for item in checks]})
@@ -44,13 +48,19 @@ def _mark(check: "Check") -> str:
 
 
 def inspect(
-    checkpoint: Annotated[Path, typer.Argument(help="A model directory, original or compressed.", show_default=False)],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A model directory, original or compressed, or a GGUF file.", show_default=False)
+    ],
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     json_: o.Json = False,
 ) -> None:
     """What a checkpoint holds, from its headers alone: nothing is loaded."""
     from llmcompress.store.headers import read_headers
+    from llmcompress.validate.gguf_file import gguf_in
 
+    if (file := gguf_in(checkpoint)) is not None:
+        _inspect_gguf(file, tensors, json_)
+        return
     headers = read_headers(checkpoint)
     config = headers.config
     quantization, architectures = config.get("quantization_config"), config.get("architectures")
@@ -83,11 +93,48 @@ def inspect(
     shown["quantization"] = _summary(quantization)
     console.table(None, ("", ""), [(key.replace("_", " "), str(value)) for key, value in shown.items()])
     if tensors:
-        rows = [
-            (t.spec.name, t.spec.dtype, " x ".join(map(str, t.spec.shape)), console.size(t.spec.nbytes), t.file.name)
-            for t in headers.tensors.values()
-        ]
-        console.table(None, ("tensor", "type", "shape", "size", "file"), rows, right=(3,))
+        _tensor_table(
+            (t.spec.name, t.spec.dtype, t.spec.shape, t.spec.nbytes, t.file.name) for t in headers.tensors.values()
+        )
+
+
+def _inspect_gguf(file: Path, tensors: bool, json_: bool) -> None:
+    from llmcompress.store.gguf_model import read_gguf
+    from llmcompress.validate.gguf_facts import facts
+
+    header = read_gguf(file)
+    found = facts(header)
+    if json_:
+        console.print_json({**found, **({"tensor_list": _listed(header)} if tensors else {})})
+        return
+    tokenizer = found["tokenizer"]
+    special = ", ".join(f"{name} {number}" for name, number in tokenizer["special_ids"].items())
+    shown = dict(found, bytes=console.size(found["bytes"]))
+    shown["types"] = ", ".join(
+        f"{kind} {of['tensors']} tensors {console.size(of['bytes'])}" for kind, of in found["types"].items()
+    )
+    shown["tokenizer"] = f"{tokenizer['model']}, pre-tokenizer {tokenizer['pre']}"
+    shown["special_ids"] = special or "none"
+    shown["chat_template"] = "yes" if tokenizer["chat_template"] else "no"
+    shown["imatrix"] = ", ".join(f"{key} {value}" for key, value in found["imatrix"].items()) or "none"
+    console.table(None, ("", ""), [(key.replace("_", " "), str(value)) for key, value in shown.items()])
+    if tensors:
+        _tensor_table((t.name, t.type, t.shape, t.nbytes, t.file.name) for t in header.tensors.values())
+
+
+def _listed(header: "GgufHeader") -> list[dict[str, Any]]:
+    return [
+        {"name": t.name, "dtype": t.type, "shape": list(t.shape), "file": t.file.name} for t in header.tensors.values()
+    ]
+
+
+def _tensor_table(tensors: Iterable[tuple[str, str, Sequence[int], int, str]]) -> None:
+    """Name, type, shape, bytes and file of each tensor, for people."""
+    rows = [
+        (name, kind, " x ".join(map(str, shape)), console.size(nbytes), file)
+        for name, kind, shape, nbytes, file in tensors
+    ]
+    console.table(None, ("tensor", "type", "shape", "size", "file"), rows, right=(3,))
 
 
 def _summary(quantization: Any) -> str:

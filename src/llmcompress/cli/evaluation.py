@@ -28,9 +28,12 @@ def register(app: typer.Typer) -> None:
 
 def evaluate(
     model: Annotated[
-        Path, typer.Argument(help="Any directory llmcompress writes, or an original model.", show_default=False)
+        Path,
+        typer.Argument(help="Any directory or GGUF file llmcompress writes, or an original model.", show_default=False),
     ],
-    ref: Annotated[Path | None, typer.Option("--ref", help="The original, to measure divergence from.")] = None,
+    ref: Annotated[
+        Path | None, typer.Option("--ref", help="The original, to measure divergence from; a GGUF file needs it.")
+    ] = None,
     text: Annotated[
         str, typer.Option("--text", help="Text file to evaluate on; default: text shipped with llmcompress.")
     ] = "default",

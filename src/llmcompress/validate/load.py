@@ -1,4 +1,4 @@
-"""Any directory we write, and originals, back into something that runs on the CPU, without other projects' readers."""
+"""Whatever we write, and originals, back into something that runs on the CPU, without other projects' runtimes."""
 
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,15 @@ from llmcompress.engine.fits import check_numbers
 from llmcompress.errors import CheckpointError
 from llmcompress.formats.base import Format
 from llmcompress.grids.coded import Coded
-from llmcompress.model.build import StreamedModel
+from llmcompress.model.build import StreamedModel, Weights
 from llmcompress.model.observe import observe
 from llmcompress.model.skeleton import load_config
 from llmcompress.model.whole import whole_model
 from llmcompress.recipe import formats
 from llmcompress.store.checkpoint import Checkpoint
+from llmcompress.store.gguf_model import read_gguf
+from llmcompress.validate.gguf_file import gguf_in
+from llmcompress.validate.gguf_source import GgufWeights
 from llmcompress.validate.packed import PackedLinear
 
 
@@ -60,20 +63,42 @@ class DecodedWeights:
 
 
 def open_streamed(
-    path: Path, *, dtype: torch.dtype, device: torch.device | None = None, trust_remote_code: bool = False
+    path: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+    trust_remote_code: bool = False,
+    source: Path | None = None,
 ) -> StreamedModel:
-    """A directory as a model run section by section."""
-    checkpoint = Checkpoint(path)
+    """A directory or a GGUF file as a model run section by section.
+
+    source: the directory that a GGUF file was made from, which has the config that the file lacks.
+    """
+    file = gguf_in(path)
+    if file is not None and source is None:
+        raise CheckpointError(f"{path} is a GGUF file, without config.json", "give the model it was made from: --ref")
+    directory = path if file is None or source is None else source
+    checkpoint = Checkpoint(directory)
     check_numbers(checkpoint.headers)
-    config = load_config(path, trust_remote_code)
+    config = load_config(directory, trust_remote_code)
     spec = find(str(checkpoint.headers.config.get("model_type"))) or observe(config, trust_remote_code)
-    weights = DecodedWeights(checkpoint, spec)
+    weights: Weights = DecodedWeights(checkpoint, spec) if file is None else GgufWeights(read_gguf(file), checkpoint)
     return StreamedModel(weights, config, spec, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
 
 
-def load_whole(path: Path, *, dtype: torch.dtype, packed: bool = True, trust_remote_code: bool = False) -> nn.Module:
-    """A directory as a whole transformers model in memory; with `packed`, quantised linears stay packed."""
-    streamed = open_streamed(path, dtype=dtype, trust_remote_code=trust_remote_code)
+def load_whole(
+    path: Path,
+    *,
+    dtype: torch.dtype,
+    packed: bool = True,
+    trust_remote_code: bool = False,
+    source: Path | None = None,
+) -> nn.Module:
+    """A directory or GGUF file as a whole transformers model in memory.
+
+    packed: quantised linears of a directory stay packed. source: as of `open_streamed`.
+    """
+    streamed = open_streamed(path, dtype=dtype, trust_remote_code=trust_remote_code, source=source)
     weights, spec = streamed.weights, streamed.spec
     modules: list[tuple[str, str]] = []
     for number, layer in enumerate(streamed.layers):

@@ -1,4 +1,4 @@
-"""An evaluation as the command line asks for it: two directories, a text, a protocol."""
+"""An evaluation as the command line asks for it: two models, a text, a protocol."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from llmcompress.engine.calibration import load_tokenizer
 from llmcompress.engine.run import device_of
 from llmcompress.errors import CheckpointError
 from llmcompress.validate.evaluate import cut_windows, measure
+from llmcompress.validate.gguf_file import gguf_in
 from llmcompress.validate.load import load_whole, open_streamed
 from llmcompress.validate.statistics import figures
 
@@ -22,7 +23,10 @@ DEFAULT_WINDOWS = 80
 
 @dataclass(frozen=True)
 class Request:
-    """What to evaluate: directories, text ('default' or a path), windows [windows, length] and how to run."""
+    """What to evaluate: directories, text ('default' or a path), windows [windows, length] and how to run.
+
+    model may be a GGUF file; ref is then the directory it was made from.
+    """
 
     model: Path
     ref: Path | None
@@ -36,7 +40,8 @@ class Request:
 
 
 def evaluate_paths(request: Request, watch: Callable[[int, int], None]) -> dict[str, Any]:
-    """Figures of a directory, against a reference if one is given. Refuses models of different vocabularies."""
+    """Figures of a model, against a reference if one is given. Refuses models of different vocabularies."""
+    _check(request)
     tokenizer = load_tokenizer(request.ref or request.model, request.trust_remote_code)
     place = shipped("eval_data") if request.text == "default" else Path(request.text)
     files = text_files(place, suffixes=(".txt",)) if place.is_dir() else [place]
@@ -50,7 +55,7 @@ def evaluate_paths(request: Request, watch: Callable[[int, int], None]) -> dict[
         "device": device_of(request.device),
         "trust_remote_code": request.trust_remote_code,
     }
-    subject = open_streamed(request.model, **opening)
+    subject = open_streamed(request.model, source=request.ref, **opening)
     reference = open_streamed(request.ref, **opening) if request.ref is not None else None
     if reference is not None and subject.config.vocab_size != reference.config.vocab_size:
         raise CheckpointError(
@@ -58,6 +63,14 @@ def evaluate_paths(request: Request, watch: Callable[[int, int], None]) -> dict[
             "give the model that was compressed as --ref",
         )
     return figures(measure(subject, reference, windows, request.batch, watch))
+
+
+def _check(request: Request) -> None:
+    """CheckpointError for a GGUF file without, or as, a reference: it has neither config.json nor tokenizer files."""
+    if request.ref is None and gguf_in(request.model) is not None:
+        raise CheckpointError(f"{request.model} is a GGUF file", "give the model it was made from as --ref")
+    if request.ref is not None and gguf_in(request.ref) is not None:
+        raise CheckpointError(f"--ref {request.ref} is a GGUF file", "give the original model's directory as --ref")
 
 
 def continuations(request: Request, prompt: str, max_new_tokens: int) -> dict[str, str]:
@@ -68,7 +81,7 @@ def continuations(request: Request, prompt: str, max_new_tokens: int) -> dict[st
     for path in (request.model, request.ref):
         if path is None:
             continue
-        model = load_whole(path, dtype=torch.float32, trust_remote_code=request.trust_remote_code)
+        model = load_whole(path, dtype=torch.float32, trust_remote_code=request.trust_remote_code, source=request.ref)
         with torch.no_grad():
             out = model.generate(  # type: ignore[operator]
                 ids,

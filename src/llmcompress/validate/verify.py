@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from llmcompress.errors import LlmcompressError
 from llmcompress.validate.matrices import (
     PARTS,
     Matrix,
@@ -92,21 +93,21 @@ def verify(out: Path, source: Path | None = None) -> list[Check]:
     try:
         report = read_json(out / "report.json")
         unusable = _report_wrongs(report, form)
-        checks.append(_summary("report", unusable, "names this format and every linear"))
+        checks.append(summary("report", unusable, "names this format and every linear"))
         report = {} if unusable else report
     except DamageError as error:
         report = {}
         checks.append(Check("report", False, str(error)))
     directory = _Directory(out, config, form, tensors, report)
-    checks.append(_guarded("config", lambda: _summary("config", _config_wrongs(directory), "keys and tensors agree")))
-    checks.append(_guarded("hashes", lambda: _hashes(directory)))
+    checks.append(guarded("config", lambda: summary("config", _config_wrongs(directory), "keys and tensors agree")))
+    checks.append(guarded("hashes", lambda: _hashes(directory)))
     infinite = [f"{name} holds values that are not finite" for name, tensor in tensors.items() if not tensor.finite()]
-    checks.append(_summary("finite", infinite, "every value"))
+    checks.append(summary("finite", infinite, "every value"))
     matrices: dict[str, Matrix] = {}
     wrong = _read_all(directory, matrices)
     if form == "dense":
-        wrong += _guarded_list(lambda: _too_many_values(directory))
-    checks.append(_summary("matrices", wrong, f"{len(matrices) or len(directory.records)} on their grids"))
+        wrong += guarded_list(lambda: _too_many_values(directory))
+    checks.append(summary("matrices", wrong, f"{len(matrices) or len(directory.records)} on their grids"))
     checks.append(_fused(directory, matrices))
     if source is not None:
         checks += _against(directory, matrices, source)
@@ -117,25 +118,29 @@ def passed(checks: Sequence[Check]) -> bool:
     return all(check.ok or check.warning for check in checks)
 
 
-def _summary(name: str, wrong: Sequence[str], right: str) -> Check:
+def summary(name: str, wrong: Sequence[str], right: str) -> Check:
+    """A check that is ok if nothing is `wrong`; else the first three of what is."""
     if not wrong:
         return Check(name, True, right)
     more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
     return Check(name, False, "; ".join(wrong[:3]) + more)
 
 
-def _guarded(name: str, look: Callable[[], Check]) -> Check:
+def guarded(name: str, look: Callable[[], Check]) -> Check:
     """Damage that stops a look is a failed check; so are settings of types that no config should have."""
     try:
         return look()
-    except (DamageError, *_MISFITS) as error:
-        return Check(
-            name, False, f"{type(error).__name__}: {error}" if not isinstance(error, DamageError) else str(error)
-        )
+    except LlmcompressError as error:
+        return Check(name, False, error.message)
+    except DamageError as error:
+        return Check(name, False, str(error))
+    except _MISFITS as error:
+        return Check(name, False, f"{type(error).__name__}: {error}")
 
 
-def _guarded_list(look: Callable[[], list[str]]) -> list[str]:
-    check = _guarded("", lambda: _summary("", look(), ""))
+def guarded_list(look: Callable[[], list[str]]) -> list[str]:
+    """What a look finds wrong, or the damage that stopped it."""
+    check = guarded("", lambda: summary("", look(), ""))
     return [] if check.ok else [check.detail]
 
 
@@ -161,7 +166,7 @@ def _hashes(directory: _Directory) -> Check:
     for name, tensor in directory.tensors.items():
         if name in recorded and tensor.sha256() != recorded[name]:
             wrong.append(f"{name} is not what was written")
-    return _summary("hashes", sorted(wrong), "every tensor has the recorded SHA-256")
+    return summary("hashes", sorted(wrong), "every tensor has the recorded SHA-256")
 
 
 def _read_all(directory: _Directory, matrices: dict[str, Matrix]) -> list[str]:
@@ -176,7 +181,7 @@ def _read_all(directory: _Directory, matrices: dict[str, Matrix]) -> list[str]:
             matrices[module], found = read_matrix(module, directory.tensors, directory.config)
             return found
 
-        wrong += _guarded_list(look)
+        wrong += guarded_list(look)
     return wrong
 
 
@@ -274,7 +279,7 @@ def _fused(directory: _Directory, matrices: Mapping[str, Matrix]) -> Check:
             held = [name for name in members if name in matrices or f"{name}.weight" in directory.tensors]
             if len({matrices[name].scheme if name in matrices else None for name in held}) > 1:
                 wrong.append(f"{', '.join(held)} are not on one grid")
-    check = _summary("fused", wrong, "linears that engines fuse share a grid")
+    check = summary("fused", wrong, "linears that engines fuse share a grid")
     return Check(check.name, check.ok, check.detail, warning=True)
 
 
@@ -287,11 +292,11 @@ def _against(directory: _Directory, matrices: Mapping[str, Matrix], source: Path
     keys = (config.keys() | directory.config.keys()) - _MAY_DIFFER
     changed = sorted(key for key in keys if config.get(key) != directory.config.get(key))
     wrong = [f"config.json has another {key!r} than the source" for key in changed]
-    wrong += _guarded_list(lambda: _completeness(directory, matrices, originals))
-    bound = _guarded_list(lambda: _bound_wrongs(directory, matrices, originals))
+    wrong += guarded_list(lambda: _completeness(directory, matrices, originals))
+    bound = guarded_list(lambda: _bound_wrongs(directory, matrices, originals))
     return [
-        _summary("source", wrong, f"{len(originals)} tensors, each unchanged or quantised"),
-        _summary("bound", bound, f"{len(directory.records)} matrices as near to the source as recorded"),
+        summary("source", wrong, f"{len(originals)} tensors, each unchanged or quantised"),
+        summary("bound", bound, f"{len(directory.records)} matrices as near to the source as recorded"),
     ]
 
 

@@ -1,0 +1,139 @@
+"""A GGUF file beside the checkpoint it was made from: what of it belongs to which tensor of that."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmcompress.errors import CheckpointError
+from llmcompress.formats.gguf.family import find
+from llmcompress.formats.gguf.keys import Key
+from llmcompress.formats.gguf.metadata import architecture, metadata
+from llmcompress.formats.gguf.names import gguf_tensors
+from llmcompress.formats.gguf.tensors import GGUFTensor
+from llmcompress.formats.gguf.types import FILE_TYPES
+from llmcompress.store.checkpoint import Checkpoint
+from llmcompress.store.gguf_header import GgufHeader
+from llmcompress.store.headers import ModelHeaders
+from llmcompress.validate.gguf_facts import scalar
+from llmcompress.validate.gguf_file import decoded, rows_of
+
+_EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
+
+
+def expected_tensors(header: GgufHeader, source: ModelHeaders) -> list[GGUFTensor]:
+    """The tensors that a GGUF file of `source` has; CheckpointError if there can be none.
+
+    header: of the file, which says to how many rows an embedding is cut.
+    """
+    embedding = header.tensors.get(_EMBEDDING)
+    rows = None if embedding is None else embedding.shape[0]
+    return gguf_tensors(source.config, [(name, stored.spec.shape) for name, stored in source.tensors.items()], rows)
+
+
+def expected_keys(source: ModelHeaders, tensors: Sequence[GGUFTensor]) -> list[Key]:
+    """The hyperparameters that a GGUF file of `source` has."""
+    prefix = f"{architecture(source.config)}."
+    keys = metadata(source.config, tensors, FILE_TYPES["F32"], "model")
+    return [key for key in keys if key.name.startswith(prefix)]
+
+
+def misfits(header: GgufHeader, source: ModelHeaders, tensors: Sequence[GGUFTensor]) -> list[str]:
+    """Why a file cannot have been made from `source`: another architecture, tensors, shapes or hyperparameters."""
+    arch, said = architecture(source.config), scalar(header, "general.architecture")
+    if arch != said:
+        return [f"its architecture is {said}, not {arch}"]
+    shapes = {tensor.name: tensor.shape for tensor in tensors}
+    wrong = [f"tensor {name} is missing" for name in shapes if name not in header.tensors]
+    wrong += [f"tensor {name} does not come from it" for name in header.tensors if name not in shapes]
+    wrong += [
+        f"tensor {name} is {list(stored.shape)}, not {list(shapes[name])}"
+        for name, stored in header.tensors.items()
+        if name in shapes and _extents(stored.shape) != _extents(shapes[name])
+    ]
+    for key in expected_keys(source, tensors):
+        value = scalar(header, key.name)
+        expected = float(np.float32(key.value)) if isinstance(key.value, float) else key.value
+        if key.name in header.fields and value != expected:
+            wrong.append(f"{key.name} is {value}, not {expected}")
+    return wrong
+
+
+def _extents(shape: Sequence[int]) -> tuple[int, ...]:
+    """A shape as GGUF files keep it: without leading ones."""
+    first = next((at for at, extent in enumerate(shape) if extent != 1), len(shape) - 1)
+    return tuple(shape[first:])
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one source of a tensor became: rows `begin` to `end` of the tensor seen as a matrix."""
+
+    tensor: GGUFTensor
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    def values(self, header: GgufHeader) -> Tensor:
+        """Its values as stored in the file, float32."""
+        return torch.from_numpy(decoded(header, self.tensor.name, self.begin, self.end)).reshape(self.shape)
+
+
+def parts_of(header: GgufHeader, tensor: GGUFTensor) -> list[Part]:
+    """One part for each source of a tensor, in order; a computed tensor is one part."""
+    count = max(1, len(tensor.sources))
+    shape = tensor.shape if count == 1 else tensor.shape[1:]
+    rows = rows_of(header, tensor.name) // count
+    return [Part(tensor, shape, number * rows, (number + 1) * rows) for number in range(count)]
+
+
+class GgufWeights:
+    """The tensors of `source` by on-disk name, as a GGUF file made from it has them; implements `Weights`.
+
+    Rows are put back in order, offsets taken off, experts unstacked. Rows of an embedding that the file lacks, because
+    no token has them, are the source's. CheckpointError if the file was made from another model.
+    """
+
+    def __init__(self, header: GgufHeader, source: Checkpoint) -> None:
+        self.header, self.source = header, source
+        tensors = expected_tensors(header, source.headers)
+        if wrong := misfits(header, source.headers, tensors):
+            raise CheckpointError(
+                f"{header.path} was not made from {source.path}: {wrong[0]}",
+                "give the model it was made from as --ref",
+            )
+        self._parts: dict[str, list[Part]] = {}
+        self._shapes = {name: stored.spec.shape for name, stored in source.headers.tensors.items()}
+        embedding = next(tensor for tensor in tensors if tensor.name == _EMBEDDING)
+        for tensor in tensors:
+            names = tensor.sources
+            if tensor.name == _HEAD and names == embedding.sources:  # a head of its own all the same
+                names = (f"{find(source.headers.config).head}.weight",)
+                self._shapes[names[0]] = self._shapes[tensor.sources[0]]
+            for name, part in zip(names, parts_of(header, tensor), strict=False):
+                self._parts.setdefault(name, []).append(part)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._parts
+
+    def read(self, name: str) -> Tensor:
+        """A tensor in the shape it has in the source, float32."""
+        if name not in self._parts:
+            raise CheckpointError(f"tensor {name} is not in {self.header.path}")
+        parts, shape = self._parts[name], self._shapes[name]
+        transposed = parts[0].tensor.transposed
+        shape = shape[::-1] if transposed else shape
+        axis = -2 if len(shape) > 1 else 0
+        indices = [_rows(part.tensor, shape[axis]) for part in parts]
+        whole = sum(map(len, indices)) == shape[axis]
+        out = torch.empty(shape) if whole else self.source.read(name).to(torch.float32)
+        for part, index in zip(parts, indices, strict=True):
+            out.index_copy_(axis, index, part.values(self.header) - part.tensor.offset)
+        return out.t().contiguous() if transposed else out
+
+
+def _rows(tensor: GGUFTensor, count: int) -> Tensor:
+    """For each row of a tensor the number of the row in its source, which has `count`: int64 [rows]."""
+    return torch.arange(count) if tensor.rows is None else tensor.rows.index()

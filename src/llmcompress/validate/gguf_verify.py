@@ -1,0 +1,190 @@
+"""Proof that a GGUF file is what it claims to be: values are decoded by the gguf package, never by what wrote them.
+
+What is proved, in words:
+
+- files: header, shards and lengths agree; every tensor within its file, without gap or overlap.
+- keys: architecture and sizes are there and are those of the tensors; every layer has the same tensors.
+- tokens: as many as the embedding has rows, each another text; types, scores, merges and special ids fit them.
+- finite: every decoded value is, so every scale is.
+- hashes: every tensor has the SHA-256 that the report beside the file recorded.
+- source: the tensors and hyperparameters are those llama.cpp asks for, of these shapes, and no others; texts of tokens
+  and the chat template are the source's.
+- bound: of every matrix the relative error ||W - W'|| / ||W|| (Frobenius), rows in GGUF's order, is the one recorded in
+  the report, to 0.1%, and below that of the worst data its type can meet with the nearest codes of scales that span a
+  group: sqrt(group) / steps. F32 is exact; F16 and BF16 are off by their rounding at most.
+"""
+
+import hashlib
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcompress.errors import CheckpointError, LlmcompressError
+from llmcompress.formats.gguf.tensors import GGUFTensor, pieces
+from llmcompress.store.checkpoint import Checkpoint
+from llmcompress.store.gguf_header import GgufHeader
+from llmcompress.store.gguf_model import read_gguf, tensor_bytes
+from llmcompress.store.output_file import report_of
+from llmcompress.validate.gguf_facts import scalar
+from llmcompress.validate.gguf_file import decoded, rows_of
+from llmcompress.validate.gguf_source import Part, expected_keys, expected_tensors, misfits, parts_of
+from llmcompress.validate.gguf_tokens import against_source, token_wrongs
+from llmcompress.validate.stored import DamageError, read_json
+from llmcompress.validate.verify import AGREEMENT, Check, guarded, guarded_list, summary
+
+_AT_ONCE = 1 << 22  # values compared at once
+_HALF_STEP = {"F32": (0.0, 0.0), "F16": (2.0**-11, 2.0**-25), "BF16": (2.0**-8, 2.0**-134)}  # relative, and near zero
+_GRIDS = {  # values that share a scale, and steps by which it spans them; of IQ4 the widest
+    "Q8_0": (32, 254), "Q6_K": (16, 63), "Q5_0": (32, 31), "Q5_1": (32, 31), "Q5_K": (32, 31), "Q4_0": (32, 15),
+    "Q4_1": (32, 15), "Q4_K": (32, 15), "IQ4_NL": (32, 10), "IQ4_XS": (32, 10), "Q3_K": (16, 7),
+}  # fmt: skip
+_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+
+
+def verify_gguf(file: Path, source: Path | None = None) -> list[Check]:
+    """Look at everything in a GGUF file (or its shards), and compare it with the model it was made from.
+
+    The file is good if every check that is no warning is ok. Never raises for damage in it, nor in `source`.
+    """
+    try:
+        header = read_gguf(file)
+    except CheckpointError as error:
+        return [Check("files", False, error.message)]
+    nbytes = sum(tensor.nbytes for tensor in header.tensors.values())
+    report = _report(header)
+    checks = [
+        Check("files", True, f"{len(header.tensors)} tensors, {nbytes} bytes"),
+        Check("report", bool(report), "beside the file" if report else "none of this file beside it", warning=True),
+        guarded("keys", lambda: summary("keys", _key_wrongs(header), "sizes are those of the tensors")),
+        guarded("tokens", lambda: summary("tokens", token_wrongs(header), "one for each row of the embedding")),
+        guarded("finite", lambda: summary("finite", _infinite(header), "every value")),
+    ]
+    if report:
+        checks.append(guarded("hashes", lambda: summary("hashes", _hash_wrongs(header, report), "as recorded")))
+    return checks if source is None else checks + _against(header, report, source)
+
+
+def _report(header: GgufHeader) -> Mapping[str, Any]:
+    """The report that was written with a file; empty if it is not there."""
+    for path in (report_of(header.path), header.path.with_name("report.json")):
+        try:
+            report = read_json(path)
+        except DamageError:
+            continue
+        if report.get("format") == "gguf":
+            return report
+    return {}
+
+
+def _key_wrongs(header: GgufHeader) -> list[str]:
+    arch = scalar(header, "general.architecture")
+    width, rows = scalar(header, f"{arch}.embedding_length"), scalar(header, f"{arch}.vocab_size")
+    wrong = []
+    embedding = header.tensors.get("token_embd.weight")
+    if embedding is None or embedding.shape != (rows, width):
+        shape = None if embedding is None else list(embedding.shape)
+        wrong.append(f"token_embd.weight is {shape}, the keys say [{rows}, {width}]")
+    layers: dict[int, set[str]] = {}
+    for name in header.tensors:
+        if found := _LAYER.fullmatch(name):
+            layers.setdefault(int(found[1]), set()).add(found[2])
+    if sorted(layers) != list(range(len(layers))) or len(layers) != scalar(header, f"{arch}.block_count"):
+        wrong.append(f"there are {len(layers)} layers, {arch}.block_count is {scalar(header, f'{arch}.block_count')}")
+    wrong += [f"layer {number} has not the tensors of layer 0" for number in layers if layers[number] != layers.get(0)]
+    if any(tensor.type not in _HALF_STEP for tensor in header.tensors.values()):
+        version = scalar(header, "general.quantization_version")
+        wrong += [] if version == 2 else [f"general.quantization_version is {version}, not 2"]
+    return wrong
+
+
+def _infinite(header: GgufHeader) -> list[str]:
+    return [
+        f"{name} holds values that are not finite"
+        for name in header.tensors
+        if not all(
+            bool(np.isfinite(decoded(header, name, begin, end)).all())
+            for begin, end in _panels(header, name, 0, rows_of(header, name))
+        )
+    ]
+
+
+def _panels(header: GgufHeader, name: str, begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """Rows `begin` to `end` of a tensor in stretches of bounded size."""
+    step = max(1, _AT_ONCE // (header.tensors[name].shape or (1,))[-1])
+    for at in range(begin, end, step):
+        yield at, min(at + step, end)
+
+
+def _hash_wrongs(header: GgufHeader, report: Mapping[str, Any]) -> list[str]:
+    recorded = report["tensors"]
+    wrong = [f"{name} is not in the report" for name in header.tensors if name not in recorded]
+    wrong += [f"{name} is in the report and not in the file" for name in recorded if name not in header.tensors]
+    for name in header.tensors:
+        if name in recorded and hashlib.sha256(tensor_bytes(header, name).data).hexdigest() != recorded[name]:
+            wrong.append(f"{name} is not what was written")
+    return wrong
+
+
+def _against(header: GgufHeader, report: Mapping[str, Any], source: Path) -> list[Check]:
+    try:
+        checkpoint = Checkpoint(source)
+        tensors = expected_tensors(header, checkpoint.headers)
+        wrong = misfits(header, checkpoint.headers, tensors)
+        keys = [key.name for key in expected_keys(checkpoint.headers, tensors)]
+    except LlmcompressError as error:
+        return [Check("source", False, f"the source cannot be read: {error.message}")]
+    wrong += [f"there is no {key}" for key in keys if key not in header.fields]
+    checks = [summary("source", wrong, f"{len(tensors)} tensors, each that of the source")]
+    if wrong:
+        return checks  # what follows reads tensors that may be missing
+    tokens = guarded_list(lambda: against_source(header, source))
+    bound = guarded_list(lambda: list(_bound_wrongs(header, report, checkpoint, tensors)))
+    return [
+        *checks,
+        summary("source tokens", tokens, "texts, merges and chat template are the source's"),
+        summary("bound", bound, "every tensor as near to the source as its type can be and the report says"),
+    ]
+
+
+def _bound_wrongs(
+    header: GgufHeader, report: Mapping[str, Any], checkpoint: Checkpoint, tensors: Sequence[GGUFTensor]
+) -> Iterator[str]:
+    recorded = {f"{record['name']}.weight": record["relative_error"] for record in report.get("linears", ())}
+    for tensor in tensors:
+        names = tensor.sources or (tensor.name,)
+        whole = zip(names, parts_of(header, tensor), pieces(tensor, checkpoint.read), strict=True)
+        for name, part, values in whole:
+            theirs = values.reshape(part.end - part.begin, -1).numpy()
+            yield from _part_wrongs(header, part, theirs, name, recorded.get(name))
+
+
+def _part_wrongs(
+    header: GgufHeader, part: Part, theirs: NDArray[np.float32], source: str, recorded: float | None
+) -> Iterator[str]:
+    """What is wrong with rows of a tensor, which are `theirs` in the source, as float32 [rows, width]."""
+    name = part.tensor.name
+    kind = header.tensors[name].type
+    error, norm, far = 0.0, 0.0, 0
+    for begin, end in _panels(header, name, part.begin, part.end):
+        weight = theirs[begin - part.begin : end - part.begin].astype(np.float64)
+        difference = np.abs(weight - decoded(header, name, begin, end))
+        error += float(np.square(difference).sum())
+        norm += float(np.square(weight).sum())
+        if kind in _HALF_STEP:
+            relative, least = _HALF_STEP[kind]
+            far += int((difference > relative * np.abs(weight) + least).sum())
+    if far:
+        yield f"{name} has {far} values that are not {source} in {kind}"
+    if kind in _HALF_STEP:
+        return
+    found = math.sqrt(error / norm) if norm else math.sqrt(error)
+    group, steps = _GRIDS.get(kind, (1, 1))
+    if not found < math.sqrt(group) / steps:
+        yield f"{name} is further from {source} than {kind} takes it (relative error {found:.3g})"
+    elif recorded is not None and not abs(found - recorded) <= AGREEMENT * recorded + 1e-7:
+        yield f"{name} has a relative error of {found:.6g} from {source}, the report says {recorded:.6g}"

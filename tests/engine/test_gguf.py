@@ -1,0 +1,216 @@
+"""From a model directory to a GGUF file: read back by the gguf package, and by a verifier that decodes with it."""
+
+import json
+import resource
+import signal
+from contextlib import contextmanager
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from llmcompress.engine.plan import Options, make_plan
+from llmcompress.engine.run import run
+from llmcompress.errors import PlanError, RecipeError, RunError, StoppedError
+from llmcompress.grids.base import BLOCK_TYPES
+from llmcompress.grids.encoders import encode
+from llmcompress.packing.ggml import pack
+from llmcompress.parallel import threads
+from llmcompress.recipe import parse
+from llmcompress.store.gguf_model import read_gguf, tensor_bytes
+from llmcompress.validate.gguf_verify import verify_gguf
+from llmcompress.validate.session import Request, evaluate_paths
+from madetokenizers import byte_level, save
+
+KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K_M", "Q2_K", "IQ4_NL")
+CALIBRATION = {"source": "default", "samples": 4, "length": 64}
+
+
+def plan(model, out, kind="Q4_K_M", method="rtn", shard_size=None, overwrite=False, **types):
+    recipe = parse(
+        {
+            "calibration": CALIBRATION,
+            "steps": [{"method": method, "gguf": {"type": kind, **types}}],
+            "output": {"format": "gguf"},
+        }
+    )
+    output = recipe.output.model_copy(update={"shard_size": shard_size})  # smaller than users may ask for
+    return make_plan(recipe.model_copy(update={"output": output}), model, Options(out=out, overwrite=overwrite))
+
+
+def write(model, out, *arguments, **options):
+    run(plan(model, out, *arguments, **options))
+    return out
+
+
+def failures(file, model):
+    return {check.name: check.detail for check in verify_gguf(file, model) if not check.ok}
+
+
+def types(file):
+    return {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors}
+
+
+def inside(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture(scope="module")
+def narrow(random_model_dir, tmp_path_factory):
+    """Widths of 64 and 96: too narrow for blocks of 256."""
+    import shutil
+
+    path = tmp_path_factory.mktemp("narrow") / "model"
+    shutil.copytree(random_model_dir("llama", vocab_size=288), path)
+    return save(byte_level(), path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", ["narrow", "wide"])
+def test_every_type_is_of_the_planned_size_and_near_the_source(kind, width, narrow, tiny_model_dir, tmp_path):
+    model = narrow if width == "narrow" else tiny_model_dir
+    planned = plan(model, tmp_path / "model.gguf", kind)
+    run(planned)
+    file = tmp_path / "model.gguf"
+    assert file.stat().st_size == planned.estimate.output_bytes
+    assert failures(file, model) == {}
+    assert inside(tmp_path) == ["model.gguf", "model.gguf.report.json"]
+    found = types(file)
+    assert found["blk.0.attn_norm.weight"] == "F32"
+    expected = {"Q4_K_M": ("Q5_0", "Q4_K"), "Q2_K": ("Q4_0", "Q2_K")}.get(kind, (kind, kind))
+    assert found["blk.1.ffn_up.weight"] == expected[width == "wide"]
+    assert (
+        gguf.GGUFReader(file).get_field("general.file_type").contents()
+        == gguf.LlamaFileType[f"{'ALL' if kind == 'F32' else 'MOSTLY'}_{kind}"]
+    )
+
+
+def test_calibration_makes_the_same_bytes_closer(tiny_model_dir, tmp_path):
+    kl, sizes = [], []
+    for method in ("rtn", "gptq"):
+        file = write(tiny_model_dir, tmp_path / f"{method}.gguf", "Q2_K", method)
+        assert failures(file, tiny_model_dir) == {}
+        request = Request(file, tiny_model_dir, "default", 64, 4, 4, "cpu", "float32")
+        kl.append(evaluate_paths(request, lambda done, of: None)["kl"])
+        sizes.append(file.stat().st_size)
+    assert sizes[0] == sizes[1]
+    assert kl[1] < 0.8 * kl[0]
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_a_run_that_stopped_goes_on_to_the_same_bytes(method, tiny_model_dir, tmp_path):
+    whole = write(tiny_model_dir, tmp_path / "whole.gguf", method=method)
+    cut = tmp_path / "cut.gguf"
+    with pytest.raises(StoppedError):
+        run(plan(tiny_model_dir, cut, method=method), stop=lambda finished: finished >= 2)
+    assert not cut.exists()
+    write(tiny_model_dir, cut, method=method)
+    assert cut.read_bytes() == whole.read_bytes()
+    report = json.loads((tmp_path / "whole.gguf.report.json").read_text())
+    assert report == json.loads((tmp_path / "cut.gguf.report.json").read_text())
+    assert len(inside(tmp_path)) == 4
+
+
+def test_what_is_in_the_way_is_replaced_only_if_it_is_a_gguf_file_and_if_asked(narrow, tmp_path):
+    file = write(narrow, tmp_path / "model.gguf", "Q8_0")
+    first = file.read_bytes()
+    with pytest.raises(PlanError, match=r"model\.gguf already exists"):
+        plan(narrow, file, "Q4_0")
+    assert file.read_bytes() == first
+    write(narrow, file, "Q4_0", overwrite=True)
+    assert types(file)["blk.0.ffn_up.weight"] == "Q4_0"
+    for name, make in {
+        "notes.gguf": lambda path: path.write_text("notes"),
+        "folder.gguf": lambda path: path.mkdir(),
+        "link.gguf": lambda path: path.symlink_to(file),
+    }.items():
+        make(tmp_path / name)
+        with pytest.raises(PlanError, match="is not overwritten"):
+            plan(narrow, tmp_path / name, overwrite=True)
+    assert (tmp_path / "notes.gguf").read_text() == "notes"
+
+
+def test_split_files_hold_the_same_tensors(narrow, tmp_path):
+    whole = read_gguf(write(narrow, tmp_path / "whole.gguf", "Q8_0"))
+    planned = plan(narrow, tmp_path / "split", "Q8_0", shard_size=45_000)
+    run(planned)
+    shards = sorted((tmp_path / "split").glob("*.gguf"))
+    assert [file.name for file in shards] == [f"model-Q8_0-{n:05d}-of-00003.gguf" for n in (1, 2, 3)]
+    assert sum(file.stat().st_size for file in shards) == planned.estimate.output_bytes
+    for number, file in enumerate(shards):
+        reader = gguf.GGUFReader(file)
+        said = [reader.get_field(f"split.{key}").contents() for key in ("no", "count", "tensors.count")]
+        assert said == [number, 3, len(whole.tensors)]
+        assert sum(tensor.n_bytes for tensor in reader.tensors) <= 45_000
+        assert (reader.get_field("tokenizer.ggml.tokens") is None) == (number > 0)
+    joined = read_gguf(shards[0])
+    assert list(joined.tensors) == list(whole.tensors)
+    assert all(np.array_equal(tensor_bytes(joined, name), tensor_bytes(whole, name)) for name in whole.tensors)
+    assert failures(shards[0], narrow) == {}
+    with pytest.raises(PlanError, match=r"3 files are needed, .*other\.gguf is one"):
+        plan(narrow, tmp_path / "other.gguf", "Q8_0", shard_size=45_000)
+
+
+def test_a_directory_gets_the_same_file_with_its_papers(narrow, tmp_path):
+    file = write(narrow, tmp_path / "single.gguf", "Q4_0")
+    folder = write(narrow, tmp_path / "folder", "Q4_0")
+    assert (folder / "model-Q4_0.gguf").read_bytes() == file.read_bytes()
+    assert {"README.md", "llmcompress.yaml", "report.json"} < set(inside(folder))
+    single = tmp_path / "single.gguf.report.json"
+    assert (folder / "report.json").read_bytes() == single.read_bytes()
+
+
+def test_types_may_be_chosen_by_name_of_tensor(narrow, tmp_path):
+    asked = {"tensors": {"ffn_down": "Q8_0", "blk.1.attn_*": "Q5_1"}, "embedding": "Q4_1", "output": "F16"}
+    file = write(narrow, tmp_path / "model.gguf", "Q4_0", **asked)
+    found = types(file)
+    assert found["blk.0.ffn_down.weight"] == found["blk.1.ffn_down.weight"] == "Q8_0"
+    assert (found["blk.0.attn_q.weight"], found["blk.1.attn_q.weight"]) == ("Q4_0", "Q5_1")
+    assert (found["token_embd.weight"], found["output.weight"]) == ("Q4_1", "F16")
+    assert failures(file, narrow) == {}
+
+
+def test_wrong_wishes_are_refused_before_anything_is_written(narrow, tmp_path, main, capsys):
+    with pytest.raises(RecipeError, match=r"unknown .*'Q4_K_X'") as unknown:
+        plan(narrow, tmp_path / "model.gguf", "Q4_K_X")
+    assert "did you mean" in unknown.value.hint
+    with pytest.raises(PlanError, match=r"pattern 'ffn_dwn' fits no matrix"):
+        plan(narrow, tmp_path / "model.gguf", tensors={"ffn_dwn": "Q8_0"})
+    assert main("gguf", narrow, "--type", "Q9", "-o", tmp_path / "model.gguf") == 2
+    assert main("gguf", narrow, "--type", "Q8_0", "--tensor-type", "ffn_down", "-o", tmp_path / "model.gguf") == 2
+    assert main("gguf", narrow, "--type", "Q8_0", "-o", tmp_path / "model.gguf", "--dry-run") == 0
+    assert capsys.readouterr().err.count("error: ") == 2
+    assert inside(tmp_path) == []
+
+
+@contextmanager
+def files_of_at_most(nbytes):
+    """The system refuses to make files larger, as if the disk were full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_leaves_no_file(narrow, tmp_path):
+    planned = plan(narrow, tmp_path / "model.gguf", "F32")
+    with files_of_at_most(200_000), pytest.raises(RunError, match=r"model\.gguf cannot be written"):
+        run(planned)
+    assert inside(tmp_path) == ["model.gguf.work"]
+    whole = write(narrow, tmp_path / "other" / "model.gguf", "F32").read_bytes()
+    assert write(narrow, tmp_path / "model.gguf", "F32").read_bytes() == whole
+
+
+@pytest.mark.parametrize("kind", sorted(BLOCK_TYPES))
+def test_what_solvers_see_is_what_the_gguf_package_decodes(kind, tiny_model_dir):
+    weight = load_file(tiny_model_dir / "model.safetensors")["model.layers.1.mlp.down_proj.weight"][:64].float()
+    with threads(1):
+        coded = encode(weight, BLOCK_TYPES[kind], "compat")
+    theirs = gguf.quants.dequantize(pack(coded).numpy(), gguf.GGMLQuantizationType[kind])
+    assert torch.equal(coded.decode(), torch.from_numpy(theirs))

@@ -1,0 +1,127 @@
+"""llama.cpp computes from our GGUF files what transformers computes from the weights we decode from them.
+
+llama.cpp keeps keys and values in float16, looks gelu up in a table of float16, and multiplies quantised matrices with
+inputs rounded to 8 bits, which now and then sends a token to another expert. So logits of F32 files agree to 1% of
+their standard deviation for every token, those of Q8_0 to 10% for the median token.
+"""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from llamacpp import Llama
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from llmcompress.engine.plan import Options, make_plan
+from llmcompress.engine.run import run
+from llmcompress.formats.gguf import families
+from llmcompress.recipe import parse
+from llmcompress.registry import discover
+from llmcompress.validate.load import load_whole
+from madetokenizers import byte_level, save
+
+pytestmark = pytest.mark.interop
+
+ROWS = 288  # of the embedding: more than the 260 tokens
+IDS = torch.randint(2, 260, (24,), generator=torch.Generator().manual_seed(0)).tolist()
+TOLERANCE = {"F32": 0.01, "Q8_0": 0.1}
+OVERRIDES = {
+    "gemma2": {"query_pre_attn_scalar": 16},
+    "gemma3_text": {"query_pre_attn_scalar": 16, "num_hidden_layers": 6},  # the sixth has full attention
+    "qwen3_moe": {"norm_topk_prob": True},
+}
+MODEL_TYPES = sorted(kind for family in discover(families, "FAMILY").values() for kind in family.model_types)
+
+
+def write(model, out, kind, **step):
+    """A GGUF file of `model`."""
+    recipe = {"steps": [{"method": "rtn", "gguf": {"type": kind}, **step}], "output": {"format": "gguf"}}
+    run(make_plan(parse(recipe), model, Options(out=out)))
+    return out
+
+
+def ours(file, model, ids):
+    """Logits [tokens, vocabulary] of transformers on the weights decoded from a file."""
+    with torch.no_grad():
+        return load_whole(file, dtype=torch.float32, source=model)(torch.tensor([ids]), use_cache=False).logits[0]
+
+
+def distances(mine, theirs):
+    """Of each token the largest difference of logits, as a share of the standard deviation of all."""
+    mine = np.asarray(mine)[:, : theirs.shape[1]]
+    return np.abs(mine - theirs).max(axis=1) / mine.std()
+
+
+@pytest.fixture(scope="module")
+def model_of(random_model_dir, tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+
+    def make(kind, **config):
+        config = {"vocab_size": ROWS, **OVERRIDES.get(kind, {}), **config}
+        path = root / f"model-{len(list(root.iterdir()))}"  # some names change what llama.cpp does: phi-3
+        shutil.copytree(random_model_dir(kind, dtype="float32", **config), path)
+        return save(byte_level(), path)
+
+    return make
+
+
+@pytest.mark.parametrize("kind", MODEL_TYPES)
+def test_every_family_gives_the_logits_of_transformers(kind, model_of, tmp_path):
+    model = model_of(kind)
+    turned = [IDS[0], *IDS[:0:-1]]
+    for type_, summary in (("F32", np.max), ("Q8_0", np.median)):
+        file = write(model, tmp_path / f"{type_}.gguf", type_)
+        mine = ours(file, model, IDS)
+        with Llama(file, length=64) as llama:
+            theirs = llama.logits(IDS)
+            assert summary(distances(mine, theirs)) < TOLERANCE[type_]
+            assert summary(distances(mine, llama.logits(turned))) > 1  # as it would be if llama.cpp computed otherwise
+            assert llama.generate(IDS, 3)
+    original = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        logits = original(torch.tensor([IDS]), use_cache=False).logits[0]
+    assert torch.allclose(logits, ours(tmp_path / "F32.gguf", model, IDS), rtol=0, atol=1e-4)
+
+
+def test_the_trained_model_says_the_same_in_llama_cpp(tiny_model_dir, tmp_path):
+    text = "The water in the river"
+    file = write(tiny_model_dir, tmp_path / "model.gguf", "F32")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    ids = tokenizer(text)["input_ids"]
+    original = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    with torch.no_grad():
+        said = original.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=24)[0, len(ids) :].tolist()
+        logits = original(torch.tensor([ids]), use_cache=False).logits[0]
+    with Llama(file) as llama:
+        assert llama.ids(text) == ids
+        assert distances(logits, llama.logits(ids)).max() < TOLERANCE["F32"]
+        assert llama.generate(ids, 24) == said
+        assert llama.text(said, special=False) == tokenizer.decode(said, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "bound"),
+    [
+        *((kind, 0.003) for kind in ("Q4_K_M", "Q2_K", "Q3_K_S", "IQ4_NL", "Q4_0", "Q4_1", "IQ4_XS")),  # 8-bit inputs
+        ("BF16", 1e-4),  # inputs in bfloat16
+        ("F16", 1e-6),
+    ],
+)
+def test_llama_cpp_decodes_blocks_as_we_do(kind, bound, tiny_model_dir, tiny_eval_text, tmp_path):
+    file = write(tiny_model_dir, tmp_path / "model.gguf", kind)
+    ids = AutoTokenizer.from_pretrained(tiny_model_dir)(tiny_eval_text.read_text()[:300])["input_ids"]
+    mine = ours(file, tiny_model_dir, ids).log_softmax(-1)
+    original = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    with torch.no_grad():
+        source = original(torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
+    with Llama(file) as llama:
+        theirs = torch.from_numpy(llama.logits(ids)).log_softmax(-1)
+    assert divergence(mine, theirs) < bound
+    if bound == 0.003:
+        assert divergence(source, theirs) > 4 * divergence(mine, theirs)  # it is not the original that they agree with
+
+
+def divergence(p, q):
+    """Mean KL divergence of next tokens, from log-probabilities [tokens, vocabulary]."""
+    return float((p.exp() * (p - q)).sum(-1).mean())
