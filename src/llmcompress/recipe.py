@@ -35,6 +35,7 @@ class Calibration(_Strict):
     samples: int = Field(128, ge=1, le=1_000_000_000, description="windows of text")
     length: int = Field(512, ge=2, le=1_000_000_000, description="tokens per window")
     seed: int = Field(0, ge=0, lt=1 << 63, description="which windows are drawn")
+    imatrix: str | None = Field(None, description="importance matrix that a method without calibration goes by")
 
 
 class Output(_Strict):
@@ -44,6 +45,7 @@ class Output(_Strict):
     shard_size: int | None = Field(
         None, ge=1_000_000, lt=1 << 63, description="bytes per weight file at most; none: 5 GB, one file for gguf"
     )
+    modelfile: bool = Field(False, description="write a Modelfile for Ollama beside a GGUF file")
     pre: str | None = Field(None, description="llama.cpp's name of the pre-tokenizer, where it is not recognised")
 
 

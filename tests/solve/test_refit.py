@@ -88,7 +88,7 @@ def test_better_scales_never_raise_any_rows_loss(weight, hessian, name):
 
 @pytest.mark.parametrize("name", ["Q2_K", "Q4_K", "Q6_K", "IQ4_XS"])
 def test_no_single_step_of_the_last_block_is_left(weight, hessian, name):
-    """Brute force: after descent until nothing moves, no multiple or minimum of the last block is better one up or down."""
+    """Brute force: after descent to the end, no multiple or minimum of the last block is better one up or down."""
     coded = swept(weight, hessian, name)
     for _ in range(20):
         coded = refit_blocks(coded.codes, coded.grid, hessian, weight @ hessian)

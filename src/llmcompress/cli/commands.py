@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llmcompress.cli import checks, console, data, evaluation, gguf
+from llmcompress.cli import checks, console, data, evaluation, gguf, imatrix
 from llmcompress.cli import options as o
 from llmcompress.errors import GateError, RecipeError
 from llmcompress.ledger import KINDS
@@ -55,6 +55,7 @@ def register(app: typer.Typer) -> None:
     evaluation.register(app)
     checks.register(app)
     data.register(app)
+    imatrix.register(app)
 
 
 RecipeFile = Annotated[

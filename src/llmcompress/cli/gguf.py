@@ -15,7 +15,8 @@ TYPES = "Types"
 DOC = """Write a GGUF file for llama.cpp straight from safetensors, in any of its types from Q2_K to Q8_0.
 
 Without --calibration weights are rounded with nothing but themselves, in seconds. With it, errors
-are measured on text and made up for (gptq on the type's own grid): the same size, and much closer to the original."""
+are measured on text and made up for (gptq on the type's own grid): the same size, and much closer to the original.
+--imatrix rounds by how much each input matters, as llama-quantize does: between the two."""
 
 Type = Annotated[
     str,
@@ -42,7 +43,7 @@ Search = Annotated[
     typer.Option(
         "--search",
         help="How scales are found: llama-quantize's to the bit, as good and faster, or refined jointly. "
-        "Default: best with calibration, else fast.",
+        "Default: best with --calibration or --imatrix, else fast.",
         rich_help_panel=TYPES,
     ),
 ]
@@ -54,11 +55,22 @@ Source = Annotated[
         rich_help_panel=o.CALIBRATION,
     ),
 ]
+Imatrix = Annotated[
+    Path | None,
+    typer.Option(
+        "--imatrix",
+        help="Importance matrix of this model, by `llmcompress imatrix` or llama-imatrix, to round by.",
+        rich_help_panel=o.CALIBRATION,
+    ),
+]
 Pre = Annotated[
     str | None,
     typer.Option(
         "--pre", help="llama.cpp's name of the pre-tokenizer, where it is not recognised.", rich_help_panel=o.OUTPUT
     ),
+]
+Modelfile = Annotated[
+    bool, typer.Option("--modelfile", help="Write a Modelfile for Ollama beside the file.", rich_help_panel=o.OUTPUT)
 ]
 File = Annotated[
     Path | None,
@@ -87,8 +99,10 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "out": (File, None),
     "split_max_size": (SplitSize, None),
     "pre": (Pre, None),
+    "modelfile": (Modelfile, False),
     "overwrite": (o.Overwrite, False),
     "calibration": (Source, None),
+    "imatrix": (Imatrix, None),
     **{name: o.RUN_OPTIONS[name] for name in ("field", "samples", "length", "seed")},
     **{name: option for name, option in o.MEANS.items() if name not in ("target", "tp", "repair")},
 }
@@ -105,25 +119,30 @@ def command(go: Callable[[Recipe, dict[str, Any]], None]) -> Callable[..., None]
 
 def recipe_of(values: dict[str, Any]) -> Recipe:
     """The recipe that the options of the command stand for."""
-    calibrated = values["calibration"] is not None
+    calibrated, weighted = values["calibration"] is not None, values["imatrix"] is not None
+    if calibrated and weighted:
+        raise RecipeError("--imatrix and --calibration both say what errors cost", "give one of them")
     types = {
         "type": values["type_"],
         "pure": values["pure"],
         "output": values["output_type"],
         "embedding": values["embedding_type"],
         "tensors": _patterns(values["tensor_type"]),
-        "search": values["search"] or ("best" if calibrated else "fast"),
+        "search": values["search"] or ("best" if calibrated or weighted else "fast"),
     }
     method: type[Method] = methods()["gptq" if calibrated else "rtn"]
     calibration = {key: values[key] for key in ("samples", "length", "seed")}
     if calibrated:
         calibration["source"] = values["calibration"]
+    if weighted:
+        calibration["imatrix"] = str(values["imatrix"])
     if values["field"] is not None:
         calibration["options"] = {"field": values["field"]}
     output = {
         "format": "gguf",
         "shard_size": o.gigabytes("--split-max-size", values["split_max_size"]),
         "pre": values["pre"],
+        "modelfile": values["modelfile"],
     }
     return Recipe(
         calibration=build(Calibration, calibration, "the calibration options"),

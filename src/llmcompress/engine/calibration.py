@@ -1,7 +1,7 @@
 """The tokens of a run: asked of the recipe's source, checked against the model's vocabulary."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -9,11 +9,13 @@ from torch import Tensor
 from llmcompress.calib.base import Request
 from llmcompress.calib.pack import resolve
 from llmcompress.engine.fits import check_numbers, vocabulary_size
-from llmcompress.engine.plan import Plan
 from llmcompress.errors import CheckpointError, PlanError
 from llmcompress.model.skeleton import load_config
 from llmcompress.recipe import Calibration
 from llmcompress.store.headers import read_headers, refuse_links
+
+if TYPE_CHECKING:
+    from llmcompress.engine.plan import Plan
 
 
 def load_tokenizer(path: Path, trust_remote_code: bool = False) -> Any:
@@ -30,7 +32,7 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> Any:
         ) from None
 
 
-def calibration_tokens(plan: Plan) -> Tensor:
+def calibration_tokens(plan: "Plan") -> Tensor:
     """Token ids [samples, length] int64 for a plan."""
     return tokens_for(plan.recipe.calibration, plan.headers.path, plan.dtype, plan.options.trust_remote_code)
 

@@ -43,8 +43,9 @@ class Compressor:
         for stage in stages_of(self.plan.layers[number]):
             statistics = self._statistics(layer, compressed, original, stage, ledger)
             return_freed_memory()  # what the windows took, before the matrices of the solvers come
-            for group in _together(stage):
-                for plan, solved, record in self._solve(group, statistics.get(group[0].space, Statistics()), ledger):
+            for group in _together(stage, apart=self.plan.importance is not None):
+                known = statistics.get(group[0].space) or self._given(group[0])
+                for plan, solved, record in self._solve(group, known, ledger):
                     coded[plan.module] = solved
                     linears.append(record)
                     self.progress.matrix(record)
@@ -80,6 +81,11 @@ class Compressor:
             if watch is not None:
                 _feed_starved(gram, needing[space], watch, layer, ledger)
         return found
+
+    def _given(self, plan: MatrixPlan) -> Statistics:
+        """What the user's importance matrix says of the input of a matrix."""
+        found = None if self.plan.importance is None else self.plan.importance.of(plan.entry.source.name)
+        return Statistics(importance=None if found is None else torch.from_numpy(found))
 
     def _solve(
         self, group: list[MatrixPlan], stats: Statistics, ledger: Ledger
@@ -120,11 +126,12 @@ def install(layer: nn.Module, plan: MatrixPlan, coded: Coded) -> None:
     weight.data.copy_(value.T if plan.conv1d else value)  # type: ignore[operator]
 
 
-def _together(stage: list[MatrixPlan]) -> list[list[MatrixPlan]]:
-    """Matrices of a stage that read the same space under the same options and source type."""
+def _together(stage: list[MatrixPlan], apart: bool) -> list[list[MatrixPlan]]:
+    """Matrices of a stage that read the same space under the same options and source type; `apart`: each on its own."""
     groups: dict[tuple[str, str, str], list[MatrixPlan]] = {}
     for plan in stage:
-        groups.setdefault((plan.space, plan.method.model_dump_json(), plan.entry.source.dtype), []).append(plan)
+        space = plan.path if apart else plan.space
+        groups.setdefault((space, plan.method.model_dump_json(), plan.entry.source.dtype), []).append(plan)
     return list(groups.values())
 
 

@@ -4,11 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from llmcompress.formats.base import TensorSpec
 from llmcompress.methods.base import SOLVED_ROWS
 from llmcompress.recipe import Recipe
 from llmcompress.store.headers import ModelHeaders
-from llmcompress.store.output import weights_nbytes
 
 if TYPE_CHECKING:
     from llmcompress.engine.plan import MatrixPlan
@@ -47,10 +45,10 @@ def estimate(
     headers: ModelHeaders,
     recipe: Recipe,
     layers: "Sequence[Sequence[MatrixPlan]]",
-    tensors: Sequence[TensorSpec],
+    output_bytes: int,
     means: Means,
 ) -> Estimate:
-    """Costs of a run whose matrices are `layers` and whose output tensors are `tensors`."""
+    """Costs of a run whose matrices are `layers` and whose weight files have `output_bytes`."""
     matrices = [plan for layer in layers for plan in layer]
     weights = sum(plan.entry.out_features * plan.entry.in_features for plan in matrices)
     bits = sum(
@@ -61,12 +59,12 @@ def estimate(
     calibrated = any(plan.method.needs_calibration for plan in matrices)
     paired = any(plan.method.original_samples for plan in matrices)
     return Estimate(
-        output_bytes=weights_nbytes(list(tensors), recipe.output.shard_size),
+        output_bytes=output_bytes,
         work_bytes=int(weights * 1.1) + (_windows(headers, recipe, layers, means) if calibrated else 0),
         memory_bytes=_memory(headers, recipe, layers, means, calibrated, paired),
         passes=(2 if paired else 1) if calibrated else 0,
         source_bytes=headers.nbytes,
-        bits_per_weight=bits / weights,
+        bits_per_weight=bits / weights if weights else 0.0,
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from llmcompress.parallel import in_order
 from llmcompress.store.windows import Windows, WindowsWriter
 
 Inputs = dict[str, Tensor]
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,31 @@ class Forward:
         """Per batch, what leaves the layer."""
         with self._bypassed():
             yield from in_order(self._call, self._spans)
+
+    def whole(self, wanted: Mapping[str, str], summary: Callable[[Tensor], R]) -> Iterator[tuple[dict[str, R], Tensor]]:
+        """Per batch, a summary of the input of every space in `wanted`, and what leaves the layer: one pass of it all.
+
+        Inputs are summed up as they are seen, before a later module may write over them.
+        """
+
+        def see(space: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+            def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+                self._local.seen[space] = summary(args[0])
+
+            return hook
+
+        def through(span: slice) -> tuple[dict[str, R], Tensor]:
+            self._local.seen = {}
+            left = self._call(span)
+            return self._local.seen, left
+
+        modules = {space: self.stream.layer.get_submodule(path) for space, path in wanted.items()}
+        handles = [module.register_forward_pre_hook(see(space)) for space, module in modules.items()]
+        try:
+            yield from in_order(through, self._spans)
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _see(self, space: str, enough: bool) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:

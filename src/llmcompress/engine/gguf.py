@@ -1,7 +1,7 @@
 """A GGUF file of a run: types and exact size with the plan, its bytes at the end."""
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from llmcompress.errors import PlanError
 from llmcompress.formats.gguf.family import find
 from llmcompress.formats.gguf.file import GgufFile, Placed, gguf_files, padded
+from llmcompress.formats.gguf.keys import Key, write
 from llmcompress.formats.gguf.metadata import architecture, notes, write_metadata
 from llmcompress.formats.gguf.mixture import Choice, Wishes, mixture
 from llmcompress.formats.gguf.names import gguf_tensors
@@ -25,6 +26,8 @@ from llmcompress.store.headers import ModelHeaders, read_json
 from llmcompress.store.output_file import is_single
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from llmcompress.engine.plan import Plan
@@ -51,9 +54,7 @@ class GgufModel:
         return {source: placed.type.name for placed in self.tensors for source in placed.tensor.sources}
 
 
-def gguf_model(
-    headers: ModelHeaders, asked: GgufTypes, output: Output, importance: bool, ledger: Ledger
-) -> GgufModel:
+def gguf_model(headers: ModelHeaders, asked: GgufTypes, output: Output, importance: bool, ledger: Ledger) -> GgufModel:
     """Types of all tensors, and the tokenizer where a GGUF file is to be written.
 
     importance: whether the run knows what errors in its inputs cost. Raises LlmcompressError for what GGUF, or
@@ -69,9 +70,7 @@ def gguf_model(
         for note in (*notes(headers.config), *tokenizer.notes):
             ledger.note("engine", "llama.cpp", note)
     hyper, _ = find(headers.config).read(headers.config)
-    facts = Facts(
-        architecture(headers.config), hyper.layers, hyper.heads, hyper.heads_kv, hyper.experts, importance
-    )
+    facts = Facts(architecture(headers.config), hyper.layers, hyper.heads, hyper.heads_kv, hyper.experts, importance)
     wishes = Wishes(asked.pure, asked.output, asked.embedding, asked.tensors)
     kind = file_type(asked.type)
     chosen = mixture([(tensor.name, tensor.shape) for tensor in tensors], facts, kind, wishes)
@@ -79,8 +78,13 @@ def gguf_model(
     return GgufModel(kind, tuple(Placed(tensor, chosen[tensor.name].type) for tensor in tensors), tokenizer)
 
 
-def files_of(model: GgufModel, headers: ModelHeaders, out: Path, max_bytes: int | None) -> tuple[GgufFile, ...]:
-    """The files that hold a model, with their headers: `out` itself where it is called .gguf, or files in it."""
+def files_of(
+    model: GgufModel, headers: ModelHeaders, out: Path, max_bytes: int | None, keys: Sequence[Key] = ()
+) -> tuple[GgufFile, ...]:
+    """The files that hold a model, with their headers: `out` itself where it is called .gguf, or files in it.
+
+    keys: those that come last.
+    """
     stem = out.stem if is_single(out) else f"{headers.path.resolve().name}-{model.kind.name}"
     readme, tokenizer = headers.path / "README.md", model.tokenizer
     generation = headers.path / "generation_config.json"
@@ -98,6 +102,7 @@ def files_of(model: GgufModel, headers: ModelHeaders, out: Path, max_bytes: int 
             read_json(generation) if generation.is_file() else None,
         )
         write_tokenizer(writer, tokenizer)
+        write(writer, keys)
 
     files = gguf_files(stem, architecture(headers.config), model.tensors, describe, max_bytes)
     if len(files) > 1 and is_single(out):
@@ -105,9 +110,7 @@ def files_of(model: GgufModel, headers: ModelHeaders, out: Path, max_bytes: int 
     return files
 
 
-def write_gguf(
-    plan: "Plan", checkpoint: "Checkpoint", staged: "Staging", out: "OutputDirectory"
-) -> dict[str, str]:
+def write_gguf(plan: "Plan", checkpoint: "Checkpoint", staged: "Staging", out: "OutputDirectory") -> dict[str, str]:
     """Write the files of a plan; SHA-256 (hex) of each tensor's bytes by its name."""
     hashes: dict[str, str] = {}
     data = _Data(plan, checkpoint, staged)
@@ -149,21 +152,32 @@ class _Data:
 
     def _encoded(self, placed: Placed) -> Iterator[memoryview]:
         """A tensor that no method was asked to round: norms, biases, the embedding, the head."""
-        for values in pieces(placed.tensor, self.checkpoint.read_finite):
-            rows = values.reshape(-1, values.shape[-1])
-            step = max(1, _CHUNK // rows.shape[1])
-            for start in range(0, rows.shape[0], step):
-                yield bytes_of(encoded(rows[start : start + step], placed.type.name, self.plan.step.search))
+        costs = None if self.plan.importance is None else self.plan.importance.tensors.get(placed.tensor.name)
+        for number, values in enumerate(_matrices(placed.tensor, self.checkpoint)):
+            importance = None if costs is None else costs[number]
+            step = max(1, _CHUNK // values.shape[1])
+            for start in range(0, values.shape[0], step):
+                rows = values[start : start + step]
+                yield bytes_of(encoded(rows, placed.type.name, self.plan.step.search, importance))
 
 
-def encoded(values: "Tensor", kind: str, search: "Search") -> "Tensor":
-    """Rows float32 [rows, width] in a type of GGML: uint8 [rows, bytes]."""
+def _matrices(tensor: GGUFTensor, checkpoint: "Checkpoint") -> Iterator["Tensor"]:
+    """The matrices [rows, width] of a tensor one by one: those of experts may be one tensor in the checkpoint too."""
+    for values in pieces(tensor, checkpoint.read_finite):
+        yield from values if values.ndim == 3 else (values.reshape(-1, values.shape[-1]),)
+
+
+def encoded(values: "Tensor", kind: str, search: "Search", importance: "NDArray[np.float32] | None" = None) -> "Tensor":
+    """Rows float32 [rows, width] in a type of GGML: uint8 [rows, bytes]. importance: of the inputs [width]."""
+    import torch
+
     from llmcompress.grids.encoders import encode
     from llmcompress.packing.ggml import pack
     from llmcompress.packing.plain import plain
 
     if kind in BLOCK_TYPES:
-        return pack(encode(values, BLOCK_TYPES[kind], search))
+        costs = None if importance is None else torch.from_numpy(importance)
+        return pack(encode(values, BLOCK_TYPES[kind], search, costs))
     return plain(values, kind)
 
 

@@ -20,11 +20,7 @@ def choose_means(options: "Options", length: int, cost_of: Callable[[Means], Est
     Where the memory is bounded and more do not fit, there are fewer threads and smaller batches; PlanError if even the
     fewest do not.
     """
-    import torch
-
-    batch = options.batch or max(1, _BATCH_TOKENS // length)
-    dtype = _compute_dtype(options.compute_dtype, options.device)
-    means = Means(dtype, batch, options.threads or torch.get_num_threads())
+    means = usual_means(options, length)
     cost = cost_of(means)
     limit = options.max_memory
     while limit is not None and cost.memory_bytes * _MARGIN > limit:
@@ -40,6 +36,15 @@ def choose_means(options: "Options", length: int, cost_of: Callable[[Means], Est
             )
         cost = cost_of(means)
     return means, cost
+
+
+def usual_means(options: "Options", length: int) -> Means:
+    """What is asked for, or else as much as is fastest, whatever memory it takes."""
+    import torch
+
+    batch = options.batch or max(1, _BATCH_TOKENS // length)
+    dtype = _compute_dtype(options.compute_dtype, options.device)
+    return Means(dtype, batch, options.threads or torch.get_num_threads())
 
 
 def _compute_dtype(asked: str, device: str) -> str:

@@ -8,16 +8,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llmcompress.arch import find
-from llmcompress.arch.spec import ArchSpec, Linear
+from llmcompress.arch.spec import ArchSpec
 from llmcompress.engine.estimate import Estimate, Means, estimate
-from llmcompress.engine.fits import check_names, check_numbers, check_shapes, numbered
+from llmcompress.engine.fits import Found
 from llmcompress.engine.gguf import files_of, gguf_model
+from llmcompress.engine.importance import Importance, given_importance
+from llmcompress.engine.matrices import matrices_of
 from llmcompress.engine.means import choose_means
+from llmcompress.engine.modelfile import modelfile
 from llmcompress.engine.settings import resolve
 from llmcompress.engine.targets.check import asked, engine_notes
 from llmcompress.engine.targets.repair import fitted
-from llmcompress.errors import CheckpointError, PlanError, RecipeError
+from llmcompress.errors import PlanError, RecipeError
 from llmcompress.formats.base import Entry, Format, TensorSpec
 from llmcompress.formats.gguf.file import GgufFile
 from llmcompress.ledger import Ledger
@@ -27,10 +29,6 @@ from llmcompress.registry import suggest
 from llmcompress.store.headers import ModelHeaders, read_headers
 from llmcompress.store.output import refuse_unwritable, weights_nbytes
 from llmcompress.store.output_file import output_of
-
-FLOAT_TYPES = ("F32", "F16", "BF16")
-
-_Found = tuple[str, int, int | None, str, str, Linear]
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,8 @@ class Options:
 class Plan:
     """A run, resolved. layers: matrices of each decoder layer in order of execution; entries: every source tensor.
 
-    tensors: those that are written, in order. files: what they are written into, where that is GGUF.
+    tensors: those that are written, in order. files: what they are written into, where that is GGUF. modelfile: the
+    text of one, where it is wanted.
     """
 
     recipe: Recipe
@@ -85,7 +84,9 @@ class Plan:
     entries: tuple[Entry, ...]
     tensors: tuple[TensorSpec, ...]
     files: tuple[GgufFile, ...]
+    modelfile: str | None
     estimate: Estimate
+    importance: Importance | None = None
     ledger: Ledger = field(default_factory=Ledger)
 
     @property
@@ -114,6 +115,7 @@ class Plan:
         return {
             "recipe": {key: value for key, value in self.recipe.as_data().items() if key != "output"},
             "model": self.headers.contents,
+            "imatrix": None if self.importance is None else self.importance.sha256,
             "compute_dtype": self.dtype,
             "batch": self.batch,
         }
@@ -134,18 +136,15 @@ def _draft(recipe: Recipe, model: Path, options: Options) -> Plan:
     headers = read_headers(model)
     format_ = _format(recipe)
     step = _single_step(recipe)
-    _check_source(headers, options)
-    check_numbers(headers)
     out, work = _places(recipe, step, model, options)
-    spec = _spec(headers, options, ledger)
-    matrices = _matrices(headers, spec)
-    widths = {name: _shape(headers, name, linear.conv1d)[1] for name, _, _, _, _, linear in matrices}
-    check_shapes(headers, spec, matrices)
-    gguf = None if step.gguf is None else gguf_model(headers, step.gguf, recipe.output, step.needs_calibration, ledger)
-    chosen = resolve(step, widths, ledger, None if gguf is None else gguf.types)
+    matrices = matrices_of(headers, options.trust_remote_code, ledger)
+    measured = step.needs_calibration or recipe.calibration.imatrix is not None
+    gguf = None if step.gguf is None else gguf_model(headers, step.gguf, recipe.output, measured, ledger)
+    importance = given_importance(recipe, step, gguf, ledger)
+    chosen = resolve(step, matrices.widths, ledger, None if gguf is None else gguf.types)
 
     planned: dict[str, MatrixPlan] = {}
-    for module, layer, expert, path, space, linear in matrices:
+    for module, layer, expert, path, space, linear in matrices.found:
         method = chosen[module]
         if method is None:
             if gguf is None:
@@ -163,7 +162,8 @@ def _draft(recipe: Recipe, model: Path, options: Options) -> Plan:
         planned[module] = MatrixPlan(layer, expert, path, module, space, linear.conv1d, entry, method)
     if not planned and gguf is None:
         raise PlanError("nothing is left to quantise", "loosen the patterns of --set")
-    declared = {module: linear.conv1d for module, _, _, _, _, linear in matrices}
+    declared = {module: linear.conv1d for module, _, _, _, _, linear in matrices.found}
+    spec = matrices.spec
     entries = tuple(_entry(stored.spec, planned, declared, spec, ledger) for stored in headers.tensors.values())
 
     refusal = format_.refuses(entries, headers.config)
@@ -172,14 +172,20 @@ def _draft(recipe: Recipe, model: Path, options: Options) -> Plan:
     for note in engine_notes(format_.name, entries, headers.config):
         ledger.note("engine", format_.name, note)
     files: tuple[GgufFile, ...] = ()
+    written = None
     if format_.name == "gguf" and gguf is not None:
-        files = files_of(gguf, headers, out, recipe.output.shard_size)
+        files = files_of(gguf, headers, out, recipe.output.shard_size, () if importance is None else importance.keys)
         tensors = tuple(placed.spec for file in files for placed in file.tensors)
         nbytes = sum(file.nbytes for file in files)
+        if recipe.output.modelfile and gguf.tokenizer is not None:
+            trusted = options.trust_remote_code
+            written, notes = modelfile(headers.path, files[0].name, gguf.tokenizer.add_bos, trusted)
+            for note in notes:
+                ledger.note("engine", "ollama", note)
     else:
         tensors = tuple(spec for entry in entries for spec in _layout(format_, entry))
         nbytes = weights_nbytes(tensors, recipe.output.shard_size)
-    count = headers.config.get("num_hidden_layers") or _layer_count(matrices)
+    count = headers.config.get("num_hidden_layers") or _layer_count(matrices.found)
     layers = tuple(tuple(plan for plan in planned.values() if plan.layer == number) for number in range(count))
     means, cost = choose_means(options, recipe.calibration.length, partial(estimate, headers, recipe, layers, nbytes))
     _check_disk(out, work, cost)
@@ -196,7 +202,9 @@ def _draft(recipe: Recipe, model: Path, options: Options) -> Plan:
         entries=entries,
         tensors=tensors,
         files=files,
+        modelfile=written,
         estimate=cost,
+        importance=importance,
         ledger=ledger,
     )
 
@@ -215,21 +223,6 @@ def _single_step(recipe: Recipe) -> Method:
             f"a recipe holds one quantising step, this one has {len(recipe.steps)}: {names}", "use set: for exceptions"
         )
     return recipe.steps[0]
-
-
-def _check_source(headers: ModelHeaders, options: Options) -> None:
-    if "quantization_config" in headers.config:
-        method = headers.config["quantization_config"]
-        name = method.get("quant_method", "unknown") if isinstance(method, Mapping) else "unknown"
-        raise CheckpointError(f"{headers.path} is already quantised ({name})", "start from the original model")
-    if "auto_map" in headers.config and not options.trust_remote_code:
-        raise CheckpointError(
-            f"{headers.path} brings its own code (auto_map in config.json)", "pass --trust-remote-code if you trust it"
-        )
-    if "model_type" not in headers.config:
-        raise CheckpointError(
-            f"{headers.path / 'config.json'} has no model_type", "give a directory as transformers saves it"
-        )
 
 
 def _places(recipe: Recipe, step: Method, model: Path, options: Options) -> tuple[Path, Path]:
@@ -253,66 +246,8 @@ def _called(recipe: Recipe, step: Method) -> str:
     return f"{step.name}-w{step.bits}{group}"
 
 
-def _spec(headers: ModelHeaders, options: Options, ledger: Ledger) -> ArchSpec:
-    model_type = str(headers.config["model_type"])
-    spec: ArchSpec | None = find(model_type)
-    if spec is not None:
-        return spec
-    from llmcompress.model.observe import observe
-    from llmcompress.model.skeleton import load_config
-
-    observed = observe(load_config(headers.path, options.trust_remote_code), options.trust_remote_code)
-    ledger.note("architecture", model_type, "no declaration: the order of its matrices was observed in a dry run")
-    return observed
-
-
-def _matrices(headers: ModelHeaders, spec: ArchSpec) -> list[_Found]:
-    """(on-disk module, layer, expert, path, space, declaration) of every declared matrix, in order of execution."""
-    experts = spec.expert_count(headers.config)
-    prefix, count = _layer_prefix(headers, spec)
-    check_names(headers, spec, prefix, count)
-    found: list[_Found] = []
-    for layer in range(count):
-        before = len(found)
-        for linear in spec.linears:
-            for expert, path, space in spec.expand(linear, experts):
-                module = f"{prefix}.{layer}.{spec.disk_path(path)}"
-                if f"{module}.weight" in headers.tensors:
-                    found.append((module, layer, expert, path, space, linear))
-                elif spec.experts is None and not spec.observed:
-                    raise CheckpointError(
-                        f"tensor {module}.weight is missing from {headers.place}", "the config does not fit the weights"
-                    )
-        if len(found) == before:
-            raise CheckpointError(f"{headers.place} has no matrices of layer {layer} ({prefix}.{layer})")
-    return found
-
-
-def _layer_prefix(headers: ModelHeaders, spec: ArchSpec) -> tuple[str, int]:
-    """The layers' on-disk prefix (some checkpoints lack the base model's) and their number."""
-    short = spec.layers.partition(".")[2]
-    for prefix in (spec.layers, short):
-        pattern = numbered(prefix)
-        numbers = {int(found[1]) for name in headers.tensors if prefix and (found := pattern.match(name))}
-        if numbers:
-            if max(numbers) >= len(headers.tensors):
-                raise CheckpointError(f"{headers.place} has no matrices of most layers below {prefix}.{max(numbers)}")
-            return prefix, max(numbers) + 1
-    raise CheckpointError(f"{headers.place} has no tensors under {spec.layers}", "the config does not fit the weights")
-
-
-def _layer_count(matrices: list[_Found]) -> int:
+def _layer_count(matrices: list[Found]) -> int:
     return max(layer for _, layer, *_ in matrices) + 1
-
-
-def _shape(headers: ModelHeaders, module: str, conv1d: bool) -> tuple[int, int]:
-    spec = headers.tensors[f"{module}.weight"].spec
-    if len(spec.shape) != 2 or spec.dtype not in FLOAT_TYPES:
-        raise CheckpointError(f"tensor {spec.name} is {spec.dtype} {list(spec.shape)}, not a floating-point matrix")
-    if 0 in spec.shape:
-        raise CheckpointError(f"tensor {spec.name} is {list(spec.shape)}, which holds nothing")
-    rows, columns = spec.shape
-    return (columns, rows) if conv1d else (rows, columns)
 
 
 def _entry(

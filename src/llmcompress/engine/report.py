@@ -31,6 +31,9 @@ def report(
             "bytes": plan.headers.nbytes,
         },
         "calibration": dict(calibration) if calibration is not None else None,
+        "imatrix": None
+        if plan.importance is None
+        else {"file": plan.importance.file, "sha256": plan.importance.sha256},
         "compute_dtype": plan.dtype,
         "output_bytes": plan.estimate.output_bytes,
         "bits_per_weight": round(plan.estimate.bits_per_weight, 4),

@@ -84,7 +84,8 @@ def finish(plan: Plan, checkpoint: Checkpoint, staged: Staging, calibration: dic
         records = staged.records(number)
         linears += records["linears"]
         ledger.extend(LedgerEntry(**entry) for entry in records["ledger"])
-    return write_output(plan, checkpoint, staged, linears, ledger, calibration)
+    with threads(plan.means.threads):
+        return write_output(plan, checkpoint, staged, linears, ledger, calibration)
 
 
 class _Sections:

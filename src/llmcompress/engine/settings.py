@@ -6,8 +6,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from llmcompress.errors import PlanError, RecipeError
-from llmcompress.ledger import Ledger
 from llmcompress.grids.base import BLOCK_TYPES
+from llmcompress.ledger import Ledger
 from llmcompress.methods.base import DEFAULT_GROUP_SIZES, GgufTypes, Method
 from llmcompress.recipe import build
 

@@ -43,6 +43,8 @@ def write_output(
             out.write_json(name, content)
         out.write_text("llmcompress.yaml", plan.recipe.as_yaml())
         out.write_json("report.json", result)
+        if plan.modelfile is not None:
+            out.write_text("Modelfile", plan.modelfile)
         out.write_text("README.md", model_card(card_facts(plan, result)))
         out.commit()
     return result
@@ -53,6 +55,7 @@ def card_facts(plan: Plan, result: dict[str, Any]) -> dict[str, Any]:
     readme = plan.headers.path / "README.md"
     linears, cost = result["linears"], plan.estimate
     calibration = result["calibration"]
+    error = sum(item["relative_error"] for item in linears)
     facts: dict[str, Any] = {
         "name": _title(plan),
         "format": plan.format.name,
@@ -66,7 +69,7 @@ def card_facts(plan: Plan, result: dict[str, Any]) -> dict[str, Any]:
             "bytes of weights": f"{cost.output_bytes:,}",
             "share of the source": f"{cost.output_bytes / cost.source_bytes:.1%}",
             "bits per quantised weight": f"{cost.bits_per_weight:.3f}",
-            "mean relative error of a matrix": f"{sum(i['relative_error'] for i in linears) / max(len(linears), 1):.4f}",
+            "mean relative error of a matrix": f"{error / max(len(linears), 1):.4f}",
         },
         "notes": [entry["why"] for entry in result["ledger"] if entry["kind"] == "engine"],
         "unquantised": [entry["subject"] for entry in result["ledger"] if entry["kind"] == "unquantised"],

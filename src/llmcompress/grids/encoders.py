@@ -4,7 +4,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from llmcompress.grids import compat
+from llmcompress.grids import compat, search
 from llmcompress.grids.base import BlockSpec
 from llmcompress.grids.coded import Coded
 
@@ -14,10 +14,12 @@ Search = Literal["compat", "fast", "best"]
 def encode(weight: Tensor, spec: BlockSpec, level: Search, importance: Tensor | None = None) -> Coded:
     """Weight [out, in] float32 rounded to a block type; importance [in]: what an error in an input channel costs.
 
-    compat: llama-quantize's own result. fast: as good, sooner. best: all scales of a block refined together.
+    compat: llama-quantize's own result. fast: as good, sooner. best: all scales of a block refined together; below four
+    bits only with importance, since least squares alone blunt the few large weights that matter most.
     """
+    if level == "best" and importance is None and spec.bits < 4:
+        level = "fast"
     if level == "compat":
         return compat.encode(weight, spec, importance)
-    from llmcompress.grids import search
 
     return search.fast(weight, spec, importance) if level == "fast" else search.best(weight, spec, importance)

@@ -63,9 +63,9 @@ class Imatrix:
 
 @dataclass(frozen=True, eq=False)
 class Floored:
-    """Importance without zeros, and what was put in their place.
+    """Importance to weigh errors with, and what was made up for it.
 
-    importance: float32 [n_mat, n_in], above zero. experts: numbers of the matrices without data; source: what they were
+    importance: float32 [n_mat, n_in]. experts: numbers of the matrices without data; source: what they were
     given, "mean of the others" or "ones". columns: how many others were raised, to `floor` times the median of their
     matrix.
     """
@@ -96,6 +96,13 @@ def floored(entry: ImatrixEntry, floor: float = 1e-3) -> Floored:
         source = "mean of the others" if seen.any() else "ones"
         importance[~seen] = importance[seen].mean(axis=0, dtype=np.float64) if seen.any() else 1
     return Floored(importance, experts, source, int((known < least).sum()), floor)
+
+
+def unfloored(entry: ImatrixEntry) -> Floored:
+    """The importance of an entry as llama-quantize takes it: ones for a matrix without data, and zeros stay."""
+    unseen = entry.counts == 0
+    importance = np.where(unseen[:, None], np.float32(1), entry.importance)
+    return Floored(importance, tuple(np.flatnonzero(unseen).tolist()), "ones" if unseen.any() else None, 0, 0.0)
 
 
 def merge(parts: Sequence[Imatrix]) -> Imatrix:
@@ -147,6 +154,13 @@ def split_experts(imatrix: Imatrix, wanted: Mapping[str, tuple[int, int]]) -> Im
             sum2 = entry.sum2.reshape(matrices, columns)
             entries[name] = ImatrixEntry(sum2, np.repeat(entry.counts, matrices))
     return replace(imatrix, entries=entries)
+
+
+def numbered(experts: Sequence[int], of: int) -> str:
+    """Some of the matrices of a tensor, for people."""
+    if of == 1:
+        return "it"
+    return f"{len(experts)} of {of} experts ({', '.join(map(str, experts[:8]))}{', ...' if len(experts) > 8 else ''})"
 
 
 def _added(name: str, one: ImatrixEntry, other: ImatrixEntry) -> ImatrixEntry:

@@ -15,12 +15,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcompress.errors import CalibrationError, PlanError
+from llmcompress.errors import CalibrationError, LlmcompressError, PlanError
 from llmcompress.formats.gguf.imatrix import Imatrix, ImatrixEntry
 from llmcompress.store.cursor import Cursor, mapped
 from llmcompress.store.files import create, writing
 from llmcompress.store.gguf_header import GgufHeader, read_header
 from llmcompress.store.gguf_model import tensor_bytes
+from llmcompress.store.output import refuse_unwritable
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 _CHUNK = 512  # tokens: what llama-imatrix takes unless told otherwise; a legacy file does not say
@@ -45,11 +46,26 @@ def read_imatrix(path: Path) -> Imatrix:
         raise CalibrationError(f"{path} is not a whole importance matrix: {error}", _AGAIN) from None
 
 
-def write_imatrix(path: Path, imatrix: Imatrix) -> None:
-    """A new GGUF file, the same bytes for the same values. PlanError if there is one; RunError if it cannot be."""
+def refuse_place(path: Path, overwrite: bool = False) -> None:
+    """PlanError if no importance matrix may be written to `path`; one may replace another where `overwrite` says so."""
+    refuse_unwritable(path)
+    if not os.path.lexists(path):
+        return
+    if not overwrite:
+        raise PlanError(f"{path} exists", "give another name, or --overwrite")
+    if path.is_symlink() or not path.is_file():
+        raise PlanError(f"{path} is not a file, so it is not overwritten", "give another name")
+    try:
+        read_imatrix(path)
+    except LlmcompressError:
+        raise PlanError(f"{path} is no importance matrix, so it is not overwritten", "give another name") from None
+
+
+def write_imatrix(path: Path, imatrix: Imatrix, overwrite: bool = False) -> None:
+    """A new GGUF file, the same bytes for the same values. As `refuse_place`; RunError if the system refuses it."""
     import gguf
 
-    with _appearing(path) as partial:
+    with _appearing(path, overwrite) as partial:
         writer = gguf.GGUFWriter(partial, "")
         writer.kv_data[0].clear()  # the architecture, which these files do not have
         writer.add_type("imatrix")
@@ -67,12 +83,12 @@ def write_imatrix(path: Path, imatrix: Imatrix) -> None:
             writer.close()
 
 
-def write_legacy(path: Path, imatrix: Imatrix) -> None:
+def write_legacy(path: Path, imatrix: Imatrix, overwrite: bool = False) -> None:
     """A new file of the legacy kind, which holds means only: experts without data get ones. Errors as `write_imatrix`.
 
     Of several datasets the last is named.
     """
-    with _appearing(path) as partial, partial.open("wb") as handle:
+    with _appearing(path, overwrite) as partial, partial.open("wb") as handle:
         handle.write(struct.pack("<i", len(imatrix.entries)))
         for name, entry in sorted(imatrix.entries.items()):
             calls = min(max(math.ceil(float(entry.counts.max()) / imatrix.chunk_size), 1), _MOST_CALLS)
@@ -144,10 +160,9 @@ def _packed(text: str) -> bytes:
 
 
 @contextmanager
-def _appearing(path: Path) -> Iterator[Path]:
+def _appearing(path: Path, overwrite: bool) -> Iterator[Path]:
     """A new file to write to, which is given the name `path` when it is whole."""
-    if os.path.lexists(path):
-        raise PlanError(f"{path} exists", "give another name, or remove it")
+    refuse_place(path, overwrite)
     partial = path.with_name(f"{path.name}.partial")
     with writing(path):
         partial.unlink(missing_ok=True)

@@ -1,0 +1,109 @@
+"""`imatrix` and `imatrix-merge`: importance matrices, for `gguf --imatrix` and for llama.cpp."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from llmcompress.cli import console
+from llmcompress.cli import options as o
+from llmcompress.errors import PlanError
+
+if TYPE_CHECKING:
+    from llmcompress.formats.gguf.imatrix import Imatrix
+
+Out = Annotated[Path, typer.Option("--output", "-o", help="File to write.", show_default=False)]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the importance matrix that is there.")]
+Legacy = Annotated[bool, typer.Option("--legacy", help="The kind of file (.dat) that llama.cpp read before 2025.")]
+Files = Annotated[list[Path], typer.Argument(help="Importance matrices of one model.", show_default=False)]
+
+
+def register(app: typer.Typer) -> None:
+    app.command("imatrix", rich_help_panel="Look")(measure)
+    app.command("imatrix-merge", rich_help_panel="Look")(merge)
+
+
+def measure(
+    model: o.Model,
+    out: Out,
+    calibration: o.Source = "default",
+    field: o.Field = None,
+    samples: o.Samples = 128,
+    length: o.Length = 512,
+    seed: o.Seed = 0,
+    legacy: Legacy = False,
+    overwrite: Overwrite = False,
+    device: o.Device = "auto",
+    compute_dtype: o.ComputeDtype = "auto",
+    batch: o.Batch = None,
+    threads: o.Threads = None,
+    trust_remote_code: o.Trust = False,
+    json_: o.Json = False,
+    quiet: o.Quiet = False,
+) -> None:
+    """Measure how much each input of every matrix matters: the sums of its squares over text, as llama-imatrix does."""
+    from transformers.utils import logging
+
+    from llmcompress.engine.imatrix import measure_imatrix
+    from llmcompress.engine.plan import Options
+    from llmcompress.formats.gguf.imatrix_file import refuse_place
+    from llmcompress.ledger import Ledger
+    from llmcompress.recipe import Calibration, build
+
+    logging.disable_progress_bar()
+    options = {} if field is None else {"field": field}
+    given = {"source": calibration, "options": options, "samples": samples, "length": length, "seed": seed}
+    text = build(Calibration, given, "the calibration options")
+    refuse_place(out, overwrite)
+    means = Options(
+        device=device,
+        compute_dtype=compute_dtype,
+        batch=batch,
+        threads=threads,
+        trust_remote_code=trust_remote_code,
+    )
+    ledger = Ledger()
+    with console.Steps("layers", quiet or json_) as steps:
+        found = measure_imatrix(model, text, _folder(out), means, ledger, steps.at)
+    _write(out, found, legacy, overwrite)
+    if not (quiet or json_):
+        console.ledger(ledger.as_json())
+    _tell(out, found, json_, ledger=ledger.as_json())
+
+
+def merge(files: Files, out: Out, legacy: Legacy = False, overwrite: Overwrite = False, json_: o.Json = False) -> None:
+    """Add up importance matrices of one model: that of all their texts together."""
+    from llmcompress.formats.gguf import imatrix
+    from llmcompress.formats.gguf.imatrix_file import read_imatrix, refuse_place
+
+    if len(files) < 2:
+        raise PlanError("there is nothing to merge with a single file", "give two or more")
+    refuse_place(out, overwrite)
+    found = imatrix.merge([read_imatrix(file) for file in files])
+    _folder(out)
+    _write(out, found, legacy, overwrite)
+    _tell(out, found, json_)
+
+
+def _folder(out: Path) -> Path:
+    """The directory of a file, which is made if it is missing."""
+    from llmcompress.store.files import make_directory, writing
+
+    with writing(out):
+        if not out.parent.exists():
+            make_directory(out.parent)
+    return out.parent
+
+
+def _write(out: Path, found: "Imatrix", legacy: bool, overwrite: bool) -> None:
+    from llmcompress.formats.gguf.imatrix_file import write_imatrix, write_legacy
+
+    (write_legacy if legacy else write_imatrix)(out, found, overwrite)
+
+
+def _tell(out: Path, found: "Imatrix", as_json: bool, **more: Any) -> None:
+    chunks, size, entries = found.chunk_count, found.chunk_size, len(found.entries)
+    if as_json:
+        console.print_json({"output": str(out), "entries": entries, "chunks": chunks, "chunk_size": size, **more})
+    else:
+        console.say(f"{out}: {entries} tensors, {chunks:,} windows of {size:,} tokens")

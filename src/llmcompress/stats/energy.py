@@ -1,0 +1,29 @@
+"""The energy of an input: sums of squares of its channels over tokens, the diagonal of its Gram matrix."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Energy(NamedTuple):
+    """sums: of squares of each channel [in], float64, on the CPU. tokens: counted. dropped: left out for inf or nan."""
+
+    sums: Tensor
+    tokens: int
+    dropped: int
+
+    def plus(self, other: "Energy") -> "Energy":
+        """Of the tokens of both."""
+        return Energy(self.sums + other.sums, self.tokens + other.tokens, self.dropped + other.dropped)
+
+
+def energy(x: Tensor) -> Energy:
+    """The energy of an input [..., in] of any float type, squared and summed in float32."""
+    squares = x.detach().reshape(-1, x.shape[-1]).to(torch.float32).square()
+    tokens = squares.shape[0]
+    sums = squares.sum(dim=0)
+    if not bool(torch.isfinite(sums).all()):
+        squares = squares[torch.isfinite(squares).all(dim=-1)]
+        sums = squares.sum(dim=0)
+    return Energy(sums.to("cpu", torch.float64), squares.shape[0], tokens - squares.shape[0])
