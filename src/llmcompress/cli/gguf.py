@@ -14,8 +14,9 @@ from llmcompress.recipe import Calibration, Output, Recipe, build, methods
 TYPES = "Types"
 DOC = """Write a GGUF file for llama.cpp straight from safetensors, in any of its types from Q2_K to Q8_0.
 
-Without --calibration weights are rounded with nothing but themselves, in seconds. With it, errors
-are measured on text and made up for (gptq on the type's own grid): the same size, and much closer to the original.
+Without --calibration weights are rounded with nothing but themselves, in seconds. \
+With it, errors are measured on text and made up for (gptq on the type's own grid): \
+the same size, and much closer to the original. \
 --imatrix rounds by how much each input matters, as llama-quantize does: between the two."""
 
 Type = Annotated[

@@ -2,8 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
+from llmcompress.formats.gguf.file import ENCODED_AT_ONCE
+from llmcompress.grids.base import BlockSpec
 from llmcompress.methods.base import SOLVED_ROWS
 from llmcompress.recipe import Recipe
 from llmcompress.store.headers import ModelHeaders
@@ -11,8 +14,10 @@ from llmcompress.store.headers import ModelHeaders
 if TYPE_CHECKING:
     from llmcompress.engine.plan import MatrixPlan
 
-_WITH_MODEL = 448_000_000  # Python with torch and transformers' model code, and what of torch's code a run touches
-_WITHOUT_MODEL = 380_000_000  # the same without a model and its forward passes
+_WITH_MODEL = 312_000_000  # Python with torch and transformers' model code, without the files of libraries
+_WITHOUT_MODEL = 272_000_000  # the same without a model and its forward passes
+_WITH_GGUF = 26_000_000  # more with the gguf package and a vocabulary
+_ENCODED = 12  # bytes that each weight of a chunk takes while it is encoded for GGUF
 _PER_THREAD = 24_000_000  # buffers that torch's libraries keep for each further one
 _ITEM = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -93,9 +98,13 @@ def _memory(
     paired: bool,
 ) -> int:
     """The interpreter, plus the larger of the embedding and the layer that takes most."""
-    table = max((stored.spec.nbytes for stored in headers.tensors.values()), default=0)
+    largest = max((stored.spec for stored in headers.tensors.values()), key=lambda spec: spec.nbytes)
+    table, more = largest.nbytes, 0
+    if recipe.output.format == "gguf":
+        table, more = table + _ENCODED * min(prod(largest.shape), ENCODED_AT_ONCE), _WITH_GGUF
     if not calibrated:
-        return _WITHOUT_MODEL + max(table, *(_solving(layer, means, False) for layer in layers))
+        table = table if more else int(1.4 * table)
+        return _WITHOUT_MODEL + more + max(table, *(_solving(layer, means, False) for layer in layers))
     item, width = _ITEM[means.dtype], _hidden_width(headers)
     tokens = means.batch * recipe.calibration.length
     most = 0
@@ -111,7 +120,7 @@ def _memory(
         kept = (3 if paired else 1) * 4 * max(columns**2 for columns in widths.values())
         kept = max(kept, sum(4 * columns**2 for columns in experts.values()))
         most = max(most, loaded + kept + running, loaded + _solving(layer, means, paired))
-    return _WITH_MODEL + _PER_THREAD * (means.threads - 1) + max(table + 4 * tokens * width * item, most)
+    return _WITH_MODEL + more + _PER_THREAD * (means.threads - 1) + max(table + 4 * tokens * width * item, most)
 
 
 def _solving(layer: "Sequence[MatrixPlan]", means: Means, paired: bool) -> int:
@@ -124,6 +133,8 @@ def _solving(layer: "Sequence[MatrixPlan]", means: Means, paired: bool) -> int:
     for plan in layer:
         total, columns = rows[plan.space, plan.method.model_dump_json()], plan.entry.in_features
         at_once = min(total, SOLVED_ROWS * means.threads)
+        if isinstance(plan.method.grid, BlockSpec) and not plan.method.needs_calibration:
+            at_once = 0  # blocks are searched in pieces that fit a processor's cache
         squares = (8 if paired else 5) * 4 * columns**2 if plan.method.needs_calibration else 0
         most = max(most, squares + 4 * columns * (4 * total + 8 * at_once))
     waiting = {plan.space: 4 * plan.entry.in_features**2 for plan in layer if plan.expert is not None}

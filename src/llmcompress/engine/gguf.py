@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmcompress.errors import PlanError
 from llmcompress.formats.gguf.family import find
-from llmcompress.formats.gguf.file import GgufFile, Placed, gguf_files, padded
+from llmcompress.formats.gguf.file import ENCODED_AT_ONCE, GgufFile, Placed, gguf_files, padded
 from llmcompress.formats.gguf.keys import Key, write
 from llmcompress.formats.gguf.metadata import architecture, notes, write_metadata
 from llmcompress.formats.gguf.mixture import Choice, Wishes, mixture
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from llmcompress.store.staging import Staging
 
 _README = 1_000_000  # characters in which its front matter is looked for
-_CHUNK = 1 << 23  # weights encoded at once: memory does not depend on the vocabulary
 
 
 @dataclass(frozen=True)
@@ -153,18 +152,12 @@ class _Data:
     def _encoded(self, placed: Placed) -> Iterator[memoryview]:
         """A tensor that no method was asked to round: norms, biases, the embedding, the head."""
         costs = None if self.plan.importance is None else self.plan.importance.tensors.get(placed.tensor.name)
-        for number, values in enumerate(_matrices(placed.tensor, self.checkpoint)):
+        for number, piece in enumerate(pieces(placed.tensor, self.checkpoint.read_finite)):
             importance = None if costs is None else costs[number]
-            step = max(1, _CHUNK // values.shape[1])
-            for start in range(0, values.shape[0], step):
-                rows = values[start : start + step]
-                yield bytes_of(encoded(rows, placed.type.name, self.plan.step.search, importance))
-
-
-def _matrices(tensor: GGUFTensor, checkpoint: "Checkpoint") -> Iterator["Tensor"]:
-    """The matrices [rows, width] of a tensor one by one: those of experts may be one tensor in the checkpoint too."""
-    for values in pieces(tensor, checkpoint.read_finite):
-        yield from values if values.ndim == 3 else (values.reshape(-1, values.shape[-1]),)
+            step = max(1, ENCODED_AT_ONCE // piece.shape[-1]) if len(piece.shape) > 1 else len(piece)
+            for start in range(0, len(piece), step):
+                values = piece.rows(start, start + step)
+                yield bytes_of(encoded(values, placed.type.name, self.plan.step.search, importance))
 
 
 def encoded(values: "Tensor", kind: str, search: "Search", importance: "NDArray[np.float32] | None" = None) -> "Tensor":

@@ -9,11 +9,16 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # of glibc's mallopt
 
 
 def peak_memory() -> int:
-    """Largest resident set of this process so far, in bytes."""
+    """Most memory that this process has had for itself so far, in bytes.
+
+    On Linux that is without the files it maps, which are the code of libraries: the kernel shares these pages, drops
+    them at need, and maps more or fewer of them with each start. Elsewhere it is the largest resident set.
+    """
     try:  # getrusage would also count the process that started this one
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
-    except (OSError, StopIteration):
+        sizes = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith(" kB")}
+        return sizes["VmHWM"] - sizes["RssFile"]
+    except (OSError, KeyError):
         pass
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return used if sys.platform == "darwin" else used * 1024
@@ -33,9 +38,10 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Have glibc give freed memory back to the system; called once per layer, or the heap would grow as it fragments.
+    """Have glibc give freed memory back to the system; does nothing elsewhere.
 
-    Does nothing elsewhere.
+    Called between the windows and the solvers of every stage and after every layer, or the heap would grow as it
+    fragments.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:

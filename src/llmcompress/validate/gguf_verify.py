@@ -18,6 +18,7 @@ import hashlib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcompress.errors import CheckpointError, LlmcompressError
-from llmcompress.formats.gguf.tensors import GGUFTensor, pieces
+from llmcompress.formats.gguf.tensors import GGUFTensor, convert
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.gguf_header import GgufHeader
 from llmcompress.store.gguf_model import read_gguf, tensor_bytes
@@ -157,9 +158,9 @@ def _bound_wrongs(
     recorded = {f"{record['name']}.weight": record["relative_error"] for record in report.get("linears", ())}
     for tensor in tensors:
         names = tensor.sources or (tensor.name,)
-        whole = zip(names, parts_of(header, tensor), pieces(tensor, checkpoint.read), strict=True)
-        for name, part, values in whole:
-            theirs = values.reshape(part.end - part.begin, -1).numpy()
+        for name, part in zip(names, parts_of(header, tensor), strict=True):
+            source = replace(tensor, shape=part.shape, sources=(name,) if tensor.sources else ())
+            theirs = convert(source, checkpoint.read).reshape(part.end - part.begin, -1).numpy()
             yield from _part_wrongs(header, part, theirs, name, recorded.get(name))
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from gguf import GGUFWriter
 
 ALIGNMENT = 32
+ENCODED_AT_ONCE = 1 << 22  # weights: memory does not depend on the vocabulary
 
 
 @dataclass(frozen=True)

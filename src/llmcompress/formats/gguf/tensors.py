@@ -70,24 +70,49 @@ Read = Callable[[str], "Tensor"]
 """Reads a tensor of a checkpoint by its on-disk name."""
 
 
-def pieces(tensor: GGUFTensor, read: Read) -> Iterator["Tensor"]:
-    """The float32 values of a tensor, in order, one source at a time: the experts of a stack one by one."""
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A matrix of a tensor, or a vector, as it lies in the checkpoint: values are converted only as they are taken.
+
+    source: [out, in] or [n], of any float type. index: for each row its number in the source, None for all of them.
+    """
+
+    source: "Tensor"
+    index: "Tensor | None"
+    offset: float
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self), *self.source.shape[1:])
+
+    def __len__(self) -> int:
+        return len(self.source if self.index is None else self.index)
+
+    def rows(self, start: int = 0, stop: int | None = None) -> "Tensor":
+        """Rows `start` to `stop`, all of them by default: float32."""
+        import torch
+
+        part = self.source[start:stop] if self.index is None else self.source[self.index[start:stop]]
+        part = part.to(torch.float32)
+        return (part + self.offset if self.offset else part).contiguous()
+
+
+def pieces(tensor: GGUFTensor, read: Read) -> "Iterator[Piece]":
+    """What a tensor is made of, in order: one piece, or one of each expert."""
     import torch
 
     if tensor.values is not None:
-        yield torch.tensor(tensor.values, dtype=torch.float32)
+        yield Piece(torch.tensor(tensor.values, dtype=torch.float32), None, 0.0)
     index = None if tensor.rows is None else tensor.rows.index()
     for name in tensor.sources:
-        values = read(name).to(torch.float32)
-        values = values.t() if tensor.transposed else values
-        if index is not None:
-            values = values.index_select(-2 if values.ndim > 1 else 0, index)
-        yield (values + tensor.offset if tensor.offset else values).contiguous()
+        values = read(name)
+        values = values.mT if tensor.transposed else values
+        for part in values if values.ndim == 3 else (values,):  # experts may be one tensor in the checkpoint too
+            yield Piece(part, index, tensor.offset)
 
 
 def convert(tensor: GGUFTensor, read: Read) -> "Tensor":
     """The float32 values of a tensor in its shape."""
     import torch
 
-    found = list(pieces(tensor, read))
-    return (found[0] if len(found) == 1 else torch.stack(found)).reshape(tensor.shape)
+    return torch.cat([piece.rows() for piece in pieces(tensor, read)]).reshape(tensor.shape)
