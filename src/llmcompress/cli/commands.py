@@ -12,6 +12,7 @@ import typer
 
 from llmcompress.cli import checks, console, data, evaluation, gguf, imatrix
 from llmcompress.cli import options as o
+from llmcompress.cli.shown import show_plan
 from llmcompress.errors import GateError, RecipeError
 from llmcompress.ledger import KINDS
 from llmcompress.methods.base import Method
@@ -120,7 +121,7 @@ def _go(recipe: Recipe, values: dict[str, Any], dry: bool = False) -> None:
         typer.echo(plan.recipe.as_yaml(), nl=False)
         return
     if dry or values["dry_run"]:
-        _show_plan(plan, values["json_"])
+        show_plan(plan, values["json_"])
         return
     _carry_out(plan, values)
 
@@ -172,82 +173,6 @@ def _stop_request(deadline: float | None) -> Callable[[int], bool]:
         return asked["stop"] or (late and finished > 0)
 
     return stop
-
-
-def _show_plan(plan: "Plan", as_json: bool) -> None:
-    from llmcompress.engine.targets.check import labels, verdicts
-
-    cost, options = plan.estimate, plan.options
-    loaded = verdicts(plan.format.name, plan.entries, plan.headers.config, options.tp)
-    matrices = [matrix for layer in plan.layers for matrix in layer]
-    rows = [(m.module, m.entry, m.method) for m in matrices]
-    if as_json:
-        console.print_json(
-            {
-                "output": str(plan.out),
-                "format": plan.format.name,
-                "architecture": plan.spec.name,
-                "recipe": plan.recipe.as_data(),
-                "compute_dtype": plan.dtype,
-                "output_bytes": cost.output_bytes,
-                "work_bytes": cost.work_bytes,
-                "memory_bytes": cost.memory_bytes,
-                "passes": cost.passes,
-                "bits_per_weight": round(cost.bits_per_weight, 4),
-                "matrices": [
-                    {
-                        "name": name,
-                        "shape": [e.out_features, e.in_features],
-                        "grid": e.grid.name if e.grid else None,
-                        "method": m.name,
-                    }
-                    for name, e, m in rows
-                ],
-                "tensors": [{"name": t.name, "dtype": t.dtype, "shape": list(t.shape)} for t in plan.tensors],
-                "targets": loaded,
-                "ledger": plan.ledger.as_json(),
-            }
-        )
-        return
-    console.table(
-        None,
-        ("matrix", "out x in", "method", "grid", "bits/weight", "bytes"),
-        [
-            (
-                name,
-                f"{e.out_features} x {e.in_features}",
-                m.name,
-                e.grid.name if e.grid else "",
-                f"{e.grid.bits_per_weight(e.in_features):.3f}" if e.grid else "",
-                f"{sum(t.nbytes for t in plan.format.layout(e)):,}",
-            )
-            for name, e, m in rows
-        ],
-        right=(1, 4, 5),
-    )
-    copied = [entry for entry in plan.entries if entry.grid is None]
-    kept = sum(entry.source.nbytes for entry in copied)
-    console.table(
-        None,
-        ("", ""),
-        [
-            (
-                "model",
-                f"{plan.headers.path} ({plan.spec.name}, {len(plan.layers)} layers, {console.size(cost.source_bytes)})",
-            ),
-            ("output", f"{plan.out} ({plan.format.name})"),
-            ("loads in", ", ".join(labels(loaded, options.tp, options.target)) or "nothing known"),
-            ("unchanged", f"{len(copied)} tensors, {console.size(kept)}"),
-            (
-                "weight files",
-                f"{cost.output_bytes:,} bytes exactly, {cost.bits_per_weight:.3f} bits per quantised weight",
-            ),
-            ("peak memory", f"about {console.size(cost.memory_bytes)}"),
-            ("disk while running", f"about {console.size(cost.work_bytes)} in {plan.work}"),
-            ("forward passes", f"{cost.passes} at most, layers in {plan.dtype}"),
-        ],
-    )
-    console.ledger(plan.ledger.as_json())
 
 
 def export(

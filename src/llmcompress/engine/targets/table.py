@@ -169,6 +169,7 @@ _LLAMA_CPP = Target(
             OneScheme(why="it takes one setting for all modules"),
         ),
         "dense": (),
+        "gguf": (),
     },
     decodes=True,
     remark="convert_hf_to_gguf reads the directory and decodes the codes to floats: quantise its result again",

@@ -67,6 +67,8 @@ def _byte_level(
     if pre is None:
         family = _family(backend.pre_tokenizer, state["model"]["ignore_merges"], file)
         pre, notes = family.name, notes + ([family.note] if family.note else [])
+    elif pre not in {family.name for family in families_like(backend.pre_tokenizer)}:
+        notes = [*notes, f"that {pre} cuts text as this tokenizer does was taken on trust (--pre)"]
     if not state["model"]["merges"]:
         raise CheckpointError(f"{file} has no merges, and llama.cpp loads no byte-level tokenizer without them")
     return Vocabulary(

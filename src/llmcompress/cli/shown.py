@@ -1,0 +1,123 @@
+"""A plan, printed."""
+
+from math import prod
+from typing import TYPE_CHECKING
+
+from llmcompress.cli import console
+
+if TYPE_CHECKING:
+    from llmcompress.engine.plan import Plan
+    from llmcompress.formats.base import Entry
+    from llmcompress.methods.base import Method
+
+
+def show_plan(plan: "Plan", as_json: bool) -> None:
+    """Print what a run would do, for people or as JSON."""
+    from llmcompress.engine.targets.check import labels, verdicts
+
+    cost, options = plan.estimate, plan.options
+    loaded = verdicts(plan.format.name, plan.entries, plan.headers.config, options.tp)
+    if as_json:
+        console.print_json(
+            {
+                "output": str(plan.out),
+                "format": plan.format.name,
+                "architecture": plan.spec.name,
+                "recipe": plan.recipe.as_data(),
+                "compute_dtype": plan.dtype,
+                "output_bytes": cost.output_bytes,
+                "work_bytes": cost.work_bytes,
+                "memory_bytes": cost.memory_bytes,
+                "passes": cost.passes,
+                "bits_per_weight": round(cost.bits_per_weight, 4),
+                "matrices": [
+                    {
+                        "name": name,
+                        "shape": [e.out_features, e.in_features],
+                        "grid": e.grid.name if e.grid else None,
+                        "method": m.name,
+                    }
+                    for name, e, m in _rows(plan)
+                ],
+                "tensors": [{"name": t.name, "dtype": t.dtype, "shape": list(t.shape)} for t in plan.tensors],
+                "targets": loaded,
+                "ledger": plan.ledger.as_json(),
+            }
+        )
+        return
+    if plan.files:
+        _tensor_table(plan)
+    else:
+        _matrix_table(plan)
+    console.table(
+        None,
+        ("", ""),
+        [
+            (
+                "model",
+                f"{plan.headers.path} ({plan.spec.name}, {len(plan.layers)} layers, {console.size(cost.source_bytes)})",
+            ),
+            ("output", f"{plan.out} ({plan.format.name})"),
+            ("loads in", ", ".join(labels(loaded, options.tp, options.target)) or "nothing known"),
+            *_unchanged(plan),
+            (
+                "weight files",
+                f"{cost.output_bytes:,} bytes exactly, {cost.bits_per_weight:.3f} bits per quantised weight",
+            ),
+            ("peak memory", f"about {console.size(cost.memory_bytes)}"),
+            ("disk while running", f"about {console.size(cost.work_bytes)} in {plan.work}"),
+            ("forward passes", f"{cost.passes} at most, layers in {plan.dtype}"),
+        ],
+    )
+    console.ledger(plan.ledger.as_json())
+
+
+def _rows(plan: "Plan") -> list[tuple[str, "Entry", "Method"]]:
+    return [(matrix.module, matrix.entry, matrix.method) for layer in plan.layers for matrix in layer]
+
+
+def _matrix_table(plan: "Plan") -> None:
+    console.table(
+        None,
+        ("matrix", "out x in", "method", "grid", "bits/weight", "bytes"),
+        [
+            (
+                name,
+                f"{e.out_features} x {e.in_features}",
+                m.name,
+                e.grid.name if e.grid else "",
+                f"{e.grid.bits_per_weight(e.in_features):.3f}" if e.grid else "",
+                f"{sum(t.nbytes for t in plan.format.layout(e)):,}",
+            )
+            for name, e, m in _rows(plan)
+        ],
+        right=(1, 4, 5),
+    )
+
+
+def _tensor_table(plan: "Plan") -> None:
+    methods = {entry.source.name: method.name for _, entry, method in _rows(plan)}
+    console.table(
+        None,
+        ("tensor", "shape", "method", "type", "bits/weight", "bytes"),
+        [
+            (
+                placed.tensor.name,
+                " x ".join(map(str, placed.tensor.shape)),
+                next((methods[name] for name in placed.tensor.sources if name in methods), ""),
+                placed.type.name,
+                f"{8 * placed.nbytes / prod(placed.tensor.shape):.3f}",
+                f"{placed.nbytes:,}",
+            )
+            for file in plan.files
+            for placed in file.tensors
+        ],
+        right=(1, 4, 5),
+    )
+
+
+def _unchanged(plan: "Plan") -> list[tuple[str, str]]:
+    if plan.files:
+        return [("files", ", ".join(file.name for file in plan.files))] if len(plan.files) > 1 else []
+    copied = [entry for entry in plan.entries if entry.grid is None]
+    return [("unchanged", f"{len(copied)} tensors, {console.size(sum(entry.source.nbytes for entry in copied))}")]
