@@ -5,7 +5,9 @@ inputs rounded to 8 bits, which now and then sends a token to another expert. So
 their standard deviation for every token, those of Q8_0 to 10% for the median token.
 """
 
+import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,11 +21,13 @@ from llmcompress.formats.gguf import families
 from llmcompress.recipe import parse
 from llmcompress.registry import discover
 from llmcompress.validate.load import load_whole
+from llmcompress.validate.session import Request, evaluate_paths
 from madetokenizers import byte_level, save
 
 pytestmark = pytest.mark.interop
 
 ROWS = 288  # of the embedding: more than the 260 tokens
+MODELS = [path for path in os.environ.get("LLMCOMPRESS_MODELS", "").split(os.pathsep) if path]  # real ones, if at hand
 IDS = torch.randint(2, 260, (24,), generator=torch.Generator().manual_seed(0)).tolist()
 TOLERANCE = {"F32": 0.01, "Q8_0": 0.1}
 OVERRIDES = {
@@ -120,6 +124,26 @@ def test_llama_cpp_decodes_blocks_as_we_do(kind, bound, tiny_model_dir, tiny_eva
     assert divergence(mine, theirs) < bound
     if bound == 0.003:
         assert divergence(source, theirs) > 4 * divergence(mine, theirs)  # it is not the original that they agree with
+
+
+@pytest.mark.parametrize("model", [None, *MODELS], ids=lambda path: "tiny" if path is None else Path(path).name)
+@pytest.mark.parametrize(("kind", "bound"), [("F16", 0.005), ("Q4_K_M", 0.01)])
+def test_perplexity_is_that_of_llama_cpp(kind, bound, model, tiny_model_dir, tiny_eval_text, tmp_path):
+    """On the same windows, every token but the first scored; inputs of 8 bits take more than those of 16."""
+    path, length, windows = (Path(model), 512, 8) if model else (tiny_model_dir, 256, 8)
+    text = Path(os.environ.get("LLMCOMPRESS_TEXT") or tiny_eval_text) if model else tiny_eval_text
+    file = write(path, tmp_path / "model.gguf", kind)
+    mine = evaluate_paths(Request(file, path, str(text), length, windows, 2, "cpu", "float32"), lambda done, of: None)
+    ids = AutoTokenizer.from_pretrained(path)(text.read_text(), verbose=False)["input_ids"]
+    lost = []
+    with Llama(file, length=length) as llama:
+        for start in range(0, windows * length, length):
+            window = ids[start : start + length]
+            logs = torch.from_numpy(llama.logits(window)[:-1]).log_softmax(-1)
+            lost.append(-logs[torch.arange(length - 1), window[1:]].mean())
+        said = llama.generate(ids[:16], 8)
+    assert said
+    assert mine["perplexity"] == pytest.approx(float(torch.stack(lost).mean().exp()), rel=bound)
 
 
 def divergence(p, q):
