@@ -18,6 +18,7 @@ from llmcompress.ledger import Ledger
 from llmcompress.methods.base import GgufTypes
 from llmcompress.recipe import Recipe
 from llmcompress.solve.knapsack import Choice, choose
+from llmcompress.store.output import refuse_unwritable
 
 SMALLEST = "Q2_K"  # or Q4_0 where rows are too narrow for it: what `candidates` begins with
 
@@ -78,7 +79,11 @@ def fitted_to_budget(
             break
         room = max(least, room - budget.excess(plan))  # more files have more headers
     loss = sum(losses[name][kind] for name, kind in chosen.items() if len(kinds[name]) > 1)
-    ledger.note("budget", "types", f"rounding is expected to cost a KL divergence of {loss:.3g} nats per token")
+    ledger.note(
+        "budget",
+        f"{_bits(plan):.3f} bits per weight",
+        f"a KL divergence of {loss:.3g} nats per token is expected of rounding",
+    )
     return result, ledger
 
 
@@ -90,11 +95,16 @@ def _weights(plan: Plan) -> int:
     return sum(prod(placed.tensor.shape) for placed in _placed(plan))
 
 
+def _bits(plan: Plan) -> float:
+    """Bits per weight of all tensors."""
+    return 8 * sum(padded(placed.nbytes) for placed in _placed(plan)) / _weights(plan)
+
+
 def _refuse_below(smallest: Plan, budget: Budget) -> None:
     if budget.excess(smallest) <= 0:
         return
     size = smallest.estimate.output_bytes
-    bits = 8 * sum(padded(placed.nbytes) for placed in _placed(smallest)) / _weights(smallest)
+    bits = _bits(smallest)
     asked_for = f"--size {budget.nbytes / 1e9:g}" if budget.nbytes is not None else f"--bpw {budget.bits:g}"
     # rounded up, so that what is named is possible
     raise PlanError(
@@ -114,6 +124,8 @@ def _losses(
     tensors = [item.tensor for item in matrices]
     if kept is not None and kept.exists():
         return read_losses(kept, plan.headers.contents, tensors)
+    if kept is not None:
+        refuse_unwritable(kept)
     losses = measure(plan, tensors, ledger, watch)
     if kept is not None:
         write_losses(kept, plan.headers.contents, losses)

@@ -9,7 +9,7 @@ from typing import Any
 from llmcompress.engine.losses import Losses, candidates
 from llmcompress.errors import PlanError
 from llmcompress.formats.gguf.tensors import GGUFTensor
-from llmcompress.store.files import writing
+from llmcompress.store.files import create, make_directory, writing
 from llmcompress.store.headers import read_json
 
 _HINT = "give another file, or delete it to measure anew"
@@ -17,8 +17,12 @@ _HINT = "give another file, or delete it to measure anew"
 
 def write_losses(file: Path, model: str, losses: Losses) -> None:
     """A new file. model: what tells it from others (headers.contents). RunError if the system refuses it."""
+    data = json.dumps({"model": model, "losses": losses}, indent=1) + "\n"
     with writing(file):
-        file.write_text(json.dumps({"model": model, "losses": losses}, indent=1) + "\n", encoding="utf-8")
+        if not file.parent.exists():
+            make_directory(file.parent)
+        with create(file) as handle:
+            handle.write(data.encode())
 
 
 def read_losses(file: Path, model: str, tensors: Sequence[GGUFTensor]) -> Losses:

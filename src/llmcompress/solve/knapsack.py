@@ -56,7 +56,7 @@ def _hull(options: Sequence[Choice]) -> list[int]:
     for number in sorted(range(len(options)), key=options.__getitem__):
         if hull and options[number].loss >= options[hull[-1]].loss:
             continue
-        while len(hull) > 1 and _rate(options, hull[-1], number) >= _rate(options, hull[-2], hull[-1]):
+        while len(hull) > 1 and _rate(options, hull[-1], number) > _rate(options, hull[-2], hull[-1]):
             hull.pop()
         hull.append(number)
     return hull
