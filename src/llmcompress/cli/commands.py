@@ -14,7 +14,7 @@ from llmcompress.cli import checks, console, data, evaluation, gguf, imatrix
 from llmcompress.cli import options as o
 from llmcompress.cli.shown import show_plan
 from llmcompress.errors import GateError, RecipeError
-from llmcompress.ledger import KINDS
+from llmcompress.ledger import KINDS, Ledger
 from llmcompress.methods.base import Method
 from llmcompress.recipe import Calibration, Output, Recipe, build, load, methods
 from llmcompress.registry import suggest
@@ -88,7 +88,7 @@ def _method(method: type[Method], dry: bool = False) -> Callable[..., None]:
                 "the output options",
             ),
         )
-        _go(recipe, values, dry)
+        _go(recipe, values, dry=dry)
 
     return go
 
@@ -100,23 +100,23 @@ def _recipe(dry: bool) -> Callable[..., None]:
             recipe = recipe.model_copy(
                 update={"output": recipe.output.model_copy(update={"format": values["format_"]})}
             )
-        _go(recipe, values, dry)
+        _go(recipe, values, dry=dry)
 
     return go
 
 
-def _go(recipe: Recipe, values: dict[str, Any], dry: bool = False) -> None:
+def _go(recipe: Recipe, values: dict[str, Any], notes: Ledger | None = None, *, dry: bool = False) -> None:
+    """Plan a recipe and carry it out; notes: on how it came about."""
     for kind in values["strict"] or []:
         if kind not in (*KINDS, "any"):
             raise RecipeError(f"--strict {kind!r} is not a kind of ledger entry", suggest(kind, [*KINDS, "any"]))
     if values["print_recipe"] and not values["repair"]:
         typer.echo(recipe.as_yaml(), nl=False)
         return
-    from llmcompress.engine.plan import Options, make_plan
+    from llmcompress.engine.plan import make_plan
 
-    values["max_memory"] = o.gigabytes("--max-memory", values["max_memory"])
-    means = Options(**{name: values[name] for name in Options.__dataclass_fields__})
-    plan = make_plan(recipe, values["model"], means)
+    plan = make_plan(recipe, values["model"], o.means(values))
+    plan.ledger.extend(notes.entries if notes is not None else ())
     if values["print_recipe"]:
         typer.echo(plan.recipe.as_yaml(), nl=False)
         return

@@ -6,8 +6,10 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from llmcompress.cli import console
 from llmcompress.cli import options as o
 from llmcompress.errors import RecipeError
+from llmcompress.ledger import Ledger
 from llmcompress.methods.base import GgufTypes, Method
 from llmcompress.recipe import Calibration, Output, Recipe, build, methods
 
@@ -17,11 +19,32 @@ DOC = """Write a GGUF file for llama.cpp straight from safetensors, in any of it
 Without --calibration weights are rounded with nothing but themselves, in seconds. \
 With it, errors are measured on text and made up for (gptq on the type's own grid): \
 the same size, and much closer to the original. \
+--bpw or --size chooses types tensor by tensor by what each would lose, and gets closer still. \
 --imatrix rounds by how much each input matters, as llama-quantize does: between the two."""
 
 Type = Annotated[
-    str,
+    str | None,
     typer.Option("--type", help="File type such as Q4_K_M; see `llmcompress list types`.", rich_help_panel=TYPES),
+]
+Bpw = Annotated[
+    float | None,
+    typer.Option(
+        "--bpw",
+        help="In place of a type: bits per weight of all tensors together; types are chosen by measured loss.",
+        rich_help_panel=TYPES,
+    ),
+]
+Size = Annotated[
+    float | None,
+    typer.Option("--size", help="The same by the size of the file in GB (10^9 bytes).", rich_help_panel=TYPES),
+]
+Losses = Annotated[
+    Path | None,
+    typer.Option(
+        "--losses",
+        help="Keep what --bpw or --size measures in this file, or take it from there: no other size needs measuring.",
+        rich_help_panel=TYPES,
+    ),
 ]
 TensorTypes = Annotated[
     list[str] | None,
@@ -89,9 +112,13 @@ SplitSize = Annotated[
     ),
 ]
 
+_SIZES = {"--type": "type_", "--bpw": "bpw", "--size": "size"}
 OPTIONS: dict[str, tuple[Any, Any]] = {
     "model": (o.Model, ...),
-    "type_": (Type, ...),
+    "type_": (Type, None),
+    "bpw": (Bpw, None),
+    "size": (Size, None),
+    "losses": (Losses, None),
     "tensor_type": (TensorTypes, None),
     "output_type": (OutputType, None),
     "embedding_type": (EmbeddingType, None),
@@ -109,13 +136,58 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def command(go: Callable[[Recipe, dict[str, Any]], None]) -> Callable[..., None]:
-    """The function of the command; `go` carries the recipe out."""
+def command(go: Callable[[Recipe, dict[str, Any], Ledger], None]) -> Callable[..., None]:
+    """The function of the command; `go` carries the recipe out, with notes on how it came about."""
 
     def run(**values: Any) -> None:
-        go(recipe_of(values), {**values, "target": None, "tp": 1, "repair": False})
+        values |= {"target": None, "tp": 1, "repair": False}
+        _refuse_contradiction(values)
+        if values["type_"] is not None:
+            go(recipe_of(values), values, Ledger())
+            return
+        values["out"] = values["out"] or _named(values)
+        go(*_budgeted(values))
 
     return run
+
+
+def _refuse_contradiction(values: dict[str, Any]) -> None:
+    """RecipeError unless exactly one thing says how large the result is."""
+    said = [option for option, name in _SIZES.items() if values[name] is not None]
+    if len(said) != 1:
+        which = f"{' and '.join(said)} both say" if said else "nothing says"
+        raise RecipeError(f"{which} how large the result is to be", "give one of --type, --bpw and --size")
+    if said == ["--type"] and values["losses"] is not None:
+        raise RecipeError("--losses is of use with --bpw or --size only", "leave it out")
+    if said != ["--type"] and values["pure"]:
+        raise RecipeError(
+            f"--pure asks for one type everywhere, {said[0]} for the best of each", "leave one of them out"
+        )
+
+
+def _named(values: dict[str, Any]) -> Path:
+    """The default output: beside the model, named after the budget."""
+    model: Path = values["model"]
+    size = f"{values['bpw']:g}bpw" if values["bpw"] is not None else f"{values['size']:g}GB"
+    beside = model if model.name not in ("", "..") else model.resolve()
+    return beside.with_name(f"{model.resolve().name}-{size}.gguf")
+
+
+def _budgeted(values: dict[str, Any]) -> tuple[Recipe, dict[str, Any], Ledger]:
+    """The recipe of a budget: types are chosen first, which measures on text."""
+    from transformers.utils import logging
+
+    from llmcompress.engine.budget import SMALLEST, Budget, fitted_to_budget
+
+    bits = values["bpw"]
+    if bits is not None and not 0 <= bits <= 64:  # not for nan either
+        raise RecipeError(f"--bpw {bits} is not a number of bits", "write for example --bpw 4.5")
+    budget = Budget(o.gigabytes("--size", values["size"]), bits)
+    recipe = recipe_of({**values, "type_": SMALLEST})
+    logging.disable_progress_bar()
+    with console.Steps("measuring", values["quiet"] or values["json_"]) as steps:
+        found, ledger = fitted_to_budget(recipe, values["model"], o.means(values), budget, values["losses"], steps.at)
+    return found, values, ledger
 
 
 def recipe_of(values: dict[str, Any]) -> Recipe:

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
 from pydantic.fields import FieldInfo
@@ -12,6 +12,9 @@ from llmcompress.errors import RecipeError
 from llmcompress.methods.base import Method
 from llmcompress.recipe import DEFAULT_FORMAT, Calibration
 from llmcompress.yamlfile import read_yaml
+
+if TYPE_CHECKING:
+    from llmcompress.engine.plan import Options
 
 CALIBRATION, OUTPUT, RUNNING = "Calibration", "Output", "Running"
 
@@ -219,6 +222,14 @@ def gigabytes(option: str, value: float | None) -> int | None:
     if not 0 <= value <= 1e9:  # not for nan either
         raise RecipeError(f"{option} {value} is not a size in GB", f"write for example {option} 5")
     return int(value * 1e9)
+
+
+def means(values: dict[str, Any]) -> "Options":
+    """Places and means of a run, from the values of its options."""
+    from llmcompress.engine.plan import Options
+
+    given = {name: values[name] for name in Options.__dataclass_fields__}
+    return Options(**{**given, "max_memory": gigabytes("--max-memory", values["max_memory"])})
 
 
 def parse_set(values: list[str] | None) -> dict[str, dict[str, Any]]:

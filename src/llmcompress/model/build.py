@@ -230,15 +230,18 @@ class StreamedModel:
     @torch.no_grad()
     def embedded(self, ids: Tensor, batch: int) -> Iterator[Tensor]:
         """Hidden states that enter the first layer, [<= batch, length, hidden] at a time."""
-        first = self._recorders[0]
         with self.outer(embed=True, head=False) as causal:
             for start in range(0, len(ids), batch):
-                first.stop = True
-                try:
-                    hidden = self._run(causal, input_ids=ids[start : start + batch].to(self.device))
-                finally:
-                    first.stop = False
-                yield hidden
+                yield self.entering(causal, ids[start : start + batch])
+
+    def entering(self, causal: nn.Module, ids: Tensor) -> Tensor:
+        """Hidden states that enter the first layer, within `outer(embed=True, head=False)`."""
+        first = self._recorders[0]
+        first.stop = True
+        try:
+            return self._run(causal, input_ids=ids.to(self.device))
+        finally:
+            first.stop = False
 
     def _run(self, causal: nn.Module, **inputs: Any) -> Tensor:
         with suppress(_Recorded):
@@ -286,13 +289,16 @@ class StreamedModel:
         out = layer(hidden, *args, **kwargs)
         return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
 
-    @torch.no_grad()
     def logits(self, causal: nn.Module, hidden: Tensor) -> Tensor:
-        """Logits [batch, length, vocabulary] of the last layer's output, within `outer(embed=False, head=True)`."""
+        """Logits [batch, length, vocabulary] of the last layer's output, within `outer(embed=False, head=True)`.
+
+        With gradients where `hidden` wants them.
+        """
         last = self._recorders[-1]
         last.inject = hidden
         try:
-            return causal(inputs_embeds=self._placeholder(*hidden.shape[:2]), use_cache=False).logits  # type: ignore[no-any-return]
+            with torch.set_grad_enabled(hidden.requires_grad):
+                return causal(inputs_embeds=self._placeholder(*hidden.shape[:2]), use_cache=False).logits  # type: ignore[no-any-return]
         finally:
             last.inject = None
             for recorder in self._recorders:

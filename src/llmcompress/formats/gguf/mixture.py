@@ -69,9 +69,9 @@ def mixture(tensors: Sequence[Shaped], facts: Facts, kind: FileType, wishes: Wis
     wishes = wishes or Wishes()
     ordered = sorted(tensors, key=lambda item: visiting_order(item[0]))
     matrices = [(name, shape) for name, shape in ordered if is_quantised(name, shape)]
-    asked = _asked([name for name, _ in matrices], wishes)
+    named = asked([name for name, _ in matrices], wishes)
     state = _State(facts, kind, wishes, [name for name, _ in ordered])
-    wanted = {name: asked.get(name) or state.standard(name, shape) for name, shape in matrices}
+    wanted = {name: named.get(name) or state.standard(name, shape) for name, shape in matrices}
     chosen: dict[str, Choice] = {}
     for name, shape in ordered:
         want = tensor_type(wanted.get(name, "F32"))
@@ -104,11 +104,15 @@ def matches(pattern: str, name: str) -> bool:
         raise RecipeError(f"pattern {pattern!r} is none: {error}") from None
 
 
-def _asked(names: Sequence[str], wishes: Wishes) -> dict[str, str]:
-    """Types asked for by name. An embedding that is the head as well takes the head's type where nothing names it."""
-    asked: dict[str, str] = {}
+def asked(names: Sequence[str], wishes: Wishes) -> dict[str, str]:
+    """Types that wishes name for some of the matrices `names`.
+
+    An embedding that is the head as well takes the head's type where nothing names it. PlanError for a pattern that
+    fits none of them.
+    """
+    found: dict[str, str] = {}
     if wishes.output is not None and "output.weight" not in names:
-        asked["token_embd.weight"] = tensor_type(wishes.output).name
+        found["token_embd.weight"] = tensor_type(wishes.output).name
     for pattern, kind in wishes.tensors.items():
         fitting = [name for name in names if matches(pattern, name)]
         if not fitting:
@@ -116,11 +120,11 @@ def _asked(names: Sequence[str], wishes: Wishes) -> dict[str, str]:
                 f"pattern {pattern!r} fits no matrix of the file",
                 f"matrices are called like {names[-1] if names else 'blk.0.ffn_up.weight'}",
             )
-        asked |= dict.fromkeys(fitting, tensor_type(kind).name)
+        found |= dict.fromkeys(fitting, tensor_type(kind).name)
     for name, wish in (("token_embd.weight", wishes.embedding), ("output.weight", wishes.output)):
         if wish is not None and name in names:
-            asked[name] = tensor_type(wish).name
-    return asked
+            found[name] = tensor_type(wish).name
+    return found
 
 
 def _fitting(kind: TensorType, width: int) -> TensorType:

@@ -1,0 +1,159 @@
+"""Types of GGUF by a budget: what each tensor would lose by each type is measured, then a knapsack is packed."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from llmcompress.engine.losses import Losses, candidates
+from llmcompress.engine.losses_file import read_losses, write_losses
+from llmcompress.engine.measure import measure
+from llmcompress.engine.plan import Options, Plan, make_plan
+from llmcompress.errors import PlanError
+from llmcompress.formats.gguf.file import Placed, padded
+from llmcompress.formats.gguf.mixture import Wishes, asked, is_quantised
+from llmcompress.formats.gguf.types import tensor_type
+from llmcompress.ledger import Ledger
+from llmcompress.methods.base import GgufTypes
+from llmcompress.recipe import Recipe
+from llmcompress.solve.knapsack import Choice, choose
+from llmcompress.store.output import refuse_unwritable
+
+SMALLEST = "Q2_K"  # or Q4_0 where rows are too narrow for it: what `candidates` begins with
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What the result may take: bytes of all files, or bits of tensor data per weight of the model. One is None."""
+
+    nbytes: int | None = None
+    bits: float | None = None
+
+    def excess(self, plan: Plan) -> int:
+        """Bytes by which a plan's result exceeds it; negative where there is room."""
+        return plan.estimate.output_bytes - self._limit(plan)
+
+    def _limit(self, plan: Plan) -> int:
+        if self.nbytes is not None:
+            return self.nbytes
+        assert self.bits is not None
+        return sum(len(file.header) for file in plan.files) + int(self.bits * _weights(plan) / 8)
+
+
+def fitted_to_budget(
+    recipe: Recipe,
+    model: Path,
+    options: Options,
+    budget: Budget,
+    kept: Path | None = None,
+    watch: Callable[[int, int], None] = lambda done, of: None,
+) -> tuple[Recipe, Ledger]:
+    """The recipe with a type for every tensor, chosen for least loss within `budget`, and notes on how.
+
+    recipe: of a method with types of GGUF; those that its `tensors`, `output` and `embedding` name stay. kept: file of
+    losses measured before; where it is missing they are measured and written there. watch: told how many steps of all
+    are done. PlanError for a budget below the smallest possible size, before anything is measured.
+    """
+    step = recipe.steps[0]
+    assert step.gguf is not None
+    wished = step.gguf
+
+    def planned(**types: object) -> tuple[Recipe, Plan]:
+        changed = step.model_copy(update={"gguf": wished.model_copy(update=types)})
+        with_types = recipe.model_copy(update={"steps": (changed,)})
+        return with_types, make_plan(with_types, model, options)
+
+    _, smallest = planned(type=SMALLEST, pure=True)
+    _refuse_below(smallest, budget)
+    ledger = Ledger()
+    matrices = [item for item in _placed(smallest) if is_quantised(item.tensor.name, item.tensor.shape)]
+    losses = _losses(smallest, matrices, kept, ledger, watch)
+    kinds = _kinds(matrices, wished)
+    least = sum(padded(item.nbytes) for item in matrices)
+    room = least - budget.excess(smallest)
+    while True:
+        chosen = _chosen(matrices, kinds, losses, room)
+        result, plan = planned(type=_most(chosen), output=None, embedding=None, tensors=chosen)
+        if budget.excess(plan) <= 0:
+            break
+        room = max(least, room - budget.excess(plan))  # more files have more headers
+    loss = sum(losses[name][kind] for name, kind in chosen.items() if len(kinds[name]) > 1)
+    ledger.note(
+        "budget",
+        f"{_bits(plan):.3f} bits per weight",
+        f"a KL divergence of {loss:.3g} nats per token is expected of rounding",
+    )
+    return result, ledger
+
+
+def _placed(plan: Plan) -> list[Placed]:
+    return [placed for file in plan.files for placed in file.tensors]
+
+
+def _weights(plan: Plan) -> int:
+    return sum(prod(placed.tensor.shape) for placed in _placed(plan))
+
+
+def _bits(plan: Plan) -> float:
+    """Bits per weight of all tensors."""
+    return 8 * sum(padded(placed.nbytes) for placed in _placed(plan)) / _weights(plan)
+
+
+def _refuse_below(smallest: Plan, budget: Budget) -> None:
+    if budget.excess(smallest) <= 0:
+        return
+    size = smallest.estimate.output_bytes
+    bits = _bits(smallest)
+    asked_for = f"--size {budget.nbytes / 1e9:g}" if budget.nbytes is not None else f"--bpw {budget.bits:g}"
+    # rounded up, so that what is named is possible
+    raise PlanError(
+        f"{asked_for} is not possible: the smallest types make {size:,} bytes, {_up(bits, 4)} bits per weight",
+        f"ask for --size {_up(size / 1e9, 6)} or --bpw {_up(bits, 4)} at least",
+    )
+
+
+def _up(value: float, digits: int) -> str:
+    return f"{-(-value * 10**digits // 1) / 10**digits:.{digits}f}"
+
+
+def _losses(
+    plan: Plan, matrices: list[Placed], kept: Path | None, ledger: Ledger, watch: Callable[[int, int], None]
+) -> Losses:
+    """Measured before, or now."""
+    tensors = [item.tensor for item in matrices]
+    if kept is not None and kept.exists():
+        return read_losses(kept, plan.headers.contents, tensors)
+    if kept is not None:
+        refuse_unwritable(kept)
+    losses = measure(plan, tensors, ledger, watch)
+    if kept is not None:
+        write_losses(kept, plan.headers.contents, losses)
+    return losses
+
+
+def _kinds(matrices: list[Placed], wished: GgufTypes) -> dict[str, tuple[str, ...]]:
+    """Types to choose from for each tensor: the one that was named, or all candidates."""
+    wishes = Wishes(output=wished.output, embedding=wished.embedding, tensors=wished.tensors)
+    named = asked([item.tensor.name for item in matrices], wishes)
+    return {
+        item.tensor.name: (item.type.name,) if item.tensor.name in named else candidates(item.tensor.shape[-1])
+        for item in matrices
+    }
+
+
+def _chosen(matrices: list[Placed], kinds: Mapping[str, tuple[str, ...]], losses: Losses, room: int) -> dict[str, str]:
+    """A type for each tensor, of at most `room` bytes together."""
+    items = []
+    for item in matrices:
+        name, shape = item.tensor.name, item.tensor.shape
+        items.append(
+            [Choice(padded(tensor_type(kind).nbytes(shape)), losses[name].get(kind, 0.0)) for kind in kinds[name]]
+        )
+    numbers = choose(items, room)
+    return {item.tensor.name: kinds[item.tensor.name][number] for item, number in zip(matrices, numbers, strict=True)}
+
+
+def _most(chosen: Mapping[str, str]) -> str:
+    """The type of most tensors, after which llama.cpp calls a file; the file type of the same name is its mixture."""
+    return Counter(chosen.values()).most_common(1)[0][0]

@@ -1,0 +1,92 @@
+"""What rounding each tensor of a GGUF file to each type would lose, by the Fisher information of its matrices."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from llmcompress.formats.gguf.mixture import is_quantised
+from llmcompress.formats.gguf.tensors import GGUFTensor, Piece, Read, pieces
+from llmcompress.formats.gguf.types import tensor_type
+from llmcompress.grids.base import BLOCK_TYPES
+from llmcompress.grids.encoders import encode
+from llmcompress.parallel import in_order
+from llmcompress.stats.fisher import Fisher, expected_loss, sampled_rows
+
+Losses = dict[str, dict[str, float]]
+"""Expected KL divergence per token in nats, by GGUF name and tensor type."""
+
+Known = Sequence[Sequence[Fisher]]
+"""Fisher information of each matrix of a tensor: several where it is used more than once, none where it never is."""
+
+_WIDE = ("Q2_K", "Q3_K", "IQ4_XS", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "F16")
+_NARROW = ("Q4_0", "IQ4_NL", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16")
+_SAMPLED = 1 << 18  # weights of a matrix that are rounded to see what it loses
+
+
+def candidates(width: int) -> tuple[str, ...]:
+    """Names of the tensor types to choose from for rows of `width`, smallest first."""
+    kinds = _WIDE if tensor_type(_WIDE[0]).fits(width) else _NARROW
+    return tuple(kind for kind in kinds if tensor_type(kind).fits(width))
+
+
+def measured_losses(
+    tensors: Sequence[GGUFTensor],
+    known: Mapping[str, Known],
+    read: Read,
+    watch: Callable[[], None] = lambda: None,
+) -> Losses:
+    """Losses of the tensors that have a type to choose, each for all its candidates.
+
+    Of large matrices a sample of rows is rounded, by the encoder called `fast`. watch: told of each tensor.
+    """
+    chosen = [tensor for tensor in tensors if is_quantised(tensor.name, tensor.shape)]
+    losses = {tensor.name: dict.fromkeys(candidates(tensor.shape[-1]), 0.0) for tensor in chosen}
+    for sample, found in in_order(lambda sample: (sample, _rounded(sample)), _samples(chosen, known, read, watch)):
+        for kind, loss in found.items():
+            losses[sample.name][kind] += loss
+    return losses
+
+
+class _Sample(NamedTuple):
+    """Rows [rows, in] float32 of a tensor, with the Fisher information outputs [rows] times inputs [in]."""
+
+    name: str
+    rows: Tensor
+    outputs: Tensor
+    inputs: Tensor
+
+
+def _samples(
+    tensors: Sequence[GGUFTensor], known: Mapping[str, Known], read: Read, watch: Callable[[], None]
+) -> Iterator[_Sample]:
+    for tensor in tensors:
+        for fishers, piece in zip(known[tensor.name], pieces(tensor, read), strict=True):
+            for fisher in fishers:
+                sample = _sample(tensor.name, piece, fisher)
+                if sample is not None:
+                    yield sample
+        watch()
+
+
+def _sample(name: str, piece: Piece, fisher: Fisher) -> _Sample | None:
+    outputs = fisher.outputs if piece.index is None else fisher.outputs[piece.index]
+    total = fisher.inputs.sum()
+    if float(outputs.sum()) <= 0:
+        return None  # no token came to it
+    rows, weights = sampled_rows(outputs, max(1, _SAMPLED // piece.shape[-1]))
+    rows = rows if piece.index is None else piece.index[rows]
+    return _Sample(name, piece.source[rows].to(torch.float32).contiguous(), weights, fisher.inputs / total)
+
+
+def _rounded(sample: _Sample) -> dict[str, float]:
+    """What a sample loses by each type."""
+    found = {}
+    for kind in candidates(sample.rows.shape[-1]):
+        if kind in BLOCK_TYPES:
+            values = encode(sample.rows, BLOCK_TYPES[kind], "fast").decode()
+        else:
+            values = sample.rows.to(torch.float16).to(torch.float32)
+        found[kind] = expected_loss(values - sample.rows, sample.outputs, sample.inputs)
+    return found

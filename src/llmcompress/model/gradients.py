@@ -1,0 +1,119 @@
+"""Gradients through a model of which one section at a time is in memory: head, layers and embedding, from the end back.
+
+What is differentiated is the log-probability of a token drawn from the model's own prediction at every position: the
+squares of its gradients are, in expectation, the Fisher information.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llmcompress.model.build import StreamedModel
+from llmcompress.stats.fisher import Fisher, of_matrix, of_squares, of_table
+
+
+def head_gradient(
+    model: StreamedModel, causal: nn.Module, hidden: Tensor, generator: torch.Generator
+) -> tuple[Fisher, Tensor]:
+    """Fisher information of the head, and the gradient at the last layer's outputs `hidden` [batch, length, hidden].
+
+    Within `outer(embed=False, head=True)`. generator: draws the tokens, on the CPU. The head's own is the expectation
+    over all tokens, p (1 - p) of each output; what is done to logits after it (scaling, capping) counts too.
+    """
+    seen: list[tuple[Tensor, Tensor]] = []
+    head = causal.get_submodule(model.spec.head)
+    handle = head.register_forward_hook(lambda _, args, out: seen.append((args[0], out)))
+    try:
+        hidden = hidden.detach().requires_grad_()
+        with torch.enable_grad():
+            logits = model.logits(causal, hidden)
+            logs = logits.log_softmax(dim=-1)
+    finally:
+        handle.remove()
+    probabilities = logs.detach().exp()
+    picked = logs.gather(-1, drawn(probabilities, generator).unsqueeze(-1)).sum()
+    (gradient,) = torch.autograd.grad(picked, hidden, retain_graph=True)
+    x, out = seen[0]
+    (slope,) = torch.autograd.grad(logits.sum(), out)  # each logit depends on its own output alone
+    squares = (probabilities * (1 - probabilities)).mul_(slope.square())
+    width, rows = x.shape[-1], squares.shape[-1]
+    return of_squares(x.detach().reshape(-1, width).square(), squares.reshape(-1, rows)), gradient
+
+
+def drawn(probabilities: Tensor, generator: torch.Generator) -> Tensor:
+    """A token [batch, length] for each distribution [batch, length, vocabulary]; generator: on the CPU."""
+    places = torch.rand(probabilities.shape[:-1], generator=generator, dtype=torch.float64)
+    ends = probabilities.cumsum(dim=-1, dtype=torch.float64)
+    places = places.to(probabilities.device).unsqueeze(-1) * ends[..., -1:]
+    return torch.searchsorted(ends, places, right=True).squeeze(-1).clamp_max_(probabilities.shape[-1] - 1)
+
+
+class LayerGradient:
+    """Runs a layer and goes back through it; any number of threads may call it within `watching`."""
+
+    def __init__(self, model: StreamedModel, number: int, layer: nn.Module, paths: Sequence[str]) -> None:
+        """paths: of the matrices below the layer whose Fisher information is wanted."""
+        self.model, self.number, self.layer, self.paths = model, number, layer, paths
+        self._local = threading.local()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within, calls see the matrices."""
+        handles = [self.layer.get_submodule(path).register_forward_hook(self._see(path)) for path in self.paths]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def __call__(self, hidden: Tensor, gradient: Tensor) -> tuple[dict[str, Fisher], Tensor]:
+        """Fisher information by path, and the gradient at `hidden`, from that at the layer's output.
+
+        A matrix that no token came to, as that of an expert, is absent.
+        """
+        found: dict[str, Fisher] = {}
+        self._local.found = found
+        hidden = hidden.detach().requires_grad_()
+        with torch.enable_grad():
+            out = self.model.call(self.number, self.layer, hidden)
+            (back,) = torch.autograd.grad(out, hidden, gradient)
+        return found, back
+
+    def _see(self, path: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        def hook(_: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+            found, x = self._local.found, args[0].detach().clone()
+
+            def back(gradient: Tensor) -> None:
+                part = of_matrix(x, gradient)
+                found[path] = found[path].plus(part) if path in found else part
+
+            out.register_hook(back)  # type: ignore[no-untyped-call]
+
+        return hook
+
+
+def embedding_gradient(model: StreamedModel, causal: nn.Module, ids: Tensor, gradient: Tensor) -> Fisher:
+    """Fisher information of the embedding's table for ids [batch, length], from the gradient at the first layer.
+
+    Within `outer(embed=True, head=False)`.
+    """
+    looked: list[Tensor] = []
+
+    def hook(_: nn.Module, __: Any, out: Tensor) -> Tensor:
+        looked.append(out.detach().requires_grad_())
+        return looked[0]
+
+    table = causal.get_submodule(model.spec.embed)
+    handle = table.register_forward_hook(hook)
+    try:
+        with torch.enable_grad():
+            hidden = model.entering(causal, ids)
+    finally:
+        handle.remove()
+    (back,) = torch.autograd.grad(hidden, looked[0], gradient)
+    rows = int(table.weight.shape[0])  # type: ignore[index]
+    return of_table(ids.reshape(-1), back.reshape(-1, back.shape[-1]), rows)
