@@ -16,13 +16,12 @@ from llmcompress.engine.means import usual_means
 from llmcompress.engine.plan import Options
 from llmcompress.engine.resources import keep_freed_memory, return_freed_memory
 from llmcompress.engine.run import device_of
-from llmcompress.engine.source import directory_headers, open_checkpoint
+from llmcompress.engine.source import config_of, directory_headers, open_checkpoint
 from llmcompress.errors import RunError
 from llmcompress.formats.gguf.imatrix import Imatrix, ImatrixEntry, numbered
 from llmcompress.formats.gguf.names import gguf_tensors
 from llmcompress.ledger import Ledger
 from llmcompress.model.build import StreamedModel
-from llmcompress.model.skeleton import load_config
 from llmcompress.parallel import threads
 from llmcompress.recipe import Calibration
 from llmcompress.stats.energy import Energy, energy
@@ -63,7 +62,7 @@ def measure_imatrix(
     tokens = tokens_for(text, model, means.dtype, options.trust_remote_code)
     streamed = StreamedModel(
         open_checkpoint(headers),
-        load_config(model, options.trust_remote_code).get_text_config(),
+        config_of(headers, options.trust_remote_code),
         matrices.spec,
         dtype=getattr(torch, means.dtype),
         device=device_of(options.device),

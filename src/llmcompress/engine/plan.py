@@ -143,8 +143,6 @@ def _draft(recipe: Recipe, model: Path, options: Options) -> Plan:
     out, work = _places(recipe, step, model, options)
     measured = step.needs_calibration or recipe.calibration.imatrix is not None
     gguf: GgufModel | None = None
-    if isinstance(headers, DecodedHeaders) and step.needs_calibration and recipe.calibration.source == "self":
-        raise PlanError(f"{model} is quantised, and text is sampled from original models alone", "give a text")
     if isinstance(headers, GgufHeaders):
         matrices = file_matrices(headers)
         gguf = file_model(headers, step, recipe.output, ledger, measured)

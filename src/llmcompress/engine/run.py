@@ -19,14 +19,13 @@ from llmcompress.engine.forward import Forward, Stream
 from llmcompress.engine.plan import Plan
 from llmcompress.engine.progress import Progress
 from llmcompress.engine.resources import keep_freed_memory, return_freed_memory
-from llmcompress.engine.source import open_checkpoint
+from llmcompress.engine.source import config_of, open_checkpoint
 from llmcompress.engine.write import write_output
 from llmcompress.errors import StoppedError
 from llmcompress.grids.coded import Coded
 from llmcompress.ledger import Entry as LedgerEntry
 from llmcompress.ledger import Ledger
 from llmcompress.model.build import StreamedModel
-from llmcompress.model.skeleton import load_config
 from llmcompress.parallel import threads
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.staging import Hidden, Staging
@@ -124,7 +123,7 @@ def _with_data(plan: Plan, checkpoint: Checkpoint, tokens: Tensor, sections: _Se
     dtype = getattr(torch, plan.dtype)
     model = StreamedModel(
         checkpoint,
-        load_config(plan.headers.path, plan.options.trust_remote_code).get_text_config(),
+        config_of(plan.headers, plan.options.trust_remote_code),
         plan.spec,
         dtype=dtype,
         device=device_of(plan.options.device),

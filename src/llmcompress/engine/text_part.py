@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from llmcompress.errors import CheckpointError
 from llmcompress.formats.gguf.family import known_types
 from llmcompress.ledger import Ledger
 from llmcompress.store.headers import ModelHeaders, Stored
@@ -21,17 +20,12 @@ _PREFIXES = (
 def text_part(headers: ModelHeaders, ledger: Ledger) -> ModelHeaders:
     """Headers of the language model in a multimodal one, as the ledger says; `headers` themselves of any other.
 
-    CheckpointError where the language model is of no family that GGUF files can be written of.
+    Language models are looked for that are of a family of which GGUF files can be written.
     """
     text = headers.config.get("text_config")
-    if not isinstance(text, Mapping) or headers.config.get("model_type") in known_types():
+    if not isinstance(text, Mapping) or text.get("model_type") not in known_types():
         return headers
     config = _text_config(headers)
-    if config.get("model_type") not in known_types():
-        raise CheckpointError(
-            f"{headers.path} is a multimodal model ({headers.config.get('model_type')}) whose text part, "
-            f"{config.get('model_type')!r}, cannot be written as GGUF"
-        )
     tensors: dict[str, Stored] = {}
     others = 0
     for name, stored in headers.tensors.items():

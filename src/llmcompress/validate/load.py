@@ -9,13 +9,12 @@ from torch import nn
 from llmcompress.arch import find
 from llmcompress.engine.decoded import decoded_headers
 from llmcompress.engine.fits import check_numbers
-from llmcompress.engine.source import open_checkpoint
+from llmcompress.engine.source import config_of, open_checkpoint
 from llmcompress.engine.text_part import text_part
 from llmcompress.errors import CheckpointError
 from llmcompress.ledger import Ledger
 from llmcompress.model.build import StreamedModel, Weights
 from llmcompress.model.observe import observe
-from llmcompress.model.skeleton import load_config
 from llmcompress.model.whole import whole_model
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.gguf_model import read_gguf
@@ -41,11 +40,9 @@ def open_streamed(
     if file is not None and source is None:
         raise CheckpointError(f"{path} is a GGUF file, without config.json", "give the model it was made from: --ref")
     directory = path if file is None or source is None else source
-    stored = read_headers(directory)
-    stored = stored if file is None else text_part(stored, Ledger())
+    stored = text_part(read_headers(directory), Ledger())
     check_numbers(stored)
-    config = load_config(directory, trust_remote_code)
-    config = config if file is None else config.get_text_config()
+    config = config_of(stored, trust_remote_code)
     spec = find(str(stored.config.get("model_type"))) or observe(config, trust_remote_code)
     headers = decoded_headers(stored, spec)
     if headers is stored and "quantization_config" in stored.config:
