@@ -141,6 +141,8 @@ def _draft(recipe: Recipe, model: Path, options: Options) -> Plan:
     headers = source_headers(model, ledger) if format_.name == "gguf" else read_headers(model)
     step = _single_step(recipe)
     out, work = _places(recipe, step, model, options)
+    if out.resolve() in {file.resolve() for file in headers.files}:
+        raise PlanError(f"{out} is a part of the model itself", "choose another --output")
     measured = step.needs_calibration or recipe.calibration.imatrix is not None
     gguf: GgufModel | None = None
     if isinstance(headers, GgufHeaders):

@@ -15,7 +15,7 @@ from llmcompress.store.gguf_header import GgufField, GgufHeader, GgufTensor, rea
 from llmcompress.store.headers import inside
 
 _AGAIN = "fetch the file again"
-_AT_ONCE = 1 << 20  # values
+_DECODED_AT_ONCE = 1 << 20  # values
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -89,7 +89,7 @@ def decoded(header: GgufHeader, name: str, begin: int = 0, end: int | None = Non
     kind = gguf.GGMLQuantizationType(tensor.type_id)
     width = (tensor.shape or (1,))[-1]
     out = np.empty((len(raw), width), np.float32)
-    step = max(1, _AT_ONCE // width)
+    step = max(1, _DECODED_AT_ONCE // width)
     with np.errstate(all="ignore"):
         for at in range(0, len(raw), step):
             try:
