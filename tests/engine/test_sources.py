@@ -7,6 +7,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from llmcompress.engine.imatrix import measure_imatrix
 from llmcompress.engine.plan import Options, make_plan
@@ -179,6 +180,20 @@ def test_a_config_that_lies_about_its_codes_ends_in_one_line(damage, tiny_model_
     assert len([line for line in lines if line.startswith("error: ")]) == 1
     assert len(lines) <= 2
     assert not (tmp_path / "out.gguf").exists()
+
+
+def test_groups_in_activation_order_are_not_misread(tiny_model_dir, tmp_path):
+    source = quantised(tiny_model_dir, tmp_path / "source", "compressed-tensors")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight_g_idx"] = torch.arange(256) % 8
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match="up_proj has groups in activation order"):
+        gguf_plan(source, tmp_path / "out.gguf", "Q4_0")
+    source = quantised(tiny_model_dir, tmp_path / "gptq", "gptq", method="gptq", actorder="group")
+    report = write(source, tmp_path / "out.gguf", "Q8_0")  # blocks hold values of many groups
+    assert {item["method"] for item in report["linears"]} == {"rtn"}
+    assert kinds(report) == {"requantised"}
+    assert [check for check in verify_gguf(tmp_path / "out.gguf", source) if not check.ok] == []
 
 
 # -- multimodal checkpoints --------------------------------------------------------------------------------------------

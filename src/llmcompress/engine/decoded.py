@@ -11,7 +11,7 @@ from torch import Tensor
 
 from llmcompress.arch import find
 from llmcompress.arch.spec import ArchSpec
-from llmcompress.errors import CheckpointError
+from llmcompress.errors import CheckpointError, RecipeError
 from llmcompress.formats.base import Format, TensorSpec
 from llmcompress.grids.coded import Coded
 from llmcompress.ledger import Ledger
@@ -19,7 +19,8 @@ from llmcompress.recipe import formats
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.headers import ModelHeaders, Stored
 
-_DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, re.error)  # by a config that lies
+# what a config that lies leads to
+_DAMAGED = (ArithmeticError, AttributeError, LookupError, RecipeError, TypeError, ValueError, re.error)
 
 
 @dataclass(frozen=True)
@@ -126,5 +127,5 @@ def _shape(found: Format, module: str, specs: Mapping[str, TensorSpec], reader: 
 
 
 def _unlike(stored: ModelHeaders, found: Format, module: str, error: Exception) -> CheckpointError:
-    why = f"no {error}" if isinstance(error, KeyError) else str(error)
+    why = f"no {error}" if isinstance(error, KeyError) else getattr(error, "message", str(error))
     return CheckpointError(f"{stored.path}: {module} is not stored as {found.name} checkpoints store matrices ({why})")

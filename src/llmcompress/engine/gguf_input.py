@@ -29,6 +29,7 @@ FLOATS = ("F32", "F16", "BF16")
 _LAYER = re.compile(r"blk\.(\d{1,9})\.")
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 _AT_ONCE = 1 << 24  # bytes
+_MOST_EXPERTS = 4096
 _OWN = re.compile(
     r"general\.(architecture|alignment|file_type|quantization_version)|split\.(no|count|tensors\.count)"
     r"|quantize\.imatrix\..*"
@@ -113,6 +114,8 @@ def gguf_headers(path: "Path") -> GgufHeaders:
         said = None if stated is None else stated.value
         raise CheckpointError(f"{path} holds {len(numbers)} layers, {arch}.block_count is {said}", "fetch it again")
     for tensor in header.tensors.values():
+        if len(tensor.shape) > 2 and tensor.shape[0] > _MOST_EXPERTS:
+            raise CheckpointError(f"{path}: tensor {tensor.name} holds {tensor.shape[0]} experts, which no model has")
         if tensor.type not in FLOATS and not decodable(tensor):
             raise CheckpointError(f"{path}: tensor {tensor.name} has type {tensor.type}, which cannot be decoded here")
     tensors: dict[str, Stored] = {}

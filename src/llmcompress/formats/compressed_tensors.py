@@ -150,6 +150,10 @@ class CompressedTensors:
     ) -> tuple[int, int] | None:
         if f"{module}.weight_packed" not in specs:
             return None
+        if f"{module}.weight_g_idx" in specs:
+            raise CheckpointError(
+                f"{module} has groups in activation order, which are read from gptq checkpoints alone"
+            )
         stored = specs.get(f"{module}.weight_shape")
         if stored is None or stored.shape != (2,):
             raise CheckpointError(f"{module}.weight_shape does not hold the two extents of a matrix")
