@@ -12,6 +12,8 @@ KINDS = {
     "starved_expert": "an expert saw too few tokens and its Gram matrix was shrunk towards the layer's",
     "importance": "the importance of some inputs is not known, or was raised so that no column is left to chance",
     "budget": "types of tensors were chosen by measured loss, to keep within a size",
+    "requantised": "codes of a quantised source were decoded and rounded anew, or their scales rounded",
+    "text_only": "of a multimodal model the text part alone is written",
     "architecture": "the architecture has no declaration and was observed",
     "engine": "some engine does not load what will be written",
     "target": "what was changed for the target to load the result, or what its user should know",

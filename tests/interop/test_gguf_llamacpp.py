@@ -146,6 +146,27 @@ def test_perplexity_is_that_of_llama_cpp(kind, bound, model, tiny_model_dir, tin
     assert mine["perplexity"] == pytest.approx(float(torch.stack(lost).mean().exp()), rel=bound)
 
 
+@pytest.mark.parametrize(("options", "kind"), [({}, "Q4_0"), ({"sym": False}, "Q4_1"), ({"group_size": 128}, "Q4_0")])
+def test_llama_cpp_reads_the_codes_of_a_quantised_checkpoint(options, kind, tiny_model_dir, tiny_eval_text, tmp_path):
+    step = {"method": "rtn", "bits": 4, "group_size": 32, **options}
+    source = tmp_path / "source"
+    recipe = {"steps": [step], "output": {"format": "gptq"}}
+    run(make_plan(parse(recipe), tiny_model_dir, Options(out=source)))
+    file = write(source, tmp_path / "model.gguf", kind)
+    again = write(file, tmp_path / "again.gguf", kind)  # from a GGUF file, all of it copied
+    ids = AutoTokenizer.from_pretrained(tiny_model_dir)(tiny_eval_text.read_text()[:300])["input_ids"]
+    mine = ours(file, source, ids).log_softmax(-1)
+    with torch.no_grad():
+        coded = load_whole(source, dtype=torch.float32)(torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
+        original = load_whole(tiny_model_dir, dtype=torch.float32)(torch.tensor([ids]), use_cache=False).logits[0]
+    with Llama(file) as llama, Llama(again) as other:
+        theirs = torch.from_numpy(llama.logits(ids))
+        assert torch.equal(theirs, torch.from_numpy(other.logits(ids)))
+    theirs = theirs.log_softmax(-1)
+    assert divergence(mine, theirs) < 0.003  # 8-bit inputs
+    assert divergence(original.log_softmax(-1), theirs) > 4 * divergence(coded, theirs)
+
+
 def divergence(p, q):
     """Mean KL divergence of next tokens, from log-probabilities [tokens, vocabulary]."""
     return float((p.exp() * (p - q)).sum(-1).mean())

@@ -14,7 +14,7 @@ from llmcompress.methods.base import GgufTypes, Method
 from llmcompress.recipe import Calibration, Output, Recipe, build, methods
 
 TYPES = "Types"
-DOC = """Write a GGUF file for llama.cpp straight from safetensors, in any of its types from Q2_K to Q8_0.
+DOC = """Write a GGUF file for llama.cpp from safetensors or from another one, in any of its types from Q2_K to Q8_0.
 
 Without --calibration weights are rounded with nothing but themselves, in seconds. \
 With it, errors are measured on text and made up for (gptq on the type's own grid): \
@@ -22,6 +22,10 @@ the same size, and much closer to the original. \
 --bpw or --size chooses types tensor by tensor by what each would lose, and gets closer still. \
 --imatrix rounds by how much each input matters, as llama-quantize does: between the two."""
 
+Model = Annotated[
+    Path,
+    typer.Argument(help="Model directory, original or quantised by llmcompress, or a GGUF file.", show_default=False),
+]
 Type = Annotated[
     str | None,
     typer.Option("--type", help="File type such as Q4_K_M; see `llmcompress list types`.", rich_help_panel=TYPES),
@@ -71,6 +75,14 @@ Search = Annotated[
         rich_help_panel=TYPES,
     ),
 ]
+Requantize = Annotated[
+    bool,
+    typer.Option(
+        "--allow-requantize",
+        help="Round anew what is quantised already in a GGUF file, which adds both errors.",
+        rich_help_panel=TYPES,
+    ),
+]
 Source = Annotated[
     str | None,
     typer.Option(
@@ -114,7 +126,7 @@ SplitSize = Annotated[
 
 _SIZES = {"--type": "type_", "--bpw": "bpw", "--size": "size"}
 OPTIONS: dict[str, tuple[Any, Any]] = {
-    "model": (o.Model, ...),
+    "model": (Model, ...),
     "type_": (Type, None),
     "bpw": (Bpw, None),
     "size": (Size, None),
@@ -124,6 +136,7 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "embedding_type": (EmbeddingType, None),
     "pure": (Pure, False),
     "search": (Search, None),
+    "allow_requantize": (Requantize, False),
     "out": (File, None),
     "split_max_size": (SplitSize, None),
     "pre": (Pre, None),
@@ -201,6 +214,7 @@ def recipe_of(values: dict[str, Any]) -> Recipe:
         "output": values["output_type"],
         "embedding": values["embedding_type"],
         "tensors": _patterns(values["tensor_type"]),
+        "allow_requantize": values["allow_requantize"],
         "search": values["search"] or ("best" if calibrated or weighted else "fast"),
     }
     method: type[Method] = methods()["gptq" if calibrated else "rtn"]

@@ -65,9 +65,15 @@ def _whole_model(model: Path, dtype: str, trust_remote_code: bool) -> Any:
 
     if (model / "adapter_config.json").exists():  # transformers would follow it to a model elsewhere
         raise CheckpointError(f"{model} holds an adapter (adapter_config.json)", "merge it into the model first")
+    config = load_config(model, trust_remote_code)
+    if config.get_text_config() is not config or getattr(config, "quantization_config", None) is not None:
+        raise CheckpointError(
+            f"{model} is quantised or multimodal, and text is sampled from original models of text alone",
+            "give a text as --calibration",
+        )
     return AutoModelForCausalLM.from_pretrained(
         model,
-        config=load_config(model, trust_remote_code),
+        config=config,
         dtype=getattr(torch, dtype),
         local_files_only=True,
         use_safetensors=True,

@@ -1,6 +1,7 @@
 """One section: statistics stage by stage, each stage on inputs that the stages before it have already changed."""
 
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from llmcompress.engine.forward import Forward
 from llmcompress.engine.plan import MatrixPlan, Plan
 from llmcompress.engine.progress import Progress
 from llmcompress.engine.resources import return_freed_memory
+from llmcompress.grids.base import BlockSpec
 from llmcompress.grids.coded import Coded
+from llmcompress.grids.recode import recode
 from llmcompress.ledger import Ledger
 from llmcompress.methods.base import Solved, Statistics
 from llmcompress.model.build import StreamedModel
@@ -41,16 +44,20 @@ class Compressor:
         linears: list[dict[str, Any]] = []
         ledger = Ledger()
         for stage in stages_of(self.plan.layers[number]):
+            kept = [found for plan in stage if (found := self._recoded(plan, ledger)) is not None]
+            stage = [plan for plan in stage if plan.module not in {found[0].module for found in kept}]
             statistics = self._statistics(layer, compressed, original, stage, ledger)
             return_freed_memory()  # what the windows took, before the matrices of the solvers come
-            for group in _together(stage, apart=self.plan.importance is not None):
-                known = statistics.get(group[0].space) or self._given(group[0])
-                for plan, solved, record in self._solve(group, known, ledger):
-                    coded[plan.module] = solved
-                    linears.append(record)
-                    self.progress.matrix(record)
-                    if layer is not None:
-                        install(layer, plan, solved)
+            groups = _together(stage, apart=self.plan.importance is not None)
+            solutions = (
+                self._solve(group, statistics.get(group[0].space) or self._given(group[0]), ledger) for group in groups
+            )
+            for plan, solved, record in chain(kept, chain.from_iterable(solutions)):
+                coded[plan.module] = solved
+                linears.append(record)
+                self.progress.matrix(record)
+                if layer is not None:
+                    install(layer, plan, solved)
         return coded, {"linears": linears, "ledger": ledger.as_json()}
 
     def _statistics(
@@ -81,6 +88,21 @@ class Compressor:
             if watch is not None:
                 _feed_starved(gram, needing[space], watch, layer, ledger)
         return found
+
+    def _recoded(self, plan: MatrixPlan, ledger: Ledger) -> tuple[MatrixPlan, Coded, dict[str, Any]] | None:
+        """A matrix whose source is codes that its type holds, on no statistics at all; None for any other."""
+        source = self.checkpoint.coded(plan.module)
+        if source is None or not isinstance(plan.entry.grid, BlockSpec):
+            return None
+        name, wanted = source.grid.spec.name, plan.entry.grid.name
+        found = recode(source, plan.entry.grid)
+        if found is None:
+            ledger.note("requantised", name, f"decoded and rounded anew to {wanted}, which does not hold its values")
+            return None
+        record = _record(plan, source.decode(), found, None, None, Solved(found))
+        if record["relative_error"]:
+            ledger.note("requantised", name, f"its codes are kept in {wanted}, scales and minima rounded to float16")
+        return plan, found, {**record, "method": "recoded"}
 
     def _given(self, plan: MatrixPlan) -> Statistics:
         """What the user's importance matrix says of the input of a matrix."""

@@ -1,11 +1,12 @@
 """A GGUF file of a run: types and exact size with the plan, its bytes at the end."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from llmcompress.engine.gguf_input import GgufCheckpoint
 from llmcompress.errors import PlanError
 from llmcompress.formats.gguf.family import find
 from llmcompress.formats.gguf.file import ENCODED_AT_ONCE, GgufFile, Placed, gguf_files, padded
@@ -27,6 +28,7 @@ from llmcompress.store.output_file import is_single
 
 if TYPE_CHECKING:
     import numpy as np
+    from gguf import GGUFWriter
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -41,11 +43,18 @@ _README = 1_000_000  # characters in which its front matter is looked for
 
 @dataclass(frozen=True)
 class GgufModel:
-    """What the weights of a checkpoint become: tensors in the order of the file, each with its type."""
+    """What the weights of a checkpoint become: tensors in the order of the file, each with its type.
+
+    arch: GGUF's name of the architecture. describe: writes all keys. tokenizer: where it had to be converted. copied:
+    on-disk tensors that are stored in their type already.
+    """
 
     kind: FileType
     tensors: tuple[Placed, ...]
-    tokenizer: GgufTokenizer | None
+    arch: str
+    describe: "Callable[[GGUFWriter], None]"
+    tokenizer: GgufTokenizer | None = None
+    copied: frozenset[str] = frozenset()
 
     @property
     def types(self) -> dict[str, str]:
@@ -73,8 +82,9 @@ def gguf_model(headers: ModelHeaders, asked: GgufTypes, output: Output, importan
     wishes = Wishes(asked.pure, asked.output, asked.embedding, asked.tensors)
     kind = file_type(asked.type)
     chosen = mixture([(tensor.name, tensor.shape) for tensor in tensors], facts, kind, wishes)
-    _note_narrow(chosen, tensors, ledger)
-    return GgufModel(kind, tuple(Placed(tensor, chosen[tensor.name].type) for tensor in tensors), tokenizer)
+    note_narrow(chosen, tensors, ledger)
+    placed = tuple(Placed(tensor, chosen[tensor.name].type) for tensor in tensors)
+    return GgufModel(kind, placed, facts.arch, _description(headers, tensors, kind, tokenizer), tokenizer)
 
 
 def files_of(
@@ -84,29 +94,39 @@ def files_of(
 
     keys: those that come last.
     """
-    stem = out.stem if is_single(out) else f"{headers.path.resolve().name}-{model.kind.name}"
-    readme, tokenizer = headers.path / "README.md", model.tokenizer
-    generation = headers.path / "generation_config.json"
-    if tokenizer is None:
-        raise PlanError("a GGUF file needs a tokenizer")
+    stem = out.stem if is_single(out) else f"{headers.name}-{model.kind.name}"
 
-    def describe(writer: Any) -> None:
+    def describe(writer: "GGUFWriter") -> None:
+        model.describe(writer)
+        write(writer, keys)
+
+    files = gguf_files(stem, model.arch, model.tensors, describe, max_bytes)
+    if len(files) > 1 and is_single(out):
+        raise PlanError(f"{len(files)} files are needed, {out} is one", "give a directory: an --output without .gguf")
+    return files
+
+
+def _description(
+    headers: ModelHeaders, tensors: Sequence[GGUFTensor], kind: FileType, tokenizer: GgufTokenizer | None
+) -> "Callable[[GGUFWriter], None]":
+    """Writes the keys of a model directory."""
+    readme, generation = headers.path / "README.md", headers.path / "generation_config.json"
+
+    def describe(writer: "GGUFWriter") -> None:
+        if tokenizer is None:
+            raise PlanError("a GGUF file needs a tokenizer")
         write_metadata(
             writer,
             headers.config,
-            [placed.tensor for placed in model.tensors],
-            model.kind,
-            headers.path.resolve().name,
+            tensors,
+            kind,
+            headers.name,
             _beginning(readme) if readme.is_file() else "",
             read_json(generation) if generation.is_file() else None,
         )
         write_tokenizer(writer, tokenizer)
-        write(writer, keys)
 
-    files = gguf_files(stem, architecture(headers.config), model.tensors, describe, max_bytes)
-    if len(files) > 1 and is_single(out):
-        raise PlanError(f"{len(files)} files are needed, {out} is one", "give a directory: an --output without .gguf")
-    return files
+    return describe
 
 
 def write_gguf(plan: "Plan", checkpoint: "Checkpoint", staged: "Staging", out: "OutputDirectory") -> dict[str, str]:
@@ -139,6 +159,11 @@ class _Data:
     def of(self, placed: Placed) -> Iterator[memoryview]:
         """The bytes of a tensor, piece by piece."""
         tensor = placed.tensor
+        if isinstance(self.checkpoint, GgufCheckpoint):
+            stored = self.checkpoint.stored(tensor.name, placed.type.name)
+            if stored is not None:
+                yield from stored
+                return
         if not tensor.sources or any(name not in self.matrices for name in tensor.sources):
             yield from self._encoded(placed)
             return
@@ -178,7 +203,7 @@ def _rows(tensors: list[GGUFTensor]) -> int:
     return next(tensor.shape[0] for tensor in tensors if tensor.name == "token_embd.weight")
 
 
-def _note_narrow(chosen: Mapping[str, Choice], tensors: list[GGUFTensor], ledger: Ledger) -> None:
+def note_narrow(chosen: Mapping[str, Choice], tensors: list[GGUFTensor], ledger: Ledger) -> None:
     """Say where rows are too narrow for the blocks of the type that was wanted."""
     found: dict[tuple[str, str, int], list[str]] = {}
     for tensor in tensors:

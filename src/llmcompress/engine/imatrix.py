@@ -16,17 +16,16 @@ from llmcompress.engine.means import usual_means
 from llmcompress.engine.plan import Options
 from llmcompress.engine.resources import keep_freed_memory, return_freed_memory
 from llmcompress.engine.run import device_of
+from llmcompress.engine.source import config_of, directory_headers, open_checkpoint
 from llmcompress.errors import RunError
 from llmcompress.formats.gguf.imatrix import Imatrix, ImatrixEntry, numbered
 from llmcompress.formats.gguf.names import gguf_tensors
 from llmcompress.ledger import Ledger
 from llmcompress.model.build import StreamedModel
-from llmcompress.model.skeleton import load_config
 from llmcompress.parallel import threads
 from llmcompress.recipe import Calibration
 from llmcompress.stats.energy import Energy, energy
-from llmcompress.store.checkpoint import Checkpoint
-from llmcompress.store.headers import ModelHeaders, read_headers
+from llmcompress.store.headers import ModelHeaders
 from llmcompress.store.windows import Windows, WindowsWriter
 
 
@@ -56,14 +55,14 @@ def measure_imatrix(
     every matrix of a layer the sum of squares of its input over tokens, in GGUF's names, experts by the tokens routed
     to them; the same numbers for any number of threads. Raises LlmcompressError.
     """
-    headers = read_headers(model)
+    headers = directory_headers(model, ledger)
     matrices = matrices_of(headers, options.trust_remote_code, ledger)
     entries, layers = _rows(headers, matrices)
     means = usual_means(options, text.length)
     tokens = tokens_for(text, model, means.dtype, options.trust_remote_code)
     streamed = StreamedModel(
-        Checkpoint(model),
-        load_config(model, options.trust_remote_code),
+        open_checkpoint(headers),
+        config_of(headers, options.trust_remote_code),
         matrices.spec,
         dtype=getattr(torch, means.dtype),
         device=device_of(options.device),

@@ -9,14 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from llmcompress.arch.spec import ArchSpec
+from llmcompress.engine.decoded import DecodedHeaders, note_decoded
 from llmcompress.engine.estimate import Estimate, Means, estimate
 from llmcompress.engine.fits import Found
-from llmcompress.engine.gguf import files_of, gguf_model
+from llmcompress.engine.gguf import GgufModel, files_of, gguf_model
+from llmcompress.engine.gguf_input import GgufHeaders, called
 from llmcompress.engine.importance import Importance, given_importance
 from llmcompress.engine.matrices import matrices_of
 from llmcompress.engine.means import choose_means
 from llmcompress.engine.modelfile import modelfile
+from llmcompress.engine.requantise import file_matrices, file_model
 from llmcompress.engine.settings import resolve
+from llmcompress.engine.source import source_headers
 from llmcompress.engine.targets.check import asked, engine_notes
 from llmcompress.engine.targets.repair import fitted
 from llmcompress.errors import PlanError, RecipeError
@@ -28,7 +32,7 @@ from llmcompress.recipe import Recipe, formats
 from llmcompress.registry import suggest
 from llmcompress.store.headers import ModelHeaders, read_headers
 from llmcompress.store.output import refuse_unwritable, weights_nbytes
-from llmcompress.store.output_file import output_of
+from llmcompress.store.output_file import is_single, output_of
 
 
 @dataclass(frozen=True)
@@ -133,13 +137,21 @@ def make_plan(recipe: Recipe, model: Path, options: Options | None = None) -> Pl
 def _draft(recipe: Recipe, model: Path, options: Options) -> Plan:
     """A plan, whoever will load its result."""
     ledger = Ledger()
-    headers = read_headers(model)
     format_ = _format(recipe)
+    headers = source_headers(model, ledger) if format_.name == "gguf" else read_headers(model)
     step = _single_step(recipe)
     out, work = _places(recipe, step, model, options)
-    matrices = matrices_of(headers, options.trust_remote_code, ledger)
+    if out.resolve() in {file.resolve() for file in headers.files}:
+        raise PlanError(f"{out} is a part of the model itself", "choose another --output")
     measured = step.needs_calibration or recipe.calibration.imatrix is not None
-    gguf = None if step.gguf is None else gguf_model(headers, step.gguf, recipe.output, measured, ledger)
+    gguf: GgufModel | None = None
+    if isinstance(headers, GgufHeaders):
+        matrices = file_matrices(headers)
+        gguf = file_model(headers, step, recipe.output, ledger, measured)
+    else:
+        matrices = matrices_of(headers, options.trust_remote_code, ledger)
+        if step.gguf is not None:
+            gguf = gguf_model(headers, step.gguf, recipe.output, measured, ledger)
     importance = given_importance(recipe, step, gguf, ledger)
     chosen = resolve(step, matrices.widths, ledger, None if gguf is None else gguf.types)
 
@@ -149,6 +161,8 @@ def _draft(recipe: Recipe, model: Path, options: Options) -> Plan:
         if method is None:
             if gguf is None:
                 ledger.note("unquantised", module, "skipped as asked")
+            continue
+        if gguf is not None and f"{module}.weight" in gguf.copied:
             continue
         entry = Entry(
             headers.tensors[f"{module}.weight"].spec,
@@ -171,6 +185,8 @@ def _draft(recipe: Recipe, model: Path, options: Options) -> Plan:
         raise PlanError(*refusal)
     for note in engine_notes(format_.name, entries, headers.config):
         ledger.note("engine", format_.name, note)
+    if isinstance(headers, DecodedHeaders):
+        note_decoded(headers, planned, ledger)
     files: tuple[GgufFile, ...] = ()
     written = None
     if format_.name == "gguf" and gguf is not None:
@@ -227,7 +243,8 @@ def _single_step(recipe: Recipe) -> Method:
 
 def _places(recipe: Recipe, step: Method, model: Path, options: Options) -> tuple[Path, Path]:
     beside = model if model.name not in ("", "..") else model.resolve()  # `.` has no name
-    out = options.out or beside.with_name(f"{model.resolve().name}-{_called(recipe, step)}")
+    name = called(model) if is_single(model) and model.is_file() else model.resolve().name
+    out = options.out or beside.with_name(f"{name}-{_called(recipe, step)}")
     output_of(out, recipe.output.format, options.overwrite)  # refuses what it could not create or replace
     work = options.work or out.with_name(f"{out.name}.work")
     refuse_unwritable(work)

@@ -20,13 +20,14 @@ def report(
     tensors: Mapping[str, str],
 ) -> dict[str, Any]:
     """The content of report.json; the same inputs give the same bytes."""
+    config = plan.headers.path / "config.json"
     return {
         "llmcompress": __version__,
         "format": plan.format.name,
         "recipe": plan.recipe.as_data(),
         "source": {
             "headers_sha256": plan.headers.fingerprint,
-            "config_sha256": hashlib.sha256((plan.headers.path / "config.json").read_bytes()).hexdigest(),
+            "config_sha256": _sha256(config) if config.is_file() else None,
             "files_sha256": {file.name: _sha256(file) for file in plan.headers.files},
             "bytes": plan.headers.nbytes,
         },

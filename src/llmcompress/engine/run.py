@@ -19,13 +19,13 @@ from llmcompress.engine.forward import Forward, Stream
 from llmcompress.engine.plan import Plan
 from llmcompress.engine.progress import Progress
 from llmcompress.engine.resources import keep_freed_memory, return_freed_memory
+from llmcompress.engine.source import config_of, open_checkpoint
 from llmcompress.engine.write import write_output
 from llmcompress.errors import StoppedError
 from llmcompress.grids.coded import Coded
 from llmcompress.ledger import Entry as LedgerEntry
 from llmcompress.ledger import Ledger
 from llmcompress.model.build import StreamedModel
-from llmcompress.model.skeleton import load_config
 from llmcompress.parallel import threads
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.staging import Hidden, Staging
@@ -42,7 +42,7 @@ def run(plan: Plan, progress: Progress | None = None, stop: Stop = lambda finish
     ends with StoppedError and can be taken up again.
     """
     progress = progress or Progress()
-    checkpoint = Checkpoint(plan.headers.path)
+    checkpoint = open_checkpoint(plan.headers)
     calibrated = any(matrix.method.needs_calibration for layer in plan.layers for matrix in layer)
     sampled = plan.recipe.calibration.source == "self"
     kept = plan.work / "tokens.safetensors"  # sampling takes minutes, and depends on nothing but model and recipe
@@ -123,7 +123,7 @@ def _with_data(plan: Plan, checkpoint: Checkpoint, tokens: Tensor, sections: _Se
     dtype = getattr(torch, plan.dtype)
     model = StreamedModel(
         checkpoint,
-        load_config(plan.headers.path, plan.options.trust_remote_code),
+        config_of(plan.headers, plan.options.trust_remote_code),
         plan.spec,
         dtype=dtype,
         device=device_of(plan.options.device),

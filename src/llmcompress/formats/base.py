@@ -111,6 +111,15 @@ class Format(Protocol):
         """Whether a checkpoint with this config.json is of this format."""
         ...
 
+    def shape(
+        self, module: str, specs: Mapping[str, TensorSpec], read: Reader, config: Mapping[str, Any]
+    ) -> tuple[int, int] | None:
+        """[out, in] of the matrix that `decode` gives, from the specs of all tensors; None if it is not quantised.
+
+        read: for a tensor that holds a shape, and no other.
+        """
+        ...
+
     def decode(self, module: str, read: Reader, config: Mapping[str, Any]) -> "Coded | None":
         """The matrix of a module back from its tensors, or None if the module is not quantised."""
         ...

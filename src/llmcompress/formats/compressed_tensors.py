@@ -145,6 +145,21 @@ class CompressedTensors:
             and settings.get("format") == KIND
         )
 
+    def shape(
+        self, module: str, specs: Mapping[str, TensorSpec], read: Reader, config: Mapping[str, Any]
+    ) -> tuple[int, int] | None:
+        if f"{module}.weight_packed" not in specs:
+            return None
+        if f"{module}.weight_g_idx" in specs:
+            raise CheckpointError(
+                f"{module} has groups in activation order, which are read from gptq checkpoints alone"
+            )
+        stored = specs.get(f"{module}.weight_shape")
+        if stored is None or stored.shape != (2,):
+            raise CheckpointError(f"{module}.weight_shape does not hold the two extents of a matrix")
+        rows, width = (int(extent) for extent in read(f"{module}.weight_shape"))
+        return rows, width
+
     def decode(self, module: str, read: Reader, config: Mapping[str, Any]) -> "Coded | None":
         import torch
 

@@ -51,6 +51,11 @@ class Dense:
     def recognises(self, config: Mapping[str, Any]) -> bool:
         return "quantization_config" not in config
 
+    def shape(
+        self, module: str, specs: Mapping[str, TensorSpec], read: Reader, config: Mapping[str, Any]
+    ) -> tuple[int, int] | None:
+        return None
+
     def decode(self, module: str, read: Reader, config: Mapping[str, Any]) -> "Coded | None":
         return None
 

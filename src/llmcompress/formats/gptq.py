@@ -141,6 +141,17 @@ class Gptq:
         settings = config.get("quantization_config")
         return isinstance(settings, Mapping) and settings.get("quant_method") == "gptq"
 
+    def shape(
+        self, module: str, specs: Mapping[str, TensorSpec], read: Reader, config: Mapping[str, Any]
+    ) -> tuple[int, int] | None:
+        words, scales = specs.get(f"{module}.qweight"), specs.get(f"{module}.scales")
+        if words is None or scales is None or len(words.shape) != 2 or len(scales.shape) != 2:
+            return None
+        index = specs.get(f"{module}.g_idx")
+        spec = _spec(module, config["quantization_config"])
+        width = words.shape[0] * 32 // spec.bits if index is None or not index.shape else index.shape[0]
+        return scales.shape[1], width
+
     def decode(self, module: str, read: Reader, config: Mapping[str, Any]) -> "Coded | None":
         """Both zero-point conventions, any order of groups, settings of its own through `dynamic`."""
         import torch

@@ -60,7 +60,8 @@ class GgufTypes(BaseModel):
 
     type: a mixture such as Q4_K_M, or, for one matrix, a tensor type such as Q6_K. pure: its default type everywhere.
     output, embedding: tensor types of the head and of the embedding. tensors: tensor types by pattern of GGUF names.
-    search: how scales are found (grids/encoders.py).
+    search: how scales are found (grids/encoders.py). allow_requantize: whether what is quantised already in a GGUF file
+    may be decoded and rounded anew.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -71,6 +72,7 @@ class GgufTypes(BaseModel):
     embedding: str | None = None
     tensors: dict[str, str] = Field(default_factory=dict)
     search: Literal["compat", "fast", "best"] = "best"
+    allow_requantize: bool = False
 
 
 class Method(BaseModel):

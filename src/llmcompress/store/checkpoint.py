@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from llmcompress.errors import EXIT_FAILED, CheckpointError
+from llmcompress.grids.coded import Coded
 from llmcompress.store.headers import ModelHeaders, read_headers
 
 DTYPES = {
@@ -34,12 +35,16 @@ class WeightsError(CheckpointError):
 class Checkpoint:
     """A model directory whose tensors are read by name, one at a time."""
 
-    def __init__(self, path: Path) -> None:
-        self.headers: ModelHeaders = read_headers(path)
-        self.path = path
+    def __init__(self, source: Path | ModelHeaders) -> None:
+        self.headers: ModelHeaders = read_headers(source) if isinstance(source, Path) else source
+        self.path = self.headers.path
 
     def __contains__(self, name: str) -> bool:
         return name in self.headers.tensors
+
+    def coded(self, module: str) -> Coded | None:
+        """Codes of a matrix that is stored as such, by its module; None for any other."""
+        return None
 
     def read(self, name: str) -> Tensor:
         """A tensor of its own memory, in its stored type; nothing of the file stays open or mapped."""

@@ -51,30 +51,54 @@ def tensor_bytes(header: GgufHeader, name: str) -> NDArray[np.uint8]:
     return np.frombuffer(data, np.uint8, tensor.nbytes, tensor.position)
 
 
+def decodable(tensor: GgufTensor) -> bool:
+    """Whether the gguf package decodes the type of a tensor."""
+    import gguf
+
+    kind = gguf.GGMLQuantizationType(tensor.type_id)
+    try:
+        gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
+
+
 def dequantized(header: GgufHeader, name: str) -> NDArray[np.float32]:
     """The values of a tensor, decoded by the gguf package; shape in torch's order. CheckpointError for types it lacks.
 
     Damaged scales may give infinities and NaN: they are values like others here.
     """
+    return decoded(header, name).reshape(header.tensors[name].shape)
+
+
+def rows_of(header: GgufHeader, name: str) -> int:
+    """Rows of a tensor seen as a matrix whose rows are its last extent: those of all experts together."""
+    return math.prod(header.tensors[name].shape[:-1])
+
+
+def decoded(header: GgufHeader, name: str, begin: int = 0, end: int | None = None) -> NDArray[np.float32]:
+    """Rows `begin` to `end` of a tensor seen as a matrix, float32 [end - begin, width]; CheckpointError if gguf cannot.
+
+    Damaged scales may give infinities and NaN.
+    """
     import gguf
 
-    raw = tensor_bytes(header, name)
+    whole = tensor_bytes(header, name)
     tensor = header.tensors[name]
+    raw = whole.reshape(rows_of(header, name), -1)[begin:end]
     kind = gguf.GGMLQuantizationType(tensor.type_id)
-    block, nbytes = gguf.GGML_QUANT_SIZES[kind]
-    out = np.empty(math.prod(tensor.shape), np.float32)
-    step = max(_DECODED_AT_ONCE // block, 1)
-    blocks = raw.reshape(-1, nbytes)
+    width = (tensor.shape or (1,))[-1]
+    out = np.empty((len(raw), width), np.float32)
+    step = max(1, _DECODED_AT_ONCE // width)
     with np.errstate(all="ignore"):
-        for at in range(0, len(blocks), step):
+        for at in range(0, len(raw), step):
             try:
-                values = gguf.quants.dequantize(blocks[at : at + step], kind)
+                out[at : at + step] = gguf.quants.dequantize(raw[at : at + step], kind)
             except NotImplementedError:
                 raise CheckpointError(
                     f"{tensor.file}: tensor {name} has type {tensor.type}, which gguf cannot decode"
                 ) from None
-            out[at * block : (at + step) * block] = values.reshape(-1)
-    return out.reshape(tensor.shape)
+    return out
 
 
 def _split(header: GgufHeader) -> tuple[int, ...]:

@@ -82,6 +82,11 @@ class ModelHeaders:
         return sum(stored.spec.nbytes for stored in self.tensors.values())
 
     @property
+    def name(self) -> str:
+        """What the model is called: as its directory."""
+        return self.path.resolve().name
+
+    @property
     def place(self) -> Path:
         """The file of the weights, or the directory where there are several."""
         return self.files[0] if len(self.files) == 1 else self.path

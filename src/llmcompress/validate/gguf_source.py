@@ -16,9 +16,9 @@ from llmcompress.formats.gguf.tensors import GGUFTensor
 from llmcompress.formats.gguf.types import FILE_TYPES
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.gguf_header import GgufHeader
+from llmcompress.store.gguf_model import decoded, rows_of
 from llmcompress.store.headers import ModelHeaders
 from llmcompress.validate.gguf_facts import scalar
-from llmcompress.validate.gguf_file import decoded, rows_of
 
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 

@@ -25,14 +25,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcompress.engine.source import directory_headers, open_checkpoint
 from llmcompress.errors import CheckpointError, LlmcompressError
 from llmcompress.formats.gguf.tensors import GGUFTensor, convert
+from llmcompress.ledger import Ledger
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.gguf_header import GgufHeader
-from llmcompress.store.gguf_model import read_gguf, tensor_bytes
+from llmcompress.store.gguf_model import decoded, read_gguf, rows_of, tensor_bytes
 from llmcompress.store.output_file import report_of
 from llmcompress.validate.gguf_facts import scalar
-from llmcompress.validate.gguf_file import decoded, rows_of
 from llmcompress.validate.gguf_source import Part, expected_keys, expected_tensors, misfits, parts_of
 from llmcompress.validate.gguf_tokens import against_source, token_wrongs
 from llmcompress.validate.stored import DamageError, read_json
@@ -133,7 +134,7 @@ def _hash_wrongs(header: GgufHeader, report: Mapping[str, Any]) -> list[str]:
 
 def _against(header: GgufHeader, report: Mapping[str, Any], source: Path) -> list[Check]:
     try:
-        checkpoint = Checkpoint(source)
+        checkpoint = open_checkpoint(directory_headers(source, Ledger()))
         tensors = expected_tensors(header, checkpoint.headers)
         wrong = misfits(header, checkpoint.headers, tensors)
         keys = [key.name for key in expected_keys(checkpoint.headers, tensors)]

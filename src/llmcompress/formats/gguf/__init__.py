@@ -46,6 +46,11 @@ class Gguf:
     def recognises(self, config: Mapping[str, Any]) -> bool:
         return False
 
+    def shape(
+        self, module: str, specs: Mapping[str, TensorSpec], read: Reader, config: Mapping[str, Any]
+    ) -> tuple[int, int] | None:
+        return None
+
     def decode(self, module: str, read: Reader, config: Mapping[str, Any]) -> "Coded | None":
         return None
 

@@ -117,6 +117,16 @@ def find(config: Mapping[str, Any]) -> Family:
     return known[model_type]
 
 
+def known_types() -> Mapping[str, Family]:
+    """The families by `model_type`."""
+    return _by_model_type()
+
+
+def known_architectures() -> frozenset[str]:
+    """GGUF's names of the architectures that are known here."""
+    return frozenset(family.arch for family in _by_model_type().values())
+
+
 @cache
 def _by_model_type() -> Mapping[str, Family]:
     from llmcompress.formats.gguf import families

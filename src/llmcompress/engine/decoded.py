@@ -1,0 +1,131 @@
+"""A quantised checkpoint of a known format, as if it had never been quantised: weights are decoded when they are read.
+
+Which formats there are, and what lies in their files, is known to `formats` alone.
+"""
+
+import re
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from llmcompress.arch import find
+from llmcompress.arch.spec import ArchSpec
+from llmcompress.errors import CheckpointError, RecipeError
+from llmcompress.formats.base import Format, TensorSpec
+from llmcompress.grids.coded import Coded
+from llmcompress.ledger import Ledger
+from llmcompress.recipe import formats
+from llmcompress.store.checkpoint import Checkpoint
+from llmcompress.store.headers import ModelHeaders, Stored
+
+# what a config that lies leads to
+_DAMAGED = (ArithmeticError, AttributeError, LookupError, RecipeError, TypeError, ValueError, re.error)
+
+
+@dataclass(frozen=True)
+class DecodedHeaders(ModelHeaders):
+    """The headers of the decoded model, in float32. stored: those of its files. packed: modules that are codes there.
+
+    transposed: those of them whose weights are [in, out] where they are not quantised.
+    """
+
+    stored: ModelHeaders
+    format: Format
+    packed: frozenset[str]
+    transposed: frozenset[str]
+
+    @property
+    def nbytes(self) -> int:
+        return self.stored.nbytes
+
+
+def decoded_headers(stored: ModelHeaders, spec: ArchSpec | None = None) -> ModelHeaders:
+    """The headers of a quantised model once decoded; `stored` itself where no format that we know recognises it.
+
+    spec: of the family, where that is not declared. CheckpointError if the tensors are not those of the format.
+    """
+    found = _format_of(stored)
+    if found is None:
+        return stored
+    spec = spec or find(str(stored.config.get("model_type")))
+    conv1d = tuple(f".{linear.path}" for linear in spec.linears if linear.conv1d) if spec is not None else ()
+    specs = {name: item.spec for name, item in stored.tensors.items()}
+    modules = [name.removesuffix(f".{found.marker}") for name in specs if name.endswith(f".{found.marker}")]
+    packed = frozenset(modules)
+    transposed = frozenset(module for module in modules if module.endswith(conv1d or ("\0",)))
+    reader = Checkpoint(stored)
+    tensors: dict[str, Stored] = {}
+    for name, item in stored.tensors.items():
+        module, _, kind = name.rpartition(".")
+        if kind == found.marker:
+            shape = _shape(found, module, specs, reader)
+            shape = shape[::-1] if module in transposed else shape
+            weight = TensorSpec(f"{module}.weight", "F32", shape)
+            tensors[weight.name] = Stored(weight, item.file, item.begin, item.end)
+        elif module not in packed or kind == "bias":
+            tensors[name] = item
+    config = {key: value for key, value in stored.config.items() if key != "quantization_config"}
+    return DecodedHeaders(stored.path, config, tensors, stored.files, stored, found, packed, transposed)
+
+
+def note_decoded(headers: DecodedHeaders, coded: Container[str], ledger: Ledger) -> None:
+    """Say of which packed modules no codes are kept whatever they are, all those that are not `coded`."""
+    if count := sum(module not in coded for module in headers.packed):
+        ledger.note(
+            "requantised", f"{count} matrices", f"{headers.format.name} in the source, decoded and rounded anew"
+        )
+
+
+class DecodedCheckpoint(Checkpoint):
+    """Its tensors; of packed modules the decoded weights, float32, in the shape they had."""
+
+    headers: DecodedHeaders
+
+    def __init__(self, headers: DecodedHeaders) -> None:
+        super().__init__(headers)
+        self._stored = Checkpoint(headers.stored)
+
+    def coded(self, module: str) -> Coded | None:
+        """Codes [out, in] of a packed module, None for any other."""
+        if module not in self.headers.packed:
+            return None
+        try:
+            return self.headers.format.decode(module, self._part, self.headers.stored.config)
+        except _DAMAGED as error:
+            raise _unlike(self.headers.stored, self.headers.format, module, error) from None
+
+    def read(self, name: str) -> Tensor:
+        module = name.removesuffix(".weight")
+        coded = self.coded(module) if name.endswith(".weight") else None
+        if coded is None:
+            return self._stored.read(name)
+        value = coded.decode()
+        return value.t().contiguous() if module in self.headers.transposed else value
+
+    def _part(self, name: str) -> Tensor:
+        """A tensor of a packed module; KeyError tells a format that it has none of that name."""
+        if name not in self._stored:
+            raise KeyError(name)
+        return self._stored.read(name)
+
+
+def _format_of(stored: ModelHeaders) -> Format | None:
+    if "quantization_config" not in stored.config:
+        return None
+    return next((item for item in formats().values() if item.recognises(stored.config)), None)
+
+
+def _shape(found: Format, module: str, specs: Mapping[str, TensorSpec], reader: Checkpoint) -> tuple[int, int]:
+    try:
+        shape = found.shape(module, specs, reader.read, reader.headers.config)
+    except _DAMAGED as error:
+        raise _unlike(reader.headers, found, module, error) from None
+    if shape is None or min(shape) < 1:
+        raise CheckpointError(f"{reader.path}: {module} lacks tensors that a {found.name} checkpoint has of a matrix")
+    return shape
+
+
+def _unlike(stored: ModelHeaders, found: Format, module: str, error: Exception) -> CheckpointError:
+    why = f"no {error}" if isinstance(error, KeyError) else getattr(error, "message", str(error))
+    return CheckpointError(f"{stored.path}: {module} is not stored as {found.name} checkpoints store matrices ({why})")

@@ -1,0 +1,195 @@
+"""A GGUF file as the source of another: its tensors by name as those of a checkpoint, its keys carried over."""
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from llmcompress.errors import CheckpointError
+from llmcompress.formats.base import TensorSpec
+from llmcompress.formats.gguf.family import known_architectures
+from llmcompress.formats.gguf.mixture import is_quantised
+from llmcompress.store.checkpoint import DTYPES, Checkpoint
+from llmcompress.store.gguf_header import GgufArray, GgufHeader
+from llmcompress.store.gguf_header import GgufTensor as StoredTensor
+from llmcompress.store.gguf_model import decodable, decoded, read_gguf, tensor_bytes
+from llmcompress.store.headers import ModelHeaders, Stored
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from gguf import GGUFWriter
+
+FLOATS = ("F32", "F16", "BF16")
+_LAYER = re.compile(r"blk\.(\d{1,9})\.")
+_SHARD = re.compile(r"-\d{5}-of-\d{5}$")
+_AT_ONCE = 1 << 24  # bytes
+_MOST_EXPERTS = 4096
+_OWN = re.compile(
+    r"general\.(architecture|alignment|file_type|quantization_version)|split\.(no|count|tensors\.count)"
+    r"|quantize\.imatrix\..*"
+)
+"""Keys that are written anew, or not at all."""
+
+
+@dataclass(frozen=True)
+class GgufHeaders(ModelHeaders):
+    """A GGUF file by its header. tensors: by GGUF name, float32 where they are stored as codes.
+
+    Experts are tensors of their own, `blk.0.ffn_up_exps.7.weight`. parts: of each tensor its name in the file, and its
+    number there among the experts. config: as much of a config.json as a GGUF file says.
+    """
+
+    gguf: GgufHeader
+    parts: Mapping[str, tuple[str, int]]
+
+    @property
+    def name(self) -> str:
+        return called(self.path)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.gguf.tensors.values())
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the headers of all files."""
+        digest = hashlib.sha256()
+        for file in self.files:
+            start = min(tensor.position for tensor in self.gguf.tensors.values() if tensor.file == file)
+            with file.open("rb") as handle:
+                digest.update(f"{file.name}:{file.stat().st_size}:".encode())
+                digest.update(handle.read(start))
+        return digest.hexdigest()
+
+    @property
+    def arch(self) -> str:
+        """GGUF's name of the architecture."""
+        return str(self.config["model_type"])
+
+    @property
+    def layers(self) -> int:
+        return int(self.config["num_hidden_layers"])
+
+    def number(self, key: str, default: int | None = None) -> int:
+        """A whole number below the architecture's name, of the first layer where each has its own.
+
+        CheckpointError if there is none and no default.
+        """
+        name = f"{self.arch}.{key}"
+        field = self.gguf.fields.get(name)
+        if field is None and default is not None:
+            return default
+        value: Any = None if field is None else self.gguf.value(name)
+        if field is not None and isinstance(field.value, GgufArray) and not isinstance(value, list):
+            value = next((int(item) for item in value if item > 0), None)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise CheckpointError(f"{self.path} does not say {name} in a whole number", "convert the model anew")
+        return value
+
+
+def called(path: "Path") -> str:
+    """What the model of a GGUF file is called: as the file."""
+    return _SHARD.sub("", path.resolve().stem)
+
+
+def gguf_headers(path: "Path") -> GgufHeaders:
+    """The header of a GGUF file; CheckpointError for an architecture or a type of tensor that is not known here."""
+    header = read_gguf(path)
+    field = header.fields.get("general.architecture")
+    arch = None if field is None else field.value
+    if arch not in known_architectures():
+        raise CheckpointError(
+            f"{path} holds a model of architecture {arch!r}, which is not known here",
+            f"known: {', '.join(sorted(known_architectures()))}",
+        )
+    numbers = {int(found[1]) for name in header.tensors if (found := _LAYER.match(name))}
+    stated = header.fields.get(f"{arch}.block_count")
+    if stated is None or numbers != set(range(len(numbers))) or stated.value != len(numbers):
+        said = None if stated is None else stated.value
+        raise CheckpointError(f"{path} holds {len(numbers)} layers, {arch}.block_count is {said}", "fetch it again")
+    for tensor in header.tensors.values():
+        if len(tensor.shape) > 2 and tensor.shape[0] > _MOST_EXPERTS:
+            raise CheckpointError(f"{path}: tensor {tensor.name} holds {tensor.shape[0]} experts, which no model has")
+        if tensor.type not in FLOATS and not decodable(tensor):
+            raise CheckpointError(f"{path}: tensor {tensor.name} has type {tensor.type}, which cannot be decoded here")
+    tensors: dict[str, Stored] = {}
+    parts: dict[str, tuple[str, int]] = {}
+    for tensor in header.tensors.values():
+        for number, (name, shape) in enumerate(_matrices(tensor)):
+            spec = TensorSpec(name, tensor.type if tensor.type in FLOATS else "F32", shape)
+            tensors[name] = Stored(spec, tensor.file, tensor.position, tensor.position + tensor.nbytes)
+            parts[name] = tensor.name, number
+    config = {"model_type": arch, "num_hidden_layers": len(numbers)}
+    if (named := header.fields.get("general.name")) is not None and isinstance(named.value, str):
+        config["_name_or_path"] = named.value
+    return GgufHeaders(path, config, tensors, header.files, header, parts)
+
+
+def names_of(tensor: StoredTensor) -> tuple[str, ...]:
+    """The names here of what a tensor of a file holds: its own, or one of each expert."""
+    return tuple(name for name, _ in _matrices(tensor))
+
+
+def _matrices(tensor: StoredTensor) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of what a tensor holds."""
+    if len(tensor.shape) == 3 and is_quantised(tensor.name, tensor.shape):
+        stem = tensor.name.removesuffix(".weight")
+        for number in range(tensor.shape[0]):
+            yield f"{stem}.{number}.weight", tensor.shape[1:]
+    else:
+        yield tensor.name, tensor.shape
+
+
+class GgufCheckpoint(Checkpoint):
+    """Its tensors, decoded by the gguf package where they are codes."""
+
+    headers: GgufHeaders
+
+    def __init__(self, headers: GgufHeaders) -> None:
+        super().__init__(headers)
+
+    def read(self, name: str) -> Tensor:
+        if name not in self.headers.parts:
+            raise CheckpointError(f"tensor {name} is missing from {self.path}")
+        whole, number = self.headers.parts[name]
+        spec, header = self.headers.tensors[name].spec, self.headers.gguf
+        tensor = header.tensors[whole]
+        if tensor.type not in FLOATS:
+            rows = spec.shape[0] if len(spec.shape) > 1 else 1
+            return torch.from_numpy(decoded(header, whole, number * rows, (number + 1) * rows)).reshape(spec.shape)
+        raw = tensor_bytes(header, whole)[number * spec.nbytes : (number + 1) * spec.nbytes]
+        return torch.from_numpy(raw.copy()).view(DTYPES[spec.dtype]).reshape(spec.shape)
+
+    def stored(self, name: str, kind: str) -> Iterator[memoryview] | None:
+        """The bytes of a tensor of the file, piece by piece, if it is stored in that type of codes; else None."""
+        tensor = self.headers.gguf.tensors[name]
+        if tensor.type != kind or kind in FLOATS:
+            return None
+        raw = tensor_bytes(self.headers.gguf, name)
+        return (raw[at : at + _AT_ONCE].data for at in range(0, tensor.nbytes, _AT_ONCE))
+
+
+def carried(headers: GgufHeaders, file_type: int) -> "Callable[[GGUFWriter], None]":
+    """Writes the keys of a file to another: all as they are, but for those of the quantisation."""
+    from gguf import GGML_QUANT_VERSION, GGUFValueType
+
+    def describe(writer: "GGUFWriter") -> None:
+        for key, field in headers.gguf.fields.items():
+            if _OWN.fullmatch(key):
+                continue
+            if not isinstance(field.value, GgufArray):
+                writer.add_key_value(key, field.value, GGUFValueType[field.type])
+            elif field.value.count:  # an empty list says nothing, and the package writes none
+                value: Any = headers.gguf.value(key)
+                items = value if isinstance(value, list) else value.tolist()
+                writer.add_key_value(key, items, GGUFValueType.ARRAY, sub_type=GGUFValueType[field.value.type])
+        writer.add_file_type(file_type)
+        writer.add_quantization_version(GGML_QUANT_VERSION)
+
+    return describe
