@@ -19,6 +19,7 @@ from llmcompress.methods.base import GgufTypes
 from llmcompress.recipe import Recipe
 from llmcompress.solve.knapsack import Choice, choose
 from llmcompress.store.output import refuse_unwritable
+from llmcompress.store.output_file import is_single
 
 SMALLEST = "Q2_K"  # or Q4_0 where rows are too narrow for it: what `candidates` begins with
 
@@ -53,7 +54,7 @@ def fitted_to_budget(
 
     recipe: of a method with types of GGUF; those that its `tensors`, `output` and `embedding` name stay. kept: file of
     losses measured before; where it is missing they are measured and written there. watch: told how many steps of all
-    are done. PlanError for a budget below the smallest possible size, before anything is measured.
+    are done. PlanError for a GGUF file, and for a budget below the smallest possible size, before anything is measured.
     """
     step = recipe.steps[0]
     assert step.gguf is not None
@@ -64,6 +65,11 @@ def fitted_to_budget(
         with_types = recipe.model_copy(update={"steps": (changed,)})
         return with_types, make_plan(with_types, model, options)
 
+    if is_single(model):
+        raise PlanError(
+            f"{model} is a GGUF file: a budget asks for the directory it was made from, to run text through it",
+            "give that, or a --type",
+        )
     _, smallest = planned(type=SMALLEST, pure=True)
     _refuse_below(smallest, budget)
     ledger = Ledger()

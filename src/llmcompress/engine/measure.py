@@ -14,13 +14,12 @@ from llmcompress.engine.plan import Plan
 from llmcompress.engine.resources import keep_freed_memory
 from llmcompress.engine.run import device_of
 from llmcompress.engine.sensitivity import EMBEDDING, HEAD, Found, fisher_information
+from llmcompress.engine.source import config_of, open_checkpoint
 from llmcompress.formats.gguf.imatrix import numbered
 from llmcompress.formats.gguf.tensors import GGUFTensor
 from llmcompress.ledger import Ledger
 from llmcompress.model.build import StreamedModel
-from llmcompress.model.skeleton import load_config
 from llmcompress.parallel import threads
-from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.files import writing
 
 SAMPLES = 16  # windows, of those that a recipe asks for: sums over thousands of weights need few
@@ -39,10 +38,10 @@ def measure(plan: Plan, tensors: Sequence[GGUFTensor], ledger: Ledger, watch: Ca
         paths[layer].append(below)
     text = text.model_copy(update={"samples": min(text.samples, SAMPLES)})
     tokens = tokens_for(text, source, "float32", options.trust_remote_code)
-    checkpoint, steps, of = Checkpoint(source), count(1), 2 * len(paths) + 1 + len(tensors)
+    checkpoint, steps, of = open_checkpoint(plan.headers), count(1), 2 * len(paths) + 1 + len(tensors)
     model = StreamedModel(
         checkpoint,
-        load_config(source, options.trust_remote_code),
+        config_of(plan.headers, options.trust_remote_code),
         matrices.spec,
         dtype=torch.float32,
         device=device_of(options.device),

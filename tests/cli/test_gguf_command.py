@@ -151,6 +151,9 @@ REFUSED = {
         Q4,
         ["tokenizer.json", "--pre NAME"],
     ),
+    "a budget for a file": (nothing, ["gguf", "FILE", "--bpw", "4.5"], ["is a GGUF file", "asks for the directory"]),
+    "two sizes": (nothing, [*Q4, "--bpw", "4.5"], ["--type and --bpw", "give one of"]),
+    "no size": (nothing, ["gguf", "MODEL"], ["nothing says how large"]),
     "files too small": (nothing, [*Q4, "--split-max-size", "0.0001"], ["shard_size"]),
 }
 
@@ -160,7 +163,7 @@ def test_what_headers_tell_is_refused_at_once(name, main, model, tmp_path, capsy
     spoil, command, words = REFUSED[name]
     spoil(model)
     before = sorted(tmp_path.rglob("*"))
-    places = {"MODEL": model, "IMATRIX": tmp_path / "im.gguf"}
+    places = {"MODEL": model, "IMATRIX": tmp_path / "im.gguf", "FILE": tmp_path / "model.gguf"}
     begin = time.process_time()
     code = main(*(places.get(item, item) for item in command), "-o", tmp_path / "out.gguf")
     assert time.process_time() - begin < 2
