@@ -170,3 +170,23 @@ def test_what_headers_tell_is_refused_at_once(name, main, model, tmp_path, capsy
     assert code == 2
     one_line(capsys, words)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_several_types_are_several_files_and_none_if_one_is_refused(model, main, capsys):
+    out = model.parent / "out.gguf"
+    assert main("gguf", model, "--type", "Q4_K_M", "--type", "Q2_K_S", "-o", out) == 2
+    one_line(capsys, ["Q2_K_S needs the importance"])
+    assert list(model.parent.glob("out*")) == []
+    assert main("gguf", model, "--type", "Q4_K_M", "--type", "Q2_K", "-o", out, "--json") == 0
+    results = json.loads(capsys.readouterr().out)
+    assert [result["output"] for result in results] == [
+        str(out.with_name(f"out-{kind}.gguf")) for kind in ("Q4_K_M", "Q2_K")
+    ]
+    for result, kind in zip(results, ("Q4_K_M", "Q2_K"), strict=True):
+        assert (
+            gguf.GGUFReader(result["output"]).get_field("general.file_type").contents()
+            == gguf.LlamaFileType[f"MOSTLY_{kind}"]
+        )
+        alone = model.parent / "alone.gguf"
+        assert main("gguf", model, "--type", kind, "-o", alone, "--overwrite", "-q") == 0
+        assert alone.read_bytes() == Path(result["output"]).read_bytes()

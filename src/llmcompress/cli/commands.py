@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -12,9 +12,10 @@ import typer
 
 from llmcompress.cli import checks, console, data, evaluation, gguf, imatrix
 from llmcompress.cli import options as o
-from llmcompress.cli.shown import show_plan
+from llmcompress.cli.jobs import Job
+from llmcompress.cli.shown import show_plans
 from llmcompress.errors import GateError, RecipeError
-from llmcompress.ledger import KINDS, Ledger
+from llmcompress.ledger import KINDS
 from llmcompress.methods.base import Method
 from llmcompress.recipe import Calibration, Output, Recipe, build, load, methods
 from llmcompress.registry import suggest
@@ -88,7 +89,7 @@ def _method(method: type[Method], dry: bool = False) -> Callable[..., None]:
                 "the output options",
             ),
         )
-        _go(recipe, values, dry=dry)
+        _go(Job(recipe, values), dry=dry)
 
     return go
 
@@ -100,61 +101,86 @@ def _recipe(dry: bool) -> Callable[..., None]:
             recipe = recipe.model_copy(
                 update={"output": recipe.output.model_copy(update={"format": values["format_"]})}
             )
-        _go(recipe, values, dry=dry)
+        _go(Job(recipe, values), dry=dry)
 
     return go
 
 
-def _go(recipe: Recipe, values: dict[str, Any], notes: Ledger | None = None, *, dry: bool = False) -> None:
-    """Plan a recipe and carry it out; notes: on how it came about."""
+def _go(*jobs: Job, dry: bool = False) -> None:
+    """Plan jobs, all of them before the first is carried out."""
+    values = jobs[0].values
     for kind in values["strict"] or []:
         if kind not in (*KINDS, "any"):
             raise RecipeError(f"--strict {kind!r} is not a kind of ledger entry", suggest(kind, [*KINDS, "any"]))
     if values["print_recipe"] and not values["repair"]:
-        typer.echo(recipe.as_yaml(), nl=False)
+        _print_recipes([job.recipe for job in jobs])
         return
+    plans = [_planned(job) for job in jobs]
+    if values["print_recipe"]:
+        _print_recipes([plan.recipe for plan in plans])
+    elif dry or values["dry_run"]:
+        show_plans(plans, values["json_"])
+    else:
+        _carry_out(plans, values)
+
+
+def _print_recipes(recipes: Sequence[Recipe]) -> None:
+    typer.echo("---\n".join(recipe.as_yaml() for recipe in recipes), nl=False)
+
+
+def _planned(job: Job) -> "Plan":
     from llmcompress.engine.plan import make_plan
 
-    plan = make_plan(recipe, values["model"], o.means(values))
-    plan.ledger.extend(notes.entries if notes is not None else ())
-    if values["print_recipe"]:
-        typer.echo(plan.recipe.as_yaml(), nl=False)
-        return
-    if dry or values["dry_run"]:
-        show_plan(plan, values["json_"])
-        return
-    _carry_out(plan, values)
+    plan = make_plan(job.recipe, job.values["model"], o.means(job.values))
+    plan.ledger.extend(job.notes)
+    return plan
 
 
-def _carry_out(plan: "Plan", values: dict[str, Any]) -> None:
+def _carry_out(plans: Sequence["Plan"], values: dict[str, Any]) -> None:
     from transformers.utils import logging
 
+    logging.disable_progress_bar()
+    stop = _stop_request(values["deadline"])
+    results = []
+    for plan in plans:
+        result = _result(plan, stop, quiet=values["quiet"] or values["json_"])
+        results.append(result)
+        if not values["json_"]:
+            _tell(plan, result, values["quiet"])
+    if values["json_"]:
+        console.print_json(results[0] if len(results) == 1 else results)
+    for result in results:
+        _refuse_broken(result, values["strict"] or [])
+
+
+def _result(plan: "Plan", stop: Callable[[int], bool], quiet: bool) -> dict[str, Any]:
     from llmcompress.engine.resources import peak_memory
     from llmcompress.engine.run import run
 
-    logging.disable_progress_bar()
     begin = time.perf_counter()
-    with console.Watching(quiet=values["quiet"] or values["json_"]) as watch:
-        result = run(plan, watch, _stop_request(values["deadline"]))
-    seconds, memory = time.perf_counter() - begin, peak_memory()
-    if values["json_"]:
-        console.print_json(
-            {**result, "output": str(plan.out), "seconds": round(seconds, 2), "peak_memory_bytes": memory}
-        )
-    else:
-        if not values["quiet"]:
-            console.ledger(result["ledger"])
-        cost = plan.estimate
-        written = f"{console.size(cost.output_bytes)}, {cost.output_bytes / cost.source_bytes:.0%} of the source"
-        spent = f"{seconds:.1f} s, peak memory {console.size(memory)}"
-        console.say(f"{plan.out}: {written}, {cost.bits_per_weight:.2f} bits per weight; {spent}")
-    wanted = values["strict"] or []
+    with console.Watching(quiet=quiet) as watch:
+        result = run(plan, watch, stop)
+    seconds = round(time.perf_counter() - begin, 2)
+    return {**result, "output": str(plan.out), "seconds": seconds, "peak_memory_bytes": peak_memory()}
+
+
+def _tell(plan: "Plan", result: dict[str, Any], quiet: bool) -> None:
+    if not quiet:
+        console.ledger(result["ledger"])
+    cost = plan.estimate
+    written = f"{console.size(cost.output_bytes)}, {cost.output_bytes / cost.source_bytes:.0%} of the source"
+    spent = f"{result['seconds']:.1f} s, peak memory {console.size(result['peak_memory_bytes'])}"
+    console.say(f"{plan.out}: {written}, {cost.bits_per_weight:.2f} bits per weight; {spent}")
+
+
+def _refuse_broken(result: dict[str, Any], wanted: Sequence[str]) -> None:
+    """GateError for ledger entries that --strict does not allow."""
     broken = [entry for entry in result["ledger"] if "any" in wanted or entry["kind"] in wanted]
     if broken:
         first = broken[0]
         raise GateError(
             f"--strict: {len(broken)} ledger entries, first {first['kind']}: {first['subject']}: {first['why']}",
-            f"the output was written to {plan.out}; see its report.json",
+            f"the output was written to {result['output']}; see its report.json",
         )
 
 

@@ -8,10 +8,11 @@ import typer
 
 from llmcompress.cli import console
 from llmcompress.cli import options as o
+from llmcompress.cli.jobs import Job
 from llmcompress.errors import RecipeError
-from llmcompress.ledger import Ledger
 from llmcompress.methods.base import GgufTypes, Method
 from llmcompress.recipe import Calibration, Output, Recipe, build, methods
+from llmcompress.store.output_file import is_single
 
 TYPES = "Types"
 DOC = """Write a GGUF file for llama.cpp from safetensors or from another one, in any of its types from Q2_K to Q8_0.
@@ -27,8 +28,12 @@ Model = Annotated[
     typer.Argument(help="Model directory, original or quantised by llmcompress, or a GGUF file.", show_default=False),
 ]
 Type = Annotated[
-    str | None,
-    typer.Option("--type", help="File type such as Q4_K_M; see `llmcompress list types`.", rich_help_panel=TYPES),
+    list[str] | None,
+    typer.Option(
+        "--type",
+        help="File type such as Q4_K_M; see `llmcompress list types`. Repeatable: a file of each.",
+        rich_help_panel=TYPES,
+    ),
 ]
 Bpw = Annotated[
     float | None,
@@ -149,24 +154,41 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def command(go: Callable[[Recipe, dict[str, Any], Ledger], None]) -> Callable[..., None]:
-    """The function of the command; `go` carries the recipe out, with notes on how it came about."""
+def command(go: Callable[..., None]) -> Callable[..., None]:
+    """The function of the command; `go` carries jobs out: one of each type, or that of a budget."""
 
     def run(**values: Any) -> None:
         values |= {"target": None, "tp": 1, "repair": False}
         _refuse_contradiction(values)
-        if values["type_"] is not None:
-            go(recipe_of(values), values, Ledger())
-            return
-        values["out"] = values["out"] or _named(values)
-        go(*_budgeted(values))
+        if values["type_"]:
+            go(*_typed(values))
+        else:
+            go(_budgeted({**values, "out": values["out"] or _named(values)}))
 
     return run
 
 
+def _typed(values: dict[str, Any]) -> list[Job]:
+    """A job for each type; with several, their names are appended to places that are given."""
+    kinds = list(dict.fromkeys(values["type_"]))
+    jobs = []
+    for kind in kinds:
+        places = {} if len(kinds) == 1 else {name: _appended(values[name], kind) for name in ("out", "work")}
+        given = {**values, "type_": kind, **places}
+        jobs.append(Job(recipe_of(given), given))
+    return jobs
+
+
+def _appended(place: Path | None, kind: str) -> Path | None:
+    if place is None:
+        return None
+    stem, suffix = (place.stem, place.suffix) if is_single(place) else (place.name, "")
+    return place.with_name(f"{stem}-{kind}{suffix}")
+
+
 def _refuse_contradiction(values: dict[str, Any]) -> None:
     """RecipeError unless exactly one thing says how large the result is."""
-    said = [option for option, name in _SIZES.items() if values[name] is not None]
+    said = [option for option, name in _SIZES.items() if values[name] not in (None, [])]
     if len(said) != 1:
         which = f"{' and '.join(said)} both say" if said else "nothing says"
         raise RecipeError(f"{which} how large the result is to be", "give one of --type, --bpw and --size")
@@ -186,8 +208,8 @@ def _named(values: dict[str, Any]) -> Path:
     return beside.with_name(f"{model.resolve().name}-{size}.gguf")
 
 
-def _budgeted(values: dict[str, Any]) -> tuple[Recipe, dict[str, Any], Ledger]:
-    """The recipe of a budget: types are chosen first, which measures on text."""
+def _budgeted(values: dict[str, Any]) -> Job:
+    """The job of a budget: types are chosen first, which measures on text."""
     from transformers.utils import logging
 
     from llmcompress.engine.budget import SMALLEST, Budget, fitted_to_budget
@@ -200,7 +222,7 @@ def _budgeted(values: dict[str, Any]) -> tuple[Recipe, dict[str, Any], Ledger]:
     logging.disable_progress_bar()
     with console.Steps("measuring", values["quiet"] or values["json_"]) as steps:
         found, ledger = fitted_to_budget(recipe, values["model"], o.means(values), budget, values["losses"], steps.at)
-    return found, values, ledger
+    return Job(found, values, ledger.entries)
 
 
 def recipe_of(values: dict[str, Any]) -> Recipe:

@@ -1,7 +1,8 @@
 """A plan, printed."""
 
+from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llmcompress.cli import console
 
@@ -11,40 +12,54 @@ if TYPE_CHECKING:
     from llmcompress.methods.base import Method
 
 
-def show_plan(plan: "Plan", as_json: bool) -> None:
-    """Print what a run would do, for people or as JSON."""
-    from llmcompress.engine.targets.check import labels, verdicts
+def show_plans(plans: Sequence["Plan"], as_json: bool) -> None:
+    """Print what runs would do, for people or as one JSON document: of several plans, a list."""
+    if as_json:
+        facts = [_facts(plan) for plan in plans]
+        console.print_json(facts[0] if len(facts) == 1 else facts)
+        return
+    for plan in plans:
+        _show(plan)
+
+
+def _loaded(plan: "Plan") -> dict[str, str | list[str]]:
+    from llmcompress.engine.targets.check import verdicts
+
+    return verdicts(plan.format.name, plan.entries, plan.headers.config, plan.options.tp)
+
+
+def _facts(plan: "Plan") -> dict[str, Any]:
+    cost = plan.estimate
+    return {
+        "output": str(plan.out),
+        "format": plan.format.name,
+        "architecture": plan.spec.name,
+        "recipe": plan.recipe.as_data(),
+        "compute_dtype": plan.dtype,
+        "output_bytes": cost.output_bytes,
+        "work_bytes": cost.work_bytes,
+        "memory_bytes": cost.memory_bytes,
+        "passes": cost.passes,
+        "bits_per_weight": round(cost.bits_per_weight, 4),
+        "matrices": [
+            {
+                "name": name,
+                "shape": [e.out_features, e.in_features],
+                "grid": e.grid.name if e.grid else None,
+                "method": m.name,
+            }
+            for name, e, m in _rows(plan)
+        ],
+        "tensors": [{"name": t.name, "dtype": t.dtype, "shape": list(t.shape)} for t in plan.tensors],
+        "targets": _loaded(plan),
+        "ledger": plan.ledger.as_json(),
+    }
+
+
+def _show(plan: "Plan") -> None:
+    from llmcompress.engine.targets.check import labels
 
     cost, options = plan.estimate, plan.options
-    loaded = verdicts(plan.format.name, plan.entries, plan.headers.config, options.tp)
-    if as_json:
-        console.print_json(
-            {
-                "output": str(plan.out),
-                "format": plan.format.name,
-                "architecture": plan.spec.name,
-                "recipe": plan.recipe.as_data(),
-                "compute_dtype": plan.dtype,
-                "output_bytes": cost.output_bytes,
-                "work_bytes": cost.work_bytes,
-                "memory_bytes": cost.memory_bytes,
-                "passes": cost.passes,
-                "bits_per_weight": round(cost.bits_per_weight, 4),
-                "matrices": [
-                    {
-                        "name": name,
-                        "shape": [e.out_features, e.in_features],
-                        "grid": e.grid.name if e.grid else None,
-                        "method": m.name,
-                    }
-                    for name, e, m in _rows(plan)
-                ],
-                "tensors": [{"name": t.name, "dtype": t.dtype, "shape": list(t.shape)} for t in plan.tensors],
-                "targets": loaded,
-                "ledger": plan.ledger.as_json(),
-            }
-        )
-        return
     if plan.files:
         _tensor_table(plan)
     else:
@@ -58,7 +73,7 @@ def show_plan(plan: "Plan", as_json: bool) -> None:
                 f"{plan.headers.path} ({plan.spec.name}, {len(plan.layers)} layers, {console.size(cost.source_bytes)})",
             ),
             ("output", f"{plan.out} ({plan.format.name})"),
-            ("loads in", ", ".join(labels(loaded, options.tp, options.target)) or "nothing known"),
+            ("loads in", ", ".join(labels(_loaded(plan), options.tp, options.target)) or "nothing known"),
             *_unchanged(plan),
             (
                 "weight files",
