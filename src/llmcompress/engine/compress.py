@@ -14,7 +14,7 @@ from llmcompress.engine.progress import Progress
 from llmcompress.engine.resources import return_freed_memory
 from llmcompress.grids.base import BlockSpec
 from llmcompress.grids.coded import Coded
-from llmcompress.grids.recode import recode
+from llmcompress.grids.recode import holds_codes, recode
 from llmcompress.ledger import Ledger
 from llmcompress.methods.base import Solved, Statistics
 from llmcompress.model.build import StreamedModel
@@ -91,11 +91,14 @@ class Compressor:
 
     def _recoded(self, plan: MatrixPlan, ledger: Ledger) -> tuple[MatrixPlan, Coded, dict[str, Any]] | None:
         """A matrix whose source is codes that its type holds, on no statistics at all; None for any other."""
+        grid = plan.entry.grid
+        if not isinstance(grid, BlockSpec) or not holds_codes(grid):
+            return None  # as the plan has said
         source = self.checkpoint.coded(plan.module)
-        if source is None or not isinstance(plan.entry.grid, BlockSpec):
+        if source is None:
             return None
-        name, wanted = source.grid.spec.name, plan.entry.grid.name
-        found = recode(source, plan.entry.grid)
+        name, wanted = source.grid.spec.name, grid.name
+        found = recode(source, grid)
         if found is None:
             ledger.note("requantised", name, f"decoded and rounded anew to {wanted}, which does not hold its values")
             return None

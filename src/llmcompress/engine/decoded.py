@@ -70,7 +70,7 @@ def decoded_headers(stored: ModelHeaders, spec: ArchSpec | None = None) -> Model
 
 
 def note_decoded(headers: DecodedHeaders, coded: Container[str], ledger: Ledger) -> None:
-    """Say of which packed modules no codes are kept whatever they are, all those that are not `coded`."""
+    """Say of how many packed modules no codes are kept whatever they are: of those that are not `coded`."""
     if count := sum(module not in coded for module in headers.packed):
         ledger.note(
             "requantised", f"{count} matrices", f"{headers.format.name} in the source, decoded and rounded anew"

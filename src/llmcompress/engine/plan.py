@@ -26,6 +26,7 @@ from llmcompress.engine.targets.repair import fitted
 from llmcompress.errors import PlanError, RecipeError
 from llmcompress.formats.base import Entry, Format, TensorSpec
 from llmcompress.formats.gguf.file import GgufFile
+from llmcompress.grids.recode import holds_codes
 from llmcompress.ledger import Ledger
 from llmcompress.methods.base import Method
 from llmcompress.recipe import Recipe, formats
@@ -186,7 +187,7 @@ def _draft(recipe: Recipe, model: Path, options: Options) -> Plan:
     for note in engine_notes(format_.name, entries, headers.config):
         ledger.note("engine", format_.name, note)
     if isinstance(headers, DecodedHeaders):
-        note_decoded(headers, planned, ledger)
+        note_decoded(headers, {name for name, plan in planned.items() if holds_codes(plan.entry.grid)}, ledger)
     files: tuple[GgufFile, ...] = ()
     written = None
     if format_.name == "gguf" and gguf is not None:

@@ -3,12 +3,17 @@
 import torch
 from torch import Tensor
 
-from llmcompress.grids.base import BlockSpec
+from llmcompress.grids.base import BlockSpec, Spec
 from llmcompress.grids.blocks import BlockGrid, float16
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.integer import IntegerGrid
 
 _HALF_STEP = 2.0**-11  # of float16, relative
+
+
+def holds_codes(spec: Spec | None) -> bool:
+    """Whether a type has one scale per block and evenly spaced levels, so that it may hold codes of integer grids."""
+    return isinstance(spec, BlockSpec) and spec.multiples is None and not spec.curved
 
 
 def recode(coded: Coded, spec: BlockSpec) -> Coded | None:
@@ -19,7 +24,7 @@ def recode(coded: Coded, spec: BlockSpec) -> Coded | None:
     where they are no such values; None where a scale has no float16 near it.
     """
     grid, width = coded.grid, coded.codes.shape[1]
-    if not isinstance(grid, IntegerGrid) or spec.multiples is not None or spec.curved or width % spec.block_size:
+    if not isinstance(grid, IntegerGrid) or not holds_codes(spec) or width % spec.block_size:
         return None
     index = grid.group_index.view(-1, spec.block_size)
     if not torch.equal(index, index[:, :1].expand_as(index)):
