@@ -167,7 +167,11 @@ EARLY = {
     "a size that is none": (nothing, [*RTN, "--shard-size", "nan"], ["--shard-size nan"]),
     "more windows than can be": (nothing, [*GPTQ, "--samples", str(10**400)], ["samples = "]),
     "no windows": (nothing, ["calib", "pack", "MODEL", "--samples", "0"], ["samples = 0"]),
-    "windows too long": (nothing, [*GPTQ, "--samples", "1", "--length", "100000"], ["longer than the model's 512 positions"]),
+    "windows too long": (
+        nothing,
+        [*GPTQ, "--samples", "1", "--length", "100000"],
+        ["longer than the model's 512 positions"],
+    ),
     "work in the output": (nothing, [*RTN, "--work", "OUT/work"], ["--work", "is in the output directory"]),
 }
 

@@ -1,8 +1,7 @@
 """The plan: what a run will do, decided and checked from headers alone, before any tensor is read."""
 
 import re
-import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,11 +12,12 @@ from llmcompress.engine.decoded import DecodedHeaders, note_decoded
 from llmcompress.engine.estimate import Estimate, Means, estimate
 from llmcompress.engine.fits import Found
 from llmcompress.engine.gguf import GgufModel, files_of, gguf_model
-from llmcompress.engine.gguf_input import GgufHeaders, called
+from llmcompress.engine.gguf_input import GgufHeaders
 from llmcompress.engine.importance import Importance, given_importance
-from llmcompress.engine.matrices import matrices_of
+from llmcompress.engine.matrices import Matrices, matrices_of
 from llmcompress.engine.means import choose_means
 from llmcompress.engine.modelfile import modelfile
+from llmcompress.engine.places import check_disk, places
 from llmcompress.engine.requantise import file_matrices, file_model
 from llmcompress.engine.settings import resolve
 from llmcompress.engine.source import source_headers
@@ -32,8 +32,7 @@ from llmcompress.methods.base import Method
 from llmcompress.recipe import Recipe, formats
 from llmcompress.registry import suggest
 from llmcompress.store.headers import ModelHeaders, read_headers
-from llmcompress.store.output import refuse_unwritable, weights_nbytes
-from llmcompress.store.output_file import is_single, output_of
+from llmcompress.store.output import weights_nbytes
 
 
 @dataclass(frozen=True)
@@ -141,21 +140,78 @@ def _draft(recipe: Recipe, model: Path, options: Options) -> Plan:
     format_ = _format(recipe)
     headers = source_headers(model, ledger) if format_.name == "gguf" else read_headers(model)
     step = _single_step(recipe)
-    out, work = _places(recipe, step, model, options)
+    out, work = places(recipe, step, model, options)
     if out.resolve() in {file.resolve() for file in headers.files}:
         raise PlanError(f"{out} is a part of the model itself", "choose another --output")
-    measured = step.needs_calibration or recipe.calibration.imatrix is not None
-    gguf: GgufModel | None = None
-    if isinstance(headers, GgufHeaders):
-        matrices = file_matrices(headers)
-        gguf = file_model(headers, step, recipe.output, ledger, measured)
-    else:
-        matrices = matrices_of(headers, options.trust_remote_code, ledger)
-        if step.gguf is not None:
-            gguf = gguf_model(headers, step.gguf, recipe.output, measured, ledger)
+    matrices, gguf = _content(headers, recipe, step, options, ledger)
     importance = given_importance(recipe, step, gguf, ledger)
     chosen = resolve(step, matrices.widths, ledger, None if gguf is None else gguf.types)
+    planned = _planned(headers, matrices, chosen, gguf, ledger)
+    declared = {module: linear.conv1d for module, _, _, _, _, linear in matrices.found}
+    spec = matrices.spec
+    entries = tuple(_entry(stored.spec, planned, declared, spec, ledger) for stored in headers.tensors.values())
 
+    refusal = format_.refuses(entries, headers.config)
+    if refusal is not None:
+        raise PlanError(*refusal)
+    for note in engine_notes(format_.name, entries, headers.config):
+        ledger.note("engine", format_.name, note)
+    if isinstance(headers, DecodedHeaders):
+        note_decoded(headers, {name for name, plan in planned.items() if holds_codes(plan.entry.grid)}, ledger)
+    files: tuple[GgufFile, ...] = ()
+    written = None
+    if format_.name == "gguf" and gguf is not None:
+        files = files_of(gguf, headers, out, recipe.output.shard_size, () if importance is None else importance.keys)
+        tensors = tuple(placed.spec for file in files for placed in file.tensors)
+        nbytes = sum(file.nbytes for file in files)
+        written = _modelfile(gguf, headers, files, recipe, options, ledger)
+    else:
+        tensors = tuple(spec for entry in entries for spec in _layout(format_, entry))
+        nbytes = weights_nbytes(tensors, recipe.output.shard_size)
+    count = headers.config.get("num_hidden_layers") or _layer_count(matrices.found)
+    layers = tuple(tuple(plan for plan in planned.values() if plan.layer == number) for number in range(count))
+    means, cost = choose_means(options, recipe.calibration.length, partial(estimate, headers, recipe, layers, nbytes))
+    check_disk(out, work, cost)
+    return Plan(
+        recipe=recipe,
+        headers=headers,
+        spec=spec,
+        format=format_,
+        out=out,
+        work=work,
+        means=means,
+        options=options,
+        layers=layers,
+        entries=entries,
+        tensors=tensors,
+        files=files,
+        modelfile=written,
+        estimate=cost,
+        importance=importance,
+        ledger=ledger,
+    )
+
+
+def _content(
+    headers: ModelHeaders, recipe: Recipe, step: Method, options: Options, ledger: Ledger
+) -> tuple[Matrices, GgufModel | None]:
+    """The matrices of a model; and what a GGUF file would hold, where types of GGUF are asked for."""
+    measured = step.needs_calibration or recipe.calibration.imatrix is not None
+    if isinstance(headers, GgufHeaders):
+        return file_matrices(headers), file_model(headers, step, recipe.output, ledger, measured)
+    matrices = matrices_of(headers, options.trust_remote_code, ledger)
+    gguf = None if step.gguf is None else gguf_model(headers, step.gguf, recipe.output, measured, ledger)
+    return matrices, gguf
+
+
+def _planned(
+    headers: ModelHeaders,
+    matrices: Matrices,
+    chosen: Mapping[str, Method | None],
+    gguf: GgufModel | None,
+    ledger: Ledger,
+) -> dict[str, MatrixPlan]:
+    """The matrices that are quantised, by on-disk module, in order of execution."""
     planned: dict[str, MatrixPlan] = {}
     for module, layer, expert, path, space, linear in matrices.found:
         method = chosen[module]
@@ -177,53 +233,23 @@ def _draft(recipe: Recipe, model: Path, options: Options) -> Plan:
         planned[module] = MatrixPlan(layer, expert, path, module, space, linear.conv1d, entry, method)
     if not planned and gguf is None:
         raise PlanError("nothing is left to quantise", "loosen the patterns of --set")
-    declared = {module: linear.conv1d for module, _, _, _, _, linear in matrices.found}
-    spec = matrices.spec
-    entries = tuple(_entry(stored.spec, planned, declared, spec, ledger) for stored in headers.tensors.values())
+    return planned
 
-    refusal = format_.refuses(entries, headers.config)
-    if refusal is not None:
-        raise PlanError(*refusal)
-    for note in engine_notes(format_.name, entries, headers.config):
-        ledger.note("engine", format_.name, note)
-    if isinstance(headers, DecodedHeaders):
-        note_decoded(headers, {name for name, plan in planned.items() if holds_codes(plan.entry.grid)}, ledger)
-    files: tuple[GgufFile, ...] = ()
-    written = None
-    if format_.name == "gguf" and gguf is not None:
-        files = files_of(gguf, headers, out, recipe.output.shard_size, () if importance is None else importance.keys)
-        tensors = tuple(placed.spec for file in files for placed in file.tensors)
-        nbytes = sum(file.nbytes for file in files)
-        if recipe.output.modelfile and gguf.tokenizer is not None:
-            trusted = options.trust_remote_code
-            written, notes = modelfile(headers.path, files[0].name, gguf.tokenizer.add_bos, trusted)
-            for note in notes:
-                ledger.note("engine", "ollama", note)
-    else:
-        tensors = tuple(spec for entry in entries for spec in _layout(format_, entry))
-        nbytes = weights_nbytes(tensors, recipe.output.shard_size)
-    count = headers.config.get("num_hidden_layers") or _layer_count(matrices.found)
-    layers = tuple(tuple(plan for plan in planned.values() if plan.layer == number) for number in range(count))
-    means, cost = choose_means(options, recipe.calibration.length, partial(estimate, headers, recipe, layers, nbytes))
-    _check_disk(out, work, cost)
-    return Plan(
-        recipe=recipe,
-        headers=headers,
-        spec=spec,
-        format=format_,
-        out=out,
-        work=work,
-        means=means,
-        options=options,
-        layers=layers,
-        entries=entries,
-        tensors=tensors,
-        files=files,
-        modelfile=written,
-        estimate=cost,
-        importance=importance,
-        ledger=ledger,
-    )
+
+def _modelfile(
+    gguf: GgufModel,
+    headers: ModelHeaders,
+    files: Sequence[GgufFile],
+    recipe: Recipe,
+    options: Options,
+    ledger: Ledger,
+) -> str | None:
+    if not recipe.output.modelfile or gguf.tokenizer is None:
+        return None
+    written, notes = modelfile(headers.path, files[0].name, gguf.tokenizer.add_bos, options.trust_remote_code)
+    for note in notes:
+        ledger.note("engine", "ollama", note)
+    return written
 
 
 def _format(recipe: Recipe) -> Format:
@@ -240,28 +266,6 @@ def _single_step(recipe: Recipe) -> Method:
             f"a recipe holds one quantising step, this one has {len(recipe.steps)}: {names}", "use set: for exceptions"
         )
     return recipe.steps[0]
-
-
-def _places(recipe: Recipe, step: Method, model: Path, options: Options) -> tuple[Path, Path]:
-    beside = model if model.name not in ("", "..") else model.resolve()  # `.` has no name
-    name = called(model) if is_single(model) and model.is_file() else model.resolve().name
-    out = options.out or beside.with_name(f"{name}-{_called(recipe, step)}")
-    output_of(out, recipe.output.format, options.overwrite)  # refuses what it could not create or replace
-    work = options.work or out.with_name(f"{out.name}.work")
-    refuse_unwritable(work)
-    if model.resolve().is_relative_to(out.resolve()):
-        raise PlanError(f"{out} is the model itself, or holds it", "choose another --output")
-    if work.resolve().is_relative_to(out.resolve()):
-        raise PlanError(f"--work {work} is in the output directory", "choose another --work")
-    return out, work
-
-
-def _called(recipe: Recipe, step: Method) -> str:
-    """What the default output is called after the model."""
-    if step.gguf is not None:
-        return f"{step.gguf.type}.gguf" if recipe.output.format == "gguf" else f"{step.name}-{step.gguf.type}"
-    group = "" if step.group_size is None else "row" if step.group_size < 0 else f"g{step.group_size}"
-    return f"{step.name}-w{step.bits}{group}"
 
 
 def _layer_count(matrices: list[Found]) -> int:
@@ -291,14 +295,3 @@ def _why_left(name: str, arch: ArchSpec) -> str:
 
 def _layout(format_: Format, entry: Entry) -> list[TensorSpec]:
     return format_.layout(entry) if entry.grid is not None else [entry.source]
-
-
-def _check_disk(out: Path, work: Path, cost: Estimate) -> None:
-    for place, need in ((out, cost.output_bytes), (work, cost.work_bytes)):
-        parent = next(folder for folder in (place, *place.resolve().parents) if folder.exists())
-        free = shutil.disk_usage(parent).free
-        if free < need:
-            raise PlanError(
-                f"{parent} has {free / 1e9:.2f} GB free, {need / 1e9:.2f} GB are needed for {place.name}",
-                "free some space, or use --output or --work elsewhere",
-            )
