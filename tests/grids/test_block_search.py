@@ -28,8 +28,10 @@ def blocks_of(values, size):
 
 
 def magnitude(weight, spec, weigh):
-    """What llama-quantize weighs errors by, in float64 and as blocks; softened magnitudes for types with minima."""
+    """What the quick search weighs errors by, in float64 and as blocks; softened magnitudes for types with minima."""
     x = weight.double()
+    if weigh is None and spec.curved:
+        return blocks_of(torch.ones_like(x), spec.block_size)
     if weigh is None:
         squares = x.square().view(len(x), -1, spec.group_size)
         soft = squares.mean(-1, keepdim=True).sqrt().expand_as(squares).reshape(x.shape) + x.abs()

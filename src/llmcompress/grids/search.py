@@ -27,7 +27,8 @@ def fast(weight: Tensor, spec: BlockSpec, importance: Tensor | None = None) -> C
     """Codes and scales of weight [out, in] float32, as fast as llama-quantize and with less error.
 
     Squared errors count as they do there: by importance [in] times sqrt(mean square + x^2), or without importance by
-    x^2, which types with minima soften to abs(x) + root mean square: large weights matter more than their share.
+    x^2, which types with minima soften to abs(x) + root mean square: large weights matter more than their share. Only
+    those of IQ4 count alike without importance: its levels crowd around zero anyway, and so KL divergence is less.
     """
     return _search(weight, spec, importance, _fast)
 
@@ -86,9 +87,11 @@ def _best(piece: _Piece) -> tuple[Chunk, Stored]:
 
 
 def _by_magnitude(piece: _Piece) -> Tensor:
-    """What llama-quantize weighs squared errors by."""
+    """What squared errors are weighed by."""
     spec, x = piece.spec, piece.x
     if piece.importance is None:
+        if spec.curved:
+            return torch.ones_like(x)
         if spec.minima or (spec.multiples is None and not spec.curved):
             return (x * x).mean(1, keepdim=True).sqrt_() + x.abs()
         return x * x
