@@ -14,12 +14,13 @@ Search = Literal["compat", "fast", "best"]
 def encode(weight: Tensor, spec: BlockSpec, level: Search, importance: Tensor | None = None) -> Coded:
     """Weight [out, in] float32 rounded to a block type; importance [in]: what an error in an input channel costs.
 
-    compat: llama-quantize's own result. fast: as good, sooner. best: all scales of a block refined together; below four
-    bits only with importance, since least squares alone blunt the few large weights that matter most.
+    compat: llama-quantize's own result. fast: as good, and no slower. best: all scales of a block refined together.
+    Without importance the last two stand in for one another where that measures better: IQ4 is always refined, for
+    which llama-quantize takes as long; types below four bits never, since least squares alone blunt the few large
+    weights that matter most.
     """
-    if level == "best" and importance is None and spec.bits < 4:
-        level = "fast"
     if level == "compat":
         return compat.encode(weight, spec, importance)
-
+    if importance is None:
+        level = "best" if spec.curved else "fast" if spec.bits < 4 else level
     return search.fast(weight, spec, importance) if level == "fast" else search.best(weight, spec, importance)
