@@ -23,6 +23,7 @@ from llmcompress.errors import LlmcompressError
 # any file at all (a message, a parser, interned names). Inputs here have at most some 100 kB, so that a length taken
 # from a file and believed would show at once; files of megabytes are in test_bombs.py.
 FACTOR, ALLOWANCE = 4, 1 << 20
+YAML = 256  # the factor for YAML, of which two characters may be a node
 SECONDS = 2.0  # of processor time for one input
 HANG = 60  # seconds after which an input is given up
 BATCH = 20  # inputs drawn at once: what hypothesis does around an example takes longer than reading one
@@ -94,14 +95,17 @@ def tracing() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def measured(read: Callable[[], Any], size: int, refusal: type[Exception] = LlmcompressError) -> Any:
+def measured(
+    read: Callable[[], Any], size: int, refusal: type[Exception] = LlmcompressError, factor: int = FACTOR
+) -> Any:
     """What `read` gives, None if it refuses: in one printable line, in time, without allocating beyond measure."""
+    most = factor * size + ALLOWANCE
     result, spent, peak = _measured_once(read, refusal)
-    if spent >= SECONDS or peak > FACTOR * size + ALLOWANCE:
+    if spent >= SECONDS or peak > most:
         # once more: what a first time imports is not owed to the input
         result, spent, peak = _measured_once(read, refusal)
     assert spent < SECONDS, f"{spent:.1f} s"
-    assert peak <= FACTOR * size + ALLOWANCE, f"{peak} bytes for a file of {size}"
+    assert peak <= most, f"{peak} bytes for a file of {size}"
     return result
 
 

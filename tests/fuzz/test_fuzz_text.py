@@ -2,7 +2,7 @@
 
 import json
 
-from mutations import INPUTS, SCALARS, damaged, fuzz, measured, mutated, spoilt
+from mutations import INPUTS, SCALARS, YAML, damaged, fuzz, measured, mutated, spoilt
 
 from llmcompress.calib.base import Request
 from llmcompress.calib.jsonl import Jsonl
@@ -51,14 +51,14 @@ def test_damaged_recipes(inputs, hollow_model, tmp_path):
         else:
             raw = mutated(RECIPE, dice, KEYS, VALUES).encode("utf-8", "surrogatepass")
         file.write_bytes(raw)
-        recipe = measured(lambda: load(file), len(raw))
+        recipe = measured(lambda: load(file), len(raw), factor=YAML)
         if recipe is not None:
             assert parse(recipe.as_data()) == recipe
             json.dumps(recipe.as_data(), allow_nan=False)
             recipe.as_yaml().encode()
-            measured(lambda: make_plan(recipe, hollow_model, options), len(raw))
+            measured(lambda: make_plan(recipe, hollow_model, options), len(raw), factor=YAML)
         line = raw.decode("utf-8", "surrogateescape").replace("\0", "")  # as an argument of a command
-        measured(lambda: parse_set([line]), len(raw))
+        measured(lambda: parse_set([line]), len(raw), factor=YAML)
 
     fuzz(inputs, check)
 
