@@ -35,7 +35,7 @@ def magnitude(weight, spec, weigh):
     if weigh is None:
         squares = x.square().view(len(x), -1, spec.group_size)
         soft = squares.mean(-1, keepdim=True).sqrt().expand_as(squares).reshape(x.shape) + x.abs()
-        return blocks_of(soft if spec.minima or spec.name in BY_ROW else x.square(), spec.block_size)
+        return blocks_of(soft if spec.minima or spec.name in (*BY_ROW, "Q3_K") else x.square(), spec.block_size)
     if spec.name == "Q6_K":
         return blocks_of(weigh.expand_as(x), spec.block_size)
     span = x.shape[1] if spec.name in BY_ROW else spec.block_size

@@ -27,8 +27,8 @@ def fast(weight: Tensor, spec: BlockSpec, importance: Tensor | None = None) -> C
     """Codes and scales of weight [out, in] float32, as fast as llama-quantize and with less error.
 
     Squared errors count as they do there: by importance [in] times sqrt(mean square + x^2), or without importance by
-    x^2, which types with minima soften to abs(x) + root mean square: large weights matter more than their share. Only
-    those of IQ4 count alike without importance: its levels crowd around zero anyway, and so KL divergence is less.
+    x^2, which types with minima soften to abs(x) + root mean square: large weights matter more than their share. For
+    less KL divergence than there, Q3_K softens it too, and errors in IQ4, whose levels crowd around zero, count alike.
     """
     return _search(weight, spec, importance, _fast)
 
@@ -92,7 +92,7 @@ def _by_magnitude(piece: _Piece) -> Tensor:
     if piece.importance is None:
         if spec.curved:
             return torch.ones_like(x)
-        if spec.minima or (spec.multiples is None and not spec.curved):
+        if spec.minima or spec.bits == 3 or spec.multiples is None:
             return (x * x).mean(1, keepdim=True).sqrt_() + x.abs()
         return x * x
     if spec.name == "Q6_K":
