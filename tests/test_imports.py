@@ -12,7 +12,7 @@ ROW = [
     {"errors", "registry", "ledger", "parallel", "yamlfile"},
     {"stats", "grids", "packing"},
     {"arch"},
-    {"solve", "methods"},
+    {"solve", "methods", "transforms"},
     {"formats", "store", "calib"},
     {"model", "recipe"},
     {"engine"},

@@ -12,6 +12,7 @@ KINDS = {
     "starved_expert": "an expert saw too few tokens and its Gram matrix was shrunk towards the layer's",
     "importance": "the importance of some inputs is not known, or was raised so that no column is left to chance",
     "budget": "types of tensors were chosen by measured loss, to keep within a size",
+    "rotation": "what a rotation had to make do with, or adds to the file",
     "requantised": "codes of a quantised source were decoded and rounded anew, or their scales rounded",
     "text_only": "of a multimodal model the text part alone is written",
     "architecture": "the architecture has no declaration and was observed",

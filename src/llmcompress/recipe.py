@@ -9,9 +9,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsA
 
 import llmcompress.formats
 import llmcompress.methods
+import llmcompress.transforms
 from llmcompress.errors import RecipeError
 from llmcompress.methods.base import Method, Plain
 from llmcompress.registry import discover, suggest
+from llmcompress.transforms.base import Transform
 from llmcompress.yamlfile import SIZE, read_yaml
 
 DEFAULT_FORMAT = "compressed-tensors"
@@ -54,18 +56,23 @@ def methods() -> dict[str, type[Method]]:
     return discover(llmcompress.methods, "METHOD")
 
 
+def transforms() -> dict[str, type[Transform]]:
+    """All transforms by name."""
+    return discover(llmcompress.transforms, "TRANSFORM")
+
+
 def formats() -> dict[str, Any]:
     """All formats by name."""
     return discover(llmcompress.formats, "FORMAT")
 
 
 def _step(value: Any) -> Any:
-    if isinstance(value, Method):
+    if isinstance(value, Method | Transform):
         return value
     if not isinstance(value, dict) or not isinstance(value.get("method"), str):
         raise RecipeError("a step needs a method", "write for example {method: gptq, bits: 4}")
     options = {key: item for key, item in value.items() if key != "method"}
-    known = methods()
+    known: dict[str, Any] = {**methods(), **transforms()}
     if value["method"] not in known:
         raise RecipeError(f"unknown method {value['method']!r}", suggest(value["method"], list(known)))
     return build(known[value["method"]], options, f"step {value['method']}")
@@ -75,8 +82,18 @@ class Recipe(_Strict):
     """Calibration, steps, output: the whole of a run but for the model and where the result goes."""
 
     calibration: Calibration = Calibration()
-    steps: tuple[Annotated[SerializeAsAny[Method], BeforeValidator(_step)], ...]
+    steps: tuple[Annotated[SerializeAsAny[Method | Transform], BeforeValidator(_step)], ...]
     output: Output = Output()
+
+    @property
+    def transforms(self) -> tuple[Transform, ...]:
+        """The steps that change where errors fall, before anything is rounded."""
+        return tuple(step for step in self.steps if isinstance(step, Transform))
+
+    @property
+    def method(self) -> Method | None:
+        """The step that rounds, if there is one."""
+        return next((step for step in self.steps if isinstance(step, Method)), None)
 
     def as_data(self) -> dict[str, Any]:
         """Plain data that `parse` takes back; defaults are written out, so that they may change later."""

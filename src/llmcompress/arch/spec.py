@@ -1,14 +1,17 @@
 """What a model family looks like: which matrices its decoder layers hold, in which order they run, what they read.
 
-Everything the engine needs is derived from `linears`: matrices that read the same space share one Gram matrix and are
-solved together (a stage); stages run in order of execution.
+What the engine needs is derived from it: matrices that read the same space share one Gram matrix and are solved
+together (a stage); stages run in order of execution. From norms and flows follows where the channels of a space can be
+scaled, and whether hidden states can be rotated (`sites.py`).
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from llmcompress.errors import CheckpointError
+
+RESIDUAL = "residual"  # the space of the hidden states, which every layer adds to
 
 _QUERY_HEADS = ("num_attention_heads", "n_head")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts")  # transformers 5 saves Qwen's under Mixtral's key
@@ -19,16 +22,50 @@ class Linear:
     """A weight matrix of a decoder layer.
 
     path: module path below the layer, `{e}` standing for an expert's number. reads: the space its input lies in, with
-    `{e}` if it is an expert's own. conv1d: stored [in, out], as in GPT-2.
+    `{e}` if it is an expert's own. conv1d: stored [in, out], as in GPT-2. adds: its output is added to the hidden
+    states as it is.
     """
 
     path: str
     reads: str
     conv1d: bool = False
+    adds: bool = False
 
     @property
     def per_expert(self) -> bool:
         return "{e}" in self.path
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm: normalised states times a gain per channel, plus a bias where it has one.
+
+    path: module path, below the layer or of what stands after the layers. feeds: the spaces that are its output, with
+    `{e}` those of all experts; RESIDUAL where it ends a branch. offset: the gain is its weight plus this. centred: it
+    subtracts the mean (LayerNorm). when: config key and the value without which it feeds other things too.
+    """
+
+    path: str
+    feeds: tuple[str, ...]
+    offset: float = 0.0
+    centred: bool = False
+    when: tuple[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Outputs of a matrix that reach a space channel by channel, times things that do not depend on them.
+
+    source: module path. target: the space. rows: which outputs those are: all, the last ones, or of every head the last
+    third. heads: the target holds each key-value head once for every query head that shares it. when: config key and
+    the value without which there is no such flow.
+    """
+
+    source: str
+    target: str
+    rows: Literal["all", "last", "third of heads"] = "all"
+    heads: bool = False
+    when: tuple[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -48,10 +85,11 @@ class ArchSpec:
 
     layers, embed, head: module paths in transformers' causal model. outside: those of other modules outside of the
     layers, such as the last norm, without whose weight no checkpoint is whole. disk: module paths, below a layer or of
-    what stands outside the layers, that are called otherwise on disk; `{e}` stands for an expert's number. never: paths
-    below a layer that are never quantised (routers). attention: implementation to ask transformers for where its
-    default would change the function. outputs: how many values a layer returns, the hidden states first; a tuple if
-    more than one.
+    what stands outside the layers, that are called otherwise on disk; `{e}` stands for an expert's number. never:
+    matrices that are never quantised (routers). norms, flows: those of a layer; without, nothing can be scaled or
+    rotated. final: the norm that feeds the head. positions: module path of learned positions. attention: implementation
+    to ask transformers for where its default would change the function. outputs: how many values a layer returns, the
+    hidden states first; a tuple if more than one.
     grouped_queries: whether attention may have fewer key-value heads than query heads; without, a count of them in
     config.json means nothing.
     observed: found by running the model, not declared; `linears` are then those of all layers together, and a layer may
@@ -68,7 +106,11 @@ class ArchSpec:
     outside: tuple[str, ...] = ("model.norm",)
     experts: Experts | None = None
     disk: Mapping[str, str] = field(default_factory=dict)
-    never: tuple[str, ...] = ()
+    never: tuple[Linear, ...] = ()
+    norms: tuple[Norm, ...] = ()
+    flows: tuple[Flow, ...] = ()
+    final: Norm | None = None
+    positions: str | None = None
     attention: str | None = None
     outputs: int = 1
     grouped_queries: bool = True
@@ -126,8 +168,13 @@ def attention_and_mlp() -> tuple[Linear, ...]:
         Linear("self_attn.q_proj", reads="attn_in"),
         Linear("self_attn.k_proj", reads="attn_in"),
         Linear("self_attn.v_proj", reads="attn_in"),
-        Linear("self_attn.o_proj", reads="attn_out"),
+        Linear("self_attn.o_proj", reads="attn_out", adds=True),
         Linear("mlp.gate_proj", reads="mlp_in"),
         Linear("mlp.up_proj", reads="mlp_in"),
-        Linear("mlp.down_proj", reads="mlp_hidden"),
+        Linear("mlp.down_proj", reads="mlp_hidden", adds=True),
     )
+
+
+LLAMA_NORMS = (Norm("input_layernorm", ("attn_in",)), Norm("post_attention_layernorm", ("mlp_in",)))
+LLAMA_FLOWS = (Flow("self_attn.v_proj", "attn_out", heads=True), Flow("mlp.up_proj", "mlp_hidden"))
+LLAMA_FINAL = Norm("model.norm", ("head",))

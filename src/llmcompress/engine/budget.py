@@ -56,13 +56,14 @@ def fitted_to_budget(
     losses measured before; where it is missing they are measured and written there. watch: told how many steps of all
     are done. PlanError for a GGUF file, and for a budget below the smallest possible size, before anything is measured.
     """
-    step = recipe.steps[0]
+    step = recipe.method
+    assert step is not None
     assert step.gguf is not None
     wished = step.gguf
 
     def planned(**types: object) -> tuple[Recipe, Plan]:
         changed = step.model_copy(update={"gguf": wished.model_copy(update=types)})
-        with_types = recipe.model_copy(update={"steps": (changed,)})
+        with_types = recipe.model_copy(update={"steps": (*recipe.transforms, changed)})
         return with_types, make_plan(with_types, model, options)
 
     if is_single(model):

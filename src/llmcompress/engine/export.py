@@ -7,7 +7,6 @@ from pathlib import Path
 
 from llmcompress.engine.plan import Options, make_plan
 from llmcompress.engine.run import finish
-from llmcompress.engine.source import open_checkpoint
 from llmcompress.errors import PlanError
 from llmcompress.recipe import parse
 from llmcompress.store.staging import Staging
@@ -48,6 +47,6 @@ def export_work(work: Path, formats: Sequence[str], out: Path | None, overwrite:
                 raise PlanError(
                     f"{work} lacks layer {missing[0]} of {len(plan.layers)}", "finish the run first: repeat its command"
                 )
-            finish(plan, open_checkpoint(plan.headers), staged, calibration)
+            finish(plan, staged, calibration)
         done.append((plan.format.name, plan.out, plan.estimate.output_bytes))
     return done

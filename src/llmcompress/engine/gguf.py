@@ -154,6 +154,8 @@ class _Data:
 
     def __init__(self, plan: "Plan", checkpoint: "Checkpoint", staged: "Staging") -> None:
         self.plan, self.checkpoint, self.staged = plan, checkpoint, staged
+        assert plan.recipe.method is not None  # a GGUF file holds what a step rounds
+        self.search = plan.recipe.method.search
         self.matrices = {matrix.entry.source.name: matrix for layer in plan.layers for matrix in layer}
 
     def of(self, placed: Placed) -> Iterator[memoryview]:
@@ -182,7 +184,7 @@ class _Data:
             step = max(1, ENCODED_AT_ONCE // piece.shape[-1]) if len(piece.shape) > 1 else len(piece)
             for start in range(0, len(piece), step):
                 values = piece.rows(start, start + step)
-                yield bytes_of(encoded(values, placed.type.name, self.plan.step.search, importance))
+                yield bytes_of(encoded(values, placed.type.name, self.search, importance))
 
 
 def encoded(values: "Tensor", kind: str, search: "Search", importance: "NDArray[np.float32] | None" = None) -> "Tensor":

@@ -48,7 +48,9 @@ class Importance:
         return None if found is None else found[number]
 
 
-def given_importance(recipe: Recipe, step: Method, model: "GgufModel | None", ledger: Ledger) -> Importance | None:
+def given_importance(
+    recipe: Recipe, step: Method | None, model: "GgufModel | None", ledger: Ledger
+) -> Importance | None:
     """The importance matrix that a recipe names, None if it names none.
 
     Zeros are raised, as the ledger says, but for `compat`, which takes them as llama-quantize does. PlanError or
@@ -56,7 +58,7 @@ def given_importance(recipe: Recipe, step: Method, model: "GgufModel | None", le
     """
     if recipe.calibration.imatrix is None:
         return None
-    if step.gguf is None or model is None:
+    if step is None or step.gguf is None or model is None:
         raise PlanError("an importance matrix is for types of GGUF only", "give types by gguf:, or leave imatrix out")
     if step.needs_calibration:
         raise PlanError(

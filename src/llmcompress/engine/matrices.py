@@ -15,11 +15,16 @@ FLOAT_TYPES = ("F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class Matrices:
-    """Every declared matrix in order of execution. widths: how many inputs it has, by on-disk module."""
+    """Every declared matrix in order of execution. widths: how many inputs it has, by on-disk module.
+
+    prefix: on-disk name of the list of layers; empty where a file has names of its own. layers: how many there are.
+    """
 
     spec: ArchSpec
     found: list[Found]
     widths: dict[str, int]
+    prefix: str = ""
+    layers: int = 0
 
 
 def matrices_of(headers: ModelHeaders, trust_remote_code: bool, ledger: Ledger) -> Matrices:
@@ -27,10 +32,11 @@ def matrices_of(headers: ModelHeaders, trust_remote_code: bool, ledger: Ledger) 
     _check_source(headers, trust_remote_code)
     check_numbers(headers)
     spec = _spec(headers, trust_remote_code, ledger)
-    found = _matrices(headers, spec)
+    prefix, count = _layer_prefix(headers, spec)
+    found = _matrices(headers, spec, prefix, count)
     widths = {module: _shape(headers, module, linear.conv1d)[1] for module, _, _, _, _, linear in found}
     check_shapes(headers, spec, found)
-    return Matrices(spec, found, widths)
+    return Matrices(spec, found, widths, prefix, count)
 
 
 def _check_source(headers: ModelHeaders, trust_remote_code: bool) -> None:
@@ -61,10 +67,9 @@ def _spec(headers: ModelHeaders, trust_remote_code: bool, ledger: Ledger) -> Arc
     return observed
 
 
-def _matrices(headers: ModelHeaders, spec: ArchSpec) -> list[Found]:
+def _matrices(headers: ModelHeaders, spec: ArchSpec, prefix: str, count: int) -> list[Found]:
     """(on-disk module, layer, expert, path, space, declaration) of every declared matrix, in order of execution."""
     experts = spec.expert_count(headers.config)
-    prefix, count = _layer_prefix(headers, spec)
     check_names(headers, spec, prefix, count)
     found: list[Found] = []
     for layer in range(count):

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from llmcompress.engine.estimate import Estimate
 from llmcompress.engine.gguf_input import called
 from llmcompress.errors import PlanError
-from llmcompress.methods.base import Method
 from llmcompress.recipe import Recipe
 from llmcompress.store.output import refuse_unwritable
 from llmcompress.store.output_file import is_single, output_of
@@ -16,11 +15,11 @@ if TYPE_CHECKING:
     from llmcompress.engine.plan import Options
 
 
-def places(recipe: Recipe, step: Method, model: Path, options: "Options") -> tuple[Path, Path]:
+def places(recipe: Recipe, model: Path, options: "Options") -> tuple[Path, Path]:
     """The output and the work directory. PlanError for those that cannot be."""
     beside = model if model.name not in ("", "..") else model.resolve()  # `.` has no name
     name = called(model) if is_single(model) and model.is_file() else model.resolve().name
-    out = options.out or beside.with_name(f"{name}-{_called(recipe, step)}")
+    out = options.out or beside.with_name(f"{name}-{_called(recipe)}")
     output_of(out, recipe.output.format, options.overwrite)  # refuses what it could not create or replace
     work = options.work or out.with_name(f"{out.name}.work")
     refuse_unwritable(work)
@@ -31,8 +30,14 @@ def places(recipe: Recipe, step: Method, model: Path, options: "Options") -> tup
     return out, work
 
 
-def _called(recipe: Recipe, step: Method) -> str:
+def _called(recipe: Recipe) -> str:
     """What the default output is called after the model."""
+    return "-".join((*(step.name for step in recipe.transforms), *([_named(recipe)] if recipe.method else ())))
+
+
+def _named(recipe: Recipe) -> str:
+    step = recipe.method
+    assert step is not None
     if step.gguf is not None:
         return f"{step.gguf.type}.gguf" if recipe.output.format == "gguf" else f"{step.name}-{step.gguf.type}"
     group = "" if step.group_size is None else "row" if step.group_size < 0 else f"g{step.group_size}"

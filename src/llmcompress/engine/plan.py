@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmcompress.arch.spec import ArchSpec
+from llmcompress.engine.anatomy import Anatomy
 from llmcompress.engine.decoded import DecodedHeaders, note_decoded
 from llmcompress.engine.estimate import Estimate, Means, estimate
 from llmcompress.engine.fits import Found
@@ -23,6 +24,7 @@ from llmcompress.engine.settings import resolve
 from llmcompress.engine.source import source_headers
 from llmcompress.engine.targets.check import asked, engine_notes
 from llmcompress.engine.targets.repair import fitted
+from llmcompress.engine.transforms import check_order, transformed_headers
 from llmcompress.errors import PlanError, RecipeError
 from llmcompress.formats.base import Entry, Format, TensorSpec
 from llmcompress.formats.gguf.file import GgufFile
@@ -73,12 +75,13 @@ class Plan:
     """A run, resolved. layers: matrices of each decoder layer in order of execution; entries: every source tensor.
 
     tensors: those that are written, in order. files: what they are written into, where that is GGUF. modelfile: the
-    text of one, where it is wanted.
+    text of one, where it is wanted. prefix: on-disk name of the list of layers.
     """
 
     recipe: Recipe
     headers: ModelHeaders
     spec: ArchSpec
+    prefix: str
     format: Format
     out: Path
     work: Path
@@ -94,8 +97,15 @@ class Plan:
     ledger: Ledger = field(default_factory=Ledger)
 
     @property
-    def step(self) -> Method:
-        return self.recipe.steps[0]
+    def anatomy(self) -> Anatomy:
+        return Anatomy(self.headers, self.spec, self.prefix, len(self.layers))
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether windows of text run through the model."""
+        if any(step.needs_calibration for step in self.recipe.transforms):
+            return True
+        return any(matrix.method.needs_calibration for layer in self.layers for matrix in layer)
 
     @property
     def original_samples(self) -> int:
@@ -139,14 +149,15 @@ def _draft(recipe: Recipe, model: Path, options: Options) -> Plan:
     ledger = Ledger()
     format_ = _format(recipe)
     headers = source_headers(model, ledger) if format_.name == "gguf" else read_headers(model)
-    step = _single_step(recipe)
-    out, work = places(recipe, step, model, options)
+    check_order(recipe)
+    step = recipe.method
+    out, work = places(recipe, model, options)
     if out.resolve() in {file.resolve() for file in headers.files}:
         raise PlanError(f"{out} is a part of the model itself", "choose another --output")
-    matrices, gguf = _content(headers, recipe, step, options, ledger)
+    headers, matrices, gguf = _content(headers, recipe, options, ledger)
     importance = given_importance(recipe, step, gguf, ledger)
-    chosen = resolve(step, matrices.widths, ledger, None if gguf is None else gguf.types)
-    planned = _planned(headers, matrices, chosen, gguf, ledger)
+    chosen = _chosen(step, format_, matrices, gguf, ledger)
+    planned = _planned(headers, matrices, chosen, gguf, ledger) if step is not None else {}
     declared = {module: linear.conv1d for module, _, _, _, _, linear in matrices.found}
     spec = matrices.spec
     entries = tuple(_entry(stored.spec, planned, declared, spec, ledger) for stored in headers.tensors.values())
@@ -176,6 +187,7 @@ def _draft(recipe: Recipe, model: Path, options: Options) -> Plan:
         recipe=recipe,
         headers=headers,
         spec=spec,
+        prefix=matrices.prefix,
         format=format_,
         out=out,
         work=work,
@@ -193,15 +205,39 @@ def _draft(recipe: Recipe, model: Path, options: Options) -> Plan:
 
 
 def _content(
-    headers: ModelHeaders, recipe: Recipe, step: Method, options: Options, ledger: Ledger
-) -> tuple[Matrices, GgufModel | None]:
-    """The matrices of a model; and what a GGUF file would hold, where types of GGUF are asked for."""
-    measured = step.needs_calibration or recipe.calibration.imatrix is not None
+    headers: ModelHeaders, recipe: Recipe, options: Options, ledger: Ledger
+) -> tuple[ModelHeaders, Matrices, GgufModel | None]:
+    """Headers and matrices of a model, transformed; what a GGUF file would hold, where types of it are asked for."""
+    step = recipe.method
+    measured = (step is not None and step.needs_calibration) or recipe.calibration.imatrix is not None
     if isinstance(headers, GgufHeaders):
-        return file_matrices(headers), file_model(headers, step, recipe.output, ledger, measured)
+        if step is None or recipe.transforms:
+            raise PlanError(
+                f"{recipe.steps[0].name} cannot be applied to a GGUF file", "give the original model's directory"
+            )
+        return headers, file_matrices(headers), file_model(headers, step, recipe.output, ledger, measured)
     matrices = matrices_of(headers, options.trust_remote_code, ledger)
-    gguf = None if step.gguf is None else gguf_model(headers, step.gguf, recipe.output, measured, ledger)
-    return matrices, gguf
+    headers = transformed_headers(headers, recipe, _anatomy(headers, matrices), ledger)
+    typed = step is not None and step.gguf is not None
+    gguf = gguf_model(headers, step.gguf, recipe.output, measured, ledger) if typed else None  # type: ignore
+    return headers, matrices, gguf
+
+
+def _anatomy(headers: ModelHeaders, matrices: Matrices) -> Anatomy:
+    return Anatomy(headers, matrices.spec, matrices.prefix, matrices.layers)
+
+
+def _chosen(
+    step: Method | None, format_: Format, matrices: Matrices, gguf: GgufModel | None, ledger: Ledger
+) -> dict[str, Method | None]:
+    """The options of every matrix, None where it stays as it is."""
+    if step is not None:
+        return resolve(step, matrices.widths, ledger, None if gguf is None else gguf.types)
+    if format_.name != "dense":
+        raise PlanError(
+            f"format {format_.name} is for quantised models, and no step quantises", "use --format dense, or add a step"
+        )
+    return dict.fromkeys(matrices.widths)
 
 
 def _planned(
@@ -259,15 +295,6 @@ def _format(recipe: Recipe) -> Format:
     return known[recipe.output.format]  # type: ignore[no-any-return]
 
 
-def _single_step(recipe: Recipe) -> Method:
-    if len(recipe.steps) != 1:
-        names = ", ".join(step.name for step in recipe.steps)
-        raise PlanError(
-            f"a recipe holds one quantising step, this one has {len(recipe.steps)}: {names}", "use set: for exceptions"
-        )
-    return recipe.steps[0]
-
-
 def _layer_count(matrices: list[Found]) -> int:
     return max(layer for _, layer, *_ in matrices) + 1
 
@@ -287,7 +314,7 @@ def _entry(
 
 def _why_left(name: str, arch: ArchSpec) -> str:
     """Why a matrix inside a layer is copied unchanged."""
-    if any(name.endswith(f".{arch.disk_path(path)}.weight") for path in arch.never):
+    if any(name.endswith(f".{arch.disk_path(path)}.weight") for path in (linear.path for linear in arch.never)):
         return "a router is never quantised"
     below = re.sub(r"^.*?\.\d+\.", "", name).removesuffix(".weight")
     return arch.left_out.get(below, "not a matrix that the architecture declares")

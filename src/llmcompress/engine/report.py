@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 def report(
     plan: "Plan",
-    linears: list[dict[str, Any]],
+    records: Mapping[str, list[dict[str, Any]]],
     ledger: Ledger,
     calibration: Mapping[str, Any] | None,
     tensors: Mapping[str, str],
 ) -> dict[str, Any]:
-    """The content of report.json; the same inputs give the same bytes."""
+    """The content of report.json; the same inputs give the same bytes. records: lists about parts of the model."""
     config = plan.headers.path / "config.json"
     return {
         "llmcompress": __version__,
@@ -38,7 +38,7 @@ def report(
         "compute_dtype": plan.dtype,
         "output_bytes": plan.estimate.output_bytes,
         "bits_per_weight": round(plan.estimate.bits_per_weight, 4),
-        "linears": linears,
+        **records,
         "ledger": ledger.as_json(),
         "tensors": dict(tensors),
     }

@@ -30,7 +30,7 @@ def file_matrices(headers: GgufHeaders) -> Matrices:
             here = module.split(".", 2)[2]
             found.append((module, int(number), expert if here != path else None, here, here, Linear(here, here)))
             widths[module] = tensor.shape[-1]
-    spec = ArchSpec(headers.arch, (), (), layers="blk", never=("ffn_gate_inp",), observed=True)
+    spec = ArchSpec(headers.arch, (), (), layers="blk", never=(Linear("ffn_gate_inp", reads="ffn_in"),), observed=True)
     return Matrices(spec, found, widths)
 
 

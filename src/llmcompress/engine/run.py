@@ -19,7 +19,9 @@ from llmcompress.engine.forward import Forward, Stream
 from llmcompress.engine.plan import Plan
 from llmcompress.engine.progress import Progress
 from llmcompress.engine.resources import keep_freed_memory, return_freed_memory
-from llmcompress.engine.source import config_of, open_checkpoint
+from llmcompress.engine.scaling import Scaled, Scaler
+from llmcompress.engine.source import config_of
+from llmcompress.engine.transforms import add_factors, open_transformed
 from llmcompress.engine.write import write_output
 from llmcompress.errors import StoppedError
 from llmcompress.grids.coded import Coded
@@ -28,7 +30,9 @@ from llmcompress.ledger import Ledger
 from llmcompress.model.build import StreamedModel
 from llmcompress.parallel import threads
 from llmcompress.store.checkpoint import Checkpoint
+from llmcompress.store.folds import FoldedCheckpoint
 from llmcompress.store.staging import Hidden, Staging
+from llmcompress.transforms.base import Scaling
 
 Stop = Callable[[int], bool]
 
@@ -42,12 +46,11 @@ def run(plan: Plan, progress: Progress | None = None, stop: Stop = lambda finish
     ends with StoppedError and can be taken up again.
     """
     progress = progress or Progress()
-    checkpoint = open_checkpoint(plan.headers)
-    calibrated = any(matrix.method.needs_calibration for layer in plan.layers for matrix in layer)
+    checkpoint = open_transformed(plan)
     sampled = plan.recipe.calibration.source == "self"
     kept = plan.work / "tokens.safetensors"  # sampling takes minutes, and depends on nothing but model and recipe
     tokens = None
-    if calibrated:
+    if plan.calibrated:
         tokens = load_file(kept)["input_ids"] if sampled and kept.exists() else calibration_tokens(plan)
     identity = {**plan.identity, "tokens": fingerprint(tokens) if tokens is not None else None}
     staged = Staging(plan.work, identity)
@@ -70,22 +73,26 @@ def run(plan: Plan, progress: Progress | None = None, stop: Stop = lambda finish
             model=plan.headers.path, calibration=calibration, trust_remote_code=plan.options.trust_remote_code
         )
         progress.writing(plan.estimate.output_bytes)
-        result = finish(plan, checkpoint, staged, calibration)
+        result = finish(plan, staged, calibration)
         if not plan.options.keep_work:
             staged.remove()
         return result
 
 
-def finish(plan: Plan, checkpoint: Checkpoint, staged: Staging, calibration: dict[str, Any] | None) -> dict[str, Any]:
+def finish(plan: Plan, staged: Staging, calibration: dict[str, Any] | None) -> dict[str, Any]:
     """Write the output of a run whose sections are all staged; its report."""
     ledger = Ledger(list(plan.ledger.entries))
     linears: list[dict[str, Any]] = []
+    sites: list[dict[str, Any]] = []
+    checkpoint = open_transformed(plan)
     for number in range(len(plan.layers)):
         records = staged.records(number)
+        add_factors(plan, checkpoint, number, staged.read_factors(number))
         linears += records["linears"]
+        sites += records.get("sites", [])
         ledger.extend(LedgerEntry(**entry) for entry in records["ledger"])
     with threads(plan.means.threads):
-        return write_output(plan, checkpoint, staged, linears, ledger, calibration)
+        return write_output(plan, checkpoint, staged, {"linears": linears, "sites": sites}, ledger, calibration)
 
 
 class _Sections:
@@ -95,8 +102,13 @@ class _Sections:
         self.plan, self.staged, self.progress, self.stop = plan, staged, progress, stop
         self.finished = 0  # by this start
 
-    def make(self, number: int, work: Callable[[], tuple[dict[str, Coded], dict[str, Any]]]) -> None:
-        """Keep what `work` gives as section `number`; StoppedError if the run is to stop before."""
+    def make(
+        self,
+        number: int,
+        work: Callable[[], tuple[dict[str, Coded], dict[str, Any]]],
+        scaled: Scaled | None = None,
+    ) -> None:
+        """Keep what `work` gives as section `number`, and its scales; StoppedError if the run is to stop before."""
         if self.stop(self.finished):
             raise StoppedError(
                 "stopped at a safe point",
@@ -104,7 +116,10 @@ class _Sections:
             )
         begin = time.perf_counter()
         self.progress.layer(number)
-        self.staged.write_section(number, *work())
+        coded, records = work()
+        if scaled is not None:
+            records = {**records, "sites": scaled.records, "ledger": [*scaled.ledger.as_json(), *records["ledger"]]}
+        self.staged.write_section(number, coded, records, scaled.factors if scaled is not None else None)
         self.finished += 1
         self.progress.layer_done(number, time.perf_counter() - begin)
 
@@ -133,9 +148,19 @@ def _with_data(plan: Plan, checkpoint: Checkpoint, tokens: Tensor, sections: _Se
     compressor = Compressor(plan, checkpoint, model, sections.progress)
     hidden = _entering(plan, model, tokens, staged, dtype)
     return_freed_memory()
+    scaler = _scaler(plan, checkpoint, model, sections.progress)
     for number in range(hidden.position, count):
+        done = staged.has(number)
+        if done:
+            add_factors(plan, checkpoint, number, staged.read_factors(number))
         with model.layer(number) as layer:
-            done = staged.has(number)
+            scaled = None
+            if scaler is not None and not done:
+                whole = Forward(
+                    model, number, Stream("whole", layer, hidden.streams[COMPRESSED]), plan.batch, staged.path, {}
+                )
+                scaled = scaler.layer(number, layer, whole)
+                return_freed_memory()
             under_way = {
                 name: Forward(
                     model,
@@ -153,11 +178,18 @@ def _with_data(plan: Plan, checkpoint: Checkpoint, tokens: Tensor, sections: _Se
                     install(layer, matrix, coded[matrix.module])
             else:
                 streams = under_way[COMPRESSED], under_way.get(ORIGINAL)
-                sections.make(number, partial(compressor.layer, number, layer, *streams))
+                sections.make(number, partial(compressor.layer, number, layer, *streams), scaled)
             if number + 1 < count:
                 onward = {name: forward.outputs() for name, forward in under_way.items()}
                 hidden = staged.keep_hidden(number + 1, dtype, onward)
         return_freed_memory()
+
+
+def _scaler(plan: Plan, checkpoint: Checkpoint, model: StreamedModel, progress: Progress) -> Scaler | None:
+    """What chooses the factors of scaling steps, if there are any."""
+    if isinstance(checkpoint, FoldedCheckpoint) and any(isinstance(step, Scaling) for step in plan.recipe.transforms):
+        return Scaler(plan, checkpoint, model, progress)
+    return None
 
 
 def _spaces(plan: Plan, number: int) -> dict[str, str]:

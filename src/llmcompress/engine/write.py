@@ -15,9 +15,11 @@ from llmcompress.errors import one_line
 from llmcompress.formats.card import model_card
 from llmcompress.grids.base import GridSpec
 from llmcompress.ledger import Ledger
-from llmcompress.store.checkpoint import Checkpoint
+from llmcompress.methods.base import Method
+from llmcompress.store.checkpoint import DTYPES, Checkpoint
 from llmcompress.store.output_file import output_of
 from llmcompress.store.staging import Staging
+from llmcompress.transforms.base import Transform
 
 _FRONT_MATTER = 1_000_000  # characters
 
@@ -26,18 +28,21 @@ def write_output(
     plan: Plan,
     checkpoint: Checkpoint,
     staged: Staging,
-    linears: list[dict[str, Any]],
+    records: dict[str, list[dict[str, Any]]],
     ledger: Ledger,
     calibration: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """Write weights, configs, side files, recipe, report and model card; the report."""
+    """Write weights, configs, side files, recipe, report and model card; the report.
+
+    records: lists of what is known of matrices, and of scaled sites.
+    """
     with output_of(plan.out, plan.format.name, plan.options.overwrite) as out:
         if plan.files:
             hashes = write_gguf(plan, checkpoint, staged, out)
         else:
             hashes = out.write_weights(plan.tensors, _tensors(plan, checkpoint, staged), plan.recipe.output.shard_size)
             out.copy_side_files(plan.headers.path)
-        result = report(plan, linears, ledger, calibration, hashes)
+        result = report(plan, records, ledger, calibration, hashes)
         for name, changes in plan.format.config(plan.entries, plan.headers.config).items():
             content = {**plan.headers.config, **changes} if name == "config.json" else changes
             out.write_json(name, content)
@@ -64,7 +69,10 @@ def card_facts(plan: Plan, result: dict[str, Any]) -> dict[str, Any]:
         "source_readme": _beginning(readme) if readme.is_file() else "",
         "grids": dict(sorted(Counter(item["grid"] for item in linears).items())),
         "bits": sorted({entry.grid.bits for entry in plan.entries if isinstance(entry.grid, GridSpec)}),
-        "methods": list(dict.fromkeys(item["method"] for item in linears)),
+        "methods": [
+            *(step.name for step in plan.recipe.transforms),
+            *dict.fromkeys(item["method"] for item in linears),
+        ],
         "figures": {
             "bytes of weights": f"{cost.output_bytes:,}",
             "share of the source": f"{cost.output_bytes / cost.source_bytes:.1%}",
@@ -97,8 +105,14 @@ def _title(plan: Plan) -> str:
     named = str(plan.headers.config.get("_name_or_path") or "").rpartition("/")[2]
     architectures = plan.headers.config.get("architectures")
     first = architectures[0] if isinstance(architectures, list) and architectures else plan.headers.config["model_type"]
-    kind = f"w{plan.step.bits}" if plan.step.gguf is None else plan.step.gguf.type
-    return f"{one_line(str(named or first))} {plan.step.name} {kind} ({plan.format.name})"
+    steps = " ".join(_said(step) for step in plan.recipe.steps)
+    return f"{one_line(str(named or first))} {steps} ({plan.format.name})"
+
+
+def _said(step: Method | Transform) -> str:
+    if isinstance(step, Transform):
+        return step.name
+    return f"{step.name} {f'w{step.bits}' if step.gguf is None else step.gguf.type}"
 
 
 def _tensors(plan: Plan, checkpoint: Checkpoint, staged: Staging) -> Iterator[tuple[str, Tensor]]:
@@ -106,7 +120,7 @@ def _tensors(plan: Plan, checkpoint: Checkpoint, staged: Staging) -> Iterator[tu
     places = {matrix.entry.source.name: matrix for layer in plan.layers for matrix in layer}
     for entry in plan.entries:
         if entry.grid is None:
-            yield entry.source.name, checkpoint.read_finite(entry.source.name)
+            yield entry.source.name, checkpoint.read_finite(entry.source.name).to(DTYPES[entry.source.dtype])
             continue
         matrix = places[entry.source.name]
         yield from plan.format.encode(entry, staged.read_coded(matrix.layer, matrix.module)).items()

@@ -139,11 +139,15 @@ class StreamedModel:
         """A decoder layer with its weights in memory."""
         layer = self.layers[number]
         try:
-            for path, owner in layer.named_modules():
-                self._fill(owner, lambda leaf, path=path: self._below(number, f"{path}.{leaf}" if path else leaf))  # type: ignore[misc]
+            self.refill(number, layer)
             yield layer
         finally:
             _empty(layer)
+
+    def refill(self, number: int, layer: nn.Module) -> None:
+        """Read all weights of a layer, also where they are in memory: they may have changed."""
+        for path, owner in layer.named_modules():
+            self._fill(owner, lambda leaf, path=path: self._below(number, f"{path}.{leaf}" if path else leaf))  # type: ignore[misc]
 
     @contextmanager
     def outer(self, *, embed: bool, head: bool) -> Iterator[nn.Module]:

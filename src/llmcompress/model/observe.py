@@ -60,7 +60,7 @@ def observe(config: Any, trust_remote_code: bool = False) -> ArchSpec:
     return replace(
         model.spec,
         linears=tuple(Linear(path, reads=spaces[path], conv1d=path in conv1d) for path in paths),
-        never=tuple(sorted(never)),
+        never=tuple(Linear(path, reads="") for path in sorted(never)),  # what they read was not looked at
         left_out={path: why for path, why in left_out.items() if path not in paths},
     )
 

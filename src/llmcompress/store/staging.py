@@ -30,6 +30,8 @@ from llmcompress.grids.coded import Coded
 from llmcompress.store.files import bytes_of, create, file_mode, make_directory, writing
 from llmcompress.store.windows import Windows, WindowsWriter
 
+_FACTORS = "factors/"  # before the name of a space, in the name of a tensor
+
 
 class Staging:
     """Finished work of one run, found again by the next start of the same run."""
@@ -97,9 +99,18 @@ class Staging:
     def has(self, number: int) -> bool:
         return self._section(number).exists()
 
-    def write_section(self, number: int, coded: Mapping[str, Coded], records: Mapping[str, Any]) -> None:
-        """Keep a finished section: matrices by on-disk module name, and records (plain data) about them."""
-        tensors: dict[str, Tensor] = {}
+    def write_section(
+        self,
+        number: int,
+        coded: Mapping[str, Coded],
+        records: Mapping[str, Any],
+        factors: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Keep a finished section: matrices by on-disk module name, and records (plain data) about them.
+
+        factors: by space, those that its channels were scaled with.
+        """
+        tensors = {f"{_FACTORS}{space}": factor.contiguous() for space, factor in (factors or {}).items()}
         specs = {}
         for module, item in coded.items():
             specs[module] = item.grid.spec.name
@@ -140,6 +151,21 @@ class Staging:
                     names = [name for name in sums if name.rpartition(".")[0] == module]
                     parts = {name.rpartition(".")[2]: tensor(name) for name in names}
                     yield module, Coded.restored(spec_named(spec), parts)
+        except (SafetensorError, OSError, KeyError, ValueError) as error:
+            raise RunError(f"{self._section(number)} is damaged: {error}", "remove this file and run again") from None
+
+    def read_factors(self, number: int) -> dict[str, Tensor]:
+        """By space, the factors of a finished section's channels."""
+        try:
+            with safe_open(self._section(number), framework="pt") as file:
+                _, sums = _checked(file.metadata())
+                found = {}
+                for name in sums:
+                    if name.startswith(_FACTORS):
+                        found[name.removeprefix(_FACTORS)] = file.get_tensor(name)
+                        if _crc_of(found[name.removeprefix(_FACTORS)]) != sums[name]:
+                            raise ValueError(f"{name} is not what was written")
+                return found
         except (SafetensorError, OSError, KeyError, ValueError) as error:
             raise RunError(f"{self._section(number)} is damaged: {error}", "remove this file and run again") from None
 

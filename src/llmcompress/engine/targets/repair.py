@@ -85,7 +85,8 @@ def changed(recipe: Recipe, entries: Sequence[Entry], changes: Changes) -> tuple
 
     entries: what `recipe` plans. An option that all matrices then share becomes the step's; others become patterns.
     """
-    step = recipe.steps[0]
+    step = recipe.method
+    assert step is not None  # only what a step rounds can be repaired
     options = step.model_dump()
     patterns: dict[str, dict[str, Any]] = options.pop("set")
     planned = {entry.module: entry for entry, _ in quantised(entries)}
@@ -108,7 +109,7 @@ def changed(recipe: Recipe, entries: Sequence[Entry], changes: Changes) -> tuple
             patterns[pattern] = {**(kept or {}), **change}
             done.append((pattern, ", ".join(f"{key}: {_shown(value)}" for key, value in change.items())))
     new = build(type(step), {**options, "set": patterns}, f"the repaired step {step.name}")
-    return recipe.model_copy(update={"steps": (new,)}), done
+    return recipe.model_copy(update={"steps": (*recipe.transforms, new)}), done
 
 
 def _default_group(patterns: Mapping[str, Mapping[str, Any]], planned: Mapping[str, Entry]) -> int | None:

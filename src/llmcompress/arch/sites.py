@@ -1,0 +1,142 @@
+"""Where channels of a layer can be scaled without changing what the layer computes, from its family's declaration.
+
+What writes the channels of a space is divided by a factor per channel, what reads them multiplied by it. Everything
+here is index arithmetic on shapes: no tensor is touched.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from llmcompress.arch.spec import RESIDUAL, ArchSpec, Flow, Linear, Norm, attention_heads
+
+Index: TypeAlias = npt.NDArray[np.int64]
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a factor per channel does to one module: its weight, and where outputs are meant, its bias.
+
+    path: module path below the layer. inputs: the factors belong to the module's inputs, else to its outputs. divided:
+    by the factors, else multiplied. at: which of those inputs or outputs, None for all. spread: the number of the
+    factor of each of them, None if they are numbered alike. offset: of a norm's weight.
+    """
+
+    path: str
+    inputs: bool = False
+    divided: bool = False
+    at: Index | None = None
+    spread: Index | None = None
+    offset: float = 0.0
+
+
+@dataclass(frozen=True)
+class Site:
+    """Channels that can be scaled. channels: how many factors there are. writer divides, readers multiply.
+
+    norm: the declaration of a writer that is a norm. heads: key-value heads that the channels belong to, 0 if none.
+    """
+
+    space: str
+    channels: int
+    writer: Part
+    readers: tuple[Part, ...]
+    norm: Norm | None = None
+    heads: int = 0
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return (self.writer, *self.readers)
+
+
+def sites(spec: ArchSpec, config: Mapping[str, Any], shapes: Shapes) -> list[Site]:
+    """All sites of a layer in order of declaration: norms, then flows.
+
+    shapes: of the weights of one layer by module path, matrices [out, in]. Paths that a layer lacks are passed over.
+    """
+    experts = spec.expert_count(config)
+    found = []
+    for norm in spec.norms:
+        if norm.path in shapes and RESIDUAL not in norm.feeds and _holds(norm.when, config):
+            readers = tuple(Part(path, inputs=True) for path in _readers(spec, norm.feeds, experts, shapes))
+            if readers:
+                writer = Part(norm.path, divided=True, offset=norm.offset)
+                found.append(Site(norm.feeds[0], shapes[norm.path][0], writer, readers, norm))
+    for flow in spec.flows:
+        if _holds(flow.when, config):
+            numbers = range(experts) if "{e}" in flow.source else (None,)
+            for number in numbers:
+                site = _flow(spec, flow, number, config, shapes)
+                if site is not None:
+                    found.append(site)
+    return found
+
+
+def residual_readers(spec: ArchSpec, config: Mapping[str, Any], shapes: Shapes) -> list[str]:
+    """Matrices of a layer that read the hidden states through a norm."""
+    return [part.path for site in sites(spec, config, shapes) if site.norm is not None for part in site.readers]
+
+
+def residual_writers(spec: ArchSpec, config: Mapping[str, Any], shapes: Shapes) -> list[str]:
+    """Matrices of a layer whose outputs are added to the hidden states."""
+    return [
+        path
+        for linear in spec.linears
+        if linear.adds
+        for _, path, _ in spec.expand(linear, spec.expert_count(config))
+        if path in shapes
+    ]
+
+
+def _holds(when: tuple[str, Any] | None, config: Mapping[str, Any]) -> bool:
+    return when is None or config.get(when[0], when[1]) == when[1]  # a key that is not written has its default
+
+
+def _readers(spec: ArchSpec, spaces: Iterable[str], experts: int, shapes: Shapes) -> list[str]:
+    """Module paths of all that reads one of `spaces`, also what is never quantised."""
+    wanted = set(spaces)
+    every: tuple[Linear, ...] = (*spec.never, *spec.linears)
+    return [
+        path
+        for linear in every
+        if linear.reads in wanted
+        for _, path, _ in spec.expand(linear, experts)
+        if path in shapes
+    ]
+
+
+def _flow(spec: ArchSpec, flow: Flow, number: int | None, config: Mapping[str, Any], shapes: Shapes) -> Site | None:
+    source = flow.source.format(e=number)
+    target = flow.target.format(e=number)
+    linears = [linear for linear in spec.linears if linear.reads == flow.target]
+    readers = [path for linear in linears if (path := linear.path.format(e=number)) in shapes]
+    if source not in shapes or not readers:
+        return None
+    rows, width = shapes[source][0], shapes[readers[0]][1]
+    if not flow.heads:
+        at = None if flow.rows == "all" else np.arange(rows - width, rows)
+        return Site(
+            target, width, Part(source, divided=True, at=at), tuple(Part(path, inputs=True) for path in readers)
+        )
+    counts = attention_heads(config)
+    if counts is None:
+        return None
+    queries, pairs = counts if spec.grouped_queries else (counts[0], counts[0])
+    size = width // queries
+    channels = pairs * size
+    kept = np.arange(channels).reshape(pairs, 1, size)
+    spread = np.tile(kept, (1, queries // pairs, 1)).reshape(-1)  # heads that share one stand together
+    writer = Part(source, divided=True, at=_rows_of_heads(flow, rows, channels, size))
+    return Site(target, channels, writer, tuple(Part(path, True, spread=spread) for path in readers), heads=pairs)
+
+
+def _rows_of_heads(flow: Flow, rows: int, channels: int, size: int) -> Index | None:
+    if flow.rows == "last":
+        return np.arange(rows - channels, rows)
+    if flow.rows == "third of heads":
+        return np.arange(rows).reshape(-1, 3, size)[:, 2].reshape(-1)
+    return None

@@ -1,0 +1,61 @@
+"""Where the parts of a model lie on disk: tensors of layers by module path, and those that stand outside."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from llmcompress.arch.sites import Site, residual_readers, residual_writers, sites
+from llmcompress.arch.spec import ArchSpec
+from llmcompress.store.headers import ModelHeaders
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """A model's headers read with its declaration. prefix: on-disk name of the list of layers; empty
+    where there is no declaration to read with."""
+
+    headers: ModelHeaders
+    spec: ArchSpec
+    prefix: str
+    layers: int
+
+    def tensor(self, layer: int, path: str, leaf: str = "weight") -> str | None:
+        """On-disk name of a parameter of a module below a layer, if there is one."""
+        return self._present(f"{self.prefix}.{layer}.{self.spec.disk_path(path)}.{leaf}")
+
+    def outer(self, path: str, leaf: str = "weight") -> str | None:
+        """On-disk name of a parameter of a module outside of the layers, if there is one."""
+        name = f"{self.spec.disk_path(path)}.{leaf}"
+        whole = self.prefix == self.spec.layers  # else names lack the base model's
+        return self._present(name if whole or path == self.spec.head else name.partition(".")[2])
+
+    def _present(self, name: str) -> str | None:
+        return name if name in self.headers.tensors else None
+
+    def transposed(self, path: str) -> bool:
+        """Whether a module below a layer stores its weight [in, out]."""
+        return any(linear.path == path and linear.conv1d for linear in self.spec.linears)
+
+    def shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of the weights of a layer by module path, matrices [out, in]."""
+        found = {}
+        for path in self._paths():
+            name = self.tensor(layer, path)
+            if name is not None:
+                shape = self.headers.tensors[name].spec.shape
+                found[path] = shape[::-1] if self.transposed(path) else shape
+        return found
+
+    def _paths(self) -> Iterator[str]:
+        experts = self.spec.expert_count(self.headers.config)
+        for linear in (*self.spec.never, *self.spec.linears):
+            yield from (path for _, path, _ in self.spec.expand(linear, experts))
+        yield from (norm.path for norm in self.spec.norms)
+
+    def sites(self, layer: int) -> list[Site]:
+        """Where channels of a layer can be scaled."""
+        return sites(self.spec, self.headers.config, self.shapes(layer))
+
+    def residual(self, layer: int) -> tuple[list[str], list[str]]:
+        """Module paths of what reads the hidden states of a layer through norms, and of what adds to them."""
+        config, shapes = self.headers.config, self.shapes(layer)
+        return residual_readers(self.spec, config, shapes), residual_writers(self.spec, config, shapes)

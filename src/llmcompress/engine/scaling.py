@@ -1,0 +1,125 @@
+"""Choosing the factors of a layer's sites, before any of its matrices is rounded."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llmcompress.arch.sites import Site
+from llmcompress.engine.folding import held, scaled
+from llmcompress.engine.forward import Forward
+from llmcompress.engine.plan import MatrixPlan, Plan
+from llmcompress.engine.progress import Progress
+from llmcompress.errors import RunError
+from llmcompress.ledger import Ledger
+from llmcompress.model.build import StreamedModel
+from llmcompress.stats.inputs import Inputs, InputStatistics
+from llmcompress.store.folds import FoldedCheckpoint
+from llmcompress.transforms.base import Reader, Scalable, Scaling
+
+_FEW = 4  # tokens per channel below which an expert is left as it is
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Factors of a layer's sites by space, and what the report says of them."""
+
+    factors: dict[str, Tensor] = field(default_factory=dict)
+    records: list[dict[str, Any]] = field(default_factory=list)
+    ledger: Ledger = field(default_factory=Ledger)
+
+
+class Scaler:
+    """Runs the windows through a layer once, asks every scaling step for its factors, and folds them."""
+
+    def __init__(self, plan: Plan, checkpoint: FoldedCheckpoint, model: StreamedModel, progress: Progress) -> None:
+        self.plan, self.checkpoint, self.model, self.progress = plan, checkpoint, model, progress
+        self.steps = [step for step in plan.recipe.transforms if isinstance(step, Scaling)]
+
+    def layer(self, number: int, layer: nn.Module, forward: Forward) -> Scaled:
+        """Choose, fold, and load what has changed into `layer`."""
+        sites = [
+            site
+            for site in self.plan.anatomy.sites(number)
+            if any(step.wants(site.norm is not None) for step in self.steps)
+        ]
+        known = self._inputs(sites, layer, forward)
+        found = Scaled()
+        matrices = {matrix.path: matrix for matrix in self.plan.layers[number]}
+        for step in self.steps:
+            for site in sites:
+                if step.wants(site.norm is not None) and site.space in known:
+                    self._scale(number, site, step, known, matrices, found)
+        for site in sites:
+            if site.space not in known:
+                name = self.plan.anatomy.tensor(number, site.writer.path) or site.writer.path
+                found.ledger.note("starved_expert", name, "left unscaled: too few tokens came to it")
+        self.model.refill(number, layer)
+        return found
+
+    def _scale(
+        self,
+        number: int,
+        site: Site,
+        step: Scaling,
+        known: dict[str, Inputs],
+        matrices: dict[str, MatrixPlan],
+        found: Scaled,
+    ) -> None:
+        spread = next((part.spread for part in site.readers if part.spread is not None), None)
+        index = None if spread is None else torch.from_numpy(spread).to(known[site.space].mean.device)
+        readers = tuple(self._reader(number, part.path, matrices) for part in site.readers)
+        view = Scalable(known[site.space], readers, site.channels, site.norm is not None, index)
+        factors = held(self.plan.anatomy, number, site, step.factors(view).cpu(), self.checkpoint)
+        self.checkpoint.fold(scaled(self.plan.anatomy, number, site.parts, factors))
+        seen = view.spread_out(factors.to(known[site.space].mean))
+        known[site.space] = known[site.space].divided(seen)
+        found.factors[site.space] = factors * found.factors.get(site.space, 1.0)
+        found.records.append(
+            {
+                "layer": number,
+                "space": site.space,
+                "transform": step.name,
+                "smallest": float(f"{factors.min().item():.4g}"),
+                "largest": float(f"{factors.max().item():.4g}"),
+            }
+        )
+
+    def _reader(self, number: int, path: str, matrices: dict[str, MatrixPlan]) -> Reader:
+        name = self.plan.anatomy.tensor(number, path)
+        assert name is not None  # a site has no readers that are not there
+        weight = self.checkpoint.read_finite(name).to(self.model.device, torch.float32)
+        weight = weight.T.contiguous() if self.plan.anatomy.transposed(path) else weight
+        return Reader(weight, matrices[path].entry.grid if path in matrices else None)
+
+    def _inputs(self, sites: list[Site], layer: nn.Module, forward: Forward) -> dict[str, Inputs]:
+        """Statistics of the input of every site, by space; without those of experts with too few tokens."""
+        tokens = self.plan.recipe.calibration.samples * self.plan.recipe.calibration.length
+        sums = {site.space: InputStatistics(_width(site), tokens, self.model.device) for site in sites}
+        paths = {site.space: _probe(site, layer) for site in sites}
+        for seen, _ in forward.whole(paths, Tensor.clone):
+            for space, statistics in sums.items():
+                if space in seen:
+                    statistics.update(seen[space])
+            self.progress.tokens(max((x.numel() // x.shape[-1] for x in seen.values()), default=0))
+        routed = {site.space for site in sites if site.space.rpartition(".")[2].isdigit()}
+        found = {}
+        for space, statistics in sums.items():
+            if space not in routed and statistics.gram.tokens == 0:
+                raise RunError(f"a layer never reached {space}", "its declaration has another order")
+            if space not in routed or statistics.gram.tokens >= _FEW * statistics.gram.size:
+                found[space] = statistics.finish()
+        return found
+
+
+def _width(site: Site) -> int:
+    """Channels that readers see."""
+    spread = next((part.spread for part in site.readers if part.spread is not None), None)
+    return site.channels if spread is None else len(spread)
+
+
+def _probe(site: Site, layer: nn.Module) -> str:
+    """A module that every token of a site's space enters."""
+    modules = dict(layer.named_modules())
+    return next(part.path for part in site.readers if part.path in modules)

@@ -1,0 +1,114 @@
+"""A recipe's transforms, on a plan: refused or granted from headers, folded into the checkpoint that is worked on."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from llmcompress.arch.spec import RESIDUAL
+from llmcompress.engine.anatomy import Anatomy
+from llmcompress.engine.folding import rotated, scaled
+from llmcompress.engine.source import open_checkpoint
+from llmcompress.errors import PlanError
+from llmcompress.formats.base import TensorSpec
+from llmcompress.ledger import Ledger
+from llmcompress.recipe import Recipe
+from llmcompress.solve.hadamard import largest_order
+from llmcompress.store.checkpoint import Checkpoint
+from llmcompress.store.folds import FoldedCheckpoint
+from llmcompress.store.headers import ModelHeaders, Stored
+from llmcompress.transforms.base import Scaling, Transform
+from llmcompress.transforms.rotate import Rotate
+
+if TYPE_CHECKING:
+    from llmcompress.engine.plan import Plan
+
+
+def check_order(recipe: Recipe) -> None:
+    """PlanError for steps that do not stand in the order transforms, then one that rounds."""
+    rounding = [number for number, step in enumerate(recipe.steps) if not isinstance(step, Transform)]
+    if len(rounding) > 1:
+        names = ", ".join(recipe.steps[number].name for number in rounding)
+        raise PlanError(
+            f"a recipe holds one quantising step, this one has {len(rounding)}: {names}", "use set: for exceptions"
+        )
+    for number, step in enumerate(recipe.steps):
+        if isinstance(step, Transform) and rounding and number > rounding[0]:
+            before = recipe.steps[rounding[0]].name
+            raise PlanError(
+                f"step {number + 1}, {step.name}, comes after {before}, which has rounded the weights by then",
+                f"put {step.name} before {before}",
+            )
+        if isinstance(step, Scaling) and not rounding:
+            raise PlanError(
+                f"{step.name} makes weights fit for rounding, and no step rounds them", "add one, such as rtn, after it"
+            )
+
+
+def transformed_headers(headers: ModelHeaders, recipe: Recipe, anatomy: Anatomy, ledger: Ledger) -> ModelHeaders:
+    """The headers of the transformed model: a rotation makes a tied head a tensor of its own.
+
+    PlanError for an architecture that a transform would change the function of.
+    """
+    for step in recipe.transforms:
+        if not anatomy.spec.norms:
+            raise PlanError(
+                f"{step.name} needs a declaration of the architecture, {headers.config['model_type']!r} has none",
+                "leave the step out; `llmcompress list archs` shows which are declared",
+            )
+        if isinstance(step, Rotate) and step.residual:
+            headers = _untied(headers, anatomy, ledger)
+    return headers
+
+
+def _untied(headers: ModelHeaders, anatomy: Anatomy, ledger: Ledger) -> ModelHeaders:
+    spec, kind = anatomy.spec, headers.config["model_type"]
+    if any(RESIDUAL in norm.feeds for norm in spec.norms):
+        raise PlanError(
+            f"the hidden states of a {kind!r} model cannot be rotated: norms stand between its matrices and them",
+            "use rotate with residual: false, which turns values alone",
+        )
+    if spec.final is None or any(norm.centred for norm in (*spec.norms, spec.final)):
+        raise PlanError(
+            f"the hidden states of a {kind!r} model cannot be rotated: its norms subtract the mean",
+            "use rotate with residual: false, which turns values alone",
+        )
+    embedding, head = anatomy.outer(spec.embed), anatomy.outer(spec.head)
+    if embedding is None or anatomy.outer(spec.final.path) is None:
+        raise PlanError(f"{headers.place} has no tensor {spec.embed}.weight or {spec.final.path}.weight to rotate")
+    stored = headers.tensors[embedding]
+    width = stored.spec.shape[1]
+    if largest_order(width) < width:
+        ledger.note(
+            "rotation", "hidden states", f"turned in blocks of {largest_order(width)}: no Hadamard matrix of {width}"
+        )
+    tensors = dict(headers.tensors)
+    if head is None:
+        name = f"{spec.disk_path(spec.head)}.weight"
+        tensors[name] = Stored(TensorSpec(name, stored.spec.dtype, stored.spec.shape), stored.file, 0, 0)
+        ledger.note("rotation", name, f"no longer the embedding: {tensors[name].spec.nbytes:,} bytes more")
+    return replace(headers, tensors=tensors, config={**headers.config, "tie_word_embeddings": False})
+
+
+def open_transformed(plan: "Plan") -> Checkpoint:
+    """The tensors of the model that is quantised, with what is known of its changes before the run."""
+    base = open_checkpoint(plan.headers)
+    if not plan.recipe.transforms:
+        return base
+    anatomy = plan.anatomy
+    head, embedding = anatomy.outer(anatomy.spec.head), anatomy.outer(anatomy.spec.embed)
+    shared = head is not None and embedding is not None and plan.headers.tensors[head].end == 0
+    exact = frozenset(matrix.entry.source.name for layer in plan.layers for matrix in layer)
+    checkpoint = FoldedCheckpoint(base, exact, {str(head): str(embedding)} if shared else {})
+    for step in plan.recipe.transforms:
+        if isinstance(step, Rotate):
+            checkpoint.fold(rotated(anatomy, step, checkpoint))
+    return checkpoint
+
+
+def add_factors(plan: "Plan", checkpoint: Checkpoint, layer: int, factors: dict[str, Tensor]) -> None:
+    """Scale a layer's sites by factors, by space."""
+    if isinstance(checkpoint, FoldedCheckpoint):
+        for site in plan.anatomy.sites(layer):
+            if site.space in factors:
+                checkpoint.fold(scaled(plan.anatomy, layer, site.parts, factors[site.space]))

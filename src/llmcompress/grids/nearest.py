@@ -1,0 +1,20 @@
+"""A matrix as plain rounding to a grid would leave it: what a search that tries many candidates can afford."""
+
+from torch import Tensor
+
+from llmcompress.grids.base import BlockSpec, Spec
+from llmcompress.grids.encoders import encode
+from llmcompress.grids.integer import fit
+
+
+def nearest(weight: Tensor, spec: Spec) -> Tensor:
+    """weight [out, in] float32 rounded to nearest, ranges that cover every weight; float32 values."""
+    if isinstance(spec, BlockSpec):
+        return encode(weight, spec, "fast").decode()
+    grid = fit(weight, spec, clip="minmax")
+    return grid.decode(grid.encode(weight))
+
+
+def some_rows(weight: Tensor, count: int) -> Tensor:
+    """At most `count` rows of a matrix, evenly spread."""
+    return weight[:: max(1, -(-weight.shape[0] // count))]

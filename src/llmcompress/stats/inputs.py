@@ -1,0 +1,60 @@
+"""What transforms want to know of an input: its Gram matrix, how large its channels are, and some of its tokens."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llmcompress.stats.gram import Gram
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """An input over all calibration tokens.
+
+    hessian [in, in]: mean of x x^T. mean [in]: of |x|. largest [in]: |x| at most, first tokens of windows left out.
+    tokens [n, in]: an even sample. All float32.
+    """
+
+    hessian: Tensor
+    mean: Tensor
+    largest: Tensor
+    tokens: Tensor
+
+    def divided(self, scale: Tensor) -> "Inputs":
+        """The same input with every channel divided by scale [in]."""
+        square = self.hessian / scale / scale[:, None]
+        return Inputs(square, self.mean / scale, self.largest / scale, self.tokens / scale)
+
+
+class InputStatistics:
+    """Accumulates `Inputs` of at most `sample` tokens or so; of fixed size, however many tokens come.
+
+    The first token of a window draws activations hundreds of times as large as any other (attention sinks): maxima
+    leave it out, sums do not.
+    """
+
+    def __init__(self, size: int, tokens: int, device: torch.device | None = None, sample: int = 1024) -> None:
+        """tokens: how many will come, for an even sample."""
+        self.gram = Gram(size, device)
+        self._sum = torch.zeros(size, dtype=torch.float64, device=device)
+        self._largest = torch.zeros(size, device=device)
+        self._parts: list[Tensor] = []
+        self._step = max(1, tokens // sample)
+
+    def update(self, x: Tensor) -> None:
+        """Add an input [windows, length, in], or [tokens, in] where windows cannot be told."""
+        self.gram.update(x)
+        rows = x.detach().reshape(-1, x.shape[-1]).to(torch.float32)
+        later = (x[:, 1:] if x.ndim > 2 else x).detach().reshape(-1, x.shape[-1]).to(torch.float32)
+        later = later[torch.isfinite(later).all(dim=-1)]
+        rows = rows[torch.isfinite(rows).all(dim=-1)].abs()
+        self._sum += rows.sum(dim=0, dtype=torch.float64)
+        if len(later):
+            self._largest = torch.maximum(self._largest, later.abs().amax(dim=0))
+            self._parts.append(later[self._step // 2 :: self._step].clone())
+
+    def finish(self) -> Inputs:
+        mean = (self._sum / max(self.gram.tokens, 1)).to(torch.float32)
+        tokens = torch.cat(self._parts) if self._parts else torch.zeros(0, self.gram.size, device=mean.device)
+        return Inputs(self.gram.finish(), mean, self._largest, tokens)

@@ -1,0 +1,108 @@
+"""A checkpoint with changes folded into its weights while they are read: scales and rotations that cancel out.
+
+A fold is worked out in float64 or float32 and rounded once, to the type of the tensor; matrices that are to be
+quantised are not rounded at all.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from llmcompress.grids.coded import Coded
+from llmcompress.solve.hadamard import Rotation
+from llmcompress.store.checkpoint import DTYPES, Checkpoint
+
+_ROWS = 4096  # turned at once
+
+
+class Fold(Protocol):
+    """A change of one stored tensor."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """x * factor along an axis, of the entries `at`, or of all. offset: what the tensor lacks of what is scaled."""
+
+    factor: Tensor
+    axis: int = 0
+    at: Tensor | None = None
+    offset: float = 0.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        factor = torch.ones(x.shape[self.axis], dtype=torch.float64)
+        factor[slice(None) if self.at is None else self.at] = self.factor.to(torch.float64)
+        shape = [-1 if axis == self.axis else 1 for axis in range(x.ndim)]
+        if self.offset:
+            return (x + self.offset) * factor.to(x.dtype).view(shape) - self.offset
+        return x * factor.to(x.dtype).view(shape)
+
+
+@dataclass(frozen=True)
+class Filled:
+    """One value everywhere."""
+
+    value: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.full_like(x, self.value)
+
+
+@dataclass(frozen=True)
+class Turned:
+    """Every vector along an axis times a rotation; of the entries `at`, in runs as long as the rotation is wide."""
+
+    rotation: Rotation
+    axis: int = 0
+    at: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = x.clone()
+        vectors = out.movedim(self.axis, -1)
+        vectors = vectors if vectors.ndim > 1 else vectors[None]
+        for start in range(0, vectors.shape[0], _ROWS):
+            part = vectors[start : start + _ROWS]
+            chosen = part if self.at is None else part[:, self.at]
+            turned = self.rotation.turn(chosen.reshape(-1, self.rotation.size)).reshape(chosen.shape).to(x.dtype)
+            if self.at is None:
+                part.copy_(turned)
+            else:
+                part[:, self.at] = turned
+        return out
+
+
+class FoldedCheckpoint(Checkpoint):
+    """A checkpoint whose tensors are read with their folds, in order of addition.
+
+    exact: names of matrices that are read in float32 (float64 if stored so) instead of their own type. shared: names of
+    tensors that lie in the file under another one.
+    """
+
+    def __init__(
+        self, base: Checkpoint, exact: frozenset[str] = frozenset(), shared: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(base.headers)
+        self.base, self.exact, self.shared = base, exact, dict(shared or {})
+        self._folds: dict[str, list[Fold]] = {}
+
+    def fold(self, folds: Mapping[str, Sequence[Fold]]) -> None:
+        """Add changes, by on-disk tensor."""
+        for name, changes in folds.items():
+            self._folds.setdefault(name, []).extend(changes)
+
+    def coded(self, module: str) -> Coded | None:
+        return None if f"{module}.weight" in self._folds else self.base.coded(module)
+
+    def read(self, name: str) -> Tensor:
+        value = self.base.read(self.shared.get(name, name))
+        folds = self._folds.get(name)
+        if folds is None:
+            return value
+        work = value.to(torch.float64 if value.dtype == torch.float64 else torch.float32)
+        for change in folds:
+            work = change(work)
+        return work if name in self.exact else work.to(DTYPES[self.headers.tensors[name].spec.dtype])

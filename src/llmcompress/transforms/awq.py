@@ -1,0 +1,93 @@
+"""AWQ (Lin et al., 2023, arXiv:2306.00978): scale channels that see large inputs up, so that rounding spares them."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
+
+from llmcompress.transforms.base import Scalable, Scaling, usable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_ROWS = 512  # of all readers of a site, looked at for each candidate
+_SHORTLIST = 3  # candidates that are measured in the block
+
+
+class AwqScale(Scaling):
+    """Scale s = mean|x|^r, or mean|x|^r / mean|w|^(1-r), with the exponent r whose rounding changes outputs least."""
+
+    name: ClassVar[str] = "awq"
+    summary: ClassVar[str] = "AWQ: scales of input channels, searched for the least error of the outputs."
+
+    steps: int = Field(20, ge=1, le=1000, description="steps of the exponent from 0 (no scaling) to 1")
+    duo_scaling: Literal["both", "never", "always"] = Field(
+        "both", description="whether scales also divide by the size of the weights; both: each exponent tried both ways"
+    )
+    objective: Literal["gram", "block"] = Field(
+        "gram",
+        description="error that is compared: of the scaled matrices' outputs, over all tokens; or of the attention or "
+        "feed-forward they belong to, on a few windows, for the three best of those",
+    )
+
+    @property
+    def measures_blocks(self) -> bool:
+        return self.objective == "block"
+
+    def factors(self, site: Scalable) -> "Tensor":
+        import torch
+
+        readers = [reader for reader in site.readers if reader.grid is not None]
+        one = torch.ones(site.channels, device=site.inputs.mean.device)
+        if not readers or not bool((site.inputs.mean > 0).any()):
+            return one
+        candidates = [one, *self._candidates(site)]
+        share = max(1, _ROWS // len(readers))
+        losses = [_loss(site, site.spread_out(factors), share) for factors in candidates]
+        order = sorted(range(len(losses)), key=losses.__getitem__)  # stable: of equals the earlier one
+        if site.measured is None:
+            return candidates[order[0]]
+        measured = [(site.measured(site.spread_out(candidates[n])), n) for n in dict.fromkeys((0, *order[:_SHORTLIST]))]
+        return candidates[min(measured)[1]]
+
+    def _candidates(self, site: Scalable) -> "Iterator[Tensor]":
+        mean = site.tied(site.inputs.mean)
+        alive = mean > 0
+        weights = site.tied(_weight_means(site))
+        duo = {"both": (False, True), "never": (False,), "always": (True,)}[self.duo_scaling]
+        for both in duo:
+            for step in range(0 if both else 1, self.steps + 1):
+                ratio = step / self.steps
+                factors = mean**ratio / (weights ** (1 - ratio) + 1e-4) if both else mean**ratio
+                yield usable(factors, alive)
+
+
+def _weight_means(site: Scalable) -> "Tensor":
+    """Mean |w| of each channel [in] over the rows of all readers, as a share of the largest of its group."""
+    import torch
+
+    total, count = torch.zeros_like(site.inputs.mean), 0
+    for reader in site.readers:
+        if reader.grid is None:
+            continue
+        rows, width = reader.weight.shape
+        groups = reader.weight.abs().view(rows, -1, reader.grid.width(width))
+        total += (groups / groups.amax(dim=2, keepdim=True).clamp_min(1e-30)).view(rows, width).sum(dim=0)
+        count += rows
+    return total / max(count, 1)
+
+
+def _loss(site: Scalable, scale: "Tensor", rows: int) -> float:
+    """Squared output error per token, tr(D H D^T), of rounding the scaled weights; of some rows of each reader."""
+    from llmcompress.grids.nearest import nearest, some_rows
+
+    loss = 0.0
+    for reader in site.readers:
+        if reader.grid is not None:
+            weight = some_rows(reader.weight, rows)
+            delta = nearest(weight * scale, reader.grid) / scale - weight
+            loss += float((delta @ site.inputs.hessian).mul_(delta).sum()) * reader.weight.shape[0] / weight.shape[0]
+    return loss
+
+
+TRANSFORM = AwqScale

@@ -1,0 +1,99 @@
+"""What a transform is: options, and for those that scale channels, a way to choose the factors of one site."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import BaseModel, ConfigDict
+
+from llmcompress.grids.base import Spec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from llmcompress.stats.inputs import Inputs
+
+WIDEST = 1e4  # a factor at most, and the inverse of one at least: gains are stored in 16 bits
+
+
+class Transform(BaseModel):
+    """Options of a change that leaves the function of a model as it is (a frozen pydantic model).
+
+    A transform file defines a subclass and names it `TRANSFORM`; every field is an option in recipes.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    needs_calibration: ClassVar[bool]
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A matrix that reads the channels. weight [out, in] float32; grid: what it is rounded to, None if it is not."""
+
+    weight: "Tensor"
+    grid: Spec | None
+
+
+@dataclass(frozen=True)
+class Scalable:
+    """A site as a scaling transform sees it.
+
+    inputs: statistics of the channels as readers see them [in]. spread [in]: the number of each channel's factor; None
+    where every channel has its own. channels: how many factors there are. follows_norm: whether a norm writes them.
+    measured: what a scale [in] costs in the output of the block that reads the channels, in squares; None where that is
+    the readers' own output.
+    """
+
+    inputs: "Inputs"
+    readers: tuple[Reader, ...]
+    channels: int
+    follows_norm: bool
+    spread: "Tensor | None" = None
+    measured: "Callable[[Tensor], float] | None" = None
+
+    def tied(self, values: "Tensor", largest: bool = False) -> "Tensor":
+        """Values of channels [in] as those of factors [channels]: means, or the largest, of channels that share one."""
+        import torch
+
+        if self.spread is None:
+            return values
+        reduce = "amax" if largest else "mean"
+        start = torch.zeros(self.channels, dtype=values.dtype, device=values.device)
+        return start.scatter_reduce(0, self.spread, values, reduce, include_self=False)
+
+    def spread_out(self, factors: "Tensor") -> "Tensor":
+        """Factors [channels] as a scale of channels [in]."""
+        return factors if self.spread is None else factors[self.spread]
+
+
+class Scaling(Transform):
+    """A transform that divides what writes a space by factors per channel, and multiplies what reads it."""
+
+    needs_calibration: ClassVar[bool] = True
+
+    def wants(self, follows_norm: bool) -> bool:
+        """Whether a site is scaled whose channels a norm writes, or else a matrix."""
+        return True
+
+    @property
+    def measures_blocks(self) -> bool:
+        """Whether `Scalable.measured` is wanted."""
+        return False
+
+    def factors(self, site: Scalable) -> "Tensor":
+        """Positive finite factors [channels] float32, 1 where nothing is to be gained."""
+        raise TypeError(f"{self.name} scales nothing")
+
+
+def usable(factors: "Tensor", alive: "Tensor") -> "Tensor":
+    """Factors [channels] fit for use: about 1 in the geometric middle of their extremes, 1 for channels not `alive`."""
+    import torch
+
+    alive = alive & torch.isfinite(factors) & (factors > 0)
+    if not bool(alive.any()):
+        return torch.ones_like(factors)
+    kept = factors[alive]
+    middle = (kept.amax().sqrt() * kept.amin().sqrt()).clamp_min(1e-30)
+    return torch.where(alive, factors / middle, 1.0).clamp(1 / WIDEST, WIDEST)
