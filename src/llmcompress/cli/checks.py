@@ -14,7 +14,7 @@ from llmcompress.errors import GateError
 
 if TYPE_CHECKING:
     from llmcompress.store.gguf_header import GgufHeader
-    from llmcompress.validate.verify import Check
+    from llmcompress.validate.check import Check
 
 
 def register(app: typer.Typer) -> None:
