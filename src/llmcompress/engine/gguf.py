@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmcompress.engine.gguf_input import GgufCheckpoint
 from llmcompress.errors import PlanError
 from llmcompress.formats.gguf.family import find
 from llmcompress.formats.gguf.file import ENCODED_AT_ONCE, GgufFile, Placed, gguf_files, padded
@@ -159,11 +158,10 @@ class _Data:
     def of(self, placed: Placed) -> Iterator[memoryview]:
         """The bytes of a tensor, piece by piece."""
         tensor = placed.tensor
-        if isinstance(self.checkpoint, GgufCheckpoint):
-            stored = self.checkpoint.stored(tensor.name, placed.type.name)
-            if stored is not None:
-                yield from stored
-                return
+        stored = self.checkpoint.stored(tensor.name, placed.type.name)
+        if stored is not None:
+            yield from stored
+            return
         if not tensor.sources or any(name not in self.matrices for name in tensor.sources):
             yield from self._encoded(placed)
             return

@@ -151,9 +151,6 @@ class GgufCheckpoint(Checkpoint):
 
     headers: GgufHeaders
 
-    def __init__(self, headers: GgufHeaders) -> None:
-        super().__init__(headers)
-
     def read(self, name: str) -> Tensor:
         if name not in self.headers.parts:
             raise CheckpointError(f"tensor {name} is missing from {self.path}")
@@ -167,7 +164,6 @@ class GgufCheckpoint(Checkpoint):
         return torch.from_numpy(raw.copy()).view(DTYPES[spec.dtype]).reshape(spec.shape)
 
     def stored(self, name: str, kind: str) -> Iterator[memoryview] | None:
-        """The bytes of a tensor of the file, piece by piece, if it is stored in that type of codes; else None."""
         tensor = self.headers.gguf.tensors[name]
         if tensor.type != kind or kind in FLOATS:
             return None
