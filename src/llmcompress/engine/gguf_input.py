@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from llmcompress.errors import CheckpointError
-from llmcompress.formats.base import TensorSpec
+from llmcompress.formats.base import FLOAT_TYPES, TensorSpec
 from llmcompress.formats.gguf.family import known_architectures
 from llmcompress.formats.gguf.mixture import is_quantised
 from llmcompress.store.checkpoint import DTYPES, Checkpoint
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from gguf import GGUFWriter
 
-FLOATS = ("F32", "F16", "BF16")
 _LAYER = re.compile(r"blk\.(\d{1,9})\.")
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 _AT_ONCE = 1 << 24  # bytes
@@ -116,13 +115,13 @@ def gguf_headers(path: "Path") -> GgufHeaders:
     for tensor in header.tensors.values():
         if len(tensor.shape) > 2 and tensor.shape[0] > _MOST_EXPERTS:
             raise CheckpointError(f"{path}: tensor {tensor.name} holds {tensor.shape[0]} experts, which no model has")
-        if tensor.type not in FLOATS and not decodable(tensor):
+        if tensor.type not in FLOAT_TYPES and not decodable(tensor):
             raise CheckpointError(f"{path}: tensor {tensor.name} has type {tensor.type}, which cannot be decoded here")
     tensors: dict[str, Stored] = {}
     parts: dict[str, tuple[str, int]] = {}
     for tensor in header.tensors.values():
         for number, (name, shape) in enumerate(_matrices(tensor)):
-            spec = TensorSpec(name, tensor.type if tensor.type in FLOATS else "F32", shape)
+            spec = TensorSpec(name, tensor.type if tensor.type in FLOAT_TYPES else "F32", shape)
             tensors[name] = Stored(spec, tensor.file, tensor.position, tensor.position + tensor.nbytes)
             parts[name] = tensor.name, number
     config = {"model_type": arch, "num_hidden_layers": len(numbers)}
@@ -157,7 +156,7 @@ class GgufCheckpoint(Checkpoint):
         whole, number = self.headers.parts[name]
         spec, header = self.headers.tensors[name].spec, self.headers.gguf
         tensor = header.tensors[whole]
-        if tensor.type not in FLOATS:
+        if tensor.type not in FLOAT_TYPES:
             rows = spec.shape[0] if len(spec.shape) > 1 else 1
             return torch.from_numpy(decoded(header, whole, number * rows, (number + 1) * rows)).reshape(spec.shape)
         raw = tensor_bytes(header, whole)[number * spec.nbytes : (number + 1) * spec.nbytes]
@@ -165,7 +164,7 @@ class GgufCheckpoint(Checkpoint):
 
     def stored(self, name: str, kind: str) -> Iterator[memoryview] | None:
         tensor = self.headers.gguf.tensors[name]
-        if tensor.type != kind or kind in FLOATS:
+        if tensor.type != kind or kind in FLOAT_TYPES:
             return None
         raw = tensor_bytes(self.headers.gguf, name)
         return (raw[at : at + _AT_ONCE].data for at in range(0, tensor.nbytes, _AT_ONCE))

@@ -3,9 +3,10 @@
 from llmcompress.arch.spec import ArchSpec, Linear
 from llmcompress.engine.fits import Found
 from llmcompress.engine.gguf import GgufModel, note_narrow
-from llmcompress.engine.gguf_input import FLOATS, GgufHeaders, carried, names_of
+from llmcompress.engine.gguf_input import GgufHeaders, carried, names_of
 from llmcompress.engine.matrices import Matrices
 from llmcompress.errors import PlanError
+from llmcompress.formats.base import FLOAT_TYPES
 from llmcompress.formats.gguf.file import Placed
 from llmcompress.formats.gguf.mixture import Wishes, is_quantised, mixture
 from llmcompress.formats.gguf.rules import Facts
@@ -82,7 +83,7 @@ def _note_requantised(headers: GgufHeaders, placed: tuple[Placed, ...], allowed:
     found: dict[tuple[str, str], int] = {}
     for item in placed:
         stored = headers.gguf.tensors[item.tensor.name].type
-        if stored not in FLOATS and stored != item.type.name:
+        if stored not in FLOAT_TYPES and stored != item.type.name:
             found[stored, item.type.name] = found.get((stored, item.type.name), 0) + 1
     if found and not allowed:
         stored, wanted = next(iter(found))
