@@ -9,6 +9,7 @@ from llmcompress.engine.gguf_input import called
 from llmcompress.errors import PlanError
 from llmcompress.methods.base import Method
 from llmcompress.recipe import Recipe
+from llmcompress.store.files import existing
 from llmcompress.store.output import refuse_unwritable
 from llmcompress.store.output_file import is_single, output_of
 
@@ -42,7 +43,7 @@ def _called(recipe: Recipe, step: Method) -> str:
 def check_disk(out: Path, work: Path, cost: Estimate) -> None:
     """PlanError if what a run writes does not fit on its disks."""
     for place, need in ((out, cost.output_bytes), (work, cost.work_bytes)):
-        parent = next(folder for folder in (place, *place.resolve().parents) if folder.exists())
+        parent = existing(place)
         free = shutil.disk_usage(parent).free
         if free < need:
             raise PlanError(

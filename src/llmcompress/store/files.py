@@ -46,6 +46,11 @@ def make_directory(path: Path) -> None:
     path.mkdir(0o777 & ~_EVERYBODY)
 
 
+def existing(path: Path) -> Path:
+    """A path if it is there, else the nearest directory above it that is."""
+    return next(place for place in (path, *path.resolve().parents) if place.exists())
+
+
 def bytes_of(tensor: "Tensor") -> memoryview:
     """The bytes of a tensor, row by row: its own memory, not a copy, where it is contiguous and not on a device."""
     import torch
