@@ -78,10 +78,8 @@ def gguf_model(headers: ModelHeaders, asked: GgufTypes, output: Output, importan
             ledger.note("engine", "llama.cpp", note)
     hyper, _ = find(headers.config).read(headers.config)
     facts = Facts(architecture(headers.config), hyper.layers, hyper.heads, hyper.heads_kv, hyper.experts, importance)
-    wishes = Wishes(asked.pure, asked.output, asked.embedding, asked.tensors)
     kind = file_type(asked.type)
-    chosen = mixture([(tensor.name, tensor.shape) for tensor in tensors], facts, kind, wishes)
-    note_narrow(chosen, tensors, ledger)
+    chosen = choices(tensors, facts, kind, asked, ledger)
     placed = tuple(Placed(tensor, chosen[tensor.name].type) for tensor in tensors)
     return GgufModel(kind, placed, facts.arch, _description(headers, tensors, kind, tokenizer), tokenizer)
 
@@ -201,8 +199,20 @@ def _rows(tensors: list[GGUFTensor]) -> int:
     return next(tensor.shape[0] for tensor in tensors if tensor.name == "token_embd.weight")
 
 
-def note_narrow(chosen: Mapping[str, Choice], tensors: list[GGUFTensor], ledger: Ledger) -> None:
-    """Say where rows are too narrow for the blocks of the type that was wanted."""
+def choices(
+    tensors: Sequence[GGUFTensor], facts: Facts, kind: FileType, asked: GgufTypes, ledger: Ledger
+) -> dict[str, Choice]:
+    """The type of every tensor, in llama.cpp's order; the ledger says where rows are too narrow for one's blocks.
+
+    Raises LlmcompressError as `mixture` does.
+    """
+    wishes = Wishes(asked.pure, asked.output, asked.embedding, asked.tensors)
+    chosen = mixture([(tensor.name, tensor.shape) for tensor in tensors], facts, kind, wishes)
+    _note_narrow(chosen, tensors, ledger)
+    return chosen
+
+
+def _note_narrow(chosen: Mapping[str, Choice], tensors: Sequence[GGUFTensor], ledger: Ledger) -> None:
     found: dict[tuple[str, str, int], list[str]] = {}
     for tensor in tensors:
         choice = chosen[tensor.name]
