@@ -18,6 +18,7 @@ from llmcompress.store.checkpoint import DTYPES, Checkpoint
 from llmcompress.store.gguf_header import GgufArray, GgufHeader
 from llmcompress.store.gguf_header import GgufTensor as StoredTensor
 from llmcompress.store.gguf_model import decodable, decoded, read_gguf, tensor_bytes
+from llmcompress.store.gguf_name import stem_of
 from llmcompress.store.headers import ModelHeaders, Stored
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from gguf import GGUFWriter
 
 _LAYER = re.compile(r"blk\.(\d{1,9})\.")
-_SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 _AT_ONCE = 1 << 24  # bytes
 _MOST_EXPERTS = 4096
 _OWN = re.compile(
@@ -49,7 +49,7 @@ class GgufHeaders(ModelHeaders):
 
     @property
     def name(self) -> str:
-        return called(self.path)
+        return stem_of(self.path)
 
     @property
     def nbytes(self) -> int:
@@ -90,11 +90,6 @@ class GgufHeaders(ModelHeaders):
         if not isinstance(value, int) or isinstance(value, bool):
             raise CheckpointError(f"{self.path} does not say {name} in a whole number", "convert the model anew")
         return value
-
-
-def called(path: "Path") -> str:
-    """What the model of a GGUF file is called: as the file."""
-    return _SHARD.sub("", path.resolve().stem)
 
 
 def gguf_headers(path: "Path") -> GgufHeaders:

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmcompress.engine.estimate import Estimate
-from llmcompress.engine.gguf_input import called
 from llmcompress.errors import PlanError
 from llmcompress.methods.base import Method
 from llmcompress.recipe import Recipe
 from llmcompress.store.files import existing
+from llmcompress.store.gguf_name import stem_of
 from llmcompress.store.output import refuse_unwritable
 from llmcompress.store.output_file import is_single, output_of
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def places(recipe: Recipe, step: Method, model: Path, options: "Options") -> tuple[Path, Path]:
     """The output and the work directory. PlanError for those that cannot be."""
     beside = model if model.name not in ("", "..") else model.resolve()  # `.` has no name
-    name = called(model) if is_single(model) and model.is_file() else model.resolve().name
+    name = stem_of(model) if is_single(model) and model.is_file() else model.resolve().name
     out = options.out or beside.with_name(f"{name}-{_called(recipe, step)}")
     output_of(out, recipe.output.format, options.overwrite)  # refuses what it could not create or replace
     work = options.work or out.with_name(f"{out.name}.work")
