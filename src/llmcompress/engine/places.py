@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
 def places(recipe: Recipe, step: Method, model: Path, options: "Options") -> tuple[Path, Path]:
     """The output and the work directory. PlanError for those that cannot be."""
-    beside = model if model.name not in ("", "..") else model.resolve()  # `.` has no name
-    name = stem_of(model) if is_single(model) and model.is_file() else model.resolve().name
-    out = options.out or beside.with_name(f"{name}-{_called(recipe, step)}")
+    out = options.out or called_after(model, _called(recipe, step))
     output_of(out, recipe.output.format, options.overwrite)  # refuses what it could not create or replace
     work = options.work or out.with_name(f"{out.name}.work")
     refuse_unwritable(work)
@@ -30,6 +28,13 @@ def places(recipe: Recipe, step: Method, model: Path, options: "Options") -> tup
     if work.resolve().is_relative_to(out.resolve()):
         raise PlanError(f"--work {work} is in the output directory", "choose another --work")
     return out, work
+
+
+def called_after(model: Path, ending: str) -> Path:
+    """The place beside a model that is called after it."""
+    place = model if model.name not in ("", "..") else model.resolve()  # `.` has no name
+    name = stem_of(model) if is_single(model) and model.is_file() else model.resolve().name
+    return place.with_name(f"{name}-{ending}")
 
 
 def _called(recipe: Recipe, step: Method) -> str:
