@@ -62,14 +62,6 @@ def decodable(tensor: GgufTensor) -> bool:
     return True
 
 
-def dequantized(header: GgufHeader, name: str) -> NDArray[np.float32]:
-    """The values of a tensor, decoded by the gguf package; shape in torch's order. CheckpointError for types it lacks.
-
-    Damaged scales may give infinities and NaN: they are values like others here.
-    """
-    return decoded(header, name).reshape(header.tensors[name].shape)
-
-
 def rows_of(header: GgufHeader, name: str) -> int:
     """Rows of a tensor seen as a matrix whose rows are its last extent: those of all experts together."""
     return math.prod(header.tensors[name].shape[:-1])
