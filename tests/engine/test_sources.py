@@ -331,8 +331,11 @@ def test_a_link_in_a_download_cache_is_called_as_itself_not_as_its_blob(tiny_mod
     link = folder / "tiny-F16.gguf"
     link.symlink_to(blob)
     assert source_headers(link, Ledger()).name == "tiny-F16"
-    assert main("gguf", link, "--type", "Q8_0", "-q") == 0
-    assert sorted(folder.glob("*.gguf")) == [folder / "tiny-F16-Q8_0.gguf", link]
+    assert main("gguf", link, "--type", "Q8_0", "-q", "--keep-work") == 0
+    made = folder / "tiny-F16-Q8_0.gguf"
+    assert sorted(folder.glob("*.gguf")) == [made, link]
+    assert main("export", f"{made}.work", "--format", "gguf", "-o", tmp_path / "again.gguf") == 0
+    assert (tmp_path / "again.gguf").read_bytes() == made.read_bytes()
     write(link, tmp_path / "out", "Q8_0", output={"shard_size": 1_000_000})
     assert all(file.name.startswith("tiny-F16-Q8_0-0") for file in (tmp_path / "out").glob("*.gguf"))
 
