@@ -321,6 +321,25 @@ def test_a_split_source_is_read_and_a_split_output_written(tiny_model_dir, tmp_p
         gguf_plan(shards[0], shards[1], "Q4_K_M", overwrite=True)
 
 
+def test_a_link_in_a_download_cache_is_called_as_itself_not_as_its_blob(tiny_model_dir, tmp_path, main):
+    blob = tmp_path / "models--someone--model" / "blobs" / ("0" * 64)
+    folder = tmp_path / "models--someone--model" / "snapshots" / ("1" * 40)
+    blob.parent.mkdir(parents=True)
+    folder.mkdir(parents=True)
+    write(tiny_model_dir, tmp_path / "file.gguf", "F16")
+    (tmp_path / "file.gguf").rename(blob)
+    link = folder / "tiny-F16.gguf"
+    link.symlink_to(blob)
+    assert source_headers(link, Ledger()).name == "tiny-F16"
+    assert main("gguf", link, "--type", "Q8_0", "-q", "--keep-work") == 0
+    made = folder / "tiny-F16-Q8_0.gguf"
+    assert sorted(folder.glob("*.gguf")) == [made, link]
+    assert main("export", f"{made}.work", "--format", "gguf", "-o", tmp_path / "again.gguf") == 0
+    assert (tmp_path / "again.gguf").read_bytes() == made.read_bytes()
+    write(link, tmp_path / "out", "Q8_0", output={"shard_size": 1_000_000})
+    assert all(file.name.startswith("tiny-F16-Q8_0-0") for file in (tmp_path / "out").glob("*.gguf"))
+
+
 def test_what_is_quantised_is_rounded_again_only_if_that_is_allowed(tiny_model_dir, tmp_path, main, capsys):
     source, out = tmp_path / "q4.gguf", tmp_path / "out.gguf"
     write(tiny_model_dir, source, "Q4_K_M")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from llmcompress.errors import CheckpointError
 from llmcompress.store.gguf_header import GgufArray, read_header
-from llmcompress.store.gguf_model import dequantized, read_gguf, tensor_bytes
+from llmcompress.store.gguf_model import decoded, read_gguf, tensor_bytes
 
 U32, F32, STRING, ARRAY = 4, 6, 8, 9  # value types
 
@@ -168,11 +168,12 @@ def test_values_are_decoded_or_the_type_is_refused(kind, write, monkeypatch):
             expected = gguf.quants.dequantize(raw, kind)
     except NotImplementedError:
         with pytest.raises(CheckpointError, match=f"tensor w has type {kind.name}, which gguf cannot decode"):
-            dequantized(header, "w")
+            decoded(header, "w")
         return
-    found = dequantized(header, "w")
-    assert (found.dtype, found.shape) == (np.float32, (5, 3, 512))
-    np.testing.assert_array_equal(found, expected)
+    found = decoded(header, "w")
+    assert (found.dtype, found.shape) == (np.float32, (15, 512))
+    np.testing.assert_array_equal(found, expected.reshape(15, 512))
+    np.testing.assert_array_equal(decoded(header, "w", 4, 9), expected.reshape(15, 512)[4:9])
 
 
 def test_plain_floats_come_back(write):
@@ -180,9 +181,9 @@ def test_plain_floats_come_back(write):
     wide = (values.view(np.uint32) >> 16).astype("<u2")
     kinds = [("f", values), ("h", values.astype(np.float16)), ("b", wide.view(np.uint8), GGMLQuantizationType.BF16)]
     header = read_header(write(tensors=kinds))
-    np.testing.assert_array_equal(dequantized(header, "f"), values)
-    np.testing.assert_array_equal(dequantized(header, "h"), values.astype(np.float16).astype(np.float32))
-    np.testing.assert_array_equal(dequantized(header, "b"), (wide.astype(np.uint32) << 16).view(np.float32))
+    np.testing.assert_array_equal(decoded(header, "f"), values)
+    np.testing.assert_array_equal(decoded(header, "h"), values.astype(np.float16).astype(np.float32))
+    np.testing.assert_array_equal(decoded(header, "b"), (wide.astype(np.uint32) << 16).view(np.float32))
 
 
 def test_a_vocabulary_costs_nothing_unless_asked_for(write):
@@ -370,7 +371,7 @@ def test_unknown_names_and_changed_files_are_refused(write):
     with pytest.raises(CheckpointError, match=r"damaged values of texts: the text at byte \d+ is not UTF-8"):
         header.value("texts")
     file.write_bytes(whole[:40])
-    for ask in (lambda: header.value("texts"), lambda: tensor_bytes(header, "w"), lambda: dequantized(header, "w")):
+    for ask in (lambda: header.value("texts"), lambda: tensor_bytes(header, "w"), lambda: decoded(header, "w")):
         with pytest.raises(CheckpointError, match="has changed"):
             ask()
 
@@ -392,7 +393,7 @@ def test_shards_are_found_from_any_of_them(given_, shards):
     assert header.value("a.key") == 7
     assert list(header.tensors) == [f"w{number}" for number in range(5)]
     for number in range(5):
-        np.testing.assert_array_equal(dequantized(header, f"w{number}"), np.full((2, 4), number))
+        np.testing.assert_array_equal(decoded(header, f"w{number}"), np.full((2, 4), number))
 
 
 def test_a_missing_shard_is_named(shards):

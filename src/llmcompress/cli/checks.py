@@ -13,8 +13,11 @@ from llmcompress.cli import options as o
 from llmcompress.errors import GateError
 
 if TYPE_CHECKING:
-    from llmcompress.store.gguf_header import GgufHeader
-    from llmcompress.validate.verify import Check
+    from llmcompress.validate.check import Check
+
+
+_Row = tuple[str, str, Sequence[int], int, str]
+"""Name, type, shape, bytes and file of a tensor."""
 
 
 def register(app: typer.Typer) -> None:
@@ -81,21 +84,16 @@ def inspect(
         "bytes_by_type": dict(sorted(kinds.items())),
         "quantization": quantization,
     }
+    rows = [(t.spec.name, t.spec.dtype, t.spec.shape, t.spec.nbytes, t.file.name) for t in headers.tensors.values()]
     if json_:
-        listing = [
-            {"name": t.spec.name, "dtype": t.spec.dtype, "shape": list(t.spec.shape), "file": t.file.name}
-            for t in headers.tensors.values()
-        ]
-        console.print_json({**facts, **({"tensor_list": listing} if tensors else {})})
+        console.print_json({**facts, **({"tensor_list": _tensor_list(rows)} if tensors else {})})
         return
     shown = dict(facts, bytes=console.size(headers.nbytes))
     shown["bytes_by_type"] = ", ".join(f"{kind} {console.size(count)}" for kind, count in sorted(kinds.items()))
     shown["quantization"] = _summary(quantization)
     console.table(None, ("", ""), [(key.replace("_", " "), str(value)) for key, value in shown.items()])
     if tensors:
-        _tensor_table(
-            (t.spec.name, t.spec.dtype, t.spec.shape, t.spec.nbytes, t.file.name) for t in headers.tensors.values()
-        )
+        _tensor_table(rows)
 
 
 def _inspect_gguf(file: Path, tensors: bool, json_: bool) -> None:
@@ -104,8 +102,9 @@ def _inspect_gguf(file: Path, tensors: bool, json_: bool) -> None:
 
     header = read_gguf(file)
     found = facts(header)
+    rows = [(t.name, t.type, t.shape, t.nbytes, t.file.name) for t in header.tensors.values()]
     if json_:
-        console.print_json({**found, **({"tensor_list": _listed(header)} if tensors else {})})
+        console.print_json({**found, **({"tensor_list": _tensor_list(rows)} if tensors else {})})
         return
     tokenizer = found["tokenizer"]
     special = ", ".join(f"{name} {number}" for name, number in tokenizer["special_ids"].items())
@@ -119,17 +118,16 @@ def _inspect_gguf(file: Path, tensors: bool, json_: bool) -> None:
     shown["imatrix"] = ", ".join(f"{key} {value}" for key, value in found["imatrix"].items()) or "none"
     console.table(None, ("", ""), [(key.replace("_", " "), str(value)) for key, value in shown.items()])
     if tensors:
-        _tensor_table((t.name, t.type, t.shape, t.nbytes, t.file.name) for t in header.tensors.values())
+        _tensor_table(rows)
 
 
-def _listed(header: "GgufHeader") -> list[dict[str, Any]]:
-    return [
-        {"name": t.name, "dtype": t.type, "shape": list(t.shape), "file": t.file.name} for t in header.tensors.values()
-    ]
+def _tensor_list(tensors: Iterable[_Row]) -> list[dict[str, Any]]:
+    """Tensors for programs."""
+    return [{"name": name, "dtype": kind, "shape": list(shape), "file": file} for name, kind, shape, _, file in tensors]
 
 
-def _tensor_table(tensors: Iterable[tuple[str, str, Sequence[int], int, str]]) -> None:
-    """Name, type, shape, bytes and file of each tensor, for people."""
+def _tensor_table(tensors: Iterable[_Row]) -> None:
+    """Tensors for people."""
     rows = [
         (name, kind, " x ".join(map(str, shape)), console.size(nbytes), file)
         for name, kind, shape, nbytes, file in tensors

@@ -202,10 +202,10 @@ def _refuse_contradiction(values: dict[str, Any]) -> None:
 
 def _named(values: dict[str, Any]) -> Path:
     """The default output: beside the model, named after the budget."""
-    model: Path = values["model"]
+    from llmcompress.engine.places import called_after
+
     size = f"{values['bpw']:g}bpw" if values["bpw"] is not None else f"{values['size']:g}GB"
-    beside = model if model.name not in ("", "..") else model.resolve()
-    return beside.with_name(f"{model.resolve().name}-{size}.gguf")
+    return called_after(values["model"], f"{size}.gguf")
 
 
 def _budgeted(values: dict[str, Any]) -> Job:

@@ -87,11 +87,10 @@ def merge(files: Files, out: Out, legacy: Legacy = False, overwrite: Overwrite =
 
 def _folder(out: Path) -> Path:
     """The directory of a file, which is made if it is missing."""
-    from llmcompress.store.files import make_directory, writing
+    from llmcompress.store.files import make_parent, writing
 
     with writing(out):
-        if not out.parent.exists():
-            make_directory(out.parent)
+        make_parent(out)
     return out.parent
 
 

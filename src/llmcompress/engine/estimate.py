@@ -18,6 +18,7 @@ _WITH_MODEL = 312_000_000  # Python with torch and transformers' model code, wit
 _WITHOUT_MODEL = 272_000_000  # the same without a model and its forward passes
 _WITH_GGUF = 26_000_000  # more with the gguf package and a vocabulary
 _ENCODED = 12  # bytes that each weight of a chunk takes while it is encoded for GGUF
+_COPIED = 1.4  # bytes for each of the largest tensor's: when it is read, not all memory of solved matrices is free yet
 _PER_THREAD = 24_000_000  # buffers that torch's libraries keep for each further one
 _ITEM = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -103,7 +104,7 @@ def _memory(
     if recipe.output.format == "gguf":
         table, more = table + _ENCODED * min(prod(largest.shape), ENCODED_AT_ONCE), _WITH_GGUF
     if not calibrated:
-        table = table if more else int(1.4 * table)
+        table = table if more else int(_COPIED * table)
         return _WITHOUT_MODEL + more + max(table, *(_solving(layer, means, False) for layer in layers))
     item, width = _ITEM[means.dtype], _hidden_width(headers)
     tokens = means.batch * recipe.calibration.length

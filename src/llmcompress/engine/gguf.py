@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmcompress.engine.gguf_input import GgufCheckpoint
 from llmcompress.errors import PlanError
 from llmcompress.formats.gguf.family import find
 from llmcompress.formats.gguf.file import ENCODED_AT_ONCE, GgufFile, Placed, gguf_files, padded
@@ -79,10 +78,8 @@ def gguf_model(headers: ModelHeaders, asked: GgufTypes, output: Output, importan
             ledger.note("engine", "llama.cpp", note)
     hyper, _ = find(headers.config).read(headers.config)
     facts = Facts(architecture(headers.config), hyper.layers, hyper.heads, hyper.heads_kv, hyper.experts, importance)
-    wishes = Wishes(asked.pure, asked.output, asked.embedding, asked.tensors)
     kind = file_type(asked.type)
-    chosen = mixture([(tensor.name, tensor.shape) for tensor in tensors], facts, kind, wishes)
-    note_narrow(chosen, tensors, ledger)
+    chosen = choices(tensors, facts, kind, asked, ledger)
     placed = tuple(Placed(tensor, chosen[tensor.name].type) for tensor in tensors)
     return GgufModel(kind, placed, facts.arch, _description(headers, tensors, kind, tokenizer), tokenizer)
 
@@ -161,11 +158,10 @@ class _Data:
     def of(self, placed: Placed) -> Iterator[memoryview]:
         """The bytes of a tensor, piece by piece."""
         tensor = placed.tensor
-        if isinstance(self.checkpoint, GgufCheckpoint):
-            stored = self.checkpoint.stored(tensor.name, placed.type.name)
-            if stored is not None:
-                yield from stored
-                return
+        stored = self.checkpoint.stored(tensor.name, placed.type.name)
+        if stored is not None:
+            yield from stored
+            return
         if not tensor.sources or any(name not in self.matrices for name in tensor.sources):
             yield from self._encoded(placed)
             return
@@ -205,8 +201,20 @@ def _rows(tensors: list[GGUFTensor]) -> int:
     return next(tensor.shape[0] for tensor in tensors if tensor.name == "token_embd.weight")
 
 
-def note_narrow(chosen: Mapping[str, Choice], tensors: list[GGUFTensor], ledger: Ledger) -> None:
-    """Say where rows are too narrow for the blocks of the type that was wanted."""
+def choices(
+    tensors: Sequence[GGUFTensor], facts: Facts, kind: FileType, asked: GgufTypes, ledger: Ledger
+) -> dict[str, Choice]:
+    """The type of every tensor, in llama.cpp's order; the ledger says where rows are too narrow for one's blocks.
+
+    Raises LlmcompressError as `mixture` does.
+    """
+    wishes = Wishes(asked.pure, asked.output, asked.embedding, asked.tensors)
+    chosen = mixture([(tensor.name, tensor.shape) for tensor in tensors], facts, kind, wishes)
+    _note_narrow(chosen, tensors, ledger)
+    return chosen
+
+
+def _note_narrow(chosen: Mapping[str, Choice], tensors: Sequence[GGUFTensor], ledger: Ledger) -> None:
     found: dict[tuple[str, str, int], list[str]] = {}
     for tensor in tensors:
         choice = chosen[tensor.name]

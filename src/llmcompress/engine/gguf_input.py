@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from llmcompress.errors import CheckpointError
-from llmcompress.formats.base import TensorSpec
+from llmcompress.formats.base import FLOAT_TYPES, TensorSpec
 from llmcompress.formats.gguf.family import known_architectures
 from llmcompress.formats.gguf.mixture import is_quantised
 from llmcompress.store.checkpoint import DTYPES, Checkpoint
 from llmcompress.store.gguf_header import GgufArray, GgufHeader
 from llmcompress.store.gguf_header import GgufTensor as StoredTensor
 from llmcompress.store.gguf_model import decodable, decoded, read_gguf, tensor_bytes
+from llmcompress.store.gguf_name import stem_of
 from llmcompress.store.headers import ModelHeaders, Stored
 
 if TYPE_CHECKING:
@@ -25,9 +26,7 @@ if TYPE_CHECKING:
 
     from gguf import GGUFWriter
 
-FLOATS = ("F32", "F16", "BF16")
 _LAYER = re.compile(r"blk\.(\d{1,9})\.")
-_SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 _AT_ONCE = 1 << 24  # bytes
 _MOST_EXPERTS = 4096
 _OWN = re.compile(
@@ -50,7 +49,7 @@ class GgufHeaders(ModelHeaders):
 
     @property
     def name(self) -> str:
-        return called(self.path)
+        return stem_of(self.path)
 
     @property
     def nbytes(self) -> int:
@@ -93,11 +92,6 @@ class GgufHeaders(ModelHeaders):
         return value
 
 
-def called(path: "Path") -> str:
-    """What the model of a GGUF file is called: as the file."""
-    return _SHARD.sub("", path.resolve().stem)
-
-
 def gguf_headers(path: "Path") -> GgufHeaders:
     """The header of a GGUF file; CheckpointError for an architecture or a type of tensor that is not known here."""
     header = read_gguf(path)
@@ -116,13 +110,13 @@ def gguf_headers(path: "Path") -> GgufHeaders:
     for tensor in header.tensors.values():
         if len(tensor.shape) > 2 and tensor.shape[0] > _MOST_EXPERTS:
             raise CheckpointError(f"{path}: tensor {tensor.name} holds {tensor.shape[0]} experts, which no model has")
-        if tensor.type not in FLOATS and not decodable(tensor):
+        if tensor.type not in FLOAT_TYPES and not decodable(tensor):
             raise CheckpointError(f"{path}: tensor {tensor.name} has type {tensor.type}, which cannot be decoded here")
     tensors: dict[str, Stored] = {}
     parts: dict[str, tuple[str, int]] = {}
     for tensor in header.tensors.values():
         for number, (name, shape) in enumerate(_matrices(tensor)):
-            spec = TensorSpec(name, tensor.type if tensor.type in FLOATS else "F32", shape)
+            spec = TensorSpec(name, tensor.type if tensor.type in FLOAT_TYPES else "F32", shape)
             tensors[name] = Stored(spec, tensor.file, tensor.position, tensor.position + tensor.nbytes)
             parts[name] = tensor.name, number
     config = {"model_type": arch, "num_hidden_layers": len(numbers)}
@@ -151,25 +145,21 @@ class GgufCheckpoint(Checkpoint):
 
     headers: GgufHeaders
 
-    def __init__(self, headers: GgufHeaders) -> None:
-        super().__init__(headers)
-
     def read(self, name: str) -> Tensor:
         if name not in self.headers.parts:
             raise CheckpointError(f"tensor {name} is missing from {self.path}")
         whole, number = self.headers.parts[name]
         spec, header = self.headers.tensors[name].spec, self.headers.gguf
         tensor = header.tensors[whole]
-        if tensor.type not in FLOATS:
+        if tensor.type not in FLOAT_TYPES:
             rows = spec.shape[0] if len(spec.shape) > 1 else 1
             return torch.from_numpy(decoded(header, whole, number * rows, (number + 1) * rows)).reshape(spec.shape)
         raw = tensor_bytes(header, whole)[number * spec.nbytes : (number + 1) * spec.nbytes]
         return torch.from_numpy(raw.copy()).view(DTYPES[spec.dtype]).reshape(spec.shape)
 
     def stored(self, name: str, kind: str) -> Iterator[memoryview] | None:
-        """The bytes of a tensor of the file, piece by piece, if it is stored in that type of codes; else None."""
         tensor = self.headers.gguf.tensors[name]
-        if tensor.type != kind or kind in FLOATS:
+        if tensor.type != kind or kind in FLOAT_TYPES:
             return None
         raw = tensor_bytes(self.headers.gguf, name)
         return (raw[at : at + _AT_ONCE].data for at in range(0, tensor.nbytes, _AT_ONCE))

@@ -1,6 +1,6 @@
 """Measuring an importance matrix: the original model, one layer after the other, each run once over all windows."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,7 +26,7 @@ from llmcompress.parallel import threads
 from llmcompress.recipe import Calibration
 from llmcompress.stats.energy import Energy, energy
 from llmcompress.store.headers import ModelHeaders
-from llmcompress.store.windows import Windows, WindowsWriter
+from llmcompress.store.windows import write_windows
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,15 @@ def measure_imatrix(
         folder = Path(name)
         with streamed.outer(embed=True, head=False):
             streamed.prepare(tokens[:1])
-            hidden = _kept(streamed.embedded(tokens, means.batch), folder / "0.bin", streamed.dtype)
+            hidden = write_windows(streamed.embedded(tokens, means.batch), folder / "0.bin", streamed.dtype)
         for number, rows in enumerate(layers):
             return_freed_memory()
             found: dict[str, Energy] = {}
             with streamed.layer(number) as layer:
                 forward = Forward(streamed, number, Stream("original", layer, hidden), means.batch, folder, {})
-                hidden = _kept(_outputs(forward, rows, found), folder / f"{(number + 1) % 2}.bin", streamed.dtype)
+                hidden = write_windows(
+                    _outputs(forward, rows, found), folder / f"{(number + 1) % 2}.bin", streamed.dtype
+                )
             _fill(rows, found, ledger)
             watch(number + 1, len(layers))
     for name, entry in entries.items():
@@ -105,13 +107,6 @@ def _rows(headers: ModelHeaders, matrices: Matrices) -> tuple[dict[str, ImatrixE
     for module, layer, expert, path, space, _ in matrices.found:
         layers[layer].append(_Row(path, module, space, expert is not None, *places[f"{module}.weight"]))
     return entries, layers
-
-
-def _kept(batches: Iterable[Tensor], file: Path, dtype: torch.dtype) -> Windows:
-    writer = WindowsWriter(file, dtype)
-    for batch in batches:
-        writer.append(batch)
-    return writer.finish()
 
 
 def _outputs(forward: Forward, rows: list[_Row], found: dict[str, Energy]) -> Iterator[Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 from llmcompress.engine.losses import Losses, candidates
 from llmcompress.errors import PlanError
 from llmcompress.formats.gguf.tensors import GGUFTensor
-from llmcompress.store.files import create, make_directory, writing
+from llmcompress.store.files import create, make_parent, writing
 from llmcompress.store.headers import read_json
 
 _HINT = "give another file, or delete it to measure anew"
@@ -19,8 +19,7 @@ def write_losses(file: Path, model: str, losses: Losses) -> None:
     """A new file. model: what tells it from others (headers.contents). RunError if the system refuses it."""
     data = json.dumps({"model": model, "losses": losses}, indent=1) + "\n"
     with writing(file):
-        if not file.parent.exists():
-            make_directory(file.parent)
+        make_parent(file)
         with create(file) as handle:
             handle.write(data.encode())
 

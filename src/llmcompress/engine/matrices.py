@@ -7,10 +7,9 @@ from llmcompress.arch import find
 from llmcompress.arch.spec import ArchSpec
 from llmcompress.engine.fits import Found, check_names, check_numbers, check_shapes, numbered
 from llmcompress.errors import CheckpointError
+from llmcompress.formats.base import FLOAT_TYPES
 from llmcompress.ledger import Ledger
 from llmcompress.store.headers import ModelHeaders
-
-FLOAT_TYPES = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)

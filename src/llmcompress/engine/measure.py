@@ -20,7 +20,7 @@ from llmcompress.formats.gguf.tensors import GGUFTensor
 from llmcompress.ledger import Ledger
 from llmcompress.model.build import StreamedModel
 from llmcompress.parallel import threads
-from llmcompress.store.files import writing
+from llmcompress.store.files import existing, writing
 
 SAMPLES = 16  # windows, of those that a recipe asks for: sums over thousands of weights need few
 
@@ -52,15 +52,11 @@ def measure(plan: Plan, tensors: Sequence[GGUFTensor], ledger: Ledger, watch: Ca
         watch(next(steps), of)
 
     keep_freed_memory()
-    folder = _existing(plan.work)
+    folder = existing(plan.work.resolve().parent)
     with writing(folder), TemporaryDirectory(prefix="gradients-", dir=folder) as scratch, threads(plan.means.threads):
         found = fisher_information(model, tokens, paths, text.seed, Path(scratch), step)
         known = _known(tensors, places, found, ledger)
         return measured_losses(tensors, known, checkpoint.read_finite, step)
-
-
-def _existing(path: Path) -> Path:
-    return next(folder for folder in path.resolve().parents if folder.exists())
 
 
 def _known(

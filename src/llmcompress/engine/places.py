@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmcompress.engine.estimate import Estimate
-from llmcompress.engine.gguf_input import called
 from llmcompress.errors import PlanError
 from llmcompress.recipe import Recipe
+from llmcompress.store.files import existing
+from llmcompress.store.gguf_name import stem_of
 from llmcompress.store.output import refuse_unwritable
 from llmcompress.store.output_file import is_single, output_of
 
@@ -17,9 +18,7 @@ if TYPE_CHECKING:
 
 def places(recipe: Recipe, model: Path, options: "Options") -> tuple[Path, Path]:
     """The output and the work directory. PlanError for those that cannot be."""
-    beside = model if model.name not in ("", "..") else model.resolve()  # `.` has no name
-    name = called(model) if is_single(model) and model.is_file() else model.resolve().name
-    out = options.out or beside.with_name(f"{name}-{_called(recipe)}")
+    out = options.out or called_after(model, _called(recipe))
     output_of(out, recipe.output.format, options.overwrite)  # refuses what it could not create or replace
     work = options.work or out.with_name(f"{out.name}.work")
     refuse_unwritable(work)
@@ -28,6 +27,13 @@ def places(recipe: Recipe, model: Path, options: "Options") -> tuple[Path, Path]
     if work.resolve().is_relative_to(out.resolve()):
         raise PlanError(f"--work {work} is in the output directory", "choose another --work")
     return out, work
+
+
+def called_after(model: Path, ending: str) -> Path:
+    """The place beside a model that is called after it."""
+    place = model if model.name not in ("", "..") else model.resolve()  # `.` has no name
+    name = stem_of(model) if is_single(model) and model.is_file() else model.resolve().name
+    return place.with_name(f"{name}-{ending}")
 
 
 def _called(recipe: Recipe) -> str:
@@ -47,7 +53,7 @@ def _named(recipe: Recipe) -> str:
 def check_disk(out: Path, work: Path, cost: Estimate) -> None:
     """PlanError if what a run writes does not fit on its disks."""
     for place, need in ((out, cost.output_bytes), (work, cost.work_bytes)):
-        parent = next(folder for folder in (place, *place.resolve().parents) if folder.exists())
+        parent = existing(place)
         free = shutil.disk_usage(parent).free
         if free < need:
             raise PlanError(

@@ -2,12 +2,13 @@
 
 from llmcompress.arch.spec import ArchSpec, Linear
 from llmcompress.engine.fits import Found
-from llmcompress.engine.gguf import GgufModel, note_narrow
-from llmcompress.engine.gguf_input import FLOATS, GgufHeaders, carried, names_of
+from llmcompress.engine.gguf import GgufModel, choices
+from llmcompress.engine.gguf_input import GgufHeaders, carried, names_of
 from llmcompress.engine.matrices import Matrices
 from llmcompress.errors import PlanError
+from llmcompress.formats.base import FLOAT_TYPES
 from llmcompress.formats.gguf.file import Placed
-from llmcompress.formats.gguf.mixture import Wishes, is_quantised, mixture
+from llmcompress.formats.gguf.mixture import is_quantised
 from llmcompress.formats.gguf.rules import Facts
 from llmcompress.formats.gguf.tensors import GGUFTensor
 from llmcompress.formats.gguf.types import file_type
@@ -53,9 +54,7 @@ def file_model(headers: GgufHeaders, step: Method, output: Output, ledger: Ledge
         measured,
     )
     kind = file_type(asked.type)
-    wishes = Wishes(asked.pure, asked.output, asked.embedding, asked.tensors)
-    chosen = mixture([(tensor.name, tensor.shape) for tensor in tensors], facts, kind, wishes)
-    note_narrow(chosen, tensors, ledger)
+    chosen = choices(tensors, facts, kind, asked, ledger)
     by_name = {tensor.name: tensor for tensor in tensors}
     placed = tuple(Placed(by_name[name], choice.type) for name, choice in chosen.items())
     _note_requantised(headers, placed, asked.allow_requantize, ledger)
@@ -82,7 +81,7 @@ def _note_requantised(headers: GgufHeaders, placed: tuple[Placed, ...], allowed:
     found: dict[tuple[str, str], int] = {}
     for item in placed:
         stored = headers.gguf.tensors[item.tensor.name].type
-        if stored not in FLOATS and stored != item.type.name:
+        if stored not in FLOAT_TYPES and stored != item.type.name:
             found[stored, item.type.name] = found.get((stored, item.type.name), 0) + 1
     if found and not allowed:
         stored, wanted = next(iter(found))

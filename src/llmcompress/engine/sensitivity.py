@@ -4,7 +4,7 @@ All windows run forward once, the hidden states that enter each layer being kept
 the head, through each layer anew, to the embedding.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from llmcompress.model.build import StreamedModel
 from llmcompress.model.gradients import LayerGradient, embedding_gradient, head_gradient
 from llmcompress.parallel import in_order
 from llmcompress.stats.fisher import Fisher
-from llmcompress.store.windows import Windows, WindowsWriter
+from llmcompress.store.windows import Windows, write_windows
 
 EMBEDDING, HEAD = "embedding", "head"
 _HEAD_TOKENS = 128  # of which all logits, and a few tensors as large, are in memory at once
@@ -62,12 +62,12 @@ def _forward(model: StreamedModel, tokens: Tensor, folder: Path, watch: Watch) -
     """Hidden states that enter each layer, and those that leave the last one."""
     with model.outer(embed=True, head=False):
         model.prepare(tokens[:1])
-        kept = [_keep(model.embedded(tokens, 1), folder / "0.bin", model.dtype)]
+        kept = [write_windows(model.embedded(tokens, 1), folder / "0.bin", model.dtype)]
     model.prepare_batch(1, tokens.shape[1])
     for number in range(len(model.layers)):
         with model.layer(number) as layer:
             outputs = in_order(partial(model.call, number, layer), _on(model, kept[-1]))
-            kept.append(_keep(outputs, folder / f"{number + 1}.bin", model.dtype))
+            kept.append(write_windows(outputs, folder / f"{number + 1}.bin", model.dtype))
         watch()
     return kept
 
@@ -86,7 +86,7 @@ def _head(model: StreamedModel, leaving: Windows, seed: int, folder: Path, found
             yield torch.cat(parts, dim=1)
 
     with model.outer(embed=False, head=True) as causal:
-        return _keep(through(causal), folder / "gradient-0.bin", model.dtype)
+        return write_windows(through(causal), folder / "gradient-0.bin", model.dtype)
 
 
 def _layer(
@@ -112,7 +112,7 @@ def _layer(
 
         other = folder / f"gradient-{1 - int(leaving.file.stem[-1])}.bin"
         with back.watching():
-            windows = _keep(through(), other, model.dtype)
+            windows = write_windows(through(), other, model.dtype)
     entering.file.unlink()
     return windows
 
@@ -124,13 +124,6 @@ def _on(model: StreamedModel, windows: Windows) -> Iterator[Tensor]:
 def _read(windows: Windows) -> Iterator[Tensor]:
     """One window at a time [1, length, width]."""
     return (windows.read(slice(number, number + 1)) for number in range(windows.shape[0]))
-
-
-def _keep(batches: Iterable[Tensor], file: Path, dtype: torch.dtype) -> Windows:
-    writer = WindowsWriter(file, dtype)
-    for batch in batches:
-        writer.append(batch)
-    return writer.finish()
 
 
 def _add(found: Found, name: tuple[int, str] | str, part: Fisher) -> None:

@@ -25,6 +25,7 @@ ITEM_SIZE = {
     "U8": 1,
     "BOOL": 1,
 }
+FLOAT_TYPES = ("F32", "F16", "BF16")  # of weights that can be worked on
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from llmcompress.errors import CheckpointError
-from llmcompress.formats.base import Entry, Reader, TensorSpec
+from llmcompress.formats.base import FLOAT_TYPES, Entry, Reader, TensorSpec
 from llmcompress.formats.checks import (
     Refusal,
     common_refusal,
@@ -64,7 +64,7 @@ class CompressedTensors:
                     f"{entry.module} is a Conv1D, which no reader of compressed-tensors quantises",
                     "use --format gptq or dense",
                 )
-            if entry.source.dtype not in ("F16", "BF16", "F32"):
+            if entry.source.dtype not in FLOAT_TYPES:
                 return (
                     f"{entry.source.name} is stored as {entry.source.dtype}, which cannot hold scales",
                     "convert the model to float16 or bfloat16 first",

@@ -1,7 +1,7 @@
 """Reading tensors of a checkpoint lazily by name; only what is asked for is ever in memory."""
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -44,6 +44,10 @@ class Checkpoint:
 
     def coded(self, module: str) -> Coded | None:
         """Codes of a matrix that is stored as such, by its module; None for any other."""
+        return None
+
+    def stored(self, name: str, kind: str) -> Iterator[memoryview] | None:
+        """The bytes of a tensor by its GGUF name, in pieces, if they lie here in that type of codes; None otherwise."""
         return None
 
     def read(self, name: str) -> Tensor:

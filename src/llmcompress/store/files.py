@@ -41,9 +41,19 @@ def create(path: Path) -> BinaryIO:
 
 def make_directory(path: Path) -> None:
     """A new directory, and those above it that are missing; FileExistsError if there is one."""
+    make_parent(path)
+    path.mkdir(0o777 & ~_EVERYBODY)
+
+
+def make_parent(path: Path) -> None:
+    """The directory that `path` lies in, and those above it, as far as they are missing."""
     if not path.parent.exists():
         make_directory(path.parent)
-    path.mkdir(0o777 & ~_EVERYBODY)
+
+
+def existing(path: Path) -> Path:
+    """A path if it is there, else the nearest directory above it that is."""
+    return next(place for place in (path, *path.resolve().parents) if place.exists())
 
 
 def bytes_of(tensor: "Tensor") -> memoryview:

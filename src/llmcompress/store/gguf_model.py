@@ -1,7 +1,6 @@
 """A GGUF model as a whole: the shards it is split into, and the bytes and values of its tensors."""
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +11,11 @@ from numpy.typing import NDArray
 from llmcompress.errors import CheckpointError
 from llmcompress.store.cursor import mapped
 from llmcompress.store.gguf_header import GgufField, GgufHeader, GgufTensor, read_header
+from llmcompress.store.gguf_name import shard_of
 from llmcompress.store.headers import inside
 
 _AGAIN = "fetch the file again"
 _DECODED_AT_ONCE = 1 << 20  # values
-_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
 def read_gguf(path: Path) -> GgufHeader:
@@ -28,12 +27,12 @@ def read_gguf(path: Path) -> GgufHeader:
     number, count, _ = _split(header)
     if count <= 1:
         return header
-    named = _SHARD.fullmatch(path.name)
-    if named is None or (int(named[2]), int(named[3])) != (number + 1, count):
+    shard = shard_of(path)
+    if shard is None or (shard.number, shard.count) != (number + 1, count):
         raise CheckpointError(
             f"{path} is shard {number + 1} of {count}, but its name does not say so", "give the file its name again"
         )
-    files = [path.with_name(f"{named[1]}-{at + 1:05d}-of-{count:05d}.gguf") for at in range(count)]
+    files = [path.with_name(f"{shard.stem}-{at + 1:05d}-of-{count:05d}.gguf") for at in range(count)]
     for file in files:
         if not file.exists():
             raise CheckpointError(f"{file} is missing, a shard of the model of {path.name}", "fetch the missing shard")
@@ -61,14 +60,6 @@ def decodable(tensor: GgufTensor) -> bool:
     except NotImplementedError:
         return False
     return True
-
-
-def dequantized(header: GgufHeader, name: str) -> NDArray[np.float32]:
-    """The values of a tensor, decoded by the gguf package; shape in torch's order. CheckpointError for types it lacks.
-
-    Damaged scales may give infinities and NaN: they are values like others here.
-    """
-    return decoded(header, name).reshape(header.tensors[name].shape)
 
 
 def rows_of(header: GgufHeader, name: str) -> int:

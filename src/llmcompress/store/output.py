@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from llmcompress.errors import CheckpointError, PlanError, RunError
 from llmcompress.formats.base import ITEM_SIZE, TensorSpec
-from llmcompress.store.files import bytes_of, create, make_directory, writing
+from llmcompress.store.files import bytes_of, create, make_directory, make_parent, writing
 from llmcompress.store.headers import SIDE_FILES, inside, read_json
 
 if TYPE_CHECKING:
@@ -191,8 +191,7 @@ class OutputDirectory:
         for file in found:
             name = str(file.relative_to(source))
             with writing(self.partial / name):
-                if not (self.partial / name).parent.exists():
-                    make_directory((self.partial / name).parent)
+                make_parent(self.partial / name)
             try:
                 data = inside(source, file).read_bytes()
             except OSError as error:

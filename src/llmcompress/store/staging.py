@@ -88,7 +88,7 @@ class Staging:
 
     def remember_place(self, model: Path, **facts: Any) -> None:
         """Where the model lies and what else `export` needs; not part of what the run is."""
-        place = {"model": str(model.resolve()), **facts}
+        place = {"model": str(model.absolute()), **facts}
         _write_atomically(self.path / "place.json", json.dumps(place, indent=1).encode())
 
     # -- sections ------------------------------------------------------------------------------------------------------

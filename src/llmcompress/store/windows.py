@@ -2,6 +2,7 @@
 
 import os
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -71,3 +72,11 @@ class WindowsWriter:
     def abandon(self) -> None:
         """Write no more."""
         self._handle.close()
+
+
+def write_windows(batches: Iterable[Tensor], file: Path, dtype: torch.dtype) -> Windows:
+    """All batches [n, ...] in `file`, in `dtype`; RunError if the system refuses it."""
+    writer = WindowsWriter(file, dtype)
+    for batch in batches:
+        writer.append(batch)
+    return writer.finish()

@@ -1,12 +1,10 @@
 """Which GGUF file is meant by a path."""
 
-import re
 from pathlib import Path
 
 from llmcompress.errors import CheckpointError
+from llmcompress.store.gguf_name import shard_of, stem_of
 from llmcompress.store.output_file import is_single
-
-_SHARD = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 
 
 def gguf_in(path: Path) -> Path | None:
@@ -17,6 +15,6 @@ def gguf_in(path: Path) -> Path | None:
     if not path.is_dir():
         return path if is_single(path) else None
     found = [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
-    if len({_SHARD.sub("", file.name) for file in found}) > 1:
+    if len({(stem_of(file), shard_of(file) is None) for file in found}) > 1:
         raise CheckpointError(f"{path} holds several GGUF files", f"name one of them, such as {found[0]}")
     return found[0] if found else None

@@ -33,11 +33,11 @@ from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.gguf_header import GgufHeader
 from llmcompress.store.gguf_model import decoded, read_gguf, rows_of, tensor_bytes
 from llmcompress.store.output_file import report_of
+from llmcompress.validate.check import AGREEMENT, Check, guarded, guarded_list, summary
 from llmcompress.validate.gguf_facts import scalar
 from llmcompress.validate.gguf_source import Part, expected_keys, expected_tensors, misfits, parts_of
 from llmcompress.validate.gguf_tokens import against_source, token_wrongs
 from llmcompress.validate.stored import DamageError, read_json
-from llmcompress.validate.verify import AGREEMENT, Check, guarded, guarded_list, summary
 
 _AT_ONCE = 1 << 22  # values compared at once
 _HALF_STEP = {"F32": (0.0, 0.0), "F16": (2.0**-11, 2.0**-25), "BF16": (2.0**-8, 2.0**-134)}  # relative, and near zero

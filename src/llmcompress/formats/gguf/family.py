@@ -108,7 +108,7 @@ class Family:
 
 def find(config: Mapping[str, Any]) -> Family:
     """The family of a config.json; CheckpointError if GGUF files of it cannot be written here."""
-    known = _by_model_type()
+    known = known_types()
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in known:
         raise CheckpointError(
@@ -117,18 +117,14 @@ def find(config: Mapping[str, Any]) -> Family:
     return known[model_type]
 
 
-def known_types() -> Mapping[str, Family]:
-    """The families by `model_type`."""
-    return _by_model_type()
-
-
 def known_architectures() -> frozenset[str]:
     """GGUF's names of the architectures that are known here."""
-    return frozenset(family.arch for family in _by_model_type().values())
+    return frozenset(family.arch for family in known_types().values())
 
 
 @cache
-def _by_model_type() -> Mapping[str, Family]:
+def known_types() -> Mapping[str, Family]:
+    """The families by `model_type`."""
     from llmcompress.formats.gguf import families
 
     return {kind: family for family in discover(families, "FAMILY").values() for kind in family.model_types}

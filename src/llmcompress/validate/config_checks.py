@@ -1,0 +1,99 @@
+"""Whether config.json has the keys engines need, and says of every linear what its tensors say."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from llmcompress.validate.directory import HEADS, Directory
+from llmcompress.validate.matrices import quantised_modules, scheme_of
+from llmcompress.validate.stored import Tensor, read_json
+
+_GPTQ_KEYS = ("bits", "group_size", "sym", "desc_act", "lm_head", "checkpoint_format")
+_PACKED_KEYS = ("format", "quantization_status", "config_groups", "ignore")
+_WEIGHT_KEYS = {"num_bits", "type", "symmetric", "strategy", "group_size", "dynamic", "actorder", "observer"}
+
+
+def config_wrongs(directory: Directory) -> list[str]:
+    """What config.json lacks, or says otherwise than tensors and report; DamageError for a file that cannot be read."""
+    recorded = {name: record["grid"] for name, record in directory.records.items() if record["grid"]}
+    if directory.form == "dense":
+        absent = [name for name in recorded if f"{name}.weight" not in directory.tensors]
+        return [f"report.json speaks of {name}, which has no weight" for name in absent]
+    settings = directory.config["quantization_config"]
+    wrong = (_gptq_wrongs if directory.form == "gptq" else _packed_wrongs)(directory, settings)
+    if wrong:
+        return wrong  # what follows reads the keys that are missing
+    coded = set(quantised_modules(directory.tensors, directory.form))
+    plain = {
+        name.removesuffix(".weight") for name, tensor in directory.tensors.items() if _plain_matrix(tensor)
+    } - coded
+    for module in sorted(coded):
+        scheme = scheme_of(module, directory.config)
+        if scheme is None:
+            wrong.append(f"{module} is quantised, and config.json says that it is not")
+        elif recorded and recorded.get(module) != scheme.name:
+            wrong.append(f"{module} is {scheme.name} by config.json, {recorded.get(module)} by report.json")
+    wrong += [
+        f"{module} is not quantised, and config.json says that it is"
+        for module in sorted(plain)
+        if scheme_of(module, directory.config) is not None
+    ]
+    wrong += [f"{name} is in report.json and is not quantised" for name in sorted(recorded.keys() - coded)]
+    return wrong
+
+
+def _plain_matrix(tensor: Tensor) -> bool:
+    """A matrix that a loader might take for a quantised linear: inside a layer, or outside and no embedding."""
+    path, _, part = tensor.name.rpartition(".")
+    leaf = path.rpartition(".")[2]
+    table = re.search(r"emb|wte|wpe", leaf) is not None and leaf not in HEADS
+    inside = re.search(r"(^|\.)\d+\.", path) is not None
+    return part == "weight" and len(tensor.shape) == 2 and (inside or not table)
+
+
+def _gptq_wrongs(directory: Directory, settings: Mapping[str, Any]) -> list[str]:
+    wrong = [f"quantization_config has no {key!r}" for key in _GPTQ_KEYS if key not in settings]
+    if wrong:
+        return wrong
+    if settings["bits"] not in (2, 3, 4, 8):
+        wrong.append(f"bits is {settings['bits']}")
+    if settings["checkpoint_format"] != ("gptq" if settings["sym"] else "gptq_v2"):
+        wrong.append(f"checkpoint_format is {settings['checkpoint_format']} with sym {settings['sym']}")
+    if not 0 < settings.get("damp_percent", 0.01) < 1:
+        wrong.append("damp_percent is not between 0 and 1")
+    if read_json(directory.path / "quantize_config.json") != settings:
+        wrong.append("quantize_config.json and quantization_config differ")
+    coded = quantised_modules(directory.tensors, "gptq")
+    inside = sorted(module for module in coded if re.search(r"(^|\.)\d+\.", module))
+    if settings["lm_head"] != (len(inside) < len(coded)):
+        wrong.append(f"lm_head is {settings['lm_head']}, which the tensors deny")
+    listed = settings.get("modules_in_block_to_quantize")
+    if listed is not None and sorted(name for part in listed for name in part) != inside:
+        wrong.append("modules_in_block_to_quantize does not list what is quantised")
+    if listed is None and any(rule.startswith("-:") for rule in settings.get("dynamic") or {}):
+        wrong.append("modules are skipped by `dynamic`, and modules_in_block_to_quantize is missing")
+    return wrong
+
+
+def _packed_wrongs(directory: Directory, settings: Mapping[str, Any]) -> list[str]:
+    wrong = [f"quantization_config has no {key!r}" for key in _PACKED_KEYS if key not in settings]
+    if wrong:
+        return wrong
+    if settings["quantization_status"] != "compressed":
+        wrong.append(f"quantization_status is {settings['quantization_status']!r}, so loaders ignore the codes")
+    if settings["format"] != "pack-quantized":
+        wrong.append(f"format is {settings['format']!r}")
+    if not settings["config_groups"]:
+        wrong.append("config_groups is empty")
+    for name, group in settings["config_groups"].items():
+        wrong += [f"{name} has no {key!r}" for key in ("targets", "format", "weights") if key not in group]
+        if unknown := set(group.get("weights", ())) - _WEIGHT_KEYS:
+            wrong.append(f"{name} has unknown keys in weights: {', '.join(sorted(unknown))}")
+    coded = quantised_modules(directory.tensors, "compressed-tensors")
+    linear = any("Linear" in group.get("targets", ()) for group in settings["config_groups"].values())
+    if linear and not HEADS & (set(coded) | set(settings["ignore"])):
+        wrong.append("ignore does not name the head, which loaders would take for quantised")
+    for name in settings["ignore"]:
+        if name in coded:
+            wrong.append(f"{name} is quantised and in ignore")
+    return wrong

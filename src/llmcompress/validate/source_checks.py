@@ -1,0 +1,117 @@
+"""Whether a written directory holds its source: all of it, unchanged or as near as the report says."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmcompress.validate.check import AGREEMENT, Check, guarded_list, summary
+from llmcompress.validate.directory import HEADS, ROWS, Directory
+from llmcompress.validate.matrices import PARTS, Matrix
+from llmcompress.validate.stored import Array, DamageError, Tensor, read_json, read_tensors
+
+_ROUNDING = {"BF16": 2.0**-8, "F16": 2.0**-11, "F32": 2.0**-24, "F64": 2.0**-53}
+_MAY_DIFFER = {"quantization_config", "dtype", "torch_dtype", "tie_word_embeddings"}
+
+
+def against_source(directory: Directory, matrices: Mapping[str, Matrix], source: Path) -> list[Check]:
+    """Compare with the model that a directory was made from. matrices: those of it that could be decoded."""
+    try:
+        originals = read_tensors(source)
+        config = read_json(source / "config.json")
+    except (DamageError, OSError) as error:
+        return [Check("source", False, f"the source cannot be read: {error}")]
+    keys = (config.keys() | directory.config.keys()) - _MAY_DIFFER
+    changed = sorted(key for key in keys if config.get(key) != directory.config.get(key))
+    wrong = [f"config.json has another {key!r} than the source" for key in changed]
+    wrong += guarded_list(lambda: _completeness(directory, matrices, originals))
+    bound = guarded_list(lambda: _bound_wrongs(directory, matrices, originals))
+    return [
+        summary("source", wrong, f"{len(originals)} tensors, each unchanged or quantised"),
+        summary("bound", bound, f"{len(directory.records)} matrices as near to the source as recorded"),
+    ]
+
+
+def _completeness(directory: Directory, matrices: Mapping[str, Matrix], originals: Mapping[str, Tensor]) -> list[str]:
+    tied = bool(directory.config.get("tie_word_embeddings"))
+    rounded = {f"{name}.weight" for name in directory.records} if directory.form == "dense" else set()
+    wrong, accounted = [], set()
+    for name, original in originals.items():
+        module = name.removesuffix(".weight")
+        if module in matrices:
+            accounted |= {f"{module}.{part}" for part in PARTS[directory.form]}
+            shape = (matrices[module].rows, matrices[module].width)
+            if original.shape not in (shape, shape[::-1]):
+                wrong.append(f"{module} is {shape[0]} x {shape[1]}, in the source {list(original.shape)}")
+        elif name in directory.tensors:
+            accounted.add(name)
+            written = directory.tensors[name]
+            if name in rounded:
+                if (written.dtype, written.shape) != (original.dtype, original.shape):
+                    wrong.append(f"{name} has another type or shape than in the source")
+            elif not written.equals(original):
+                wrong.append(f"{name} differs from the source")
+        elif not (tied and name.removesuffix(".weight") in HEADS):
+            wrong.append(f"{name} of the source is missing")
+    for name in sorted(directory.tensors.keys() - accounted):
+        head = name.rpartition(".")[0] in HEADS and (
+            name.rpartition(".")[0] in matrices
+            or any(directory.tensors[name].equals(table) for other, table in originals.items() if "emb" in other)
+        )
+        if not head:  # a head untied from the embedding
+            wrong.append(f"{name} does not come from the source")
+    return wrong
+
+
+def _bound_wrongs(directory: Directory, matrices: Mapping[str, Matrix], originals: Mapping[str, Tensor]) -> list[str]:
+    wrong = []
+    for module, record in directory.records.items():
+        original = originals.get(f"{module}.weight")
+        if original is None or not record["grid"]:
+            continue
+        written = matrices.get(module) or directory.tensors.get(f"{module}.weight")
+        if written is None:
+            wrong.append(f"{module} cannot be decoded")
+            continue
+        transposed = directory.transposed(record, original, written)
+        nearest = record.get("method") == "rtn" and isinstance(written, Matrix)
+        error, norm, far = 0.0, 0.0, 0
+        rows = original.shape[1 if transposed else 0]
+        for start in range(0, rows, ROWS):
+            part = slice(start, min(start + ROWS, rows))
+            theirs = original.floats(part, transposed=transposed)
+            mine = written.decode(part) if isinstance(written, Matrix) else written.floats(part, transposed=transposed)
+            difference = np.abs(theirs.astype(np.float64) - mine)
+            error += float(np.square(difference).sum())
+            norm += float(np.square(theirs.astype(np.float64)).sum())
+            if nearest and isinstance(written, Matrix):
+                far += int((difference > _reach(written, part, theirs)).sum())
+        if far:
+            wrong.append(f"{module} has {far} values further from the source than rounding takes them")
+        stored_as = written.dtype if isinstance(written, Tensor) else None
+        wrong += _error_wrongs(module, record, float(np.sqrt(error / norm)) if norm else 0.0, stored_as)
+    return wrong
+
+
+def _reach(matrix: Matrix, rows: slice, weight: Array) -> Array:
+    """How far rounding to the nearest code can take each weight: half a step, and what the grid does not cover."""
+    scale, zero = matrix.scale[rows], matrix.zero[rows]
+    ends = np.stack([-zero * scale, ((1 << matrix.scheme.bits) - 1 - zero) * scale])
+    low, high = ends.min(0)[:, matrix.index], ends.max(0)[:, matrix.index]
+    step = np.abs(scale)[:, matrix.index]
+    outside = np.maximum(np.maximum(weight - high, low - weight), 0)
+    reach: Array = step / 2 + outside + 1e-4 * step + 1e-6 * np.abs(weight)  # ties decided in float32
+    return reach
+
+
+def _error_wrongs(module: str, record: Mapping[str, Any], error: float, stored_as: str | None) -> list[str]:
+    recorded = record.get("relative_error")
+    slack = _ROUNDING[stored_as] * (1 + error) if stored_as in _ROUNDING else 0.0
+    if not isinstance(recorded, (int, float)):
+        return [f"{module} has no relative_error in report.json"]
+    if not abs(error - recorded) <= AGREEMENT * recorded + slack + 1e-9:
+        return [f"{module} has a relative error of {error:.6g}, report.json says {recorded:.6g}"]
+    if not error < 1:
+        return [f"{module} is no nearer to the source than zeros would be (relative error {error:.3g})"]
+    return []
