@@ -17,6 +17,7 @@ from llmcompress.grids.base import GridSpec
 from llmcompress.ledger import Ledger
 from llmcompress.methods.base import Method
 from llmcompress.store.checkpoint import DTYPES, Checkpoint
+from llmcompress.store.folds import FoldedCheckpoint
 from llmcompress.store.output_file import output_of
 from llmcompress.store.staging import Staging
 from llmcompress.transforms.base import Transform
@@ -42,6 +43,8 @@ def write_output(
         else:
             hashes = out.write_weights(plan.tensors, _tensors(plan, checkpoint, staged), plan.recipe.output.shard_size)
             out.copy_side_files(plan.headers.path)
+        if isinstance(checkpoint, FoldedCheckpoint) and (scales := checkpoint.scales()):
+            out.write_arrays("transforms.npz", scales)
         result = report(plan, records, ledger, calibration, hashes)
         for name, changes in plan.format.config(plan.entries, plan.headers.config).items():
             content = {**plan.headers.config, **changes} if name == "config.json" else changes

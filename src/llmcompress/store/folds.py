@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from llmcompress.grids.coded import Coded
@@ -33,9 +35,14 @@ class Scaled:
     at: Tensor | None = None
     offset: float = 0.0
 
-    def __call__(self, x: Tensor) -> Tensor:
-        factor = torch.ones(x.shape[self.axis], dtype=torch.float64)
+    def whole(self, size: int) -> Tensor:
+        """The factor of every entry [size], float64."""
+        factor = torch.ones(size, dtype=torch.float64)
         factor[slice(None) if self.at is None else self.at] = self.factor.to(torch.float64)
+        return factor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        factor = self.whole(x.shape[self.axis])
         shape = [-1 if axis == self.axis else 1 for axis in range(x.ndim)]
         if self.offset:
             return (x + self.offset) * factor.to(x.dtype).view(shape) - self.offset
@@ -93,6 +100,22 @@ class FoldedCheckpoint(Checkpoint):
         """Add changes, by on-disk tensor."""
         for name, changes in folds.items():
             self._folds.setdefault(name, []).extend(changes)
+
+    def scales(self) -> dict[str, NDArray[np.float64]]:
+        """What tensors were multiplied by, for those that were scaled and no more.
+
+        By "NAME/0" and "NAME/1" the factors along an axis, by "NAME/offset" what was added before and taken off after.
+        """
+        found: dict[str, NDArray[np.float64]] = {}
+        for name, changes in sorted(self._folds.items()):
+            shape = self.headers.tensors[name].spec.shape
+            for change in changes if all(isinstance(change, Scaled) for change in changes) else ():
+                assert isinstance(change, Scaled)
+                key = f"{name}/{change.axis}"
+                found[key] = found.get(key, 1.0) * change.whole(shape[change.axis]).numpy()
+                if change.offset:
+                    found[f"{name}/offset"] = np.array(change.offset)
+        return found
 
     def coded(self, module: str) -> Coded | None:
         return None if f"{module}.weight" in self._folds else self.base.coded(module)

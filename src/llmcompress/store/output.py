@@ -7,6 +7,7 @@ the way, such as a full disk, is a RunError that names the file.
 
 import ast
 import hashlib
+import io
 import json
 import os
 import re
@@ -24,6 +25,7 @@ from llmcompress.store.files import bytes_of, create, make_directory, make_paren
 from llmcompress.store.headers import SIDE_FILES, inside, read_json
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
 SHARD_BYTES = 5_000_000_000
@@ -171,6 +173,14 @@ class OutputDirectory:
 
     def write_text(self, name: str, text: str) -> None:
         self._write(name, text.encode(errors="backslashreplace"))
+
+    def write_arrays(self, name: str, arrays: "Mapping[str, NDArray[Any]]") -> None:
+        """Arrays as numpy's .npz, which no loader of models takes for weights."""
+        import numpy as np
+
+        whole = io.BytesIO()
+        np.savez(whole, **arrays)  # type: ignore[arg-type]
+        self._write(name, whole.getvalue())
 
     def write_pieces(self, name: str, pieces: "Iterable[bytes | memoryview]") -> None:
         """A file of pieces that come one by one."""

@@ -7,7 +7,7 @@ from llmcompress.errors import PlanError
 from llmcompress.store.output import OutputDirectory, flush
 
 _MAGIC = b"GGUF"
-_BESIDE = ("report.json", "Modelfile")  # files that stand next to a single one, under its name and theirs
+_BESIDE = ("report.json", "transforms.npz", "Modelfile")  # stand next to a single file, under its name and theirs
 
 
 class OutputFile(OutputDirectory):

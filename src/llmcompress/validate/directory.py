@@ -1,12 +1,16 @@
 """A written directory as `verify` reads it."""
 
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from llmcompress.validate.matrices import Matrix
-from llmcompress.validate.stored import Tensor
+from llmcompress.validate.stored import Array, DamageError, Tensor
 
 ROWS = 512  # of a matrix, compared at once
 HEADS = {"lm_head", "embed_out"}
@@ -28,6 +32,31 @@ class Directory:
         """What the report says of each linear, by its on-disk name."""
         return {record["name"]: record for record in self.report.get("linears", ())}
 
+    @property
+    def rotated(self) -> bool:
+        """Whether its channels are no longer those of the source."""
+        return is_rotated(self.report)
+
+    @cached_property
+    def scales(self) -> Mapping[str, Array]:
+        """By tensor of the source and axis, what it was multiplied by before it was written; DamageError."""
+        return read_scales(self.path / "transforms.npz")
+
+    def original(self, tensor: Tensor, part: slice = slice(None), *, transposed: bool = False) -> Array:
+        """Values of a tensor of the source, scaled as they were: some rows, or columns as rows, in float32."""
+        values = tensor.floats(part, transposed=transposed)
+        offset = self.scales.get(f"{tensor.name}/offset", np.float64(0))
+        along, across = (1, 0) if transposed else (0, 1)
+        rows, columns = (self.scales.get(f"{tensor.name}/{axis}") for axis in (along, across))
+        if rows is None and columns is None:
+            return values
+        wide = values.astype(np.float64) + offset
+        if rows is not None:
+            wide *= rows[part].reshape(-1, *[1] * (values.ndim - 1))
+        if columns is not None:
+            wide *= columns
+        return (wide - offset).astype(np.float32)
+
     def transposed(self, record: Mapping[str, Any], original: Tensor, written: Matrix | Tensor) -> bool:
         """Whether the source stores a linear as [in, out]. record: what the report says of it."""
         if "transposed" in record:
@@ -35,3 +64,22 @@ class Directory:
         if isinstance(written, Matrix) and written.rows != written.width:
             return original.shape != (written.rows, written.width)
         return self.config.get("model_type") in _CONV1D
+
+
+def is_rotated(report: Mapping[str, Any]) -> bool:
+    """Whether a run turned the channels of its model."""
+    recipe = report.get("recipe")
+    steps = recipe.get("steps") if isinstance(recipe, Mapping) else None
+    found = steps if isinstance(steps, list) else []
+    return any(isinstance(step, Mapping) and step.get("method") == "rotate" for step in found)
+
+
+def read_scales(file: Path) -> Mapping[str, Array]:
+    """The recorded scales of an output, none if there is no such file; DamageError."""
+    if not file.exists():
+        return {}
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            return {name: arrays[name].astype(np.float64) for name in arrays.files}
+    except (ValueError, OSError, zipfile.BadZipFile, KeyError, EOFError) as error:
+        raise DamageError(f"{file.name} cannot be read: {error}") from None

@@ -30,7 +30,13 @@ def expected_tensors(header: GgufHeader, source: ModelHeaders) -> list[GGUFTenso
     """
     embedding = header.tensors.get(_EMBEDDING)
     rows = None if embedding is None else embedding.shape[0]
-    return gguf_tensors(source.config, [(name, stored.spec.shape) for name, stored in source.tensors.items()], rows)
+    config, shapes = source.config, {name: stored.spec.shape for name, stored in source.tensors.items()}
+    tensors = gguf_tensors(config, list(shapes.items()), rows)
+    if _HEAD in header.tensors and _HEAD not in {tensor.name for tensor in tensors}:  # untied, as by a rotation
+        table = next(tensor for tensor in tensors if tensor.name == _EMBEDDING).sources[0]
+        shapes[f"{find(config).head}.weight"] = shapes[table]
+        tensors = gguf_tensors({**config, "tie_word_embeddings": False}, list(shapes.items()), rows)
+    return tensors
 
 
 def expected_keys(source: ModelHeaders, tensors: Sequence[GGUFTensor]) -> list[Key]:
@@ -109,9 +115,9 @@ class GgufWeights:
         embedding = next(tensor for tensor in tensors if tensor.name == _EMBEDDING)
         for tensor in tensors:
             names = tensor.sources
-            if tensor.name == _HEAD and names == embedding.sources:  # a head of its own all the same
-                names = (f"{find(source.headers.config).head}.weight",)
-                self._shapes[names[0]] = self._shapes[tensor.sources[0]]
+            if tensor.name == _HEAD and (names == embedding.sources or names[0] not in self._shapes):
+                names = (f"{find(source.headers.config).head}.weight",)  # a head of its own, whatever the source has
+                self._shapes[names[0]] = self._shapes[embedding.sources[0]]
             for name, part in zip(names, parts_of(header, tensor), strict=False):
                 self._parts.setdefault(name, []).append(part)
 

@@ -1,0 +1,159 @@
+"""Recipes with transforms on the tiny trained model: written, verified, read back, taken up again, or refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from llmcompress.engine.plan import Options, make_plan
+from llmcompress.engine.run import run
+from llmcompress.errors import PlanError, RecipeError, StoppedError
+from llmcompress.recipe import parse
+from llmcompress.validate.evaluate import measure
+from llmcompress.validate.gguf_verify import verify_gguf
+from llmcompress.validate.load import open_streamed
+from llmcompress.validate.verify import passed, verify
+
+CALIBRATION = {"source": "default", "samples": 8, "length": 64}
+RTN = {"method": "rtn", "bits": 4, "group_size": 32, "sym": False}
+STEPS = {
+    "awq": [{"method": "awq", "steps": 10}, RTN],
+    "smoothquant": [{"method": "smoothquant"}, {**RTN, "bits": 8}],
+    "smoothquant-fixed": [{"method": "smoothquant", "alpha": 0.7, "flows": False}, {**RTN, "bits": 8}],
+    "rotate": [{"method": "rotate"}, {**RTN, "bits": 8}],
+    "both": [{"method": "rotate", "seed": 3}, {"method": "awq", "steps": 5}, {"method": "gptq", "group_size": 32}],
+}
+
+
+def recipe(steps, format_="dense"):
+    return parse({"calibration": CALIBRATION, "steps": steps, "output": {"format": format_}})
+
+
+def carry_out(model, out, steps, format_="dense", **options):
+    return run(make_plan(recipe(steps, format_), model, Options(out=out, **options)))
+
+
+def kl(path, model, windows):
+    models = [open_streamed(place, dtype=torch.float32) for place in (path, model)]
+    return float(measure(*models, windows).kl.mean())
+
+
+@pytest.fixture(scope="module")
+def windows(tiny_model_dir, tiny_eval_text):
+    from llmcompress.engine.calibration import load_tokenizer
+
+    ids = load_tokenizer(tiny_model_dir)(tiny_eval_text.read_text())["input_ids"]
+    return torch.tensor(ids[: 16 * 64]).view(16, 64)
+
+
+@pytest.mark.parametrize("format_", ["dense", "compressed-tensors"])
+@pytest.mark.parametrize("name", STEPS)
+def test_a_transformed_model_is_near_its_source_and_verified(tiny_model_dir, tmp_path, windows, name, format_):
+    carry_out(tiny_model_dir, tmp_path / "out", STEPS[name], format_)
+    assert kl(tmp_path / "out", tiny_model_dir, windows) < 0.05
+    checks = verify(tmp_path / "out", tiny_model_dir)
+    assert passed(checks), [check for check in checks if not check.ok]
+
+
+@pytest.mark.parametrize("name", ["awq", "smoothquant-fixed"])
+def test_verify_sees_a_scale_that_was_not_applied(tiny_model_dir, tmp_path, name):
+    carry_out(tiny_model_dir, tmp_path / "out", STEPS[name])
+    (tmp_path / "out" / "transforms.npz").unlink()
+    assert not passed(verify(tmp_path / "out", tiny_model_dir))
+
+
+def test_a_rotation_alone_costs_next_to_nothing_and_unties_the_head(tiny_model_dir, tmp_path, windows):
+    result = carry_out(tiny_model_dir, tmp_path / "out", [{"method": "rotate"}])
+    assert kl(tmp_path / "out", tiny_model_dir, windows) < 1e-4
+    before = load_file(tiny_model_dir / "model.safetensors")
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False
+    assert "lm_head.weight" in after
+    assert bool((after["model.norm.weight"] == 1).all())
+    assert result["linears"] == []
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(before[name], after[name])
+
+
+def test_transformers_gives_the_logits_of_the_source_for_a_rotated_model(tiny_model_dir, tmp_path, windows):
+    from transformers import AutoModelForCausalLM
+
+    carry_out(tiny_model_dir, tmp_path / "out", [{"method": "rotate"}])
+    with torch.no_grad():
+        ours, theirs = (
+            AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)(windows[:2]).logits.log_softmax(-1)
+            for place in (tmp_path / "out", tiny_model_dir)
+        )
+    assert float((ours - theirs).abs().max()) < 0.2
+    assert float((theirs.exp() * (theirs - ours)).sum(-1).mean()) < 1e-3
+
+
+def test_a_run_that_stopped_goes_on_to_the_same_bytes(tiny_model_dir, tmp_path):
+    plan = make_plan(recipe(STEPS["both"]), tiny_model_dir, Options(out=tmp_path / "parts"))
+    with pytest.raises(StoppedError):
+        run(plan, stop=lambda finished: finished == 1)
+    run(make_plan(recipe(STEPS["both"]), tiny_model_dir, Options(out=tmp_path / "parts")))
+    carry_out(tiny_model_dir, tmp_path / "whole", STEPS["both"])
+    for name in ("model.safetensors", "transforms.npz", "report.json"):
+        whole = tmp_path / "whole" / name
+        assert whole.exists() == (tmp_path / "parts" / name).exists()
+        if whole.exists():
+            assert whole.read_bytes() == (tmp_path / "parts" / name).read_bytes()
+
+
+def test_scales_of_both_steps_are_recorded_with_the_output(tiny_model_dir, tmp_path):
+    result = carry_out(tiny_model_dir, tmp_path / "out", STEPS["awq"])
+    spaces = {(site["layer"], site["space"]) for site in result["sites"]}
+    assert {space for _, space in spaces} == {"attn_in", "attn_out", "mlp_in", "mlp_hidden"}
+    assert any(site["largest"] > site["smallest"] for site in result["sites"])
+    assert (tmp_path / "out" / "transforms.npz").exists()
+
+
+@pytest.mark.parametrize("first", [{"method": "awq", "steps": 5}, {"method": "rotate"}], ids=["awq", "rotate"])
+def test_a_transformed_model_becomes_a_gguf_file(tiny_model_dir, tmp_path, windows, first):
+    steps = [first, {"method": "rtn", "gguf": {"type": "Q8_0"}}]
+    out = tmp_path / "out.gguf"
+    carry_out(tiny_model_dir, out, steps, "gguf")
+    models = [open_streamed(out, dtype=torch.float32, source=tiny_model_dir)]
+    models.append(open_streamed(tiny_model_dir, dtype=torch.float32))
+    assert float(measure(*models, windows).kl.mean()) < 0.01
+    checks = verify_gguf(out, tiny_model_dir)
+    assert passed(checks), [check for check in checks if not check.ok]
+
+
+REFUSED = {
+    "a transform after a quantiser": ([RTN, {"method": "awq"}], "step 2, awq, comes after rtn"),
+    "two quantisers": ([RTN, {"method": "gptq"}], "one quantising step"),
+    "scales for nothing": ([{"method": "awq"}], "awq makes weights fit for rounding, and no step rounds them"),
+    "alpha above one": ([{"method": "smoothquant", "alpha": 1.5}, RTN], "alpha = 1.5"),
+    "an unknown step": ([{"method": "smoothqaunt"}, RTN], "did you mean 'smoothquant'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused_before_anything_is_read(tiny_model_dir, tmp_path, name):
+    steps, message = REFUSED[name]
+    with pytest.raises((PlanError, RecipeError)) as refused:
+        make_plan(recipe(steps), tiny_model_dir, Options(out=tmp_path / "out"))
+    assert message in f"{refused.value.message} {refused.value.hint}"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_without_declaration_cannot_be_scaled(random_model_dir, tmp_path):
+    model = random_model_dir("stablelm")
+    with pytest.raises(PlanError, match="awq needs a declaration of the architecture, 'stablelm' has none"):
+        make_plan(recipe(STEPS["awq"]), model, Options(out=tmp_path / "out"))
+
+
+def test_a_rotation_alone_is_refused_for_formats_of_quantised_models(tiny_model_dir, tmp_path):
+    with pytest.raises(PlanError, match="format gptq is for quantised models, and no step quantises"):
+        make_plan(recipe([{"method": "rotate"}], "gptq"), tiny_model_dir, Options(out=tmp_path / "out"))
+
+
+def test_paths_of_the_machine_are_not_written(tiny_model_dir, tmp_path):
+    carry_out(tiny_model_dir, tmp_path / "out", STEPS["awq"])
+    for file in Path(tmp_path / "out").iterdir():
+        assert str(tmp_path).encode() not in file.read_bytes()
