@@ -1,4 +1,4 @@
-"""GPTQModel reads our gptq checkpoints on the CPU, and computes what we promised.
+"""GPTQModel reads our gptq and awq checkpoints on the CPU, transformers the awq ones, and both compute what we promised.
 
 It clashes with our dependencies, so it runs in an environment of its own: the one that LLMCOMPRESS_GPTQMODEL_VENV
 names, else .venv-gptqmodel in the repository, which scripts/interop/gptqmodel_env.sh makes.
@@ -18,6 +18,7 @@ pytestmark = pytest.mark.interop
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "interop" / "gptqmodel_check.py"
 W4 = {"bits": 4, "group_size": 32}
+ASYM = {**W4, "sym": False}
 CASES = {
     "w4": ("llama", "float16", W4),
     "w4 bfloat16": ("llama", "bfloat16", {"bits": 4, "group_size": 128}),
