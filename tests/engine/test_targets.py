@@ -114,7 +114,6 @@ PASSING = {
     "awq": ("vllm sglang transformers gptqmodel", {}, {"sym": False, "format_": "awq"}, 1),
     "awq by rows": ("vllm sglang transformers gptqmodel", {}, {"sym": False, "group_size": -1, "format_": "awq"}, 1),
     "awq without zero points": ("transformers gptqmodel", {}, {"format_": "awq"}, 1),
-    "awq in groups of 16": ("transformers gptqmodel", {}, {"sym": False, "group_size": 16, "format_": "awq"}, 1),
     "awq of shapes unlike Marlin's": ("sglang", {"inter": 1344}, {"sym": False, "group_size": 64, "format_": "awq"}, 1),
     "parts of their own bits": (
         "vllm sglang gptqmodel",
@@ -376,10 +375,10 @@ REFUSED = {
     "transformers awq groups": (
         "transformers",
         {},
-        {"format_": "awq", "group_size": 256},
+        {"format_": "awq", "group_size": 16},
         1,
-        "groups of 16, 32, 64 or 128, or one scale per row, not 256",
-        {"": "int4-g128-sym"},
+        "groups of 32, 64 or 128, or one scale per row, not 16",
+        {"": "int4-g32-sym"},
     ),
     "vllm awq fused": (
         "vllm",
@@ -741,7 +740,7 @@ def test_the_default_is_read_by_every_engine(format_):
         (AWQ, model(dtype="F16"), []),
         (AWQ, model(), ["vLLM", "SGLang"]),  # bfloat16 without zero points
         (AWQ, model({"": GridSpec(4, PER_ROW)}, dtype="F16"), ["vLLM", "SGLang"]),
-        (AWQ, model({"": GridSpec(4, 16, symmetric=False)}), ["vLLM", "SGLang"]),
+        (AWQ, model({"": GridSpec(4, 16, symmetric=False)}), ["transformers", "GPTQModel", "vLLM", "SGLang"]),
         (AWQ, [matrix("model.layers.0.mlp.experts.0.up_proj", GridSpec(4, 32, symmetric=False))], ["transformers"]),
         (PACKED, model({"": GridSpec(4, 32, symmetric=False)}), ["transformers"]),
         (PACKED, model({"": GridSpec(8, 32, symmetric=False)}), ["transformers", "vLLM"]),

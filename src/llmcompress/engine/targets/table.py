@@ -45,7 +45,7 @@ _MARLIN_SHAPES = (
     Multiples(64, 64, experts=True, why="its Marlin kernels take multiples of 64 outputs and 64 inputs of an expert"),
 )
 _AWQ_GROUPS = Groups(
-    (16, 32, 64, 128), why="GPTQModel's awq kernels take groups of 16, 32, 64 or 128, or one scale per row"
+    (32, 64, 128), why="GPTQModel's kernels for awq take groups of 32, 64 or 128, or one scale per row"
 )
 _AWQ_BITS = Bits((4,), why="awq has 4 bits")
 _AWQ = (
