@@ -123,6 +123,11 @@ class Method(BaseModel):
         return True
 
     @property
+    def inverts(self) -> bool:
+        """Whether `solve` inverts the Gram matrix of its inputs, for which it needs several of that size."""
+        return self.needs_calibration
+
+    @property
     def permutes_groups(self) -> bool:
         """Whether groups follow the activation order, so that files need a group index."""
         return False

@@ -25,6 +25,10 @@ class Rtn(Method):
     def needs_calibration(self) -> bool:
         return self.clip == "output" and self.gguf is None
 
+    @property
+    def inverts(self) -> bool:
+        return False
+
     def solve(self, weight: "Tensor", stats: Statistics, scale_dtype: "torch.dtype") -> Solved:
         import torch
 
