@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from llmcompress.validate import awq
+from llmcompress.validate.awq import nibbles, skipped
 from llmcompress.validate.stored import Array, DamageError, Tensor, unpack, words_for
 
 _BLOCK = 1 << 22  # weights decoded at once
@@ -59,7 +59,7 @@ class Matrix:
         words = self.words.array()
         if self.layout == "awq":
             first = rows.start // 8
-            wide = awq.nibbles(words[:, first : -(-rows.stop // 8)])
+            wide = nibbles(words[:, first : -(-rows.stop // 8)])
             return wide[:, rows.start - 8 * first : rows.stop - 8 * first].T, True
         part = words[rows] if self.layout == "rows" else words[:, rows].T
         return unpack(part, self.scheme.bits, self.width)
@@ -138,7 +138,7 @@ def _gptq_scheme(module: str, settings: Mapping[str, Any]) -> Scheme | None:
 
 
 def _awq_scheme(module: str, settings: Mapping[str, Any]) -> Scheme | None:
-    if True in awq.skipped(module, settings):
+    if True in skipped(module, settings):
         return None
     return Scheme(int(settings["bits"]), int(settings["group_size"]), not settings["zero_point"])
 
@@ -216,7 +216,7 @@ def _read_awq(
     _shaped(words, ("I32",), (width, rows // 8))
     _shaped(zeros, ("I32",), (groups, rows // 8))
     _shaped(scales, ("F16",), (groups, rows))
-    zero = awq.nibbles(zeros.array()).astype(np.float32).T
+    zero = nibbles(zeros.array()).astype(np.float32).T
     scale = np.ascontiguousarray(scales.floats().T)
     index = np.arange(width) // (width // groups)
     return Matrix(module, scheme, rows, width, scale, zero, index, words, "awq"), []

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from llmcompress.errors import LlmcompressError
-from llmcompress.validate import awq
+from llmcompress.validate.awq import config_wrongs
 from llmcompress.validate.matrices import (
     PARTS,
     Matrix,
@@ -252,7 +252,7 @@ def _gptq_wrongs(directory: _Directory, settings: Mapping[str, Any]) -> list[str
 
 
 def _awq_wrongs(directory: _Directory, settings: Mapping[str, Any]) -> list[str]:
-    return awq.config_wrongs(settings, _plain_matrices(directory) | set(quantised_modules(directory.tensors, "awq")))
+    return config_wrongs(settings, _plain_matrices(directory) | set(quantised_modules(directory.tensors, "awq")))
 
 
 def _packed_wrongs(directory: _Directory, settings: Mapping[str, Any]) -> list[str]:
