@@ -8,7 +8,7 @@ from llmcompress.grids.base import GridSpec
 from llmcompress.registry import discover
 
 FORMATS = discover(llmcompress.formats, "FORMAT")
-GPTQ, PACKED, DENSE = FORMATS["gptq"], FORMATS["compressed-tensors"], FORMATS["dense"]
+GPTQ, AWQ, PACKED, DENSE = (FORMATS[name] for name in ("gptq", "awq", "compressed-tensors", "dense"))
 W4 = GridSpec(4, 32)
 LEAVES = {
     "self_attn.q_proj": (128, 128),

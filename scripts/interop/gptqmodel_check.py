@@ -1,4 +1,4 @@
-"""Load gptq checkpoints with GPTQModel on the CPU and save the logits they give for some token ids.
+"""Load gptq and awq checkpoints with GPTQModel on the CPU and save the logits they give for some token ids.
 
 GPTQModel needs an environment of its own; torch comes first, so that it takes that build (7.6.0 is the last version
 that accepts torch 2.13):
@@ -9,6 +9,8 @@ that accepts torch 2.13):
 
     .venv-gptqmodel/bin/python gptqmodel_check.py IDS.safetensors LOGITS.safetensors CHECKPOINT ...
 
+With `--loader transformers` that loads them, on GPTQModel's kernels.
+
 IDS holds an integer tensor `input_ids` [samples, length]. LOGITS gets a float32 tensor [samples, length, vocabulary]
 under each checkpoint's name as given; the last line printed is a JSON object with the error of those that do not load.
 """
@@ -17,6 +19,7 @@ import argparse
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
@@ -26,13 +29,13 @@ os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--loader", choices=LOADERS, default="gptqmodel")
     parser.add_argument("ids", metavar="IDS.safetensors")
     parser.add_argument("logits", metavar="LOGITS.safetensors")
     parser.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT")
     arguments = parser.parse_args()
 
     import torch
-    from gptqmodel import BACKEND, GPTQModel
     from safetensors.torch import load_file, save_file
 
     ids = load_file(arguments.ids)["input_ids"].long()
@@ -40,21 +43,39 @@ def main() -> None:
     errors: dict[str, str] = {}
     for checkpoint in arguments.checkpoints:
         try:
-            # by itself it computes in bfloat16 on a CPU, whatever the checkpoint says
-            dtype = getattr(torch, declared_dtype(Path(checkpoint)))
-            model = GPTQModel.load(checkpoint, device="cpu", backend=BACKEND.GPTQ_TORCH, dtype=dtype)
+            model = LOADERS[arguments.loader](Path(checkpoint))
             with torch.inference_mode():
-                logits[checkpoint] = model.model(input_ids=ids).logits.float().contiguous()
+                logits[checkpoint] = model(input_ids=ids).logits.float().contiguous()
         except Exception as error:  # whatever another project raises is the finding
             errors[checkpoint] = f"{type(error).__name__}: {error}"
     save_file(logits, arguments.logits)
     print(json.dumps(errors), flush=True)
 
 
-def declared_dtype(checkpoint: Path) -> str:
-    config = json.loads((checkpoint / "config.json").read_text())
-    return str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+def by_gptqmodel(checkpoint: Path) -> Any:
+    import torch
+    from gptqmodel import BACKEND, GPTQModel
 
+    config = config_of(checkpoint)
+    backends = {"gptq": BACKEND.GPTQ_TORCH, "awq": BACKEND.AWQ_TORCH}
+    # by itself it computes in bfloat16 on a CPU, whatever the checkpoint says
+    dtype = getattr(torch, config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    backend = backends[config["quantization_config"]["quant_method"]]
+    return GPTQModel.load(str(checkpoint), device="cpu", backend=backend, dtype=dtype).model
+
+
+def by_transformers(checkpoint: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(checkpoint, device_map="cpu")
+
+
+def config_of(checkpoint: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
+    return config
+
+
+LOADERS = {"gptqmodel": by_gptqmodel, "transformers": by_transformers}
 
 if __name__ == "__main__":
     main()

@@ -53,6 +53,15 @@ def test_gptq_is_clearly_more_faithful_than_rounding(divergence, bits, share):
     assert divergence("gptq", bits=bits)["kl"] < share * divergence("rtn", bits=bits)["kl"]
 
 
+def test_ranges_by_outputs_are_more_faithful_than_ranges_by_weights(divergence):
+    covering, searched, by_output = (
+        divergence("rtn", bits=3, clip=clip)["kl"] for clip in ("minmax", "search", "output")
+    )
+    assert by_output < searched < covering
+    mixed = divergence("rtn", bits=3, clip="output", set={"self_attn.[qk]_proj": {"clip": "search"}})["kl"]
+    assert mixed < searched
+
+
 def test_each_part_of_gptq_earns_its_place(divergence):
     plain = divergence("gptq", bits=3, descent=0, qep_alpha=0, actorder="none", clip="minmax")["kl"]
     ordered = divergence("gptq", bits=3, descent=0, qep_alpha=0, clip="minmax")["kl"]

@@ -81,7 +81,7 @@ def model_of(random_model_dir, tmp_path_factory):
 # -- quantised checkpoints ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("format_", ["gptq", "compressed-tensors"])
+@pytest.mark.parametrize("format_", ["gptq", "awq", "compressed-tensors"])
 @pytest.mark.parametrize(
     ("options", "kind", "exact"),
     [
@@ -155,10 +155,10 @@ def test_codes_outside_of_a_gguf_file_and_foreign_formats_are_refused_as_before(
     assert main("rtn", source, "-o", tmp_path / "out") == 2
     assert "already quantised (gptq)" in capsys.readouterr().err
     config = json.loads((source / "config.json").read_text())
-    config["quantization_config"]["quant_method"] = "awq"
+    config["quantization_config"]["quant_method"] = "aqlm"
     (source / "config.json").write_text(json.dumps(config))
     assert main("gguf", source, "--type", "Q4_0", "-o", tmp_path / "out.gguf") == 2
-    assert "already quantised (awq)" in capsys.readouterr().err
+    assert "already quantised (aqlm)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from entries import DENSE, GPTQ, PACKED, W4, matrix, model
+from entries import AWQ, DENSE, GPTQ, PACKED, W4, matrix, model
 from llmcompress.engine.plan import Options, make_plan
 from llmcompress.engine.targets.check import engine_notes, verdicts, violations
 from llmcompress.engine.targets.table import TARGETS
@@ -111,6 +111,10 @@ PASSING = {
     "groups of 512": ("transformers gptqmodel llama.cpp", {}, {"group_size": 512, "format_": "gptq"}, 1),
     "activation order": ("sglang transformers gptqmodel llama.cpp", {}, {"actorder": "group", "format_": "gptq"}, 1),
     "rows have no order": ("vllm", {}, {"actorder": "group", "group_size": -1, "format_": "gptq"}, 1),
+    "awq": ("vllm sglang transformers gptqmodel", {}, {"sym": False, "format_": "awq"}, 1),
+    "awq by rows": ("vllm sglang transformers gptqmodel", {}, {"sym": False, "group_size": -1, "format_": "awq"}, 1),
+    "awq without zero points": ("transformers gptqmodel", {}, {"format_": "awq"}, 1),
+    "awq of shapes unlike Marlin's": ("sglang", {"inter": 1344}, {"sym": False, "group_size": 64, "format_": "awq"}, 1),
     "parts of their own bits": (
         "vllm sglang gptqmodel",
         {},
@@ -359,6 +363,40 @@ REFUSED = {
         "multiples of 32 outputs, as one kernel serves all modules, not 40 x 1280",
         {"[kv]_proj": None, "q_proj": "int4-g64-sym"},
     ),
+    "vllm awq sym": ("vllm", {}, {"format_": "awq"}, 1, "take asymmetric grids of awq", {"": "int4-g128-asym"}),
+    "sglang awq groups": (
+        "sglang",
+        {},
+        {"format_": "awq", "sym": False, "group_size": 256},
+        1,
+        "groups of 32, 64 or 128, or one scale per row, not 256",
+        {"": "int4-g128-asym"},
+    ),
+    "transformers awq groups": (
+        "transformers",
+        {},
+        {"format_": "awq", "group_size": 16},
+        1,
+        "groups of 32, 64 or 128, or one scale per row, not 16",
+        {"": "int4-g32-sym"},
+    ),
+    "vllm awq fused": (
+        "vllm",
+        {},
+        {"format_": "awq", "sym": False, "set": {"q_proj": {"skip": True}}},
+        1,
+        "it runs qkv_proj as one",
+        {"[kv]_proj": None, "gate": "int4-g128-asym"},
+    ),
+    "llama.cpp awq": (
+        "llama.cpp",
+        {},
+        {"format_": "awq", "sym": False},
+        1,
+        "it does not read format awq",
+        {"format": "compressed-tensors", "": "int4-g128-asym"},
+    ),
+    "gptqmodel awq joined": ("gptqmodel", {"family": "phi3"}, {"format_": "awq"}, 1, "splits a joined", None),
     "gptqmodel format": (
         "gptqmodel",
         {},
@@ -649,7 +687,7 @@ def test_what_is_accepted_lies_whole_on_every_device(
     target=st.sampled_from(sorted(TARGETS)),
     tp=st.sampled_from([1, 2, 4]),
     inter=st.integers(1, 40).map(lambda n: 32 * n),
-    format_=st.sampled_from(["gptq", "compressed-tensors", "dense"]),
+    format_=st.sampled_from(["gptq", "awq", "compressed-tensors", "dense"]),
     bits=st.sampled_from([2, 4, 8]),
     group=st.sampled_from([None, PER_ROW, 16, 32, 128]),
     sym=st.booleans(),
@@ -698,6 +736,12 @@ def test_the_default_is_read_by_every_engine(format_):
         (GPTQ, [matrix("m", W4, (36, 128))], ["transformers", "vLLM", "SGLang"]),
         (GPTQ, [matrix("m", W4, (64, 160))], ["SGLang"]),
         (GPTQ, [matrix("model.layers.0.mlp.experts.0.up_proj")], ["transformers"]),
+        (AWQ, model({"": GridSpec(4, 32, symmetric=False)}), []),
+        (AWQ, model(dtype="F16"), []),
+        (AWQ, model(), ["vLLM", "SGLang"]),  # bfloat16 without zero points
+        (AWQ, model({"": GridSpec(4, PER_ROW)}, dtype="F16"), ["vLLM", "SGLang"]),
+        (AWQ, model({"": GridSpec(4, 16, symmetric=False)}), ["transformers", "GPTQModel", "vLLM", "SGLang"]),
+        (AWQ, [matrix("model.layers.0.mlp.experts.0.up_proj", GridSpec(4, 32, symmetric=False))], ["transformers"]),
         (PACKED, model({"": GridSpec(4, 32, symmetric=False)}), ["transformers"]),
         (PACKED, model({"": GridSpec(8, 32, symmetric=False)}), ["transformers", "vLLM"]),
         (PACKED, model({"": GridSpec(2, 32)}), ["vLLM", "SGLang"]),
@@ -717,8 +761,8 @@ def test_engines_that_read_the_format_but_not_this_are_named_once_each(format_, 
     notes = engine_notes(format_.name, entries, {})
     assert [note.partition(" does not load this: ")[0] for note in notes] == engines
     verdict = verdicts(format_.name, entries, {})
-    refusing = [TARGETS[name].title for name, found in verdict.items() if found != "ok"]
-    assert [title for title in refusing if format_.name in ("gptq",) or title != "GPTQModel"] == engines
+    reading = [target for target in TARGETS.values() if format_.name in target.formats]
+    assert [target.title for target in reading if verdict[target.name] != "ok"] == engines
 
 
 # --- the command line ---

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from entries import DENSE, GPTQ, PACKED, W4, matrix, model
+from entries import AWQ, DENSE, GPTQ, PACKED, W4, matrix, model
 from llmcompress import __version__
 from llmcompress.grids.base import PER_ROW, GridSpec
 
@@ -99,6 +99,42 @@ def test_gptq_says_of_experts_what_holds_for_all_of_a_layer():
     assert not any("layers\\.2" in rule for rule in rules)
 
 
+def test_uniform_awq_leaves_out_the_head():
+    assert AWQ.config(model({"": GridSpec(4, 32, symmetric=False)}), {}) == {
+        "config.json": {
+            "quantization_config": {
+                "quant_method": "awq",
+                "bits": 4,
+                "group_size": 32,
+                "zero_point": True,
+                "version": "gemm",
+                "modules_to_not_convert": ["lm_head"],
+            }
+        }
+    }
+    tied = [entry for entry in model() if entry.module != "lm_head"]
+    assert settings_of(AWQ, tied)["modules_to_not_convert"] == ["lm_head"]
+
+
+def test_awq_says_what_it_skips_to_every_engine():
+    entries = model({r"layers\.1\.mlp\.down_proj": None, r"layers\.0\.self_attn\.[qkv]_proj": None})
+    settings = settings_of(AWQ, entries)
+    skipped = [f"model.layers.0.self_attn.{leaf}_proj" for leaf in "qkv"]
+    skipped += ["model.layers.1.mlp.down_proj", "model.layers.0.self_attn.qkv_proj"]  # the last is SGLang's name
+    assert settings["modules_to_not_convert"] == [*skipped, "lm_head"]
+    assert settings["dynamic"] == {f"-:^{re.escape(name)}$": {} for name in skipped}
+    part = settings_of(AWQ, model({r"layers\.0\.self_attn\.q_proj": None}))
+    assert part["modules_to_not_convert"] == ["model.layers.0.self_attn.q_proj", "lm_head"]
+
+
+def test_awq_leaves_out_routers_and_projections_outside_of_layers():
+    router = matrix("model.layers.0.mlp.gate", None)
+    outside = [matrix(name, None, block=False, linear=False) for name in ("project_in", "model.embed_tokens")]
+    settings = settings_of(AWQ, [matrix("model.layers.0.mlp.experts.0.up_proj"), router, *outside])
+    assert settings["modules_to_not_convert"] == ["model.layers.0.mlp.gate", "project_in", "lm_head"]
+    assert list(settings["dynamic"]) == [r"-:^model\.layers\.0\.mlp\.gate$"]
+
+
 def test_uniform_compressed_tensors_target_the_class():
     settings = settings_of(PACKED, model({r"layers\.0\.mlp\.down_proj": None}))
     assert list(settings["config_groups"]) == ["group_0"]
@@ -164,13 +200,21 @@ def test_dense_changes_no_config():
         (GPTQ, [matrix("m", GridSpec(3, 32), (48, 128))], {}, "multiples of 32"),
         (GPTQ, [matrix("m"), matrix("n", GridSpec(4, 32, symmetric=False))], {}, "symmetric or asymmetric as a whole"),
         (GPTQ, [matrix("project_in", block=False)], {}, "outside of decoder layers"),
+        (AWQ, [matrix("m", GridSpec(8, 32))], {}, "cannot hold int8-g32-sym"),
+        (AWQ, [matrix("m"), matrix("n", GridSpec(4, 64))], {}, "one grid, not both int4-g32-sym and int4-g64-sym (n)"),
+        (AWQ, [matrix("m"), matrix("n", GridSpec(4, 32, symmetric=False))], {}, "one grid, not both"),
+        (AWQ, [matrix("m", permuted=True)], {}, "activation order"),
+        (AWQ, [matrix("m", transposed=True)], {}, "Conv1D"),
+        (AWQ, [matrix("lm_head", block=False)], {}, "outside of decoder layers"),
+        (AWQ, [matrix("m", W4, (48, 128))], {}, "multiple of 32 outputs, and m has 48"),
+        *((AWQ, [matrix("m")], {"model_type": name}, "scales of activations") for name in ("gpt_neox", "falcon")),
         (PACKED, [matrix("m", GridSpec(3, 32))], {}, "cannot hold int3-g32-sym"),
         (PACKED, [matrix("m", permuted=True)], {}, "activation order"),
         (PACKED, [matrix("m", transposed=True)], {}, "Conv1D"),
         (DENSE, [matrix("m", dtype="F8_E4M3")], {}, "cannot hold decoded weights"),
         *(
             (format_, entries, config, message)
-            for format_ in (GPTQ, PACKED)
+            for format_ in (GPTQ, AWQ, PACKED)
             for entries, config, message in (
                 ([matrix("m", GridSpec(4, 48))], {}, "group size 48 does not divide the 128 inputs of m"),
                 ([matrix("lm_head", block=False)], {"tie_word_embeddings": True}, "tied to the embedding"),

@@ -16,7 +16,7 @@ from llmcompress.grids.integer import IntegerGrid, fit, natural_groups
 from llmcompress.registry import discover
 
 FORMATS = discover(llmcompress.formats, "FORMAT")
-GPTQ, PACKED, DENSE = FORMATS["gptq"], FORMATS["compressed-tensors"], FORMATS["dense"]
+GPTQ, AWQ, PACKED = FORMATS["gptq"], FORMATS["awq"], FORMATS["compressed-tensors"]
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 
 
@@ -86,6 +86,52 @@ def test_symmetric_gptq_has_the_zero_points_that_engines_assume(bits, word):
     assert set(tensors["m.qzeros"].flatten().tolist()) == set(words(word).tolist())
 
 
+def golden_awq():
+    """The golden matrix of AutoAWQ: 4 inputs in groups of 2, 32 outputs."""
+    grid = GridSpec(4, 2, symmetric=False)
+    zero = torch.stack([torch.arange(32) % 16, torch.full((32,), 8)], dim=1).to(torch.float32)
+    fitted = IntegerGrid(grid, torch.full((32, 2), 0.25), zero, natural_groups(grid, 4))
+    codes = (torch.arange(32).view(-1, 1) + 5 * torch.arange(4)) % 16
+    return entry_of(32, 4, grid), Coded(codes.to(torch.uint8), fitted)
+
+
+def test_awq_tensors_are_those_of_autoawq():
+    entry, coded = golden_awq()
+    tensors = AWQ.encode(entry, coded)
+    assert torch.equal(tensors["m.qweight"][:, 0], words("75316420 ca86b975 1fdb0eca 6420531f"))
+    assert torch.equal(tensors["m.qweight"][:, 3], words("fdb9eca8 420e31fd 97538642 eca8db97"))
+    assert torch.equal(tensors["m.qzeros"][0], words("75316420 fdb9eca8 75316420 fdb9eca8"))
+    assert torch.equal(tensors["m.qzeros"][1], words("88888888 88888888 88888888 88888888"))
+    assert (tensors["m.scales"].shape, tensors["m.scales"].dtype) == ((2, 32), torch.float16)
+
+
+def test_awq_without_zero_points_says_so_and_stores_the_middle():
+    grid = GridSpec(4, 32)
+    entry = entry_of(32, 64, grid)
+    tensors = AWQ.encode(entry, coded_of(32, 64, grid))
+    assert config_of(AWQ, entry)["quantization_config"]["zero_point"] is False
+    assert set(tensors["m.qzeros"].flatten().tolist()) == set(words("88888888").tolist())
+    config = config_of(AWQ, entry)
+    with pytest.raises(CheckpointError, match="zero_point is false"):
+        AWQ.decode("m", reader({**tensors, "m.qzeros": tensors["m.qzeros"] + 1}), config)
+
+
+def test_awq_is_read_under_the_names_of_either_writer_and_in_no_other_version():
+    entry, coded = golden_awq()
+    tensors = AWQ.encode(entry, coded)
+    for settings_ in (
+        {"quant_method": "awq", "w_bit": 4, "q_group_size": 2, "zero_point": True},
+        {"quant_method": "awq", "bits": 4, "group_size": 2, "zero_point": True, "version": "GEMM"},
+    ):
+        config = {"quantization_config": settings_}
+        assert AWQ.recognises(config)
+        assert torch.equal(AWQ.decode("m", reader(tensors), config).decode(), coded.decode())
+    assert not AWQ.recognises({"quantization_config": {"quant_method": "awq", "bits": 4, "version": "gemv"}})
+    for wrong in ({"bits": 8, "group_size": 2}, {"bits": 4, "group_size": 4}, {"bits": 4, "group_size": 3}):
+        with pytest.raises(CheckpointError):
+            AWQ.decode("m", reader(tensors), {"quantization_config": wrong})
+
+
 def test_compressed_tensors_are_those_of_its_own_quantiser():
     """W4A16, symmetric and asymmetric by groups of 4: codes and scales of compressed-tensors 0.20.0."""
     symmetric = GridSpec(4, 4)
@@ -125,6 +171,8 @@ def test_what_is_written_is_what_was_announced_and_decodes_to_the_same(
     width = 24 * groups if size == PER_ROW else size * groups
     if bits == 3:
         rows, width = 32, width * 32
+    if name == "awq":
+        bits, transposed, rows = 4, False, -(-rows // 32) * 32
     grid = GridSpec(bits, size, symmetric)
     entry = entry_of(rows, width, grid, dtype, transposed=transposed)
     assume(format_.refuses([entry], {}) is None)
@@ -149,7 +197,7 @@ def test_what_is_written_is_what_was_announced_and_decodes_to_the_same(
         assert torch.equal(read.decode(), coded.decode())
 
 
-@pytest.mark.parametrize("name", ["gptq", "compressed-tensors"])
+@pytest.mark.parametrize("name", ["gptq", "awq", "compressed-tensors"])
 def test_a_module_without_codes_is_not_quantised(name):
     def nothing(tensor):
         raise KeyError(tensor)
@@ -173,7 +221,7 @@ def test_groups_in_activation_order_come_back_in_that_order():
         GPTQ.encode(replace(entry, permuted=False), shuffled)
 
 
-@pytest.mark.parametrize("name", ["gptq", "compressed-tensors"])
+@pytest.mark.parametrize("name", ["gptq", "awq", "compressed-tensors"])
 def test_scales_that_the_stored_type_cannot_hold_are_an_error_and_not_rounded(name):
     grid = GridSpec(4, 32)
     coded = coded_of(32, 64, grid, "F16")

@@ -1,10 +1,11 @@
-"""Packed words equal those of other packers: vectors made with GPTQModel 7.7.0 and compressed-tensors 0.20.0."""
+"""Packed words equal those of other packers: of GPTQModel 7.7.0, AutoAWQ 0.2.9 and compressed-tensors 0.20.0."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmcompress.packing.awq import pack_awq, unpack_awq
 from llmcompress.packing.bits import pack, unpack, words_for
 
 
@@ -88,6 +89,27 @@ def test_signed_codes_of_compressed_tensors(bits, signed, rows):
     expected = torch.cat([words(row) for row in rows])
     assert torch.equal(pack(signed + (1 << (bits - 1)), bits), expected)
     assert torch.equal(unpack(expected, bits, signed.shape[1]).to(torch.int64), signed + (1 << (bits - 1)))
+
+
+def test_words_and_zero_points_of_awq():
+    """q[k, n] = (n + 5k) mod 16 of 32 outputs, as AutoAWQ's WQLinear_GEMM packs them; zero points likewise."""
+    codes = (torch.arange(32) + 5 * torch.arange(4).view(-1, 1)) % 16
+    rows = ["75316420 fdb9eca8", "ca86b975 420e31fd", "1fdb0eca 97538642", "6420531f eca8db97"]
+    assert torch.equal(pack_awq(codes), torch.cat([words(f"{row} {row}") for row in rows]))
+    assert torch.equal(pack_awq(torch.full((1, 32), 8)), words("88888888 88888888 88888888 88888888"))
+
+
+@given(st.integers(1, 4), st.integers(1, 9), st.integers(0, 2**32))
+def test_unpacking_awq_gives_back_what_was_packed(rows, words_per_row, seed):
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 16, (rows, 8 * words_per_row), generator=generator, dtype=torch.uint8)
+    packed = pack_awq(codes)
+    assert packed.shape == (rows, words_per_row)
+    assert torch.equal(unpack_awq(packed), codes)
+    # the oracle: where each of eight neighbours lies in its word
+    shifts = (0, 16, 4, 20, 8, 24, 12, 28)
+    for row, stream in zip(codes.tolist(), packed.tolist(), strict=True):
+        assert all(stream[n // 8] >> shifts[n % 8] & 15 == value for n, value in enumerate(row))
 
 
 @given(st.data())

@@ -59,6 +59,7 @@ def test_groups_in_activation_order_are_never_given_to_a_kernel_that_ignores_the
         ("llama", "compressed-tensors", {"bits": 8, "group_size": -1}),
         ("llama", "compressed-tensors", {"bits": 4, "sym": False}),
         ("llama", "gptq", {"bits": 3}),
+        ("llama", "awq", {"bits": 4, "sym": False}),
         ("llama", "gptq", {"bits": 4, "sym": False}),
         ("qwen2", "gptq", {"bits": 2}),
         ("gpt2", "gptq", {"bits": 4}),

@@ -6,6 +6,7 @@ if the writer itself had gone wrong, when the checks of meaning must.
 
 import ast
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -28,6 +29,8 @@ MODULE = "model.layers.0.self_attn.k_proj"
 CASES = {
     "gptq sym": ("gptq", {"bits": 4, "group_size": 32}),
     "gptq asym": ("gptq", {"bits": 4, "group_size": 32, "sym": False}),
+    "awq sym": ("awq", {"bits": 4, "group_size": 32}),
+    "awq asym": ("awq", {"bits": 4, "group_size": 32, "sym": False, "set": {"layers.0.mlp.*": {"skip": True}}}),
     "packed sym": ("compressed-tensors", {"bits": 4, "group_size": 32}),
     "packed asym": ("compressed-tensors", {"bits": 4, "group_size": 32, "sym": False}),
     "packed row": ("compressed-tensors", {"bits": 8, "group_size": -1}),
@@ -107,6 +110,8 @@ def test_what_was_written_passes(outputs, source, name):
         ("gpt2", "dense", {"bits": 4, "group_size": 64}),
         ("mixtral", "gptq", {"bits": 4, "group_size": 32}),  # with routers that stay as they are
         ("mixtral", "compressed-tensors", {"bits": 4, "group_size": 32}),
+        ("mixtral", "awq", {"bits": 4, "group_size": 32, "sym": False}),
+        ("opt", "awq", {"bits": 4, "group_size": -1}),
         ("gpt_neox", "compressed-tensors", {"bits": 4, "group_size": 32}),
         ("opt", "compressed-tensors", {"bits": 4, "group_size": 32}),  # with projections outside of the layers
         ("gemma2", "gptq", {"bits": 3, "group_size": 32}),
@@ -207,6 +212,7 @@ def test_damage_to_the_index_and_its_shards_is_found(random_model_dir, tmp_path)
 
 PARTS = {
     "gptq sym": ["qweight", "qzeros", "scales", "g_idx", "bias"],
+    "awq asym": ["qweight", "qzeros", "scales", "bias"],
     "packed asym": ["weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "bias"],
     "dense": ["weight", "bias"],
 }
@@ -305,21 +311,23 @@ def test_a_wrong_shape_is_found(copy_of, shape):
     assert MODULE in failures(out)["matrices"]
 
 
-@pytest.mark.parametrize("name", ["gptq sym", "packed asym"])
+@pytest.mark.parametrize("name", ["gptq sym", "awq sym", "packed asym"])
 def test_zero_points_that_moved_are_found(copy_of, source, name):
     out = copy_of(name)
-    part = "qzeros" if name == "gptq sym" else "weight_zero_point"
+    part = "weight_zero_point" if name == "packed asym" else "qzeros"
     edit_tensors(out, lambda tensors: tensors[f"{MODULE}.{part}"].view(-1)[0].bitwise_xor_(1))
     found = failures(out, source)
     assert "bound" in found  # rounding took other codes for the old zero point
-    if name == "gptq sym":
+    if name != "packed asym":
         assert "other zero points than 8" in found["matrices"]
 
 
-@pytest.mark.parametrize("name", ["gptq sym", "gptq asym", "packed sym", "packed asym", "packed row"])
+@pytest.mark.parametrize(
+    "name", ["gptq sym", "gptq asym", "awq sym", "awq asym", "packed sym", "packed asym", "packed row"]
+)
 def test_a_single_wrong_code_of_rounding_is_found(copy_of, source, name):
     out = copy_of(name)
-    part = "qweight" if name.startswith("gptq") else "weight_packed"
+    part = "weight_packed" if name.startswith("packed") else "qweight"
     edit_tensors(out, lambda tensors: tensors[f"{MODULE}.{part}"][0, 0].bitwise_xor_(4))
     assert failures(out) == {}  # codes can be any
     assert f"{MODULE} has 1 values further from the source than rounding takes them" in failures(out, source)["bound"]
@@ -411,6 +419,22 @@ GPTQ_CHANGES = {
     "modules": lambda s: s.update(modules_in_block_to_quantize=[[MODULE]]),
     "method": lambda s: s.update(quant_method="awq"),
 }
+AWQ_CHANGES = {
+    "no group size": lambda s: s.pop("group_size"),
+    "no list": lambda s: s.pop("modules_to_not_convert"),
+    "bits": lambda s: s.update(bits=8),
+    "group size": lambda s: s.update(group_size=64),
+    "symmetric": lambda s: s.update(zero_point=False),
+    "version": lambda s: s.update(version="gemv"),
+    "no rules": lambda s: s.pop("dynamic"),
+    "fewer rules": lambda s: s["dynamic"].pop(next(iter(s["dynamic"]))),
+    "skipped": lambda s: s["dynamic"].update({f"-:^{re.escape(MODULE)}$": {}}),
+    "listed": lambda s: s["modules_to_not_convert"].append(MODULE),
+    "unlisted": lambda s: s["modules_to_not_convert"].pop(0),
+    "part of a name": lambda s: s["modules_to_not_convert"].append("k_pro"),  # which transformers would not match
+    "pattern": lambda s: s["modules_to_not_convert"].append("("),
+    "head": lambda s: s["modules_to_not_convert"].remove("lm_head"),
+}
 PACKED_CHANGES = {
     "no status": lambda s: s.pop("quantization_status"),
     "status": lambda s: s.update(quantization_status="frozen"),
@@ -433,6 +457,7 @@ PACKED_CHANGES = {
 @pytest.mark.parametrize(
     ("name", "change"),
     [pytest.param("gptq sym", change, id=f"gptq {key}") for key, change in GPTQ_CHANGES.items()]
+    + [pytest.param("awq asym", change, id=f"awq {key}") for key, change in AWQ_CHANGES.items()]
     + [pytest.param("packed sym", change, id=f"packed {key}") for key, change in PACKED_CHANGES.items()],
 )
 def test_a_config_that_contradicts_the_tensors_is_found(copy_of, name, change):
@@ -527,11 +552,12 @@ def test_fused_linears_on_different_grids_are_a_warning(copy_of):
 
 def test_the_reader_shares_no_code_with_the_writer():
     folder = Path(module.__file__).parent
-    own = ("verify", "check", "directory", "config_checks", "source_checks", "matrices", "stored")
+    own = ("verify", "check", "directory", "config_checks", "source_checks", "awq", "matrices", "stored")
     allowed = {"llmcompress.errors", *(f"llmcompress.validate.{name}" for name in own)}
     for name in own:
         for node in ast.walk(ast.parse((folder / f"{name}.py").read_text())):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("llmcompress"):
-                assert node.module in allowed
+                named = {f"{node.module}.{alias.name}" for alias in node.names}
+                assert node.module in allowed or named <= allowed
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             assert not {"torch", "safetensors", "transformers"} & set(names)

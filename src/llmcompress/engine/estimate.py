@@ -6,7 +6,6 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from llmcompress.formats.gguf.file import ENCODED_AT_ONCE
-from llmcompress.grids.base import BlockSpec
 from llmcompress.methods.base import SOLVED_ROWS
 from llmcompress.recipe import Recipe
 from llmcompress.store.headers import ModelHeaders
@@ -133,10 +132,9 @@ def _solving(layer: "Sequence[MatrixPlan]", means: Means, paired: bool) -> int:
         rows[key] = rows.get(key, 0) + plan.entry.out_features
     for plan in layer:
         total, columns = rows[plan.space, plan.method.model_dump_json()], plan.entry.in_features
-        at_once = min(total, SOLVED_ROWS * means.threads)
-        if isinstance(plan.method.grid, BlockSpec) and not plan.method.needs_calibration:
-            at_once = 0  # blocks are searched in pieces that fit a processor's cache
-        squares = (8 if paired else 5) * 4 * columns**2 if plan.method.needs_calibration else 0
+        # without an inverse, rows are rounded in pieces that fit a processor's cache
+        at_once = min(total, SOLVED_ROWS * means.threads) if plan.method.inverts else 0
+        squares = 4 * columns**2 * ((8 if paired else 5) if plan.method.inverts else plan.method.needs_calibration)
         most = max(most, squares + 4 * columns * (4 * total + 8 * at_once))
     waiting = {plan.space: 4 * plan.entry.in_features**2 for plan in layer if plan.expert is not None}
     return most + sum(waiting.values())

@@ -10,6 +10,7 @@ from llmcompress.yamlfile import read_yaml
 
 _LOADING = {
     "gptq": "transformers (with `optimum` and `gptqmodel`), GPTQModel, vLLM and SGLang read gptq checkpoints.",
+    "awq": "transformers (with `gptqmodel` and `accelerate`), GPTQModel, vLLM and SGLang read awq checkpoints.",
     "compressed-tensors": "vLLM, SGLang and transformers (with `compressed-tensors`) read this checkpoint.",
     "dense": "Weights are stored decoded, in the type of the original: whatever loads the original loads this.",
 }

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmcompress.errors import RunError
 from llmcompress.formats.base import Entry
-from llmcompress.grids.base import PER_ROW, BlockSpec, GridSpec
+from llmcompress.grids.base import PER_ROW, BlockSpec, GridSpec, Spec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,6 +68,20 @@ def fused(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
         for name in names if entry.linear else ():
             found.setdefault(name, []).append(entry)
     return {name: members for name, members in found.items() if len(members) > 1}
+
+
+def treatments(entries: Iterable[Entry]) -> dict[str, Spec | None]:
+    """Full name of each linear of a layer, and of each quantised one outside -> its grid, None if it has none.
+
+    Rules about modules are matched by some engines against the names of fused ones alone: those are there as well,
+    where all members have the same.
+    """
+    entries = list(entries)
+    found = {entry.module: entry.grid for entry in entries if entry.linear and (entry.block or entry.grid is not None)}
+    for name, members in fused(entries).items():
+        if len({entry.grid for entry in members}) == 1:
+            found[name] = members[0].grid
+    return found
 
 
 def experts_of(module: str) -> str | None:

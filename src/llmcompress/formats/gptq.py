@@ -25,15 +25,15 @@ from llmcompress.formats.checks import (
     HEADS,
     Refusal,
     common_refusal,
-    fused,
     grids,
     integer_grid,
     left_alone,
     named,
     quantised,
     stored_scale,
+    treatments,
 )
-from llmcompress.grids.base import GridSpec, Spec
+from llmcompress.grids.base import GridSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -189,16 +189,8 @@ def _words(count: int, bits: int) -> int:
 
 
 def _dynamic(entries: Sequence[Entry], common: GridSpec) -> dict[str, dict[str, Any]]:
-    """Rules by regular expression: first what stays unquantised, then what has settings of its own.
-
-    vLLM and SGLang match against the names of fused modules, so a rule that holds for all members is repeated for them.
-    """
-    treatment: dict[str, Spec | None] = {
-        entry.module: entry.grid for entry in entries if entry.linear and (entry.block or entry.grid is not None)
-    }
-    for name, members in fused(entries).items():
-        if len({entry.grid for entry in members}) == 1:
-            treatment[name] = members[0].grid
+    """Rules by regular expression: first what stays unquantised, then what has settings of its own."""
+    treatment = treatments(entries)
     skipped: dict[str, dict[str, Any]] = {
         f"-:^{re.escape(name)}$": {} for name, grid in treatment.items() if grid is None
     }

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from llmcompress.grids.base import GridSpec
+from llmcompress.grids.errors import UNKNOWN, ByChannel, ByOutput, Errors
 
-Clip = Literal["minmax", "search"]
+Clip = Literal["minmax", "search", "output"]
 
 SMALLEST_SCALE = 2.0**-24  # smallest positive float16
 _CHUNK = 1 << 17  # weights searched at once: the temporaries stay in the cache
+_PRODUCT_ROWS = 256  # at least at once for products with blocks of a Gram matrix
 _SHRINKS = {2: 24, 3: 24, 4: 20, 5: 14, 6: 10, 8: 6}
 _NARROWEST = {2: 0.30, 3: 0.45, 4: 0.60, 5: 0.70, 6: 0.80, 8: 0.90}
 
@@ -105,6 +107,7 @@ def fit(
     *,
     clip: Clip = "search",
     importance: Tensor | None = None,
+    gram: Tensor | None = None,
     scale_dtype: torch.dtype = torch.float16,
     order: Tensor | None = None,
 ) -> IntegerGrid:
@@ -112,24 +115,34 @@ def fit(
 
     minmax: the range covers every weight. search: the range that loses least squared error, each input channel
     weighted by importance [in] (the diagonal of its Gram matrix), then the least-squares scale for the codes it gives;
-    the min-max range is a candidate, so a search never does worse on what it minimises. order [in]: groups are formed
-    of channels in this order instead of the stored one.
+    the min-max range is a candidate, so a search never does worse on what it minimises. output: the same search, for
+    the least error of the group's part of the output (as AWQ clips, arXiv:2306.00978), exact over all
+    tokens by the diagonal blocks of gram [in, in], the Gram matrix of the inputs; importance is not looked at.
+    order [in]: groups are formed of channels in this order instead of the stored one. Raises TypeError for output
+    without gram.
     """
     if order is not None:
         permuted = None if importance is None else importance[order]
-        grid = fit(weight[:, order], spec, clip=clip, importance=permuted, scale_dtype=scale_dtype)
+        moved = None if gram is None else gram[order][:, order]
+        grid = fit(weight[:, order], spec, clip=clip, importance=permuted, gram=moved, scale_dtype=scale_dtype)
         index = torch.empty_like(grid.group_index)
         index[order] = grid.group_index
         return replace(grid, group_index=index)
     rows, width = weight.shape
     group = spec.width(width)
-    weigh = torch.ones(width, device=weight.device) if importance is None else importance.to(torch.float32)
-    weigh = _positive(weigh).view(1, -1, group)
     per_chunk = max(1, _CHUNK // width)
+    errors: Errors
+    if clip == "output":
+        if gram is None:
+            raise TypeError("the error of outputs is measured by the Gram matrix of the inputs")
+        errors, per_chunk = ByOutput.of(gram, group), max(_PRODUCT_ROWS, per_chunk)
+    else:
+        weigh = torch.ones(width, device=weight.device) if importance is None else importance.to(torch.float32)
+        errors = ByChannel(_positive(weigh).view(1, -1, group))
     scales, zeros = [], []
     for start in range(0, rows, per_chunk):
         block = weight[start : start + per_chunk].reshape(-1, width // group, group)
-        chosen = (_fit_symmetric if spec.symmetric else _fit_asymmetric)(block, weigh, spec, clip, scale_dtype)
+        chosen = (_fit_symmetric if spec.symmetric else _fit_asymmetric)(block, errors, spec, clip, scale_dtype)
         scales.append(chosen[0])
         zeros.append(chosen[1])
     index = natural_groups(spec, width).to(weight.device)
@@ -139,21 +152,20 @@ def fit(
 def _positive(weigh: Tensor) -> Tensor:
     """Channels that were never active still count a little, so that their weights keep a sensible scale."""
     mean = weigh.mean()
-    return torch.ones_like(weigh) if mean <= 0 else weigh + 1e-3 * mean
+    return torch.ones_like(weigh) if mean <= 0 else weigh + UNKNOWN * mean
 
 
-def _loss(block: Tensor, weigh: Tensor, scale: Tensor, zero: Tensor, spec: GridSpec) -> tuple[Tensor, Tensor]:
-    """Weighted squared error [rows, groups] of rounding block [rows, groups, group], and the centred codes."""
+def _loss(block: Tensor, errors: Errors, scale: Tensor, zero: Tensor, spec: GridSpec) -> tuple[Tensor, Tensor]:
+    """Squared error [rows, groups] of rounding block [rows, groups, group], and the centred codes."""
     scale, zero = scale.unsqueeze(-1), zero.unsqueeze(-1)
     centred = (block / scale).add_(zero).round_().clamp_(0, spec.levels - 1).sub_(zero)
-    return ((centred * scale).sub_(block).square_().mul_(weigh)).sum(-1), centred
+    return errors.squared((centred * scale).sub_(block)), centred
 
 
-def _refit(block: Tensor, weigh: Tensor, centred: Tensor, scale: Tensor) -> Tensor:
+def _refit(block: Tensor, errors: Errors, centred: Tensor, scale: Tensor) -> Tensor:
     """Least-squares scale for fixed centred codes; the old one where all codes are zero."""
-    weighted = centred * weigh
-    square = (weighted * centred).sum(-1)
-    return torch.where(square > 0, (weighted * block).sum(-1) / square.clamp_min(1e-30), scale)
+    linear, square = errors.products(centred, block)
+    return torch.where(square > 0, linear / square.clamp_min(1e-30), scale)
 
 
 def _shrinks(spec: GridSpec) -> list[float]:
@@ -164,14 +176,14 @@ def _shrinks(spec: GridSpec) -> list[float]:
 class _Best:
     """Keeps per group the candidate of least loss; ties keep the earlier (wider) one."""
 
-    def __init__(self, block: Tensor, weigh: Tensor, spec: GridSpec, dtype: torch.dtype, scale: Tensor, zero: Tensor):
-        self.block, self.weigh, self.spec, self.dtype = block, weigh, spec, dtype
+    def __init__(self, block: Tensor, errors: Errors, spec: GridSpec, dtype: torch.dtype, scale: Tensor, zero: Tensor):
+        self.block, self.errors, self.spec, self.dtype = block, errors, spec, dtype
         self.scale, self.zero = storable(scale, dtype), zero
-        self.loss, self.centred = _loss(block, weigh, self.scale, zero, spec)
+        self.loss, self.centred = _loss(block, errors, self.scale, zero, spec)
 
     def offer(self, scale: Tensor, zero: Tensor) -> None:
         scale = storable(scale, self.dtype)
-        loss, centred = _loss(self.block, self.weigh, scale, zero, self.spec)
+        loss, centred = _loss(self.block, self.errors, scale, zero, self.spec)
         better = loss < self.loss
         self.loss = torch.where(better, loss, self.loss)
         self.scale = torch.where(better, scale, self.scale)
@@ -180,11 +192,11 @@ class _Best:
 
     def refit(self, times: int) -> None:
         for _ in range(times):
-            self.offer(_refit(self.block, self.weigh, self.centred, self.scale), self.zero)
+            self.offer(_refit(self.block, self.errors, self.centred, self.scale), self.zero)
 
 
 def _fit_symmetric(
-    block: Tensor, weigh: Tensor, spec: GridSpec, clip: Clip, dtype: torch.dtype
+    block: Tensor, errors: Errors, spec: GridSpec, clip: Clip, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     low, high = block.amin(-1), block.amax(-1)
     largest = torch.maximum(-low, high)
@@ -192,7 +204,7 @@ def _fit_symmetric(
     middle = torch.full_like(largest, float(spec.middle))
     if clip == "minmax":
         return storable(largest * (2 / (spec.levels - 1)), dtype), middle
-    best = _Best(block, weigh, spec, dtype, largest * (2 / (spec.levels - 1)), middle)
+    best = _Best(block, errors, spec, dtype, largest * (2 / (spec.levels - 1)), middle)
     full = sign * largest / spec.middle
     for shrink in (spec.middle / max(spec.middle - 1, 1), 1.0, *_shrinks(spec)):
         best.offer(full * shrink, middle)
@@ -201,7 +213,7 @@ def _fit_symmetric(
 
 
 def _fit_asymmetric(
-    block: Tensor, weigh: Tensor, spec: GridSpec, clip: Clip, dtype: torch.dtype
+    block: Tensor, errors: Errors, spec: GridSpec, clip: Clip, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     low, high = block.amin(-1).clamp_max(0), block.amax(-1).clamp_min(0)  # the range contains zero
     top = spec.levels - 1
@@ -213,7 +225,7 @@ def _fit_asymmetric(
     scale, zero = candidate(1.0, 1.0)
     if clip == "minmax":
         return scale, zero
-    best = _Best(block, weigh, spec, dtype, scale, zero)
+    best = _Best(block, errors, spec, dtype, scale, zero)
     for shrink in _shrinks(spec):
         best.offer(*candidate(shrink, shrink))
     for step in (-1.0, 1.0):

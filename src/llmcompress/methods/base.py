@@ -84,7 +84,6 @@ class Method(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     name: ClassVar[str]
     summary: ClassVar[str]
-    needs_calibration: ClassVar[bool]
 
     bits: Literal[2, 3, 4, 5, 6, 8] = Field(4, description="bits per weight")
     group_size: int | None = Field(
@@ -93,8 +92,10 @@ class Method(BaseModel):
         description="input channels per scale; -1: one scale per row; default 128, or 64 or 32 where that divides",
     )
     sym: bool = Field(True, description="symmetric grid: every zero point is the middle code")
-    clip: Literal["search", "minmax"] = Field(
-        "search", description="range of a group: searched for least squared error, or to cover every weight"
+    clip: Literal["search", "output", "minmax"] = Field(
+        "search",
+        description="range of a group: searched for least squared error, or for least error of its output on "
+        "calibration inputs (slower), or to cover every weight",
     )
     gguf: GgufTypes | None = Field(None, description="types of GGUF in place of bits and groups")
     set: dict[str, dict[str, Plain]] = Field(
@@ -115,6 +116,16 @@ class Method(BaseModel):
     def search(self) -> Literal["compat", "fast", "best"]:
         """How the scales of a block type are found."""
         return "best" if self.gguf is None else self.gguf.search
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether `solve` needs the Gram matrix of its inputs."""
+        return True
+
+    @property
+    def inverts(self) -> bool:
+        """Whether `solve` inverts the Gram matrix of its inputs, for which it needs several of that size."""
+        return self.needs_calibration
 
     @property
     def permutes_groups(self) -> bool:

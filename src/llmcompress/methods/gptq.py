@@ -21,7 +21,6 @@ class Gptq(Method):
     summary: ClassVar[str] = (
         "GPTQ: error feedback over the columns, with a clip search and descent on codes and scales."
     )
-    needs_calibration: ClassVar[bool] = True
 
     percdamp: float = Field(0.01, gt=0, lt=1, description="added to the Hessian's diagonal, as a share of its mean")
     actorder: Literal["static", "group", "none"] = Field(
@@ -93,7 +92,8 @@ class Gptq(Method):
             if isinstance(spec, BlockSpec):
                 return encode(part, spec, self.search, cost).grid
             groups = order if self.permutes_groups else None
-            return fit(part, spec, clip=self.clip, importance=cost, scale_dtype=scale_dtype, order=groups)
+            gram = refiner.hessian if self.clip == "output" else None
+            return fit(part, spec, clip=self.clip, importance=cost, gram=gram, scale_dtype=scale_dtype, order=groups)
 
         def rows(part: torch.Tensor) -> Coded:
             coded = gptq_codes(part, fitted(part), factor, order, self.block_size)

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from llmcompress.validate import awq
 from llmcompress.validate.directory import HEADS, Directory
 from llmcompress.validate.matrices import quantised_modules, scheme_of
 from llmcompress.validate.stored import Tensor, read_json
@@ -20,13 +21,13 @@ def config_wrongs(directory: Directory) -> list[str]:
         absent = [name for name in recorded if f"{name}.weight" not in directory.tensors]
         return [f"report.json speaks of {name}, which has no weight" for name in absent]
     settings = directory.config["quantization_config"]
-    wrong = (_gptq_wrongs if directory.form == "gptq" else _packed_wrongs)(directory, settings)
+    wrong = {"gptq": _gptq_wrongs, "awq": _awq_wrongs, "compressed-tensors": _packed_wrongs}[directory.form](
+        directory, settings
+    )
     if wrong:
         return wrong  # what follows reads the keys that are missing
     coded = set(quantised_modules(directory.tensors, directory.form))
-    plain = {
-        name.removesuffix(".weight") for name, tensor in directory.tensors.items() if _plain_matrix(tensor)
-    } - coded
+    plain = _plain_matrices(directory) - coded
     for module in sorted(coded):
         scheme = scheme_of(module, directory.config)
         if scheme is None:
@@ -40,6 +41,10 @@ def config_wrongs(directory: Directory) -> list[str]:
     ]
     wrong += [f"{name} is in report.json and is not quantised" for name in sorted(recorded.keys() - coded)]
     return wrong
+
+
+def _plain_matrices(directory: Directory) -> set[str]:
+    return {name.removesuffix(".weight") for name, tensor in directory.tensors.items() if _plain_matrix(tensor)}
 
 
 def _plain_matrix(tensor: Tensor) -> bool:
@@ -73,6 +78,10 @@ def _gptq_wrongs(directory: Directory, settings: Mapping[str, Any]) -> list[str]
     if listed is None and any(rule.startswith("-:") for rule in settings.get("dynamic") or {}):
         wrong.append("modules are skipped by `dynamic`, and modules_in_block_to_quantize is missing")
     return wrong
+
+
+def _awq_wrongs(directory: Directory, settings: Mapping[str, Any]) -> list[str]:
+    return awq.config_wrongs(settings, _plain_matrices(directory) | set(quantised_modules(directory.tensors, "awq")))
 
 
 def _packed_wrongs(directory: Directory, settings: Mapping[str, Any]) -> list[str]:

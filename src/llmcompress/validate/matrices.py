@@ -6,16 +6,18 @@ A second reader: imports nothing that takes part in writing (formats, packing, g
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
+from llmcompress.validate.awq import nibbles, skipped
 from llmcompress.validate.stored import Array, DamageError, Tensor, unpack, words_for
 
 _BLOCK = 1 << 22  # weights decoded at once
 
 PARTS = {
     "gptq": ("qweight", "qzeros", "scales", "g_idx"),
+    "awq": ("qweight", "qzeros", "scales"),
     "compressed-tensors": ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point"),
 }
 
@@ -37,7 +39,10 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A quantised matrix: scale and zero [out, groups] float32, index [in] the group of each input, words of codes."""
+    """A quantised matrix: scale and zero [out, groups] float32, index [in] the group of each input, words of codes.
+
+    layout: how codes lie in the words: streams along the inputs, of an output per row or column, or eight outputs each.
+    """
 
     module: str
     scheme: Scheme
@@ -47,11 +52,16 @@ class Matrix:
     zero: Array
     index: Array
     words: Tensor
-    along_rows: bool
+    layout: Literal["rows", "columns", "awq"]
 
     def codes(self, rows: slice) -> tuple[Array, bool]:
         """Codes uint8 [rows, in], and whether their padding is zero."""
-        part = self.words.array()[rows] if self.along_rows else self.words.array()[:, rows].T
+        words = self.words.array()
+        if self.layout == "awq":
+            first = rows.start // 8
+            wide = nibbles(words[:, first : -(-rows.stop // 8)])
+            return wide[:, rows.start - 8 * first : rows.stop - 8 * first].T, True
+        part = words[rows] if self.layout == "rows" else words[:, rows].T
         return unpack(part, self.scheme.bits, self.width)
 
     def decode(self, rows: slice) -> Array:
@@ -90,7 +100,8 @@ def quantised_modules(tensors: Mapping[str, Tensor], form: str) -> dict[str, set
 def scheme_of(module: str, config: Mapping[str, Any]) -> Scheme | None:
     """What config.json says of a linear: how it is quantised, or None for not at all."""
     settings = config["quantization_config"]
-    return (_gptq_scheme if settings["quant_method"] == "gptq" else _packed_scheme)(module, settings)
+    schemes = {"gptq": _gptq_scheme, "awq": _awq_scheme, "compressed-tensors": _packed_scheme}
+    return schemes[settings["quant_method"]](module, settings)
 
 
 def read_matrix(module: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> tuple[Matrix, list[str]]:
@@ -98,8 +109,9 @@ def read_matrix(module: str, tensors: Mapping[str, Tensor], config: Mapping[str,
     scheme = scheme_of(module, config)
     if scheme is None:
         raise DamageError(f"{module} is quantised, and config.json says that it is not")
-    read = _read_gptq if config["quantization_config"]["quant_method"] == "gptq" else _read_packed
-    matrix, wrong = read(module, scheme, tensors, config["quantization_config"])
+    settings = config["quantization_config"]
+    readers = {"gptq": _read_gptq, "awq": _read_awq, "compressed-tensors": _read_packed}
+    matrix, wrong = readers[settings["quant_method"]](module, scheme, tensors, settings)
     if not np.isfinite(matrix.scale).all():
         wrong.append(f"{module} has scales that are not finite")
     if not matrix.scale.all():
@@ -123,6 +135,12 @@ def _gptq_scheme(module: str, settings: Mapping[str, Any]) -> Scheme | None:
         return None
     order = bool(settings.get("desc_act"))
     return Scheme(int(merged["bits"]), int(merged["group_size"]), bool(merged["sym"]), order)
+
+
+def _awq_scheme(module: str, settings: Mapping[str, Any]) -> Scheme | None:
+    if True in skipped(module, settings):
+        return None
+    return Scheme(int(settings["bits"]), int(settings["group_size"]), not settings["zero_point"])
 
 
 def _packed_scheme(module: str, settings: Mapping[str, Any]) -> Scheme | None:
@@ -184,7 +202,24 @@ def _read_gptq(
     if settings["checkpoint_format"] == "gptq":
         zero = (zero + 1) % (1 << scheme.bits)
     scale = np.ascontiguousarray(scales.floats().T)
-    return Matrix(module, scheme, rows, width, scale, zero, index, words, along_rows=False), wrong
+    return Matrix(module, scheme, rows, width, scale, zero, index, words, "columns"), wrong
+
+
+def _read_awq(
+    module: str, scheme: Scheme, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
+) -> tuple[Matrix, list[str]]:
+    words, zeros, scales = (tensors[f"{module}.{part}"] for part in PARTS["awq"])
+    if len(words.shape) != 2 or scheme.bits != 4:
+        raise DamageError(f"{module} has a qweight of the wrong number of dimensions, or no 4 bits")
+    width, rows = words.shape[0], 8 * words.shape[1]
+    groups = _groups(module, scheme, width)
+    _shaped(words, ("I32",), (width, rows // 8))
+    _shaped(zeros, ("I32",), (groups, rows // 8))
+    _shaped(scales, ("F16",), (groups, rows))
+    zero = nibbles(zeros.array()).astype(np.float32).T
+    scale = np.ascontiguousarray(scales.floats().T)
+    index = np.arange(width) // (width // groups)
+    return Matrix(module, scheme, rows, width, scale, zero, index, words, "awq"), []
 
 
 def _read_packed(
@@ -211,4 +246,4 @@ def _read_packed(
         if not clean:
             wrong.append(f"{stored.name} has padding bits that are not zero")
     index = np.arange(width) // (width // groups)
-    return Matrix(module, scheme, rows, width, scales.floats(), zero, index, words, along_rows=True), wrong
+    return Matrix(module, scheme, rows, width, scales.floats(), zero, index, words, "rows"), wrong

@@ -112,6 +112,24 @@ class Asymmetric(Fact):
 
 
 @dataclass(frozen=True)
+class Symmetric(Fact):
+    """Types of weights of which symmetric grids are taken, in groups; of others, asymmetric ones alone."""
+
+    dtypes: tuple[str, ...] = ()
+
+    def violations(self, case: Case) -> list[Violation]:
+        names = tuple(
+            entry.module
+            for entry, grid in quantised(case.entries)
+            if grid.symmetric and (grid.group_size == PER_ROW or entry.source.dtype not in self.dtypes)
+        )
+        if not names:
+            return []
+        changes = {name: {"sym": False} for name in names}
+        return [Violation(self.why, names, "use --asym", changes, "make the grid asymmetric")]
+
+
+@dataclass(frozen=True)
 class Groups(Fact):
     """Group sizes that are taken (None: all), whether one scale per row is, and that no group spans two devices."""
 

@@ -12,6 +12,7 @@ from llmcompress.engine.targets.facts import (
     Multiples,
     NaturalOrder,
     OneScheme,
+    Symmetric,
     Unread,
     Words,
 )
@@ -43,6 +44,24 @@ _MARLIN_SHAPES = (
     Multiples(64, 128, why="its Marlin kernels take multiples of 64 outputs and 128 inputs"),
     Multiples(64, 64, experts=True, why="its Marlin kernels take multiples of 64 outputs and 64 inputs of an expert"),
 )
+_AWQ_GROUPS = Groups(
+    (32, 64, 128), why="GPTQModel's kernels for awq take groups of 32, 64 or 128, or one scale per row"
+)
+_AWQ_BITS = Bits((4,), why="awq has 4 bits")
+_AWQ = (
+    _AWQ_BITS,
+    _MARLIN_GROUPS,
+    Symmetric(
+        ("F16", "F32"),
+        why="its Marlin kernels take asymmetric grids of awq, and its other ones no bfloat16 and no scale per row",
+    ),
+    _FUSED,
+    Words(zeros=True, why="codes and zero points must fill whole 32-bit words"),
+)
+_LOST_EXPERTS = Unread(
+    lambda entry: experts_of(entry.module) is not None,
+    why="it leaves quantised experts at random values, without an error",
+)
 
 _TRANSFORMERS = Target(
     "transformers",
@@ -67,15 +86,23 @@ _TRANSFORMERS = Target(
                 lambda entry: entry.module.rpartition(".")[2] in HEADS,
                 why="it leaves a quantised head at random values, without an error",
             ),
-            Unread(
-                lambda entry: experts_of(entry.module) is not None,
-                why="it leaves quantised experts at random values, without an error",
-            ),
+            _LOST_EXPERTS,
             Unread(lambda entry: entry.transposed, why="it has no place for codes of a Conv1D"),
             Multiples(32, 1, why="on a CPU it takes multiples of 32 outputs, as one kernel serves all modules"),
         ),
+        "awq": (_AWQ_BITS, _AWQ_GROUPS, _LOST_EXPERTS),
         "dense": (),
     },
+)
+_RENAMED = (  # it goes by the names that transformers gives to modules
+    Unread(
+        lambda entry: entry.module.endswith(".gate_up_proj"),
+        why="it splits a joined gate_up_proj and finds no codes for the parts",
+    ),
+    Unread(
+        lambda entry: ".block_sparse_moe.experts." in entry.module,
+        why="it renames experts of a block_sparse_moe and finds no codes for them",
+    ),
 )
 _GPTQMODEL = Target(
     "gptqmodel",
@@ -88,21 +115,14 @@ _GPTQMODEL = Target(
                 (16, 32, 64, 128, 256, 512, 1024),
                 why="its kernels take groups of the powers of two from 16 to 1024, or one scale per row",
             ),
-            # it goes by the names that transformers gives to modules
-            Unread(
-                lambda entry: entry.module.endswith(".gate_up_proj"),
-                why="it splits a joined gate_up_proj and finds no codes for the parts",
-            ),
-            Unread(
-                lambda entry: ".block_sparse_moe.experts." in entry.module,
-                why="it renames experts of a block_sparse_moe and finds no codes for them",
-            ),
+            *_RENAMED,
             Unread(
                 lambda entry: entry.module == "embed_out",
                 quantised=False,
                 why="it does not find a head called embed_out and leaves it at random values, without an error",
             ),
         ),
+        "awq": (_AWQ_BITS, _AWQ_GROUPS, *_RENAMED),
         "dense": (),
     },
 )
@@ -126,6 +146,7 @@ _VLLM = Target(
             _FUSED,
             Words(zeros=True, why="codes and zero points must fill whole 32-bit words"),
         ),
+        "awq": _AWQ,
         "dense": (),
     },
     tensor_parallel=True,
@@ -149,6 +170,7 @@ _SGLANG = Target(
             _FUSED,
             *_MARLIN_SHAPES,
         ),
+        "awq": _AWQ,
         "dense": (),
     },
     tensor_parallel=True,
