@@ -58,7 +58,7 @@ def given_importance(recipe: Recipe, step: Method, model: "GgufModel | None", le
         return None
     if step.gguf is None or model is None:
         raise PlanError("an importance matrix is for types of GGUF only", "give types by gguf:, or leave imatrix out")
-    if step.needs_calibration:
+    if step.calibrated:
         raise PlanError(
             f"{step.name} measures its inputs itself and has no use for an importance matrix",
             "leave imatrix out, or use rtn",

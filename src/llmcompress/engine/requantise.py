@@ -70,7 +70,7 @@ def file_model(headers: GgufHeaders, step: Method, output: Output, ledger: Ledge
 
 
 def _refuse(headers: GgufHeaders, step: Method, output: Output) -> None:
-    if step.needs_calibration:
+    if step.calibrated:
         raise PlanError(f"{headers.path} is a GGUF file, which {step.name} cannot run text through", _HINT)
     if output.modelfile or output.pre is not None:
         option = "a Modelfile" if output.modelfile else "the name of a pre-tokenizer"

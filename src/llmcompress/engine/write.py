@@ -97,7 +97,7 @@ def _title(plan: Plan) -> str:
     named = str(plan.headers.config.get("_name_or_path") or "").rpartition("/")[2]
     architectures = plan.headers.config.get("architectures")
     first = architectures[0] if isinstance(architectures, list) and architectures else plan.headers.config["model_type"]
-    kind = f"w{plan.step.bits}" if plan.step.gguf is None else plan.step.gguf.type
+    kind = plan.step.label if plan.step.gguf is None else plan.step.gguf.type
     return f"{one_line(str(named or first))} {plan.step.name} {kind} ({plan.format.name})"
 
 

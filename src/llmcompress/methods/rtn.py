@@ -20,7 +20,7 @@ class Rtn(Method):
     def solve(self, weight: "Tensor", stats: Statistics, scale_dtype: "torch.dtype") -> Solved:
         from llmcompress.grids.coded import Coded
         from llmcompress.grids.encoders import encode
-        from llmcompress.grids.integer import fit
+        from llmcompress.grids.fitting import fit
 
         spec = self.grid
         if isinstance(spec, BlockSpec):

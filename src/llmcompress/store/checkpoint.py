@@ -9,6 +9,7 @@ from torch import Tensor
 
 from llmcompress.errors import EXIT_FAILED, CheckpointError
 from llmcompress.grids.coded import Coded
+from llmcompress.grids.inputs import InputGrid
 from llmcompress.store.headers import ModelHeaders, read_headers
 
 DTYPES = {
@@ -44,6 +45,10 @@ class Checkpoint:
 
     def coded(self, module: str) -> Coded | None:
         """Codes of a matrix that is stored as such, by its module; None for any other."""
+        return None
+
+    def inputs(self, module: str) -> InputGrid | None:
+        """How the inputs of a matrix are rounded while the model runs, by its module; None for not at all."""
         return None
 
     def read(self, name: str) -> Tensor:
