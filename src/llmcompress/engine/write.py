@@ -64,6 +64,7 @@ def card_facts(plan: Plan, result: dict[str, Any]) -> dict[str, Any]:
         "source_readme": _beginning(readme) if readme.is_file() else "",
         "grids": dict(sorted(Counter(item["grid"] for item in linears).items())),
         "bits": sorted({entry.grid.bits for entry in plan.entries if isinstance(entry.grid, GridSpec)}),
+        "inputs": 8 if any(entry.inputs is not None for entry in plan.entries) else 16,
         "methods": list(dict.fromkeys(item["method"] for item in linears)),
         "figures": {
             "bytes of weights": f"{cost.output_bytes:,}",

@@ -8,12 +8,12 @@ What is proved, in words:
 - finite, matrices: every value is finite; scales are finite and not zero, padding bits are zero, zero points are the
   middle where the grid is symmetric, group indices are in range, shapes are those of the grid. A decoded value then
   lies on its group's grid, since scale * (code - zero point) is how it is made. Decoded weights (`dense`) have at most
-  2^bits values in a group.
+  2^bits values in a group. Fixed scales of inputs are positive, and the same for linears that engines run as one.
 - source: every tensor of the source is there byte for byte, or quantised, or a tied head left out; nothing else is.
 - bound: of every matrix, the relative error ||W - W'|| / ||W|| (Frobenius) is the one that report.json recorded, to
   0.1%, and below 1, which is what zeroing the matrix would give. Decoded weights are rounded once more to their stored
   type, which may add or hide as much as the rounding can be. For method rtn, element by element,
-  |w - w'| <= |scale| / 2 + what lies outside the range of the grid, since rounding takes the nearest code.
+  |w - w'| <= half a step + what lies outside the range of the grid, since rounding takes the nearest code.
 """
 
 import re
@@ -25,15 +25,9 @@ from typing import Any
 import numpy as np
 
 from llmcompress.errors import LlmcompressError
-from llmcompress.validate.matrices import (
-    PARTS,
-    Matrix,
-    format_of,
-    quantised_modules,
-    read_matrix,
-    scheme_of,
-)
-from llmcompress.validate.stored import Array, DamageError, Tensor, read_json, read_tensors
+from llmcompress.validate.matrices import Matrix, quantised_modules, read_matrix
+from llmcompress.validate.schemes import FLOATS, INTEGERS, PACKED, PARTS, format_of, missing_parts, scheme_of
+from llmcompress.validate.stored import DamageError, Tensor, read_json, read_tensors
 
 AGREEMENT = 1e-3  # relative difference between a recorded and a measured error
 _ROUNDING = {"BF16": 2.0**-8, "F16": 2.0**-11, "F32": 2.0**-24, "F64": 2.0**-53}
@@ -41,7 +35,7 @@ _CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")  # store ma
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _HEADS = {"lm_head", "embed_out"}
 _ROWS = 512  # of a matrix, compared at once
-_GRID = re.compile(r"int(\d)-(?:row|g(\d+))-(?:sym|asym)")
+_GRID = re.compile(r"int(\d)-(?:row|g(\d+))-(?:sym|asym)|fp8-row")
 
 # what settings of types and sizes that no writer gives them lead to
 _MISFITS = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError, re.error)
@@ -107,6 +101,7 @@ def verify(out: Path, source: Path | None = None) -> list[Check]:
     wrong = _read_all(directory, matrices)
     if form == "dense":
         wrong += guarded_list(lambda: _too_many_values(directory))
+    wrong += _unlike_scales(matrices)
     checks.append(summary("matrices", wrong, f"{len(matrices) or len(directory.records)} on their grids"))
     checks.append(_fused(directory, matrices))
     if source is not None:
@@ -173,11 +168,10 @@ def _read_all(directory: _Directory, matrices: dict[str, Matrix]) -> list[str]:
     """Decode every quantised matrix into `matrices`; what is wrong with them."""
     wrong: list[str] = []
     for module, parts in quantised_modules(directory.tensors, directory.form).items():
-        if missing := set(PARTS[directory.form]) - parts - {"weight_zero_point"}:
-            wrong.append(f"{module} has no {', '.join(sorted(missing))}")
-            continue
 
-        def look(module: str = module) -> list[str]:
+        def look(module: str = module, parts: set[str] = parts) -> list[str]:
+            if missing := missing_parts(module, parts, directory.config):
+                return [f"{module} has no {', '.join(missing)}"]
             matrices[module], found = read_matrix(module, directory.tensors, directory.config)
             return found
 
@@ -204,6 +198,8 @@ def _config_wrongs(directory: _Directory) -> list[str]:
             wrong.append(f"{module} is quantised, and config.json says that it is not")
         elif recorded and recorded.get(module) != scheme.name:
             wrong.append(f"{module} is {scheme.name} by config.json, {recorded.get(module)} by report.json")
+        elif recorded and directory.records[module].get("inputs") != scheme.inputs:
+            wrong.append(f"{module} has inputs of {scheme.inputs} by config.json, not by report.json")
     wrong += [
         f"{module} is not quantised, and config.json says that it is"
         for module in sorted(plain)
@@ -252,8 +248,10 @@ def _packed_wrongs(directory: _Directory, settings: Mapping[str, Any]) -> list[s
         return wrong
     if settings["quantization_status"] != "compressed":
         wrong.append(f"quantization_status is {settings['quantization_status']!r}, so loaders ignore the codes")
-    if settings["format"] != "pack-quantized":
-        wrong.append(f"format is {settings['format']!r}")
+    ways = {group.get("format") for group in settings["config_groups"].values()}
+    whole = next(iter(ways)) if len(ways) == 1 else "mixed-precision"
+    if settings["format"] != whole or not ways <= {PACKED, INTEGERS, FLOATS}:
+        wrong.append(f"format is {settings['format']!r}, those of config_groups come to {whole!r}")
     if not settings["config_groups"]:
         wrong.append("config_groups is empty")
     for name, group in settings["config_groups"].items():
@@ -267,6 +265,17 @@ def _packed_wrongs(directory: _Directory, settings: Mapping[str, Any]) -> list[s
     for name in settings["ignore"]:
         if name in coded:
             wrong.append(f"{name} is quantised and in ignore")
+    return wrong
+
+
+def _unlike_scales(matrices: Mapping[str, Matrix]) -> list[str]:
+    """Engines that run linears as one keep one fixed scale of their input, that of whichever they load last."""
+    wrong = []
+    for parent in dict.fromkeys(module.rpartition(".")[0] for module in matrices):
+        for leaves in _FUSED:
+            held = [matrices[name] for leaf in leaves if (name := f"{parent}.{leaf}") in matrices]
+            if len({matrix.input_scale for matrix in held if matrix.input_scale is not None}) > 1:
+                wrong.append(f"{', '.join(matrix.module for matrix in held)} have different scales of one input")
     return wrong
 
 
@@ -307,7 +316,7 @@ def _completeness(directory: _Directory, matrices: Mapping[str, Matrix], origina
     for name, original in originals.items():
         module = name.removesuffix(".weight")
         if module in matrices:
-            accounted |= {f"{module}.{part}" for part in PARTS[directory.form]}
+            accounted |= {f"{module}.{part}" for part in (*PARTS[directory.form], "weight")}
             shape = (matrices[module].rows, matrices[module].width)
             if original.shape not in (shape, shape[::-1]):
                 wrong.append(f"{module} is {shape[0]} x {shape[1]}, in the source {list(original.shape)}")
@@ -353,7 +362,7 @@ def _bound_wrongs(directory: _Directory, matrices: Mapping[str, Matrix], origina
             error += float(np.square(difference).sum())
             norm += float(np.square(theirs.astype(np.float64)).sum())
             if nearest and isinstance(written, Matrix):
-                far += int((difference > _reach(written, part, theirs)).sum())
+                far += int((difference > written.reach(part, theirs)).sum())
         if far:
             wrong.append(f"{module} has {far} values further from the source than rounding takes them")
         stored_as = written.dtype if isinstance(written, Tensor) else None
@@ -367,17 +376,6 @@ def _transposed(directory: _Directory, record: Mapping[str, Any], original: Tens
     if isinstance(written, Matrix) and written.rows != written.width:
         return original.shape != (written.rows, written.width)
     return directory.config.get("model_type") in _CONV1D
-
-
-def _reach(matrix: Matrix, rows: slice, weight: Array) -> Array:
-    """How far rounding to the nearest code can take each weight: half a step, and what the grid does not cover."""
-    scale, zero = matrix.scale[rows], matrix.zero[rows]
-    ends = np.stack([-zero * scale, ((1 << matrix.scheme.bits) - 1 - zero) * scale])
-    low, high = ends.min(0)[:, matrix.index], ends.max(0)[:, matrix.index]
-    step = np.abs(scale)[:, matrix.index]
-    outside = np.maximum(np.maximum(weight - high, low - weight), 0)
-    reach: Array = step / 2 + outside + 1e-4 * step + 1e-6 * np.abs(weight)  # ties decided in float32
-    return reach
 
 
 def _error_wrongs(module: str, record: Mapping[str, Any], error: float, stored_as: str | None) -> list[str]:
@@ -404,7 +402,7 @@ def _too_many_values(directory: _Directory) -> list[str]:
         if tensor is None or found is None:
             continue
         weight = tensor.floats(transposed=_transposed(directory, record, tensor, tensor))
-        size, levels = int(found[2] or weight.shape[1]), 1 << int(found[1])
+        size, levels = int(found[2] or weight.shape[1]), 1 << int(found[1]) if found[1] else 253
         if record.get("permuted", record.get("method") != "rtn"):
             size, levels = weight.shape[1], levels * (weight.shape[1] // size)
         for start in range(0, weight.shape[0], _ROWS):
