@@ -176,7 +176,7 @@ _LLAMA_CPP = Target(
         "compressed-tensors": (
             Bits((2, 4, 8), why="it reads 2, 4 and 8 bits"),
             OneScheme(order=True, why="it takes one config group"),
-            Groups(None, rows=False, why="it needs groups of packed codes"),
+            Groups(None, rows=False, why="it needs groups"),
             ScalesByToken(why="it has no place for a scale of inputs"),
         ),
         "gptq": (
