@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from entries import DENSE, GPTQ, PACKED, W4, matrix, model
 from llmcompress.engine.plan import Options, make_plan
 from llmcompress.engine.targets.check import engine_notes, verdicts, violations
-from llmcompress.engine.targets.facts import Devices
+from llmcompress.engine.targets.input_facts import Devices
 from llmcompress.engine.targets.table import TARGETS
 from llmcompress.errors import PlanError, RecipeError
 from llmcompress.formats.base import Entry, TensorSpec

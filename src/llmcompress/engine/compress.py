@@ -1,6 +1,5 @@
 """One section: statistics stage by stage, each stage on inputs that the stages before it have already changed."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -13,11 +12,11 @@ from llmcompress.engine.collect import ExpertInputs, collect, stages_of
 from llmcompress.engine.forward import Forward
 from llmcompress.engine.plan import MatrixPlan, Plan
 from llmcompress.engine.progress import Progress
+from llmcompress.engine.ranges import input_scale, lend_ranges
 from llmcompress.engine.resources import return_freed_memory
-from llmcompress.errors import RunError
 from llmcompress.grids.base import BlockSpec
 from llmcompress.grids.coded import Coded
-from llmcompress.grids.inputs import InputGrid, static_scale
+from llmcompress.grids.inputs import InputGrid
 from llmcompress.grids.recode import holds_codes, recode
 from llmcompress.ledger import Ledger
 from llmcompress.methods.base import Solved, Statistics
@@ -93,7 +92,7 @@ class Compressor:
                 ledger.note("nonfinite_inputs", first.module, f"{dropped} tokens left out of its statistics")
             if watch is not None and gram is not None:
                 _feed_starved(gram, first, watch, layer, ledger)
-        _lend_ranges(found, needing, ledger)
+        lend_ranges(found, needing, ledger)
         return found
 
     def _recoded(self, plan: MatrixPlan, ledger: Ledger) -> tuple[MatrixPlan, Coded, dict[str, Any]] | None:
@@ -140,7 +139,7 @@ class Compressor:
             stop = start + weight.shape[0]
             part = solved.coded.rows(slice(start, stop))
             if plan.method.fixed_inputs:
-                part = replace(part, input_scale=_input_scale(plan, stats))
+                part = replace(part, input_scale=input_scale(plan, stats))
             record = _record(plan, weight, part, hessian, stats.gram, solved)
             result.append((plan, part.to("cpu"), record))
             start = stop
@@ -160,16 +159,6 @@ def install(layer: nn.Module, plan: MatrixPlan, coded: Coded) -> None:
     weight.data.copy_(value.T if plan.conv1d else value)  # type: ignore[operator]
     if plan.entry.inputs is not None:
         round_inputs(module, InputGrid(plan.entry.inputs, coded.input_scale).to(weight.device))  # type: ignore[arg-type]
-
-
-def _input_scale(plan: MatrixPlan, stats: Statistics) -> Tensor:
-    """The fixed scale [1] of the inputs of a matrix, of its input's range: matrices that read one have the same."""
-    method = plan.method
-    assert plan.entry.inputs is not None
-    if stats.range is None:
-        raise RunError(f"no range of the inputs of {plan.module} was measured")
-    percentile = method.activation_percentile if method.activation_clip == "percentile" else None
-    return static_scale(plan.entry.inputs, stats.range, percentile, DTYPES[plan.entry.source.dtype])
 
 
 def _together(stage: list[MatrixPlan], apart: bool) -> list[list[MatrixPlan]]:
@@ -214,19 +203,6 @@ def _square(rows: Tensor, hessian: Tensor) -> float:
 
 def _significant(value: float) -> float:
     return float(f"{value:.6g}")
-
-
-def _lend_ranges(found: Mapping[str, Statistics], needing: Mapping[str, list[MatrixPlan]], ledger: Ledger) -> None:
-    """Experts that no token was sent to take the range of all others with the same part in the block."""
-    for space, statistics in found.items():
-        seen, plan = statistics.range, needing[space][0]
-        if seen is None or seen.tokens:
-            continue
-        leaf = plan.path.rpartition(".")[2]
-        for other, theirs in found.items():
-            if other != space and theirs.range is not None and needing[other][0].path.endswith(f".{leaf}"):
-                seen.merge(theirs.range)  # type: ignore[arg-type]
-        ledger.note("starved_expert", plan.module, "no tokens: the range of its inputs is that of all experts")
 
 
 def _feed_starved(gram: Gram, plan: MatrixPlan, watch: ExpertInputs, layer: nn.Module, ledger: Ledger) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from llmcompress.formats.base import Entry
 from llmcompress.formats.checks import experts_of, fused, grids, named, quantised
 from llmcompress.formats.schemes import PACKED, kind
-from llmcompress.grids.base import INPUT_SPECS, PER_ROW, GridSpec
+from llmcompress.grids.base import PER_ROW, GridSpec
 from llmcompress.methods.base import DEFAULT_GROUP_SIZES
 
 Changes = Mapping[str, Mapping[str, Any]]
@@ -239,7 +239,7 @@ class Alike(Fact):
         for name, members in fused(case.entries).items():
             if len({(entry.grid, entry.inputs, entry.permuted) for entry in members}) > 1:
                 leaf = name.rpartition(".")[2]
-                kinds = " and ".join(dict.fromkeys(_scheme(entry) for entry in members))
+                kinds = " and ".join(dict.fromkeys(scheme_name(entry) for entry in members))
                 what = f"it runs {leaf} as one, and its parts would have {kinds}"
                 mending, changes = self._mended(members)
                 found.setdefault((what, mending), {}).update(changes)
@@ -254,10 +254,10 @@ class Alike(Fact):
         best, _ = max(coded, key=lambda pair: _richness(pair[1]))
         static = len({entry.permuted for entry in members}) > 1
         changes = {entry.module: _towards(best, entry, static) for entry in members}
-        return f"give all parts {_scheme(best)}", {module: change for module, change in changes.items() if change}
+        return f"give all parts {scheme_name(best)}", {module: change for module, change in changes.items() if change}
 
 
-def _scheme(entry: Entry) -> str:
+def scheme_name(entry: Entry) -> str:
     """The grid of a matrix, and what becomes of its inputs."""
     grid = entry.grid.name if entry.grid else "16 bits"
     return grid if entry.inputs is None else f"{grid} with {entry.inputs.name} inputs"
@@ -298,7 +298,7 @@ class OneScheme(Fact):
         kinds: dict[tuple[str, bool], list[str]] = {}
         for entry, _ in quantised(case.entries):
             ordered = self.order and bool(entry.options.get("act_order", False))
-            kinds.setdefault((_scheme(entry), ordered), []).append(entry.module)
+            kinds.setdefault((scheme_name(entry), ordered), []).append(entry.module)
         if len(kinds) < 2:
             return []
         common, *others = sorted(kinds.items(), key=lambda item: -len(item[1]))
@@ -318,45 +318,3 @@ class Unread(Fact):
         looked = [entry for entry in case.entries if entry.grid is not None or not self.quantised]
         names = tuple(entry.module for entry in looked if self.which(entry))
         return [Violation(self.why, names)] if names else []
-
-
-@dataclass(frozen=True)
-class RoundedInputs(Fact):
-    """Ways to store weights (`formats.schemes`) that are multiplied by rounded inputs."""
-
-    kinds: tuple[str, ...]
-
-    def violations(self, case: Case) -> list[Violation]:
-        wrong = [
-            entry
-            for entry, grid in quantised(case.entries)
-            if entry.inputs is not None and kind(grid, entry.inputs) not in self.kinds
-        ]
-        if not wrong:
-            return []
-        names = tuple(entry.module for entry in wrong)
-        changes = {name: {"activations": "none"} for name in names}
-        what = f"{self.why}, not {_scheme(wrong[0])}"
-        return [Violation(what, names, "use --activations none", changes, "leave inputs as they are")]
-
-
-@dataclass(frozen=True)
-class ScalesByToken(Fact):
-    """Inputs have no fixed scale."""
-
-    def violations(self, case: Case) -> list[Violation]:
-        fixed = {e.module: e.inputs for e in case.entries if e.inputs is not None and not e.inputs.dynamic}
-        if not fixed:
-            return []
-        other = {spec.type: name for name, spec in INPUT_SPECS.items() if spec.dynamic}
-        changes = {name: {"activations": other[spec.type]} for name, spec in fixed.items()}
-        new = next(iter(changes.values()))["activations"]
-        return [Violation(self.why, tuple(fixed), f"use --activations {new}", changes, f"use {new}")]
-
-
-@dataclass(frozen=True)
-class Devices(Fact):
-    """Which devices run a scheme: to be known, but nothing that a checkpoint could break."""
-
-    def violations(self, case: Case) -> list[Violation]:
-        return []

@@ -7,17 +7,15 @@ from llmcompress.engine.targets.facts import (
     Alike,
     Asymmetric,
     Bits,
-    Devices,
     Fact,
     Groups,
     Multiples,
     NaturalOrder,
     OneScheme,
-    RoundedInputs,
-    ScalesByToken,
     Unread,
     Words,
 )
+from llmcompress.engine.targets.input_facts import Devices, RoundedInputs, ScalesByToken
 from llmcompress.formats.checks import HEADS, experts_of
 from llmcompress.formats.schemes import FLOATS, INTEGERS
 
