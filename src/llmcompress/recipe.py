@@ -117,6 +117,8 @@ def build(model: type[BaseModel], options: dict[str, Any], where: str) -> Any:
         if first["type"] == "extra_forbidden":
             raise RecipeError(f"unknown option {key!r} in {where}", suggest(key, list(model.model_fields))) from None
         message = first["msg"][:1].lower() + first["msg"][1:]
+        if not key:  # of options that contradict each other
+            raise RecipeError(f"{where}: {message.removeprefix('value error, ')}") from None
         raise RecipeError(f"{where}: {key} = {_shown.repr(first['input'])}: {message}") from None
     except TypeError as error:
         raise RecipeError(f"{where}: {error}") from None

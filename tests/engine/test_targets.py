@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from entries import AWQ, DENSE, GPTQ, PACKED, W4, matrix, model
 from llmcompress.engine.plan import Options, make_plan
 from llmcompress.engine.targets.check import engine_notes, verdicts, violations
+from llmcompress.engine.targets.input_facts import Devices
 from llmcompress.engine.targets.table import TARGETS
 from llmcompress.errors import PlanError, RecipeError
 from llmcompress.formats.base import Entry, TensorSpec
@@ -87,7 +88,11 @@ def recipe(format_="compressed-tensors", method="gptq", **options):
 
 def matrices(plan):
     """What a plan makes of each matrix, and in which format."""
-    found = {m.module: (m.entry.grid, m.entry.permuted, m.method.name) for layer in plan.layers for m in layer}
+    found = {
+        m.module: (m.entry.grid, m.entry.inputs, m.entry.permuted, m.method.name)
+        for layer in plan.layers
+        for m in layer
+    }
     return plan.format.name, found
 
 
@@ -97,6 +102,7 @@ def planned(made, model, out, **options):
 
 # --- plans that pass ---
 
+W8A8 = {"bits": 8, "group_size": -1, "activations": "int8-token"}
 PASSING = {
     "the default": ("vllm sglang transformers llama.cpp", {}, {}, 1),
     "the default in gptq": ("vllm sglang transformers llama.cpp gptqmodel", {}, {"format_": "gptq"}, 1),
@@ -132,6 +138,16 @@ PASSING = {
     "joined on disk, no key-value heads named": ("vllm", {"family": "gpt_neox"}, {}, 4),
     "Conv1D": ("vllm", {"family": "gpt2"}, {"format_": "gptq"}, 2),
     "experts": ("vllm sglang transformers", {"family": "mixtral"}, {}, 2),
+    "integers by integers": ("vllm sglang transformers llama.cpp", {}, W8A8, 1),
+    "floats by floats": (
+        "vllm sglang transformers llama.cpp",
+        {},
+        {"type": "fp8", "bits": 8, "activations": "fp8-token"},
+        1,
+    ),
+    "floats alone": ("vllm sglang transformers llama.cpp", {}, {"type": "fp8", "bits": 8}, 1),
+    "a fixed scale of inputs": ("vllm sglang transformers", {}, {**W8A8, "activations": "int8-tensor"}, 1),
+    "integers by integers, split": ("vllm sglang", {"hidden": 1088, "inter": 1344}, W8A8, 2),
 }
 
 
@@ -372,6 +388,23 @@ REFUSED = {
         "groups of 32, 64 or 128, or one scale per row, not 256",
         {"": "int4-g128-asym"},
     ),
+    "sglang awq sym": ("sglang", {}, {"format_": "awq"}, 1, "take asymmetric grids of awq", {"": "int4-g128-asym"}),
+    "sglang awq words": (
+        "sglang",
+        {"inter": 1056},
+        {"format_": "awq", "sym": False, "group_size": -1},
+        8,
+        "must fill whole 32-bit words",
+        {"mlp": None, "self_attn": "int4-row-asym"},
+    ),
+    "gptqmodel awq groups": (
+        "gptqmodel",
+        {},
+        {"format_": "awq", "sym": False, "group_size": 256},
+        1,
+        "groups of 32, 64 or 128, or one scale per row, not 256",
+        {"": "int4-g128-asym"},
+    ),
     "transformers awq groups": (
         "transformers",
         {},
@@ -442,6 +475,46 @@ REFUSED = {
         "it takes one config group",
         {"format": "gptq"},
     ),
+    "vllm rounded inputs": (
+        "vllm",
+        {},
+        {"activations": "int8-token"},
+        1,
+        "it multiplies rounded",
+        {"": "int4-g128-sym"},
+    ),
+    "sglang rounded inputs": (
+        "sglang",
+        {},
+        {"activations": "int8-token"},
+        1,
+        "it multiplies rounded",
+        {"": "int4-g128-sym"},
+    ),
+    "vllm inputs of parts": (
+        "vllm",
+        {},
+        {**W8A8, "set": {"q_proj": {"activations": "none"}}},
+        1,
+        "runs qkv_proj as one, and its parts would have int8-row-sym and int8-row-sym with int8-token inputs",
+        {"": "int8-row-sym"},
+    ),
+    "llama.cpp fixed scale": (
+        "llama.cpp",
+        {},
+        {**W8A8, "activations": "int8-tensor"},
+        1,
+        "it has no place for a scale of inputs",
+        {"": "int8-row-sym"},
+    ),
+    "llama.cpp mixed inputs": (
+        "llama.cpp",
+        {},
+        {**W8A8, "set": {"down_proj": {"activations": "none", "group_size": 128}}},
+        1,
+        "it takes one config group, not both",
+        None,
+    ),
     "llama.cpp mixed gptq": (
         "llama.cpp",
         {},
@@ -510,7 +583,7 @@ def test_only_what_is_at_fault_is_changed(headers_of, tmp_path):
 def test_the_default_group_size_of_the_others_stays(headers_of, tmp_path):
     model = headers_of(hidden=1024, inter=1344)  # 64 by default, because of down_proj alone
     held = planned(recipe(), model, tmp_path / "out", target="sglang", repair=True)
-    grids = {grid.name for grid, _, _ in matrices(held)[1].values()}
+    grids = {grid.name for grid, *_ in matrices(held)[1].values()}
     assert grids == {"int4-g64-sym"}
     assert [entry.kind for entry in held.ledger.entries if entry.kind == "group_size"] == ["group_size"]
 
@@ -590,12 +663,19 @@ def test_every_fact_is_broken_by_some_case(headers_of, tmp_path):
         for fact in TARGETS[target].formats.get(plan.format.name, ()):
             if any(item.what.startswith((fact.why, fact.why.partition(" q, k, v")[0])) for item in found):
                 reached.add((target, fact.why))
-    known = {(name, fact.why) for name, target in TARGETS.items() for f in target.formats.values() for fact in f}
+    known = {
+        (name, fact.why)
+        for name, target in TARGETS.items()
+        for facts in target.formats.values()
+        for fact in facts
+        if not isinstance(fact, Devices)
+    }
     heads = {("transformers", "it leaves a quantised head at random values, without an error")}  # below, by entries
     unreachable = {  # the formats themselves refuse other widths, so these only show in `list targets`
         ("transformers", "it takes 2, 4 and 8 bits, which all versions of compressed-tensors pack alike"),
         ("transformers", "GPTQModel's kernels take 2, 3, 4 and 8 bits"),
         ("gptqmodel", "it takes 2, 3, 4 and 8 bits"),
+        *((name, "awq has 4 bits") for name in ("transformers", "gptqmodel", "vllm", "sglang")),
     }
     assert known - reached == heads | unreachable
 

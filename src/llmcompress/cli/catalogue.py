@@ -61,6 +61,7 @@ def _grids() -> Listing:
         )
         for bits in INTEGER_BITS
     ]
+    rows.append(("fp8-row", "253 floats (E4M3); 8 bits per weight, and a scale per row"))
     for name, spec in BLOCK_TYPES.items():
         bits = f"{spec.bits_per_weight(spec.block_size):g} bits per weight"
         rows.append((name, f"{spec.levels} levels, groups of {spec.group_size}; {bits}"))

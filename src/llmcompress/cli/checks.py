@@ -145,12 +145,23 @@ def _summary(quantization: Any) -> str:
             weights = group.get("weights") if isinstance(group, dict) else None
             if not isinstance(weights, dict):
                 continue
-            parts.append(
-                f"{weights.get('num_bits')} bits, {weights.get('strategy')} {weights.get('group_size') or ''}".strip()
-            )
+            parts.append(_coded(weights) + _rounded(group.get("input_activations")))
         return f"{quantization.get('quant_method')} {quantization.get('format', '')}: {'; '.join(parts)}"
     bits, group = quantization.get("bits"), quantization.get("group_size")
     return f"{quantization.get('quant_method')}: {bits} bits, group size {group}"
+
+
+def _coded(weights: dict[str, Any]) -> str:
+    kind = " float" if weights.get("type") == "float" else ""
+    return f"{weights.get('num_bits')} bits{kind}, {weights.get('strategy')} {weights.get('group_size') or ''}".strip()
+
+
+def _rounded(inputs: Any) -> str:
+    """What is said of inputs, as an addition to what is said of weights."""
+    if not isinstance(inputs, dict):
+        return ""
+    scale = "dynamic" if inputs.get("dynamic") else "fixed"
+    return f", inputs {inputs.get('num_bits')} bits {inputs.get('type')} by {inputs.get('strategy')} ({scale} scale)"
 
 
 def list_(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llmcompress.cli import checks, console, data, evaluation, gguf, imatrix
+from llmcompress.cli import checks, console, data, evaluation, fp8, gguf, imatrix
 from llmcompress.cli import options as o
 from llmcompress.cli.jobs import Job
 from llmcompress.cli.shown import show_plans
@@ -37,10 +37,11 @@ def register(app: typer.Typer) -> None:
             o.command(_method(method, dry=True), given, name, f"Plan {name} without computing anything.")
         )
     for parent, dry in ((app, False), (plan, True)):
-        go = gguf.command(partial(_go, dry=dry))
-        parent.command("gguf", rich_help_panel=None if dry else "Compress")(
-            o.command(go, gguf.OPTIONS, "gguf", gguf.DOC)
-        )
+        for name, preset in (("fp8", fp8), ("gguf", gguf)):
+            go = preset.command(partial(_go, dry=dry))
+            parent.command(name, rich_help_panel=None if dry else "Compress")(
+                o.command(go, preset.OPTIONS, name, preset.DOC)
+            )
     given = {
         "recipe": (RecipeFile, ...),
         "model": (o.Model, ...),
@@ -75,19 +76,10 @@ def _method(method: type[Method], dry: bool = False) -> Callable[..., None]:
     def go(**values: Any) -> None:
         options = {name: values[name] for name in method.model_fields if name not in ("set", "gguf")}
         options["set"] = o.parse_set(values["set"])
-        source = {"field": values["field"]} if values["field"] is not None else {}
-        calibration = {key: values[key] for key in ("samples", "length", "seed")} | {
-            "source": values["calibration"],
-            "options": source,
-        }
         recipe = Recipe(
-            calibration=build(Calibration, calibration, "the calibration options"),
+            calibration=build(Calibration, o.calibration(values), "the calibration options"),
             steps=(build(method, options, method.name),),
-            output=build(
-                Output,
-                {"format": values["format_"], "shard_size": o.gigabytes("--shard-size", values["shard_size"])},
-                "the output options",
-            ),
+            output=build(Output, o.output(values), "the output options"),
         )
         _go(Job(recipe, values), dry=dry)
 

@@ -224,6 +224,20 @@ def gigabytes(option: str, value: float | None) -> int | None:
     return int(value * 1e9)
 
 
+def calibration(values: dict[str, Any]) -> dict[str, Any]:
+    """What the calibration options of a run say, as a recipe does."""
+    source = {"field": values["field"]} if values["field"] is not None else {}
+    return {key: values[key] for key in ("samples", "length", "seed")} | {
+        "source": values["calibration"],
+        "options": source,
+    }
+
+
+def output(values: dict[str, Any]) -> dict[str, Any]:
+    """What the output options of a run say, as a recipe does."""
+    return {"format": values["format_"], "shard_size": gigabytes("--shard-size", values["shard_size"])}
+
+
 def means(values: dict[str, Any]) -> "Options":
     """Places and means of a run, from the values of its options."""
     from llmcompress.engine.plan import Options

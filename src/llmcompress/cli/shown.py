@@ -46,6 +46,7 @@ def _facts(plan: "Plan") -> dict[str, Any]:
                 "name": name,
                 "shape": [e.out_features, e.in_features],
                 "grid": e.grid.name if e.grid else None,
+                "inputs": e.inputs.name if e.inputs else None,
                 "method": m.name,
             }
             for name, e, m in _rows(plan)
@@ -92,21 +93,23 @@ def _rows(plan: "Plan") -> list[tuple[str, "Entry", "Method"]]:
 
 
 def _matrix_table(plan: "Plan") -> None:
+    rounded = any(entry.inputs is not None for entry in plan.entries)
     console.table(
         None,
-        ("matrix", "out x in", "method", "grid", "bits/weight", "bytes"),
+        ("matrix", "out x in", "method", "grid", *["inputs"] * rounded, "bits/weight", "bytes"),
         [
             (
                 name,
                 f"{e.out_features} x {e.in_features}",
                 m.name,
                 e.grid.name if e.grid else "",
+                *[e.inputs.name if e.inputs else ""] * rounded,
                 f"{e.grid.bits_per_weight(e.in_features):.3f}" if e.grid else "",
                 f"{sum(t.nbytes for t in plan.format.layout(e)):,}",
             )
             for name, e, m in _rows(plan)
         ],
-        right=(1, 4, 5),
+        right=(1, 4 + rounded, 5 + rounded),
     )
 
 

@@ -10,28 +10,39 @@ from llmcompress.engine.forward import Forward
 from llmcompress.engine.progress import Progress
 from llmcompress.errors import RunError
 from llmcompress.methods.base import Statistics
+from llmcompress.stats.absmax import AbsMax
 from llmcompress.stats.drift import Drift
 from llmcompress.stats.gram import Gram
+from llmcompress.stats.magnitudes import Magnitudes
 
 if TYPE_CHECKING:
     from llmcompress.engine.plan import MatrixPlan
+    from llmcompress.grids.inputs import Seen
 
 
 def collect(
     compressed: Forward,
     original: Forward | None,
-    wanted: "Mapping[str, MatrixPlan]",
+    wanted: "Mapping[str, Sequence[MatrixPlan]]",
     device: torch.device,
     progress: Progress,
     watch: "ExpertInputs | None" = None,
 ) -> dict[str, Statistics]:
-    """Statistics of each space in `wanted` (space to one matrix that reads it); `watch` sees what enters the experts.
+    """Statistics of each space in `wanted` (space to the matrices that read it); `watch` sees what enters the experts.
 
-    Experts have no drift, since the two models may send a token to different ones.
+    A space has a Gram matrix where a method solves by one, a range where its scale is fixed. Experts have no drift,
+    since the two models may send a token to different ones.
     """
-    paths = {space: plan.path for space, plan in wanted.items()}
-    routed = any(plan.expert is not None for plan in wanted.values())
-    grams = {space: Gram(plan.entry.in_features, device) for space, plan in wanted.items()}
+    paths = {space: plans[0].path for space, plans in wanted.items()}
+    routed = any(plan.expert is not None for plans in wanted.values() for plan in plans)
+    grams = {
+        space: Gram(plans[0].entry.in_features, device)
+        for space, plans in wanted.items()
+        if any(plan.method.needs_gram for plan in plans)
+    }
+    ranges = {
+        space: _range(plan, device) for space, plans in wanted.items() for plan in plans if plan.method.fixed_inputs
+    }
     paired = None if routed else original
     drifts = {space: Drift(gram.size, device) for space, gram in grams.items()} if paired is not None else {}
     others = paired.inputs(paths) if paired is not None else iter(())
@@ -45,7 +56,10 @@ def collect(
         there = next(others, None)
         for space in paths:
             if space in here:
-                grams[space].update(here[space])
+                if space in grams:
+                    grams[space].update(here[space])
+                if space in ranges:
+                    ranges[space].update(here[space] if routed else _by_window(here[space], compressed.length))
             elif not routed:
                 raise RunError(f"a layer never reached {space}", "its declaration has another order")
         for space, drift in drifts.items():
@@ -54,7 +68,17 @@ def collect(
         progress.tokens(sum(x.numel() // x.shape[-1] for x in here.values()))
     for _ in others:
         raise RunError("the original stream has more windows than the compressed one")
-    return {space: Statistics(gram, drifts.get(space)) for space, gram in grams.items()}
+    return {space: Statistics(grams.get(space), drifts.get(space), range=ranges.get(space)) for space in wanted}
+
+
+def _range(plan: "MatrixPlan", device: torch.device) -> "Seen":
+    """What a fixed scale is found by."""
+    return AbsMax(plan.entry.in_features, device) if plan.method.activation_clip == "absmax" else Magnitudes(device)
+
+
+def _by_window(x: Tensor, length: int) -> Tensor:
+    """Inputs [windows, length, in]: some families join the windows before they multiply."""
+    return x.reshape(-1, length, x.shape[-1])
 
 
 class ExpertInputs:

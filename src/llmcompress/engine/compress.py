@@ -1,5 +1,6 @@
 """One section: statistics stage by stage, each stage on inputs that the stages before it have already changed."""
 
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -11,14 +12,17 @@ from llmcompress.engine.collect import ExpertInputs, collect, stages_of
 from llmcompress.engine.forward import Forward
 from llmcompress.engine.plan import MatrixPlan, Plan
 from llmcompress.engine.progress import Progress
+from llmcompress.engine.ranges import input_scale, lend_ranges
 from llmcompress.engine.resources import return_freed_memory
 from llmcompress.grids.base import BlockSpec
 from llmcompress.grids.coded import Coded
+from llmcompress.grids.inputs import InputGrid
 from llmcompress.grids.recode import holds_codes, recode
 from llmcompress.ledger import Ledger
 from llmcompress.methods.base import Solved, Statistics
 from llmcompress.model.build import StreamedModel
 from llmcompress.model.experts import Expert
+from llmcompress.model.rounded import round_inputs
 from llmcompress.parallel import together
 from llmcompress.stats.gram import Gram
 from llmcompress.store.checkpoint import DTYPES, Checkpoint
@@ -69,24 +73,26 @@ class Compressor:
         ledger: Ledger,
     ) -> dict[str, Statistics]:
         """What the methods of a stage need to know of their inputs, by space."""
-        needing = {plan.space: plan for plan in reversed(stage) if plan.method.needs_calibration}
+        needing: dict[str, list[MatrixPlan]] = {}
+        for plan in stage:
+            if plan.method.needs_calibration:
+                needing.setdefault(plan.space, []).append(plan)
         if not needing or layer is None or compressed is None or self.model is None:
             return {}
         watch = None
-        if any(plan.expert is not None for plan in needing.values()) and self.plan.spec.experts is not None:
+        solved = [plan for plan in stage if plan.method.needs_gram]
+        if any(plan.expert is not None for plan in solved) and self.plan.spec.experts is not None:
             path = self.plan.spec.experts.path
             watch = ExpertInputs(path, layer.get_submodule(path), self.model.device)
         found = collect(compressed, original, needing, self.model.device, self.progress, watch)
         for space, statistics in found.items():
-            gram = statistics.gram
-            if gram is None:
-                continue
-            if gram.dropped:
-                ledger.note(
-                    "nonfinite_inputs", needing[space].module, f"{gram.dropped} tokens left out of its statistics"
-                )
-            if watch is not None:
-                _feed_starved(gram, needing[space], watch, layer, ledger)
+            first, gram = needing[space][0], statistics.gram
+            dropped = max(seen.dropped for seen in (gram, statistics.range) if seen is not None)
+            if dropped:
+                ledger.note("nonfinite_inputs", first.module, f"{dropped} tokens left out of its statistics")
+            if watch is not None and gram is not None:
+                _feed_starved(gram, first, watch, layer, ledger)
+        lend_ranges(found, needing, ledger)
         return found
 
     def _recoded(self, plan: MatrixPlan, ledger: Ledger) -> tuple[MatrixPlan, Coded, dict[str, Any]] | None:
@@ -132,6 +138,8 @@ class Compressor:
         for plan, weight in zip(group, weights, strict=True):
             stop = start + weight.shape[0]
             part = solved.coded.rows(slice(start, stop))
+            if plan.method.fixed_inputs:
+                part = replace(part, input_scale=input_scale(plan, stats))
             record = _record(plan, weight, part, hessian, stats.gram, solved)
             result.append((plan, part.to("cpu"), record))
             start = stop
@@ -145,10 +153,12 @@ class Compressor:
 
 
 def install(layer: nn.Module, plan: MatrixPlan, coded: Coded) -> None:
-    """Put decoded values into a layer: what is stored is what the next matrix sees."""
-    weight = layer.get_submodule(plan.path).weight
-    value = coded.decode()
+    """Put decoded values into a layer, and round its inputs: what is stored is what the next matrix sees."""
+    module = layer.get_submodule(plan.path)
+    value, weight = coded.decode(), module.weight
     weight.data.copy_(value.T if plan.conv1d else value)  # type: ignore[operator]
+    if plan.entry.inputs is not None:
+        round_inputs(module, InputGrid(plan.entry.inputs, coded.input_scale).to(weight.device))  # type: ignore[arg-type]
 
 
 def _together(stage: list[MatrixPlan], apart: bool) -> list[list[MatrixPlan]]:
@@ -174,6 +184,10 @@ def _record(
         "transposed": plan.entry.transposed,
         "relative_error": _significant(float(delta.norm() / weight.norm().clamp_min(1e-30))),
     }
+    if plan.entry.inputs is not None:
+        record["inputs"] = plan.entry.inputs.name
+    if coded.input_scale is not None:
+        record["input_scale"] = _significant(float(coded.input_scale))
     if gram is not None and hessian is not None:
         loss, energy = together(partial(_square, rows, hessian) for rows in (delta, weight))
         record["loss"] = _significant(loss / max(energy, 1e-30))

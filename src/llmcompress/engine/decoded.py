@@ -14,6 +14,7 @@ from llmcompress.arch.spec import ArchSpec
 from llmcompress.errors import CheckpointError, RecipeError
 from llmcompress.formats.base import Format, TensorSpec
 from llmcompress.grids.coded import Coded
+from llmcompress.grids.inputs import InputGrid
 from llmcompress.ledger import Ledger
 from llmcompress.recipe import formats
 from llmcompress.store.checkpoint import Checkpoint
@@ -92,6 +93,14 @@ class DecodedCheckpoint(Checkpoint):
             return None
         try:
             return self.headers.format.decode(module, self._part, self.headers.stored.config)
+        except _DAMAGED as error:
+            raise _unlike(self.headers.stored, self.headers.format, module, error) from None
+
+    def inputs(self, module: str) -> InputGrid | None:
+        if module not in self.headers.packed:
+            return None
+        try:
+            return self.headers.format.inputs(module, self._part, self.headers.stored.config)
         except _DAMAGED as error:
             raise _unlike(self.headers.stored, self.headers.format, module, error) from None
 

@@ -112,12 +112,13 @@ def _memory(
         if not layer:
             continue
         loaded = sum(plan.entry.out_features * plan.entry.in_features for plan in layer) * item * (2 if paired else 1)
-        widths = {plan.space: plan.entry.in_features for plan in layer}
-        experts = {plan.space: plan.entry.in_features for plan in layer if plan.expert is not None}
+        solved = [plan for plan in layer if plan.method.needs_gram]  # others take no Gram matrix
+        widths = {plan.space: plan.entry.in_features for plan in solved}
+        experts = {plan.space: plan.entry.in_features for plan in solved if plan.expert is not None}
         widest = max(max(plan.entry.out_features, plan.entry.in_features) for plan in layer)
         # results of all threads, and of one more batch, wait; a thread has a few wide and a dozen narrow tensors
         running = tokens * (means.threads + 1) * (3 * widest + 8 * width) * item
-        kept = (3 if paired else 1) * 4 * max(columns**2 for columns in widths.values())
+        kept = (3 if paired else 1) * 4 * max((columns**2 for columns in widths.values()), default=0)
         kept = max(kept, sum(4 * columns**2 for columns in experts.values()))
         most = max(most, loaded + kept + running, loaded + _solving(layer, means, paired))
     return _WITH_MODEL + more + _PER_THREAD * (means.threads - 1) + max(table + 4 * tokens * width * item, most)
@@ -134,7 +135,11 @@ def _solving(layer: "Sequence[MatrixPlan]", means: Means, paired: bool) -> int:
         total, columns = rows[plan.space, plan.method.model_dump_json()], plan.entry.in_features
         # without an inverse, rows are rounded in pieces that fit a processor's cache
         at_once = min(total, SOLVED_ROWS * means.threads) if plan.method.inverts else 0
-        squares = 4 * columns**2 * ((8 if paired else 5) if plan.method.inverts else plan.method.needs_calibration)
+        squares = 4 * columns**2 * ((8 if paired else 5) if plan.method.inverts else plan.method.needs_gram)
         most = max(most, squares + 4 * columns * (4 * total + 8 * at_once))
-    waiting = {plan.space: 4 * plan.entry.in_features**2 for plan in layer if plan.expert is not None}
+    waiting = {
+        plan.space: 4 * plan.entry.in_features**2
+        for plan in layer
+        if plan.expert is not None and plan.method.needs_gram
+    }
     return most + sum(waiting.values())

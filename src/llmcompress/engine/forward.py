@@ -53,6 +53,7 @@ class Forward:
         """spaces: space to the module path of a matrix that reads it, for the stages whose inputs may be recorded."""
         self.model, self.number, self.stream, self.folder = model, number, stream, folder
         count, length = stream.hidden.shape[:2]
+        self.length = length  # tokens of a window
         self._spans = [slice(start, min(start + batch, count)) for start in range(0, count, batch)]
         for size in dict.fromkeys(span.stop - span.start for span in self._spans):
             model.prepare_batch(size, length)

@@ -46,8 +46,10 @@ def _named(recipe: Recipe) -> str:
     assert step is not None
     if step.gguf is not None:
         return f"{step.gguf.type}.gguf" if recipe.output.format == "gguf" else f"{step.name}-{step.gguf.type}"
-    group = "" if step.group_size is None else "row" if step.group_size < 0 else f"g{step.group_size}"
-    return f"{step.name}-w{step.bits}{group}"
+    group = (
+        "" if step.group_size is None or step.type == "fp8" else "row" if step.group_size < 0 else f"g{step.group_size}"
+    )
+    return f"{step.name}-{step.label}{group}"
 
 
 def check_disk(out: Path, work: Path, cost: Estimate) -> None:

@@ -19,6 +19,7 @@ from llmcompress.engine.matrices import Matrices, matrices_of
 from llmcompress.engine.means import choose_means
 from llmcompress.engine.modelfile import modelfile
 from llmcompress.engine.places import check_disk, places
+from llmcompress.engine.ranges import check_ranges
 from llmcompress.engine.requantise import file_matrices, file_model
 from llmcompress.engine.settings import resolve
 from llmcompress.engine.source import source_headers
@@ -158,6 +159,7 @@ def _draft(recipe: Recipe, model: Path, options: Options) -> Plan:
     importance = given_importance(recipe, step, gguf, ledger)
     chosen = _chosen(step, format_, matrices, gguf, ledger)
     planned = _planned(headers, matrices, chosen, gguf, ledger) if step is not None else {}
+    check_ranges(list(planned.values()))
     declared = {module: linear.conv1d for module, _, _, _, _, linear in matrices.found}
     spec = matrices.spec
     entries = tuple(_entry(stored.spec, planned, declared, spec, ledger) for stored in headers.tensors.values())
@@ -260,6 +262,7 @@ def _planned(
         entry = Entry(
             headers.tensors[f"{module}.weight"].spec,
             grid=method.grid,
+            inputs=method.inputs,
             transposed=linear.conv1d,
             block=True,
             linear=True,

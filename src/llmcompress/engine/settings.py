@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from llmcompress.errors import PlanError, RecipeError
-from llmcompress.grids.base import BLOCK_TYPES
+from llmcompress.grids.base import BLOCK_TYPES, PER_ROW
 from llmcompress.ledger import Ledger
 from llmcompress.methods.base import DEFAULT_GROUP_SIZES, GgufTypes, Method
 from llmcompress.recipe import build
@@ -38,6 +38,7 @@ def resolve(
     chosen = {module: _options(step, module) for module in modules}
     if types is not None:
         return {module: _typed(item, module, types[f"{module}.weight"]) for module, item in chosen.items()}
+    chosen = {module: _per_row(item) for module, item in chosen.items()}
     unnamed = sorted(
         {width for module, width in modules.items() if (item := chosen[module]) and item.group_size is None}
     )
@@ -73,6 +74,13 @@ def _typed(item: Method | None, module: str, kind: str) -> Method | None:
     if kind not in BLOCK_TYPES:
         return None
     return item.model_copy(update={"gguf": GgufTypes(type=kind, search=item.search)})
+
+
+def _per_row(item: Method | None) -> Method | None:
+    """A method with one scale per row where nothing is asked for and its codes know no groups."""
+    if item is None or item.group_size is not None or item.type != "fp8":
+        return item
+    return item.model_copy(update={"group_size": PER_ROW})
 
 
 def _default_group(widths: Iterable[int], ledger: Ledger) -> int:

@@ -72,6 +72,7 @@ def card_facts(plan: Plan, result: dict[str, Any]) -> dict[str, Any]:
         "source_readme": _beginning(readme) if readme.is_file() else "",
         "grids": dict(sorted(Counter(item["grid"] for item in linears).items())),
         "bits": sorted({entry.grid.bits for entry in plan.entries if isinstance(entry.grid, GridSpec)}),
+        "inputs": 8 if any(entry.inputs is not None for entry in plan.entries) else 16,
         "methods": [
             *(step.name for step in plan.recipe.transforms),
             *dict.fromkeys(item["method"] for item in linears),
@@ -115,7 +116,7 @@ def _title(plan: Plan) -> str:
 def _said(step: Method | Transform) -> str:
     if isinstance(step, Transform):
         return step.name
-    return f"{step.name} {f'w{step.bits}' if step.gguf is None else step.gguf.type}"
+    return f"{step.name} {step.label if step.gguf is None else step.gguf.type}"
 
 
 def _tensors(plan: Plan, checkpoint: Checkpoint, staged: Staging) -> Iterator[tuple[str, Tensor]]:

@@ -25,6 +25,7 @@ from llmcompress.formats.checks import (
     integer_grid,
     left_alone,
     quantised,
+    rounded_inputs,
     stored_scale,
     treatments,
 )
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from llmcompress.grids.coded import Coded
+    from llmcompress.grids.inputs import InputGrid
 
 BITS = 4
 OUTPUTS = 32  # AutoAWQ's allocator and kernels on a CPU take multiples of it
@@ -53,6 +55,8 @@ class Awq:
 
     def refuses(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> Refusal | None:
         if refusal := common_refusal(self.name, entries, config):
+            return refusal
+        if refusal := rounded_inputs(self.name, entries):
             return refusal
         if config.get("model_type") in SCALED_ACTIVATIONS:
             return (
@@ -156,6 +160,9 @@ class Awq:
         scale = scales.t().to(torch.float32).contiguous()
         codes = unpack_awq(words).t().contiguous()
         return Coded(codes, IntegerGrid(spec, scale, points, natural_groups(spec, width)))
+
+    def inputs(self, module: str, read: Reader, config: Mapping[str, Any]) -> "InputGrid | None":
+        return None
 
 
 def _misfit(entry: Entry) -> Refusal | None:

@@ -5,12 +5,13 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
-from llmcompress.grids.base import BLOCK_TYPES, Spec
+from llmcompress.grids.base import BLOCK_TYPES, InputSpec, Spec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from llmcompress.grids.coded import Coded
+    from llmcompress.grids.inputs import InputGrid
 
 ITEM_SIZE = {
     "F64": 8,
@@ -49,6 +50,7 @@ class Entry:
     """One tensor of the source and what becomes of it.
 
     source: its spec in the source checkpoint. grid: the grid its codes lie on, None if it is copied unchanged.
+    inputs: how what it reads is rounded while the model runs, None for not at all.
     transposed: stored [in, out] (GPT-2's Conv1D) instead of [out, in]. block: inside a decoder layer.
     linear: the matrix of a linear layer, quantised or not (routers are, embeddings and norms are not); a format lists
     those that stay unquantised, as loaders assume that all are. Outside of layers only quantised ones need the mark.
@@ -59,6 +61,7 @@ class Entry:
 
     source: TensorSpec
     grid: Spec | None = None
+    inputs: InputSpec | None = None
     transposed: bool = False
     block: bool = False
     linear: bool = False
@@ -123,4 +126,8 @@ class Format(Protocol):
 
     def decode(self, module: str, read: Reader, config: Mapping[str, Any]) -> "Coded | None":
         """The matrix of a module back from its tensors, or None if the module is not quantised."""
+        ...
+
+    def inputs(self, module: str, read: Reader, config: Mapping[str, Any]) -> "InputGrid | None":
+        """How the inputs of a module are rounded while the model runs; None if they are not."""
         ...

@@ -22,6 +22,7 @@ def model_card(facts: Mapping[str, Any]) -> str:
     name: title. format: name of the checkpoint format. version: of llmcompress.
     config: config.json of the source. source_readme: README.md of the source, for the licence it declares.
     grids: {grid name: number of matrices on it}. bits: distinct widths in bits. methods: names of methods in order.
+    inputs: width of inputs in bits while the model runs, 16 if absent.
     calibration: {label: value}. figures: {label: value}, such as sizes and errors. notes: sentences about engines.
     unquantised: matrices left in their source type. recipe: YAML text that reproduces the result.
     """
@@ -53,7 +54,7 @@ def _front_matter(facts: Mapping[str, Any]) -> dict[str, Any]:
     if facts["format"] != "dense":  # whose weights have 16 bits again
         tags.append(facts["format"])
         for bits in sorted(facts.get("bits", ())):
-            tags += [f"{bits}-bit", f"w{bits}a16"]
+            tags += [f"{bits}-bit", f"w{bits}a{facts.get('inputs', 16)}"]
     return matter | {"tags": tags}
 
 

@@ -25,8 +25,19 @@ Refusal = tuple[str, str]
 
 
 def quantised(entries: Iterable[Entry]) -> list[tuple[Entry, GridSpec]]:
-    """Entries that are stored as integer codes, each with its grid."""
+    """Entries that are stored as codes of their own and not in a type of GGUF, each with its grid."""
     return [(entry, entry.grid) for entry in entries if isinstance(entry.grid, GridSpec)]
+
+
+def rounded_inputs(name: str, entries: Iterable[Entry]) -> Refusal | None:
+    """Refusal of rounded inputs by a format that cannot say that there are any."""
+    for entry in entries:
+        if entry.inputs is not None:
+            return (
+                f"format {name} cannot say that inputs are rounded to {entry.inputs.name} ({entry.module})",
+                "use --format compressed-tensors, or --activations none",
+            )
+    return None
 
 
 def left_alone(entries: Iterable[Entry]) -> list[Entry]:
@@ -122,9 +133,13 @@ def common_refusal(name: str, entries: Iterable[Entry], config: Mapping[str, Any
 
 def stored_scale(entry: Entry, coded: "Coded", dtype: str) -> "Tensor":
     """Scales [out, groups] in the stored type `dtype`; RunError unless the conversion loses nothing."""
+    return stored_type(entry, coded.grid.scale, dtype)
+
+
+def stored_type(entry: Entry, scale: "Tensor", dtype: str) -> "Tensor":
+    """Scales of any shape in the stored type `dtype`; RunError unless the conversion loses nothing."""
     import torch
 
-    scale = coded.grid.scale
     types = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
     if dtype not in types:
         raise RunError(f"scales of {entry.module} cannot be stored as {dtype}", "convert the model to float16 first")
@@ -136,6 +151,7 @@ def stored_scale(entry: Entry, coded: "Coded", dtype: str) -> "Tensor":
 
 def check_codes(entry: Entry, coded: "Coded") -> None:
     """RunError unless codes, scales, zero points and groups are those of the entry's shape and grid."""
+    from llmcompress.grids.float8 import FloatGrid
     from llmcompress.grids.integer import IntegerGrid
 
     grid = coded.grid
@@ -148,6 +164,11 @@ def check_codes(entry: Entry, coded: "Coded") -> None:
         raise RunError(f"codes of {entry.module} do not fit {grid.spec.bits} bits")
     if isinstance(grid, IntegerGrid):
         _check_points(entry, grid)
+    if isinstance(grid, FloatGrid) and bool((coded.codes & 0x7F == 0x7F).any()):
+        raise RunError(f"codes of {entry.module} are no numbers")
+    fixed = entry.inputs is not None and not entry.inputs.dynamic
+    if fixed != (coded.input_scale is not None):
+        raise RunError(f"{entry.module} {'lacks' if fixed else 'has'} a scale of its inputs, which was not planned")
 
 
 def integer_grid(entry: Entry, coded: "Coded") -> "IntegerGrid":

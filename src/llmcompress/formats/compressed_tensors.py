@@ -1,18 +1,24 @@
-"""compressed-tensors checkpoints of the kind `pack-quantized`: packed integer weights, activations in 16 bits.
+"""compressed-tensors checkpoints: codes packed into words, or one a byte where inputs are rounded as well.
 
-A linear M with weight [out, in] on an int-b grid with G groups becomes
+A linear M with weight [out, in] on an int-b grid with G groups becomes, packed (`pack-quantized`),
 
     M.weight_packed      I32   [out, ceil(in*b/32)]   row n: codes + 2^(b-1) as a little-endian bit stream along `in`
     M.weight_scale       model [out, G]               in the type the weight had
     M.weight_shape       I64   [2]                    out, in
     M.weight_zero_point  I32   [ceil(out*b/32), G]    asymmetric only: zero points + 2^(b-1), a bit stream along `out`
 
-The format speaks of signed codes and signed zero points; stored with their offset they are our unsigned ones.
+and with one scale per row, of 8 bits and with rounded inputs (`int-quantized`), or as floats (`float-quantized`),
+
+    M.weight             I8 or F8_E4M3 [out, in]      signed codes
+    M.weight_scale       model [out, 1]
+    M.input_scale        model [1]                    in any kind, where inputs are rounded with a fixed scale
+
+The format speaks of signed codes and signed zero points; packed with their offset they are our unsigned ones.
 Only widths that fill a word without straddling are written (2, 4, 8 bits): versions of the library up to 0.17 and from
 0.18 on pack the others differently, and neither reads the other's. Groups in activation order are refused since 0.19.
+Weights of 8 bits without rounded inputs are packed, since engines refuse them unpacked.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,21 +26,34 @@ from llmcompress.errors import CheckpointError
 from llmcompress.formats.base import FLOAT_TYPES, Entry, Reader, TensorSpec
 from llmcompress.formats.checks import (
     Refusal,
+    check_codes,
     common_refusal,
-    integer_grid,
     left_alone,
     quantised,
-    stored_scale,
+    stored_type,
 )
-from llmcompress.grids.base import PER_ROW, GridSpec
+from llmcompress.formats.scheme_tensors import byte_tensors, packed_tensors, read_bytes, read_packed, words_for
+from llmcompress.formats.schemes import (
+    FLOATS,
+    MIXED,
+    PACKED,
+    READ,
+    grid_of,
+    inputs_of,
+    inputs_said,
+    kind,
+    unholdable,
+    weights_said,
+)
+from llmcompress.grids.base import PER_ROW, GridSpec, InputSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from llmcompress.grids.coded import Coded
+    from llmcompress.grids.inputs import InputGrid
 
 BITS = (2, 4, 8)
-KIND = "pack-quantized"
 SCHEMA = "0.19.0"  # informational: the version of the library whose schema the config follows
 
 
@@ -42,8 +61,10 @@ class CompressedTensors:
     """What llm-compressor writes and vLLM prefers; implements `Format`."""
 
     name = "compressed-tensors"
-    summary = "2, 4, 8 bits; read by vLLM, SGLang, transformers and llama.cpp's converter"
-    marker = "weight_packed"
+    summary = (
+        "2, 4, 8 bits and fp8, also with rounded inputs; read by vLLM, SGLang, transformers and llama.cpp's converter"
+    )
+    marker = "weight_scale"
 
     def refuses(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> Refusal | None:
         if refusal := common_refusal(self.name, entries, config):
@@ -54,6 +75,8 @@ class CompressedTensors:
                     f"format compressed-tensors cannot hold {grid.name} ({entry.module})",
                     "it holds 2, 4 and 8 bits, --format gptq also 3, --format dense every grid",
                 )
+            if refusal := unholdable(entry, grid):
+                return refusal
             if entry.permuted:
                 return (
                     f"compressed-tensors no longer knows groups in activation order ({entry.module})",
@@ -74,49 +97,49 @@ class CompressedTensors:
     def layout(self, entry: Entry) -> list[TensorSpec]:
         if entry.grid is None:
             return [entry.source]
+        assert isinstance(entry.grid, GridSpec)
         width, rows, bits = entry.in_features, entry.out_features, entry.grid.bits
-        groups = entry.grid.groups(width)
-        specs = [
-            TensorSpec(f"{entry.module}.weight_packed", "I32", (rows, _words(width, bits))),
-            TensorSpec(f"{entry.module}.weight_scale", entry.source.dtype, (rows, groups)),
-            TensorSpec(f"{entry.module}.weight_shape", "I64", (2,)),
-        ]
+        groups, how = entry.grid.groups(width), kind(entry.grid, entry.inputs)
+        scale = TensorSpec(f"{entry.module}.weight_scale", entry.source.dtype, (rows, groups))
+        if how == PACKED:
+            packed = TensorSpec(f"{entry.module}.weight_packed", "I32", (rows, words_for(width, bits)))
+            specs = [packed, scale, TensorSpec(f"{entry.module}.weight_shape", "I64", (2,))]
+        else:
+            stored = "F8_E4M3" if how == FLOATS else "I8"
+            specs = [TensorSpec(f"{entry.module}.weight", stored, (rows, width)), scale]
         if not entry.grid.symmetric:  # next to symmetric weights vLLM takes it for a stray tensor
-            specs.append(TensorSpec(f"{entry.module}.weight_zero_point", "I32", (_words(rows, bits), groups)))
+            specs.append(TensorSpec(f"{entry.module}.weight_zero_point", "I32", (words_for(rows, bits), groups)))
+        if entry.inputs is not None and not entry.inputs.dynamic:
+            specs.append(TensorSpec(f"{entry.module}.input_scale", entry.source.dtype, (1,)))
         return specs
 
     def encode(self, entry: Entry, coded: "Coded") -> "dict[str, Tensor]":
-        import torch
-
-        from llmcompress.packing.bits import pack
-
-        grid, bits = integer_grid(entry, coded), coded.grid.spec.bits
-        tensors = {
-            f"{entry.module}.weight_packed": pack(coded.codes, bits),
-            f"{entry.module}.weight_scale": stored_scale(entry, coded, entry.source.dtype).contiguous(),
-            f"{entry.module}.weight_shape": torch.tensor([entry.out_features, entry.in_features], dtype=torch.int64),
-        }
-        if not grid.spec.symmetric:
-            packed = pack(grid.zero.t().to(torch.int64), bits)
-            tensors[f"{entry.module}.weight_zero_point"] = packed.t().contiguous()
+        check_codes(entry, coded)
+        assert isinstance(entry.grid, GridSpec)
+        how = kind(entry.grid, entry.inputs)
+        tensors = packed_tensors(entry, coded) if how == PACKED else byte_tensors(entry, coded, how)
+        if coded.input_scale is not None:
+            scale = stored_type(entry, coded.input_scale, entry.source.dtype)
+            tensors[f"{entry.module}.input_scale"] = scale
         return tensors
 
     def config(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        schemes: dict[tuple[GridSpec, str | None], list[str]] = {}
+        schemes: dict[tuple[GridSpec, str | None, InputSpec | None], list[str]] = {}
         for entry, grid in quantised(entries):
             # the library knows an order only together with groups
             ordered = entry.options.get("act_order", False) and grid.group_size != PER_ROW
-            schemes.setdefault((grid, "weight" if ordered else None), []).append(entry.module)
+            schemes.setdefault((grid, "weight" if ordered else None, entry.inputs), []).append(entry.module)
         groups = {
             f"group_{number}": {
                 "targets": ["Linear"] if len(schemes) == 1 else modules,
-                "format": KIND,
-                "weights": _weights(grid, order),
-                "input_activations": None,
+                "format": kind(grid, inputs),
+                "weights": weights_said(grid, order),
+                "input_activations": inputs_said(inputs),
                 "output_activations": None,
             }
-            for number, ((grid, order), modules) in enumerate(schemes.items())
+            for number, ((grid, order, inputs), modules) in enumerate(schemes.items())
         }
+        kinds = {group["format"] for group in groups.values()}
         ignored = [entry.module for entry in left_alone(entries)]
         # loaders see a Linear in every head, also in a tied one that has no tensor, and would wait for its codes;
         # transformers calls the head of every family lm_head
@@ -125,7 +148,7 @@ class CompressedTensors:
             ignored += [name for name in heads if name not in ignored]
         settings = {
             "quant_method": "compressed-tensors",
-            "format": KIND,
+            "format": kinds.pop() if len(kinds) == 1 else MIXED,
             "quantization_status": "compressed",
             "config_groups": groups,
             "ignore": ignored,
@@ -142,14 +165,16 @@ class CompressedTensors:
         return (
             isinstance(settings, Mapping)
             and settings.get("quant_method") == "compressed-tensors"
-            and settings.get("format") == KIND
+            and settings.get("format") in READ
         )
 
     def shape(
         self, module: str, specs: Mapping[str, TensorSpec], read: Reader, config: Mapping[str, Any]
     ) -> tuple[int, int] | None:
         if f"{module}.weight_packed" not in specs:
-            return None
+            plain = specs.get(f"{module}.weight")
+            fits = plain is not None and plain.dtype in ("I8", "F8_E4M3") and len(plain.shape) == 2
+            return (plain.shape[0], plain.shape[1]) if plain is not None and fits else None
         if f"{module}.weight_g_idx" in specs:
             raise CheckpointError(
                 f"{module} has groups in activation order, which are read from gptq checkpoints alone"
@@ -161,73 +186,31 @@ class CompressedTensors:
         return rows, width
 
     def decode(self, module: str, read: Reader, config: Mapping[str, Any]) -> "Coded | None":
-        import torch
-
-        from llmcompress.grids.coded import Coded
-        from llmcompress.grids.integer import IntegerGrid, natural_groups
-        from llmcompress.packing.bits import unpack
-
         try:
-            words, scale, shape = (read(f"{module}.weight_{part}") for part in ("packed", "scale", "shape"))
+            scale = read(f"{module}.weight_scale")
         except KeyError:
             return None
-        spec = _spec(module, config["quantization_config"])
+        spec = grid_of(module, config["quantization_config"])
+        try:
+            words, shape = read(f"{module}.weight_packed"), read(f"{module}.weight_shape")
+        except KeyError:
+            return read_bytes(module, spec, read(f"{module}.weight"), scale)
         rows, width = (int(extent) for extent in shape)
-        groups = spec.groups(width)
-        if tuple(words.shape) != (rows, _words(width, spec.bits)) or tuple(scale.shape) != (rows, groups):
-            raise CheckpointError(f"tensors of {module} do not have the shapes of {spec.name}")
-        zero = torch.full((rows, groups), float(spec.middle))
-        if not spec.symmetric:
-            packed = read(f"{module}.weight_zero_point")
-            if tuple(packed.shape) != (_words(rows, spec.bits), groups):
-                raise CheckpointError(f"zero points of {module} do not have the shape of {spec.name}")
-            zero = unpack(packed.t().contiguous(), spec.bits, rows).t().to(torch.float32).contiguous()
-        grid = IntegerGrid(spec, scale.to(torch.float32), zero, natural_groups(spec, width))
-        return Coded(unpack(words, spec.bits, width), grid)
+        points = None if spec.symmetric else read(f"{module}.weight_zero_point")
+        return read_packed(module, spec, (rows, width), words, scale, points)
 
+    def inputs(self, module: str, read: Reader, config: Mapping[str, Any]) -> "InputGrid | None":
+        import torch
 
-def _words(count: int, bits: int) -> int:
-    return -(-count * bits // 32)
+        from llmcompress.grids.inputs import InputGrid
 
-
-def _weights(grid: GridSpec, order: str | None) -> dict[str, Any]:
-    """QuantizationArgs; the library refuses keys it does not know."""
-    per_row = grid.group_size == PER_ROW
-    return {
-        "num_bits": grid.bits,
-        "type": "int",
-        "symmetric": grid.symmetric,
-        "strategy": "channel" if per_row else "group",
-        "group_size": None if per_row else grid.group_size,
-        "dynamic": False,
-        "actorder": order,
-    }
-
-
-def _spec(module: str, settings: Mapping[str, Any]) -> GridSpec:
-    """The grid of one module: a target that names it, else a pattern that matches, else the class Linear."""
-
-    def rank(target: str) -> int:
-        if target == module:
-            return 0
-        if target.startswith("re:"):
-            return 1 if re.match(target[3:], module) else 3
-        return 2 if target == "Linear" else 3
-
-    ranked: list[tuple[int, Mapping[str, Any]]] = [
-        (rank(target), scheme["weights"])
-        for scheme in settings["config_groups"].values()
-        for target in scheme["targets"]
-        if scheme.get("weights")
-    ]
-    best = min(ranked, key=lambda pair: pair[0], default=(3, {}))
-    if best[0] == 3:
-        raise CheckpointError(f"no config group of quantization_config names {module}, which is quantised")
-    weights = best[1]
-    if weights.get("type", "int") != "int" or weights.get("strategy") not in ("group", "channel"):
-        raise CheckpointError(f"{module} is stored in a scheme other than packed integers by group or channel")
-    size = weights["group_size"] if weights["strategy"] == "group" else PER_ROW
-    return GridSpec(int(weights["num_bits"]), int(size), bool(weights.get("symmetric", True)))
+        spec = inputs_of(module, config["quantization_config"])
+        if spec is None or spec.dynamic:
+            return None if spec is None else InputGrid(spec)
+        scale = read(f"{module}.input_scale").to(torch.float32).reshape(-1)
+        if scale.numel() != 1 or not bool(scale.isfinite().all() and (scale > 0).all()):
+            raise CheckpointError(f"{module}.input_scale is not one positive number")
+        return InputGrid(spec, scale)
 
 
 FORMAT = CompressedTensors()

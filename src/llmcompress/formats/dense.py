@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from llmcompress.errors import RunError
 from llmcompress.formats.base import Entry, Reader, TensorSpec
-from llmcompress.formats.checks import Refusal, check_codes
+from llmcompress.formats.checks import Refusal, check_codes, rounded_inputs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from llmcompress.grids.coded import Coded
+    from llmcompress.grids.inputs import InputGrid
 
 
 class Dense:
@@ -30,7 +31,7 @@ class Dense:
                     f"{entry.source.name} is stored as {entry.source.dtype}, which cannot hold decoded weights",
                     "convert the model to float16 or bfloat16 first",
                 )
-        return None
+        return rounded_inputs(self.name, entries)
 
     def layout(self, entry: Entry) -> list[TensorSpec]:
         return [entry.source]
@@ -57,6 +58,9 @@ class Dense:
         return None
 
     def decode(self, module: str, read: Reader, config: Mapping[str, Any]) -> "Coded | None":
+        return None
+
+    def inputs(self, module: str, read: Reader, config: Mapping[str, Any]) -> "InputGrid | None":
         return None
 
 

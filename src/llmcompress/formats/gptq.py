@@ -30,6 +30,7 @@ from llmcompress.formats.checks import (
     left_alone,
     named,
     quantised,
+    rounded_inputs,
     stored_scale,
     treatments,
 )
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from llmcompress.grids.coded import Coded
+    from llmcompress.grids.inputs import InputGrid
 
 BITS = (2, 3, 4, 8)
 
@@ -53,8 +55,15 @@ class Gptq:
     def refuses(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> Refusal | None:
         if refusal := common_refusal(self.name, entries, config):
             return refusal
+        if refusal := rounded_inputs(self.name, entries):
+            return refusal
         coded = quantised(entries)
         for entry, grid in coded:
+            if grid.type != "int":
+                return (
+                    f"format gptq holds integers, not {grid.name} ({entry.module})",
+                    "use --format compressed-tensors, or --type int",
+                )
             if grid.bits not in BITS:
                 return (
                     f"format gptq cannot hold {grid.name} ({entry.module})",
@@ -182,6 +191,9 @@ class Gptq:
             points = (points + 1) % spec.levels
         grid = IntegerGrid(spec, scales.t().to(torch.float32).contiguous(), points.t().contiguous(), index)
         return Coded(unpack(words.t().contiguous(), spec.bits, width), grid)
+
+    def inputs(self, module: str, read: Reader, config: Mapping[str, Any]) -> "InputGrid | None":
+        return None
 
 
 def _words(count: int, bits: int) -> int:

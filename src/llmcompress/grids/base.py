@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 from llmcompress.errors import RecipeError
 
@@ -9,10 +10,15 @@ INTEGER_BITS = (2, 3, 4, 5, 6, 8)
 PER_ROW = -1
 
 
+CodeType = Literal["int", "fp8"]
+"""What the codes of a grid are: whole numbers, or floats of 8 bits."""
+
+
 @dataclass(frozen=True)
 class GridSpec:
-    """An affine integer grid: w = scale * (code - zero_point), codes 0 ... 2^bits - 1.
+    """A grid of scaled codes. int: w = scale * (code - zero_point), codes 0 ... 2^bits - 1.
 
+    fp8: w = scale * code, codes floats of the kind E4M3 (4 bits of exponent, 3 of mantissa, 448 at most).
     group_size: input channels that share a scale; -1 for one scale per output row. symmetric: every zero point is
     2^(bits-1). Raises RecipeError for widths or groups that do not exist.
     """
@@ -20,8 +26,11 @@ class GridSpec:
     bits: int
     group_size: int
     symmetric: bool = True
+    type: CodeType = "int"
 
     def __post_init__(self) -> None:
+        if self.type == "fp8":
+            self._check_float()
         if self.bits not in INTEGER_BITS:
             raise RecipeError(
                 f"integer grids have {', '.join(map(str, INTEGER_BITS))} bits, not {self.bits}", "choose one of them"
@@ -31,9 +40,21 @@ class GridSpec:
                 f"group size {self.group_size} is not a size", "use a positive number, or -1 for one per row"
             )
 
+    def _check_float(self) -> None:
+        if self.bits != 8:
+            raise RecipeError(f"codes of type fp8 have 8 bits, not {self.bits}", "use --bits 8, or --type int")
+        if self.group_size != PER_ROW:
+            raise RecipeError(
+                f"codes of type fp8 have one scale per row, not per {self.group_size} inputs", "use --group-size -1"
+            )
+        if not self.symmetric:
+            raise RecipeError("codes of type fp8 have no zero points", "use --sym, or --type int")
+
     @property
     def name(self) -> str:
         group = "row" if self.group_size == PER_ROW else f"g{self.group_size}"
+        if self.type == "fp8":
+            return f"fp8-{group}"
         return f"int{self.bits}-{group}-{'sym' if self.symmetric else 'asym'}"
 
     @property
@@ -56,6 +77,29 @@ class GridSpec:
         """Stored bits per weight, scales and zero points included."""
         side = scale_bits + (0 if self.symmetric else self.bits)
         return self.bits + side / self.width(in_features)
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """How the inputs of a matrix are rounded: codes of 8 bits, symmetric around zero.
+
+    type: of the codes. dynamic: every token has a scale of its own, found when it comes; else one fixed scale serves
+    all inputs.
+    """
+
+    type: CodeType
+    dynamic: bool
+
+    @property
+    def name(self) -> str:
+        return f"{'int8' if self.type == 'int' else self.type}-{'token' if self.dynamic else 'tensor'}"
+
+
+INPUT_SPECS: dict[str, InputSpec] = {
+    spec.name: spec
+    for spec in (InputSpec("int", True), InputSpec("int", False), InputSpec("fp8", True), InputSpec("fp8", False))
+}
+"""The ways to round inputs, by name."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +173,8 @@ def spec_named(name: str) -> Spec:
     """The spec of a name that a spec gave; ValueError for any other."""
     if name in BLOCK_TYPES:
         return BLOCK_TYPES[name]
+    if name == "fp8-row":
+        return GridSpec(8, PER_ROW, type="fp8")
     found = re.fullmatch(r"int(\d)-(?:row|g(\d+))-(a?)sym", name)
     if found is None:
         raise ValueError(f"no grid is called {name!r}")

@@ -31,6 +31,8 @@ class BlockGrid:
     dmin: Tensor | None = None
     minima: Tensor | None = None
 
+    rounded_ = staticmethod(torch.round_)
+
     @property
     def scale(self) -> Tensor:
         """Scale of each group [out, groups]; may be zero or negative."""

@@ -1,7 +1,7 @@
 """A quantised matrix: codes on their grid, whatever the grid."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -9,17 +9,22 @@ from torch import Tensor
 
 from llmcompress.grids.base import BlockSpec, Spec
 from llmcompress.grids.blocks import BlockGrid
+from llmcompress.grids.float8 import FloatGrid
 from llmcompress.grids.integer import IntegerGrid
 
-Grid = IntegerGrid | BlockGrid
+Grid = IntegerGrid | FloatGrid | BlockGrid
 
 
 @dataclass(frozen=True)
 class Coded:
-    """Codes uint8 [out, in] on their grid. What is stored is what the next layer sees."""
+    """Codes uint8 [out, in] on their grid. What is stored is what the next layer sees.
+
+    input_scale [1] float32: of the inputs, where these are rounded with a fixed one.
+    """
 
     codes: Tensor
     grid: Grid
+    input_scale: Tensor | None = None
 
     def decode(self) -> Tensor:
         """Values float32 [out, in]."""
@@ -27,23 +32,28 @@ class Coded:
 
     def rows(self, index: slice | Tensor) -> "Coded":
         """Some output rows."""
-        return Coded(self.codes[index], self.grid.rows(index))
+        return replace(self, codes=self.codes[index], grid=self.grid.rows(index))
 
     def to(self, device: torch.device | str) -> "Coded":
         """The same on another device."""
-        return Coded(self.codes.to(device), self.grid.to(device))
+        scale = None if self.input_scale is None else self.input_scale.to(device)
+        return Coded(self.codes.to(device), self.grid.to(device), scale)
 
     def stored(self) -> dict[str, Tensor]:
         """Tensors that, with the grid's spec, are all there is to it; `restored` takes them back."""
-        return {"codes": self.codes, **self.grid.stored()}
+        fixed = {} if self.input_scale is None else {"input_scale": self.input_scale}
+        return {"codes": self.codes, **fixed, **self.grid.stored()}
 
     @classmethod
     def restored(cls, spec: Spec, parts: Mapping[str, Tensor]) -> "Coded":
         """KeyError or TypeError if parts lack something."""
-        grid = {name: tensor for name, tensor in parts.items() if name != "codes"}
+        parts = dict(parts)
+        codes, scale = parts.pop("codes"), parts.pop("input_scale", None)
         if isinstance(spec, BlockSpec):
-            return cls(parts["codes"], BlockGrid.restored(spec, **grid))
-        return cls(parts["codes"], IntegerGrid.restored(spec, **grid))
+            return cls(codes, BlockGrid.restored(spec, **parts), scale)
+        if spec.type == "fp8":
+            return cls(codes, FloatGrid.restored(spec, codes.shape[1], **parts), scale)
+        return cls(codes, IntegerGrid.restored(spec, **parts), scale)
 
     @classmethod
     def stacked(cls, parts: "Sequence[Coded]") -> "Coded":
@@ -51,4 +61,4 @@ class Coded:
         if len(parts) == 1:
             return parts[0]
         grids: Sequence[Any] = [part.grid for part in parts]
-        return cls(torch.cat([part.codes for part in parts]), grids[0].stacked(grids))
+        return replace(parts[0], codes=torch.cat([part.codes for part in parts]), grid=grids[0].stacked(grids))

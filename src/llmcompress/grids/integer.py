@@ -37,7 +37,8 @@ class IntegerGrid:
     group_index: Tensor
 
     offset: ClassVar[None] = None  # what is added to scale * level; the zero point is part of the level here
-    table: ClassVar[None] = None  # of levels, where they are not whole numbers one apart
+    table: ClassVar[None] = None  # of levels, where they are neither whole numbers one apart nor floats
+    rounded_ = staticmethod(torch.round_)  # values to levels, in place; their bounds are another matter
 
     @property
     def bounds(self) -> tuple[Tensor, Tensor]:

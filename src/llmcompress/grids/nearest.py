@@ -4,7 +4,7 @@ from torch import Tensor
 
 from llmcompress.grids.base import BlockSpec, Spec
 from llmcompress.grids.encoders import encode
-from llmcompress.grids.integer import fit
+from llmcompress.grids.fitting import fit
 
 
 def nearest(weight: Tensor, spec: Spec) -> Tensor:

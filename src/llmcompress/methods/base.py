@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from llmcompress.errors import RecipeError
-from llmcompress.grids.base import BLOCK_TYPES, GridSpec, Spec
+from llmcompress.grids.base import BLOCK_TYPES, INPUT_SPECS, GridSpec, InputSpec, Spec
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from llmcompress.grids.coded import Coded
+    from llmcompress.grids.inputs import Seen
     from llmcompress.stats.drift import Drift
     from llmcompress.stats.gram import Gram
 
@@ -38,12 +39,14 @@ Plain = Annotated[Any, AfterValidator(_plain)]
 class Statistics:
     """What is known of an input: its Gram matrix, and its drift from the uncompressed model's; None where not asked.
 
-    importance: mean square of each input channel [in] by an importance matrix that the user gave.
+    importance: mean square of each input channel [in] by an importance matrix that the user gave. range: its
+    magnitudes, where its scale is fixed.
     """
 
     gram: "Gram | None" = None
     drift: "Drift | None" = None
     importance: "Tensor | None" = None
+    range: "Seen | None" = None
 
 
 @dataclass(frozen=True)
@@ -91,17 +94,40 @@ class Method(BaseModel):
         lt=1 << 31,
         description="input channels per scale; -1: one scale per row; default 128, or 64 or 32 where that divides",
     )
+    type: Literal["int", "fp8"] = Field(
+        "int", description="codes of weights: whole numbers, or floats E4M3 of 8 bits with one scale per row"
+    )
     sym: bool = Field(True, description="symmetric grid: every zero point is the middle code")
     clip: Literal["search", "output", "minmax"] = Field(
         "search",
         description="range of a group: searched for least squared error, or for least error of its output on "
         "calibration inputs (slower), or to cover every weight",
     )
+    activations: Literal["none", "int8-token", "int8-tensor", "fp8-token", "fp8-tensor"] = Field(
+        "none",
+        description="round inputs too while the model runs: with a scale of each token's own, or with one for all "
+        "tokens, measured on the calibration text without the first token of each window, whose magnitudes are apart",
+    )
+    activation_clip: Literal["absmax", "percentile", "mse"] = Field(
+        "absmax",
+        description="range of inputs with one scale for all tokens: all that was seen, a percentile of all magnitudes, "
+        "or the least squared error",
+    )
+    activation_percentile: float = Field(
+        99.99, gt=50, le=100, description="the percentile of --activation-clip percentile"
+    )
     gguf: GgufTypes | None = Field(None, description="types of GGUF in place of bits and groups")
     set: dict[str, dict[str, Plain]] = Field(
         default_factory=dict,
         description="other options for modules matching a pattern, such as 'mlp.down_proj: {bits: 8}'",
     )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Method":
+        """ValueError for options that contradict the type, which would else say nothing."""
+        if self.clip == "output" and self.type != "int":
+            raise ValueError(f"clip: output searches ranges of integers, not of type {self.type}")
+        return self
 
     @property
     def grid(self) -> Spec:
@@ -110,7 +136,25 @@ class Method(BaseModel):
             return BLOCK_TYPES[self.gguf.type]
         if self.group_size is None:
             raise RecipeError("the group size has not been resolved")
-        return GridSpec(self.bits, self.group_size, self.sym)
+        return GridSpec(self.bits, self.group_size, self.sym, self.type)
+
+    @property
+    def inputs(self) -> InputSpec | None:
+        """How inputs are rounded; None for not at all."""
+        return INPUT_SPECS.get(self.activations)
+
+    @property
+    def fixed_inputs(self) -> bool:
+        """Whether inputs are rounded with a scale that is found by calibration."""
+        return self.inputs is not None and not self.inputs.dynamic
+
+    @property
+    def label(self) -> str:
+        """What codes it gives, for titles and file names: 'w4', 'w8a8', 'fp8'."""
+        weights = f"w{self.bits}" if self.type == "int" else self.type
+        if self.inputs is None:
+            return weights
+        return f"w{self.bits}a8" if self.inputs.type == self.type == "int" else f"{weights}-{self.activations}"
 
     @property
     def search(self) -> Literal["compat", "fast", "best"]:
@@ -118,14 +162,19 @@ class Method(BaseModel):
         return "best" if self.gguf is None else self.gguf.search
 
     @property
-    def needs_calibration(self) -> bool:
-        """Whether `solve` needs the Gram matrix of its inputs."""
+    def needs_gram(self) -> bool:
+        """Whether `solve` goes by the Gram matrix of its inputs."""
         return True
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether text is run through the model: for the Gram matrix of inputs, or for their range."""
+        return self.needs_gram or self.fixed_inputs
 
     @property
     def inverts(self) -> bool:
         """Whether `solve` inverts the Gram matrix of its inputs, for which it needs several of that size."""
-        return self.needs_calibration
+        return self.needs_gram
 
     @property
     def permutes_groups(self) -> bool:

@@ -59,7 +59,7 @@ class Gptq(Method):
 
         from llmcompress.grids.coded import Coded, Grid
         from llmcompress.grids.encoders import encode
-        from llmcompress.grids.integer import fit
+        from llmcompress.grids.fitting import fit
         from llmcompress.parallel import both, together
         from llmcompress.solve.correct import corrected
         from llmcompress.solve.damping import damped, inverse_factor

@@ -22,7 +22,7 @@ class Rtn(Method):
     summary: ClassVar[str] = "Round to nearest: seconds, without calibration unless clip is output."
 
     @property
-    def needs_calibration(self) -> bool:
+    def needs_gram(self) -> bool:
         return self.clip == "output" and self.gguf is None
 
     @property
@@ -34,13 +34,13 @@ class Rtn(Method):
 
         from llmcompress.grids.coded import Coded
         from llmcompress.grids.encoders import encode
-        from llmcompress.grids.integer import fit
+        from llmcompress.grids.fitting import fit
         from llmcompress.parallel import together
 
         spec = self.grid
         if isinstance(spec, BlockSpec):
             return Solved(encode(weight, spec, self.search, stats.importance))
-        if self.needs_calibration and stats.gram is None:
+        if self.needs_gram and stats.gram is None:
             raise RunError("rtn with clip: output needs the statistics of its inputs")
         gram = None if stats.gram is None else stats.gram.finish()
 

@@ -54,7 +54,7 @@ class Steps:
     def snap(self, level: Tensor, group: int) -> None:
         """Move values in units of the scale [out] to the nearest levels, in place."""
         if self._table is None:
-            torch.clamp(level.round_(), self._low[group], self._high[group], out=level)
+            torch.clamp(self.grid.rounded_(level), self._low[group], self._high[group], out=level)
         else:
             torch.take(self._table, torch.bucketize(level, self._between, right=True), out=level)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from llmcompress.grids.blocks import BlockGrid
 from llmcompress.grids.coded import Coded
+from llmcompress.grids.float8 import FloatGrid
 from llmcompress.grids.integer import IntegerGrid, storable
 from llmcompress.solve.blocks import refit_blocks
 from llmcompress.solve.gptq import Steps
@@ -80,7 +81,9 @@ def row_loss(weight: Tensor, coded: Coded, hessian: Tensor) -> Tensor:
     return ((delta @ hessian) * delta).sum(dim=1)
 
 
-def refit_scales(codes: Tensor, grid: IntegerGrid, hessian: Tensor, target: Tensor, scale_dtype: torch.dtype) -> Coded:
+def refit_scales(
+    codes: Tensor, grid: IntegerGrid | FloatGrid, hessian: Tensor, target: Tensor, scale_dtype: torch.dtype
+) -> Coded:
     """Least-squares scales of every row for its codes; rows that would not gain keep theirs. target [out, in]: W H.
 
     With C the codes of a row spread over its groups [in, groups], the loss is s^T (C^T H C) s - 2 s^T C^T H w + const.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from llmcompress.errors import EXIT_FAILED, CheckpointError
 from llmcompress.grids.coded import Coded
+from llmcompress.grids.inputs import InputGrid
 from llmcompress.store.headers import ModelHeaders, read_headers
 
 DTYPES = {
@@ -48,6 +49,10 @@ class Checkpoint:
 
     def stored(self, name: str, kind: str) -> Iterator[memoryview] | None:
         """The bytes of a tensor by its GGUF name, in pieces, if they lie here in that type of codes; None otherwise."""
+        return None
+
+    def inputs(self, module: str) -> InputGrid | None:
+        """How the inputs of a matrix are rounded while the model runs, by its module; None for not at all."""
         return None
 
     def read(self, name: str) -> Tensor:

@@ -6,7 +6,8 @@ from typing import Any
 
 from llmcompress.validate import awq
 from llmcompress.validate.directory import HEADS, Directory
-from llmcompress.validate.matrices import quantised_modules, scheme_of
+from llmcompress.validate.matrices import quantised_modules
+from llmcompress.validate.schemes import FLOATS, INTEGERS, PACKED, scheme_of
 from llmcompress.validate.stored import Tensor, read_json
 
 _GPTQ_KEYS = ("bits", "group_size", "sym", "desc_act", "lm_head", "checkpoint_format")
@@ -34,6 +35,8 @@ def config_wrongs(directory: Directory) -> list[str]:
             wrong.append(f"{module} is quantised, and config.json says that it is not")
         elif recorded and recorded.get(module) != scheme.name:
             wrong.append(f"{module} is {scheme.name} by config.json, {recorded.get(module)} by report.json")
+        elif recorded and directory.records[module].get("inputs") != scheme.inputs:
+            wrong.append(f"{module} has inputs of {scheme.inputs} by config.json, not by report.json")
     wrong += [
         f"{module} is not quantised, and config.json says that it is"
         for module in sorted(plain)
@@ -90,8 +93,10 @@ def _packed_wrongs(directory: Directory, settings: Mapping[str, Any]) -> list[st
         return wrong
     if settings["quantization_status"] != "compressed":
         wrong.append(f"quantization_status is {settings['quantization_status']!r}, so loaders ignore the codes")
-    if settings["format"] != "pack-quantized":
-        wrong.append(f"format is {settings['format']!r}")
+    ways = {group.get("format") for group in settings["config_groups"].values()}
+    whole = next(iter(ways)) if len(ways) == 1 else "mixed-precision"
+    if settings["format"] != whole or not ways <= {PACKED, INTEGERS, FLOATS}:
+        wrong.append(f"format is {settings['format']!r}, those of config_groups come to {whole!r}")
     if not settings["config_groups"]:
         wrong.append("config_groups is empty")
     for name, group in settings["config_groups"].items():

@@ -15,6 +15,7 @@ from llmcompress.errors import CheckpointError
 from llmcompress.ledger import Ledger
 from llmcompress.model.build import StreamedModel, Weights
 from llmcompress.model.observe import observe
+from llmcompress.model.rounded import round_inputs
 from llmcompress.model.whole import whole_model
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.gguf_model import read_gguf
@@ -32,7 +33,7 @@ def open_streamed(
     trust_remote_code: bool = False,
     source: Path | None = None,
 ) -> StreamedModel:
-    """A directory or a GGUF file as a model run section by section.
+    """A directory or a GGUF file as a model run section by section, inputs rounded where the checkpoint says so.
 
     source: the directory that a GGUF file was made from, which has the config that the file lacks.
     """
@@ -51,7 +52,22 @@ def open_streamed(
         )
     checkpoint = open_checkpoint(headers)
     weights: Weights = checkpoint if file is None else GgufWeights(read_gguf(file), checkpoint)
-    return StreamedModel(weights, config, spec, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    model = StreamedModel(weights, config, spec, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    for number, layer in enumerate(model.layers):
+        for name, module in _linears(layer):
+            grid = checkpoint.inputs(_disk(model, number, name))
+            if grid is not None:
+                round_inputs(module, grid.to(model.device))
+    return model
+
+
+def _linears(layer: nn.Module) -> list[tuple[str, nn.Linear]]:
+    return [(name, module) for name, module in layer.named_modules() if isinstance(module, nn.Linear)]
+
+
+def _disk(model: StreamedModel, number: int, name: str) -> str:
+    """The on-disk module of a linear `name` of a layer."""
+    return model.disk_name(number, f"{name}.weight").removesuffix(".weight")
 
 
 def load_whole(
@@ -68,12 +84,11 @@ def load_whole(
     """
     streamed = open_streamed(path, dtype=dtype, trust_remote_code=trust_remote_code, source=source)
     weights, spec = streamed.weights, streamed.spec
-    modules: list[tuple[str, str]] = []
-    for number, layer in enumerate(streamed.layers):
-        for name, module in layer.named_modules():
-            if isinstance(module, nn.Linear):
-                runtime = f"{spec.layers}.{number}.{name}"
-                modules.append((runtime, streamed.disk_name(number, f"{name}.weight").removesuffix(".weight")))
+    modules = [
+        (f"{spec.layers}.{number}.{name}", _disk(streamed, number, name))
+        for number, layer in enumerate(streamed.layers)
+        for name, _ in _linears(layer)
+    ]
     causal = whole_model(streamed)
     if packed and isinstance(weights, Checkpoint):
         for runtime, disk in modules:
@@ -81,5 +96,6 @@ def load_whole(
             if coded is not None:
                 parent, _, leaf = runtime.rpartition(".")
                 before: Any = causal.get_submodule(runtime)
-                setattr(causal.get_submodule(parent), leaf, PackedLinear(coded, before.bias, dtype))
+                linear = PackedLinear(coded, before.bias, dtype, weights.inputs(disk))
+                setattr(causal.get_submodule(parent), leaf, linear)
     return causal

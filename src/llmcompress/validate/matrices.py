@@ -1,40 +1,28 @@
-"""Quantised matrices of a directory decoded by numpy alone, and what its config says of each.
+"""Quantised matrices of a directory decoded by numpy alone.
 
 A second reader: imports nothing that takes part in writing (formats, packing, grids, store), on purpose.
 """
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
-from llmcompress.validate.awq import nibbles, skipped
+from llmcompress.validate.awq import nibbles
+from llmcompress.validate.schemes import FLOATS, INTEGERS, PACKED, PARTS, STORED, Scheme, scheme_of
 from llmcompress.validate.stored import Array, DamageError, Tensor, unpack, words_for
 
 _BLOCK = 1 << 22  # weights decoded at once
 
-PARTS = {
-    "gptq": ("qweight", "qzeros", "scales", "g_idx"),
-    "awq": ("qweight", "qzeros", "scales"),
-    "compressed-tensors": ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point"),
-}
-
-
-@dataclass(frozen=True)
-class Scheme:
-    """What a config says of a module; size -1 is one group per row. order: groups may follow the activation order."""
-
-    bits: int
-    size: int
-    symmetric: bool
-    order: bool = False
-
-    @property
-    def name(self) -> str:
-        group = "row" if self.size == -1 else f"g{self.size}"
-        return f"int{self.bits}-{group}-{'sym' if self.symmetric else 'asym'}"
+_E4M3: Array = np.array(  # values of all codes; those of 0x7F and 0xFF are no numbers, which `read_matrix` looks for
+    [
+        (-1.0) ** (code >> 7)
+        * ((code & 7) / 512 if code & 0x78 == 0 else (8 + (code & 7)) * 2.0 ** ((code >> 3 & 15) - 10))
+        for code in range(256)
+    ],
+    np.float32,
+)
 
 
 @dataclass(frozen=True)
@@ -53,10 +41,14 @@ class Matrix:
     index: Array
     words: Tensor
     layout: Literal["rows", "columns", "awq"]
+    input_scale: float | None = None
 
     def codes(self, rows: slice) -> tuple[Array, bool]:
         """Codes uint8 [rows, in], and whether their padding is zero."""
         words = self.words.array()
+        if self.scheme.stored != PACKED:
+            raw = words[rows].view(np.uint8)
+            return (raw ^ 0x80 if self.scheme.stored == INTEGERS else raw), True
         if self.layout == "awq":
             first = rows.start // 8
             wide = nibbles(words[:, first : -(-rows.stop // 8)])
@@ -66,25 +58,30 @@ class Matrix:
 
     def decode(self, rows: slice) -> Array:
         """Values float32 [rows, in]."""
-        codes = self.codes(rows)[0].astype(np.float32)
-        values: Array = (codes - self.zero[rows][:, self.index]) * self.scale[rows][:, self.index]
+        codes = self.codes(rows)[0]
+        levels = _E4M3[codes] if self.scheme.stored == FLOATS else codes.astype(np.float32)
+        values: Array = (levels - self.zero[rows][:, self.index]) * self.scale[rows][:, self.index]
         return values
+
+    def reach(self, rows: slice, weight: Array) -> Array:
+        """How far rounding to the nearest code can take each weight: half a step, and what the grid does not cover."""
+        step = np.abs(self.scale[rows])[:, self.index]
+        if self.scheme.stored == FLOATS:
+            low, high = -448 * step, 448 * step
+            _, exponent = np.frexp(np.abs(weight) / step)  # of a value in [2^(exponent-1), 2^exponent)
+            step = step * np.exp2(np.clip(exponent - 1, -6, 8) - 3)
+        else:
+            scale, zero = self.scale[rows], self.zero[rows]
+            ends = np.stack([-zero * scale, ((1 << self.scheme.bits) - 1 - zero) * scale])
+            low, high = ends.min(0)[:, self.index], ends.max(0)[:, self.index]
+        outside = np.maximum(np.maximum(weight - high, low - weight), 0)
+        reach: Array = step / 2 + outside + 1e-4 * step + 1e-6 * np.abs(weight)  # ties decided in float32
+        return reach
 
     def blocks(self) -> Iterator[slice]:
         """Slices of rows that fit in memory together with their decoded values."""
         step = max(1, _BLOCK // self.width)
         return (slice(start, min(start + step, self.rows)) for start in range(0, self.rows, step))
-
-
-def format_of(config: Mapping[str, Any]) -> str:
-    """Name of the format by config.json; DamageError if it is none that is known."""
-    settings = config.get("quantization_config")
-    if settings is None:
-        return "dense"
-    method = settings.get("quant_method") if isinstance(settings, dict) else None
-    if not isinstance(method, str) or method not in PARTS:
-        raise DamageError(f"quant_method {method!r} is not known")
-    return method
 
 
 def quantised_modules(tensors: Mapping[str, Tensor], form: str) -> dict[str, set[str]]:
@@ -95,13 +92,6 @@ def quantised_modules(tensors: Mapping[str, Tensor], form: str) -> dict[str, set
         if part in PARTS.get(form, ()):
             found.setdefault(module, set()).add(part)
     return found
-
-
-def scheme_of(module: str, config: Mapping[str, Any]) -> Scheme | None:
-    """What config.json says of a linear: how it is quantised, or None for not at all."""
-    settings = config["quantization_config"]
-    schemes = {"gptq": _gptq_scheme, "awq": _awq_scheme, "compressed-tensors": _packed_scheme}
-    return schemes[settings["quant_method"]](module, settings)
 
 
 def read_matrix(module: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> tuple[Matrix, list[str]]:
@@ -116,49 +106,14 @@ def read_matrix(module: str, tensors: Mapping[str, Tensor], config: Mapping[str,
         wrong.append(f"{module} has scales that are not finite")
     if not matrix.scale.all():
         wrong.append(f"{module} has scales of zero")
-    if scheme.symmetric and not (matrix.zero == 1 << (scheme.bits - 1)).all():
+    if scheme.stored == FLOATS:
+        if any(((piece & 0x7F) == 0x7F).any() for piece in matrix.words.chunks()):
+            wrong.append(f"{module} has codes that are no numbers")
+    elif scheme.symmetric and not (matrix.zero == 1 << (scheme.bits - 1)).all():
         wrong.append(f"{module} is symmetric and has other zero points than {1 << (scheme.bits - 1)}")
     if not all(matrix.codes(rows)[1] for rows in matrix.blocks()):
         wrong.append(f"{module} has padding bits that are not zero")
     return matrix, wrong
-
-
-def _gptq_scheme(module: str, settings: Mapping[str, Any]) -> Scheme | None:
-    merged = dict(settings)
-    for rule, values in (settings.get("dynamic") or {}).items():
-        if re.match(rule[2:] if rule[:2] in ("-:", "+:") else rule, module):
-            if rule.startswith("-:"):
-                return None
-            merged |= values
-            break
-    if not re.search(r"(^|\.)\d+\.", module) and not settings.get("lm_head"):
-        return None
-    order = bool(settings.get("desc_act"))
-    return Scheme(int(merged["bits"]), int(merged["group_size"]), bool(merged["sym"]), order)
-
-
-def _awq_scheme(module: str, settings: Mapping[str, Any]) -> Scheme | None:
-    if True in skipped(module, settings):
-        return None
-    return Scheme(int(settings["bits"]), int(settings["group_size"]), not settings["zero_point"])
-
-
-def _packed_scheme(module: str, settings: Mapping[str, Any]) -> Scheme | None:
-    def names(target: str) -> bool:
-        return bool(re.match(target[3:], module)) if target.startswith("re:") else target == module
-
-    if any(names(target) for target in settings.get("ignore") or ()):
-        return None
-    groups = list(settings["config_groups"].values())
-    exact = [group for group in groups if any(names(target) for target in group["targets"])]
-    chosen = exact or [group for group in groups if "Linear" in group["targets"]]
-    if not chosen:
-        return None
-    if len(chosen) > 1:
-        raise DamageError(f"{module} belongs to more than one config group")
-    weights = chosen[0]["weights"]
-    size = weights["group_size"] if weights["strategy"] == "group" else -1
-    return Scheme(int(weights["num_bits"]), int(size), bool(weights["symmetric"]))
 
 
 def _groups(module: str, scheme: Scheme, width: int) -> int:
@@ -225,6 +180,9 @@ def _read_awq(
 def _read_packed(
     module: str, scheme: Scheme, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
 ) -> tuple[Matrix, list[str]]:
+    fixed, wrong = _input_scale(module, scheme, tensors)
+    if scheme.stored != PACKED:
+        return _read_bytes(module, scheme, tensors, fixed), wrong
     words, scales, shape = (tensors[f"{module}.{part}"] for part in PARTS["compressed-tensors"][:3])
     rows, width = (int(extent) for extent in _shaped(shape, ("I64",), (2,)).array())
     if rows < 1 or width < 1:
@@ -233,7 +191,6 @@ def _read_packed(
     _shaped(words, ("I32",), (rows, words_for(width, scheme.bits)))
     _shaped(scales, ("BF16", "F16", "F32"), (rows, groups))
     zero: Array = np.full((rows, groups), 1 << (scheme.bits - 1), np.float32)
-    wrong = []
     stored = tensors.get(f"{module}.weight_zero_point")
     if scheme.symmetric and stored is not None:
         wrong.append(f"{module} is symmetric and has a weight_zero_point, which some engines refuse")
@@ -246,4 +203,28 @@ def _read_packed(
         if not clean:
             wrong.append(f"{stored.name} has padding bits that are not zero")
     index = np.arange(width) // (width // groups)
-    return Matrix(module, scheme, rows, width, scales.floats(), zero, index, words, "rows"), wrong
+    return Matrix(module, scheme, rows, width, scales.floats(), zero, index, words, "rows", fixed), wrong
+
+
+def _read_bytes(module: str, scheme: Scheme, tensors: Mapping[str, Tensor], fixed: float | None) -> Matrix:
+    codes, scales = tensors[f"{module}.weight"], tensors[f"{module}.weight_scale"]
+    if len(codes.shape) != 2:
+        raise DamageError(f"{codes.name} is no matrix")
+    rows, width = codes.shape
+    _shaped(codes, (STORED[scheme.stored],), (rows, width))
+    _shaped(scales, ("BF16", "F16", "F32"), (rows, 1))
+    zero: Array = np.full((rows, 1), 0 if scheme.stored == FLOATS else 128, np.float32)
+    index = np.zeros(width, np.int64)
+    return Matrix(module, scheme, rows, width, scales.floats(), zero, index, codes, "rows", fixed)
+
+
+def _input_scale(module: str, scheme: Scheme, tensors: Mapping[str, Tensor]) -> tuple[float | None, list[str]]:
+    """The fixed scale of the inputs of a module, None where it has none, and what is wrong with it."""
+    stored = tensors.get(f"{module}.input_scale")
+    fixed = scheme.inputs is not None and scheme.inputs.endswith("-tensor")
+    if stored is None or not fixed:
+        stray = [] if stored is None else [f"{stored.name} is there, and config.json knows of no fixed scale of inputs"]
+        return None, stray
+    value = float(_shaped(stored, ("BF16", "F16", "F32"), (1,)).floats()[0])
+    good = np.isfinite(value) and value > 0
+    return value, [] if good else [f"{stored.name} is {value}, which is no scale"]

@@ -3,39 +3,49 @@
 import torch
 from torch import Tensor, nn
 
-from llmcompress.grids.blocks import BlockGrid
 from llmcompress.grids.coded import Coded
+from llmcompress.grids.inputs import InputGrid
+from llmcompress.grids.integer import IntegerGrid
 
 _INT4_GROUPS = (32, 64, 128, 256)
+_SUMMED = 1 << 17  # products of two codes of 8 bits that an int32 holds the sum of
 
 
 class PackedLinear(nn.Module):
-    """y = x W^T + b with W kept as codes. `kernel` says what runs: int4, int8 or decode."""
+    """y = x W^T + b with W kept as codes, and x rounded to `inputs` first where that is given.
 
-    def __init__(self, coded: Coded, bias: Tensor | None, dtype: torch.dtype) -> None:
+    `kernel` says what runs: int4, int8, int8-int8 (codes times codes, summed in int32) or decode.
+    """
+
+    def __init__(self, coded: Coded, bias: Tensor | None, dtype: torch.dtype, inputs: InputGrid | None = None) -> None:
         super().__init__()
-        grid = coded.grid
         self.out_features, self.in_features = coded.codes.shape
-        self.dtype = dtype
+        self.dtype, self.inputs = dtype, inputs
         self.bias = None if bias is None else nn.Parameter(bias.to(dtype), requires_grad=False)
+        if isinstance(coded.grid, IntegerGrid):
+            self._integers(coded, coded.grid)
+        else:
+            self._decoding(coded)
+
+    def _integers(self, coded: Coded, grid: IntegerGrid) -> None:
         group = grid.spec.width(self.in_features)
         natural = bool((grid.group_index == torch.arange(self.in_features) // group).all())
-        if isinstance(grid, BlockGrid):
-            self._decoding(coded)
-        elif grid.spec.bits == 4 and group in _INT4_GROUPS and natural and self.out_features % 16 == 0:
+        whole_rows = grid.spec.bits == 8 and group == self.in_features and grid.spec.symmetric
+        if grid.spec.bits == 4 and group in _INT4_GROUPS and natural and self.out_features % 16 == 0:
             self.kernel = "int4"
             self.register_buffer(
                 "words", torch.ops.aten._convert_weight_to_int4pack_for_cpu(coded.codes.to(torch.int32), 1)
             )
             offset = (8 - grid.zero) * grid.scale  # the product computes (code - 8) * scale + offset
             self.register_buffer(
-                "scale", torch.stack([grid.scale, offset], dim=-1).transpose(0, 1).contiguous().to(dtype)
+                "scale", torch.stack([grid.scale, offset], dim=-1).transpose(0, 1).contiguous().to(self.dtype)
             )
             self.group = group
-        elif grid.spec.bits == 8 and group == self.in_features and grid.spec.symmetric:
-            self.kernel = "int8"
+        elif whole_rows:
+            both = self.inputs is not None and self.inputs.spec.type == "int" and self.in_features < _SUMMED
+            self.kernel = "int8-int8" if both else "int8"
             self.register_buffer("words", (coded.codes.to(torch.int16) - grid.spec.middle).to(torch.int8))
-            self.register_buffer("scale", grid.scale[:, 0].to(dtype))
+            self.register_buffer("scale", grid.scale[:, 0].to(torch.float32 if both else self.dtype))
         else:
             self._decoding(coded)
 
@@ -48,11 +58,25 @@ class PackedLinear(nn.Module):
         """x [..., in] to [..., out]."""
         rows = x.reshape(-1, self.in_features)
         y: Tensor
-        if self.kernel == "int4":
-            y = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.words, self.group, self.scale)
-        elif self.kernel == "int8":
-            y = torch.ops.aten._weight_int8pack_mm(rows, self.words, self.scale)
+        if self.kernel == "int8-int8":
+            y = self._codes_by_codes(rows)
         else:
-            y = rows @ self.grid.decode(self.words).to(self.dtype).T  # type: ignore[arg-type]
+            rows = rows if self.inputs is None else self.inputs.rounded(rows)
+            y = self._by_weights(rows)
         y = y.view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias
+
+    def _codes_by_codes(self, rows: Tensor) -> Tensor:
+        """Exact sums of products of codes; the scales of token and row come last."""
+        assert self.inputs is not None
+        scales = self.inputs.scales(rows)
+        codes = self.inputs.levels(rows, scales).to(torch.int8)
+        sums = torch._int_mm(codes, self.words.t())  # type: ignore[operator]
+        return sums.to(torch.float32).mul_(scales).mul_(self.scale).to(self.dtype)  # type: ignore[arg-type]
+
+    def _by_weights(self, rows: Tensor) -> Tensor:
+        if self.kernel == "int4":
+            return torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.words, self.group, self.scale)  # type: ignore[no-any-return]
+        if self.kernel == "int8":
+            return torch.ops.aten._weight_int8pack_mm(rows, self.words, self.scale)  # type: ignore[no-any-return]
+        return rows @ self.grid.decode(self.words).to(self.dtype).T  # type: ignore[arg-type]

@@ -8,8 +8,9 @@ import numpy as np
 
 from llmcompress.validate.check import AGREEMENT, Check, guarded_list, summary
 from llmcompress.validate.directory import HEADS, ROWS, Directory
-from llmcompress.validate.matrices import PARTS, Matrix
-from llmcompress.validate.stored import Array, DamageError, Tensor, read_json, read_tensors
+from llmcompress.validate.matrices import Matrix
+from llmcompress.validate.schemes import PARTS
+from llmcompress.validate.stored import DamageError, Tensor, read_json, read_tensors
 
 _ROUNDING = {"BF16": 2.0**-8, "F16": 2.0**-11, "F32": 2.0**-24, "F64": 2.0**-53}
 _MAY_DIFFER = {"quantization_config", "dtype", "torch_dtype", "tie_word_embeddings"}
@@ -43,7 +44,7 @@ def _completeness(directory: Directory, matrices: Mapping[str, Matrix], original
     for name, original in originals.items():
         module = name.removesuffix(".weight")
         if module in matrices:
-            accounted |= {f"{module}.{part}" for part in PARTS[directory.form]}
+            accounted |= {f"{module}.{part}" for part in (*PARTS[directory.form], "weight")}
             shape = (matrices[module].rows, matrices[module].width)
             if original.shape not in (shape, shape[::-1]):
                 wrong.append(f"{module} is {shape[0]} x {shape[1]}, in the source {list(original.shape)}")
@@ -104,23 +105,12 @@ def _bound_wrongs(directory: Directory, matrices: Mapping[str, Matrix], original
             error += float(np.square(difference).sum())
             norm += float(np.square(theirs.astype(np.float64)).sum())
             if nearest and isinstance(written, Matrix):
-                far += int((difference > _reach(written, part, theirs)).sum())
+                far += int((difference > written.reach(part, theirs)).sum())
         if far:
             wrong.append(f"{module} has {far} values further from the source than rounding takes them")
         stored_as = written.dtype if isinstance(written, Tensor) else None
         wrong += _error_wrongs(module, record, float(np.sqrt(error / norm)) if norm else 0.0, stored_as)
     return wrong
-
-
-def _reach(matrix: Matrix, rows: slice, weight: Array) -> Array:
-    """How far rounding to the nearest code can take each weight: half a step, and what the grid does not cover."""
-    scale, zero = matrix.scale[rows], matrix.zero[rows]
-    ends = np.stack([-zero * scale, ((1 << matrix.scheme.bits) - 1 - zero) * scale])
-    low, high = ends.min(0)[:, matrix.index], ends.max(0)[:, matrix.index]
-    step = np.abs(scale)[:, matrix.index]
-    outside = np.maximum(np.maximum(weight - high, low - weight), 0)
-    reach: Array = step / 2 + outside + 1e-4 * step + 1e-6 * np.abs(weight)  # ties decided in float32
-    return reach
 
 
 def _error_wrongs(module: str, record: Mapping[str, Any], error: float, stored_as: str | None) -> list[str]:

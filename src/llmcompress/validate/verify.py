@@ -8,12 +8,12 @@ What is proved, in words:
 - finite, matrices: every value is finite; scales are finite and not zero, padding bits are zero, zero points are the
   middle where the grid is symmetric, group indices are in range, shapes are those of the grid. A decoded value then
   lies on its group's grid, since scale * (code - zero point) is how it is made. Decoded weights (`dense`) have at most
-  2^bits values in a group.
+  2^bits values in a group. Fixed scales of inputs are positive, and the same for linears that engines run as one.
 - source: every tensor of the source is there byte for byte, or quantised, or a tied head left out; nothing else is.
 - bound: of every matrix, the relative error ||W - W'|| / ||W|| (Frobenius) is the one that report.json recorded, to
   0.1%, and below 1, which is what zeroing the matrix would give. Decoded weights are rounded once more to their stored
   type, which may add or hide as much as the rounding can be. For method rtn, element by element,
-  |w - w'| <= |scale| / 2 + what lies outside the range of the grid, since rounding takes the nearest code.
+  |w - w'| <= half a step + what lies outside the range of the grid, since rounding takes the nearest code.
 """
 
 import re
@@ -26,12 +26,13 @@ import numpy as np
 from llmcompress.validate.check import Check, guarded, guarded_list, summary
 from llmcompress.validate.config_checks import config_wrongs
 from llmcompress.validate.directory import ROWS, Directory
-from llmcompress.validate.matrices import PARTS, Matrix, format_of, quantised_modules, read_matrix
+from llmcompress.validate.matrices import Matrix, quantised_modules, read_matrix
+from llmcompress.validate.schemes import format_of, missing_parts
 from llmcompress.validate.source_checks import against_source
 from llmcompress.validate.stored import DamageError, read_json, read_tensors
 
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-_GRID = re.compile(r"int(\d)-(?:row|g(\d+))-(?:sym|asym)")
+_GRID = re.compile(r"int(\d)-(?:row|g(\d+))-(?:sym|asym)|fp8-row")
 
 
 def verify(out: Path, source: Path | None = None) -> list[Check]:
@@ -65,6 +66,7 @@ def verify(out: Path, source: Path | None = None) -> list[Check]:
     wrong = _read_all(directory, matrices)
     if form == "dense":
         wrong += guarded_list(lambda: _too_many_values(directory))
+    wrong += _unlike_scales(matrices)
     checks.append(summary("matrices", wrong, f"{len(matrices) or len(directory.records)} on their grids"))
     checks.append(_fused(directory, matrices))
     if source is not None:
@@ -105,15 +107,25 @@ def _read_all(directory: Directory, matrices: dict[str, Matrix]) -> list[str]:
     """Decode every quantised matrix into `matrices`; what is wrong with them."""
     wrong: list[str] = []
     for module, parts in quantised_modules(directory.tensors, directory.form).items():
-        if missing := set(PARTS[directory.form]) - parts - {"weight_zero_point"}:
-            wrong.append(f"{module} has no {', '.join(sorted(missing))}")
-            continue
 
-        def look(module: str = module) -> list[str]:
+        def look(module: str = module, parts: set[str] = parts) -> list[str]:
+            if missing := missing_parts(module, parts, directory.config):
+                return [f"{module} has no {', '.join(missing)}"]
             matrices[module], found = read_matrix(module, directory.tensors, directory.config)
             return found
 
         wrong += guarded_list(look)
+    return wrong
+
+
+def _unlike_scales(matrices: Mapping[str, Matrix]) -> list[str]:
+    """Engines that run linears as one keep one fixed scale of their input, that of whichever they load last."""
+    wrong = []
+    for parent in dict.fromkeys(module.rpartition(".")[0] for module in matrices):
+        for leaves in _FUSED:
+            held = [matrices[name] for leaf in leaves if (name := f"{parent}.{leaf}") in matrices]
+            if len({matrix.input_scale for matrix in held if matrix.input_scale is not None}) > 1:
+                wrong.append(f"{', '.join(matrix.module for matrix in held)} have different scales of one input")
     return wrong
 
 
@@ -142,7 +154,7 @@ def _too_many_values(directory: Directory) -> list[str]:
         if tensor is None or found is None:
             continue
         weight = tensor.floats(transposed=directory.transposed(record, tensor, tensor))
-        size, levels = int(found[2] or weight.shape[1]), 1 << int(found[1])
+        size, levels = int(found[2] or weight.shape[1]), 1 << int(found[1]) if found[1] else 253
         if record.get("permuted", record.get("method") != "rtn"):
             size, levels = weight.shape[1], levels * (weight.shape[1] // size)
         for start in range(0, weight.shape[0], ROWS):

@@ -7,6 +7,7 @@ from typing import Any
 
 from llmcompress.formats.base import Entry
 from llmcompress.formats.checks import experts_of, fused, grids, named, quantised
+from llmcompress.formats.schemes import PACKED, kind
 from llmcompress.grids.base import PER_ROW, GridSpec
 from llmcompress.methods.base import DEFAULT_GROUP_SIZES
 
@@ -131,7 +132,8 @@ class Symmetric(Fact):
 
 @dataclass(frozen=True)
 class Groups(Fact):
-    """Group sizes that are taken (None: all), whether one scale per row is, and that no group spans two devices."""
+    """Group sizes of packed codes that are taken (None: all), whether one scale per row is, and that no group spans two
+    devices."""
 
     sizes: tuple[int, ...] | None
     rows: bool = True
@@ -141,7 +143,7 @@ class Groups(Fact):
         return f"{sizes}, per row" if self.rows else sizes
 
     def violations(self, case: Case) -> list[Violation]:
-        coded = quantised(case.entries)
+        coded = [(entry, grid) for entry, grid in quantised(case.entries) if kind(grid, entry.inputs) == PACKED]
         sizes = {entry.module: grid.group_size for entry, grid in coded}
         found = []
         for size in dict.fromkeys(size for size in sizes.values() if not self._takes(size)):
@@ -175,7 +177,10 @@ class Groups(Fact):
 
 @dataclass(frozen=True)
 class Multiples(Fact):
-    """Outputs and inputs of a device that kernels take are multiples of these; of experts or of all other linears."""
+    """Outputs and inputs of a device that kernels take are multiples of these; of experts or of all other linears.
+
+    Kernels that multiply codes by rounded inputs are others.
+    """
 
     outputs: int
     inputs: int
@@ -185,7 +190,9 @@ class Multiples(Fact):
         ragged = [
             shard
             for shard in case.shards
-            if shard.expert == self.experts and (sum(shard.rows) % self.outputs or shard.inputs % self.inputs)
+            if shard.expert == self.experts
+            and shard.entries[0].inputs is None
+            and (sum(shard.rows) % self.outputs or shard.inputs % self.inputs)
         ]
         return _left_out(self.why, ragged, case, lambda shard: f"{sum(shard.rows)} x {shard.inputs}")
 
@@ -200,8 +207,11 @@ class Words(Fact):
         return _left_out(self.why, [s for s in case.shards if self._ragged(s)], case, self._shape)
 
     def _ragged(self, shard: Shard) -> bool:
-        grid = shard.entries[0].grid
-        assert grid is not None
+        entry = shard.entries[0]
+        grid = entry.grid
+        assert isinstance(grid, GridSpec)
+        if kind(grid, entry.inputs) != PACKED:
+            return False
         zeros = self.zeros or not grid.symmetric
         return bool(shard.inputs * grid.bits % 32) or (zeros and any(rows * grid.bits % 32 for rows in shard.rows))
 
@@ -245,9 +255,9 @@ class Alike(Fact):
     def violations(self, case: Case) -> list[Violation]:
         found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
         for name, members in fused(case.entries).items():
-            if len({(entry.grid, entry.permuted) for entry in members}) > 1:
+            if len({(entry.grid, entry.inputs, entry.permuted) for entry in members}) > 1:
                 leaf = name.rpartition(".")[2]
-                kinds = " and ".join(dict.fromkeys(entry.grid.name if entry.grid else "16 bits" for entry in members))
+                kinds = " and ".join(dict.fromkeys(scheme_name(entry) for entry in members))
                 what = f"it runs {leaf} as one, and its parts would have {kinds}"
                 mending, changes = self._mended(members)
                 found.setdefault((what, mending), {}).update(changes)
@@ -259,21 +269,35 @@ class Alike(Fact):
         coded = quantised(members)
         if len(coded) < len(members):
             return "leave all parts unquantised", {entry.module: dict(SKIP) for entry, _ in coded}
-        best = max((grid for _, grid in coded), key=_richness)
+        best, _ = max(coded, key=lambda pair: _richness(pair[1]))
         static = len({entry.permuted for entry in members}) > 1
         changes = {entry.module: _towards(best, entry, static) for entry in members}
-        return f"give all parts {best.name}", {module: change for module, change in changes.items() if change}
+        return f"give all parts {scheme_name(best)}", {module: change for module, change in changes.items() if change}
 
 
-def _towards(best: GridSpec, entry: Entry, static: bool) -> dict[str, Any]:
-    """The options of a matrix that must change for it to lie on the grid `best`, and in static groups if asked."""
-    assert entry.grid is not None
-    pairs = {
-        "bits": (entry.grid.bits, best.bits),
-        "group_size": (entry.grid.group_size, best.group_size),
-        "sym": (entry.grid.symmetric, best.symmetric),
+def scheme_name(entry: Entry) -> str:
+    """The grid of a matrix, and what becomes of its inputs."""
+    grid = entry.grid.name if entry.grid else "16 bits"
+    return grid if entry.inputs is None else f"{grid} with {entry.inputs.name} inputs"
+
+
+def _inputs(entry: Entry) -> str:
+    return "none" if entry.inputs is None else entry.inputs.name
+
+
+def _towards(best: Entry, entry: Entry, static: bool) -> dict[str, Any]:
+    """The options of a matrix that must change for it to have the scheme of `best`, and static groups if asked."""
+    old, new = entry.grid, best.grid
+    assert isinstance(old, GridSpec)
+    assert isinstance(new, GridSpec)
+    pairs: dict[str, tuple[Any, Any]] = {
+        "bits": (old.bits, new.bits),
+        "group_size": (old.group_size, new.group_size),
+        "sym": (old.symmetric, new.symmetric),
+        "type": (old.type, new.type),
+        "activations": (_inputs(entry), _inputs(best)),
     }
-    change: dict[str, Any] = {key: new for key, (old, new) in pairs.items() if old != new}
+    change = {key: wanted for key, (had, wanted) in pairs.items() if had != wanted}
     return {**change, "actorder": "static"} if static and entry.permuted else change
 
 
@@ -284,20 +308,20 @@ def _richness(grid: GridSpec) -> tuple[int, int, bool]:
 
 @dataclass(frozen=True)
 class OneScheme(Fact):
-    """All quantised matrices share one grid, and one order of rounding where the file says it."""
+    """All quantised matrices share one scheme, and one order of rounding where the file says it."""
 
     order: bool = False
 
     def violations(self, case: Case) -> list[Violation]:
-        kinds: dict[tuple[GridSpec, bool], list[str]] = {}
-        for entry, grid in quantised(case.entries):
+        kinds: dict[tuple[str, bool], list[str]] = {}
+        for entry, _ in quantised(case.entries):
             ordered = self.order and bool(entry.options.get("act_order", False))
-            kinds.setdefault((grid, ordered), []).append(entry.module)
+            kinds.setdefault((scheme_name(entry), ordered), []).append(entry.module)
         if len(kinds) < 2:
             return []
         common, *others = sorted(kinds.items(), key=lambda item: -len(item[1]))
         names = tuple(name for _, modules in others for name in modules)
-        what = f"{self.why}, not both {common[0][0].name} and {others[0][0][0].name}"
+        what = f"{self.why}, not both {common[0][0]} and {others[0][0][0]}"
         return [Violation(what, names, "give all matrices the same options")]
 
 

@@ -16,7 +16,9 @@ from llmcompress.engine.targets.facts import (
     Unread,
     Words,
 )
+from llmcompress.engine.targets.input_facts import Devices, RoundedInputs, ScalesByToken
 from llmcompress.formats.checks import HEADS, experts_of
+from llmcompress.formats.schemes import FLOATS, INTEGERS
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,10 @@ class Target:
 
 _MARLIN_GROUPS = Groups((32, 64, 128), why="its Marlin kernels take groups of 32, 64 or 128, or one scale per row")
 _FUSED = Alike(why="it runs q, k, v as one, gate, up as one, and all experts of a layer as one, each with one scheme")
+_ROUNDED = RoundedInputs(
+    (INTEGERS, FLOATS), why="it multiplies rounded inputs by weights of int8 or fp8 with one scale per row"
+)
+_FLOAT_DEVICES = "on devices without products of fp8 (before compute capability 8.9) it leaves fp8 inputs in 16 bits"
 _MARLIN_SHAPES = (
     Multiples(64, 128, why="its Marlin kernels take multiples of 64 outputs and 128 inputs"),
     Multiples(64, 64, experts=True, why="its Marlin kernels take multiples of 64 outputs and 64 inputs of an expert"),
@@ -137,6 +143,9 @@ _VLLM = Target(
             _MARLIN_GROUPS,
             _FUSED,
             Words(zeros=False, why="codes and zero points must fill whole 32-bit words"),
+            _ROUNDED,
+            Devices(why="it multiplies int8 by int8 on CPUs, and on GPUs from compute capability 7.5 to below 10.0"),
+            Devices(why=_FLOAT_DEVICES),
         ),
         "gptq": (
             Bits((4, 8), why="its kernels take 4 and 8 bits"),
@@ -162,6 +171,9 @@ _SGLANG = Target(
             _MARLIN_GROUPS,
             _FUSED,
             *_MARLIN_SHAPES,
+            _ROUNDED,
+            Devices(why="it multiplies int8 by int8 from compute capability 8.0 on"),
+            Devices(why=_FLOAT_DEVICES),
         ),
         "gptq": (
             Bits((4, 8), why="its kernels take 4 and 8 bits"),
@@ -185,6 +197,7 @@ _LLAMA_CPP = Target(
             Bits((2, 4, 8), why="it reads 2, 4 and 8 bits"),
             OneScheme(order=True, why="it takes one config group"),
             Groups(None, rows=False, why="it needs groups"),
+            ScalesByToken(why="it has no place for a scale of inputs"),
         ),
         "gptq": (
             Bits((2, 4, 8), why="it reads 2, 4 and 8 bits"),

@@ -4,13 +4,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from llmcompress.formats.base import Entry, Reader, TensorSpec
-from llmcompress.formats.checks import Refusal, check_codes
+from llmcompress.formats.checks import Refusal, check_codes, rounded_inputs
 from llmcompress.grids.base import BlockSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from llmcompress.grids.coded import Coded
+    from llmcompress.grids.inputs import InputGrid
 
 
 class Gguf:
@@ -27,7 +28,7 @@ class Gguf:
                     f"format gguf cannot hold {entry.grid.name} ({entry.module})",
                     "use `llmcompress gguf --type Q4_K_M`, or another type of GGUF",
                 )
-        return None
+        return rounded_inputs(self.name, entries)
 
     def layout(self, entry: Entry) -> list[TensorSpec]:
         if entry.grid is None:
@@ -52,6 +53,9 @@ class Gguf:
         return None
 
     def decode(self, module: str, read: Reader, config: Mapping[str, Any]) -> "Coded | None":
+        return None
+
+    def inputs(self, module: str, read: Reader, config: Mapping[str, Any]) -> "InputGrid | None":
         return None
 
 

@@ -1,0 +1,123 @@
+"""Schemes of compressed-tensors checkpoints: how config.json says what codes a module has and how inputs are rounded.
+
+A scheme is stored in one of three ways, by `kind`:
+
+    pack-quantized    packed integers; inputs in 16 bits, or rounded beside less than 8 bits of weights
+    int-quantized     weights I8 and inputs of 8 bits: what engines multiply as they are
+    float-quantized   weights F8_E4M3; inputs likewise, or in 16 bits
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from llmcompress.errors import CheckpointError
+from llmcompress.formats.base import Entry
+from llmcompress.grids.base import PER_ROW, GridSpec, InputSpec
+
+PACKED, INTEGERS, FLOATS, MIXED = "pack-quantized", "int-quantized", "float-quantized", "mixed-precision"
+READ = (PACKED, INTEGERS, FLOATS, MIXED, "naive-quantized")
+"""What a config may call the whole; naive-quantized is either of the two without packing."""
+
+_TYPES = {"int": "int", "fp8": "float"}
+
+
+def kind(grid: GridSpec, inputs: InputSpec | None) -> str:
+    """How a scheme is stored."""
+    if grid.type == "fp8":
+        return FLOATS
+    return INTEGERS if grid.bits == 8 and inputs is not None else PACKED
+
+
+def unholdable(entry: Entry, grid: GridSpec) -> tuple[str, str] | None:
+    """Why no loader multiplies these codes by these inputs, and the way out; None if they go together."""
+    inputs = entry.inputs
+    if inputs is None:
+        return None
+    if inputs.type != grid.type:
+        fitting = "fp8-token" if grid.type == "fp8" else "int8-token"
+        other = "" if grid.type == "fp8" else ", or --type fp8 --bits 8"
+        return (
+            f"weights on {grid.name} and inputs of {inputs.name} are not multiplied by any engine ({entry.module})",
+            f"use --activations {fitting}{other}",
+        )
+    if grid.bits == 8 and (grid.group_size != PER_ROW or not grid.symmetric):
+        return (
+            f"beside inputs of {inputs.name}, weights of 8 bits have one symmetric scale per row, "
+            f"and those of {entry.module} would be on {grid.name}",
+            "use --group-size -1 --sym, or --activations none",
+        )
+    return None
+
+
+def weights_said(grid: GridSpec, order: str | None) -> dict[str, Any]:
+    """QuantizationArgs of weights; the library refuses keys it does not know."""
+    per_row = grid.group_size == PER_ROW
+    return {
+        "num_bits": grid.bits,
+        "type": _TYPES[grid.type],
+        "symmetric": grid.symmetric,
+        "strategy": "channel" if per_row else "group",
+        "group_size": None if per_row else grid.group_size,
+        "dynamic": False,
+        "actorder": order,
+    }
+
+
+def inputs_said(inputs: InputSpec | None) -> dict[str, Any] | None:
+    """QuantizationArgs of inputs."""
+    if inputs is None:
+        return None
+    return {
+        "num_bits": 8,
+        "type": _TYPES[inputs.type],
+        "symmetric": True,
+        "strategy": "token" if inputs.dynamic else "tensor",
+        "group_size": None,
+        "dynamic": inputs.dynamic,
+    }
+
+
+def scheme_of(module: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config group of one module: a target that names it, else a pattern that matches, else the class Linear."""
+
+    def rank(target: str) -> int:
+        if target == module:
+            return 0
+        if target.startswith("re:"):
+            return 1 if re.match(target[3:], module) else 3
+        return 2 if target == "Linear" else 3
+
+    ranked: list[tuple[int, Mapping[str, Any]]] = [
+        (rank(target), scheme)
+        for scheme in settings["config_groups"].values()
+        for target in scheme["targets"]
+        if scheme.get("weights")
+    ]
+    best = min(ranked, key=lambda pair: pair[0], default=(3, {}))
+    if best[0] == 3:
+        raise CheckpointError(f"no config group of quantization_config names {module}, which is quantised")
+    return best[1]
+
+
+def grid_of(module: str, settings: Mapping[str, Any]) -> GridSpec:
+    """The grid of one module; one scale for a whole matrix is as good as one per row."""
+    weights = scheme_of(module, settings)["weights"]
+    said, strategy = weights.get("type", "int"), weights.get("strategy")
+    if said not in ("int", "float") or strategy not in ("group", "channel", "tensor"):
+        raise CheckpointError(f"{module} is stored in a scheme other than codes by group, channel or tensor")
+    size = weights["group_size"] if strategy == "group" else PER_ROW
+    symmetric = bool(weights.get("symmetric", True))
+    return GridSpec(int(weights["num_bits"]), int(size), symmetric, "int" if said == "int" else "fp8")
+
+
+def inputs_of(module: str, settings: Mapping[str, Any]) -> InputSpec | None:
+    """How the inputs of one module are rounded."""
+    said = scheme_of(module, settings).get("input_activations")
+    if said is None:
+        return None
+    dynamic, strategy = said.get("dynamic", False), said.get("strategy")
+    known = said.get("type", "int") in ("int", "float") and (strategy, dynamic) in (("token", True), ("tensor", False))
+    if not known or said.get("num_bits") != 8 or not said.get("symmetric", True):
+        raise CheckpointError(f"inputs of {module} are rounded in a way other than 8 bits by token, or fixed for all")
+    return InputSpec("int" if said.get("type", "int") == "int" else "fp8", dynamic)

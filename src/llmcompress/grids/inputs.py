@@ -1,0 +1,82 @@
+"""Rounding the inputs of a matrix to codes of 8 bits, as runtimes do while they run."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llmcompress.grids.base import InputSpec
+from llmcompress.grids.float8 import LARGEST, rounded_
+from llmcompress.grids.integer import SMALLEST_SCALE
+from llmcompress.stats.absmax import AbsMax
+from llmcompress.stats.magnitudes import Magnitudes
+
+_TOP = {"int": 127.5, "fp8": LARGEST}  # scales in the largest magnitude; half a step of it is clipped where it is int
+_LEAST = 1e-5  # magnitude for which a scale is made, so that none is zero
+_SHARES = [1 - step / 100 for step in range(100)]  # of the largest magnitude, tried as ranges
+
+Seen = AbsMax | Magnitudes
+
+
+@dataclass(frozen=True)
+class InputGrid:
+    """The values inputs may take. scale [1] float32: of all inputs; None where every token has its own."""
+
+    spec: InputSpec
+    scale: Tensor | None = None
+
+    def scales(self, x: Tensor) -> Tensor:
+        """Scales float32 of an input [..., in]: [..., 1], or [1]."""
+        if self.scale is not None:
+            return self.scale
+        return x.abs().amax(dim=-1, keepdim=True).to(torch.float32).clamp_min_(_LEAST) / _TOP[self.spec.type]
+
+    def levels(self, x: Tensor, scales: Tensor) -> Tensor:
+        """The nearest levels of an input [..., in], float32, in units of its scales."""
+        return _nearest_(x.to(torch.float32) / scales, self.spec)
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """An input [..., in] as the codes of its values say, in its own type."""
+        scales = self.scales(x)
+        return self.levels(x, scales).mul_(scales).to(x.dtype)
+
+    def to(self, device: torch.device | str) -> "InputGrid":
+        """The same on another device."""
+        return self if self.scale is None else InputGrid(self.spec, self.scale.to(device))
+
+
+def static_scale(spec: InputSpec, seen: Seen, percentile: float | None, dtype: torch.dtype) -> Tensor:
+    """The scale [1] float32, exact in the stored type `dtype`, of inputs of which `seen` is known.
+
+    AbsMax: the range holds all that was seen. Magnitudes: it holds `percentile` per cent, or, without one, as much as
+    makes the mean squared error of rounding least.
+    """
+    if isinstance(seen, AbsMax):
+        most = seen.peak
+    elif percentile is not None:
+        most = seen.percentile(percentile)
+    else:
+        most = _least_error(spec, seen)
+    scale = torch.tensor([max(most, _LEAST) / _TOP[spec.type]], dtype=torch.float32)
+    return scale.to(dtype).to(torch.float32).clamp_min(SMALLEST_SCALE)
+
+
+def _least_error(spec: InputSpec, seen: Magnitudes) -> float:
+    """The range that loses least; of equals the widest."""
+    values, counts = seen.present()
+    if not values.numel():
+        return 0.0
+    best, least = 0.0, float("inf")
+    for share in _SHARES:
+        most = share * float(values[-1])
+        scale = most / _TOP[spec.type]
+        error = _nearest_(values / scale, spec).mul_(scale).sub_(values).to(torch.float64)
+        loss = float((error.square_() * counts).sum())
+        if loss < least:
+            best, least = most, loss
+    return best
+
+
+def _nearest_(values: Tensor, spec: InputSpec) -> Tensor:
+    """Values in units of a scale to the nearest levels, in place."""
+    return rounded_(values) if spec.type == "fp8" else values.round_().clamp_(-128, 127)

@@ -1,0 +1,129 @@
+"""What config.json says of the quantised matrices of a directory.
+
+Part of the second reader: imports nothing that takes part in writing (formats, packing, grids, store), on purpose.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llmcompress.validate.awq import skipped
+from llmcompress.validate.stored import DamageError
+
+PARTS = {
+    "gptq": ("qweight", "qzeros", "scales", "g_idx"),
+    "awq": ("qweight", "qzeros", "scales"),
+    "compressed-tensors": ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "input_scale"),
+}
+PACKED, INTEGERS, FLOATS = "pack-quantized", "int-quantized", "float-quantized"
+STORED = {INTEGERS: "I8", FLOATS: "F8_E4M3"}  # type of codes that lie one in a byte
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """What a config says of a module; size -1 is one group per row. order: groups may follow the activation order.
+
+    stored: how codes lie in the file. inputs: how inputs are rounded, as in int8-token, None for not at all.
+    """
+
+    bits: int
+    size: int
+    symmetric: bool
+    order: bool = False
+    stored: str = PACKED
+    inputs: str | None = None
+
+    @property
+    def name(self) -> str:
+        group = "row" if self.size == -1 else f"g{self.size}"
+        if self.stored == FLOATS:
+            return f"fp8-{group}"
+        return f"int{self.bits}-{group}-{'sym' if self.symmetric else 'asym'}"
+
+
+def format_of(config: Mapping[str, Any]) -> str:
+    """Name of the format by config.json; DamageError if it is none that is known."""
+    settings = config.get("quantization_config")
+    if settings is None:
+        return "dense"
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    if not isinstance(method, str) or method not in PARTS:
+        raise DamageError(f"quant_method {method!r} is not known")
+    return method
+
+
+def scheme_of(module: str, config: Mapping[str, Any]) -> Scheme | None:
+    """What config.json says of a linear: how it is quantised, or None for not at all."""
+    settings = config["quantization_config"]
+    schemes = {"gptq": _gptq_scheme, "awq": _awq_scheme, "compressed-tensors": _packed_scheme}
+    return schemes[settings["quant_method"]](module, settings)
+
+
+def _gptq_scheme(module: str, settings: Mapping[str, Any]) -> Scheme | None:
+    merged = dict(settings)
+    for rule, values in (settings.get("dynamic") or {}).items():
+        if re.match(rule[2:] if rule[:2] in ("-:", "+:") else rule, module):
+            if rule.startswith("-:"):
+                return None
+            merged |= values
+            break
+    if not re.search(r"(^|\.)\d+\.", module) and not settings.get("lm_head"):
+        return None
+    order = bool(settings.get("desc_act"))
+    return Scheme(int(merged["bits"]), int(merged["group_size"]), bool(merged["sym"]), order)
+
+
+def _awq_scheme(module: str, settings: Mapping[str, Any]) -> Scheme | None:
+    if True in skipped(module, settings):
+        return None
+    return Scheme(int(settings["bits"]), int(settings["group_size"]), not settings["zero_point"])
+
+
+def _packed_scheme(module: str, settings: Mapping[str, Any]) -> Scheme | None:
+    def names(target: str) -> bool:
+        return bool(re.match(target[3:], module)) if target.startswith("re:") else target == module
+
+    if any(names(target) for target in settings.get("ignore") or ()):
+        return None
+    groups = list(settings["config_groups"].values())
+    exact = [group for group in groups if any(names(target) for target in group["targets"])]
+    chosen = exact or [group for group in groups if "Linear" in group["targets"]]
+    if not chosen:
+        return None
+    if len(chosen) > 1:
+        raise DamageError(f"{module} belongs to more than one config group")
+    weights, stored = chosen[0]["weights"], chosen[0]["format"]
+    size = weights["group_size"] if weights["strategy"] == "group" else -1
+    inputs = _inputs_said(module, chosen[0].get("input_activations"))
+    scheme = Scheme(int(weights["num_bits"]), int(size), bool(weights["symmetric"]), stored=stored, inputs=inputs)
+    if stored != PACKED and (scheme.bits, scheme.size, scheme.symmetric) != (8, -1, True):
+        raise DamageError(f"{module} is {stored}, and its weights are not of 8 bits with one symmetric scale per row")
+    if stored not in (PACKED, *STORED) or (stored == FLOATS) != (weights["type"] == "float"):
+        raise DamageError(f"{module} has weights of type {weights['type']} stored as {stored}")
+    if stored == INTEGERS and inputs is None:
+        raise DamageError(f"{module} is {stored} without rounded inputs, which engines refuse")
+    return scheme
+
+
+def _inputs_said(module: str, said: Mapping[str, Any] | None) -> str | None:
+    if said is None:
+        return None
+    ways = {("token", True): "token", ("tensor", False): "tensor"}
+    types = {"int": "int8", "float": "fp8"}
+    if said["num_bits"] != 8 or not said["symmetric"]:
+        raise DamageError(f"inputs of {module} are not rounded to 8 bits around zero")
+    return f"{types[said['type']]}-{ways[said['strategy'], said['dynamic']]}"
+
+
+def missing_parts(module: str, parts: set[str], config: Mapping[str, Any]) -> list[str]:
+    """Tensors that a module should have, beside those in `parts`, by what config.json says of it."""
+    form = config["quantization_config"]["quant_method"]
+    wanted = set(PARTS[form]) - {"weight_zero_point", "input_scale"}
+    scheme = scheme_of(module, config) if form == "compressed-tensors" else None
+    if scheme is not None:
+        if scheme.stored != PACKED:
+            wanted = {"weight_scale"}
+        if scheme.inputs is not None and scheme.inputs.endswith("-tensor"):
+            wanted.add("input_scale")
+    return sorted(wanted - parts)

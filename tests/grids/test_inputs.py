@@ -1,0 +1,82 @@
+"""Rounded inputs against their definition, and fixed ranges against an exhaustive search."""
+
+import numpy as np
+import pytest
+import torch
+
+from llmcompress.grids.base import INPUT_SPECS
+from llmcompress.grids.inputs import InputGrid, static_scale
+from llmcompress.stats.absmax import AbsMax
+from llmcompress.stats.magnitudes import Magnitudes
+
+X = torch.randn(3, 7, 40, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 2, 7)[:, None]
+
+
+def test_integers_by_token_are_the_definition():
+    x = X.double().numpy()
+    scale = np.abs(x).max(-1, keepdims=True) / 127.5
+    expected = np.clip(np.round(x / scale), -128, 127) * scale
+    found = InputGrid(INPUT_SPECS["int8-token"]).rounded(X).numpy()
+    extreme = np.abs(x) == np.abs(x).max(-1, keepdims=True)  # half a step from two codes, which float32 tells apart
+    assert np.allclose(found[~extreme], expected[~extreme], rtol=1e-6, atol=0)
+    assert (np.abs(found - x) <= scale * 0.5001).all()
+
+
+def test_floats_by_token_are_the_cast_of_torch():
+    scale = X.abs().amax(-1, keepdim=True) / 448
+    expected = (X / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+    assert torch.equal(InputGrid(INPUT_SPECS["fp8-token"]).rounded(X), expected)
+
+
+@pytest.mark.parametrize("name", INPUT_SPECS)
+def test_zeros_stay_zeros_and_types_stay(name):
+    spec = INPUT_SPECS[name]
+    grid = InputGrid(spec, None if spec.dynamic else torch.tensor([0.01]))
+    rounded = grid.rounded(torch.zeros(2, 8, dtype=torch.bfloat16))
+    assert rounded.dtype == torch.bfloat16
+    assert not rounded.any()
+
+
+def test_a_fixed_scale_clips_what_lies_beyond():
+    grid = InputGrid(INPUT_SPECS["int8-tensor"], torch.tensor([0.5]))
+    assert grid.rounded(torch.tensor([[1e6, -1e6, 0.2, 0.3]])).tolist() == [[63.5, -64.0, 0.0, 0.5]]
+
+
+def test_ranges_hold_all_that_was_seen_but_first_tokens():
+    x = X.clone()
+    x[:, 0] = 1e4
+    seen = AbsMax(40)
+    seen.update(x)
+    scale = static_scale(INPUT_SPECS["int8-tensor"], seen, None, torch.float32)
+    assert scale.tolist() == [pytest.approx(float(X[:, 1:].abs().max()) / 127.5)]
+    for dtype in (torch.bfloat16, torch.float16):
+        stored = static_scale(INPUT_SPECS["fp8-tensor"], seen, None, dtype)
+        assert torch.equal(stored.to(dtype).float(), stored)
+
+
+@pytest.mark.parametrize("name", ["int8-tensor", "fp8-tensor"])
+def test_the_range_of_least_error_beats_all_others(name):
+    spec = INPUT_SPECS[name]
+    x = torch.randn(1, 2000, 16, generator=torch.Generator().manual_seed(1)).bfloat16().float()
+    x[0, 1, 0] = 60.0  # costs more to hold than to clip, with integers
+    seen = Magnitudes()
+    seen.update(x)
+
+    def loss(scale):
+        return float((InputGrid(spec, scale).rounded(x[:, 1:]) - x[:, 1:]).double().square().sum())
+
+    best = loss(static_scale(spec, seen, None, torch.float32))
+    others = [loss(torch.tensor([60 / 127.5 * share])) for share in np.linspace(0.02, 1, 99).tolist()]
+    assert best <= 1.02 * min(others)
+    if name == "int8-tensor":
+        assert best < 0.9 * others[-1]
+
+
+def test_a_percentile_is_that_of_all_magnitudes():
+    x = torch.randn(1, 3001, 8, generator=torch.Generator().manual_seed(2)).bfloat16()
+    seen = Magnitudes()
+    seen.update(x)
+    expected = np.percentile(x[:, 1:].float().abs().numpy(), 99, method="inverted_cdf")
+    assert seen.percentile(99) == expected
+    scale = static_scale(INPUT_SPECS["int8-tensor"], seen, 99, torch.float32)
+    assert float(scale) == pytest.approx(expected / 127.5)
