@@ -23,7 +23,7 @@ from llmcompress.validate.packed import PackedLinear
 from llmcompress.validate.verify import passed, verify
 
 IDS = torch.randint(3, 90, (4, 16), generator=torch.Generator().manual_seed(0))
-STATIC = {"bits": 8, "group_size": -1, "activations": "int8-tensor"}
+STATIC = {"bits": 8, "group_size": -1, "activations": "int8-tensor", "activation_clip": "absmax"}
 
 
 def compress(model, out, ids, format_="compressed-tensors", method="rtn", **options):

@@ -109,7 +109,7 @@ class Method(BaseModel):
         "tokens, measured on the calibration text without the first token of each window, whose magnitudes are apart",
     )
     activation_clip: Literal["absmax", "percentile", "mse"] = Field(
-        "absmax",
+        "mse",
         description="range of inputs with one scale for all tokens: all that was seen, a percentile of all magnitudes, "
         "or the least squared error",
     )
