@@ -13,6 +13,7 @@ KINDS = {
     "importance": "the importance of some inputs is not known, or was raised so that no column is left to chance",
     "budget": "types of tensors were chosen by measured loss, to keep within a size",
     "requantised": "codes of a quantised source were decoded and rounded anew, or their scales rounded",
+    "kv_cache": "scales of cached keys and values in the source were left out",
     "text_only": "of a multimodal model the text part alone is written",
     "architecture": "the architecture has no declaration and was observed",
     "engine": "some engine does not load what will be written",

@@ -150,6 +150,9 @@ def _summary(quantization: Any) -> str:
             parts.append(
                 f"{weights.get('num_bits')} bits, {weights.get('strategy')} {weights.get('group_size') or ''}".strip()
             )
+        cached = quantization.get("kv_cache_scheme")
+        if isinstance(cached, dict):
+            parts.append(f"keys and values {cached.get('type')} {cached.get('num_bits')} by {cached.get('strategy')}")
         return f"{quantization.get('quant_method')} {quantization.get('format', '')}: {'; '.join(parts)}"
     bits, group = quantization.get("bits"), quantization.get("group_size")
     return f"{quantization.get('quant_method')}: {bits} bits, group size {group}"

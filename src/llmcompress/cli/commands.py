@@ -17,7 +17,7 @@ from llmcompress.cli.shown import show_plans
 from llmcompress.errors import GateError, RecipeError
 from llmcompress.ledger import KINDS
 from llmcompress.methods.base import Method
-from llmcompress.recipe import Calibration, Output, Recipe, build, load, methods
+from llmcompress.recipe import Calibration, KvCache, Output, Recipe, build, load, methods
 from llmcompress.registry import suggest
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ def _method(method: type[Method], dry: bool = False) -> Callable[..., None]:
                 {"format": values["format_"], "shard_size": o.gigabytes("--shard-size", values["shard_size"])},
                 "the output options",
             ),
+            kv_cache=None if values["kv_cache"] is None else KvCache(code=values["kv_cache"]),
         )
         _go(Job(recipe, values), dry=dry)
 

@@ -63,11 +63,12 @@ def estimate(
     )
     calibrated = any(plan.method.needs_calibration for plan in matrices)
     paired = any(plan.method.original_samples for plan in matrices)
+    read = calibrated or recipe.kv_cache is not None
     return Estimate(
         output_bytes=output_bytes,
-        work_bytes=int(weights * 1.1) + (_windows(headers, recipe, layers, means) if calibrated else 0),
-        memory_bytes=_memory(headers, recipe, layers, means, calibrated, paired),
-        passes=(2 if paired else 1) if calibrated else 0,
+        work_bytes=int(weights * 1.1) + (_windows(headers, recipe, layers, means) if read else 0),
+        memory_bytes=_memory(headers, recipe, layers, means, read, calibrated, paired),
+        passes=(2 if paired else 1) if read else 0,
         source_bytes=headers.nbytes,
         bits_per_weight=bits / weights if weights else 0.0,
     )
@@ -94,6 +95,7 @@ def _memory(
     recipe: Recipe,
     layers: "Sequence[Sequence[MatrixPlan]]",
     means: Means,
+    read: bool,
     calibrated: bool,
     paired: bool,
 ) -> int:
@@ -102,7 +104,7 @@ def _memory(
     table, more = largest.nbytes, 0
     if recipe.output.format == "gguf":
         table, more = table + _ENCODED * min(prod(largest.shape), ENCODED_AT_ONCE), _WITH_GGUF
-    if not calibrated:
+    if not read:
         table = table if more else int(1.4 * table)
         return _WITHOUT_MODEL + more + max(table, *(_solving(layer, means, False) for layer in layers))
     item, width = _ITEM[means.dtype], _hidden_width(headers)
@@ -118,7 +120,7 @@ def _memory(
         # results of all threads, and of one more batch, wait; a thread has a few wide and a dozen narrow tensors
         running = tokens * (means.threads + 1) * (3 * widest + 8 * width) * item
         kept = (3 if paired else 1) * 4 * max(columns**2 for columns in widths.values())
-        kept = max(kept, sum(4 * columns**2 for columns in experts.values()))
+        kept = max(kept, sum(4 * columns**2 for columns in experts.values())) if calibrated else 0
         most = max(most, loaded + kept + running, loaded + _solving(layer, means, paired))
     return _WITH_MODEL + more + _PER_THREAD * (means.threads - 1) + max(table + 4 * tokens * width * item, most)
 

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from llmcompress.model.build import StreamedModel
+from llmcompress.model.cache import Change
 from llmcompress.parallel import in_order
+from llmcompress.stats.key_value_range import KeyValueRange
 from llmcompress.store.windows import Windows, WindowsWriter
 
 Inputs = dict[str, Tensor]
@@ -48,15 +50,28 @@ class Forward:
     """All batches of a stream on their way through a layer; what it records goes into `folder`."""
 
     def __init__(
-        self, model: StreamedModel, number: int, stream: Stream, batch: int, folder: Path, spaces: Mapping[str, str]
+        self,
+        model: StreamedModel,
+        number: int,
+        stream: Stream,
+        batch: int,
+        folder: Path,
+        spaces: Mapping[str, str],
+        measuring: bool = False,
     ) -> None:
-        """spaces: space to the module path of a matrix that reads it, for the stages whose inputs may be recorded."""
+        """spaces: space to the module path of a matrix that reads it, for the stages whose inputs may be recorded.
+
+        measuring: note how large keys and values become, for `key_value_range`.
+        """
         self.model, self.number, self.stream, self.folder = model, number, stream, folder
         count, length = stream.hidden.shape[:2]
         self._spans = [slice(start, min(start + batch, count)) for start in range(0, count, batch)]
         for size in dict.fromkeys(span.stop - span.start for span in self._spans):
             model.prepare_batch(size, length)
         self._bypasses = self._find(spaces) if spaces else []
+        self._measuring = measuring
+        self._watch: Change | None = None
+        self._range: KeyValueRange | None = None
         self._entered: dict[str, Windows] = {}  # by space: what its matrix read
         self._left: dict[str, Windows] = {}  # by space: what the module returned
         self._local = threading.local()  # of each thread: the windows it runs, what it has seen, what modules returned
@@ -81,7 +96,7 @@ class Forward:
         entering = self._writer(str(only), "in") if recorded else None
         leaving = {space: self._writer(space, "out") for space in self._entered if space not in self._left}
         try:
-            with self._bypassed():
+            with self._bypassed(), self._measured():
                 for seen, returned in in_order(self._stage, self._spans):
                     if entering is not None:
                         entering.append(seen[str(only)])
@@ -103,6 +118,17 @@ class Forward:
         """Per batch, what leaves the layer."""
         with self._bypassed():
             yield from in_order(self._call, self._spans)
+
+    def key_value_range(self) -> KeyValueRange:
+        """Of what entered the cache in the last pass that came so far; if none did, in one that ends there.
+
+        Within a layer keys and values come before all else that reads them: what a later stage changes is not theirs.
+        """
+        if self._range is None:
+            with self._measured(ending=True):
+                for _ in in_order(self._stage, self._spans):
+                    pass
+        return self._range or KeyValueRange()
 
     def whole(self, wanted: Mapping[str, str], summary: Callable[[Tensor], R]) -> Iterator[tuple[dict[str, R], Tensor]]:
         """Per batch, a summary of the input of every space in `wanted`, and what leaves the layer: one pass of it all.
@@ -146,7 +172,7 @@ class Forward:
     def _call(self, span: slice) -> Tensor:
         self._local.span, self._local.returned = span, {}
         states = self.stream.hidden.read(span).to(self.model.device)
-        return self.model.call(self.number, self.stream.layer, states)
+        return self.model.call(self.number, self.stream.layer, states, self._watch)
 
     def _writer(self, space: str, side: str) -> WindowsWriter:
         return WindowsWriter(self.folder / f"record-{self.stream.name}-{space}-{side}.bin", self.model.dtype)
@@ -178,6 +204,28 @@ class Forward:
             return (out, *[None] * (bypass.width - 1)) if bypass.width else out
 
         return forward
+
+    @contextmanager
+    def _measured(self, ending: bool = False) -> Iterator[None]:
+        """Within, keys and values are noted, if they are to be; ending: a layer is not run beyond them."""
+        if not self._measuring:
+            yield
+            return
+        seen = KeyValueRange()
+
+        def note(_: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+            seen.update(key, value)
+            if ending:
+                raise _Enough
+            return key, value
+
+        self._watch = note
+        try:
+            yield
+        finally:
+            self._watch = None
+        if seen.key is not None:
+            self._range = seen
 
     def _find(self, spaces: Mapping[str, str]) -> list[Bypass]:
         """Which modules end in a matrix that reads one of `spaces`: seen by running one window."""

@@ -14,6 +14,7 @@ from llmcompress.engine.fits import Found
 from llmcompress.engine.gguf import GgufModel, files_of, gguf_model
 from llmcompress.engine.gguf_input import GgufHeaders
 from llmcompress.engine.importance import Importance, given_importance
+from llmcompress.engine.kv_cache import scale_entries
 from llmcompress.engine.matrices import Matrices, matrices_of
 from llmcompress.engine.means import choose_means
 from llmcompress.engine.modelfile import modelfile
@@ -98,6 +99,12 @@ class Plan:
         return self.recipe.steps[0]
 
     @property
+    def reads_text(self) -> bool:
+        """Whether anything is measured on calibration text."""
+        calibrated = any(matrix.method.needs_calibration for layer in self.layers for matrix in layer)
+        return calibrated or self.recipe.kv_cache is not None
+
+    @property
     def original_samples(self) -> int:
         """Windows that also run through the model as it was: whole batches."""
         asked = max((matrix.method.original_samples for layer in self.layers for matrix in layer), default=0)
@@ -151,6 +158,7 @@ def _draft(recipe: Recipe, model: Path, options: Options) -> Plan:
     spec = matrices.spec
     entries = tuple(_entry(stored.spec, planned, declared, spec, ledger) for stored in headers.tensors.values())
 
+    entries += scale_entries(recipe, headers, spec)
     refusal = format_.refuses(entries, headers.config)
     if refusal is not None:
         raise PlanError(*refusal)

@@ -43,11 +43,10 @@ def run(plan: Plan, progress: Progress | None = None, stop: Stop = lambda finish
     """
     progress = progress or Progress()
     checkpoint = open_checkpoint(plan.headers)
-    calibrated = any(matrix.method.needs_calibration for layer in plan.layers for matrix in layer)
     sampled = plan.recipe.calibration.source == "self"
     kept = plan.work / "tokens.safetensors"  # sampling takes minutes, and depends on nothing but model and recipe
     tokens = None
-    if calibrated:
+    if plan.reads_text:
         tokens = load_file(kept)["input_ids"] if sampled and kept.exists() else calibration_tokens(plan)
     identity = {**plan.identity, "tokens": fingerprint(tokens) if tokens is not None else None}
     staged = Staging(plan.work, identity)
@@ -144,6 +143,7 @@ def _with_data(plan: Plan, checkpoint: Checkpoint, tokens: Tensor, sections: _Se
                     plan.batch,
                     staged.path,
                     {} if done else _spaces(plan, number),
+                    measuring=name == COMPRESSED and not done and plan.recipe.kv_cache is not None,
                 )
                 for name, windows in hidden.streams.items()
             }

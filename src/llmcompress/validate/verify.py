@@ -9,6 +9,7 @@ What is proved, in words:
   middle where the grid is symmetric, group indices are in range, shapes are those of the grid. A decoded value then
   lies on its group's grid, since scale * (code - zero point) is how it is made. Decoded weights (`dense`) have at most
   2^bits values in a group.
+- cache: every attention has scales of keys and values, if config.json speaks of them, as report.json recorded them.
 - source: every tensor of the source is there byte for byte, or quantised, or a tied head left out; nothing else is.
 - bound: of every matrix, the relative error ||W - W'|| / ||W|| (Frobenius) is the one that report.json recorded, to
   0.1%, and below 1, which is what zeroing the matrix would give. Decoded weights are rounded once more to their stored
@@ -25,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from llmcompress.errors import LlmcompressError
+from llmcompress.validate.kv_cache import cache_scales, cache_wrongs
 from llmcompress.validate.matrices import (
     PARTS,
     Matrix,
@@ -109,6 +111,10 @@ def verify(out: Path, source: Path | None = None) -> list[Check]:
         wrong += guarded_list(lambda: _too_many_values(directory))
     checks.append(summary("matrices", wrong, f"{len(matrices) or len(directory.records)} on their grids"))
     checks.append(_fused(directory, matrices))
+    settings = config.get("quantization_config")
+    if isinstance(settings, dict) and (settings.get("kv_cache_scheme") is not None or cache_scales(tensors)):
+        right = f"{len(cache_scales(tensors))} scales of keys and values"
+        checks.append(guarded("cache", lambda: summary("cache", cache_wrongs(settings, tensors, report), right)))
     if source is not None:
         checks += _against(directory, matrices, source)
     return checks
@@ -321,7 +327,7 @@ def _completeness(directory: _Directory, matrices: Mapping[str, Matrix], origina
                 wrong.append(f"{name} differs from the source")
         elif not (tied and name.removesuffix(".weight") in _HEADS):
             wrong.append(f"{name} of the source is missing")
-    for name in sorted(directory.tensors.keys() - accounted):
+    for name in sorted(directory.tensors.keys() - accounted - cache_scales(directory.tensors).keys()):
         head = name.rpartition(".")[0] in _HEADS and (
             name.rpartition(".")[0] in matrices
             or any(directory.tensors[name].equals(table) for other, table in originals.items() if "emb" in other)

@@ -16,6 +16,7 @@ from llmcompress.engine.targets.facts import (
     Words,
 )
 from llmcompress.formats.checks import HEADS, experts_of
+from llmcompress.formats.kv_cache import OPTION
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,13 @@ _FUSED = Alike(why="it runs q, k, v as one, gate, up as one, and all experts of 
 _MARLIN_SHAPES = (
     Multiples(64, 128, why="its Marlin kernels take multiples of 64 outputs and 128 inputs"),
     Multiples(64, 64, experts=True, why="its Marlin kernels take multiples of 64 outputs and 64 inputs of an expert"),
+)
+
+_ONLY_FP8 = Unread(
+    lambda entry: entry.options.get(OPTION) == "int8",
+    quantised=False,
+    by_hand="use --kv-cache fp8",
+    why="of scales for keys and values it takes those of fp8",
 )
 
 _TRANSFORMERS = Target(
@@ -117,6 +125,7 @@ _VLLM = Target(
             _MARLIN_GROUPS,
             _FUSED,
             Words(zeros=False, why="codes and zero points must fill whole 32-bit words"),
+            _ONLY_FP8,
         ),
         "gptq": (
             Bits((4, 8), why="its kernels take 4 and 8 bits"),
@@ -141,6 +150,7 @@ _SGLANG = Target(
             _MARLIN_GROUPS,
             _FUSED,
             *_MARLIN_SHAPES,
+            _ONLY_FP8,
         ),
         "gptq": (
             Bits((4, 8), why="its kernels take 4 and 8 bits"),
@@ -163,6 +173,12 @@ _LLAMA_CPP = Target(
             Bits((2, 4, 8), why="it reads 2, 4 and 8 bits"),
             OneScheme(order=True, why="it takes one config group"),
             Groups(None, rows=False, why="it needs groups"),
+            Unread(
+                lambda entry: OPTION in entry.options,
+                quantised=False,
+                by_hand="leave --kv-cache out",
+                why="it refuses tensors it has no name for, such as scales of keys and values",
+            ),
         ),
         "gptq": (
             Bits((2, 4, 8), why="it reads 2, 4 and 8 bits"),
