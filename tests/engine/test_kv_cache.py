@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from llmcompress.engine.plan import Options, make_plan
 from llmcompress.engine.run import run
-from llmcompress.errors import PlanError, RecipeError, StoppedError
+from llmcompress.errors import CheckpointError, PlanError, RecipeError, StoppedError
 from llmcompress.recipe import parse
 from llmcompress.validate.cache import Asked, ByScale, ByToken, cache_of
 from llmcompress.validate.evaluate import measure
@@ -152,6 +152,31 @@ def test_eval_applies_the_scales_that_a_checkpoint_brings(compressed):
     assert loss(None) == 0
     assert 0 < loss(own) < loss(ByToken(4))
     assert loss(ByScale("fp8", {0: (torch.full((1,), 1e-3),) * 2})) > 3 * loss(own)  # too small: all saturates
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        "fp8",
+        [],
+        {},
+        {"num_bits": 4},
+        {"dynamic": True},
+        {"strategy": "attn_head"},
+        {"strategy": ["tensor"]},
+        {"type": []},
+    ],
+)
+def test_eval_refuses_a_scheme_it_does_not_know(compressed, tmp_path, scheme):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(compressed("rtn"), damaged)
+    config = json.loads((damaged / "config.json").read_text())
+    settings = config["quantization_config"]
+    settings["kv_cache_scheme"] = {**settings["kv_cache_scheme"], **scheme} if scheme and scheme != "fp8" else scheme
+    (damaged / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"scale|scheme"):
+        cache_of(damaged, Asked())
+    assert cache_of(damaged, Asked(bits=16)) is None
 
 
 def test_scales_asked_for_go_before_those_of_the_checkpoint(compressed, random_model_dir):

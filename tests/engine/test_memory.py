@@ -24,6 +24,7 @@ RECIPES = {  # each with a number of threads
     "symmetric calibration, 3 bits": (1, ["gptq", *GROUPS, "--bits", "3", "--qep-alpha", "0", "--format", "gptq"]),
     "plain, group order": (2, ["gptq", *GROUPS, "--descent", "0", "--actorder", "group", "--format", "gptq"]),
     "rtn": (1, ["rtn", *GROUPS]),
+    "rtn, scales of keys and values": (1, ["rtn", *GROUPS, "--kv-cache", "fp8"]),
     "gguf": (2, ["gguf", "--type", "Q4_K_M"]),
     "gguf, calibrated": (2, ["gguf", "--type", "Q4_K_M", *CALIBRATED]),
 }

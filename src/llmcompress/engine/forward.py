@@ -92,11 +92,12 @@ class Forward:
             self.stream.layer.get_submodule(path).register_forward_pre_hook(self._see(space, space == only))
             for space, path in wanted.items()
         ]
+        cached = KeyValueRange() if self._measuring else None
         recorded = any(bypass.space == only for bypass in self._bypasses)
         entering = self._writer(str(only), "in") if recorded else None
         leaving = {space: self._writer(space, "out") for space in self._entered if space not in self._left}
         try:
-            with self._bypassed(), self._measured():
+            with self._bypassed(), self._noting(cached):
                 for seen, returned in in_order(self._stage, self._spans):
                     if entering is not None:
                         entering.append(seen[str(only)])
@@ -109,6 +110,8 @@ class Forward:
         finally:
             for handle in handles:
                 handle.remove()
+        if cached is not None and cached.key is not None:
+            self._range = cached
         if entering is not None:
             self._entered[str(only)] = entering.finish()
         for space, writer in leaving.items():
@@ -120,15 +123,19 @@ class Forward:
             yield from in_order(self._call, self._spans)
 
     def key_value_range(self) -> KeyValueRange:
-        """Of what entered the cache in the last pass that came so far; if none did, in one that ends there.
+        """How large keys and values became in the last pass that came so far; if none did, by a pass of its own.
 
-        Within a layer keys and values come before all else that reads them: what a later stage changes is not theirs.
+        A stage that comes so far has been given its keys and values by the stages before it, as they will stay.
         """
-        if self._range is None:
-            with self._measured(ending=True):
-                for _ in in_order(self._stage, self._spans):
-                    pass
-        return self._range or KeyValueRange()
+        return self._range or self.keys_and_values()
+
+    def keys_and_values(self) -> KeyValueRange:
+        """How large keys, after rotation, and values are as the layer stands: a pass that ends at the cache."""
+        seen = KeyValueRange()
+        with self._noting(seen, ending=True):
+            for _ in in_order(self._stage, self._spans):
+                pass
+        return seen
 
     def whole(self, wanted: Mapping[str, str], summary: Callable[[Tensor], R]) -> Iterator[tuple[dict[str, R], Tensor]]:
         """Per batch, a summary of the input of every space in `wanted`, and what leaves the layer: one pass of it all.
@@ -206,26 +213,21 @@ class Forward:
         return forward
 
     @contextmanager
-    def _measured(self, ending: bool = False) -> Iterator[None]:
-        """Within, keys and values are noted, if they are to be; ending: a layer is not run beyond them."""
-        if not self._measuring:
-            yield
-            return
-        seen = KeyValueRange()
+    def _noting(self, seen: KeyValueRange | None, ending: bool = False) -> Iterator[None]:
+        """Within, `seen` gets the keys and values that are cached; ending: a layer is not run beyond them."""
 
         def note(_: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+            assert seen is not None
             seen.update(key, value)
             if ending:
                 raise _Enough
             return key, value
 
-        self._watch = note
+        self._watch = None if seen is None else note
         try:
             yield
         finally:
             self._watch = None
-        if seen.key is not None:
-            self._range = seen
 
     def _find(self, spaces: Mapping[str, str]) -> list[Bypass]:
         """Which modules end in a matrix that reads one of `spaces`: seen by running one window."""

@@ -3,11 +3,12 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from llmcompress.arch.spec import attention_heads
 from llmcompress.errors import CheckpointError, RecipeError
 from llmcompress.grids.cache import Code, by_scale, by_token
 from llmcompress.store.checkpoint import Checkpoint
@@ -15,7 +16,7 @@ from llmcompress.store.headers import read_headers
 from llmcompress.validate.gguf_file import gguf_in
 
 _SCALE = re.compile(r"(?:^|.*\.)(\d+)\.self_attn\.([kv])_scale")
-_CODES: dict[tuple[Any, Any], Code] = {("float", 8): "fp8", ("int", 8): "int8"}
+_KINDS: dict[Code, tuple[str, int]] = {"fp8": ("float", 8), "int8": ("int", 8)}
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,14 @@ def stored_cache(path: Path) -> ByScale | None:
         raise CheckpointError(
             f"{path / 'config.json'}: kv_cache_scheme is no mapping", "use --kv-bits 16 to do without"
         )
-    code = _CODES.get((scheme.get("type"), scheme.get("num_bits")))
-    static = scheme.get("dynamic", False) is False and scheme.get("strategy") in ("tensor", "attn_head")
-    if code is None or not static or scheme.get("symmetric", True) is not True:
+    code = next((code for code, kind in _KINDS.items() if kind == (scheme.get("type"), scheme.get("num_bits"))), None)
+    heads = attention_heads(headers.config)
+    shapes: dict[str, list[tuple[int, ...]]] = {"tensor": [(), (1,)]}
+    if heads is not None:
+        shapes["attn_head"] = [(heads[1], 1, 1)]
+    fitting = shapes.get(str(scheme.get("strategy")))
+    static = scheme.get("dynamic", False) is False and scheme.get("symmetric", True) is True
+    if code is None or fitting is None or not static:
         raise CheckpointError(
             f"{path / 'config.json'}: kv_cache_scheme is not one of static scales in 8 bits",
             "use --kv-bits 16 to do without",
@@ -102,8 +108,8 @@ def stored_cache(path: Path) -> ByScale | None:
     for name in headers.tensors:
         if match := _SCALE.fullmatch(name):
             scale = reader.read_finite(name)
-            if not scale.is_floating_point() or scale.numel() < 1 or not bool((scale > 0).all()):
-                raise CheckpointError(f"{path}: {name} is no scale")
+            if not scale.is_floating_point() or tuple(scale.shape) not in fitting or not bool((scale > 0).all()):
+                raise CheckpointError(f"{path}: {name} is no scale of cached keys or values")
             found.setdefault(int(match[1]), {})[match[2]] = scale.to(torch.float32)
     scales = {layer: (sides["k"], sides["v"]) for layer, sides in found.items() if len(sides) == 2}
     if not scales or len(scales) < len(found):
