@@ -78,11 +78,16 @@ def scales_in(path):
         ("gptq", "fp8", "llama", {"set": {"self_attn.o_proj": {"skip": True}, "mlp.*": {"skip": True}}}),
     ],
 )
-def test_scales_are_the_largest_of_what_the_written_model_caches(compressed, method, code, family, options):
+def test_scales_are_the_largest_of_what_the_written_model_caches(
+    compressed, random_model_dir, method, code, family, options
+):
+    options = {"bits": 2, **options}  # with more bits it would hardly show that they are the compressed model's
     out = compressed(method, code, family=family, name="packed", **options)
     dense = compressed(method, None, "dense", family=family, name="dense", **options)
     wanted, found = seen_by_transformers(dense), scales_in(out)
     assert len(found) == 4
+    original = seen_by_transformers(random_model_dir(family))
+    assert wanted != {layer: pytest.approx(largest, rel=0.05) for layer, largest in original.items()}
     for layer, (key, value) in wanted.items():
         for part, largest in (("k_scale", key), ("v_scale", value)):
             scale = found[f"model.layers.{layer}.self_attn.{part}"]
