@@ -14,6 +14,7 @@ KINDS = {
     "budget": "types of tensors were chosen by measured loss, to keep within a size",
     "rotation": "what a rotation had to make do with, or adds to the file",
     "requantised": "codes of a quantised source were decoded and rounded anew, or their scales rounded",
+    "kv_cache": "scales of cached keys and values in the source were left out",
     "text_only": "of a multimodal model the text part alone is written",
     "architecture": "the architecture has no declaration and was observed",
     "engine": "some engine does not load what will be written",

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from reprlib import Repr
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError
@@ -51,6 +51,12 @@ class Output(_Strict):
     pre: str | None = Field(None, description="llama.cpp's name of the pre-tokenizer, where it is not recognised")
 
 
+class KvCache(_Strict):
+    """Static scales for keys and values that are cached in 8 bits, measured on the calibration text."""
+
+    code: Literal["fp8", "int8"] = Field(description="what a cache holds: fp8 is read by vLLM")
+
+
 def methods() -> dict[str, type[Method]]:
     """All methods by name."""
     return discover(llmcompress.methods, "METHOD")
@@ -84,6 +90,7 @@ class Recipe(_Strict):
     calibration: Calibration = Calibration()
     steps: tuple[Annotated[SerializeAsAny[Method | Transform], BeforeValidator(_step)], ...]
     output: Output = Output()
+    kv_cache: KvCache | None = None
 
     @property
     def transforms(self) -> tuple[Transform, ...]:
@@ -95,12 +102,18 @@ class Recipe(_Strict):
         """The step that rounds, if there is one."""
         return next((step for step in self.steps if isinstance(step, Method)), None)
 
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether text is run through the model for more than its method: for factors, or ranges of keys and values."""
+        return self.kv_cache is not None or any(step.needs_calibration for step in self.transforms)
+
     def as_data(self) -> dict[str, Any]:
         """Plain data that `parse` takes back; defaults are written out, so that they may change later."""
         return {
             "calibration": self.calibration.model_dump(),
             "steps": [{"method": step.name, **step.model_dump()} for step in self.steps],
             "output": self.output.model_dump(),
+            "kv_cache": None if self.kv_cache is None else self.kv_cache.model_dump(),
         }
 
     def as_yaml(self) -> str:
@@ -124,6 +137,12 @@ def build(model: type[BaseModel], options: dict[str, Any], where: str) -> Any:
         raise RecipeError(f"{where}: {error}") from None
 
 
+def _kv_cache(data: dict[str, Any], where: str) -> KvCache | None:
+    if data.get("kv_cache") is None:
+        return None
+    return build(KvCache, _mapping(data, "kv_cache", where), f"kv_cache of {where}")  # type: ignore[no-any-return]
+
+
 def parse(data: Any, where: str = "recipe") -> Recipe:
     """A recipe from plain data, every unknown key refused."""
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
@@ -138,6 +157,7 @@ def parse(data: Any, where: str = "recipe") -> Recipe:
         calibration=build(Calibration, _mapping(data, "calibration", where), f"calibration of {where}"),
         steps=tuple(_step(step) for step in steps),
         output=build(Output, _mapping(data, "output", where), f"output of {where}"),
+        kv_cache=_kv_cache(data, where),
     )
 
 

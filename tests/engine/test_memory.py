@@ -25,6 +25,7 @@ RECIPES = {  # each with a number of threads
     "plain, group order": (2, ["gptq", *GROUPS, "--descent", "0", "--actorder", "group", "--format", "gptq"]),
     "rtn": (1, ["rtn", *GROUPS]),
     "rtn by outputs, awq": (1, ["rtn", *GROUPS, "--clip", "output", "--asym", "--format", "awq"]),
+    "rtn, scales of keys and values": (1, ["rtn", *GROUPS, "--kv-cache", "fp8"]),
     "gguf": (2, ["gguf", "--type", "Q4_K_M"]),
     "gguf, calibrated": (2, ["gguf", "--type", "Q4_K_M", *CALIBRATED]),
 }

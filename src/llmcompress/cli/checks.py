@@ -146,6 +146,9 @@ def _summary(quantization: Any) -> str:
             if not isinstance(weights, dict):
                 continue
             parts.append(_coded(weights) + _rounded(group.get("input_activations")))
+        cached = quantization.get("kv_cache_scheme")
+        if isinstance(cached, dict):
+            parts.append(f"keys and values {cached.get('type')} {cached.get('num_bits')} by {cached.get('strategy')}")
         return f"{quantization.get('quant_method')} {quantization.get('format', '')}: {'; '.join(parts)}"
     bits, group = quantization.get("bits"), quantization.get("group_size")
     return f"{quantization.get('quant_method')}: {bits} bits, group size {group}"

@@ -17,7 +17,7 @@ from llmcompress.cli.shown import show_plans
 from llmcompress.errors import GateError, RecipeError
 from llmcompress.ledger import KINDS
 from llmcompress.methods.base import Method
-from llmcompress.recipe import Calibration, Output, Recipe, build, load, methods
+from llmcompress.recipe import Calibration, KvCache, Output, Recipe, build, load, methods
 from llmcompress.registry import suggest
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ def _method(method: type[Method], dry: bool = False) -> Callable[..., None]:
             calibration=build(Calibration, o.calibration(values), "the calibration options"),
             steps=(build(method, options, method.name),),
             output=build(Output, o.output(values), "the output options"),
+            kv_cache=None if values["kv_cache"] is None else KvCache(code=values["kv_cache"]),
         )
         _go(Job(recipe, values), dry=dry)
 

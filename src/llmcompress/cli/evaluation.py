@@ -56,6 +56,21 @@ def evaluate(
         str | None, typer.Option("--generate", help="Continue this prompt with each model, side by side.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Tokens of each continuation.")] = 48,
+    kv_bits: Annotated[
+        int | None,
+        typer.Option(
+            "--kv-bits",
+            help="Simulate keys and values cached in 8 or 4 bits; 16: not, whatever scales the checkpoint brings.",
+        ),
+    ] = None,
+    kv_type: Annotated[
+        Literal["int", "fp8"] | None,
+        typer.Option(
+            "--kv-type",
+            help="int: asymmetric, per token and head. fp8: by the checkpoint's scales, or 1 as engines have it. "
+            "Default: what the checkpoint's config.json says, int with --kv-bits.",
+        ),
+    ] = None,
     trust_remote_code: o.Trust = False,
     json_: o.Json = False,
     quiet: o.Quiet = False,
@@ -65,11 +80,13 @@ def evaluate(
     Protocol: the text is tokenised once, cut into disjoint windows from its start, and every position but the first
     of a window is scored on the full vocabulary. Intervals are 95%, by bootstrap over windows.
     """
+    from llmcompress.validate.cache import Asked
     from llmcompress.validate.evaluate import parse_gate
     from llmcompress.validate.session import Request, continuations, evaluate_paths
 
     gates = [parse_gate(gate) for gate in fail_if or []]
-    request = Request(model, ref, text, length, windows, batch, device, compute_dtype, trust_remote_code)
+    asked = Asked(kv_bits, kv_type)
+    request = Request(model, ref, text, length, windows, batch, device, compute_dtype, trust_remote_code, asked)
     with console.Steps("layers", quiet or json_) as steps:
         figures: dict[str, Any] = evaluate_paths(request, steps.at)
     samples = continuations(request, generate, max_new_tokens) if generate is not None else None
@@ -81,8 +98,10 @@ def evaluate(
             if key in figures:
                 low, high = figures.get(f"{key}_ci", (None, None))
                 rows.append((label, f"{figures[key]:.5g}", "" if low is None else f"{low:.5g} ... {high:.5g}"))
+        cached = f", keys and values {figures['kv_cache']}" if figures["kv_cache"] else ""
         console.table(
-            f"{model}: {figures['windows']} windows of {length} tokens, {figures['tokens']} scored, {compute_dtype}",
+            f"{model}: {figures['windows']} windows of {length} tokens, {figures['tokens']} scored, "
+            f"{compute_dtype}{cached}",
             ("", "value", "95% interval"),
             rows,
             right=(1, 2),

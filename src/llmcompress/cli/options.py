@@ -144,11 +144,21 @@ Json = Annotated[
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.", rich_help_panel=RUNNING)]
 
+KvCache = Annotated[
+    Literal["fp8", "int8"] | None,
+    typer.Option(
+        "--kv-cache",
+        help="Measure scales for keys and values cached in 8 bits, and write them; vLLM reads fp8.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+
 RUN_OPTIONS: dict[str, tuple[Any, Any]] = {
     "out": (Out, None),
     "format_": (Format, DEFAULT_FORMAT),
     "shard_size": (ShardSize, None),
     "overwrite": (Overwrite, False),
+    "kv_cache": (KvCache, None),
     "calibration": (Source, Calibration().source),
     "field": (Field, None),
     "samples": (Samples, Calibration().samples),

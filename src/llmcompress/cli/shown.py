@@ -5,6 +5,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from llmcompress.cli import console
+from llmcompress.formats.kv_cache import OPTION
 
 if TYPE_CHECKING:
     from llmcompress.engine.plan import Plan
@@ -137,5 +138,14 @@ def _tensor_table(plan: "Plan") -> None:
 def _unchanged(plan: "Plan") -> list[tuple[str, str]]:
     if plan.files:
         return [("files", ", ".join(file.name for file in plan.files))] if len(plan.files) > 1 else []
-    copied = [entry for entry in plan.entries if entry.grid is None]
-    return [("unchanged", f"{len(copied)} tensors, {console.size(sum(entry.source.nbytes for entry in copied))}")]
+    copied = [entry for entry in plan.entries if entry.grid is None and OPTION not in entry.options]
+    unchanged = f"{len(copied)} tensors, {console.size(sum(entry.source.nbytes for entry in copied))}"
+    return [*_cached(plan), ("unchanged", unchanged)]
+
+
+def _cached(plan: "Plan") -> list[tuple[str, str]]:
+    if plan.recipe.kv_cache is None:
+        return []
+    scales = [entry.source for entry in plan.entries if OPTION in entry.options]
+    size = sum(spec.nbytes for spec in scales)
+    return [("keys and values", f"cached as {plan.recipe.kv_cache.code}, {len(scales)} scales, {size} bytes")]

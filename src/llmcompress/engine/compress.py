@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from llmcompress.engine.collect import ExpertInputs, collect, stages_of
 from llmcompress.engine.forward import Forward
+from llmcompress.engine.kv_cache import measured
 from llmcompress.engine.plan import MatrixPlan, Plan
 from llmcompress.engine.progress import Progress
 from llmcompress.engine.ranges import input_scale, lend_ranges
@@ -43,7 +44,7 @@ class Compressor:
         compressed: Forward | None = None,
         original: Forward | None = None,
     ) -> tuple[dict[str, Coded], dict[str, Any]]:
-        """Codes by on-disk module name, and {"linears": [...], "ledger": [...]} about them."""
+        """Codes by on-disk module name, and {"linears": [...], "ledger": [...], "kv_cache": {...}} about them."""
         coded: dict[str, Coded] = {}
         linears: list[dict[str, Any]] = []
         ledger = Ledger()
@@ -62,7 +63,10 @@ class Compressor:
                 self.progress.matrix(record)
                 if layer is not None:
                     install(layer, plan, solved)
-        return coded, {"linears": linears, "ledger": ledger.as_json()}
+        records: dict[str, Any] = {"linears": linears, "ledger": ledger.as_json()}
+        if compressed is not None and self.plan.recipe.kv_cache is not None:
+            records["kv_cache"] = measured(compressed, number)
+        return coded, records
 
     def _statistics(
         self,

@@ -13,6 +13,7 @@ from llmcompress.arch import find
 from llmcompress.arch.spec import ArchSpec
 from llmcompress.errors import CheckpointError, RecipeError
 from llmcompress.formats.base import Format, TensorSpec
+from llmcompress.formats.kv_cache import PARTS
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.inputs import InputGrid
 from llmcompress.ledger import Ledger
@@ -64,18 +65,23 @@ def decoded_headers(stored: ModelHeaders, spec: ArchSpec | None = None) -> Model
             shape = shape[::-1] if module in transposed else shape
             weight = TensorSpec(f"{module}.weight", "F32", shape)
             tensors[weight.name] = Stored(weight, item.file, item.begin, item.end)
-        elif module not in packed or kind == "bias":
+        elif (module not in packed or kind == "bias") and kind not in PARTS:
             tensors[name] = item
     config = {key: value for key, value in stored.config.items() if key != "quantization_config"}
     return DecodedHeaders(stored.path, config, tensors, stored.files, stored, found, packed, transposed)
 
 
 def note_decoded(headers: DecodedHeaders, coded: Container[str], ledger: Ledger) -> None:
-    """Say of how many packed modules no codes are kept whatever they are: of those that are not `coded`."""
+    """Say of how many packed modules no codes are kept whatever they are: of those that are not `coded`.
+
+    And that scales of cached keys and values are left out, if there are any.
+    """
     if count := sum(module not in coded for module in headers.packed):
         ledger.note(
             "requantised", f"{count} matrices", f"{headers.format.name} in the source, decoded and rounded anew"
         )
+    if scales := [name for name in headers.stored.tensors if name.endswith(PARTS)]:
+        ledger.note("kv_cache", f"{len(scales)} scales", "what the source says of cached keys and values is left out")
 
 
 class DecodedCheckpoint(Checkpoint):

@@ -61,7 +61,7 @@ def estimate(
         for plan in matrices
         if plan.entry.grid is not None
     )
-    calibrated = any(plan.method.needs_calibration for plan in matrices)
+    calibrated = recipe.needs_calibration or any(plan.method.needs_calibration for plan in matrices)
     paired = any(plan.method.original_samples for plan in matrices)
     return Estimate(
         output_bytes=output_bytes,

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from llmcompress.model.build import StreamedModel
+from llmcompress.model.cache import Change
 from llmcompress.parallel import in_order
+from llmcompress.stats.key_value_range import KeyValueRange
 from llmcompress.store.windows import Windows, WindowsWriter
 
 Inputs = dict[str, Tensor]
@@ -48,9 +50,19 @@ class Forward:
     """All batches of a stream on their way through a layer; what it records goes into `folder`."""
 
     def __init__(
-        self, model: StreamedModel, number: int, stream: Stream, batch: int, folder: Path, spaces: Mapping[str, str]
+        self,
+        model: StreamedModel,
+        number: int,
+        stream: Stream,
+        batch: int,
+        folder: Path,
+        spaces: Mapping[str, str],
+        measuring: bool = False,
     ) -> None:
-        """spaces: space to the module path of a matrix that reads it, for the stages whose inputs may be recorded."""
+        """spaces: space to the module path of a matrix that reads it, for the stages whose inputs may be recorded.
+
+        measuring: note how large keys and values become, for `key_value_range`.
+        """
         self.model, self.number, self.stream, self.folder = model, number, stream, folder
         count, length = stream.hidden.shape[:2]
         self.length = length  # tokens of a window
@@ -58,6 +70,9 @@ class Forward:
         for size in dict.fromkeys(span.stop - span.start for span in self._spans):
             model.prepare_batch(size, length)
         self._bypasses = self._find(spaces) if spaces else []
+        self._measuring = measuring
+        self._watch: Change | None = None
+        self._range: KeyValueRange | None = None
         self._entered: dict[str, Windows] = {}  # by space: what its matrix read
         self._left: dict[str, Windows] = {}  # by space: what the module returned
         self._local = threading.local()  # of each thread: the windows it runs, what it has seen, what modules returned
@@ -78,11 +93,12 @@ class Forward:
             self.stream.layer.get_submodule(path).register_forward_pre_hook(self._see(space, space == only))
             for space, path in wanted.items()
         ]
+        cached = KeyValueRange() if self._measuring else None
         recorded = any(bypass.space == only for bypass in self._bypasses)
         entering = self._writer(str(only), "in") if recorded else None
         leaving = {space: self._writer(space, "out") for space in self._entered if space not in self._left}
         try:
-            with self._bypassed():
+            with self._bypassed(), self._noting(cached):
                 for seen, returned in in_order(self._stage, self._spans):
                     if entering is not None:
                         entering.append(seen[str(only)])
@@ -95,6 +111,8 @@ class Forward:
         finally:
             for handle in handles:
                 handle.remove()
+        if cached is not None and cached.key is not None:
+            self._range = cached
         if entering is not None:
             self._entered[str(only)] = entering.finish()
         for space, writer in leaving.items():
@@ -104,6 +122,21 @@ class Forward:
         """Per batch, what leaves the layer."""
         with self._bypassed():
             yield from in_order(self._call, self._spans)
+
+    def key_value_range(self) -> KeyValueRange:
+        """How large keys and values became in the last pass that came so far; if none did, by a pass of its own.
+
+        A stage that comes so far has been given its keys and values by the stages before it, as they will stay.
+        """
+        return self._range or self.keys_and_values()
+
+    def keys_and_values(self) -> KeyValueRange:
+        """How large keys, after rotation, and values are as the layer stands: a pass that ends at the cache."""
+        seen = KeyValueRange()
+        with self._noting(seen, ending=True):
+            for _ in in_order(self._stage, self._spans):
+                pass
+        return seen
 
     def whole(self, wanted: Mapping[str, str], summary: Callable[[Tensor], R]) -> Iterator[tuple[dict[str, R], Tensor]]:
         """Per batch, a summary of the input of every space in `wanted`, and what leaves the layer: one pass of it all.
@@ -147,7 +180,7 @@ class Forward:
     def _call(self, span: slice) -> Tensor:
         self._local.span, self._local.returned = span, {}
         states = self.stream.hidden.read(span).to(self.model.device)
-        return self.model.call(self.number, self.stream.layer, states)
+        return self.model.call(self.number, self.stream.layer, states, self._watch)
 
     def _writer(self, space: str, side: str) -> WindowsWriter:
         return WindowsWriter(self.folder / f"record-{self.stream.name}-{space}-{side}.bin", self.model.dtype)
@@ -179,6 +212,23 @@ class Forward:
             return (out, *[None] * (bypass.width - 1)) if bypass.width else out
 
         return forward
+
+    @contextmanager
+    def _noting(self, seen: KeyValueRange | None, ending: bool = False) -> Iterator[None]:
+        """Within, `seen` gets the keys and values that are cached; ending: a layer is not run beyond them."""
+
+        def note(_: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+            assert seen is not None
+            seen.update(key, value)
+            if ending:
+                raise _Enough
+            return key, value
+
+        self._watch = None if seen is None else note
+        try:
+            yield
+        finally:
+            self._watch = None
 
     def _find(self, spaces: Mapping[str, str]) -> list[Bypass]:
         """Which modules end in a matrix that reads one of `spaces`: seen by running one window."""

@@ -15,6 +15,7 @@ from llmcompress.engine.fits import Found
 from llmcompress.engine.gguf import GgufModel, files_of, gguf_model
 from llmcompress.engine.gguf_input import GgufHeaders
 from llmcompress.engine.importance import Importance, given_importance
+from llmcompress.engine.kv_cache import scale_entries
 from llmcompress.engine.matrices import Matrices, matrices_of
 from llmcompress.engine.means import choose_means
 from llmcompress.engine.modelfile import modelfile
@@ -104,9 +105,8 @@ class Plan:
     @property
     def calibrated(self) -> bool:
         """Whether windows of text run through the model."""
-        if any(step.needs_calibration for step in self.recipe.transforms):
-            return True
-        return any(matrix.method.needs_calibration for layer in self.layers for matrix in layer)
+        matrices = (matrix for layer in self.layers for matrix in layer)
+        return self.recipe.needs_calibration or any(matrix.method.needs_calibration for matrix in matrices)
 
     @property
     def original_samples(self) -> int:
@@ -164,6 +164,7 @@ def _draft(recipe: Recipe, model: Path, options: Options) -> Plan:
     spec = matrices.spec
     entries = tuple(_entry(stored.spec, planned, declared, spec, ledger) for stored in headers.tensors.values())
 
+    entries += scale_entries(recipe, headers, spec)
     refusal = format_.refuses(entries, headers.config)
     if refusal is not None:
         raise PlanError(*refusal)

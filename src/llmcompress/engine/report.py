@@ -18,6 +18,7 @@ def report(
     ledger: Ledger,
     calibration: Mapping[str, Any] | None,
     tensors: Mapping[str, str],
+    kv_cache: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The content of report.json; the same inputs give the same bytes. records: lists about parts of the model."""
     config = plan.headers.path / "config.json"
@@ -35,6 +36,7 @@ def report(
         "imatrix": None
         if plan.importance is None
         else {"file": plan.importance.file, "sha256": plan.importance.sha256},
+        "kv_cache": kv_cache,
         "compute_dtype": plan.dtype,
         "output_bytes": plan.estimate.output_bytes,
         "bits_per_weight": round(plan.estimate.bits_per_weight, 4),

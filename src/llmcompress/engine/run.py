@@ -169,6 +169,7 @@ def _with_data(plan: Plan, checkpoint: Checkpoint, tokens: Tensor, sections: _Se
                     plan.batch,
                     staged.path,
                     {} if done else _spaces(plan, number),
+                    measuring=name == COMPRESSED and not done and plan.recipe.kv_cache is not None,
                 )
                 for name, windows in hidden.streams.items()
             }

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from llmcompress import __version__
 from llmcompress.engine.gguf import write_gguf
+from llmcompress.engine.kv_cache import recorded, scales
 from llmcompress.engine.plan import Plan
 from llmcompress.engine.report import report
 from llmcompress.errors import one_line
@@ -43,9 +44,9 @@ def write_output(
         else:
             hashes = out.write_weights(plan.tensors, _tensors(plan, checkpoint, staged), plan.recipe.output.shard_size)
             out.copy_side_files(plan.headers.path)
-        if isinstance(checkpoint, FoldedCheckpoint) and (scales := checkpoint.scales()):
-            out.write_arrays("transforms.npz", scales)
-        result = report(plan, records, ledger, calibration, hashes)
+        if isinstance(checkpoint, FoldedCheckpoint) and (factors := checkpoint.scales()):
+            out.write_arrays("transforms.npz", factors)
+        result = report(plan, records, ledger, calibration, hashes, recorded(plan, staged))
         for name, changes in plan.format.config(plan.entries, plan.headers.config).items():
             content = {**plan.headers.config, **changes} if name == "config.json" else changes
             out.write_json(name, content)
@@ -122,7 +123,11 @@ def _said(step: Method | Transform) -> str:
 def _tensors(plan: Plan, checkpoint: Checkpoint, staged: Staging) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the output in its planned order, one at a time."""
     places = {matrix.entry.source.name: matrix for layer in plan.layers for matrix in layer}
+    made = scales(plan, staged)
     for entry in plan.entries:
+        if entry.source.name in made:
+            yield entry.source.name, made[entry.source.name]
+            continue
         if entry.grid is None:
             yield entry.source.name, checkpoint.read_finite(entry.source.name).to(DTYPES[entry.source.dtype])
             continue

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from llmcompress.errors import RunError
+from llmcompress.formats import kv_cache
 from llmcompress.formats.base import Entry
 from llmcompress.grids.base import PER_ROW, BlockSpec, GridSpec, Spec
 
@@ -104,6 +105,8 @@ def experts_of(module: str) -> str | None:
 def common_refusal(name: str, entries: Iterable[Entry], config: Mapping[str, Any]) -> Refusal | None:
     """What no format that stores codes can hold, whatever the engine: (what and why, the way out)."""
     entries = list(entries)
+    if refused := kv_cache.refusal(name, entries):
+        return refused
     for entry in entries:
         if isinstance(entry.grid, BlockSpec):
             return f"format {name} cannot hold {entry.grid.name} ({entry.module})", "use --format gguf or dense"

@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from llmcompress.errors import CheckpointError
+from llmcompress.formats import kv_cache
 from llmcompress.formats.base import FLOAT_TYPES, Entry, Reader, TensorSpec
 from llmcompress.formats.checks import (
     Refusal,
@@ -146,13 +147,14 @@ class CompressedTensors:
         if all(entry.block for entry, _ in quantised(entries)):
             heads = ["embed_out", "lm_head"] if config.get("model_type") == "gpt_neox" else ["lm_head"]
             ignored += [name for name in heads if name not in ignored]
+        code = kv_cache.code_of(entries)
         settings = {
             "quant_method": "compressed-tensors",
             "format": kinds.pop() if len(kinds) == 1 else MIXED,
             "quantization_status": "compressed",
             "config_groups": groups,
             "ignore": ignored,
-            "kv_cache_scheme": None,
+            "kv_cache_scheme": None if code is None else kv_cache.scheme(code),
             "global_compression_ratio": None,
             "sparsity_config": {},
             "transform_config": {},

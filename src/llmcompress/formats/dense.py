@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from llmcompress.errors import RunError
+from llmcompress.formats import kv_cache
 from llmcompress.formats.base import Entry, Reader, TensorSpec
 from llmcompress.formats.checks import Refusal, check_codes, rounded_inputs
 
@@ -31,7 +32,7 @@ class Dense:
                     f"{entry.source.name} is stored as {entry.source.dtype}, which cannot hold decoded weights",
                     "convert the model to float16 or bfloat16 first",
                 )
-        return rounded_inputs(self.name, entries)
+        return rounded_inputs(self.name, entries) or kv_cache.refusal(self.name, entries)
 
     def layout(self, entry: Entry) -> list[TensorSpec]:
         return [entry.source]

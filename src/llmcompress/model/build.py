@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from llmcompress.arch.spec import ArchSpec
 from llmcompress.errors import CheckpointError
 from llmcompress.model import attention
+from llmcompress.model.cache import Change, call_through
 from llmcompress.model.skeleton import skeleton
 
 
@@ -77,6 +78,7 @@ class StreamedModel:
     ) -> None:
         """tiled_attention: faster, with scores in the compute type (model/attention.py), for declared families."""
         self.weights, self.spec, self.dtype = weights, spec, dtype
+        self.cache: Change | None = None  # what every layer's keys and values become before they are read
         self.device = device or torch.device("cpu")
         self.config = config
         tiled = tiled_attention and not spec.observed
@@ -286,11 +288,20 @@ class StreamedModel:
             with self.outer(embed=False, head=False) as causal:
                 self._record(causal, batch, length, inputs_embeds=self._placeholder(batch, length))
 
-    def call(self, number: int, layer: nn.Module, hidden: Tensor) -> Tensor:
-        """A layer's output for hidden states [batch, length, hidden], called as the model itself calls it."""
+    def call(self, number: int, layer: nn.Module, hidden: Tensor, watch: Change | None = None) -> Tensor:
+        """A layer's output for hidden states [batch, length, hidden], called as the model itself calls it.
+
+        watch: in place of `cache`; need not be reached. CheckpointError if `cache` is not.
+        """
         self.prepare_batch(*hidden.shape[:2])
         args, kwargs = self._calls[self._shape_of_call(*hidden.shape[:2])][number]
-        out = layer(hidden, *args, **kwargs)
+        change = watch or self.cache
+        if change is None:
+            out = layer(hidden, *args, **kwargs)
+        else:
+            out, reached = call_through(layer, number, change, (hidden, *args), kwargs)
+            if watch is None and not reached:
+                raise CheckpointError(f"layer {number} of this {self.spec.name!r} model keeps no keys and values")
         return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
 
     def logits(self, causal: nn.Module, hidden: Tensor) -> Tensor:

@@ -96,10 +96,9 @@ class Gate:
     bound: float
 
     def fails(self, figures: dict[str, Any]) -> bool:
-        if self.key not in figures:
-            raise RecipeError(
-                f"--fail-if speaks of {self.key!r}, which was not measured", suggest(self.key, list(figures))
-            )
+        measured = [key for key, value in figures.items() if isinstance(value, (int, float))]
+        if self.key not in measured:
+            raise RecipeError(f"--fail-if speaks of {self.key!r}, which was not measured", suggest(self.key, measured))
         return OPERATORS[self.operator](float(figures[self.key]), self.bound)
 
 

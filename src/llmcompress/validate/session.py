@@ -1,7 +1,7 @@
 """An evaluation as the command line asks for it: two models, a text, a protocol."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from llmcompress.calib.text import read_text, text_files
 from llmcompress.engine.calibration import load_tokenizer
 from llmcompress.engine.run import device_of
 from llmcompress.errors import CheckpointError
+from llmcompress.model.cache import ChangingCache
+from llmcompress.validate.cache import Asked, cache_of
 from llmcompress.validate.evaluate import cut_windows, measure
 from llmcompress.validate.gguf_file import gguf_in
 from llmcompress.validate.load import load_whole, open_streamed
@@ -37,6 +39,7 @@ class Request:
     device: str
     dtype: str
     trust_remote_code: bool = False
+    cache: Asked = field(default_factory=Asked)  # of the model; the reference has none that is quantised
 
 
 def evaluate_paths(request: Request, watch: Callable[[int, int], None]) -> dict[str, Any]:
@@ -56,13 +59,14 @@ def evaluate_paths(request: Request, watch: Callable[[int, int], None]) -> dict[
         "trust_remote_code": request.trust_remote_code,
     }
     subject = open_streamed(request.model, source=request.ref, **opening)
+    cache = subject.cache = cache_of(request.model, request.cache)
     reference = open_streamed(request.ref, **opening) if request.ref is not None else None
     if reference is not None and subject.config.vocab_size != reference.config.vocab_size:
         raise CheckpointError(
             f"{request.model} has {subject.config.vocab_size} tokens, {request.ref} has {reference.config.vocab_size}",
             "give the model that was compressed as --ref",
         )
-    return figures(measure(subject, reference, windows, request.batch, watch))
+    return {**figures(measure(subject, reference, windows, request.batch, watch)), "kv_cache": cache and str(cache)}
 
 
 def _check(request: Request) -> None:
@@ -82,12 +86,14 @@ def continuations(request: Request, prompt: str, max_new_tokens: int) -> dict[st
         if path is None:
             continue
         model = load_whole(path, dtype=torch.float32, trust_remote_code=request.trust_remote_code, source=request.ref)
+        change = cache_of(path, request.cache) if path == request.model else None
         with torch.no_grad():
             out = model.generate(  # type: ignore[operator]
                 ids,
                 attention_mask=torch.ones_like(ids),
                 do_sample=False,
                 max_new_tokens=max_new_tokens,
+                past_key_values=None if change is None else ChangingCache(model.config, change),
                 pad_token_id=tokenizer.eos_token_id,
             )
         result[str(path)] = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)

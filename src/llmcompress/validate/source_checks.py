@@ -8,6 +8,7 @@ import numpy as np
 
 from llmcompress.validate.check import AGREEMENT, Check, guarded_list, summary
 from llmcompress.validate.directory import HEADS, ROWS, Directory
+from llmcompress.validate.kv_cache import cache_scales
 from llmcompress.validate.matrices import Matrix
 from llmcompress.validate.schemes import PARTS
 from llmcompress.validate.stored import DamageError, Tensor, read_json, read_tensors
@@ -58,7 +59,7 @@ def _completeness(directory: Directory, matrices: Mapping[str, Matrix], original
                 wrong.append(f"{name} differs from the source")
         elif not (tied and name.removesuffix(".weight") in HEADS):
             wrong.append(f"{name} of the source is missing")
-    for name in sorted(directory.tensors.keys() - accounted):
+    for name in sorted(directory.tensors.keys() - accounted - cache_scales(directory.tensors).keys()):
         head = name.rpartition(".")[0] in HEADS and (
             directory.rotated
             or name.rpartition(".")[0] in matrices

@@ -9,6 +9,7 @@ What is proved, in words:
   middle where the grid is symmetric, group indices are in range, shapes are those of the grid. A decoded value then
   lies on its group's grid, since scale * (code - zero point) is how it is made. Decoded weights (`dense`) have at most
   2^bits values in a group. Fixed scales of inputs are positive, and the same for linears that engines run as one.
+- cache: every attention has scales of keys and values, if config.json speaks of them, as report.json recorded them.
 - source: every tensor of the source is there byte for byte, or quantised, or a tied head left out; nothing else is.
 - bound: of every matrix, the relative error ||W - W'|| / ||W|| (Frobenius) is the one that report.json recorded, to
   0.1%, and below 1, which is what zeroing the matrix would give. Decoded weights are rounded once more to their stored
@@ -26,6 +27,7 @@ import numpy as np
 from llmcompress.validate.check import Check, guarded, guarded_list, summary
 from llmcompress.validate.config_checks import config_wrongs
 from llmcompress.validate.directory import ROWS, Directory
+from llmcompress.validate.kv_cache import cache_scales, cache_wrongs
 from llmcompress.validate.matrices import Matrix, quantised_modules, read_matrix
 from llmcompress.validate.schemes import format_of, missing_parts
 from llmcompress.validate.source_checks import against_source
@@ -69,6 +71,10 @@ def verify(out: Path, source: Path | None = None) -> list[Check]:
     wrong += _unlike_scales(matrices)
     checks.append(summary("matrices", wrong, f"{len(matrices) or len(directory.records)} on their grids"))
     checks.append(_fused(directory, matrices))
+    settings = config.get("quantization_config")
+    if isinstance(settings, dict) and (settings.get("kv_cache_scheme") is not None or cache_scales(tensors)):
+        right = f"{len(cache_scales(tensors))} scales of keys and values"
+        checks.append(guarded("cache", lambda: summary("cache", cache_wrongs(settings, tensors, report), right)))
     if source is not None:
         checks += against_source(directory, matrices, source)
     return checks

@@ -331,8 +331,9 @@ class Unread(Fact):
 
     which: Callable[[Entry], bool]
     quantised: bool = True
+    by_hand: str = ""
 
     def violations(self, case: Case) -> list[Violation]:
         looked = [entry for entry in case.entries if entry.grid is not None or not self.quantised]
         names = tuple(entry.module for entry in looked if self.which(entry))
-        return [Violation(self.why, names)] if names else []
+        return [Violation(self.why, names, self.by_hand)] if names else []

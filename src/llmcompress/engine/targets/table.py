@@ -18,6 +18,7 @@ from llmcompress.engine.targets.facts import (
 )
 from llmcompress.engine.targets.input_facts import Devices, RoundedInputs, ScalesByToken
 from llmcompress.formats.checks import HEADS, experts_of
+from llmcompress.formats.kv_cache import OPTION
 from llmcompress.formats.schemes import FLOATS, INTEGERS
 
 
@@ -67,6 +68,13 @@ _AWQ = (
 _LOST_EXPERTS = Unread(
     lambda entry: experts_of(entry.module) is not None,
     why="it leaves quantised experts at random values, without an error",
+)
+
+_ONLY_FP8 = Unread(
+    lambda entry: entry.options.get(OPTION) == "int8",
+    quantised=False,
+    by_hand="use --kv-cache fp8",
+    why="of scales for keys and values it takes those of fp8",
 )
 
 _TRANSFORMERS = Target(
@@ -146,6 +154,7 @@ _VLLM = Target(
             _ROUNDED,
             Devices(why="it multiplies int8 by int8 on CPUs, and on GPUs from compute capability 7.5 to below 10.0"),
             Devices(why=_FLOAT_DEVICES),
+            _ONLY_FP8,
         ),
         "gptq": (
             Bits((4, 8), why="its kernels take 4 and 8 bits"),
@@ -174,6 +183,7 @@ _SGLANG = Target(
             _ROUNDED,
             Devices(why="it multiplies int8 by int8 from compute capability 8.0 on"),
             Devices(why=_FLOAT_DEVICES),
+            _ONLY_FP8,
         ),
         "gptq": (
             Bits((4, 8), why="its kernels take 4 and 8 bits"),
@@ -198,6 +208,12 @@ _LLAMA_CPP = Target(
             OneScheme(order=True, why="it takes one config group"),
             Groups(None, rows=False, why="it needs groups"),
             ScalesByToken(why="it has no place for a scale of inputs"),
+            Unread(
+                lambda entry: OPTION in entry.options,
+                quantised=False,
+                by_hand="leave --kv-cache out",
+                why="it refuses tensors it has no name for, such as scales of keys and values",
+            ),
         ),
         "gptq": (
             Bits((2, 4, 8), why="it reads 2, 4 and 8 bits"),

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from llmcompress.formats import kv_cache
 from llmcompress.formats.base import Entry, Reader, TensorSpec
 from llmcompress.formats.checks import Refusal, check_codes, rounded_inputs
 from llmcompress.grids.base import BlockSpec
@@ -28,7 +29,7 @@ class Gguf:
                     f"format gguf cannot hold {entry.grid.name} ({entry.module})",
                     "use `llmcompress gguf --type Q4_K_M`, or another type of GGUF",
                 )
-        return rounded_inputs(self.name, entries)
+        return rounded_inputs(self.name, entries) or kv_cache.refusal(self.name, entries)
 
     def layout(self, entry: Entry) -> list[TensorSpec]:
         if entry.grid is None:

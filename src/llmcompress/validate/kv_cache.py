@@ -1,0 +1,54 @@
+"""Scales of cached keys and values in a directory, looked at by numpy alone.
+
+Proved: config.json and the tensors agree that there are any, every attention has both, each is a positive number of
+shape [1], and each is the largest magnitude that report.json recorded over what the code can express.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from llmcompress.validate.stored import Tensor
+
+_SCALE = re.compile(r"(.*\.(\d+)\.self_attn)\.([kv])_scale")
+_KEYS = re.compile(r"(.*\.\d+\.self_attn)\.(?:k_proj|qkv_proj)\.(?:weight|weight_packed)")
+_CODES = {("float", 8): ("fp8", 448.0), ("int", 8): ("int8", 127.0)}
+_STATIC = {"symmetric": True, "strategy": "tensor", "dynamic": False}
+_SIDES = {"k": "key", "v": "value"}
+_ROUNDING = {"BF16": 2.0**-7, "F16": 2.0**-10, "F32": 2.0**-23, "F64": 1e-12}  # upwards, by one unit
+
+
+def cache_scales(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The scales of keys and values among all tensors."""
+    return {name: tensor for name, tensor in tensors.items() if _SCALE.fullmatch(name)}
+
+
+def cache_wrongs(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], report: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the scales of keys and values, by quantization_config, all tensors and report.json."""
+    scheme, held = settings.get("kv_cache_scheme"), cache_scales(tensors)
+    if scheme is None:
+        return [f"{name} is there, and config.json has no kv_cache_scheme" for name in held]
+    code, end = _CODES.get((scheme["type"], scheme["num_bits"]), (None, 0.0))
+    if code is None or any(scheme[key] != value for key, value in _STATIC.items()):
+        return [f"kv_cache_scheme is none of one scale per layer in 8 bits: {scheme}"]
+    wanted = {f"{match[1]}.{side}_scale" for name in tensors if (match := _KEYS.fullmatch(name)) for side in _SIDES}
+    wrong = [f"{name} is missing" for name in sorted(wanted - held.keys())]
+    wrong += [f"{name} belongs to no attention" for name in sorted(held.keys() - wanted)]
+    recorded = report.get("kv_cache") or {}
+    if recorded.get("code", code) != code:
+        wrong.append(f"kv_cache_scheme says {code}, report.json {recorded['code']}")
+    for name, tensor in held.items():
+        if tensor.shape != (1,) or tensor.dtype not in _ROUNDING:
+            wrong.append(f"{name} is {tensor.dtype} {list(tensor.shape)}, not one floating number")
+            continue
+        scale = float(tensor.floats()[0])
+        if not 0 < scale < float("inf"):
+            wrong.append(f"{name} is {scale}")
+        elif recorded:
+            match = _SCALE.fullmatch(name)
+            assert match is not None
+            largest = float(recorded["largest"][int(match[2])][_SIDES[match[3]]])
+            exact = largest / end or 1.0
+            if not exact * (1 - 1e-6) <= scale <= exact * (1 + _ROUNDING[tensor.dtype]):
+                wrong.append(f"{name} is {scale:g}, by report.json {exact:g}")
+    return wrong
