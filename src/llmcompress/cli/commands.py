@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llmcompress.cli import checks, console, data, evaluation, gguf, imatrix
+from llmcompress.cli import checks, console, data, evaluation, gguf, imatrix, presets
 from llmcompress.cli import options as o
 from llmcompress.cli.jobs import Job
 from llmcompress.cli.shown import show_plans
@@ -41,6 +41,11 @@ def register(app: typer.Typer) -> None:
         parent.command("gguf", rich_help_panel=None if dry else "Compress")(
             o.command(go, gguf.OPTIONS, "gguf", gguf.DOC)
         )
+        for preset in presets.PRESETS:
+            made = presets.command(preset, partial(_go, dry=dry))
+            parent.command(preset.name, rich_help_panel=None if dry else "Compress")(
+                o.command(made, preset.options, preset.name, preset.doc)
+            )
     given = {
         "recipe": (RecipeFile, ...),
         "model": (o.Model, ...),

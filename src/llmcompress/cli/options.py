@@ -188,9 +188,8 @@ def _option(name: str, field: FieldInfo) -> tuple[Any, Any]:
         return Annotated[list[str] | None, typer.Option("--set", metavar="PATTERN: {OPTION: VALUE}", help=help_)], None
     help_ = (field.description or "")[:1].upper() + (field.description or "")[1:] + "."
     if field.annotation is bool:
-        return Annotated[
-            bool, typer.Option(f"{flag}/--a{name}" if name == "sym" else f"{flag}/--no-{name}", help=help_)
-        ], field.default
+        other = f"--a{name}" if name == "sym" else f"--no-{flag[2:]}"
+        return Annotated[bool, typer.Option(f"{flag}/{other}", help=help_)], field.default
     annotation: Any = field.annotation
     if get_origin(annotation) is Literal and isinstance(get_args(annotation)[0], int):
         annotation, help_ = int, f"{help_} One of {', '.join(map(str, get_args(field.annotation)))}."

@@ -10,6 +10,7 @@ from llmcompress.engine.forward import Forward
 from llmcompress.engine.progress import Progress
 from llmcompress.errors import RunError
 from llmcompress.methods.base import Statistics
+from llmcompress.stats.absmax import AbsMax
 from llmcompress.stats.drift import Drift
 from llmcompress.stats.gram import Gram
 
@@ -32,6 +33,11 @@ def collect(
     paths = {space: plan.path for space, plan in wanted.items()}
     routed = any(plan.expert is not None for plan in wanted.values())
     grams = {space: Gram(plan.entry.in_features, device) for space, plan in wanted.items()}
+    peaks = {
+        space: AbsMax(plan.entry.in_features, device)
+        for space, plan in wanted.items()
+        if plan.method.outliers != "none"
+    }
     paired = None if routed else original
     drifts = {space: Drift(gram.size, device) for space, gram in grams.items()} if paired is not None else {}
     others = paired.inputs(paths) if paired is not None else iter(())
@@ -46,6 +52,8 @@ def collect(
         for space in paths:
             if space in here:
                 grams[space].update(here[space])
+                if space in peaks:
+                    peaks[space].update(here[space])
             elif not routed:
                 raise RunError(f"a layer never reached {space}", "its declaration has another order")
         for space, drift in drifts.items():
@@ -54,7 +62,10 @@ def collect(
         progress.tokens(sum(x.numel() // x.shape[-1] for x in here.values()))
     for _ in others:
         raise RunError("the original stream has more windows than the compressed one")
-    return {space: Statistics(gram, drifts.get(space)) for space, gram in grams.items()}
+    return {
+        space: Statistics(gram, drifts.get(space), absmax=peaks[space].value if space in peaks else None)
+        for space, gram in grams.items()
+    }
 
 
 class ExpertInputs:

@@ -12,7 +12,7 @@ from llmcompress.engine.forward import Forward
 from llmcompress.engine.plan import MatrixPlan, Plan
 from llmcompress.engine.progress import Progress
 from llmcompress.engine.resources import return_freed_memory
-from llmcompress.grids.base import BlockSpec
+from llmcompress.grids.base import BlockSpec, Nf4Spec
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.recode import holds_codes, recode
 from llmcompress.ledger import Ledger
@@ -69,7 +69,9 @@ class Compressor:
         ledger: Ledger,
     ) -> dict[str, Statistics]:
         """What the methods of a stage need to know of their inputs, by space."""
-        needing = {plan.space: plan for plan in reversed(stage) if plan.method.needs_calibration}
+        calibrated = [plan for plan in reversed(stage) if plan.method.calibrated]
+        calibrated.sort(key=lambda plan: plan.method.outliers != "none")  # who wants most of a space speaks for it
+        needing = {plan.space: plan for plan in calibrated}
         if not needing or layer is None or compressed is None or self.model is None:
             return {}
         watch = None
@@ -127,6 +129,10 @@ class Compressor:
             ledger.note(
                 "dead_inputs", group[0].module, f"{solved.dead_inputs} of {weights[0].shape[1]} were never active"
             )
+        if solved.crowded_outliers:
+            ledger.note(
+                "outliers", group[0].module, f"{solved.crowded_outliers} more reach the threshold than keep 16 bits"
+            )
         hessian = None if stats.gram is None else stats.gram.mean()
         result, start = [], 0
         for plan, weight in zip(group, weights, strict=True):
@@ -152,10 +158,14 @@ def install(layer: nn.Module, plan: MatrixPlan, coded: Coded) -> None:
 
 
 def _together(stage: list[MatrixPlan], apart: bool) -> list[list[MatrixPlan]]:
-    """Matrices of a stage that read the same space under the same options and source type; `apart`: each on its own."""
+    """Matrices of a stage that read the same space under the same options and source type; `apart`: each on its own.
+
+    So are those whose scales are quantised in their turn, by what is common to one matrix.
+    """
     groups: dict[tuple[str, str, str], list[MatrixPlan]] = {}
     for plan in stage:
-        space = plan.path if apart else plan.space
+        grid = plan.entry.grid
+        space = plan.path if apart or (isinstance(grid, Nf4Spec) and grid.double) else plan.space
         groups.setdefault((space, plan.method.model_dump_json(), plan.entry.source.dtype), []).append(plan)
     return list(groups.values())
 

@@ -51,14 +51,16 @@ def decoded_headers(stored: ModelHeaders, spec: ArchSpec | None = None) -> Model
     spec = spec or find(str(stored.config.get("model_type")))
     conv1d = tuple(f".{linear.path}" for linear in spec.linears if linear.conv1d) if spec is not None else ()
     specs = {name: item.spec for name, item in stored.tensors.items()}
-    modules = [name.removesuffix(f".{found.marker}") for name in specs if name.endswith(f".{found.marker}")]
+    markers = (found.marker,) if isinstance(found.marker, str) else found.marker
+    marked = {name: name[: -len(mark) - 1] for mark in markers for name in specs if name.endswith(f".{mark}")}
+    modules = list(marked.values())
     packed = frozenset(modules)
     transposed = frozenset(module for module in modules if module.endswith(conv1d or ("\0",)))
     reader = Checkpoint(stored)
     tensors: dict[str, Stored] = {}
     for name, item in stored.tensors.items():
-        module, _, kind = name.rpartition(".")
-        if kind == found.marker:
+        module, kind = _owner(name)
+        if name in marked:
             shape = _shape(found, module, specs, reader)
             shape = shape[::-1] if module in transposed else shape
             weight = TensorSpec(f"{module}.weight", "F32", shape)
@@ -67,6 +69,15 @@ def decoded_headers(stored: ModelHeaders, spec: ArchSpec | None = None) -> Model
             tensors[name] = item
     config = {key: value for key, value in stored.config.items() if key != "quantization_config"}
     return DecodedHeaders(stored.path, config, tensors, stored.files, stored, found, packed, transposed)
+
+
+def _owner(name: str) -> tuple[str, str]:
+    """The module of a tensor, and what it is called there; parts of a weight belong to the module of the weight."""
+    module, inside, part = name.partition(".weight.")
+    if inside:
+        return module, f"weight.{part}"
+    module, _, kind = name.rpartition(".")
+    return module, kind
 
 
 def note_decoded(headers: DecodedHeaders, coded: Container[str], ledger: Ledger) -> None:

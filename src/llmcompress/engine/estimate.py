@@ -61,7 +61,7 @@ def estimate(
         for plan in matrices
         if plan.entry.grid is not None
     )
-    calibrated = any(plan.method.needs_calibration for plan in matrices)
+    calibrated = any(plan.method.calibrated for plan in matrices)
     paired = any(plan.method.original_samples for plan in matrices)
     return Estimate(
         output_bytes=output_bytes,
@@ -133,9 +133,9 @@ def _solving(layer: "Sequence[MatrixPlan]", means: Means, paired: bool) -> int:
     for plan in layer:
         total, columns = rows[plan.space, plan.method.model_dump_json()], plan.entry.in_features
         at_once = min(total, SOLVED_ROWS * means.threads)
-        if isinstance(plan.method.grid, BlockSpec) and not plan.method.needs_calibration:
+        if isinstance(plan.method.grid, BlockSpec) and not plan.method.calibrated:
             at_once = 0  # blocks are searched in pieces that fit a processor's cache
-        squares = (8 if paired else 5) * 4 * columns**2 if plan.method.needs_calibration else 0
+        squares = (8 if paired else 5) * 4 * columns**2 if plan.method.calibrated else 0
         most = max(most, squares + 4 * columns * (4 * total + 8 * at_once))
     waiting = {plan.space: 4 * plan.entry.in_features**2 for plan in layer if plan.expert is not None}
     return most + sum(waiting.values())

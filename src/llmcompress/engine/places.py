@@ -35,6 +35,8 @@ def _called(recipe: Recipe, step: Method) -> str:
     """What the default output is called after the model."""
     if step.gguf is not None:
         return f"{step.gguf.type}.gguf" if recipe.output.format == "gguf" else f"{step.name}-{step.gguf.type}"
+    if step.type != "int":
+        return f"{step.name}-{step.grid.name}"
     group = "" if step.group_size is None else "row" if step.group_size < 0 else f"g{step.group_size}"
     return f"{step.name}-w{step.bits}{group}"
 

@@ -196,7 +196,7 @@ def _content(
     headers: ModelHeaders, recipe: Recipe, step: Method, options: Options, ledger: Ledger
 ) -> tuple[Matrices, GgufModel | None]:
     """The matrices of a model; and what a GGUF file would hold, where types of GGUF are asked for."""
-    measured = step.needs_calibration or recipe.calibration.imatrix is not None
+    measured = step.calibrated or recipe.calibration.imatrix is not None
     if isinstance(headers, GgufHeaders):
         return file_matrices(headers), file_model(headers, step, recipe.output, ledger, measured)
     matrices = matrices_of(headers, options.trust_remote_code, ledger)

@@ -43,7 +43,7 @@ def run(plan: Plan, progress: Progress | None = None, stop: Stop = lambda finish
     """
     progress = progress or Progress()
     checkpoint = open_checkpoint(plan.headers)
-    calibrated = any(matrix.method.needs_calibration for layer in plan.layers for matrix in layer)
+    calibrated = any(matrix.method.calibrated for layer in plan.layers for matrix in layer)
     sampled = plan.recipe.calibration.source == "self"
     kept = plan.work / "tokens.safetensors"  # sampling takes minutes, and depends on nothing but model and recipe
     tokens = None
@@ -164,7 +164,7 @@ def _spaces(plan: Plan, number: int) -> dict[str, str]:
     """The spaces whose statistics a layer's methods ask for, each with a matrix that reads it; experts' apart."""
     spaces: dict[str, str] = {}
     for matrix in plan.layers[number]:
-        if matrix.method.needs_calibration and matrix.expert is None:
+        if matrix.method.calibrated and matrix.expert is None:
             spaces.setdefault(matrix.space, matrix.path)
     return spaces
 

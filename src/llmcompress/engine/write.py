@@ -13,7 +13,7 @@ from llmcompress.engine.plan import Plan
 from llmcompress.engine.report import report
 from llmcompress.errors import one_line
 from llmcompress.formats.card import model_card
-from llmcompress.grids.base import GridSpec
+from llmcompress.grids.base import BlockSpec
 from llmcompress.ledger import Ledger
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.output_file import output_of
@@ -63,7 +63,7 @@ def card_facts(plan: Plan, result: dict[str, Any]) -> dict[str, Any]:
         "config": plan.headers.config,
         "source_readme": _beginning(readme) if readme.is_file() else "",
         "grids": dict(sorted(Counter(item["grid"] for item in linears).items())),
-        "bits": sorted({entry.grid.bits for entry in plan.entries if isinstance(entry.grid, GridSpec)}),
+        "bits": sorted({entry.grid.bits for entry in plan.entries if not isinstance(entry.grid, BlockSpec | None)}),
         "methods": list(dict.fromkeys(item["method"] for item in linears)),
         "figures": {
             "bytes of weights": f"{cost.output_bytes:,}",
@@ -97,7 +97,8 @@ def _title(plan: Plan) -> str:
     named = str(plan.headers.config.get("_name_or_path") or "").rpartition("/")[2]
     architectures = plan.headers.config.get("architectures")
     first = architectures[0] if isinstance(architectures, list) and architectures else plan.headers.config["model_type"]
-    kind = f"w{plan.step.bits}" if plan.step.gguf is None else plan.step.gguf.type
+    step = plan.step
+    kind = step.gguf.type if step.gguf is not None else f"w{step.bits}" if step.type == "int" else step.grid.name
     return f"{one_line(str(named or first))} {plan.step.name} {kind} ({plan.format.name})"
 
 

@@ -89,7 +89,7 @@ class Format(Protocol):
 
     name: str
     summary: str
-    marker: str  # the tensor that a quantised module has in place of its weight, such as "qweight"
+    marker: str | tuple[str, ...]  # the tensor (one of those) that a quantised module alone has, such as "qweight"
 
     def refuses(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> tuple[str, str] | None:
         """(what cannot be held and why, the way out), or None."""

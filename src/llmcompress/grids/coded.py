@@ -7,11 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmcompress.grids.base import BlockSpec, Spec
+from llmcompress.grids.base import BlockSpec, CodebookSpec, GridSpec, Int8Spec, Nf4Spec, Spec
 from llmcompress.grids.blocks import BlockGrid
+from llmcompress.grids.codebook import CodebookGrid
+from llmcompress.grids.int8 import Int8Grid
 from llmcompress.grids.integer import IntegerGrid
+from llmcompress.grids.nf4 import Nf4Grid
 
-Grid = IntegerGrid | BlockGrid
+Grid = IntegerGrid | BlockGrid | Nf4Grid | CodebookGrid | Int8Grid
+_GRIDS: Mapping[type, Any] = {
+    GridSpec: IntegerGrid,
+    BlockSpec: BlockGrid,
+    Nf4Spec: Nf4Grid,
+    CodebookSpec: CodebookGrid,
+    Int8Spec: Int8Grid,
+}
 
 
 @dataclass(frozen=True)
@@ -41,9 +51,7 @@ class Coded:
     def restored(cls, spec: Spec, parts: Mapping[str, Tensor]) -> "Coded":
         """KeyError or TypeError if parts lack something."""
         grid = {name: tensor for name, tensor in parts.items() if name != "codes"}
-        if isinstance(spec, BlockSpec):
-            return cls(parts["codes"], BlockGrid.restored(spec, **grid))
-        return cls(parts["codes"], IntegerGrid.restored(spec, **grid))
+        return cls(parts["codes"], _GRIDS[type(spec)].restored(spec, **grid))
 
     @classmethod
     def stacked(cls, parts: "Sequence[Coded]") -> "Coded":

@@ -71,6 +71,10 @@ class IntegerGrid:
         """The same grid on another device."""
         return IntegerGrid(self.spec, self.scale.to(device), self.zero.to(device), self.group_index.to(device))
 
+    def rescaled(self, scale: Tensor, rows: Tensor, dtype: torch.dtype) -> "IntegerGrid":
+        """The grid with other scales [out, groups], rounded to `storable` ones, where `rows` [out] is true."""
+        return replace(self, scale=torch.where(rows[:, None], storable(scale, dtype), self.scale))
+
     def rows(self, index: slice | Tensor) -> "IntegerGrid":
         """The grid of some output rows."""
         return replace(self, scale=self.scale[index], zero=self.zero[index])
@@ -124,7 +128,7 @@ def fit(
     rows, width = weight.shape
     group = spec.width(width)
     weigh = torch.ones(width, device=weight.device) if importance is None else importance.to(torch.float32)
-    weigh = _positive(weigh).view(1, -1, group)
+    weigh = positive(weigh).view(1, -1, group)
     per_chunk = max(1, _CHUNK // width)
     scales, zeros = [], []
     for start in range(0, rows, per_chunk):
@@ -136,7 +140,7 @@ def fit(
     return IntegerGrid(spec, torch.cat(scales), torch.cat(zeros), index)
 
 
-def _positive(weigh: Tensor) -> Tensor:
+def positive(weigh: Tensor) -> Tensor:
     """Channels that were never active still count a little, so that their weights keep a sensible scale."""
     mean = weigh.mean()
     return torch.ones_like(weigh) if mean <= 0 else weigh + 1e-3 * mean

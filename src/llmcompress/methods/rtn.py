@@ -20,13 +20,17 @@ class Rtn(Method):
     def solve(self, weight: "Tensor", stats: Statistics, scale_dtype: "torch.dtype") -> Solved:
         from llmcompress.grids.coded import Coded
         from llmcompress.grids.encoders import encode
-        from llmcompress.grids.integer import fit
+        from llmcompress.grids.fitting import fitted
+        from llmcompress.solve.outliers import beside, remaining
 
         spec = self.grid
         if isinstance(spec, BlockSpec):
             return Solved(encode(weight, spec, self.search, stats.importance))
-        grid = fit(weight, spec, clip=self.clip, scale_dtype=scale_dtype)
-        return Solved(Coded(grid.encode(weight), grid))
+        index, crowded = self.outlier_index(stats)
+        rest = weight if index is None else weight[:, remaining(index, weight.shape[1])]
+        grid = fitted(rest, spec, clip=self.clip, scale_dtype=scale_dtype)
+        coded = Coded(grid.encode(rest), grid)
+        return Solved(coded if index is None else beside(coded, weight, index), crowded_outliers=crowded)
 
 
 METHOD = Rtn

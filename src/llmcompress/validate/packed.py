@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from llmcompress.grids.blocks import BlockGrid
 from llmcompress.grids.coded import Coded
+from llmcompress.grids.integer import IntegerGrid
 
 _INT4_GROUPS = (32, 64, 128, 256)
 
@@ -20,7 +20,7 @@ class PackedLinear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias.to(dtype), requires_grad=False)
         group = grid.spec.width(self.in_features)
         natural = bool((grid.group_index == torch.arange(self.in_features) // group).all())
-        if isinstance(grid, BlockGrid):
+        if not isinstance(grid, IntegerGrid):
             self._decoding(coded)
         elif grid.spec.bits == 4 and group in _INT4_GROUPS and natural and self.out_features % 16 == 0:
             self.kernel = "int4"

@@ -74,6 +74,12 @@ _TRANSFORMERS = Target(
             Unread(lambda entry: entry.transposed, why="it has no place for codes of a Conv1D"),
             Multiples(32, 1, why="on a CPU it takes multiples of 32 outputs, as one kernel serves all modules"),
         ),
+        "bitsandbytes": (
+            Unread(
+                lambda entry: experts_of(entry.module) is not None,
+                why="it joins experts into one parameter, which has no place for their codes",
+            ),
+        ),
         "dense": (),
     },
 )
