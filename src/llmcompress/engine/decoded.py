@@ -102,7 +102,7 @@ class DecodedCheckpoint(Checkpoint):
         if module not in self.headers.packed:
             return None
         try:
-            return self.headers.format.decode(module, self._part, self.headers.stored.config)
+            return self.headers.format.decode(module, self.part, self.headers.stored.config)
         except _DAMAGED as error:
             raise _unlike(self.headers.stored, self.headers.format, module, error) from None
 
@@ -114,8 +114,8 @@ class DecodedCheckpoint(Checkpoint):
         value = coded.decode()
         return value.t().contiguous() if module in self.headers.transposed else value
 
-    def _part(self, name: str) -> Tensor:
-        """A tensor of a packed module; KeyError tells a format that it has none of that name."""
+    def part(self, name: str) -> Tensor:
+        """A stored tensor of a packed module; KeyError tells a format that it has none of that name."""
         if name not in self._stored:
             raise KeyError(name)
         return self._stored.read(name)

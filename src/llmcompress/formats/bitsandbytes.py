@@ -64,8 +64,9 @@ class BitsAndBytes:
                 )
             if not entry.block:
                 return f"{entry.module} is a head, which loaders leave unquantised", "leave it in its source type"
-        if len({type(entry.grid) for entry in coded}) > 1:
-            return "a bitsandbytes checkpoint is nf4 or int8 as a whole", "use one type for all modules"
+        if len({entry.grid for entry in coded}) > 1:
+            names = " and ".join(sorted({entry.grid.name for entry in coded if entry.grid is not None}))
+            return f"a bitsandbytes checkpoint has one type as a whole, not {names}", "use one type for all modules"
         return None
 
     def layout(self, entry: Entry) -> list[TensorSpec]:
@@ -123,7 +124,8 @@ class BitsAndBytes:
         skipped = [entry.module for entry in left_alone(entries)]
         heads = ["embed_out", "lm_head"] if config.get("model_type") == "gpt_neox" else ["lm_head"]
         skipped += [name for name in heads if name not in skipped]  # also a tied one, which has no tensor
-        four = isinstance(coded[0].grid, Nf4Spec)
+        grid = coded[0].grid
+        four = isinstance(grid, Nf4Spec)
         settings: dict[str, Any] = {
             "quant_method": "bitsandbytes",
             "load_in_4bit": four,
@@ -136,7 +138,7 @@ class BitsAndBytes:
         if four:
             settings |= {
                 "bnb_4bit_quant_type": "nf4",
-                "bnb_4bit_use_double_quant": any(isinstance(e.grid, Nf4Spec) and e.grid.double for e in coded),
+                "bnb_4bit_use_double_quant": isinstance(grid, Nf4Spec) and grid.double,
                 "bnb_4bit_compute_dtype": _TYPES[coded[0].source.dtype],
                 "bnb_4bit_quant_storage": "uint8",
             }
@@ -192,10 +194,12 @@ def _state(entry: Entry, offset: float) -> bytes:
 
 def _nested(entry: Entry, grid: "Nf4Grid") -> "tuple[Tensor, float]":
     """nested_absmax and the offset of a whole matrix; RunError if they are not the same throughout it."""
+    import torch
+
     assert grid.nested is not None
     assert grid.common is not None
     flat = grid.nested.reshape(-1)
-    nested = flat[:: grid.spec.nested]
+    nested = flat[torch.arange(0, flat.numel(), grid.spec.nested, device=flat.device)]
     spread = nested.repeat_interleave(grid.spec.nested)[: flat.numel()]
     if not bool((spread == flat).all()) or not bool((grid.common == grid.common[0]).all()):
         raise RunError(f"scales of {entry.module} were quantised together with those of another matrix")

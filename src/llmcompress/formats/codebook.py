@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmcompress.errors import CheckpointError, RunError
 from llmcompress.formats.base import Entry, Reader, TensorSpec
-from llmcompress.formats.checks import Refusal, check_codes, common_refusal, left_alone
+from llmcompress.formats.checks import Refusal, check_codes, common_refusal
 from llmcompress.grids.base import CodebookSpec
 
 if TYPE_CHECKING:
@@ -60,12 +60,7 @@ class Codebook:
 
     def config(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         bits = {entry.module: entry.grid.bits for entry in entries if isinstance(entry.grid, CodebookSpec)}
-        settings = {
-            "quant_method": METHOD,
-            "bits": sorted(set(bits.values())),
-            "ignore": [entry.module for entry in left_alone(entries)],
-        }
-        return {"config.json": {"quantization_config": settings}}
+        return {"config.json": {"quantization_config": {"quant_method": METHOD, "modules": bits}}}
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
         settings = config.get("quantization_config")

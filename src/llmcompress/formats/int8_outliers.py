@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmcompress.errors import CheckpointError, RunError
 from llmcompress.formats.base import Entry, Reader, TensorSpec
-from llmcompress.formats.checks import Refusal, check_codes, common_refusal, left_alone
+from llmcompress.formats.checks import Refusal, check_codes, common_refusal
 from llmcompress.grids.base import Int8Spec
 
 if TYPE_CHECKING:
@@ -72,8 +72,8 @@ class Int8Outliers:
         }
 
     def config(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        settings = {"quant_method": METHOD, "bits": 8, "ignore": [entry.module for entry in left_alone(entries)]}
-        return {"config.json": {"quantization_config": settings}}
+        kept = {entry.module: entry.grid.outliers for entry in entries if isinstance(entry.grid, Int8Spec)}
+        return {"config.json": {"quantization_config": {"quant_method": METHOD, "modules": kept}}}
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
         settings = config.get("quantization_config")

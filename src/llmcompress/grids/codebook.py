@@ -18,7 +18,7 @@ from llmcompress.grids.integer import positive
 
 _BORDERS = 128  # places of a row at which dynamic programming may end a stretch
 _ROUNDS = 50  # of Lloyd's algorithm; most rows stop moving before
-_ROWS = 32  # at once: what dynamic programming compares stays in the cache
+_ROWS = 16  # at once: what dynamic programming compares stays in the cache
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class CodebookGrid:
 
     def codes(self, levels: Tensor) -> Tensor:
         """Codes uint8 of the values [out, in] nearest to `levels`."""
-        return torch.searchsorted(between(self.values), levels.contiguous(), right=True).to(torch.uint8)
+        return torch.searchsorted(between(self.values).contiguous(), levels.contiguous(), right=True).to(torch.uint8)
 
     def decode(self, codes: Tensor) -> Tensor:
         """Values float32 of codes uint8 [out, in]."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from llmcompress.errors import CalibrationError, RecipeError
 from llmcompress.model.build import StreamedModel
 from llmcompress.registry import suggest
+from llmcompress.validate.int8 import int8_inputs
 from llmcompress.validate.statistics import OPERATORS, Array, Tokens
 
 Watch = Callable[[int, int], None]
@@ -65,7 +66,7 @@ def measure(
 
 def _advance(model: StreamedModel, number: int, states: Tensor, batch: int) -> None:
     """Run one layer over all windows, in place."""
-    with model.layer(number) as layer:
+    with model.layer(number) as layer, int8_inputs(model, number, layer):
         for start in range(0, len(states), batch):
             states[start : start + batch] = model.call(number, layer, states[start : start + batch])
 

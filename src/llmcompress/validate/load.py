@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from llmcompress.arch import find
-from llmcompress.engine.decoded import decoded_headers
+from llmcompress.engine.decoded import DecodedCheckpoint, decoded_headers
 from llmcompress.engine.fits import check_numbers
 from llmcompress.engine.source import config_of, open_checkpoint
 from llmcompress.engine.text_part import text_part
@@ -21,6 +21,7 @@ from llmcompress.store.gguf_model import read_gguf
 from llmcompress.store.headers import read_headers
 from llmcompress.validate.gguf_file import gguf_in
 from llmcompress.validate.gguf_source import GgufWeights
+from llmcompress.validate.int8 import watched
 from llmcompress.validate.packed import PackedLinear
 
 
@@ -81,5 +82,8 @@ def load_whole(
             if coded is not None:
                 parent, _, leaf = runtime.rpartition(".")
                 before: Any = causal.get_submodule(runtime)
-                setattr(causal.get_submodule(parent), leaf, PackedLinear(coded, before.bias, dtype))
+                linear = PackedLinear(coded, before.bias, dtype)
+                if isinstance(weights, DecodedCheckpoint):
+                    watched(weights, disk, linear)
+                setattr(causal.get_submodule(parent), leaf, linear)
     return causal

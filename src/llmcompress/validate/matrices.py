@@ -4,45 +4,27 @@ A second reader: imports nothing that takes part in writing (formats, packing, g
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from llmcompress.validate import tables
+from llmcompress.validate.matrix import Matrix, Scheme, shaped
 from llmcompress.validate.stored import Array, DamageError, Tensor, unpack, words_for
 
-_BLOCK = 1 << 22  # weights decoded at once
-
-PARTS = {
+PARTS: Mapping[str, tuple[str, ...]] = {
     "gptq": ("qweight", "qzeros", "scales", "g_idx"),
     "compressed-tensors": ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point"),
+    **tables.PARTS,
 }
 
 
 @dataclass(frozen=True)
-class Scheme:
-    """What a config says of a module; size -1 is one group per row. order: groups may follow the activation order."""
+class Affine(Matrix):
+    """scale and zero [out, groups] float32, index [in] the group of each input, words of codes."""
 
-    bits: int
-    size: int
-    symmetric: bool
-    order: bool = False
-
-    @property
-    def name(self) -> str:
-        group = "row" if self.size == -1 else f"g{self.size}"
-        return f"int{self.bits}-{group}-{'sym' if self.symmetric else 'asym'}"
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """A quantised matrix: scale and zero [out, groups] float32, index [in] the group of each input, words of codes."""
-
-    module: str
-    scheme: Scheme
-    rows: int
-    width: int
     scale: Array
     zero: Array
     index: Array
@@ -60,10 +42,15 @@ class Matrix:
         values: Array = (codes - self.zero[rows][:, self.index]) * self.scale[rows][:, self.index]
         return values
 
-    def blocks(self) -> Iterator[slice]:
-        """Slices of rows that fit in memory together with their decoded values."""
-        step = max(1, _BLOCK // self.width)
-        return (slice(start, min(start + step, self.rows)) for start in range(0, self.rows, step))
+    def reach(self, rows: slice, weight: Array) -> Array:
+        """Half a step, and what the grid does not cover."""
+        scale, zero = self.scale[rows], self.zero[rows]
+        ends = np.stack([-zero * scale, ((1 << self.scheme.bits) - 1 - zero) * scale])
+        low, high = ends.min(0)[:, self.index], ends.max(0)[:, self.index]
+        step = np.abs(scale)[:, self.index]
+        outside = np.maximum(np.maximum(weight - high, low - weight), 0)
+        reach: Array = step / 2 + outside + 1e-4 * step + 1e-6 * np.abs(weight)  # ties decided in float32
+        return reach
 
 
 def format_of(config: Mapping[str, Any]) -> str:
@@ -72,25 +59,30 @@ def format_of(config: Mapping[str, Any]) -> str:
     if settings is None:
         return "dense"
     method = settings.get("quant_method") if isinstance(settings, dict) else None
-    if not isinstance(method, str) or method not in PARTS:
+    form = method.removeprefix("llmcompress-") if isinstance(method, str) else None
+    if form is None or form not in PARTS:
         raise DamageError(f"quant_method {method!r} is not known")
-    return method
+    return form
 
 
 def quantised_modules(tensors: Mapping[str, Tensor], form: str) -> dict[str, set[str]]:
-    """Modules that have any part of a quantised matrix -> the parts they have."""
-    found: dict[str, set[str]] = {}
-    for name in tensors:
-        module, _, part = name.rpartition(".")
-        if part in PARTS.get(form, ()):
-            found.setdefault(module, set()).add(part)
-    return found
+    """Modules that have any part that only quantised matrices have -> the parts they have."""
+    parts = PARTS.get(form, ())
+    marks = tables.MARKERS.get(form, parts)
+    modules = {name[: -len(mark) - 1] for mark in marks for name in tensors if name.endswith(f".{mark}")}
+    return {module: {part for part in parts if f"{module}.{part}" in tensors} for module in sorted(modules)}
+
+
+def missing_parts(form: str, parts: set[str]) -> set[str]:
+    """Parts that a quantised module lacks which has these."""
+    return tables.missing(form, parts) if form in tables.PARTS else set(PARTS[form]) - parts - {"weight_zero_point"}
 
 
 def scheme_of(module: str, config: Mapping[str, Any]) -> Scheme | None:
     """What config.json says of a linear: how it is quantised, or None for not at all."""
     settings = config["quantization_config"]
-    return (_gptq_scheme if settings["quant_method"] == "gptq" else _packed_scheme)(module, settings)
+    readers = {"gptq": _gptq_scheme, "compressed-tensors": _packed_scheme}
+    return readers.get(settings["quant_method"], tables.scheme_of)(module, settings)
 
 
 def read_matrix(module: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> tuple[Matrix, list[str]]:
@@ -98,6 +90,8 @@ def read_matrix(module: str, tensors: Mapping[str, Tensor], config: Mapping[str,
     scheme = scheme_of(module, config)
     if scheme is None:
         raise DamageError(f"{module} is quantised, and config.json says that it is not")
+    if (form := format_of(config)) in tables.PARTS:
+        return tables.read(module, scheme, tensors, form)
     read = _read_gptq if config["quantization_config"]["quant_method"] == "gptq" else _read_packed
     matrix, wrong = read(module, scheme, tensors, config["quantization_config"])
     if not np.isfinite(matrix.scale).all():
@@ -150,26 +144,18 @@ def _groups(module: str, scheme: Scheme, width: int) -> int:
     return width // size
 
 
-def _shaped(tensor: Tensor, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> Tensor:
-    if tensor.dtype not in dtypes or tensor.shape != shape:
-        raise DamageError(
-            f"{tensor.name} is {tensor.dtype} {list(tensor.shape)} and should be {dtypes[0]} {list(shape)}"
-        )
-    return tensor
-
-
 def _read_gptq(
     module: str, scheme: Scheme, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
-) -> tuple[Matrix, list[str]]:
+) -> tuple[Affine, list[str]]:
     words, zeros, scales, order = (tensors[f"{module}.{part}"] for part in PARTS["gptq"])
     if len(order.shape) != 1 or len(words.shape) != 2:
         raise DamageError(f"{module} has a qweight or g_idx of the wrong number of dimensions")
     width, rows = order.shape[0], words.shape[1]
     groups = _groups(module, scheme, width)
-    _shaped(words, ("I32",), (words_for(width, scheme.bits), rows))
-    _shaped(zeros, ("I32",), (groups, words_for(rows, scheme.bits)))
-    _shaped(scales, ("F16",), (groups, rows))
-    index = _shaped(order, ("I32",), (width,)).array().astype(np.int64)
+    shaped(words, ("I32",), (words_for(width, scheme.bits), rows))
+    shaped(zeros, ("I32",), (groups, words_for(rows, scheme.bits)))
+    shaped(scales, ("F16",), (groups, rows))
+    index = shaped(order, ("I32",), (width,)).array().astype(np.int64)
     if index.min() < 0 or index.max() >= groups:
         raise DamageError(f"{module}.g_idx names groups outside of 0 ... {groups - 1}")
     wrong = []
@@ -184,19 +170,19 @@ def _read_gptq(
     if settings["checkpoint_format"] == "gptq":
         zero = (zero + 1) % (1 << scheme.bits)
     scale = np.ascontiguousarray(scales.floats().T)
-    return Matrix(module, scheme, rows, width, scale, zero, index, words, along_rows=False), wrong
+    return Affine(module, scheme, rows, width, scale, zero, index, words, along_rows=False), wrong
 
 
 def _read_packed(
     module: str, scheme: Scheme, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
-) -> tuple[Matrix, list[str]]:
+) -> tuple[Affine, list[str]]:
     words, scales, shape = (tensors[f"{module}.{part}"] for part in PARTS["compressed-tensors"][:3])
-    rows, width = (int(extent) for extent in _shaped(shape, ("I64",), (2,)).array())
+    rows, width = (int(extent) for extent in shaped(shape, ("I64",), (2,)).array())
     if rows < 1 or width < 1:
         raise DamageError(f"{shape.name} is {rows} x {width}")
     groups = _groups(module, scheme, width)
-    _shaped(words, ("I32",), (rows, words_for(width, scheme.bits)))
-    _shaped(scales, ("BF16", "F16", "F32"), (rows, groups))
+    shaped(words, ("I32",), (rows, words_for(width, scheme.bits)))
+    shaped(scales, ("BF16", "F16", "F32"), (rows, groups))
     zero: Array = np.full((rows, groups), 1 << (scheme.bits - 1), np.float32)
     wrong = []
     stored = tensors.get(f"{module}.weight_zero_point")
@@ -205,10 +191,10 @@ def _read_packed(
     if not scheme.symmetric:
         if stored is None:
             raise DamageError(f"{module} is asymmetric and has no weight_zero_point")
-        _shaped(stored, ("I32",), (words_for(rows, scheme.bits), groups))
+        shaped(stored, ("I32",), (words_for(rows, scheme.bits), groups))
         points, clean = unpack(stored.array().T, scheme.bits, rows)
         zero = points.astype(np.float32).T
         if not clean:
             wrong.append(f"{stored.name} has padding bits that are not zero")
     index = np.arange(width) // (width // groups)
-    return Matrix(module, scheme, rows, width, scales.floats(), zero, index, words, along_rows=True), wrong
+    return Affine(module, scheme, rows, width, scales.floats(), zero, index, words, along_rows=True), wrong

@@ -27,13 +27,14 @@ import numpy as np
 from llmcompress.errors import LlmcompressError
 from llmcompress.validate.matrices import (
     PARTS,
-    Matrix,
     format_of,
+    missing_parts,
     quantised_modules,
     read_matrix,
     scheme_of,
 )
-from llmcompress.validate.stored import Array, DamageError, Tensor, read_json, read_tensors
+from llmcompress.validate.matrix import Matrix
+from llmcompress.validate.stored import DamageError, Tensor, read_json, read_tensors
 
 AGREEMENT = 1e-3  # relative difference between a recorded and a measured error
 _ROUNDING = {"BF16": 2.0**-8, "F16": 2.0**-11, "F32": 2.0**-24, "F64": 2.0**-53}
@@ -48,6 +49,7 @@ _MISFITS = (ArithmeticError, AttributeError, LookupError, OSError, RecursionErro
 
 _GPTQ_KEYS = ("bits", "group_size", "sym", "desc_act", "lm_head", "checkpoint_format")
 _PACKED_KEYS = ("format", "quantization_status", "config_groups", "ignore")
+_BITSANDBYTES_KEYS = ("load_in_4bit", "load_in_8bit", "llm_int8_skip_modules")
 _WEIGHT_KEYS = {"num_bits", "type", "symmetric", "strategy", "group_size", "dynamic", "actorder", "observer"}
 _MAY_DIFFER = {"quantization_config", "dtype", "torch_dtype", "tie_word_embeddings"}
 
@@ -173,7 +175,7 @@ def _read_all(directory: _Directory, matrices: dict[str, Matrix]) -> list[str]:
     """Decode every quantised matrix into `matrices`; what is wrong with them."""
     wrong: list[str] = []
     for module, parts in quantised_modules(directory.tensors, directory.form).items():
-        if missing := set(PARTS[directory.form]) - parts - {"weight_zero_point"}:
+        if missing := missing_parts(directory.form, parts):
             wrong.append(f"{module} has no {', '.join(sorted(missing))}")
             continue
 
@@ -191,7 +193,8 @@ def _config_wrongs(directory: _Directory) -> list[str]:
         absent = [name for name in recorded if f"{name}.weight" not in directory.tensors]
         return [f"report.json speaks of {name}, which has no weight" for name in absent]
     settings = directory.config["quantization_config"]
-    wrong = (_gptq_wrongs if directory.form == "gptq" else _packed_wrongs)(directory, settings)
+    look = {"gptq": _gptq_wrongs, "compressed-tensors": _packed_wrongs, "bitsandbytes": _bitsandbytes_wrongs}
+    wrong = look.get(directory.form, _own_wrongs)(directory, settings)
     if wrong:
         return wrong  # what follows reads the keys that are missing
     coded = set(quantised_modules(directory.tensors, directory.form))
@@ -268,6 +271,23 @@ def _packed_wrongs(directory: _Directory, settings: Mapping[str, Any]) -> list[s
         if name in coded:
             wrong.append(f"{name} is quantised and in ignore")
     return wrong
+
+
+def _bitsandbytes_wrongs(directory: _Directory, settings: Mapping[str, Any]) -> list[str]:
+    wrong = [f"quantization_config has no {key!r}" for key in _BITSANDBYTES_KEYS if key not in settings]
+    if wrong:
+        return wrong
+    if settings["load_in_4bit"] == settings["load_in_8bit"]:
+        wrong.append("load_in_4bit and load_in_8bit say the same")
+    if settings["load_in_4bit"] and settings.get("bnb_4bit_quant_type") != "nf4":
+        wrong.append(f"bnb_4bit_quant_type is {settings.get('bnb_4bit_quant_type')!r}")
+    if not _HEADS & set(settings["llm_int8_skip_modules"]):
+        wrong.append("llm_int8_skip_modules does not name the head, which loaders would take for quantised")
+    return wrong
+
+
+def _own_wrongs(directory: _Directory, settings: Mapping[str, Any]) -> list[str]:
+    return [] if isinstance(settings.get("modules"), dict) else ["quantization_config has no 'modules'"]
 
 
 def _fused(directory: _Directory, matrices: Mapping[str, Matrix]) -> Check:
@@ -353,7 +373,7 @@ def _bound_wrongs(directory: _Directory, matrices: Mapping[str, Matrix], origina
             error += float(np.square(difference).sum())
             norm += float(np.square(theirs.astype(np.float64)).sum())
             if nearest and isinstance(written, Matrix):
-                far += int((difference > _reach(written, part, theirs)).sum())
+                far += int((difference > written.reach(part, theirs)).sum())
         if far:
             wrong.append(f"{module} has {far} values further from the source than rounding takes them")
         stored_as = written.dtype if isinstance(written, Tensor) else None
@@ -367,17 +387,6 @@ def _transposed(directory: _Directory, record: Mapping[str, Any], original: Tens
     if isinstance(written, Matrix) and written.rows != written.width:
         return original.shape != (written.rows, written.width)
     return directory.config.get("model_type") in _CONV1D
-
-
-def _reach(matrix: Matrix, rows: slice, weight: Array) -> Array:
-    """How far rounding to the nearest code can take each weight: half a step, and what the grid does not cover."""
-    scale, zero = matrix.scale[rows], matrix.zero[rows]
-    ends = np.stack([-zero * scale, ((1 << matrix.scheme.bits) - 1 - zero) * scale])
-    low, high = ends.min(0)[:, matrix.index], ends.max(0)[:, matrix.index]
-    step = np.abs(scale)[:, matrix.index]
-    outside = np.maximum(np.maximum(weight - high, low - weight), 0)
-    reach: Array = step / 2 + outside + 1e-4 * step + 1e-6 * np.abs(weight)  # ties decided in float32
-    return reach
 
 
 def _error_wrongs(module: str, record: Mapping[str, Any], error: float, stored_as: str | None) -> list[str]:
