@@ -350,6 +350,14 @@ REFUSED = {
         "leaves quantised experts at random values",
         {"format": "compressed-tensors", "": "int4-g128-sym"},
     ),
+    "transformers experts of nf4": (
+        "transformers",
+        {"family": "mixtral"},
+        {"format_": "bitsandbytes", "type": "nf4"},
+        1,
+        "no place for their codes",
+        None,
+    ),
     "transformers Conv1D": ("transformers", {"family": "gpt2"}, {"format_": "gptq"}, 1, "codes of a Conv1D", None),
     "transformers outputs": (
         "transformers",

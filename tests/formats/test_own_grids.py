@@ -148,6 +148,7 @@ def test_scales_quantised_over_more_than_one_matrix_are_an_error():
         ("weight.quant_map", torch.zeros(16)),
         ("weight.nested_quant_map", torch.zeros(256)),
         ("weight.absmax", torch.zeros(3, dtype=torch.uint8)),
+        ("weight.nested_absmax", torch.zeros(2)),
         ("weight", torch.zeros(5, 1, dtype=torch.uint8)),
     ],
 )

@@ -20,6 +20,7 @@ Blocks are counted through the whole matrix. Ours lie within rows, so 64 must di
 
 import json
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from llmcompress.errors import CheckpointError, RunError
@@ -158,8 +159,10 @@ class BitsAndBytes:
             return (weight.shape[0], weight.shape[1]) if len(weight.shape) == 2 else None
         if f"{module}.weight.{_STATE}" not in specs:
             raise CheckpointError(f"{module} has no {_STATE}: only nf4 is read of 4-bit types")
-        rows, width = _read_state(module, read)["shape"]
-        return int(rows), int(width)
+        rows, width = (int(extent) for extent in _read_state(module, read)["shape"])
+        if 2 * prod(weight.shape) != rows * width:
+            raise CheckpointError(f"{module}.weight does not hold {rows} x {width} codes")
+        return rows, width
 
     def decode(self, module: str, read: Reader, config: Mapping[str, Any]) -> "Coded | None":
         def part(name: str) -> "Tensor | None":
@@ -250,6 +253,8 @@ def _decode_nf4(module: str, read: Reader, absmax: "Tensor") -> "Coded":
         if not torch.allclose(read(f"{module}.weight.nested_quant_map").to(torch.float32), dynamic_map(), atol=1e-7):
             raise CheckpointError(f"{module}.weight.nested_quant_map is not the dynamic map")
         nested = read(f"{module}.weight.nested_absmax").to(torch.float32)
+        if nested.shape != (-(-absmax.numel() // spec.nested),) or absmax.dtype != torch.uint8:
+            raise CheckpointError(f"tensors of {module} do not have the shapes of {spec.name}")
         spread = nested.repeat_interleave(spec.nested)[: absmax.numel()].view(shape)
         offset = torch.full((rows, 1), float(state["nested_offset"]))
         grid = Nf4Grid.restored(spec, code=absmax.view(shape), nested=spread, offset=offset)

@@ -73,6 +73,9 @@ class Codebook:
         if stored is None or stored.shape != (2,):
             raise CheckpointError(f"{module}.weight_shape does not hold the two extents of a matrix")
         rows, width = (int(extent) for extent in read(f"{module}.weight_shape"))
+        words = specs.get(f"{module}.weight_packed")
+        if words is None or words.shape[0] != rows or not 0 < width <= 32 * words.shape[-1]:
+            raise CheckpointError(f"{module}.weight_packed does not hold {rows} x {width} codes")
         return rows, width
 
     def decode(self, module: str, read: Reader, config: Mapping[str, Any]) -> "Coded | None":

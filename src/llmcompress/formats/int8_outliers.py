@@ -97,7 +97,12 @@ class Int8Outliers:
         except KeyError:
             return None
         rows, width = weight.shape
-        if weight.dtype != torch.int8 or outliers.shape != (rows, index.numel()) or absmax.shape != (rows,):
+        if (
+            weight.dtype != torch.int8
+            or index.dim() != 1
+            or outliers.shape != (rows, index.numel())
+            or absmax.shape != (rows,)
+        ):
             raise CheckpointError(f"tensors of {module} do not have the shapes of int8 beside outliers")
         if bool((index < -1).any()) or bool((index >= width).any()):
             raise CheckpointError(f"{module}.outlier_index names a channel that does not exist")

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from llmcompress.validate import tables
 from llmcompress.validate.matrix import Matrix, Scheme, shaped
 from llmcompress.validate.stored import Array, DamageError, Tensor, unpack, words_for
+from llmcompress.validate.tables import MARKERS, TABLE_PARTS, missing_table_parts, read_table, table_scheme
 
 PARTS: Mapping[str, tuple[str, ...]] = {
     "gptq": ("qweight", "qzeros", "scales", "g_idx"),
     "compressed-tensors": ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point"),
-    **tables.PARTS,
+    **TABLE_PARTS,
 }
 
 
@@ -68,21 +68,21 @@ def format_of(config: Mapping[str, Any]) -> str:
 def quantised_modules(tensors: Mapping[str, Tensor], form: str) -> dict[str, set[str]]:
     """Modules that have any part that only quantised matrices have -> the parts they have."""
     parts = PARTS.get(form, ())
-    marks = tables.MARKERS.get(form, parts)
+    marks = MARKERS.get(form, parts)
     modules = {name[: -len(mark) - 1] for mark in marks for name in tensors if name.endswith(f".{mark}")}
     return {module: {part for part in parts if f"{module}.{part}" in tensors} for module in sorted(modules)}
 
 
 def missing_parts(form: str, parts: set[str]) -> set[str]:
     """Parts that a quantised module lacks which has these."""
-    return tables.missing(form, parts) if form in tables.PARTS else set(PARTS[form]) - parts - {"weight_zero_point"}
+    return missing_table_parts(form, parts) if form in TABLE_PARTS else set(PARTS[form]) - parts - {"weight_zero_point"}
 
 
 def scheme_of(module: str, config: Mapping[str, Any]) -> Scheme | None:
     """What config.json says of a linear: how it is quantised, or None for not at all."""
     settings = config["quantization_config"]
     readers = {"gptq": _gptq_scheme, "compressed-tensors": _packed_scheme}
-    return readers.get(settings["quant_method"], tables.scheme_of)(module, settings)
+    return readers.get(settings["quant_method"], table_scheme)(module, settings)
 
 
 def read_matrix(module: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> tuple[Matrix, list[str]]:
@@ -90,8 +90,8 @@ def read_matrix(module: str, tensors: Mapping[str, Tensor], config: Mapping[str,
     scheme = scheme_of(module, config)
     if scheme is None:
         raise DamageError(f"{module} is quantised, and config.json says that it is not")
-    if (form := format_of(config)) in tables.PARTS:
-        return tables.read(module, scheme, tensors, form)
+    if (form := format_of(config)) in TABLE_PARTS:
+        return read_table(module, scheme, tensors, form)
     read = _read_gptq if config["quantization_config"]["quant_method"] == "gptq" else _read_packed
     matrix, wrong = read(module, scheme, tensors, config["quantization_config"])
     if not np.isfinite(matrix.scale).all():

@@ -15,7 +15,7 @@ from llmcompress.validate.matrix import Matrix, Scheme, nearest, shaped
 from llmcompress.validate.stored import Array, DamageError, Tensor, unpack, words_for
 
 _STATE = "weight.quant_state.bitsandbytes__nf4"
-PARTS = {
+TABLE_PARTS = {
     "bitsandbytes": (
         *("weight", "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map", _STATE),
         *("SCB", "weight_format"),
@@ -90,7 +90,7 @@ class Int8(Matrix):
         return far
 
 
-def scheme_of(module: str, settings: Mapping[str, Any]) -> Scheme | None:
+def table_scheme(module: str, settings: Mapping[str, Any]) -> Scheme | None:
     """What config.json says of a linear that is stored in one of these ways."""
     if settings["quant_method"] == "bitsandbytes":
         if any(module == name or module.endswith(f".{name}") for name in settings["llm_int8_skip_modules"]):
@@ -106,9 +106,9 @@ def scheme_of(module: str, settings: Mapping[str, Any]) -> Scheme | None:
     return Scheme(8, -1, True, kind=f"int8-absmax-o{size}")
 
 
-def missing(form: str, parts: set[str]) -> set[str]:
+def missing_table_parts(form: str, parts: set[str]) -> set[str]:
     """Parts that a module lacks which has these."""
-    needed = set(PARTS[form])
+    needed = set(TABLE_PARTS[form])
     if form == "bitsandbytes":
         eight = {"SCB", "weight_format"}
         nested = {"weight.nested_absmax", "weight.nested_quant_map"}
@@ -116,9 +116,9 @@ def missing(form: str, parts: set[str]) -> set[str]:
     return needed - parts
 
 
-def read(module: str, scheme: Scheme, tensors: Mapping[str, Tensor], form: str) -> tuple[Matrix, list[str]]:
+def read_table(module: str, scheme: Scheme, tensors: Mapping[str, Tensor], form: str) -> tuple[Matrix, list[str]]:
     """The matrix of a module and what is wrong with it; DamageError where it cannot be decoded at all."""
-    part = {name: tensors[f"{module}.{name}"] for name in PARTS[form] if f"{module}.{name}" in tensors}
+    part = {name: tensors[f"{module}.{name}"] for name in TABLE_PARTS[form] if f"{module}.{name}" in tensors}
     if form == "codebook":
         return _read_codebook(module, scheme, part)
     return _read_nf4(module, scheme, part) if "SCB" not in part else _read_int8(module, scheme, part)
