@@ -10,6 +10,7 @@ KINDS = {
     "dead_inputs": "input channels that were never active during calibration",
     "nonfinite_inputs": "calibration tokens dropped because an activation was not finite",
     "starved_expert": "an expert saw too few tokens and its Gram matrix was shrunk towards the layer's",
+    "outliers": "more input channels reach the threshold than keep 16 bits",
     "importance": "the importance of some inputs is not known, or was raised so that no column is left to chance",
     "budget": "types of tensors were chosen by measured loss, to keep within a size",
     "rotation": "what a rotation had to make do with, or adds to the file",

@@ -82,8 +82,10 @@ def headers_of(tmp_path_factory):
     return make
 
 
-def recipe(format_="compressed-tensors", method="gptq", **options):
-    return parse({"steps": [{"method": method, "bits": 4, **options}], "output": {"format": format_}})
+def recipe(format_="compressed-tensors", method="gptq", kv_cache=None, **options):
+    steps = [{"method": method, "bits": 4, **options}]
+    cached = None if kv_cache is None else {"code": kv_cache}
+    return parse({"steps": steps, "output": {"format": format_}, "kv_cache": cached})
 
 
 def matrices(plan):
@@ -370,6 +372,14 @@ REFUSED = {
         "leaves quantised experts at random values",
         {"format": "compressed-tensors", "": "int4-g128-sym"},
     ),
+    "transformers experts of nf4": (
+        "transformers",
+        {"family": "mixtral"},
+        {"format_": "bitsandbytes", "type": "nf4"},
+        1,
+        "no place for their codes",
+        None,
+    ),
     "transformers Conv1D": ("transformers", {"family": "gpt2"}, {"format_": "gptq"}, 1, "codes of a Conv1D", None),
     "transformers outputs": (
         "transformers",
@@ -515,6 +525,9 @@ REFUSED = {
         "it takes one config group, not both",
         None,
     ),
+    "vllm integers in its cache": ("vllm", {}, {"kv_cache": "int8"}, 1, "takes those of fp8", None),
+    "sglang integers in its cache": ("sglang", {}, {"kv_cache": "int8"}, 1, "takes those of fp8", None),
+    "llama.cpp scales of a cache": ("llama.cpp", {}, {"kv_cache": "fp8"}, 1, "tensors it has no name for", None),
     "llama.cpp mixed gptq": (
         "llama.cpp",
         {},

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -157,3 +158,61 @@ def test_paths_of_the_machine_are_not_written(tiny_model_dir, tmp_path):
     carry_out(tiny_model_dir, tmp_path / "out", STEPS["awq"])
     for file in Path(tmp_path / "out").iterdir():
         assert str(tmp_path).encode() not in file.read_bytes()
+
+
+def test_a_fixed_scale_of_inputs_is_that_of_the_scaled_ones(tiny_model_dir, tmp_path):
+    """Of the first layer, whose inputs no rounding has changed, against transformers on the source."""
+    from transformers import AutoModelForCausalLM
+
+    from llmcompress.engine.calibration import calibration_tokens
+
+    smooth = {"method": "smoothquant", "alpha": 0.7, "flows": False}
+    fixed = {"activations": "int8-tensor", "activation_clip": "absmax", "bits": 8, "group_size": -1}
+    made = recipe([smooth, {"method": "rtn", **fixed}], "compressed-tensors")
+    plan = make_plan(made, tiny_model_dir, Options(out=tmp_path / "out"))
+    run(plan)
+    assert passed(verify(tmp_path / "out", tiny_model_dir))
+    name = "model.layers.0.self_attn.q_proj"
+    model, seen = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32), []
+    model.get_submodule(name).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    with torch.no_grad():
+        model(calibration_tokens(plan))
+    factors = np.load(tmp_path / "out" / "transforms.npz")[f"{name}.weight/1"]
+    most = float((seen[0][:, 1:].double() / torch.from_numpy(factors)).abs().max())
+    stored = float(load_file(tmp_path / "out" / "model.safetensors")[f"{name}.input_scale"])
+    assert stored * 127.5 == pytest.approx(most, rel=0.02)
+    assert stored * 127.5 != pytest.approx(float(seen[0][:, 1:].abs().max()), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        {"type": "fp8", "bits": 8, "activations": "fp8-token"},
+        {"bits": 8, "group_size": -1, "activations": "int8-token"},
+    ],
+    ids=["fp8", "int8"],
+)
+@pytest.mark.parametrize(
+    "step", [{"method": "awq", "steps": 4}, {"method": "smoothquant"}, {"method": "rotate"}], ids=str
+)
+def test_transforms_go_before_every_kind_of_grid(tiny_model_dir, tmp_path, windows, step, method):
+    carry_out(tiny_model_dir, tmp_path / "out", [step, {"method": "rtn", **method}], "compressed-tensors")
+    assert kl(tmp_path / "out", tiny_model_dir, windows) < 0.01
+    assert passed(verify(tmp_path / "out", tiny_model_dir))
+
+
+@pytest.mark.parametrize(
+    ("format_", "method"),
+    [
+        ("bitsandbytes", {"type": "nf4"}),
+        ("bitsandbytes", {"type": "int8", "bits": 8}),
+        ("codebook", {"type": "codebook", "bits": 4}),
+        ("int8-outliers", {"type": "int8", "bits": 8, "outliers": "topk", "outlier_count": 4}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_awq_is_searched_on_grids_of_their_own(tiny_model_dir, tmp_path, windows, format_, method):
+    steps = [{"method": "awq", "steps": 4}, {"method": "rtn", **method}]
+    carry_out(tiny_model_dir, tmp_path / "out", steps, format_)
+    assert kl(tmp_path / "out", tiny_model_dir, windows) < 0.05
+    assert passed(verify(tmp_path / "out", tiny_model_dir))

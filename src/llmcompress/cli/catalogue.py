@@ -9,7 +9,15 @@ from llmcompress.engine.targets.facts import Asymmetric, Bits, Fact, Groups
 from llmcompress.engine.targets.table import TARGETS
 from llmcompress.errors import RecipeError
 from llmcompress.formats.gguf.types import ALIASES, FILE_TYPES, tensor_type
-from llmcompress.grids.base import BLOCK_TYPES, INTEGER_BITS
+from llmcompress.grids.base import (
+    BLOCK_TYPES,
+    CODEBOOK_BITS,
+    INTEGER_BITS,
+    CodebookSpec,
+    Int8Spec,
+    Nf4Spec,
+    Spec,
+)
 from llmcompress.ledger import KINDS
 from llmcompress.recipe import formats, methods
 from llmcompress.registry import discover, suggest
@@ -62,6 +70,11 @@ def _grids() -> Listing:
         for bits in INTEGER_BITS
     ]
     rows.append(("fp8-row", "253 floats (E4M3); 8 bits per weight, and a scale per row"))
+    own: list[Spec] = [Nf4Spec(), Nf4Spec(double=False), *map(CodebookSpec, CODEBOOK_BITS), Int8Spec()]
+    for item in own:
+        rows.append(
+            (item.name, f"{item.levels} levels; {item.bits_per_weight(4096):.3f} bits per weight at 4096 inputs")
+        )
     for name, spec in BLOCK_TYPES.items():
         bits = f"{spec.bits_per_weight(spec.block_size):g} bits per weight"
         rows.append((name, f"{spec.levels} levels, groups of {spec.group_size}; {bits}"))

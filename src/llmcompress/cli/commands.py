@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llmcompress.cli import checks, console, data, evaluation, fp8, gguf, imatrix
+from llmcompress.cli import checks, console, data, evaluation, gguf, imatrix, presets
 from llmcompress.cli import options as o
 from llmcompress.cli.jobs import Job
 from llmcompress.cli.shown import show_plans
 from llmcompress.errors import GateError, RecipeError
 from llmcompress.ledger import KINDS
 from llmcompress.methods.base import Method
-from llmcompress.recipe import Calibration, KvCache, Output, Recipe, build, load, methods
+from llmcompress.recipe import Calibration, Output, Recipe, build, load, methods
 from llmcompress.registry import suggest
 
 if TYPE_CHECKING:
@@ -30,17 +30,21 @@ def register(app: typer.Typer) -> None:
         no_args_is_help=True, help="Print what a run would do: every matrix, exact size, memory, disk, passes."
     )
     for name, method in methods().items():
-        given = {"model": (o.Model, ...), **o.method_options(method), **o.RUN_OPTIONS, **o.MEANS}
+        given = {"model": (o.Model, ...), **o.field_options(method), **o.RUN_OPTIONS, **o.MEANS}
         doc = f"{method.summary}\n\n{method.__doc__ or ''}"
         app.command(name, rich_help_panel="Compress")(o.command(_method(method), given, name, doc))
         plan.command(name)(
             o.command(_method(method, dry=True), given, name, f"Plan {name} without computing anything.")
         )
     for parent, dry in ((app, False), (plan, True)):
-        for name, preset in (("fp8", fp8), ("gguf", gguf)):
-            go = preset.command(partial(_go, dry=dry))
-            parent.command(name, rich_help_panel=None if dry else "Compress")(
-                o.command(go, preset.OPTIONS, name, preset.DOC)
+        go = gguf.command(partial(_go, dry=dry))
+        parent.command("gguf", rich_help_panel=None if dry else "Compress")(
+            o.command(go, gguf.OPTIONS, "gguf", gguf.DOC)
+        )
+        for preset in presets.PRESETS:
+            made = presets.command(preset, partial(_go, dry=dry))
+            parent.command(preset.name, rich_help_panel=None if dry else "Compress")(
+                o.command(made, preset.options, preset.name, preset.doc)
             )
     given = {
         "recipe": (RecipeFile, ...),
@@ -80,7 +84,7 @@ def _method(method: type[Method], dry: bool = False) -> Callable[..., None]:
             calibration=build(Calibration, o.calibration(values), "the calibration options"),
             steps=(build(method, options, method.name),),
             output=build(Output, o.output(values), "the output options"),
-            kv_cache=None if values["kv_cache"] is None else KvCache(code=values["kv_cache"]),
+            kv_cache=o.kv_cache(values),
         )
         _go(Job(recipe, values), dry=dry)
 

@@ -1,7 +1,7 @@
 """Command-line options: the ones all runs share, and the ones made from the fields of a method."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
@@ -11,6 +11,8 @@ from pydantic.fields import FieldInfo
 from llmcompress.errors import RecipeError
 from llmcompress.methods.base import Method
 from llmcompress.recipe import DEFAULT_FORMAT, Calibration
+from llmcompress.recipe import KvCache as Cache
+from llmcompress.transforms.base import Transform
 from llmcompress.yamlfile import read_yaml
 
 if TYPE_CHECKING:
@@ -186,9 +188,9 @@ MEANS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def method_options(method: type[Method]) -> dict[str, tuple[Any, Any]]:
-    """Options from a method's fields: name to (annotation, default)."""
-    return {name: _option(name, field) for name, field in method.model_fields.items() if name != "gguf"}
+def field_options(step: type[Method] | type[Transform]) -> dict[str, tuple[Any, Any]]:
+    """Options from the fields of a method or a transform: name to (annotation, default)."""
+    return {name: _option(name, field) for name, field in step.model_fields.items() if name != "gguf"}
 
 
 def _option(name: str, field: FieldInfo) -> tuple[Any, Any]:
@@ -198,9 +200,8 @@ def _option(name: str, field: FieldInfo) -> tuple[Any, Any]:
         return Annotated[list[str] | None, typer.Option("--set", metavar="PATTERN: {OPTION: VALUE}", help=help_)], None
     help_ = (field.description or "")[:1].upper() + (field.description or "")[1:] + "."
     if field.annotation is bool:
-        return Annotated[
-            bool, typer.Option(f"{flag}/--a{name}" if name == "sym" else f"{flag}/--no-{name}", help=help_)
-        ], field.default
+        other = f"--a{name}" if name == "sym" else f"--no-{flag[2:]}"
+        return Annotated[bool, typer.Option(f"{flag}/{other}", help=help_)], field.default
     annotation: Any = field.annotation
     if get_origin(annotation) is Literal and isinstance(get_args(annotation)[0], int):
         annotation, help_ = int, f"{help_} One of {', '.join(map(str, get_args(field.annotation)))}."
@@ -234,18 +235,22 @@ def gigabytes(option: str, value: float | None) -> int | None:
     return int(value * 1e9)
 
 
-def calibration(values: dict[str, Any]) -> dict[str, Any]:
+def calibration(values: Mapping[str, Any]) -> dict[str, Any]:
     """What the calibration options of a run say, as a recipe does."""
-    source = {"field": values["field"]} if values["field"] is not None else {}
-    return {key: values[key] for key in ("samples", "length", "seed")} | {
-        "source": values["calibration"],
-        "options": source,
-    }
+    said = {key: values[key] for key in ("samples", "length", "seed")}
+    if values["calibration"] is not None:
+        said["source"] = values["calibration"]
+    return said | {"options": {"field": values["field"]} if values["field"] is not None else {}}
 
 
-def output(values: dict[str, Any]) -> dict[str, Any]:
+def output(values: Mapping[str, Any]) -> dict[str, Any]:
     """What the output options of a run say, as a recipe does."""
     return {"format": values["format_"], "shard_size": gigabytes("--shard-size", values["shard_size"])}
+
+
+def kv_cache(values: Mapping[str, Any]) -> Cache | None:
+    """What is said of cached keys and values, as a recipe does."""
+    return None if values["kv_cache"] is None else Cache(code=values["kv_cache"])
 
 
 def means(values: dict[str, Any]) -> "Options":

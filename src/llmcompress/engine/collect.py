@@ -30,8 +30,8 @@ def collect(
 ) -> dict[str, Statistics]:
     """Statistics of each space in `wanted` (space to the matrices that read it); `watch` sees what enters the experts.
 
-    A space has a Gram matrix where a method solves by one, a range where its scale is fixed. Experts have no drift,
-    since the two models may send a token to different ones.
+    A space has a Gram matrix where a method solves by one, a range where its scale is fixed, peaks where outliers are
+    looked for. Experts have no drift, since the two models may send a token to different ones.
     """
     paths = {space: plans[0].path for space, plans in wanted.items()}
     routed = any(plan.expert is not None for plans in wanted.values() for plan in plans)
@@ -42,6 +42,11 @@ def collect(
     }
     ranges = {
         space: _range(plan, device) for space, plans in wanted.items() for plan in plans if plan.method.fixed_inputs
+    }
+    peaks = {
+        space: AbsMax(plans[0].entry.in_features, device)
+        for space, plans in wanted.items()
+        if any(plan.method.outliers != "none" for plan in plans)
     }
     paired = None if routed else original
     drifts = {space: Drift(gram.size, device) for space, gram in grams.items()} if paired is not None else {}
@@ -60,6 +65,8 @@ def collect(
                     grams[space].update(here[space])
                 if space in ranges:
                     ranges[space].update(here[space] if routed else _by_window(here[space], compressed.length))
+                if space in peaks:
+                    peaks[space].update(here[space].flatten(0, -2))  # all tokens: the first has the largest outliers
             elif not routed:
                 raise RunError(f"a layer never reached {space}", "its declaration has another order")
         for space, drift in drifts.items():
@@ -68,7 +75,10 @@ def collect(
         progress.tokens(sum(x.numel() // x.shape[-1] for x in here.values()))
     for _ in others:
         raise RunError("the original stream has more windows than the compressed one")
-    return {space: Statistics(grams.get(space), drifts.get(space), range=ranges.get(space)) for space in wanted}
+    return {
+        space: Statistics(grams.get(space), drifts.get(space), range=ranges.get(space), peaks=peaks.get(space))
+        for space in wanted
+    }
 
 
 def _range(plan: "MatrixPlan", device: torch.device) -> "Seen":

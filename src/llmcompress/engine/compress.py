@@ -15,7 +15,7 @@ from llmcompress.engine.plan import MatrixPlan, Plan
 from llmcompress.engine.progress import Progress
 from llmcompress.engine.ranges import input_scale, lend_ranges
 from llmcompress.engine.resources import return_freed_memory
-from llmcompress.grids.base import BlockSpec
+from llmcompress.grids.base import BlockSpec, joins_rows
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.inputs import InputGrid
 from llmcompress.grids.recode import holds_codes, recode
@@ -91,7 +91,7 @@ class Compressor:
         found = collect(compressed, original, needing, self.model.device, self.progress, watch)
         for space, statistics in found.items():
             first, gram = needing[space][0], statistics.gram
-            dropped = max(seen.dropped for seen in (gram, statistics.range) if seen is not None)
+            dropped = max(seen.dropped for seen in (gram, statistics.range, statistics.peaks) if seen is not None)
             if dropped:
                 ledger.note("nonfinite_inputs", first.module, f"{dropped} tokens left out of its statistics")
             if watch is not None and gram is not None:
@@ -137,6 +137,10 @@ class Compressor:
             ledger.note(
                 "dead_inputs", group[0].module, f"{solved.dead_inputs} of {weights[0].shape[1]} were never active"
             )
+        if solved.crowded_outliers:
+            ledger.note(
+                "outliers", group[0].module, f"{solved.crowded_outliers} more reach the threshold than keep 16 bits"
+            )
         hessian = None if stats.gram is None else stats.gram.mean()
         result, start = [], 0
         for plan, weight in zip(group, weights, strict=True):
@@ -166,10 +170,14 @@ def install(layer: nn.Module, plan: MatrixPlan, coded: Coded) -> None:
 
 
 def _together(stage: list[MatrixPlan], apart: bool) -> list[list[MatrixPlan]]:
-    """Matrices of a stage that read the same space under the same options and source type; `apart`: each on its own."""
+    """Matrices of a stage that read the same space under the same options and source type; `apart`: each on its own.
+
+    So are those whose scales are quantised in their turn, by what is common to one matrix.
+    """
     groups: dict[tuple[str, str, str], list[MatrixPlan]] = {}
     for plan in stage:
-        space = plan.path if apart else plan.space
+        grid = plan.entry.grid
+        space = plan.path if apart or (grid is not None and joins_rows(grid)) else plan.space
         groups.setdefault((space, plan.method.model_dump_json(), plan.entry.source.dtype), []).append(plan)
     return list(groups.values())
 

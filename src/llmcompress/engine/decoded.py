@@ -15,7 +15,7 @@ from llmcompress.errors import CheckpointError, RecipeError
 from llmcompress.formats.base import Format, TensorSpec
 from llmcompress.formats.kv_cache import PARTS
 from llmcompress.grids.coded import Coded
-from llmcompress.grids.inputs import InputGrid
+from llmcompress.grids.inputs import Rounding
 from llmcompress.ledger import Ledger
 from llmcompress.recipe import formats
 from llmcompress.store.checkpoint import Checkpoint
@@ -53,14 +53,16 @@ def decoded_headers(stored: ModelHeaders, spec: ArchSpec | None = None) -> Model
     spec = spec or find(str(stored.config.get("model_type")))
     conv1d = tuple(f".{linear.path}" for linear in spec.linears if linear.conv1d) if spec is not None else ()
     specs = {name: item.spec for name, item in stored.tensors.items()}
-    modules = [name.removesuffix(f".{found.marker}") for name in specs if name.endswith(f".{found.marker}")]
+    markers = (found.marker,) if isinstance(found.marker, str) else found.marker
+    marked = {name: name[: -len(mark) - 1] for mark in markers for name in specs if name.endswith(f".{mark}")}
+    modules = list(marked.values())
     packed = frozenset(modules)
     transposed = frozenset(module for module in modules if module.endswith(conv1d or ("\0",)))
     reader = Checkpoint(stored)
     tensors: dict[str, Stored] = {}
     for name, item in stored.tensors.items():
-        module, _, kind = name.rpartition(".")
-        if kind == found.marker:
+        module, kind = _owner(name)
+        if name in marked:
             shape = _shape(found, module, specs, reader)
             shape = shape[::-1] if module in transposed else shape
             weight = TensorSpec(f"{module}.weight", "F32", shape)
@@ -69,6 +71,15 @@ def decoded_headers(stored: ModelHeaders, spec: ArchSpec | None = None) -> Model
             tensors[name] = item
     config = {key: value for key, value in stored.config.items() if key != "quantization_config"}
     return DecodedHeaders(stored.path, config, tensors, stored.files, stored, found, packed, transposed)
+
+
+def _owner(name: str) -> tuple[str, str]:
+    """The module of a tensor, and what it is called there; parts of a weight belong to the module of the weight."""
+    module, inside, part = name.partition(".weight.")
+    if inside:
+        return module, f"weight.{part}"
+    module, _, kind = name.rpartition(".")
+    return module, kind
 
 
 def note_decoded(headers: DecodedHeaders, coded: Container[str], ledger: Ledger) -> None:
@@ -102,7 +113,7 @@ class DecodedCheckpoint(Checkpoint):
         except _DAMAGED as error:
             raise _unlike(self.headers.stored, self.headers.format, module, error) from None
 
-    def inputs(self, module: str) -> InputGrid | None:
+    def inputs(self, module: str) -> Rounding | None:
         if module not in self.headers.packed:
             return None
         try:
@@ -119,7 +130,7 @@ class DecodedCheckpoint(Checkpoint):
         return value.t().contiguous() if module in self.headers.transposed else value
 
     def _part(self, name: str) -> Tensor:
-        """A tensor of a packed module; KeyError tells a format that it has none of that name."""
+        """A stored tensor of a packed module; KeyError tells a format that it has none of that name."""
         if name not in self._stored:
             raise KeyError(name)
         return self._stored.read(name)

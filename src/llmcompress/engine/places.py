@@ -47,7 +47,7 @@ def _named(recipe: Recipe) -> str:
     if step.gguf is not None:
         return f"{step.gguf.type}.gguf" if recipe.output.format == "gguf" else f"{step.name}-{step.gguf.type}"
     group = (
-        "" if step.group_size is None or step.type == "fp8" else "row" if step.group_size < 0 else f"g{step.group_size}"
+        "" if step.group_size is None or step.type != "int" else "row" if step.group_size < 0 else f"g{step.group_size}"
     )
     return f"{step.name}-{step.label}{group}"
 

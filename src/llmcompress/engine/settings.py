@@ -39,15 +39,13 @@ def resolve(
     if types is not None:
         return {module: _typed(item, module, types[f"{module}.weight"]) for module, item in chosen.items()}
     chosen = {module: _per_row(item) for module, item in chosen.items()}
-    unnamed = sorted(
-        {width for module, width in modules.items() if (item := chosen[module]) and item.group_size is None}
-    )
+    unnamed = sorted({width for module, width in modules.items() if (item := chosen[module]) and _lacks_group(item)})
     default = _default_group(unnamed, ledger) if unnamed else None
     result: dict[str, Method | None] = {}
     for module, width in modules.items():
         item = chosen[module]
         if item is not None:
-            item = item if item.group_size is not None else item.model_copy(update={"group_size": default})
+            item = item.model_copy(update={"group_size": default}) if _lacks_group(item) else item
             _check_group(item, module, width)
         result[module] = item
     return result
@@ -83,6 +81,10 @@ def _per_row(item: Method | None) -> Method | None:
     return item.model_copy(update={"group_size": PER_ROW})
 
 
+def _lacks_group(item: Method) -> bool:
+    return item.type == "int" and item.group_size is None
+
+
 def _default_group(widths: Iterable[int], ledger: Ledger) -> int:
     widths = list(widths)
     for size in DEFAULT_GROUP_SIZES:
@@ -101,6 +103,11 @@ def _default_group(widths: Iterable[int], ledger: Ledger) -> int:
 
 def _check_group(item: Method, module: str, width: int) -> None:
     size = item.grid.width(width)
+    if width % size and item.type != "int":
+        raise PlanError(
+            f"{item.grid.name} has blocks of {size}, which do not divide the {width} inputs of {module}",
+            "leave it out: --set 'PATTERN: {skip: true}'",
+        )
     if width % size:
         fitting = [g for g in (256, 192, 128, 96, 64, 48, 32, 16) if width % g == 0]
         hint = (

@@ -14,7 +14,7 @@ from llmcompress.engine.plan import Plan
 from llmcompress.engine.report import report
 from llmcompress.errors import one_line
 from llmcompress.formats.card import model_card
-from llmcompress.grids.base import GridSpec
+from llmcompress.grids.base import BlockSpec
 from llmcompress.ledger import Ledger
 from llmcompress.methods.base import Method
 from llmcompress.store.checkpoint import DTYPES, Checkpoint
@@ -72,7 +72,7 @@ def card_facts(plan: Plan, result: dict[str, Any]) -> dict[str, Any]:
         "config": plan.headers.config,
         "source_readme": _beginning(readme) if readme.is_file() else "",
         "grids": dict(sorted(Counter(item["grid"] for item in linears).items())),
-        "bits": sorted({entry.grid.bits for entry in plan.entries if isinstance(entry.grid, GridSpec)}),
+        "bits": sorted({entry.grid.bits for entry in plan.entries if not isinstance(entry.grid, BlockSpec | None)}),
         "inputs": 8 if any(entry.inputs is not None for entry in plan.entries) else 16,
         "methods": [
             *(step.name for step in plan.recipe.transforms),

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from llmcompress.grids.coded import Coded
-    from llmcompress.grids.inputs import InputGrid
+    from llmcompress.grids.inputs import Rounding
 
 BITS = 4
 OUTPUTS = 32  # AutoAWQ's allocator and kernels on a CPU take multiples of it
@@ -161,7 +161,7 @@ class Awq:
         codes = unpack_awq(words).t().contiguous()
         return Coded(codes, IntegerGrid(spec, scale, points, natural_groups(spec, width)))
 
-    def inputs(self, module: str, read: Reader, config: Mapping[str, Any]) -> "InputGrid | None":
+    def inputs(self, module: str, read: Reader, config: Mapping[str, Any]) -> "Rounding | None":
         return None
 
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from llmcompress.grids.coded import Coded
-    from llmcompress.grids.inputs import InputGrid
+    from llmcompress.grids.inputs import Rounding
 
 ITEM_SIZE = {
     "F64": 8,
@@ -93,7 +93,7 @@ class Format(Protocol):
 
     name: str
     summary: str
-    marker: str  # the tensor that a quantised module has in place of its weight, such as "qweight"
+    marker: str | tuple[str, ...]  # the tensor (one of those) that a quantised module alone has, such as "qweight"
 
     def refuses(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> tuple[str, str] | None:
         """(what cannot be held and why, the way out), or None."""
@@ -128,6 +128,6 @@ class Format(Protocol):
         """The matrix of a module back from its tensors, or None if the module is not quantised."""
         ...
 
-    def inputs(self, module: str, read: Reader, config: Mapping[str, Any]) -> "InputGrid | None":
+    def inputs(self, module: str, read: Reader, config: Mapping[str, Any]) -> "Rounding | None":
         """How the inputs of a module are rounded while the model runs; None if they are not."""
         ...

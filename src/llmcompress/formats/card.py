@@ -12,6 +12,9 @@ _LOADING = {
     "gptq": "transformers (with `optimum` and `gptqmodel`), GPTQModel, vLLM and SGLang read gptq checkpoints.",
     "awq": "transformers (with `gptqmodel` and `accelerate`), GPTQModel, vLLM and SGLang read awq checkpoints.",
     "compressed-tensors": "vLLM, SGLang and transformers (with `compressed-tensors`) read this checkpoint.",
+    "bitsandbytes": "transformers reads this checkpoint, with `bitsandbytes` installed.",
+    "codebook": "Only llmcompress reads this checkpoint: `llmcompress eval` and `generate` run it, `gguf` converts it.",
+    "int8-outliers": "Only llmcompress reads this checkpoint: `llmcompress eval` and `generate` run it.",
     "dense": "Weights are stored decoded, in the type of the original: whatever loads the original loads this.",
 }
 

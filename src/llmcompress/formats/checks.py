@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from llmcompress.errors import RunError
 from llmcompress.formats import kv_cache
 from llmcompress.formats.base import Entry
-from llmcompress.grids.base import PER_ROW, BlockSpec, GridSpec, Spec
+from llmcompress.grids.base import PER_ROW, BlockSpec, CodebookSpec, GridSpec, Int8Spec, Nf4Spec, Spec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,6 +21,15 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 
 HEADS = ("lm_head", "embed_out")
 """Last parts of the names that families give to the output head."""
+
+HOLDERS: Mapping[type, str] = {
+    GridSpec: "compressed-tensors, gptq",
+    BlockSpec: "gguf",
+    Nf4Spec: "bitsandbytes",
+    Int8Spec: "bitsandbytes, int8-outliers",
+    CodebookSpec: "codebook",
+}
+"""Formats that hold a kind of grid, for hints."""
 
 Refusal = tuple[str, str]
 
@@ -102,15 +111,23 @@ def experts_of(module: str) -> str | None:
     return listed.group(1) if listed else None
 
 
-def common_refusal(name: str, entries: Iterable[Entry], config: Mapping[str, Any]) -> Refusal | None:
-    """What no format that stores codes can hold, whatever the engine: (what and why, the way out)."""
+def common_refusal(
+    name: str, entries: Iterable[Entry], config: Mapping[str, Any], kinds: tuple[type[Spec], ...] = (GridSpec,)
+) -> Refusal | None:
+    """What no format that stores codes can hold, whatever the engine: (what and why, the way out).
+
+    kinds: of grids that the format knows.
+    """
     entries = list(entries)
     if refused := kv_cache.refusal(name, entries):
         return refused
-    for entry in entries:
-        if isinstance(entry.grid, BlockSpec):
-            return f"format {name} cannot hold {entry.grid.name} ({entry.module})", "use --format gguf or dense"
-    coded = quantised(entries)
+    coded = [(entry, entry.grid) for entry in entries if entry.grid is not None]
+    for entry, grid in coded:
+        if not isinstance(grid, kinds):
+            return (
+                f"format {name} cannot hold {grid.name} ({entry.module})",
+                f"use --format {HOLDERS[type(grid)]} or dense",
+            )
     if not coded:
         return f"format {name} holds quantised models, and no module is to be quantised", "use --format dense"
     for entry, grid in coded:
@@ -125,7 +142,7 @@ def common_refusal(name: str, entries: Iterable[Entry], config: Mapping[str, Any
                 "leave the head in its source type",
             )
         if entry.in_features % grid.width(entry.in_features):
-            size = grid.group_size
+            size = grid.width(entry.in_features)
             fitting = [group for group in (128, 64, 32, 16) if entry.in_features % group == 0 and group != size]
             return (
                 f"group size {size} does not divide the {entry.in_features} inputs of {entry.module}",

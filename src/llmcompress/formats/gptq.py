@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from llmcompress.grids.coded import Coded
-    from llmcompress.grids.inputs import InputGrid
+    from llmcompress.grids.inputs import Rounding
 
 BITS = (2, 3, 4, 8)
 
@@ -192,7 +192,7 @@ class Gptq:
         grid = IntegerGrid(spec, scales.t().to(torch.float32).contiguous(), points.t().contiguous(), index)
         return Coded(unpack(words.t().contiguous(), spec.bits, width), grid)
 
-    def inputs(self, module: str, read: Reader, config: Mapping[str, Any]) -> "InputGrid | None":
+    def inputs(self, module: str, read: Reader, config: Mapping[str, Any]) -> "Rounding | None":
         return None
 
 

@@ -1,12 +1,13 @@
-"""Grids: which values a weight may take. A spec is plain data; `integer` and `blocks` hold a matrix's tensors."""
+"""Grids: which values a weight may take. A spec is plain data; modules such as `integer` hold a matrix's tensors."""
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from llmcompress.errors import RecipeError
 
 INTEGER_BITS = (2, 3, 4, 5, 6, 8)
+CODEBOOK_BITS = (2, 3, 4)
 PER_ROW = -1
 
 
@@ -166,7 +167,107 @@ BLOCK_TYPES: dict[str, BlockSpec] = {
 }
 """The types that can be rounded to, by name. Minima are multiples in the same range as scales."""
 
-Spec = GridSpec | BlockSpec
+
+@dataclass(frozen=True)
+class Nf4Spec:
+    """NF4 (QLoRA, arXiv:2305.14314, section 3): 16 quantiles of a normal distribution times the block's absmax.
+
+    double: absmax is 8 bits of a nested block's, plus an offset of the whole matrix; else it is float32.
+    """
+
+    double: bool = True
+
+    bits: ClassVar[int] = 4
+    levels: ClassVar[int] = 16
+    symmetric: ClassVar[bool] = True
+    group_size: ClassVar[int] = 64
+    nested: ClassVar[int] = 256
+
+    @property
+    def name(self) -> str:
+        return "nf4-double" if self.double else "nf4"
+
+    def width(self, in_features: int) -> int:
+        return self.group_size
+
+    def groups(self, in_features: int) -> int:
+        return in_features // self.group_size
+
+    def bits_per_weight(self, in_features: int) -> float:
+        """Stored bits per weight; the offset of the matrix and a nested block that is part empty are not counted."""
+        return self.bits + ((8 + 32 / self.nested) if self.double else 32) / self.group_size
+
+
+@dataclass(frozen=True)
+class CodebookSpec:
+    """A table of 2^bits float16 values for each output row (SqueezeLLM, arXiv:2306.07629)."""
+
+    bits: int
+
+    symmetric: ClassVar[bool] = True
+    group_size: ClassVar[int] = PER_ROW
+
+    def __post_init__(self) -> None:
+        if self.bits not in CODEBOOK_BITS:
+            raise RecipeError(
+                f"codebooks have {', '.join(map(str, CODEBOOK_BITS))} bits, not {self.bits}", "choose one of them"
+            )
+
+    @property
+    def name(self) -> str:
+        return f"codebook{self.bits}-row"
+
+    @property
+    def levels(self) -> int:
+        return 1 << self.bits
+
+    def width(self, in_features: int) -> int:
+        return in_features
+
+    def groups(self, in_features: int) -> int:
+        return 1
+
+    def bits_per_weight(self, in_features: int) -> float:
+        """Stored bits per weight, the table included."""
+        return self.bits + 16 * self.levels / in_features
+
+
+@dataclass(frozen=True)
+class Int8Spec:
+    """LLM.int8() (arXiv:2208.07339): codes -127 ... 127 times the row's absmax / 127.
+
+    outliers: input channels that keep float16 weights and inputs.
+    """
+
+    outliers: int = 0
+
+    bits: ClassVar[int] = 8
+    levels: ClassVar[int] = 256
+    middle: ClassVar[int] = 128
+    symmetric: ClassVar[bool] = True
+    group_size: ClassVar[int] = PER_ROW
+
+    @property
+    def name(self) -> str:
+        return f"int8-absmax-o{self.outliers}" if self.outliers else "int8-absmax"
+
+    def width(self, in_features: int) -> int:
+        return in_features
+
+    def groups(self, in_features: int) -> int:
+        return 1
+
+    def bits_per_weight(self, in_features: int) -> float:
+        """Stored bits per weight, scale and outliers included."""
+        return self.bits + (32 + 16 * self.outliers) / in_features
+
+
+Spec = GridSpec | BlockSpec | Nf4Spec | CodebookSpec | Int8Spec
+
+
+def joins_rows(spec: Spec) -> bool:
+    """Whether the scales of a row depend on other rows of its matrix, as those do that are quantised in their turn."""
+    return isinstance(spec, Nf4Spec) and spec.double
 
 
 def spec_named(name: str) -> Spec:
@@ -175,7 +276,12 @@ def spec_named(name: str) -> Spec:
         return BLOCK_TYPES[name]
     if name == "fp8-row":
         return GridSpec(8, PER_ROW, type="fp8")
-    found = re.fullmatch(r"int(\d)-(?:row|g(\d+))-(a?)sym", name)
-    if found is None:
-        raise ValueError(f"no grid is called {name!r}")
-    return GridSpec(int(found[1]), int(found[2] or PER_ROW), not found[3])
+    if found := re.fullmatch(r"int(\d)-(?:row|g(\d+))-(a?)sym", name):
+        return GridSpec(int(found[1]), int(found[2] or PER_ROW), not found[3])
+    if found := re.fullmatch(r"nf4(-double)?", name):
+        return Nf4Spec(bool(found[1]))
+    if found := re.fullmatch(r"codebook(\d)-row", name):
+        return CodebookSpec(int(found[1]))
+    if found := re.fullmatch(r"int8-absmax(?:-o(\d+))?", name):
+        return Int8Spec(int(found[1] or 0))
+    raise ValueError(f"no grid is called {name!r}")

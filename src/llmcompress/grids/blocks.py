@@ -120,8 +120,8 @@ class BlockGrid:
 
 
 def between(levels: Tensor) -> Tensor:
-    """Midpoints of ascending levels: a value on one belongs to the level above."""
-    return (levels[1:] + levels[:-1]) / 2
+    """Midpoints of levels that ascend along the last dimension: a value on one belongs to the level above."""
+    return (levels[..., 1:] + levels[..., :-1]) / 2
 
 
 def float16(value: Tensor) -> Tensor:

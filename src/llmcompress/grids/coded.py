@@ -7,12 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmcompress.grids.base import BlockSpec, Spec
+from llmcompress.grids.base import BlockSpec, CodebookSpec, GridSpec, Int8Spec, Nf4Spec, Spec
 from llmcompress.grids.blocks import BlockGrid
+from llmcompress.grids.codebook import CodebookGrid
 from llmcompress.grids.float8 import FloatGrid
+from llmcompress.grids.int8 import Int8Grid
 from llmcompress.grids.integer import IntegerGrid
+from llmcompress.grids.nf4 import Nf4Grid
 
-Grid = IntegerGrid | FloatGrid | BlockGrid
+Grid = IntegerGrid | FloatGrid | BlockGrid | Nf4Grid | CodebookGrid | Int8Grid
+_GRIDS: Mapping[type, Any] = {
+    GridSpec: IntegerGrid,
+    BlockSpec: BlockGrid,
+    Nf4Spec: Nf4Grid,
+    CodebookSpec: CodebookGrid,
+    Int8Spec: Int8Grid,
+}
 
 
 @dataclass(frozen=True)
@@ -49,11 +59,9 @@ class Coded:
         """KeyError or TypeError if parts lack something."""
         parts = dict(parts)
         codes, scale = parts.pop("codes"), parts.pop("input_scale", None)
-        if isinstance(spec, BlockSpec):
-            return cls(codes, BlockGrid.restored(spec, **parts), scale)
-        if spec.type == "fp8":
+        if isinstance(spec, GridSpec) and spec.type == "fp8":
             return cls(codes, FloatGrid.restored(spec, codes.shape[1], **parts), scale)
-        return cls(codes, IntegerGrid.restored(spec, **parts), scale)
+        return cls(codes, _GRIDS[type(spec)].restored(spec, **parts), scale)
 
     @classmethod
     def stacked(cls, parts: "Sequence[Coded]") -> "Coded":

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from llmcompress.grids.base import GridSpec
-from llmcompress.grids.integer import SMALLEST_SCALE, Clip, natural_groups
+from llmcompress.grids.integer import SMALLEST_SCALE, Clip, natural_groups, storable
 
 LARGEST = 448.0
 _NORMAL = 2.0**-6  # least value with all three bits of mantissa
@@ -76,6 +76,10 @@ class FloatGrid:
     def to(self, device: torch.device | str) -> "FloatGrid":
         """The same grid on another device."""
         return FloatGrid(self.spec, self.scale.to(device), self.group_index.to(device))
+
+    def rescaled(self, scale: Tensor, rows: Tensor, dtype: torch.dtype) -> "FloatGrid":
+        """The grid with other scales [out, 1], rounded to `storable` ones, where `rows` [out] is true."""
+        return replace(self, scale=torch.where(rows[:, None], storable(scale, dtype), self.scale))
 
     def rows(self, index: slice | Tensor) -> "FloatGrid":
         """The grid of some output rows."""

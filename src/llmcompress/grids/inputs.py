@@ -7,6 +7,7 @@ from torch import Tensor
 
 from llmcompress.grids.base import InputSpec
 from llmcompress.grids.float8 import LARGEST, rounded_
+from llmcompress.grids.int8_inputs import BesideOutliers, ByThreshold
 from llmcompress.grids.integer import SMALLEST_SCALE
 from llmcompress.stats.absmax import AbsMax
 from llmcompress.stats.magnitudes import Magnitudes
@@ -43,6 +44,10 @@ class InputGrid:
     def to(self, device: torch.device | str) -> "InputGrid":
         """The same on another device."""
         return self if self.scale is None else InputGrid(self.spec, self.scale.to(device))
+
+
+Rounding = InputGrid | ByThreshold | BesideOutliers
+"""All the ways to round inputs that a checkpoint can ask for."""
 
 
 def static_scale(spec: InputSpec, seen: Seen, percentile: float | None, dtype: torch.dtype) -> Tensor:

@@ -74,6 +74,10 @@ class IntegerGrid:
         """The same grid on another device."""
         return IntegerGrid(self.spec, self.scale.to(device), self.zero.to(device), self.group_index.to(device))
 
+    def rescaled(self, scale: Tensor, rows: Tensor, dtype: torch.dtype) -> "IntegerGrid":
+        """The grid with other scales [out, groups], rounded to `storable` ones, where `rows` [out] is true."""
+        return replace(self, scale=torch.where(rows[:, None], storable(scale, dtype), self.scale))
+
     def rows(self, index: slice | Tensor) -> "IntegerGrid":
         """The grid of some output rows."""
         return replace(self, scale=self.scale[index], zero=self.zero[index])
@@ -139,7 +143,7 @@ def fit(
         errors, per_chunk = ByOutput.of(gram, group), max(_PRODUCT_ROWS, per_chunk)
     else:
         weigh = torch.ones(width, device=weight.device) if importance is None else importance.to(torch.float32)
-        errors = ByChannel(_positive(weigh).view(1, -1, group))
+        errors = ByChannel(positive(weigh).view(1, -1, group))
     scales, zeros = [], []
     for start in range(0, rows, per_chunk):
         block = weight[start : start + per_chunk].reshape(-1, width // group, group)
@@ -150,7 +154,7 @@ def fit(
     return IntegerGrid(spec, torch.cat(scales), torch.cat(zeros), index)
 
 
-def _positive(weigh: Tensor) -> Tensor:
+def positive(weigh: Tensor) -> Tensor:
     """Channels that were never active still count a little, so that their weights keep a sensible scale."""
     mean = weigh.mean()
     return torch.ones_like(weigh) if mean <= 0 else weigh + UNKNOWN * mean

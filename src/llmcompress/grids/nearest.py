@@ -8,7 +8,10 @@ from llmcompress.grids.fitting import fit
 
 
 def nearest(weight: Tensor, spec: Spec) -> Tensor:
-    """weight [out, in] float32 rounded to nearest, ranges that cover every weight; float32 values."""
+    """weight [out, in] float32 rounded to nearest, ranges that cover every weight; float32 values.
+
+    Of grids with outliers, what lies beside them.
+    """
     if isinstance(spec, BlockSpec):
         return encode(weight, spec, "fast").decode()
     grid = fit(weight, spec, clip="minmax")

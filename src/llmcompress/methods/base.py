@@ -3,14 +3,25 @@
 Methods see one weight and one Gram matrix. They know nothing of models, files, devices or resuming.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from llmcompress.errors import RecipeError
-from llmcompress.grids.base import BLOCK_TYPES, INPUT_SPECS, GridSpec, InputSpec, Spec
+from llmcompress.errors import RecipeError, RunError
+from llmcompress.grids.base import (
+    BLOCK_TYPES,
+    CODEBOOK_BITS,
+    INPUT_SPECS,
+    CodebookSpec,
+    GridSpec,
+    InputSpec,
+    Int8Spec,
+    Nf4Spec,
+    Spec,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +29,7 @@ if TYPE_CHECKING:
 
     from llmcompress.grids.coded import Coded
     from llmcompress.grids.inputs import Seen
+    from llmcompress.stats.absmax import AbsMax
     from llmcompress.stats.drift import Drift
     from llmcompress.stats.gram import Gram
 
@@ -40,13 +52,15 @@ class Statistics:
     """What is known of an input: its Gram matrix, and its drift from the uncompressed model's; None where not asked.
 
     importance: mean square of each input channel [in] by an importance matrix that the user gave. range: its
-    magnitudes, where its scale is fixed.
+    magnitudes, where its scale is fixed. peaks: the largest magnitude of each of its channels, where outliers are
+    looked for.
     """
 
     gram: "Gram | None" = None
     drift: "Drift | None" = None
     importance: "Tensor | None" = None
     range: "Seen | None" = None
+    peaks: "AbsMax | None" = None
 
 
 @dataclass(frozen=True)
@@ -56,6 +70,7 @@ class Solved:
     coded: "Coded"
     percdamp: float | None = None
     dead_inputs: int = 0
+    crowded_outliers: int = 0  # input channels that reached the threshold and found no place
 
 
 class GgufTypes(BaseModel):
@@ -88,14 +103,16 @@ class Method(BaseModel):
     name: ClassVar[str]
     summary: ClassVar[str]
 
+    type: Literal["int", "fp8", "nf4", "codebook", "int8"] = Field(
+        "int",
+        description="values a weight may take: integers times a scale, 8-bit floats (E4M3) times a scale per row, NF4 "
+        "in blocks of 64, a table for each row, or 8-bit integers of a row as LLM.int8() has them",
+    )
     bits: Literal[2, 3, 4, 5, 6, 8] = Field(4, description="bits per weight")
     group_size: int | None = Field(
         None,
         lt=1 << 31,
         description="input channels per scale; -1: one scale per row; default 128, or 64 or 32 where that divides",
-    )
-    type: Literal["int", "fp8"] = Field(
-        "int", description="codes of weights: whole numbers, or floats E4M3 of 8 bits with one scale per row"
     )
     sym: bool = Field(True, description="symmetric grid: every zero point is the middle code")
     clip: Literal["search", "output", "minmax"] = Field(
@@ -116,6 +133,12 @@ class Method(BaseModel):
     activation_percentile: float = Field(
         99.99, gt=50, le=100, description="the percentile of --activation-clip percentile"
     )
+    double_quant: bool = Field(True, description="quantise the scales of nf4 in their turn")
+    outliers: Literal["none", "threshold", "topk"] = Field(
+        "none", description="input channels of int8 that stay in 16 bits: those that reach a threshold, or the largest"
+    )
+    outlier_threshold: float = Field(6.0, gt=0, description="magnitude that makes an input an outlier")
+    outlier_count: int = Field(16, ge=1, description="input channels that stay in 16 bits at most")
     gguf: GgufTypes | None = Field(None, description="types of GGUF in place of bits and groups")
     set: dict[str, dict[str, Plain]] = Field(
         default_factory=dict,
@@ -127,6 +150,14 @@ class Method(BaseModel):
         """ValueError for options that contradict the type, which would else say nothing."""
         if self.clip == "output" and self.type != "int":
             raise ValueError(f"clip: output searches ranges of integers, not of type {self.type}")
+        if self.outliers != "none" and self.type != "int8":
+            raise ValueError("outliers are kept beside type int8 only")
+        bits = _BITS.get(self.type)
+        if bits is not None:
+            if self.bits not in bits:
+                raise ValueError(f"type {self.type} has {' or '.join(map(str, bits))} bits, not {self.bits}")
+            if self.group_size is not None or not self.sym:
+                raise ValueError(f"type {self.type} has neither group sizes nor zero points to choose")
         return self
 
     @property
@@ -134,9 +165,7 @@ class Method(BaseModel):
         """The grid asked for; the group size, or the type of this very matrix, must have been resolved."""
         if self.gguf is not None:
             return BLOCK_TYPES[self.gguf.type]
-        if self.group_size is None:
-            raise RecipeError("the group size has not been resolved")
-        return GridSpec(self.bits, self.group_size, self.sym, self.type)
+        return _SPECS[self.type](self)
 
     @property
     def inputs(self) -> InputSpec | None:
@@ -150,8 +179,8 @@ class Method(BaseModel):
 
     @property
     def label(self) -> str:
-        """What codes it gives, for titles and file names: 'w4', 'w8a8', 'fp8'."""
-        weights = f"w{self.bits}" if self.type == "int" else self.type
+        """What codes it gives, for titles and file names: 'w4', 'w8a8', 'fp8', 'nf4-double'."""
+        weights = f"w{self.bits}" if self.type == "int" else "fp8" if self.type == "fp8" else self.grid.name
         if self.inputs is None:
             return weights
         return f"w{self.bits}a8" if self.inputs.type == self.type == "int" else f"{weights}-{self.activations}"
@@ -168,8 +197,8 @@ class Method(BaseModel):
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether text is run through the model: for the Gram matrix of inputs, or for their range."""
-        return self.needs_gram or self.fixed_inputs
+        """Whether text is run through the model: for the Gram matrix of inputs, their range, or their outliers."""
+        return self.needs_gram or self.fixed_inputs or self.outliers != "none"
 
     @property
     def inverts(self) -> bool:
@@ -193,3 +222,37 @@ class Method(BaseModel):
     def solve(self, weight: "Tensor", stats: Statistics, scale_dtype: "torch.dtype") -> Solved:
         """Codes of weight [out, in] float32 whose inputs have the statistics `stats`."""
         raise TypeError(f"{self.name} has no algorithm")
+
+    def outlier_index(self, stats: Statistics) -> "tuple[Tensor | None, int]":
+        """The outlier channels (solve/outliers.py), None where none are asked for; how many found no place."""
+        if self.outliers == "none":
+            return None, 0
+        from llmcompress.solve.outliers import outlier_channels
+
+        if stats.peaks is None:
+            raise RunError("outliers cannot be told without statistics of the inputs")
+        most = stats.peaks.channels
+        if self.outliers == "topk":
+            return outlier_channels(most, self.outlier_count), 0
+        reached = int((most >= self.outlier_threshold).sum())
+        index = outlier_channels(most, self.outlier_count, self.outlier_threshold)
+        return index, max(0, reached - self.outlier_count)
+
+
+def _scaled(method: Method) -> Spec:
+    if method.group_size is None:
+        raise RecipeError("the group size has not been resolved")
+    return GridSpec(method.bits, method.group_size, method.sym, "fp8" if method.type == "fp8" else "int")
+
+
+_SPECS: Mapping[str, Callable[[Method], Spec]] = {
+    "int": _scaled,
+    "fp8": _scaled,
+    "nf4": lambda method: Nf4Spec(method.double_quant),
+    "codebook": lambda method: CodebookSpec(method.bits),
+    "int8": lambda method: Int8Spec(0 if method.outliers == "none" else method.outlier_count),
+}
+"""What each `type` stands for."""
+
+_BITS: Mapping[str, tuple[int, ...]] = {"nf4": (4,), "codebook": CODEBOOK_BITS, "int8": (8,)}
+"""Widths of types that have no others to choose, and no groups."""

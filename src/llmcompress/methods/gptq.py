@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from llmcompress.errors import RunError
-from llmcompress.grids.base import BlockSpec
+from llmcompress.grids.base import joins_rows
 from llmcompress.methods.base import SOLVED_ROWS, Method, Solved, Statistics
 
 if TYPE_CHECKING:
@@ -57,50 +57,61 @@ class Gptq(Method):
     def solve(self, weight: "Tensor", stats: Statistics, scale_dtype: "torch.dtype") -> Solved:
         import torch
 
-        from llmcompress.grids.coded import Coded, Grid
-        from llmcompress.grids.encoders import encode
+        from llmcompress.grids.coded import Coded
         from llmcompress.grids.fitting import fit
         from llmcompress.parallel import both, together
         from llmcompress.solve.correct import corrected
         from llmcompress.solve.damping import damped, inverse_factor
         from llmcompress.solve.gptq import gptq_codes
+        from llmcompress.solve.outliers import beside, remaining
         from llmcompress.solve.refine import Refiner
 
         if stats.gram is None:
             raise RunError("gptq needs the statistics of its inputs")
-        hessian, drift = stats.gram.finish(), stats.drift
+        whole, drift, spec = stats.gram.finish(), stats.drift, self.grid
+        outliers, crowded = self.outlier_index(stats)
+        rest = None if outliers is None else remaining(outliers, weight.shape[1])
+        hessian = whole if rest is None else whole[rest][:, rest]
         energy = hessian.diagonal()
-        order = torch.arange(weight.shape[1], device=weight.device)
+        order = torch.arange(energy.numel(), device=weight.device)
         if self.actorder != "none":
             order = torch.argsort(energy, descending=True, stable=True)  # stable: ties must not depend on the machine
 
         def target() -> torch.Tensor:
             if drift is None:
                 return weight
-            seen = hessian if drift.hessian is None else drift.hessian
+            seen = whole if drift.hessian is None else drift.hessian
             return corrected(weight, seen, drift.finish(), self.qep_alpha)
 
-        aim, factor = both(target, partial(inverse_factor, hessian[order][:, order], self.percdamp))
+        wanted, factor = both(target, partial(inverse_factor, hessian[order][:, order], self.percdamp))
+        aim = wanted if rest is None else wanted[:, rest]
         # what a rounding error in a column costs once the columns after it have made up for it: the loss is the sum of
         # the squared residuals times this, so it is what a scale should be fitted by
         cost = torch.empty_like(energy)
         cost[order] = factor.pivots**-2
         refiner = Refiner(damped(hessian, factor.percdamp), order)
+        fitted = partial(
+            fit,
+            spec=spec,
+            clip=self.clip,
+            search=self.search,
+            importance=cost,
+            gram=refiner.hessian if self.clip == "output" else None,
+            scale_dtype=scale_dtype,
+            order=order if self.permutes_groups else None,
+        )
+        common = fitted(aim) if joins_rows(spec) else None
 
-        def fitted(part: torch.Tensor) -> Grid:
-            spec = self.grid
-            if isinstance(spec, BlockSpec):
-                return encode(part, spec, self.search, cost).grid
-            groups = order if self.permutes_groups else None
-            gram = refiner.hessian if self.clip == "output" else None
-            return fit(part, spec, clip=self.clip, importance=cost, gram=gram, scale_dtype=scale_dtype, order=groups)
+        def rows(part: slice) -> Coded:
+            grid = fitted(aim[part]) if common is None else common.rows(part)
+            coded = gptq_codes(aim[part], grid, factor, order, self.block_size)
+            return refiner.refine(aim[part], coded, scale_dtype, self.descent)
 
-        def rows(part: torch.Tensor) -> Coded:
-            coded = gptq_codes(part, fitted(part), factor, order, self.block_size)
-            return refiner.refine(part, coded, scale_dtype, self.descent)
-
-        parts = together(partial(rows, part) for part in torch.split(aim, SOLVED_ROWS))
-        return Solved(Coded.stacked(parts), factor.percdamp, factor.dead)
+        starts = range(0, aim.shape[0], SOLVED_ROWS)
+        coded = Coded.stacked(together(partial(rows, slice(start, start + SOLVED_ROWS)) for start in starts))
+        if outliers is not None:
+            coded = beside(coded, wanted, outliers, whole)
+        return Solved(coded, factor.percdamp, factor.dead, crowded)
 
 
 METHOD = Gptq

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from llmcompress.errors import RunError
-from llmcompress.grids.base import BlockSpec
+from llmcompress.grids.base import BlockSpec, joins_rows
 from llmcompress.methods.base import SOLVED_ROWS, Method, Solved, Statistics
 
 if TYPE_CHECKING:
@@ -30,25 +30,30 @@ class Rtn(Method):
         return False
 
     def solve(self, weight: "Tensor", stats: Statistics, scale_dtype: "torch.dtype") -> Solved:
-        import torch
-
         from llmcompress.grids.coded import Coded
         from llmcompress.grids.encoders import encode
         from llmcompress.grids.fitting import fit
         from llmcompress.parallel import together
+        from llmcompress.solve.outliers import beside, remaining
 
         spec = self.grid
         if isinstance(spec, BlockSpec):
             return Solved(encode(weight, spec, self.search, stats.importance))
         if self.needs_gram and stats.gram is None:
             raise RunError("rtn with clip: output needs the statistics of its inputs")
-        gram = None if stats.gram is None else stats.gram.finish()
+        gram = stats.gram.finish() if self.needs_gram and stats.gram is not None else None
+        outliers, crowded = self.outlier_index(stats)
+        rest = weight if outliers is None else weight[:, remaining(outliers, weight.shape[1])]
+        fitted = partial(fit, spec=spec, clip=self.clip, gram=gram, scale_dtype=scale_dtype)
+        common = fitted(rest) if joins_rows(spec) else None
 
-        def rounded(part: torch.Tensor) -> Coded:
-            grid = fit(part, spec, clip=self.clip, gram=gram, scale_dtype=scale_dtype)
-            return Coded(grid.encode(part), grid)
+        def rounded(part: slice) -> Coded:
+            grid = fitted(rest[part]) if common is None else common.rows(part)
+            return Coded(grid.encode(rest[part]), grid)
 
-        return Solved(Coded.stacked(together(partial(rounded, part) for part in torch.split(weight, SOLVED_ROWS))))
+        starts = range(0, rest.shape[0], SOLVED_ROWS)
+        coded = Coded.stacked(together(partial(rounded, slice(start, start + SOLVED_ROWS)) for start in starts))
+        return Solved(coded if outliers is None else beside(coded, weight, outliers), crowded_outliers=crowded)
 
 
 METHOD = Rtn

@@ -4,10 +4,10 @@ from typing import Any
 
 from torch import nn
 
-from llmcompress.grids.inputs import InputGrid
+from llmcompress.grids.inputs import Rounding
 
 
-def round_inputs(module: nn.Module, grid: InputGrid) -> None:
+def round_inputs(module: nn.Module, grid: Rounding) -> None:
     """From now on a module sees its input [..., in] rounded to the codes of `grid`, as an engine would."""
 
     def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

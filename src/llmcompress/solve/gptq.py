@@ -4,7 +4,9 @@ import torch
 from torch import Tensor
 
 from llmcompress.grids.blocks import between
+from llmcompress.grids.codebook import CodebookGrid
 from llmcompress.grids.coded import Coded, Grid
+from llmcompress.grids.nf4 import Nf4Grid
 from llmcompress.solve.damping import Factor
 from llmcompress.solve.sweep import obs_sweep
 
@@ -46,15 +48,19 @@ class Steps:
         self.inverse = torch.where(scale == 0, 0.0, 1 / scale).unbind(0)
         self.offset = None if grid.offset is None else grid.offset.T.contiguous().unbind(0)
         self._table = grid.table
-        if self._table is None:
+        if self._table is not None:
+            self._between = between(self._table).contiguous()
+        elif not isinstance(grid, Nf4Grid | CodebookGrid):  # which always have a table
+            self._rounded_ = grid.rounded_
             self._low, self._high = (bound.T.contiguous().unbind(0) for bound in grid.bounds)
-        else:
-            self._between = between(self._table)
 
     def snap(self, level: Tensor, group: int) -> None:
         """Move values in units of the scale [out] to the nearest levels, in place."""
         if self._table is None:
-            torch.clamp(self.grid.rounded_(level), self._low[group], self._high[group], out=level)
+            torch.clamp(self._rounded_(level), self._low[group], self._high[group], out=level)
+        elif self._table.dim() == 2:  # one for each row
+            place = torch.searchsorted(self._between, level.unsqueeze(1), right=True)
+            level.copy_(self._table.gather(1, place).squeeze(1))
         else:
             torch.take(self._table, torch.bucketize(level, self._between, right=True), out=level)
 

@@ -5,17 +5,21 @@ tr((W - Q) H (W - Q)^T) row by row and never raise it: scales by least squares f
 descent for fixed scales (QuantEase, arXiv:2309.01885, with blocked lazy updates as in GPTQ).
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from llmcompress.grids.blocks import BlockGrid
+from llmcompress.grids.codebook import CodebookGrid
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.float8 import FloatGrid
-from llmcompress.grids.integer import IntegerGrid, storable
+from llmcompress.grids.int8 import Int8Grid
+from llmcompress.grids.integer import IntegerGrid
+from llmcompress.grids.nf4 import Nf4Grid
 from llmcompress.solve.blocks import refit_blocks
+from llmcompress.solve.codebook import refit_table
 from llmcompress.solve.gptq import Steps
+
+Scaled = IntegerGrid | FloatGrid | Nf4Grid | Int8Grid
 
 
 class Refiner:
@@ -40,6 +44,8 @@ class Refiner:
     def _refit(self, coded: Coded, target: Tensor, scale_dtype: torch.dtype) -> Coded:
         if isinstance(coded.grid, BlockGrid):
             return refit_blocks(coded.codes, coded.grid, self.hessian, target)
+        if isinstance(coded.grid, CodebookGrid):
+            return refit_table(coded.codes, coded.grid, self.hessian, target)
         return refit_scales(coded.codes, coded.grid, self.hessian, target, scale_dtype)
 
     def descend_codes(self, coded: Coded, target: Tensor, block_size: int = 128, inner: int = 16) -> Coded:
@@ -81,9 +87,7 @@ def row_loss(weight: Tensor, coded: Coded, hessian: Tensor) -> Tensor:
     return ((delta @ hessian) * delta).sum(dim=1)
 
 
-def refit_scales(
-    codes: Tensor, grid: IntegerGrid | FloatGrid, hessian: Tensor, target: Tensor, scale_dtype: torch.dtype
-) -> Coded:
+def refit_scales(codes: Tensor, grid: Scaled, hessian: Tensor, target: Tensor, scale_dtype: torch.dtype) -> Coded:
     """Least-squares scales of every row for its codes; rows that would not gain keep theirs. target [out, in]: W H.
 
     With C the codes of a row spread over its groups [in, groups], the loss is s^T (C^T H C) s - 2 s^T C^T H w + const.
@@ -106,10 +110,10 @@ def refit_scales(
     ridge = 1e-4 * square.diagonal(dim1=1, dim2=2).mean(dim=1).clamp_min(1e-30)  # groups whose codes are all zero
     eye = torch.eye(groups, device=centred.device)
     solved = torch.linalg.solve(square + ridge[:, None, None] * eye, linear + ridge[:, None] * grid.scale)
-    scale = storable(torch.where(torch.isfinite(solved), solved, grid.scale), scale_dtype)
+    everywhere = torch.ones(rows, dtype=torch.bool, device=codes.device)
+    scale = grid.rescaled(torch.where(torch.isfinite(solved), solved, grid.scale), everywhere, scale_dtype).scale
 
     def loss(s: Tensor) -> Tensor:
         return (torch.einsum("rgh,rh->rg", square, s) - 2 * linear).mul_(s).sum(dim=1)
 
-    gains = loss(scale) < loss(grid.scale)
-    return Coded(codes, replace(grid, scale=torch.where(gains[:, None], scale, grid.scale)))
+    return Coded(codes, grid.rescaled(scale, loss(scale) < loss(grid.scale), scale_dtype))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from llmcompress.errors import EXIT_FAILED, CheckpointError
 from llmcompress.grids.coded import Coded
-from llmcompress.grids.inputs import InputGrid
+from llmcompress.grids.inputs import Rounding
 from llmcompress.store.headers import ModelHeaders, read_headers
 
 DTYPES = {
@@ -51,7 +51,7 @@ class Checkpoint:
         """The bytes of a tensor by its GGUF name, in pieces, if they lie here in that type of codes; None otherwise."""
         return None
 
-    def inputs(self, module: str) -> InputGrid | None:
+    def inputs(self, module: str) -> Rounding | None:
         """How the inputs of a matrix are rounded while the model runs, by its module; None for not at all."""
         return None
 

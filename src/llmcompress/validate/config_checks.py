@@ -7,11 +7,13 @@ from typing import Any
 from llmcompress.validate import awq
 from llmcompress.validate.directory import HEADS, Directory
 from llmcompress.validate.matrices import quantised_modules
-from llmcompress.validate.schemes import FLOATS, INTEGERS, PACKED, scheme_of
+from llmcompress.validate.matrix import FLOATS, INTEGERS, PACKED
+from llmcompress.validate.schemes import scheme_of
 from llmcompress.validate.stored import Tensor, read_json
 
 _GPTQ_KEYS = ("bits", "group_size", "sym", "desc_act", "lm_head", "checkpoint_format")
 _PACKED_KEYS = ("format", "quantization_status", "config_groups", "ignore")
+_BITSANDBYTES_KEYS = ("load_in_4bit", "load_in_8bit", "llm_int8_skip_modules")
 _WEIGHT_KEYS = {"num_bits", "type", "symmetric", "strategy", "group_size", "dynamic", "actorder", "observer"}
 
 
@@ -22,9 +24,13 @@ def config_wrongs(directory: Directory) -> list[str]:
         absent = [name for name in recorded if f"{name}.weight" not in directory.tensors]
         return [f"report.json speaks of {name}, which has no weight" for name in absent]
     settings = directory.config["quantization_config"]
-    wrong = {"gptq": _gptq_wrongs, "awq": _awq_wrongs, "compressed-tensors": _packed_wrongs}[directory.form](
-        directory, settings
-    )
+    looks = {
+        "gptq": _gptq_wrongs,
+        "awq": _awq_wrongs,
+        "compressed-tensors": _packed_wrongs,
+        "bitsandbytes": _bitsandbytes_wrongs,
+    }
+    wrong = looks.get(directory.form, _own_wrongs)(directory, settings)
     if wrong:
         return wrong  # what follows reads the keys that are missing
     coded = set(quantised_modules(directory.tensors, directory.form))
@@ -111,3 +117,20 @@ def _packed_wrongs(directory: Directory, settings: Mapping[str, Any]) -> list[st
         if name in coded:
             wrong.append(f"{name} is quantised and in ignore")
     return wrong
+
+
+def _bitsandbytes_wrongs(directory: Directory, settings: Mapping[str, Any]) -> list[str]:
+    wrong = [f"quantization_config has no {key!r}" for key in _BITSANDBYTES_KEYS if key not in settings]
+    if wrong:
+        return wrong
+    if settings["load_in_4bit"] == settings["load_in_8bit"]:
+        wrong.append("load_in_4bit and load_in_8bit say the same")
+    if settings["load_in_4bit"] and settings.get("bnb_4bit_quant_type") != "nf4":
+        wrong.append(f"bnb_4bit_quant_type is {settings.get('bnb_4bit_quant_type')!r}")
+    if not HEADS & set(settings["llm_int8_skip_modules"]):
+        wrong.append("llm_int8_skip_modules does not name the head, which loaders would take for quantised")
+    return wrong
+
+
+def _own_wrongs(directory: Directory, settings: Mapping[str, Any]) -> list[str]:
+    return [] if isinstance(settings.get("modules"), dict) else ["quantization_config has no 'modules'"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from llmcompress.validate.matrices import Matrix
+from llmcompress.validate.matrix import Matrix
 from llmcompress.validate.stored import Array, DamageError, Tensor
 
 ROWS = 512  # of a matrix, compared at once

@@ -53,7 +53,7 @@ def open_streamed(
     checkpoint = open_checkpoint(headers)
     weights: Weights = checkpoint if file is None else GgufWeights(read_gguf(file), checkpoint)
     model = StreamedModel(weights, config, spec, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-    for number, layer in enumerate(model.layers):
+    for number, layer in enumerate(model.layers if file is None else ()):
         for name, module in _linears(layer):
             grid = checkpoint.inputs(_disk(model, number, name))
             if grid is not None:

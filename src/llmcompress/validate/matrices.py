@@ -3,17 +3,17 @@
 A second reader: imports nothing that takes part in writing (formats, packing, grids, store), on purpose.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 from llmcompress.validate.awq import nibbles
-from llmcompress.validate.schemes import FLOATS, INTEGERS, PACKED, PARTS, STORED, Scheme, scheme_of
+from llmcompress.validate.matrix import FLOATS, INTEGERS, PACKED, Matrix, Scheme, shaped
+from llmcompress.validate.schemes import PARTS, STORED, format_of, scheme_of
 from llmcompress.validate.stored import Array, DamageError, Tensor, unpack, words_for
-
-_BLOCK = 1 << 22  # weights decoded at once
+from llmcompress.validate.tables import MARKERS, TABLE_PARTS, read_table
 
 _E4M3: Array = np.array(  # values of all codes; those of 0x7F and 0xFF are no numbers, which `read_matrix` looks for
     [
@@ -26,16 +26,12 @@ _E4M3: Array = np.array(  # values of all codes; those of 0x7F and 0xFF are no n
 
 
 @dataclass(frozen=True)
-class Matrix:
-    """A quantised matrix: scale and zero [out, groups] float32, index [in] the group of each input, words of codes.
+class Affine(Matrix):
+    """scale and zero [out, groups] float32, index [in] the group of each input, words of codes.
 
     layout: how codes lie in the words: streams along the inputs, of an output per row or column, or eight outputs each.
     """
 
-    module: str
-    scheme: Scheme
-    rows: int
-    width: int
     scale: Array
     zero: Array
     index: Array
@@ -78,20 +74,13 @@ class Matrix:
         reach: Array = step / 2 + outside + 1e-4 * step + 1e-6 * np.abs(weight)  # ties decided in float32
         return reach
 
-    def blocks(self) -> Iterator[slice]:
-        """Slices of rows that fit in memory together with their decoded values."""
-        step = max(1, _BLOCK // self.width)
-        return (slice(start, min(start + step, self.rows)) for start in range(0, self.rows, step))
-
 
 def quantised_modules(tensors: Mapping[str, Tensor], form: str) -> dict[str, set[str]]:
-    """Modules that have any part of a quantised matrix -> the parts they have."""
-    found: dict[str, set[str]] = {}
-    for name in tensors:
-        module, _, part = name.rpartition(".")
-        if part in PARTS.get(form, ()):
-            found.setdefault(module, set()).add(part)
-    return found
+    """Modules that have any part that only quantised matrices have -> the parts they have."""
+    parts = PARTS.get(form, ())
+    marks = MARKERS.get(form, parts)
+    modules = {name[: -len(mark) - 1] for mark in marks for name in tensors if name.endswith(f".{mark}")}
+    return {module: {part for part in parts if f"{module}.{part}" in tensors} for module in sorted(modules)}
 
 
 def read_matrix(module: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> tuple[Matrix, list[str]]:
@@ -99,9 +88,11 @@ def read_matrix(module: str, tensors: Mapping[str, Tensor], config: Mapping[str,
     scheme = scheme_of(module, config)
     if scheme is None:
         raise DamageError(f"{module} is quantised, and config.json says that it is not")
+    if (form := format_of(config)) in TABLE_PARTS:
+        return read_table(module, scheme, tensors, form)
     settings = config["quantization_config"]
     readers = {"gptq": _read_gptq, "awq": _read_awq, "compressed-tensors": _read_packed}
-    matrix, wrong = readers[settings["quant_method"]](module, scheme, tensors, settings)
+    matrix, wrong = readers[form](module, scheme, tensors, settings)
     if not np.isfinite(matrix.scale).all():
         wrong.append(f"{module} has scales that are not finite")
     if not matrix.scale.all():
@@ -123,26 +114,18 @@ def _groups(module: str, scheme: Scheme, width: int) -> int:
     return width // size
 
 
-def _shaped(tensor: Tensor, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> Tensor:
-    if tensor.dtype not in dtypes or tensor.shape != shape:
-        raise DamageError(
-            f"{tensor.name} is {tensor.dtype} {list(tensor.shape)} and should be {dtypes[0]} {list(shape)}"
-        )
-    return tensor
-
-
 def _read_gptq(
     module: str, scheme: Scheme, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
-) -> tuple[Matrix, list[str]]:
+) -> tuple[Affine, list[str]]:
     words, zeros, scales, order = (tensors[f"{module}.{part}"] for part in PARTS["gptq"])
     if len(order.shape) != 1 or len(words.shape) != 2:
         raise DamageError(f"{module} has a qweight or g_idx of the wrong number of dimensions")
     width, rows = order.shape[0], words.shape[1]
     groups = _groups(module, scheme, width)
-    _shaped(words, ("I32",), (words_for(width, scheme.bits), rows))
-    _shaped(zeros, ("I32",), (groups, words_for(rows, scheme.bits)))
-    _shaped(scales, ("F16",), (groups, rows))
-    index = _shaped(order, ("I32",), (width,)).array().astype(np.int64)
+    shaped(words, ("I32",), (words_for(width, scheme.bits), rows))
+    shaped(zeros, ("I32",), (groups, words_for(rows, scheme.bits)))
+    shaped(scales, ("F16",), (groups, rows))
+    index = shaped(order, ("I32",), (width,)).array().astype(np.int64)
     if index.min() < 0 or index.max() >= groups:
         raise DamageError(f"{module}.g_idx names groups outside of 0 ... {groups - 1}")
     wrong = []
@@ -157,39 +140,39 @@ def _read_gptq(
     if settings["checkpoint_format"] == "gptq":
         zero = (zero + 1) % (1 << scheme.bits)
     scale = np.ascontiguousarray(scales.floats().T)
-    return Matrix(module, scheme, rows, width, scale, zero, index, words, "columns"), wrong
+    return Affine(module, scheme, rows, width, scale, zero, index, words, "columns"), wrong
 
 
 def _read_awq(
     module: str, scheme: Scheme, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
-) -> tuple[Matrix, list[str]]:
+) -> tuple[Affine, list[str]]:
     words, zeros, scales = (tensors[f"{module}.{part}"] for part in PARTS["awq"])
     if len(words.shape) != 2 or scheme.bits != 4:
         raise DamageError(f"{module} has a qweight of the wrong number of dimensions, or no 4 bits")
     width, rows = words.shape[0], 8 * words.shape[1]
     groups = _groups(module, scheme, width)
-    _shaped(words, ("I32",), (width, rows // 8))
-    _shaped(zeros, ("I32",), (groups, rows // 8))
-    _shaped(scales, ("F16",), (groups, rows))
+    shaped(words, ("I32",), (width, rows // 8))
+    shaped(zeros, ("I32",), (groups, rows // 8))
+    shaped(scales, ("F16",), (groups, rows))
     zero = nibbles(zeros.array()).astype(np.float32).T
     scale = np.ascontiguousarray(scales.floats().T)
     index = np.arange(width) // (width // groups)
-    return Matrix(module, scheme, rows, width, scale, zero, index, words, "awq"), []
+    return Affine(module, scheme, rows, width, scale, zero, index, words, "awq"), []
 
 
 def _read_packed(
     module: str, scheme: Scheme, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
-) -> tuple[Matrix, list[str]]:
+) -> tuple[Affine, list[str]]:
     fixed, wrong = _input_scale(module, scheme, tensors)
     if scheme.stored != PACKED:
         return _read_bytes(module, scheme, tensors, fixed), wrong
     words, scales, shape = (tensors[f"{module}.{part}"] for part in PARTS["compressed-tensors"][:3])
-    rows, width = (int(extent) for extent in _shaped(shape, ("I64",), (2,)).array())
+    rows, width = (int(extent) for extent in shaped(shape, ("I64",), (2,)).array())
     if rows < 1 or width < 1:
         raise DamageError(f"{shape.name} is {rows} x {width}")
     groups = _groups(module, scheme, width)
-    _shaped(words, ("I32",), (rows, words_for(width, scheme.bits)))
-    _shaped(scales, ("BF16", "F16", "F32"), (rows, groups))
+    shaped(words, ("I32",), (rows, words_for(width, scheme.bits)))
+    shaped(scales, ("BF16", "F16", "F32"), (rows, groups))
     zero: Array = np.full((rows, groups), 1 << (scheme.bits - 1), np.float32)
     stored = tensors.get(f"{module}.weight_zero_point")
     if scheme.symmetric and stored is not None:
@@ -197,25 +180,25 @@ def _read_packed(
     if not scheme.symmetric:
         if stored is None:
             raise DamageError(f"{module} is asymmetric and has no weight_zero_point")
-        _shaped(stored, ("I32",), (words_for(rows, scheme.bits), groups))
+        shaped(stored, ("I32",), (words_for(rows, scheme.bits), groups))
         points, clean = unpack(stored.array().T, scheme.bits, rows)
         zero = points.astype(np.float32).T
         if not clean:
             wrong.append(f"{stored.name} has padding bits that are not zero")
     index = np.arange(width) // (width // groups)
-    return Matrix(module, scheme, rows, width, scales.floats(), zero, index, words, "rows", fixed), wrong
+    return Affine(module, scheme, rows, width, scales.floats(), zero, index, words, "rows", fixed), wrong
 
 
-def _read_bytes(module: str, scheme: Scheme, tensors: Mapping[str, Tensor], fixed: float | None) -> Matrix:
+def _read_bytes(module: str, scheme: Scheme, tensors: Mapping[str, Tensor], fixed: float | None) -> Affine:
     codes, scales = tensors[f"{module}.weight"], tensors[f"{module}.weight_scale"]
     if len(codes.shape) != 2:
         raise DamageError(f"{codes.name} is no matrix")
     rows, width = codes.shape
-    _shaped(codes, (STORED[scheme.stored],), (rows, width))
-    _shaped(scales, ("BF16", "F16", "F32"), (rows, 1))
+    shaped(codes, (STORED[scheme.stored],), (rows, width))
+    shaped(scales, ("BF16", "F16", "F32"), (rows, 1))
     zero: Array = np.full((rows, 1), 0 if scheme.stored == FLOATS else 128, np.float32)
     index = np.zeros(width, np.int64)
-    return Matrix(module, scheme, rows, width, scales.floats(), zero, index, codes, "rows", fixed)
+    return Affine(module, scheme, rows, width, scales.floats(), zero, index, codes, "rows", fixed)
 
 
 def _input_scale(module: str, scheme: Scheme, tensors: Mapping[str, Tensor]) -> tuple[float | None, list[str]]:
@@ -225,6 +208,6 @@ def _input_scale(module: str, scheme: Scheme, tensors: Mapping[str, Tensor]) -> 
     if stored is None or not fixed:
         stray = [] if stored is None else [f"{stored.name} is there, and config.json knows of no fixed scale of inputs"]
         return None, stray
-    value = float(_shaped(stored, ("BF16", "F16", "F32"), (1,)).floats()[0])
+    value = float(shaped(stored, ("BF16", "F16", "F32"), (1,)).floats()[0])
     good = np.isfinite(value) and value > 0
     return value, [] if good else [f"{stored.name} is {value}, which is no scale"]

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from llmcompress.grids.coded import Coded
-from llmcompress.grids.inputs import InputGrid
+from llmcompress.grids.inputs import InputGrid, Rounding
 from llmcompress.grids.integer import IntegerGrid
 
 _INT4_GROUPS = (32, 64, 128, 256)
@@ -17,7 +17,7 @@ class PackedLinear(nn.Module):
     `kernel` says what runs: int4, int8, int8-int8 (codes times codes, summed in int32) or decode.
     """
 
-    def __init__(self, coded: Coded, bias: Tensor | None, dtype: torch.dtype, inputs: InputGrid | None = None) -> None:
+    def __init__(self, coded: Coded, bias: Tensor | None, dtype: torch.dtype, inputs: Rounding | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = coded.codes.shape
         self.dtype, self.inputs = dtype, inputs
@@ -42,7 +42,8 @@ class PackedLinear(nn.Module):
             )
             self.group = group
         elif whole_rows:
-            both = self.inputs is not None and self.inputs.spec.type == "int" and self.in_features < _SUMMED
+            integers = isinstance(self.inputs, InputGrid) and self.inputs.spec.type == "int"
+            both = integers and self.in_features < _SUMMED
             self.kernel = "int8-int8" if both else "int8"
             self.register_buffer("words", (coded.codes.to(torch.int16) - grid.spec.middle).to(torch.int8))
             self.register_buffer("scale", grid.scale[:, 0].to(torch.float32 if both else self.dtype))
@@ -68,7 +69,7 @@ class PackedLinear(nn.Module):
 
     def _codes_by_codes(self, rows: Tensor) -> Tensor:
         """Exact sums of products of codes; the scales of token and row come last."""
-        assert self.inputs is not None
+        assert isinstance(self.inputs, InputGrid)
         scales = self.inputs.scales(rows)
         codes = self.inputs.levels(rows, scales).to(torch.int8)
         sums = torch._int_mm(codes, self.words.t())  # type: ignore[operator]

@@ -5,41 +5,20 @@ Part of the second reader: imports nothing that takes part in writing (formats, 
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from llmcompress.validate.awq import skipped
+from llmcompress.validate.matrix import FLOATS, INTEGERS, PACKED, Scheme
 from llmcompress.validate.stored import DamageError
+from llmcompress.validate.tables import TABLE_PARTS, missing_table_parts, table_scheme
 
-PARTS = {
+PARTS: Mapping[str, tuple[str, ...]] = {
     "gptq": ("qweight", "qzeros", "scales", "g_idx"),
     "awq": ("qweight", "qzeros", "scales"),
     "compressed-tensors": ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "input_scale"),
+    **TABLE_PARTS,
 }
-PACKED, INTEGERS, FLOATS = "pack-quantized", "int-quantized", "float-quantized"
 STORED = {INTEGERS: "I8", FLOATS: "F8_E4M3"}  # type of codes that lie one in a byte
-
-
-@dataclass(frozen=True)
-class Scheme:
-    """What a config says of a module; size -1 is one group per row. order: groups may follow the activation order.
-
-    stored: how codes lie in the file. inputs: how inputs are rounded, as in int8-token, None for not at all.
-    """
-
-    bits: int
-    size: int
-    symmetric: bool
-    order: bool = False
-    stored: str = PACKED
-    inputs: str | None = None
-
-    @property
-    def name(self) -> str:
-        group = "row" if self.size == -1 else f"g{self.size}"
-        if self.stored == FLOATS:
-            return f"fp8-{group}"
-        return f"int{self.bits}-{group}-{'sym' if self.symmetric else 'asym'}"
 
 
 def format_of(config: Mapping[str, Any]) -> str:
@@ -48,16 +27,17 @@ def format_of(config: Mapping[str, Any]) -> str:
     if settings is None:
         return "dense"
     method = settings.get("quant_method") if isinstance(settings, dict) else None
-    if not isinstance(method, str) or method not in PARTS:
+    form = method.removeprefix("llmcompress-") if isinstance(method, str) else None
+    if form is None or form not in PARTS:
         raise DamageError(f"quant_method {method!r} is not known")
-    return method
+    return form
 
 
 def scheme_of(module: str, config: Mapping[str, Any]) -> Scheme | None:
     """What config.json says of a linear: how it is quantised, or None for not at all."""
     settings = config["quantization_config"]
     schemes = {"gptq": _gptq_scheme, "awq": _awq_scheme, "compressed-tensors": _packed_scheme}
-    return schemes[settings["quant_method"]](module, settings)
+    return schemes.get(settings["quant_method"], table_scheme)(module, settings)
 
 
 def _gptq_scheme(module: str, settings: Mapping[str, Any]) -> Scheme | None:
@@ -96,7 +76,8 @@ def _packed_scheme(module: str, settings: Mapping[str, Any]) -> Scheme | None:
     weights, stored = chosen[0]["weights"], chosen[0]["format"]
     size = weights["group_size"] if weights["strategy"] == "group" else -1
     inputs = _inputs_said(module, chosen[0].get("input_activations"))
-    scheme = Scheme(int(weights["num_bits"]), int(size), bool(weights["symmetric"]), stored=stored, inputs=inputs)
+    kind = "fp8-row" if stored == FLOATS else ""
+    scheme = Scheme(int(weights["num_bits"]), int(size), bool(weights["symmetric"]), False, stored, inputs, kind)
     if stored != PACKED and (scheme.bits, scheme.size, scheme.symmetric) != (8, -1, True):
         raise DamageError(f"{module} is {stored}, and its weights are not of 8 bits with one symmetric scale per row")
     if stored not in (PACKED, *STORED) or (stored == FLOATS) != (weights["type"] == "float"):
@@ -118,7 +99,9 @@ def _inputs_said(module: str, said: Mapping[str, Any] | None) -> str | None:
 
 def missing_parts(module: str, parts: set[str], config: Mapping[str, Any]) -> list[str]:
     """Tensors that a module should have, beside those in `parts`, by what config.json says of it."""
-    form = config["quantization_config"]["quant_method"]
+    form = format_of(config)
+    if form in TABLE_PARTS:
+        return sorted(missing_table_parts(form, parts))
     wanted = set(PARTS[form]) - {"weight_zero_point", "input_scale"}
     scheme = scheme_of(module, config) if form == "compressed-tensors" else None
     if scheme is not None:

@@ -9,7 +9,7 @@ import numpy as np
 from llmcompress.validate.check import AGREEMENT, Check, guarded_list, summary
 from llmcompress.validate.directory import HEADS, ROWS, Directory
 from llmcompress.validate.kv_cache import cache_scales
-from llmcompress.validate.matrices import Matrix
+from llmcompress.validate.matrix import Matrix
 from llmcompress.validate.schemes import PARTS
 from llmcompress.validate.stored import DamageError, Tensor, read_json, read_tensors
 

@@ -28,7 +28,8 @@ from llmcompress.validate.check import Check, guarded, guarded_list, summary
 from llmcompress.validate.config_checks import config_wrongs
 from llmcompress.validate.directory import ROWS, Directory
 from llmcompress.validate.kv_cache import cache_scales, cache_wrongs
-from llmcompress.validate.matrices import Matrix, quantised_modules, read_matrix
+from llmcompress.validate.matrices import Affine, quantised_modules, read_matrix
+from llmcompress.validate.matrix import Matrix
 from llmcompress.validate.schemes import format_of, missing_parts
 from llmcompress.validate.source_checks import against_source
 from llmcompress.validate.stored import DamageError, read_json, read_tensors
@@ -129,7 +130,8 @@ def _unlike_scales(matrices: Mapping[str, Matrix]) -> list[str]:
     wrong = []
     for parent in dict.fromkeys(module.rpartition(".")[0] for module in matrices):
         for leaves in _FUSED:
-            held = [matrices[name] for leaf in leaves if (name := f"{parent}.{leaf}") in matrices]
+            found = (matrices.get(f"{parent}.{leaf}") for leaf in leaves)
+            held = [matrix for matrix in found if isinstance(matrix, Affine)]
             if len({matrix.input_scale for matrix in held if matrix.input_scale is not None}) > 1:
                 wrong.append(f"{', '.join(matrix.module for matrix in held)} have different scales of one input")
     return wrong

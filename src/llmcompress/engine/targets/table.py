@@ -105,6 +105,12 @@ _TRANSFORMERS = Target(
             Multiples(32, 1, why="on a CPU it takes multiples of 32 outputs, as one kernel serves all modules"),
         ),
         "awq": (_AWQ_BITS, _AWQ_GROUPS, _LOST_EXPERTS),
+        "bitsandbytes": (
+            Unread(
+                lambda entry: experts_of(entry.module) is not None,
+                why="it joins experts into one parameter, which has no place for their codes",
+            ),
+        ),
         "dense": (),
     },
 )

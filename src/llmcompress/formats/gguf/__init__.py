@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from llmcompress.grids.coded import Coded
-    from llmcompress.grids.inputs import InputGrid
+    from llmcompress.grids.inputs import Rounding
 
 
 class Gguf:
@@ -56,7 +56,7 @@ class Gguf:
     def decode(self, module: str, read: Reader, config: Mapping[str, Any]) -> "Coded | None":
         return None
 
-    def inputs(self, module: str, read: Reader, config: Mapping[str, Any]) -> "InputGrid | None":
+    def inputs(self, module: str, read: Reader, config: Mapping[str, Any]) -> "Rounding | None":
         return None
 
 

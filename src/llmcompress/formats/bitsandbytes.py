@@ -1,0 +1,193 @@
+"""bitsandbytes checkpoints, as transformers reads them: NF4 in blocks of 64, or LLM.int8().
+
+A linear M with weight [out, in] on NF4 becomes
+
+    M.weight                                 U8   [out*in/2, 1]  codes along `in`, the first of two in the high bits
+    M.weight.absmax                          F32  [out*in/64]    U8 if quantised in its turn
+    M.weight.quant_map                       F32  [16]           the levels
+    M.weight.nested_absmax                   F32  [blocks/256]   doubly quantised only, rounded up
+    M.weight.nested_quant_map                F32  [256]          likewise: the values of absmax's codes
+    M.weight.quant_state.bitsandbytes__nf4   U8   [bytes]        JSON: shape, types, sizes of blocks, offset of absmax
+
+and by LLM.int8()
+
+    M.weight         I8   [out, in]   W = code * SCB / 127
+    M.SCB            F32  [out]
+    M.weight_format  U8   []          0: rows
+
+Blocks are counted through the whole matrix. Ours lie within rows, so 64 must divide `in`.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from llmcompress.errors import CheckpointError, RunError
+from llmcompress.formats.base import Entry, Reader, TensorSpec
+from llmcompress.formats.bitsandbytes_tensors import (
+    STATE,
+    TYPES,
+    decode_int8,
+    decode_nf4,
+    nested_absmax,
+    packed_state,
+    read_state,
+)
+from llmcompress.formats.checks import Refusal, check_codes, common_refusal, left_alone, rounded_inputs
+from llmcompress.grids.base import Int8Spec, Nf4Spec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from llmcompress.grids.coded import Coded
+    from llmcompress.grids.inputs import Rounding
+
+
+class BitsAndBytes:
+    """What `load_in_4bit` and `load_in_8bit` of transformers save; implements `Format`."""
+
+    name = "bitsandbytes"
+    summary = "nf4 and int8; read by transformers with bitsandbytes"
+    marker = ("weight.absmax", "SCB")
+
+    def refuses(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> Refusal | None:
+        if refusal := common_refusal(self.name, entries, config, (Nf4Spec, Int8Spec)):
+            return refusal
+        if refusal := rounded_inputs(self.name, entries):
+            return refusal
+        coded = [entry for entry in entries if entry.grid is not None]
+        for entry in coded:
+            if isinstance(entry.grid, Int8Spec) and entry.grid.outliers:
+                return (
+                    f"bitsandbytes finds outliers at run time and stores none ({entry.module})",
+                    "leave --outliers out, or use --format int8-outliers",
+                )
+            if entry.transposed:
+                return f"{entry.module} is a Conv1D, whose codes bitsandbytes does not read back", "use --format dense"
+            if entry.source.dtype not in TYPES:
+                return (
+                    f"{entry.source.name} is stored as {entry.source.dtype}, in which bitsandbytes computes nothing",
+                    "convert the model to float16 or bfloat16 first",
+                )
+            if not entry.block:
+                return f"{entry.module} is a head, which loaders leave unquantised", "leave it in its source type"
+        if len({entry.grid for entry in coded}) > 1:
+            names = " and ".join(sorted({entry.grid.name for entry in coded if entry.grid is not None}))
+            return f"a bitsandbytes checkpoint has one type as a whole, not {names}", "use one type for all modules"
+        return None
+
+    def layout(self, entry: Entry) -> list[TensorSpec]:
+        module, rows, width = entry.module, entry.out_features, entry.in_features
+        if isinstance(entry.grid, Int8Spec):
+            return [
+                TensorSpec(f"{module}.weight", "I8", (rows, width)),
+                TensorSpec(f"{module}.SCB", "F32", (rows,)),
+                TensorSpec(f"{module}.weight_format", "U8", ()),
+            ]
+        if not isinstance(entry.grid, Nf4Spec):
+            return [entry.source]
+        blocks, double = rows * entry.grid.groups(width), entry.grid.double
+        specs = [
+            TensorSpec("", "U8", (rows * width // 2, 1)),
+            TensorSpec(".absmax", "U8" if double else "F32", (blocks,)),
+            TensorSpec(".quant_map", "F32", (entry.grid.levels,)),
+        ]
+        if double:
+            specs.append(TensorSpec(".nested_absmax", "F32", (-(-blocks // entry.grid.nested),)))
+            specs.append(TensorSpec(".nested_quant_map", "F32", (256,)))
+        specs.append(TensorSpec(f".{STATE}", "U8", (len(packed_state(entry, 0.0)),)))
+        return [TensorSpec(f"{module}.weight{spec.name}", spec.dtype, spec.shape) for spec in specs]
+
+    def encode(self, entry: Entry, coded: "Coded") -> "dict[str, Tensor]":
+        import torch
+
+        from llmcompress.grids.int8 import Int8Grid
+        from llmcompress.grids.nf4 import Nf4Grid, dynamic_map
+
+        check_codes(entry, coded)
+        grid, module = coded.grid, entry.module
+        if isinstance(grid, Int8Grid):
+            return {
+                f"{module}.weight": (coded.codes.to(torch.int16) - grid.spec.middle).to(torch.int8),
+                f"{module}.SCB": grid.absmax[:, 0].contiguous(),
+                f"{module}.weight_format": torch.tensor(0, dtype=torch.uint8),
+            }
+        if not isinstance(grid, Nf4Grid):
+            raise RunError(f"{module} was coded on {grid.spec.name}, which bitsandbytes does not hold")
+        pairs = coded.codes.reshape(-1, 2)
+        tensors = {"": (pairs[:, :1] << 4) | pairs[:, 1:]}
+        offset = 0.0
+        if grid.code is None:
+            tensors |= {".absmax": grid.absmax.reshape(-1), ".quant_map": grid.table}
+        else:
+            nested, offset = nested_absmax(entry, grid)
+            tensors |= {".absmax": grid.code.reshape(-1), ".quant_map": grid.table}
+            tensors |= {".nested_absmax": nested, ".nested_quant_map": dynamic_map().clone()}
+        tensors[f".{STATE}"] = torch.tensor(list(packed_state(entry, offset)), dtype=torch.uint8)
+        return {f"{module}.weight{name}": tensor.contiguous() for name, tensor in tensors.items()}
+
+    def config(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        coded = [entry for entry in entries if entry.grid is not None]
+        skipped = [entry.module for entry in left_alone(entries)]
+        heads = ["embed_out", "lm_head"] if config.get("model_type") == "gpt_neox" else ["lm_head"]
+        skipped += [name for name in heads if name not in skipped]  # also a tied one, which has no tensor
+        grid = coded[0].grid
+        four = isinstance(grid, Nf4Spec)
+        settings: dict[str, Any] = {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": four,
+            "load_in_8bit": not four,
+            "llm_int8_threshold": 6.0,
+            "llm_int8_skip_modules": skipped,
+            "llm_int8_enable_fp32_cpu_offload": False,
+            "llm_int8_has_fp16_weight": False,
+        }
+        if four:
+            settings |= {
+                "bnb_4bit_quant_type": "nf4",
+                "bnb_4bit_use_double_quant": isinstance(grid, Nf4Spec) and grid.double,
+                "bnb_4bit_compute_dtype": TYPES[coded[0].source.dtype],
+                "bnb_4bit_quant_storage": "uint8",
+            }
+        return {"config.json": {"quantization_config": settings}}
+
+    def recognises(self, config: Mapping[str, Any]) -> bool:
+        settings = config.get("quantization_config")
+        return isinstance(settings, Mapping) and settings.get("quant_method") == "bitsandbytes"
+
+    def shape(
+        self, module: str, specs: Mapping[str, TensorSpec], read: Reader, config: Mapping[str, Any]
+    ) -> tuple[int, int] | None:
+        weight = specs.get(f"{module}.weight")
+        if weight is None:
+            return None
+        if f"{module}.SCB" in specs:
+            return (weight.shape[0], weight.shape[1]) if len(weight.shape) == 2 else None
+        if f"{module}.weight.{STATE}" not in specs:
+            raise CheckpointError(f"{module} has no {STATE}: only nf4 is read of 4-bit types")
+        rows, width = (int(extent) for extent in read_state(module, read)["shape"])
+        if 2 * prod(weight.shape) != rows * width:
+            raise CheckpointError(f"{module}.weight does not hold {rows} x {width} codes")
+        return rows, width
+
+    def decode(self, module: str, read: Reader, config: Mapping[str, Any]) -> "Coded | None":
+        def part(name: str) -> "Tensor | None":
+            try:
+                return read(f"{module}.{name}")
+            except KeyError:
+                return None
+
+        if (scales := part("SCB")) is not None:
+            return decode_int8(module, read(f"{module}.weight"), scales)
+        if (absmax := part("weight.absmax")) is not None:
+            return decode_nf4(module, read, absmax)
+        return None
+
+    def inputs(self, module: str, read: Reader, config: Mapping[str, Any]) -> "Rounding | None":
+        from llmcompress.grids.int8_inputs import ByThreshold
+
+        settings = config["quantization_config"]
+        return ByThreshold(float(settings.get("llm_int8_threshold", 6.0))) if settings.get("load_in_8bit") else None
+
+
+FORMAT = BitsAndBytes()

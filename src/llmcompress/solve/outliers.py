@@ -1,0 +1,43 @@
+"""Input channels with outliers: which they are, and what their float16 weights make up for."""
+
+import torch
+from torch import Tensor
+
+from llmcompress.grids.coded import Coded
+from llmcompress.grids.int8 import Int8Grid, beside_outliers
+from llmcompress.solve.damping import damped
+
+
+def outlier_channels(absmax: Tensor, count: int, threshold: float = 0.0) -> Tensor:
+    """The `count` channels of largest absmax [in] among those that reach `threshold`: [count] int64.
+
+    Ascending, then -1 in places that are free. Ties go to the lower channel.
+    """
+    ranked = torch.argsort(absmax, descending=True, stable=True)[:count]
+    held = ranked[absmax[ranked] >= threshold].sort().values
+    index = torch.full((count,), -1, dtype=torch.int64, device=absmax.device)
+    index[: held.numel()] = held
+    return index
+
+
+def remaining(index: Tensor, width: int) -> Tensor:
+    """The channels [in - n] int64 that are not among the n of `index`, ascending."""
+    rest = torch.ones(width, dtype=torch.bool, device=index.device)
+    rest[index[index >= 0]] = False
+    return rest.nonzero()[:, 0]
+
+
+def beside(coded: Coded, weight: Tensor, index: Tensor, hessian: Tensor | None = None) -> Coded:
+    """The matrix of which `coded` [out, in - n] is the rest; its outlier channels are those of weight [out, in].
+
+    hessian [in, in]: with it they also take up the error E of the rest as well as they can: W_o + E H_ro H_oo^-1, which
+    least squares gives for outputs, with o the outliers and r the rest.
+    """
+    held, rest = index[index >= 0], remaining(index, weight.shape[1])
+    outliers = weight[:, held]
+    if hessian is not None and held.numel():
+        known = damped(hessian[held][:, held], 0.01)
+        pull = (weight[:, rest] - coded.decode()) @ hessian[rest][:, held]
+        outliers = outliers + torch.linalg.solve(known, pull.T).T
+    assert isinstance(coded.grid, Int8Grid)
+    return Coded(*beside_outliers(coded.codes, coded.grid, index, outliers, weight.shape[1]))
