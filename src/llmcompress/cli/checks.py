@@ -151,6 +151,11 @@ def _summary(quantization: Any) -> str:
                 f"{weights.get('num_bits')} bits, {weights.get('strategy')} {weights.get('group_size') or ''}".strip()
             )
         return f"{quantization.get('quant_method')} {quantization.get('format', '')}: {'; '.join(parts)}"
+    if isinstance(modules := quantization.get("modules"), dict):
+        return f"{quantization.get('quant_method')}: {len(modules)} matrices"
+    if "load_in_4bit" in quantization:
+        kind = quantization.get("bnb_4bit_quant_type") if quantization["load_in_4bit"] else "int8"
+        return f"{quantization.get('quant_method')}: {kind}"
     bits, group = quantization.get("bits"), quantization.get("group_size")
     return f"{quantization.get('quant_method')}: {bits} bits, group size {group}"
 
