@@ -150,6 +150,11 @@ def _summary(quantization: Any) -> str:
         if isinstance(cached, dict):
             parts.append(f"keys and values {cached.get('type')} {cached.get('num_bits')} by {cached.get('strategy')}")
         return f"{quantization.get('quant_method')} {quantization.get('format', '')}: {'; '.join(parts)}"
+    if isinstance(modules := quantization.get("modules"), dict):
+        return f"{quantization.get('quant_method')}: {len(modules)} matrices"
+    if "load_in_4bit" in quantization:
+        kind = quantization.get("bnb_4bit_quant_type") if quantization["load_in_4bit"] else "int8"
+        return f"{quantization.get('quant_method')}: {kind}"
     bits, group = quantization.get("bits"), quantization.get("group_size")
     return f"{quantization.get('quant_method')}: {bits} bits, group size {group}"
 
