@@ -50,12 +50,16 @@ def from_packed(part: Tensors, config: dict) -> torch.Tensor:
     columns = int(part["weight_shape"][1])
     scales = part["weight_scale"].float()
     codes = unpack(part["weight_packed"], bits, columns) - 2 ** (bits - 1)
-    return codes * scales.repeat_interleave(columns // scales.shape[1], dim=1)
+    zeros = torch.zeros_like(scales)
+    if "weight_zero_point" in part:
+        zeros = unpack(part["weight_zero_point"].T.contiguous(), bits, len(scales)).T.float() - 2 ** (bits - 1)
+    size = columns // scales.shape[1]
+    return (codes - zeros.repeat_interleave(size, dim=1)) * scales.repeat_interleave(size, dim=1)
 
 
 FORMATS = {
     "gptq": (from_gptq, ("qweight", "qzeros", "scales", "g_idx")),
-    "compressed-tensors": (from_packed, ("weight_packed", "weight_scale", "weight_shape")),
+    "compressed-tensors": (from_packed, ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")),
 }
 
 
@@ -72,8 +76,6 @@ def densify(source: Path, target: Path) -> int:
             module, _, name = key.rpartition(".")
             if name in names:
                 parts.setdefault(module, {})[name] = tensor
-            elif name == "weight_zero_point":
-                raise ValueError(f"{key}: asymmetric checkpoints are not supported")
             else:
                 dense[key] = tensor.float()
     for module, part in parts.items():

@@ -11,24 +11,39 @@ Then, with the calibration tokens as an integer tensor ``input_ids`` [samples, l
 
     python run_llmcompressor.py MODEL_DIR IDS.safetensors OUT_DIR --bits 4 --group-size 64
 
-All linears inside the decoder blocks are quantised, symmetric and weight-only; the head is not.
+All linears inside the decoder blocks are quantised, weight-only, symmetric by GPTQ and asymmetric by AWQ (`--method
+awq`, with both kinds of scales tried); the head is not.
 The tool's defaults hold for all the rest, among them its static activation order: ``--desc-act``
 is taken only so that the peers share one command line, and is refused, since the tool no longer
 writes checkpoints with a permuted ``g_idx``. The weights are loaded as bfloat16, as GPTQModel does
 by itself on a CPU, where float16 is several times slower (``--dtype auto`` keeps the checkpoint's
-own type). The last line printed is a JSON object with the costs.
+own type). Its AWQ asks a CUDA device to pin memory also where there is none, which is turned off
+here. The last line printed is a JSON object with the costs.
 """
 
 import argparse
+from typing import Any
 
 from common import measured, parser
+
+
+def modifiers(method: str, groups: dict[str, Any]) -> list[Any]:
+    """The steps of a method for all linears but the head."""
+    from llmcompressor.modifiers.gptq import GPTQModifier
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from llmcompressor.modifiers.transform import AWQModifier
+    from llmcompressor.pipelines.cache import IntermediatesCache
+
+    if method == "gptq":
+        return [GPTQModifier(config_groups=groups, ignore=["lm_head"])]
+    IntermediatesCache.pin_memory = lambda *_: None
+    return [AWQModifier(duo_scaling="both"), QuantizationModifier(config_groups=groups, ignore=["lm_head"])]
 
 
 def quantize(args: argparse.Namespace) -> None:
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from datasets import Dataset
     from llmcompressor import oneshot
-    from llmcompressor.modifiers.gptq import GPTQModifier
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -41,7 +56,7 @@ def quantize(args: argparse.Namespace) -> None:
     weights = QuantizationArgs(
         num_bits=args.bits,
         type="int",
-        symmetric=True,
+        symmetric=args.method == "gptq",
         strategy="group",
         group_size=args.group_size,
     )
@@ -50,7 +65,7 @@ def quantize(args: argparse.Namespace) -> None:
         model=model,
         tokenizer=tokenizer,
         dataset=data,
-        recipe=GPTQModifier(config_groups={"group_0": scheme}, ignore=["lm_head"]),
+        recipe=modifiers(args.method, {"group_0": scheme}),
         batch_size=1,
         num_calibration_samples=len(ids),
         shuffle_calibration_samples=False,
@@ -60,12 +75,13 @@ def quantize(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    options = parser("GPTQ by llm-compressor on given tokens", "not available in this tool")
+    options = parser("GPTQ or AWQ by llm-compressor on given tokens", "not available in this tool")
+    options.add_argument("--method", choices=("gptq", "awq"), default="gptq")
     options.add_argument("--dtype", default="bfloat16", help="to load the weights in; or auto")
     args = options.parse_args()
     if args.desc_act:
         options.error("llm-compressor has no dynamic activation order; its default is static")
-    measured(args, quantize, "llmcompressor", "static")
+    measured(args, quantize, "llmcompressor", "static" if args.method == "gptq" else "awq")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """Choosing the factors of a layer's sites, before any of its matrices is rounded."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from llmcompress.arch.sites import Site
+from llmcompress.engine.block_loss import BlockLoss
 from llmcompress.engine.folding import held, scaled
 from llmcompress.engine.forward import Forward
 from llmcompress.engine.plan import MatrixPlan, Plan
@@ -48,14 +50,15 @@ class Scaler:
         found = Scaled()
         matrices = {matrix.path: matrix for matrix in self.plan.layers[number]}
         for step in self.steps:
+            blocks = BlockLoss(self.model, number, forward.stream, sites) if step.measures_blocks else None
             for site in sites:
                 if step.wants(site.norm is not None) and site.space in known:
-                    self._scale(number, site, step, known, matrices, found)
+                    self._scale(number, site, step, known, matrices, blocks, found)
+            self.model.refill(number, layer)
         for site in sites:
             if site.space not in known:
                 name = self.plan.anatomy.tensor(number, site.writer.path) or site.writer.path
                 found.ledger.note("starved_expert", name, "left unscaled: too few tokens came to it")
-        self.model.refill(number, layer)
         return found
 
     def _scale(
@@ -65,12 +68,16 @@ class Scaler:
         step: Scaling,
         known: dict[str, Inputs],
         matrices: dict[str, MatrixPlan],
+        blocks: BlockLoss | None,
         found: Scaled,
     ) -> None:
         spread = next((part.spread for part in site.readers if part.spread is not None), None)
         index = None if spread is None else torch.from_numpy(spread).to(known[site.space].mean.device)
-        readers = tuple(self._reader(number, part.path, matrices) for part in site.readers)
-        view = Scalable(known[site.space], readers, site.channels, site.norm is not None, index)
+        readers = {part.path: self._reader(number, part.path, matrices) for part in site.readers}
+        measured = None if blocks is None or site.norm is None else partial(blocks, site, readers)
+        view = Scalable(
+            known[site.space], tuple(readers.values()), site.channels, site.norm is not None, index, measured
+        )
         factors = held(self.plan.anatomy, number, site, step.factors(view).cpu(), self.checkpoint)
         self.checkpoint.fold(scaled(self.plan.anatomy, number, site.parts, factors))
         seen = view.spread_out(factors.to(known[site.space].mean))

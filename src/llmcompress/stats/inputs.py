@@ -45,13 +45,13 @@ class InputStatistics:
     def update(self, x: Tensor) -> None:
         """Add an input [windows, length, in], or [tokens, in] where windows cannot be told."""
         self.gram.update(x)
-        rows = x.detach().reshape(-1, x.shape[-1]).to(torch.float32)
-        later = (x[:, 1:] if x.ndim > 2 else x).detach().reshape(-1, x.shape[-1]).to(torch.float32)
-        later = later[torch.isfinite(later).all(dim=-1)]
-        rows = rows[torch.isfinite(rows).all(dim=-1)].abs()
-        self._sum += rows.sum(dim=0, dtype=torch.float64)
+        windows = x.detach().to(torch.float32)
+        rows, later = (part.reshape(-1, x.shape[-1]) for part in (windows, windows[:, 1:] if x.ndim > 2 else windows))
+        if not bool(torch.isfinite(rows.sum())):  # as for the Gram matrix
+            rows, later = (part[torch.isfinite(part).all(dim=-1)] for part in (rows, later))
+        self._sum += rows.abs().sum(dim=0)
         if len(later):
-            self._largest = torch.maximum(self._largest, later.abs().amax(dim=0))
+            self._largest = torch.maximum(self._largest, torch.maximum(later.amax(dim=0), -later.amin(dim=0)))
             self._parts.append(later[self._step // 2 :: self._step].clone())
 
     def finish(self) -> Inputs:

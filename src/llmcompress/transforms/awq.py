@@ -1,6 +1,7 @@
 """AWQ (Lin et al., 2023, arXiv:2306.00978): scale channels that see large inputs up, so that rounding spares them."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
@@ -10,8 +11,9 @@ from llmcompress.transforms.base import Scalable, Scaling, usable
 if TYPE_CHECKING:
     from torch import Tensor
 
-_ROWS = 512  # of all readers of a site, looked at for each candidate
-_SHORTLIST = 3  # candidates that are measured in the block
+_WORK = 1 << 27  # multiplications that a candidate may take at a site, on some rows of its matrices
+_SHORTLIST = 5  # candidates that are then measured on all rows
+_MEASURED = 3  # candidates that are then measured in the block
 
 
 class AwqScale(Scaling):
@@ -37,18 +39,26 @@ class AwqScale(Scaling):
     def factors(self, site: Scalable) -> "Tensor":
         import torch
 
+        from llmcompress.parallel import together
+        from llmcompress.stats.gram import precision_of
+
         readers = [reader for reader in site.readers if reader.grid is not None]
         one = torch.ones(site.channels, device=site.inputs.mean.device)
         if not readers or not bool((site.inputs.mean > 0).any()):
             return one
         candidates = [one, *self._candidates(site)]
-        share = max(1, _ROWS // len(readers))
-        losses = [_loss(site, site.spread_out(factors), share) for factors in candidates]
-        order = sorted(range(len(losses)), key=losses.__getitem__)  # stable: of equals the earlier one
+        square = site.inputs.hessian
+        share = max(128, _WORK // square.numel()) // len(readers)
+        with precision_of(square[:0].bfloat16()):  # losses are compared, no more
+            losses = together(partial(_loss, site, site.spread_out(factors), share) for factors in candidates)
+            short = list(dict.fromkeys((0, *_ascending(losses)[:_SHORTLIST])))
+            exact = together(partial(_loss, site, site.spread_out(candidates[number])) for number in short)
+        ranked = [short[place] for place in _ascending(exact)]
         if site.measured is None:
-            return candidates[order[0]]
-        measured = [(site.measured(site.spread_out(candidates[n])), n) for n in dict.fromkeys((0, *order[:_SHORTLIST]))]
-        return candidates[min(measured)[1]]
+            return candidates[ranked[0]]
+        wanted = list(dict.fromkeys((0, *ranked[:_MEASURED])))
+        measured = [site.measured(site.spread_out(candidates[number])) for number in wanted]
+        return candidates[wanted[_ascending(measured)[0]]]
 
     def _candidates(self, site: Scalable) -> "Iterator[Tensor]":
         mean = site.tied(site.inputs.mean)
@@ -77,8 +87,8 @@ def _weight_means(site: Scalable) -> "Tensor":
     return total / max(count, 1)
 
 
-def _loss(site: Scalable, scale: "Tensor", rows: int) -> float:
-    """Squared output error per token, tr(D H D^T), of rounding the scaled weights; of some rows of each reader."""
+def _loss(site: Scalable, scale: "Tensor", rows: int = 1 << 62) -> float:
+    """Squared output error per token, tr(D H D^T), of rounding the scaled weights; of so many rows of each reader."""
     from llmcompress.grids.nearest import nearest, some_rows
 
     loss = 0.0
@@ -88,6 +98,11 @@ def _loss(site: Scalable, scale: "Tensor", rows: int) -> float:
             delta = nearest(weight * scale, reader.grid) / scale - weight
             loss += float((delta @ site.inputs.hessian).mul_(delta).sum()) * reader.weight.shape[0] / weight.shape[0]
     return loss
+
+
+def _ascending(losses: list[float]) -> list[int]:
+    """Places of losses, the least first; of equals the earlier one."""
+    return sorted(range(len(losses)), key=losses.__getitem__)
 
 
 TRANSFORM = AwqScale

@@ -1,5 +1,6 @@
 """SmoothQuant (Xiao et al., 2022, arXiv:2211.10438): move outliers of activations into weights."""
 
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
@@ -9,7 +10,7 @@ from llmcompress.transforms.base import Scalable, Scaling, usable
 if TYPE_CHECKING:
     from torch import Tensor
 
-_ROWS = 512
+_ROWS = 256
 _ALPHAS = tuple(step / 20 for step in range(2, 20))
 _LEVELS = 127  # of an activation in 8 bits, each side
 
@@ -33,6 +34,8 @@ class SmoothQuant(Scaling):
     def factors(self, site: Scalable) -> "Tensor":
         import torch
 
+        from llmcompress.parallel import together
+
         largest = site.tied(site.inputs.largest, largest=True)
         weights = site.tied(torch.stack([reader.weight.abs().amax(dim=0) for reader in site.readers]).amax(dim=0), True)
         alive = (largest > 0) & (weights > 0)
@@ -43,7 +46,7 @@ class SmoothQuant(Scaling):
         if self.alpha is not None:
             return factors(self.alpha)
         candidates = [torch.ones_like(largest), *(factors(alpha) for alpha in _ALPHAS)]
-        losses = [_loss(site, site.spread_out(candidate)) for candidate in candidates]
+        losses = together(partial(_loss, site, site.spread_out(candidate)) for candidate in candidates)
         return candidates[losses.index(min(losses))]
 
 
