@@ -89,6 +89,15 @@ class IntegerGrid:
         return replace(grids[0], scale=scale, zero=zero)
 
 
+def covering(weight: Tensor, spec: GridSpec) -> Tensor:
+    """Values float32 [out, in] of rounding weight to nearest on ranges that cover every weight, groups as stored."""
+    block = weight.reshape(weight.shape[0], -1, spec.width(weight.shape[1]))
+    grid = fit(weight, spec, clip="minmax")
+    scale, zero = grid.scale.unsqueeze(-1), grid.zero.unsqueeze(-1)
+    levels: Tensor = (block / scale).add_(zero).round_().clamp_(0, spec.levels - 1).sub_(zero)
+    return levels.mul_(scale).reshape(weight.shape)
+
+
 def storable(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Round scales to values that `dtype` and float16 both hold exactly; float32 in, float32 out, sign kept.
 

@@ -2,9 +2,10 @@
 
 from torch import Tensor
 
-from llmcompress.grids.base import BlockSpec, Spec
+from llmcompress.grids.base import BlockSpec, GridSpec, Spec
 from llmcompress.grids.encoders import encode
 from llmcompress.grids.fitting import fit
+from llmcompress.grids.integer import covering
 
 
 def nearest(weight: Tensor, spec: Spec) -> Tensor:
@@ -14,6 +15,8 @@ def nearest(weight: Tensor, spec: Spec) -> Tensor:
     """
     if isinstance(spec, BlockSpec):
         return encode(weight, spec, "fast").decode()
+    if isinstance(spec, GridSpec) and spec.type == "int":
+        return covering(weight, spec)
     grid = fit(weight, spec, clip="minmax")
     return grid.decode(grid.encode(weight))
 
