@@ -24,6 +24,7 @@ STEPS = {
     "smoothquant": [{"method": "smoothquant"}, {**RTN, "bits": 8}],
     "smoothquant-fixed": [{"method": "smoothquant", "alpha": 0.7, "flows": False}, {**RTN, "bits": 8}],
     "rotate": [{"method": "rotate"}, {**RTN, "bits": 8}],
+    "smoothattention": [{"method": "smoothattention"}, {**RTN, "bits": 8}],
     "both": [{"method": "rotate", "seed": 3}, {"method": "awq", "steps": 5}, {"method": "gptq", "group_size": 32}],
 }
 
@@ -147,6 +148,12 @@ def test_a_model_without_declaration_cannot_be_scaled(random_model_dir, tmp_path
     model = random_model_dir("stablelm")
     with pytest.raises(PlanError, match="awq needs a declaration of the architecture, 'stablelm' has none"):
         make_plan(recipe(STEPS["awq"]), model, Options(out=tmp_path / "out"))
+
+
+def test_a_model_whose_queries_are_not_declared_cannot_be_smoothed(random_model_dir, tmp_path):
+    steps = [{"method": "smoothattention"}, {**RTN, "bits": 8}]
+    with pytest.raises(PlanError, match="keys of a 'gpt_neox' model cannot be scaled against queries"):
+        make_plan(recipe(steps), random_model_dir("gpt_neox"), Options(out=tmp_path / "out"))
 
 
 def test_a_rotation_alone_is_refused_for_formats_of_quantised_models(tiny_model_dir, tmp_path):

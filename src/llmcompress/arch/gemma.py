@@ -3,7 +3,7 @@
 Soft-capping of attention scores exists only in the eager implementation.
 """
 
-from llmcompress.arch.spec import LLAMA_FLOWS, RESIDUAL, ArchSpec, Norm, attention_and_mlp
+from llmcompress.arch.spec import LLAMA_FLOWS, RESIDUAL, ArchSpec, Norm, Scores, attention_and_mlp
 
 ARCH = ArchSpec(
     name="gemma",
@@ -16,6 +16,7 @@ ARCH = ArchSpec(
         Norm("post_feedforward_layernorm", (RESIDUAL,), offset=1.0),
     ),
     flows=LLAMA_FLOWS,
+    scores=Scores(norms=("self_attn.q_norm", "self_attn.k_norm"), offset=1.0),
     final=Norm("model.norm", ("head",), offset=1.0),
     attention="eager",
     tiny={"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8},

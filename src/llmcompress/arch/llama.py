@@ -1,6 +1,6 @@
 """Llama, Mistral and their many relatives (SmolLM2, Yi, ...)."""
 
-from llmcompress.arch.spec import LLAMA_FINAL, LLAMA_FLOWS, LLAMA_NORMS, ArchSpec, attention_and_mlp
+from llmcompress.arch.spec import LLAMA_FINAL, LLAMA_FLOWS, LLAMA_NORMS, ArchSpec, Scores, attention_and_mlp
 
 ARCH = ArchSpec(
     name="llama",
@@ -8,6 +8,7 @@ ARCH = ArchSpec(
     linears=attention_and_mlp(),
     norms=LLAMA_NORMS,
     flows=LLAMA_FLOWS,
+    scores=Scores(),
     final=LLAMA_FINAL,
     tiny={"num_attention_heads": 4, "num_key_value_heads": 2},
 )

@@ -8,6 +8,7 @@ from llmcompress.arch.spec import (
     Flow,
     Linear,
     Norm,
+    Scores,
     attention_and_mlp,
 )
 
@@ -33,6 +34,7 @@ ARCH = ArchSpec(
         Norm("post_attention_layernorm", ("mlp_in", "expert_in.{e}")),
     ),
     flows=(LLAMA_FLOWS[0], Flow("mlp.experts.{e}.up_proj", "expert_hidden.{e}")),
+    scores=Scores(),
     final=LLAMA_FINAL,
     tiny={"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
 )

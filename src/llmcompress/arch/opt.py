@@ -1,6 +1,6 @@
 """OPT: learned positions, LayerNorm, ReLU, biases everywhere, head tied to the embedding."""
 
-from llmcompress.arch.spec import ArchSpec, Flow, Linear, Norm
+from llmcompress.arch.spec import ArchSpec, Flow, Linear, Norm, Scores
 
 _BEFORE = ("do_layer_norm_before", True)  # else a norm's output is also added to what it normalises
 
@@ -23,6 +23,7 @@ ARCH = ArchSpec(
         Flow("self_attn.v_proj", "attn_out", heads=True),
         Flow("fc1", "mlp_hidden", when=("activation_function", "relu")),
     ),
+    scores=Scores(rotary=False),
     final=Norm("model.decoder.final_layer_norm", ("head",), centred=True, when=_BEFORE),
     positions="model.decoder.embed_positions",
     layers="model.decoder.layers",

@@ -8,6 +8,7 @@ from llmcompress.arch.spec import (
     Flow,
     Linear,
     Norm,
+    Scores,
     attention_and_mlp,
 )
 
@@ -27,6 +28,7 @@ ARCH = ArchSpec(
         Norm("post_attention_layernorm", ("mlp_in", "expert_in.{e}")),
     ),
     flows=(*LLAMA_FLOWS, Flow("mlp.experts.{e}.up_proj", "expert_hidden.{e}")),
+    scores=Scores(norms=("self_attn.q_norm", "self_attn.k_norm")),
     final=LLAMA_FINAL,
     tiny={
         "num_attention_heads": 4,

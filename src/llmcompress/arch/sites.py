@@ -16,6 +16,8 @@ from llmcompress.arch.spec import RESIDUAL, ArchSpec, Flow, Linear, Norm, attent
 Index: TypeAlias = npt.NDArray[np.int64]
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
+SCORES = "scores"  # the space where queries and keys meet
+
 
 @dataclass(frozen=True)
 class Part:
@@ -74,6 +76,32 @@ def sites(spec: ArchSpec, config: Mapping[str, Any], shapes: Shapes) -> list[Sit
                 if site is not None:
                     found.append(site)
     return found
+
+
+def scores_site(spec: ArchSpec, config: Mapping[str, Any], shapes: Shapes) -> Site | None:
+    """Queries and keys of a layer: keys are divided, the queries that meet them multiplied; None where it has none.
+
+    What is multiplied are outputs: there is nothing that reads them. Where norms of one weight for all heads follow the
+    matrices, it is those that are scaled, and all heads alike.
+    """
+    counts, scores = attention_heads(config), spec.scores
+    if counts is None or scores is None or scores.query not in shapes:
+        return None
+    queries, pairs = counts if spec.grouped_queries else (counts[0], counts[0])
+    query, key = scores.norms if scores.norms is not None and scores.norms[0] in shapes else (scores.query, scores.key)
+    rows = shapes[scores.query][0]
+    size = rows // (queries + 2 * pairs if scores.query == scores.key else queries)
+    fused = query == key
+    at_query = np.arange(queries * size) if fused else None
+    at_key = np.arange(queries * size, (queries + pairs) * size) if fused else None
+    offset = 0.0 if query == scores.query else scores.offset
+    if shapes[query] == (size,):
+        return Site(SCORES, size, Part(key, divided=True, offset=offset), (Part(query, offset=offset),))
+    channels = pairs * size
+    kept = np.arange(channels).reshape(pairs, 1, size)
+    spread = np.tile(kept, (1, queries // pairs, 1)).reshape(-1)
+    writer = Part(key, divided=True, at=at_key, offset=offset)
+    return Site(SCORES, channels, writer, (Part(query, at=at_query, spread=spread, offset=offset),), heads=pairs)
 
 
 def residual_readers(spec: ArchSpec, config: Mapping[str, Any], shapes: Shapes) -> list[str]:

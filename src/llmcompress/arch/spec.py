@@ -69,6 +69,21 @@ class Flow:
 
 
 @dataclass(frozen=True)
+class Scores:
+    """Where queries and keys come from, which meet channel by channel in the scores of attention.
+
+    query, key: module paths; the same where one matrix holds both, queries first. norms: of queries and of keys, where
+    a model has them; offset: of their weights. rotary: whether channels are rotated in pairs, half a head apart.
+    """
+
+    query: str = "self_attn.q_proj"
+    key: str = "self_attn.k_proj"
+    norms: tuple[str, str] | None = None
+    offset: float = 0.0
+    rotary: bool = True
+
+
+@dataclass(frozen=True)
 class Experts:
     """A mixture-of-experts block whose experts transformers keeps as 3-D parameters.
 
@@ -87,7 +102,8 @@ class ArchSpec:
     layers, such as the last norm, without whose weight no checkpoint is whole. disk: module paths, below a layer or of
     what stands outside the layers, that are called otherwise on disk; `{e}` stands for an expert's number. never:
     matrices that are never quantised (routers). norms, flows: those of a layer; without, nothing can be scaled or
-    rotated. final: the norm that feeds the head. positions: module path of learned positions. attention: implementation
+    rotated. scores: where queries and keys come from. final: the norm that feeds
+    the head. positions: module path of learned positions. attention: implementation
     to ask transformers for where its default would change the function. outputs: how many values a layer returns, the
     hidden states first; a tuple if more than one.
     grouped_queries: whether attention may have fewer key-value heads than query heads; without, a count of them in
@@ -109,6 +125,7 @@ class ArchSpec:
     never: tuple[Linear, ...] = ()
     norms: tuple[Norm, ...] = ()
     flows: tuple[Flow, ...] = ()
+    scores: Scores | None = None
     final: Norm | None = None
     positions: str | None = None
     attention: str | None = None

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from llmcompress.arch.sites import Site, residual_readers, residual_writers, sites
+from llmcompress.arch.sites import Site, residual_readers, residual_writers, scores_site, sites
 from llmcompress.arch.spec import ArchSpec
 from llmcompress.store.headers import ModelHeaders
 
@@ -50,10 +50,16 @@ class Anatomy:
         for linear in (*self.spec.never, *self.spec.linears):
             yield from (path for _, path, _ in self.spec.expand(linear, experts))
         yield from (norm.path for norm in self.spec.norms)
+        if self.spec.scores is not None and self.spec.scores.norms is not None:
+            yield from self.spec.scores.norms
 
     def sites(self, layer: int) -> list[Site]:
         """Where channels of a layer can be scaled."""
         return sites(self.spec, self.headers.config, self.shapes(layer))
+
+    def scores(self, layer: int) -> Site | None:
+        """Where queries and keys of a layer can be scaled against each other."""
+        return scores_site(self.spec, self.headers.config, self.shapes(layer))
 
     def residual(self, layer: int) -> tuple[list[str], list[str]]:
         """Module paths of what reads the hidden states of a layer through norms, and of what adds to them."""

@@ -103,6 +103,11 @@ class Plan:
         return Anatomy(self.headers, self.spec, self.prefix, len(self.layers))
 
     @property
+    def scales_channels(self) -> bool:
+        """Whether steps choose factors layer by layer."""
+        return any(step.needs_calibration for step in self.recipe.transforms)
+
+    @property
     def calibrated(self) -> bool:
         """Whether windows of text run through the model."""
         matrices = (matrix for layer in self.layers for matrix in layer)

@@ -32,7 +32,6 @@ from llmcompress.parallel import threads
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.folds import FoldedCheckpoint
 from llmcompress.store.staging import Hidden, Staging
-from llmcompress.transforms.base import Scaling
 
 Stop = Callable[[int], bool]
 
@@ -188,7 +187,7 @@ def _with_data(plan: Plan, checkpoint: Checkpoint, tokens: Tensor, sections: _Se
 
 def _scaler(plan: Plan, checkpoint: Checkpoint, model: StreamedModel, progress: Progress) -> Scaler | None:
     """What chooses the factors of scaling steps, if there are any."""
-    if isinstance(checkpoint, FoldedCheckpoint) and any(isinstance(step, Scaling) for step in plan.recipe.transforms):
+    if isinstance(checkpoint, FoldedCheckpoint) and plan.scales_channels:
         return Scaler(plan, checkpoint, model, progress)
     return None
 

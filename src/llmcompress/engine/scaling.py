@@ -16,9 +16,11 @@ from llmcompress.engine.progress import Progress
 from llmcompress.errors import RunError
 from llmcompress.ledger import Ledger
 from llmcompress.model.build import StreamedModel
+from llmcompress.solve.smooth_attention import Rotary, smoothing
 from llmcompress.stats.inputs import Inputs, InputStatistics
 from llmcompress.store.folds import FoldedCheckpoint
-from llmcompress.transforms.base import Reader, Scalable, Scaling
+from llmcompress.transforms.base import Reader, Scalable, Scaling, Transform
+from llmcompress.transforms.smoothattention import SmoothAttention
 
 _FEW = 4  # tokens per channel below which an expert is left as it is
 
@@ -37,19 +39,23 @@ class Scaler:
 
     def __init__(self, plan: Plan, checkpoint: FoldedCheckpoint, model: StreamedModel, progress: Progress) -> None:
         self.plan, self.checkpoint, self.model, self.progress = plan, checkpoint, model, progress
-        self.steps = [step for step in plan.recipe.transforms if isinstance(step, Scaling)]
+        self.steps = [step for step in plan.recipe.transforms if isinstance(step, Scaling | SmoothAttention)]
 
     def layer(self, number: int, layer: nn.Module, forward: Forward) -> Scaled:
         """Choose, fold, and load what has changed into `layer`."""
         sites = [
             site
             for site in self.plan.anatomy.sites(number)
-            if any(step.wants(site.norm is not None) for step in self.steps)
+            if any(isinstance(step, Scaling) and step.wants(site.norm is not None) for step in self.steps)
         ]
-        known = self._inputs(sites, layer, forward)
+        known = self._inputs(sites, layer, forward) if sites else {}
         found = Scaled()
         matrices = {matrix.path: matrix for matrix in self.plan.layers[number]}
         for step in self.steps:
+            if isinstance(step, SmoothAttention):
+                self._smooth(number, step, forward, found)
+                self.model.refill(number, layer)
+                continue
             blocks = BlockLoss(self.model, number, forward.stream, sites) if step.measures_blocks else None
             for site in sites:
                 if step.wants(site.norm is not None) and site.space in known:
@@ -79,9 +85,26 @@ class Scaler:
             known[site.space], tuple(readers.values()), site.channels, site.norm is not None, index, measured
         )
         factors = held(self.plan.anatomy, number, site, step.factors(view).cpu(), self.checkpoint)
-        self.checkpoint.fold(scaled(self.plan.anatomy, number, site.parts, factors))
         seen = view.spread_out(factors.to(known[site.space].mean))
         known[site.space] = known[site.space].divided(seen)
+        self._fold(number, site, step, factors, found)
+
+    def _smooth(self, number: int, step: SmoothAttention, forward: Forward, found: Scaled) -> None:
+        """Scale keys against queries, by how large keys are in the layer as it stands."""
+        site = self.plan.anatomy.scores(number)
+        peaks = forward.keys_and_values().key
+        if site is None or peaks is None:
+            raise RunError(f"layer {number} keeps no keys", "leave smoothattention out")
+        scores, config = self.plan.spec.scores, self.plan.headers.config
+        rotary: Rotary = "half" if scores is not None and scores.rotary else "none"
+        rotated = int(peaks.shape[1] * float(config.get("partial_rotary_factor") or 1.0))
+        factors = smoothing(
+            peaks.cpu(), rotary, rotated=rotated, alpha=step.alpha, shared=site.channels == peaks.shape[1]
+        )
+        self._fold(number, site, step, factors.reshape(-1)[: site.channels], found)
+
+    def _fold(self, number: int, site: Site, step: Transform, factors: Tensor, found: Scaled) -> None:
+        self.checkpoint.fold(scaled(self.plan.anatomy, number, site.parts, factors))
         found.factors[site.space] = factors * found.factors.get(site.space, 1.0)
         found.records.append(
             {

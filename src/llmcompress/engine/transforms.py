@@ -19,6 +19,7 @@ from llmcompress.store.folds import FoldedCheckpoint
 from llmcompress.store.headers import ModelHeaders, Stored
 from llmcompress.transforms.base import Scaling, Transform
 from llmcompress.transforms.rotate import Rotate
+from llmcompress.transforms.smoothattention import SmoothAttention
 
 if TYPE_CHECKING:
     from llmcompress.engine.plan import Plan
@@ -55,6 +56,12 @@ def transformed_headers(headers: ModelHeaders, recipe: Recipe, anatomy: Anatomy,
             raise PlanError(
                 f"{step.name} needs a declaration of the architecture, {headers.config['model_type']!r} has none",
                 "leave the step out; `llmcompress list archs` shows which are declared",
+            )
+        if isinstance(step, SmoothAttention) and anatomy.spec.scores is None:
+            raise PlanError(
+                f"keys of a {headers.config['model_type']!r} model cannot be scaled against queries: "
+                "its declaration does not say where they are",
+                "leave smoothattention out",
             )
         if isinstance(step, Rotate) and step.residual:
             headers = _untied(headers, anatomy, ledger)
@@ -109,6 +116,6 @@ def open_transformed(plan: "Plan") -> Checkpoint:
 def add_factors(plan: "Plan", checkpoint: Checkpoint, layer: int, factors: dict[str, Tensor]) -> None:
     """Scale a layer's sites by factors, by space."""
     if isinstance(checkpoint, FoldedCheckpoint):
-        for site in plan.anatomy.sites(layer):
-            if site.space in factors:
+        for site in (*plan.anatomy.sites(layer), plan.anatomy.scores(layer)):
+            if site is not None and site.space in factors:
                 checkpoint.fold(scaled(plan.anatomy, layer, site.parts, factors[site.space]))

@@ -115,6 +115,29 @@ def test_every_part_of_every_site_matters(random_model_dir, family, options):
             assert error(run(random_scales(anatomy, (number, forgotten))), reference) > 1e-6, site
 
 
+SCORES = [case for case in CASES if case[0] not in ("gpt2", "gpt_neox")]
+
+
+@pytest.mark.parametrize(("family", "options"), SCORES, ids=[f"{name}-{next(iter(o), 'plain')}" for name, o in SCORES])
+def test_scaling_keys_against_queries_leaves_the_logits_as_they_were(random_model_dir, family, options):
+    anatomy = anatomy_of(random_model_dir(family, dtype="float32", **options))
+    run = Runner(anatomy)
+    reference = run()
+    generator = torch.Generator().manual_seed(1)
+    folds, keys, queries = [], [], []
+    for layer in range(2):
+        site = anatomy.scores(layer)
+        heads = max(site.heads, 1)
+        half = torch.rand(heads, 1, site.channels // heads // 2, dtype=torch.float64, generator=generator) + 0.5
+        factors = half.expand(-1, 2, -1).reshape(-1)  # both channels of a rotated pair alike
+        folds.append(scaled(anatomy, layer, site.parts, factors))
+        keys.append(scaled(anatomy, layer, [site.writer], factors))
+        queries.append(scaled(anatomy, layer, site.readers, factors))
+    assert error(run(folds), reference) < 1e-9
+    assert error(run(keys), reference) > 1e-6
+    assert error(run(queries), reference) > 1e-6
+
+
 def test_the_sites_are_those_that_each_family_has():
     expected = {"llama": 4, "qwen3": 4, "olmo2": 2, "gemma": 4, "phi3": 4, "gpt2": 3, "gpt_neox": 3, "opt": 4}
     for family, count in expected.items():
