@@ -37,6 +37,10 @@ Activations = Annotated[
         "faster and less exact), or not at all.",
     ),
 ]
+Clip = Annotated[
+    Literal["search", "minmax"],
+    typer.Option("--clip", help="Range of a row or block: searched for least squared error, or to cover every weight."),
+]
 Source = Annotated[
     str | None,
     typer.Option(
@@ -118,15 +122,16 @@ PRESETS = (
         "fp8",
         FP8,
         fixed={"type": "fp8", "bits": 8, "group_size": -1},
-        offered=("activation_clip", "activation_percentile", "clip"),
-        own={"activations": (Activations, "fp8-token")},
+        offered=("activation_clip", "activation_percentile"),
+        own={"activations": (Activations, "fp8-token"), "clip": (Clip, "search")},
     ),
     Preset(
         "nf4",
         NF4,
         calibrated="gptq",
         fixed={"type": "nf4"},
-        offered=("double_quant", "clip"),
+        offered=("double_quant",),
+        own={"clip": (Clip, "search")},
         format="bitsandbytes",
     ),
     Preset(
@@ -134,7 +139,8 @@ PRESETS = (
         INT8,
         calibrated="gptq",
         fixed={"type": "int8", "bits": 8},
-        offered=("outliers", "outlier_threshold", "outlier_count", "clip"),
+        offered=("outliers", "outlier_threshold", "outlier_count"),
+        own={"clip": (Clip, "search")},
         format="bitsandbytes",
         beside={"outliers": "int8-outliers"},
     ),
