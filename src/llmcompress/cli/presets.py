@@ -10,7 +10,10 @@ from llmcompress.cli import options as o
 from llmcompress.cli.jobs import Job
 from llmcompress.methods.base import Method
 from llmcompress.recipe import DEFAULT_FORMAT, Calibration, Output, Recipe, build, methods
+from llmcompress.transforms.awq import AwqScale
 from llmcompress.transforms.base import Transform
+from llmcompress.transforms.rotate import Rotate
+from llmcompress.transforms.smoothquant import SmoothQuant
 
 FP8 = """Write weights as floats of 8 bits (E4M3), one scale per row, and have inputs rounded likewise.
 
@@ -29,6 +32,36 @@ bitsandbytes rounds inputs as well, and computes in 16 bits the input channels t
 --outliers chooses such channels on text beforehand and keeps their weights in 16 bits too, in a format that only \
 llmcompress reads."""
 
+AWQ = """Scale channels up that see large inputs, then round weights: AWQ.
+
+Scales are searched for the least error of the outputs, and folded into norms and matrices, so the result needs no \
+more than any other checkpoint. Ranges of groups are then searched likewise."""
+
+SMOOTHQUANT = """Share outliers out between inputs and weights, then round both to 8 bits: SmoothQuant, W8A8.
+
+Without --alpha the strength is searched for every norm, and between up_proj and down_proj, v_proj and o_proj."""
+
+ROTATE = """Turn hidden states and values by random Hadamard matrices, folded into the weights; nothing is rounded.
+
+The result is a model of the same function without outlier channels. To round it in the same run, write a recipe with \
+the step rotate before one such as gptq."""
+
+Sym = Annotated[bool, typer.Option("--sym/--asym", help="Symmetric grid: every zero point is the middle code.")]
+OutputClip = Annotated[
+    Literal["output", "search", "minmax"],
+    typer.Option(
+        "--clip",
+        help="Range of a group: searched for the least error of the outputs, for least squared error of the weights, "
+        "or to cover every weight.",
+    ),
+]
+Inputs = Annotated[
+    Literal["int8-token", "int8-tensor"],
+    typer.Option(
+        "--activations",
+        help="Round inputs with a scale of each token's own, or with one for all tokens (faster, and less exact).",
+    ),
+]
 Activations = Annotated[
     Literal["fp8-token", "fp8-tensor", "none"],
     typer.Option(
@@ -118,6 +151,22 @@ class Preset:
 
 
 PRESETS = (
+    Preset(
+        "awq",
+        AWQ,
+        transforms=(AwqScale,),
+        offered=("bits", "group_size"),
+        own={"sym": (Sym, False), "clip": (OutputClip, "output")},
+    ),
+    Preset(
+        "smoothquant",
+        SMOOTHQUANT,
+        transforms=(SmoothQuant,),
+        fixed={"bits": 8, "group_size": -1},
+        offered=("activation_clip", "activation_percentile"),
+        own={"activations": (Inputs, "int8-token"), "clip": (OutputClip, "search")},
+    ),
+    Preset("rotate", ROTATE, method=None, transforms=(Rotate,), format="dense"),
     Preset(
         "fp8",
         FP8,
