@@ -9,6 +9,7 @@ from llmcompress.formats.gguf.file import ENCODED_AT_ONCE
 from llmcompress.methods.base import SOLVED_ROWS
 from llmcompress.recipe import Recipe
 from llmcompress.store.headers import ModelHeaders
+from llmcompress.transforms.rotate import Rotate
 
 if TYPE_CHECKING:
     from llmcompress.engine.plan import MatrixPlan
@@ -18,6 +19,7 @@ _WITHOUT_MODEL = 272_000_000  # the same without a model and its forward passes
 _WITH_GGUF = 26_000_000  # more with the gguf package and a vocabulary
 _ENCODED = 12  # bytes that each weight of a chunk takes while it is encoded for GGUF
 _COPIED = 1.4  # bytes for each of the largest tensor's: when it is read, not all memory of solved matrices is free yet
+_TURNED = 3.2  # bytes for each of the largest tensor's where it is rotated, which is done in float32
 _PER_THREAD = 24_000_000  # buffers that torch's libraries keep for each further one
 _ITEM = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -100,6 +102,8 @@ def _memory(
     """The interpreter, plus the larger of the embedding and the layer that takes most."""
     largest = max((stored.spec for stored in headers.tensors.values()), key=lambda spec: spec.nbytes)
     table, more = largest.nbytes, 0
+    if any(isinstance(step, Rotate) and step.residual for step in recipe.transforms):
+        table = int(_TURNED * table)
     if recipe.output.format == "gguf":
         table, more = table + _ENCODED * min(prod(largest.shape), ENCODED_AT_ONCE), _WITH_GGUF
     if not calibrated:

@@ -21,7 +21,7 @@ _ROWS = 4096  # turned at once
 
 
 class Fold(Protocol):
-    """A change of one stored tensor."""
+    """A change of one stored tensor, in float32 or float64, which may be written over."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
@@ -44,9 +44,9 @@ class Scaled:
     def __call__(self, x: Tensor) -> Tensor:
         factor = self.whole(x.shape[self.axis])
         shape = [-1 if axis == self.axis else 1 for axis in range(x.ndim)]
-        if self.offset:
-            return (x + self.offset) * factor.to(x.dtype).view(shape) - self.offset
-        return x * factor.to(x.dtype).view(shape)
+        x = x.add_(self.offset) if self.offset else x
+        x.mul_(factor.to(x.dtype).view(shape))
+        return x.sub_(self.offset) if self.offset else x
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Filled:
     value: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        return torch.full_like(x, self.value)
+        return x.fill_(self.value)
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,7 @@ class Turned:
     at: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        out = x.clone()
-        vectors = out.movedim(self.axis, -1)
+        vectors = x.movedim(self.axis, -1)
         vectors = vectors if vectors.ndim > 1 else vectors[None]
         for start in range(0, vectors.shape[0], _ROWS):
             part = vectors[start : start + _ROWS]
@@ -79,7 +78,7 @@ class Turned:
                 part.copy_(turned)
             else:
                 part[:, self.at] = turned
-        return out
+        return x
 
 
 class FoldedCheckpoint(Checkpoint):
@@ -121,11 +120,11 @@ class FoldedCheckpoint(Checkpoint):
         return None if f"{module}.weight" in self._folds else self.base.coded(module)
 
     def read(self, name: str) -> Tensor:
-        value = self.base.read(self.shared.get(name, name))
+        work = self.base.read(self.shared.get(name, name))
         folds = self._folds.get(name)
         if folds is None:
-            return value
-        work = value.to(torch.float64 if value.dtype == torch.float64 else torch.float32)
+            return work
+        work = work.to(torch.float64 if work.dtype == torch.float64 else torch.float32)
         for change in folds:
             work = change(work)
         return work if name in self.exact else work.to(DTYPES[self.headers.tensors[name].spec.dtype])
