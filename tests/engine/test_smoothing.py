@@ -1,0 +1,69 @@
+"""SmoothQuant where it matters: on a model with planted outliers, naive 8 bits collapse and smoothed ones do not."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmcompress.engine.plan import Options, make_plan
+from llmcompress.engine.run import run
+from llmcompress.recipe import parse
+from llmcompress.validate.evaluate import measure
+from llmcompress.validate.load import open_streamed
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from planted import plant
+
+W8A8 = {"method": "rtn", "bits": 8, "group_size": -1, "activations": "int8-token"}
+
+
+@pytest.fixture(scope="module")
+def planted(tiny_model_dir, tmp_path_factory):
+    out = tmp_path_factory.mktemp("planted") / "model"
+    plant(tiny_model_dir, out, 2, 100.0)
+    return out
+
+
+@pytest.fixture(scope="module")
+def windows(tiny_model_dir, tiny_eval_text):
+    from llmcompress.engine.calibration import load_tokenizer
+
+    ids = load_tokenizer(tiny_model_dir)(tiny_eval_text.read_text())["input_ids"]
+    return torch.tensor(ids[: 24 * 64]).view(24, 64)
+
+
+def perplexities(subject, reference, windows):
+    seen = measure(*(open_streamed(path, dtype=torch.float32) for path in (subject, reference)), windows)
+    return float(torch.tensor(seen.nll).mean().exp()), float(torch.tensor(seen.ref_nll).mean().exp())
+
+
+def made(model, out, *steps):
+    data = {"calibration": {"samples": 16, "length": 64}, "steps": [*steps, W8A8]}
+    run(make_plan(parse(data), model, Options(out=out)))
+    return out
+
+
+def test_planting_outliers_leaves_the_function_as_it_was(planted, tiny_model_dir, windows):
+    mine, theirs = perplexities(planted, tiny_model_dir, windows)
+    assert mine == pytest.approx(theirs, rel=1e-5)
+
+
+def test_naive_8_bits_collapse_where_smoothed_ones_stay_within_two_per_cent(planted, tmp_path, windows):
+    naive, original = perplexities(made(planted, tmp_path / "naive"), planted, windows)
+    smooth, _ = perplexities(made(planted, tmp_path / "smooth", {"method": "smoothquant"}), planted, windows)
+    assert naive > 1.2 * original
+    assert smooth < 1.02 * original
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_a_searched_strength_is_better_than_either_extreme(planted, tmp_path, windows, alpha):
+    step = {"method": "smoothquant"}
+    searched = measured_kl(made(planted, tmp_path / "searched", step), planted, windows)
+    extreme = measured_kl(made(planted, tmp_path / "extreme", {**step, "alpha": alpha}), planted, windows)
+    assert searched < extreme
+
+
+def measured_kl(subject, reference, windows):
+    models = [open_streamed(path, dtype=torch.float32) for path in (subject, reference)]
+    return float(measure(*models, windows).kl.mean())
