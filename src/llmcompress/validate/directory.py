@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.lib import format as format_
 
 from llmcompress.validate.matrix import Matrix
 from llmcompress.validate.stored import Array, DamageError, Tensor
@@ -79,7 +80,14 @@ def read_scales(file: Path) -> Mapping[str, Array]:
     if not file.exists():
         return {}
     try:
-        with np.load(file, allow_pickle=False) as arrays:
-            return {name: arrays[name].astype(np.float64) for name in arrays.files}
+        with zipfile.ZipFile(file) as arrays:
+            return {name.removesuffix(".npy"): _array(arrays, name) for name in arrays.namelist()}
     except (ValueError, OSError, zipfile.BadZipFile, KeyError, EOFError) as error:
         raise DamageError(f"{file.name} cannot be read: {error}") from None
+
+
+def _array(arrays: zipfile.ZipFile, name: str) -> Array:
+    """An array of an .npz in float64; ValueError for one of objects, which would be unpickled."""
+    with arrays.open(name) as stored:
+        values: Array = format_.read_array(stored).astype(np.float64)
+    return values
