@@ -26,6 +26,8 @@ RECIPES = {  # each with a number of threads
     "rtn": (1, ["rtn", *GROUPS]),
     "rtn by outputs, awq": (1, ["rtn", *GROUPS, "--clip", "output", "--asym", "--format", "awq"]),
     "rtn, scales of keys and values": (1, ["rtn", *GROUPS, "--kv-cache", "fp8"]),
+    "awq": (2, ["awq", *GROUPS]),
+    "rotate": (1, ["rotate"]),
     "gguf": (2, ["gguf", "--type", "Q4_K_M"]),
     "gguf, calibrated": (2, ["gguf", "--type", "Q4_K_M", *CALIBRATED]),
 }

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 from llmcompress.formats.gguf.file import ENCODED_AT_ONCE
 from llmcompress.methods.base import SOLVED_ROWS
 from llmcompress.recipe import Recipe
+from llmcompress.store.folds import TURNED_ROWS
 from llmcompress.store.headers import ModelHeaders
+from llmcompress.transforms.base import Scaling
 from llmcompress.transforms.rotate import Rotate
 
 if TYPE_CHECKING:
@@ -19,7 +21,9 @@ _WITHOUT_MODEL = 272_000_000  # the same without a model and its forward passes
 _WITH_GGUF = 26_000_000  # more with the gguf package and a vocabulary
 _ENCODED = 12  # bytes that each weight of a chunk takes while it is encoded for GGUF
 _COPIED = 1.4  # bytes for each of the largest tensor's: when it is read, not all memory of solved matrices is free yet
-_TURNED = 3.2  # bytes for each of the largest tensor's where it is rotated, which is done in float32
+_TURNED = 3  # bytes for each of the largest tensor's where it is rotated, which is done in float32
+_AT_WORK = 40  # bytes for each number of the rows that are being rotated, in float64
+_SAMPLED = 1024  # tokens kept of an input where scales are searched
 _PER_THREAD = 24_000_000  # buffers that torch's libraries keep for each further one
 _ITEM = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -102,12 +106,13 @@ def _memory(
     """The interpreter, plus the larger of the embedding and the layer that takes most."""
     largest = max((stored.spec for stored in headers.tensors.values()), key=lambda spec: spec.nbytes)
     table, more = largest.nbytes, 0
-    if any(isinstance(step, Rotate) and step.residual for step in recipe.transforms):
-        table = int(_TURNED * table)
+    turned = any(isinstance(step, Rotate) and step.residual for step in recipe.transforms)
+    if turned:
+        table = _TURNED * table + _AT_WORK * TURNED_ROWS * _hidden_width(headers)
     if recipe.output.format == "gguf":
         table, more = table + _ENCODED * min(prod(largest.shape), ENCODED_AT_ONCE), _WITH_GGUF
     if not calibrated:
-        table = table if more else int(_COPIED * table)
+        table = table if more or turned else int(_COPIED * table)
         return _WITHOUT_MODEL + more + max(table, *(_solving(layer, means, False) for layer in layers))
     item, width = _ITEM[means.dtype], _hidden_width(headers)
     tokens = means.batch * recipe.calibration.length
@@ -125,7 +130,21 @@ def _memory(
         kept = (3 if paired else 1) * 4 * max((columns**2 for columns in widths.values()), default=0)
         kept = max(kept, sum(4 * columns**2 for columns in experts.values()))
         most = max(most, loaded + kept + running, loaded + _solving(layer, means, paired))
+        if any(isinstance(step, Scaling) for step in recipe.transforms):
+            most = max(most, loaded + _scaling(layer, means, running + tokens * (means.threads + 1) * item))
     return _WITH_MODEL + more + _PER_THREAD * (means.threads - 1) + max(table + 4 * tokens * width * item, most)
+
+
+def _scaling(layer: "Sequence[MatrixPlan]", means: Means, running: int) -> int:
+    """Choosing scales: statistics of all inputs at once, and either the windows, or a site's matrices at work."""
+    widths = {plan.space: plan.entry.in_features for plan in layer}
+    rows: dict[str, int] = {}
+    for plan in layer:
+        rows[plan.space] = rows.get(plan.space, 0) + plan.entry.out_features
+    kept = sum(4 * columns**2 + 4 * _SAMPLED * columns for columns in widths.values())
+    largest = max(plan.entry.out_features * plan.entry.in_features for plan in layer)
+    weights = max(rows[space] * columns for space, columns in widths.items())
+    return kept + max(running, 4 * weights + 20 * largest * means.threads + 8 * max(widths.values()) ** 2)
 
 
 def _solving(layer: "Sequence[MatrixPlan]", means: Means, paired: bool) -> int:

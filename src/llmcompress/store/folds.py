@@ -17,7 +17,7 @@ from llmcompress.grids.coded import Coded
 from llmcompress.solve.hadamard import Rotation
 from llmcompress.store.checkpoint import DTYPES, Checkpoint
 
-_ROWS = 4096  # turned at once
+TURNED_ROWS = 1024  # at once
 
 
 class Fold(Protocol):
@@ -70,8 +70,8 @@ class Turned:
     def __call__(self, x: Tensor) -> Tensor:
         vectors = x.movedim(self.axis, -1)
         vectors = vectors if vectors.ndim > 1 else vectors[None]
-        for start in range(0, vectors.shape[0], _ROWS):
-            part = vectors[start : start + _ROWS]
+        for start in range(0, vectors.shape[0], TURNED_ROWS):
+            part = vectors[start : start + TURNED_ROWS]
             chosen = part if self.at is None else part[:, self.at]
             turned = self.rotation.turn(chosen.reshape(-1, self.rotation.size)).reshape(chosen.shape).to(x.dtype)
             if self.at is None:
