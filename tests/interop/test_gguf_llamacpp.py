@@ -38,9 +38,10 @@ OVERRIDES = {
 MODEL_TYPES = sorted(kind for family in discover(families, "FAMILY").values() for kind in family.model_types)
 
 
-def write(model, out, kind, **step):
-    """A GGUF file of `model`."""
-    recipe = {"steps": [{"method": "rtn", "gguf": {"type": kind}, **step}], "output": {"format": "gguf"}}
+def write(model, out, kind, *before, **step):
+    """A GGUF file of `model`; before: steps ahead of the one that rounds."""
+    steps = [*before, {"method": "rtn", "gguf": {"type": kind}, **step}]
+    recipe = {"calibration": {"samples": 8, "length": 64}, "steps": steps, "output": {"format": "gguf"}}
     run(make_plan(parse(recipe), model, Options(out=out)))
     return out
 
@@ -86,6 +87,27 @@ def test_every_family_gives_the_logits_of_transformers(kind, model_of, tmp_path)
     with torch.no_grad():
         logits = original(torch.tensor([IDS]), use_cache=False).logits[0]
     assert torch.allclose(logits, ours(tmp_path / "F32.gguf", model, IDS), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "phi3", "mixtral"])
+def test_a_rotated_model_gives_the_logits_of_the_original_in_llama_cpp(kind, model_of, tmp_path):
+    model = model_of(kind)
+    file = write(model, tmp_path / "rotated.gguf", "F32", {"method": "rotate"})
+    original = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        logits = original(torch.tensor([IDS]), use_cache=False).logits[0]
+    with Llama(file, length=64) as llama:
+        assert distances(logits, llama.logits(IDS)).max() < TOLERANCE["F32"]
+
+
+@pytest.mark.parametrize("type_", ["Q8_0", "Q4_0"])
+def test_a_model_of_scaled_channels_is_decoded_by_llama_cpp_as_by_us(type_, tiny_model_dir, tiny_eval_text, tmp_path):
+    ids = AutoTokenizer.from_pretrained(tiny_model_dir)(tiny_eval_text.read_text()[:300])["input_ids"]
+    file = write(tiny_model_dir, tmp_path / "scaled.gguf", type_, {"method": "awq", "steps": 8})
+    mine = ours(file, tiny_model_dir, ids).log_softmax(-1)
+    with Llama(file) as llama:
+        theirs = torch.from_numpy(llama.logits(ids)).log_softmax(-1)
+    assert divergence(mine, theirs) < 0.003
 
 
 def test_the_trained_model_says_the_same_in_llama_cpp(tiny_model_dir, tmp_path):
