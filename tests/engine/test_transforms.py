@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from llmcompress.engine.plan import Options, make_plan
 from llmcompress.engine.run import run
@@ -223,3 +223,66 @@ def test_awq_is_searched_on_grids_of_their_own(tiny_model_dir, tmp_path, windows
     carry_out(tiny_model_dir, tmp_path / "out", steps, format_)
     assert kl(tmp_path / "out", tiny_model_dir, windows) < 0.05
     assert passed(verify(tmp_path / "out", tiny_model_dir))
+
+
+MORE = {
+    "a rotation after scales": (
+        [{"method": "awq"}, {"method": "rotate"}, RTN],
+        "step 2, rotate, comes after awq, whose channels it would turn",
+    ),
+    "types of GGUF beside another type": (
+        [{"method": "rtn", "type": "nf4", "gguf": {"type": "Q4_0"}}],
+        "types of GGUF stand in place of type, outliers and activations",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_contradictions_are_refused(tiny_model_dir, tmp_path, name):
+    steps, message = MORE[name]
+    with pytest.raises((PlanError, RecipeError)) as refused:
+        make_plan(recipe(steps), tiny_model_dir, Options(out=tmp_path / "out"))
+    assert message in refused.value.message
+
+
+def test_an_importance_matrix_is_refused_where_channels_change(tiny_model_dir, tmp_path):
+    data = {
+        "calibration": {"imatrix": str(tmp_path / "imatrix.gguf")},
+        "steps": [{"method": "rotate"}, {"method": "rtn", "gguf": {"type": "Q4_0"}}],
+        "output": {"format": "gguf"},
+    }
+    with pytest.raises(PlanError, match="rotate changes channels that the importance matrix speaks of"):
+        make_plan(parse(data), tiny_model_dir, Options(out=tmp_path / "out.gguf"))
+
+
+def test_overwriting_leaves_no_scales_of_the_file_before(tiny_model_dir, tmp_path):
+    out = tmp_path / "out.gguf"
+    rtn = {"method": "rtn", "gguf": {"type": "Q8_0"}}
+    carry_out(tiny_model_dir, out, [{"method": "awq", "steps": 5}, rtn], "gguf")
+    assert (tmp_path / "out.gguf.transforms.npz").exists()
+    carry_out(tiny_model_dir, out, [rtn], "gguf", overwrite=True)
+    assert not (tmp_path / "out.gguf.transforms.npz").exists()
+    assert passed(verify_gguf(out, tiny_model_dir))
+
+
+PARTLY = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("phi3", {"rope_parameters": PARTLY}), ("qwen3", {})],
+    ids=["partly rotated", "normed keys"],
+)
+def test_smoothed_keys_leave_the_logits_as_they_were(random_model_dir, tmp_path, family, options):
+    model = random_model_dir(family, dtype="float32", **options)
+    ids = torch.randint(3, 96, (4, 32), generator=torch.Generator().manual_seed(0))
+    save_file({"input_ids": ids}, tmp_path / "ids.safetensors")
+    data = {
+        "calibration": {"source": str(tmp_path / "ids.safetensors"), "samples": 4, "length": 32},
+        "steps": [{"method": "smoothattention", "alpha": 1.0}, {"method": "rtn", "bits": 8, "group_size": 32}],
+        "output": {"format": "dense"},
+    }
+    data["steps"][1]["set"] = {"*": {"skip": True}, "layers.0.self_attn.o_proj": {"skip": False}}  # next to nothing
+    run(make_plan(parse(data), model, Options(out=tmp_path / "out")))
+    models = (open_streamed(path, dtype=torch.float32) for path in (tmp_path / "out", model))
+    assert float(measure(*models, ids).kl.mean()) < 1e-4

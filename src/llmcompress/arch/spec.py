@@ -179,6 +179,14 @@ def attention_heads(config: Mapping[str, Any]) -> tuple[int, int] | None:
     return None
 
 
+def rotated_share(config: Mapping[str, Any]) -> float:
+    """How much of every head is rotated by position; newer files say so beside the frequencies."""
+    nested = config.get("rope_parameters")
+    values = nested.get("partial_rotary_factor") if isinstance(nested, Mapping) else None
+    found = values if values is not None else config.get("partial_rotary_factor")
+    return float(found) if isinstance(found, int | float) else 1.0
+
+
 def attention_and_mlp() -> tuple[Linear, ...]:
     """The seven matrices of a Llama-like layer: q, k, v | o | gate, up | down."""
     return (

@@ -57,6 +57,11 @@ def fitted_to_budget(
     are done. PlanError for a GGUF file, and for a budget below the smallest possible size, before anything is measured.
     """
     step = recipe.method
+    if recipe.transforms:
+        raise PlanError(
+            f"losses are measured on the model as it is, not after {recipe.transforms[0].name}",
+            "give types instead of a budget, or leave the step out",
+        )
     assert step is not None
     assert step.gguf is not None
     wished = step.gguf

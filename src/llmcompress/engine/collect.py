@@ -64,7 +64,7 @@ def collect(
                 if space in grams:
                     grams[space].update(here[space])
                 if space in ranges:
-                    ranges[space].update(here[space] if routed else _by_window(here[space], compressed.length))
+                    ranges[space].update(here[space] if routed else by_window(here[space], compressed.length))
                 if space in peaks:
                     peaks[space].update(here[space].flatten(0, -2))  # all tokens: the first has the largest outliers
             elif not routed:
@@ -86,7 +86,7 @@ def _range(plan: "MatrixPlan", device: torch.device) -> "Seen":
     return AbsMax(plan.entry.in_features, device) if plan.method.activation_clip == "absmax" else Magnitudes(device)
 
 
-def _by_window(x: Tensor, length: int) -> Tensor:
+def by_window(x: Tensor, length: int) -> Tensor:
     """Inputs [windows, length, in]: some families join the windows before they multiply."""
     return x.reshape(-1, length, x.shape[-1])
 

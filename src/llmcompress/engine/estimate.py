@@ -131,20 +131,26 @@ def _memory(
         kept = max(kept, sum(4 * columns**2 for columns in experts.values()))
         most = max(most, loaded + kept + running, loaded + _solving(layer, means, paired))
         if any(isinstance(step, Scaling) for step in recipe.transforms):
-            most = max(most, loaded + _scaling(layer, means, running + tokens * (means.threads + 1) * item))
+            seen = sum({plan.space: plan.entry.in_features for plan in layer if plan.expert is None}.values())
+            most = max(most, loaded + _scaling(layer, means, running + tokens * (means.threads + 1) * item * seen))
     return _WITH_MODEL + more + _PER_THREAD * (means.threads - 1) + max(table + 4 * tokens * width * item, most)
 
 
 def _scaling(layer: "Sequence[MatrixPlan]", means: Means, running: int) -> int:
     """Choosing scales: statistics of all inputs at once, and either the windows, or a site's matrices at work."""
-    widths = {plan.space: plan.entry.in_features for plan in layer}
+    widths = {_site(plan): plan.entry.in_features for plan in layer}
     rows: dict[str, int] = {}
     for plan in layer:
-        rows[plan.space] = rows.get(plan.space, 0) + plan.entry.out_features
+        rows[_site(plan)] = rows.get(_site(plan), 0) + plan.entry.out_features
     kept = sum(4 * columns**2 + 4 * _SAMPLED * columns for columns in widths.values())
     largest = max(plan.entry.out_features * plan.entry.in_features for plan in layer)
     weights = max(rows[space] * columns for space, columns in widths.items())
     return kept + max(running, 4 * weights + 20 * largest * means.threads + 8 * max(widths.values()) ** 2)
+
+
+def _site(plan: "MatrixPlan") -> str:
+    """Where the channels of an input are scaled: all experts' inputs are one norm's output."""
+    return plan.space if plan.expert is None or plan.path.endswith("down_proj") else plan.space.rpartition(".")[0]
 
 
 def _solving(layer: "Sequence[MatrixPlan]", means: Means, paired: bool) -> int:

@@ -33,12 +33,12 @@ def held(anatomy: Anatomy, layer: int, site: Site, factors: Tensor, checkpoint: 
     rounded anyway, the factors as they are.
     """
     name = anatomy.tensor(layer, site.writer.path)
-    if site.norm is None or name is None:
+    if name is None or len(anatomy.headers.tensors[name].spec.shape) > 1:
         return factors
-    weight = checkpoint.read(name)
-    gain = weight.to(torch.float64) + site.norm.offset
-    stored = (gain / factors.to(torch.float64) - site.norm.offset).to(weight.dtype).to(torch.float64)
-    real = gain / (stored + site.norm.offset)
+    weight, offset = checkpoint.read(name), site.writer.offset
+    gain = weight.to(torch.float64) + offset
+    stored = (gain / factors.to(torch.float64) - offset).to(weight.dtype).to(torch.float64)
+    real = gain / (stored + offset)
     return torch.where(torch.isfinite(real) & (real > 0), real, torch.ones_like(real))
 
 

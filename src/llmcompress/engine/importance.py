@@ -58,6 +58,11 @@ def given_importance(
     """
     if recipe.calibration.imatrix is None:
         return None
+    if recipe.transforms:
+        raise PlanError(
+            f"{recipe.transforms[0].name} changes channels that the importance matrix speaks of",
+            "leave imatrix out, or the step",
+        )
     if step is None or step.gguf is None or model is None:
         raise PlanError("an importance matrix is for types of GGUF only", "give types by gguf:, or leave imatrix out")
     if step.needs_calibration:

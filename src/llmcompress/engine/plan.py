@@ -176,7 +176,8 @@ def _draft(recipe: Recipe, model: Path, options: Options) -> Plan:
     for note in engine_notes(format_.name, entries, headers.config):
         ledger.note("engine", format_.name, note)
     if isinstance(headers, DecodedHeaders):
-        note_decoded(headers, {name for name, plan in planned.items() if holds_codes(plan.entry.grid)}, ledger)
+        coded = {name for name, plan in planned.items() if holds_codes(plan.entry.grid)}
+        note_decoded(headers, set() if recipe.transforms else coded, ledger)
     files: tuple[GgufFile, ...] = ()
     written = None
     if format_.name == "gguf" and gguf is not None:

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from llmcompress.arch.sites import Site
+from llmcompress.arch.spec import rotated_share
 from llmcompress.engine.block_loss import BlockLoss
+from llmcompress.engine.collect import by_window
 from llmcompress.engine.folding import held, scaled
 from llmcompress.engine.forward import Forward
 from llmcompress.engine.plan import MatrixPlan, Plan
@@ -82,7 +84,13 @@ class Scaler:
         readers = {part.path: self._reader(number, part.path, matrices) for part in site.readers}
         measured = None if blocks is None or site.norm is None else partial(blocks, site, readers)
         view = Scalable(
-            known[site.space], tuple(readers.values()), site.channels, site.norm is not None, index, measured
+            known[site.space],
+            tuple(readers.values()),
+            site.channels,
+            follows_norm=site.norm is not None,
+            compensated=self.plan.recipe.method is not None and self.plan.recipe.method.compensates,
+            spread=index,
+            measured=measured,
         )
         factors = held(self.plan.anatomy, number, site, step.factors(view).cpu(), self.checkpoint)
         seen = view.spread_out(factors.to(known[site.space].mean))
@@ -97,11 +105,12 @@ class Scaler:
             raise RunError(f"layer {number} keeps no keys", "leave smoothattention out")
         scores, config = self.plan.spec.scores, self.plan.headers.config
         rotary: Rotary = "half" if scores is not None and scores.rotary else "none"
-        rotated = int(peaks.shape[1] * float(config.get("partial_rotary_factor") or 1.0))
+        rotated = int(peaks.shape[1] * rotated_share(config))
         factors = smoothing(
             peaks.cpu(), rotary, rotated=rotated, alpha=step.alpha, shared=site.channels == peaks.shape[1]
         )
-        self._fold(number, site, step, factors.reshape(-1)[: site.channels], found)
+        real = held(self.plan.anatomy, number, site, factors.reshape(-1)[: site.channels], self.checkpoint)
+        self._fold(number, site, step, real, found)
 
     def _fold(self, number: int, site: Site, step: Transform, factors: Tensor, found: Scaled) -> None:
         self.checkpoint.fold(scaled(self.plan.anatomy, number, site.parts, factors))
@@ -128,12 +137,12 @@ class Scaler:
         tokens = self.plan.recipe.calibration.samples * self.plan.recipe.calibration.length
         sums = {site.space: InputStatistics(_width(site), tokens, self.model.device) for site in sites}
         paths = {site.space: _probe(site, layer) for site in sites}
+        routed = {site.space for site in sites if site.space.rpartition(".")[2].isdigit()}
         for seen, _ in forward.whole(paths, Tensor.clone):
             for space, statistics in sums.items():
                 if space in seen:
-                    statistics.update(seen[space])
+                    statistics.update(seen[space] if space in routed else by_window(seen[space], forward.length))
             self.progress.tokens(max((x.numel() // x.shape[-1] for x in seen.values()), default=0))
-        routed = {site.space for site in sites if site.space.rpartition(".")[2].isdigit()}
         found = {}
         for space, statistics in sums.items():
             if space not in routed and statistics.gram.tokens == 0:

@@ -12,6 +12,7 @@ from llmcompress.engine.source import open_checkpoint
 from llmcompress.errors import PlanError
 from llmcompress.formats.base import TensorSpec
 from llmcompress.ledger import Ledger
+from llmcompress.methods.base import Method
 from llmcompress.recipe import Recipe
 from llmcompress.solve.hadamard import largest_order
 from llmcompress.store.checkpoint import Checkpoint
@@ -38,6 +39,12 @@ def check_order(recipe: Recipe) -> None:
             before = recipe.steps[rounding[0]].name
             raise PlanError(
                 f"step {number + 1}, {step.name}, comes after {before}, which has rounded the weights by then",
+                f"put {step.name} before {before}",
+            )
+        if isinstance(step, Rotate) and number and not isinstance(recipe.steps[number - 1], Rotate | Method):
+            before = recipe.steps[number - 1].name
+            raise PlanError(
+                f"step {number + 1}, {step.name}, comes after {before}, whose channels it would turn",
                 f"put {step.name} before {before}",
             )
         if isinstance(step, Scaling) and not rounding:

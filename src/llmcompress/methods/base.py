@@ -152,6 +152,8 @@ class Method(BaseModel):
             raise ValueError(f"clip: output searches ranges of integers, not of type {self.type}")
         if self.outliers != "none" and self.type != "int8":
             raise ValueError("outliers are kept beside type int8 only")
+        if self.gguf is not None and (self.type, self.outliers, self.activations) != ("int", "none", "none"):
+            raise ValueError("types of GGUF stand in place of type, outliers and activations")
         bits = _BITS.get(self.type)
         if bits is not None:
             if self.bits not in bits:
@@ -204,6 +206,11 @@ class Method(BaseModel):
     def inverts(self) -> bool:
         """Whether `solve` inverts the Gram matrix of its inputs, for which it needs several of that size."""
         return self.needs_gram
+
+    @property
+    def compensates(self) -> bool:
+        """Whether the error of a column is made up for in the columns after it."""
+        return False
 
     @property
     def permutes_groups(self) -> bool:

@@ -39,6 +39,10 @@ class Gptq(Method):
     descent: int = Field(1, ge=0, description="rounds of re-fitting scales and codes after the sweep; 0: plain GPTQ")
 
     @property
+    def compensates(self) -> bool:
+        return True
+
+    @property
     def permutes_groups(self) -> bool:
         return self.actorder == "group"
 

@@ -41,6 +41,7 @@ class InputStatistics:
         self._largest = torch.zeros(size, device=device)
         self._parts: list[Tensor] = []
         self._step = max(1, tokens // sample)
+        self._next = self._step // 2  # which token of the next batch is kept first
 
     def update(self, x: Tensor) -> None:
         """Add an input [windows, length, in], or [tokens, in] where windows cannot be told."""
@@ -52,7 +53,8 @@ class InputStatistics:
         self._sum += rows.abs().sum(dim=0)
         if len(later):
             self._largest = torch.maximum(self._largest, torch.maximum(later.amax(dim=0), -later.amin(dim=0)))
-            self._parts.append(later[self._step // 2 :: self._step].clone())
+            self._parts.append(later[self._next :: self._step].clone())
+            self._next = (self._next - len(later)) % self._step
 
     def finish(self) -> Inputs:
         mean = (self._sum / max(self.gram.tokens, 1)).to(torch.float32)

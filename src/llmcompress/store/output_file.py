@@ -20,6 +20,8 @@ class OutputFile(OutputDirectory):
             if (self.partial / name).exists():
                 flush(self.partial / name)
                 (self.partial / name).replace(beside(self.path, name))
+            else:
+                beside(self.path, name).unlink(missing_ok=True)  # of the file that is replaced
         made.replace(self.path)  # last: a report alone misleads nobody
         flush(self.path.parent)
         return self.path

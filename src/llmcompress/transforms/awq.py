@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _WORK = 1 << 27  # multiplications that a candidate may take at a site, on some rows of its matrices
 _SHORTLIST = 5  # candidates that are then measured on all rows
+_PERCDAMP = 0.01  # of the Gram matrix that GPTQ will invert
 _MEASURED = 3  # candidates that are then measured in the block
 
 
@@ -48,11 +49,12 @@ class AwqScale(Scaling):
             return one
         candidates = [one, *self._candidates(site)]
         square = site.inputs.hessian
-        share = max(128, _WORK // square.numel()) // len(readers)
+        share = max(1, max(128, _WORK // square.numel()) // len(readers))
         with precision_of(square[:0].bfloat16()):  # losses are compared, no more
-            losses = together(partial(_loss, site, site.spread_out(factors), share) for factors in candidates)
+            cost = _compensated(square) if site.compensated else None
+            losses = together(partial(_loss, site, site.spread_out(factors), cost, share) for factors in candidates)
             short = list(dict.fromkeys((0, *_ascending(losses)[:_SHORTLIST])))
-            exact = together(partial(_loss, site, site.spread_out(candidates[number])) for number in short)
+            exact = together(partial(_loss, site, site.spread_out(candidates[number]), cost) for number in short)
         ranked = [short[place] for place in _ascending(exact)]
         if site.measured is None:
             return candidates[ranked[0]]
@@ -87,8 +89,26 @@ def _weight_means(site: Scalable) -> "Tensor":
     return total / max(count, 1)
 
 
-def _loss(site: Scalable, scale: "Tensor", rows: int = 1 << 62) -> float:
-    """Squared output error per token, tr(D H D^T), of rounding the scaled weights; of so many rows of each reader."""
+def _compensated(hessian: "Tensor") -> "Tensor":
+    """What an error in each channel [in] costs once GPTQ has made up for it in the channels after it.
+
+    Scaling channels by s divides both the error and the pivot of a channel by s: the costs are those of any scale.
+    """
+    import torch
+
+    from llmcompress.solve.damping import inverse_factor
+
+    order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
+    cost = torch.empty_like(hessian.diagonal())
+    cost[order] = inverse_factor(hessian[order][:, order], _PERCDAMP).pivots ** -2
+    return cost
+
+
+def _loss(site: Scalable, scale: "Tensor", cost: "Tensor | None", rows: int = 1 << 62) -> float:
+    """Squared output error per token of rounding the scaled weights; of so many rows of each reader.
+
+    tr(D H D^T), or with `cost` [in] that of every channel by itself.
+    """
     from llmcompress.grids.nearest import nearest, some_rows
 
     loss = 0.0
@@ -96,7 +116,8 @@ def _loss(site: Scalable, scale: "Tensor", rows: int = 1 << 62) -> float:
         if reader.grid is not None:
             weight = some_rows(reader.weight, rows)
             delta = nearest(weight * scale, reader.grid) / scale - weight
-            loss += float((delta @ site.inputs.hessian).mul_(delta).sum()) * reader.weight.shape[0] / weight.shape[0]
+            bent = delta @ site.inputs.hessian if cost is None else delta * cost
+            loss += float(bent.mul_(delta).sum()) * reader.weight.shape[0] / weight.shape[0]
     return loss
 
 

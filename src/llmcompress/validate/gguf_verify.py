@@ -152,20 +152,20 @@ def _against(header: GgufHeader, report: Mapping[str, Any], source: Path) -> lis
     if is_rotated(report):
         there = "rotated as recorded: whether values are near the source's is for `eval` to say"
         return [*checks, Check("bound", True, there)]
-    bound = guarded_list(lambda: list(_bound_wrongs(header, report, _as_scaled(header, checkpoint), tensors)))
+    bound = guarded_list(lambda: list(_bound_wrongs(header, report, _as_scaled(header, report, checkpoint), tensors)))
     return [
         *checks,
         summary("bound", bound, "every tensor as near to the source as its type can be and the report says"),
     ]
 
 
-def _as_scaled(header: GgufHeader, checkpoint: Checkpoint) -> Checkpoint:
+def _as_scaled(header: GgufHeader, report: Mapping[str, Any], checkpoint: Checkpoint) -> Checkpoint:
     """The source, scaled as the run recorded."""
     recorded = read_scales(beside(header.path, "transforms.npz"))
-    if not recorded:
+    if not report_of(header.path).exists():
         recorded = read_scales(header.path.with_name("transforms.npz"))
-    shapes = {name: stored.spec.shape for name, stored in checkpoint.headers.tensors.items()}
-    scaled = FoldedCheckpoint(checkpoint, frozenset(name for name, shape in shapes.items() if len(shape) > 1))
+    rounded = frozenset(f"{record['name']}.weight" for record in report.get("linears", ()))
+    scaled = FoldedCheckpoint(checkpoint, rounded)
     for key, factor in recorded.items():
         name, _, axis = key.rpartition("/")
         if axis != "offset":
