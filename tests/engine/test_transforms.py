@@ -215,6 +215,7 @@ def test_transforms_go_before_every_kind_of_grid(tiny_model_dir, tmp_path, windo
         ("bitsandbytes", {"type": "int8", "bits": 8}),
         ("codebook", {"type": "codebook", "bits": 4}),
         ("int8-outliers", {"type": "int8", "bits": 8, "outliers": "topk", "outlier_count": 4}),
+        ("qoq", {"type": "progressive", "activations": "int8-token"}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -1,13 +1,14 @@
-"""Formats of NF4, int8 and codebooks: what is announced is written, and comes back to the bit."""
+"""Formats of NF4, int8, codebooks and progressive groups: what is announced is written, and comes back to the bit."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from entries import FORMATS, matrix, model
 from llmcompress.errors import CheckpointError, RunError
-from llmcompress.grids.base import CodebookSpec, GridSpec, Int8Spec, Nf4Spec
+from llmcompress.grids.base import INPUT_SPECS, CodebookSpec, GridSpec, Int8Spec, Nf4Spec, ProgressiveSpec
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.fitting import fit
 from llmcompress.grids.int8 import beside_outliers
@@ -21,6 +22,8 @@ CASES = [
     ("codebook", CodebookSpec(3)),
     ("codebook", CodebookSpec(4)),
     ("int8-outliers", Int8Spec(5)),
+    ("qoq", ProgressiveSpec(32)),
+    ("qoq", ProgressiveSpec(64)),
 ]
 TYPES = {"U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64} | {
     "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32,
@@ -121,6 +124,11 @@ def test_the_config_is_that_of_transformers():
         ("int8-outliers", [matrix("m", Int8Spec(128))], "128 of the 128 inputs"),
         ("codebook", [matrix("m", Nf4Spec())], "cannot hold nf4-double"),
         ("gptq", [matrix("m", Nf4Spec())], "cannot hold nf4-double"),
+        ("gptq", [matrix("m", ProgressiveSpec(32))], "cannot hold progressive-g32"),
+        ("qoq", [matrix("m", GridSpec(4, 32, False))], "cannot hold int4-g32-asym"),
+        ("qoq", [matrix("m", ProgressiveSpec(128), (64, 96))], "does not divide the 96 inputs"),
+        ("qoq", [matrix("m", ProgressiveSpec(32), permuted=True)], "groups in activation order"),
+        ("qoq", [matrix("m", ProgressiveSpec(32), inputs=INPUT_SPECS["int8-tensor"])], "rounded to int8-tensor"),
         ("compressed-tensors", [matrix("m", CodebookSpec(4))], "cannot hold codebook4-row"),
     ],
 )
@@ -128,6 +136,43 @@ def test_what_a_format_cannot_hold_is_refused(name, entries, words):
     what, way_out = FORMATS[name].refuses(entries, {})
     assert words in what
     assert way_out
+
+
+@pytest.mark.parametrize("name", ["int8-token", None])
+def test_qoq_says_how_inputs_are_rounded(name):
+    qoq, spec = FORMATS["qoq"], None if name is None else INPUT_SPECS[name]
+    entries = [matrix("m", ProgressiveSpec(32), inputs=spec), matrix("n", None)]
+    config = qoq.config(entries, {})["config.json"]
+    assert config["quantization_config"]["modules"] == {"m": {"group_size": 32, "inputs": name}}
+    found = qoq.inputs("m", reader({}), config)
+    assert (found and found.spec) == spec
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "words"),
+    [
+        ("scale_group", lambda t: t * 0, "scales or zero points"),
+        ("scale_group", lambda t: t * 0 + 17, "scales or zero points"),
+        ("zero_group", lambda t: t + 16, "scales or zero points"),
+        ("scale_group", lambda t: t * 0 + 16, "leave the range of int8"),
+        ("scale_group", lambda t: t[:, :-1], "shapes"),
+        ("scale_row", lambda t: t[:-1], "shapes"),
+    ],
+)
+def test_files_of_codes_that_leave_int8_or_of_other_shapes_are_refused(part, change, words):
+    qoq, spec = FORMATS["qoq"], ProgressiveSpec(32)
+    entry = matrix("m", spec, (20, 192))
+    tensors, config = qoq.encode(entry, coded_on(spec)), qoq.config([entry], {})["config.json"]
+    with pytest.raises(CheckpointError, match=words):
+        qoq.decode("m", reader({**tensors, f"m.{part}": change(tensors[f"m.{part}"])}), config)
+
+
+def test_codes_beyond_the_protective_range_are_never_written():
+    spec = ProgressiveSpec(32)
+    coded = coded_on(spec)
+    beyond = Coded(coded.codes * 0 + 15, replace(coded.grid, multiple=coded.grid.multiple * 0 + 16))
+    with pytest.raises(RunError, match="protective range"):
+        FORMATS["qoq"].encode(matrix("m", spec, (20, 192)), beyond)
 
 
 def test_scales_quantised_over_more_than_one_matrix_are_an_error():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from llmcompress.grids.base import BLOCK_TYPES, CodebookSpec, GridSpec, Int8Spec, Nf4Spec
+from llmcompress.grids.base import BLOCK_TYPES, CodebookSpec, GridSpec, Int8Spec, Nf4Spec, ProgressiveSpec
 from llmcompress.grids.nearest import nearest, some_rows
 
 WEIGHT = torch.randn(6, 256, generator=torch.Generator().manual_seed(0)) * 0.05
@@ -48,7 +48,9 @@ def test_a_row_of_a_codebook_has_no_more_values_than_its_table(bits):
     assert (found - WEIGHT).square().sum() < 0.5 ** (2 * bits - 1) * WEIGHT.square().sum()
 
 
-@pytest.mark.parametrize("spec", [GridSpec(4, 32), GridSpec(4, 64, False), BLOCK_TYPES["Q4_0"], Nf4Spec()], ids=str)
+@pytest.mark.parametrize(
+    "spec", [GridSpec(4, 32), GridSpec(4, 64, False), BLOCK_TYPES["Q4_0"], Nf4Spec(), ProgressiveSpec(32)], ids=str
+)
 def test_four_bits_lose_what_four_bits_lose(spec):
     error = (nearest(WEIGHT, spec) - WEIGHT).norm() / WEIGHT.norm()
     assert 0.05 < error < 0.15

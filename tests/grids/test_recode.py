@@ -6,9 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmcompress.grids.base import BLOCK_TYPES, PER_ROW, GridSpec
+from llmcompress.grids.base import BLOCK_TYPES, PER_ROW, GridSpec, ProgressiveSpec
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.integer import IntegerGrid, natural_groups
+from llmcompress.grids.progressive import fit as fit_progressive
 from llmcompress.grids.recode import recode
 from llmcompress.packing.ggml import pack
 
@@ -104,3 +105,14 @@ def test_types_with_scales_of_scales_or_uneven_levels_are_left_to_encoders(kind)
 def test_groups_in_another_order_that_keeps_blocks_whole_are_recoded():
     source = coded(4, index=torch.arange(8).flip(0).repeat_interleave(32))
     assert torch.equal(read_back(recode(source, BLOCK_TYPES["Q4_0"]), "Q4_0"), source.decode())
+
+
+def test_codes_of_progressive_groups_are_kept_in_q4_1():
+    weight = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(3)) * 0.1
+    grid = fit_progressive(weight, ProgressiveSpec(64))
+    source = Coded(grid.encode(weight), grid)
+    found = recode(source, BLOCK_TYPES["Q4_1"])
+    assert found is not None
+    assert torch.equal(found.codes, source.codes)
+    reach = 15 * grid.scale.amax() * 2**-10  # of rounding scales and minima to float16
+    assert (read_back(found, "Q4_1") - source.decode()).abs().max() <= reach

@@ -1,4 +1,4 @@
-"""The independent reader on NF4, int8 and codebooks: what was written passes, every planted damage is found."""
+"""The independent reader on NF4, int8, codebooks and qoq: what was written passes, every planted damage is found."""
 
 import json
 import shutil
@@ -21,7 +21,9 @@ CASES = {
     "int8": ("bitsandbytes", {"type": "int8", "bits": 8}),
     "codebook": ("codebook", {"type": "codebook", "bits": 3}),
     "outliers": ("int8-outliers", {"type": "int8", "bits": 8, "outliers": "topk", "outlier_count": 3}),
+    "progressive": ("qoq", {"type": "progressive", "group_size": 32, "activations": "int8-token"}),
     "dense": ("dense", {"type": "nf4"}),
+    "dense progressive": ("dense", {"type": "progressive", "group_size": 32}),
 }
 
 
@@ -62,7 +64,7 @@ def test_what_was_written_passes(outputs, source, name):
     assert failures(outputs / name, source) == {}
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "dense"])
+@pytest.mark.parametrize("name", [name for name in CASES if CASES[name][0] != "dense"])
 def test_a_part_that_is_missing_is_found(outputs, source, tmp_path, name):
     parts = [part for part in load_file(outputs / name / "model.safetensors") if part.startswith(f"{MODULE}.")]
     assert len(parts) >= 3
@@ -104,6 +106,17 @@ def _set(place, value):
         ("outliers", "outlier_index", lambda t: t.flip(0), "matrices"),
         ("outliers", "outlier_weight", lambda t: t * 1.01, "bound"),
         ("outliers", "outlier_index", lambda t: t + 1000, "matrices"),
+        ("progressive", "qweight", lambda t: t ^ 1, "bound"),
+        ("progressive", "qweight", lambda t: t.flip(1), "bound"),
+        ("progressive", "scale_group", lambda t: t % 16 + 1, "bound"),
+        ("progressive", "scale_group", _set(3, 0), "matrices"),
+        ("progressive", "scale_group", _set(3, 17), "matrices"),
+        ("progressive", "scale_group", lambda t: t * 0 + 16, "matrices"),  # int8 overflows
+        ("progressive", "zero_group", _set(0, 16), "matrices"),
+        ("progressive", "zero_group", lambda t: t ^ 1, "bound"),
+        ("progressive", "scale_row", _set(2, float("nan")), "matrices"),
+        ("progressive", "scale_row", lambda t: -t, "matrices"),
+        ("progressive", "scale_row", lambda t: t[:-1], "matrices"),
     ],
 )
 def test_damage_of_meaning_is_found(outputs, source, tmp_path, name, part, change, check):
@@ -122,6 +135,11 @@ def test_damage_of_meaning_is_found(outputs, source, tmp_path, name, part, chang
         ("codebook", lambda settings: settings["modules"].pop(MODULE)),
         ("codebook", lambda settings: settings["modules"].update({MODULE: 4})),
         ("outliers", lambda settings: settings.pop("modules")),
+        ("progressive", lambda settings: settings["modules"].pop(MODULE)),
+        ("progressive", lambda settings: settings["modules"][MODULE].update(group_size=64)),
+        ("progressive", lambda settings: settings["modules"][MODULE].update(inputs=None)),
+        ("progressive", lambda settings: settings["modules"][MODULE].update(inputs="int8-tensor")),
+        ("progressive", lambda settings: settings["modules"].update({MODULE: 4})),
     ],
 )
 def test_a_config_that_contradicts_the_tensors_is_found(outputs, tmp_path, name, change):

@@ -13,9 +13,11 @@ from llmcompress.grids.base import (
     BLOCK_TYPES,
     CODEBOOK_BITS,
     INTEGER_BITS,
+    PROGRESSIVE_GROUPS,
     CodebookSpec,
     Int8Spec,
     Nf4Spec,
+    ProgressiveSpec,
     Spec,
 )
 from llmcompress.ledger import KINDS
@@ -71,6 +73,7 @@ def _grids() -> Listing:
     ]
     rows.append(("fp8-row", "253 floats (E4M3); 8 bits per weight, and a scale per row"))
     own: list[Spec] = [Nf4Spec(), Nf4Spec(double=False), *map(CodebookSpec, CODEBOOK_BITS), Int8Spec()]
+    own += map(ProgressiveSpec, PROGRESSIVE_GROUPS)
     for item in own:
         rows.append(
             (item.name, f"{item.levels} levels; {item.bits_per_weight(4096):.3f} bits per weight at 4096 inputs")

@@ -6,9 +6,9 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from llmcompress.errors import PlanError, RecipeError
-from llmcompress.grids.base import BLOCK_TYPES, PER_ROW
+from llmcompress.grids.base import BLOCK_TYPES, PER_ROW, PROGRESSIVE_GROUPS
 from llmcompress.ledger import Ledger
-from llmcompress.methods.base import DEFAULT_GROUP_SIZES, GgufTypes, Method
+from llmcompress.methods.base import DEFAULT_GROUP_SIZES, GROUPED_TYPES, GgufTypes, Method
 from llmcompress.recipe import build
 
 
@@ -82,7 +82,7 @@ def _per_row(item: Method | None) -> Method | None:
 
 
 def _lacks_group(item: Method) -> bool:
-    return item.type == "int" and item.group_size is None
+    return item.type in GROUPED_TYPES and item.group_size is None
 
 
 def _default_group(widths: Iterable[int], ledger: Ledger) -> int:
@@ -103,6 +103,12 @@ def _default_group(widths: Iterable[int], ledger: Ledger) -> int:
 
 def _check_group(item: Method, module: str, width: int) -> None:
     size = item.grid.width(width)
+    if width % size and item.type == "progressive" and any(width % group == 0 for group in PROGRESSIVE_GROUPS):
+        divisors = [str(group) for group in PROGRESSIVE_GROUPS if width % group == 0]
+        raise PlanError(
+            f"group size {size} does not divide the {width} inputs of {module}",
+            f"use --group-size {' or '.join(divisors)}",
+        )
     if width % size and item.type != "int":
         raise PlanError(
             f"{item.grid.name} has blocks of {size}, which do not divide the {width} inputs of {module}",

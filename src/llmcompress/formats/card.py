@@ -14,6 +14,7 @@ _LOADING = {
     "compressed-tensors": "vLLM, SGLang and transformers (with `compressed-tensors`) read this checkpoint.",
     "bitsandbytes": "transformers reads this checkpoint, with `bitsandbytes` installed.",
     "codebook": "Only llmcompress reads this checkpoint: `llmcompress eval` and `generate` run it, `gguf` converts it.",
+    "qoq": "Only llmcompress reads this checkpoint: `llmcompress eval` and `generate` run it, `gguf` converts it.",
     "int8-outliers": "Only llmcompress reads this checkpoint: `llmcompress eval` and `generate` run it.",
     "dense": "Weights are stored decoded, in the type of the original: whatever loads the original loads this.",
 }

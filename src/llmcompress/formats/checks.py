@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 from llmcompress.errors import RunError
 from llmcompress.formats import kv_cache
 from llmcompress.formats.base import Entry
-from llmcompress.grids.base import PER_ROW, BlockSpec, CodebookSpec, GridSpec, Int8Spec, Nf4Spec, Spec
+from llmcompress.grids.base import PER_ROW, BlockSpec, CodebookSpec, GridSpec, Int8Spec, Nf4Spec, ProgressiveSpec, Spec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from llmcompress.grids.coded import Coded
     from llmcompress.grids.integer import IntegerGrid
+    from llmcompress.grids.progressive import ProgressiveGrid
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Linears that vLLM and SGLang run as one, by the name they give the result."""
@@ -28,6 +29,7 @@ HOLDERS: Mapping[type, str] = {
     Nf4Spec: "bitsandbytes",
     Int8Spec: "bitsandbytes, int8-outliers",
     CodebookSpec: "codebook",
+    ProgressiveSpec: "qoq",
 }
 """Formats that hold a kind of grid, for hints."""
 
@@ -173,6 +175,7 @@ def check_codes(entry: Entry, coded: "Coded") -> None:
     """RunError unless codes, scales, zero points and groups are those of the entry's shape and grid."""
     from llmcompress.grids.float8 import FloatGrid
     from llmcompress.grids.integer import IntegerGrid
+    from llmcompress.grids.progressive import ProgressiveGrid
 
     grid = coded.grid
     rows, width = entry.out_features, entry.in_features
@@ -182,7 +185,7 @@ def check_codes(entry: Entry, coded: "Coded") -> None:
         raise RunError(f"codes or scales of {entry.module} are not of the shape its weight implies")
     if int(coded.codes.max()) >= grid.spec.levels:
         raise RunError(f"codes of {entry.module} do not fit {grid.spec.bits} bits")
-    if isinstance(grid, IntegerGrid):
+    if isinstance(grid, IntegerGrid | ProgressiveGrid):
         _check_points(entry, grid)
     if isinstance(grid, FloatGrid) and bool((coded.codes & 0x7F == 0x7F).any()):
         raise RunError(f"codes of {entry.module} are no numbers")
@@ -201,13 +204,17 @@ def integer_grid(entry: Entry, coded: "Coded") -> "IntegerGrid":
     return coded.grid
 
 
-def _check_points(entry: Entry, grid: "IntegerGrid") -> None:
+def _check_points(entry: Entry, grid: "IntegerGrid | ProgressiveGrid") -> None:
     """RunError unless zero points and groups are those of the entry."""
     import torch
 
     if grid.zero.shape != grid.scale.shape:
         raise RunError(f"zero points of {entry.module} are not of the shape its weight implies")
-    low, high = (grid.spec.middle, grid.spec.middle) if grid.spec.symmetric else (0, grid.spec.levels - 1)
+    low, high = (
+        (grid.spec.middle, grid.spec.middle)
+        if isinstance(grid.spec, GridSpec) and grid.spec.symmetric
+        else (0, grid.spec.levels - 1)
+    )
     if bool((grid.zero < low).any()) or bool((grid.zero > high).any()) or bool((grid.zero != grid.zero.round()).any()):
         raise RunError(f"zero points of {entry.module} do not lie on {grid.spec.name}")
     natural = torch.arange(entry.in_features) // grid.spec.width(entry.in_features)

@@ -8,6 +8,7 @@ from llmcompress.errors import RecipeError
 
 INTEGER_BITS = (2, 3, 4, 5, 6, 8)
 CODEBOOK_BITS = (2, 3, 4)
+PROGRESSIVE_GROUPS = (32, 64, 128)
 PER_ROW = -1
 
 
@@ -262,7 +263,43 @@ class Int8Spec:
         return self.bits + (32 + 16 * self.outliers) / in_features
 
 
-Spec = GridSpec | BlockSpec | Nf4Spec | CodebookSpec | Int8Spec
+@dataclass(frozen=True)
+class ProgressiveSpec:
+    """4-bit codes of whole numbers of 8 bits (QServe, arXiv:2405.04532, section 4.1): w = (code - zero) * s1 * s0.
+
+    s0: float16 scale of a row. s1: whole scale of a group, 1 ... 16. zero: of a group, 0 ... 15. (code - zero) * s1
+    lies within -127 ... 127 whatever the code, so that a kernel's int8 never overflows.
+    """
+
+    group_size: int
+
+    bits: ClassVar[int] = 4
+    levels: ClassVar[int] = 16
+    symmetric: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.group_size not in PROGRESSIVE_GROUPS:
+            raise RecipeError(
+                f"progressive grids have groups of {', '.join(map(str, PROGRESSIVE_GROUPS))}, not {self.group_size}",
+                "choose one of them",
+            )
+
+    @property
+    def name(self) -> str:
+        return f"progressive-g{self.group_size}"
+
+    def width(self, in_features: int) -> int:
+        return self.group_size
+
+    def groups(self, in_features: int) -> int:
+        return in_features // self.group_size
+
+    def bits_per_weight(self, in_features: int) -> float:
+        """Stored bits per weight: a float16 for each row, two bytes for each group."""
+        return self.bits + 16 / self.group_size + 16 / in_features
+
+
+Spec = GridSpec | BlockSpec | Nf4Spec | CodebookSpec | Int8Spec | ProgressiveSpec
 
 
 def joins_rows(spec: Spec) -> bool:
@@ -284,4 +321,6 @@ def spec_named(name: str) -> Spec:
         return CodebookSpec(int(found[1]))
     if found := re.fullmatch(r"int8-absmax(?:-o(\d+))?", name):
         return Int8Spec(int(found[1] or 0))
+    if found := re.fullmatch(r"progressive-g(\d+)", name):
+        return ProgressiveSpec(int(found[1]))
     raise ValueError(f"no grid is called {name!r}")

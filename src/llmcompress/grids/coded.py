@@ -7,21 +7,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmcompress.grids.base import BlockSpec, CodebookSpec, GridSpec, Int8Spec, Nf4Spec, Spec
+from llmcompress.grids.base import BlockSpec, CodebookSpec, GridSpec, Int8Spec, Nf4Spec, ProgressiveSpec, Spec
 from llmcompress.grids.blocks import BlockGrid
 from llmcompress.grids.codebook import CodebookGrid
 from llmcompress.grids.float8 import FloatGrid
 from llmcompress.grids.int8 import Int8Grid
 from llmcompress.grids.integer import IntegerGrid
 from llmcompress.grids.nf4 import Nf4Grid
+from llmcompress.grids.progressive import ProgressiveGrid
 
-Grid = IntegerGrid | FloatGrid | BlockGrid | Nf4Grid | CodebookGrid | Int8Grid
+Grid = IntegerGrid | FloatGrid | BlockGrid | Nf4Grid | CodebookGrid | Int8Grid | ProgressiveGrid
 _GRIDS: Mapping[type, Any] = {
     GridSpec: IntegerGrid,
     BlockSpec: BlockGrid,
     Nf4Spec: Nf4Grid,
     CodebookSpec: CodebookGrid,
     Int8Spec: Int8Grid,
+    ProgressiveSpec: ProgressiveGrid,
 }
 
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from llmcompress.grids import codebook, int8, integer, nf4
-from llmcompress.grids.base import BlockSpec, CodebookSpec, GridSpec, Int8Spec, Nf4Spec, Spec
+from llmcompress.grids import codebook, int8, integer, nf4, progressive
+from llmcompress.grids.base import BlockSpec, CodebookSpec, GridSpec, Int8Spec, Nf4Spec, ProgressiveSpec, Spec
 from llmcompress.grids.coded import Grid
 from llmcompress.grids.encoders import Search, encode
 from llmcompress.grids.float8 import fit_float8
@@ -42,5 +42,7 @@ def fit(
         return nf4.fit(weight, spec, clip=clip, importance=importance)
     if isinstance(spec, CodebookSpec):
         return codebook.fit(weight, spec, importance)
+    if isinstance(spec, ProgressiveSpec):
+        return progressive.fit(weight, spec, clip=clip, importance=importance, order=order)
     assert isinstance(spec, Int8Spec)
     return int8.fit(weight, clip=clip, importance=importance)

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from llmcompress.grids.base import GridSpec
+from llmcompress.grids.base import GridSpec, ProgressiveSpec
 from llmcompress.grids.errors import UNKNOWN, ByChannel, ByOutput, Errors
 
 Clip = Literal["minmax", "search", "output"]
@@ -110,7 +110,7 @@ def storable(scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(tiny, torch.full_like(scale, SMALLEST_SCALE), scale)
 
 
-def natural_groups(spec: GridSpec, in_features: int) -> Tensor:
+def natural_groups(spec: GridSpec | ProgressiveSpec, in_features: int) -> Tensor:
     """group_index [in] of contiguous groups."""
     return torch.arange(in_features) // spec.width(in_features)
 

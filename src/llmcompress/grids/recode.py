@@ -7,6 +7,7 @@ from llmcompress.grids.base import BlockSpec, Spec
 from llmcompress.grids.blocks import BlockGrid, float16
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.integer import IntegerGrid
+from llmcompress.grids.progressive import ProgressiveGrid
 
 _HALF_STEP = 2.0**-11  # of float16, relative
 
@@ -24,7 +25,7 @@ def recode(coded: Coded, spec: BlockSpec) -> Coded | None:
     where they are no such values; None where a scale has no float16 near it.
     """
     grid, width = coded.grid, coded.codes.shape[1]
-    if not isinstance(grid, IntegerGrid) or not holds_codes(spec) or width % spec.block_size:
+    if not isinstance(grid, IntegerGrid | ProgressiveGrid) or not holds_codes(spec) or width % spec.block_size:
         return None
     index = grid.group_index.view(-1, spec.block_size)
     if not torch.equal(index, index[:, :1].expand_as(index)):

@@ -20,6 +20,7 @@ from llmcompress.grids.base import (
     InputSpec,
     Int8Spec,
     Nf4Spec,
+    ProgressiveSpec,
     Spec,
 )
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from llmcompress.stats.gram import Gram
 
 DEFAULT_GROUP_SIZES = (128, 64, 32)
+GROUPED_TYPES = ("int", "progressive")  # whose group size can be chosen
 SOLVED_ROWS = 1536  # at once by a thread: with fewer, the calls for each column would cost more than their arithmetic
 
 
@@ -103,10 +105,11 @@ class Method(BaseModel):
     name: ClassVar[str]
     summary: ClassVar[str]
 
-    type: Literal["int", "fp8", "nf4", "codebook", "int8"] = Field(
+    type: Literal["int", "fp8", "nf4", "codebook", "int8", "progressive"] = Field(
         "int",
         description="values a weight may take: integers times a scale, 8-bit floats (E4M3) times a scale per row, NF4 "
-        "in blocks of 64, a table for each row, or 8-bit integers of a row as LLM.int8() has them",
+        "in blocks of 64, a table for each row, 8-bit integers of a row as LLM.int8() has them, or 4-bit codes of "
+        "8-bit integers as QServe has them (always with zero points)",
     )
     bits: Literal[2, 3, 4, 5, 6, 8] = Field(4, description="bits per weight")
     group_size: int | None = Field(
@@ -158,7 +161,7 @@ class Method(BaseModel):
         if bits is not None:
             if self.bits not in bits:
                 raise ValueError(f"type {self.type} has {' or '.join(map(str, bits))} bits, not {self.bits}")
-            if self.group_size is not None or not self.sym:
+            if self.type not in GROUPED_TYPES and (self.group_size is not None or not self.sym):
                 raise ValueError(f"type {self.type} has neither group sizes nor zero points to choose")
         return self
 
@@ -182,7 +185,7 @@ class Method(BaseModel):
     @property
     def label(self) -> str:
         """What codes it gives, for titles and file names: 'w4', 'w8a8', 'fp8', 'nf4-double'."""
-        weights = f"w{self.bits}" if self.type == "int" else "fp8" if self.type == "fp8" else self.grid.name
+        weights = f"w{self.bits}" if self.type == "int" else _LABELS.get(self.type) or self.grid.name
         if self.inputs is None:
             return weights
         return f"w{self.bits}a8" if self.inputs.type == self.type == "int" else f"{weights}-{self.activations}"
@@ -246,10 +249,14 @@ class Method(BaseModel):
         return index, max(0, reached - self.outlier_count)
 
 
-def _scaled(method: Method) -> Spec:
+def _group_size(method: Method) -> int:
     if method.group_size is None:
         raise RecipeError("the group size has not been resolved")
-    return GridSpec(method.bits, method.group_size, method.sym, "fp8" if method.type == "fp8" else "int")
+    return method.group_size
+
+
+def _scaled(method: Method) -> Spec:
+    return GridSpec(method.bits, _group_size(method), method.sym, "fp8" if method.type == "fp8" else "int")
 
 
 _SPECS: Mapping[str, Callable[[Method], Spec]] = {
@@ -258,8 +265,12 @@ _SPECS: Mapping[str, Callable[[Method], Spec]] = {
     "nf4": lambda method: Nf4Spec(method.double_quant),
     "codebook": lambda method: CodebookSpec(method.bits),
     "int8": lambda method: Int8Spec(0 if method.outliers == "none" else method.outlier_count),
+    "progressive": lambda method: ProgressiveSpec(_group_size(method)),
 }
 """What each `type` stands for."""
 
-_BITS: Mapping[str, tuple[int, ...]] = {"nf4": (4,), "codebook": CODEBOOK_BITS, "int8": (8,)}
-"""Widths of types that have no others to choose, and no groups."""
+_BITS: Mapping[str, tuple[int, ...]] = {"nf4": (4,), "codebook": CODEBOOK_BITS, "int8": (8,), "progressive": (4,)}
+"""Widths of types that have no others to choose."""
+
+_LABELS: Mapping[str, str] = {"fp8": "fp8", "progressive": "progressive"}
+"""Labels of types whose grid depends on a group size that may not be known yet."""

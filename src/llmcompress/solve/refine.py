@@ -15,9 +15,11 @@ from llmcompress.grids.float8 import FloatGrid
 from llmcompress.grids.int8 import Int8Grid
 from llmcompress.grids.integer import IntegerGrid
 from llmcompress.grids.nf4 import Nf4Grid
+from llmcompress.grids.progressive import ProgressiveGrid
 from llmcompress.solve.blocks import refit_blocks
 from llmcompress.solve.codebook import refit_table
 from llmcompress.solve.gptq import Steps
+from llmcompress.solve.progressive import refit_progressive
 
 Scaled = IntegerGrid | FloatGrid | Nf4Grid | Int8Grid
 
@@ -46,6 +48,10 @@ class Refiner:
             return refit_blocks(coded.codes, coded.grid, self.hessian, target)
         if isinstance(coded.grid, CodebookGrid):
             return refit_table(coded.codes, coded.grid, self.hessian, target)
+        if isinstance(coded.grid, ProgressiveGrid):
+            return refit_progressive(
+                coded.codes, coded.grid, *scale_loss(coded.codes, coded.grid, self.hessian, target)
+            )
         return refit_scales(coded.codes, coded.grid, self.hessian, target, scale_dtype)
 
     def descend_codes(self, coded: Coded, target: Tensor, block_size: int = 128, inner: int = 16) -> Coded:
@@ -88,9 +94,25 @@ def row_loss(weight: Tensor, coded: Coded, hessian: Tensor) -> Tensor:
 
 
 def refit_scales(codes: Tensor, grid: Scaled, hessian: Tensor, target: Tensor, scale_dtype: torch.dtype) -> Coded:
-    """Least-squares scales of every row for its codes; rows that would not gain keep theirs. target [out, in]: W H.
+    """Least-squares scales of every row for its codes; rows that would not gain keep theirs. target [out, in]: W H."""
+    square, linear = scale_loss(codes, grid, hessian, target)
+    rows, groups = linear.shape
+    ridge = 1e-4 * square.diagonal(dim1=1, dim2=2).mean(dim=1).clamp_min(1e-30)  # groups whose codes are all zero
+    eye = torch.eye(groups, device=codes.device)
+    solved = torch.linalg.solve(square + ridge[:, None, None] * eye, linear + ridge[:, None] * grid.scale)
+    everywhere = torch.ones(rows, dtype=torch.bool, device=codes.device)
+    scale = grid.rescaled(torch.where(torch.isfinite(solved), solved, grid.scale), everywhere, scale_dtype).scale
 
-    With C the codes of a row spread over its groups [in, groups], the loss is s^T (C^T H C) s - 2 s^T C^T H w + const.
+    def loss(s: Tensor) -> Tensor:
+        return (torch.einsum("rgh,rh->rg", square, s) - 2 * linear).mul_(s).sum(dim=1)
+
+    return Coded(codes, grid.rescaled(scale, loss(scale) < loss(grid.scale), scale_dtype))
+
+
+def scale_loss(codes: Tensor, grid: Scaled | ProgressiveGrid, hessian: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """A [out, groups, groups] and b [out, groups] of s^T A s - 2 b^T s, what a row's scales s [groups] cost.
+
+    With C the codes of a row spread over its groups [in, groups], A = C^T H C and b = C^T H w. target [out, in]: W H.
     """
     groups = grid.scale.shape[1]
     centred = grid.levels(codes)
@@ -107,13 +129,4 @@ def refit_scales(codes: Tensor, grid: Scaled, hessian: Tensor, target: Tensor, s
         right = (centred[:, start : start + size] @ hessian[start : start + size, start:]).mul_(centred[:, start:])
         square[:, group, group:] = right.view(rows, groups - group, size).sum(dim=2)
         square[:, group:, group] = square[:, group, group:]
-    ridge = 1e-4 * square.diagonal(dim1=1, dim2=2).mean(dim=1).clamp_min(1e-30)  # groups whose codes are all zero
-    eye = torch.eye(groups, device=centred.device)
-    solved = torch.linalg.solve(square + ridge[:, None, None] * eye, linear + ridge[:, None] * grid.scale)
-    everywhere = torch.ones(rows, dtype=torch.bool, device=codes.device)
-    scale = grid.rescaled(torch.where(torch.isfinite(solved), solved, grid.scale), everywhere, scale_dtype).scale
-
-    def loss(s: Tensor) -> Tensor:
-        return (torch.einsum("rgh,rh->rg", square, s) - 2 * linear).mul_(s).sum(dim=1)
-
-    return Coded(codes, grid.rescaled(scale, loss(scale) < loss(grid.scale), scale_dtype))
+    return square, linear

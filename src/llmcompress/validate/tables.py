@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from llmcompress.validate.matrix import Matrix, Scheme, nearest, shaped
+from llmcompress.validate.progressive import PROGRESSIVE_PARTS, progressive_scheme, read_progressive
 from llmcompress.validate.stored import Array, DamageError, Tensor, unpack, words_for
 
 _STATE = "weight.quant_state.bitsandbytes__nf4"
@@ -22,8 +23,14 @@ TABLE_PARTS = {
     ),
     "codebook": ("weight_packed", "codebook", "weight_shape"),
     "int8-outliers": ("weight", "SCB", "outlier_index", "outlier_weight"),
+    "qoq": PROGRESSIVE_PARTS,
 }
-MARKERS = {"bitsandbytes": ("weight.absmax", "SCB"), "codebook": ("codebook",), "int8-outliers": ("outlier_index",)}
+MARKERS = {
+    "bitsandbytes": ("weight.absmax", "SCB"),
+    "codebook": ("codebook",),
+    "int8-outliers": ("outlier_index",),
+    "qoq": ("qweight", "scale_group"),
+}
 
 _BLOCK, _NESTED = 64, 256
 _SLACK = 1e-6  # relative: products and ties are float32
@@ -101,6 +108,8 @@ def table_scheme(module: str, settings: Mapping[str, Any]) -> Scheme | None:
     size = settings["modules"].get(module)
     if size is None:
         return None
+    if settings["quant_method"].endswith("qoq"):
+        return progressive_scheme(module, size)
     if settings["quant_method"].endswith("codebook"):
         return Scheme(int(size), -1, True, kind=f"codebook{size}-row")
     return Scheme(8, -1, True, kind=f"int8-absmax-o{size}")
@@ -119,6 +128,8 @@ def missing_table_parts(form: str, parts: set[str]) -> set[str]:
 def read_table(module: str, scheme: Scheme, tensors: Mapping[str, Tensor], form: str) -> tuple[Matrix, list[str]]:
     """The matrix of a module and what is wrong with it; DamageError where it cannot be decoded at all."""
     part = {name: tensors[f"{module}.{name}"] for name in TABLE_PARTS[form] if f"{module}.{name}" in tensors}
+    if form == "qoq":
+        return read_progressive(module, scheme, part)
     if form == "codebook":
         return _read_codebook(module, scheme, part)
     return _read_nf4(module, scheme, part) if "SCB" not in part else _read_int8(module, scheme, part)
