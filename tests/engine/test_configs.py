@@ -1,0 +1,38 @@
+"""Every shipped recipe runs on the tiny trained model, and what it writes is verified and near its source."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmcompress.engine.plan import Options, make_plan
+from llmcompress.engine.run import run
+from llmcompress.recipe import load
+from llmcompress.validate.evaluate import measure
+from llmcompress.validate.gguf_verify import verify_gguf
+from llmcompress.validate.load import open_streamed
+from llmcompress.validate.verify import passed, verify
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def windows(tiny_model_dir, tiny_eval_text):
+    from llmcompress.engine.calibration import load_tokenizer
+
+    ids = load_tokenizer(tiny_model_dir)(tiny_eval_text.read_text())["input_ids"]
+    return torch.tensor(ids[: 6 * 64]).view(6, 64)
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_a_shipped_recipe_runs(file, tiny_model_dir, tmp_path, windows):
+    recipe = load(file)
+    short = recipe.calibration.model_copy(update={"samples": 8, "length": 64})
+    gguf = recipe.output.format == "gguf"
+    out = tmp_path / ("out.gguf" if gguf else "out")
+    run(make_plan(recipe.model_copy(update={"calibration": short}), tiny_model_dir, Options(out=out)))
+    checks = (verify_gguf if gguf else verify)(out, tiny_model_dir)
+    assert passed(checks), [check for check in checks if not check.ok]
+    subject = open_streamed(out, dtype=torch.float32, source=tiny_model_dir if gguf else None)
+    reference = open_streamed(tiny_model_dir, dtype=torch.float32)
+    assert float(measure(subject, reference, windows).kl.mean()) < 0.3
