@@ -5,12 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from llmcompress.engine.plan import Options, make_plan
 from llmcompress.engine.run import run
+from llmcompress.errors import RecipeError
 from llmcompress.recipe import parse
 from llmcompress.validate.evaluate import measure
 from llmcompress.validate.load import open_streamed
+from llmcompress.validate.verify import passed, verify
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from planted import plant
@@ -67,3 +70,29 @@ def test_a_searched_strength_is_better_than_either_extreme(planted, tmp_path, wi
 def measured_kl(subject, reference, windows):
     models = [open_streamed(path, dtype=torch.float32) for path in (subject, reference)]
     return float(measure(*models, windows).kl.mean())
+
+
+@pytest.mark.parametrize(
+    ("activations", "bound"), [("int8-token", 0.01), ("int8-tensor", 0.1)], ids=["O1 of the paper", "O3 of the paper"]
+)
+def test_one_scale_for_a_matrix_costs_more_than_one_per_row(tiny_model_dir, tmp_path, windows, activations, bound):
+    losses = []
+    for per_tensor in (False, True):
+        step = {**W8A8, "activations": activations, "per_tensor": per_tensor}
+        data = {"calibration": {"samples": 16, "length": 64}, "steps": [{"method": "smoothquant"}, step]}
+        out = tmp_path / f"out-{per_tensor}"
+        run(make_plan(parse(data), tiny_model_dir, Options(out=out)))
+        assert passed(verify(out, tiny_model_dir))
+        losses.append(measured_kl(out, tiny_model_dir, windows))
+    scales = [tensor for name, tensor in load_file(out / "model.safetensors").items() if name.endswith("weight_scale")]
+    assert scales
+    assert all(len(scale.unique()) == 1 for scale in scales)
+    assert losses[0] < losses[1] < bound
+
+
+@pytest.mark.parametrize(
+    "options", [{"clip": "output"}, {"group_size": 32}, {"sym": False}, {"type": "nf4", "bits": 4, "group_size": None}]
+)
+def test_one_scale_for_a_matrix_is_refused_where_it_cannot_be(options):
+    with pytest.raises(RecipeError, match=r"per_tensor|nf4"):
+        parse({"steps": [{"method": "rtn", "bits": 8, "group_size": -1, "per_tensor": True, **options}]})

@@ -55,6 +55,9 @@ OutputClip = Annotated[
         "or to cover every weight.",
     ),
 ]
+PerTensor = Annotated[
+    bool, typer.Option("--per-tensor/--no-per-tensor", help="One scale for a whole matrix instead of one per row.")
+]
 Inputs = Annotated[
     Literal["int8-token", "int8-tensor"],
     typer.Option(
@@ -164,7 +167,11 @@ PRESETS = (
         transforms=(SmoothQuant,),
         fixed={"bits": 8, "group_size": -1},
         offered=("activation_clip", "activation_percentile"),
-        own={"activations": (Inputs, "int8-token"), "clip": (OutputClip, "search")},
+        own={
+            "activations": (Inputs, "int8-token"),
+            "clip": (OutputClip, "search"),
+            "per_tensor": (PerTensor, False),
+        },
     ),
     Preset("rotate", ROTATE, method=None, transforms=(Rotate,), format="dense"),
     Preset(

@@ -15,7 +15,7 @@ from llmcompress.engine.plan import MatrixPlan, Plan
 from llmcompress.engine.progress import Progress
 from llmcompress.engine.ranges import input_scale, lend_ranges
 from llmcompress.engine.resources import return_freed_memory
-from llmcompress.grids.base import BlockSpec, joins_rows
+from llmcompress.grids.base import BlockSpec
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.inputs import InputGrid
 from llmcompress.grids.recode import holds_codes, recode
@@ -176,8 +176,7 @@ def _together(stage: list[MatrixPlan], apart: bool) -> list[list[MatrixPlan]]:
     """
     groups: dict[tuple[str, str, str], list[MatrixPlan]] = {}
     for plan in stage:
-        grid = plan.entry.grid
-        space = plan.path if apart or (grid is not None and joins_rows(grid)) else plan.space
+        space = plan.path if apart or plan.method.joins_rows else plan.space
         groups.setdefault((space, plan.method.model_dump_json(), plan.entry.source.dtype), []).append(plan)
     return list(groups.values())
 

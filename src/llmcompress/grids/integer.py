@@ -89,6 +89,13 @@ class IntegerGrid:
         return replace(grids[0], scale=scale, zero=zero)
 
 
+def fit_whole(weight: Tensor, spec: GridSpec, *, clip: Clip, scale_dtype: torch.dtype = torch.float16) -> IntegerGrid:
+    """One scale for all of weight [out, in], kept for every row of a grid with one scale per row."""
+    grid = fit(weight.reshape(1, -1), spec, clip=clip, scale_dtype=scale_dtype)
+    scale, zero = (part.expand(weight.shape[0], 1).contiguous() for part in (grid.scale, grid.zero))
+    return replace(grid, scale=scale, zero=zero, group_index=natural_groups(spec, weight.shape[1]).to(weight.device))
+
+
 def covering(weight: Tensor, spec: GridSpec) -> Tensor:
     """Values float32 [out, in] of rounding weight to nearest on ranges that cover every weight, groups as stored."""
     block = weight.reshape(weight.shape[0], -1, spec.width(weight.shape[1]))

@@ -22,6 +22,7 @@ from llmcompress.grids.base import (
     Nf4Spec,
     ProgressiveSpec,
     Spec,
+    joins_rows,
 )
 
 if TYPE_CHECKING:
@@ -209,6 +210,11 @@ class Method(BaseModel):
     def inverts(self) -> bool:
         """Whether `solve` inverts the Gram matrix of its inputs, for which it needs several of that size."""
         return self.needs_gram
+
+    @property
+    def joins_rows(self) -> bool:
+        """Whether rows of one matrix share what scales are made of, so that each matrix is solved by itself."""
+        return joins_rows(self.grid)
 
     @property
     def compensates(self) -> bool:

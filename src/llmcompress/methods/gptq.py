@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from llmcompress.errors import RunError
-from llmcompress.grids.base import joins_rows
 from llmcompress.methods.base import SOLVED_ROWS, Method, Solved, Statistics
 
 if TYPE_CHECKING:
@@ -104,7 +103,7 @@ class Gptq(Method):
             scale_dtype=scale_dtype,
             order=order if self.permutes_groups else None,
         )
-        common = fitted(aim) if joins_rows(spec) else None
+        common = fitted(aim) if self.joins_rows else None
 
         def rows(part: slice) -> Coded:
             grid = fitted(aim[part]) if common is None else common.rows(part)

@@ -4,10 +4,12 @@ With `clip: output` ranges are chosen on calibration inputs; codes are still the
 """
 
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field, model_validator
 
 from llmcompress.errors import RunError
-from llmcompress.grids.base import BlockSpec, joins_rows
+from llmcompress.grids.base import BlockSpec, GridSpec
 from llmcompress.methods.base import SOLVED_ROWS, Method, Solved, Statistics
 
 if TYPE_CHECKING:
@@ -21,6 +23,23 @@ class Rtn(Method):
     name: ClassVar[str] = "rtn"
     summary: ClassVar[str] = "Round to nearest: seconds, without calibration unless clip is output."
 
+    per_tensor: bool = Field(
+        False, description="one scale for a whole matrix instead of one per row, as O1 and O3 of SmoothQuant have it"
+    )
+
+    @model_validator(mode="after")
+    def _whole(self) -> "Rtn":
+        """ValueError where one scale for a matrix is no question of its ranges alone."""
+        if self.per_tensor and (self.type, self.group_size, self.sym) != ("int", -1, True):
+            raise ValueError("per_tensor is for symmetric integers with group size -1")
+        if self.per_tensor and self.clip == "output":
+            raise ValueError("per_tensor ranges are searched by the weights alone: clip search or minmax")
+        return self
+
+    @property
+    def joins_rows(self) -> bool:
+        return self.per_tensor or super().joins_rows
+
     @property
     def needs_gram(self) -> bool:
         return self.clip == "output" and self.gguf is None
@@ -33,6 +52,7 @@ class Rtn(Method):
         from llmcompress.grids.coded import Coded
         from llmcompress.grids.encoders import encode
         from llmcompress.grids.fitting import fit
+        from llmcompress.grids.integer import fit_whole
         from llmcompress.parallel import together
         from llmcompress.solve.outliers import beside, remaining
 
@@ -44,8 +64,10 @@ class Rtn(Method):
         gram = stats.gram.finish() if self.needs_gram and stats.gram is not None else None
         outliers, crowded = self.outlier_index(stats)
         rest = weight if outliers is None else weight[:, remaining(outliers, weight.shape[1])]
-        fitted = partial(fit, spec=spec, clip=self.clip, gram=gram, scale_dtype=scale_dtype)
-        common = fitted(rest) if joins_rows(spec) else None
+        fitted: Any = partial(fit, spec=spec, clip=self.clip, gram=gram, scale_dtype=scale_dtype)
+        if self.per_tensor and isinstance(spec, GridSpec):
+            fitted = partial(fit_whole, spec=spec, clip=self.clip, scale_dtype=scale_dtype)
+        common = fitted(rest) if self.joins_rows else None
 
         def rounded(part: slice) -> Coded:
             grid = fitted(rest[part]) if common is None else common.rows(part)
