@@ -51,6 +51,16 @@ class Site:
     heads: int = 0
 
     @property
+    def spread(self) -> Index | None:
+        """The number of the factor of each channel that readers see; None if they are numbered alike."""
+        return next((part.spread for part in self.readers if part.spread is not None), None)
+
+    @property
+    def width(self) -> int:
+        """Channels that readers see."""
+        return self.channels if self.spread is None else len(self.spread)
+
+    @property
     def parts(self) -> tuple[Part, ...]:
         return (self.writer, *self.readers)
 
@@ -98,8 +108,7 @@ def scores_site(spec: ArchSpec, config: Mapping[str, Any], shapes: Shapes) -> Si
     if shapes[query] == (size,):
         return Site(SCORES, size, Part(key, divided=True, offset=offset), (Part(query, offset=offset),))
     channels = pairs * size
-    kept = np.arange(channels).reshape(pairs, 1, size)
-    spread = np.tile(kept, (1, queries // pairs, 1)).reshape(-1)
+    spread = _of_queries(queries, pairs, size)
     writer = Part(key, divided=True, at=at_key, offset=offset)
     return Site(SCORES, channels, writer, (Part(query, at=at_query, spread=spread, offset=offset),), heads=pairs)
 
@@ -156,10 +165,14 @@ def _flow(spec: ArchSpec, flow: Flow, number: int | None, config: Mapping[str, A
     queries, pairs = counts if spec.grouped_queries else (counts[0], counts[0])
     size = width // queries
     channels = pairs * size
-    kept = np.arange(channels).reshape(pairs, 1, size)
-    spread = np.tile(kept, (1, queries // pairs, 1)).reshape(-1)  # heads that share one stand together
+    spread = _of_queries(queries, pairs, size)
     writer = Part(source, divided=True, at=_rows_of_heads(flow, rows, channels, size))
     return Site(target, channels, writer, tuple(Part(path, True, spread=spread) for path in readers), heads=pairs)
+
+
+def _of_queries(queries: int, pairs: int, size: int) -> Index:
+    """For each channel of all query heads the number of the key-value channel that it meets."""
+    return np.tile(np.arange(pairs * size).reshape(pairs, 1, size), (1, queries // pairs, 1)).reshape(-1)
 
 
 def _rows_of_heads(flow: Flow, rows: int, channels: int, size: int) -> Index | None:

@@ -11,6 +11,7 @@ from llmcompress.arch.sites import Site
 from llmcompress.arch.spec import rotated_share
 from llmcompress.engine.block_loss import BlockLoss
 from llmcompress.engine.collect import by_window
+from llmcompress.engine.compress import STARVED
 from llmcompress.engine.folding import held, scaled
 from llmcompress.engine.forward import Forward
 from llmcompress.engine.plan import MatrixPlan, Plan
@@ -23,8 +24,6 @@ from llmcompress.stats.inputs import Inputs, InputStatistics
 from llmcompress.store.folds import FoldedCheckpoint
 from llmcompress.transforms.base import Reader, Scalable, Scaling, Transform
 from llmcompress.transforms.smoothattention import SmoothAttention
-
-_FEW = 4  # tokens per channel below which an expert is left as it is
 
 
 @dataclass(frozen=True)
@@ -79,8 +78,7 @@ class Scaler:
         blocks: BlockLoss | None,
         found: Scaled,
     ) -> None:
-        spread = next((part.spread for part in site.readers if part.spread is not None), None)
-        index = None if spread is None else torch.from_numpy(spread).to(known[site.space].mean.device)
+        index = None if site.spread is None else torch.from_numpy(site.spread).to(known[site.space].mean.device)
         readers = {part.path: self._reader(number, part.path, matrices) for part in site.readers}
         measured = None if blocks is None or site.norm is None else partial(blocks, site, readers)
         view = Scalable(
@@ -135,7 +133,7 @@ class Scaler:
     def _inputs(self, sites: list[Site], layer: nn.Module, forward: Forward) -> dict[str, Inputs]:
         """Statistics of the input of every site, by space; without those of experts with too few tokens."""
         tokens = self.plan.recipe.calibration.samples * self.plan.recipe.calibration.length
-        sums = {site.space: InputStatistics(_width(site), tokens, self.model.device) for site in sites}
+        sums = {site.space: InputStatistics(site.width, tokens, self.model.device) for site in sites}
         paths = {site.space: _probe(site, layer) for site in sites}
         routed = {site.space for site in sites if site.space.rpartition(".")[2].isdigit()}
         for seen, _ in forward.whole(paths, Tensor.clone):
@@ -147,15 +145,9 @@ class Scaler:
         for space, statistics in sums.items():
             if space not in routed and statistics.gram.tokens == 0:
                 raise RunError(f"a layer never reached {space}", "its declaration has another order")
-            if space not in routed or statistics.gram.tokens >= _FEW * statistics.gram.size:
+            if space not in routed or statistics.gram.tokens >= STARVED * statistics.gram.size:
                 found[space] = statistics.finish()
         return found
-
-
-def _width(site: Site) -> int:
-    """Channels that readers see."""
-    spread = next((part.spread for part in site.readers if part.spread is not None), None)
-    return site.channels if spread is None else len(spread)
 
 
 def _probe(site: Site, layer: nn.Module) -> str:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from llmcompress.stats.absmax import after_first, finite_rows
 from llmcompress.stats.gram import Gram
 
 
@@ -47,10 +48,8 @@ class InputStatistics:
         """Add an input [windows, length, in], or [tokens, in] where windows cannot be told."""
         self.gram.update(x)
         windows = x.detach().to(torch.float32)
-        rows, later = (part.reshape(-1, x.shape[-1]) for part in (windows, windows[:, 1:] if x.ndim > 2 else windows))
-        if not bool(torch.isfinite(rows.sum())):  # as for the Gram matrix
-            rows, later = (part[torch.isfinite(part).all(dim=-1)] for part in (rows, later))
-        self._sum += rows.abs().sum(dim=0)
+        later = finite_rows(after_first(windows))
+        self._sum += finite_rows(windows.reshape(-1, x.shape[-1])).abs().sum(dim=0)
         if len(later):
             self._largest = torch.maximum(self._largest, torch.maximum(later.amax(dim=0), -later.amin(dim=0)))
             self._parts.append(later[self._next :: self._step].clone())
