@@ -88,14 +88,6 @@ Requantize = Annotated[
         rich_help_panel=TYPES,
     ),
 ]
-Source = Annotated[
-    str | None,
-    typer.Option(
-        "--calibration",
-        help="Text to measure errors on: default (shipped with llmcompress), self, or a path. Default: none.",
-        rich_help_panel=o.CALIBRATION,
-    ),
-]
 Imatrix = Annotated[
     Path | None,
     typer.Option(
@@ -147,7 +139,7 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "pre": (Pre, None),
     "modelfile": (Modelfile, False),
     "overwrite": (o.Overwrite, False),
-    "calibration": (Source, None),
+    "calibration": (o.OptionalSource, None),
     "imatrix": (Imatrix, None),
     **{name: o.RUN_OPTIONS[name] for name in ("field", "samples", "length", "seed")},
     **{name: option for name, option in o.MEANS.items() if name not in ("target", "tp", "repair")},

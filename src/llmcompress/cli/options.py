@@ -53,6 +53,14 @@ Source = Annotated[
         rich_help_panel=CALIBRATION,
     ),
 ]
+OptionalSource = Annotated[
+    str | None,
+    typer.Option(
+        "--calibration",
+        help="Text to measure errors on: default (shipped with llmcompress), self, or a path. Default: none.",
+        rich_help_panel=CALIBRATION,
+    ),
+]
 Field = Annotated[
     str | None, typer.Option("--field", help="Text field of jsonl rows or a data set.", rich_help_panel=CALIBRATION)
 ]

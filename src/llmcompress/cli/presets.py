@@ -77,14 +77,6 @@ Clip = Annotated[
     Literal["search", "minmax"],
     typer.Option("--clip", help="Range of a row or block: searched for least squared error, or to cover every weight."),
 ]
-Source = Annotated[
-    str | None,
-    typer.Option(
-        "--calibration",
-        help="Text to measure errors on: default (shipped with llmcompress), self, or a path. Default: none.",
-        rich_help_panel=o.CALIBRATION,
-    ),
-]
 Format = Annotated[
     str | None,
     typer.Option("--format", help="Checkpoint format; see `llmcompress list formats`.", rich_help_panel=o.OUTPUT),
@@ -126,7 +118,7 @@ class Preset:
         options |= {name: fields[name] for name in offered} | dict(self.own) | o.RUN_OPTIONS
         options["format_"] = (Format, None) if self.beside else (o.Format, self.format)
         if self.calibrated is not None:
-            options["calibration"] = (Source, None)
+            options["calibration"] = (o.OptionalSource, None)
         return options | o.MEANS
 
     def recipe(self, values: Mapping[str, Any]) -> Recipe:

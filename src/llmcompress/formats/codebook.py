@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from llmcompress.errors import CheckpointError, RunError
 from llmcompress.formats.base import Entry, Reader, TensorSpec
 from llmcompress.formats.checks import Refusal, check_codes, common_refusal, rounded_inputs
+from llmcompress.formats.scheme_tensors import words_for
 from llmcompress.grids.base import CodebookSpec
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class Codebook:
             return [entry.source]
         rows, width = entry.out_features, entry.in_features
         return [
-            TensorSpec(f"{entry.module}.weight_packed", "I32", (rows, _words(width, entry.grid.bits))),
+            TensorSpec(f"{entry.module}.weight_packed", "I32", (rows, words_for(width, entry.grid.bits))),
             TensorSpec(f"{entry.module}.codebook", "F16", (rows, entry.grid.levels)),
             TensorSpec(f"{entry.module}.weight_shape", "I64", (2,)),
         ]
@@ -92,16 +93,12 @@ class Codebook:
             return None
         rows, width = (int(extent) for extent in shape)
         spec = CodebookSpec(table.shape[-1].bit_length() - 1)
-        if tuple(table.shape) != (rows, spec.levels) or tuple(words.shape) != (rows, _words(width, spec.bits)):
+        if tuple(table.shape) != (rows, spec.levels) or tuple(words.shape) != (rows, words_for(width, spec.bits)):
             raise CheckpointError(f"tensors of {module} do not have the shapes of {spec.name}")
         return Coded(unpack(words, spec.bits, width), CodebookGrid(spec, width, table.to(torch.float32)))
 
     def inputs(self, module: str, read: Reader, config: Mapping[str, Any]) -> "Rounding | None":
         return None
-
-
-def _words(count: int, bits: int) -> int:
-    return -(-count * bits // 32)
 
 
 FORMAT = Codebook()

@@ -108,7 +108,6 @@ class Qoq:
         return words.shape[0], words.shape[1] * _LANES
 
     def decode(self, module: str, read: Reader, config: Mapping[str, Any]) -> "Coded | None":
-
         from llmcompress.grids.coded import Coded
         from llmcompress.grids.integer import natural_groups
         from llmcompress.grids.progressive import LARGEST, LARGEST_MULTIPLE, ProgressiveGrid
