@@ -21,7 +21,7 @@ class Rtn(Method):
     """Round every weight to the nearest value of its group's grid."""
 
     name: ClassVar[str] = "rtn"
-    summary: ClassVar[str] = "Round to nearest: seconds; calibrated only where ranges or outliers are measured on inputs."
+    summary: ClassVar[str] = "Round to nearest: seconds; calibrated only where inputs are measured."
 
     per_tensor: bool = Field(
         False, description="one scale for a whole matrix instead of one per row, as O1 and O3 of SmoothQuant have it"
