@@ -6,6 +6,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from llmcompress.formats.gguf.file import ENCODED_AT_ONCE
+from llmcompress.grids.base import PRODUCT_ROWS
 from llmcompress.methods.base import SOLVED_ROWS
 from llmcompress.recipe import Recipe
 from llmcompress.store.folds import TURNED_ROWS
@@ -16,13 +17,15 @@ from llmcompress.transforms.rotate import Rotate
 if TYPE_CHECKING:
     from llmcompress.engine.plan import MatrixPlan
 
-_WITH_MODEL = 312_000_000  # Python with torch and transformers' model code, without the files of libraries
+_WITH_MODEL = 286_000_000  # Python with torch and transformers' model code, without the files of libraries
+_ALGEBRA = 26_000_000  # more once a matrix is factorised
 _WITHOUT_MODEL = 272_000_000  # the same without a model and its forward passes
 _WITH_GGUF = 26_000_000  # more with the gguf package and a vocabulary
 _ENCODED = 12  # bytes that each weight of a chunk takes while it is encoded for GGUF
 _COPIED = 1.4  # bytes for each of the largest tensor's: when it is read, not all memory of solved matrices is free yet
 _TURNED = 3  # bytes for each of the largest tensor's where it is rotated, which is done in float32
 _AT_WORK = 40  # bytes for each number of the rows that are being rotated, in float64
+_BY_OUTPUT = 128  # bytes for each number of the rows whose ranges are searched by the error of outputs
 _SAMPLED = 1024  # tokens kept of an input where scales are searched
 _PER_THREAD = 24_000_000  # buffers that torch's libraries keep for each further one
 _ITEM = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -133,6 +136,7 @@ def _memory(
         if any(isinstance(step, Scaling) for step in recipe.transforms):
             seen = sum({plan.space: plan.entry.in_features for plan in layer if plan.expert is None}.values())
             most = max(most, loaded + _scaling(layer, means, running + tokens * (means.threads + 1) * item * seen))
+    more += _ALGEBRA if any(plan.method.inverts for layer in layers for plan in layer) else 0
     return _WITH_MODEL + more + _PER_THREAD * (means.threads - 1) + max(table + 4 * tokens * width * item, most)
 
 
@@ -165,7 +169,8 @@ def _solving(layer: "Sequence[MatrixPlan]", means: Means, paired: bool) -> int:
         # without an inverse, rows are rounded in pieces that fit a processor's cache
         at_once = min(total, SOLVED_ROWS * means.threads) if plan.method.inverts else 0
         squares = 4 * columns**2 * ((8 if paired else 5) if plan.method.inverts else plan.method.needs_gram)
-        most = max(most, squares + 4 * columns * (4 * total + 8 * at_once))
+        searched = _BY_OUTPUT * PRODUCT_ROWS * means.threads if plan.method.clip == "output" else 0
+        most = max(most, squares + columns * (16 * total + max(32 * at_once, searched)))
     waiting = {
         plan.space: 4 * plan.entry.in_features**2
         for plan in layer

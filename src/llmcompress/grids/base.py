@@ -10,6 +10,7 @@ INTEGER_BITS = (2, 3, 4, 5, 6, 8)
 CODEBOOK_BITS = (2, 3, 4)
 PROGRESSIVE_GROUPS = (32, 64, 128)
 PER_ROW = -1
+PRODUCT_ROWS = 256  # at least at once for products with blocks of a Gram matrix
 
 
 CodeType = Literal["int", "fp8"]

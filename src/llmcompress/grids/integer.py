@@ -11,14 +11,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from llmcompress.grids.base import GridSpec, ProgressiveSpec
+from llmcompress.grids.base import PRODUCT_ROWS, GridSpec, ProgressiveSpec
 from llmcompress.grids.errors import UNKNOWN, ByChannel, ByOutput, Errors
 
 Clip = Literal["minmax", "search", "output"]
 
 SMALLEST_SCALE = 2.0**-24  # smallest positive float16
 _CHUNK = 1 << 17  # weights searched at once: the temporaries stay in the cache
-_PRODUCT_ROWS = 256  # at least at once for products with blocks of a Gram matrix
 _SHRINKS = {2: 24, 3: 24, 4: 20, 5: 14, 6: 10, 8: 6}
 _NARROWEST = {2: 0.30, 3: 0.45, 4: 0.60, 5: 0.70, 6: 0.80, 8: 0.90}
 
@@ -156,7 +155,7 @@ def fit(
     if clip == "output":
         if gram is None:
             raise TypeError("the error of outputs is measured by the Gram matrix of the inputs")
-        errors, per_chunk = ByOutput.of(gram, group), max(_PRODUCT_ROWS, per_chunk)
+        errors, per_chunk = ByOutput.of(gram, group), max(PRODUCT_ROWS, per_chunk)
     else:
         weigh = torch.ones(width, device=weight.device) if importance is None else importance.to(torch.float32)
         errors = ByChannel(positive(weigh).view(1, -1, group))
