@@ -1,7 +1,8 @@
 """The loop: section by section, each on disk before the next begins; then the output, whole or not at all."""
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from copy import deepcopy
 from functools import partial
@@ -18,17 +19,19 @@ from llmcompress.engine.compress import Compressor, install
 from llmcompress.engine.forward import Forward, Stream
 from llmcompress.engine.plan import Plan
 from llmcompress.engine.progress import Progress
+from llmcompress.engine.ranks import device_of
 from llmcompress.engine.resources import keep_freed_memory, return_freed_memory
 from llmcompress.engine.scaling import Scaled, Scaler
 from llmcompress.engine.source import config_of
 from llmcompress.engine.transforms import add_factors, open_transformed
 from llmcompress.engine.write import write_output
-from llmcompress.errors import StoppedError
+from llmcompress.errors import PlanError, StoppedError
 from llmcompress.grids.coded import Coded
 from llmcompress.ledger import Entry as LedgerEntry
 from llmcompress.ledger import Ledger
 from llmcompress.model.build import StreamedModel
 from llmcompress.parallel import threads
+from llmcompress.processes import agreed, first, gathered, member_of, processes, rank, spread
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.folds import FoldedCheckpoint
 from llmcompress.store.staging import Hidden, Staging
@@ -42,19 +45,24 @@ def run(plan: Plan, progress: Progress | None = None, stop: Stop = lambda finish
     """Carry a plan out and return its report. A rerun goes on after the last finished section.
 
     stop: asked before every section, with the number of those that this start has finished; when it says so the run
-    ends with StoppedError and can be taken up again.
+    ends with StoppedError and can be taken up again. Of several processes (engine/ranks.py) the first writes, and has
+    the report; that of the others is empty.
     """
     progress = progress or Progress()
+    _check_shares(plan)
     checkpoint = open_transformed(plan)
     sampled = plan.recipe.calibration.source == "self"
     kept = plan.work / "tokens.safetensors"  # sampling takes minutes, and depends on nothing but model and recipe
-    tokens = None
-    if plan.calibrated:
-        tokens = load_file(kept)["input_ids"] if sampled and kept.exists() else calibration_tokens(plan)
+
+    def chosen() -> Tensor | None:
+        if not plan.calibrated:
+            return None
+        return load_file(kept)["input_ids"] if sampled and kept.exists() else calibration_tokens(plan)
+
+    tokens = first(chosen)
     identity = {**plan.identity, "tokens": fingerprint(tokens) if tokens is not None else None}
-    staged = Staging(plan.work, identity)
-    with closing(staged):
-        if tokens is not None and sampled:
+    with closing(_opened(plan, identity)) as staged:
+        if tokens is not None and sampled and rank() == 0:
             save(tokens, kept)
         done = sum(staged.has(number) for number in range(len(plan.layers)))
         progress.start(len(plan.layers), done)
@@ -65,6 +73,8 @@ def run(plan: Plan, progress: Progress | None = None, stop: Stop = lambda finish
             else:
                 _with_data(plan, checkpoint, tokens, _Sections(plan, staged, progress, stop))
 
+        if rank() > 0:
+            return {}
         calibration = None
         if tokens is not None:
             calibration = {"sha256": identity["tokens"], "samples": tokens.shape[0], "length": tokens.shape[1]}
@@ -72,10 +82,27 @@ def run(plan: Plan, progress: Progress | None = None, stop: Stop = lambda finish
             model=plan.headers.path, calibration=calibration, trust_remote_code=plan.options.trust_remote_code
         )
         progress.writing(plan.estimate.output_bytes)
-        result = finish(plan, staged, calibration)
+        with member_of(None):  # the others are done
+            result = finish(plan, staged, calibration)
         if not plan.options.keep_work:
             staged.remove()
         return result
+
+
+def _opened(plan: Plan, identity: dict[str, Any]) -> Staging:
+    """The work directory, which the first process makes and holds."""
+    made = agreed(lambda: Staging(plan.work, identity) if rank() == 0 else None)
+    return agreed(lambda: made or Staging(plan.work, identity, leads=False))
+
+
+def _check_shares(plan: Plan) -> None:
+    """PlanError where some processes would have no windows."""
+    batches = -(-plan.recipe.calibration.samples // plan.batch)
+    if plan.calibrated and processes() > batches:
+        raise PlanError(
+            f"windows make fewer batches ({batches}) than there are processes ({processes()})",
+            "start fewer, or use more --samples or a smaller --batch",
+        )
 
 
 def finish(plan: Plan, staged: Staging, calibration: dict[str, Any] | None) -> dict[str, Any]:
@@ -108,7 +135,7 @@ class _Sections:
         scaled: Scaled | None = None,
     ) -> None:
         """Keep what `work` gives as section `number`, and its scales; StoppedError if the run is to stop before."""
-        if self.stop(self.finished):
+        if any(gathered(self.stop(self.finished))):
             raise StoppedError(
                 "stopped at a safe point",
                 f"run the same command again to go on; finished work is in {self.plan.work}",
@@ -118,16 +145,17 @@ class _Sections:
         coded, records = work()
         if scaled is not None:
             records = {**records, "sites": scaled.records, "ledger": [*scaled.ledger.as_json(), *records["ledger"]]}
-        self.staged.write_section(number, coded, records, scaled.factors if scaled is not None else None)
+        first(lambda: self.staged.write_section(number, coded, records, None if scaled is None else scaled.factors))
         self.finished += 1
         self.progress.layer_done(number, time.perf_counter() - begin)
 
 
 def _without_data(plan: Plan, checkpoint: Checkpoint, sections: _Sections) -> None:
     compressor = Compressor(plan, checkpoint, None, sections.progress)
-    for number in range(len(plan.layers)):
-        if not sections.staged.has(number):
-            sections.make(number, partial(compressor.layer, number))
+    missing = [number for number in range(len(plan.layers)) if not sections.staged.has(number)]
+    made = spread([partial(compressor.layer, number) for number in missing])
+    for number in missing:
+        sections.make(number, partial(next, made))
 
 
 def _with_data(plan: Plan, checkpoint: Checkpoint, tokens: Tensor, sections: _Sections) -> None:
@@ -181,7 +209,7 @@ def _with_data(plan: Plan, checkpoint: Checkpoint, tokens: Tensor, sections: _Se
                 sections.make(number, partial(compressor.layer, number, layer, *streams), scaled)
             if number + 1 < count:
                 onward = {name: forward.outputs() for name, forward in under_way.items()}
-                hidden = staged.keep_hidden(number + 1, dtype, onward)
+                hidden = _kept(staged, number + 1, dtype, onward)
         return_freed_memory()
 
 
@@ -201,6 +229,24 @@ def _spaces(plan: Plan, number: int) -> dict[str, str]:
     return spaces
 
 
+def _kept(staged: Staging, position: int, dtype: torch.dtype, streams: Mapping[str, Iterator[Tensor]]) -> Hidden:
+    """Hidden states that enter section `position`: computed by all processes, written by the first."""
+    hidden = None
+    if rank() == 0:
+        hidden = staged.keep_hidden(position, dtype, streams)
+    else:
+        for batches in streams.values():
+            deque(batches, maxlen=0)
+    return _known(staged, dtype, hidden)
+
+
+def _known(staged: Staging, dtype: torch.dtype, hidden: Hidden | None) -> Hidden:
+    """Hidden states that the first process has, for all."""
+    places = gathered(None if hidden is None else hidden.places())[0]
+    assert places is not None  # it has them
+    return hidden or staged.open_hidden(places[0], dtype, places[1])
+
+
 def _entering(plan: Plan, model: StreamedModel, tokens: Tensor, staged: Staging, dtype: torch.dtype) -> Hidden:
     """Hidden states to go on from: the newest kept ones, or the embedded tokens."""
     samples = {COMPRESSED: tokens.shape[0]}
@@ -209,16 +255,10 @@ def _entering(plan: Plan, model: StreamedModel, tokens: Tensor, staged: Staging,
     with model.outer(embed=True, head=False):
         width = model.prepare(tokens[:1])
         missing = next(number for number in range(len(plan.layers)) if not staged.has(number))
-        found = staged.hidden({name: (rows, tokens.shape[1], width) for name, rows in samples.items()}, dtype, missing)
-        if found is not None:
-            return found
-        return staged.keep_hidden(
+        if rank() > 0:
+            return _known(staged, dtype, None)
+        shapes = {name: (rows, tokens.shape[1], width) for name, rows in samples.items()}
+        found = staged.hidden(shapes, dtype, missing) or staged.keep_hidden(
             0, dtype, {name: model.embedded(tokens[:rows], plan.batch) for name, rows in samples.items()}
         )
-
-
-def device_of(name: str) -> torch.device:
-    """cpu, cuda, or auto: cuda where there is one."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
+        return _known(staged, dtype, found)
