@@ -7,7 +7,10 @@ import typer
 
 from llmcompress import __version__
 from llmcompress.cli import console
+from llmcompress.engine.ranks import refuse_several, says
 from llmcompress.errors import EXIT_FAILED, EXIT_REFUSED, LlmcompressError, RunError
+
+SHARED: set[str] = set()  # commands that several processes may share, as torchrun starts them
 
 app = typer.Typer(
     name="llmcompress",
@@ -28,6 +31,7 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def options(
+    context: typer.Context,
     version: bool = typer.Option(
         False, "--version", callback=_version, is_eager=True, help="Print the version and stop."
     ),
@@ -37,6 +41,8 @@ def options(
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if context.invoked_subcommand not in SHARED:
+        refuse_several(str(context.invoked_subcommand))
 
 
 def main() -> None:
@@ -44,11 +50,12 @@ def main() -> None:
     from llmcompress.cli import commands
 
     if not app.registered_commands:
-        commands.register(app)
+        SHARED.update(commands.register(app))
     try:
         app()
     except LlmcompressError as error:
-        console.fail(error)
+        if says(error):
+            console.fail(error)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         console.say("interrupted; finished layers are kept, the same command goes on")

@@ -14,6 +14,7 @@ from llmcompress.cli import checks, console, data, evaluation, gguf, imatrix, pr
 from llmcompress.cli import options as o
 from llmcompress.cli.jobs import Job
 from llmcompress.cli.shown import show_plans
+from llmcompress.engine.ranks import joined, leads, refuse_several
 from llmcompress.errors import GateError, RecipeError
 from llmcompress.ledger import KINDS
 from llmcompress.methods.base import Method
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
     from llmcompress.engine.plan import Plan
 
 
-def register(app: typer.Typer) -> None:
-    """Add every command to `app`."""
+def register(app: typer.Typer) -> list[str]:
+    """Add every command to `app`; the names of those that compress."""
     plan = typer.Typer(
         no_args_is_help=True, help="Print what a run would do: every matrix, exact size, memory, disk, passes."
     )
@@ -63,6 +64,7 @@ def register(app: typer.Typer) -> None:
     checks.register(app)
     data.register(app)
     imatrix.register(app)
+    return [*methods(), "gguf", *(preset.name for preset in presets.PRESETS), "run"]
 
 
 RecipeFile = Annotated[
@@ -109,20 +111,30 @@ def _go(*jobs: Job, dry: bool = False) -> None:
     for kind in values["strict"] or []:
         if kind not in (*KINDS, "any"):
             raise RecipeError(f"--strict {kind!r} is not a kind of ledger entry", suggest(kind, [*KINDS, "any"]))
+    if dry or values["dry_run"] or values["print_recipe"]:
+        refuse_several("a plan")
     if values["print_recipe"] and not values["repair"]:
         _print_recipes([job.recipe for job in jobs])
         return
-    plans = [_planned(job) for job in jobs]
-    if values["print_recipe"]:
-        _print_recipes([plan.recipe for plan in plans])
-    elif dry or values["dry_run"]:
-        show_plans(plans, values["json_"])
-    else:
-        _carry_out(plans, values)
+    with joined(values["device"]):
+        plans = _agreed(jobs)
+        if values["print_recipe"]:
+            _print_recipes([plan.recipe for plan in plans])
+        elif dry or values["dry_run"]:
+            show_plans(plans, values["json_"])
+        else:
+            _carry_out(plans, values)
 
 
 def _print_recipes(recipes: Sequence[Recipe]) -> None:
     typer.echo("---\n".join(recipe.as_yaml() for recipe in recipes), nl=False)
+
+
+def _agreed(jobs: Sequence[Job]) -> "list[Plan]":
+    """Plans of jobs, by every process for itself: none goes on where one cannot."""
+    from llmcompress.processes import agreed
+
+    return agreed(lambda: [_planned(job) for job in jobs])
 
 
 def _planned(job: Job) -> "Plan":
@@ -140,11 +152,13 @@ def _carry_out(plans: Sequence["Plan"], values: dict[str, Any]) -> None:
     stop = _stop_request(values["deadline"])
     results = []
     for plan in plans:
-        result = _result(plan, stop, quiet=values["quiet"] or values["json_"])
+        result = _result(plan, stop, quiet=values["quiet"] or values["json_"] or not leads())
+        if not leads():
+            continue
         results.append(result)
         if not values["json_"]:
             _tell(plan, result, values["quiet"])
-    if values["json_"]:
+    if values["json_"] and leads():
         console.print_json(results[0] if len(results) == 1 else results)
     for result in results:
         _refuse_broken(result, values["strict"] or [])

@@ -36,7 +36,8 @@ def say(line: str) -> None:
 
 def fail(error: LlmcompressError) -> None:
     """An error: what is wrong, then the way out."""
-    err.print(f"[bold red]error:[/] {escape(error.message)}", highlight=False, soft_wrap=True)
+    whose = f"rank {error.rank}: " if error.rank else ""
+    err.print(f"[bold red]error:[/] {whose}{escape(error.message)}", highlight=False, soft_wrap=True)
     if error.hint:
         err.print(f"  [dim]hint:[/] {escape(error.hint)}", highlight=False, soft_wrap=True)
 
