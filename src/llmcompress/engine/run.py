@@ -64,14 +64,15 @@ def run(plan: Plan, progress: Progress | None = None, stop: Stop = lambda finish
     with closing(_opened(plan, identity)) as staged:
         if tokens is not None and sampled and rank() == 0:
             save(tokens, kept)
-        done = sum(staged.has(number) for number in range(len(plan.layers)))
-        progress.start(len(plan.layers), done)
+        missing = first(lambda: [number for number in range(len(plan.layers)) if not staged.has(number)])
+        progress.start(len(plan.layers), len(plan.layers) - len(missing))
+        sections = _Sections(plan, staged, progress, stop, missing)
         keep_freed_memory()
         with threads(plan.means.threads):
             if tokens is None:
-                _without_data(plan, checkpoint, _Sections(plan, staged, progress, stop))
-            else:
-                _with_data(plan, checkpoint, tokens, _Sections(plan, staged, progress, stop))
+                _without_data(plan, checkpoint, sections)
+            elif missing:
+                _with_data(plan, checkpoint, tokens, sections)
 
         if rank() > 0:
             return {}
@@ -124,8 +125,9 @@ def finish(plan: Plan, staged: Staging, calibration: dict[str, Any] | None) -> d
 class _Sections:
     """The sections of a run, each made at a safe point and on disk before the next."""
 
-    def __init__(self, plan: Plan, staged: Staging, progress: Progress, stop: Stop) -> None:
-        self.plan, self.staged, self.progress, self.stop = plan, staged, progress, stop
+    def __init__(self, plan: Plan, staged: Staging, progress: Progress, stop: Stop, missing: list[int]) -> None:
+        """missing: numbers of those that were not there, ascending."""
+        self.plan, self.staged, self.progress, self.stop, self.missing = plan, staged, progress, stop, missing
         self.finished = 0  # by this start
 
     def make(
@@ -152,16 +154,13 @@ class _Sections:
 
 def _without_data(plan: Plan, checkpoint: Checkpoint, sections: _Sections) -> None:
     compressor = Compressor(plan, checkpoint, None, sections.progress)
-    missing = [number for number in range(len(plan.layers)) if not sections.staged.has(number)]
-    made = spread([partial(compressor.layer, number) for number in missing])
-    for number in missing:
+    made = spread([partial(compressor.layer, number) for number in sections.missing])
+    for number in sections.missing:
         sections.make(number, partial(next, made))
 
 
 def _with_data(plan: Plan, checkpoint: Checkpoint, tokens: Tensor, sections: _Sections) -> None:
     count, staged = len(plan.layers), sections.staged
-    if all(staged.has(number) for number in range(count)):
-        return
     dtype = getattr(torch, plan.dtype)
     model = StreamedModel(
         checkpoint,
@@ -173,11 +172,11 @@ def _with_data(plan: Plan, checkpoint: Checkpoint, tokens: Tensor, sections: _Se
         tiled_attention=True,
     )
     compressor = Compressor(plan, checkpoint, model, sections.progress)
-    hidden = _entering(plan, model, tokens, staged, dtype)
+    hidden = _entering(plan, model, tokens, sections, dtype)
     return_freed_memory()
     scaler = _scaler(plan, checkpoint, model, sections.progress)
     for number in range(hidden.position, count):
-        done = staged.has(number)
+        done = number not in sections.missing
         if done:
             add_factors(plan, checkpoint, number, staged.read_factors(number))
         with model.layer(number) as layer:
@@ -247,18 +246,18 @@ def _known(staged: Staging, dtype: torch.dtype, hidden: Hidden | None) -> Hidden
     return hidden or staged.open_hidden(places[0], dtype, places[1])
 
 
-def _entering(plan: Plan, model: StreamedModel, tokens: Tensor, staged: Staging, dtype: torch.dtype) -> Hidden:
+def _entering(plan: Plan, model: StreamedModel, tokens: Tensor, sections: _Sections, dtype: torch.dtype) -> Hidden:
     """Hidden states to go on from: the newest kept ones, or the embedded tokens."""
     samples = {COMPRESSED: tokens.shape[0]}
     if plan.original_samples:
         samples[ORIGINAL] = plan.original_samples
     with model.outer(embed=True, head=False):
         width = model.prepare(tokens[:1])
-        missing = next(number for number in range(len(plan.layers)) if not staged.has(number))
+        staged = sections.staged
         if rank() > 0:
             return _known(staged, dtype, None)
         shapes = {name: (rows, tokens.shape[1], width) for name, rows in samples.items()}
-        found = staged.hidden(shapes, dtype, missing) or staged.keep_hidden(
+        found = staged.hidden(shapes, dtype, sections.missing[0]) or staged.keep_hidden(
             0, dtype, {name: model.embedded(tokens[:rows], plan.batch) for name, rows in samples.items()}
         )
         return _known(staged, dtype, found)
