@@ -12,7 +12,7 @@ ROW = [
     {"errors", "registry", "ledger", "parallel", "processes", "yamlfile"},
     {"stats", "grids", "packing"},
     {"arch"},
-    {"solve", "methods", "transforms"},
+    {"solve", "methods", "pruners", "transforms"},
     {"formats", "store", "calib"},
     {"model", "recipe"},
     {"engine"},

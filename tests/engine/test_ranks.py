@@ -111,7 +111,7 @@ def test_experts_have_the_same_bytes_and_notes(family, random_model_dir, tiny_id
 
 CASES = {
     "awq": ["awq", *GPTQ],
-    "awq by blocks": ["run", "RECIPE", "steps: [{method: awq, objective: block}, {method: smoothattention}, RTN]"],
+    "awq by blocks": ["{method: awq, objective: block}, {method: smoothattention}, {method: rtn, group_size: 32}"],
     "smoothquant": ["smoothquant", *SMALL],
     "fixed inputs and caches": ["fp8", "--activations", "fp8-tensor", "--kv-cache", "fp8", *SMALL],
     "outliers": ["int8", "--outliers", "topk", *SMALL],
@@ -121,20 +121,23 @@ CASES = {
     "sampled text": ["gptq", "--calibration", "self", *GPTQ],
     "another order of groups": ["gptq", "--actorder", "group", "--format", "gptq", *GPTQ],
     "measured inputs": ["gptq", "--activations", "int8-tensor", "--activation-clip", "percentile", *GPTQ],
+    "pruned": ["sparsegpt", "--pattern", "2:4", *SMALL],
+    "pruned by outliers": ["wanda", "--sparsity", 0.5, "--allocation", "owl", "--refit", 2, *SMALL],
+    "pruned and rounded": ["{method: sparsegpt, pattern: '2:4', joint: true}, {method: gptq, group_size: 32}"],
     "an original stream of one batch": ["gptq", "--qep-samples", 2, *GPTQ],
 }
-RTN = "{method: rtn, group_size: 32}"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_every_kind_of_statistic_and_code_has_the_same_bytes(case, tiny_model_dir, tmp_path):
     command, *options = CASES[case]
-    if command == "run":
-        text = f"calibration: {{samples: 6, length: 32}}\n{options[1].replace('RTN', RTN)}\n"
-        (tmp_path / "recipe.yaml").write_text(text)
-        options = [tmp_path / "recipe.yaml", "--batch", 2]
-    same_as_alone(tmp_path, [command, *options[: command == "run"], tiny_model_dir, *options[command == "run" :]])
+    if options:
+        arguments = [command, tiny_model_dir, *options]
+    else:  # steps of a recipe
+        (tmp_path / "recipe.yaml").write_text(f"calibration: {{samples: 6, length: 32}}\nsteps: [{command}]\n")
+        arguments = ["run", tmp_path / "recipe.yaml", tiny_model_dir, "--batch", 2]
+    same_as_alone(tmp_path, arguments)
 
 
 @pytest.mark.slow

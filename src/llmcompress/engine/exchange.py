@@ -5,7 +5,7 @@ tensors, each at a multiple of 64 bytes, as memory of its own would be.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,9 +14,11 @@ from torch import Tensor
 from llmcompress.grids.base import spec_named
 from llmcompress.grids.coded import Coded
 from llmcompress.solve.damping import Factor
+from llmcompress.stats.energy import Energy
 
 _ALIGNED = 64
 _LENGTH = 8
+_MADE: Mapping[str, Callable[..., Any]] = {"factor": Factor, "energy": Energy, "tuple": lambda *items: items}
 
 
 def packed(value: Any, device: torch.device) -> Tensor:
@@ -61,6 +63,8 @@ def _described(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, Factor):
         fields = (value.ahead, value.pivots, value.percdamp, value.dead)
         return {"factor": [_described(item, tensors) for item in fields]}
+    if isinstance(value, Energy):
+        return {"energy": [_described(item, tensors) for item in value]}
     if isinstance(value, tuple):
         return {"tuple": [_described(item, tensors) for item in value]}
     if isinstance(value, list):
@@ -83,7 +87,7 @@ def _restored(said: Any, tensors: "_Reader") -> Any:
     if kind == "dict":
         return {key: _restored(item, tensors) for key, item in inner}
     items = [_restored(item, tensors) for item in inner]
-    return Factor(*items) if kind == "factor" else tuple(items)
+    return _MADE[kind](*items)
 
 
 class _Reader:
