@@ -5,9 +5,11 @@ connections they open are the library's own, to this machine.
 """
 
 import hashlib
+import importlib
 import json
 import multiprocessing
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -17,7 +19,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import distributed
 from torch.distributed import TCPStore
+
+from llmcompress.engine import ranks
+from llmcompress.errors import PlanError
+
+rendezvous_module = importlib.import_module("torch.distributed.rendezvous")  # the package has a function of that name
 
 SMALL = ["--samples", 6, "--length", 32, "--batch", 2, "--threads", 1]
 GPTQ = ["--group-size", 32, *SMALL]
@@ -270,6 +278,59 @@ def test_a_refusal_is_one_line_of_one_rank(case, tiny_model_dir, tmp_path):
     assert why in lines
     assert lines.count("error:") == 1, started.said
     assert not (tmp_path / "out").exists()
+
+
+def test_a_deadline_stops_all_ranks_at_one_place(tiny_model_dir, tmp_path):
+    arguments = ["gptq", tiny_model_dir, *GPTQ, "-o", tmp_path / "out", "--deadline", 0.01]
+    started = Started(tmp_path, arguments)
+    assert started.end() == [75, 75], started.said
+    assert "".join(started.said).count("error:") == 1
+    second = Started(tmp_path, arguments[:-2])
+    assert second.end() == [0, 0], second.said
+    assert "1 of 4 layers were finished before; going on" in second.said[0]
+
+
+JOB = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"RANK": None}, "WORLD_SIZE is 2, but RANK is not set"),
+        ({"MASTER_PORT": None}, "WORLD_SIZE is 2, but MASTER_PORT is not set"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', not a number"),
+        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK is '-1', not a number"),
+    ],
+)
+def test_half_an_environment_is_refused(changes, why, monkeypatch):
+    for name, value in {**JOB, **changes}.items():
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    with pytest.raises(PlanError, match=re.escape(why)):
+        ranks.several()
+
+
+def test_a_rank_without_a_gpu_is_refused(monkeypatch):
+    for name, value in JOB.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(PlanError, match="more ranks than GPUs, which are 1"):
+        ranks.device_of("cuda")
+    assert ranks.device_of("cpu") == torch.device("cpu")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert ranks.device_of("cuda") == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("environment", [{}, {**JOB, "WORLD_SIZE": "1", "RANK": "0"}], ids=["none", "one rank"])
+def test_one_process_joins_nothing(environment, main, tiny_model_dir, tmp_path, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    for module, name in ((distributed, "init_process_group"), (rendezvous_module, "rendezvous")):
+        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("connections were asked for"))
+    assert main("gptq", tiny_model_dir, *GPTQ, "-o", tmp_path / "out", "--quiet") == 0
 
 
 @pytest.fixture
