@@ -11,9 +11,9 @@ Then, with the calibration tokens as an integer tensor ``input_ids`` [samples, l
 
     python run_llmcompressor.py MODEL_DIR IDS.safetensors OUT_DIR --bits 4 --group-size 64
 
-With `--method wanda` or `sparsegpt` they are pruned instead, to `--sparsity 0.5` or in the `--pattern` 2:4, and written
-in their own type. All linears inside the decoder blocks are quantised, weight-only, symmetric by GPTQ and asymmetric by AWQ (`--method
-awq`, with both kinds of scales tried); the head is not.
+All linears inside the decoder blocks are quantised, weight-only, symmetric by GPTQ and asymmetric by AWQ (`--method
+awq`, with both kinds of scales tried); the head is not. With `--method wanda` or `sparsegpt` they are pruned instead,
+to `--sparsity 0.5` or in the `--pattern` 2:4, and written in their own type.
 The tool's defaults hold for all the rest, among them its static activation order: ``--desc-act``
 is taken only so that the peers share one command line, and is refused, since the tool no longer
 writes checkpoints with a permuted ``g_idx``. The weights are loaded as bfloat16, as GPTQModel does
