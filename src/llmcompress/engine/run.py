@@ -1,11 +1,11 @@
 """The loop: section by section, each on disk before the next begins; then the output, whole or not at all."""
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import closing
 from copy import deepcopy
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,12 +18,14 @@ from llmcompress.engine.allocation import allocated, outlier_weighed
 from llmcompress.engine.calibration import calibration_tokens
 from llmcompress.engine.compress import Compressor, install
 from llmcompress.engine.forward import Forward, Stream
+from llmcompress.engine.hidden import COMPRESSED, ORIGINAL, entering, kept
 from llmcompress.engine.plan import Plan
 from llmcompress.engine.progress import Progress
 from llmcompress.engine.ranks import device_of
 from llmcompress.engine.resources import keep_freed_memory, return_freed_memory
 from llmcompress.engine.scaling import Scaled, Scaler
 from llmcompress.engine.source import config_of
+from llmcompress.engine.statistics import own, reusable
 from llmcompress.engine.transforms import add_factors, open_transformed
 from llmcompress.engine.write import write_output
 from llmcompress.errors import PlanError, StoppedError
@@ -35,11 +37,10 @@ from llmcompress.parallel import threads
 from llmcompress.processes import agreed, first, gathered, member_of, processes, rank, spread
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.folds import FoldedCheckpoint
-from llmcompress.store.staging import Hidden, Staging
+from llmcompress.store.staging import Staging
+from llmcompress.store.statistics import Kept
 
 Stop = Callable[[int], bool]
-
-COMPRESSED, ORIGINAL = "compressed", "original"  # the streams: the model as compressed so far, and as it was
 
 
 def run(plan: Plan, progress: Progress | None = None, stop: Stop = lambda finished: False) -> dict[str, Any]:
@@ -53,27 +54,30 @@ def run(plan: Plan, progress: Progress | None = None, stop: Stop = lambda finish
     _check_shares(plan)
     checkpoint = open_transformed(plan)
     sampled = plan.recipe.calibration.source == "self"
-    kept = plan.work / "tokens.safetensors"  # sampling takes minutes, and depends on nothing but model and recipe
+    place = plan.work / "tokens.safetensors"  # sampling takes minutes, and depends on nothing but model and recipe
 
     def chosen() -> Tensor | None:
         if not plan.calibrated:
             return None
-        return load_file(kept)["input_ids"] if sampled and kept.exists() else calibration_tokens(plan)
+        return load_file(place)["input_ids"] if sampled and place.exists() else calibration_tokens(plan)
 
     tokens = first(chosen)
     identity = {**plan.identity, "tokens": fingerprint(tokens) if tokens is not None else None}
+    known, keeping = _statistics(plan, identity["tokens"])
+    if known is not None:
+        identity["statistics"] = known.key
     with closing(_opened(plan, identity)) as staged:
         if tokens is not None and sampled and rank() == 0:
-            save(tokens, kept)
+            save(tokens, place)
         missing = first(lambda: [number for number in range(len(plan.layers)) if not staged.has(number)])
         progress.start(len(plan.layers), len(plan.layers) - len(missing))
         sections = _Sections(plan, staged, progress, stop, missing)
         keep_freed_memory()
         with threads(plan.means.threads):
-            if tokens is None:
-                _without_data(plan, checkpoint, sections)
+            if tokens is None or known is not None:
+                _without_data(plan, checkpoint, sections, known)
             elif missing:
-                _with_data(plan, checkpoint, tokens, sections)
+                _with_data(plan, checkpoint, tokens, sections, keeping)
 
         if rank() > 0:
             return {}
@@ -95,6 +99,23 @@ def _opened(plan: Plan, identity: dict[str, Any]) -> Staging:
     """The work directory, which the first process makes and holds."""
     made = agreed(lambda: Staging(plan.work, identity) if rank() == 0 else None)
     return agreed(lambda: made or Staging(plan.work, identity, leads=False))
+
+
+def _statistics(plan: Plan, tokens: str | None) -> tuple[Kept | None, Kept | None]:
+    """Statistics of another run to go by, and where this one keeps its own: chosen, and kept, by the first process."""
+
+    def chosen() -> tuple[bool, str, dict[str, Any]] | None:
+        if plan.options.stats is None or tokens is None:
+            return None
+        known = reusable(plan, plan.options.stats, tokens)
+        held = known or own(plan, plan.options.stats, tokens)
+        return known is not None, str(held.path), dict(held.about)
+
+    found = first(chosen)
+    if found is None:
+        return None, None
+    held = Kept(Path(found[1]), found[2])
+    return (held, None) if found[0] else (None, held if rank() == 0 else None)
 
 
 def _check_shares(plan: Plan) -> None:
@@ -153,14 +174,14 @@ class _Sections:
         self.progress.layer_done(number, time.perf_counter() - begin)
 
 
-def _without_data(plan: Plan, checkpoint: Checkpoint, sections: _Sections) -> None:
-    compressor = Compressor(plan, checkpoint, None, sections.progress)
+def _without_data(plan: Plan, checkpoint: Checkpoint, sections: _Sections, known: Kept | None) -> None:
+    compressor = Compressor(plan, checkpoint, None, sections.progress, known)
     made = spread([partial(compressor.layer, number) for number in sections.missing])
     for number in sections.missing:
         sections.make(number, partial(next, made))
 
 
-def _with_data(plan: Plan, checkpoint: Checkpoint, tokens: Tensor, sections: _Sections) -> None:
+def _with_data(plan: Plan, checkpoint: Checkpoint, tokens: Tensor, sections: _Sections, keeping: Kept | None) -> None:
     count, staged = len(plan.layers), sections.staged
     dtype = getattr(torch, plan.dtype)
     model = StreamedModel(
@@ -174,8 +195,8 @@ def _with_data(plan: Plan, checkpoint: Checkpoint, tokens: Tensor, sections: _Se
     )
     if plan.recipe.pruner is not None and plan.recipe.pruner.allocation == "owl":
         plan = allocated(plan, outlier_weighed(plan, checkpoint, model, tokens, staged.path))
-    compressor = Compressor(plan, checkpoint, model, sections.progress)
-    hidden = _entering(plan, model, tokens, sections, dtype)
+    compressor = Compressor(plan, checkpoint, model, sections.progress, keeping=keeping)
+    hidden = entering(plan, model, tokens, staged, sections.missing[0], dtype)
     return_freed_memory()
     scaler = _scaler(plan, checkpoint, model, sections.progress)
     for number in range(hidden.position, count):
@@ -211,7 +232,7 @@ def _with_data(plan: Plan, checkpoint: Checkpoint, tokens: Tensor, sections: _Se
                 sections.make(number, partial(compressor.layer, number, layer, *streams), scaled)
             if number + 1 < count:
                 onward = {name: forward.outputs() for name, forward in under_way.items()}
-                hidden = _kept(staged, number + 1, dtype, onward)
+                hidden = kept(staged, number + 1, dtype, onward)
         return_freed_memory()
 
 
@@ -229,38 +250,3 @@ def _spaces(plan: Plan, number: int) -> dict[str, str]:
         if matrix.needs_calibration and matrix.expert is None:
             spaces.setdefault(matrix.space, matrix.path)
     return spaces
-
-
-def _kept(staged: Staging, position: int, dtype: torch.dtype, streams: Mapping[str, Iterator[Tensor]]) -> Hidden:
-    """Hidden states that enter section `position`: computed by all processes, written by the first."""
-    hidden = None
-    if rank() == 0:
-        hidden = staged.keep_hidden(position, dtype, streams)
-    else:
-        for batches in streams.values():
-            deque(batches, maxlen=0)
-    return _known(staged, dtype, hidden)
-
-
-def _known(staged: Staging, dtype: torch.dtype, hidden: Hidden | None) -> Hidden:
-    """Hidden states that the first process has, for all."""
-    places = gathered(None if hidden is None else hidden.places())[0]
-    assert places is not None  # it has them
-    return hidden or staged.open_hidden(places[0], dtype, places[1])
-
-
-def _entering(plan: Plan, model: StreamedModel, tokens: Tensor, sections: _Sections, dtype: torch.dtype) -> Hidden:
-    """Hidden states to go on from: the newest kept ones, or the embedded tokens."""
-    samples = {COMPRESSED: tokens.shape[0]}
-    if plan.original_samples:
-        samples[ORIGINAL] = plan.original_samples
-    with model.outer(embed=True, head=False):
-        width = model.prepare(tokens[:1])
-        staged = sections.staged
-        if rank() > 0:
-            return _known(staged, dtype, None)
-        shapes = {name: (rows, tokens.shape[1], width) for name, rows in samples.items()}
-        found = staged.hidden(shapes, dtype, sections.missing[0]) or staged.keep_hidden(
-            0, dtype, {name: model.embedded(tokens[:rows], plan.batch) for name, rows in samples.items()}
-        )
-        return _known(staged, dtype, found)
