@@ -173,6 +173,19 @@ def test_threads_and_ranks_together_have_the_same_bytes(tiny_model_dir, tmp_path
     assert contents(tmp_path / "out-1") == contents(tmp_path / "out-2")
 
 
+@pytest.mark.slow
+def test_kept_statistics_are_those_of_one_process(tiny_model_dir, tmp_path):
+    for size in (1, 2):
+        store = ["--stats", tmp_path / f"store-{size}"]
+        for name, command in (("first", GPTQ), ("second", [*GPTQ, "--bits", 8])):  # the second goes by the first's
+            started = Started(
+                tmp_path, ["gptq", tiny_model_dir, *command, *store, "-o", tmp_path / name / str(size)], size
+            )
+            assert started.end() == [0] * size, started.said
+    for name in ("first/1", "second/1", "store-1"):
+        assert contents(tmp_path / name) == contents(tmp_path / name.replace("1", "2"))
+
+
 # -- a rank that dies ---------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ where llmcompress does so.
 """
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PATIENCE = timedelta(hours=1)  # for a rank that neither answers nor is known to have ended
+_HEARING = 2.0  # seconds that the first rank waits for others to end as well
+_KEY = "llmcompress"  # of counters that all ranks know
 _SET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # by torchrun
 
 
@@ -91,12 +94,12 @@ def joined(device: str) -> Iterator[None]:
         with member_of(ranks):
             yield
     except LlmcompressError as error:
-        if isinstance(error, ElsewhereError) or not ranks.may_speak():
+        if not ranks.may_speak(knows=not isinstance(error, ElsewhereError)):
             raise ElsewhereError(error.exit_code) from None
         error.rank = ranks.rank
         raise
     except BaseException:
-        ranks.may_speak()
+        ranks.may_speak(knows=True)
         raise
     ranks.leave()
 
@@ -155,12 +158,18 @@ class Ranks:
             raise ElsewhereError(codes[wrong[0]])
         return result
 
-    def may_speak(self) -> bool:
-        """Whether no other rank has asked before: an error ends them all, and one line is enough."""
+    def may_speak(self, knows: bool) -> bool:
+        """Whether this rank, which ends with an error, is to say it: the first of those who know what is wrong."""
         try:
-            return bool(self._store.add("llmcompress/spoken", 1) == 1)
+            chosen = knows and self._store.add(f"{_KEY}/knowing", 1) == 1
+            ended = self._store.add(f"{_KEY}/ended", 1)
+            until = time.monotonic() + _HEARING
+            while self.rank == 0 and ended < self.size and time.monotonic() < until:
+                time.sleep(0.02)  # the store may end with this process: others that end now are to find it
+                ended = self._store.add(f"{_KEY}/ended", 0)
         except RuntimeError:  # whoever kept the store has ended
-            return True
+            return knows
+        return chosen
 
     def leave(self) -> None:
         """Close the connections."""
