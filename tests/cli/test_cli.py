@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from llmcompress.cli.commands import _stop_request
+from llmcompress.cli.stopping import Stop
 
 COMMAND = [sys.executable, "-m", "llmcompress"]
 SMALL = ["--bits", "4", "--group-size", "64", "--samples", "4", "--length", "32"]
@@ -165,9 +165,9 @@ def test_a_strict_kind_ends_with_3_after_writing(random_model_dir, tmp_path):
 def test_a_deadline_waits_for_a_section_and_sigterm_does_not():
     before = signal.getsignal(signal.SIGTERM)
     try:
-        stop = _stop_request(0)
+        stop = Stop(0)
         assert [stop(finished) for finished in range(3)] == [False, True, True]
-        stop = _stop_request(None)
+        stop = Stop(None)
         assert not stop(1)
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop(0)

@@ -49,6 +49,7 @@ class Compressor:
         linears: list[dict[str, Any]] = []
         ledger = Ledger()
         for stage in stages_of(self.plan.layers[number]):
+            self.progress.stage(stage[0].space, len(stage))
             kept = [found for plan in stage if (found := self._recoded(plan, ledger)) is not None]
             stage = [plan for plan in stage if plan.module not in {found[0].module for found in kept}]
             statistics = self._statistics(layer, compressed, original, stage, ledger)
