@@ -111,15 +111,18 @@ def check(recipe: Name, model: OptionalModel = None, json_: o.Json = False) -> N
         console.print_json({"recipe": recipe, "ok": not found, "problems": [_facts(item) for item in found]})
     else:
         for item in found:
-            typer.echo(f"{recipe}: {_where(item)}{item.message}" + (f" ({item.hint})" if item.hint else ""))
+            typer.echo(f"{recipe}: {_line(item)}")
         if not found:
             typer.echo(f"{recipe}: sound" + (f", and can be carried out on {model}" if model is not None else ""))
     if found:
         raise RecipeError(f"{recipe} has {len(found)} problem{'s' * (len(found) > 1)}")
 
 
-def _where(item: "Problem") -> str:
-    return "" if item.step is None else f"step {item.step}: "
+def _line(item: "Problem") -> str:
+    step, said = f"step {item.step}", item.message
+    if item.step is not None and not said.startswith(step):
+        said = f"{step}: {said.removeprefix('step ')}"
+    return f"{said} ({item.hint})" if item.hint else said
 
 
 def _facts(item: "Problem") -> dict[str, Any]:
