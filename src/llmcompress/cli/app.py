@@ -63,7 +63,7 @@ def _run() -> int:
     except LlmcompressError as error:
         return _failed(error)
     except KeyboardInterrupt:
-        return _failed(_InterruptError("interrupted", "finished layers are kept; the same command goes on"))
+        code = _INTERRUPTED
     except MemoryError:
         return _failed(RunError("out of memory", "try a smaller --batch"))
     except BrokenPipeError:
@@ -71,6 +71,8 @@ def _run() -> int:
         return _failed(RunError("what reads this command's output has gone"))
     except Exception as error:
         return _unforeseen(error)
+    if code == _INTERRUPTED:  # Typer's own answer to Ctrl-C
+        return _failed(_InterruptError("interrupted", "finished layers are kept; the same command goes on"))
     if not code:
         log.event("done", exit_code=EXIT_OK)
     return code if isinstance(code, int) else EXIT_OK

@@ -45,7 +45,8 @@ class Packaged:
 
 def packaged() -> dict[str, Packaged]:
     """The recipes in `configs/` by name."""
-    return {file.stem: Packaged(file.stem, file) for file in sorted(shipped("configs").glob("*.yaml"))}
+    files = {file.stem: file for file in shipped("configs").glob("*.yaml")}
+    return {name: Packaged(name, files[name]) for name in sorted(files)}
 
 
 def file_of(recipe: str) -> Path:

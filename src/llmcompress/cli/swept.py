@@ -55,6 +55,7 @@ def _came_of(run: Run) -> str:
 
 def _facts(run: Run) -> dict[str, Any]:
     step, cost = run.plan.recipe.method, run.plan.estimate
+    grid = step if step is not None and step.gguf is None else None  # types of GGUF have bits of their own
     return {
         "run": run.variant.name,
         "output": str(run.plan.out),
@@ -62,8 +63,8 @@ def _facts(run: Run) -> dict[str, Any]:
         "finished_before": run.report is not None,
         "error": run.error,
         "method": run.variant.method,
-        "bits": None if step is None else step.bits,
-        "group_size": None if step is None else step.group_size,
+        "bits": None if grid is None else grid.bits,
+        "group_size": None if grid is None else grid.group_size,
         "output_bytes": cost.output_bytes,
         "bits_per_weight": round(cost.bits_per_weight, 4),
         "seconds": run.result.get("seconds"),
