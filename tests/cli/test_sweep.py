@@ -271,6 +271,9 @@ def test_a_preset_takes_the_place_of_all_steps_as_its_command_has_them(main, cap
         assert recipe.steps == alone.steps
         assert recipe.calibration.samples == 7
     assert made(base, names=["awq"], bits=[3])["awq-w3"].steps[-1].bits == 3
+    pruned = {"steps": [{"method": "wanda", "sparsity": 0.5}, {"method": "gptq"}]}
+    assert [step.name for step in made(pruned, names=["awq"])["awq"].steps] == ["awq", "wanda", "rtn"]
+    assert [step.name for step in made(pruned, names=["rtn"])["rtn"].steps] == ["wanda", "rtn"]
 
 
 def test_types_of_gguf_have_no_bits_to_sweep():

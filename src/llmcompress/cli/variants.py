@@ -30,7 +30,7 @@ def variants(
     """All combinations, in the order of the lists; what has none stays as the recipe says.
 
     A method takes the place of the recipe's quantising step, with the options it shares with it; a preset, such as awq,
-    that of all steps. RecipeError for what a recipe, a method or a preset has no place for.
+    that of all steps but one that prunes. RecipeError for what a recipe, a method or a preset has no place for.
     """
     step = recipe.method
     if step is None:
@@ -79,7 +79,9 @@ def _preset(recipe: Recipe, step: Method, preset: Preset, asked: dict[str, Any])
     values |= {key: said[key] for key in ("bits", "group_size") if key in said and key in preset.offered}
     made = preset.recipe({**values, **asked})
     method = made.method
-    steps = tuple(item.model_copy(update={"set": step.set}) if item is method else item for item in made.steps)
+    assert method is not None  # of those presets alone
+    pruner = () if recipe.pruner is None else (recipe.pruner,)
+    steps = (*made.transforms, *pruner, method.model_copy(update={"set": step.set}))
     return recipe.model_copy(update={"steps": steps})
 
 
