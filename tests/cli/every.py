@@ -47,6 +47,7 @@ def arguments(words: tuple[str, ...], model: Path, folder: Path) -> list[object]
         recipe.write_text(RECIPE)
         given.append(recipe)
     given += [model, "-o", folder / "out", *_BESIDE.get(name, [])]
+    given += ["--sparsity", 0.5] if "--sparsity" in options else []
     given += ["--samples", 2, "--length", 16] if "--samples" in options else []
     given += ["--calibration", "default"] if name in ("nf4", "int8") else []
     return given
