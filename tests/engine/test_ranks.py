@@ -293,6 +293,17 @@ def test_a_refusal_is_one_line_of_one_rank(case, tiny_model_dir, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_events_and_gates_are_told_by_the_first_rank(tiny_model_dir, tmp_path):
+    arguments = ["gptq", tiny_model_dir, *GPTQ, "-o", tmp_path / "out", "--junit", tmp_path / "gates.xml"]
+    started = Started(tmp_path, [*arguments, "--strict", "any", "--json", "--log-format", "json"])
+    assert started.end() == [0, 0], started.said
+    events = [json.loads(line)["event"] for line in started.said[0].splitlines() if line.startswith('{"event"')]
+    assert (events[0], events[-1]) == ("started", "done")
+    assert events.count("layer") == 4
+    assert not started.said[1]
+    assert "--strict any" in (tmp_path / "gates.xml").read_text()
+
+
 def test_a_deadline_stops_all_ranks_at_one_place(tiny_model_dir, tmp_path):
     arguments = ["gptq", tiny_model_dir, *GPTQ, "-o", tmp_path / "out", "--deadline", 0.01]
     started = Started(tmp_path, arguments)

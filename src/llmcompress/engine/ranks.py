@@ -97,6 +97,8 @@ def joined(device: str) -> Iterator[None]:
         if not ranks.may_speak(knows=not isinstance(error, ElsewhereError)):
             raise ElsewhereError(error.exit_code) from None
         error.rank = ranks.rank
+        if ranks.rank > 0:
+            error.message = f"rank {ranks.rank}: {error.message}"
         raise
     except BaseException:
         ranks.may_speak(knows=True)

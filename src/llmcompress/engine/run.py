@@ -43,12 +43,18 @@ from llmcompress.store.statistics import Kept
 Stop = Callable[[int], bool]
 
 
-def run(plan: Plan, progress: Progress | None = None, stop: Stop = lambda finished: False) -> dict[str, Any]:
+def run(
+    plan: Plan,
+    progress: Progress | None = None,
+    stop: Stop = lambda finished: False,
+    tokens: Tensor | None = None,
+) -> dict[str, Any]:
     """Carry a plan out and return its report. A rerun goes on after the last finished section.
 
     stop: asked before every section, with the number of those that this start has finished; when it says so the run
-    ends with StoppedError and can be taken up again. Of several processes (engine/ranks.py) the first writes, and has
-    the report; that of the others is empty.
+    ends with StoppedError and can be taken up again. tokens: of the calibration [samples, length], where they are
+    drawn already. Of several processes (engine/ranks.py) the first writes, and has the report; that of the others is
+    empty.
     """
     progress = progress or Progress()
     _check_shares(plan)
@@ -57,8 +63,8 @@ def run(plan: Plan, progress: Progress | None = None, stop: Stop = lambda finish
     place = plan.work / "tokens.safetensors"  # sampling takes minutes, and depends on nothing but model and recipe
 
     def chosen() -> Tensor | None:
-        if not plan.calibrated:
-            return None
+        if tokens is not None or not plan.calibrated:
+            return tokens if plan.calibrated else None
         return load_file(place)["input_ids"] if sampled and place.exists() else calibration_tokens(plan)
 
     tokens = first(chosen)
