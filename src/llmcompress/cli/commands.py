@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llmcompress.cli import checks, console, data, evaluation, gguf, imatrix, presets
+from llmcompress.cli import checks, console, data, evaluation, gguf, imatrix, page, presets
 from llmcompress.cli import options as o
 from llmcompress.cli.jobs import Job
 from llmcompress.cli.shown import show_plans
@@ -63,6 +63,7 @@ def register(app: typer.Typer) -> None:
     checks.register(app)
     data.register(app)
     imatrix.register(app)
+    page.register(app)
 
 
 RecipeFile = Annotated[
@@ -136,11 +137,15 @@ def _planned(job: Job) -> "Plan":
 def _carry_out(plans: Sequence["Plan"], values: dict[str, Any]) -> None:
     from transformers.utils import logging
 
+    from llmcompress.engine.timings import refuse_place
+
     logging.disable_progress_bar()
+    for plan in plans if values["timings"] is not None else ():
+        refuse_place(values["timings"], plan)
     stop = _stop_request(values["deadline"])
     results = []
     for plan in plans:
-        result = _result(plan, stop, quiet=values["quiet"] or values["json_"])
+        result = _result(plan, stop, values["timings"], quiet=values["quiet"] or values["json_"])
         results.append(result)
         if not values["json_"]:
             _tell(plan, result, values["quiet"])
@@ -150,13 +155,17 @@ def _carry_out(plans: Sequence["Plan"], values: dict[str, Any]) -> None:
         _refuse_broken(result, values["strict"] or [])
 
 
-def _result(plan: "Plan", stop: Callable[[int], bool], quiet: bool) -> dict[str, Any]:
+def _result(plan: "Plan", stop: Callable[[int], bool], timings: Path | None, quiet: bool) -> dict[str, Any]:
     from llmcompress.engine.resources import peak_memory
     from llmcompress.engine.run import run
+    from llmcompress.engine.timings import Timings
 
     begin = time.perf_counter()
     with console.Watching(quiet=quiet) as watch:
-        result = run(plan, watch, stop)
+        timed = None if timings is None else Timings(timings, plan, watch)
+        result = run(plan, timed or watch, stop)
+        if timed is not None:
+            timed.end()
     seconds = round(time.perf_counter() - begin, 2)
     return {**result, "output": str(plan.out), "seconds": seconds, "peak_memory_bytes": peak_memory()}
 

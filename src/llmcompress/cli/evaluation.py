@@ -1,5 +1,6 @@
 """`eval`: how faithful a compressed model is."""
 
+import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -71,6 +72,11 @@ def evaluate(
             "Default: what the checkpoint's config.json says, int with --kv-bits.",
         ),
     ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Save the whole result as JSON, for `report`."),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file of --output if it exists.")] = False,
     trust_remote_code: o.Trust = False,
     json_: o.Json = False,
     quiet: o.Quiet = False,
@@ -80,15 +86,21 @@ def evaluate(
     Protocol: the text is tokenised once, cut into disjoint windows from its start, and every position but the first
     of a window is scored on the full vocabulary. Intervals are 95%, by bootstrap over windows.
     """
+    from llmcompress.store.files import refuse_existing, write_whole
     from llmcompress.validate.cache import Asked
     from llmcompress.validate.evaluate import parse_gate
-    from llmcompress.validate.session import Request, continuations, evaluate_paths
+    from llmcompress.validate.session import Request, continuations, evaluate_whole
 
     gates = [parse_gate(gate) for gate in fail_if or []]
     asked = Asked(kv_bits, kv_type)
     request = Request(model, ref, text, length, windows, batch, device, compute_dtype, trust_remote_code, asked)
+    if output is not None:
+        refuse_existing(output, overwrite)
     with console.Steps("layers", quiet or json_) as steps:
-        figures: dict[str, Any] = evaluate_paths(request, steps.at)
+        found = evaluate_whole(request, steps.at)
+    figures: dict[str, Any] = found["figures"]
+    if output is not None:
+        write_whole(output, json.dumps(found, indent=1).encode() + b"\n", overwrite)
     samples = continuations(request, generate, max_new_tokens) if generate is not None else None
     if json_:
         console.print_json({**figures, **({"generated": samples} if samples is not None else {})})

@@ -15,9 +15,10 @@ from llmcompress.engine.plan import MatrixPlan, Plan
 from llmcompress.engine.progress import Progress
 from llmcompress.engine.ranges import input_scale, lend_ranges
 from llmcompress.engine.resources import return_freed_memory
-from llmcompress.grids.base import BlockSpec
+from llmcompress.grids.base import BlockSpec, Spec
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.inputs import InputGrid
+from llmcompress.grids.nearest import nearest, rounds_at_once, some_rows
 from llmcompress.grids.recode import holds_codes, recode
 from llmcompress.ledger import Ledger
 from llmcompress.methods.base import Solved, Statistics
@@ -28,6 +29,7 @@ from llmcompress.parallel import together
 from llmcompress.stats.gram import Gram
 from llmcompress.store.checkpoint import DTYPES, Checkpoint
 
+COMPARED = 512  # rows of a matrix on which its error is compared with that of plain rounding
 STARVED = 4  # tokens per input channel below which an expert's Gram is blended with the layer's
 
 
@@ -204,7 +206,20 @@ def _record(
         record["loss"] = _significant(loss / max(energy, 1e-30))
         record["tokens"] = gram.tokens
         record["percdamp"] = solved.percdamp
+    if plan.entry.grid is not None and rounds_at_once(plan.entry.grid):
+        record["rtn_ratio"] = _against_rtn(weight, delta, plan.entry.grid, hessian)
     return record
+
+
+def _against_rtn(weight: Tensor, delta: Tensor, spec: Spec, hessian: Tensor | None) -> float | None:
+    """The loss of errors [out, in] as a share of that of plain rounding, on some rows; None where that errs nowhere."""
+    weight, delta = (some_rows(rows, COMPARED) for rows in (weight, delta))
+    plain = nearest(weight, spec) - weight
+    if hessian is None:
+        ours, theirs = (float(rows.square().sum()) for rows in (delta, plain))
+    else:
+        ours, theirs = together(partial(_square, rows, hessian) for rows in (delta, plain))
+    return _significant(ours / theirs) if theirs > 0 else None
 
 
 def _square(rows: Tensor, hessian: Tensor) -> float:

@@ -1,0 +1,71 @@
+"""The published schemas are those of the documents, and strict; what is written follows them."""
+
+import json
+from pathlib import Path
+
+import pytest
+from jsonschema import Draft202012Validator, ValidationError
+
+from llmcompress.engine.documents import Linear
+from llmcompress.report import schemas
+from llmcompress.report.schemas import SCHEMAS, schema_text
+
+
+def validator(name):
+    return Draft202012Validator(json.loads(schema_text(name)))
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_the_published_schema_is_that_of_the_code(name):
+    published = Path(schemas.__file__).parent / f"{name}.schema.json"
+    assert published.read_text() == schemas.made(name), (
+        f'write it anew: python -c "from llmcompress.report.schemas import made; print(made({name!r}), end=str())"'
+        f" > {published}"
+    )
+    Draft202012Validator.check_schema(json.loads(published.read_text()))
+
+
+def test_the_command_prints_the_published_schema(main, capsys):
+    for name in SCHEMAS:
+        assert main("schema", name) == 0
+        assert capsys.readouterr().out == schema_text(name)
+    assert main("schema", "repor") == 2
+    assert "did you mean 'report'" in capsys.readouterr().err
+
+
+def test_every_document_that_is_written_follows_its_schema(made):
+    for name, out in made.outputs.items():
+        report = out.with_name("small.gguf.report.json") if name == "small.gguf" else out / "report.json"
+        validator("report").validate(json.loads(report.read_text()))
+        validator("evaluation").validate(json.loads(made.evaluations[name].read_text()))
+    lines = [json.loads(line) for line in made.timings.read_text().splitlines()]
+    assert [line["event"] for line in lines] == ["start", *["layer"] * 4, "end"] * 3
+    for line in lines:
+        validator("timings").validate(line)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda report: report.update(seconds=3),
+        lambda report: report.pop("linears"),
+        lambda report: report.update(schema_version=2),
+        lambda report: report["linears"][0].update(extra=1),
+        lambda report: report["linears"][0].update(shape=[4]),
+        lambda report: report["linears"][0].update(relative_error=-1),
+        lambda report: report["tensors"].update(x="not a hash"),
+        lambda report: report["recipe"].update(extra=1),
+        lambda report: report["ledger"].append({"kind": "x"}),
+    ],
+)
+def test_the_schema_refuses_what_no_report_holds(made, change):
+    report = json.loads((made.outputs["four"] / "report.json").read_text())
+    change(report)
+    with pytest.raises(ValidationError):
+        validator("report").validate(report)
+
+
+def test_pruned_matrices_have_their_place():
+    linear = {"name": "a", "method": "wanda", "grid": None, "shape": [4, 4], "permuted": False, "transposed": False}
+    found = Linear.model_validate_json(json.dumps({**linear, "relative_error": 0.1, "sparsity": 0.5, "pattern": "2:4"}))
+    assert (found.sparsity, found.pattern) == (0.5, "2:4")
