@@ -15,13 +15,14 @@ _EXPERT = re.compile(r"(^|\.)experts\.\d+(?=\.|$)")
 
 @dataclass(frozen=True)
 class Metric:
-    """Something that is known of matrices. logarithmic: how it is coloured; middle: the value that is neither good
-    nor bad, where there is one."""
+    """Something that is known of matrices. colour, logarithmic: how it is coloured; middle: the value that is neither
+    good nor bad, where there is one."""
 
     key: str
     title: str
     about: str
     value: Callable[[Linear], float | None]
+    colour: str = "error"
     logarithmic: bool = False
     middle: float | None = None
 
@@ -41,7 +42,7 @@ METRICS = (
         "rtn_ratio",
         "Error against plain rounding",
         "Loss as a share of what rounding to nearest on the same grid, ranges covering every weight, would lose. "
-        "Below 1 is better.",
+        "Below 1 is better; a method that makes up for the errors of earlier matrices may exceed it.",
         lambda linear: linear.rtn_ratio,
         logarithmic=True,
         middle=1.0,
@@ -59,8 +60,8 @@ METRICS = (
         "Relative error of the weights themselves, in the Frobenius norm.",
         lambda linear: linear.relative_error,
     ),
-    Metric("bits", "Bits per weight", "Scales and zero points included.", _bits),
-    Metric("sparsity", "Zeros", "Share of weights that are exactly zero.", lambda linear: linear.sparsity),
+    Metric("bits", "Bits per weight", "Scales and zero points included.", _bits, "bits"),
+    Metric("sparsity", "Zeros", "Share of weights that are exactly zero.", lambda linear: linear.sparsity, "zeros"),
 )
 
 

@@ -14,7 +14,11 @@ from llmcompress.report.words import figure, label, size, tick
 
 COLOURS = ("#2f80ed", "#e8743b", "#19a979", "#945ecf", "#13a4b4", "#d9a514", "#ed4a7b", "#7f8c9a")
 SYMBOLS = ("circle", "diamond", "square", "triangle-up", "cross", "x", "star", "pentagon")
-RISING = "Cividis"
+SCALES = {
+    "error": ("#f4efe3", "#f0c987", "#dc8440", "#a8432b", "#5c1a2b"),
+    "bits": ("#eef1ea", "#a9cbe0", "#5b94c6", "#2b5b97", "#152f5c"),
+    "zeros": ("#f1ecef", "#cdb6dc", "#9b79c0", "#66429a", "#371f63"),
+}
 BETTER, ALIKE, WORSE = (11, 122, 117), (230, 226, 216), (200, 80, 30)
 _POINTS = 48  # at most, along the text
 
@@ -32,16 +36,16 @@ def heat_map(cells: Cells, metric: Metric, within: tuple[float, float]) -> Figur
     assert high is not None
     if metric.middle is not None:
         low, high = min(low, -0.01), max(high, 0.01)
-    elif high - low < 1e-9:
-        low, high = low - 0.5, high + 0.5
-    places, texts = _ticks(low, high, metric)
+    alike = high - low < 1e-9
+    if alike:
+        low, high = low - 1, high + 1
     trace = go.Heatmap(
         x=cells.layers,
         y=[escape(name, quote=False) for name in cells.linears],
         z=shown,
         zmin=low,
         zmax=high,
-        colorscale=RISING if metric.middle is None else _around(low, high),
+        colorscale=_rising(metric.colour) if metric.middle is None else _around(low, high),
         xgap=1,
         ygap=1,
         hoverinfo="text",
@@ -53,8 +57,7 @@ def heat_map(cells: Cells, metric: Metric, within: tuple[float, float]) -> Figur
         colorbar={
             "thickness": 10,
             "outlinewidth": 0,
-            "tickvals": places,
-            "ticktext": texts,
+            **({"tickvals": [(low + high) / 2], "ticktext": [tick(within[0])]} if alike else _ticks(low, high, metric)),
             "len": 1,
             "ypad": 0,
             "tickfont": {"size": 11},
@@ -62,7 +65,7 @@ def heat_map(cells: Cells, metric: Metric, within: tuple[float, float]) -> Figur
     )
     made = _figure([trace], x="layer", height=88 + 24 * len(cells.linears))
     made.update_xaxes(showgrid=False, **_by_layer(cells.layers))
-    made.update_yaxes(autorange="reversed", showgrid=False, ticks="", type="category")
+    made.update_yaxes(autorange="reversed", showgrid=False, type="category", ticklabelstandoff=6)
     return _plain(made)
 
 
@@ -184,6 +187,11 @@ def _plain(made: Any) -> Figure:
     return found
 
 
+def _rising(name: str) -> list[tuple[float, str]]:
+    colours = SCALES[name]
+    return [(number / (len(colours) - 1), colour) for number, colour in enumerate(colours)]
+
+
 def _around(low: float, high: float) -> list[tuple[float, str]]:
     """Colours around nought: the further from it, the stronger, and as strong on either side."""
     reach, middle = max(-low, high), -low / (high - low)
@@ -209,17 +217,16 @@ def _position(value: float | None, metric: Metric) -> float | None:
     return round(log10(max(value, 1e-12)), 6) if metric.logarithmic else value
 
 
-def _ticks(low: float, high: float, metric: Metric) -> tuple[list[float], list[str]]:
+def _ticks(low: float, high: float, metric: Metric) -> dict[str, Any]:
     """Places on a scale of colours, and the values that they stand for."""
-    if metric.logarithmic:
-        powers = range(floor(low) - 1, floor(high) + 2)
-        wanted = [power + log10(digit) for power in powers for digit in (1, 2, 5)]
-        places = [place for place in wanted if low - 1e-9 <= place <= high + 1e-9]
-        if len(places) > 6:
-            places = [place for place in places if abs(place - round(place)) < 1e-9]
-        return places, [tick(10**place) for place in places]
-    places = [low + (high - low) * part / 4 for part in range(5)]
-    return places, [tick(place) for place in places]
+    if not metric.logarithmic:
+        return {"nticks": 5}
+    powers = range(floor(low) - 1, floor(high) + 2)
+    wanted = [power + log10(digit) for power in powers for digit in (1, 2, 5)]
+    places = [place for place in wanted if low - 1e-9 <= place <= high + 1e-9]
+    if len(places) > 6:
+        places = [place for place in places if abs(place - round(place)) < 1e-9]
+    return {"tickvals": places, "ticktext": [tick(10**place) for place in places]}
 
 
 def _hover(cells: Cells, metric: Metric, layer: int, linear: str, value: float | None) -> str:

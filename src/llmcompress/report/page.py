@@ -74,14 +74,16 @@ def _about(output: Output) -> dict[str, Any]:
 
 def _maps(outputs: Sequence[Output], drawn: dict[str, figures.Figure]) -> list[Mapping[str, Any]]:
     """Draw the heat maps of each metric, outputs side by side; what the page says of each."""
-    cells, result = [cells_of(output.report.linears) for output in outputs], []
+    cells = [cells_of(output.report.linears) for output in outputs]
+    result: list[Mapping[str, Any]] = []
     for metric in METRICS:
         parts = []
         for number, (output, own) in enumerate(zip(outputs, cells, strict=True)):
             if own.knows(metric):
                 place = f"{metric.key}-{number}"
                 drawn[place] = figures.heat_map(own, metric, _within(cells, metric))
-                parts.append({"id": place, "title": output.name, "table": tables.heat_map(own, metric)})
+                title = output.name if len(outputs) > 1 else ""
+                parts.append({"id": place, "title": title, "table": tables.heat_map(own, metric)})
         if parts:
             result.append({"metric": metric, "parts": parts})
     return result

@@ -1,7 +1,7 @@
 """Tables, as rows of text: they hold what the plots show, for print and for those who do not see plots."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from llmcompress.engine.documents import Report
@@ -44,6 +44,7 @@ _FIGURES = (
     ("perplexity", "Perplexity"),
     ("top1", "Same most likely token"),
 )
+_WRITTEN: dict[str, Callable[[float], str]] = {"top1": "{:.1%}".format, "perplexity": "{:.2f}".format}
 
 
 def summary(outputs: Sequence[Output]) -> Summary:
@@ -141,13 +142,13 @@ def _measured(found: Evaluation | None, key: str) -> Value:
     value = None if found is None else getattr(found.figures, key)
     if found is None or value is None:
         return Value("")
-    write = (lambda share: f"{share:.1%}") if key == "top1" else figure
+    write = _WRITTEN.get(key, figure)
     below = []
     interval = getattr(found.figures, f"{key}_ci")
     if interval is not None:
         below.append(f"{write(interval[0])} – {write(interval[1])}")
     if key == "perplexity" and found.figures.ref_perplexity is not None:
-        below.append(f"original {figure(found.figures.ref_perplexity)}")
+        below.append(f"original {write(found.figures.ref_perplexity)}")
     return Value(write(value), "; ".join(below))
 
 
