@@ -6,8 +6,13 @@ from pathlib import Path
 import pytest
 from jsonschema import Draft202012Validator, ValidationError
 
-from llmcompress.engine.documents import Linear
+from llmcompress.engine.plan import Options, make_plan
+from llmcompress.engine.run import run
+from llmcompress.recipe import parse
 from llmcompress.report import schemas
+from llmcompress.report.cells import METRICS, cells_of
+from llmcompress.report.inputs import read_outputs
+from llmcompress.report.page import render
 from llmcompress.report.schemas import SCHEMAS, schema_text
 
 
@@ -65,7 +70,18 @@ def test_the_schema_refuses_what_no_report_holds(made, change):
         validator("report").validate(report)
 
 
-def test_pruned_matrices_have_their_place():
-    linear = {"name": "a", "method": "wanda", "grid": None, "shape": [4, 4], "permuted": False, "transposed": False}
-    found = Linear.model_validate_json(json.dumps({**linear, "relative_error": 0.1, "sparsity": 0.5, "pattern": "2:4"}))
-    assert (found.sparsity, found.pattern) == (0.5, "2:4")
+def test_pruned_matrices_have_their_place(tiny_model_dir, tmp_path):
+    steps = [{"method": "wanda", "pattern": "2:4"}, {"method": "gptq", "bits": 4, "group_size": 64}]
+    for number, chain in enumerate((steps, steps[:1])):
+        out = tmp_path / str(number)
+        output = {"format": "compressed-tensors" if len(chain) > 1 else "dense"}
+        recipe = parse({"calibration": {"samples": 2, "length": 32}, "steps": chain, "output": output})
+        run(make_plan(recipe, tiny_model_dir, Options(out=out)))
+        (found,) = read_outputs([out], [], [])
+        for linear in found.report.linears:
+            assert (linear.pruner, linear.pattern) == ("wanda", "2:4")
+            assert linear.sparsity >= 0.5
+            assert linear.rtn_ratio is None
+        zeros = next(metric for metric in METRICS if metric.key == "sparsity")
+        assert cells_of(found.report.linears).knows(zeros)
+        assert 'id="sparsity-0"' in render([found])

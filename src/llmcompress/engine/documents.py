@@ -99,8 +99,9 @@ class Linear(Document):
     )
     tokens: Count | None = Field(None, description="tokens its statistics come from")
     percdamp: Magnitude | None = Field(None, description="damping that was used, as a share of the mean diagonal")
-    sparsity: Share | None = Field(None, description="share of weights that are exactly zero")
+    pruner: str | None = Field(None, description="method that chose which weights are zero")
     pattern: str | None = Field(None, description="n:m pattern of the zeros, n kept of m")
+    sparsity: Share | None = Field(None, description="share of weights that are exactly zero, where many are")
 
 
 class ScaledSite(Document):
