@@ -10,11 +10,15 @@ from html.parser import HTMLParser
 import pytest
 
 from llmcompress.engine.documents import LayerDone, Linear, Start
+from llmcompress.engine.plan import Options, make_plan
+from llmcompress.engine.run import run
+from llmcompress.recipe import parse
 from llmcompress.report.cells import METRICS, cells_of
 from llmcompress.report.figures import binned
 from llmcompress.report.inputs import Timed, read_outputs
 from llmcompress.report.page import render
 from llmcompress.report.words import duration, figure, size
+from llmcompress.validate.session import Request, evaluate_whole
 
 HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(1)">&\'%{z}'
 
@@ -142,6 +146,22 @@ def linear(name, **about):
     return Linear.model_validate_json(
         json.dumps({"name": name, "method": "gptq", "grid": "int4-g32-sym", **shape, **about})
     )
+
+
+def test_an_output_without_matrices_and_evaluations_without_a_reference_have_a_page(tiny_model_dir, tmp_path):
+    paths, files = [], []
+    for number, ref in enumerate((None, tiny_model_dir)):
+        out = tmp_path / f"rotated{number}"
+        steps = [{"method": "rotate", "seed": number}]
+        run(make_plan(parse({"steps": steps, "output": {"format": "dense"}}), tiny_model_dir, Options(out=out)))
+        request = Request(out, ref, "default", 16, 1, 1, "cpu", "float32")
+        file = tmp_path / f"{number}.json"
+        file.write_text(json.dumps(evaluate_whole(request, lambda done, of: None)))
+        paths.append(out)
+        files.append(file)
+    alone = figures(render(read_outputs(paths[:1], files[:1], [])))
+    assert alone == {}
+    assert set(figures(render(read_outputs(paths, files, [])))) == {"size-kl", "kl-windows", "kl-positions"}
 
 
 def test_experts_of_a_layer_share_a_cell():

@@ -116,7 +116,7 @@ def size_against_kl(outputs: Sequence[Output]) -> Figure:
             type="log", range=[log10(min(values)) - 0.2, log10(max(values)) + 0.25], dtick="D2", tickformat="~g"
         )
     else:
-        made.update_yaxes(range=[0, 1.2 * max(values)])
+        made.update_yaxes(range=[0, 1.2 * max(values) or 1])
     return _plain(made)
 
 
