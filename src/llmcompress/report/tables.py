@@ -24,10 +24,10 @@ class Table:
 
 @dataclass(frozen=True)
 class Value:
-    """A figure and, below it, its interval or what else belongs to it."""
+    """A figure and, below it, lines with its interval or what else belongs to it."""
 
     text: str
-    below: str = ""
+    below: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def summary(outputs: Sequence[Output]) -> Summary:
     made: list[tuple[str, list[Value]]] = [
         ("Format", [Value(output.report.format) for output in outputs]),
         ("Method", [Value(_method(output.report)) for output in outputs]),
-        ("Size", [Value(size(output.report.output_bytes), _share(output.report)) for output in outputs]),
+        ("Size", [Value(size(output.report.output_bytes), [_share(output.report)]) for output in outputs]),
         ("Bits per weight", [Value(f"{output.report.bits_per_weight:.3f}") for output in outputs]),
     ]
     groups: list[tuple[str, list[tuple[str, list[Value]]]]] = [("", made)]
@@ -149,7 +149,7 @@ def _measured(found: Evaluation | None, key: str) -> Value:
         below.append(f"{write(interval[0])} – {write(interval[1])}")
     if key == "perplexity" and found.figures.ref_perplexity is not None:
         below.append(f"original {write(found.figures.ref_perplexity)}")
-    return Value(write(value), "; ".join(below))
+    return Value(write(value), below)
 
 
 def _text(found: Evaluation) -> str:
