@@ -30,7 +30,7 @@ from llmcompress.parallel import together
 from llmcompress.stats.gram import Gram
 from llmcompress.store.checkpoint import DTYPES, Checkpoint
 
-COMPARED = 512  # rows of a matrix on which its error is compared with that of plain rounding
+COMPARED = 256  # rows of a matrix on which its error is compared with that of plain rounding
 STARVED = 4  # tokens per input channel below which an expert's Gram is blended with the layer's
 
 

@@ -90,7 +90,7 @@ class Linear(Document):
     rtn_ratio: Magnitude | None = Field(
         None,
         description="its loss as a share of the loss of plain rounding to nearest on the same grid (of the squared "
-        "error where no loss was measured), on 512 rows at most; null where that is not known",
+        "error where no loss was measured), on 256 rows at most; null where that is not known",
     )
     inputs: str | None = Field(None, description="how its inputs are rounded")
     input_scale: Magnitude | None = Field(None, description="fixed scale of its inputs")
