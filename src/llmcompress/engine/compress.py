@@ -1,7 +1,6 @@
 """One section: statistics stage by stage, each stage on inputs that the stages before it have already changed."""
 
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from llmcompress.engine.collect import ExpertInputs, collect, stages_of
+from llmcompress.engine.energy import against_rtn, energies
 from llmcompress.engine.forward import Forward
 from llmcompress.engine.kv_cache import measured
 from llmcompress.engine.plan import MatrixPlan, Plan
@@ -16,21 +16,19 @@ from llmcompress.engine.progress import Progress
 from llmcompress.engine.pruning import pruned, sparsity_record
 from llmcompress.engine.ranges import input_scale, lend_ranges
 from llmcompress.engine.resources import return_freed_memory
-from llmcompress.grids.base import BlockSpec, Spec
+from llmcompress.grids.base import BlockSpec
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.inputs import InputGrid
-from llmcompress.grids.nearest import nearest, rounds_at_once, some_rows
+from llmcompress.grids.nearest import rounds_at_once
 from llmcompress.grids.recode import holds_codes, recode
 from llmcompress.ledger import Ledger
 from llmcompress.methods.base import Solved, Statistics
 from llmcompress.model.build import StreamedModel
 from llmcompress.model.experts import Expert
 from llmcompress.model.rounded import round_inputs
-from llmcompress.parallel import together
 from llmcompress.stats.gram import Gram
 from llmcompress.store.checkpoint import DTYPES, Checkpoint
 
-COMPARED = 256  # rows of a matrix on which its error is compared with that of plain rounding
 STARVED = 4  # tokens per input channel below which an expert's Gram is blended with the layer's
 
 
@@ -209,29 +207,14 @@ def _record(
     if coded.input_scale is not None:
         record["input_scale"] = _significant(float(coded.input_scale))
     if gram is not None and hessian is not None:
-        loss, energy = together(partial(_square, rows, hessian) for rows in (delta, weight))
+        loss, energy = energies((delta, weight), hessian)
         record["loss"] = _significant(loss / max(energy, 1e-30))
         record["tokens"] = gram.tokens
         record["percdamp"] = solved.percdamp
     if plan.pruner is None and plan.entry.grid is not None and rounds_at_once(plan.entry.grid):
-        record["rtn_ratio"] = _against_rtn(weight, delta, plan.entry.grid, hessian)
+        ratio = against_rtn(weight, delta, plan.entry.grid, hessian)
+        record["rtn_ratio"] = None if ratio is None else _significant(ratio)
     return record
-
-
-def _against_rtn(weight: Tensor, delta: Tensor, spec: Spec, hessian: Tensor | None) -> float | None:
-    """The loss of errors [out, in] as a share of that of plain rounding, on some rows; None where that errs nowhere."""
-    weight, delta = (some_rows(rows, COMPARED) for rows in (weight, delta))
-    plain = nearest(weight, spec) - weight
-    if hessian is None:
-        ours, theirs = (float(rows.square().sum()) for rows in (delta, plain))
-    else:
-        ours, theirs = together(partial(_square, rows, hessian) for rows in (delta, plain))
-    return _significant(ours / theirs) if theirs > 0 else None
-
-
-def _square(rows: Tensor, hessian: Tensor) -> float:
-    """tr(R H R^T) of rows [out, in]."""
-    return float((rows @ hessian).mul_(rows).sum())
 
 
 def _significant(value: float) -> float:
