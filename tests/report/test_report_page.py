@@ -198,13 +198,29 @@ def test_times_of_a_run_that_went_on_are_added_and_one_begun_anew_forgets():
         )
 
     def layer(number, seconds):
-        return LayerDone(event="layer", layer=number, seconds=seconds, solving=0.0, peak_memory_bytes=int(seconds))
+        peak = int(seconds)
+        return LayerDone(
+            event="layer", run="0" * 64, layer=number, seconds=seconds, solving=0.0, peak_memory_bytes=peak
+        )
 
     timed = Timed()
     for line in (start(0), layer(0, 9.0), start(0), layer(0, 2.0), start(1), layer(1, 3.0)):
         timed.add(line)
     assert timed.seconds == 5
     assert timed.peak == 3
+
+
+def test_runs_side_by_side_may_share_a_file_of_timings(made, tmp_path):
+    lines = made.timings.read_text().splitlines()
+    runs = {json.loads(line)["run"]: [] for line in lines}
+    for line in lines:
+        runs[json.loads(line)["run"]].append(line)
+    mixed = tmp_path / "mixed"
+    mixed.write_text("\n".join(line for together in zip(*runs.values(), strict=True) for line in together))
+    paths = list(made.outputs.values())
+    assert [output.timed for output in read_outputs(paths, [], [mixed])] == [
+        output.timed for output in read_outputs(paths, [], [made.timings])
+    ]
 
 
 @pytest.mark.parametrize(

@@ -144,13 +144,16 @@ class Report(Document):
     tensors: dict[str, Sha256] = Field(description="SHA-256 of each tensor's bytes, by its name in the output")
 
 
+Run = Annotated[Sha256, Field(description="SHA-256 of the headers of the model, the recipe and the compute type")]
+
+
 class Start(Document):
     """A line of timings: a run starts, or goes on."""
 
     event: Literal["start"]
     schema_version: Literal[1]
     llmcompress: str
-    run: Sha256 = Field(description="of the headers of the model, the recipe and the compute type")
+    run: Run
     layers: Positive
     done: Count = Field(description="layers found finished")
     threads: Positive
@@ -161,6 +164,7 @@ class LayerDone(Document):
     """A line of timings: a layer is finished."""
 
     event: Literal["layer"]
+    run: Run
     layer: Count
     seconds: Magnitude = Field(description="since the layer before was finished, or the run started")
     solving: Magnitude = Field(description="of these, for statistics and codes")
@@ -172,6 +176,7 @@ class Finished(Document):
     """A line of timings: the output is written."""
 
     event: Literal["end"]
+    run: Run
     seconds: Magnitude = Field(description="since the run started, or went on")
     writing: Magnitude = Field(description="of these, for writing the output")
     peak_memory_bytes: Count

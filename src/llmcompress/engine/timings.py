@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,6 @@ class Timings(Progress):
             event="start",
             schema_version=TIMINGS_SCHEMA,
             llmcompress=__version__,
-            run=run_sha256(plan.headers.fingerprint, plan.recipe.as_data(), plan.dtype),
             layers=layers,
             done=done,
             threads=plan.means.threads,
@@ -75,8 +75,13 @@ class Timings(Progress):
         now = self.clock()
         self._append(event="end", seconds=now - self.begun, writing=now - self.written, **_memory())
 
+    @cached_property
+    def run(self) -> str:
+        return run_sha256(self.plan.headers.fingerprint, self.plan.recipe.as_data(), self.plan.dtype)
+
     def _append(self, **line: Any) -> None:
         said = {key: round(value, 4) if isinstance(value, float) else value for key, value in line.items()}
+        said["run"] = self.run  # runs side by side may share a file
         with writing(self.file):
             make_parent(self.file)
             with self.file.open("ab") as handle:

@@ -116,14 +116,10 @@ def _by_run(files: Sequence[Path], known: set[str]) -> dict[str, Timed]:
     """Times by run. One file may hold many runs, one of which at least must be known."""
     result: dict[str, Timed] = {}
     for file in files:
-        runs, current = set(), None
-        for number, line in enumerate(_lines(file), 1):
-            if isinstance(line, Start):
-                runs.add(line.run)
-                current = result.setdefault(line.run, Timed())
-            if current is None:
-                raise CheckpointError(f"{file} is no file of timings: line {number} comes before any start")
-            current.add(line)
+        runs = set()
+        for line in _lines(file):
+            runs.add(line.run)
+            result.setdefault(line.run, Timed()).add(line)
         if not runs & known:
             raise CheckpointError(f"timings {file} are of no output given", "give the file of --timings of their run")
     return result
