@@ -161,7 +161,7 @@ def test_an_output_without_matrices_and_evaluations_without_a_reference_have_a_p
         files.append(file)
     alone = figures(render(read_outputs(paths[:1], files[:1], [])))
     assert alone == {}
-    assert set(figures(render(read_outputs(paths, files, [])))) == {"size-kl", "kl-windows", "kl-positions"}
+    assert set(figures(render(read_outputs(paths, files, [])))) == {"kl-windows", "kl-positions"}
 
 
 def test_experts_of_a_layer_share_a_cell():

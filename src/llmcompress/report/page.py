@@ -100,7 +100,7 @@ def _within(cells: Sequence[Cells], metric: Metric) -> tuple[float, float]:
 def _against(outputs: Sequence[Output], drawn: dict[str, figures.Figure]) -> bool:
     """Draw size against KL where there is a choice; whether there is."""
     measured = [found for output in outputs for found in output.evaluations if found.figures.kl is not None]
-    if len(outputs) > 1 and measured:
+    if len(measured) > 1:
         drawn["size-kl"] = figures.size_against_kl(outputs)
         return True
     return False
