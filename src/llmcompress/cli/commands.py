@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llmcompress.cli import checks, console, data, evaluation, gguf, imatrix, page, presets
+from llmcompress.cli import checks, console, data, evaluation, gguf, imatrix, page, presets, statistics
 from llmcompress.cli import options as o
 from llmcompress.cli.jobs import Job
 from llmcompress.cli.shown import show_plans
@@ -66,6 +66,7 @@ def register(app: typer.Typer) -> None:
     data.register(app)
     imatrix.register(app)
     page.register(app)
+    statistics.register(app)
 
 
 RecipeFile = Annotated[
