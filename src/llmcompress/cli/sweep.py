@@ -95,6 +95,8 @@ def register(app: typer.Typer) -> None:
 
 def sweep(**values: Any) -> None:
     """Plan all runs, carry them out, and compare them."""
+    from llmcompress.engine.timings import refuse_place
+
     refuse_unknown_kinds(values["strict"] or [])
     wanted = variants(
         load_named(values["recipe"], values["format_"]),
@@ -104,6 +106,8 @@ def sweep(**values: Any) -> None:
     )
     stop = Stop(values["deadline"])
     plans = [_planned(variant, values, overwrite=True) for variant in wanted]
+    for plan in plans if values["timings"] is not None else ():
+        refuse_place(values["timings"], plan)
     if values["dry_run"]:
         show_plans(plans, values["json_"])
         return
