@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llmcompress.cli import checks, console, data, evaluation, gguf, imatrix, presets, recipes, statistics, sweep
+from llmcompress.cli import checks, console, data, evaluation, gguf, imatrix, page, presets, recipes, statistics, sweep
 from llmcompress.cli import options as o
 from llmcompress.cli.jobs import Job
 from llmcompress.cli.log import log
@@ -63,6 +63,7 @@ def register(app: typer.Typer) -> list[str]:
     checks.register(app)
     data.register(app)
     imatrix.register(app)
+    page.register(app)
     statistics.register(app)
     recipes.register(app)
     sweep.register(app)
@@ -154,13 +155,17 @@ def _planned(job: Job, several: bool) -> "tuple[Plan, dict[str, Any] | None]":
 def _carry_out(plans: "Sequence[tuple[Plan, dict[str, Any] | None]]", values: dict[str, Any], stop: Stop) -> None:
     from transformers.utils import logging
 
+    from llmcompress.engine.timings import refuse_place
+
     logging.disable_progress_bar()
+    for plan, _ in plans if values["timings"] is not None else ():
+        refuse_place(values["timings"], plan)
     gates, results = values["gates"], {}
     strict = strict_gates(values["strict"] or [], [plan.out for plan, _ in plans])
     gates.expect(name for _, _, name in strict)
     quiet = values["quiet"] or (values["json_"] and not log.active) or not leads()
     for plan, report in plans:
-        results[plan.out] = carry_out(plan, stop, quiet, report)
+        results[plan.out] = carry_out(plan, stop, quiet, report, timings=values["timings"] if leads() else None)
         stop.before += report is None
         if leads() and (log.active or not values["json_"]):
             tell(plan, results[plan.out], values["quiet"])
