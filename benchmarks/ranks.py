@@ -3,19 +3,23 @@
     python benchmarks/ranks.py MODEL --text TEXT --folder FOLDER
 
 Pairs are run one after the other, and every second one in the opposite order, so that what else the machine does falls
-on both. Prints JSON: seconds of each run as it reports them (without the imports), their ratio pair by pair, and
-whether all files are the same to the byte.
+on both. Prints JSON: seconds of each run as it reports them (without the imports), their ratio pair by pair, CPU
+seconds of each process (with the imports), and whether all files are the same to the byte. Where other work takes cores
+meanwhile, ranks wait for one another's turn as well; the CPU seconds of the busiest rank are what cores of their own
+would take at least.
 """
 
 import argparse
 import hashlib
 import json
+import os
 import statistics
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from common import OURS, machine, run, say, set_up
+from common import OURS, machine, say, set_up
 
 
 def main() -> None:
@@ -41,6 +45,9 @@ def main() -> None:
         "ranks": given.ranks,
         "one_rank_s": [one["seconds"] for one, _ in pairs],
         "ranks_s": [many["seconds"] for _, many in pairs],
+        "one_rank_cpu_s": [one["cpu_s"][0] for one, _ in pairs],
+        "ranks_cpu_s": [many["cpu_s"] for _, many in pairs],
+        "cpu_ratio": [round(one["cpu_s"][0] / max(many["cpu_s"]), 3) for one, many in pairs],
         "speedup": [round(ratio, 3) for ratio in speedups],
         "median_speedup": round(statistics.median(speedups), 3),
         "same_bytes": len({result["files"] for both in pairs for result in both}) == 1,
@@ -58,18 +65,36 @@ def pair(given: argparse.Namespace, number: int) -> tuple[dict[str, Any], dict[s
 
 
 def measured(given: argparse.Namespace, size: int) -> dict[str, Any]:
-    """Seconds of a run, and a hash of its files."""
+    """Seconds of a run, CPU seconds of each of its processes, and a hash of its files."""
     out = given.folder / f"ranks-{size}"
     command = [*OURS, given.method, str(given.model), "-o", str(out), "--overwrite", "--json", "--threads", "1"]
     command += ["--calibration", str(given.text), "--samples", str(given.samples), "--length", str(given.length)]
-    if size > 1:
-        place = ["--nnodes", "1", "--master-addr", "127.0.0.1", "--master-port", str(given.port)]
-        start = [sys.executable, "-m", "torch.distributed.run", *place, "--nproc-per-node", str(size)]
-        command = [*start, *command[1:]]
-    cost, printed = run(command, out.with_suffix(".log"))
-    seconds = json.loads(printed)["seconds"]
-    say(f"{size} ranks: {seconds} s, {cost.wall_s} s with imports, load {machine()['load']}")
-    return {"seconds": seconds, "files": digest(out)}
+    spent = together(command, out, [environment(given.port, rank, size) for rank in range(size)])
+    seconds = json.loads(out.with_suffix(".0.json").read_text())["seconds"]
+    say(f"{size} ranks: {seconds} s, {spent} s of CPU, load {machine()['load']}")
+    return {"seconds": seconds, "cpu_s": spent, "files": digest(out)}
+
+
+def environment(port: int, rank: int, size: int) -> dict[str, str]:
+    """What torchrun sets for a rank."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": str(rank)}
+    return {**os.environ, **place, "WORLD_SIZE": str(size), "RANK": str(rank)}
+
+
+def together(command: list[str], out: Path, environments: list[dict[str, str]]) -> list[float]:
+    """CPU seconds of each of several processes that run a command side by side. Ends the script if one fails."""
+    started = []
+    for rank, variables in enumerate(environments):
+        with out.with_suffix(f".{rank}.json").open("w") as printed, out.with_suffix(f".{rank}.log").open("w") as log:
+            started.append(subprocess.Popen(command, stdout=printed, stderr=log, env=variables))
+    spent = []
+    for rank, child in enumerate(started):
+        _, status, used = os.wait4(child.pid, 0)
+        child.returncode = os.waitstatus_to_exitcode(status)
+        spent.append(round(used.ru_utime + used.ru_stime, 2))
+        if child.returncode:
+            sys.exit(f"rank {rank} failed: {out.with_suffix(f'.{rank}.log').read_text()}")
+    return spent
 
 
 def digest(folder: Path) -> str:

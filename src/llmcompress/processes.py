@@ -115,25 +115,32 @@ def spread(functions: Sequence[Callable[[], R]]) -> Iterator[R]:
         yield from islice(list(team.exchange(mine)), len(functions) - start)
 
 
-def from_all(own: Iterator[R], count: int) -> Iterator[R]:
-    """`count` results in order, of which `own` gives every n-th, from that of this process on."""
+def from_all(own: Iterator[R], count: int, at_once: int = 1) -> Iterator[R]:
+    """`count` results in order, of which `own` gives every n-th, from that of this process on.
+
+    at_once: how many a process computes before they are exchanged: fewer exchanges, and more in memory.
+    """
     team = _team.get()
     if team is None:
         yield from own
         return
-    for start in range(0, count, team.size):
-        mine = next(own) if start + team.rank < count else None
-        for number, found in enumerate(team.exchange(mine), start):  # to its end, whatever is wanted of it
-            if number < count:
-                yield found
+    for _ in range(0, count, at_once * team.size):
+        parts = list(team.exchange(list(islice(own, at_once))))
+        for place in range(at_once):
+            yield from (part[place] for part in parts if place < len(part))
     for _ in own:
         raise AssertionError("a process has more results than its share")
 
 
+def each(mine: T) -> Iterator[T]:
+    """What every process gives, in order, one at a time; to be read to the end."""
+    team = _team.get()
+    return iter([mine]) if team is None else team.exchange(mine)
+
+
 def gathered(mine: T) -> list[T]:
     """What every process gives, in order."""
-    team = _team.get()
-    return [mine] if team is None else list(team.exchange(mine))
+    return list(each(mine))
 
 
 def first(function: Callable[[], T]) -> T:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from llmcompress.grids.base import Spec
 from llmcompress.grids.nearest import nearest, some_rows
+from llmcompress.parallel import together
 from llmcompress.processes import shared
 
 COMPARED = 256  # rows of a matrix on which its error is compared with that of plain rounding
@@ -27,7 +28,7 @@ def against_rtn(weight: Tensor, delta: Tensor, spec: Spec, hessian: Tensor | Non
     if hessian is None:
         ours, theirs = (float(rows.square().sum()) for rows in (delta, plain))
     else:
-        ours, theirs = energies((delta, plain), hessian)
+        ours, theirs = together(partial(_energy, rows, hessian) for rows in (delta, plain))
     return ours / theirs if theirs > 0 else None
 
 

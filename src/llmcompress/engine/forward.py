@@ -24,6 +24,8 @@ from llmcompress.processes import WHOLE, from_all, gathered, part
 from llmcompress.stats.key_value_range import KeyValueRange
 from llmcompress.store.windows import Windows, WindowsShare, WindowsWriter
 
+_EXCHANGED = 8192  # tokens that a process runs before it waits for others
+
 Inputs = dict[str, Tensor]
 R = TypeVar("R")
 
@@ -68,6 +70,7 @@ class Forward:
         count, length = stream.hidden.shape[:2]
         self.length = length  # tokens of a window
         self.batches = -(-count // batch)  # of all processes
+        self._at_once = max(1, _EXCHANGED // (batch * length))
         self._part, self._hidden = part(), stream.hidden
         if self._part != WHOLE:
             self._hidden = WindowsShare(stream.hidden, batch, self._part)
@@ -88,7 +91,7 @@ class Forward:
 
         A space that was not reached is absent, as that of an expert without tokens. Stages come in order of execution.
         """
-        return from_all(self._inputs(wanted), self.batches)
+        return from_all(self._inputs(wanted), self.batches, self._at_once)
 
     def _inputs(self, wanted: Mapping[str, str]) -> Iterator[Inputs]:
         """Of the batches of this process."""
@@ -125,7 +128,7 @@ class Forward:
 
     def outputs(self) -> Iterator[Tensor]:
         """Per batch, what leaves the layer."""
-        return from_all(self._outputs(), self.batches)
+        return from_all(self._outputs(), self.batches, self._at_once)
 
     def _outputs(self) -> Iterator[Tensor]:
         with self._bypassed():
@@ -151,7 +154,7 @@ class Forward:
 
         Inputs are summed up as they are seen, before a later module may write over them.
         """
-        return from_all(self._whole(wanted, summary), self.batches)
+        return from_all(self._whole(wanted, summary), self.batches, self._at_once)
 
     def _whole(
         self, wanted: Mapping[str, str], summary: Callable[[Tensor], R]

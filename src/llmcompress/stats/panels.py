@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from llmcompress.processes import Part, from_all, rank
+from llmcompress.processes import Part, each, rank
 
 
 class Panelled(Protocol):
@@ -32,7 +32,7 @@ def complete(sums: Sequence[Panelled]) -> None:
     if not sums or sums[0].part.of == 1:
         return
     own, here = [item.views(item.part.number) for item in sums], rank()
-    for source, panels in enumerate(from_all(iter([own]), sums[0].part.of)):
+    for source, panels in enumerate(each(own)):
         for item, found in zip(sums, panels, strict=True):
             views = item.views((item.part.number + source - here) % item.part.of)
             for view, values in zip(views, found, strict=True):
