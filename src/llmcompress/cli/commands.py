@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llmcompress.cli import checks, console, data, evaluation, gguf, imatrix, presets
+from llmcompress.cli import checks, console, data, evaluation, gguf, imatrix, presets, structured
 from llmcompress.cli import options as o
 from llmcompress.cli.jobs import Job
 from llmcompress.cli.shown import show_plans
@@ -63,6 +63,7 @@ def register(app: typer.Typer) -> None:
     checks.register(app)
     data.register(app)
     imatrix.register(app)
+    structured.register(app)
 
 
 RecipeFile = Annotated[

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmcompress import __version__
 from llmcompress.ledger import Ledger
+from llmcompress.store.headers import ModelHeaders
 
 if TYPE_CHECKING:
     from llmcompress.engine.plan import Plan
@@ -21,17 +22,11 @@ def report(
     kv_cache: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The content of report.json; the same inputs give the same bytes. records: lists about parts of the model."""
-    config = plan.headers.path / "config.json"
     return {
         "llmcompress": __version__,
         "format": plan.format.name,
         "recipe": plan.recipe.as_data(),
-        "source": {
-            "headers_sha256": plan.headers.fingerprint,
-            "config_sha256": _sha256(config) if config.is_file() else None,
-            "files_sha256": {file.name: _sha256(file) for file in plan.headers.files},
-            "bytes": plan.headers.nbytes,
-        },
+        "source": source_facts(plan.headers),
         "calibration": dict(calibration) if calibration is not None else None,
         "imatrix": None
         if plan.importance is None
@@ -43,6 +38,17 @@ def report(
         **records,
         "ledger": ledger.as_json(),
         "tensors": dict(tensors),
+    }
+
+
+def source_facts(headers: ModelHeaders) -> dict[str, Any]:
+    """Hashes and size of the model that a run started from."""
+    config = headers.path / "config.json"
+    return {
+        "headers_sha256": headers.fingerprint,
+        "config_sha256": _sha256(config) if config.is_file() else None,
+        "files_sha256": {file.name: _sha256(file) for file in headers.files},
+        "bytes": headers.nbytes,
     }
 
 

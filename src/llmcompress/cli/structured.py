@@ -1,0 +1,121 @@
+"""`depth` and `width`: models that lose layers, or channels of their feed-forward, and stay plain models."""
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from llmcompress.cli import console
+from llmcompress.cli import options as o
+
+if TYPE_CHECKING:
+    from llmcompress.engine.plan import Options
+    from llmcompress.recipe import Calibration
+
+Drop = Annotated[int, typer.Option("--drop", min=1, help="Layers to drop.", show_default=False)]
+By = Annotated[
+    Literal["similarity", "kl"],
+    typer.Option(
+        "--by",
+        help="similarity: those that change their input least, in one pass (ShortGPT). kl: one by one, the layer "
+        "without which the logits move least; costs about half as many passes as there are layers for each layer "
+        "dropped, so give it few windows.",
+    ),
+]
+KeepFirst = Annotated[int, typer.Option("--keep-first", min=0, help="First layers that always stay.")]
+KeepLast = Annotated[int, typer.Option("--keep-last", min=0, help="Last layers that always stay.")]
+Contiguous = Annotated[bool, typer.Option("--contiguous", help="Drop layers that follow one another, judged together.")]
+
+
+def register(app: typer.Typer) -> None:
+    app.command("depth", rich_help_panel="Compress")(depth)
+
+
+def depth(
+    model: o.Model,
+    drop: Drop,
+    out: o.Out = None,
+    by: By = "similarity",
+    keep_first: KeepFirst = 2,
+    keep_last: KeepLast = 1,
+    contiguous: Contiguous = False,
+    overwrite: o.Overwrite = False,
+    calibration: o.Source = "default",
+    field: o.Field = None,
+    samples: o.Samples = 128,
+    length: o.Length = 512,
+    seed: o.Seed = 0,
+    device: o.Device = "auto",
+    compute_dtype: o.ComputeDtype = "auto",
+    batch: o.Batch = None,
+    threads: o.Threads = None,
+    trust_remote_code: o.Trust = False,
+    dry_run: o.DryRun = False,
+    json_: o.Json = False,
+    quiet: o.Quiet = False,
+) -> None:
+    """Drop whole decoder layers: those that the model misses least.
+
+    The result is a plain model with fewer layers, which anything loads that loads the original, and which every other
+    command takes. Dropping hurts more than rounding: expect to fine-tune afterwards.
+    """
+    from llmcompress.engine.depth import Asked, plan_depth, prune_depth
+
+    plan = plan_depth(
+        model, Asked(drop, by, keep_first, keep_last, contiguous), text_of(locals()), options_of(locals())
+    )
+    facts = {
+        "output": str(plan.subject.out),
+        "layers": plan.layers,
+        "drop": drop,
+        "by": by,
+        "passes": round(plan.passes, 1),
+        "scratch_bytes": plan.scratch_bytes,
+    }
+    if dry_run:
+        tell(facts, json_)
+        return
+    _without_bars()
+    with console.Steps("layers", quiet or json_) as steps:
+        report = prune_depth(plan, steps.at)
+    gone = ", ".join(map(str, report["depth"]["removed"]))
+    finish(report, str(plan.subject.out), f"{plan.layers - drop} of {plan.layers} layers, without {gone}", json_, quiet)
+
+
+def text_of(values: dict[str, Any]) -> "Calibration":
+    """What the calibration options say."""
+    from llmcompress.recipe import Calibration, build
+
+    text: Calibration = build(Calibration, o.calibration(values), "the calibration options")
+    return text
+
+
+def options_of(values: dict[str, Any]) -> "Options":
+    """Places and means, from the values of those options that a command has."""
+    from llmcompress.engine.plan import Options
+
+    return Options(**{name: values[name] for name in Options.__dataclass_fields__ if name in values})
+
+
+def tell(facts: dict[str, Any], as_json: bool) -> None:
+    """A plan, printed."""
+    if as_json:
+        console.print_json(facts)
+        return
+    shown = {key: console.size(value) if key.endswith("_bytes") else str(value) for key, value in facts.items()}
+    console.table(None, ("", ""), [(key.removesuffix("_bytes").replace("_", " "), text) for key, text in shown.items()])
+
+
+def finish(report: dict[str, Any], output: str, what: str, as_json: bool, quiet: bool) -> None:
+    """A report, printed."""
+    if as_json:
+        console.print_json({**report, "output": output})
+        return
+    if not quiet:
+        console.ledger(report["ledger"])
+    console.say(f"{output}: {what}, {console.size(report['output_bytes'])}")
+
+
+def _without_bars() -> None:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
