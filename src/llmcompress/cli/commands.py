@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llmcompress.cli import checks, console, data, evaluation, gguf, imatrix, presets, structured
+from llmcompress.cli import checks, console, data, evaluation, gguf, imatrix, lora, presets, structured
 from llmcompress.cli import options as o
 from llmcompress.cli.jobs import Job
 from llmcompress.cli.shown import show_plans
@@ -64,6 +64,7 @@ def register(app: typer.Typer) -> None:
     data.register(app)
     imatrix.register(app)
     structured.register(app)
+    lora.register(app)
 
 
 RecipeFile = Annotated[

@@ -34,6 +34,9 @@ def evaluate(
     ref: Annotated[
         Path | None, typer.Option("--ref", help="The original, to measure divergence from; a GGUF file needs it.")
     ] = None,
+    adapter: Annotated[
+        Path | None, typer.Option("--adapter", help="A LoRA adapter of the model, such as `lora` writes.")
+    ] = None,
     text: Annotated[
         str, typer.Option("--text", help="Text file to evaluate on; default: text shipped with llmcompress.")
     ] = "default",
@@ -86,7 +89,9 @@ def evaluate(
 
     gates = [parse_gate(gate) for gate in fail_if or []]
     asked = Asked(kv_bits, kv_type)
-    request = Request(model, ref, text, length, windows, batch, device, compute_dtype, trust_remote_code, asked)
+    request = Request(
+        model, ref, text, length, windows, batch, device, compute_dtype, trust_remote_code, adapter, asked
+    )
     with console.Steps("layers", quiet or json_) as steps:
         figures: dict[str, Any] = evaluate_paths(request, steps.at)
     samples = continuations(request, generate, max_new_tokens) if generate is not None else None

@@ -18,7 +18,7 @@ from llmcompress.errors import PlanError
 from llmcompress.recipe import Calibration
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.headers import read_headers
-from llmcompress.store.output_file import output_of
+from llmcompress.store.output import OutputDirectory
 
 Watch = Callable[[int, int], None]
 
@@ -111,7 +111,7 @@ def prune_depth(plan: DepthPlan, watch: Watch = lambda done, of: None) -> dict[s
             "scores": scores,
         }
     }
-    with output_of(subject.out, "dense", subject.options.overwrite) as out:
+    with OutputDirectory(subject.out, overwrite=subject.options.overwrite) as out:
         hashes = derived.write(subject, out, ((name, checkpoint.read_finite(name)) for name in checkpoint.names()))
         report = derived.report(subject, calibration, hashes, records)
         out.write_json("report.json", report)

@@ -20,6 +20,7 @@ from llmcompress.engine.plan import Options
 from llmcompress.engine.resources import keep_freed_memory, return_freed_memory
 from llmcompress.engine.run import device_of
 from llmcompress.engine.source import config_of, open_checkpoint
+from llmcompress.errors import PlanError
 from llmcompress.ledger import Ledger
 from llmcompress.model.build import StreamedModel
 from llmcompress.parallel import threads
@@ -27,7 +28,8 @@ from llmcompress.recipe import Calibration
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.files import make_parent, writing
 from llmcompress.store.headers import ModelHeaders
-from llmcompress.store.output_file import output_of
+from llmcompress.store.output import OutputDirectory
+from llmcompress.store.output_file import is_single
 from llmcompress.store.windows import Windows, write_windows
 
 
@@ -78,13 +80,22 @@ class Subject:
 
 
 def open_subject(
-    headers: ModelHeaders, text: Calibration, options: Options, ending: str, format_: str = "dense"
+    headers: ModelHeaders,
+    text: Calibration,
+    options: Options,
+    ending: str,
+    output: type[OutputDirectory] = OutputDirectory,
 ) -> Subject:
-    """A model by its headers; ending: of the default output's name. Raises LlmcompressError for what cannot be used."""
+    """A model by its headers. ending: of the default output's name. output: what will be written.
+
+    Raises LlmcompressError for what cannot be used.
+    """
     ledger = Ledger()
     matrices = matrices_of(headers, options.trust_remote_code, ledger)
     out = options.out or called_after(headers.path, ending)
-    output_of(out, format_, options.overwrite)  # refuses what it could not create or replace
+    if is_single(out):
+        raise PlanError(f"{out} is called like a GGUF file, and a directory is written", "give another --output")
+    output(out, overwrite=options.overwrite)  # refuses what it could not create or replace
     refuse_model_itself(out, headers.path)
     return Subject(headers, matrices, text, options, usual_means(options, text.length), out, ledger)
 
