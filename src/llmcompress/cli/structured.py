@@ -25,9 +25,29 @@ KeepFirst = Annotated[int, typer.Option("--keep-first", min=0, help="First layer
 KeepLast = Annotated[int, typer.Option("--keep-last", min=0, help="Last layers that always stay.")]
 Contiguous = Annotated[bool, typer.Option("--contiguous", help="Drop layers that follow one another, judged together.")]
 
+Ffn = Annotated[int | None, typer.Option("--ffn", min=1, help="Channels that stay, such as 1024.")]
+Ratio = Annotated[float | None, typer.Option("--ratio", help="Share of the channels that goes, such as 0.25.")]
+MultipleOf = Annotated[
+    int,
+    typer.Option(
+        "--multiple-of",
+        min=1,
+        help="Of which the width is a multiple: 256 for K-quants of GGUF, 64 or 128 for kernels.",
+    ),
+]
+Score = Annotated[
+    Literal["energy", "cost"],
+    typer.Option(
+        "--by",
+        help="energy: those go that add least to the outputs. cost: those that the others make up for best.",
+    ),
+]
+Repair = Annotated[bool, typer.Option("--repair/--no-repair", help="Fit what reads the channels to those that stay.")]
+
 
 def register(app: typer.Typer) -> None:
     app.command("depth", rich_help_panel="Compress")(depth)
+    app.command("width", rich_help_panel="Compress")(width)
 
 
 def depth(
@@ -79,6 +99,55 @@ def depth(
         report = prune_depth(plan, steps.at)
     gone = ", ".join(map(str, report["depth"]["removed"]))
     finish(report, str(plan.subject.out), f"{plan.layers - drop} of {plan.layers} layers, without {gone}", json_, quiet)
+
+
+def width(
+    model: o.Model,
+    ffn: Ffn = None,
+    ratio: Ratio = None,
+    out: o.Out = None,
+    multiple_of: MultipleOf = 64,
+    by: Score = "energy",
+    repair: Repair = True,
+    overwrite: o.Overwrite = False,
+    calibration: o.Source = "default",
+    field: o.Field = None,
+    samples: o.Samples = 128,
+    length: o.Length = 512,
+    seed: o.Seed = 0,
+    device: o.Device = "auto",
+    compute_dtype: o.ComputeDtype = "auto",
+    batch: o.Batch = None,
+    threads: o.Threads = None,
+    trust_remote_code: o.Trust = False,
+    dry_run: o.DryRun = False,
+    json_: o.Json = False,
+    quiet: o.Quiet = False,
+) -> None:
+    """Make the feed-forward of every layer narrower: channels go, and what reads them makes up for it.
+
+    A channel is a row of gate and up and a column of down. Those that add least to the outputs go, and down_proj is
+    fitted by least squares to what is left, on text that has passed the pruned layers before. The result is a plain
+    model with another intermediate_size.
+    """
+    from llmcompress.engine.width import Asked, plan_width, prune_width
+
+    asked = Asked(ffn, ratio, multiple_of, by, repair)
+    plan = plan_width(model, asked, text_of(locals()), options_of(locals()))
+    facts = {
+        "output": str(plan.subject.out),
+        "channels": plan.before,
+        "left": plan.width,
+        "output_bytes": plan.derived.nbytes,
+        "passes": 1,
+    }
+    if dry_run:
+        tell(facts, json_)
+        return
+    _without_bars()
+    with console.Steps("layers", quiet or json_) as steps:
+        report = prune_width(plan, steps.at)
+    finish(report, str(plan.subject.out), f"{plan.width} of {plan.before} channels", json_, quiet)
 
 
 def text_of(values: dict[str, Any]) -> "Calibration":
