@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.pytorch_utils import Conv1D
 
-from llmcompress.engine.low_rank import plan_lora, repair
+from llmcompress.engine.adapter_plan import plan_lora
+from llmcompress.engine.low_rank import repair
 from llmcompress.engine.plan import Options, make_plan
 from llmcompress.engine.run import run
 from llmcompress.errors import CheckpointError, PlanError

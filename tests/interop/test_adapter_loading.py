@@ -4,7 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from llmcompress.engine.low_rank import plan_lora, repair
+from llmcompress.engine.adapter_plan import plan_lora
+from llmcompress.engine.low_rank import repair
 from llmcompress.engine.plan import Options
 from llmcompress.recipe import Calibration, build
 from llmcompress.validate.adapter import adapt_whole

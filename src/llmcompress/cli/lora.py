@@ -63,7 +63,8 @@ def lora(
     """
     from transformers.utils import logging
 
-    from llmcompress.engine.low_rank import plan_lora, repair
+    from llmcompress.engine.adapter_plan import plan_lora
+    from llmcompress.engine.low_rank import repair
 
     plan = plan_lora(original, compressed, rank, by, text_of(locals()), options_of(locals()))
     facts = {
