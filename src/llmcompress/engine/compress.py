@@ -13,6 +13,7 @@ from llmcompress.engine.forward import Forward
 from llmcompress.engine.kv_cache import measured
 from llmcompress.engine.plan import MatrixPlan, Plan
 from llmcompress.engine.progress import Progress
+from llmcompress.engine.pruning import pruned, sparsity_record
 from llmcompress.engine.ranges import input_scale, lend_ranges
 from llmcompress.engine.resources import return_freed_memory
 from llmcompress.grids.base import BlockSpec
@@ -79,19 +80,23 @@ class Compressor:
         """What the methods of a stage need to know of their inputs, by space."""
         needing: dict[str, list[MatrixPlan]] = {}
         for plan in stage:
-            if plan.method.needs_calibration:
+            if plan.needs_calibration:
                 needing.setdefault(plan.space, []).append(plan)
         if not needing or layer is None or compressed is None or self.model is None:
             return {}
         watch = None
-        solved = [plan for plan in stage if plan.method.needs_gram]
+        solved = [plan for plan in stage if plan.needs_gram]
         if any(plan.expert is not None for plan in solved) and self.plan.spec.experts is not None:
             path = self.plan.spec.experts.path
             watch = ExpertInputs(path, layer.get_submodule(path), self.model.device)
         found = collect(compressed, original, needing, self.model.device, self.progress, watch)
         for space, statistics in found.items():
             first, gram = needing[space][0], statistics.gram
-            dropped = max(seen.dropped for seen in (gram, statistics.range, statistics.peaks) if seen is not None)
+            dropped = max(
+                seen.dropped
+                for seen in (gram, statistics.range, statistics.peaks, statistics.squares)
+                if seen is not None
+            )
             if dropped:
                 ledger.note("nonfinite_inputs", first.module, f"{dropped} tokens left out of its statistics")
             if watch is not None and gram is not None:
@@ -102,7 +107,7 @@ class Compressor:
     def _recoded(self, plan: MatrixPlan, ledger: Ledger) -> tuple[MatrixPlan, Coded, dict[str, Any]] | None:
         """A matrix whose source is codes that its type holds, on no statistics at all; None for any other."""
         grid = plan.entry.grid
-        if not isinstance(grid, BlockSpec) or not holds_codes(grid):
+        if plan.pruner is not None or not isinstance(grid, BlockSpec) or not holds_codes(grid):
             return None  # as the plan has said
         source = self.checkpoint.coded(plan.module)
         if source is None:
@@ -130,7 +135,8 @@ class Compressor:
         weights = [self._weight(plan) for plan in group]
         scale_dtype = DTYPES[group[0].entry.source.dtype]
         with torch.no_grad():
-            solved: Solved = method.solve(torch.cat(weights), stats, scale_dtype)
+            sparse = pruned(group, weights, stats, ledger)
+            solved: Solved = method.solve(torch.cat(weights), stats, scale_dtype, sparse)
         if solved.percdamp is not None and solved.percdamp > getattr(method, "percdamp", solved.percdamp):
             ledger.note("damping", group[0].module, f"percdamp raised to {solved.percdamp:g}")
         if solved.dead_inputs:
@@ -149,6 +155,7 @@ class Compressor:
             if plan.method.fixed_inputs:
                 part = replace(part, input_scale=input_scale(plan, stats))
             record = _record(plan, weight, part, hessian, stats.gram, solved)
+            record |= sparsity_record(plan, weight, part.decode(), ledger)
             result.append((plan, part.to("cpu"), record))
             start = stop
         return result
@@ -177,7 +184,7 @@ def _together(stage: list[MatrixPlan], apart: bool) -> list[list[MatrixPlan]]:
     groups: dict[tuple[str, str, str], list[MatrixPlan]] = {}
     for plan in stage:
         space = plan.path if apart or plan.method.joins_rows else plan.space
-        groups.setdefault((space, plan.method.model_dump_json(), plan.entry.source.dtype), []).append(plan)
+        groups.setdefault((space, plan.settings, plan.entry.source.dtype), []).append(plan)
     return list(groups.values())
 
 

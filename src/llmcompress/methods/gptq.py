@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from llmcompress.solve.prune import Pruned
+    from llmcompress.solve.sparsegpt import Choice
+
 
 class Gptq(Method):
     """Quantise each matrix so that its output on the calibration inputs changes least."""
@@ -57,7 +60,9 @@ class Gptq(Method):
             "true_sequential": True,
         }
 
-    def solve(self, weight: "Tensor", stats: Statistics, scale_dtype: "torch.dtype") -> Solved:
+    def solve(
+        self, weight: "Tensor", stats: Statistics, scale_dtype: "torch.dtype", pruned: "Pruned | Choice | None" = None
+    ) -> Solved:
         import torch
 
         from llmcompress.grids.coded import Coded
@@ -66,8 +71,11 @@ class Gptq(Method):
         from llmcompress.solve.correct import corrected
         from llmcompress.solve.damping import damped, inverse_factor
         from llmcompress.solve.gptq import gptq_codes
+        from llmcompress.solve.held import Held
         from llmcompress.solve.outliers import beside, remaining
+        from llmcompress.solve.prune import Pruned
         from llmcompress.solve.refine import Refiner
+        from llmcompress.solve.sparsegpt import Choice
 
         if stats.gram is None:
             raise RunError("gptq needs the statistics of its inputs")
@@ -77,7 +85,9 @@ class Gptq(Method):
         hessian = whole if rest is None else whole[rest][:, rest]
         energy = hessian.diagonal()
         order = torch.arange(energy.numel(), device=weight.device)
-        if self.actorder != "none":
+        if isinstance(pruned, Choice):
+            order = pruned.order(energy)
+        elif self.actorder != "none":
             order = torch.argsort(energy, descending=True, stable=True)  # stable: ties must not depend on the machine
 
         def target() -> torch.Tensor:
@@ -87,12 +97,15 @@ class Gptq(Method):
             return corrected(weight, seen, drift.finish(), self.qep_alpha)
 
         wanted, factor = both(target, partial(inverse_factor, hessian[order][:, order], self.percdamp))
-        aim = wanted if rest is None else wanted[:, rest]
         # what a rounding error in a column costs once the columns after it have made up for it: the loss is the sum of
         # the squared residuals times this, so it is what a scale should be fitted by
         cost = torch.empty_like(energy)
         cost[order] = factor.pivots**-2
         refiner = Refiner(damped(hessian, factor.percdamp), order)
+        aim, sparse = wanted, pruned
+        if rest is not None:
+            aim, sparse = wanted[:, rest], pruned.columns(rest) if isinstance(pruned, Pruned) else pruned
+        held = Held(aim, sparse, factor, order, refiner.hessian)
         fitted = partial(
             fit,
             spec=spec,
@@ -103,17 +116,18 @@ class Gptq(Method):
             scale_dtype=scale_dtype,
             order=order if self.permutes_groups else None,
         )
-        common = fitted(aim) if self.joins_rows else None
+        common = fitted(held.ranged) if self.joins_rows else None
 
         def rows(part: slice) -> Coded:
-            grid = fitted(aim[part]) if common is None else common.rows(part)
-            coded = gptq_codes(aim[part], grid, factor, order, self.block_size)
-            return refiner.refine(aim[part], coded, scale_dtype, self.descent)
+            grid = fitted(held.ranged[part]) if common is None else common.rows(part)
+            mask = held.mask(part)
+            coded = gptq_codes(held.aim[part], grid, factor, order, self.block_size, mask)
+            return refiner.refine(aim[part], coded, scale_dtype, self.descent, None if mask is None else mask.keep)
 
         starts = range(0, aim.shape[0], SOLVED_ROWS)
         coded = Coded.stacked(together(partial(rows, slice(start, start + SOLVED_ROWS)) for start in starts))
         if outliers is not None:
-            coded = beside(coded, wanted, outliers, whole)
+            coded = beside(coded, wanted, outliers, whole, pruned.keep if isinstance(pruned, Pruned) else None)
         return Solved(coded, factor.percdamp, factor.dead, crowded)
 
 

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from llmcompress.solve.prune import Pruned
+    from llmcompress.solve.sparsegpt import Choice
+
 
 class Rtn(Method):
     """Round every weight to the nearest value of its group's grid."""
@@ -48,15 +51,19 @@ class Rtn(Method):
     def inverts(self) -> bool:
         return False
 
-    def solve(self, weight: "Tensor", stats: Statistics, scale_dtype: "torch.dtype") -> Solved:
+    def solve(
+        self, weight: "Tensor", stats: Statistics, scale_dtype: "torch.dtype", pruned: "Pruned | Choice | None" = None
+    ) -> Solved:
         from llmcompress.grids.coded import Coded
         from llmcompress.grids.encoders import encode
         from llmcompress.grids.fitting import fit
         from llmcompress.grids.integer import fit_whole
         from llmcompress.parallel import together
         from llmcompress.solve.outliers import beside, remaining
+        from llmcompress.solve.prune import Pruned
 
         spec = self.grid
+        weight = pruned.weight if isinstance(pruned, Pruned) else weight
         if isinstance(spec, BlockSpec):
             return Solved(encode(weight, spec, self.search, stats.importance))
         if self.needs_gram and stats.gram is None:

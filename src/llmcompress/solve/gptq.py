@@ -8,14 +8,18 @@ from llmcompress.grids.codebook import CodebookGrid
 from llmcompress.grids.coded import Coded, Grid
 from llmcompress.grids.nf4 import Nf4Grid
 from llmcompress.solve.damping import Factor
+from llmcompress.solve.sparsegpt import FixedMask
 from llmcompress.solve.sweep import obs_sweep
 
 
-def gptq_codes(weight: Tensor, grid: Grid, factor: Factor, order: Tensor, block_size: int = 128) -> Coded:
+def gptq_codes(
+    weight: Tensor, grid: Grid, factor: Factor, order: Tensor, block_size: int = 128, mask: FixedMask | None = None
+) -> Coded:
     """Round weight [out, in] to a grid fitted beforehand, column by column in `order` [in].
 
     factor: of the mean Gram matrix with rows and columns in `order`. Groups belong to stored columns, so the order of
-    processing needs no group index in any file.
+    processing needs no group index in any file. mask: which weights are gone; their
+    levels are zero, and what they were is made up for like any rounding error.
     """
     columns = weight.T[order].contiguous()
     steps = Steps(grid)
@@ -23,15 +27,20 @@ def gptq_codes(weight: Tensor, grid: Grid, factor: Factor, order: Tensor, block_
     chosen = torch.empty_like(columns)
     rows = chosen.unbind(0)
 
+    sizes = (block_size,) if mask is None else mask.sizes
+
     def choose(j: int, column: Tensor, error: Tensor) -> None:
         group, level = groups[j], rows[j]
+        kept = None if mask is None else mask.at(j, columns)
         if steps.offset is not None:
             column.sub_(steps.offset[group])
         torch.mul(column, steps.inverse[group], out=level)
         steps.snap(level, group)
+        if kept is not None:
+            level.mul_(kept)
         torch.addcmul(column, level, steps.scale[group], value=-1, out=error)
 
-    obs_sweep(columns, factor.ahead, choose, block_size)
+    obs_sweep(columns, factor.ahead, choose, *sizes)
     return steps.coded(chosen, order)
 
 
