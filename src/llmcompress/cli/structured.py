@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from llmcompress.engine.plan import Options
     from llmcompress.recipe import Calibration
 
+_FEW_WINDOWS = 8  # enough to tell layers apart, where every layer costs passes of its own
+
 Drop = Annotated[int, typer.Option("--drop", min=1, help="Layers to drop.", show_default=False)]
 By = Annotated[
     Literal["similarity", "kl"],
@@ -18,13 +20,22 @@ By = Annotated[
         "--by",
         help="similarity: those that change their input least, in one pass (ShortGPT). kl: one by one, the layer "
         "without which the logits move least; costs about half as many passes as there are layers for each layer "
-        "dropped, so give it few windows.",
+        "dropped.",
     ),
 ]
 KeepFirst = Annotated[int, typer.Option("--keep-first", min=0, help="First layers that always stay.")]
 KeepLast = Annotated[int, typer.Option("--keep-last", min=0, help="Last layers that always stay.")]
 Contiguous = Annotated[bool, typer.Option("--contiguous", help="Drop layers that follow one another, judged together.")]
 
+DepthSamples = Annotated[
+    int | None,
+    typer.Option(
+        "--samples",
+        min=1,
+        help=f"Windows of text. Default: 128, and {_FEW_WINDOWS} by kl.",
+        rich_help_panel=o.CALIBRATION,
+    ),
+]
 Ffn = Annotated[int | None, typer.Option("--ffn", min=1, help="Channels that stay, such as 1024.")]
 Ratio = Annotated[float | None, typer.Option("--ratio", help="Share of the channels that goes, such as 0.25.")]
 MultipleOf = Annotated[
@@ -61,7 +72,7 @@ def depth(
     overwrite: o.Overwrite = False,
     calibration: o.Source = "default",
     field: o.Field = None,
-    samples: o.Samples = 128,
+    samples: DepthSamples = None,
     length: o.Length = 512,
     seed: o.Seed = 0,
     device: o.Device = "auto",
@@ -80,9 +91,9 @@ def depth(
     """
     from llmcompress.engine.depth import Asked, plan_depth, prune_depth
 
-    plan = plan_depth(
-        model, Asked(drop, by, keep_first, keep_last, contiguous), text_of(locals()), options_of(locals())
-    )
+    samples = samples or (_FEW_WINDOWS if by == "kl" else 128)
+    asked = Asked(drop, by, keep_first, keep_last, contiguous)
+    plan = plan_depth(model, asked, text_of(locals()), options_of(locals()))
     facts = {
         "output": str(plan.subject.out),
         "layers": plan.layers,
