@@ -89,7 +89,7 @@ def test_the_result_is_the_model_without_those_layers(family, random_model_dir, 
         torch.testing.assert_close(
             made(tokens, use_cache=False).logits, logits_without(whole(model), arch.find(family), tokens, removed)
         )
-    assert passed(verify(tmp_path / "out"))
+    assert passed(verify(tmp_path / "out", model))
 
 
 def test_similarity_is_that_of_transformers_hidden_states(random_model_dir, ids, tmp_path):
@@ -184,6 +184,16 @@ def test_the_result_goes_on_to_eval_and_gguf(main, tiny_model_dir, tiny_eval_tex
     capsys.readouterr()
     assert main("eval", tmp_path / "out.gguf", "--ref", out, *text) == 0
     assert json.loads(capsys.readouterr().out)["kl"] < 1e-4
+
+
+def test_a_layer_in_the_place_of_another_is_found_out(random_model_dir, ids, tmp_path):
+    model, out = deep(random_model_dir, "llama"), tmp_path / "out"
+    report = depth(model, out, ids[0], 2)
+    others = [number for number in range(6) if number not in report["depth"]["removed"]][:2]
+    (out / "report.json").write_text(json.dumps({**report, "depth": {**report["depth"], "removed": others}}))
+    wrong = [check for check in verify(out, model) if not check.ok and not check.warning]
+    assert [check.name for check in wrong] == ["source"]
+    assert "differs from the source" in wrong[0].detail
 
 
 @pytest.mark.parametrize(
