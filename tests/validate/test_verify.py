@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from llmcompress.engine.plan import Options, make_plan
 from llmcompress.engine.run import run
 from llmcompress.recipe import parse
-from llmcompress.store.output import INDEX
+from llmcompress.store.headers import INDEX
 from llmcompress.validate import verify as module
 from llmcompress.validate.stored import read_tensors
 from llmcompress.validate.verify import passed, verify
