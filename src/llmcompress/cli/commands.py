@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llmcompress.cli import checks, console, data, evaluation, gguf, imatrix, lora, presets, structured
+from llmcompress.cli import checks, console, data, evaluation, gguf, imatrix, lora, presets, statistics, structured
 from llmcompress.cli import options as o
 from llmcompress.cli.jobs import Job
 from llmcompress.cli.shown import show_plans
@@ -67,6 +67,7 @@ def register(app: typer.Typer) -> None:
     imatrix.register(app)
     structured.register(app)
     lora.register(app)
+    statistics.register(app)
 
 
 RecipeFile = Annotated[

@@ -122,6 +122,15 @@ MaxMemory = Annotated[
 Work = Annotated[
     Path | None, typer.Option("--work", help="Work directory. Default: OUTPUT.work.", rich_help_panel=RUNNING)
 ]
+Stats = Annotated[
+    Path | None,
+    typer.Option(
+        "--stats",
+        help="Directory of statistics: those of another run of this model on this text are gone by instead of running "
+        "it again, else this run's are kept there.",
+        rich_help_panel=RUNNING,
+    ),
+]
 KeepWork = Annotated[
     bool, typer.Option("--keep-work", help="Keep the work directory, for `export`.", rich_help_panel=RUNNING)
 ]
@@ -185,6 +194,7 @@ MEANS: dict[str, tuple[Any, Any]] = {
     "batch": (Batch, None),
     "threads": (Threads, None),
     "max_memory": (MaxMemory, None),
+    "stats": (Stats, None),
     "work": (Work, None),
     "keep_work": (KeepWork, False),
     "deadline": (Deadline, None),
