@@ -66,6 +66,7 @@ class Compressor:
         if self.known is not None:
             note_reuse(self.plan, self.known, ledger)
         for stage in stages_of(self.plan.layers[number]):
+            self.progress.stage(stage[0].space, len(stage))
             kept = [found for plan in stage if (found := self._recoded(plan, ledger)) is not None]
             stage = [plan for plan in stage if plan.module not in {found[0].module for found in kept}]
             statistics = known or self._statistics(layer, compressed, original, stage, ledger)

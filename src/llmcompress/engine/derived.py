@@ -8,7 +8,7 @@ from torch import Tensor
 
 from llmcompress import __version__
 from llmcompress.calib.base import fingerprint
-from llmcompress.engine.report import source_facts
+from llmcompress.engine.report import source
 from llmcompress.engine.subject import Subject
 from llmcompress.engine.write import beginning_of, title_of
 from llmcompress.formats.base import TensorSpec
@@ -47,7 +47,7 @@ class Derived:
         return {
             "llmcompress": __version__,
             "format": "dense",
-            "source": source_facts(subject.headers),
+            "source": source(subject.headers),
             "calibration": dict(calibration),
             "compute_dtype": subject.means.dtype,
             "output_bytes": self.nbytes,

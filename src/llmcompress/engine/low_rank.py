@@ -12,7 +12,7 @@ from llmcompress.engine.adapter_plan import LoraPlan, Target, bits_added, change
 from llmcompress.engine.decoded import DecodedHeaders
 from llmcompress.engine.derived import calibration_facts
 from llmcompress.engine.forward import Forward, Stream
-from llmcompress.engine.report import source_facts
+from llmcompress.engine.report import source
 from llmcompress.engine.resources import return_freed_memory
 from llmcompress.engine.source import round_as_stored
 from llmcompress.engine.subject import entering
@@ -161,7 +161,7 @@ class _Repair:
 
 def _facts(headers: ModelHeaders) -> dict[str, Any]:
     stored = headers.stored if isinstance(headers, DecodedHeaders) else headers
-    return {**source_facts(headers), "contents_sha256": stored.contents}
+    return {**source(headers), "contents_sha256": stored.contents}
 
 
 def _record(target: Target, before: float, after: float) -> dict[str, Any]:

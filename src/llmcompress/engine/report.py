@@ -26,7 +26,7 @@ def report(
         "llmcompress": __version__,
         "format": plan.format.name,
         "recipe": plan.recipe.as_data(),
-        "source": source_facts(plan.headers),
+        "source": source(plan.headers),
         "calibration": dict(calibration) if calibration is not None else None,
         "imatrix": None
         if plan.importance is None
@@ -41,8 +41,8 @@ def report(
     }
 
 
-def source_facts(headers: ModelHeaders) -> dict[str, Any]:
-    """Hashes and size of the model that a run started from."""
+def source(headers: ModelHeaders) -> dict[str, Any]:
+    """What the report says of the model a run began with: hashes that tell it from any other."""
     config = headers.path / "config.json"
     return {
         "headers_sha256": headers.fingerprint,

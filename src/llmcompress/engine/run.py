@@ -41,18 +41,25 @@ Stop = Callable[[int], bool]
 COMPRESSED, ORIGINAL = "compressed", "original"  # the streams: the model as compressed so far, and as it was
 
 
-def run(plan: Plan, progress: Progress | None = None, stop: Stop = lambda finished: False) -> dict[str, Any]:
+def run(
+    plan: Plan,
+    progress: Progress | None = None,
+    stop: Stop = lambda finished: False,
+    tokens: Tensor | None = None,
+) -> dict[str, Any]:
     """Carry a plan out and return its report. A rerun goes on after the last finished section.
 
     stop: asked before every section, with the number of those that this start has finished; when it says so the run
-    ends with StoppedError and can be taken up again.
+    ends with StoppedError and can be taken up again. tokens: of the calibration [samples, length], where they are
+    drawn already.
     """
     progress = progress or Progress()
     checkpoint = open_transformed(plan)
     sampled = plan.recipe.calibration.source == "self"
     kept = plan.work / "tokens.safetensors"  # sampling takes minutes, and depends on nothing but model and recipe
-    tokens = None
-    if plan.calibrated:
+    if not plan.calibrated:
+        tokens = None
+    elif tokens is None:
         tokens = load_file(kept)["input_ids"] if sampled and kept.exists() else calibration_tokens(plan)
     identity = {**plan.identity, "tokens": fingerprint(tokens) if tokens is not None else None}
     known = keeping = None

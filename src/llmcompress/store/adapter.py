@@ -33,7 +33,7 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
 class AdapterDirectory(OutputDirectory):
     """An adapter in the making; only another adapter is ever overwritten."""
 
-    told_by = CONFIG
+    told_by = (CONFIG,)
 
 
 @dataclass(frozen=True)

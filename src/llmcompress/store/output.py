@@ -89,10 +89,10 @@ class OutputDirectory:
 
     path: where it shall appear. It must not exist, unless `overwrite`: then the model directory there is replaced at
     the moment of `commit` and not before. Permissions are those the umask of the process gives, less what would let
-    everybody write. told_by: the file by which a directory that may be replaced is known.
+    everybody write. told_by: files by any of which a directory that may be replaced is known.
     """
 
-    told_by = "config.json"
+    told_by: tuple[str, ...] = ("config.json", "llmcompress.yaml")  # the second alone beside GGUF files
 
     def __init__(self, path: Path, *, overwrite: bool = False) -> None:
         if path.name in ("", ".."):
@@ -252,7 +252,7 @@ class OutputDirectory:
             raise PlanError(f"{self.path} already exists", "give another directory, or --overwrite")
         if self.path.is_symlink() or not self.path.is_dir():
             raise PlanError(f"{self.path} is not a directory, so it is not overwritten", "give another directory")
-        if any(self.path.iterdir()) and not (self.path / self.told_by).exists():
+        if any(self.path.iterdir()) and not any((self.path / name).exists() for name in self.told_by):
             raise PlanError(f"{self.path} does not hold a model, so it is not overwritten", "give another directory")
 
 
