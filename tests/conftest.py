@@ -3,9 +3,10 @@
 No test reaches a network: `offline/sitecustomize.py` is loaded here, and by every Python that a test starts.
 """
 
+import json
 import os
 import runpy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,30 @@ COMMON = {
 
 RandomModel = Callable[..., Path]
 Main = Callable[..., int]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _reports_are_as_published() -> Iterator[None]:
+    """Every report.json that a test has written in this process follows the published schema."""
+    from jsonschema import Draft202012Validator
+
+    from llmcompress.engine import write
+    from llmcompress.engine.documents import Report
+    from llmcompress.report.schemas import schema_text
+
+    published = Draft202012Validator(json.loads(schema_text("report")))
+    report = write.report
+
+    def checked(*arguments: Any) -> dict[str, Any]:
+        result = report(*arguments)
+        text = json.dumps(result)
+        published.validate(json.loads(text))
+        Report.model_validate_json(text)
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(write, "report", checked)
+        yield
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ ROW = [
     {"model", "recipe"},
     {"engine"},
     {"validate"},
+    {"report"},
     {"cli"},
 ]
 RANK = {name: rank for rank, names in enumerate(ROW) for name in names}

@@ -15,6 +15,7 @@ from llmcompress.cli import (
     gguf,
     imatrix,
     lora,
+    page,
     presets,
     recipes,
     statistics,
@@ -77,6 +78,7 @@ def register(app: typer.Typer) -> None:
     imatrix.register(app)
     structured.register(app)
     lora.register(app)
+    page.register(app)
     statistics.register(app)
     recipes.register(app)
     sweep.register(app)
@@ -157,13 +159,17 @@ def _planned(job: Job, several: bool) -> "tuple[Plan, dict[str, Any] | None]":
 def _carry_out(plans: "Sequence[tuple[Plan, dict[str, Any] | None]]", values: dict[str, Any], stop: Stop) -> None:
     from transformers.utils import logging
 
+    from llmcompress.engine.timings import refuse_place
+
     logging.disable_progress_bar()
+    for plan, _ in plans if values["timings"] is not None else ():
+        refuse_place(values["timings"], plan)
     gates, results = values["gates"], {}
     strict = strict_gates(values["strict"] or [], [plan.out for plan, _ in plans])
     gates.expect(name for _, _, name in strict)
     quiet = values["quiet"] or (values["json_"] and not log.active)
     for plan, report in plans:
-        results[plan.out] = carry_out(plan, stop, quiet, report)
+        results[plan.out] = carry_out(plan, stop, quiet, report, timings=values["timings"])
         stop.before += report is None
         if log.active or not values["json_"]:
             tell(plan, results[plan.out], values["quiet"])

@@ -1,5 +1,6 @@
 """`eval`: how faithful a compressed model is."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -84,6 +85,11 @@ def evaluate(
             "Default: what the checkpoint's config.json says, int with --kv-bits.",
         ),
     ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Save the whole result as JSON, for `report`."),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file of --output if it exists.")] = False,
     trust_remote_code: o.Trust = False,
     deadline: o.Deadline = None,
     json_: o.Json = False,
@@ -96,9 +102,10 @@ def evaluate(
     Protocol: the text is tokenised once, cut into disjoint windows from its start, and every position but the first
     of a window is scored on the full vocabulary. Intervals are 95%, by bootstrap over windows.
     """
+    from llmcompress.store.files import refuse_existing, write_whole
     from llmcompress.validate.cache import Asked
     from llmcompress.validate.evaluate import parse_gate, refuse_unmeasured
-    from llmcompress.validate.session import Request, continuations, evaluate_paths
+    from llmcompress.validate.session import Request, continuations, evaluate_whole
 
     asked = Asked(kv_bits, kv_type)
     request = Request(
@@ -107,9 +114,14 @@ def evaluate(
     with gated("eval", junit) as gates:
         conditions = {text: parse_gate(text) for text in fail_if or []}
         gates.expect(f"--fail-if {text}" for text in conditions)
+        if output is not None:
+            refuse_existing(output, overwrite)
         refuse_unmeasured(conditions.values(), ref is not None)
         with console.Steps("layers", quiet or (json_ and not log.active), Stop(deadline), _NOTHING_KEPT) as steps:
-            figures: dict[str, Any] = evaluate_paths(request, steps.at)
+            found = evaluate_whole(request, steps.at)
+        figures: dict[str, Any] = found["figures"]
+        if output is not None:
+            write_whole(output, json.dumps(found, indent=1).encode() + b"\n", overwrite)
         log.event("figures", **figures)
         samples = continuations(request, generate, max_new_tokens) if generate is not None else None
         _show(request, figures, samples, json_)

@@ -150,6 +150,14 @@ Deadline = Annotated[
         rich_help_panel=RUNNING,
     ),
 ]
+Timings = Annotated[
+    Path | None,
+    typer.Option(
+        "--timings",
+        help="Append time and memory of each layer to this file, as lines of JSON, for `report`.",
+        rich_help_panel=RUNNING,
+    ),
+]
 Strict = Annotated[
     list[str] | None,
     typer.Option(
@@ -245,6 +253,7 @@ MEANS: dict[str, tuple[Any, Any]] = {
     "work": (Work, None),
     "keep_work": (KeepWork, False),
     "deadline": (Deadline, None),
+    "timings": (Timings, None),
     "strict": (Strict, None),
     "trust_remote_code": (Trust, False),
     "dry_run": (DryRun, False),

@@ -24,16 +24,24 @@ def carry_out(
     quiet: bool,
     report: dict[str, Any] | None,
     tokens: "Tensor | None" = None,
+    timings: Path | None = None,
 ) -> dict[str, Any]:
-    """The report of a run, with what it took. report: what an earlier start has written, if it has finished the run."""
+    """The report of a run, with what it took. report: what an earlier start has written, if it has finished the run.
+
+    timings: file for the time and memory of each layer.
+    """
     from llmcompress.engine.resources import peak_memory
     from llmcompress.engine.run import run
+    from llmcompress.engine.timings import Timings
 
     begin, finished = time.perf_counter(), report is not None
     _log_plan(plan, finished)
     if report is None:
         with console.watching(quiet) as watch:
-            report = run(plan, watch, stop, tokens)
+            timed = None if timings is None else Timings(timings, plan, watch)
+            report = run(plan, timed or watch, stop, tokens)
+            if timed is not None:
+                timed.end()
     seconds = round(time.perf_counter() - begin, 2)
     return {**report, "output": str(plan.out), "seconds": seconds, "peak_memory_bytes": peak_memory()}
 

@@ -95,6 +95,8 @@ def register(app: typer.Typer) -> None:
 
 def sweep(**values: Any) -> None:
     """Plan all runs, carry them out, and compare them."""
+    from llmcompress.engine.timings import refuse_place
+
     refuse_unknown_kinds(values["strict"] or [])
     wanted = variants(
         load_named(values["recipe"], values["format_"]),
@@ -104,6 +106,8 @@ def sweep(**values: Any) -> None:
     )
     stop = Stop(values["deadline"])
     plans = [_planned(variant, values, overwrite=True) for variant in wanted]
+    for plan in plans if values["timings"] is not None else ():
+        refuse_place(values["timings"], plan)
     if values["dry_run"]:
         show_plans(plans, values["json_"])
         return
@@ -183,7 +187,8 @@ def _all(
 def _one(run: Run, values: dict[str, Any], stop: Stop, tokens: "Tensor | None") -> None:
     """Carry one run out, and measure it."""
     quiet = values["quiet"] or (values["json_"] and not log.active)
-    run.result = carry_out(run.plan, stop, quiet, run.report, tokens if run.plan.calibrated else None)
+    text = tokens if run.plan.calibrated else None
+    run.result = carry_out(run.plan, stop, quiet, run.report, text, values["timings"])
     stop.before += run.report is None
     if log.active or not values["json_"]:
         tell(run.plan, run.result, values["quiet"])

@@ -1,7 +1,6 @@
 """One section: statistics stage by stage, each stage on inputs that the stages before it have already changed."""
 
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from llmcompress.engine.collect import ExpertInputs, collect, stages_of
+from llmcompress.engine.energy import against_rtn, energies
 from llmcompress.engine.forward import Forward
 from llmcompress.engine.kv_cache import measured
 from llmcompress.engine.plan import MatrixPlan, Plan
@@ -20,13 +20,13 @@ from llmcompress.engine.statistics import note_reuse
 from llmcompress.grids.base import BlockSpec
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.inputs import InputGrid
+from llmcompress.grids.nearest import rounds_at_once
 from llmcompress.grids.recode import holds_codes, recode
 from llmcompress.ledger import Ledger
 from llmcompress.methods.base import Solved, Statistics
 from llmcompress.model.build import StreamedModel
 from llmcompress.model.experts import Expert
 from llmcompress.model.rounded import round_inputs
-from llmcompress.parallel import together
 from llmcompress.stats.gram import Gram
 from llmcompress.store.checkpoint import DTYPES, Checkpoint
 from llmcompress.store.statistics import Kept, stored
@@ -228,16 +228,14 @@ def _record(
     if coded.input_scale is not None:
         record["input_scale"] = _significant(float(coded.input_scale))
     if gram is not None and hessian is not None:
-        loss, energy = together(partial(_square, rows, hessian) for rows in (delta, weight))
+        loss, energy = energies((delta, weight), hessian)
         record["loss"] = _significant(loss / max(energy, 1e-30))
         record["tokens"] = gram.tokens
         record["percdamp"] = solved.percdamp
+    if plan.pruner is None and plan.entry.grid is not None and rounds_at_once(plan.entry.grid):
+        ratio = against_rtn(weight, delta, plan.entry.grid, hessian)
+        record["rtn_ratio"] = None if ratio is None else _significant(ratio)
     return record
-
-
-def _square(rows: Tensor, hessian: Tensor) -> float:
-    """tr(R H R^T) of rows [out, in]."""
-    return float((rows @ hessian).mul_(rows).sum())
 
 
 def _significant(value: float) -> float:

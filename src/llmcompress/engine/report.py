@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmcompress import __version__
+from llmcompress.engine.documents import REPORT_SCHEMA
 from llmcompress.ledger import Ledger
 from llmcompress.store.headers import ModelHeaders
 
@@ -23,6 +24,7 @@ def report(
 ) -> dict[str, Any]:
     """The content of report.json; the same inputs give the same bytes. records: lists about parts of the model."""
     return {
+        "schema_version": REPORT_SCHEMA,
         "llmcompress": __version__,
         "format": plan.format.name,
         "recipe": plan.recipe.as_data(),

@@ -24,6 +24,13 @@ def peak_memory() -> int:
     return used if sys.platform == "darwin" else used * 1024
 
 
+def peak_device_memory() -> int | None:
+    """Most memory that tensors have had on the accelerator so far, in bytes; None where there is none."""
+    import torch
+
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+
+
 def keep_freed_memory() -> None:
     """Have glibc keep freed memory for the next tensor instead of asking the system for each anew.
 

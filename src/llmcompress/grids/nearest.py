@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from llmcompress.grids.base import BlockSpec, GridSpec, Spec
+from llmcompress.grids.base import BlockSpec, GridSpec, Int8Spec, Nf4Spec, ProgressiveSpec, Spec
 from llmcompress.grids.encoders import encode
 from llmcompress.grids.fitting import fit
 from llmcompress.grids.integer import covering
@@ -19,6 +19,12 @@ def nearest(weight: Tensor, spec: Spec) -> Tensor:
         return covering(weight, spec)
     grid = fit(weight, spec, clip="minmax")
     return grid.decode(grid.encode(weight))
+
+
+def rounds_at_once(spec: Spec) -> bool:
+    """Whether plain rounding to a grid costs next to nothing, and is all there is to it: not tables, nor outliers."""
+    whole = isinstance(spec, Int8Spec) and spec.outliers == 0
+    return whole or isinstance(spec, BlockSpec | GridSpec | Nf4Spec | ProgressiveSpec)
 
 
 def some_rows(weight: Tensor, count: int) -> Tensor:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from llmcompress.errors import RunError
+from llmcompress.errors import PlanError, RunError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,6 +37,26 @@ def file_mode() -> int:
 def create(path: Path) -> BinaryIO:
     """A new file open for writing; FileExistsError if there is one."""
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 & ~_EVERYBODY), "wb")
+
+
+def write_whole(file: Path, content: bytes, overwrite: bool) -> None:
+    """A file that appears whole or not at all; as `refuse_existing`, and RunError if the system refuses it."""
+    refuse_existing(file, overwrite)
+    partial = file.with_name(f"{file.name}.partial")
+    with writing(file):
+        make_parent(file)
+        partial.unlink(missing_ok=True)
+        with create(partial) as handle:
+            handle.write(content)
+        partial.replace(file)
+
+
+def refuse_existing(file: Path, overwrite: bool) -> None:
+    """PlanError for a file that is there, and is not to be replaced or is none."""
+    if file.exists() and not overwrite:
+        raise PlanError(f"{file} already exists", "give another file, or --overwrite")
+    if file.exists() and not file.is_file():
+        raise PlanError(f"{file} is not a file, so it is not overwritten", "give another one")
 
 
 def make_directory(path: Path) -> None:

@@ -18,6 +18,7 @@ from llmcompress.store.headers import refuse_adapter
 from llmcompress.validate.adapter import adapt_streamed, adapt_whole
 from llmcompress.validate.cache import Asked, cache_of
 from llmcompress.validate.evaluate import cut_windows, measure
+from llmcompress.validate.evaluation import evaluation
 from llmcompress.validate.gguf_file import gguf_in
 from llmcompress.validate.load import load_whole, open_streamed
 from llmcompress.validate.statistics import figures
@@ -46,7 +47,16 @@ class Request:
 
 
 def evaluate_paths(request: Request, watch: Callable[[int, int], None]) -> dict[str, Any]:
-    """Figures of a model, against a reference if one is given. Refuses models of different vocabularies."""
+    """The figures of `evaluate_whole`."""
+    found: dict[str, Any] = evaluate_whole(request, watch)["figures"]
+    return found
+
+
+def evaluate_whole(request: Request, watch: Callable[[int, int], None]) -> dict[str, Any]:
+    """The evaluation of a model (validate/evaluation.py), against a reference if one is given.
+
+    Refuses models of different vocabularies.
+    """
     _check(request)
     tokenizer = load_tokenizer(request.ref or request.model, request.trust_remote_code)
     ids = [token for file in texts(request.text) for token in encode(tokenizer, read_text(file), str(file))]
@@ -69,7 +79,9 @@ def evaluate_paths(request: Request, watch: Callable[[int, int], None]) -> dict[
             f"{request.model} has {subject.config.vocab_size} tokens, {request.ref} has {reference.config.vocab_size}",
             "give the model that was compressed as --ref",
         )
-    return {**figures(measure(subject, reference, windows, request.batch, watch)), "kv_cache": cache and str(cache)}
+    tokens = measure(subject, reference, windows, request.batch, watch)
+    found = {**figures(tokens), "kv_cache": cache and str(cache)}
+    return evaluation(request.model, request.ref, request.text, windows.numpy(), request.dtype, found, tokens)
 
 
 def texts(text: str) -> list[Path]:

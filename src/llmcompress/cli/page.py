@@ -1,0 +1,64 @@
+"""`report` and `schema`: what was done, for people to look at and for programs to check."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from llmcompress.cli import console
+from llmcompress.cli import options as o
+from llmcompress.errors import RecipeError
+from llmcompress.registry import suggest
+
+Outputs = Annotated[list[Path], typer.Argument(help="Directories or GGUF files llmcompress wrote.", show_default=False)]
+Page = Annotated[Path, typer.Option("--output", "-o", help="Page to write (.html).")]
+Evaluations = Annotated[
+    list[Path] | None,
+    typer.Option("--evaluation", help="Result of `eval --output`; belongs to the output it is of. Repeatable."),
+]
+TimingsFiles = Annotated[
+    list[Path] | None,
+    typer.Option("--timings", help="File that a run with --timings wrote; may hold several runs. Repeatable."),
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the page if it exists.")]
+
+
+def register(app: typer.Typer) -> None:
+    app.command("report", rich_help_panel="Look")(report)
+    app.command("schema", rich_help_panel="Look")(schema)
+
+
+def report(
+    outputs: Outputs,
+    page: Page = Path("report.html"),
+    evaluation: Evaluations = None,
+    timings: TimingsFiles = None,
+    overwrite: Overwrite = False,
+    json_: o.Json = False,
+) -> None:
+    """Write one HTML page about outputs, side by side: needs no network and nothing beside it.
+
+    What was done to every matrix, size, perplexity, KL divergence along the text, the ledger, time and memory.
+    """
+    from llmcompress.report.inputs import read_outputs
+    from llmcompress.report.page import render
+    from llmcompress.store.files import refuse_existing, write_whole
+
+    refuse_existing(page, overwrite)
+    found = read_outputs(outputs, evaluation or [], timings or [])
+    write_whole(page, render(found).encode(), overwrite)
+    if json_:
+        console.print_json({"output": str(page), "outputs": [output.name for output in found]})
+    else:
+        console.say(f"{page}: {len(found)} outputs, {console.size(page.stat().st_size)}")
+
+
+def schema(
+    what: Annotated[str, typer.Argument(help="report, evaluation or timings.", show_default=False)],
+) -> None:
+    """Print the JSON schema of report.json, of an evaluation, or of a line of timings."""
+    from llmcompress.report.schemas import SCHEMAS, schema_text
+
+    if what not in SCHEMAS:
+        raise RecipeError(f"there is no schema of {what!r}", suggest(what, list(SCHEMAS)))
+    typer.echo(schema_text(what), nl=False)

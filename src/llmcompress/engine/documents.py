@@ -1,0 +1,187 @@
+"""What report.json and a run's timings hold, as strict data: their published JSON schemas are made from this."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from llmcompress.recipe import Calibration, KvCache, Output
+
+REPORT_SCHEMA = 1  # raised when a field changes its meaning or goes; new fields that may be missing do not count
+TIMINGS_SCHEMA = 1
+
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+Magnitude = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Document(BaseModel):
+    """Data of a fixed shape: an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class Step(BaseModel):
+    """A step of a recipe: its method, and that method's options."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    method: str
+
+
+class RecipeData(Document):
+    """The recipe as it was carried out, defaults written out."""
+
+    calibration: Calibration
+    steps: list[Step]
+    output: Output
+    kv_cache: KvCache | None
+
+
+class Source(Document):
+    """The model that was compressed."""
+
+    headers_sha256: Sha256 = Field(description="of config.json and the headers of the weight files")
+    config_sha256: Sha256 | None = Field(description="of config.json; null where there is none, as beside a GGUF file")
+    files_sha256: dict[str, Sha256] = Field(description="of each weight file, by name")
+    bytes: Count = Field(description="of all its tensors")
+
+
+class Tokens(Document):
+    """The calibration tokens."""
+
+    sha256: Sha256
+    samples: Positive = Field(description="windows")
+    length: Positive = Field(description="tokens per window")
+
+
+class GivenImatrix(Document):
+    """The importance matrix that was given."""
+
+    file: str
+    sha256: Sha256
+
+
+class LargestKeysValues(Document):
+    """Largest magnitudes that a layer's cache saw."""
+
+    key: Magnitude
+    value: Magnitude
+
+
+class KvCacheRanges(Document):
+    """What the scales of cached keys and values were made of."""
+
+    code: Literal["fp8", "int8"]
+    largest: list[LargestKeysValues] = Field(description="by layer")
+
+
+class Linear(Document):
+    """What was done to one weight matrix."""
+
+    name: str = Field(description="module name on disk")
+    method: str = Field(description="method that chose its codes; 'recoded' where those of the source were kept")
+    grid: str | None = Field(description="values a weight may take; see `llmcompress list grids`")
+    shape: tuple[Positive, Positive] = Field(description="[out, in]")
+    permuted: bool = Field(description="whether groups follow the order of rounding, not that of the channels")
+    transposed: bool = Field(description="whether it is stored as [in, out]")
+    relative_error: Magnitude = Field(description="||W' - W|| / ||W|| (Frobenius)")
+    rtn_ratio: Magnitude | None = Field(
+        None,
+        description="its loss as a share of the loss of plain rounding to nearest on the same grid (of the squared "
+        "error where no loss was measured), on 256 rows at most; null where that is not known",
+    )
+    inputs: str | None = Field(None, description="how its inputs are rounded")
+    input_scale: Magnitude | None = Field(None, description="fixed scale of its inputs")
+    loss: Magnitude | None = Field(
+        None, description="squared error of its output on the calibration inputs, as a share of the output's energy"
+    )
+    tokens: Count | None = Field(None, description="tokens its statistics come from")
+    percdamp: Magnitude | None = Field(None, description="damping that was used, as a share of the mean diagonal")
+    pruner: str | None = Field(None, description="method that chose which weights are zero")
+    pattern: str | None = Field(None, description="n:m pattern of the zeros, n kept of m")
+    sparsity: Share | None = Field(None, description="share of weights that are exactly zero, where many are")
+
+
+class ScaledSite(Document):
+    """Channels that a transform scaled."""
+
+    layer: Count
+    space: str
+    transform: str
+    smallest: float
+    largest: float
+
+
+class LedgerEntry(Document):
+    """A decision that was taken without being told to."""
+
+    kind: str = Field(description="see `llmcompress list ledger`")
+    subject: str
+    why: str
+
+
+class Report(Document):
+    """report.json: what was done, to what, with what result. No times and no paths: same inputs, same bytes."""
+
+    model_config = ConfigDict(title="report")
+
+    schema_version: Literal[1] = Field(description="of this document; new optional fields leave it as it is")
+    llmcompress: str = Field(description="version that wrote it")
+    format: str
+    recipe: RecipeData
+    source: Source
+    calibration: Tokens | None
+    imatrix: GivenImatrix | None
+    kv_cache: KvCacheRanges | None
+    compute_dtype: str
+    output_bytes: Count = Field(description="of the weight files")
+    bits_per_weight: Magnitude = Field(description="of quantised weights, scales and zero points included")
+    linears: list[Linear] = Field(description="in order of execution")
+    sites: list[ScaledSite]
+    ledger: list[LedgerEntry]
+    tensors: dict[str, Sha256] = Field(description="SHA-256 of each tensor's bytes, by its name in the output")
+
+
+Run = Annotated[Sha256, Field(description="SHA-256 of the headers of the model, the recipe and the compute type")]
+
+
+class Start(Document):
+    """A line of timings: a run starts, or goes on."""
+
+    event: Literal["start"]
+    schema_version: Literal[1]
+    llmcompress: str
+    run: Run
+    layers: Positive
+    done: Count = Field(description="layers found finished")
+    threads: Positive
+    device: str
+
+
+class LayerDone(Document):
+    """A line of timings: a layer is finished."""
+
+    event: Literal["layer"]
+    run: Run
+    layer: Count
+    seconds: Magnitude = Field(description="since the layer before was finished, or the run started")
+    solving: Magnitude = Field(description="of these, for statistics and codes")
+    peak_memory_bytes: Count = Field(description="most memory the process has had so far")
+    device_peak_bytes: Count | None = Field(None, description="most memory on the accelerator so far")
+
+
+class Finished(Document):
+    """A line of timings: the output is written."""
+
+    event: Literal["end"]
+    run: Run
+    seconds: Magnitude = Field(description="since the run started, or went on")
+    writing: Magnitude = Field(description="of these, for writing the output")
+    peak_memory_bytes: Count
+    device_peak_bytes: Count | None = None
+
+
+Timing = Annotated[Start | LayerDone | Finished, Field(discriminator="event")]
+"""One line of the file that --timings appends to."""

@@ -1,0 +1,35 @@
+"""Energies of outputs: what errors in a matrix do to what it computes, and how that compares with plain rounding."""
+
+from collections.abc import Sequence
+from functools import partial
+
+from torch import Tensor
+
+from llmcompress.grids.base import Spec
+from llmcompress.grids.nearest import nearest, some_rows
+from llmcompress.parallel import together
+
+COMPARED = 256  # rows of a matrix on which its error is compared with that of plain rounding
+
+
+def energies(matrices: Sequence[Tensor], hessian: Tensor) -> list[float]:
+    """tr(R H R^T) of each matrix R [out, in]: its outputs, squared and summed, for inputs of Gram matrix H [in, in]."""
+    return list(together(partial(_energy, rows, hessian) for rows in matrices))
+
+
+def against_rtn(weight: Tensor, delta: Tensor, spec: Spec, hessian: Tensor | None) -> float | None:
+    """The energy of errors [out, in] as a share of that of plain rounding, on some rows; None where that errs nowhere.
+
+    Without hessian, errors of the weights themselves.
+    """
+    weight, delta = (some_rows(rows, COMPARED) for rows in (weight, delta))
+    plain = nearest(weight, spec) - weight
+    if hessian is None:
+        ours, theirs = (float(rows.square().sum()) for rows in (delta, plain))
+    else:
+        ours, theirs = energies((delta, plain), hessian)
+    return ours / theirs if theirs > 0 else None
+
+
+def _energy(rows: Tensor, hessian: Tensor) -> float:
+    return float((rows @ hessian).mul_(rows).sum())

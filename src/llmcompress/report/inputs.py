@@ -1,0 +1,160 @@
+"""What a page is made of: outputs by their reports, evaluations by the hash of a report, timings by the run."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from llmcompress.engine.documents import Finished, LayerDone, Report, Start, Timing
+from llmcompress.engine.timings import run_sha256
+from llmcompress.errors import CheckpointError
+from llmcompress.store.headers import read_json
+from llmcompress.validate.evaluation import Evaluation, report_beside
+from llmcompress.validate.gguf_file import gguf_in
+
+Model = TypeVar("Model", bound=BaseModel)
+
+_TIMING: TypeAdapter[Start | LayerDone | Finished] = TypeAdapter(Timing)
+_LARGEST = 1 << 28  # bytes of a file of timings
+
+
+@dataclass
+class Timed:
+    """Times of a run, over all its starts; a start from nothing forgets those before. layers: by number."""
+
+    layers: dict[int, LayerDone] = field(default_factory=dict)
+    end: Finished | None = None
+
+    def add(self, line: Start | LayerDone | Finished) -> None:
+        if isinstance(line, LayerDone):
+            self.layers[line.layer] = line
+        elif isinstance(line, Finished):
+            self.end = line
+        elif line.done == 0:
+            self.layers, self.end = {}, None
+
+    @property
+    def seconds(self) -> float:
+        """Of all layers and of writing."""
+        return sum(layer.seconds for layer in self.layers.values()) + (self.end.writing if self.end else 0.0)
+
+    @property
+    def peak(self) -> int:
+        """Most memory of the process, in bytes."""
+        lines: list[LayerDone | Finished] = [*self.layers.values(), *([self.end] if self.end else [])]
+        return max((line.peak_memory_bytes for line in lines), default=0)
+
+
+@dataclass(frozen=True)
+class Output:
+    """An output and what is known of it. name: its directory or file; sha256: of its report.json."""
+
+    name: str
+    sha256: str
+    report: Report
+    evaluations: tuple[Evaluation, ...]
+    timed: Timed | None
+
+
+def read_outputs(paths: Sequence[Path], evaluations: Sequence[Path], timings: Sequence[Path]) -> list[Output]:
+    """Outputs with their evaluations and times. CheckpointError for what cannot be read, or belongs to none of them."""
+    found = [_read_report(path) for path in paths]
+    twice = [str(path) for path, count in Counter(path.resolve() for path in paths).items() if count > 1]
+    if twice:
+        raise CheckpointError(f"{twice[0]} is given twice")
+    evaluated = _by_report(evaluations, {digest for digest, _, _ in found})
+    timed = _by_run(timings, {run for _, run, _ in found})
+    names = _names(paths)
+    return [
+        Output(name, digest, report, tuple(evaluated.get(digest, ())), timed.get(run))
+        for name, (digest, run, report) in zip(names, found, strict=True)
+    ]
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """What each output is called; numbered where several are called alike."""
+    names = [path.resolve().name for path in paths]
+    seen, result = Counter[str](), []
+    for name in names:
+        seen[name] += 1
+        result.append(name if names.count(name) == 1 else f"{name} ({seen[name]})")
+    return result
+
+
+def _read_report(path: Path) -> tuple[str, str, Report]:
+    """SHA-256 of a report, that of its run, and the report."""
+    file = report_beside(gguf_in(path) or path)
+    if not file.is_file():
+        raise CheckpointError(
+            f"{path} is not an output: there is no {file.name}", "give directories or GGUF files llmcompress wrote"
+        )
+    data, report = _read(file, Report, "run again, or use the llmcompress that wrote it")
+    run = run_sha256(data["source"]["headers_sha256"], data["recipe"], data["compute_dtype"])
+    return sha256(file.read_bytes()).hexdigest(), run, report
+
+
+def _by_report(files: Sequence[Path], known: set[str]) -> dict[str, list[Evaluation]]:
+    """Evaluations by the report of the output that was evaluated."""
+    result: dict[str, list[Evaluation]] = {}
+    for file in files:
+        _, found = _read(file, Evaluation, "evaluate again with `llmcompress eval --output`")
+        if found.model.report_sha256 not in known:
+            raise CheckpointError(
+                f"evaluation {file} is of another checkpoint, {found.model.name}",
+                "give that output as well, or evaluate this one with `llmcompress eval --output`",
+            )
+        result.setdefault(str(found.model.report_sha256), []).append(found)
+    return result
+
+
+def _by_run(files: Sequence[Path], known: set[str]) -> dict[str, Timed]:
+    """Times by run. One file may hold many runs, one of which at least must be known."""
+    result: dict[str, Timed] = {}
+    for file in files:
+        runs = set()
+        for line in _lines(file):
+            runs.add(line.run)
+            result.setdefault(line.run, Timed()).add(line)
+        if not runs & known:
+            raise CheckpointError(f"timings {file} are of no output given", "give the file of --timings of their run")
+    return result
+
+
+def _lines(file: Path) -> Iterator[Start | LayerDone | Finished]:
+    try:
+        if file.exists() and (not file.is_file() or file.stat().st_size > _LARGEST):
+            raise CheckpointError(f"{file} is no file of timings")
+        lines = file.read_bytes().splitlines()
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
+    for number, line in enumerate(lines, 1):
+        try:
+            yield _TIMING.validate_json(line)
+        except ValidationError as error:
+            raise CheckpointError(f"{file} is no file of timings: line {number}: {_first(error)}") from None
+
+
+def _read(file: Path, model: type[Model], hint: str) -> tuple[dict[str, Any], Model]:
+    """The data of a JSON file and the document; CheckpointError for another version, or none at all."""
+    data = read_json(file)
+    version, written = data.get("schema_version"), data.get("llmcompress")
+    if "llmcompress" in data and version != 1:
+        which = "an older" if version is None else f"another (schema version {version!r}, not 1)"
+        raise CheckpointError(f"{file} was written by {which} llmcompress, {written!r}", hint)
+    try:
+        return data, model.model_validate_json(json.dumps(data))
+    except ValidationError as error:
+        what = str(model.model_config.get("title") or model.__name__.lower())
+        raise CheckpointError(f"{file} is no {what}, or damaged: {_first(error)}", hint) from None
+
+
+def _first(error: ValidationError) -> str:
+    """The first thing that is wrong, and where."""
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"])
+    return f"{place}: {first['msg'].lower()}" if place else first["msg"].lower()

@@ -1,0 +1,24 @@
+"""Published JSON schemas: files beside this one, made from the documents that the code itself reads and writes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from llmcompress.engine.documents import Report, Timing
+from llmcompress.validate.evaluation import Evaluation
+
+SCHEMAS: dict[str, Any] = {"report": Report, "evaluation": Evaluation, "timings": Timing}
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+
+def schema_text(name: str) -> str:
+    """The published schema of a document."""
+    return (Path(__file__).parent / f"{name}.schema.json").read_text(encoding="utf-8")
+
+
+def made(name: str) -> str:
+    """What the published schema of a document has to be."""
+    found = TypeAdapter(SCHEMAS[name]).json_schema()
+    return json.dumps({"$schema": DIALECT, **found}, indent=2) + "\n"

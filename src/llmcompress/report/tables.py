@@ -1,0 +1,157 @@
+"""Tables, as rows of text: they hold what the plots show, for print and for those who do not see plots."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from llmcompress.engine.documents import Report
+from llmcompress.report.cells import Cells, Metric
+from llmcompress.report.figures import Series
+from llmcompress.report.inputs import Output
+from llmcompress.report.words import duration, figure, size
+from llmcompress.validate.evaluation import Evaluation
+
+_SUBJECTS = 3  # of a kind in the ledger that are named
+
+
+@dataclass(frozen=True)
+class Table:
+    """heads: of the columns; rows: each with its own head first."""
+
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Value:
+    """A figure and, below it, lines with its interval or what else belongs to it."""
+
+    text: str
+    below: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Summary:
+    """heads: outputs; groups: a title, and rows of a head with a value for each output."""
+
+    heads: Sequence[str]
+    groups: Sequence[tuple[str, Sequence[tuple[str, Sequence[Value]]]]]
+
+
+_FIGURES = (
+    ("kl", "KL divergence, nats"),
+    ("kl_p99", "KL, 99th percentile"),
+    ("perplexity", "Perplexity"),
+    ("top1", "Same most likely token"),
+)
+_WRITTEN: dict[str, Callable[[float], str]] = {"top1": "{:.1%}".format, "perplexity": "{:.2f}".format}
+
+
+def summary(outputs: Sequence[Output]) -> Summary:
+    """The outputs side by side."""
+    made: list[tuple[str, list[Value]]] = [
+        ("Format", [Value(output.report.format) for output in outputs]),
+        ("Method", [Value(_method(output.report)) for output in outputs]),
+        ("Size", [Value(size(output.report.output_bytes), [_share(output.report)]) for output in outputs]),
+        ("Bits per weight", [Value(f"{output.report.bits_per_weight:.3f}") for output in outputs]),
+    ]
+    groups: list[tuple[str, list[tuple[str, list[Value]]]]] = [("", made)]
+    texts = {found.text.tokens_sha256: found for output in outputs for found in output.evaluations}
+    for digest, text in texts.items():
+        each = [_of_text(output, digest) for output in outputs]
+        rows = [
+            (title, [_measured(found, key) for found in each])
+            for key, title in _FIGURES
+            if any(found is not None and getattr(found.figures, key) is not None for found in each)
+        ]
+        groups.append((_text(text), rows))
+    if any(output.timed is not None for output in outputs):
+        timed = [output.timed for output in outputs]
+        spent = [
+            ("Time", [Value("") if found is None else Value(duration(found.seconds)) for found in timed]),
+            ("Peak memory", [Value("") if found is None else Value(size(found.peak)) for found in timed]),
+        ]
+        groups.append(("The run", spent))
+    return Summary([output.name for output in outputs], groups)
+
+
+def heat_map(cells: Cells, metric: Metric) -> Table:
+    """Layers down, linears across."""
+    rows = []
+    for layer in cells.layers:
+        values = (cells.value(metric, layer, linear) for linear in cells.linears)
+        rows.append([str(layer), *("" if value is None else figure(value) for value in values)])
+    return Table(["layer", *cells.linears], rows)
+
+
+def series(across: str, lines: Series) -> Table:
+    """The points of lines, one line a column."""
+    places = sorted({x for _, xs, _ in lines for x in xs})
+    found = [dict(zip(xs, ys, strict=True)) for _, xs, ys in lines]
+    rows = [[f"{x:g}", *(figure(line[x]) if x in line else "" for line in found)] for x in places]
+    return Table([across, *(name for name, _, _ in lines)], rows)
+
+
+def ledger(report: Report) -> Table:
+    """Decisions by kind and reason, with what they concern."""
+    grouped: dict[tuple[str, str], list[str]] = {}
+    for entry in report.ledger:
+        grouped.setdefault((entry.kind, entry.why), []).append(entry.subject)
+    rows = []
+    for (kind, why), subjects in grouped.items():
+        more = len(subjects) - _SUBJECTS
+        named = ", ".join(subjects[:_SUBJECTS]) + (f" and {more} more" if more > 0 else "")
+        rows.append([kind.replace("_", " "), named, why])
+    return Table(["kind", "what", "why"], rows)
+
+
+def facts(output: Output) -> list[tuple[str, str]]:
+    """What was done, in a few lines."""
+    report = output.report
+    grids = Counter(linear.grid or "not rounded" for linear in report.linears)
+    found = [("Matrices", ", ".join(f"{count} {grid}" for grid, count in grids.items()) or "none")]
+    if report.calibration is not None:
+        text = report.calibration
+        found.append(("Calibration", f"{text.samples} windows of {text.length} tokens, {text.sha256[:16]}"))
+    if report.imatrix is not None:
+        found.append(("Importance matrix", f"{report.imatrix.file}, {report.imatrix.sha256[:16]}"))
+    if report.kv_cache is not None:
+        found.append(("Cached keys and values", f"scales for {report.kv_cache.code}"))
+    found.append(("Layers ran in", report.compute_dtype))
+    found.append(("Written by", f"llmcompress {report.llmcompress}"))
+    found.append(("Source", f"{size(report.source.bytes)}, {report.source.headers_sha256[:16]}"))
+    found.append(("Report", output.sha256[:16]))
+    return found
+
+
+def _method(report: Report) -> str:
+    return " + ".join(step.method for step in report.recipe.steps)
+
+
+def _share(report: Report) -> str:
+    return f"{report.output_bytes / max(report.source.bytes, 1):.0%} of the source"
+
+
+def _of_text(output: Output, digest: str) -> Evaluation | None:
+    """The last evaluation of an output on a text."""
+    found = [each for each in output.evaluations if each.text.tokens_sha256 == digest]
+    return found[-1] if found else None
+
+
+def _measured(found: Evaluation | None, key: str) -> Value:
+    value = None if found is None else getattr(found.figures, key)
+    if found is None or value is None:
+        return Value("")
+    write = _WRITTEN.get(key, figure)
+    below = []
+    interval = getattr(found.figures, f"{key}_ci")
+    if interval is not None:
+        below.append(f"{write(interval[0])} – {write(interval[1])}")
+    if key == "perplexity" and found.figures.ref_perplexity is not None:
+        below.append(f"original {write(found.figures.ref_perplexity)}")
+    return Value(write(value), below)
+
+
+def _text(found: Evaluation) -> str:
+    name = "the shipped text" if found.text.name == "default" else found.text.name
+    return f"On {name}: {found.text.windows} windows of {found.text.length} tokens, 95% intervals"

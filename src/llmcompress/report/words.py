@@ -1,0 +1,43 @@
+"""Numbers and names as a page says them."""
+
+from collections.abc import Sequence
+
+from llmcompress.report.inputs import Output
+from llmcompress.validate.evaluation import Evaluation
+
+
+def figure(value: float) -> str:
+    """A number with three significant digits, or more before the point."""
+    if value == 0:
+        return "0"
+    if 1e-4 <= abs(value) < 1000:
+        return f"{value:#.3g}".removesuffix(".")
+    return f"{round(value):,}" if 1000 <= abs(value) < 1e6 else f"{value:.2e}"
+
+
+def tick(value: float) -> str:
+    """A number on an axis."""
+    return f"{value:.3g}"
+
+
+def size(count: float) -> str:
+    """Bytes in powers of ten."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.3g} {unit}" if count < 1000 * factor else f"{count / factor:,.0f} {unit}"
+    return f"{count:.0f} B"
+
+
+def duration(seconds: float) -> str:
+    """A time for people."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def label(output: Output, found: Evaluation, outputs: Sequence[Output]) -> str:
+    """An output's name; with the text where the page speaks of several."""
+    texts = {other.text.tokens_sha256 for each in outputs for other in each.evaluations}
+    return output.name if len(texts) == 1 else f"{output.name}, {found.text.name}"

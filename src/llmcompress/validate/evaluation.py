@@ -1,0 +1,130 @@
+"""The whole result of an evaluation, as a document of its own: figures, and what they were made of along the text."""
+
+from hashlib import sha256
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Field
+
+from llmcompress import __version__
+from llmcompress.engine.documents import Count, Document, Magnitude, Positive, Sha256, Share
+from llmcompress.store.output_file import is_single, report_of
+from llmcompress.validate.gguf_file import gguf_in
+from llmcompress.validate.statistics import Array, Tokens
+
+EVALUATION_SCHEMA = 1
+
+Interval = Annotated[list[Magnitude], Field(min_length=2, max_length=2)]
+
+
+class Evaluated(Document):
+    """A checkpoint that was evaluated."""
+
+    name: str = Field(description="what its directory or file is called")
+    report_sha256: Sha256 | None = Field(description="of its report.json; null where there is none, as of an original")
+
+
+class Text(Document):
+    """What was evaluated on."""
+
+    name: str = Field(description="'default', or what the file or folder is called")
+    tokens_sha256: Sha256
+    windows: Positive
+    length: Positive = Field(description="tokens per window, of which all but the first are scored")
+
+
+class Figures(Document):
+    """Figures over all scored tokens, natural logarithms; `_ci`: 95% interval by bootstrap over windows."""
+
+    perplexity: Magnitude
+    perplexity_ci: Interval | None = None
+    ref_perplexity: Magnitude | None = None
+    ref_perplexity_ci: Interval | None = None
+    perplexity_ratio: Magnitude | None = None
+    perplexity_ratio_ci: Interval | None = None
+    kl: Magnitude | None = Field(None, description="mean KL(reference || model)")
+    kl_ci: Interval | None = None
+    kl_median: Magnitude | None = None
+    kl_median_ci: Interval | None = None
+    kl_p99: Magnitude | None = None
+    kl_p99_ci: Interval | None = None
+    kl_p999: Magnitude | None = None
+    kl_p999_ci: Interval | None = None
+    kl_max: Magnitude | None = None
+    top1: Share | None = Field(None, description="share of tokens whose most likely successor is the same")
+    top1_ci: Interval | None = None
+    tv: Share | None = Field(None, description="mean total variation distance")
+    tv_ci: Interval | None = None
+    tokens: Count
+    windows: Count
+    kv_cache: str | None = Field(description="how keys and values were rounded")
+
+
+class Series(Document):
+    """Means along the text."""
+
+    nll: list[Magnitude] = Field(description="negative log-likelihood")
+    ref_nll: list[Magnitude] | None = None
+    kl: list[Magnitude] | None = None
+
+
+class Evaluation(Document):
+    """What `eval --output` saves."""
+
+    schema_version: Literal[1]
+    llmcompress: str
+    model: Evaluated
+    reference: Evaluated | None
+    text: Text
+    compute_dtype: str
+    figures: Figures
+    by_window: Series = Field(description="means over each window, in order of the text")
+    by_position: Series = Field(description="means over all windows at each scored position of a window")
+
+
+def evaluation(
+    model: Path, ref: Path | None, text: str, ids: Array, compute_dtype: str, found: dict[str, Any], tokens: Tokens
+) -> dict[str, Any]:
+    """The document of an evaluation. ids [windows, length]: the tokens; found: its figures; tokens: per token."""
+    windows, length = ids.shape
+    name = text if text == "default" else Path(text).resolve().name
+    return {
+        "schema_version": EVALUATION_SCHEMA,
+        "llmcompress": __version__,
+        "model": _evaluated(model),
+        "reference": None if ref is None else _evaluated(ref),
+        "text": {
+            "name": name,
+            "tokens_sha256": sha256(np.ascontiguousarray(ids, dtype="<i8").tobytes()).hexdigest(),
+            "windows": windows,
+            "length": length,
+        },
+        "compute_dtype": compute_dtype,
+        "figures": found,
+        "by_window": _means(tokens, axis=1),
+        "by_position": _means(tokens, axis=0),
+    }
+
+
+def report_beside(path: Path) -> Path:
+    """Where the report of an output lies, a directory or a GGUF file."""
+    if not is_single(path):
+        return path / "report.json"
+    own = report_of(path)
+    return own if own.exists() else path.with_name("report.json")
+
+
+def _evaluated(path: Path) -> dict[str, Any]:
+    report = report_beside(gguf_in(path) or path)
+    known = sha256(report.read_bytes()).hexdigest() if report.is_file() else None
+    return {"name": path.resolve().name, "report_sha256": known}
+
+
+def _means(tokens: Tokens, axis: int) -> dict[str, list[float]]:
+    parts = {"nll": tokens.nll, "ref_nll": tokens.ref_nll, "kl": tokens.kl}
+    return {
+        name: [float(f"{value:.5g}") for value in values.mean(axis=axis)]
+        for name, values in parts.items()
+        if values is not None
+    }

@@ -1,0 +1,60 @@
+"""Outputs of the tiny model, evaluated and timed once for all tests of pages."""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from llmcompress.engine.plan import Options, make_plan
+from llmcompress.engine.progress import Progress
+from llmcompress.engine.run import run
+from llmcompress.engine.timings import Timings
+from llmcompress.recipe import parse
+from llmcompress.validate.session import Request, evaluate_whole
+
+STEPS = {
+    "four": ("compressed-tensors", {"method": "gptq", "bits": 4, "group_size": 64}),
+    "three": ("gptq", {"method": "rtn", "bits": 3, "group_size": 64}),
+    "small.gguf": ("gguf", {"method": "rtn", "gguf": {"type": "Q4_0"}}),
+}
+
+
+class Made(NamedTuple):
+    """Paths: outputs by name, evaluations by name, the file of timings."""
+
+    outputs: dict[str, Path]
+    evaluations: dict[str, Path]
+    timings: Path
+
+    def arguments(self, *names: str) -> list[object]:
+        """Of `llmcompress report`."""
+        evaluations = [part for name in names for part in ("--evaluation", self.evaluations[name])]
+        return [*(self.outputs[name] for name in names), *evaluations, "--timings", self.timings]
+
+
+def compress(model: Path, out: Path, name: str, timings: Path | None = None) -> None:
+    format_, step = STEPS[name]
+    calibration = {"samples": 4, "length": 32}
+    plan = make_plan(
+        parse({"calibration": calibration, "steps": [step], "output": {"format": format_}}), model, Options(out=out)
+    )
+    timed = None if timings is None else Timings(timings, plan, Progress())
+    run(plan, timed)
+    if timed is not None:
+        timed.end()
+
+
+@pytest.fixture(scope="session")
+def made(tiny_model_dir: Path, tiny_eval_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """Read-only."""
+    folder = tmp_path_factory.mktemp("reported")
+    timings = folder / "timings.jsonl"
+    outputs, evaluations = {}, {}
+    for name in STEPS:
+        outputs[name] = folder / name
+        compress(tiny_model_dir, outputs[name], name, timings)
+        request = Request(outputs[name], tiny_model_dir, str(tiny_eval_text), 48, 6, 6, "cpu", "float32")
+        evaluations[name] = folder / f"{name}.eval.json"
+        evaluations[name].write_text(json.dumps(evaluate_whole(request, lambda done, of: None)))
+    return Made(outputs, evaluations, timings)

@@ -1,0 +1,102 @@
+"""The page in a real browser: it draws every plot, logs nothing, and asks no network for anything."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+import pytest
+
+from llmcompress.report.inputs import read_outputs
+from llmcompress.report.page import render
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = [
+    pytest.mark.interop,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed (Debian: apt-get install chromium)"),
+]
+QUIET = [
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+    "--disable-background-networking", "--disable-component-update", "--disable-default-apps", "--disable-extensions",
+    "--disable-features=Translate,OptimizationHints,MediaRouter", "--no-default-browser-check",
+    "--host-resolver-rules=MAP * ~NOTFOUND",
+]  # fmt: skip
+
+
+class Seen(NamedTuple):
+    """What a browser made of a page: its elements at the end, lines of the console, hosts it asked for."""
+
+    elements: str
+    console: list[str]
+    asked: set[str]
+
+
+def look(page: Path, folder: Path, *options: str) -> Seen:
+    log = folder / "net.json"
+    done = subprocess.run(
+        [
+            CHROMIUM, *QUIET, f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=20000",
+            "--enable-logging=stderr", "--v=0", f"--log-net-log={log}", *options, "--dump-dom", page.as_uri(),
+        ],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    return Seen(done.stdout, re.findall(r"\bCONSOLE\b.*", done.stderr), _asked(log))
+
+
+def _asked(log: Path) -> set[str]:
+    """Hosts that any request was meant for; none is reached."""
+    events = json.loads(log.read_text())["events"]
+    urls = (urlsplit(event["params"]["url"]) for event in events if "url" in event.get("params", {}))
+    return {url.netloc for url in urls if url.scheme not in ("file", "data", "blob", "about", "chrome")}
+
+
+@pytest.fixture(scope="module")
+def idle(tmp_path_factory):
+    """What the browser asks for by itself."""
+    folder = tmp_path_factory.mktemp("idle")
+    page = folder / "empty.html"
+    page.write_text('<!doctype html><link rel="icon" href="data:,"><title>nothing</title>')
+    return look(page, folder)
+
+
+@pytest.mark.parametrize("names", [("four",), ("four", "three", "small.gguf")], ids=["one", "several"])
+def test_the_page_draws_all_its_plots_in_silence(made, idle, tmp_path, names):
+    outputs = [made.outputs[name] for name in names]
+    text = render(read_outputs(outputs, [made.evaluations[name] for name in names], [made.timings]))
+    page = tmp_path / "page.html"
+    page.write_text(text)
+    seen = look(page, tmp_path)
+    assert seen.console == []
+    assert seen.asked <= idle.asked
+    places = re.findall(r'<div class="plot[^"]*" id="([^"]+)"', text)
+    drawn = dict(re.findall(r'<div class="plot[^"]*" id="([^"]+)"(.*?)</figure>', seen.elements, re.S))
+    assert set(drawn) == set(places)
+    assert len(places) > 5
+    for name, content in drawn.items():
+        assert 'class="main-svg"' in content, name
+        assert re.search(r'class="heatmaplayer mlayer"><g class="hm">|class="trace (scatter|bars)', content), name
+
+
+def test_the_test_would_see_an_error_and_a_request(idle, tmp_path):
+    page = tmp_path / "page.html"
+    page.write_text(
+        '<!doctype html><link rel="icon" href="data:,"><script>undefined_function()</script>'
+        '<img src="http://example.invalid/x.png">'
+    )
+    seen = look(page, tmp_path)
+    assert any("undefined_function" in line for line in seen.console)
+    assert seen.asked - idle.asked == {"example.invalid"}
+
+
+def test_the_policy_stops_what_a_name_might_smuggle_in(made, tmp_path):
+    """Even if escaping failed, no script would run and nothing would be asked for."""
+    smuggled = '<script>document.title = "run"</script><img src="http://example.invalid/x.png">'
+    page = tmp_path / "page.html"
+    page.write_text(render(read_outputs([made.outputs["four"]], [], [])).replace("</main>", f"{smuggled}</main>"))
+    seen = look(page, tmp_path)
+    assert "<title>run</title>" not in seen.elements
+    assert "example.invalid" not in seen.asked
+    assert any("Content Security Policy" in line for line in seen.console)

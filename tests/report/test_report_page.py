@@ -1,0 +1,236 @@
+"""The page: the same bytes for the same inputs, true to its inputs, and closed to what strangers' names might do."""
+
+import base64
+import hashlib
+import html
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from llmcompress.engine.documents import LayerDone, Linear, Start
+from llmcompress.engine.plan import Options, make_plan
+from llmcompress.engine.run import run
+from llmcompress.recipe import parse
+from llmcompress.report.cells import METRICS, cells_of
+from llmcompress.report.figures import binned
+from llmcompress.report.inputs import Timed, read_outputs
+from llmcompress.report.page import render
+from llmcompress.report.words import duration, figure, size
+from llmcompress.validate.session import Request, evaluate_whole
+
+HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(1)">&\'%{z}'
+
+
+class Elements(HTMLParser):
+    """Elements of a page with their attributes, and the texts of scripts."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.found, self.scripts = [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_data(self, data):
+        if self.cdata_elem == "script":
+            self.scripts[-1] += data
+
+    def all(self, tag):
+        return [attributes for name, attributes in self.found if name == tag]
+
+
+def page(made, *names):
+    return render(read_outputs([made.outputs[n] for n in names], [made.evaluations[n] for n in names], [made.timings]))
+
+
+@pytest.fixture(scope="module")
+def whole(made):
+    return page(made, "four", "three", "small.gguf")
+
+
+def figures(text):
+    return json.loads(re.search(r'<script type="application/json" id="figures">(.*?)</script>', text, re.S)[1])
+
+
+def test_the_same_inputs_give_the_same_bytes(made, whole, main, tmp_path):
+    arguments = made.arguments("four", "three", "small.gguf")
+    assert main("report", *arguments, "-o", tmp_path / "page.html") == 0
+    assert (tmp_path / "page.html").read_text() == whole
+
+
+def test_the_page_asks_nothing_of_anyone(whole):
+    elements = Elements(whole)
+    asking = [
+        value
+        for _, attributes in elements.found
+        for key, value in attributes.items()
+        if key in ("src", "href", "data", "action", "srcset") and not value.startswith(("#", "data:"))
+    ]
+    assert asking == []
+    assert not re.search(r"url\(|@import", "".join(re.findall(r"<style>(.*?)</style>", whole, re.S)))
+
+
+def test_only_the_scripts_that_were_meant_may_run(whole):
+    elements = Elements(whole)
+    (policy,) = (meta["content"] for meta in elements.all("meta") if "http-equiv" in meta)
+    assert policy.startswith("default-src 'none'; ")
+    assert "unsafe" not in policy.partition("style-src")[0]
+    allowed = re.findall(r"'sha256-([^']+)'", policy)
+    _, *scripts = elements.scripts
+    assert [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts] == allowed
+
+
+def test_every_figure_has_its_place(whole):
+    places = {attributes["id"] for attributes in Elements(whole).all("div") if "id" in attributes}
+    assert places == set(figures(whole))
+    assert {"size-kl", "kl-windows", "kl-positions", "seconds", "memory", "rtn_ratio-0", "bits-2"} <= places
+
+
+def test_figures_hold_what_the_documents_say(made, whole):
+    report = json.loads((made.outputs["four"] / "report.json").read_text())
+    drawn = figures(whole)
+    values = {linear["name"]: linear["relative_error"] for linear in report["linears"]}
+    trace = drawn["relative_error-0"]["data"][0]
+    for name, row in zip(trace["y"], trace["z"], strict=True):
+        assert row == [values[f"model.layers.{layer}.{name}"] for layer in trace["x"]]
+    evaluation = json.loads(made.evaluations["three"].read_text())
+    assert drawn["kl-windows"]["data"][1]["y"] == evaluation["by_window"]["kl"]
+    point = next(trace for trace in drawn["size-kl"]["data"] if "three" in trace["text"][0])
+    assert point["y"] == [evaluation["figures"]["kl"]]
+    low, high = evaluation["figures"]["kl_ci"]
+    assert point["y"][0] + point["error_y"]["array"][0] == pytest.approx(high)
+    assert point["y"][0] - point["error_y"]["arrayminus"][0] == pytest.approx(low)
+    assert figure(evaluation["figures"]["kl"]) in whole
+    assert size(report["output_bytes"]) in whole
+
+
+def test_colours_mean_the_same_in_all_outputs(whole):
+    drawn = figures(whole)
+    for metric in METRICS:
+        scales = {
+            (trace["zmin"], trace["zmax"])
+            for name, plot in drawn.items()
+            for trace in plot["data"]
+            if re.fullmatch(rf"{metric.key}-\d+", name)
+        }
+        assert len(scales) <= 1
+
+
+def test_names_of_strangers_stay_text(made, tmp_path):
+    out = tmp_path / "<b>&quot;out"
+    out.mkdir()
+    report = json.loads((made.outputs["four"] / "report.json").read_text())
+    for linear in report["linears"]:
+        linear["name"] = linear["name"].replace("q_proj", HOSTILE)
+    report["ledger"] = [{"kind": "engine", "subject": HOSTILE, "why": HOSTILE}]
+    report["recipe"]["steps"][0]["method"] = HOSTILE
+    (out / "report.json").write_text(json.dumps(report))
+    text = render(read_outputs([out], [], []))
+    elements = Elements(text)
+    assert len(elements.all("script")) == 3
+    assert elements.all("img") == []
+    assert elements.all("b") == []
+    assert text.count("alert(1)") >= 3
+    assert html.escape(HOSTILE, quote=False).replace('"', "&#34;").replace("'", "&#39;") in text
+    drawn = figures(text)["relative_error-0"]["data"][0]
+    assert not any("<img" in name or "<script" in name for name in drawn["y"])
+
+
+def linear(name, **about):
+    shape = {"shape": [8, 64], "permuted": False, "transposed": False, "relative_error": 0.1}
+    return Linear.model_validate_json(
+        json.dumps({"name": name, "method": "gptq", "grid": "int4-g32-sym", **shape, **about})
+    )
+
+
+def test_an_output_without_matrices_and_evaluations_without_a_reference_have_a_page(tiny_model_dir, tmp_path):
+    paths, files = [], []
+    for number, ref in enumerate((None, tiny_model_dir)):
+        out = tmp_path / f"rotated{number}"
+        steps = [{"method": "rotate", "seed": number}]
+        run(make_plan(parse({"steps": steps, "output": {"format": "dense"}}), tiny_model_dir, Options(out=out)))
+        request = Request(out, ref, "default", 16, 1, 1, "cpu", "float32")
+        file = tmp_path / f"{number}.json"
+        file.write_text(json.dumps(evaluate_whole(request, lambda done, of: None)))
+        paths.append(out)
+        files.append(file)
+    alone = figures(render(read_outputs(paths[:1], files[:1], [])))
+    assert alone == {}
+    assert set(figures(render(read_outputs(paths, files, [])))) == {"kl-windows", "kl-positions"}
+
+
+def test_experts_of_a_layer_share_a_cell():
+    names = ["model.layers.0.self_attn.q_proj", *(f"model.layers.1.mlp.experts.{n}.up_proj" for n in (0, 1, 10))]
+    errors = (0.5, 0.1, 0.2, 0.6)
+    cells = cells_of([linear(name, relative_error=e) for name, e in zip(names, errors, strict=True)])
+    assert cells.layers == [0, 1]
+    assert cells.linears == ["self_attn.q_proj", "mlp.experts.*.up_proj"]
+    error = next(metric for metric in METRICS if metric.key == "relative_error")
+    assert cells.rows(error) == [[0.5, None], [None, pytest.approx(0.3)]]
+    bits = next(metric for metric in METRICS if metric.key == "bits")
+    assert cells.value(bits, 0, "self_attn.q_proj") == 4 + 16 / 32
+
+
+def test_names_of_other_models_have_layers_too():
+    cells = cells_of([linear("transformer.h.3.attn.c_attn"), linear("blk.4.attn_q"), linear("head")])
+    assert set(cells.matrices) == {(3, "attn.c_attn"), (4, "attn_q"), (0, "head")}
+
+
+def test_bins_keep_the_mean():
+    values = [float(n % 7) for n in range(511)]
+    middles, means = binned(values)
+    assert len(means) <= 48
+    assert middles[0] == pytest.approx(6)  # of the positions 1 to 11
+    widths = [11] * 46 + [511 - 46 * 11]
+    assert sum(w * m for w, m in zip(widths, means, strict=True)) / 511 == pytest.approx(sum(values) / 511, rel=1e-5)
+    assert binned([3.0, 4.0]) == ([1.0, 2.0], [3.0, 4.0])
+
+
+def test_times_of_a_run_that_went_on_are_added_and_one_begun_anew_forgets():
+    def start(done):
+        return Start(
+            event="start", schema_version=1, llmcompress="0", run="0" * 64, layers=2, done=done, threads=1, device="cpu"
+        )
+
+    def layer(number, seconds):
+        peak = int(seconds)
+        return LayerDone(
+            event="layer", run="0" * 64, layer=number, seconds=seconds, solving=0.0, peak_memory_bytes=peak
+        )
+
+    timed = Timed()
+    for line in (start(0), layer(0, 9.0), start(0), layer(0, 2.0), start(1), layer(1, 3.0)):
+        timed.add(line)
+    assert timed.seconds == 5
+    assert timed.peak == 3
+
+
+def test_runs_side_by_side_may_share_a_file_of_timings(made, tmp_path):
+    lines = made.timings.read_text().splitlines()
+    runs = {json.loads(line)["run"]: [] for line in lines}
+    for line in lines:
+        runs[json.loads(line)["run"]].append(line)
+    mixed = tmp_path / "mixed"
+    mixed.write_text("\n".join(line for together in zip(*runs.values(), strict=True) for line in together))
+    paths = list(made.outputs.values())
+    assert [output.timed for output in read_outputs(paths, [], [mixed])] == [
+        output.timed for output in read_outputs(paths, [], [made.timings])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (0.0141, "0.0141"), (0.014, "0.0140"), (106.57, "107"), (12345.6, "12,346"), (5e-6, "5.00e-06")],
+)
+def test_numbers_have_three_digits(value, text):
+    assert figure(value) == text
+
+
+def test_sizes_and_times_read_well():
+    assert [size(n) for n in (12, 1500, 101_800_000, 7.5e9)] == ["12 B", "1.5 kB", "102 MB", "7.5 GB"]
+    assert [duration(s) for s in (1.21, 75, 7260)] == ["1.2 s", "1 min 15 s", "2 h 1 min"]

@@ -1,0 +1,87 @@
+"""The published schemas are those of the documents, and strict; what is written follows them."""
+
+import json
+from pathlib import Path
+
+import pytest
+from jsonschema import Draft202012Validator, ValidationError
+
+from llmcompress.engine.plan import Options, make_plan
+from llmcompress.engine.run import run
+from llmcompress.recipe import parse
+from llmcompress.report import schemas
+from llmcompress.report.cells import METRICS, cells_of
+from llmcompress.report.inputs import read_outputs
+from llmcompress.report.page import render
+from llmcompress.report.schemas import SCHEMAS, schema_text
+
+
+def validator(name):
+    return Draft202012Validator(json.loads(schema_text(name)))
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_the_published_schema_is_that_of_the_code(name):
+    published = Path(schemas.__file__).parent / f"{name}.schema.json"
+    assert published.read_text() == schemas.made(name), (
+        f'write it anew: python -c "from llmcompress.report.schemas import made; print(made({name!r}), end=str())"'
+        f" > {published}"
+    )
+    Draft202012Validator.check_schema(json.loads(published.read_text()))
+
+
+def test_the_command_prints_the_published_schema(main, capsys):
+    for name in SCHEMAS:
+        assert main("schema", name) == 0
+        assert capsys.readouterr().out == schema_text(name)
+    assert main("schema", "repor") == 2
+    assert "did you mean 'report'" in capsys.readouterr().err
+
+
+def test_every_document_that_is_written_follows_its_schema(made):
+    for name, out in made.outputs.items():
+        report = out.with_name("small.gguf.report.json") if name == "small.gguf" else out / "report.json"
+        validator("report").validate(json.loads(report.read_text()))
+        validator("evaluation").validate(json.loads(made.evaluations[name].read_text()))
+    lines = [json.loads(line) for line in made.timings.read_text().splitlines()]
+    assert [line["event"] for line in lines] == ["start", *["layer"] * 4, "end"] * 3
+    for line in lines:
+        validator("timings").validate(line)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda report: report.update(seconds=3),
+        lambda report: report.pop("linears"),
+        lambda report: report.update(schema_version=2),
+        lambda report: report["linears"][0].update(extra=1),
+        lambda report: report["linears"][0].update(shape=[4]),
+        lambda report: report["linears"][0].update(relative_error=-1),
+        lambda report: report["tensors"].update(x="not a hash"),
+        lambda report: report["recipe"].update(extra=1),
+        lambda report: report["ledger"].append({"kind": "x"}),
+    ],
+)
+def test_the_schema_refuses_what_no_report_holds(made, change):
+    report = json.loads((made.outputs["four"] / "report.json").read_text())
+    change(report)
+    with pytest.raises(ValidationError):
+        validator("report").validate(report)
+
+
+def test_pruned_matrices_have_their_place(tiny_model_dir, tmp_path):
+    steps = [{"method": "wanda", "pattern": "2:4"}, {"method": "gptq", "bits": 4, "group_size": 64}]
+    for number, chain in enumerate((steps, steps[:1])):
+        out = tmp_path / str(number)
+        output = {"format": "compressed-tensors" if len(chain) > 1 else "dense"}
+        recipe = parse({"calibration": {"samples": 2, "length": 32}, "steps": chain, "output": output})
+        run(make_plan(recipe, tiny_model_dir, Options(out=out)))
+        (found,) = read_outputs([out], [], [])
+        for linear in found.report.linears:
+            assert (linear.pruner, linear.pattern) == ("wanda", "2:4")
+            assert linear.sparsity >= 0.5
+            assert linear.rtn_ratio is None
+        zeros = next(metric for metric in METRICS if metric.key == "sparsity")
+        assert cells_of(found.report.linears).knows(zeros)
+        assert 'id="sparsity-0"' in render([found])
