@@ -32,6 +32,7 @@ class LlmcompressError(Exception):
     """
 
     exit_code = EXIT_FAILED
+    rank: int | None = None  # of the process that says it, where several had to agree on one
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message)
@@ -82,3 +83,11 @@ class StoppedError(LlmcompressError):
     """The run stopped at a safe point as asked; the same command goes on from there."""
 
     exit_code = EXIT_STOPPED
+
+
+class ElsewhereError(LlmcompressError):
+    """Another process of the run has met an error and said so; this one ends without a word."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__("another process of this run has failed")
+        self.exit_code = exit_code

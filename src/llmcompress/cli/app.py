@@ -9,7 +9,10 @@ import typer
 from llmcompress import __version__
 from llmcompress.cli import console
 from llmcompress.cli.log import log
+from llmcompress.engine.ranks import refuse_several, says
 from llmcompress.errors import EXIT_OK, LlmcompressError, RecipeError, RunError
+
+SHARED: set[str] = set()  # commands that several processes may share, as torchrun starts them
 
 app = typer.Typer(
     name="llmcompress",
@@ -32,6 +35,7 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def options(
+    context: typer.Context,
     version: bool = typer.Option(
         False, "--version", callback=_version, is_eager=True, help="Print the version and stop."
     ),
@@ -41,6 +45,8 @@ def options(
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if context.invoked_subcommand not in SHARED:
+        refuse_several(str(context.invoked_subcommand))
 
 
 def main() -> None:
@@ -48,7 +54,7 @@ def main() -> None:
     from llmcompress.cli import commands
 
     if not app.registered_commands:
-        commands.register(app)
+        SHARED.update(commands.register(app))
     try:
         code = _run()
     finally:
@@ -106,7 +112,8 @@ def _said(words: list[str], option: str, value: str) -> bool:
 
 
 def _failed(error: LlmcompressError) -> int:
-    console.fail(error)
+    if says(error):
+        console.fail(error)
     return error.exit_code
 
 

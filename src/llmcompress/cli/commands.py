@@ -28,6 +28,7 @@ from llmcompress.cli.log import log
 from llmcompress.cli.running import carry_out, judge_strict, refuse_unknown_kinds, strict_gates, tell
 from llmcompress.cli.shown import show_plans
 from llmcompress.cli.stopping import Stop
+from llmcompress.engine.ranks import joined, leads, refuse_several
 from llmcompress.methods.base import Method
 from llmcompress.pruners.base import Pruner
 from llmcompress.recipe import Calibration, Output, Recipe, build, methods, pruners
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
     from llmcompress.engine.plan import Plan
 
 
-def register(app: typer.Typer) -> None:
-    """Add every command to `app`."""
+def register(app: typer.Typer) -> list[str]:
+    """Add every command to `app`; the names of those that compress."""
     plan = typer.Typer(
         no_args_is_help=True, help="Print what a run would do: every matrix, exact size, memory, disk, passes."
     )
@@ -82,6 +83,7 @@ def register(app: typer.Typer) -> None:
     statistics.register(app)
     recipes.register(app)
     sweep.register(app)
+    return [*steps, "gguf", *(preset.name for preset in presets.PRESETS), "run"]
 
 
 RecipeFile = Annotated[
@@ -120,18 +122,21 @@ def _go(*jobs: Job, dry: bool = False) -> None:
     """Plan jobs, all of them before the first is carried out."""
     values = jobs[0].values
     refuse_unknown_kinds(values["strict"] or [])
+    dry = dry or values["dry_run"] or values["print_recipe"]
+    if dry:
+        refuse_several("a plan")
     if values["print_recipe"] and not values["repair"]:
         _print_recipes([job.recipe for job in jobs], values["json_"])
         return
-    dry = dry or values["dry_run"] or values["print_recipe"]
     stop = Stop(values["deadline"]) if jobs[0].stop is None and not dry else jobs[0].stop
-    plans = [_planned(job, len(jobs) > 1 and not dry) for job in jobs]
-    if values["print_recipe"]:
-        _print_recipes([plan.recipe for plan, _ in plans], values["json_"])
-    elif dry or stop is None:
-        show_plans([plan for plan, _ in plans], values["json_"])
-    else:
-        _carry_out(plans, values, stop)
+    with joined(values["device"]):
+        plans = _agreed(jobs, dry)
+        if values["print_recipe"]:
+            _print_recipes([plan.recipe for plan, _ in plans], values["json_"])
+        elif dry or stop is None:
+            show_plans([plan for plan, _ in plans], values["json_"])
+        else:
+            _carry_out(plans, values, stop)
 
 
 def _print_recipes(recipes: Sequence[Recipe], as_json: bool) -> None:
@@ -140,6 +145,13 @@ def _print_recipes(recipes: Sequence[Recipe], as_json: bool) -> None:
         console.print_json(found[0] if len(found) == 1 else found)
     else:
         typer.echo("---\n".join(recipe.as_yaml() for recipe in recipes), nl=False)
+
+
+def _agreed(jobs: Sequence[Job], dry: bool) -> "list[tuple[Plan, dict[str, Any] | None]]":
+    """Plans of jobs, by every process for itself: none goes on where one cannot."""
+    from llmcompress.processes import agreed
+
+    return agreed(lambda: [_planned(job, len(jobs) > 1 and not dry) for job in jobs])
 
 
 def _planned(job: Job, several: bool) -> "tuple[Plan, dict[str, Any] | None]":
@@ -167,12 +179,14 @@ def _carry_out(plans: "Sequence[tuple[Plan, dict[str, Any] | None]]", values: di
     gates, results = values["gates"], {}
     strict = strict_gates(values["strict"] or [], [plan.out for plan, _ in plans])
     gates.expect(name for _, _, name in strict)
-    quiet = values["quiet"] or (values["json_"] and not log.active)
+    quiet = values["quiet"] or (values["json_"] and not log.active) or not leads()
     for plan, report in plans:
-        results[plan.out] = carry_out(plan, stop, quiet, report, timings=values["timings"])
+        results[plan.out] = carry_out(plan, stop, quiet, report, timings=values["timings"] if leads() else None)
         stop.before += report is None
-        if log.active or not values["json_"]:
+        if leads() and (log.active or not values["json_"]):
             tell(plan, results[plan.out], values["quiet"])
+    if not leads():
+        return
     if values["json_"]:
         found = list(results.values())
         console.print_json(found[0] if len(found) == 1 else found)

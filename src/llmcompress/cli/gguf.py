@@ -10,6 +10,7 @@ from llmcompress.cli import console
 from llmcompress.cli import options as o
 from llmcompress.cli.jobs import Job
 from llmcompress.cli.stopping import Stop
+from llmcompress.engine.ranks import refuse_several
 from llmcompress.errors import RecipeError
 from llmcompress.methods.base import GgufTypes, Method
 from llmcompress.recipe import Calibration, Output, Recipe, build, methods
@@ -207,6 +208,7 @@ def _budgeted(values: dict[str, Any]) -> Job:
 
     from llmcompress.engine.budget import SMALLEST, Budget, fitted_to_budget
 
+    refuse_several("choosing types by a size")
     bits = values["bpw"]
     if bits is not None and not 0 <= bits <= 64:  # not for nan either
         raise RecipeError(f"--bpw {bits} is not a number of bits", "write for example --bpw 4.5")

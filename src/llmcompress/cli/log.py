@@ -11,7 +11,10 @@ from io import TextIOBase
 from typing import Any, TextIO
 
 from llmcompress.engine.progress import Progress
+from llmcompress.engine.ranks import leads
 from llmcompress.errors import EXIT_STOPPED, LlmcompressError
+
+_OF_ALL = ("message", "stopped", "failed")  # what any process of a run may say; the first one says the rest
 
 
 class Log:
@@ -37,7 +40,7 @@ class Log:
 
     def event(self, event: str, /, **fields: Any) -> None:
         """Write one event, with the seconds since the log was opened."""
-        if self._stream is not None:
+        if self._stream is not None and (event in _OF_ALL or leads()):
             elapsed = round(time.monotonic() - self._begun, 3)
             self._stream.write(json.dumps(finite({"event": event, "elapsed": elapsed, **fields})) + "\n")
             self._stream.flush()

@@ -12,6 +12,7 @@ from llmcompress import __version__
 from llmcompress.cli import console
 from llmcompress.cli.gates import gated
 from llmcompress.cli.log import log
+from llmcompress.engine.ranks import leads
 from llmcompress.errors import RecipeError
 from llmcompress.methods.base import Method
 from llmcompress.pruners.base import Pruner
@@ -291,7 +292,7 @@ def command(
     """`function(**values)` with a signature made of options, as Typer reads it, and its `gates` among the values."""
 
     def run(**values: Any) -> None:
-        with gated(name, values["junit"]) as gates:
+        with gated(name, values["junit"] if leads() else None) as gates:
             function(**values, gates=gates)
 
     parameters = [

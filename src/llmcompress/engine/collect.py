@@ -10,11 +10,13 @@ from llmcompress.engine.forward import Forward
 from llmcompress.engine.progress import Progress
 from llmcompress.errors import RunError
 from llmcompress.methods.base import Statistics
+from llmcompress.processes import part
 from llmcompress.stats.absmax import AbsMax
 from llmcompress.stats.drift import Drift
 from llmcompress.stats.energy import Energy, energy
 from llmcompress.stats.gram import Gram
 from llmcompress.stats.magnitudes import Magnitudes
+from llmcompress.stats.panels import complete
 
 if TYPE_CHECKING:
     from llmcompress.engine.plan import MatrixPlan
@@ -38,8 +40,8 @@ def collect(
     paths = {space: plans[0].path for space, plans in wanted.items()}
     routed = any(plan.expert is not None for plans in wanted.values() for plan in plans)
     grams = {
-        space: Gram(plans[0].entry.in_features, device)
-        for space, plans in wanted.items()
+        space: Gram(plans[0].entry.in_features, device, part(number))
+        for number, (space, plans) in enumerate(wanted.items())
         if any(plan.needs_gram for plan in plans)
     }
     squares = {
@@ -56,13 +58,14 @@ def collect(
         if any(plan.method.outliers != "none" for plan in plans)
     }
     paired = None if routed else original
-    drifts = {space: Drift(gram.size, device) for space, gram in grams.items()} if paired is not None else {}
+    drifts = {space: Drift(gram.size, device, part()) for space, gram in grams.items()} if paired is not None else {}
     others = paired.inputs(paths) if paired is not None else iter(())
     watched = {watch.path: watch.path} if watch is not None else {}
     for number, here in enumerate(compressed.inputs({**watched, **paths})):
         if watch is not None:
             watch.update(here.pop(watch.path))
         if paired is not None and number == paired.batches:  # the original stream ends here
+            complete(list(grams.values()))
             for space, drift in drifts.items():
                 drift.hessian = grams[space].mean()
         there = next(others, None)
@@ -84,6 +87,7 @@ def collect(
         progress.tokens(sum(x.numel() // x.shape[-1] for x in here.values()))
     for _ in others:
         raise RunError("the original stream has more windows than the compressed one")
+    complete([*grams.values(), *drifts.values(), *([] if watch is None else [watch.gram])])
     return {
         space: Statistics(
             grams.get(space),
@@ -113,7 +117,7 @@ class ExpertInputs:
         """path: of the block, below the layer."""
         first: Any = next(iter(block.children()))
         self.path = path
-        self.gram = Gram(first.gate_proj.in_features, device)
+        self.gram = Gram(first.gate_proj.in_features, device, part())
         self._parts: list[Tensor] = []
         self._limit = limit
 

@@ -1,6 +1,8 @@
 """One section: statistics stage by stage, each stage on inputs that the stages before it have already changed."""
 
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -22,11 +24,12 @@ from llmcompress.grids.coded import Coded
 from llmcompress.grids.inputs import InputGrid
 from llmcompress.grids.nearest import rounds_at_once
 from llmcompress.grids.recode import holds_codes, recode
-from llmcompress.ledger import Ledger
+from llmcompress.ledger import Entry, Ledger
 from llmcompress.methods.base import Solved, Statistics
 from llmcompress.model.build import StreamedModel
 from llmcompress.model.experts import Expert
 from llmcompress.model.rounded import round_inputs
+from llmcompress.processes import spread
 from llmcompress.stats.gram import Gram
 from llmcompress.store.checkpoint import DTYPES, Checkpoint
 from llmcompress.store.statistics import Kept, stored
@@ -74,10 +77,8 @@ class Compressor:
                 gathered |= stored(statistics)
             return_freed_memory()  # what the windows took, before the matrices of the solvers come
             groups = _together(stage, apart=self.plan.importance is not None)
-            solutions = (
-                self._solve(group, statistics.get(group[0].space) or self._given(group[0]), ledger) for group in groups
-            )
-            for plan, solved, record in chain(kept, chain.from_iterable(solutions)):
+            solutions = self._solutions(groups, statistics, ledger)
+            for plan, solved, record in chain(kept, solutions):
                 coded[plan.module] = solved
                 linears.append(record)
                 self.progress.matrix(record)
@@ -89,6 +90,22 @@ class Compressor:
         if compressed is not None and self.plan.recipe.kv_cache is not None:
             records["kv_cache"] = measured(compressed, number)
         return coded, records
+
+    def _solutions(
+        self, groups: list[list[MatrixPlan]], statistics: dict[str, Statistics], ledger: Ledger
+    ) -> Iterator[tuple[MatrixPlan, Coded, dict[str, Any]]]:
+        """The matrices of a stage, solved group by group; groups are spread over processes."""
+
+        def solve(group: list[MatrixPlan]) -> tuple[list[Coded], list[dict[str, Any]], list[dict[str, str]]]:
+            notes = Ledger()
+            known = statistics.get(group[0].space) or self._given(group[0])
+            _, codes, records = zip(*self._solve(group, known, notes), strict=True)
+            return list(codes), list(records), notes.as_json()
+
+        solved = spread([partial(solve, group) for group in groups])
+        for group, (codes, records, notes) in zip(groups, solved, strict=True):
+            ledger.extend(Entry(**note) for note in notes)
+            yield from zip(group, codes, records, strict=True)
 
     def _statistics(
         self,

@@ -7,14 +7,14 @@ from torch import Tensor
 
 from llmcompress.grids.base import Spec
 from llmcompress.grids.nearest import nearest, some_rows
-from llmcompress.parallel import together
+from llmcompress.processes import shared
 
 COMPARED = 256  # rows of a matrix on which its error is compared with that of plain rounding
 
 
 def energies(matrices: Sequence[Tensor], hessian: Tensor) -> list[float]:
     """tr(R H R^T) of each matrix R [out, in]: its outputs, squared and summed, for inputs of Gram matrix H [in, in]."""
-    return list(together(partial(_energy, rows, hessian) for rows in matrices))
+    return list(shared(partial(_energy, rows, hessian) for rows in matrices))
 
 
 def against_rtn(weight: Tensor, delta: Tensor, spec: Spec, hessian: Tensor | None) -> float | None:

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from llmcompress.model.build import StreamedModel
 from llmcompress.model.cache import Change
 from llmcompress.parallel import in_order
+from llmcompress.processes import WHOLE, from_all, gathered, part
 from llmcompress.stats.key_value_range import KeyValueRange
-from llmcompress.store.windows import Windows, WindowsWriter
+from llmcompress.store.windows import Windows, WindowsShare, WindowsWriter
 
 Inputs = dict[str, Tensor]
 R = TypeVar("R")
@@ -66,10 +67,15 @@ class Forward:
         self.model, self.number, self.stream, self.folder = model, number, stream, folder
         count, length = stream.hidden.shape[:2]
         self.length = length  # tokens of a window
+        self.batches = -(-count // batch)  # of all processes
+        self._part, self._hidden = part(), stream.hidden
+        if self._part != WHOLE:
+            self._hidden = WindowsShare(stream.hidden, batch, self._part)
+            count = self._hidden.shape[0]
         self._spans = [slice(start, min(start + batch, count)) for start in range(0, count, batch)]
         for size in dict.fromkeys(span.stop - span.start for span in self._spans):
             model.prepare_batch(size, length)
-        self._bypasses = self._find(spaces) if spaces else []
+        self._bypasses = self._find(spaces) if spaces and count else []
         self._measuring = measuring
         self._watch: Change | None = None
         self._range: KeyValueRange | None = None
@@ -77,16 +83,15 @@ class Forward:
         self._left: dict[str, Windows] = {}  # by space: what the module returned
         self._local = threading.local()  # of each thread: the windows it runs, what it has seen, what modules returned
 
-    @property
-    def batches(self) -> int:
-        """How many there are."""
-        return len(self._spans)
-
     def inputs(self, wanted: Mapping[str, str]) -> Iterator[Inputs]:
         """Per batch, the inputs of the spaces in `wanted` (space to the module path of a matrix that reads it).
 
         A space that was not reached is absent, as that of an expert without tokens. Stages come in order of execution.
         """
+        return from_all(self._inputs(wanted), self.batches)
+
+    def _inputs(self, wanted: Mapping[str, str]) -> Iterator[Inputs]:
+        """Of the batches of this process."""
         # experts run in order of their numbers and may be skipped: nothing tells which of them is the last
         only = None if len(wanted) > 1 else next(iter(wanted))
         handles = [
@@ -120,6 +125,9 @@ class Forward:
 
     def outputs(self) -> Iterator[Tensor]:
         """Per batch, what leaves the layer."""
+        return from_all(self._outputs(), self.batches)
+
+    def _outputs(self) -> Iterator[Tensor]:
         with self._bypassed():
             yield from in_order(self._call, self._spans)
 
@@ -128,7 +136,7 @@ class Forward:
 
         A stage that comes so far has been given its keys and values by the stages before it, as they will stay.
         """
-        return self._range or self.keys_and_values()
+        return self.keys_and_values() if self._range is None else _of_all(self._range)
 
     def keys_and_values(self) -> KeyValueRange:
         """How large keys, after rotation, and values are as the layer stands: a pass that ends at the cache."""
@@ -136,14 +144,18 @@ class Forward:
         with self._noting(seen, ending=True):
             for _ in in_order(self._stage, self._spans):
                 pass
-        return seen
+        return _of_all(seen)
 
     def whole(self, wanted: Mapping[str, str], summary: Callable[[Tensor], R]) -> Iterator[tuple[dict[str, R], Tensor]]:
         """Per batch, a summary of the input of every space in `wanted`, and what leaves the layer: one pass of it all.
 
         Inputs are summed up as they are seen, before a later module may write over them.
         """
+        return from_all(self._whole(wanted, summary), self.batches)
 
+    def _whole(
+        self, wanted: Mapping[str, str], summary: Callable[[Tensor], R]
+    ) -> Iterator[tuple[dict[str, R], Tensor]]:
         def see(space: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
             def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
                 self._local.seen[space] = summary(args[0])
@@ -179,11 +191,12 @@ class Forward:
 
     def _call(self, span: slice) -> Tensor:
         self._local.span, self._local.returned = span, {}
-        states = self.stream.hidden.read(span).to(self.model.device)
+        states = self._hidden.read(span).to(self.model.device)
         return self.model.call(self.number, self.stream.layer, states, self._watch)
 
     def _writer(self, space: str, side: str) -> WindowsWriter:
-        return WindowsWriter(self.folder / f"record-{self.stream.name}-{space}-{side}.bin", self.model.dtype)
+        whose = "" if self._part == WHOLE else f"{self._part.number}-"  # processes may share the folder
+        return WindowsWriter(self.folder / f"record-{whose}{self.stream.name}-{space}-{side}.bin", self.model.dtype)
 
     @contextmanager
     def _bypassed(self) -> Iterator[None]:
@@ -248,7 +261,7 @@ class Forward:
         ]
         try:
             with torch.no_grad():
-                first = self.stream.hidden.read(slice(0, 1)).to(self.model.device)
+                first = self._hidden.read(slice(0, 1)).to(self.model.device)
                 self.model.call(self.number, layer, first)
         finally:
             for handle in handles:
@@ -261,6 +274,15 @@ class Forward:
                 if untouched is not None and _is_same(values, out, untouched):
                     found.append(Bypass(space, parent, path, len(values) if isinstance(end, tuple) else 0))
         return found
+
+
+def _of_all(seen: KeyValueRange) -> KeyValueRange:
+    """What the processes have seen together."""
+    every = KeyValueRange()
+    for key, value in gathered((seen.key, seen.value)):
+        if key is not None and value is not None:
+            every.include(key, value)
+    return every
 
 
 def _is_same(values: tuple[Any, ...], out: Tensor, untouched: Tensor) -> bool:

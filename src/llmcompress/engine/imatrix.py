@@ -14,8 +14,8 @@ from llmcompress.engine.forward import Forward, Stream
 from llmcompress.engine.matrices import Matrices, matrices_of
 from llmcompress.engine.means import usual_means
 from llmcompress.engine.plan import Options
+from llmcompress.engine.ranks import device_of
 from llmcompress.engine.resources import keep_freed_memory, return_freed_memory
-from llmcompress.engine.run import device_of
 from llmcompress.engine.source import config_of, directory_headers, open_checkpoint
 from llmcompress.errors import RunError
 from llmcompress.formats.gguf.imatrix import Imatrix, ImatrixEntry, numbered

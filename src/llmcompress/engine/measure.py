@@ -11,8 +11,8 @@ from llmcompress.engine.calibration import tokens_for
 from llmcompress.engine.losses import Known, Losses, measured_losses
 from llmcompress.engine.matrices import matrices_of
 from llmcompress.engine.plan import Plan
+from llmcompress.engine.ranks import device_of
 from llmcompress.engine.resources import keep_freed_memory
-from llmcompress.engine.run import device_of
 from llmcompress.engine.sensitivity import EMBEDDING, HEAD, Found, fisher_information
 from llmcompress.engine.source import config_of, open_checkpoint
 from llmcompress.formats.gguf.imatrix import numbered

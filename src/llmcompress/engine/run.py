@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import closing
 from copy import deepcopy
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,28 +18,29 @@ from llmcompress.engine.allocation import allocated, outlier_weighed
 from llmcompress.engine.calibration import calibration_tokens
 from llmcompress.engine.compress import Compressor, install
 from llmcompress.engine.forward import Forward, Stream
+from llmcompress.engine.hidden import COMPRESSED, ORIGINAL, entering, kept
 from llmcompress.engine.plan import Plan
 from llmcompress.engine.progress import Progress
+from llmcompress.engine.ranks import device_of
 from llmcompress.engine.resources import keep_freed_memory, return_freed_memory
 from llmcompress.engine.scaling import Scaled, Scaler
 from llmcompress.engine.source import config_of
 from llmcompress.engine.statistics import own, reusable
 from llmcompress.engine.transforms import add_factors, open_transformed
 from llmcompress.engine.write import write_output
-from llmcompress.errors import StoppedError
+from llmcompress.errors import PlanError, StoppedError
 from llmcompress.grids.coded import Coded
 from llmcompress.ledger import Entry as LedgerEntry
 from llmcompress.ledger import Ledger
 from llmcompress.model.build import StreamedModel
 from llmcompress.parallel import threads
+from llmcompress.processes import agreed, first, gathered, member_of, processes, rank, spread
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.folds import FoldedCheckpoint
-from llmcompress.store.staging import Hidden, Staging
+from llmcompress.store.staging import Staging
 from llmcompress.store.statistics import Kept
 
 Stop = Callable[[int], bool]
-
-COMPRESSED, ORIGINAL = "compressed", "original"  # the streams: the model as compressed so far, and as it was
 
 
 def run(
@@ -51,38 +53,40 @@ def run(
 
     stop: asked before every section, with the number of those that this start has finished; when it says so the run
     ends with StoppedError and can be taken up again. tokens: of the calibration [samples, length], where they are
-    drawn already.
+    drawn already. Of several processes (engine/ranks.py) the first writes, and has the report; that of the others is
+    empty.
     """
     progress = progress or Progress()
+    _check_shares(plan)
     checkpoint = open_transformed(plan)
     sampled = plan.recipe.calibration.source == "self"
-    kept = plan.work / "tokens.safetensors"  # sampling takes minutes, and depends on nothing but model and recipe
-    if not plan.calibrated:
-        tokens = None
-    elif tokens is None:
-        tokens = load_file(kept)["input_ids"] if sampled and kept.exists() else calibration_tokens(plan)
+    place = plan.work / "tokens.safetensors"  # sampling takes minutes, and depends on nothing but model and recipe
+
+    def chosen() -> Tensor | None:
+        if tokens is not None or not plan.calibrated:
+            return tokens if plan.calibrated else None
+        return load_file(place)["input_ids"] if sampled and place.exists() else calibration_tokens(plan)
+
+    tokens = first(chosen)
     identity = {**plan.identity, "tokens": fingerprint(tokens) if tokens is not None else None}
-    known = keeping = None
-    if plan.options.stats is not None and tokens is not None:
-        known = reusable(plan, plan.options.stats, identity["tokens"])
-        if known is None:
-            keeping = own(plan, plan.options.stats, identity["tokens"])
-        else:
-            identity["statistics"] = known.key
-    staged = Staging(plan.work, identity)
-    with closing(staged):
-        if tokens is not None and sampled:
-            save(tokens, kept)
-        done = sum(staged.has(number) for number in range(len(plan.layers)))
-        progress.start(len(plan.layers), done)
+    known, keeping = _statistics(plan, identity["tokens"])
+    if known is not None:
+        identity["statistics"] = known.key
+    with closing(_opened(plan, identity)) as staged:
+        if tokens is not None and sampled and rank() == 0:
+            save(tokens, place)
+        missing = first(lambda: [number for number in range(len(plan.layers)) if not staged.has(number)])
+        progress.start(len(plan.layers), len(plan.layers) - len(missing))
+        sections = _Sections(plan, staged, progress, stop, missing)
         keep_freed_memory()
         with threads(plan.means.threads):
-            sections = _Sections(plan, staged, progress, stop)
             if tokens is None or known is not None:
                 _without_data(plan, checkpoint, sections, known)
-            else:
+            elif missing:
                 _with_data(plan, checkpoint, tokens, sections, keeping)
 
+        if rank() > 0:
+            return {}
         calibration = None
         if tokens is not None:
             calibration = {"sha256": identity["tokens"], "samples": tokens.shape[0], "length": tokens.shape[1]}
@@ -90,10 +94,44 @@ def run(
             model=plan.headers.path, calibration=calibration, trust_remote_code=plan.options.trust_remote_code
         )
         progress.writing(plan.estimate.output_bytes)
-        result = finish(plan, staged, calibration)
+        with member_of(None):  # the others are done
+            result = finish(plan, staged, calibration)
         if not plan.options.keep_work:
             staged.remove()
         return result
+
+
+def _opened(plan: Plan, identity: dict[str, Any]) -> Staging:
+    """The work directory, which the first process makes and holds."""
+    made = agreed(lambda: Staging(plan.work, identity) if rank() == 0 else None)
+    return agreed(lambda: made or Staging(plan.work, identity, leads=False))
+
+
+def _statistics(plan: Plan, tokens: str | None) -> tuple[Kept | None, Kept | None]:
+    """Statistics of another run to go by, and where this one keeps its own: chosen, and kept, by the first process."""
+
+    def chosen() -> tuple[bool, str, dict[str, Any]] | None:
+        if plan.options.stats is None or tokens is None:
+            return None
+        known = reusable(plan, plan.options.stats, tokens)
+        held = known or own(plan, plan.options.stats, tokens)
+        return known is not None, str(held.path), dict(held.about)
+
+    found = first(chosen)
+    if found is None:
+        return None, None
+    held = Kept(Path(found[1]), found[2])
+    return (held, None) if found[0] else (None, held if rank() == 0 else None)
+
+
+def _check_shares(plan: Plan) -> None:
+    """PlanError where some processes would have no windows."""
+    batches = -(-plan.recipe.calibration.samples // plan.batch)
+    if plan.calibrated and processes() > batches:
+        raise PlanError(
+            f"windows make fewer batches ({batches}) than there are processes ({processes()})",
+            "start fewer, or use more --samples or a smaller --batch",
+        )
 
 
 def finish(plan: Plan, staged: Staging, calibration: dict[str, Any] | None) -> dict[str, Any]:
@@ -115,8 +153,9 @@ def finish(plan: Plan, staged: Staging, calibration: dict[str, Any] | None) -> d
 class _Sections:
     """The sections of a run, each made at a safe point and on disk before the next."""
 
-    def __init__(self, plan: Plan, staged: Staging, progress: Progress, stop: Stop) -> None:
-        self.plan, self.staged, self.progress, self.stop = plan, staged, progress, stop
+    def __init__(self, plan: Plan, staged: Staging, progress: Progress, stop: Stop, missing: list[int]) -> None:
+        """missing: numbers of those that were not there, ascending."""
+        self.plan, self.staged, self.progress, self.stop, self.missing = plan, staged, progress, stop, missing
         self.finished = 0  # by this start
 
     def make(
@@ -126,7 +165,7 @@ class _Sections:
         scaled: Scaled | None = None,
     ) -> None:
         """Keep what `work` gives as section `number`, and its scales; StoppedError if the run is to stop before."""
-        if self.stop(self.finished):
+        if any(gathered(self.stop(self.finished))):
             raise StoppedError(
                 "stopped at a safe point",
                 f"run the same command again to go on; finished work is in {self.plan.work}",
@@ -136,22 +175,20 @@ class _Sections:
         coded, records = work()
         if scaled is not None:
             records = {**records, "sites": scaled.records, "ledger": [*scaled.ledger.as_json(), *records["ledger"]]}
-        self.staged.write_section(number, coded, records, scaled.factors if scaled is not None else None)
+        first(lambda: self.staged.write_section(number, coded, records, None if scaled is None else scaled.factors))
         self.finished += 1
         self.progress.layer_done(number, time.perf_counter() - begin)
 
 
 def _without_data(plan: Plan, checkpoint: Checkpoint, sections: _Sections, known: Kept | None) -> None:
     compressor = Compressor(plan, checkpoint, None, sections.progress, known)
-    for number in range(len(plan.layers)):
-        if not sections.staged.has(number):
-            sections.make(number, partial(compressor.layer, number))
+    made = spread([partial(compressor.layer, number) for number in sections.missing])
+    for number in sections.missing:
+        sections.make(number, partial(next, made))
 
 
 def _with_data(plan: Plan, checkpoint: Checkpoint, tokens: Tensor, sections: _Sections, keeping: Kept | None) -> None:
     count, staged = len(plan.layers), sections.staged
-    if all(staged.has(number) for number in range(count)):
-        return
     dtype = getattr(torch, plan.dtype)
     model = StreamedModel(
         checkpoint,
@@ -165,11 +202,11 @@ def _with_data(plan: Plan, checkpoint: Checkpoint, tokens: Tensor, sections: _Se
     if plan.recipe.pruner is not None and plan.recipe.pruner.allocation == "owl":
         plan = allocated(plan, outlier_weighed(plan, checkpoint, model, tokens, staged.path))
     compressor = Compressor(plan, checkpoint, model, sections.progress, keeping=keeping)
-    hidden = _entering(plan, model, tokens, staged, dtype)
+    hidden = entering(plan, model, tokens, staged, sections.missing[0], dtype)
     return_freed_memory()
     scaler = _scaler(plan, checkpoint, model, sections.progress)
     for number in range(hidden.position, count):
-        done = staged.has(number)
+        done = number not in sections.missing
         if done:
             add_factors(plan, checkpoint, number, staged.read_factors(number))
         with model.layer(number) as layer:
@@ -201,7 +238,7 @@ def _with_data(plan: Plan, checkpoint: Checkpoint, tokens: Tensor, sections: _Se
                 sections.make(number, partial(compressor.layer, number, layer, *streams), scaled)
             if number + 1 < count:
                 onward = {name: forward.outputs() for name, forward in under_way.items()}
-                hidden = staged.keep_hidden(number + 1, dtype, onward)
+                hidden = kept(staged, number + 1, dtype, onward)
         return_freed_memory()
 
 
@@ -219,26 +256,3 @@ def _spaces(plan: Plan, number: int) -> dict[str, str]:
         if matrix.needs_calibration and matrix.expert is None:
             spaces.setdefault(matrix.space, matrix.path)
     return spaces
-
-
-def _entering(plan: Plan, model: StreamedModel, tokens: Tensor, staged: Staging, dtype: torch.dtype) -> Hidden:
-    """Hidden states to go on from: the newest kept ones, or the embedded tokens."""
-    samples = {COMPRESSED: tokens.shape[0]}
-    if plan.original_samples:
-        samples[ORIGINAL] = plan.original_samples
-    with model.outer(embed=True, head=False):
-        width = model.prepare(tokens[:1])
-        missing = next(number for number in range(len(plan.layers)) if not staged.has(number))
-        found = staged.hidden({name: (rows, tokens.shape[1], width) for name, rows in samples.items()}, dtype, missing)
-        if found is not None:
-            return found
-        return staged.keep_hidden(
-            0, dtype, {name: model.embedded(tokens[:rows], plan.batch) for name, rows in samples.items()}
-        )
-
-
-def device_of(name: str) -> torch.device:
-    """cpu, cuda, or auto: cuda where there is one."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)

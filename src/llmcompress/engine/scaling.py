@@ -19,8 +19,10 @@ from llmcompress.engine.progress import Progress
 from llmcompress.errors import RunError
 from llmcompress.ledger import Ledger
 from llmcompress.model.build import StreamedModel
+from llmcompress.processes import gathered, part
 from llmcompress.solve.smooth_attention import Rotary, smoothing
 from llmcompress.stats.inputs import Inputs, InputStatistics
+from llmcompress.stats.panels import complete
 from llmcompress.store.folds import FoldedCheckpoint
 from llmcompress.transforms.base import Reader, Scalable, Scaling, Transform
 from llmcompress.transforms.smoothattention import SmoothAttention
@@ -90,7 +92,8 @@ class Scaler:
             spread=index,
             measured=measured,
         )
-        factors = held(self.plan.anatomy, number, site, step.factors(view).cpu(), self.checkpoint)
+        chosen = gathered(step.factors(view).cpu())[0]  # whatever other processors would have chosen
+        factors = held(self.plan.anatomy, number, site, chosen, self.checkpoint)
         seen = view.spread_out(factors.to(known[site.space].mean))
         known[site.space] = known[site.space].divided(seen)
         self._fold(number, site, step, factors, found)
@@ -133,7 +136,10 @@ class Scaler:
     def _inputs(self, sites: list[Site], layer: nn.Module, forward: Forward) -> dict[str, Inputs]:
         """Statistics of the input of every site, by space; without those of experts with too few tokens."""
         tokens = self.plan.recipe.calibration.samples * self.plan.recipe.calibration.length
-        sums = {site.space: InputStatistics(site.width, tokens, self.model.device) for site in sites}
+        sums = {
+            site.space: InputStatistics(site.width, tokens, self.model.device, part=part(turn))
+            for turn, site in enumerate(sites)
+        }
         paths = {site.space: _probe(site, layer) for site in sites}
         routed = {site.space for site in sites if site.space.rpartition(".")[2].isdigit()}
         for seen, _ in forward.whole(paths, Tensor.clone):
@@ -141,6 +147,7 @@ class Scaler:
                 if space in seen:
                     statistics.update(seen[space] if space in routed else by_window(seen[space], forward.length))
             self.progress.tokens(max((x.numel() // x.shape[-1] for x in seen.values()), default=0))
+        complete([statistics.gram for statistics in sums.values()])
         found = {}
         for space, statistics in sums.items():
             if space not in routed and statistics.gram.tokens == 0:

@@ -67,7 +67,7 @@ class Gptq(Method):
 
         from llmcompress.grids.coded import Coded
         from llmcompress.grids.fitting import fit
-        from llmcompress.parallel import both, together
+        from llmcompress.processes import both, shared
         from llmcompress.solve.correct import corrected
         from llmcompress.solve.damping import damped, inverse_factor
         from llmcompress.solve.gptq import gptq_codes
@@ -125,7 +125,7 @@ class Gptq(Method):
             return refiner.refine(aim[part], coded, scale_dtype, self.descent, None if mask is None else mask.keep)
 
         starts = range(0, aim.shape[0], SOLVED_ROWS)
-        coded = Coded.stacked(together(partial(rows, slice(start, start + SOLVED_ROWS)) for start in starts))
+        coded = Coded.stacked(shared(partial(rows, slice(start, start + SOLVED_ROWS)) for start in starts))
         if outliers is not None:
             coded = beside(coded, wanted, outliers, whole, pruned.keep if isinstance(pruned, Pruned) else None)
         return Solved(coded, factor.percdamp, factor.dead, crowded)

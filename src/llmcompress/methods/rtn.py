@@ -58,7 +58,7 @@ class Rtn(Method):
         from llmcompress.grids.encoders import encode
         from llmcompress.grids.fitting import fit
         from llmcompress.grids.integer import fit_whole
-        from llmcompress.parallel import together
+        from llmcompress.processes import shared
         from llmcompress.solve.outliers import beside, remaining
         from llmcompress.solve.prune import Pruned
 
@@ -81,7 +81,7 @@ class Rtn(Method):
             return Coded(grid.encode(rest[part]), grid)
 
         starts = range(0, rest.shape[0], SOLVED_ROWS)
-        coded = Coded.stacked(together(partial(rounded, slice(start, start + SOLVED_ROWS)) for start in starts))
+        coded = Coded.stacked(shared(partial(rounded, slice(start, start + SOLVED_ROWS)) for start in starts))
         return Solved(coded if outliers is None else beside(coded, weight, outliers), crowded_outliers=crowded)
 
 

@@ -66,7 +66,7 @@ class SparseGpt(Pruner):
     def prune(self, weights: "Sequence[Tensor]", stats: Statistics) -> "list[Pruned]":
         import torch
 
-        from llmcompress.parallel import together
+        from llmcompress.processes import shared
         from llmcompress.solve.correct import corrected
         from llmcompress.solve.damping import damped, inverse_factor
         from llmcompress.solve.masked import refitted
@@ -92,7 +92,7 @@ class SparseGpt(Pruner):
 
         wanted = [aim(weight) for weight in weights]
         pieces = [part for weight in wanted for part in torch.split(weight, SOLVED_ROWS)]
-        done = iter(together(partial(rows, piece) for piece in pieces))
+        done = iter(shared(partial(rows, piece) for piece in pieces))
         found = [torch.cat([next(done) for _ in torch.split(weight, SOLVED_ROWS)]) for weight in wanted]
         return [Pruned(weight, weight != 0, factor.percdamp) for weight in found]
 

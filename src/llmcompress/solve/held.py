@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from llmcompress.parallel import together
+from llmcompress.processes import shared
 from llmcompress.solve.damping import Factor
 from llmcompress.solve.masked import refitted
 from llmcompress.solve.prune import Pruned
@@ -47,5 +47,5 @@ class Held:
 def _refitted(weight: Tensor, target: Tensor, keep: Tensor, hessian: Tensor) -> Tensor:
     parts = [slice(start, start + _ROWS) for start in range(0, len(weight), _ROWS)]
     return torch.cat(
-        together(partial(refitted, weight[part], target[part], keep[part], hessian, _STEPS) for part in parts)
+        shared(partial(refitted, weight[part], target[part], keep[part], hessian, _STEPS) for part in parts)
     )

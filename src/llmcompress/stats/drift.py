@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from llmcompress.parallel import together
+from llmcompress.processes import WHOLE, Part
 from llmcompress.stats.gram import precision_of, products_of
+from llmcompress.stats.panels import owners
 
 _PANELS = 4
 
@@ -14,10 +16,12 @@ _PANELS = 4
 class Drift:
     """Accumulates sum((X~ - X)^T X) [in, in] in float32; X~ is the input in the uncompressed model, token by token.
 
-    hessian: mean x x^T of just these tokens, where they are fewer than those of the Gram matrix.
+    hessian: mean x x^T of just these tokens, where they are fewer than those of the Gram matrix. part: of the panels,
+    those that are added up here (stats/panels.py).
     """
 
-    def __init__(self, size: int, device: torch.device | None = None) -> None:
+    def __init__(self, size: int, device: torch.device | None = None, part: Part = WHOLE) -> None:
+        self.part = part
         self.sum = torch.zeros(size, size, dtype=torch.float32, device=device)
         self.tokens = 0
         self.hessian: Tensor | None = None
@@ -33,14 +37,29 @@ class Drift:
         self.tokens += here.shape[0]
         moved = (there.to(torch.float32) - here.to(torch.float32)).to(here.dtype)
         left, right = products_of(moved, exact=False), products_of(here, exact=False)
-        step = -(-self.sum.shape[0] // _PANELS)
 
-        def add(start: int) -> None:
+        def add(start: int, panel: Tensor) -> None:
             for one, other in zip(left, right, strict=True):
-                self.sum[start : start + step] += one[:, start : start + step].T @ other
+                panel += one[:, start : start + panel.shape[0]].T @ other
 
         with precision_of(here):
-            together(partial(add, start) for start in range(0, self.sum.shape[0], step))
+            together(partial(add, start, panel) for start, panel in self._panels(self.part.number))
+
+    def views(self, number: int) -> list[Tensor]:
+        """The rows of the sum that make a part."""
+        return [panel for _, panel in self._panels(number)]
+
+    def _panels(self, number: int) -> list[tuple[int, Tensor]]:
+        """First row, and rows, of each panel of a part."""
+        size = self.sum.shape[0]
+        step = -(-size // _PANELS)
+        starts = range(0, size, step)
+        whose = owners([1] * len(starts), self.part.of)
+        return [
+            (start, self.sum[start : start + step])
+            for start, owner in zip(starts, whose, strict=True)
+            if owner == number
+        ]
 
     def mean(self) -> Tensor:
         """The matrix sum((X~ - X)^T X) / tokens [in, in]; not symmetric."""

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from llmcompress.parallel import together
+from llmcompress.processes import WHOLE, Part
+from llmcompress.stats.panels import owners
 
 _PANEL, _PANELS = 192, 8  # columns in a panel at least, and panels at most
 _CHUNK = 1024  # tokens in one product of bfloat16
@@ -18,10 +20,12 @@ _EXACT = 16384  # tokens after which such products may be rounded
 class Gram:
     """Accumulates sum(X^T X) [in, in] in float32 and counts tokens; rows with inf or nan are dropped and counted.
 
-    sum: only its upper triangle is filled in. tokens: rows that entered; `shrink_towards` does not change it.
+    sum: only its upper triangle is filled in. tokens: rows that entered; `shrink_towards` does not change it. part:
+    of the panels, those that are added up here (stats/panels.py).
     """
 
-    def __init__(self, size: int, device: torch.device | None = None) -> None:
+    def __init__(self, size: int, device: torch.device | None = None, part: Part = WHOLE) -> None:
+        self.part = part
         self.sum = torch.zeros(size, size, dtype=torch.float32, device=device)
         self.tokens = 0
         self.dropped = 0
@@ -46,8 +50,20 @@ class Gram:
             keep = torch.isfinite(rows).all(dim=-1)
             self.dropped += int((~keep).sum())
             rows = rows[keep]
-        _add_upper(self.sum, rows, exact=self.tokens < _EXACT)
+        _add_upper(self.views(self.part.number), self.size, rows, exact=self.tokens < _EXACT)
         self.tokens += rows.shape[0]
+
+    def views(self, number: int) -> list[Tensor]:
+        """The panels of the sum's upper triangle that make a part: columns from their first row on."""
+        size = self.size
+        step = max(_PANEL, -(-size // _PANELS))
+        starts = range(0, size, step)
+        whose = owners([size - start for start in starts], self.part.of)
+        return [
+            self.sum[start : min(start + step, size), start:]
+            for start, owner in zip(starts, whose, strict=True)
+            if owner == number
+        ]
 
     def mean(self) -> Tensor:
         """The symmetric matrix sum(X^T X) / tokens [in, in], float32."""
@@ -72,18 +88,17 @@ class Gram:
         self._borrowed += weight
 
 
-def _add_upper(total: Tensor, rows: Tensor, exact: bool) -> None:
-    """total [in, in] float32 += rows^T rows, upper triangle only, in panels of columns that threads share out."""
-    size = total.shape[0]
-    step = max(_PANEL, -(-size // _PANELS))
+def _add_upper(panels: Sequence[Tensor], size: int, rows: Tensor, exact: bool) -> None:
+    """Panels of the upper triangle [size, size] float32 += theirs of rows^T rows; threads share them out."""
     products = products_of(rows, exact)
 
-    def add(start: int, stop: int) -> None:
+    def add(panel: Tensor) -> None:
+        start = size - panel.shape[1]
         for part in products:
-            total[start:stop, start:] += part[:, start:stop].T @ part[:, start:]
+            panel += part[:, start : start + panel.shape[0]].T @ part[:, start:]
 
     with precision_of(rows):
-        together(partial(add, start, min(start + step, size)) for start in range(0, size, step))
+        together(partial(add, panel) for panel in panels)
 
 
 def products_of(rows: Tensor, exact: bool) -> Sequence[Tensor]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from llmcompress.processes import WHOLE, Part
 from llmcompress.stats.absmax import after_first, finite_rows
 from llmcompress.stats.gram import Gram
 
@@ -35,9 +36,16 @@ class InputStatistics:
     leave it out, sums do not.
     """
 
-    def __init__(self, size: int, tokens: int, device: torch.device | None = None, sample: int = 1024) -> None:
-        """tokens: how many will come, for an even sample."""
-        self.gram = Gram(size, device)
+    def __init__(
+        self,
+        size: int,
+        tokens: int,
+        device: torch.device | None = None,
+        sample: int = 1024,
+        part: Part = WHOLE,
+    ) -> None:
+        """tokens: how many will come, for an even sample. part: of the Gram matrix, as there."""
+        self.gram = Gram(size, device, part)
         self._sum = torch.zeros(size, dtype=torch.float64, device=device)
         self._largest = torch.zeros(size, device=device)
         self._parts: list[Tensor] = []

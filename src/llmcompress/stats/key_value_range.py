@@ -19,7 +19,10 @@ class KeyValueRange:
 
     def update(self, key: Tensor, value: Tensor) -> None:
         """Add keys and values [batch, kv heads, length, dim] as they enter the cache."""
-        found = [x.detach().abs().amax(dim=(0, 2)).to(torch.float32) for x in (key, value)]
+        self.include(*(x.detach().abs().amax(dim=(0, 2)).to(torch.float32) for x in (key, value)))
+
+    def include(self, key: Tensor, value: Tensor) -> None:
+        """Add magnitudes [kv heads, dim] that others have seen."""
         with self._lock:
-            self.key = found[0] if self.key is None else torch.maximum(self.key, found[0])
-            self.value = found[1] if self.value is None else torch.maximum(self.value, found[1])
+            self.key = key if self.key is None else torch.maximum(self.key, key)
+            self.value = value if self.value is None else torch.maximum(self.value, value)

@@ -36,8 +36,11 @@ _FACTORS = "factors/"  # before the name of a space, in the name of a tensor
 class Staging:
     """Finished work of one run, found again by the next start of the same run."""
 
-    def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
-        """Open or create `path`; PlanError if it holds another run, naming the first key that differs."""
+    def __init__(self, path: Path, identity: Mapping[str, Any], leads: bool = True) -> None:
+        """Open or create `path`; PlanError if it holds another run, naming the first key that differs.
+
+        leads: False for a further process of the same run, which only reads; PlanError if there is nothing to read.
+        """
         self.path = path
         stored = path / "plan.json"
         self._lock: int | None = None
@@ -54,6 +57,10 @@ class Staging:
                     f"remove {path}, or use another --work directory",
                 )
             self.resumed = True
+        elif not leads:
+            raise PlanError(
+                f"{path} is not seen by every machine", "use a --work directory on a file system that they share"
+            )
         else:
             begun = stored.with_suffix(".partial")  # all there is of a run that was killed as it began
             if path.exists() and any(file != begun for file in path.iterdir()):
@@ -63,7 +70,8 @@ class Staging:
                     make_directory(path)
             _write_atomically(stored, json.dumps(identity, indent=1).encode())
             self.resumed = False
-        self._claim(stored)
+        if leads:
+            self._claim(stored)
 
     def _claim(self, stored: Path) -> None:
         """Hold the work directory for this process as long as it lives; PlanError if another one does."""
@@ -196,6 +204,14 @@ class Staging:
         whole = [position for position, streams in positions.items() if set(shapes) <= set(streams)]
         return Hidden(max(whole), positions[max(whole)]) if whole else None
 
+    def open_hidden(
+        self, position: int, dtype: torch.dtype, places: Mapping[str, tuple[str, tuple[int, ...]]]
+    ) -> "Hidden":
+        """What another process has kept, as its `places` say."""
+        return Hidden(
+            position, {name: Windows(self.path / file, shape, dtype) for name, (file, shape) in places.items()}
+        )
+
     def keep_hidden(self, position: int, dtype: torch.dtype, streams: Mapping[str, Iterator[Tensor]]) -> "Hidden":
         """Write the hidden states that enter section `position`, batch by batch, then drop those of other positions."""
         kept = {}
@@ -233,6 +249,10 @@ class Hidden:
 
     position: int
     streams: Mapping[str, Windows]
+
+    def places(self) -> tuple[int, dict[str, tuple[str, tuple[int, ...]]]]:
+        """Position, and by stream the name of its file, and its shape: what another process opens."""
+        return self.position, {name: (item.file.name, tuple(item.shape)) for name, item in self.streams.items()}
 
 
 def _difference(old: Any, new: Any, key: str = "") -> tuple[str, Any, Any] | None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from llmcompress.errors import RunError
+from llmcompress.processes import Part
 from llmcompress.store.files import bytes_of, create, writing
 
 
@@ -32,6 +33,21 @@ class Windows:
                     raise RunError(f"{self.file} is truncated", "run the same command again")
                 rest, place = rest[count:], place + count
         return out
+
+
+class WindowsShare(Windows):
+    """Every n-th batch of windows, from that of a part on. shape and slices (within a batch) are those of the share."""
+
+    def __init__(self, whole: Windows, batch: int, part: Part) -> None:
+        self.batch, self.part = batch, part
+        count = whole.shape[0]
+        starts = range(part.number * batch, count, part.of * batch)
+        mine = sum(min(batch, count - start) for start in starts)
+        super().__init__(whole.file, (mine, *whole.shape[1:]), whole.dtype)
+
+    def read(self, span: slice) -> Tensor:
+        before = (span.start // self.batch * (self.part.of - 1) + self.part.number) * self.batch  # of other parts
+        return super().read(slice(span.start + before, span.stop + before))
 
 
 class WindowsWriter:

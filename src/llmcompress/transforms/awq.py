@@ -40,7 +40,7 @@ class AwqScale(Scaling):
     def factors(self, site: Scalable) -> "Tensor":
         import torch
 
-        from llmcompress.parallel import together
+        from llmcompress.processes import shared
         from llmcompress.stats.gram import precision_of
 
         readers = [reader for reader in site.readers if reader.grid is not None]
@@ -52,9 +52,9 @@ class AwqScale(Scaling):
         share = max(1, max(128, _WORK // square.numel()) // len(readers))
         with precision_of(square[:0].bfloat16()):  # losses are compared, no more
             cost = _compensated(square) if site.compensated else None
-            losses = together(partial(_loss, site, site.spread_out(factors), cost, share) for factors in candidates)
+            losses = shared(partial(_loss, site, site.spread_out(factors), cost, share) for factors in candidates)
             short = list(dict.fromkeys((0, *_ascending(losses)[:_SHORTLIST])))
-            exact = together(partial(_loss, site, site.spread_out(candidates[number]), cost) for number in short)
+            exact = shared(partial(_loss, site, site.spread_out(candidates[number]), cost) for number in short)
         ranked = [short[place] for place in _ascending(exact)]
         if site.measured is None:
             return candidates[ranked[0]]

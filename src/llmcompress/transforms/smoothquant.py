@@ -34,7 +34,7 @@ class SmoothQuant(Scaling):
     def factors(self, site: Scalable) -> "Tensor":
         import torch
 
-        from llmcompress.parallel import together
+        from llmcompress.processes import shared
 
         largest = site.tied(site.inputs.largest, largest=True)
         weights = site.tied(torch.stack([reader.weight.abs().amax(dim=0) for reader in site.readers]).amax(dim=0), True)
@@ -46,7 +46,7 @@ class SmoothQuant(Scaling):
         if self.alpha is not None:
             return factors(self.alpha)
         candidates = [torch.ones_like(largest), *(factors(alpha) for alpha in _ALPHAS)]
-        losses = together(partial(_loss, site, site.spread_out(candidate)) for candidate in candidates)
+        losses = shared(partial(_loss, site, site.spread_out(candidate)) for candidate in candidates)
         return candidates[losses.index(min(losses))]
 
 

@@ -11,7 +11,7 @@ from llmcompress.calib.default import shipped
 from llmcompress.calib.documents import encode
 from llmcompress.calib.text import read_text, text_files
 from llmcompress.engine.calibration import load_tokenizer
-from llmcompress.engine.run import device_of
+from llmcompress.engine.ranks import device_of
 from llmcompress.errors import CheckpointError
 from llmcompress.model.cache import ChangingCache
 from llmcompress.store.headers import refuse_adapter
