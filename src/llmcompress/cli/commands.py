@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llmcompress.cli import checks, console, data, evaluation, gguf, imatrix, presets
+from llmcompress.cli import checks, console, data, evaluation, fit, gguf, imatrix, presets
 from llmcompress.cli import options as o
 from llmcompress.cli.jobs import Job
 from llmcompress.cli.shown import show_plans
@@ -58,6 +58,7 @@ def register(app: typer.Typer) -> None:
     )
     plan.command("run")(o.command(_recipe(True), given, "run", "Plan a recipe file without computing anything."))
     app.command("export", rich_help_panel="Compress")(export)
+    fit.register(app)
     app.add_typer(plan, name="plan", rich_help_panel="Compress")
     evaluation.register(app)
     checks.register(app)

@@ -204,7 +204,8 @@ def _budgeted(values: dict[str, Any]) -> Job:
     """The job of a budget: types are chosen first, which measures on text."""
     from transformers.utils import logging
 
-    from llmcompress.engine.budget import SMALLEST, Budget, fitted_to_budget
+    from llmcompress.engine.allotment import Budget
+    from llmcompress.engine.budget import SMALLEST, fitted_to_budget
 
     bits = values["bpw"]
     if bits is not None and not 0 <= bits <= 64:  # not for nan either

@@ -35,6 +35,16 @@ def of_matrix(x: Tensor, g: Tensor) -> Fisher:
     return of_squares(_squares(x), _squares(g))
 
 
+def of_window(gradient: Tensor) -> Fisher:
+    """Of a matrix whose gradient over a window, of the log-probabilities of its drawn tokens, is `gradient` [out, in].
+
+    In expectation also of what errors at several tokens do to a later one together, which `of_matrix` leaves out: the
+    error of a matrix is the same at all of them, and early layers are several times as sensitive for it.
+    """
+    squares = gradient.detach().square()
+    return Fisher(squares.sum(dim=1, dtype=torch.float64).to("cpu"), squares.sum(dim=0, dtype=torch.float64).to("cpu"))
+
+
 def of_squares(x: Tensor, g: Tensor) -> Fisher:
     """The same from squares, or their expected values: x [tokens, in], g [tokens, out]."""
     return Fisher(
