@@ -14,6 +14,8 @@ from llmcompress.engine.calibration import load_tokenizer
 from llmcompress.engine.run import device_of
 from llmcompress.errors import CheckpointError
 from llmcompress.model.cache import ChangingCache
+from llmcompress.store.headers import read_json
+from llmcompress.store.output_file import is_single, report_of
 from llmcompress.validate.cache import Asked, cache_of
 from llmcompress.validate.evaluate import cut_windows, measure
 from llmcompress.validate.gguf_file import gguf_in
@@ -66,7 +68,17 @@ def evaluate_paths(request: Request, watch: Callable[[int, int], None]) -> dict[
             f"{request.model} has {subject.config.vocab_size} tokens, {request.ref} has {reference.config.vocab_size}",
             "give the model that was compressed as --ref",
         )
-    return {**figures(measure(subject, reference, windows, request.batch, watch)), "kv_cache": cache and str(cache)}
+    found = figures(measure(subject, reference, windows, request.batch, watch))
+    return {**found, **(_expected(request.model) if reference is not None else {}), "kv_cache": cache and str(cache)}
+
+
+def _expected(model: Path) -> dict[str, float]:
+    """The KL divergence that the recipe of a result was fitted for, where its report says so."""
+    report = report_of(model) if is_single(model) else model / "report.json"
+    recipe = read_json(report).get("recipe") if report.is_file() else None
+    expected = recipe.get("expected") if isinstance(recipe, dict) else None
+    kl = expected.get("kl") if isinstance(expected, dict) else None
+    return {"kl_expected": float(kl)} if isinstance(kl, int | float) else {}
 
 
 def _check(request: Request) -> None:
