@@ -12,7 +12,7 @@ ROW = [
     {"errors", "registry", "ledger", "parallel", "yamlfile"},
     {"stats", "grids", "packing"},
     {"arch"},
-    {"solve", "methods", "transforms"},
+    {"solve", "methods", "pruners", "transforms"},
     {"formats", "store", "calib"},
     {"model", "recipe"},
     {"engine"},

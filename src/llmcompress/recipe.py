@@ -9,9 +9,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsA
 
 import llmcompress.formats
 import llmcompress.methods
+import llmcompress.pruners
 import llmcompress.transforms
 from llmcompress.errors import RecipeError
 from llmcompress.methods.base import Method, Plain
+from llmcompress.pruners.base import Pruner
 from llmcompress.registry import discover, suggest
 from llmcompress.transforms.base import Transform
 from llmcompress.yamlfile import SIZE, read_yaml
@@ -70,6 +72,11 @@ def methods() -> dict[str, type[Method]]:
     return discover(llmcompress.methods, "METHOD")
 
 
+def pruners() -> dict[str, type[Pruner]]:
+    """All pruners by name."""
+    return discover(llmcompress.pruners, "PRUNER")
+
+
 def transforms() -> dict[str, type[Transform]]:
     """All transforms by name."""
     return discover(llmcompress.transforms, "TRANSFORM")
@@ -81,12 +88,12 @@ def formats() -> dict[str, Any]:
 
 
 def _step(value: Any) -> Any:
-    if isinstance(value, Method | Transform):
+    if isinstance(value, Method | Pruner | Transform):
         return value
     if not isinstance(value, dict) or not isinstance(value.get("method"), str):
         raise RecipeError("a step needs a method", "write for example {method: gptq, bits: 4}")
     options = {key: item for key, item in value.items() if key != "method"}
-    known: dict[str, Any] = {**methods(), **transforms()}
+    known: dict[str, Any] = {**methods(), **pruners(), **transforms()}
     if value["method"] not in known:
         raise RecipeError(f"unknown method {value['method']!r}", suggest(value["method"], list(known)))
     return build(known[value["method"]], options, f"step {value['method']}")
@@ -96,7 +103,7 @@ class Recipe(_Strict):
     """Calibration, steps, output: the whole of a run but for the model and where the result goes."""
 
     calibration: Calibration = Calibration()
-    steps: tuple[Annotated[SerializeAsAny[Method | Transform], BeforeValidator(_step)], ...]
+    steps: tuple[Annotated[SerializeAsAny[Method | Pruner | Transform], BeforeValidator(_step)], ...]
     output: Output = Output()
     kv_cache: KvCache | None = None
     expected: Expected | None = None
@@ -105,6 +112,11 @@ class Recipe(_Strict):
     def transforms(self) -> tuple[Transform, ...]:
         """The steps that change where errors fall, before anything is rounded."""
         return tuple(step for step in self.steps if isinstance(step, Transform))
+
+    @property
+    def pruner(self) -> Pruner | None:
+        """The step that makes weights zero, if there is one."""
+        return next((step for step in self.steps if isinstance(step, Pruner)), None)
 
     @property
     def method(self) -> Method | None:

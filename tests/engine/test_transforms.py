@@ -128,7 +128,7 @@ def test_a_transformed_model_becomes_a_gguf_file(tiny_model_dir, tmp_path, windo
 
 REFUSED = {
     "a transform after a quantiser": ([RTN, {"method": "awq"}], "step 2, awq, comes after rtn"),
-    "two quantisers": ([RTN, {"method": "gptq"}], "one quantising step"),
+    "two quantisers": ([RTN, {"method": "gptq"}], "is the second one that rounds"),
     "scales for nothing": ([{"method": "awq"}], "awq makes weights fit for rounding, and no step rounds them"),
     "alpha above one": ([{"method": "smoothquant", "alpha": 1.5}, RTN], "alpha = 1.5"),
     "an unknown step": ([{"method": "smoothqaunt"}, RTN], "did you mean 'smoothquant'"),

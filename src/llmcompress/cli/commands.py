@@ -17,7 +17,8 @@ from llmcompress.cli.shown import show_plans
 from llmcompress.errors import GateError, RecipeError
 from llmcompress.ledger import KINDS
 from llmcompress.methods.base import Method
-from llmcompress.recipe import Calibration, Output, Recipe, build, load, methods
+from llmcompress.pruners.base import Pruner
+from llmcompress.recipe import Calibration, Output, Recipe, build, load, methods, pruners
 from llmcompress.registry import suggest
 
 if TYPE_CHECKING:
@@ -29,13 +30,14 @@ def register(app: typer.Typer) -> None:
     plan = typer.Typer(
         no_args_is_help=True, help="Print what a run would do: every matrix, exact size, memory, disk, passes."
     )
-    for name, method in methods().items():
-        given = {"model": (o.Model, ...), **o.field_options(method), **o.RUN_OPTIONS, **o.MEANS}
-        doc = f"{method.summary}\n\n{method.__doc__ or ''}"
-        app.command(name, rich_help_panel="Compress")(o.command(_method(method), given, name, doc))
-        plan.command(name)(
-            o.command(_method(method, dry=True), given, name, f"Plan {name} without computing anything.")
-        )
+    steps: dict[str, type[Method] | type[Pruner]] = {**methods(), **pruners()}
+    for name, step in steps.items():
+        given = {"model": (o.Model, ...), **o.field_options(step), **o.RUN_OPTIONS, **o.MEANS}
+        if issubclass(step, Pruner):
+            given["format_"] = (o.Format, "dense")
+        doc = f"{step.summary}\n\n{step.__doc__ or ''}"
+        app.command(name, rich_help_panel="Compress")(o.command(_step(step), given, name, doc))
+        plan.command(name)(o.command(_step(step, dry=True), given, name, f"Plan {name} without computing anything."))
     for parent, dry in ((app, False), (plan, True)):
         go = gguf.command(partial(_go, dry=dry))
         parent.command("gguf", rich_help_panel=None if dry else "Compress")(
@@ -77,13 +79,13 @@ FormatOverride = Annotated[
 ]
 
 
-def _method(method: type[Method], dry: bool = False) -> Callable[..., None]:
+def _step(step: type[Method] | type[Pruner], dry: bool = False) -> Callable[..., None]:
     def go(**values: Any) -> None:
-        options = {name: values[name] for name in method.model_fields if name not in ("set", "gguf")}
+        options = {name: values[name] for name in step.model_fields if name not in ("set", "gguf")}
         options["set"] = o.parse_set(values["set"])
         recipe = Recipe(
             calibration=build(Calibration, o.calibration(values), "the calibration options"),
-            steps=(build(method, options, method.name),),
+            steps=(build(step, options, step.name),),
             output=build(Output, o.output(values), "the output options"),
             kv_cache=o.kv_cache(values),
         )

@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 
 from llmcompress.errors import RecipeError
 from llmcompress.methods.base import Method
+from llmcompress.pruners.base import Pruner
 from llmcompress.recipe import DEFAULT_FORMAT, Calibration
 from llmcompress.recipe import KvCache as Cache
 from llmcompress.transforms.base import Transform
@@ -196,8 +197,8 @@ MEANS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def field_options(step: type[Method] | type[Transform]) -> dict[str, tuple[Any, Any]]:
-    """Options from the fields of a method or a transform: name to (annotation, default)."""
+def field_options(step: type[Method] | type[Pruner] | type[Transform]) -> dict[str, tuple[Any, Any]]:
+    """Options from the fields of a step: name to (annotation, default)."""
     return {name: _option(name, field) for name, field in step.model_fields.items() if name != "gguf"}
 
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from llmcompress.engine.plan import Plan
     from llmcompress.formats.base import Entry
     from llmcompress.methods.base import Method
+    from llmcompress.pruners.base import Pruner
 
 
 def show_plans(plans: Sequence["Plan"], as_json: bool) -> None:
@@ -49,8 +50,11 @@ def _facts(plan: "Plan") -> dict[str, Any]:
                 "grid": e.grid.name if e.grid else None,
                 "inputs": e.inputs.name if e.inputs else None,
                 "method": m.name,
+                "pruner": None if p is None else p.name,
+                "sparsity": None if p is None else p.share,
+                "pattern": None if p is None else p.pattern,
             }
-            for name, e, m in _rows(plan)
+            for name, e, m, p in _rows(plan)
         ],
         "tensors": [{"name": t.name, "dtype": t.dtype, "shape": list(t.shape)} for t in plan.tensors],
         "targets": _loaded(plan),
@@ -89,8 +93,14 @@ def _show(plan: "Plan") -> None:
     console.ledger(plan.ledger.as_json())
 
 
-def _rows(plan: "Plan") -> list[tuple[str, "Entry", "Method"]]:
-    return [(matrix.module, matrix.entry, matrix.method) for layer in plan.layers for matrix in layer]
+def _rows(plan: "Plan") -> list[tuple[str, "Entry", "Method", "Pruner | None"]]:
+    return [(matrix.module, matrix.entry, matrix.method, matrix.pruner) for layer in plan.layers for matrix in layer]
+
+
+def _did(method: "Method", pruner: "Pruner | None", grid: bool) -> str:
+    """The steps of a matrix, as a table says them."""
+    pruned = [] if pruner is None else [f"{pruner.name} {pruner.label}"]
+    return ", ".join([*pruned, *([method.name] if grid else [])])
 
 
 def _matrix_table(plan: "Plan") -> None:
@@ -102,20 +112,20 @@ def _matrix_table(plan: "Plan") -> None:
             (
                 name,
                 f"{e.out_features} x {e.in_features}",
-                m.name,
+                _did(m, p, e.grid is not None),
                 e.grid.name if e.grid else "",
                 *[e.inputs.name if e.inputs else ""] * rounded,
                 f"{e.grid.bits_per_weight(e.in_features):.3f}" if e.grid else "",
                 f"{sum(t.nbytes for t in plan.format.layout(e)):,}",
             )
-            for name, e, m in _rows(plan)
+            for name, e, m, p in _rows(plan)
         ],
         right=(1, 4 + rounded, 5 + rounded),
     )
 
 
 def _tensor_table(plan: "Plan") -> None:
-    methods = {entry.source.name: method.name for _, entry, method in _rows(plan)}
+    methods = {e.source.name: _did(m, p, e.grid is not None) for _, e, m, p in _rows(plan)}
     console.table(
         None,
         ("tensor", "shape", "method", "type", "bits/weight", "bytes"),
@@ -138,7 +148,8 @@ def _tensor_table(plan: "Plan") -> None:
 def _unchanged(plan: "Plan") -> list[tuple[str, str]]:
     if plan.files:
         return [("files", ", ".join(file.name for file in plan.files))] if len(plan.files) > 1 else []
-    copied = [entry for entry in plan.entries if entry.grid is None and OPTION not in entry.options]
+    changed = {entry.source.name for _, entry, _, _ in _rows(plan)}
+    copied = [e for e in plan.entries if e.source.name not in changed and OPTION not in e.options]
     unchanged = f"{len(copied)} tensors, {console.size(sum(entry.source.nbytes for entry in copied))}"
     return [*_cached(plan), ("unchanged", unchanged)]
 

@@ -12,6 +12,7 @@ from llmcompress.errors import RunError
 from llmcompress.methods.base import Statistics
 from llmcompress.stats.absmax import AbsMax
 from llmcompress.stats.drift import Drift
+from llmcompress.stats.energy import Energy, energy
 from llmcompress.stats.gram import Gram
 from llmcompress.stats.magnitudes import Magnitudes
 
@@ -31,14 +32,20 @@ def collect(
     """Statistics of each space in `wanted` (space to the matrices that read it); `watch` sees what enters the experts.
 
     A space has a Gram matrix where a method solves by one, a range where its scale is fixed, peaks where outliers are
-    looked for. Experts have no drift, since the two models may send a token to different ones.
+    looked for, squares where a pruner goes by no more. Experts have no drift, since the two models may send a token to
+    different ones.
     """
     paths = {space: plans[0].path for space, plans in wanted.items()}
     routed = any(plan.expert is not None for plans in wanted.values() for plan in plans)
     grams = {
         space: Gram(plans[0].entry.in_features, device)
         for space, plans in wanted.items()
-        if any(plan.method.needs_gram for plan in plans)
+        if any(plan.needs_gram for plan in plans)
+    }
+    squares = {
+        space: Energy.none(plans[0].entry.in_features)
+        for space, plans in wanted.items()
+        if space not in grams and any(plan.needs_energy for plan in plans)
     }
     ranges = {
         space: _range(plan, device) for space, plans in wanted.items() for plan in plans if plan.method.fixed_inputs
@@ -63,6 +70,8 @@ def collect(
             if space in here:
                 if space in grams:
                     grams[space].update(here[space])
+                if space in squares:
+                    squares[space] = squares[space].plus(energy(here[space]))
                 if space in ranges:
                     ranges[space].update(here[space] if routed else by_window(here[space], compressed.length))
                 if space in peaks:
@@ -76,7 +85,13 @@ def collect(
     for _ in others:
         raise RunError("the original stream has more windows than the compressed one")
     return {
-        space: Statistics(grams.get(space), drifts.get(space), range=ranges.get(space), peaks=peaks.get(space))
+        space: Statistics(
+            grams.get(space),
+            drifts.get(space),
+            range=ranges.get(space),
+            peaks=peaks.get(space),
+            squares=squares.get(space),
+        )
         for space in wanted
     }
 

@@ -25,9 +25,11 @@ from llmcompress.model.build import StreamedModel
 from llmcompress.model.experts import Expert
 from llmcompress.model.rounded import round_inputs
 from llmcompress.parallel import together
+from llmcompress.solve.prune import Pruned
 from llmcompress.stats.gram import Gram
 from llmcompress.store.checkpoint import DTYPES, Checkpoint
 
+SPARSE = 0.05  # share of zeros above which a matrix has been pruned, so that they are held
 STARVED = 4  # tokens per input channel below which an expert's Gram is blended with the layer's
 
 
@@ -79,19 +81,23 @@ class Compressor:
         """What the methods of a stage need to know of their inputs, by space."""
         needing: dict[str, list[MatrixPlan]] = {}
         for plan in stage:
-            if plan.method.needs_calibration:
+            if plan.needs_calibration:
                 needing.setdefault(plan.space, []).append(plan)
         if not needing or layer is None or compressed is None or self.model is None:
             return {}
         watch = None
-        solved = [plan for plan in stage if plan.method.needs_gram]
+        solved = [plan for plan in stage if plan.needs_gram]
         if any(plan.expert is not None for plan in solved) and self.plan.spec.experts is not None:
             path = self.plan.spec.experts.path
             watch = ExpertInputs(path, layer.get_submodule(path), self.model.device)
         found = collect(compressed, original, needing, self.model.device, self.progress, watch)
         for space, statistics in found.items():
             first, gram = needing[space][0], statistics.gram
-            dropped = max(seen.dropped for seen in (gram, statistics.range, statistics.peaks) if seen is not None)
+            dropped = max(
+                seen.dropped
+                for seen in (gram, statistics.range, statistics.peaks, statistics.squares)
+                if seen is not None
+            )
             if dropped:
                 ledger.note("nonfinite_inputs", first.module, f"{dropped} tokens left out of its statistics")
             if watch is not None and gram is not None:
@@ -102,7 +108,7 @@ class Compressor:
     def _recoded(self, plan: MatrixPlan, ledger: Ledger) -> tuple[MatrixPlan, Coded, dict[str, Any]] | None:
         """A matrix whose source is codes that its type holds, on no statistics at all; None for any other."""
         grid = plan.entry.grid
-        if not isinstance(grid, BlockSpec) or not holds_codes(grid):
+        if plan.pruner is not None or not isinstance(grid, BlockSpec) or not holds_codes(grid):
             return None  # as the plan has said
         source = self.checkpoint.coded(plan.module)
         if source is None:
@@ -130,7 +136,8 @@ class Compressor:
         weights = [self._weight(plan) for plan in group]
         scale_dtype = DTYPES[group[0].entry.source.dtype]
         with torch.no_grad():
-            solved: Solved = method.solve(torch.cat(weights), stats, scale_dtype)
+            pruned = self._pruned(group, weights, stats, ledger)
+            solved: Solved = method.solve(torch.cat(weights), stats, scale_dtype, pruned)
         if solved.percdamp is not None and solved.percdamp > getattr(method, "percdamp", solved.percdamp):
             ledger.note("damping", group[0].module, f"percdamp raised to {solved.percdamp:g}")
         if solved.dead_inputs:
@@ -152,6 +159,19 @@ class Compressor:
             result.append((plan, part.to("cpu"), record))
             start = stop
         return result
+
+    def _pruned(
+        self, group: list[MatrixPlan], weights: list[Tensor], stats: Statistics, ledger: Ledger
+    ) -> Pruned | None:
+        """What a pruner makes of matrices, or made of them before this run; None where hardly anything is zero."""
+        pruner = group[0].pruner
+        if pruner is None:
+            sparse = any(float((weight == 0).sum()) > SPARSE * weight.numel() for weight in weights)
+            return Pruned.of_zeros(torch.cat(weights)) if sparse else None
+        pruned = Pruned.stacked(pruner.prune(weights, stats))
+        if pruned.percdamp is not None and pruned.percdamp > pruner.percdamp:
+            ledger.note("damping", group[0].module, f"percdamp of {pruner.name} raised to {pruned.percdamp:g}")
+        return pruned
 
     def _weight(self, plan: MatrixPlan) -> Tensor:
         """The source matrix [out, in] in float32 on the run's device."""
@@ -177,7 +197,7 @@ def _together(stage: list[MatrixPlan], apart: bool) -> list[list[MatrixPlan]]:
     groups: dict[tuple[str, str, str], list[MatrixPlan]] = {}
     for plan in stage:
         space = plan.path if apart or plan.method.joins_rows else plan.space
-        groups.setdefault((space, plan.method.model_dump_json(), plan.entry.source.dtype), []).append(plan)
+        groups.setdefault((space, plan.settings, plan.entry.source.dtype), []).append(plan)
     return list(groups.values())
 
 
@@ -185,7 +205,9 @@ def _record(
     plan: MatrixPlan, weight: Tensor, coded: Coded, hessian: Tensor | None, gram: Gram | None, solved: Solved
 ) -> dict[str, Any]:
     """What the report says about a matrix. loss: squared output error per token as a share of the output's energy."""
-    delta = coded.decode() - weight
+    decoded = coded.decode()
+    delta = decoded - weight
+    zeros = float((decoded == 0).sum()) / decoded.numel()
     record: dict[str, Any] = {
         "name": plan.module,
         "method": plan.method.name,
@@ -195,6 +217,10 @@ def _record(
         "transposed": plan.entry.transposed,
         "relative_error": _significant(float(delta.norm() / weight.norm().clamp_min(1e-30))),
     }
+    if plan.pruner is not None:
+        record |= {"pruner": plan.pruner.name, "pattern": plan.pruner.pattern}
+    if zeros > SPARSE:
+        record["sparsity"] = _significant(zeros)
     if plan.entry.inputs is not None:
         record["inputs"] = plan.entry.inputs.name
     if coded.input_scale is not None:

@@ -66,12 +66,11 @@ def estimate(
     matrices = [plan for layer in layers for plan in layer]
     weights = sum(plan.entry.out_features * plan.entry.in_features for plan in matrices)
     bits = sum(
-        plan.entry.out_features * plan.entry.in_features * plan.entry.grid.bits_per_weight(plan.entry.in_features)
+        plan.entry.out_features * plan.entry.in_features * plan.grid.bits_per_weight(plan.entry.in_features)
         for plan in matrices
-        if plan.entry.grid is not None
     )
-    calibrated = recipe.needs_calibration or any(plan.method.needs_calibration for plan in matrices)
-    paired = any(plan.method.original_samples for plan in matrices)
+    calibrated = recipe.needs_calibration or any(plan.needs_calibration for plan in matrices)
+    paired = any(plan.original_samples for plan in matrices)
     return Estimate(
         output_bytes=output_bytes,
         work_bytes=int(weights * 1.1) + (_windows(headers, recipe, layers, means) if calibrated else 0),
@@ -90,7 +89,7 @@ def _hidden_width(headers: ModelHeaders) -> int:
 def _windows(headers: ModelHeaders, recipe: Recipe, layers: "Sequence[Sequence[MatrixPlan]]", means: Means) -> int:
     """Disk for hidden states (those read and those written) and for the inputs recorded while a layer is worked on."""
     samples, width = recipe.calibration.samples, _hidden_width(headers)
-    asked = max((plan.method.original_samples for layer in layers for plan in layer), default=0)
+    asked = max((plan.original_samples for layer in layers for plan in layer), default=0)
     tokens = (samples + min(asked + means.batch, samples if asked else 0)) * recipe.calibration.length
     recorded = max(
         sum({plan.space: plan.entry.in_features for plan in layer if plan.expert is None}.values()) for layer in layers
@@ -124,7 +123,7 @@ def _memory(
         if not layer:
             continue
         loaded = sum(plan.entry.out_features * plan.entry.in_features for plan in layer) * item * (2 if paired else 1)
-        solved = [plan for plan in layer if plan.method.needs_gram]  # others take no Gram matrix
+        solved = [plan for plan in layer if plan.needs_gram]  # others take no Gram matrix
         widths = {plan.space: plan.entry.in_features for plan in solved}
         experts = {plan.space: plan.entry.in_features for plan in solved if plan.expert is not None}
         widest = max(max(plan.entry.out_features, plan.entry.in_features) for plan in layer)
@@ -136,7 +135,7 @@ def _memory(
         if any(isinstance(step, Scaling) for step in recipe.transforms):
             seen = sum({plan.space: plan.entry.in_features for plan in layer if plan.expert is None}.values())
             most = max(most, loaded + _scaling(layer, means, running + tokens * (means.threads + 1) * item * seen))
-    more += _ALGEBRA if any(plan.method.inverts for layer in layers for plan in layer) else 0
+    more += _ALGEBRA if any(plan.inverts for layer in layers for plan in layer) else 0
     return _WITH_MODEL + more + _PER_THREAD * (means.threads - 1) + max(table + 4 * tokens * width * item, most)
 
 
@@ -162,18 +161,16 @@ def _solving(layer: "Sequence[MatrixPlan]", means: Means, paired: bool) -> int:
     most = 0
     rows: dict[tuple[str, str], int] = {}
     for plan in layer:
-        key = plan.space, plan.method.model_dump_json()
+        key = plan.space, plan.settings
         rows[key] = rows.get(key, 0) + plan.entry.out_features
     for plan in layer:
-        total, columns = rows[plan.space, plan.method.model_dump_json()], plan.entry.in_features
+        total, columns = rows[plan.space, plan.settings], plan.entry.in_features
         # without an inverse, rows are rounded in pieces that fit a processor's cache
-        at_once = min(total, SOLVED_ROWS * means.threads) if plan.method.inverts else 0
-        squares = 4 * columns**2 * ((8 if paired else 5) if plan.method.inverts else plan.method.needs_gram)
+        at_once = min(total, SOLVED_ROWS * means.threads) if plan.inverts else 0
+        squares = 4 * columns**2 * ((8 if paired else 5) if plan.inverts else plan.needs_gram)
         searched = _BY_OUTPUT * PRODUCT_ROWS * means.threads if plan.method.clip == "output" else 0
         most = max(most, squares + columns * (16 * total + max(32 * at_once, searched)))
     waiting = {
-        plan.space: 4 * plan.entry.in_features**2
-        for plan in layer
-        if plan.expert is not None and plan.method.needs_gram
+        plan.space: 4 * plan.entry.in_features**2 for plan in layer if plan.expert is not None and plan.needs_gram
     }
     return most + sum(waiting.values())

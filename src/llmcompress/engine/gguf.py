@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmcompress.engine.uncoded import uncoded
 from llmcompress.errors import PlanError
 from llmcompress.formats.gguf.family import find
 from llmcompress.formats.gguf.file import ENCODED_AT_ONCE, GgufFile, Placed, gguf_files, padded
@@ -153,7 +154,10 @@ class _Data:
         self.plan, self.checkpoint, self.staged = plan, checkpoint, staged
         assert plan.recipe.method is not None  # a GGUF file holds what a step rounds
         self.search = plan.recipe.method.search
-        self.matrices = {matrix.entry.source.name: matrix for layer in plan.layers for matrix in layer}
+        self.matrices = {
+            matrix.entry.source.name: matrix for layer in plan.layers for matrix in layer if matrix.entry.grid
+        }
+        self.read = uncoded(plan, checkpoint, staged)
 
     def of(self, placed: Placed) -> Iterator[memoryview]:
         """The bytes of a tensor, piece by piece."""
@@ -175,7 +179,7 @@ class _Data:
     def _encoded(self, placed: Placed) -> Iterator[memoryview]:
         """A tensor that no method was asked to round: norms, biases, the embedding, the head."""
         costs = None if self.plan.importance is None else self.plan.importance.tensors.get(placed.tensor.name)
-        for number, piece in enumerate(pieces(placed.tensor, self.checkpoint.read_finite)):
+        for number, piece in enumerate(pieces(placed.tensor, self.read)):
             importance = None if costs is None else costs[number]
             step = max(1, ENCODED_AT_ONCE // piece.shape[-1]) if len(piece.shape) > 1 else len(piece)
             for start in range(0, len(piece), step):

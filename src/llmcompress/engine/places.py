@@ -38,7 +38,10 @@ def called_after(model: Path, ending: str) -> Path:
 
 def _called(recipe: Recipe) -> str:
     """What the default output is called after the model."""
-    return "-".join((*(step.name for step in recipe.transforms), *([_named(recipe)] if recipe.method else ())))
+    parts = [step.name for step in recipe.transforms]
+    if recipe.pruner is not None:
+        parts.append(f"{recipe.pruner.name}-{recipe.pruner.label.replace(':', 'of')}")
+    return "-".join((*parts, *([_named(recipe)] if recipe.method else ())))
 
 
 def _named(recipe: Recipe) -> str:

@@ -22,7 +22,7 @@ from llmcompress.engine.modelfile import modelfile
 from llmcompress.engine.places import check_disk, places
 from llmcompress.engine.ranges import check_ranges
 from llmcompress.engine.requantise import file_matrices, file_model
-from llmcompress.engine.settings import resolve
+from llmcompress.engine.settings import resolve, resolve_pruner
 from llmcompress.engine.source import source_headers
 from llmcompress.engine.targets.check import asked, engine_notes
 from llmcompress.engine.targets.repair import fitted
@@ -30,9 +30,12 @@ from llmcompress.engine.transforms import check_order, transformed_headers
 from llmcompress.errors import PlanError, RecipeError
 from llmcompress.formats.base import Entry, Format, TensorSpec
 from llmcompress.formats.gguf.file import GgufFile
+from llmcompress.grids.base import Spec
 from llmcompress.grids.recode import holds_codes
 from llmcompress.ledger import Ledger
 from llmcompress.methods.base import Method
+from llmcompress.methods.unrounded import Unrounded
+from llmcompress.pruners.base import Pruner
 from llmcompress.recipe import Recipe, formats
 from llmcompress.registry import suggest
 from llmcompress.store.headers import ModelHeaders, read_headers
@@ -41,7 +44,10 @@ from llmcompress.store.output import weights_nbytes
 
 @dataclass(frozen=True)
 class MatrixPlan:
-    """One matrix to be quantised. path: module path below the layer; module: on-disk name; space: what it reads."""
+    """One matrix to be changed. path: module path below the layer; module: on-disk name; space: what it reads.
+
+    pruner: what chooses the weights that become zero, if anything does, before `method` rounds the others.
+    """
 
     layer: int
     expert: int | None
@@ -51,6 +57,49 @@ class MatrixPlan:
     conv1d: bool
     entry: Entry
     method: Method
+    pruner: Pruner | None = None
+
+    @property
+    def steps(self) -> tuple[Method | Pruner, ...]:
+        return (self.method,) if self.pruner is None else (self.pruner, self.method)
+
+    @property
+    def grid(self) -> Spec:
+        """What its values are stored as, where they are not rounded as well."""
+        return self.method.grid
+
+    @property
+    def needs_energy(self) -> bool:
+        """Whether mean squares of its inputs are wanted."""
+        return self.pruner is not None and self.pruner.needs_energy
+
+    @property
+    def needs_gram(self) -> bool:
+        """Whether the Gram matrix of its inputs is wanted; for experts also in place of mean squares.
+
+        An expert that few tokens come to goes by statistics of the whole layer too, which are Gram matrices.
+        """
+        return any(step.needs_gram for step in self.steps) or (self.needs_energy and self.expert is not None)
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether anything is to be known of its inputs."""
+        return self.needs_gram or any(step.needs_calibration for step in self.steps)
+
+    @property
+    def inverts(self) -> bool:
+        """Whether the Gram matrix of its inputs is inverted."""
+        return any(step.inverts for step in self.steps)
+
+    @property
+    def original_samples(self) -> int:
+        """Windows on which its inputs in the uncompressed model are wanted."""
+        return max(step.original_samples for step in self.steps)
+
+    @property
+    def settings(self) -> str:
+        """Options of its steps; matrices that share input and settings are solved as one."""
+        return "\n".join(step.model_dump_json() for step in self.steps)
 
 
 @dataclass(frozen=True)
@@ -111,12 +160,12 @@ class Plan:
     def calibrated(self) -> bool:
         """Whether windows of text run through the model."""
         matrices = (matrix for layer in self.layers for matrix in layer)
-        return self.recipe.needs_calibration or any(matrix.method.needs_calibration for matrix in matrices)
+        return self.recipe.needs_calibration or any(matrix.needs_calibration for matrix in matrices)
 
     @property
     def original_samples(self) -> int:
         """Windows that also run through the model as it was: whole batches."""
-        asked = max((matrix.method.original_samples for layer in self.layers for matrix in layer), default=0)
+        asked = max((matrix.original_samples for layer in self.layers for matrix in layer), default=0)
         return min(-(-asked // self.batch) * self.batch, self.recipe.calibration.samples)
 
     @property
@@ -163,7 +212,7 @@ def _draft(recipe: Recipe, model: Path, options: Options) -> Plan:
     headers, matrices, gguf = _content(headers, recipe, options, ledger)
     importance = given_importance(recipe, step, gguf, ledger)
     chosen = _chosen(step, format_, matrices, gguf, ledger)
-    planned = _planned(headers, matrices, chosen, gguf, ledger) if step is not None else {}
+    planned = _planned(headers, matrices, chosen, recipe, gguf, ledger)
     check_ranges(list(planned.values()))
     declared = {module: linear.conv1d for module, _, _, _, _, linear in matrices.found}
     spec = matrices.spec
@@ -177,7 +226,7 @@ def _draft(recipe: Recipe, model: Path, options: Options) -> Plan:
         ledger.note("engine", format_.name, note)
     if isinstance(headers, DecodedHeaders):
         coded = {name for name, plan in planned.items() if holds_codes(plan.entry.grid)}
-        note_decoded(headers, set() if recipe.transforms else coded, ledger)
+        note_decoded(headers, set() if recipe.transforms or recipe.pruner else coded, ledger)
     files: tuple[GgufFile, ...] = ()
     written = None
     if format_.name == "gguf" and gguf is not None:
@@ -220,7 +269,7 @@ def _content(
     step = recipe.method
     measured = (step is not None and step.needs_calibration) or recipe.calibration.imatrix is not None
     if isinstance(headers, GgufHeaders):
-        if step is None or recipe.transforms:
+        if step is None or recipe.transforms or recipe.pruner:
             raise PlanError(
                 f"{recipe.steps[0].name} cannot be applied to a GGUF file", "give the original model's directory"
             )
@@ -253,22 +302,28 @@ def _planned(
     headers: ModelHeaders,
     matrices: Matrices,
     chosen: Mapping[str, Method | None],
+    recipe: Recipe,
     gguf: GgufModel | None,
     ledger: Ledger,
 ) -> dict[str, MatrixPlan]:
-    """The matrices that are quantised, by on-disk module, in order of execution."""
+    """The matrices that are changed, by on-disk module, in order of execution."""
     planned: dict[str, MatrixPlan] = {}
+    step, pruner = recipe.method, recipe.pruner
+    pruners = {} if pruner is None else resolve_pruner(pruner, matrices.widths)
     for module, layer, expert, path, space, linear in matrices.found:
-        method = chosen[module]
+        stored = headers.tensors[f"{module}.weight"].spec
+        method, pruning = chosen[module], pruners.get(module)
+        if method is None and gguf is None and step is not None:
+            ledger.note("unquantised", module, "skipped as asked")
+        if method is None and pruning is not None:
+            method = Unrounded(dtype=stored.dtype)
         if method is None:
-            if gguf is None:
-                ledger.note("unquantised", module, "skipped as asked")
             continue
         if gguf is not None and f"{module}.weight" in gguf.copied:
             continue
         entry = Entry(
-            headers.tensors[f"{module}.weight"].spec,
-            grid=method.grid,
+            stored,
+            grid=None if isinstance(method, Unrounded) else method.grid,
             inputs=method.inputs,
             transposed=linear.conv1d,
             block=True,
@@ -276,9 +331,9 @@ def _planned(
             permuted=method.permutes_groups,
             options=method.described(),
         )
-        planned[module] = MatrixPlan(layer, expert, path, module, space, linear.conv1d, entry, method)
-    if not planned and gguf is None:
-        raise PlanError("nothing is left to quantise", "loosen the patterns of --set")
+        planned[module] = MatrixPlan(layer, expert, path, module, space, linear.conv1d, entry, method, pruning)
+    if not planned and gguf is None and (step is not None or pruner is not None):
+        raise PlanError("nothing is left to quantise or to prune", "loosen the patterns of --set")
     return planned
 
 

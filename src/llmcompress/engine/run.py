@@ -196,7 +196,7 @@ def _spaces(plan: Plan, number: int) -> dict[str, str]:
     """The spaces whose statistics a layer's methods ask for, each with a matrix that reads it; experts' apart."""
     spaces: dict[str, str] = {}
     for matrix in plan.layers[number]:
-        if matrix.method.needs_calibration and matrix.expert is None:
+        if matrix.needs_calibration and matrix.expert is None:
             spaces.setdefault(matrix.space, matrix.path)
     return spaces
 

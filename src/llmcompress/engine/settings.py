@@ -3,13 +3,16 @@
 import re
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeVar
 
 from llmcompress.errors import PlanError, RecipeError
 from llmcompress.grids.base import BLOCK_TYPES, PER_ROW, PROGRESSIVE_GROUPS
 from llmcompress.ledger import Ledger
 from llmcompress.methods.base import DEFAULT_GROUP_SIZES, GROUPED_TYPES, GgufTypes, Method
+from llmcompress.pruners.base import Pruner
 from llmcompress.recipe import build
+
+Step = TypeVar("Step", Method, Pruner)
 
 
 def matches(pattern: str, module: str) -> bool:
@@ -30,11 +33,7 @@ def resolve(
     PlanError for a pattern that matches nothing or a group size that does not divide a width. types: of GGUF by on-disk
     tensor, in place of bits and groups.
     """
-    for pattern in step.set:
-        if not any(matches(pattern, module) for module in modules):
-            raise PlanError(
-                f"pattern {pattern!r} of set matches no matrix", f"matrices are called like {next(iter(modules))}"
-            )
+    _check_patterns(step, modules)
     chosen = {module: _options(step, module) for module in modules}
     if types is not None:
         return {module: _typed(item, module, types[f"{module}.weight"]) for module, item in chosen.items()}
@@ -51,7 +50,27 @@ def resolve(
     return result
 
 
-def _options(step: Method, module: str) -> Method | None:
+def resolve_pruner(step: Pruner, modules: Mapping[str, int]) -> dict[str, Pruner | None]:
+    """Options of each module (name to in_features), None where it is to be skipped; errors as for `resolve`."""
+    _check_patterns(step, modules)
+    chosen = {module: _options(step, module) for module in modules}
+    for module, item in chosen.items():
+        if item is not None and item.runs is not None and modules[module] % item.runs.of:
+            raise PlanError(
+                f"{item.pattern} does not divide the {modules[module]} inputs of {module}",
+                "use another --pattern, or leave it out: --set 'PATTERN: {skip: true}'",
+            )
+    return chosen
+
+
+def _check_patterns(step: Method | Pruner, modules: Iterable[str]) -> None:
+    modules = list(modules)
+    for pattern in step.set:
+        if not any(matches(pattern, module) for module in modules):
+            raise PlanError(f"pattern {pattern!r} of set matches no matrix", f"matrices are called like {modules[0]}")
+
+
+def _options(step: Step, module: str) -> Step | None:
     changes: dict[str, Any] = {}
     for pattern, options in step.set.items():
         if matches(pattern, module):

@@ -13,6 +13,7 @@ from llmcompress.errors import PlanError
 from llmcompress.formats.base import TensorSpec
 from llmcompress.ledger import Ledger
 from llmcompress.methods.base import Method
+from llmcompress.pruners.base import Pruner
 from llmcompress.recipe import Recipe
 from llmcompress.solve.hadamard import largest_order
 from llmcompress.store.checkpoint import Checkpoint
@@ -27,30 +28,31 @@ if TYPE_CHECKING:
 
 
 def check_order(recipe: Recipe) -> None:
-    """PlanError for steps that do not stand in the order transforms, then one that rounds."""
-    rounding = [number for number, step in enumerate(recipe.steps) if not isinstance(step, Transform)]
-    if len(rounding) > 1:
-        names = ", ".join(recipe.steps[number].name for number in rounding)
-        raise PlanError(
-            f"a recipe holds one quantising step, this one has {len(rounding)}: {names}", "use set: for exceptions"
-        )
-    for number, step in enumerate(recipe.steps):
-        if isinstance(step, Transform) and rounding and number > rounding[0]:
-            before = recipe.steps[rounding[0]].name
-            raise PlanError(
-                f"step {number + 1}, {step.name}, comes after {before}, which has rounded the weights by then",
-                f"put {step.name} before {before}",
-            )
-        if isinstance(step, Rotate) and number and not isinstance(recipe.steps[number - 1], Rotate | Method):
+    """PlanError for steps that do not stand in the order transforms, one that prunes, one that rounds."""
+    ranks = [_RANKS.index(_kind(step)) for step in recipe.steps]
+    for number, (step, rank) in enumerate(zip(recipe.steps, ranks, strict=True)):
+        place = f"step {number + 1}, {step.name},"
+        if number and rank < ranks[number - 1]:
             before = recipe.steps[number - 1].name
-            raise PlanError(
-                f"step {number + 1}, {step.name}, comes after {before}, whose channels it would turn",
-                f"put {step.name} before {before}",
-            )
-        if isinstance(step, Scaling) and not rounding:
+            raise PlanError(f"{place} comes after {before}, {_AFTER[rank]}", f"put {step.name} before {before}")
+        if number and rank and rank == ranks[number - 1]:
+            raise PlanError(f"{place} is the second one that {_DOES[rank]}", "use set: for exceptions")
+        if isinstance(step, Rotate) and number and not isinstance(recipe.steps[number - 1], Rotate):
+            before = recipe.steps[number - 1].name
+            raise PlanError(f"{place} comes after {before}, whose channels it would turn", f"put it before {before}")
+        if isinstance(step, Scaling) and recipe.method is None:
             raise PlanError(
                 f"{step.name} makes weights fit for rounding, and no step rounds them", "add one, such as rtn, after it"
             )
+
+
+_RANKS: tuple[type, ...] = (Transform, Pruner, Method)
+_AFTER = ("which has changed the weights for good by then", "which has rounded the weights by then")
+_DOES = ("", "prunes", "rounds")
+
+
+def _kind(step: Transform | Pruner | Method) -> type:
+    return next(kind for kind in _RANKS if isinstance(step, kind))
 
 
 def transformed_headers(headers: ModelHeaders, recipe: Recipe, anatomy: Anatomy, ledger: Ledger) -> ModelHeaders:

@@ -12,11 +12,13 @@ from llmcompress.engine.gguf import write_gguf
 from llmcompress.engine.kv_cache import recorded, scales
 from llmcompress.engine.plan import Plan
 from llmcompress.engine.report import report
+from llmcompress.engine.uncoded import uncoded
 from llmcompress.errors import one_line
 from llmcompress.formats.card import model_card
 from llmcompress.grids.base import BlockSpec
 from llmcompress.ledger import Ledger
 from llmcompress.methods.base import Method
+from llmcompress.pruners.base import Pruner
 from llmcompress.store.checkpoint import DTYPES, Checkpoint
 from llmcompress.store.folds import FoldedCheckpoint
 from llmcompress.store.output_file import output_of
@@ -71,11 +73,11 @@ def card_facts(plan: Plan, result: dict[str, Any]) -> dict[str, Any]:
         "version": __version__,
         "config": plan.headers.config,
         "source_readme": _beginning(readme) if readme.is_file() else "",
-        "grids": dict(sorted(Counter(item["grid"] for item in linears).items())),
+        "grids": dict(sorted(Counter(item["grid"] for item in linears if item["grid"]).items())),
         "bits": sorted({entry.grid.bits for entry in plan.entries if not isinstance(entry.grid, BlockSpec | None)}),
         "inputs": 8 if any(entry.inputs is not None for entry in plan.entries) else 16,
         "methods": [
-            *(step.name for step in plan.recipe.transforms),
+            *(step.name for step in plan.recipe.steps if not isinstance(step, Method)),
             *dict.fromkeys(item["method"] for item in linears),
         ],
         "figures": {
@@ -114,9 +116,11 @@ def _title(plan: Plan) -> str:
     return f"{one_line(str(named or first))} {steps} ({plan.format.name})"
 
 
-def _said(step: Method | Transform) -> str:
+def _said(step: Method | Pruner | Transform) -> str:
     if isinstance(step, Transform):
         return step.name
+    if isinstance(step, Pruner):
+        return f"{step.name} {step.label}"
     return f"{step.name} {step.label if step.gguf is None else step.gguf.type}"
 
 
@@ -124,12 +128,13 @@ def _tensors(plan: Plan, checkpoint: Checkpoint, staged: Staging) -> Iterator[tu
     """Every tensor of the output in its planned order, one at a time."""
     places = {matrix.entry.source.name: matrix for layer in plan.layers for matrix in layer}
     made = scales(plan, staged)
+    read = uncoded(plan, checkpoint, staged)
     for entry in plan.entries:
         if entry.source.name in made:
             yield entry.source.name, made[entry.source.name]
             continue
         if entry.grid is None:
-            yield entry.source.name, checkpoint.read_finite(entry.source.name).to(DTYPES[entry.source.dtype])
+            yield entry.source.name, read(entry.source.name).to(DTYPES[entry.source.dtype])
             continue
         matrix = places[entry.source.name]
         yield from plan.format.encode(entry, staged.read_coded(matrix.layer, matrix.module)).items()

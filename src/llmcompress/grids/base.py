@@ -300,7 +300,39 @@ class ProgressiveSpec:
         return self.bits + 16 / self.group_size + 16 / in_features
 
 
-Spec = GridSpec | BlockSpec | Nf4Spec | CodebookSpec | Int8Spec | ProgressiveSpec
+@dataclass(frozen=True)
+class DenseSpec:
+    """No grid: the values that a tensor of this type may hold. dtype: BF16, F16, F32 or F64."""
+
+    dtype: str
+
+    symmetric: ClassVar[bool] = True
+    group_size: ClassVar[int] = PER_ROW
+
+    @property
+    def name(self) -> str:
+        return f"dense-{self.dtype.lower()}"
+
+    @property
+    def bits(self) -> int:
+        return {"F32": 32, "F64": 64}.get(self.dtype, 16)
+
+    @property
+    def levels(self) -> int:
+        return 1 << self.bits
+
+    def width(self, in_features: int) -> int:
+        return in_features
+
+    def groups(self, in_features: int) -> int:
+        return 1
+
+    def bits_per_weight(self, in_features: int) -> float:
+        """Stored bits per weight; zeros take as much as any other."""
+        return float(self.bits)
+
+
+Spec = DenseSpec | GridSpec | BlockSpec | Nf4Spec | CodebookSpec | Int8Spec | ProgressiveSpec
 
 
 def joins_rows(spec: Spec) -> bool:
@@ -324,4 +356,6 @@ def spec_named(name: str) -> Spec:
         return Int8Spec(int(found[1] or 0))
     if found := re.fullmatch(r"progressive-g(\d+)", name):
         return ProgressiveSpec(int(found[1]))
+    if found := re.fullmatch(r"dense-(bf16|f16|f32|f64)", name):
+        return DenseSpec(found[1].upper())
     raise ValueError(f"no grid is called {name!r}")

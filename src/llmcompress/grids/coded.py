@@ -7,9 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmcompress.grids.base import BlockSpec, CodebookSpec, GridSpec, Int8Spec, Nf4Spec, ProgressiveSpec, Spec
+from llmcompress.grids.base import (
+    BlockSpec,
+    CodebookSpec,
+    DenseSpec,
+    GridSpec,
+    Int8Spec,
+    Nf4Spec,
+    ProgressiveSpec,
+    Spec,
+)
 from llmcompress.grids.blocks import BlockGrid
 from llmcompress.grids.codebook import CodebookGrid
+from llmcompress.grids.dense import DenseGrid
 from llmcompress.grids.float8 import FloatGrid
 from llmcompress.grids.int8 import Int8Grid
 from llmcompress.grids.integer import IntegerGrid
@@ -18,6 +28,7 @@ from llmcompress.grids.progressive import ProgressiveGrid
 
 Grid = IntegerGrid | FloatGrid | BlockGrid | Nf4Grid | CodebookGrid | Int8Grid | ProgressiveGrid
 _GRIDS: Mapping[type, Any] = {
+    DenseSpec: DenseGrid,
     GridSpec: IntegerGrid,
     BlockSpec: BlockGrid,
     Nf4Spec: Nf4Grid,
@@ -29,7 +40,7 @@ _GRIDS: Mapping[type, Any] = {
 
 @dataclass(frozen=True)
 class Coded:
-    """Codes uint8 [out, in] on their grid. What is stored is what the next layer sees.
+    """Codes uint8 [out, in] on their grid; floats where nothing is rounded. What is stored is what the next layer sees.
 
     input_scale [1] float32: of the inputs, where these are rounded with a fixed one.
     """

@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 
     from llmcompress.grids.coded import Coded
     from llmcompress.grids.inputs import Seen
+    from llmcompress.solve.prune import Pruned
     from llmcompress.stats.absmax import AbsMax
     from llmcompress.stats.drift import Drift
+    from llmcompress.stats.energy import Energy
     from llmcompress.stats.gram import Gram
 
 DEFAULT_GROUP_SIZES = (128, 64, 32)
@@ -56,7 +58,7 @@ class Statistics:
 
     importance: mean square of each input channel [in] by an importance matrix that the user gave. range: its
     magnitudes, where its scale is fixed. peaks: the largest magnitude of each of its channels, where outliers are
-    looked for.
+    looked for. squares: of its channels, where no more of the Gram matrix is asked for.
     """
 
     gram: "Gram | None" = None
@@ -64,6 +66,14 @@ class Statistics:
     importance: "Tensor | None" = None
     range: "Seen | None" = None
     peaks: "AbsMax | None" = None
+    squares: "Energy | None" = None
+
+    @property
+    def energy(self) -> "Tensor | None":
+        """Mean square of each channel [in] float32; None where nothing tells it."""
+        if self.gram is not None:
+            return self.gram.finish().diagonal()
+        return None if self.squares is None else self.squares.mean()
 
 
 @dataclass(frozen=True)
@@ -235,8 +245,13 @@ class Method(BaseModel):
         """On how many windows the inputs of the uncompressed model are wanted beside those of the compressed one."""
         return 0
 
-    def solve(self, weight: "Tensor", stats: Statistics, scale_dtype: "torch.dtype") -> Solved:
-        """Codes of weight [out, in] float32 whose inputs have the statistics `stats`."""
+    def solve(
+        self, weight: "Tensor", stats: Statistics, scale_dtype: "torch.dtype", pruned: "Pruned | None" = None
+    ) -> Solved:
+        """Codes of weight [out, in] float32 whose inputs have the statistics `stats`.
+
+        pruned: what a pruner made of `weight`, whose zeros stay zero on every grid that has one.
+        """
         raise TypeError(f"{self.name} has no algorithm")
 
     def outlier_index(self, stats: Statistics) -> "tuple[Tensor | None, int]":

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from llmcompress.solve.prune import Pruned
+
 
 class Gptq(Method):
     """Quantise each matrix so that its output on the calibration inputs changes least."""
@@ -57,7 +59,9 @@ class Gptq(Method):
             "true_sequential": True,
         }
 
-    def solve(self, weight: "Tensor", stats: Statistics, scale_dtype: "torch.dtype") -> Solved:
+    def solve(
+        self, weight: "Tensor", stats: Statistics, scale_dtype: "torch.dtype", pruned: "Pruned | None" = None
+    ) -> Solved:
         import torch
 
         from llmcompress.grids.coded import Coded
@@ -87,7 +91,13 @@ class Gptq(Method):
             return corrected(weight, seen, drift.finish(), self.qep_alpha)
 
         wanted, factor = both(target, partial(inverse_factor, hessian[order][:, order], self.percdamp))
-        aim = wanted if rest is None else wanted[:, rest]
+        keep = None if pruned is None else pruned.keep.to(torch.float32)
+        # what is left of the weights has a range of its own; what is gone is made up for all the same
+        ranged = wanted if pruned is None else pruned.weight
+        if rest is not None:
+            aim, ranged, keep = wanted[:, rest], ranged[:, rest], None if keep is None else keep[:, rest]
+        else:
+            aim = wanted
         # what a rounding error in a column costs once the columns after it have made up for it: the loss is the sum of
         # the squared residuals times this, so it is what a scale should be fitted by
         cost = torch.empty_like(energy)
@@ -103,17 +113,18 @@ class Gptq(Method):
             scale_dtype=scale_dtype,
             order=order if self.permutes_groups else None,
         )
-        common = fitted(aim) if self.joins_rows else None
+        common = fitted(ranged) if self.joins_rows else None
 
         def rows(part: slice) -> Coded:
-            grid = fitted(aim[part]) if common is None else common.rows(part)
-            coded = gptq_codes(aim[part], grid, factor, order, self.block_size)
-            return refiner.refine(aim[part], coded, scale_dtype, self.descent)
+            grid = fitted(ranged[part]) if common is None else common.rows(part)
+            held = None if keep is None else keep[part].T[order].contiguous()
+            coded = gptq_codes(aim[part], grid, factor, order, self.block_size, held)
+            return refiner.refine(aim[part], coded, scale_dtype, self.descent, held)
 
         starts = range(0, aim.shape[0], SOLVED_ROWS)
         coded = Coded.stacked(together(partial(rows, slice(start, start + SOLVED_ROWS)) for start in starts))
         if outliers is not None:
-            coded = beside(coded, wanted, outliers, whole)
+            coded = beside(coded, wanted if pruned is None else wanted * pruned.keep, outliers, whole)
         return Solved(coded, factor.percdamp, factor.dead, crowded)
 
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from llmcompress.solve.prune import Pruned
+
 
 class Rtn(Method):
     """Round every weight to the nearest value of its group's grid."""
@@ -48,7 +50,9 @@ class Rtn(Method):
     def inverts(self) -> bool:
         return False
 
-    def solve(self, weight: "Tensor", stats: Statistics, scale_dtype: "torch.dtype") -> Solved:
+    def solve(
+        self, weight: "Tensor", stats: Statistics, scale_dtype: "torch.dtype", pruned: "Pruned | None" = None
+    ) -> Solved:
         from llmcompress.grids.coded import Coded
         from llmcompress.grids.encoders import encode
         from llmcompress.grids.fitting import fit
@@ -57,6 +61,7 @@ class Rtn(Method):
         from llmcompress.solve.outliers import beside, remaining
 
         spec = self.grid
+        weight = weight if pruned is None else pruned.weight
         if isinstance(spec, BlockSpec):
             return Solved(encode(weight, spec, self.search, stats.importance))
         if self.needs_gram and stats.gram is None:

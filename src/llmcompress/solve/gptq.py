@@ -11,11 +11,14 @@ from llmcompress.solve.damping import Factor
 from llmcompress.solve.sweep import obs_sweep
 
 
-def gptq_codes(weight: Tensor, grid: Grid, factor: Factor, order: Tensor, block_size: int = 128) -> Coded:
+def gptq_codes(
+    weight: Tensor, grid: Grid, factor: Factor, order: Tensor, block_size: int = 128, keep: Tensor | None = None
+) -> Coded:
     """Round weight [out, in] to a grid fitted beforehand, column by column in `order` [in].
 
     factor: of the mean Gram matrix with rows and columns in `order`. Groups belong to stored columns, so the order of
-    processing needs no group index in any file.
+    processing needs no group index in any file. keep [in, out] float32, rows in `order`: 0 where a weight is gone, so
+    that its level stays zero and what it was is made up for like any rounding error; else 1.
     """
     columns = weight.T[order].contiguous()
     steps = Steps(grid)
@@ -29,6 +32,8 @@ def gptq_codes(weight: Tensor, grid: Grid, factor: Factor, order: Tensor, block_
             column.sub_(steps.offset[group])
         torch.mul(column, steps.inverse[group], out=level)
         steps.snap(level, group)
+        if keep is not None:
+            level.mul_(keep[j])
         torch.addcmul(column, level, steps.scale[group], value=-1, out=error)
 
     obs_sweep(columns, factor.ahead, choose, block_size)

@@ -33,14 +33,16 @@ class Refiner:
         self.inverse = (1.0 / ordered.diagonal()).tolist()
         self.ahead = ordered.triu_(1)  # rows: how a move of a column bends the gradients of the columns after it
 
-    def refine(self, weight: Tensor, coded: Coded, scale_dtype: torch.dtype, rounds: int) -> Coded:
-        """`rounds` of scales, then codes; scales once more. weight [out, in]."""
+    def refine(
+        self, weight: Tensor, coded: Coded, scale_dtype: torch.dtype, rounds: int, keep: Tensor | None = None
+    ) -> Coded:
+        """`rounds` of scales, then codes; scales once more. weight [out, in]. keep [in, out]: as in `gptq_codes`."""
         if rounds == 0:
             return coded
         target = weight @ self.hessian
         for _ in range(rounds):
             coded = self._refit(coded, target, scale_dtype)
-            coded = self.descend_codes(coded, target)
+            coded = self.descend_codes(coded, target, keep)
         return self._refit(coded, target, scale_dtype)
 
     def _refit(self, coded: Coded, target: Tensor, scale_dtype: torch.dtype) -> Coded:
@@ -54,7 +56,9 @@ class Refiner:
             )
         return refit_scales(coded.codes, coded.grid, self.hessian, target, scale_dtype)
 
-    def descend_codes(self, coded: Coded, target: Tensor, block_size: int = 128, inner: int = 16) -> Coded:
+    def descend_codes(
+        self, coded: Coded, target: Tensor, keep: Tensor | None = None, block_size: int = 128, inner: int = 16
+    ) -> Coded:
         """One pass of exact coordinate descent over the codes, columns in order. target [out, in]: W H.
 
         The gradient H (w - q) of the columns ahead is kept up to date lazily, in two levels as in the sweep.
@@ -78,6 +82,8 @@ class Refiner:
                     group = groups[j]
                     torch.addcmul(old, slope, steps.inverse[group], value=self.inverse[j], out=new)
                     steps.snap(new, group)
+                    if keep is not None:
+                        new.mul_(keep[j])
                     torch.sub(new, old, out=move).mul_(steps.scale[group])
                     near.addr_(share, move, alpha=-1)
                 if high < stop:

@@ -13,6 +13,15 @@ class Energy(NamedTuple):
     tokens: int
     dropped: int
 
+    @classmethod
+    def none(cls, size: int) -> "Energy":
+        """Of no tokens."""
+        return cls(torch.zeros(size, dtype=torch.float64), 0, 0)
+
+    def mean(self) -> Tensor:
+        """Mean square of each channel [in], float32."""
+        return (self.sums / max(self.tokens, 1)).to(torch.float32)
+
     def plus(self, other: "Energy") -> "Energy":
         """Of the tokens of both."""
         return Energy(self.sums + other.sums, self.tokens + other.tokens, self.dropped + other.dropped)

@@ -1,0 +1,1 @@
+"""Pruners: which weights become zero. One file each, found by their `PRUNER`."""

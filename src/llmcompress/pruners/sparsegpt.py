@@ -1,0 +1,85 @@
+"""SparseGPT (Frantar and Alistarh, 2023, arXiv:2301.00774): drop a weight, make up for it in the columns after it."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field
+
+from llmcompress.errors import RunError
+from llmcompress.methods.base import SOLVED_ROWS, Statistics
+from llmcompress.pruners.base import Pruner
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from llmcompress.solve.prune import Pruned
+
+
+class SparseGpt(Pruner):
+    """Choose weights whose loss can best be made up for by those that stay, and move these accordingly."""
+
+    name: ClassVar[str] = "sparsegpt"
+    summary: ClassVar[str] = "SparseGPT: drop weights and make up for them in those that are kept; as costly as GPTQ."
+
+    refit: int = Field(
+        10, ge=0, description="steps of conjugate gradients that refine the kept weights; 0: plain SparseGPT"
+    )
+    block_size: int = Field(
+        128, ge=1, description="columns of which a share goes, chosen when all columns before them are decided"
+    )
+    qep_alpha: float = Field(
+        0.5, ge=0, le=1, description="share of the error of earlier matrices to make up for; 0: none, faster"
+    )
+    qep_samples: int = Field(16, ge=1, description="windows of the calibration set on which that error is measured")
+
+    @property
+    def needs_gram(self) -> bool:
+        return True
+
+    @property
+    def inverts(self) -> bool:
+        return True
+
+    @property
+    def original_samples(self) -> int:
+        return self.qep_samples if self.qep_alpha > 0 else 0
+
+    def prune(self, weights: "Sequence[Tensor]", stats: Statistics) -> "list[Pruned]":
+        import torch
+
+        from llmcompress.parallel import together
+        from llmcompress.solve.correct import corrected
+        from llmcompress.solve.damping import damped, inverse_factor
+        from llmcompress.solve.masked import refitted
+        from llmcompress.solve.prune import Pruned
+        from llmcompress.solve.sparsegpt import choosing, sparse_weights
+
+        if stats.gram is None:
+            raise RunError(f"{self.name} needs the statistics of its inputs")
+        hessian, drift, runs = stats.gram.finish(), stats.drift, self.runs
+        order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
+        if runs is not None:
+            order = torch.arange(len(order), device=order.device)
+        factor = inverse_factor(hessian[order][:, order], self.percdamp)
+        loss = damped(hessian, factor.percdamp)
+
+        def aim(weight: "Tensor") -> "Tensor":
+            if drift is None:
+                return weight
+            seen = hessian if drift.hessian is None else drift.hessian
+            return corrected(weight, seen, drift.finish(), self.qep_alpha)
+
+        def rows(wanted: "Tensor") -> "Tensor":
+            held = choosing(factor.pivots, self.share, runs, self.block_size)
+            found = sparse_weights(wanted, factor, order, held)
+            return refitted(found, wanted, found != 0, loss, self.refit) if self.refit else found
+
+        wanted = [aim(weight) for weight in weights]
+        pieces = [part for weight in wanted for part in torch.split(weight, SOLVED_ROWS)]
+        done = iter(together(partial(rows, piece) for piece in pieces))
+        found = [torch.cat([next(done) for _ in torch.split(weight, SOLVED_ROWS)]) for weight in wanted]
+        return [Pruned(weight, weight != 0, factor.percdamp) for weight in found]
+
+
+PRUNER = SparseGpt
