@@ -1,4 +1,4 @@
-"""Mixed precision against one width: `llmcompress fit` and uniform grids of the same bits per weight, on the same tokens.
+"""Mixed precision against one width: `llmcompress fit` and uniform grids of the same size, on the same tokens.
 
     llmcompress calib pack MODEL -o ids.safetensors --calibration TRAIN.txt --samples 16 --length 512
     python benchmarks/fit.py MODEL ids.safetensors TEST.txt --bpw 3.5 4.5 --uniform 3:32 3:128 4:32 4:128 \
@@ -45,9 +45,8 @@ def table(rows: dict[str, Row]) -> str:
         low, high = row["kl_ci"]
         expected = f"{row['kl_expected']:.4f}" if "kl_expected" in row else ""
         kl = f"{row['kl']:.4f} ({low:.4f} to {high:.4f})"
-        lines.append(
-            f"| {name} | {row['bits_per_weight']:.3f} | {kl} | {expected} | {row['perplexity']:.2f} | {row['top1']:.1%} |"
-        )
+        figures = f"{kl} | {expected} | {row['perplexity']:.2f} | {row['top1']:.1%}"
+        lines.append(f"| {name} | {row['bits_per_weight']:.3f} | {figures} |")
     return "\n".join(lines)
 
 

@@ -32,7 +32,7 @@ def test_every_module_gets_its_grid(layers, common, data):
 
 
 def test_what_most_layers_have_is_said_once_and_layers_are_joined_by_digits():
-    grids = {name: SMALL for name in modules(30, PLACES[:3] + ("mlp.down_proj",))}
+    grids = dict.fromkeys(modules(30, (*PLACES[:3], "mlp.down_proj")), SMALL)
     wanted = {7: LARGE, 10: LARGE, 11: LARGE, 12: LARGE, 15: LARGE, 29: LARGE}
     for number, grid in wanted.items():
         grids |= {f"model.layers.{number}.self_attn.{leaf}_proj": grid for leaf in "qkv"}

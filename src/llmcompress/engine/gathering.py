@@ -4,10 +4,8 @@ import re
 from collections.abc import Mapping
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-import torch
 from torch import Tensor
 
-from llmcompress.solve.compensation import relief
 from llmcompress.stats.fisher import Fisher, of_matrix, of_window
 from llmcompress.stats.gram import Gram
 
@@ -49,49 +47,50 @@ class Window(NamedTuple):
 
 
 class ByWindow:
-    """Tokens of a window together; with `percdamp`, inputs count by what is left once GPTQ has made up for errors.
+    """Tokens of a window together; Gram matrices beside, where errors are to be made up for in other columns.
 
-    spaces: space of each path. percdamp: as GPTQ's; None: errors stay where they are made. What compensation leaves is
-    found for the experts of a layer together, as single ones see too few tokens.
+    spaces: space of each path. grams: whether Gram matrices are summed up, those of the experts of a layer together, as
+    single ones see too few tokens.
     """
 
-    def __init__(self, spaces: Mapping[str, str], percdamp: float | None) -> None:
-        self.percdamp = percdamp
-        owners = {space: path for path, space in reversed(list(spaces.items()))}
-        self._spaces = {path: _alike(space) for path, space in spaces.items()}
-        self._owners = set(owners.values())
+    def __init__(self, spaces: Mapping[str, str], grams: bool) -> None:
+        self.spaces = {path: _alike(space) for path, space in spaces.items()}
+        self._grams = grams
+        # the first matrix that reads a space
+        self._owners = set({space: path for path, space in reversed(list(spaces.items()))}.values())
         self._found: dict[str, Fisher] = {}
         self._seen: dict[str, Gram] = {}
         self._weighed: dict[str, Gram] = {}
 
     def part(self, x: Tensor, gradient: Tensor) -> Window:
         rows, slopes = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
-        return Window(None if self.percdamp is None else rows, slopes.T @ rows)
+        return Window(rows if self._grams else None, slopes.T @ rows)
 
     def add(self, path: str, part: Window) -> None:
         fisher = of_window(part.gradient)
         self._found[path] = self._found[path].plus(fisher) if path in self._found else fisher
         if part.x is not None:
             if path in self._owners:
-                self._sum(self._seen, self._spaces[path], part.x)
-            self._sum(self._weighed, _alike(path), part.gradient)
-
-    def _sum(self, grams: dict[str, Gram], name: str, rows: Tensor) -> None:
-        if name not in grams:
-            grams[name] = Gram(rows.shape[-1], rows.device)
-        grams[name].update(rows)
+                _sum(self._seen, self.spaces[path], part.x)
+            _sum(self._weighed, _alike(path), part.gradient)
 
     def finish(self) -> dict[str, Fisher]:
-        if self.percdamp is None:
-            return self._found
-        left = {
-            path: relief(self._seen[self._spaces[path]].mean(), self._weighed[_alike(path)].mean(), self.percdamp)
-            for path in {_alike(path): path for path in self._found}.values()
-        }
-        shares = {_alike(path): share.to("cpu", torch.float64) for path, share in left.items()}
-        return {
-            path: Fisher(fisher.outputs, fisher.inputs * shares[_alike(path)]) for path, fisher in self._found.items()
-        }
+        return self._found
+
+    def seen(self, space: str) -> Tensor:
+        """Mean Gram matrix [in, in] of the inputs in one of `spaces`."""
+        return self._seen[space].mean()
+
+    def weighed(self, path: str) -> Tensor:
+        """Gram matrix [in, in] of a matrix's gradients over windows, by which errors are judged, of trace 1."""
+        gram = self._weighed[_alike(path)].mean()
+        return gram / gram.diagonal().sum().clamp_min(1e-30)
+
+
+def _sum(grams: dict[str, Gram], name: str, rows: Tensor) -> None:
+    if name not in grams:
+        grams[name] = Gram(rows.shape[-1], rows.device)
+    grams[name].update(rows)
 
 
 def _alike(path: str) -> str:

@@ -33,17 +33,19 @@ SAMPLES = 16  # windows, of those that a recipe asks for: sums over thousands of
 
 @dataclass(frozen=True)
 class Measuring:
-    """Windows of a plan's text run forward and their gradients back. tokens: [samples, length]."""
+    """Windows of a plan's text run forward and their gradients back. tokens: [samples, length]; checkpoint: weights."""
 
     plan: Plan
     tokens: Tensor
+    checkpoint: Checkpoint
 
     @classmethod
     def of(cls, plan: Plan) -> "Measuring":
         """On the text of a plan's recipe; PlanError where that is not to be had."""
         text = plan.recipe.calibration
         text = text.model_copy(update={"samples": min(text.samples, SAMPLES)})
-        return cls(plan, tokens_for(text, plan.headers.path, "float32", plan.options.trust_remote_code))
+        tokens = tokens_for(text, plan.headers.path, "float32", plan.options.trust_remote_code)
+        return cls(plan, tokens, open_checkpoint(plan.headers))
 
     @contextmanager
     def information(
@@ -51,15 +53,15 @@ class Measuring:
         paths: Sequence[Sequence[str]],
         watch: Callable[[], None],
         gathering: Callable[[int], Gathering[Any]] = lambda number: ByToken(),
-    ) -> Iterator[tuple[Found, Checkpoint]]:
-        """Fisher information of the matrices at `paths` of each layer, and their weights; within, threads work.
+    ) -> Iterator[Found]:
+        """Fisher information of the matrices at `paths` of each layer; within, threads work.
 
         Layers run in float32. watch: told of 2 * layers + 1 steps. Hidden states lie beside the work directory
         meanwhile.
         """
-        plan, options, checkpoint = self.plan, self.plan.options, open_checkpoint(self.plan.headers)
+        plan, options = self.plan, self.plan.options
         model = StreamedModel(
-            checkpoint,
+            self.checkpoint,
             config_of(plan.headers, options.trust_remote_code),
             plan.spec,
             dtype=torch.float32,
@@ -73,10 +75,7 @@ class Measuring:
             TemporaryDirectory(prefix="gradients-", dir=folder) as scratch,
             threads(plan.means.threads),
         ):
-            yield (
-                fisher_information(model, self.tokens, paths, seed, Path(scratch), watch, gathering),
-                checkpoint,
-            )
+            yield fisher_information(model, self.tokens, paths, seed, Path(scratch), watch, gathering)
 
 
 def measure(plan: Plan, tensors: Sequence[GGUFTensor], ledger: Ledger, watch: Callable[[int, int], None]) -> Losses:
@@ -94,9 +93,10 @@ def measure(plan: Plan, tensors: Sequence[GGUFTensor], ledger: Ledger, watch: Ca
     def step() -> None:
         watch(next(steps), of)
 
-    with Measuring.of(plan).information(paths, step) as (found, checkpoint):
+    measuring = Measuring.of(plan)
+    with measuring.information(paths, step) as found:
         known = _known(tensors, places, found, ledger)
-        return measured_losses(tensors, known, checkpoint.read_finite, step)
+        return measured_losses(tensors, known, measuring.checkpoint.read_finite, step)
 
 
 def _known(

@@ -68,10 +68,9 @@ class Gptq(Method):
         from llmcompress.grids.fitting import fit
         from llmcompress.parallel import both, together
         from llmcompress.solve.correct import corrected
-        from llmcompress.solve.damping import damped, inverse_factor
-        from llmcompress.solve.gptq import gptq_codes
+        from llmcompress.solve.damping import inverse_factor
         from llmcompress.solve.outliers import beside, remaining
-        from llmcompress.solve.refine import Refiner
+        from llmcompress.solve.prepared import Prepared, column_order
 
         if stats.gram is None:
             raise RunError("gptq needs the statistics of its inputs")
@@ -79,10 +78,7 @@ class Gptq(Method):
         outliers, crowded = self.outlier_index(stats)
         rest = None if outliers is None else remaining(outliers, weight.shape[1])
         hessian = whole if rest is None else whole[rest][:, rest]
-        energy = hessian.diagonal()
-        order = torch.arange(energy.numel(), device=weight.device)
-        if self.actorder != "none":
-            order = torch.argsort(energy, descending=True, stable=True)  # stable: ties must not depend on the machine
+        order = column_order(hessian, by_energy=self.actorder != "none")
 
         def target() -> torch.Tensor:
             if drift is None:
@@ -98,18 +94,14 @@ class Gptq(Method):
             aim, ranged, keep = wanted[:, rest], ranged[:, rest], None if keep is None else keep[:, rest]
         else:
             aim = wanted
-        # what a rounding error in a column costs once the columns after it have made up for it: the loss is the sum of
-        # the squared residuals times this, so it is what a scale should be fitted by
-        cost = torch.empty_like(energy)
-        cost[order] = factor.pivots**-2
-        refiner = Refiner(damped(hessian, factor.percdamp), order)
+        ready = Prepared(hessian, order, factor)
         fitted = partial(
             fit,
             spec=spec,
             clip=self.clip,
             search=self.search,
-            importance=cost,
-            gram=refiner.hessian if self.clip == "output" else None,
+            importance=ready.cost,
+            gram=ready.hessian if self.clip == "output" else None,
             scale_dtype=scale_dtype,
             order=order if self.permutes_groups else None,
         )
@@ -118,8 +110,7 @@ class Gptq(Method):
         def rows(part: slice) -> Coded:
             grid = fitted(ranged[part]) if common is None else common.rows(part)
             held = None if keep is None else keep[part].T[order].contiguous()
-            coded = gptq_codes(aim[part], grid, factor, order, self.block_size, held)
-            return refiner.refine(aim[part], coded, scale_dtype, self.descent, held)
+            return ready.codes(aim[part], grid, scale_dtype, self.descent, self.block_size, held)
 
         starts = range(0, aim.shape[0], SOLVED_ROWS)
         coded = Coded.stacked(together(partial(rows, slice(start, start + SOLVED_ROWS)) for start in starts))

@@ -65,6 +65,11 @@ def expected_loss(error: Tensor, outputs: Tensor, inputs: Tensor) -> float:
     return float(error.square() @ inputs.to(error.dtype) @ outputs.to(error.dtype)) / 2
 
 
+def coupled_loss(error: Tensor, outputs: Tensor, inputs: Tensor) -> float:
+    """The same for inputs [in, in], where errors of a row depend on one another."""
+    return float(((error @ inputs.to(error.dtype)) * error).sum(dim=1) @ outputs.to(error.dtype)) / 2
+
+
 def sampled_rows(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Rows that stand for all with weights [rows], and the weight of each of them: all rows, if those are `count`.
 
