@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from llmcompress.cli.fit import nbytes
-from llmcompress.engine import fit as fits
+from llmcompress.engine import mixed
 from llmcompress.errors import RecipeError
 
 SHORT = ("--samples", 2, "--length", 32, "--group-size", "32,128", "--threads", 1)
@@ -83,7 +83,7 @@ def test_json_is_one_document_and_the_printed_recipe_is_yaml(tiny_model_dir, kep
 def test_what_cannot_be_is_one_line_and_writes_nothing(
     options, words, tiny_model_dir, tmp_path, main, capsys, monkeypatch
 ):
-    monkeypatch.setattr(fits, "measured_losses", None)
+    monkeypatch.setattr(mixed, "measured_losses", None)
     given = (*options, *(() if "--length" in options else ("--length", 32)))
     kept, recipe = tmp_path / "kept.json", tmp_path / "recipe.yaml"
     assert main("fit", tiny_model_dir, *given, "--sensitivity", kept, "-o", recipe) == 2

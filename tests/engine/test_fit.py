@@ -8,9 +8,9 @@ import pytest
 import torch
 import yaml
 
-from llmcompress.engine import fit as fits
+from llmcompress.engine import mixed
 from llmcompress.engine.allotment import Budget
-from llmcompress.engine.fit import Asked, fitted_to_grids
+from llmcompress.engine.mixed import Asked, fitted_to_grids
 from llmcompress.engine.plan import Options, make_plan
 from llmcompress.engine.run import run
 from llmcompress.errors import PlanError
@@ -54,7 +54,7 @@ def kept(tiny_model_dir, tmp_path_factory):
 @pytest.fixture
 def unmeasured(monkeypatch):
     """Whatever measures now fails."""
-    monkeypatch.setattr(fits, "measured_losses", None)
+    monkeypatch.setattr(mixed, "measured_losses", None)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from llmcompress.grids.base import INTEGER_BITS, PER_ROW
 from llmcompress.recipe import DEFAULT_FORMAT, Calibration, Output, Recipe, build, methods
 
 if TYPE_CHECKING:
-    from llmcompress.engine.fit import Asked, Fitted
+    from llmcompress.engine.mixed import Asked, Fitted
 
 DOC = """Find bits and group size of every matrix by which a model loses least within a size, as a recipe for `run`.
 
@@ -117,7 +117,7 @@ def fit(**values: Any) -> None:
 
     from transformers.utils import logging
 
-    from llmcompress.engine.fit import fitted_to_grids
+    from llmcompress.engine.mixed import fitted_to_grids
     from llmcompress.engine.plan import Options
     from llmcompress.store.files import existing, writing
 
@@ -154,7 +154,7 @@ def recipe_of(values: dict[str, Any]) -> Recipe:
 def _asked(values: dict[str, Any]) -> "Asked":
     """RecipeError unless one budget is given, or a divergence, and all numbers are some."""
     from llmcompress.engine.allotment import Budget
-    from llmcompress.engine.fit import Asked
+    from llmcompress.engine.mixed import Asked
 
     size, bpw, kl = values["size"], values["bpw"], values["kl"]
     if size is not None and bpw is not None:
