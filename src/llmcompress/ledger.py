@@ -13,6 +13,7 @@ KINDS = {
     "outliers": "more input channels reach the threshold than keep 16 bits",
     "importance": "the importance of some inputs is not known, or was raised so that no column is left to chance",
     "budget": "types of tensors were chosen by measured loss, to keep within a size",
+    "sparsity": "weights that were pruned are not exactly zero in the type they are stored in",
     "rotation": "what a rotation had to make do with, or adds to the file",
     "requantised": "codes of a quantised source were decoded and rounded anew, or their scales rounded",
     "kv_cache": "scales of cached keys and values in the source were left out",

@@ -13,6 +13,7 @@ from llmcompress.engine.forward import Forward
 from llmcompress.engine.kv_cache import measured
 from llmcompress.engine.plan import MatrixPlan, Plan
 from llmcompress.engine.progress import Progress
+from llmcompress.engine.pruning import pruned, sparsity_record
 from llmcompress.engine.ranges import input_scale, lend_ranges
 from llmcompress.engine.resources import return_freed_memory
 from llmcompress.grids.base import BlockSpec
@@ -25,11 +26,9 @@ from llmcompress.model.build import StreamedModel
 from llmcompress.model.experts import Expert
 from llmcompress.model.rounded import round_inputs
 from llmcompress.parallel import together
-from llmcompress.solve.prune import Pruned
 from llmcompress.stats.gram import Gram
 from llmcompress.store.checkpoint import DTYPES, Checkpoint
 
-SPARSE = 0.05  # share of zeros above which a matrix has been pruned, so that they are held
 STARVED = 4  # tokens per input channel below which an expert's Gram is blended with the layer's
 
 
@@ -136,8 +135,8 @@ class Compressor:
         weights = [self._weight(plan) for plan in group]
         scale_dtype = DTYPES[group[0].entry.source.dtype]
         with torch.no_grad():
-            pruned = self._pruned(group, weights, stats, ledger)
-            solved: Solved = method.solve(torch.cat(weights), stats, scale_dtype, pruned)
+            sparse = pruned(group, weights, stats, ledger)
+            solved: Solved = method.solve(torch.cat(weights), stats, scale_dtype, sparse)
         if solved.percdamp is not None and solved.percdamp > getattr(method, "percdamp", solved.percdamp):
             ledger.note("damping", group[0].module, f"percdamp raised to {solved.percdamp:g}")
         if solved.dead_inputs:
@@ -156,22 +155,10 @@ class Compressor:
             if plan.method.fixed_inputs:
                 part = replace(part, input_scale=input_scale(plan, stats))
             record = _record(plan, weight, part, hessian, stats.gram, solved)
+            record |= sparsity_record(plan, weight, part.decode(), ledger)
             result.append((plan, part.to("cpu"), record))
             start = stop
         return result
-
-    def _pruned(
-        self, group: list[MatrixPlan], weights: list[Tensor], stats: Statistics, ledger: Ledger
-    ) -> Pruned | None:
-        """What a pruner makes of matrices, or made of them before this run; None where hardly anything is zero."""
-        pruner = group[0].pruner
-        if pruner is None:
-            sparse = any(float((weight == 0).sum()) > SPARSE * weight.numel() for weight in weights)
-            return Pruned.of_zeros(torch.cat(weights)) if sparse else None
-        pruned = Pruned.stacked(pruner.prune(weights, stats))
-        if pruned.percdamp is not None and pruned.percdamp > pruner.percdamp:
-            ledger.note("damping", group[0].module, f"percdamp of {pruner.name} raised to {pruned.percdamp:g}")
-        return pruned
 
     def _weight(self, plan: MatrixPlan) -> Tensor:
         """The source matrix [out, in] in float32 on the run's device."""
@@ -205,9 +192,7 @@ def _record(
     plan: MatrixPlan, weight: Tensor, coded: Coded, hessian: Tensor | None, gram: Gram | None, solved: Solved
 ) -> dict[str, Any]:
     """What the report says about a matrix. loss: squared output error per token as a share of the output's energy."""
-    decoded = coded.decode()
-    delta = decoded - weight
-    zeros = float((decoded == 0).sum()) / decoded.numel()
+    delta = coded.decode() - weight
     record: dict[str, Any] = {
         "name": plan.module,
         "method": plan.method.name,
@@ -217,10 +202,6 @@ def _record(
         "transposed": plan.entry.transposed,
         "relative_error": _significant(float(delta.norm() / weight.norm().clamp_min(1e-30))),
     }
-    if plan.pruner is not None:
-        record |= {"pruner": plan.pruner.name, "pattern": plan.pruner.pattern}
-    if zeros > SPARSE:
-        record["sparsity"] = _significant(zeros)
     if plan.entry.inputs is not None:
         record["inputs"] = plan.entry.inputs.name
     if coded.input_scale is not None:

@@ -23,6 +23,7 @@ from llmcompress.methods.base import Method
 from llmcompress.methods.gptq import Gptq
 from llmcompress.parallel import in_order
 from llmcompress.solve.damping import inverse_factor
+from llmcompress.solve.gptq import gptq_codes
 from llmcompress.solve.prepared import Prepared, column_order
 from llmcompress.stats.fisher import Fisher, coupled_loss, expected_loss, sampled_rows
 from llmcompress.store.checkpoint import DTYPES, Checkpoint
@@ -127,9 +128,10 @@ def _sample(matrix: MatrixPlan, fisher: Fisher, checkpoint: Checkpoint) -> _Samp
 
 def _compensated(method: Gptq, ready: Prepared, rows: Tensor, grid: GridSpec, dtype: torch.dtype) -> Tensor:
     """Values float32 [rows, in] of rows as GPTQ rounds them."""
-    gram = ready.hessian if method.clip == "output" else None
+    gram = ready.refiner.hessian if method.clip == "output" else None
     fitted = fit(rows, grid, clip=method.clip, importance=ready.cost, gram=gram, scale_dtype=dtype)
-    return ready.codes(rows, fitted, dtype, method.descent, method.block_size).decode().cpu()
+    coded = gptq_codes(rows, fitted, ready.factor, ready.order, method.block_size)
+    return ready.refiner.refine(rows, coded, dtype, method.descent).decode().cpu()
 
 
 def _nearest(method: Method, rows: Tensor, grid: GridSpec, dtype: torch.dtype) -> Tensor:

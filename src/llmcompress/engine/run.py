@@ -13,6 +13,7 @@ from torch import Tensor
 
 from llmcompress.calib.base import fingerprint
 from llmcompress.calib.pack import save
+from llmcompress.engine.allocation import allocated, outlier_weighed
 from llmcompress.engine.calibration import calibration_tokens
 from llmcompress.engine.compress import Compressor, install
 from llmcompress.engine.forward import Forward, Stream
@@ -144,6 +145,8 @@ def _with_data(plan: Plan, checkpoint: Checkpoint, tokens: Tensor, sections: _Se
         trust_remote_code=plan.options.trust_remote_code,
         tiled_attention=True,
     )
+    if plan.recipe.pruner is not None and plan.recipe.pruner.allocation == "owl":
+        plan = allocated(plan, outlier_weighed(plan, checkpoint, model, tokens, staged.path))
     compressor = Compressor(plan, checkpoint, model, sections.progress)
     hidden = _entering(plan, model, tokens, staged, dtype)
     return_freed_memory()

@@ -40,6 +40,11 @@ def check_order(recipe: Recipe) -> None:
         if isinstance(step, Rotate) and number and not isinstance(recipe.steps[number - 1], Rotate):
             before = recipe.steps[number - 1].name
             raise PlanError(f"{place} comes after {before}, whose channels it would turn", f"put it before {before}")
+        if isinstance(step, Pruner) and step.within is not None and not (recipe.method and recipe.method.compensates):
+            raise PlanError(
+                f"{place} is to choose within a step that makes up for errors, and none follows",
+                "add the step gptq after it, or leave joint out",
+            )
         if isinstance(step, Scaling) and recipe.method is None:
             raise PlanError(
                 f"{step.name} makes weights fit for rounding, and no step rounds them", "add one, such as rtn, after it"

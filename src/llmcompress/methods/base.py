@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from llmcompress.grids.coded import Coded
     from llmcompress.grids.inputs import Seen
     from llmcompress.solve.prune import Pruned
+    from llmcompress.solve.sparsegpt import Choice
     from llmcompress.stats.absmax import AbsMax
     from llmcompress.stats.drift import Drift
     from llmcompress.stats.energy import Energy
@@ -246,11 +247,12 @@ class Method(BaseModel):
         return 0
 
     def solve(
-        self, weight: "Tensor", stats: Statistics, scale_dtype: "torch.dtype", pruned: "Pruned | None" = None
+        self, weight: "Tensor", stats: Statistics, scale_dtype: "torch.dtype", pruned: "Pruned | Choice | None" = None
     ) -> Solved:
         """Codes of weight [out, in] float32 whose inputs have the statistics `stats`.
 
-        pruned: what a pruner made of `weight`, whose zeros stay zero on every grid that has one.
+        pruned: what a pruner made of `weight`, whose zeros stay zero on every grid that has one; or how to choose them
+        meanwhile, for a method that `compensates`.
         """
         raise TypeError(f"{self.name} has no algorithm")
 

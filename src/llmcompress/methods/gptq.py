@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from llmcompress.solve.prune import Pruned
+    from llmcompress.solve.sparsegpt import Choice
 
 
 class Gptq(Method):
@@ -60,7 +61,7 @@ class Gptq(Method):
         }
 
     def solve(
-        self, weight: "Tensor", stats: Statistics, scale_dtype: "torch.dtype", pruned: "Pruned | None" = None
+        self, weight: "Tensor", stats: Statistics, scale_dtype: "torch.dtype", pruned: "Pruned | Choice | None" = None
     ) -> Solved:
         import torch
 
@@ -69,8 +70,12 @@ class Gptq(Method):
         from llmcompress.parallel import both, together
         from llmcompress.solve.correct import corrected
         from llmcompress.solve.damping import inverse_factor
+        from llmcompress.solve.gptq import gptq_codes
+        from llmcompress.solve.held import Held
         from llmcompress.solve.outliers import beside, remaining
         from llmcompress.solve.prepared import Prepared, column_order
+        from llmcompress.solve.prune import Pruned
+        from llmcompress.solve.sparsegpt import Choice
 
         if stats.gram is None:
             raise RunError("gptq needs the statistics of its inputs")
@@ -78,7 +83,10 @@ class Gptq(Method):
         outliers, crowded = self.outlier_index(stats)
         rest = None if outliers is None else remaining(outliers, weight.shape[1])
         hessian = whole if rest is None else whole[rest][:, rest]
-        order = column_order(hessian, by_energy=self.actorder != "none")
+        if isinstance(pruned, Choice):
+            order = pruned.order(hessian.diagonal())
+        else:
+            order = column_order(hessian, by_energy=self.actorder != "none")
 
         def target() -> torch.Tensor:
             if drift is None:
@@ -87,35 +95,34 @@ class Gptq(Method):
             return corrected(weight, seen, drift.finish(), self.qep_alpha)
 
         wanted, factor = both(target, partial(inverse_factor, hessian[order][:, order], self.percdamp))
-        keep = None if pruned is None else pruned.keep.to(torch.float32)
-        # what is left of the weights has a range of its own; what is gone is made up for all the same
-        ranged = wanted if pruned is None else pruned.weight
-        if rest is not None:
-            aim, ranged, keep = wanted[:, rest], ranged[:, rest], None if keep is None else keep[:, rest]
-        else:
-            aim = wanted
         ready = Prepared(hessian, order, factor)
+        aim, sparse = wanted, pruned
+        if rest is not None:
+            aim, sparse = wanted[:, rest], pruned.columns(rest) if isinstance(pruned, Pruned) else pruned
+        held = Held(aim, sparse, factor, order, ready.refiner.hessian)
         fitted = partial(
             fit,
             spec=spec,
             clip=self.clip,
             search=self.search,
             importance=ready.cost,
-            gram=ready.hessian if self.clip == "output" else None,
+            gram=ready.refiner.hessian if self.clip == "output" else None,
             scale_dtype=scale_dtype,
             order=order if self.permutes_groups else None,
         )
-        common = fitted(ranged) if self.joins_rows else None
+        common = fitted(held.ranged) if self.joins_rows else None
 
         def rows(part: slice) -> Coded:
-            grid = fitted(ranged[part]) if common is None else common.rows(part)
-            held = None if keep is None else keep[part].T[order].contiguous()
-            return ready.codes(aim[part], grid, scale_dtype, self.descent, self.block_size, held)
+            grid = fitted(held.ranged[part]) if common is None else common.rows(part)
+            mask = held.mask(part)
+            coded = gptq_codes(held.aim[part], grid, factor, order, self.block_size, mask)
+            kept = None if mask is None else mask.keep
+            return ready.refiner.refine(aim[part], coded, scale_dtype, self.descent, kept)
 
         starts = range(0, aim.shape[0], SOLVED_ROWS)
         coded = Coded.stacked(together(partial(rows, slice(start, start + SOLVED_ROWS)) for start in starts))
         if outliers is not None:
-            coded = beside(coded, wanted if pruned is None else wanted * pruned.keep, outliers, whole)
+            coded = beside(coded, wanted, outliers, whole, pruned.keep if isinstance(pruned, Pruned) else None)
         return Solved(coded, factor.percdamp, factor.dead, crowded)
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from llmcompress.solve.prune import Pruned
+    from llmcompress.solve.sparsegpt import Choice
 
 
 class Rtn(Method):
@@ -51,7 +52,7 @@ class Rtn(Method):
         return False
 
     def solve(
-        self, weight: "Tensor", stats: Statistics, scale_dtype: "torch.dtype", pruned: "Pruned | None" = None
+        self, weight: "Tensor", stats: Statistics, scale_dtype: "torch.dtype", pruned: "Pruned | Choice | None" = None
     ) -> Solved:
         from llmcompress.grids.coded import Coded
         from llmcompress.grids.encoders import encode
@@ -59,9 +60,10 @@ class Rtn(Method):
         from llmcompress.grids.integer import fit_whole
         from llmcompress.parallel import together
         from llmcompress.solve.outliers import beside, remaining
+        from llmcompress.solve.prune import Pruned
 
         spec = self.grid
-        weight = weight if pruned is None else pruned.weight
+        weight = pruned.weight if isinstance(pruned, Pruned) else weight
         if isinstance(spec, BlockSpec):
             return Solved(encode(weight, spec, self.search, stats.importance))
         if self.needs_gram and stats.gram is None:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from llmcompress.solve.prune import Pruned
+    from llmcompress.solve.sparsegpt import Choice
 
 
 class Unrounded(Method):
@@ -30,15 +31,16 @@ class Unrounded(Method):
         return False
 
     def solve(
-        self, weight: "Tensor", stats: Statistics, scale_dtype: "torch.dtype", pruned: "Pruned | None" = None
+        self, weight: "Tensor", stats: Statistics, scale_dtype: "torch.dtype", pruned: "Pruned | Choice | None" = None
     ) -> Solved:
         import torch
 
         from llmcompress.grids.coded import Coded
         from llmcompress.grids.dense import DenseGrid
+        from llmcompress.solve.prune import Pruned
 
         grid = DenseGrid(DenseSpec(self.dtype))
-        codes = grid.encode(weight if pruned is None else pruned.weight)
+        codes = grid.encode(pruned.weight if isinstance(pruned, Pruned) else weight)
         if not bool(torch.isfinite(codes).all()):
             raise RunError(f"weights overflow {self.dtype} once others have gone", "use a smaller --sparsity")
         return Solved(Coded(codes, grid))  # type: ignore[arg-type]  # a grid that nothing is solved on

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from llmcompress.solve.prune import Pattern, Pruned
+    from llmcompress.solve.sparsegpt import Choice
 
 
 class Pruner(BaseModel):
@@ -115,6 +116,11 @@ class Pruner(BaseModel):
     def inverts(self) -> bool:
         """Whether it inverts the Gram matrix of its inputs."""
         return False
+
+    @property
+    def within(self) -> "Choice | None":
+        """How the step that rounds is to choose in this one's stead; None where it is not."""
+        return None
 
     @property
     def original_samples(self) -> int:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from llmcompress.solve.prune import Pruned
+    from llmcompress.solve.sparsegpt import Choice
 
 
 class SparseGpt(Pruner):
@@ -26,12 +27,29 @@ class SparseGpt(Pruner):
         10, ge=0, description="steps of conjugate gradients that refine the kept weights; 0: plain SparseGPT"
     )
     block_size: int = Field(
-        128, ge=1, description="columns of which a share goes, chosen when all columns before them are decided"
+        128,
+        ge=16,
+        multiple_of=16,
+        description="columns of which a share goes, chosen when all columns before them are decided",
+    )
+    joint: bool = Field(
+        False, description="choose while weights are rounded, in the sweep of the step gptq that comes after"
     )
     qep_alpha: float = Field(
         0.5, ge=0, le=1, description="share of the error of earlier matrices to make up for; 0: none, faster"
     )
     qep_samples: int = Field(16, ge=1, description="windows of the calibration set on which that error is measured")
+
+    @property
+    def choice(self) -> "Choice":
+        """How masks are chosen."""
+        from llmcompress.solve.sparsegpt import Choice
+
+        return Choice(self.share, self.runs, self.block_size)
+
+    @property
+    def within(self) -> "Choice | None":
+        return self.choice if self.joint else None
 
     @property
     def needs_gram(self) -> bool:
@@ -53,14 +71,12 @@ class SparseGpt(Pruner):
         from llmcompress.solve.damping import damped, inverse_factor
         from llmcompress.solve.masked import refitted
         from llmcompress.solve.prune import Pruned
-        from llmcompress.solve.sparsegpt import choosing, sparse_weights
+        from llmcompress.solve.sparsegpt import sparse_weights
 
         if stats.gram is None:
             raise RunError(f"{self.name} needs the statistics of its inputs")
-        hessian, drift, runs = stats.gram.finish(), stats.drift, self.runs
-        order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
-        if runs is not None:
-            order = torch.arange(len(order), device=order.device)
+        hessian, drift, choice = stats.gram.finish(), stats.drift, self.choice
+        order = choice.order(hessian.diagonal())
         factor = inverse_factor(hessian[order][:, order], self.percdamp)
         loss = damped(hessian, factor.percdamp)
 
@@ -71,8 +87,7 @@ class SparseGpt(Pruner):
             return corrected(weight, seen, drift.finish(), self.qep_alpha)
 
         def rows(wanted: "Tensor") -> "Tensor":
-            held = choosing(factor.pivots, self.share, runs, self.block_size)
-            found = sparse_weights(wanted, factor, order, held)
+            found = sparse_weights(wanted, factor, order, choice.mask(factor.pivots, len(wanted)))
             return refitted(found, wanted, found != 0, loss, self.refit) if self.refit else found
 
         wanted = [aim(weight) for weight in weights]

@@ -8,17 +8,18 @@ from llmcompress.grids.codebook import CodebookGrid
 from llmcompress.grids.coded import Coded, Grid
 from llmcompress.grids.nf4 import Nf4Grid
 from llmcompress.solve.damping import Factor
+from llmcompress.solve.sparsegpt import FixedMask
 from llmcompress.solve.sweep import obs_sweep
 
 
 def gptq_codes(
-    weight: Tensor, grid: Grid, factor: Factor, order: Tensor, block_size: int = 128, keep: Tensor | None = None
+    weight: Tensor, grid: Grid, factor: Factor, order: Tensor, block_size: int = 128, mask: FixedMask | None = None
 ) -> Coded:
     """Round weight [out, in] to a grid fitted beforehand, column by column in `order` [in].
 
     factor: of the mean Gram matrix with rows and columns in `order`. Groups belong to stored columns, so the order of
-    processing needs no group index in any file. keep [in, out] float32, rows in `order`: 0 where a weight is gone, so
-    that its level stays zero and what it was is made up for like any rounding error; else 1.
+    processing needs no group index in any file. mask: which weights are gone; their
+    levels are zero, and what they were is made up for like any rounding error.
     """
     columns = weight.T[order].contiguous()
     steps = Steps(grid)
@@ -26,17 +27,20 @@ def gptq_codes(
     chosen = torch.empty_like(columns)
     rows = chosen.unbind(0)
 
+    sizes = (block_size,) if mask is None else mask.sizes
+
     def choose(j: int, column: Tensor, error: Tensor) -> None:
         group, level = groups[j], rows[j]
+        kept = None if mask is None else mask.at(j, columns)
         if steps.offset is not None:
             column.sub_(steps.offset[group])
         torch.mul(column, steps.inverse[group], out=level)
         steps.snap(level, group)
-        if keep is not None:
-            level.mul_(keep[j])
+        if kept is not None:
+            level.mul_(kept)
         torch.addcmul(column, level, steps.scale[group], value=-1, out=error)
 
-    obs_sweep(columns, factor.ahead, choose, block_size)
+    obs_sweep(columns, factor.ahead, choose, *sizes)
     return steps.coded(chosen, order)
 
 

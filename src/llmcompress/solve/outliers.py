@@ -27,11 +27,13 @@ def remaining(index: Tensor, width: int) -> Tensor:
     return rest.nonzero()[:, 0]
 
 
-def beside(coded: Coded, weight: Tensor, index: Tensor, hessian: Tensor | None = None) -> Coded:
+def beside(
+    coded: Coded, weight: Tensor, index: Tensor, hessian: Tensor | None = None, keep: Tensor | None = None
+) -> Coded:
     """The matrix of which `coded` [out, in - n] is the rest; its outlier channels are those of weight [out, in].
 
     hessian [in, in]: with it they also take up the error E of the rest as well as they can: W_o + E H_ro H_oo^-1, which
-    least squares gives for outputs, with o the outliers and r the rest.
+    least squares gives for outputs, with o the outliers and r the rest. keep [out, in]: False where a weight is gone.
     """
     held, rest = index[index >= 0], remaining(index, weight.shape[1])
     outliers = weight[:, held]
@@ -39,5 +41,7 @@ def beside(coded: Coded, weight: Tensor, index: Tensor, hessian: Tensor | None =
         known = damped(hessian[held][:, held], 0.01)
         pull = (weight[:, rest] - coded.decode()) @ hessian[rest][:, held]
         outliers = outliers + torch.linalg.solve(known, pull.T).T
+    if keep is not None:
+        outliers = outliers * keep[:, held]
     assert isinstance(coded.grid, Int8Grid)
     return Coded(*beside_outliers(coded.codes, coded.grid, index, outliers, weight.shape[1]))

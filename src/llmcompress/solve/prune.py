@@ -34,6 +34,10 @@ class Pruned:
         """A matrix that was pruned before: what is zero is gone."""
         return cls(weight, weight != 0)
 
+    def columns(self, index: Tensor) -> "Pruned":
+        """Some input channels."""
+        return Pruned(self.weight[:, index], self.keep[:, index], self.percdamp)
+
     @classmethod
     def stacked(cls, parts: "Sequence[Pruned]") -> "Pruned":
         """One matrix of parts of its rows."""

@@ -1,6 +1,6 @@
 """SparseGPT (Frantar and Alistarh, 2023, arXiv:2301.00774): drop weights, make up for them in the columns after."""
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,48 +9,94 @@ from llmcompress.solve.damping import Factor
 from llmcompress.solve.prune import Pattern, smallest, smallest_of_each
 from llmcompress.solve.sweep import obs_sweep
 
-Held = Callable[[int, Tensor], Tensor]
-"""held(j, columns [in, out]): which weights of column j are kept [out], as the sweep comes to it; 1 or 0, float32."""
+INNER, OUTER = 16, 128  # columns between two updates of those near by, and of all
 
 
-def choosing(pivots: Tensor, sparsity: float, pattern: Pattern | None, block_size: int = 128) -> Held:
-    """Masks that are chosen as the sweep comes to a block, from weights that make up for all blocks before.
+class FixedMask:
+    """A mask that is decided. keep [in, out]: 1 for weights that stay, 0 for others; columns in order of the sweep."""
+
+    sizes = OUTER, INNER
+
+    def __init__(self, keep: Tensor) -> None:
+        self.keep = keep
+
+    def at(self, j: int, columns: Tensor) -> Tensor:
+        """Of column j [out], as the sweep comes to it. columns [in, out]: all of them, as they are by then."""
+        return self.keep[j]
+
+
+class ChosenMask(FixedMask):
+    """A mask that is chosen as the sweep comes to a block, from weights that make up for all blocks before.
 
     The score of a weight is w^2 / U_jj^2, the error that is left when the columns after it make up for it (equation 3).
-    Of `block_size` columns the share `sparsity` of all their weights goes, or of each m columns those that the pattern
-    says.
     """
-    kept: list[Tensor] = []
-    size = block_size if pattern is None else pattern.of
 
-    def held(j: int, columns: Tensor) -> Tensor:
+    def __init__(self, choice: "Choice", pivots: Tensor, rows: int) -> None:
+        super().__init__(torch.empty(len(pivots), rows, device=pivots.device))
+        self.choice, self.pivots = choice, pivots
+        run = 1 if choice.pattern is None else choice.pattern.of
+        inner = run * max(1, INNER // run)  # a block must be up to date when it is chosen from
+        self.sizes = inner * max(1, OUTER // inner), inner
+
+    def at(self, j: int, columns: Tensor) -> Tensor:
+        size = self.choice.columns
         if j % size == 0:
-            near = columns[j : j + size]
-            score = (near / pivots[j : j + size, None]).square_()
-            if pattern is None:
-                dropped = smallest(score.view(1, -1), round(sparsity * score.numel())).view_as(score)
-            else:
-                dropped = smallest_of_each(score.T, pattern).T
-            kept[:] = (~dropped).to(columns.dtype).unbind(0)
-        return kept[j % size]
+            self.choose(columns[j : j + size], j)
+        return self.keep[j]
 
-    return held
+    def choose(self, near: Tensor, j: int) -> None:
+        """Decide for the columns `near` [some, out], of which j is the first."""
+        score = (near / self.pivots[j : j + len(near), None]).square_()
+        pattern, sparsity = self.choice.pattern, self.choice.sparsity
+        if pattern is not None:
+            dropped = smallest_of_each(score.T, pattern).T
+        else:
+            dropped = smallest(score.view(1, -1), round(sparsity * score.numel())).view_as(score)
+        torch.logical_not(dropped, out=self.keep[j : j + len(near)])
 
 
-def sparse_weights(weight: Tensor, factor: Factor, order: Tensor, held: Held, block_size: int = 128) -> Tensor:
-    """Weight [out, in] with zeros where `held` says so, all others moved to make up for them.
+@dataclass(frozen=True)
+class Choice:
+    """How masks are chosen: of `block_size` columns the share `sparsity` of all their weights goes, or by pattern."""
+
+    sparsity: float
+    pattern: Pattern | None
+    block_size: int = OUTER
+
+    @property
+    def columns(self) -> int:
+        """Chosen from at once."""
+        return self.block_size if self.pattern is None else self.pattern.of
+
+    def order(self, energy: Tensor) -> Tensor:
+        """In which columns are decided: by energy [in], unless runs of stored columns belong together."""
+        if self.pattern is not None:
+            return torch.arange(len(energy), device=energy.device)
+        return torch.argsort(energy, descending=True, stable=True)
+
+    def mask(self, pivots: Tensor, rows: int) -> ChosenMask:
+        """A mask to be chosen. pivots [in]: of the factor, in order."""
+        return ChosenMask(self, pivots, rows)
+
+    def guess(self, columns: Tensor, pivots: Tensor) -> Tensor:
+        """The mask [in, out] that would be chosen if nothing was made up for; columns [in, out] in order."""
+        mask = self.mask(pivots, columns.shape[1])
+        for j in range(0, len(pivots), self.columns):
+            mask.choose(columns[j : j + self.columns], j)
+        return mask.keep
+
+
+def sparse_weights(weight: Tensor, factor: Factor, order: Tensor, mask: FixedMask) -> Tensor:
+    """Weight [out, in] with zeros where `mask` says so, all others moved to make up for them.
 
     factor: of the mean Gram matrix with rows and columns in `order` [in], the order in which columns are decided.
     """
     columns = weight.T[order].contiguous()
-    keeps = torch.empty_like(columns)
 
     def choose(j: int, column: Tensor, error: Tensor) -> None:
-        keep = held(j, columns)
-        keeps[j] = keep
-        torch.addcmul(column, column, keep, value=-1, out=error)
+        torch.addcmul(column, column, mask.at(j, columns), value=-1, out=error)
 
-    obs_sweep(columns, factor.ahead, choose, block_size)
+    obs_sweep(columns, factor.ahead, choose, *mask.sizes)
     found = torch.empty_like(columns)
-    found[order] = columns.mul_(keeps)
+    found[order] = columns.mul_(mask.keep)
     return found.T.contiguous()

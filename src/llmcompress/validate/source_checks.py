@@ -40,7 +40,8 @@ def against_source(directory: Directory, matrices: Mapping[str, Matrix], source:
 
 def _completeness(directory: Directory, matrices: Mapping[str, Matrix], originals: Mapping[str, Tensor]) -> list[str]:
     tied = bool(directory.config.get("tie_word_embeddings"))
-    rounded = {f"{name}.weight" for name in directory.records} if directory.form == "dense" else set()
+    dense = directory.form == "dense"
+    rounded = {f"{name}.weight" for name, record in directory.records.items() if dense or "pruner" in record}
     wrong, accounted = [], set()
     for name, original in originals.items():
         module = name.removesuffix(".weight")
@@ -88,14 +89,14 @@ def _bound_wrongs(directory: Directory, matrices: Mapping[str, Matrix], original
     wrong = []
     for module, record in directory.records.items():
         original = originals.get(f"{module}.weight")
-        if original is None or not record["grid"]:
+        if original is None or not (record["grid"] or "pruner" in record):
             continue
         written = matrices.get(module) or directory.tensors.get(f"{module}.weight")
         if written is None:
             wrong.append(f"{module} cannot be decoded")
             continue
         transposed = directory.transposed(record, original, written)
-        nearest = record.get("method") == "rtn" and isinstance(written, Matrix)
+        nearest = record.get("method") == "rtn" and "pruner" not in record and isinstance(written, Matrix)
         error, norm, far = 0.0, 0.0, 0
         rows = original.shape[1 if transposed else 0]
         for start in range(0, rows, ROWS):

@@ -9,12 +9,13 @@ What is proved, in words:
   middle where the grid is symmetric, group indices are in range, shapes are those of the grid. A decoded value then
   lies on its group's grid, since scale * (code - zero point) is how it is made. Decoded weights (`dense`) have at most
   2^bits values in a group. Fixed scales of inputs are positive, and the same for linears that engines run as one.
+- sparsity: matrices that were pruned have as many zeros as report.json recorded, in the recorded pattern.
 - cache: every attention has scales of keys and values, if config.json speaks of them, as report.json recorded them.
 - source: every tensor of the source is there byte for byte, or quantised, or a tied head left out; nothing else is.
 - bound: of every matrix, the relative error ||W - W'|| / ||W|| (Frobenius) is the one that report.json recorded, to
   0.1%, and below 1, which is what zeroing the matrix would give. Decoded weights are rounded once more to their stored
-  type, which may add or hide as much as the rounding can be. For method rtn, element by element,
-  |w - w'| <= half a step + what lies outside the range of the grid, since rounding takes the nearest code.
+  type, which may add or hide as much as the rounding can be. For method rtn without pruning, element by
+  element, |w - w'| <= half a step + what lies outside the range of the grid, since rounding takes the nearest code.
 """
 
 import re
@@ -32,6 +33,7 @@ from llmcompress.validate.matrices import Affine, quantised_modules, read_matrix
 from llmcompress.validate.matrix import Matrix
 from llmcompress.validate.schemes import format_of, missing_parts
 from llmcompress.validate.source_checks import against_source
+from llmcompress.validate.sparsity import sparsity
 from llmcompress.validate.stored import DamageError, read_json, read_tensors
 
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -72,6 +74,8 @@ def verify(out: Path, source: Path | None = None) -> list[Check]:
     wrong += _unlike_scales(matrices)
     checks.append(summary("matrices", wrong, f"{len(matrices) or len(directory.records)} on their grids"))
     checks.append(_fused(directory, matrices))
+    if (zeros := sparsity(directory, matrices)) is not None:
+        checks.append(zeros)
     settings = config.get("quantization_config")
     if isinstance(settings, dict) and (settings.get("kv_cache_scheme") is not None or cache_scales(tensors)):
         right = f"{len(cache_scales(tensors))} scales of keys and values"
