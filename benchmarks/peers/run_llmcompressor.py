@@ -12,7 +12,8 @@ Then, with the calibration tokens as an integer tensor ``input_ids`` [samples, l
     python run_llmcompressor.py MODEL_DIR IDS.safetensors OUT_DIR --bits 4 --group-size 64
 
 All linears inside the decoder blocks are quantised, weight-only, symmetric by GPTQ and asymmetric by AWQ (`--method
-awq`, with both kinds of scales tried); the head is not.
+awq`, with both kinds of scales tried); the head is not. With `--method wanda` or `sparsegpt` they are pruned instead,
+to `--sparsity 0.5` or in the `--pattern` 2:4, and written in their own type.
 The tool's defaults hold for all the rest, among them its static activation order: ``--desc-act``
 is taken only so that the peers share one command line, and is refused, since the tool no longer
 writes checkpoints with a permuted ``g_idx``. The weights are loaded as bfloat16, as GPTQModel does
@@ -26,15 +27,22 @@ from typing import Any
 
 from common import measured, parser
 
+PRUNING = ("wanda", "sparsegpt")
 
-def modifiers(method: str, groups: dict[str, Any]) -> list[Any]:
+
+def modifiers(args: argparse.Namespace, groups: dict[str, Any]) -> list[Any]:
     """The steps of a method for all linears but the head."""
     from llmcompressor.modifiers.gptq import GPTQModifier
+    from llmcompressor.modifiers.pruning.sparsegpt import SparseGPTModifier
+    from llmcompressor.modifiers.pruning.wanda import WandaPruningModifier
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from llmcompressor.modifiers.transform import AWQModifier
     from llmcompressor.pipelines.cache import IntermediatesCache
 
-    if method == "gptq":
+    if args.method in PRUNING:
+        modifier = {"wanda": WandaPruningModifier, "sparsegpt": SparseGPTModifier}[args.method]
+        return [modifier(sparsity=args.sparsity, mask_structure=args.pattern, ignore=["re:.*lm_head"])]
+    if args.method == "gptq":
         return [GPTQModifier(config_groups=groups, ignore=["lm_head"])]
     IntermediatesCache.pin_memory = lambda *_: None
     return [AWQModifier(duo_scaling="both"), QuantizationModifier(config_groups=groups, ignore=["lm_head"])]
@@ -65,23 +73,26 @@ def quantize(args: argparse.Namespace) -> None:
         model=model,
         tokenizer=tokenizer,
         dataset=data,
-        recipe=modifiers(args.method, {"group_0": scheme}),
+        recipe=modifiers(args, {"group_0": scheme}),
         batch_size=1,
         num_calibration_samples=len(ids),
         shuffle_calibration_samples=False,
     )
-    model.save_pretrained(args.out, save_compressed=True, quantization_format="pack-quantized")
+    how = {} if args.method in PRUNING else {"save_compressed": True, "quantization_format": "pack-quantized"}
+    model.save_pretrained(args.out, **how)
     tokenizer.save_pretrained(args.out)
 
 
 def main() -> None:
     options = parser("GPTQ or AWQ by llm-compressor on given tokens", "not available in this tool")
-    options.add_argument("--method", choices=("gptq", "awq"), default="gptq")
+    options.add_argument("--method", choices=("gptq", "awq", *PRUNING), default="gptq")
     options.add_argument("--dtype", default="bfloat16", help="to load the weights in; or auto")
+    options.add_argument("--sparsity", type=float, default=0.5)
+    options.add_argument("--pattern", default="0:0", help="zeros:of, as the tool has it")
     args = options.parse_args()
     if args.desc_act:
         options.error("llm-compressor has no dynamic activation order; its default is static")
-    measured(args, quantize, "llmcompressor", "static" if args.method == "gptq" else "awq")
+    measured(args, quantize, "llmcompressor", "static" if args.method == "gptq" else args.method)
 
 
 if __name__ == "__main__":

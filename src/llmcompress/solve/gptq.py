@@ -18,8 +18,8 @@ def gptq_codes(
     """Round weight [out, in] to a grid fitted beforehand, column by column in `order` [in].
 
     factor: of the mean Gram matrix with rows and columns in `order`. Groups belong to stored columns, so the order of
-    processing needs no group index in any file. mask: which weights are gone; their
-    levels are zero, and what they were is made up for like any rounding error.
+    processing needs no group index in any file. mask: which weights are gone; they are rounded as zeros, and what they
+    were is made up for like any rounding error.
     """
     columns = weight.T[order].contiguous()
     steps = Steps(grid)
@@ -32,12 +32,13 @@ def gptq_codes(
     def choose(j: int, column: Tensor, error: Tensor) -> None:
         group, level = groups[j], rows[j]
         kept = None if mask is None else mask.at(j, columns)
-        if steps.offset is not None:
-            column.sub_(steps.offset[group])
-        torch.mul(column, steps.inverse[group], out=level)
-        steps.snap(level, group)
+        value, offset = column, None if steps.offset is None else steps.offset[group]
+        if offset is not None:
+            column.sub_(offset)
         if kept is not None:
-            level.mul_(kept)
+            value = column * kept if offset is None else torch.lerp(-offset, column, kept)
+        torch.mul(value, steps.inverse[group], out=level)
+        steps.snap(level, group)
         torch.addcmul(column, level, steps.scale[group], value=-1, out=error)
 
     obs_sweep(columns, factor.ahead, choose, *sizes)

@@ -83,7 +83,7 @@ class Refiner:
                     torch.addcmul(old, slope, steps.inverse[group], value=self.inverse[j], out=new)
                     steps.snap(new, group)
                     if keep is not None:
-                        new.mul_(keep[j])
+                        torch.lerp(old, new, keep[j], out=new)  # what is gone stays where it is
                     torch.sub(new, old, out=move).mul_(steps.scale[group])
                     near.addr_(share, move, alpha=-1)
                 if high < stop:
