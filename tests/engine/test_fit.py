@@ -244,6 +244,8 @@ def test_dense_files_know_no_size_but_bits(tiny_model_dir, kept, unmeasured, tmp
     with pytest.raises(PlanError, match="files of format dense are of one size"):
         fitted(tiny_model_dir, recipe("dense"), tmp_path, kept, size=10**7)
     assert fitted(tiny_model_dir, recipe("dense"), tmp_path, kept, bpw=4).recipe.expected.bits_per_weight <= 4
+    expected = fitted(tiny_model_dir, recipe("dense"), tmp_path, kept, kl=0.004).recipe.expected
+    assert (0.0036 < expected.kl <= 0.004, 2.2 < expected.bits_per_weight < 5) == (True, True)
     with pytest.raises(PlanError, match="only one grid for each matrix"):
         fitted(tiny_model_dir, recipe("dense"), tmp_path, kept, bpw=4, bits=(4,), sizes=(32,))
 

@@ -127,13 +127,12 @@ class _Fitting:
     def __init__(self, recipe: Recipe, model: Path, options: Options, items: Sequence[Item], budget: Budget) -> None:
         self.recipe, self.model, self.options, self.items, self.budget = recipe, model, options, items, budget
         format_ = format_of(recipe)
-        by_size = budget.nbytes is not None or budget.bits is None
-        self.costs = [
-            [sized(item, grid, format_) if by_size else stored_bits(item, grid) for grid in item.grids]
-            for item in items
-        ]
-        if by_size and all(len(set(costs)) == 1 for costs in self.costs):
+        self.costs = [[sized(item, grid, format_) for grid in item.grids] for item in items]
+        alike = all(len(set(costs)) == 1 for costs in self.costs)
+        if alike and budget.nbytes is not None:
             raise PlanError(f"files of format {format_.name} are of one size, whatever the grids", "use --bpw")
+        if alike or budget.bits is not None:
+            self.costs = [[stored_bits(item, grid) for grid in item.grids] for item in items]
 
     def planned(self, numbers: Sequence[int]) -> Plan:
         """The plan of one grid for each item, by its number."""
