@@ -14,6 +14,7 @@ KINDS = {
     "importance": "the importance of some inputs is not known, or was raised so that no column is left to chance",
     "budget": "types of tensors were chosen by measured loss, to keep within a size",
     "sparsity": "weights that were pruned are not exactly zero in the type they are stored in",
+    "statistics": "statistics of another run were gone by, without the errors of this one",
     "rotation": "what a rotation had to make do with, or adds to the file",
     "requantised": "codes of a quantised source were decoded and rounded anew, or their scales rounded",
     "kv_cache": "scales of cached keys and values in the source were left out",

@@ -194,12 +194,17 @@ def _mapping(data: dict[str, Any], key: str, where: str) -> dict[str, Any]:
 
 def load(path: Path) -> Recipe:
     """A recipe from a YAML file."""
+    return parse(read(path), str(path))
+
+
+def read(path: Path) -> Any:
+    """The plain data of a YAML file, whatever it says."""
     try:
         if path.exists() and not path.is_file():  # a pipe would block for ever
             raise RecipeError(f"recipe {path} is not a file")
         if path.exists() and path.stat().st_size > 4 * SIZE:
             raise RecipeError(f"recipe {path} has {path.stat().st_size:,} bytes, which no recipe has")
-        data = read_yaml(path.read_text(encoding="utf-8"))
+        return read_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise RecipeError(f"recipe {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -207,4 +212,3 @@ def load(path: Path) -> Recipe:
     except ValueError as error:
         line = " ".join(str(error).split())
         raise RecipeError(f"recipe {path} is not valid YAML: {line}") from None
-    return parse(data, str(path))

@@ -110,7 +110,7 @@ def test_texts_are_deterministic_and_leave_random_states_alone(tmp_path, ask, un
 def test_the_default_texts_are_those_of_the_package_else_of_the_checkout(tmp_path, ask, ids_of, monkeypatch):
     package = tmp_path / "src" / "llmcompress"
     monkeypatch.setattr(default_source, "PACKAGE", package)
-    with pytest.raises(CalibrationError, match="this installation lacks its texts"):
+    with pytest.raises(CalibrationError, match="this installation lacks its calib_data"):
         Default().tokens(ask(1, 2))
     for place, text in ((tmp_path, "checkout"), (package, "installed")):
         (place / "calib_data" / "prose").mkdir(parents=True)

@@ -9,8 +9,6 @@ import time
 
 import pytest
 
-from llmcompress.cli.commands import _stop_request
-
 COMMAND = [sys.executable, "-m", "llmcompress"]
 SMALL = ["--bits", "4", "--group-size", "64", "--samples", "4", "--length", "32"]
 
@@ -160,19 +158,6 @@ def test_a_strict_kind_ends_with_3_after_writing(random_model_dir, tmp_path):
     done = call("rtn", random_model_dir("llama"), "-o", out, "--format", "dense", "--strict", "group_size")
     one_line_error(done, 3, "--strict", "group_size")
     assert (out / "report.json").exists()
-
-
-def test_a_deadline_waits_for_a_section_and_sigterm_does_not():
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        stop = _stop_request(0)
-        assert [stop(finished) for finished in range(3)] == [False, True, True]
-        stop = _stop_request(None)
-        assert not stop(1)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop(0)
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def test_sigterm_and_deadline_stop_at_a_safe_point_and_the_same_command_goes_on(compressed, tiny_model_dir, tmp_path):

@@ -35,4 +35,4 @@ def test_a_shipped_recipe_runs(file, tiny_model_dir, tmp_path, windows):
     assert passed(checks), [check for check in checks if not check.ok]
     subject = open_streamed(out, dtype=torch.float32, source=tiny_model_dir if gguf else None)
     reference = open_streamed(tiny_model_dir, dtype=torch.float32)
-    assert float(measure(subject, reference, windows).kl.mean()) < 0.3
+    assert float(measure(subject, reference, windows).kl.mean()) < (0.9 if recipe.pruner else 0.3)

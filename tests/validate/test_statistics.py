@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from llmcompress.errors import CalibrationError, RecipeError
-from llmcompress.validate.evaluate import _compare, cut_windows, parse_gate
-from llmcompress.validate.statistics import Tokens, figures
+from llmcompress.validate.evaluate import _compare, cut_windows, parse_gate, refuse_unmeasured
+from llmcompress.validate.statistics import ALONE, COMPARED, Tokens, figures
 
 
 def test_measurements_are_those_of_the_definitions():
@@ -54,7 +54,8 @@ def test_all_published_names_are_there_and_repeat():
     assert found["perplexity"] == pytest.approx(np.exp(nll.mean()), rel=1e-5)
     assert found["perplexity_ratio_ci"] == [1.0, 1.0]
     assert found == figures(tokens)
-    assert "kl" not in figures(Tokens(nll))
+    assert {name for name in found if not name.endswith("_ci")} == {*ALONE, *COMPARED}
+    assert {name for name in figures(Tokens(nll)) if not name.endswith("_ci")} == set(ALONE)
 
 
 def test_windows_are_disjoint_and_never_fewer_than_asked():
@@ -68,8 +69,12 @@ def test_gates_compare_and_refuse_what_they_do_not_know():
     assert parse_gate("kl > 0.05").fails({"kl": 0.06})
     assert not parse_gate("kl>0.05").fails({"kl": 0.05})
     assert parse_gate("top1 < 0.9").fails({"top1": 0.8})
+    for compared, names in ((False, ALONE), (True, (*ALONE, *COMPARED))):
+        refuse_unmeasured([parse_gate(f"{name} > 1") for name in names], compared)
     with pytest.raises(RecipeError, match="did you mean 'kl'"):
-        parse_gate("kll > 1").fails({"kl": 1, "top1": 1})
+        refuse_unmeasured([parse_gate("kll > 1")], compared=True)
+    with pytest.raises(RecipeError, match="needs the original"):
+        refuse_unmeasured([parse_gate("kl > 1")], compared=False)
     for text in ("kl", "kl => 3", "kl > x", "> 3"):
         with pytest.raises(RecipeError, match="not a condition"):
             parse_gate(text)

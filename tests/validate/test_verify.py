@@ -552,7 +552,7 @@ def test_fused_linears_on_different_grids_are_a_warning(copy_of):
 
 def test_the_reader_shares_no_code_with_the_writer():
     folder = Path(module.__file__).parent
-    checks = ("verify", "check", "directory", "config_checks", "source_checks", "kv_cache")
+    checks = ("verify", "check", "directory", "config_checks", "source_checks", "sparsity", "kv_cache")
     own = (*checks, "schemes", "awq", "progressive", "tables", "matrix", "matrices", "stored")
     allowed = {"llmcompress.errors", *(f"llmcompress.validate.{name}" for name in own)}
     for name in own:

@@ -27,14 +27,14 @@ class Default(Source):
 
 
 def shipped(name: str) -> Path:
-    """Where a folder of texts that comes with llmcompress is: calib_data or eval_data."""
+    """Where a folder that comes with llmcompress is: calib_data, eval_data or configs."""
     places = (PACKAGE / name, PACKAGE.parents[1] / name)
     for folder in places:
         if folder.is_dir():
             return folder
     raise CalibrationError(
-        f"this installation lacks its texts; they belong in {places[0]}",
-        "install llmcompress again, or give a file or folder of text",
+        f"this installation lacks its {name}, which belong in {places[0]}",
+        "install llmcompress again, or give a file of your own",
     )
 
 

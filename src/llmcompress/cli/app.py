@@ -2,12 +2,14 @@
 
 import os
 import sys
+from itertools import pairwise
 
 import typer
 
 from llmcompress import __version__
 from llmcompress.cli import console
-from llmcompress.errors import EXIT_FAILED, EXIT_REFUSED, LlmcompressError, RunError
+from llmcompress.cli.log import log
+from llmcompress.errors import EXIT_OK, LlmcompressError, RecipeError, RunError
 
 app = typer.Typer(
     name="llmcompress",
@@ -18,6 +20,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+_USAGE = typer.BadParameter.__mro__[2]  # the base of all that is wrong with a command line
+_INTERRUPTED = 130
 
 
 def _version(wanted: bool) -> None:
@@ -46,21 +50,67 @@ def main() -> None:
     if not app.registered_commands:
         commands.register(app)
     try:
-        app()
+        code = _run()
+    finally:
+        log.close()
+    sys.exit(code)
+
+
+def _run() -> int:
+    """The exit code of the command."""
+    try:
+        code = app(standalone_mode=False)
     except LlmcompressError as error:
-        console.fail(error)
-        sys.exit(error.exit_code)
+        return _failed(error)
     except KeyboardInterrupt:
-        console.say("interrupted; finished layers are kept, the same command goes on")
-        sys.exit(130)
+        code = _INTERRUPTED
     except MemoryError:
-        console.say("error: out of memory; try a smaller --batch")
-        sys.exit(EXIT_FAILED)
+        return _failed(RunError("out of memory", "try a smaller --batch"))
     except BrokenPipeError:
-        sys.exit(EXIT_REFUSED)
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123 (else Python complains as it ends)
+        return _failed(RunError("what reads this command's output has gone"))
     except Exception as error:
+        return _unforeseen(error)
+    if code == _INTERRUPTED:  # Typer's own answer to Ctrl-C
+        return _failed(_InterruptError("interrupted", "finished layers are kept; the same command goes on"))
+    if not code:
+        log.event("done", exit_code=EXIT_OK)
+    return code if isinstance(code, int) else EXIT_OK
+
+
+def _unforeseen(error: Exception) -> int:
+    """The exit code of an error that no part of this program has put into words. What is a bug is raised."""
+    if isinstance(error, _USAGE):
+        return _misused(error)
+    if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
         # the system's own words, such as a full disk, where nothing nearer knew what was being written
-        if not isinstance(error, OSError) and type(error).__name__ != "SafetensorError":
-            raise
-        console.fail(RunError(str(error), "finished layers are kept; the same command goes on"))
-        sys.exit(EXIT_FAILED)
+        return _failed(RunError(str(error), "finished layers are kept; the same command goes on"))
+    log.end(RunError(f"{type(error).__name__}: {error}", "this is a bug in llmcompress; please report it"))
+    raise error
+
+
+def _misused(error: Exception) -> int:
+    """The exit code of a command line that cannot be understood."""
+    context = getattr(error, "ctx", None)
+    if type(error).__name__ == "NoArgsIsHelpError":  # the help is printed already
+        return RecipeError.exit_code
+    if not log.active and _said(sys.argv, "--log-format", "json"):  # which was not read for what came before it
+        log.open()
+    message = error.format_message()  # type: ignore[attr-defined]
+    hint = None if context is None else f"see `{context.command_path} --help`"
+    return _failed(RecipeError(f"{message[:1].lower()}{message[1:].rstrip('.')}", hint))
+
+
+def _said(words: list[str], option: str, value: str) -> bool:
+    return f"{option}={value}" in words or (option, value) in pairwise(words)
+
+
+def _failed(error: LlmcompressError) -> int:
+    console.fail(error)
+    return error.exit_code
+
+
+class _InterruptError(LlmcompressError):
+    """Ctrl-C."""
+
+    exit_code = _INTERRUPTED

@@ -10,6 +10,7 @@ import typer
 
 from llmcompress.cli import console
 from llmcompress.cli import options as o
+from llmcompress.cli.gates import Case, gated
 from llmcompress.errors import GateError
 
 if TYPE_CHECKING:
@@ -30,20 +31,28 @@ def verify(
     out: Annotated[Path, typer.Argument(help="A directory or GGUF file llmcompress wrote.", show_default=False)],
     source: Annotated[Path | None, typer.Option("--source", help="The original model, to compare with.")] = None,
     json_: o.Json = False,
+    junit: o.Junit = None,
+    log_format: o.LogFormat = "text",
 ) -> None:
     """Reopen an output with a reader of its own and prove it complete, finite, on its grid and true to its report."""
     from llmcompress.validate.gguf_file import gguf_in
     from llmcompress.validate.gguf_verify import verify_gguf
     from llmcompress.validate.verify import verify as verify_directory
 
-    checks = verify_directory(out, source) if (file := gguf_in(out)) is None else verify_gguf(file, source)
-    failed = [item for item in checks if not item.ok and not item.warning]
-    if json_:
-        console.print_json({"ok": not failed, "checks": [asdict(item) for item in checks]})
-    else:
-        console.table(None, ("", "check", "detail"), [(_mark(item), item.name, item.detail) for item in checks])
-    if failed:
-        raise GateError(f"{out}: {failed[0].name}: {failed[0].detail}")
+    with gated("verify", junit) as gates:
+        checks = verify_directory(out, source) if (file := gguf_in(out)) is None else verify_gguf(file, source)
+        failed = [item for item in checks if not item.ok and not item.warning]
+        for item in checks:
+            if item.warning and not item.ok:
+                gates.add(Case(item.name, "skipped", f"warning: {item.detail}"))
+            else:
+                gates.judge(item.name, item.ok, item.detail, "nothing wrong", item.detail)
+        if json_:
+            console.print_json({"ok": not failed, "checks": [asdict(item) for item in checks]})
+        else:
+            console.table(None, ("", "check", "detail"), [(_mark(item), item.name, item.detail) for item in checks])
+        if failed:
+            raise GateError(f"{out}: {failed[0].name}: {failed[0].detail}")
 
 
 def _mark(check: "Check") -> str:

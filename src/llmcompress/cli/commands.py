@@ -1,25 +1,22 @@
 """All commands, gathered: one per method, and those that run, plan and export."""
 
-import signal
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llmcompress.cli import checks, console, data, evaluation, fit, gguf, imatrix, presets
+from llmcompress.cli import checks, console, data, evaluation, fit, gguf, imatrix, presets, recipes, statistics, sweep
 from llmcompress.cli import options as o
 from llmcompress.cli.jobs import Job
+from llmcompress.cli.log import log
+from llmcompress.cli.running import carry_out, judge_strict, refuse_unknown_kinds, strict_gates, tell
 from llmcompress.cli.shown import show_plans
-from llmcompress.errors import GateError, RecipeError
-from llmcompress.ledger import KINDS
+from llmcompress.cli.stopping import Stop
 from llmcompress.methods.base import Method
 from llmcompress.pruners.base import Pruner
-from llmcompress.recipe import Calibration, Output, Recipe, build, load, methods, pruners
-from llmcompress.registry import suggest
+from llmcompress.recipe import Calibration, Output, Recipe, build, methods, pruners
 
 if TYPE_CHECKING:
     from llmcompress.engine.plan import Plan
@@ -54,7 +51,7 @@ def register(app: typer.Typer) -> None:
         "out": o.RUN_OPTIONS["out"],
         "overwrite": o.RUN_OPTIONS["overwrite"],
     }
-    given |= {"format_": (FormatOverride, None), **o.MEANS}
+    given |= {"format_": (o.FormatOverride, None), **o.MEANS}
     app.command("run", rich_help_panel="Compress")(
         o.command(_recipe(False), given, "run", "Run a recipe file on a model.")
     )
@@ -66,16 +63,17 @@ def register(app: typer.Typer) -> None:
     checks.register(app)
     data.register(app)
     imatrix.register(app)
+    statistics.register(app)
+    recipes.register(app)
+    sweep.register(app)
 
 
 RecipeFile = Annotated[
-    Path,
+    str,
     typer.Argument(
-        help="Recipe as YAML, such as those in configs/ or an output's llmcompress.yaml.", show_default=False
+        help="Recipe as YAML, such as an output's llmcompress.yaml, or the name of one: `llmcompress recipe list`.",
+        show_default=False,
     ),
-]
-FormatOverride = Annotated[
-    str | None, typer.Option("--format", help="Another format than the recipe's.", rich_help_panel=o.OUTPUT)
 ]
 
 
@@ -96,11 +94,7 @@ def _step(step: type[Method] | type[Pruner], dry: bool = False) -> Callable[...,
 
 def _recipe(dry: bool) -> Callable[..., None]:
     def go(**values: Any) -> None:
-        recipe = load(values["recipe"])
-        if values["format_"] is not None:
-            recipe = recipe.model_copy(
-                update={"output": recipe.output.model_copy(update={"format": values["format_"]})}
-            )
+        recipe = recipes.load_named(values["recipe"], values["format_"])
         _go(Job(recipe, values), dry=dry)
 
     return go
@@ -109,96 +103,62 @@ def _recipe(dry: bool) -> Callable[..., None]:
 def _go(*jobs: Job, dry: bool = False) -> None:
     """Plan jobs, all of them before the first is carried out."""
     values = jobs[0].values
-    for kind in values["strict"] or []:
-        if kind not in (*KINDS, "any"):
-            raise RecipeError(f"--strict {kind!r} is not a kind of ledger entry", suggest(kind, [*KINDS, "any"]))
+    refuse_unknown_kinds(values["strict"] or [])
     if values["print_recipe"] and not values["repair"]:
-        _print_recipes([job.recipe for job in jobs])
+        _print_recipes([job.recipe for job in jobs], values["json_"])
         return
-    plans = [_planned(job) for job in jobs]
+    dry = dry or values["dry_run"] or values["print_recipe"]
+    stop = Stop(values["deadline"]) if jobs[0].stop is None and not dry else jobs[0].stop
+    plans = [_planned(job, len(jobs) > 1 and not dry) for job in jobs]
     if values["print_recipe"]:
-        _print_recipes([plan.recipe for plan in plans])
-    elif dry or values["dry_run"]:
-        show_plans(plans, values["json_"])
+        _print_recipes([plan.recipe for plan, _ in plans], values["json_"])
+    elif dry or stop is None:
+        show_plans([plan for plan, _ in plans], values["json_"])
     else:
-        _carry_out(plans, values)
+        _carry_out(plans, values, stop)
 
 
-def _print_recipes(recipes: Sequence[Recipe]) -> None:
-    typer.echo("---\n".join(recipe.as_yaml() for recipe in recipes), nl=False)
+def _print_recipes(recipes: Sequence[Recipe], as_json: bool) -> None:
+    if as_json:
+        found = [recipe.as_data() for recipe in recipes]
+        console.print_json(found[0] if len(found) == 1 else found)
+    else:
+        typer.echo("---\n".join(recipe.as_yaml() for recipe in recipes), nl=False)
 
 
-def _planned(job: Job) -> "Plan":
+def _planned(job: Job, several: bool) -> "tuple[Plan, dict[str, Any] | None]":
+    """The plan of a job; of `several`, with the report of what an earlier start has finished."""
     from llmcompress.engine.plan import make_plan
 
-    plan = make_plan(job.recipe, job.values["model"], o.means(job.values))
+    if several:
+        from llmcompress.engine.finished import planned_or_finished
+
+        plan, report = planned_or_finished(job.recipe, job.values["model"], o.means(job.values))
+    else:
+        plan, report = make_plan(job.recipe, job.values["model"], o.means(job.values)), None
     plan.ledger.extend(job.notes)
-    return plan
+    return plan, report
 
 
-def _carry_out(plans: Sequence["Plan"], values: dict[str, Any]) -> None:
+def _carry_out(plans: "Sequence[tuple[Plan, dict[str, Any] | None]]", values: dict[str, Any], stop: Stop) -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    stop = _stop_request(values["deadline"])
-    results = []
-    for plan in plans:
-        result = _result(plan, stop, quiet=values["quiet"] or values["json_"])
-        results.append(result)
-        if not values["json_"]:
-            _tell(plan, result, values["quiet"])
+    gates, results = values["gates"], {}
+    strict = strict_gates(values["strict"] or [], [plan.out for plan, _ in plans])
+    gates.expect(name for _, _, name in strict)
+    quiet = values["quiet"] or (values["json_"] and not log.active)
+    for plan, report in plans:
+        results[plan.out] = carry_out(plan, stop, quiet, report)
+        stop.before += report is None
+        if log.active or not values["json_"]:
+            tell(plan, results[plan.out], values["quiet"])
     if values["json_"]:
-        console.print_json(results[0] if len(results) == 1 else results)
-    for result in results:
-        _refuse_broken(result, values["strict"] or [])
-
-
-def _result(plan: "Plan", stop: Callable[[int], bool], quiet: bool) -> dict[str, Any]:
-    from llmcompress.engine.resources import peak_memory
-    from llmcompress.engine.run import run
-
-    begin = time.perf_counter()
-    with console.Watching(quiet=quiet) as watch:
-        result = run(plan, watch, stop)
-    seconds = round(time.perf_counter() - begin, 2)
-    return {**result, "output": str(plan.out), "seconds": seconds, "peak_memory_bytes": peak_memory()}
-
-
-def _tell(plan: "Plan", result: dict[str, Any], quiet: bool) -> None:
-    if not quiet:
-        console.ledger(result["ledger"])
-    cost = plan.estimate
-    written = f"{console.size(cost.output_bytes)}, {cost.output_bytes / cost.source_bytes:.0%} of the source"
-    spent = f"{result['seconds']:.1f} s, peak memory {console.size(result['peak_memory_bytes'])}"
-    console.say(f"{plan.out}: {written}, {cost.bits_per_weight:.2f} bits per weight; {spent}")
-
-
-def _refuse_broken(result: dict[str, Any], wanted: Sequence[str]) -> None:
-    """GateError for ledger entries that --strict does not allow."""
-    broken = [entry for entry in result["ledger"] if "any" in wanted or entry["kind"] in wanted]
-    if broken:
-        first = broken[0]
-        raise GateError(
-            f"--strict: {len(broken)} ledger entries, first {first['kind']}: {first['subject']}: {first['why']}",
-            f"the output was written to {result['output']}; see its report.json",
-        )
-
-
-def _stop_request(deadline: float | None) -> Callable[[int], bool]:
-    """True once SIGTERM has come, or the deadline is over and a section finished: so every start gets further."""
-    asked = {"stop": False}
-    begin = time.monotonic()
-
-    def on_term(_: int, __: FrameType | None) -> None:
-        asked["stop"] = True
-
-    signal.signal(signal.SIGTERM, on_term)
-
-    def stop(finished: int) -> bool:
-        late = deadline is not None and time.monotonic() - begin >= deadline
-        return asked["stop"] or (late and finished > 0)
-
-    return stop
+        found = list(results.values())
+        console.print_json(found[0] if len(found) == 1 else found)
+    broken = [judge_strict(results[out], kind, name, gates) for out, kind, name in strict]
+    for error in filter(None, broken):
+        raise error
 
 
 def export(
@@ -210,6 +170,7 @@ def export(
     ] = None,
     overwrite: o.Overwrite = False,
     json_: o.Json = False,
+    log_format: o.LogFormat = "text",
 ) -> None:
     """Write other formats from a finished run's work directory, without computing anything again."""
     from llmcompress.engine.export import export_work

@@ -1,41 +1,63 @@
-"""What people see: progress, tables, errors. The only file that imports rich."""
+"""What people see: progress, tables, errors; or events, where those are logged. The only file that imports rich."""
 
 import json
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from llmcompress.cli.log import Logged, finite, log
 from llmcompress.engine.progress import Progress as RunProgress
-from llmcompress.errors import LlmcompressError, printable
+from llmcompress.errors import LlmcompressError, StoppedError, printable
 
 # a file or a pipe has no width: nothing is cut off; `:name:` in a path is no emoji
 out = Console(width=None if sys.stdout.isatty() else 240, emoji=False)
 err = Console(stderr=True, emoji=False)
+_document: TextIO | None = None  # stdout, where it is kept for one JSON document
 
 
 def print_json(data: Any) -> None:
-    """The one JSON document of `--json`."""
-    text = json.dumps(data, indent=2, ensure_ascii=False)
+    """The one JSON document of `--json`; null where a figure is not finite."""
+    target = _document or sys.stdout
+    text = json.dumps(finite(data), indent=2, ensure_ascii=False)
     try:
-        text.encode(sys.stdout.encoding or "utf-8")
+        text.encode(target.encoding or "utf-8")
     except UnicodeEncodeError:  # half a surrogate pair out of a file, or a terminal without Unicode
-        text = json.dumps(data, indent=2)
-    sys.stdout.write(text + "\n")
+        text = json.dumps(finite(data), indent=2)
+    target.write(text + "\n")
+
+
+@contextmanager
+def json_alone() -> Iterator[None]:
+    """Keep stdout for the JSON document: what libraries or a model's own code print goes to stderr meanwhile."""
+    global _document
+    before, _document = _document, sys.stdout
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _document = before
 
 
 def say(line: str) -> None:
     """A line for people, on stderr, so that stdout stays clean for results."""
+    if log.active:
+        log.event("message", text=printable(line))
+        return
     err.print(escape(printable(line)), highlight=False, soft_wrap=True)
 
 
 def fail(error: LlmcompressError) -> None:
     """An error: what is wrong, then the way out."""
+    if log.active:
+        log.end(error)
+        return
     err.print(f"[bold red]error:[/] {escape(error.message)}", highlight=False, soft_wrap=True)
     if error.hint:
         err.print(f"  [dim]hint:[/] {escape(error.hint)}", highlight=False, soft_wrap=True)
@@ -132,12 +154,23 @@ class Watching(RunProgress):
             say(f"writing {size(total_bytes)}")
 
 
-class Steps:
-    """A bar on a terminal for work of known length; silent elsewhere."""
+def watching(quiet: bool) -> "Watching | Logged":
+    """Who is told of the progress of a run: people, nobody if `quiet`, or programs."""
+    return Logged() if log.active and not quiet else Watching(quiet)
 
-    def __init__(self, what: str, quiet: bool) -> None:
-        self.what = what
-        self.bar = None if quiet or not err.is_terminal else Progress(console=err, transient=True)
+
+class Steps:
+    """A bar on a terminal for work of known length; silent elsewhere.
+
+    stop: asked after every step but the last, with the number of those that are done; if it says so, StoppedError with
+    what is `kept`.
+    """
+
+    def __init__(
+        self, what: str, quiet: bool, stop: Callable[[int], bool] = lambda done: False, kept: str = ""
+    ) -> None:
+        self.what, self.quiet, self.stop, self.kept = what, quiet, stop, kept
+        self.bar = None if quiet or log.active or not err.is_terminal else Progress(console=err, transient=True)
 
     def __enter__(self) -> "Steps":
         if self.bar is not None:
@@ -152,10 +185,18 @@ class Steps:
     def at(self, done: int, of: int) -> None:
         if self.bar is not None:
             self.bar.update(self.task, completed=done, total=of)
+        elif not self.quiet:
+            log.event("progress", what=self.what, done=done, of=of)
+        if done < of and self.stop(done):
+            raise StoppedError(f"stopped at a safe point, {done} of {of} steps done", self.kept)
 
 
 def ledger(entries: Sequence[Mapping[str, str]], limit: int = 12) -> None:
     """The decisions a person should know of; many of one kind and reason are shown as one line."""
+    if log.active:
+        for entry in entries:
+            log.event("ledger", **entry)
+        return
     grouped: dict[tuple[str, str], list[str]] = {}
     for entry in entries:
         grouped.setdefault((entry["kind"], entry["why"]), []).append(entry["subject"])

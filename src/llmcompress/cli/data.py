@@ -25,6 +25,7 @@ def pack(
     seed: o.Seed = 0,
     trust_remote_code: o.Trust = False,
     json_: o.Json = False,
+    log_format: o.LogFormat = "text",
 ) -> None:
     """Tokenise with a model's tokenizer and write exactly the windows a run would use, for --calibration FILE."""
     from llmcompress.calib.base import fingerprint

@@ -1,13 +1,23 @@
 """`eval`: how faithful a compressed model is."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from llmcompress.cli import console
 from llmcompress.cli import options as o
+from llmcompress.cli.gates import Gates, gated
+from llmcompress.cli.log import log
+from llmcompress.cli.stopping import Stop
 from llmcompress.errors import GateError
+
+if TYPE_CHECKING:
+    from llmcompress.validate.evaluate import Gate
+    from llmcompress.validate.session import Request
+
+_NOTHING_KEPT = "nothing is kept of an evaluation; the same command begins again"
 
 _ROWS = (
     ("perplexity", "perplexity"),
@@ -73,7 +83,10 @@ def evaluate(
         ),
     ] = None,
     trust_remote_code: o.Trust = False,
+    deadline: o.Deadline = None,
     json_: o.Json = False,
+    junit: o.Junit = None,
+    log_format: o.LogFormat = "text",
     quiet: o.Quiet = False,
 ) -> None:
     """Perplexity, and divergence from the original, with confidence intervals.
@@ -82,35 +95,52 @@ def evaluate(
     of a window is scored on the full vocabulary. Intervals are 95%, by bootstrap over windows.
     """
     from llmcompress.validate.cache import Asked
-    from llmcompress.validate.evaluate import parse_gate
+    from llmcompress.validate.evaluate import parse_gate, refuse_unmeasured
     from llmcompress.validate.session import Request, continuations, evaluate_paths
 
-    gates = [parse_gate(gate) for gate in fail_if or []]
     asked = Asked(kv_bits, kv_type)
     request = Request(model, ref, text, length, windows, batch, device, compute_dtype, trust_remote_code, asked)
-    with console.Steps("layers", quiet or json_) as steps:
-        figures: dict[str, Any] = evaluate_paths(request, steps.at)
-    samples = continuations(request, generate, max_new_tokens) if generate is not None else None
-    if json_:
+    with gated("eval", junit) as gates:
+        conditions = {text: parse_gate(text) for text in fail_if or []}
+        gates.expect(f"--fail-if {text}" for text in conditions)
+        refuse_unmeasured(conditions.values(), ref is not None)
+        with console.Steps("layers", quiet or (json_ and not log.active), Stop(deadline), _NOTHING_KEPT) as steps:
+            figures: dict[str, Any] = evaluate_paths(request, steps.at)
+        log.event("figures", **figures)
+        samples = continuations(request, generate, max_new_tokens) if generate is not None else None
+        _show(request, figures, samples, json_)
+        _judge(figures, conditions, gates)
+
+
+def _show(request: "Request", figures: dict[str, Any], samples: dict[str, str] | None, as_json: bool) -> None:
+    if as_json:
         console.print_json({**figures, **({"generated": samples} if samples is not None else {})})
-    else:
-        rows = []
-        for key, label in _ROWS:
-            if key in figures:
-                low, high = figures.get(f"{key}_ci", (None, None))
-                rows.append((label, f"{figures[key]:.5g}", "" if low is None else f"{low:.5g} ... {high:.5g}"))
-        cached = f", keys and values {figures['kv_cache']}" if figures["kv_cache"] else ""
-        console.table(
-            f"{model}: {figures['windows']} windows of {length} tokens, {figures['tokens']} scored, "
-            f"{compute_dtype}{cached}",
-            ("", "value", "95% interval"),
-            rows,
-            right=(1, 2),
-        )
-        for name, continuation in (samples or {}).items():
-            console.table(name, ("",), [(continuation,)])
-    for gate in gates:
-        if gate.fails(figures):
-            raise GateError(
-                f"{gate.key} is {figures[gate.key]:.5g}, the gate was {gate.key} {gate.operator} {gate.bound:g}"
-            )
+        return
+    rows = []
+    for key, label in _ROWS:
+        if key in figures:
+            low, high = figures.get(f"{key}_ci", (None, None))
+            rows.append((label, f"{figures[key]:.5g}", "" if low is None else f"{low:.5g} ... {high:.5g}"))
+    cached = f", keys and values {figures['kv_cache']}" if figures["kv_cache"] else ""
+    console.table(
+        f"{request.model}: {figures['windows']} windows of {request.length} tokens, {figures['tokens']} scored, "
+        f"{request.dtype}{cached}",
+        ("", "value", "95% interval"),
+        rows,
+        right=(1, 2),
+    )
+    for name, continuation in (samples or {}).items():
+        console.table(name, ("",), [(continuation,)])
+
+
+def _judge(figures: dict[str, Any], conditions: Mapping[str, "Gate"], gates: Gates) -> None:
+    """GateError for the first condition that is true, once all were looked at."""
+    broken = None
+    for text, gate in conditions.items():
+        message = f"{gate.key} is {figures[gate.key]:.5g}, the gate was {gate.key} {gate.operator} {gate.bound:g}"
+        bound = f"not {gate.key} {gate.operator} {gate.bound:g}"
+        failed = gate.fails(figures)
+        gates.judge(f"--fail-if {text}", not failed, figures[gate.key], bound, message)
+        broken = broken or (message if failed else None)
+    if broken is not None:
+        raise GateError(broken)

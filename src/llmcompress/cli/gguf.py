@@ -9,6 +9,7 @@ import typer
 from llmcompress.cli import console
 from llmcompress.cli import options as o
 from llmcompress.cli.jobs import Job
+from llmcompress.cli.stopping import Stop
 from llmcompress.errors import RecipeError
 from llmcompress.methods.base import GgufTypes, Method
 from llmcompress.recipe import Calibration, Output, Recipe, build, methods
@@ -213,9 +214,12 @@ def _budgeted(values: dict[str, Any]) -> Job:
     budget = Budget(o.gigabytes("--size", values["size"]), bits)
     recipe = recipe_of({**values, "type_": SMALLEST})
     logging.disable_progress_bar()
-    with console.Steps("measuring", values["quiet"] or values["json_"]) as steps:
+    stop = Stop(values["deadline"])
+    kept = "losses are kept by --losses once all are measured; run the same command again"
+    # the deadline does not stop measuring, of which nothing would be kept: a later start would get no further
+    with console.Steps("measuring", values["quiet"] or values["json_"], lambda done: stop(0), kept) as steps:
         found, ledger = fitted_to_budget(recipe, values["model"], o.means(values), budget, values["losses"], steps.at)
-    return Job(found, values, ledger.entries)
+    return Job(found, values, ledger.entries, stop)
 
 
 def recipe_of(values: dict[str, Any]) -> Recipe:

@@ -7,10 +7,14 @@ import typer
 
 from llmcompress.cli import console
 from llmcompress.cli import options as o
+from llmcompress.cli.log import log
+from llmcompress.cli.stopping import Stop
 from llmcompress.errors import PlanError
 
 if TYPE_CHECKING:
     from llmcompress.formats.gguf.imatrix import Imatrix
+
+_NOTHING_KEPT = "nothing is kept of an importance matrix under way; the same command begins again"
 
 Out = Annotated[Path, typer.Option("--output", "-o", help="File to write.", show_default=False)]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the importance matrix that is there.")]
@@ -38,7 +42,9 @@ def measure(
     batch: o.Batch = None,
     threads: o.Threads = None,
     trust_remote_code: o.Trust = False,
+    deadline: o.Deadline = None,
     json_: o.Json = False,
+    log_format: o.LogFormat = "text",
     quiet: o.Quiet = False,
 ) -> None:
     """Measure how much each input of every matrix matters: the sums of its squares over text, as llama-imatrix does."""
@@ -63,15 +69,22 @@ def measure(
         trust_remote_code=trust_remote_code,
     )
     ledger = Ledger()
-    with console.Steps("layers", quiet or json_) as steps:
+    with console.Steps("layers", quiet or (json_ and not log.active), Stop(deadline), _NOTHING_KEPT) as steps:
         found = measure_imatrix(model, text, _folder(out), means, ledger, steps.at)
     _write(out, found, legacy, overwrite)
-    if not (quiet or json_):
+    if log.active or not (quiet or json_):
         console.ledger(ledger.as_json())
     _tell(out, found, json_, ledger=ledger.as_json())
 
 
-def merge(files: Files, out: Out, legacy: Legacy = False, overwrite: Overwrite = False, json_: o.Json = False) -> None:
+def merge(
+    files: Files,
+    out: Out,
+    legacy: Legacy = False,
+    overwrite: Overwrite = False,
+    json_: o.Json = False,
+    log_format: o.LogFormat = "text",
+) -> None:
     """Add up importance matrices of one model: that of all their texts together."""
     from llmcompress.formats.gguf import imatrix
     from llmcompress.formats.gguf.imatrix_file import read_imatrix, refuse_place

@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 import typer
 from pydantic.fields import FieldInfo
 
+from llmcompress import __version__
+from llmcompress.cli import console
+from llmcompress.cli.gates import gated
+from llmcompress.cli.log import log
 from llmcompress.errors import RecipeError
 from llmcompress.methods.base import Method
 from llmcompress.pruners.base import Pruner
@@ -33,6 +37,9 @@ Out = Annotated[
 ]
 Format = Annotated[
     str, typer.Option("--format", help="Checkpoint format; see `llmcompress list formats`.", rich_help_panel=OUTPUT)
+]
+FormatOverride = Annotated[
+    str | None, typer.Option("--format", help="Another format than the recipe's.", rich_help_panel=OUTPUT)
 ]
 ShardSize = Annotated[
     float | None,
@@ -122,6 +129,15 @@ MaxMemory = Annotated[
 Work = Annotated[
     Path | None, typer.Option("--work", help="Work directory. Default: OUTPUT.work.", rich_help_panel=RUNNING)
 ]
+Stats = Annotated[
+    Path | None,
+    typer.Option(
+        "--stats",
+        help="Directory of statistics: those of another run of this model on this text are gone by instead of running "
+        "it again, else this run's are kept there.",
+        rich_help_panel=RUNNING,
+    ),
+]
 KeepWork = Annotated[
     bool, typer.Option("--keep-work", help="Keep the work directory, for `export`.", rich_help_panel=RUNNING)
 ]
@@ -150,8 +166,48 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop
 PrintRecipe = Annotated[
     bool, typer.Option("--print-recipe", help="Print the recipe as YAML and stop.", rich_help_panel=RUNNING)
 ]
+
+
+def _alone(context: typer.Context, wanted: bool) -> bool:
+    if wanted:
+        context.with_resource(console.json_alone())
+    return wanted
+
+
+def _logged(context: typer.Context, kind: str) -> str:
+    if kind == "json":
+        log.open()
+        log.event("started", command=context.info_name, version=__version__)
+    return kind
+
+
 Json = Annotated[
-    bool, typer.Option("--json", help="One JSON document on stdout, nothing else there.", rich_help_panel=RUNNING)
+    bool,
+    typer.Option(
+        "--json",
+        help="One JSON document on stdout, nothing else there.",
+        callback=_alone,
+        rich_help_panel=RUNNING,
+    ),
+]
+Junit = Annotated[
+    Path | None,
+    typer.Option(
+        "--junit",
+        help="Write what came of the run and of its gates to this file, as JUnit XML for CI systems.",
+        rich_help_panel=RUNNING,
+    ),
+]
+LogFormat = Annotated[
+    Literal["text", "json"],
+    typer.Option(
+        "--log-format",
+        help="What stderr gets: lines for people, or events as JSON, one a line.",
+        envvar="LLMCOMPRESS_LOG_FORMAT",
+        is_eager=True,
+        callback=_logged,
+        rich_help_panel=RUNNING,
+    ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.", rich_help_panel=RUNNING)]
 
@@ -185,6 +241,7 @@ MEANS: dict[str, tuple[Any, Any]] = {
     "batch": (Batch, None),
     "threads": (Threads, None),
     "max_memory": (MaxMemory, None),
+    "stats": (Stats, None),
     "work": (Work, None),
     "keep_work": (KeepWork, False),
     "deadline": (Deadline, None),
@@ -193,6 +250,8 @@ MEANS: dict[str, tuple[Any, Any]] = {
     "dry_run": (DryRun, False),
     "print_recipe": (PrintRecipe, False),
     "json_": (Json, False),
+    "junit": (Junit, None),
+    "log_format": (LogFormat, "text"),
     "quiet": (Quiet, False),
 }
 
@@ -220,10 +279,11 @@ def _option(name: str, field: FieldInfo) -> tuple[Any, Any]:
 def command(
     function: Callable[..., None], options: dict[str, tuple[Any, Any]], name: str, doc: str
 ) -> Callable[..., None]:
-    """`function(**values)` with a signature made of options, as Typer reads it."""
+    """`function(**values)` with a signature made of options, as Typer reads it, and its `gates` among the values."""
 
     def run(**values: Any) -> None:
-        function(**values)
+        with gated(name, values["junit"]) as gates:
+            function(**values, gates=gates)
 
     parameters = [
         inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

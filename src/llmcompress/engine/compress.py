@@ -16,6 +16,7 @@ from llmcompress.engine.progress import Progress
 from llmcompress.engine.pruning import pruned, sparsity_record
 from llmcompress.engine.ranges import input_scale, lend_ranges
 from llmcompress.engine.resources import return_freed_memory
+from llmcompress.engine.statistics import note_reuse
 from llmcompress.grids.base import BlockSpec
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.inputs import InputGrid
@@ -28,6 +29,7 @@ from llmcompress.model.rounded import round_inputs
 from llmcompress.parallel import together
 from llmcompress.stats.gram import Gram
 from llmcompress.store.checkpoint import DTYPES, Checkpoint
+from llmcompress.store.statistics import Kept, stored
 
 STARVED = 4  # tokens per input channel below which an expert's Gram is blended with the layer's
 
@@ -35,8 +37,18 @@ STARVED = 4  # tokens per input channel below which an expert's Gram is blended 
 class Compressor:
     """Chooses the codes of a layer's matrices; the layer ends up holding their decoded values."""
 
-    def __init__(self, plan: Plan, checkpoint: Checkpoint, model: StreamedModel | None, progress: Progress) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        checkpoint: Checkpoint,
+        model: StreamedModel | None,
+        progress: Progress,
+        known: Kept | None = None,
+        keeping: Kept | None = None,
+    ) -> None:
+        """known: statistics in place of those of windows. keeping: where those of windows are kept."""
         self.plan, self.checkpoint, self.model, self.progress = plan, checkpoint, model, progress
+        self.known, self.keeping = known, keeping
 
     def layer(
         self,
@@ -49,10 +61,17 @@ class Compressor:
         coded: dict[str, Coded] = {}
         linears: list[dict[str, Any]] = []
         ledger = Ledger()
+        known = {} if self.known is None else self.known.read(number, torch.device("cpu"))
+        gathered: dict[str, Tensor] = {}
+        if self.known is not None:
+            note_reuse(self.plan, self.known, ledger)
         for stage in stages_of(self.plan.layers[number]):
+            self.progress.stage(stage[0].space, len(stage))
             kept = [found for plan in stage if (found := self._recoded(plan, ledger)) is not None]
             stage = [plan for plan in stage if plan.module not in {found[0].module for found in kept}]
-            statistics = self._statistics(layer, compressed, original, stage, ledger)
+            statistics = known or self._statistics(layer, compressed, original, stage, ledger)
+            if self.keeping is not None:
+                gathered |= stored(statistics)
             return_freed_memory()  # what the windows took, before the matrices of the solvers come
             groups = _together(stage, apart=self.plan.importance is not None)
             solutions = (
@@ -64,6 +83,8 @@ class Compressor:
                 self.progress.matrix(record)
                 if layer is not None:
                     install(layer, plan, solved)
+        if self.keeping is not None:
+            self.keeping.write(number, gathered)
         records: dict[str, Any] = {"linears": linears, "ledger": ledger.as_json()}
         if compressed is not None and self.plan.recipe.kv_cache is not None:
             records["kv_cache"] = measured(compressed, number)

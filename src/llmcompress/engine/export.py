@@ -18,7 +18,8 @@ def export_work(work: Path, formats: Sequence[str], out: Path | None, overwrite:
         identity = json.loads((work / "plan.json").read_text(encoding="utf-8"))
         place = json.loads((work / "place.json").read_text(encoding="utf-8"))
         data, model = {**identity["recipe"]}, Path(place["model"])
-        dtype, batch, tokens = str(identity["compute_dtype"]), int(identity["batch"]), identity["tokens"]
+        dtype, batch = str(identity["compute_dtype"]), int(identity["batch"])
+        run_of = {key: identity[key] for key in ("tokens", "statistics") if key in identity}
         calibration, trusted = place["calibration"], place["trust_remote_code"] is True
         if dtype not in ("float32", "bfloat16", "float16"):
             raise ValueError
@@ -41,7 +42,7 @@ def export_work(work: Path, formats: Sequence[str], out: Path | None, overwrite:
         plans.append(make_plan(recipe, model, options))
     done = []
     for plan in plans:
-        with closing(Staging(work, {**plan.identity, "tokens": tokens})) as staged:
+        with closing(Staging(work, {**plan.identity, **run_of})) as staged:
             missing = [number for number in range(len(plan.layers)) if not staged.has(number)]
             if missing:
                 raise PlanError(

@@ -12,6 +12,9 @@ class Progress:
     def layer(self, number: int) -> None:
         """Work on a decoder layer begins."""
 
+    def stage(self, space: str, matrices: int) -> None:
+        """Work on the matrices of a layer that read one input begins."""
+
     def matrix(self, record: dict[str, Any]) -> None:
         """A matrix has been solved; `record` is what the report will hold."""
 

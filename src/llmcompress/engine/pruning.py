@@ -45,7 +45,7 @@ def sparsity_record(plan: MatrixPlan, weight: Tensor, decoded: Tensor, ledger: L
             "sparsity", plan.grid.name, f"{zeros:.1%} of the weights of {plan.module} are zero, not {share:.1%}"
         )
     record: dict[str, Any] = {} if pruner is None else {"pruner": pruner.name}
-    if zeros > SPARSE:
+    if share > SPARSE and zeros > SPARSE:
         record["sparsity"] = float(f"{zeros:.6g}")
         if pruner is not None and pruner.pattern is not None and held:
             record["pattern"] = pruner.pattern

@@ -21,17 +21,11 @@ def report(
     kv_cache: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The content of report.json; the same inputs give the same bytes. records: lists about parts of the model."""
-    config = plan.headers.path / "config.json"
     return {
         "llmcompress": __version__,
         "format": plan.format.name,
         "recipe": plan.recipe.as_data(),
-        "source": {
-            "headers_sha256": plan.headers.fingerprint,
-            "config_sha256": _sha256(config) if config.is_file() else None,
-            "files_sha256": {file.name: _sha256(file) for file in plan.headers.files},
-            "bytes": plan.headers.nbytes,
-        },
+        "source": source(plan),
         "calibration": dict(calibration) if calibration is not None else None,
         "imatrix": None
         if plan.importance is None
@@ -43,6 +37,17 @@ def report(
         **records,
         "ledger": ledger.as_json(),
         "tensors": dict(tensors),
+    }
+
+
+def source(plan: "Plan") -> dict[str, Any]:
+    """What the report says of the model a run began with: hashes that tell it from any other."""
+    config = plan.headers.path / "config.json"
+    return {
+        "headers_sha256": plan.headers.fingerprint,
+        "config_sha256": _sha256(config) if config.is_file() else None,
+        "files_sha256": {file.name: _sha256(file) for file in plan.headers.files},
+        "bytes": plan.headers.nbytes,
     }
 
 

@@ -22,6 +22,7 @@ from llmcompress.engine.progress import Progress
 from llmcompress.engine.resources import keep_freed_memory, return_freed_memory
 from llmcompress.engine.scaling import Scaled, Scaler
 from llmcompress.engine.source import config_of
+from llmcompress.engine.statistics import own, reusable
 from llmcompress.engine.transforms import add_factors, open_transformed
 from llmcompress.engine.write import write_output
 from llmcompress.errors import StoppedError
@@ -33,26 +34,41 @@ from llmcompress.parallel import threads
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.folds import FoldedCheckpoint
 from llmcompress.store.staging import Hidden, Staging
+from llmcompress.store.statistics import Kept
 
 Stop = Callable[[int], bool]
 
 COMPRESSED, ORIGINAL = "compressed", "original"  # the streams: the model as compressed so far, and as it was
 
 
-def run(plan: Plan, progress: Progress | None = None, stop: Stop = lambda finished: False) -> dict[str, Any]:
+def run(
+    plan: Plan,
+    progress: Progress | None = None,
+    stop: Stop = lambda finished: False,
+    tokens: Tensor | None = None,
+) -> dict[str, Any]:
     """Carry a plan out and return its report. A rerun goes on after the last finished section.
 
     stop: asked before every section, with the number of those that this start has finished; when it says so the run
-    ends with StoppedError and can be taken up again.
+    ends with StoppedError and can be taken up again. tokens: of the calibration [samples, length], where they are
+    drawn already.
     """
     progress = progress or Progress()
     checkpoint = open_transformed(plan)
     sampled = plan.recipe.calibration.source == "self"
     kept = plan.work / "tokens.safetensors"  # sampling takes minutes, and depends on nothing but model and recipe
-    tokens = None
-    if plan.calibrated:
+    if not plan.calibrated:
+        tokens = None
+    elif tokens is None:
         tokens = load_file(kept)["input_ids"] if sampled and kept.exists() else calibration_tokens(plan)
     identity = {**plan.identity, "tokens": fingerprint(tokens) if tokens is not None else None}
+    known = keeping = None
+    if plan.options.stats is not None and tokens is not None:
+        known = reusable(plan, plan.options.stats, identity["tokens"])
+        if known is None:
+            keeping = own(plan, plan.options.stats, identity["tokens"])
+        else:
+            identity["statistics"] = known.key
     staged = Staging(plan.work, identity)
     with closing(staged):
         if tokens is not None and sampled:
@@ -61,10 +77,11 @@ def run(plan: Plan, progress: Progress | None = None, stop: Stop = lambda finish
         progress.start(len(plan.layers), done)
         keep_freed_memory()
         with threads(plan.means.threads):
-            if tokens is None:
-                _without_data(plan, checkpoint, _Sections(plan, staged, progress, stop))
+            sections = _Sections(plan, staged, progress, stop)
+            if tokens is None or known is not None:
+                _without_data(plan, checkpoint, sections, known)
             else:
-                _with_data(plan, checkpoint, tokens, _Sections(plan, staged, progress, stop))
+                _with_data(plan, checkpoint, tokens, sections, keeping)
 
         calibration = None
         if tokens is not None:
@@ -124,14 +141,14 @@ class _Sections:
         self.progress.layer_done(number, time.perf_counter() - begin)
 
 
-def _without_data(plan: Plan, checkpoint: Checkpoint, sections: _Sections) -> None:
-    compressor = Compressor(plan, checkpoint, None, sections.progress)
+def _without_data(plan: Plan, checkpoint: Checkpoint, sections: _Sections, known: Kept | None) -> None:
+    compressor = Compressor(plan, checkpoint, None, sections.progress, known)
     for number in range(len(plan.layers)):
         if not sections.staged.has(number):
             sections.make(number, partial(compressor.layer, number))
 
 
-def _with_data(plan: Plan, checkpoint: Checkpoint, tokens: Tensor, sections: _Sections) -> None:
+def _with_data(plan: Plan, checkpoint: Checkpoint, tokens: Tensor, sections: _Sections, keeping: Kept | None) -> None:
     count, staged = len(plan.layers), sections.staged
     if all(staged.has(number) for number in range(count)):
         return
@@ -147,7 +164,7 @@ def _with_data(plan: Plan, checkpoint: Checkpoint, tokens: Tensor, sections: _Se
     )
     if plan.recipe.pruner is not None and plan.recipe.pruner.allocation == "owl":
         plan = allocated(plan, outlier_weighed(plan, checkpoint, model, tokens, staged.path))
-    compressor = Compressor(plan, checkpoint, model, sections.progress)
+    compressor = Compressor(plan, checkpoint, model, sections.progress, keeping=keeping)
     hidden = _entering(plan, model, tokens, staged, dtype)
     return_freed_memory()
     scaler = _scaler(plan, checkpoint, model, sections.progress)

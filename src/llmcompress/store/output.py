@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 SHARD_BYTES = 5_000_000_000
 INDEX = "model.safetensors.index.json"
+_OF_A_MODEL = ("config.json", "llmcompress.yaml")  # the second alone beside GGUF files
 _MARK = ".llmcompress-partial"  # only a directory that carries it is ever deleted
 
 _TORCH_NAMES = {
@@ -246,7 +247,7 @@ class OutputDirectory:
             raise PlanError(f"{self.path} already exists", "give another directory, or --overwrite")
         if self.path.is_symlink() or not self.path.is_dir():
             raise PlanError(f"{self.path} is not a directory, so it is not overwritten", "give another directory")
-        if any(self.path.iterdir()) and not (self.path / "config.json").exists():
+        if any(self.path.iterdir()) and not any((self.path / name).exists() for name in _OF_A_MODEL):
             raise PlanError(f"{self.path} does not hold a model, so it is not overwritten", "give another directory")
 
 

@@ -1,7 +1,7 @@
 """How far a compressed model is from its original: both run in lockstep, one layer of each in memory at a time."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 from llmcompress.errors import CalibrationError, RecipeError
 from llmcompress.model.build import StreamedModel
 from llmcompress.registry import suggest
-from llmcompress.validate.statistics import OPERATORS, Array, Tokens
+from llmcompress.validate.statistics import ALONE, COMPARED, OPERATORS, Array, Tokens
 
 Watch = Callable[[int, int], None]
 
@@ -96,10 +96,18 @@ class Gate:
     bound: float
 
     def fails(self, figures: dict[str, Any]) -> bool:
-        measured = [key for key, value in figures.items() if isinstance(value, (int, float))]
-        if self.key not in measured:
-            raise RecipeError(f"--fail-if speaks of {self.key!r}, which was not measured", suggest(self.key, measured))
         return OPERATORS[self.operator](float(figures[self.key]), self.bound)
+
+
+def refuse_unmeasured(gates: Iterable[Gate], compared: bool) -> None:
+    """RecipeError for a gate of what will not be measured. compared: whether there is a reference."""
+    known = [*ALONE, *(COMPARED if compared else ())]
+    for gate in gates:
+        if gate.key in known:
+            continue
+        if gate.key in COMPARED:
+            raise RecipeError(f"--fail-if speaks of {gate.key!r}, which needs the original", "give it as --ref")
+        raise RecipeError(f"--fail-if speaks of {gate.key!r}, which is not measured", suggest(gate.key, known))
 
 
 def parse_gate(text: str) -> Gate:

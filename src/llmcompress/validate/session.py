@@ -48,9 +48,7 @@ def evaluate_paths(request: Request, watch: Callable[[int, int], None]) -> dict[
     """Figures of a model, against a reference if one is given. Refuses models of different vocabularies."""
     _check(request)
     tokenizer = load_tokenizer(request.ref or request.model, request.trust_remote_code)
-    place = shipped("eval_data") if request.text == "default" else Path(request.text)
-    files = text_files(place, suffixes=(".txt",)) if place.is_dir() else [place]
-    ids = [token for file in files for token in encode(tokenizer, read_text(file), str(file))]
+    ids = [token for file in texts(request.text) for token in encode(tokenizer, read_text(file), str(file))]
     wanted = request.windows or (
         min(DEFAULT_WINDOWS, len(ids) // request.length) if request.text == "default" else DEFAULT_WINDOWS
     )
@@ -79,6 +77,12 @@ def _expected(model: Path) -> dict[str, float]:
     expected = recipe.get("expected") if isinstance(recipe, dict) else None
     kl = expected.get("kl") if isinstance(expected, dict) else None
     return {"kl_expected": float(kl)} if isinstance(kl, int | float) else {}
+
+
+def texts(text: str) -> list[Path]:
+    """The files of a text to evaluate on: 'default', a file, or a folder."""
+    place = shipped("eval_data") if text == "default" else Path(text)
+    return text_files(place, suffixes=(".txt",)) if place.is_dir() else [place]
 
 
 def _check(request: Request) -> None:

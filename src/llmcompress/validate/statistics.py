@@ -69,6 +69,9 @@ def _rounded(value: float) -> float:
     return float(f"{value:.6g}")
 
 
+ALONE = ("perplexity", "tokens", "windows")  # figures that need no reference
+COMPARED = ("ref_perplexity", "perplexity_ratio", "kl", "kl_median", "kl_p99", "kl_p999", "kl_max", "top1", "tv")
+
 OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
     ">": lambda left, right: left > right,
     ">=": lambda left, right: left >= right,

@@ -1,0 +1,110 @@
+"""Gates of a command, and what came of them as JUnit XML, which CI systems show as tests."""
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from llmcompress.cli.log import log
+from llmcompress.errors import GateError, LlmcompressError, PlanError, StoppedError, one_line
+from llmcompress.store.files import create, writing
+
+State = Literal["passed", "failed", "error", "skipped"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A test as CI systems show it. message: why it did not pass. detail: what was measured, and the bound."""
+
+    name: str
+    state: State
+    message: str = ""
+    detail: str = ""
+
+
+class Gates:
+    """The tests of a command: its own work first, then what it was asked to hold to. In order, one of each name."""
+
+    def __init__(self, suite: str) -> None:
+        self.suite = suite
+        self.cases: dict[str, Case] = {suite: Case(suite, "passed")}
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Gates that will be judged; those that never are, are skipped."""
+        for name in names:
+            self.cases.setdefault(name, Case(name, "skipped", "not reached"))
+
+    def judge(self, name: str, passed: bool, measured: object, bound: object, message: str) -> None:
+        """What came of a gate. message: why it failed, if it did."""
+        detail = one_line(f"measured: {measured}") + "\n" + one_line(f"bound: {bound}")
+        self.add(Case(name, "passed" if passed else "failed", "" if passed else message, detail))
+        log.event("gate", name=name, passed=passed, measured=measured, bound=bound)
+
+    def add(self, case: Case) -> None:
+        self.cases[case.name] = case
+
+    def ended(self, state: State, message: str) -> None:
+        """The command's own work did not end well."""
+        self.add(replace(self.cases[self.suite], state=state, message=message))
+
+
+@contextmanager
+def gated(suite: str, file: Path | None) -> Iterator[Gates]:
+    """The gates of a command, written to `file` however it ends, if there is one.
+
+    PlanError, before anything else, for a file that cannot be written.
+    """
+    if file is not None:
+        _refuse_place(file)
+    gates = Gates(suite)
+    try:
+        yield gates
+    except GateError:
+        raise
+    except StoppedError as error:
+        gates.ended("skipped", error.message)
+        raise
+    except LlmcompressError as error:
+        gates.ended("error", error.message)
+        raise
+    except BaseException as error:
+        gates.ended("error", f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        if file is not None:
+            write_junit(file, gates)
+
+
+def write_junit(file: Path, gates: Gates) -> None:
+    """The tests as JUnit XML, whole or not at all; what was there is replaced. Without times: the same every time."""
+    from junitparser import Error, Failure, JUnitXml, Skipped, TestCase, TestSuite
+
+    suite = TestSuite(f"llmcompress {gates.suite}")
+    for case in gates.cases.values():
+        item = TestCase(one_line(case.name), classname=f"llmcompress.{gates.suite}")
+        results = {"failed": Failure, "error": Error, "skipped": Skipped}
+        if case.state in results:
+            item.result = [results[case.state](one_line(case.message), case.state)]
+        if case.detail:
+            item.system_out = case.detail
+        suite.add_testcase(item)
+    document = JUnitXml()
+    document.add_testsuite(suite)
+    partial = file.with_name(f"{file.name}.partial")
+    with writing(file):
+        partial.unlink(missing_ok=True)
+        create(partial).close()
+        document.write(str(partial), pretty=True)
+        partial.replace(file)
+
+
+def _refuse_place(file: Path) -> None:
+    from llmcompress.store.output import refuse_unwritable
+
+    if not file.parent.is_dir():  # made here, it could be the output that a stopped run is to write later
+        raise PlanError(f"--junit {file}: there is no directory {file.parent}", "make it first")
+    refuse_unwritable(file)
+    if os.path.lexists(file) and (file.is_symlink() or not file.is_file()):
+        raise PlanError(f"--junit {file} is not a file, so it is not replaced", "give another name")

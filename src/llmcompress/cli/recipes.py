@@ -1,0 +1,130 @@
+"""`recipe`: the recipes that come with llmcompress, and whether one of your own is sound."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from llmcompress.calib.default import shipped
+from llmcompress.cli import console
+from llmcompress.cli import options as o
+from llmcompress.errors import RecipeError
+from llmcompress.recipe import Recipe, load
+from llmcompress.registry import suggest
+
+if TYPE_CHECKING:
+    from llmcompress.engine.recipe_check import Problem
+
+Name = Annotated[
+    str,
+    typer.Argument(help="A recipe of `llmcompress recipe list`, or a YAML file.", metavar="RECIPE", show_default=False),
+]
+OptionalModel = Annotated[
+    Path | None, typer.Argument(help="Model directory to plan it on, from headers alone.", show_default=False)
+]
+
+
+@dataclass(frozen=True)
+class Packaged:
+    """A recipe that comes with llmcompress. comment: its lines without the sign of a comment."""
+
+    name: str
+    file: Path
+
+    @property
+    def text(self) -> str:
+        return self.file.read_text(encoding="utf-8")
+
+    @property
+    def comment(self) -> str:
+        """What it says of itself, without commands to copy."""
+        lines = [line[1:] for line in self.text.splitlines() if line.startswith("#")]
+        return " ".join(line.strip() for line in lines if not line.startswith("   "))
+
+
+def packaged() -> dict[str, Packaged]:
+    """The recipes in `configs/` by name."""
+    files = {file.stem: file for file in shipped("configs").glob("*.yaml")}
+    return {name: Packaged(name, files[name]) for name in sorted(files)}
+
+
+def file_of(recipe: str) -> Path:
+    """The file of a recipe, which may be a path or the name of one that comes with llmcompress.
+
+    A file of that name goes first. RecipeError if there is neither.
+    """
+    path = Path(recipe)
+    if path.suffix or path.is_file() or path.name != recipe:
+        return path
+    known = packaged()
+    if recipe not in known:
+        raise RecipeError(f"there is no file {recipe}, and no recipe of that name", suggest(recipe, list(known)))
+    return known[recipe].file
+
+
+def load_named(recipe: str, format_: str | None = None) -> Recipe:
+    """The recipe in a file, or of a name, with another format of output if one is given."""
+    found = load(file_of(recipe))
+    if format_ is None:
+        return found
+    return found.model_copy(update={"output": found.output.model_copy(update={"format": format_})})
+
+
+def register(app: typer.Typer) -> None:
+    recipe = typer.Typer(no_args_is_help=True, help="Recipes: those that come with llmcompress, and checking your own.")
+    recipe.command("list")(list_)
+    recipe.command("show")(show)
+    recipe.command("check")(check)
+    app.add_typer(recipe, name="recipe", rich_help_panel="Look")
+
+
+def list_(json_: o.Json = False) -> None:
+    """The recipes that come with llmcompress, and when to use each."""
+    rows = [(item.name, item.comment) for item in packaged().values()]
+    if json_:
+        console.print_json([{"recipe": name, "comment": comment} for name, comment in rows])
+    else:
+        console.table(None, ("recipe", "when to use it"), rows)
+
+
+def show(recipe: Name, json_: o.Json = False) -> None:
+    """Print a recipe with its comment, to use as it is or to change."""
+    file = file_of(recipe)
+    if json_:
+        console.print_json({"recipe": recipe, **load(file).as_data()})
+        return
+    load(file)  # what is not a recipe is not printed
+    typer.echo(file.read_text(encoding="utf-8"), nl=False)
+
+
+def check(recipe: Name, model: OptionalModel = None, json_: o.Json = False) -> None:
+    """Look for everything that is wrong with a recipe; exit code 2 if anything is.
+
+    Without a model: keys, options and the order of steps. With one the recipe is planned on it as well, which reads
+    headers and computes nothing.
+    """
+    from llmcompress.engine.recipe_check import problems
+
+    file = file_of(recipe)
+    found = problems(file, model)
+    if json_:
+        console.print_json({"recipe": recipe, "ok": not found, "problems": [_facts(item) for item in found]})
+    else:
+        for item in found:
+            typer.echo(f"{recipe}: {_line(item)}")
+        if not found:
+            typer.echo(f"{recipe}: sound" + (f", and can be carried out on {model}" if model is not None else ""))
+    if found:
+        raise RecipeError(f"{recipe} has {len(found)} problem{'s' * (len(found) > 1)}")
+
+
+def _line(item: "Problem") -> str:
+    step, said = f"step {item.step}", item.message
+    if item.step is not None and not said.startswith(step):
+        said = f"{step}: {said.removeprefix('step ')}"
+    return f"{said} ({item.hint})" if item.hint else said
+
+
+def _facts(item: "Problem") -> dict[str, Any]:
+    return {"step": item.step, "message": item.message, "hint": item.hint}

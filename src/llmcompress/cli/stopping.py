@@ -1,0 +1,24 @@
+"""When a command is to stop at its next safe point."""
+
+import signal
+import time
+from types import FrameType
+
+
+class Stop:
+    """True once SIGTERM has come, or the deadline is over and something was finished: so every start gets further.
+
+    The clock of the deadline begins with the object. before: how much this start finished in earlier runs.
+    """
+
+    def __init__(self, deadline: float | None = None) -> None:
+        self.deadline, self.before = deadline, 0
+        self._begun, self._asked = time.monotonic(), False
+        signal.signal(signal.SIGTERM, self._on_term)
+
+    def __call__(self, finished: int) -> bool:
+        late = self.deadline is not None and time.monotonic() - self._begun >= self.deadline
+        return self._asked or (late and self.before + finished > 0)
+
+    def _on_term(self, _: int, __: FrameType | None) -> None:
+        self._asked = True

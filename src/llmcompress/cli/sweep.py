@@ -1,0 +1,208 @@
+"""`sweep`: several runs from one calibration, one table at the end."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from llmcompress.cli import console
+from llmcompress.cli import options as o
+from llmcompress.cli.gates import Case, Gates
+from llmcompress.cli.log import log
+from llmcompress.cli.recipes import load_named
+from llmcompress.cli.running import carry_out, judge_strict, refuse_unknown_kinds, strict_gates, tell
+from llmcompress.cli.shown import show_plans
+from llmcompress.cli.stopping import Stop
+from llmcompress.cli.swept import Run, show_runs
+from llmcompress.cli.variants import Variant, listed, variants
+from llmcompress.errors import LlmcompressError, RunError, StoppedError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from llmcompress.engine.plan import Plan
+
+DOC = """Run a recipe with several methods, bits or group sizes, from one calibration, and compare them in a table.
+
+Each run is an ordinary output in a directory of its own. What an earlier start has finished is not done again, and \
+the run that was under way goes on. A run that fails does not stop the others."""
+
+_ROOM = "Sweep"
+_AGAIN = "run the same command again to go on; finished runs and layers are kept"
+_NAMES = ("work", "print_recipe")  # of options that are for a single run
+
+RecipeName = Annotated[
+    str, typer.Argument(help="Recipe as YAML, or a name of `llmcompress recipe list`.", show_default=False)
+]
+Methods = Annotated[
+    str | None,
+    typer.Option(
+        "--method",
+        help="Methods or presets, such as gptq,awq. Default: the recipe's.",
+        rich_help_panel=_ROOM,
+    ),
+]
+Bits = Annotated[
+    str | None, typer.Option("--bits", help="Bits, such as 3,4,5. Default: the recipe's.", rich_help_panel=_ROOM)
+]
+GroupSizes = Annotated[
+    str | None,
+    typer.Option(
+        "--group-size", help="Group sizes, such as 32,128; -1: one scale per row. Default: the recipe's.",
+        rich_help_panel=_ROOM,
+    ),
+]  # fmt: skip
+Out = Annotated[
+    Path,
+    typer.Option(
+        "--output", "-o", help="Directory to write all outputs to.", show_default=False, rich_help_panel=o.OUTPUT
+    ),
+]
+Evaluate = Annotated[
+    str | None,
+    typer.Option(
+        "--evaluate",
+        help="Measure perplexity and KL divergence from the original on this text, or 'default'.",
+        rich_help_panel=_ROOM,
+    ),
+]
+EvalLength = Annotated[
+    int, typer.Option("--eval-length", min=2, help="Tokens per window of --evaluate.", rich_help_panel=_ROOM)
+]
+EvalWindows = Annotated[
+    int | None, typer.Option("--eval-windows", min=1, help="Windows of --evaluate.", rich_help_panel=_ROOM)
+]
+OPTIONS: dict[str, tuple[Any, Any]] = {
+    "recipe": (RecipeName, ...),
+    "model": (o.Model, ...),
+    "out": (Out, ...),
+    "methods": (Methods, None),
+    "bits": (Bits, None),
+    "group_size": (GroupSizes, None),
+    "evaluate": (Evaluate, None),
+    "eval_length": (EvalLength, 512),
+    "eval_windows": (EvalWindows, None),
+    "format_": (o.FormatOverride, None),
+    "overwrite": (o.Overwrite, False),
+    **{name: option for name, option in o.MEANS.items() if name not in _NAMES},
+}
+
+
+def register(app: typer.Typer) -> None:
+    app.command("sweep", rich_help_panel="Compress")(o.command(sweep, OPTIONS, "sweep", DOC))
+
+
+def sweep(**values: Any) -> None:
+    """Plan all runs, carry them out, and compare them."""
+    refuse_unknown_kinds(values["strict"] or [])
+    wanted = variants(
+        load_named(values["recipe"], values["format_"]),
+        listed("--method", values["methods"], str),
+        listed("--bits", values["bits"], int),
+        listed("--group-size", values["group_size"], int),
+    )
+    stop = Stop(values["deadline"])
+    plans = [_planned(variant, values, overwrite=True) for variant in wanted]
+    if values["dry_run"]:
+        show_plans(plans, values["json_"])
+        return
+    tokens = _tokens(plans, values["out"])
+    runs = [_run_of(variant, plan, values, tokens) for variant, plan in zip(wanted, plans, strict=True)]
+    gates: Gates = values["gates"]
+    strict = strict_gates(values["strict"] or [], [run.plan.out for run in runs])
+    gates.expect([*(run.variant.name for run in runs), *(name for _, _, name in strict)])
+    stopped = _all(runs, values, stop, tokens, gates)
+    show_runs(runs, values["model"], values["json_"], measured=values["evaluate"] is not None)
+    judged = [judge_strict(run.result, kind, name, gates)
+              for run in runs for out, kind, name in strict if out == run.plan.out and run.result]  # fmt: skip
+    failed = [run for run in runs if run.state == "failed"]
+    if stopped is not None:
+        raise stopped
+    if failed:
+        raise RunError(f"{len(failed)} of {len(runs)} runs failed, first {failed[0].variant.name}: {failed[0].error}")
+    for error in filter(None, judged):
+        raise error
+
+
+def _planned(variant: Variant, values: dict[str, Any], overwrite: bool) -> "Plan":
+    from llmcompress.engine.plan import make_plan
+
+    given = {**values, "out": values["out"] / variant.name, "work": None, "overwrite": overwrite}
+    try:
+        return make_plan(variant.recipe, values["model"], o.means(given))
+    except LlmcompressError as error:
+        raise type(error)(f"{variant.name}: {error.message}", error.hint) from None
+
+
+def _tokens(plans: "Sequence[Plan]", folder: Path) -> "Tensor | None":
+    """The calibration that all runs share; None if none of them is calibrated."""
+    from llmcompress.engine.sweep import drawn_once
+
+    calibrated = next((plan for plan in plans if plan.calibrated), None)
+    return None if calibrated is None else drawn_once(calibrated, folder)
+
+
+def _run_of(variant: Variant, plan: "Plan", values: dict[str, Any], tokens: "Tensor | None") -> Run:
+    """A run to be carried out, or one that an earlier start has finished."""
+    from llmcompress.engine.finished import finished_report
+
+    report = finished_report(plan, tokens)
+    return Run(variant, plan if report is not None else _planned(variant, values, values["overwrite"]), report)
+
+
+def _all(
+    runs: Sequence[Run], values: dict[str, Any], stop: Stop, tokens: "Tensor | None", gates: Gates
+) -> StoppedError | None:
+    """Carry runs out, whatever becomes of the others; the error that stopped them, if one did."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    for number, run in enumerate(runs, 1):
+        name = run.variant.name
+        try:
+            if stop(0):
+                raise StoppedError(f"stopped before {name}", _AGAIN)
+            log.event("run", name=name, number=number, of=len(runs))
+            _one(run, values, stop, tokens)
+        except StoppedError as error:
+            run.state = "stopped"
+            gates.add(Case(name, "skipped", error.message))
+            return error
+        except (LlmcompressError, MemoryError, OSError, RuntimeError) as error:
+            run.state = "failed"
+            run.error = error.message if isinstance(error, LlmcompressError) else f"{type(error).__name__}: {error}"
+            gates.add(Case(name, "error", run.error))
+            console.say(f"{name} failed: {run.error}")
+        else:
+            run.state = "done"
+            gates.add(Case(name, "passed"))
+    return None
+
+
+def _one(run: Run, values: dict[str, Any], stop: Stop, tokens: "Tensor | None") -> None:
+    """Carry one run out, and measure it."""
+    quiet = values["quiet"] or (values["json_"] and not log.active)
+    run.result = carry_out(run.plan, stop, quiet, run.report, tokens if run.plan.calibrated else None)
+    stop.before += run.report is None
+    if log.active or not values["json_"]:
+        tell(run.plan, run.result, values["quiet"])
+    if values["evaluate"] is None:
+        return
+    from llmcompress.validate.kept import evaluate_once
+    from llmcompress.validate.session import Request
+
+    asked = Request(
+        run.plan.out,
+        values["model"],
+        values["evaluate"],
+        values["eval_length"],
+        values["eval_windows"],
+        batch=4,
+        device=values["device"],
+        dtype="float32",
+        trust_remote_code=values["trust_remote_code"],
+    )
+    # figures are kept once all are there: the deadline waits for them, unless this start has got somewhere already
+    with console.Steps(f"evaluating {run.variant.name}", quiet, lambda done: stop(0), _AGAIN) as steps:
+        run.figures = evaluate_once(asked, values["out"] / f"{run.variant.name}.eval.json", steps.at)

@@ -1,0 +1,45 @@
+"""Figures of an evaluation, kept beside what was evaluated: a sweep that goes on need not measure it again."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from llmcompress import __version__
+from llmcompress.store.files import create, writing
+from llmcompress.validate.session import Request, evaluate_paths, texts
+
+
+def evaluate_once(request: Request, kept: Path, watch: Callable[[int, int], None]) -> dict[str, Any]:
+    """Figures as `evaluate_paths` has them, of a directory with a report.json; from `kept` if they are of the same."""
+    asked = _identity(request)
+    try:
+        found = json.loads(kept.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found = None
+    if isinstance(found, dict) and found.get("of") == asked and isinstance(found.get("figures"), dict):
+        return found["figures"]  # type: ignore[no-any-return]
+    figures = evaluate_paths(request, watch)
+    partial = kept.with_name(f"{kept.name}.partial")
+    with writing(kept):
+        partial.unlink(missing_ok=True)
+        with create(partial) as handle:
+            handle.write(json.dumps({"of": asked, "figures": figures}, indent=1).encode())
+        partial.replace(kept)
+    return figures
+
+
+def _identity(request: Request) -> dict[str, Any]:
+    """What the figures depend on, but for the machine."""
+    asked = asdict(request)
+    for place in ("model", "ref", "text", "cache"):
+        del asked[place]
+    digest = hashlib.sha256()
+    for file in texts(request.text):
+        digest.update(file.read_bytes())
+    report = hashlib.sha256(
+        (request.model / "report.json").read_bytes()
+    ).hexdigest()  # has the hashes of the source too
+    return {**asked, "llmcompress": __version__, "report": report, "text": digest.hexdigest()}

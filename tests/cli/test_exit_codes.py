@@ -1,0 +1,101 @@
+"""The exit codes of docs/ci.md, each of them met in a process of its own."""
+
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from llmcompress import errors
+
+DOCS = Path(__file__).parents[2] / "docs" / "ci.md"
+COMMAND = [sys.executable, "-m", "llmcompress"]
+SHORT = ["--bits", "4", "--group-size", "64", "--samples", "2", "--length", "16"]
+
+
+def call(*arguments, **options):
+    return subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, check=False, **options)
+
+
+def test_the_documented_codes_are_those_of_the_program():
+    documented = {int(code) for code in re.findall(r"^\| (\d+) \|", DOCS.read_text(), flags=re.MULTILINE)}
+    ours = {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
+    assert documented == ours | {130}
+
+
+def test_0_done():
+    assert call("list", "methods").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["gptq", "missing/"], "missing"),
+        (["gptq", "missing/", "--bits", "seven"], "invalid value for '--bits'"),
+        (["gptq", "--no-such-option"], "no such option: --no-such-option"),
+        (["compress"], "no such command 'compress'"),
+        (["gptq"], "missing argument 'model'"),
+    ],
+)
+def test_2_refused_in_one_line(arguments, words):
+    done = call(*arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    first, *rest = done.stderr.splitlines()
+    assert first.startswith("error: ")
+    assert words in first
+    assert all(line.startswith("  hint: ") for line in rest)
+
+
+def test_2_for_a_name_alone_shows_its_help():
+    done = call("plan")
+    assert done.returncode == 2
+    assert "Usage" in done.stdout
+    assert done.stderr == ""
+
+
+def test_1_failed_then_75_stopped_then_0(random_model_dir, tmp_path):
+    """A disk that is full in the middle, a deadline, then enough of both: the same command each time."""
+    command = ["rtn", random_model_dir("llama"), "-o", tmp_path / "out", "--bits", "8", "--group-size", "32"]
+    limits = (20_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+    done = call(*command, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "cannot be written" in done.stderr
+    assert "File too large" in done.stderr
+    assert call(*command, "--deadline", "0").returncode == 75
+    assert call(*command).returncode == 0
+
+
+def test_3_a_gate_failed(random_model_dir, tmp_path):
+    out = tmp_path / "out"
+    arguments = ["--bits", "8", "--group-size", "32", "--set", "o_proj: {skip: true}", "--strict", "unquantised"]
+    done = call("rtn", random_model_dir("llama"), "-o", out, *arguments)
+    assert done.returncode == 3
+    assert out.exists()
+
+
+def test_130_interrupted_and_the_same_command_goes_on(tiny_model_dir, tmp_path):
+    command = ["gptq", tiny_model_dir, "-o", tmp_path / "out", *SHORT]
+    process = subprocess.Popen([*COMMAND, *map(str, command)], stderr=subprocess.PIPE, text=True)
+    while not list(tmp_path.glob("out.work/section-*.safetensors")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode in (0, 130), said  # 0 only if all was done by then
+    if process.returncode == 130:
+        assert "error: interrupted" in said
+        assert "Traceback" not in said
+        assert call(*command).returncode == 0
+
+
+def test_a_reader_that_has_gone_ends_a_command_quietly():
+    script = f"{' '.join(COMMAND)} list types --json | head -c 1"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", script], capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr

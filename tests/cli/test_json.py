@@ -1,0 +1,135 @@
+"""`--json`: stdout holds one JSON document or nothing, whatever the command and however it ends."""
+
+import json
+import shutil
+
+import pytest
+from every import all_commands, arguments, with_option
+
+import llmcompress.store.headers
+from llmcompress.cli.log import finite
+
+SHORT = ["--samples", 2, "--length", 16]
+EVAL = ["--length", 16, "--windows", 2]
+
+
+@pytest.fixture(scope="module")
+def compressed(tiny_model_dir, tmp_path_factory):
+    """An output, with its work directory."""
+    from llmcompress.engine.plan import Options, make_plan
+    from llmcompress.engine.run import run
+    from llmcompress.recipe import parse
+
+    out = tmp_path_factory.mktemp("json") / "out"
+    recipe = parse({"steps": [{"method": "rtn", "bits": 4, "group_size": 64}]})
+    run(make_plan(recipe, tiny_model_dir, Options(out=out, keep_work=True)))
+    return out
+
+
+@pytest.fixture
+def others(compressed, tiny_model_dir, tmp_path):
+    """Commands that are no runs, with arguments that work."""
+    matrix = tmp_path / "a.gguf"
+    return {
+        ("export",): [f"{compressed}.work", "--format", "dense", "-o", tmp_path / "dense"],
+        ("eval",): [compressed, "--ref", tiny_model_dir, *EVAL],
+        ("verify",): [compressed],
+        ("inspect",): [compressed],
+        ("list",): ["methods"],
+        ("calib", "pack"): [tiny_model_dir, "-o", tmp_path / "ids.safetensors", *SHORT],
+        ("imatrix",): [tiny_model_dir, "-o", tmp_path / "b.gguf", *SHORT],
+        ("imatrix-merge",): [matrix, matrix, "-o", tmp_path / "c.gguf"],
+        ("recipe", "list"): [],
+        ("recipe", "show"): ["gptq-w4"],
+        ("recipe", "check"): ["gptq-w4", tiny_model_dir],
+        ("sweep",): ["rtn-w8", tiny_model_dir, "--bits", "4,8", "--group-size", "64", "-o", tmp_path / "sweep"],
+    }
+
+
+def case(words, others, tiny_model_dir, tmp_path):
+    if words in others:
+        return [*words, *others[words]]
+    if "--output" in all_commands()[words] and "--dry-run" in all_commands()[words]:
+        return arguments(words, tiny_model_dir, tmp_path)
+    raise AssertionError(f"`llmcompress {' '.join(words)}` has --json and no case here")
+
+
+@pytest.mark.parametrize("words", with_option("--json"), ids=" ".join)
+def test_stdout_is_one_json_document(words, main, capsys, others, tiny_model_dir, tmp_path):
+    if words == ("imatrix-merge",):
+        assert main("imatrix", tiny_model_dir, "-o", tmp_path / "a.gguf", *SHORT, "-q") == 0
+        capsys.readouterr()
+    assert main(*case(words, others, tiny_model_dir, tmp_path), "--json") == 0
+    shown = capsys.readouterr().out
+    assert isinstance(json.loads(shown), dict | list)
+    assert shown.endswith(("}\n", "]\n"))
+
+
+@pytest.mark.parametrize("words", with_option("--json"), ids=" ".join)
+def test_stdout_is_empty_when_a_command_is_refused(words, main, capsys, others, tiny_model_dir, tmp_path):
+    given = case(words, others, tiny_model_dir, tmp_path)
+    missing = tmp_path / "missing"
+    if words in (("recipe", "list"),):
+        given.append("--no-such-option")  # nothing else can be wrong with it
+    given = [missing if item in (tiny_model_dir, *others.get(words, [])[:1]) else item for item in given]
+    code = main(*given, "--json")
+    shown = capsys.readouterr()
+    if words in (("verify",), ("recipe", "check")):  # a bad result is a result
+        assert code == (3 if words == ("verify",) else 2)
+        assert json.loads(shown.out)["ok"] is False
+    else:
+        assert (code, shown.out) == (2, "")
+    assert [line[:7] for line in shown.err.splitlines() if not line.startswith("  hint: ")] == ["error: "]
+
+
+def test_stdout_is_empty_when_a_run_stops_or_fails(main, capsys, random_model_dir, tmp_path, monkeypatch):
+    model, out = random_model_dir("llama"), tmp_path / "out"
+    command = ["rtn", model, "-o", out, "--bits", 8, "--group-size", 32, "--json"]
+    assert main(*command, "--deadline", 0) == 75
+    assert capsys.readouterr().out == ""
+    section = next(tmp_path.glob("out.work/section-*.safetensors"))
+    section.write_bytes(section.read_bytes()[:-8])
+    assert main(*command) == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "is damaged" in shown.err
+
+
+def test_a_document_comes_with_a_gate_that_failed(main, capsys, compressed, tiny_model_dir, tmp_path):
+    broken = shutil.copytree(compressed, tmp_path / "broken")
+    (broken / "report.json").unlink()
+    assert main("verify", broken, "--json") == 3
+    assert json.loads(capsys.readouterr().out)["ok"] is False
+    assert main("eval", compressed, "--ref", tiny_model_dir, *EVAL, "--fail-if", "kl >= 0", "--json") == 3
+    assert json.loads(capsys.readouterr().out)["kl"] >= 0
+    assert main("rtn", tiny_model_dir, "-o", tmp_path / "out", "--set", "o_proj: {skip: true}",
+                "--strict", "unquantised", "--json") == 3  # fmt: skip
+    assert json.loads(capsys.readouterr().out)["output"] == str(tmp_path / "out")
+
+
+def test_a_recipe_is_printed_as_json_too(main, capsys, tiny_model_dir):
+    assert main("gptq", tiny_model_dir, "--bits", 3, "--print-recipe", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["steps"][0]["bits"] == 3
+
+
+def test_what_a_models_code_prints_is_not_in_the_document(main, capsys, compressed, monkeypatch):
+    read = llmcompress.store.headers.read_json
+
+    def noisy(path):
+        print("hello from a library")
+        return read(path)
+
+    monkeypatch.setattr(llmcompress.store.headers, "read_json", noisy)
+    assert main("inspect", compressed, "--json") == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["layers"] == 4
+    assert "hello from a library" in shown.err
+    assert main("inspect", compressed) == 0
+    assert "hello from a library" in capsys.readouterr().out
+
+
+def test_what_json_does_not_know_is_null():
+    assert finite({"a": [float("inf"), 1.5, float("nan")], "b": (1, "x", None, True)}) == {
+        "a": [None, 1.5, None],
+        "b": [1, "x", None, True],
+    }

@@ -1,0 +1,151 @@
+"""Statistics that one run keeps and another goes by, on the tiny trained model."""
+
+import json
+
+import pytest
+import torch
+
+from llmcompress.engine.plan import Options, make_plan
+from llmcompress.engine.progress import Progress
+from llmcompress.engine.run import run
+from llmcompress.errors import PlanError
+from llmcompress.recipe import parse
+from llmcompress.validate.evaluate import measure
+from llmcompress.validate.load import open_streamed
+from llmcompress.validate.verify import passed, verify
+
+GPTQ = {"method": "gptq", "bits": 4, "group_size": 32}
+PACKED = {"output": {"format": "compressed-tensors"}}
+WANDA = {"method": "wanda", "sparsity": 0.5}
+
+
+class Counting(Progress):
+    """Counts tokens whose inputs were looked at."""
+
+    seen = 0
+
+    def tokens(self, count):
+        self.seen += count
+
+
+def carry_out(model, out, steps, stats=None, seed=0, **more):
+    text = {"source": "default", "samples": 8, "length": 64, "seed": seed}
+    recipe = parse({"calibration": text, "steps": steps, "output": {"format": "dense"}} | more)
+    progress = Counting()
+    report = run(make_plan(recipe, model, Options(out=out, stats=stats)), progress)
+    return report, progress.seen
+
+
+def noted(report):
+    return [entry for entry in report["ledger"] if entry["kind"] == "statistics"]
+
+
+@pytest.fixture
+def store(tiny_model_dir, tmp_path):
+    """Statistics of a GPTQ run; what it wrote is beside."""
+    report, seen = carry_out(tiny_model_dir, tmp_path / "first", [GPTQ], tmp_path / "store")
+    assert seen > 0
+    assert not noted(report)
+    return tmp_path / "store"
+
+
+def kl(path, model, windows):
+    models = [open_streamed(place, dtype=torch.float32) for place in (path, model)]
+    return float(measure(*models, windows).kl.mean())
+
+
+@pytest.fixture(scope="module")
+def windows(tiny_model_dir, tiny_eval_text):
+    from llmcompress.engine.calibration import load_tokenizer
+
+    ids = load_tokenizer(tiny_model_dir)(tiny_eval_text.read_text())["input_ids"]
+    return torch.tensor(ids[: 16 * 64]).view(16, 64)
+
+
+def test_other_bits_and_methods_go_by_kept_statistics_without_running_text(tiny_model_dir, tmp_path, store, windows):
+    three = [{**GPTQ, "bits": 3}]
+    report, seen = carry_out(tiny_model_dir, tmp_path / "reused", three, store)
+    assert seen == 0
+    assert len(noted(report)) == 1
+    assert "gptq w4" in noted(report)[0]["why"]
+    assert passed(verify(tmp_path / "reused", tiny_model_dir))
+    carry_out(tiny_model_dir, tmp_path / "own", three)
+    carry_out(tiny_model_dir, tmp_path / "rtn", [{"method": "rtn", "bits": 3, "group_size": 32}])
+    losses = [kl(tmp_path / name, tiny_model_dir, windows) for name in ("own", "reused", "rtn")]
+    assert losses[1] < 1.3 * losses[0]
+    assert losses[1] < 0.75 * losses[2]
+    report, seen = carry_out(tiny_model_dir, tmp_path / "wanda", [WANDA], store)
+    assert seen == 0
+    assert {record["sparsity"] for record in report["linears"]} == {0.5}
+
+
+def test_keeping_changes_nothing_and_the_same_run_gives_the_same_bytes(tiny_model_dir, tmp_path, store):
+    carry_out(tiny_model_dir, tmp_path / "other", [{**GPTQ, "bits": 3}], store)
+    _, seen = carry_out(tiny_model_dir, tmp_path / "again", [GPTQ], store)
+    assert seen > 0
+    carry_out(tiny_model_dir, tmp_path / "without", [GPTQ])
+    first, again, without = (
+        (tmp_path / name / "model.safetensors").read_bytes() for name in ("first", "again", "without")
+    )
+    assert first == again == without
+
+
+@pytest.mark.parametrize(
+    ("steps", "more"),
+    [
+        ([GPTQ], {"seed": 1}),
+        ([{"method": "rotate"}, {**GPTQ, "bits": 3}], {}),
+        (
+            [{**GPTQ, "bits": 8, "group_size": -1, "activations": "int8-tensor"}],
+            {"output": {"format": "compressed-tensors"}},
+        ),
+        ([{**WANDA, "allocation": "owl"}], {}),
+        (
+            [{**GPTQ, "bits": 8}],
+            {"kv_cache": {"code": "fp8"}, **PACKED},
+        ),
+    ],
+    ids=["other text", "other inputs", "ranges", "owl", "keys and values"],
+)
+def test_what_a_store_does_not_hold_is_gathered(tiny_model_dir, tmp_path, store, steps, more):
+    report, seen = carry_out(tiny_model_dir, tmp_path / "out", steps, store, **more)
+    assert seen > 0
+    assert not noted(report)
+
+
+def test_squares_alone_do_for_wanda_and_not_for_gptq(tiny_model_dir, tmp_path):
+    store = tmp_path / "store"
+    _, seen = carry_out(tiny_model_dir, tmp_path / "a", [WANDA], store)
+    assert seen > 0
+    _, seen = carry_out(tiny_model_dir, tmp_path / "b", [{**WANDA, "sparsity": 0.6}], store)
+    assert seen == 0
+    _, seen = carry_out(tiny_model_dir, tmp_path / "c", [GPTQ], store)
+    assert seen > 0
+
+
+def test_a_damaged_store_is_named(tiny_model_dir, tmp_path, store):
+    file = next(store.glob("*/layer-00002.safetensors"))
+    file.write_bytes(file.read_bytes()[:-40])
+    _, seen = carry_out(tiny_model_dir, tmp_path / "out", [{**GPTQ, "bits": 3}], store)
+    assert seen > 0  # its header says that it is not whole, so that it counts for nothing
+    about = next(store.glob("*/about.json"))
+    about.write_text("{")
+    with pytest.raises(PlanError, match=r"about.json is damaged"):
+        carry_out(tiny_model_dir, tmp_path / "out2", [{**GPTQ, "bits": 2}], store)
+
+
+def test_stores_are_listed_and_pruned(main, capsys, store, tmp_path):
+    assert main("stats", "list", store, "--json") == 0
+    (fact,) = json.loads(capsys.readouterr().out)
+    assert fact["steps"] == ["gptq w4"]
+    assert fact["complete"]
+    assert fact["bytes"] > 100_000
+    assert main("stats", "list", store) == 0
+    assert fact["key"] in capsys.readouterr().out
+    assert main("stats", "prune", store) == 2
+    assert main("stats", "prune", store, "nothing") == 2
+    assert main("stats", "prune", store, "--incomplete", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {"removed": [], "bytes": 0}
+    assert main("stats", "prune", store, fact["key"]) == 0
+    assert list(store.iterdir()) == []
+    assert main("stats", "list", tmp_path / "nowhere") == 2

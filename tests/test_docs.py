@@ -1,0 +1,100 @@
+"""The documents: every command in them is one that the program understands, every workflow is YAML."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+
+from llmcompress.cli.app import app
+from llmcompress.cli.commands import register
+from llmcompress.cli.log import log
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+WORKFLOWS = re.findall(r"^```yaml\n(.*?)^```$", (ROOT / "docs" / "ci.md").read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def commands(text):
+    """Every `llmcompress ...` that begins a line of a script, without what the shell does with it."""
+    for line in text.replace("\\\n", " ").splitlines():
+        if line.strip().startswith("llmcompress "):
+            words = shlex.split(line, comments=True)
+            shell = [number for number, word in enumerate(words) if word in ("||", "&&", ";") or word.startswith(">")]
+            yield words[1 : shell[0] if shell else None]
+
+
+def understood(words):
+    """The innermost command's context, its options read and checked; as the program itself does it."""
+    if not app.registered_commands:
+        register(app)
+    command, context = typer.main.get_command(app), None
+    try:
+        while True:
+            context = command.make_context(words[0] if words else "", list(words), parent=context)
+            if not hasattr(command, "commands"):
+                context.close()
+                return context
+            _, command, words = command.resolve_command(context, [*context._protected_args, *context.args])
+    finally:
+        log.close()
+
+
+def scripts(node):
+    """Every script of a workflow."""
+    if isinstance(node, dict):
+        for key, value in node.items():
+            if key in ("run", "script"):
+                yield "\n".join(value) if isinstance(value, list) else value
+            else:
+                yield from scripts(value)
+    elif isinstance(node, list):
+        for item in node:
+            yield from scripts(item)
+
+
+def in_document(file):
+    """Commands in the code of a document: lines set in by four spaces, or fenced."""
+    text = file.read_text()
+    fenced = re.findall(r"^```\w*\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    return list(commands("\n".join([*fenced, *re.findall(r"^ {4}(.*)$", text, flags=re.MULTILINE)])))
+
+
+@pytest.mark.parametrize("file", DOCUMENTS, ids=lambda file: file.name)
+def test_every_command_in_the_documents_is_understood(file):
+    for words in in_document(file):
+        assert understood(words) is not None, words
+
+
+def test_there_are_commands_in_the_documents():
+    found = {file.name: len(in_document(file)) for file in DOCUMENTS}
+    assert found["README.md"] > 5
+    assert found["ci.md"] > 10
+
+
+@pytest.mark.parametrize("words", [["gptq", "model/", "--no-such"], ["nothing"], ["recipe", "chek", "x"], ["eval"]])
+def test_a_command_that_does_not_exist_would_be_noticed(words):
+    with pytest.raises(Exception, match=r"(?i)no such|missing"):
+        understood(words)
+
+
+@pytest.mark.parametrize("text", WORKFLOWS, ids=["github", "gitlab"])
+def test_workflows_are_yaml_whose_commands_are_understood(text):
+    found = [words for script in scripts(yaml.safe_load(text)) for words in commands(script)]
+    assert [words[0] for words in found] == ["recipe", "run", "verify", "eval"]
+    for words in found:
+        understood(words)
+    run = understood(found[1]).params
+    assert run["deadline"] == 6000
+    assert run["max_memory"] == 14
+    assert run["junit"] == Path("reports/run.xml")
+
+
+def test_events_in_the_documents_are_those_of_the_program():
+    table = (ROOT / "docs" / "ci.md").read_text().split("## stderr: events")[1].split("## Gates")[0]
+    documented = {name for row in re.findall(r"^\| (`.*?) \|", table, flags=re.MULTILINE) for name in row.split(", ")}
+    sources = "\n".join(file.read_text() for file in (ROOT / "src" / "llmcompress" / "cli").glob("*.py"))
+    ours = set(re.findall(r"(?:log|_owner|self)\.event\(\s*\"(\w+)\"", sources)) | {"stopped", "failed"}
+    assert {name.strip("`") for name in documented} == ours
