@@ -102,7 +102,7 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     **{name: o.RUN_OPTIONS[name] for name in ("calibration", "field", "samples", "length", "seed")},
     **{name: o.MEANS[name] for name in ("target", "tp", "device", "threads", "max_memory")},
     "work": (Work, None),
-    **{name: o.MEANS[name] for name in ("trust_remote_code", "json_", "quiet")},
+    **{name: o.MEANS[name] for name in ("trust_remote_code", "json_", "junit", "log_format", "quiet")},
 }
 
 
