@@ -12,6 +12,7 @@ from llmcompress.cli import (
     console,
     data,
     evaluation,
+    fit,
     gguf,
     imatrix,
     lora,
@@ -72,6 +73,7 @@ def register(app: typer.Typer) -> list[str]:
     )
     plan.command("run")(o.command(_recipe(True), given, "run", "Plan a recipe file without computing anything."))
     app.command("export", rich_help_panel="Compress")(export)
+    fit.register(app)
     app.add_typer(plan, name="plan", rich_help_panel="Compress")
     evaluation.register(app)
     checks.register(app)

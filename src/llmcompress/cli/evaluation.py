@@ -25,6 +25,7 @@ _ROWS = (
     ("ref_perplexity", "perplexity of the reference"),
     ("perplexity_ratio", "ratio of the two"),
     ("kl", "KL divergence, mean (nats)"),
+    ("kl_expected", "KL divergence, as `fit` expected"),
     ("kl_median", "KL divergence, median"),
     ("kl_p99", "KL divergence, 99th percentile"),
     ("kl_p999", "KL divergence, 99.9th percentile"),

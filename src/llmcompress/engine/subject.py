@@ -17,8 +17,8 @@ from llmcompress.engine.matrices import Matrices, matrices_of
 from llmcompress.engine.means import usual_means
 from llmcompress.engine.places import called_after, refuse_model_itself
 from llmcompress.engine.plan import Options
+from llmcompress.engine.ranks import device_of
 from llmcompress.engine.resources import keep_freed_memory, return_freed_memory
-from llmcompress.engine.run import device_of
 from llmcompress.engine.source import config_of, open_checkpoint
 from llmcompress.errors import PlanError
 from llmcompress.ledger import Ledger

@@ -14,7 +14,8 @@ from llmcompress.engine.calibration import load_tokenizer
 from llmcompress.engine.ranks import device_of
 from llmcompress.errors import CheckpointError
 from llmcompress.model.cache import ChangingCache
-from llmcompress.store.headers import refuse_adapter
+from llmcompress.store.headers import read_json, refuse_adapter
+from llmcompress.store.output_file import is_single, report_of
 from llmcompress.validate.adapter import adapt_streamed, adapt_whole
 from llmcompress.validate.cache import Asked, cache_of
 from llmcompress.validate.evaluate import cut_windows, measure
@@ -80,8 +81,21 @@ def evaluate_whole(request: Request, watch: Callable[[int, int], None]) -> dict[
             "give the model that was compressed as --ref",
         )
     tokens = measure(subject, reference, windows, request.batch, watch)
-    found = {**figures(tokens), "kv_cache": cache and str(cache)}
+    found = {
+        **figures(tokens),
+        **(_expected(request.model) if reference is not None else {}),
+        "kv_cache": cache and str(cache),
+    }
     return evaluation(request.model, request.ref, request.text, windows.numpy(), request.dtype, found, tokens)
+
+
+def _expected(model: Path) -> dict[str, float]:
+    """The KL divergence that the recipe of a result was fitted for, where its report says so."""
+    report = report_of(model) if is_single(model) else model / "report.json"
+    recipe = read_json(report).get("recipe") if report.is_file() else None
+    expected = recipe.get("expected") if isinstance(recipe, dict) else None
+    kl = expected.get("kl") if isinstance(expected, dict) else None
+    return {"kl_expected": float(kl)} if isinstance(kl, int | float) else {}
 
 
 def texts(text: str) -> list[Path]:
