@@ -14,7 +14,6 @@ from pathlib import Path
 
 import yaml
 from common import OURS, machine, run, say, set_up, shape
-
 from methods import Row, measured
 
 
