@@ -7,6 +7,7 @@ KINDS = {
     "group_size": "another group size than the default was chosen",
     "unquantised": "a matrix stays in its source type",
     "damping": "more damping than asked was needed to factorise a Gram matrix",
+    "unrepaired": "a matrix that an adapter leaves as it is",
     "dead_inputs": "input channels that were never active during calibration",
     "nonfinite_inputs": "calibration tokens dropped because an activation was not finite",
     "starved_expert": "an expert saw too few tokens and its Gram matrix was shrunk towards the layer's",

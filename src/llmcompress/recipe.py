@@ -59,6 +59,14 @@ class KvCache(_Strict):
     code: Literal["fp8", "int8"] = Field(description="what a cache holds: fp8 is read by vLLM")
 
 
+class Expected(_Strict):
+    """What was expected of a recipe when it was made to fit a budget; it says nothing about how to carry it out."""
+
+    kl: float = Field(ge=0, description="KL divergence from the original, nats per token")
+    bits_per_weight: float = Field(gt=0, description="stored bits per quantised weight, scales included")
+    output_bytes: int = Field(gt=0, description="bytes of all weight files")
+
+
 def methods() -> dict[str, type[Method]]:
     """All methods by name."""
     return discover(llmcompress.methods, "METHOD")
@@ -98,6 +106,7 @@ class Recipe(_Strict):
     steps: tuple[Annotated[SerializeAsAny[Method | Pruner | Transform], BeforeValidator(_step)], ...]
     output: Output = Output()
     kv_cache: KvCache | None = None
+    expected: Expected | None = None
 
     @property
     def transforms(self) -> tuple[Transform, ...]:
@@ -126,6 +135,7 @@ class Recipe(_Strict):
             "steps": [{"method": step.name, **step.model_dump()} for step in self.steps],
             "output": self.output.model_dump(),
             "kv_cache": None if self.kv_cache is None else self.kv_cache.model_dump(),
+            **({} if self.expected is None else {"expected": self.expected.model_dump()}),
         }
 
     def as_yaml(self) -> str:
@@ -149,10 +159,9 @@ def build(model: type[BaseModel], options: dict[str, Any], where: str) -> Any:
         raise RecipeError(f"{where}: {error}") from None
 
 
-def _kv_cache(data: dict[str, Any], where: str) -> KvCache | None:
-    if data.get("kv_cache") is None:
-        return None
-    return build(KvCache, _mapping(data, "kv_cache", where), f"kv_cache of {where}")  # type: ignore[no-any-return]
+def _optional(model: type[BaseModel], data: dict[str, Any], key: str, where: str) -> Any:
+    """The options object under a key, None where there is none."""
+    return None if data.get(key) is None else build(model, _mapping(data, key, where), f"{key} of {where}")
 
 
 def parse(data: Any, where: str = "recipe") -> Recipe:
@@ -169,7 +178,8 @@ def parse(data: Any, where: str = "recipe") -> Recipe:
         calibration=build(Calibration, _mapping(data, "calibration", where), f"calibration of {where}"),
         steps=tuple(_step(step) for step in steps),
         output=build(Output, _mapping(data, "output", where), f"output of {where}"),
-        kv_cache=_kv_cache(data, where),
+        kv_cache=_optional(KvCache, data, "kv_cache", where),
+        expected=_optional(Expected, data, "expected", where),
     )
 
 

@@ -1,7 +1,7 @@
 """transformers and GPTQModel read our awq checkpoints on the CPU, and compute what we promised."""
 
 import pytest
-from gptqmodel import TOLERANCE, logits_of, logits_of_dense
+from gptqmodel_venv import TOLERANCE, logits_of, logits_of_dense
 
 pytestmark = pytest.mark.interop
 

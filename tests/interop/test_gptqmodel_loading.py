@@ -1,7 +1,7 @@
 """GPTQModel reads our gptq checkpoints on the CPU, and computes what we promised."""
 
 import pytest
-from gptqmodel import TOLERANCE, logits_of, logits_of_dense
+from gptqmodel_venv import TOLERANCE, logits_of, logits_of_dense
 
 pytestmark = pytest.mark.interop
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from llmcompress.solve.knapsack import Choice, choose
+from llmcompress.solve.knapsack import Choice, choose, mirrored
 
 CHOICES = st.builds(Choice, st.integers(0, 30), st.integers(0, 100).map(float))
 ITEMS = st.lists(st.lists(CHOICES, min_size=1, max_size=5), min_size=1, max_size=5)
@@ -40,6 +40,17 @@ def test_a_budget_that_a_price_of_bytes_would_fill_is_filled_with_the_least_loss
     budget = sum(choice.cost for choice in priced)
     least = min(loss for cost, loss in combinations(items) if cost <= budget)
     assert taken(items, choose(items, budget))[1] == pytest.approx(least)
+
+
+@given(ITEMS, st.integers(0, 300))
+@settings(deadline=None, max_examples=300)
+def test_exchanged_it_keeps_within_a_loss_and_costs_at_most_one_step_more_than_the_least(items, bound):
+    possible = [cost for cost, loss in combinations(items) if loss <= bound]
+    assume(possible)
+    cost, loss = taken(items, choose(mirrored(items), bound))
+    assert loss <= bound
+    largest = max(max(o.cost for o in options) - min(o.cost for o in options) for options in items)
+    assert min(possible) <= cost <= min(possible) + largest
 
 
 @given(ITEMS)

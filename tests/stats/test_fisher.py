@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from llmcompress.stats.fisher import expected_loss, of_matrix, of_table, sampled_rows
+from llmcompress.stats.fisher import coupled_loss, expected_loss, of_matrix, of_table, of_window, sampled_rows
 
 
 def made(*shape):
@@ -32,6 +32,27 @@ def test_the_expected_loss_is_half_the_quadratic_form():
     error, outputs, inputs = made(4, 6), made(4).abs(), made(6).abs()
     full = torch.diag(outputs.outer(inputs).flatten())
     assert expected_loss(error, outputs, inputs) == pytest.approx(float(error.flatten() @ full @ error.flatten()) / 2)
+
+
+def test_errors_of_a_row_may_depend_on_one_another():
+    error, outputs, rows = made(4, 6), made(4).abs(), made(9, 6)
+    inputs = rows.T @ rows
+    full = torch.kron(torch.diag(outputs), inputs)
+    found = coupled_loss(error, outputs, inputs)
+    assert found == pytest.approx(float(error.flatten() @ full @ error.flatten()) / 2)
+    diagonal = torch.diag(inputs.diagonal())
+    assert coupled_loss(error, outputs, diagonal) == pytest.approx(expected_loss(error, outputs, inputs.diagonal()))
+
+
+def test_tokens_of_a_window_count_together():
+    x, g = made(5, 7), made(5, 3)
+    found = of_window(g.T @ x)
+    pairs = sum(torch.einsum("o,i,p,j->opij", g[a], x[a], g[b], x[b]) for a in range(5) for b in range(5))
+    together = torch.einsum("ooii->oi", pairs)
+    torch.testing.assert_close(found.outputs, together.sum(dim=1))
+    torch.testing.assert_close(found.inputs, together.sum(dim=0))
+    one = of_window(g[:1].T @ x[:1])
+    torch.testing.assert_close(one.inputs, of_matrix(x[:1], g[:1]).inputs)  # of a single token both are the same
 
 
 def test_few_rows_are_all_taken_and_many_are_sampled_by_weight():

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 
 from llmcompress.errors import CheckpointError, PlanError, RunError
 from llmcompress.formats.base import TensorSpec
-from llmcompress.store.output import INDEX, OutputDirectory, shards, weights_nbytes
+from llmcompress.store.headers import INDEX
+from llmcompress.store.output import OutputDirectory, shards, weights_nbytes
 
 TYPES = {
     "F64": torch.float64,

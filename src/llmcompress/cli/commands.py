@@ -7,7 +7,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llmcompress.cli import checks, console, data, evaluation, gguf, imatrix, page, presets, recipes, statistics, sweep
+from llmcompress.cli import (
+    checks,
+    console,
+    data,
+    evaluation,
+    fit,
+    gguf,
+    imatrix,
+    lora,
+    page,
+    presets,
+    recipes,
+    statistics,
+    structured,
+    sweep,
+)
 from llmcompress.cli import options as o
 from llmcompress.cli.jobs import Job
 from llmcompress.cli.log import log
@@ -58,11 +73,14 @@ def register(app: typer.Typer) -> list[str]:
     )
     plan.command("run")(o.command(_recipe(True), given, "run", "Plan a recipe file without computing anything."))
     app.command("export", rich_help_panel="Compress")(export)
+    fit.register(app)
     app.add_typer(plan, name="plan", rich_help_panel="Compress")
     evaluation.register(app)
     checks.register(app)
     data.register(app)
     imatrix.register(app)
+    structured.register(app)
+    lora.register(app)
     page.register(app)
     statistics.register(app)
     recipes.register(app)

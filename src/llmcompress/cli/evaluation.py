@@ -25,6 +25,7 @@ _ROWS = (
     ("ref_perplexity", "perplexity of the reference"),
     ("perplexity_ratio", "ratio of the two"),
     ("kl", "KL divergence, mean (nats)"),
+    ("kl_expected", "KL divergence, as `fit` expected"),
     ("kl_median", "KL divergence, median"),
     ("kl_p99", "KL divergence, 99th percentile"),
     ("kl_p999", "KL divergence, 99.9th percentile"),
@@ -44,6 +45,9 @@ def evaluate(
     ],
     ref: Annotated[
         Path | None, typer.Option("--ref", help="The original, to measure divergence from; a GGUF file needs it.")
+    ] = None,
+    adapter: Annotated[
+        Path | None, typer.Option("--adapter", help="A LoRA adapter of the model, such as `lora` writes.")
     ] = None,
     text: Annotated[
         str, typer.Option("--text", help="Text file to evaluate on; default: text shipped with llmcompress.")
@@ -105,7 +109,9 @@ def evaluate(
     from llmcompress.validate.session import Request, continuations, evaluate_whole
 
     asked = Asked(kv_bits, kv_type)
-    request = Request(model, ref, text, length, windows, batch, device, compute_dtype, trust_remote_code, asked)
+    request = Request(
+        model, ref, text, length, windows, batch, device, compute_dtype, trust_remote_code, adapter, asked
+    )
     with gated("eval", junit) as gates:
         conditions = {text: parse_gate(text) for text in fail_if or []}
         gates.expect(f"--fail-if {text}" for text in conditions)

@@ -206,7 +206,8 @@ def _budgeted(values: dict[str, Any]) -> Job:
     """The job of a budget: types are chosen first, which measures on text."""
     from transformers.utils import logging
 
-    from llmcompress.engine.budget import SMALLEST, Budget, fitted_to_budget
+    from llmcompress.engine.allotment import Budget
+    from llmcompress.engine.budget import SMALLEST, fitted_to_budget
 
     refuse_several("choosing types by a size")
     bits = values["bpw"]

@@ -2,12 +2,12 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from llmcompress.engine.allotment import Budget, allotted, impossible
 from llmcompress.engine.losses import Losses, candidates
-from llmcompress.engine.losses_file import read_losses, write_losses
+from llmcompress.engine.losses_file import kept_losses
 from llmcompress.engine.measure import measure
 from llmcompress.engine.plan import Options, Plan, make_plan
 from llmcompress.errors import PlanError
@@ -18,28 +18,9 @@ from llmcompress.ledger import Ledger
 from llmcompress.methods.base import GgufTypes
 from llmcompress.recipe import Recipe
 from llmcompress.solve.knapsack import Choice, choose
-from llmcompress.store.output import refuse_unwritable
 from llmcompress.store.output_file import is_single
 
 SMALLEST = "Q2_K"  # or Q4_0 where rows are too narrow for it: what `candidates` begins with
-
-
-@dataclass(frozen=True)
-class Budget:
-    """What the result may take: bytes of all files, or bits of tensor data per weight of the model. One is None."""
-
-    nbytes: int | None = None
-    bits: float | None = None
-
-    def excess(self, plan: Plan) -> int:
-        """Bytes by which a plan's result exceeds it; negative where there is room."""
-        return plan.estimate.output_bytes - self._limit(plan)
-
-    def _limit(self, plan: Plan) -> int:
-        if self.nbytes is not None:
-            return self.nbytes
-        assert self.bits is not None
-        return sum(len(file.header) for file in plan.files) + int(self.bits * _weights(plan) / 8)
 
 
 def fitted_to_budget(
@@ -77,19 +58,21 @@ def fitted_to_budget(
             "give that, or a --type",
         )
     _, smallest = planned(type=SMALLEST, pure=True)
-    _refuse_below(smallest, budget)
+    if _excess(budget, smallest) > 0:
+        raise impossible(budget, "types", smallest.estimate.output_bytes, _bits(smallest))
     ledger = Ledger()
     matrices = [item for item in _placed(smallest) if is_quantised(item.tensor.name, item.tensor.shape)]
     losses = _losses(smallest, matrices, kept, ledger, watch)
     kinds = _kinds(matrices, wished)
     least = sum(padded(item.nbytes) for item in matrices)
-    room = least - budget.excess(smallest)
-    while True:
+
+    def attempt(room: float) -> tuple[dict[str, str], Recipe, Plan]:
         chosen = _chosen(matrices, kinds, losses, room)
-        result, plan = planned(type=_most(chosen), output=None, embedding=None, tensors=chosen)
-        if budget.excess(plan) <= 0:
-            break
-        room = max(least, room - budget.excess(plan))  # more files have more headers
+        return chosen, *planned(type=_most(chosen), output=None, embedding=None, tensors=chosen)
+
+    chosen, result, plan = allotted(
+        attempt, least - _excess(budget, smallest), least, lambda made: _excess(budget, made[-1])
+    )
     loss = sum(losses[name][kind] for name, kind in chosen.items() if len(kinds[name]) > 1)
     ledger.note(
         "budget",
@@ -112,21 +95,13 @@ def _bits(plan: Plan) -> float:
     return 8 * sum(padded(placed.nbytes) for placed in _placed(plan)) / _weights(plan)
 
 
-def _refuse_below(smallest: Plan, budget: Budget) -> None:
-    if budget.excess(smallest) <= 0:
-        return
-    size = smallest.estimate.output_bytes
-    bits = _bits(smallest)
-    asked_for = f"--size {budget.nbytes / 1e9:g}" if budget.nbytes is not None else f"--bpw {budget.bits:g}"
-    # rounded up, so that what is named is possible
-    raise PlanError(
-        f"{asked_for} is not possible: the smallest types make {size:,} bytes, {_up(bits, 4)} bits per weight",
-        f"ask for --size {_up(size / 1e9, 6)} or --bpw {_up(bits, 4)} at least",
-    )
-
-
-def _up(value: float, digits: int) -> str:
-    return f"{-(-value * 10**digits // 1) / 10**digits:.{digits}f}"
+def _excess(budget: Budget, plan: Plan) -> int:
+    """Bytes by which a plan's result exceeds a budget; negative where there is room."""
+    if budget.nbytes is not None:
+        return plan.estimate.output_bytes - budget.nbytes
+    assert budget.bits is not None
+    limit = sum(len(file.header) for file in plan.files) + int(budget.bits * _weights(plan) / 8)
+    return plan.estimate.output_bytes - limit
 
 
 def _losses(
@@ -134,14 +109,8 @@ def _losses(
 ) -> Losses:
     """Measured before, or now."""
     tensors = [item.tensor for item in matrices]
-    if kept is not None and kept.exists():
-        return read_losses(kept, plan.headers.contents, tensors)
-    if kept is not None:
-        refuse_unwritable(kept)
-    losses = measure(plan, tensors, ledger, watch)
-    if kept is not None:
-        write_losses(kept, plan.headers.contents, losses)
-    return losses
+    wanted = {tensor.name: candidates(tensor.shape[-1]) for tensor in tensors}
+    return kept_losses(kept, {"model": plan.headers.contents}, wanted, lambda: measure(plan, tensors, ledger, watch))
 
 
 def _kinds(matrices: list[Placed], wished: GgufTypes) -> dict[str, tuple[str, ...]]:
@@ -154,7 +123,9 @@ def _kinds(matrices: list[Placed], wished: GgufTypes) -> dict[str, tuple[str, ..
     }
 
 
-def _chosen(matrices: list[Placed], kinds: Mapping[str, tuple[str, ...]], losses: Losses, room: int) -> dict[str, str]:
+def _chosen(
+    matrices: list[Placed], kinds: Mapping[str, tuple[str, ...]], losses: Losses, room: float
+) -> dict[str, str]:
     """A type for each tensor, of at most `room` bytes together."""
     items = []
     for item in matrices:

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from llmcompress.recipe import Calibration, KvCache, Output
+from llmcompress.recipe import Calibration, Expected, KvCache, Output
 
 REPORT_SCHEMA = 1  # raised when a field changes its meaning or goes; new fields that may be missing do not count
 TIMINGS_SCHEMA = 1
@@ -37,6 +37,7 @@ class RecipeData(Document):
     steps: list[Step]
     output: Output
     kv_cache: KvCache | None
+    expected: Expected | None = None
 
 
 class Source(Document):

@@ -28,7 +28,7 @@ _AT_WORK = 40  # bytes for each number of the rows that are being rotated, in fl
 _BY_OUTPUT = 128  # bytes for each number of the rows whose ranges are searched by the error of outputs
 _SAMPLED = 1024  # tokens kept of an input where scales are searched
 _PER_THREAD = 24_000_000  # buffers that torch's libraries keep for each further one
-_ITEM = {"bfloat16": 2, "float16": 2, "float32": 4}
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True)
@@ -81,20 +81,20 @@ def estimate(
     )
 
 
-def _hidden_width(headers: ModelHeaders) -> int:
+def hidden_width(headers: ModelHeaders) -> int:
     config: Any = headers.config
     return int(config.get("hidden_size") or config.get("n_embd") or config.get("d_model") or 0)
 
 
 def _windows(headers: ModelHeaders, recipe: Recipe, layers: "Sequence[Sequence[MatrixPlan]]", means: Means) -> int:
     """Disk for hidden states (those read and those written) and for the inputs recorded while a layer is worked on."""
-    samples, width = recipe.calibration.samples, _hidden_width(headers)
+    samples, width = recipe.calibration.samples, hidden_width(headers)
     asked = max((plan.original_samples for layer in layers for plan in layer), default=0)
     tokens = (samples + min(asked + means.batch, samples if asked else 0)) * recipe.calibration.length
     recorded = max(
         sum({plan.space: plan.entry.in_features for plan in layer if plan.expert is None}.values()) for layer in layers
     )
-    return tokens * (3 * width + recorded) * _ITEM[means.dtype]
+    return tokens * (3 * width + recorded) * ITEM_BYTES[means.dtype]
 
 
 def _memory(
@@ -110,13 +110,13 @@ def _memory(
     table, more = largest.nbytes, 0
     turned = any(isinstance(step, Rotate) and step.residual for step in recipe.transforms)
     if turned:
-        table = _TURNED * table + _AT_WORK * TURNED_ROWS * _hidden_width(headers)
+        table = _TURNED * table + _AT_WORK * TURNED_ROWS * hidden_width(headers)
     if recipe.output.format == "gguf":
         table, more = table + _ENCODED * min(prod(largest.shape), ENCODED_AT_ONCE), _WITH_GGUF
     if not calibrated:
         table = table if more or turned else int(_COPIED * table)
         return _WITHOUT_MODEL + more + max(table, *(_solving(layer, means, False) for layer in layers))
-    item, width = _ITEM[means.dtype], _hidden_width(headers)
+    item, width = ITEM_BYTES[means.dtype], hidden_width(headers)
     tokens = means.batch * recipe.calibration.length
     most = 0
     for layer in layers:

@@ -38,7 +38,7 @@ def finished_report(plan: Plan, tokens: Tensor | None = None) -> dict[str, Any] 
     facts = {"llmcompress": __version__, "recipe": plan.recipe.as_data(), "compute_dtype": plan.dtype}
     if not isinstance(report, dict) or any(report.get(key) != value for key, value in facts.items()):
         return None
-    if report.get("source") != source(plan):
+    if report.get("source") != source(plan.headers):
         return None
     drawn = None
     if plan.calibrated:

@@ -12,11 +12,11 @@ from llmcompress.arch.spec import ArchSpec, Linear, attention_heads
 from llmcompress.errors import CheckpointError
 from llmcompress.store.headers import ModelHeaders, Stored
 
-_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _WIDTHS = ("hidden_size", "n_embd", "d_model", "vocab_size", "word_embed_proj_dim")
 # may differ from layer to layer in families that are not declared, and are lists then
-_MANY = ("intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner", "head_dim", "num_attention_heads",
+PER_LAYER = ("intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner", "head_dim", "num_attention_heads",
          "n_head", "num_key_value_heads")  # fmt: skip
 _POSITIONS = ("max_position_embeddings", "n_positions")
 _HINT = "the config does not fit the weights"
@@ -32,14 +32,16 @@ def check_numbers(headers: ModelHeaders) -> None:
     """
     tensors = [stored.spec for stored in headers.tensors.values()]
     widest = max((max(spec.shape, default=1) for spec in tensors), default=1)
-    limits = dict.fromkeys((*_LAYERS, *_EXPERTS), len(tensors)) | dict.fromkeys((*_WIDTHS, *_MANY), 16 * widest)
+    limits = dict.fromkeys((*LAYER_COUNTS, *_EXPERTS), len(tensors)) | dict.fromkeys(
+        (*_WIDTHS, *PER_LAYER), 16 * widest
+    )
     limits |= dict.fromkeys(_POSITIONS, 1 << 31)
     declared = find(str(headers.config.get("model_type"))) is not None
     text = headers.config.get("text_config")
     for config in (headers.config, text if isinstance(text, Mapping) else {}):
         for key, limit in limits.items():
             value = config.get(key)
-            many = value if isinstance(value, list) and key in (*_EXPERTS, *_MANY) and not declared else [value]
+            many = value if isinstance(value, list) and key in (*_EXPERTS, *PER_LAYER) and not declared else [value]
             for item in many:
                 whole = isinstance(item, int) and not isinstance(item, bool)
                 if item is not None and not (whole and (0 if key in _EXPERTS else 1) <= item <= limit):
@@ -55,7 +57,7 @@ def check_names(headers: ModelHeaders, spec: ArchSpec, prefix: str, count: int) 
     """
     if spec.observed:
         return
-    stated = next((headers.config[key] for key in _LAYERS if headers.config.get(key) is not None), count)
+    stated = next((headers.config[key] for key in LAYER_COUNTS if headers.config.get(key) is not None), count)
     if stated != count:
         raise CheckpointError(
             f"{headers.path / 'config.json'} speaks of {stated} layers, {headers.place} holds {count}", _HINT

@@ -1,13 +1,18 @@
 """From a plan to the losses of its tensors: windows of text, gradients on them, rounded samples."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from llmcompress.engine.calibration import tokens_for
+from llmcompress.engine.gathering import ByToken, Gathering
 from llmcompress.engine.losses import Known, Losses, measured_losses
 from llmcompress.engine.matrices import matrices_of
 from llmcompress.engine.plan import Plan
@@ -20,43 +25,78 @@ from llmcompress.formats.gguf.tensors import GGUFTensor
 from llmcompress.ledger import Ledger
 from llmcompress.model.build import StreamedModel
 from llmcompress.parallel import threads
+from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.files import existing, writing
 
 SAMPLES = 16  # windows, of those that a recipe asks for: sums over thousands of weights need few
 
 
-def measure(plan: Plan, tensors: Sequence[GGUFTensor], ledger: Ledger, watch: Callable[[int, int], None]) -> Losses:
-    """Losses of a plan's matrices by every type, on the text of its recipe; layers run in float32.
+@dataclass(frozen=True)
+class Measuring:
+    """Windows of a plan's text run forward and their gradients back. tokens: [samples, length]; checkpoint: weights."""
 
-    watch: told how many steps of all are done. Hidden states lie beside the work directory meanwhile.
+    plan: Plan
+    tokens: Tensor
+    checkpoint: Checkpoint
+
+    @classmethod
+    def of(cls, plan: Plan) -> "Measuring":
+        """On the text of a plan's recipe; PlanError where that is not to be had."""
+        text = plan.recipe.calibration
+        text = text.model_copy(update={"samples": min(text.samples, SAMPLES)})
+        tokens = tokens_for(text, plan.headers.path, "float32", plan.options.trust_remote_code)
+        return cls(plan, tokens, open_checkpoint(plan.headers))
+
+    @contextmanager
+    def information(
+        self,
+        paths: Sequence[Sequence[str]],
+        watch: Callable[[], None],
+        gathering: Callable[[int], Gathering[Any]] = lambda number: ByToken(),
+    ) -> Iterator[Found]:
+        """Fisher information of the matrices at `paths` of each layer; within, threads work.
+
+        Layers run in float32. watch: told of 2 * layers + 1 steps. Hidden states lie beside the work directory
+        meanwhile.
+        """
+        plan, options = self.plan, self.plan.options
+        model = StreamedModel(
+            self.checkpoint,
+            config_of(plan.headers, options.trust_remote_code),
+            plan.spec,
+            dtype=torch.float32,
+            device=device_of(options.device),
+            trust_remote_code=options.trust_remote_code,
+        )
+        keep_freed_memory()
+        folder, seed = existing(plan.work.resolve().parent), plan.recipe.calibration.seed
+        with (
+            writing(folder),
+            TemporaryDirectory(prefix="gradients-", dir=folder) as scratch,
+            threads(plan.means.threads),
+        ):
+            yield fisher_information(model, self.tokens, paths, seed, Path(scratch), watch, gathering)
+
+
+def measure(plan: Plan, tensors: Sequence[GGUFTensor], ledger: Ledger, watch: Callable[[int, int], None]) -> Losses:
+    """Losses of a plan's matrices by every type, on the text of its recipe.
+
+    watch: told how many steps of all are done.
     """
-    options, text, source = plan.options, plan.recipe.calibration, plan.headers.path
-    matrices = matrices_of(plan.headers, options.trust_remote_code, Ledger())
+    matrices = matrices_of(plan.headers, plan.options.trust_remote_code, Ledger())
     places = {f"{module}.weight": (layer, path) for module, layer, _, path, _, _ in matrices.found}
     paths: list[list[str]] = [[] for _ in range(1 + max(layer for layer, _ in places.values()))]
     for layer, below in places.values():
         paths[layer].append(below)
-    text = text.model_copy(update={"samples": min(text.samples, SAMPLES)})
-    tokens = tokens_for(text, source, "float32", options.trust_remote_code)
-    checkpoint, steps, of = open_checkpoint(plan.headers), count(1), 2 * len(paths) + 1 + len(tensors)
-    model = StreamedModel(
-        checkpoint,
-        config_of(plan.headers, options.trust_remote_code),
-        matrices.spec,
-        dtype=torch.float32,
-        device=device_of(options.device),
-        trust_remote_code=options.trust_remote_code,
-    )
+    steps, of = count(1), 2 * len(paths) + 1 + len(tensors)
 
     def step() -> None:
         watch(next(steps), of)
 
-    keep_freed_memory()
-    folder = existing(plan.work.resolve().parent)
-    with writing(folder), TemporaryDirectory(prefix="gradients-", dir=folder) as scratch, threads(plan.means.threads):
-        found = fisher_information(model, tokens, paths, text.seed, Path(scratch), step)
+    measuring = Measuring.of(plan)
+    with measuring.information(paths, step) as found:
         known = _known(tensors, places, found, ledger)
-        return measured_losses(tensors, known, checkpoint.read_finite, step)
+        return measured_losses(tensors, known, measuring.checkpoint.read_finite, step)
 
 
 def _known(

@@ -22,11 +22,16 @@ def places(recipe: Recipe, model: Path, options: "Options") -> tuple[Path, Path]
     output_of(out, recipe.output.format, options.overwrite)  # refuses what it could not create or replace
     work = options.work or out.with_name(f"{out.name}.work")
     refuse_unwritable(work)
-    if model.resolve().is_relative_to(out.resolve()):
-        raise PlanError(f"{out} is the model itself, or holds it", "choose another --output")
+    refuse_model_itself(out, model)
     if work.resolve().is_relative_to(out.resolve()):
         raise PlanError(f"--work {work} is in the output directory", "choose another --work")
     return out, work
+
+
+def refuse_model_itself(out: Path, model: Path) -> None:
+    """PlanError if an output would replace the model that it is made from."""
+    if model.resolve().is_relative_to(out.resolve()):
+        raise PlanError(f"{out} is the model itself, or holds it", "choose another --output")
 
 
 def called_after(model: Path, ending: str) -> Path:
@@ -57,7 +62,12 @@ def _named(recipe: Recipe) -> str:
 
 def check_disk(out: Path, work: Path, cost: Estimate) -> None:
     """PlanError if what a run writes does not fit on its disks."""
-    for place, need in ((out, cost.output_bytes), (work, cost.work_bytes)):
+    check_room((out, cost.output_bytes), (work, cost.work_bytes))
+
+
+def check_room(*needs: tuple[Path, int]) -> None:
+    """PlanError if a place has not as many bytes free as are needed there."""
+    for place, need in needs:
         parent = existing(place)
         free = shutil.disk_usage(parent).free
         if free < need:

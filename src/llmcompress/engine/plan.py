@@ -183,7 +183,7 @@ class Plan:
     def identity(self) -> dict[str, Any]:
         """What a work directory must agree on to go on with a run."""
         return {
-            "recipe": {key: value for key, value in self.recipe.as_data().items() if key != "output"},
+            "recipe": {key: value for key, value in self.recipe.as_data().items() if key not in ("output", "expected")},
             "model": self.headers.contents,
             "imatrix": None if self.importance is None else self.importance.sha256,
             "compute_dtype": self.dtype,
@@ -203,7 +203,7 @@ def make_plan(recipe: Recipe, model: Path, options: Options | None = None) -> Pl
 def _draft(recipe: Recipe, model: Path, options: Options) -> Plan:
     """A plan, whoever will load its result."""
     ledger = Ledger()
-    format_ = _format(recipe)
+    format_ = format_of(recipe)
     headers = source_headers(model, ledger) if format_.name == "gguf" else read_headers(model)
     check_order(recipe)
     step = recipe.method
@@ -354,7 +354,8 @@ def _modelfile(
     return written
 
 
-def _format(recipe: Recipe) -> Format:
+def format_of(recipe: Recipe) -> Format:
+    """The format of a recipe's output; RecipeError if there is none of its name."""
     known = formats()
     if recipe.output.format not in known:
         raise RecipeError(f"unknown format {recipe.output.format!r}", suggest(recipe.output.format, list(known)))

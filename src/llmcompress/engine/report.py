@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from llmcompress import __version__
 from llmcompress.engine.documents import REPORT_SCHEMA
 from llmcompress.ledger import Ledger
+from llmcompress.store.headers import ModelHeaders
 
 if TYPE_CHECKING:
     from llmcompress.engine.plan import Plan
@@ -27,7 +28,7 @@ def report(
         "llmcompress": __version__,
         "format": plan.format.name,
         "recipe": plan.recipe.as_data(),
-        "source": source(plan),
+        "source": source(plan.headers),
         "calibration": dict(calibration) if calibration is not None else None,
         "imatrix": None
         if plan.importance is None
@@ -42,14 +43,14 @@ def report(
     }
 
 
-def source(plan: "Plan") -> dict[str, Any]:
+def source(headers: ModelHeaders) -> dict[str, Any]:
     """What the report says of the model a run began with: hashes that tell it from any other."""
-    config = plan.headers.path / "config.json"
+    config = headers.path / "config.json"
     return {
-        "headers_sha256": plan.headers.fingerprint,
+        "headers_sha256": headers.fingerprint,
         "config_sha256": _sha256(config) if config.is_file() else None,
-        "files_sha256": {file.name: _sha256(file) for file in plan.headers.files},
-        "bytes": plan.headers.nbytes,
+        "files_sha256": {file.name: _sha256(file) for file in headers.files},
+        "bytes": headers.nbytes,
     }
 
 

@@ -7,10 +7,12 @@ the head, through each layer anew, to the embedding.
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from llmcompress.engine.gathering import ByToken, Gathering
 from llmcompress.engine.resources import return_freed_memory
 from llmcompress.errors import RunError
 from llmcompress.model.build import StreamedModel
@@ -34,12 +36,14 @@ def fisher_information(
     seed: int,
     folder: Path,
     watch: Watch = lambda: None,
+    gathering: Callable[[int], Gathering[Any]] = lambda number: ByToken(),
 ) -> Found:
     """Mean Fisher information per token of `tokens` [samples, length] for the matrices at `paths` of each layer.
 
     The tokens that gradients are of are drawn by generators made from `seed` and a window's number. folder: for hidden
     states and gradients, of all layers. watch: told of each layer, twice, and of the head. The same numbers for any
-    number of threads. A matrix that no token came to is absent. RunError for gradients that are not finite.
+    number of threads. A matrix that no token came to is absent. gathering: how that of a layer's matrices is summed up.
+    RunError for gradients that are not finite.
     """
     entering = _forward(model, tokens, folder, watch)
     return_freed_memory()
@@ -48,7 +52,7 @@ def fisher_information(
     watch()
     for number in reversed(range(len(model.layers))):
         return_freed_memory()
-        gradient = _layer(model, number, entering.pop(), gradient, paths[number], folder, found)
+        gradient = _layer(model, number, entering.pop(), gradient, paths[number], folder, found, gathering)
         watch()
     return_freed_memory()
     with model.outer(embed=True, head=False) as causal:
@@ -97,22 +101,25 @@ def _layer(
     paths: Sequence[str],
     folder: Path,
     found: Found,
+    gathering: Callable[[int], Gathering[Any]],
 ) -> Windows:
     """Adds what is found of a layer's matrices; gradients at its inputs, from those at its outputs."""
+    gathered = gathering(number)
     with model.layer(number) as layer:
-        back = LayerGradient(model, number, layer, paths)
+        back = LayerGradient(model, number, layer, paths, gathered.part)
 
         def through() -> Iterator[Tensor]:
             pairs = zip(_on(model, entering), _on(model, leaving), strict=True)
             for parts, gradient in in_order(lambda pair: back(*pair), pairs):
                 for path in paths:
-                    if path in parts:
-                        _add(found, (number, path), parts[path])
+                    for part in parts.get(path, []):
+                        gathered.add(path, part)
                 yield gradient
 
         other = folder / f"gradient-{1 - int(leaving.file.stem[-1])}.bin"
         with back.watching():
             windows = write_windows(through(), other, model.dtype)
+    found |= {(number, path): fisher for path, fisher in gathered.finish().items()}
     entering.file.unlink()
     return windows
 

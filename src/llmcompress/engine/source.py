@@ -3,10 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from llmcompress.engine.decoded import DecodedCheckpoint, DecodedHeaders, decoded_headers
 from llmcompress.engine.gguf_input import GgufCheckpoint, GgufHeaders, gguf_headers
 from llmcompress.engine.text_part import text_part
 from llmcompress.ledger import Ledger
+from llmcompress.model.build import StreamedModel
+from llmcompress.model.rounded import round_inputs
 from llmcompress.model.skeleton import load_config
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.headers import ModelHeaders, read_headers
@@ -41,3 +45,22 @@ def open_checkpoint(headers: ModelHeaders) -> Checkpoint:
     if isinstance(headers, GgufHeaders):
         return GgufCheckpoint(headers)
     return Checkpoint(headers)
+
+
+def round_as_stored(model: StreamedModel, checkpoint: Checkpoint) -> None:
+    """From now on the linears of a model see their inputs rounded, where the checkpoint says so."""
+    for number, layer in enumerate(model.layers):
+        for name, module in linears_of(layer):
+            grid = checkpoint.inputs(disk_module(model, number, name))
+            if grid is not None:
+                round_inputs(module, grid.to(model.device))
+
+
+def linears_of(layer: nn.Module) -> list[tuple[str, nn.Linear]]:
+    """Linears of a layer with their paths below it."""
+    return [(name, module) for name, module in layer.named_modules() if isinstance(module, nn.Linear)]
+
+
+def disk_module(model: StreamedModel, number: int, name: str) -> str:
+    """The on-disk module of a linear `name` of a layer."""
+    return model.disk_name(number, f"{name}.weight").removesuffix(".weight")

@@ -1,7 +1,7 @@
 """From staged codes to a checkpoint directory that appears whole or not at all."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,6 @@ def write_output(
 
 def card_facts(plan: Plan, result: dict[str, Any]) -> dict[str, Any]:
     """What the model card is made of: facts of the plan and of the finished report."""
-    readme = plan.headers.path / "README.md"
     linears, cost = result["linears"], plan.estimate
     calibration = result["calibration"]
     error = sum(item["relative_error"] for item in linears)
@@ -72,7 +71,7 @@ def card_facts(plan: Plan, result: dict[str, Any]) -> dict[str, Any]:
         "format": plan.format.name,
         "version": __version__,
         "config": plan.headers.config,
-        "source_readme": _beginning(readme) if readme.is_file() else "",
+        "source_readme": beginning_of(plan.headers.path / "README.md"),
         "grids": dict(sorted(Counter(item["grid"] for item in linears if item["grid"]).items())),
         "bits": sorted({entry.grid.bits for entry in plan.entries if not isinstance(entry.grid, BlockSpec | None)}),
         "inputs": 8 if any(entry.inputs is not None for entry in plan.entries) else 16,
@@ -101,19 +100,26 @@ def card_facts(plan: Plan, result: dict[str, Any]) -> dict[str, Any]:
     return facts
 
 
-def _beginning(file: Path) -> str:
-    """The part of a README in which its front matter is."""
+def beginning_of(file: Path) -> str:
+    """The part of a README in which its front matter is; nothing of one that is not there."""
+    if not file.is_file():
+        return ""
     with file.open(encoding="utf-8", errors="replace") as handle:
         return handle.read(_FRONT_MATTER)
 
 
 def _title(plan: Plan) -> str:
     """A title that depends on the model and the recipe, not on where they lie."""
-    named = str(plan.headers.config.get("_name_or_path") or "").rpartition("/")[2]
-    architectures = plan.headers.config.get("architectures")
-    first = architectures[0] if isinstance(architectures, list) and architectures else plan.headers.config["model_type"]
     steps = " ".join(_said(step) for step in plan.recipe.steps)
-    return f"{one_line(str(named or first))} {steps} ({plan.format.name})"
+    return f"{title_of(plan.headers.config)} {steps} ({plan.format.name})"
+
+
+def title_of(config: Mapping[str, Any]) -> str:
+    """What a model is called, wherever it lies."""
+    named = str(config.get("_name_or_path") or "").rpartition("/")[2]
+    architectures = config.get("architectures")
+    first = architectures[0] if isinstance(architectures, list) and architectures else config["model_type"]
+    return one_line(str(named or first))
 
 
 def _said(step: Method | Pruner | Transform) -> str:

@@ -29,6 +29,7 @@ def model_card(facts: Mapping[str, Any]) -> str:
     inputs: width of inputs in bits while the model runs, 16 if absent.
     calibration: {label: value}. figures: {label: value}, such as sizes and errors. notes: sentences about engines.
     unquantised: matrices left in their source type. recipe: YAML text that reproduces the result.
+    change: what was done to the model in one word, "quantized" if absent.
     """
     parts = [
         "---\n" + yaml.safe_dump(_front_matter(facts), sort_keys=False, allow_unicode=True) + "---",
@@ -51,10 +52,12 @@ def model_card(facts: Mapping[str, Any]) -> str:
 def _front_matter(facts: Mapping[str, Any]) -> dict[str, Any]:
     matter: dict[str, Any] = {}
     if base := _hub_id(facts.get("config") or {}):
-        matter |= {"base_model": base, "base_model_relation": "quantized"}
+        matter |= {"base_model": base}
+        if facts.get("change", "quantized") == "quantized":  # hubs have no word for what has lost parts
+            matter |= {"base_model_relation": "quantized"}
     matter |= _licence(facts.get("source_readme") or "")
     matter |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
-    tags = ["llmcompress", "quantized"]
+    tags = ["llmcompress", facts.get("change", "quantized")]
     if facts["format"] != "dense":  # whose weights have 16 bits again
         tags.append(facts["format"])
         for bits in sorted(facts.get("bits", ())):

@@ -69,12 +69,12 @@ class Gptq(Method):
         from llmcompress.grids.fitting import fit
         from llmcompress.processes import both, shared
         from llmcompress.solve.correct import corrected
-        from llmcompress.solve.damping import damped, inverse_factor
+        from llmcompress.solve.damping import inverse_factor
         from llmcompress.solve.gptq import gptq_codes
         from llmcompress.solve.held import Held
         from llmcompress.solve.outliers import beside, remaining
+        from llmcompress.solve.prepared import Prepared, column_order
         from llmcompress.solve.prune import Pruned
-        from llmcompress.solve.refine import Refiner
         from llmcompress.solve.sparsegpt import Choice
 
         if stats.gram is None:
@@ -83,12 +83,10 @@ class Gptq(Method):
         outliers, crowded = self.outlier_index(stats)
         rest = None if outliers is None else remaining(outliers, weight.shape[1])
         hessian = whole if rest is None else whole[rest][:, rest]
-        energy = hessian.diagonal()
-        order = torch.arange(energy.numel(), device=weight.device)
         if isinstance(pruned, Choice):
-            order = pruned.order(energy)
-        elif self.actorder != "none":
-            order = torch.argsort(energy, descending=True, stable=True)  # stable: ties must not depend on the machine
+            order = pruned.order(hessian.diagonal())
+        else:
+            order = column_order(hessian, by_energy=self.actorder != "none")
 
         def target() -> torch.Tensor:
             if drift is None:
@@ -97,22 +95,18 @@ class Gptq(Method):
             return corrected(weight, seen, drift.finish(), self.qep_alpha)
 
         wanted, factor = both(target, partial(inverse_factor, hessian[order][:, order], self.percdamp))
-        # what a rounding error in a column costs once the columns after it have made up for it: the loss is the sum of
-        # the squared residuals times this, so it is what a scale should be fitted by
-        cost = torch.empty_like(energy)
-        cost[order] = factor.pivots**-2
-        refiner = Refiner(damped(hessian, factor.percdamp), order)
+        ready = Prepared(hessian, order, factor)
         aim, sparse = wanted, pruned
         if rest is not None:
             aim, sparse = wanted[:, rest], pruned.columns(rest) if isinstance(pruned, Pruned) else pruned
-        held = Held(aim, sparse, factor, order, refiner.hessian)
+        held = Held(aim, sparse, factor, order, ready.refiner.hessian)
         fitted = partial(
             fit,
             spec=spec,
             clip=self.clip,
             search=self.search,
-            importance=cost,
-            gram=refiner.hessian if self.clip == "output" else None,
+            importance=ready.cost,
+            gram=ready.refiner.hessian if self.clip == "output" else None,
             scale_dtype=scale_dtype,
             order=order if self.permutes_groups else None,
         )
@@ -122,7 +116,8 @@ class Gptq(Method):
             grid = fitted(held.ranged[part]) if common is None else common.rows(part)
             mask = held.mask(part)
             coded = gptq_codes(held.aim[part], grid, factor, order, self.block_size, mask)
-            return refiner.refine(aim[part], coded, scale_dtype, self.descent, None if mask is None else mask.keep)
+            kept = None if mask is None else mask.keep
+            return ready.refiner.refine(aim[part], coded, scale_dtype, self.descent, kept)
 
         starts = range(0, aim.shape[0], SOLVED_ROWS)
         coded = Coded.stacked(shared(partial(rows, slice(start, start + SOLVED_ROWS)) for start in starts))

@@ -7,13 +7,15 @@ squares of its gradients are, in expectation, the Fisher information.
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from llmcompress.model.build import StreamedModel
-from llmcompress.stats.fisher import Fisher, of_matrix, of_squares, of_table
+from llmcompress.stats.fisher import Fisher, of_squares, of_table
+
+P = TypeVar("P")
 
 
 def head_gradient(
@@ -52,12 +54,22 @@ def drawn(probabilities: Tensor, generator: torch.Generator) -> Tensor:
     return torch.searchsorted(ends, places, right=True).squeeze(-1).clamp_max_(probabilities.shape[-1] - 1)
 
 
-class LayerGradient:
+class LayerGradient(Generic[P]):
     """Runs a layer and goes back through it; any number of threads may call it within `watching`."""
 
-    def __init__(self, model: StreamedModel, number: int, layer: nn.Module, paths: Sequence[str]) -> None:
-        """paths: of the matrices below the layer whose Fisher information is wanted."""
-        self.model, self.number, self.layer, self.paths = model, number, layer, paths
+    def __init__(
+        self,
+        model: StreamedModel,
+        number: int,
+        layer: nn.Module,
+        paths: Sequence[str],
+        part: Callable[[Tensor, Tensor], P],
+    ) -> None:
+        """paths: of the matrices below the layer that are looked at.
+
+        part: what is kept of the input [..., in] of one and of the gradient [..., out] at its output.
+        """
+        self.model, self.number, self.layer, self.paths, self.part = model, number, layer, paths, part
         self._local = threading.local()
 
     @contextmanager
@@ -70,12 +82,12 @@ class LayerGradient:
             for handle in handles:
                 handle.remove()
 
-    def __call__(self, hidden: Tensor, gradient: Tensor) -> tuple[dict[str, Fisher], Tensor]:
-        """Fisher information by path, and the gradient at `hidden`, from that at the layer's output.
+    def __call__(self, hidden: Tensor, gradient: Tensor) -> tuple[dict[str, list[P]], Tensor]:
+        """Parts by path, one for each time that a matrix was used, and the gradient at `hidden`.
 
-        A matrix that no token came to, as that of an expert, is absent.
+        gradient: at the layer's output. A matrix that no token came to, as that of an expert, is absent.
         """
-        found: dict[str, Fisher] = {}
+        found: dict[str, list[P]] = {}
         self._local.found = found
         hidden = hidden.detach().requires_grad_()
         with torch.enable_grad():
@@ -88,8 +100,7 @@ class LayerGradient:
             found, x = self._local.found, args[0].detach().clone()
 
             def back(gradient: Tensor) -> None:
-                part = of_matrix(x, gradient)
-                found[path] = found[path].plus(part) if path in found else part
+                found.setdefault(path, []).append(self.part(x, gradient))
 
             out.register_hook(back)  # type: ignore[no-untyped-call]
 

@@ -143,6 +143,11 @@ def _read(file: Path, model: type[Model], hint: str) -> tuple[dict[str, Any], Mo
     """The data of a JSON file and the document; CheckpointError for another version, or none at all."""
     data = read_json(file)
     version, written = data.get("schema_version"), data.get("llmcompress")
+    structural = next((name for name in ("depth", "width", "lora") if name in data), None)
+    if "llmcompress" in data and structural is not None:
+        raise CheckpointError(
+            f"{file} is of {structural}, which changes no matrix by itself: a page would be empty", hint
+        )
     if "llmcompress" in data and version != 1:
         which = "an older" if version is None else f"another (schema version {version!r}, not 1)"
         raise CheckpointError(f"{file} was written by {which} llmcompress, {written!r}", hint)

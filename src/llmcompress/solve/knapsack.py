@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 
 class Choice(NamedTuple):
-    """What an option costs, in whole units of the budget, and what is lost by taking it."""
+    """What an option costs, in units of the budget, and what is lost by taking it."""
 
-    cost: int
+    cost: float
     loss: float
 
 
@@ -17,7 +17,7 @@ def cheapest(options: Sequence[Choice]) -> int:
     return min(range(len(options)), key=options.__getitem__)
 
 
-def choose(items: Sequence[Sequence[Choice]], budget: int) -> list[int]:
+def choose(items: Sequence[Sequence[Choice]], budget: float) -> list[int]:
     """The number of one option per item, together within `budget`, that lose little in sum.
 
     Every item begins with its cheapest option. Steps along the lower convex hulls are taken in order of the loss they
@@ -45,6 +45,11 @@ def choose(items: Sequence[Sequence[Choice]], budget: int) -> list[int]:
     return chosen
 
 
+def mirrored(items: Sequence[Sequence[Choice]]) -> list[list[Choice]]:
+    """The same options with cost and loss exchanged: `choose` then finds the least cost within a loss."""
+    return [[Choice(option.loss, option.cost) for option in options] for options in items]
+
+
 def _rate(options: Sequence[Choice], here: int, there: int) -> float:
     """Loss saved per unit of cost on the way from one option to a costlier one."""
     return (options[here].loss - options[there].loss) / (options[there].cost - options[here].cost)
@@ -62,7 +67,7 @@ def _hull(options: Sequence[Choice]) -> list[int]:
     return hull
 
 
-def _fill(items: Sequence[Sequence[Choice]], chosen: list[int], room: int) -> None:
+def _fill(items: Sequence[Sequence[Choice]], chosen: list[int], room: float) -> None:
     """Spend what is left on the changes that save most, one after the other."""
     while True:
         best: tuple[float, int, int] | None = None

@@ -35,6 +35,16 @@ def of_matrix(x: Tensor, g: Tensor) -> Fisher:
     return of_squares(_squares(x), _squares(g))
 
 
+def of_window(gradient: Tensor) -> Fisher:
+    """Of a matrix whose gradient over a window, of the log-probabilities of its drawn tokens, is `gradient` [out, in].
+
+    In expectation also of what errors at several tokens do to a later one together, which `of_matrix` leaves out: the
+    error of a matrix is the same at all of them, and early layers are several times as sensitive for it.
+    """
+    squares = gradient.detach().square()
+    return Fisher(squares.sum(dim=1, dtype=torch.float64).to("cpu"), squares.sum(dim=0, dtype=torch.float64).to("cpu"))
+
+
 def of_squares(x: Tensor, g: Tensor) -> Fisher:
     """The same from squares, or their expected values: x [tokens, in], g [tokens, out]."""
     return Fisher(
@@ -53,6 +63,11 @@ def of_table(ids: Tensor, g: Tensor, rows: int) -> Fisher:
 def expected_loss(error: Tensor, outputs: Tensor, inputs: Tensor) -> float:
     """KL divergence that errors [rows, in] cause, for the Fisher information outputs [rows] times inputs [in]."""
     return float(error.square() @ inputs.to(error.dtype) @ outputs.to(error.dtype)) / 2
+
+
+def coupled_loss(error: Tensor, outputs: Tensor, inputs: Tensor) -> float:
+    """The same for inputs [in, in], where errors of a row depend on one another."""
+    return float(((error @ inputs.to(error.dtype)) * error).sum(dim=1) @ outputs.to(error.dtype)) / 2
 
 
 def sampled_rows(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:

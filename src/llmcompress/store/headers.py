@@ -123,6 +123,7 @@ def read_headers(path: Path) -> ModelHeaders:
     if not path.is_dir():
         _refuse_non_directory(path)
     refuse_links(path)
+    refuse_adapter(path)
     config = read_json(path / "config.json")
     files, weight_map = _weight_files(path)
     tensors: dict[str, Stored] = {}
@@ -326,6 +327,15 @@ def refuse_links(path: Path) -> None:
         for file in folder.iterdir() if folder.is_dir() else ():
             if file.is_symlink() and _is_read(str(file.relative_to(path))):
                 inside(path, file)
+
+
+def refuse_adapter(path: Path) -> None:
+    """CheckpointError for a directory that holds an adapter and no model."""
+    if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
+        raise CheckpointError(
+            f"{path} is an adapter without its base model",
+            "give the model it belongs to, and the adapter as --adapter of `eval`",
+        )
 
 
 def _is_read(name: str) -> bool:

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SHARD_BYTES = 5_000_000_000
-INDEX = "model.safetensors.index.json"
-_OF_A_MODEL = ("config.json", "llmcompress.yaml")  # the second alone beside GGUF files
 _MARK = ".llmcompress-partial"  # only a directory that carries it is ever deleted
 
 _TORCH_NAMES = {
@@ -58,8 +56,11 @@ class Shard:
     nbytes: int
 
 
-def shards(specs: Sequence[TensorSpec], shard_bytes: int | None = None) -> list[Shard]:
-    """The weight files for `specs`: filled in order, a new one where the next tensor would pass `shard_bytes`."""
+def shards(specs: Sequence[TensorSpec], shard_bytes: int | None = None, stem: str = "model") -> list[Shard]:
+    """The weight files for `specs`: filled in order, a new one where the next tensor would pass `shard_bytes`.
+
+    stem: what their names begin with.
+    """
     shard_bytes = shard_bytes or SHARD_BYTES
     names = [spec.name for spec in specs]
     if len(set(names)) != len(names):
@@ -73,8 +74,8 @@ def shards(specs: Sequence[TensorSpec], shard_bytes: int | None = None) -> list[
         parts[-1].append(spec)
         filled += spec.nbytes
     if len(parts) == 1:
-        return [_shard("model.safetensors", parts[0])]
-    return [_shard(f"model-{n:05d}-of-{len(parts):05d}.safetensors", part) for n, part in enumerate(parts, start=1)]
+        return [_shard(f"{stem}.safetensors", parts[0])]
+    return [_shard(f"{stem}-{n:05d}-of-{len(parts):05d}.safetensors", part) for n, part in enumerate(parts, start=1)]
 
 
 def weights_nbytes(specs: Sequence[TensorSpec], shard_bytes: int | None = None) -> int:
@@ -88,8 +89,10 @@ class OutputDirectory:
 
     path: where it shall appear. It must not exist, unless `overwrite`: then the model directory there is replaced at
     the moment of `commit` and not before. Permissions are those the umask of the process gives, less what would let
-    everybody write.
+    everybody write. told_by: files by any of which a directory that may be replaced is known.
     """
+
+    told_by: tuple[str, ...] = ("config.json", "llmcompress.yaml")  # the second alone beside GGUF files
 
     def __init__(self, path: Path, *, overwrite: bool = False) -> None:
         if path.name in ("", ".."):
@@ -120,13 +123,15 @@ class OutputDirectory:
         specs: Sequence[TensorSpec],
         tensors: "Iterable[tuple[str, Tensor]]",
         shard_bytes: int | None = None,
+        stem: str = "model",
     ) -> dict[str, str]:
         """Write `tensors` as `specs` (same names, same order) announce them; SHA-256 (hex) of each one's bytes by name.
 
-        Files are model.safetensors, or model-00001-of-0000N.safetensors with an index. RunError if a tensor is missing,
+        Files are model.safetensors, or model-00001-of-0000N.safetensors with an index; `stem` takes the place of
+        "model". RunError if a tensor is missing,
         superfluous, out of order, or not of the announced type and shape.
         """
-        files = shards(specs, shard_bytes)
+        files = shards(specs, shard_bytes, stem)
         place = {name: file for file in files for name in file.begins}
         hashes: dict[str, str] = {}
         arriving = iter(tensors)
@@ -165,7 +170,7 @@ class OutputDirectory:
             if path.stat().st_size != file.nbytes:
                 raise RunError(f"{path.name} has {path.stat().st_size} bytes instead of {file.nbytes}")
         if len(files) > 1:
-            self._write(INDEX, _index(files, specs))
+            self._write(f"{stem}.safetensors.index.json", _index(files, specs))
         return hashes
 
     def write_json(self, name: str, value: Any) -> None:
@@ -247,7 +252,7 @@ class OutputDirectory:
             raise PlanError(f"{self.path} already exists", "give another directory, or --overwrite")
         if self.path.is_symlink() or not self.path.is_dir():
             raise PlanError(f"{self.path} is not a directory, so it is not overwritten", "give another directory")
-        if any(self.path.iterdir()) and not any((self.path / name).exists() for name in _OF_A_MODEL):
+        if any(self.path.iterdir()) and not any((self.path / name).exists() for name in self.told_by):
             raise PlanError(f"{self.path} does not hold a model, so it is not overwritten", "give another directory")
 
 

@@ -59,6 +59,7 @@ class Figures(Document):
     tokens: Count
     windows: Count
     kv_cache: str | None = Field(description="how keys and values were rounded")
+    kl_expected: float | None = Field(None, description="KL divergence that a budget was expected to cost")
 
 
 class Series(Document):

@@ -9,13 +9,12 @@ from torch import nn
 from llmcompress.arch import find
 from llmcompress.engine.decoded import decoded_headers
 from llmcompress.engine.fits import check_numbers
-from llmcompress.engine.source import config_of, open_checkpoint
+from llmcompress.engine.source import config_of, disk_module, linears_of, open_checkpoint, round_as_stored
 from llmcompress.engine.text_part import text_part
 from llmcompress.errors import CheckpointError
 from llmcompress.ledger import Ledger
 from llmcompress.model.build import StreamedModel, Weights
 from llmcompress.model.observe import observe
-from llmcompress.model.rounded import round_inputs
 from llmcompress.model.whole import whole_model
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.gguf_model import read_gguf
@@ -53,21 +52,9 @@ def open_streamed(
     checkpoint = open_checkpoint(headers)
     weights: Weights = checkpoint if file is None else GgufWeights(read_gguf(file), checkpoint)
     model = StreamedModel(weights, config, spec, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-    for number, layer in enumerate(model.layers if file is None else ()):
-        for name, module in _linears(layer):
-            grid = checkpoint.inputs(_disk(model, number, name))
-            if grid is not None:
-                round_inputs(module, grid.to(model.device))
+    if file is None:
+        round_as_stored(model, checkpoint)
     return model
-
-
-def _linears(layer: nn.Module) -> list[tuple[str, nn.Linear]]:
-    return [(name, module) for name, module in layer.named_modules() if isinstance(module, nn.Linear)]
-
-
-def _disk(model: StreamedModel, number: int, name: str) -> str:
-    """The on-disk module of a linear `name` of a layer."""
-    return model.disk_name(number, f"{name}.weight").removesuffix(".weight")
 
 
 def load_whole(
@@ -85,9 +72,9 @@ def load_whole(
     streamed = open_streamed(path, dtype=dtype, trust_remote_code=trust_remote_code, source=source)
     weights, spec = streamed.weights, streamed.spec
     modules = [
-        (f"{spec.layers}.{number}.{name}", _disk(streamed, number, name))
+        (f"{spec.layers}.{number}.{name}", disk_module(streamed, number, name))
         for number, layer in enumerate(streamed.layers)
-        for name, _ in _linears(layer)
+        for name, _ in linears_of(layer)
     ]
     causal = whole_model(streamed)
     if packed and isinstance(weights, Checkpoint):

@@ -14,6 +14,9 @@ from llmcompress.engine.calibration import load_tokenizer
 from llmcompress.engine.ranks import device_of
 from llmcompress.errors import CheckpointError
 from llmcompress.model.cache import ChangingCache
+from llmcompress.store.headers import read_json, refuse_adapter
+from llmcompress.store.output_file import is_single, report_of
+from llmcompress.validate.adapter import adapt_streamed, adapt_whole
 from llmcompress.validate.cache import Asked, cache_of
 from llmcompress.validate.evaluate import cut_windows, measure
 from llmcompress.validate.evaluation import evaluation
@@ -40,6 +43,7 @@ class Request:
     device: str
     dtype: str
     trust_remote_code: bool = False
+    adapter: Path | None = None  # of the model
     cache: Asked = field(default_factory=Asked)  # of the model; the reference has none that is quantised
 
 
@@ -67,6 +71,8 @@ def evaluate_whole(request: Request, watch: Callable[[int, int], None]) -> dict[
         "trust_remote_code": request.trust_remote_code,
     }
     subject = open_streamed(request.model, source=request.ref, **opening)
+    if request.adapter is not None:
+        adapt_streamed(subject, request.adapter, request.model)
     cache = subject.cache = cache_of(request.model, request.cache)
     reference = open_streamed(request.ref, **opening) if request.ref is not None else None
     if reference is not None and subject.config.vocab_size != reference.config.vocab_size:
@@ -75,8 +81,21 @@ def evaluate_whole(request: Request, watch: Callable[[int, int], None]) -> dict[
             "give the model that was compressed as --ref",
         )
     tokens = measure(subject, reference, windows, request.batch, watch)
-    found = {**figures(tokens), "kv_cache": cache and str(cache)}
+    found = {
+        **figures(tokens),
+        **(_expected(request.model) if reference is not None else {}),
+        "kv_cache": cache and str(cache),
+    }
     return evaluation(request.model, request.ref, request.text, windows.numpy(), request.dtype, found, tokens)
+
+
+def _expected(model: Path) -> dict[str, float]:
+    """The KL divergence that the recipe of a result was fitted for, where its report says so."""
+    report = report_of(model) if is_single(model) else model / "report.json"
+    recipe = read_json(report).get("recipe") if report.is_file() else None
+    expected = recipe.get("expected") if isinstance(recipe, dict) else None
+    kl = expected.get("kl") if isinstance(expected, dict) else None
+    return {"kl_expected": float(kl)} if isinstance(kl, int | float) else {}
 
 
 def texts(text: str) -> list[Path]:
@@ -86,7 +105,12 @@ def texts(text: str) -> list[Path]:
 
 
 def _check(request: Request) -> None:
-    """CheckpointError for a GGUF file without, or as, a reference: it has neither config.json nor tokenizer files."""
+    """CheckpointError for an adapter alone, and for a GGUF file without, or as, a reference.
+
+    Such a file has neither config.json nor tokenizer files.
+    """
+    for path in filter(None, (request.model, request.ref)):
+        refuse_adapter(path)
     if request.ref is None and gguf_in(request.model) is not None:
         raise CheckpointError(f"{request.model} is a GGUF file", "give the model it was made from as --ref")
     if request.ref is not None and gguf_in(request.ref) is not None:
@@ -102,6 +126,8 @@ def continuations(request: Request, prompt: str, max_new_tokens: int) -> dict[st
         if path is None:
             continue
         model = load_whole(path, dtype=torch.float32, trust_remote_code=request.trust_remote_code, source=request.ref)
+        if path == request.model and request.adapter is not None:
+            adapt_whole(model, request.adapter, path)
         change = cache_of(path, request.cache) if path == request.model else None
         with torch.no_grad():
             out = model.generate(  # type: ignore[operator]

@@ -8,6 +8,7 @@ import numpy as np
 
 from llmcompress.validate.check import AGREEMENT, Check, guarded_list, summary
 from llmcompress.validate.directory import HEADS, ROWS, Directory
+from llmcompress.validate.fewer_layers import drops_layers, left_of, speaks_of_layers
 from llmcompress.validate.kv_cache import cache_scales
 from llmcompress.validate.matrix import Matrix
 from llmcompress.validate.schemes import PARTS
@@ -22,9 +23,12 @@ def against_source(directory: Directory, matrices: Mapping[str, Matrix], source:
     try:
         originals = read_tensors(source)
         config = read_json(source / "config.json")
+        shallow = drops_layers(directory.report)
+        originals = left_of(directory.report, originals) if shallow else originals
     except (DamageError, OSError) as error:
         return [Check("source", False, f"the source cannot be read: {error}")]
     keys = (config.keys() | directory.config.keys()) - _MAY_DIFFER
+    keys = {key for key in keys if not (shallow and speaks_of_layers(key))}
     changed = sorted(key for key in keys if config.get(key) != directory.config.get(key))
     wrong = [f"config.json has another {key!r} than the source" for key in changed]
     wrong += guarded_list(lambda: _completeness(directory, matrices, originals))

@@ -109,7 +109,7 @@ def changed(recipe: Recipe, entries: Sequence[Entry], changes: Changes) -> tuple
             patterns[pattern] = {**(kept or {}), **change}
             done.append((pattern, ", ".join(f"{key}: {_shown(value)}" for key, value in change.items())))
     new = build(type(step), {**options, "set": patterns}, f"the repaired step {step.name}")
-    return recipe.model_copy(update={"steps": (*recipe.transforms, new)}), done
+    return recipe.model_copy(update={"steps": (*recipe.transforms, new), "expected": None}), done
 
 
 def _default_group(patterns: Mapping[str, Mapping[str, Any]], planned: Mapping[str, Entry]) -> int | None:

@@ -1,0 +1,246 @@
+"""`fit`: a recipe that gives every matrix the bits it needs, within a size."""
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from llmcompress.cli import console
+from llmcompress.cli import options as o
+from llmcompress.errors import RecipeError
+from llmcompress.grids.base import INTEGER_BITS, PER_ROW
+from llmcompress.recipe import DEFAULT_FORMAT, Calibration, Output, Recipe, build, methods
+
+if TYPE_CHECKING:
+    from llmcompress.engine.mixed import Asked, Fitted
+
+DOC = """Find bits and group size of every matrix by which a model loses least within a size, as a recipe for `run`.
+
+What each matrix would lose on each grid is measured on text: by gradients of what the model predicts, and by rounding \
+a part of its weights. The recipe carries the KL divergence, the bits and the bytes that are expected of it; \
+`llmcompress eval` of the result shows them beside what it measures. \
+For types of GGUF see `llmcompress gguf --bpw`."""
+
+BUDGET = "Budget"
+Size = Annotated[
+    str | None,
+    typer.Option(
+        "--size", help="All weight files, embeddings included: 90MB, 1.5GB (10^9 bytes).", rich_help_panel=BUDGET
+    ),
+]
+Bpw = Annotated[
+    float | None,
+    typer.Option("--bpw", help="Bits per weight of what is quantised, scales included.", rich_help_panel=BUDGET),
+]
+Kl = Annotated[
+    float | None,
+    typer.Option(
+        "--kl",
+        help="The smallest result whose expected KL divergence is at most this, in nats per token; with --size or "
+        "--bpw, within that.",
+        rich_help_panel=BUDGET,
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", help="Recipe to write. Default: print it.", rich_help_panel=o.OUTPUT),
+]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace the recipe that is there.", rich_help_panel=o.OUTPUT)
+]
+MethodName = Annotated[
+    Literal["gptq", "rtn"], typer.Option("--method", help="How weights are rounded, for which errors are measured.")
+]
+Bits = Annotated[str, typer.Option("--bits", help="Widths to choose from, as far as format and target take them.")]
+GroupSizes = Annotated[
+    str,
+    typer.Option(
+        "--group-size", help="Input channels per scale to choose from, as far as they divide a width; -1: whole rows."
+    ),
+]
+Sensitivity = Annotated[
+    Path | None,
+    typer.Option(
+        "--sensitivity",
+        help="Keep what is measured in this file, or take it from there: no other size needs measuring.",
+        rich_help_panel=BUDGET,
+    ),
+]
+Work = Annotated[
+    Path | None,
+    typer.Option(
+        "--work",
+        help="Directory for hidden states while measuring. Default: that of the recipe.",
+        rich_help_panel=o.RUNNING,
+    ),
+]
+Patterns = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="PATTERN: {OPTION: VALUE}",
+        help="Other options for modules matching a pattern; the bits and group sizes it names stay. Repeatable.",
+    ),
+]
+
+OPTIONS: dict[str, tuple[Any, Any]] = {
+    "model": (o.Model, ...),
+    "size": (Size, None),
+    "bpw": (Bpw, None),
+    "kl": (Kl, None),
+    "sensitivity": (Sensitivity, None),
+    "method": (MethodName, "gptq"),
+    "bits": (Bits, ",".join(map(str, INTEGER_BITS))),
+    "group_size": (GroupSizes, "32,64,128"),
+    "sym": (o.field_options(methods()["gptq"])["sym"][0], True),
+    "set": (Patterns, None),
+    "out": (Out, None),
+    "overwrite": (Overwrite, False),
+    "format_": (o.Format, DEFAULT_FORMAT),
+    "shard_size": o.RUN_OPTIONS["shard_size"],
+    **{name: o.RUN_OPTIONS[name] for name in ("calibration", "field", "samples", "length", "seed")},
+    **{name: o.MEANS[name] for name in ("target", "tp", "device", "threads", "max_memory")},
+    "work": (Work, None),
+    **{name: o.MEANS[name] for name in ("trust_remote_code", "json_", "junit", "log_format", "quiet")},
+}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command("fit", rich_help_panel="Compress")(o.command(fit, OPTIONS, "fit", DOC))
+
+
+def fit(**values: Any) -> None:
+    """Measure, choose, write, tell."""
+    from tempfile import TemporaryDirectory
+
+    from transformers.utils import logging
+
+    from llmcompress.engine.mixed import fitted_to_grids
+    from llmcompress.engine.plan import Options
+    from llmcompress.store.files import existing, writing
+
+    wanted, recipe, out = _asked(values), recipe_of(values), values["out"]
+    _refuse_place(out, values["overwrite"])
+    logging.disable_progress_bar()
+    folder = values["work"] or (out.parent if out is not None else Path())
+    place = existing(folder)
+    with (
+        console.Steps("measuring", values["quiet"] or values["json_"]) as steps,
+        writing(place),
+        TemporaryDirectory(prefix="fit-", dir=place) as scratch,
+    ):
+        options = Options(
+            out=Path(scratch) / "out",
+            max_memory=o.gigabytes("--max-memory", values["max_memory"]),
+            **{name: values[name] for name in ("device", "threads", "trust_remote_code", "target", "tp")},
+        )
+        found = fitted_to_grids(recipe, values["model"], options, wanted, steps.at)
+    _write(out, found.recipe.as_yaml(), values["overwrite"])
+    _tell(found, values)
+
+
+def recipe_of(values: dict[str, Any]) -> Recipe:
+    """What the options say, but for the bits."""
+    options = {"sym": values["sym"], "set": o.parse_set(values["set"])}
+    return Recipe(
+        calibration=build(Calibration, o.calibration(values), "the calibration options"),
+        steps=(build(methods()[values["method"]], options, values["method"]),),
+        output=build(Output, o.output(values), "the output options"),
+    )
+
+
+def _asked(values: dict[str, Any]) -> "Asked":
+    """RecipeError unless one budget is given, or a divergence, and all numbers are some."""
+    from llmcompress.engine.allotment import Budget
+    from llmcompress.engine.mixed import Asked
+
+    size, bpw, kl = values["size"], values["bpw"], values["kl"]
+    if size is not None and bpw is not None:
+        raise RecipeError("--size and --bpw both say how large the result is to be", "give one of them")
+    if size is bpw is kl is None:
+        raise RecipeError("nothing says how large the result is to be", "give --size, --bpw or --kl")
+    for option, value, usual in (("--bpw", bpw, 3.5), ("--kl", kl, 0.05)):
+        if value is not None and not 0 < value <= 64:  # not for nan either
+            raise RecipeError(f"{option} {value} is no number that it can be", f"write for example {option} {usual}")
+    return Asked(
+        Budget(None if size is None else nbytes("--size", size), bpw),
+        _numbers("--bits", values["bits"], INTEGER_BITS),
+        _numbers("--group-size", values["group_size"], None),
+        kl,
+        values["sensitivity"],
+    )
+
+
+def nbytes(option: str, text: str) -> int:
+    """A size with its unit in bytes; without one it is in GB."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*([kKMG]?B|)", text.strip())
+    scale = {"": 1e9, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9}.get(found[2].upper() if found else "?")
+    if found is None or scale is None or float(found[1]) * scale > 1e18:
+        raise RecipeError(f"{option} {text!r} is no size", f"write for example {option} 90MB")
+    return int(float(found[1]) * scale)
+
+
+def _numbers(option: str, text: str, known: tuple[int, ...] | None) -> list[int]:
+    """The whole numbers of a list with commas between them."""
+    example = ",".join(map(str, known or (32, 64, 128)))
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise RecipeError(f"{option} {text!r} is no list of numbers", f"write for example {option} {example}") from None
+    for number in numbers:
+        if number not in known if known is not None else not (number == PER_ROW or 0 < number < 1 << 31):
+            raise RecipeError(f"{option} {number} is none that there is", f"choose from {option} {example}")
+    return list(dict.fromkeys(numbers))
+
+
+def _refuse_place(out: Path | None, overwrite: bool) -> None:
+    from llmcompress.errors import PlanError
+    from llmcompress.store.output import refuse_unwritable
+
+    if out is None:
+        return
+    if out.exists() and not (overwrite and out.is_file()):
+        hint = "give another file, or --overwrite" if out.is_file() else "give the name of a file"
+        raise PlanError(f"{out} already exists", hint)
+    refuse_unwritable(out)
+
+
+def _write(out: Path | None, text: str, overwrite: bool) -> None:
+    from llmcompress.store.files import create, make_parent, writing
+
+    if out is None:
+        return
+    with writing(out):
+        make_parent(out)
+        if overwrite:
+            out.unlink(missing_ok=True)
+        with create(out) as handle:
+            handle.write(text.encode())
+
+
+def _tell(found: "Fitted", values: dict[str, Any]) -> None:
+    expected = found.recipe.expected
+    assert expected is not None
+    if values["json_"]:
+        console.print_json(
+            {
+                "recipe": found.recipe.as_data(),
+                "output": None if values["out"] is None else str(values["out"]),
+                "expected": expected.model_dump(),
+                "matrices": [
+                    {"names": [matrix.module for matrix in item.matrices], "grid": grid.name, "kl": loss}
+                    for item, grid, loss in found.losses
+                ],
+                "ledger": found.ledger.as_json(),
+            }
+        )
+        return
+    if values["out"] is None:
+        typer.echo(found.recipe.as_yaml(), nl=False)
+    where = "recipe" if values["out"] is None else values["out"]
+    console.say(
+        f"{where}: expects a KL divergence of {expected.kl:.4g} nats per token, {expected.bits_per_weight:.3f} bits "
+        f"per weight; weight files of {expected.output_bytes:,} bytes exactly"
+    )

@@ -1,0 +1,98 @@
+"""How the Fisher information of a layer's matrices is summed up, from what each window shows of them."""
+
+import re
+from collections.abc import Mapping
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from torch import Tensor
+
+from llmcompress.stats.fisher import Fisher, of_matrix, of_window
+from llmcompress.stats.gram import Gram
+
+P = TypeVar("P")
+
+
+class Gathering(Protocol, Generic[P]):
+    """Of one layer. `part` is for any thread, of the input [..., in] of a matrix and the gradient [..., out] at its
+    output; `add` and `finish` are for one thread, in order."""
+
+    def part(self, x: Tensor, gradient: Tensor) -> P: ...
+
+    def add(self, path: str, part: P) -> None: ...
+
+    def finish(self) -> dict[str, Fisher]: ...
+
+
+class ByToken:
+    """Each token by its own gradient."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, Fisher] = {}
+
+    def part(self, x: Tensor, gradient: Tensor) -> Fisher:
+        return of_matrix(x, gradient)
+
+    def add(self, path: str, part: Fisher) -> None:
+        self._found[path] = self._found[path].plus(part) if path in self._found else part
+
+    def finish(self) -> dict[str, Fisher]:
+        return self._found
+
+
+class Window(NamedTuple):
+    """What a window shows of a matrix: its inputs [tokens, in], where those are needed, and its gradient [out, in]."""
+
+    x: Tensor | None
+    gradient: Tensor
+
+
+class ByWindow:
+    """Tokens of a window together; Gram matrices beside, where errors are to be made up for in other columns.
+
+    spaces: space of each path. grams: whether Gram matrices are summed up, those of the experts of a layer together, as
+    single ones see too few tokens.
+    """
+
+    def __init__(self, spaces: Mapping[str, str], grams: bool) -> None:
+        self.spaces = {path: _alike(space) for path, space in spaces.items()}
+        self._grams = grams
+        # the first matrix that reads a space
+        self._owners = set({space: path for path, space in reversed(list(spaces.items()))}.values())
+        self._found: dict[str, Fisher] = {}
+        self._seen: dict[str, Gram] = {}
+        self._weighed: dict[str, Gram] = {}
+
+    def part(self, x: Tensor, gradient: Tensor) -> Window:
+        rows, slopes = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
+        return Window(rows if self._grams else None, slopes.T @ rows)
+
+    def add(self, path: str, part: Window) -> None:
+        fisher = of_window(part.gradient)
+        self._found[path] = self._found[path].plus(fisher) if path in self._found else fisher
+        if part.x is not None:
+            if path in self._owners:
+                _sum(self._seen, self.spaces[path], part.x)
+            _sum(self._weighed, _alike(path), part.gradient)
+
+    def finish(self) -> dict[str, Fisher]:
+        return self._found
+
+    def seen(self, space: str) -> Tensor:
+        """Mean Gram matrix [in, in] of the inputs in one of `spaces`."""
+        return self._seen[space].mean()
+
+    def weighed(self, path: str) -> Tensor:
+        """Gram matrix [in, in] of a matrix's gradients over windows, by which errors are judged, of trace 1."""
+        gram = self._weighed[_alike(path)].mean()
+        return gram / gram.diagonal().sum().clamp_min(1e-30)
+
+
+def _sum(grams: dict[str, Gram], name: str, rows: Tensor) -> None:
+    if name not in grams:
+        grams[name] = Gram(rows.shape[-1], rows.device)
+    grams[name].update(rows)
+
+
+def _alike(path: str) -> str:
+    """The same for all experts."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)

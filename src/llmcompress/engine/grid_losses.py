@@ -1,0 +1,141 @@
+"""What rounding each matrix to each grid would lose: the KL divergence that its errors cause, to second order.
+
+Errors are those of the method itself, on a sample of rows, as soon as the gradients of a layer are known: GPTQ's depend
+on one another and cost several times less than as many independent ones.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from llmcompress.engine.gathering import ByWindow
+from llmcompress.engine.losses import Losses
+from llmcompress.engine.measure import Measuring
+from llmcompress.engine.plan import MatrixPlan, Plan
+from llmcompress.grids.base import GridSpec
+from llmcompress.grids.coded import Coded
+from llmcompress.grids.integer import Clip, fit
+from llmcompress.ledger import Ledger
+from llmcompress.methods.base import Method
+from llmcompress.methods.gptq import Gptq
+from llmcompress.parallel import in_order
+from llmcompress.solve.damping import inverse_factor
+from llmcompress.solve.gptq import gptq_codes
+from llmcompress.solve.prepared import Prepared, column_order
+from llmcompress.stats.fisher import Fisher, coupled_loss, expected_loss, sampled_rows
+from llmcompress.store.checkpoint import DTYPES, Checkpoint
+
+_SAMPLED = 1 << 16  # weights of a matrix that are rounded to see what it loses
+
+Wanted = Mapping[str, Sequence[GridSpec]]
+"""Grids by module."""
+
+
+def measured_losses(
+    plan: Plan, measuring: Measuring, wanted: Wanted, ledger: Ledger, watch: Callable[[int, int], None]
+) -> Losses:
+    """Losses of the plan's matrices by the names of grids. watch: told how many steps of all are done."""
+    paths = [[matrix.path for matrix in layer] for layer in plan.layers]
+    steps, of = count(1), 2 * len(paths) + 1
+    losses: Losses = {
+        matrix.module: {grid.name: 0.0 for grid in wanted[matrix.module]} for layer in plan.layers for matrix in layer
+    }
+    tokens = measuring.tokens.numel()
+
+    def gathering(number: int) -> "_Rounding":
+        return _Rounding(plan.layers[number], measuring.checkpoint, wanted, tokens, losses)
+
+    with measuring.information(paths, lambda: watch(next(steps), of), gathering) as found:
+        unseen = [m.module for layer in plan.layers for m in layer if (m.layer, m.path) not in found]
+    for module in unseen:
+        ledger.note("budget", module, "no token came to it, so that any grid seems as good")
+    return losses
+
+
+class _Sample(NamedTuple):
+    """Rows [rows, in] float32 of a matrix, with the Fisher information `outputs` of each [rows]."""
+
+    matrix: MatrixPlan
+    rows: Tensor
+    outputs: Tensor
+
+
+class _Rounding(ByWindow):
+    """Rounds the matrices of a layer when all windows have been through it, and notes what that loses per token."""
+
+    def __init__(
+        self, layer: Sequence[MatrixPlan], checkpoint: Checkpoint, wanted: Wanted, tokens: int, losses: Losses
+    ) -> None:
+        super().__init__(
+            {matrix.path: matrix.space for matrix in layer}, any(isinstance(m.method, Gptq) for m in layer)
+        )
+        self.layer, self.checkpoint, self.wanted, self.tokens, self.losses = layer, checkpoint, wanted, tokens, losses
+
+    def finish(self) -> dict[str, Fisher]:
+        found = super().finish()
+        groups: dict[tuple[str, str, tuple[GridSpec, ...]], list[MatrixPlan]] = {}
+        for matrix in self.layer:
+            if matrix.path in found and float(found[matrix.path].outputs.sum()) > 0:
+                key = self.spaces[matrix.path], matrix.method.model_dump_json(), tuple(self.wanted[matrix.module])
+                groups.setdefault(key, []).append(matrix)
+        for (space, _, grids), members in groups.items():
+            samples = [_sample(matrix, found[matrix.path], self.checkpoint) for matrix in members]
+            for grid, lost in self._lost(space, samples, found, grids):
+                for sample, loss in zip(samples, lost, strict=True):
+                    self.losses[sample.matrix.module][grid.name] = loss / self.tokens
+        return found
+
+    def _lost(
+        self, space: str, samples: Sequence[_Sample], found: Mapping[str, Fisher], grids: Sequence[GridSpec]
+    ) -> Iterator[tuple[GridSpec, list[float]]]:
+        """What samples that read a space and have one method lose by each grid, summed over tokens."""
+        method = samples[0].matrix.method
+        rows = torch.cat([sample.rows for sample in samples])
+        dtype = DTYPES[samples[0].matrix.entry.source.dtype]
+        if isinstance(method, Gptq):
+            hessian = self.seen(space)
+            order = column_order(hessian, by_energy=method.actorder != "none")
+            ready = Prepared(hessian, order, inverse_factor(hessian[order][:, order], method.percdamp))
+            judges = [self.weighed(sample.matrix.path) for sample in samples]
+
+            def rounded(grid: GridSpec) -> Tensor:
+                return _compensated(method, ready, rows.to(hessian.device), grid, dtype)
+        else:
+            judges = [inputs / inputs.sum() for inputs in (found[s.matrix.path].inputs for s in samples)]
+
+            def rounded(grid: GridSpec) -> Tensor:
+                return _nearest(method, rows, grid, dtype)
+
+        def lost(grid: GridSpec) -> tuple[GridSpec, list[float]]:
+            errors = torch.split(rounded(grid) - rows, [len(sample.rows) for sample in samples])
+            return grid, [
+                (coupled_loss if judge.dim() == 2 else expected_loss)(error, sample.outputs, judge.cpu())
+                for error, sample, judge in zip(errors, samples, judges, strict=True)
+            ]
+
+        yield from in_order(lost, grids)
+
+
+def _sample(matrix: MatrixPlan, fisher: Fisher, checkpoint: Checkpoint) -> _Sample:
+    weight = checkpoint.read_finite(matrix.entry.source.name)
+    weight = weight.T if matrix.conv1d else weight
+    rows, outputs = sampled_rows(fisher.outputs, max(1, _SAMPLED // weight.shape[1]))
+    return _Sample(matrix, weight[rows].to(torch.float32), outputs)
+
+
+def _compensated(method: Gptq, ready: Prepared, rows: Tensor, grid: GridSpec, dtype: torch.dtype) -> Tensor:
+    """Values float32 [rows, in] of rows as GPTQ rounds them."""
+    gram = ready.refiner.hessian if method.clip == "output" else None
+    fitted = fit(rows, grid, clip=method.clip, importance=ready.cost, gram=gram, scale_dtype=dtype)
+    coded = gptq_codes(rows, fitted, ready.factor, ready.order, method.block_size)
+    return ready.refiner.refine(rows, coded, dtype, method.descent).decode().cpu()
+
+
+def _nearest(method: Method, rows: Tensor, grid: GridSpec, dtype: torch.dtype) -> Tensor:
+    """Values float32 [rows, in] of rows rounded to nearest."""
+    clip: Clip = "minmax" if method.clip == "minmax" else "search"  # near enough to the search by outputs
+    fitted = fit(rows, grid, clip=clip, scale_dtype=dtype)
+    return Coded(fitted.encode(rows), fitted).decode()

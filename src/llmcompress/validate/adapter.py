@@ -1,0 +1,72 @@
+"""Running a model with a LoRA adapter, whoever made it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from llmcompress.errors import CheckpointError
+from llmcompress.model.adapted import adapt
+from llmcompress.model.build import StreamedModel
+from llmcompress.store.adapter import Adapter
+from llmcompress.store.headers import read_headers, read_json
+from llmcompress.validate.gguf_file import gguf_in
+
+_HINT = "an adapter serves only the model it was made for"
+
+
+def adapt_streamed(model: StreamedModel, adapter: Path, path: Path) -> None:
+    """As `adapt_whole`, of a model that is run section by section."""
+
+    def find(name: str) -> nn.Module:
+        number, _, below = name.removeprefix(f"{model.spec.layers}.").partition(".")
+        return model.layers[int(number)].get_submodule(below)
+
+    _adapt(find, adapter, path, model.device)
+
+
+def adapt_whole(model: nn.Module, adapter: Path, path: Path) -> None:
+    """From now on the linears of the model at `path` are corrected by an adapter.
+
+    CheckpointError if it is of another model: by its report, or by modules and sizes.
+    """
+    _adapt(model.get_submodule, adapter, path, torch.device("cpu"))
+
+
+def _adapt(find: Callable[[str], nn.Module], adapter: Path, path: Path, device: torch.device) -> None:
+    found = Adapter(adapter)
+    _refuse_other_base(adapter, path)
+    for item in found.corrections:
+        try:
+            module = find(item.module)
+        except (AttributeError, IndexError, ValueError):
+            raise CheckpointError(
+                f"adapter {adapter} is of another model: {path} has no {item.module}", _HINT
+            ) from None
+        size, wanted = _size(module), found.shape(item)
+        if size != wanted:
+            raise CheckpointError(
+                f"adapter {adapter} is of another model: {item.module} of {path} is not {wanted[0]} x {wanted[1]}",
+                _HINT,
+            )
+        b, a = found.read(item)
+        adapt(module, b.to(device), a.to(device))
+
+
+def _size(module: nn.Module) -> tuple[int, int] | None:
+    """Outputs and inputs of a linear; None for what is none."""
+    rows = getattr(module, "out_features", getattr(module, "nf", None))  # nf, nx: of a Conv1D
+    columns = getattr(module, "in_features", getattr(module, "nx", None))
+    return (rows, columns) if isinstance(rows, int) and isinstance(columns, int) else None
+
+
+def _refuse_other_base(adapter: Path, path: Path) -> None:
+    """CheckpointError if the adapter's report, where it has one of ours, speaks of other weights than `path` holds."""
+    file = adapter / "report.json"
+    base = read_json(file).get("base") if file.is_file() and gguf_in(path) is None else None
+    stated = base.get("contents_sha256") if isinstance(base, dict) else None
+    if stated is not None and stated != read_headers(path).contents:
+        raise CheckpointError(
+            f"adapter {adapter} is of another model: its report.json names other weights than {path}", _HINT
+        )

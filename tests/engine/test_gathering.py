@@ -1,0 +1,106 @@
+"""What a layer's windows show, against autograd on weights of whole windows."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from llmcompress import arch
+from llmcompress.engine.gathering import ByWindow
+from llmcompress.engine.sensitivity import fisher_information
+from llmcompress.model.build import StreamedModel
+from llmcompress.model.gradients import drawn
+from llmcompress.model.skeleton import load_config
+from llmcompress.store.checkpoint import Checkpoint
+
+SEED, LENGTH, SAMPLES = 5, 12, 3
+TOKENS = torch.randint(3, 96, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(7))
+SPACES = {
+    "llama": {"self_attn.k_proj": "attn_in", "self_attn.v_proj": "attn_in", "mlp.down_proj": "mlp_hidden"},
+    "mixtral": {
+        f"mlp.experts.{e}.{leaf}_proj": f"{space}.{e}"
+        for e in range(4)
+        for leaf, space in (("gate", "expert_in"), ("up", "expert_in"), ("down", "expert_hidden"))
+    },
+}
+
+
+def by_autograd(path, spaces):
+    """Gradients [out, in] of the weights by window, and Gram matrices of the inputs in the spaces, of both layers."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
+    gradients, inputs = [], {}
+    layers = model.model.layers
+    for number, layer in enumerate(layers):
+        for below, space in spaces.items():
+            if "experts" not in below:
+                layer.get_submodule(below).register_forward_pre_hook(
+                    lambda _, args, key=(number, space): inputs.setdefault(key, []).append(args[0].detach()[0])
+                )
+    for window, ids in enumerate(TOKENS):
+        model.zero_grad()
+        logs = model(input_ids=ids[None]).logits.log_softmax(-1)[0]
+        labels = drawn(logs.detach().exp(), torch.Generator().manual_seed(SEED + window))
+        logs.gather(1, labels[:, None]).sum().backward()
+        gradients.append({name: value.grad for name, value in model.named_parameters()})
+    return gradients, inputs
+
+
+def measured(path, spaces, tmp_path):
+    config = load_config(path)
+    model = StreamedModel(Checkpoint(path), config, arch.find(config.model_type), dtype=torch.float64)
+    made = {}
+
+    def gathering(number):
+        made[number] = ByWindow(spaces, grams=True)
+        return made[number]
+
+    paths = [list(spaces)] * len(model.layers)
+    return fisher_information(model, TOKENS, paths, SEED, tmp_path, gathering=gathering), made
+
+
+def test_sums_are_those_of_the_gradients_of_whole_windows(random_model_dir, tmp_path):
+    path, spaces = random_model_dir("llama", dtype="float32"), SPACES["llama"]
+    found, made = measured(path, spaces, tmp_path)
+    gradients, inputs = by_autograd(path, spaces)
+    for number in (0, 1):
+        for below in spaces:
+            windows = [window[f"model.layers.{number}.{below}.weight"] for window in gradients]
+            squares = sum(gradient.square() for gradient in windows) / TOKENS.numel()
+            fisher = found[number, below]
+            torch.testing.assert_close(fisher.outputs, squares.sum(1), rtol=1e-4, atol=1e-12)
+            torch.testing.assert_close(fisher.inputs, squares.sum(0), rtol=1e-4, atol=1e-12)
+            gram = sum(gradient.T @ gradient for gradient in windows)
+            judge = made[number].weighed(below).double()
+            torch.testing.assert_close(judge, gram / gram.diagonal().sum(), rtol=1e-3, atol=1e-6)
+        for space in set(spaces.values()):
+            rows = torch.cat(inputs[number, space])
+            # the first of the matrices that read a space counts its inputs, once
+            seen = made[number].seen(space).double() * len(rows)
+            expected = rows.T @ rows * seen.trace() / (rows.T @ rows).trace()
+            torch.testing.assert_close(seen, expected, rtol=1e-3, atol=1e-5)
+            torch.testing.assert_close(seen.trace(), rows.square().sum() * 1.0, rtol=1e-4, atol=1e-6)
+
+
+def test_experts_have_gradients_of_their_own_and_gram_matrices_together(random_model_dir, tmp_path):
+    path, spaces = random_model_dir("mixtral", dtype="float32"), SPACES["mixtral"]
+    found, made = measured(path, spaces, tmp_path)
+    gradients, _ = by_autograd(path, spaces)
+    fused = "model.layers.1.mlp.experts.down_proj"
+    for expert in range(4):
+        below = f"mlp.experts.{expert}.down_proj"
+        windows = [window[fused][expert] for window in gradients]
+        squares = sum(gradient.square() for gradient in windows) / TOKENS.numel()
+        torch.testing.assert_close(found[1, below].outputs, squares.sum(1), rtol=1e-4, atol=1e-12)
+    together = sum(torch.einsum("eoi,eoj->ij", window[fused], window[fused]) for window in gradients)
+    expected = together / together.diagonal().sum()
+    for expert in (0, 3):
+        judge = made[1].weighed(f"mlp.experts.{expert}.down_proj").double()
+        torch.testing.assert_close(judge, expected, rtol=1e-3, atol=1e-6)
+
+
+def test_without_compensation_no_gram_matrix_is_summed(random_model_dir):
+    gathered = ByWindow(SPACES["llama"], grams=False)
+    x, gradient = torch.ones(1, 2, 3), torch.ones(1, 2, 4)
+    gathered.add("mlp.down_proj", gathered.part(x, gradient))
+    assert gathered.finish()["mlp.down_proj"].outputs.tolist() == [12.0] * 4
+    with pytest.raises(KeyError):
+        gathered.seen("mlp_hidden")
