@@ -42,6 +42,7 @@ def others(compressed, tiny_model_dir, tmp_path):
         ("depth",): [tiny_model_dir, "-o", tmp_path / "depth", "--drop", 1, *SHORT],
         ("width",): [tiny_model_dir, "-o", tmp_path / "width", "--ratio", 0.5, *SHORT],
         ("lora",): [tiny_model_dir, compressed, "-o", tmp_path / "lora", "--rank", 4, *SHORT],
+        ("fit",): [tiny_model_dir, "--bpw", 5, "--bits", "4,8", "--method", "rtn", "-o", tmp_path / "fit.yaml", *SHORT],
         ("report",): [compressed, "-o", tmp_path / "page.html"],
         ("stats", "list"): [tmp_path],
         ("stats", "prune"): [tmp_path, "--all"],
