@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from llmcompress.engine.collect import ExpertInputs, collect, stages_of
+from llmcompress.engine.decoded import DecodedHeaders
 from llmcompress.engine.energy import against_rtn, energies
 from llmcompress.engine.forward import Forward
+from llmcompress.engine.gguf_input import GgufHeaders
 from llmcompress.engine.kv_cache import measured
 from llmcompress.engine.plan import MatrixPlan, Plan
 from llmcompress.engine.progress import Progress
@@ -52,6 +54,7 @@ class Compressor:
         """known: statistics in place of those of windows. keeping: where those of windows are kept."""
         self.plan, self.checkpoint, self.model, self.progress = plan, checkpoint, model, progress
         self.known, self.keeping = known, keeping
+        self.rounded = isinstance(plan.headers, DecodedHeaders | GgufHeaders)
 
     def layer(
         self,
@@ -173,7 +176,7 @@ class Compressor:
         weights = [self._weight(plan) for plan in group]
         scale_dtype = DTYPES[group[0].entry.source.dtype]
         with torch.no_grad():
-            sparse = pruned(group, weights, stats, ledger)
+            sparse = pruned(group, weights, stats, ledger, self.rounded)
             solved: Solved = method.solve(torch.cat(weights), stats, scale_dtype, sparse)
         if solved.percdamp is not None and solved.percdamp > getattr(method, "percdamp", solved.percdamp):
             ledger.note("damping", group[0].module, f"percdamp raised to {solved.percdamp:g}")
@@ -193,7 +196,7 @@ class Compressor:
             if plan.method.fixed_inputs:
                 part = replace(part, input_scale=input_scale(plan, stats))
             record = _record(plan, weight, part, hessian, stats.gram, solved)
-            record |= sparsity_record(plan, weight, part.decode(), ledger)
+            record |= sparsity_record(plan, weight, part.decode(), ledger, self.rounded)
             result.append((plan, part.to("cpu"), record))
             start = stop
         return result

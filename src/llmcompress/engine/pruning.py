@@ -16,15 +16,16 @@ SPARSE = 0.05  # share of zeros above which a matrix has been pruned, so that th
 
 
 def pruned(
-    group: Sequence[MatrixPlan], weights: Sequence[Tensor], stats: Statistics, ledger: Ledger
+    group: Sequence[MatrixPlan], weights: Sequence[Tensor], stats: Statistics, ledger: Ledger, rounded: bool
 ) -> Pruned | Choice | None:
     """What a pruner makes of matrices [out, in] that share input and options, or made of them before this run.
 
-    None where hardly anything is zero; a Choice where the pruner leaves it to the step that rounds.
+    None where hardly anything is zero; a Choice where the pruner leaves it to the step that rounds. rounded: whether the
+    source was codes, of which zeros are nobody's decision.
     """
     pruner = group[0].pruner
     if pruner is None:
-        sparse = any(_zeros(weight) > SPARSE for weight in weights)
+        sparse = not rounded and any(_zeros(weight) > SPARSE for weight in weights)
         return Pruned.of_zeros(torch.cat(list(weights))) if sparse else None
     if pruner.within is not None:
         return pruner.within
@@ -34,10 +35,10 @@ def pruned(
     return found
 
 
-def sparsity_record(plan: MatrixPlan, weight: Tensor, decoded: Tensor, ledger: Ledger) -> dict[str, Any]:
+def sparsity_record(plan: MatrixPlan, weight: Tensor, decoded: Tensor, ledger: Ledger, rounded: bool) -> dict[str, Any]:
     """What the report says about zeros. weight [out, in]: of the source. decoded: what became of it."""
     pruner, zeros = plan.pruner, _zeros(decoded)
-    before = _zeros(weight)
+    before = 0.0 if rounded else _zeros(weight)
     share = before if pruner is None else pruner.share
     held = zeros >= share - 1 / weight.shape[1]  # a share of a row is rounded to whole weights
     if not held and share > SPARSE:
