@@ -20,8 +20,8 @@ def pruned(
 ) -> Pruned | Choice | None:
     """What a pruner makes of matrices [out, in] that share input and options, or made of them before this run.
 
-    None where hardly anything is zero; a Choice where the pruner leaves it to the step that rounds. rounded: whether the
-    source was codes, of which zeros are nobody's decision.
+    None where hardly anything is zero; a Choice where the pruner leaves it to the step that rounds. rounded: whether
+    the source was codes, of which zeros are nobody's decision.
     """
     pruner = group[0].pruner
     if pruner is None:
