@@ -31,7 +31,7 @@ def with_option(option: str) -> list[tuple[str, ...]]:
 
 def runs() -> list[tuple[str, ...]]:
     """The commands that carry one run out: they can be stopped and keep a work directory."""
-    return [words for words, options in all_commands().items() if "--work" in options and words[0] != "plan"]
+    return [words for words, options in all_commands().items() if "--keep-work" in options and words[0] != "plan"]
 
 
 RECIPE = "calibration: {samples: 2, length: 16}\nsteps:\n  - {method: gptq, bits: 4, group_size: 64}\n"
