@@ -1,6 +1,6 @@
 """How sparse each layer becomes, where layers with many outliers are to keep more weights (OWL)."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -8,11 +8,12 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor, nn
 
+from llmcompress.engine.collect import outputs_and_energy
 from llmcompress.engine.forward import Forward, Stream
 from llmcompress.engine.plan import MatrixPlan, Plan
 from llmcompress.engine.resources import return_freed_memory
 from llmcompress.model.build import StreamedModel
-from llmcompress.stats.energy import Energy, energy
+from llmcompress.stats.energy import Energy
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.windows import write_windows
 
@@ -26,8 +27,7 @@ def outlier_weighed(
 
     OWL (Yin et al., 2023, arXiv:2310.05175, section 3.2): an outlier is larger than `owl_threshold` times the mean of
     its matrix; shares are spread linearly over twice `owl_span` around the wanted mean, and more outliers become less
-    sparsity.
-    scratch: a directory for hidden states meanwhile.
+    sparsity. scratch: a directory for hidden states meanwhile.
     """
     pruner = plan.recipe.pruner
     assert pruner is not None
@@ -43,19 +43,11 @@ def outlier_weighed(
                 forward = Forward(model, number, Stream("dense", layer, hidden), plan.batch, folder, {})
                 spaces = {matrix.space: matrix.path for matrix in matrices}
                 hidden = write_windows(
-                    _outputs(forward, spaces, found), folder / f"{(number + 1) % 2}.bin", model.dtype
+                    outputs_and_energy(forward, spaces, found), folder / f"{(number + 1) % 2}.bin", model.dtype
                 )
                 shares.append(_outliers(matrices, layer, found, pruner.owl_threshold))
             return_freed_memory()
     return spread(shares, [_weights(matrices) for matrices in plan.layers], pruner.share, pruner.owl_span)
-
-
-def _outputs(forward: Forward, spaces: Mapping[str, str], found: dict[str, Energy]) -> Iterator[Tensor]:
-    """What leaves the layer, batch by batch; `found` gathers the energy of its spaces meanwhile."""
-    for seen, left in forward.whole(spaces, energy):
-        for space, part in seen.items():
-            found[space] = found[space].plus(part) if space in found else part
-        yield left
 
 
 def _outliers(matrices: Sequence[MatrixPlan], layer: nn.Module, found: Mapping[str, Energy], threshold: float) -> float:

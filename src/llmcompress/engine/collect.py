@@ -1,6 +1,6 @@
 """Statistics of the inputs of a layer's matrices, over all calibration tokens."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -98,6 +98,14 @@ def collect(
         )
         for space in wanted
     }
+
+
+def outputs_and_energy(forward: Forward, spaces: Mapping[str, str], found: dict[str, Energy]) -> Iterator[Tensor]:
+    """What leaves a layer, batch by batch; `found` gathers the energy of `spaces` (see `Forward.inputs`) meanwhile."""
+    for seen, left in forward.whole(spaces, energy):
+        for space, more in seen.items():
+            found[space] = found[space].plus(more) if space in found else more
+        yield left
 
 
 def _range(plan: "MatrixPlan", device: torch.device) -> "Seen":

@@ -1,15 +1,15 @@
 """Measuring an importance matrix: the original model, one layer after the other, each run once over all windows."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from llmcompress.engine.calibration import tokens_for
+from llmcompress.engine.collect import outputs_and_energy
 from llmcompress.engine.forward import Forward, Stream
 from llmcompress.engine.matrices import Matrices, matrices_of
 from llmcompress.engine.means import usual_means
@@ -24,7 +24,7 @@ from llmcompress.ledger import Ledger
 from llmcompress.model.build import StreamedModel
 from llmcompress.parallel import threads
 from llmcompress.recipe import Calibration
-from llmcompress.stats.energy import Energy, energy
+from llmcompress.stats.energy import Energy
 from llmcompress.store.headers import ModelHeaders
 from llmcompress.store.windows import write_windows
 
@@ -81,7 +81,9 @@ def measure_imatrix(
             with streamed.layer(number) as layer:
                 forward = Forward(streamed, number, Stream("original", layer, hidden), means.batch, folder, {})
                 hidden = write_windows(
-                    _outputs(forward, rows, found), folder / f"{(number + 1) % 2}.bin", streamed.dtype
+                    outputs_and_energy(forward, {row.space: row.path for row in rows}, found),
+                    folder / f"{(number + 1) % 2}.bin",
+                    streamed.dtype,
                 )
             _fill(rows, found, ledger)
             watch(number + 1, len(layers))
@@ -107,14 +109,6 @@ def _rows(headers: ModelHeaders, matrices: Matrices) -> tuple[dict[str, ImatrixE
     for module, layer, expert, path, space, _ in matrices.found:
         layers[layer].append(_Row(path, module, space, expert is not None, *places[f"{module}.weight"]))
     return entries, layers
-
-
-def _outputs(forward: Forward, rows: list[_Row], found: dict[str, Energy]) -> Iterator[Tensor]:
-    """What leaves the layer, batch by batch; `found` gathers the energy of its spaces meanwhile."""
-    for seen, left in forward.whole({row.space: row.path for row in rows}, energy):
-        for space, part in seen.items():
-            found[space] = found[space].plus(part) if space in found else part
-        yield left
 
 
 def _fill(rows: list[_Row], found: dict[str, Energy], ledger: Ledger) -> None:
