@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,22 @@ def set_up(threads: int | None) -> None:
             os.environ[name] = str(threads)
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+
+def kept(out: Path) -> dict[str, dict[str, Any]]:
+    """Results by name that an earlier start has written to `out`."""
+    return json.loads(out.read_text()) if out.exists() else {}
+
+
+def once(
+    rows: dict[str, dict[str, Any]], name: str, measure: Callable[[], dict[str, Any]], out: Path
+) -> dict[str, Any]:
+    """The result of that name: from `rows`, or measured, and then written to `out` with the others."""
+    if name not in rows:
+        say(f"{name} (load {machine()['load']})")
+        rows[name] = measure()
+        out.write_text(json.dumps(rows, indent=1) + "\n")
+    return rows[name]
 
 
 def machine() -> dict[str, object]:

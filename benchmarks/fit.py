@@ -9,11 +9,11 @@ the work directory. Results that are in `--out` already are not made again.
 """
 
 import argparse
-import json
+from functools import partial
 from pathlib import Path
 
 import yaml
-from common import OURS, machine, run, say, set_up, shape
+from common import OURS, kept, once, run, say, set_up, shape
 from methods import Row, measured
 
 
@@ -36,6 +36,12 @@ def uniform(grid: str, args: argparse.Namespace) -> Path:
     out = args.work / f"uniform-{grid.replace(':', '-')}.yaml"
     out.write_text(yaml.safe_dump({"steps": [step], "output": {"format": "dense"}}))
     return out
+
+
+def compared(recipe: Path, args: argparse.Namespace) -> Row:
+    """The figures of a recipe, with the divergence that it expects, if it says."""
+    expected = (yaml.safe_load(recipe.read_text()).get("expected") or {}).get("kl")
+    return measured(recipe, args) | ({} if expected is None else {"kl_expected": expected})
 
 
 def table(rows: dict[str, Row]) -> str:
@@ -67,17 +73,13 @@ def main() -> None:
     args = parser.parse_args()
     set_up(threads=1)
     args.work.mkdir(parents=True, exist_ok=True)
-    rows: dict[str, Row] = json.loads(args.out.read_text()) if args.out.exists() else {}
+    rows = kept(args.out)
     names = []
     for make, wanted in ((fitted, args.bpw), (uniform, args.uniform)):
         for asked in wanted:
             recipe = make(asked, args)  # type: ignore[operator]
             names.append(recipe.stem)
-            if recipe.stem not in rows:
-                say(f"{recipe.stem} (load {machine()['load']})")
-                expected = (yaml.safe_load(recipe.read_text()).get("expected") or {}).get("kl")
-                rows[recipe.stem] = measured(recipe, args) | ({} if expected is None else {"kl_expected": expected})
-                args.out.write_text(json.dumps(rows, indent=1) + "\n")
+            once(rows, recipe.stem, partial(compared, recipe, args), args.out)
     print(table({name: rows[name] for name in names}))
 
 

@@ -13,11 +13,12 @@ import argparse
 import json
 import shutil
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
-from common import OURS, evaluate, machine, run, say, set_up, shape
+from common import OURS, evaluate, kept, once, run, set_up, shape
 
 Row = dict[str, Any]
 
@@ -71,12 +72,9 @@ def main() -> None:
     args = parser.parse_args()
     set_up(threads=1)
     args.work.mkdir(parents=True, exist_ok=True)
-    rows: dict[str, Row] = json.loads(args.out.read_text()) if args.out.exists() else {}
+    rows = kept(args.out)
     for recipe in args.recipes:
-        if recipe.stem not in rows:
-            say(f"{recipe.stem} (load {machine()['load']})")
-            rows[recipe.stem] = measured(recipe, args)
-            args.out.write_text(json.dumps(rows, indent=1) + "\n")
+        once(rows, recipe.stem, partial(measured, recipe, args), args.out)
     print(table({recipe.stem: rows[recipe.stem] for recipe in args.recipes}))
 
 

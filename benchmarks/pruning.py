@@ -10,13 +10,13 @@ removed once they are evaluated.
 """
 
 import argparse
-import json
 import shutil
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import HERE, OURS, evaluate, install, machine, run, say, set_up, shape, split_peer
+from common import HERE, OURS, evaluate, install, kept, once, run, set_up, shape, split_peer
 
 Row = dict[str, Any]
 SPARSITIES = {"50%": ("--sparsity", "0.5"), "2:4": ("--pattern", "2:4"), "4:8": ("--pattern", "4:8")}
@@ -95,13 +95,11 @@ def main() -> None:
     set_up(threads=1)
     args.work.mkdir(parents=True, exist_ok=True)
     python = None if args.peer is None else args.peer[1] or install(args.peer[0], args.environments)
-    rows: dict[str, Row] = json.loads(args.out.read_text()) if args.out.exists() else {}
+    rows = kept(args.out)
     wanted = jobs(args, python)
     for name, command in wanted.items():
-        if name not in rows and (not args.only or name in args.only):
-            say(f"{name} (load {machine()['load']})")
-            rows[name] = measured(name, command, args)
-            args.out.write_text(json.dumps(rows, indent=1) + "\n")
+        if not args.only or name in args.only:
+            once(rows, name, partial(measured, name, command, args), args.out)
     print(table({name: rows[name] for name in wanted if name in rows}))
 
 
