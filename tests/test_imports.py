@@ -16,6 +16,7 @@ ROW = [
     {"formats", "store", "calib"},
     {"model", "recipe"},
     {"engine"},
+    {"kernels"},
     {"validate"},
     {"report"},
     {"cli"},
