@@ -14,6 +14,7 @@ from torch import Tensor
 
 from llmcompress.grids.base import GridSpec
 from llmcompress.grids.integer import SMALLEST_SCALE, Clip, natural_groups, storable
+from llmcompress.hardware import at_once
 
 LARGEST = 448.0
 _NORMAL = 2.0**-6  # least value with all three bits of mantissa
@@ -106,7 +107,7 @@ def fit_float8(
     min-max one is a candidate and wins ties.
     """
     weigh = torch.ones(weight.shape[1], device=weight.device) if importance is None else importance.to(torch.float32)
-    step = max(1, _CHUNK // weight.shape[1])
+    step = max(1, at_once(weight, _CHUNK) // weight.shape[1])
     parts = [_scales(rows, weigh, clip, scale_dtype) for rows in torch.split(weight, step)]
     return FloatGrid(spec, torch.cat(parts), natural_groups(spec, weight.shape[1]).to(weight.device))
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from llmcompress.grids.base import Int8Spec
 from llmcompress.grids.blocks import float16
 from llmcompress.grids.integer import Clip, positive
+from llmcompress.hardware import at_once
 
 _STEP = 0.007874015718698502  # 1 / 127, as bitsandbytes has it
 _LIMIT = 127
@@ -118,7 +119,7 @@ def fit(weight: Tensor, *, clip: Clip = "search", importance: Tensor | None = No
     """
     width = weight.shape[1]
     weigh = positive(torch.ones(width, device=weight.device) if importance is None else importance.to(torch.float32))
-    parts = torch.split(weight, max(1, _CHUNK // width))
+    parts = torch.split(weight, max(1, at_once(weight, _CHUNK) // width))
     scales = [part.abs().amax(1, keepdim=True) if clip == "minmax" else _searched(part, weigh) for part in parts]
     none = torch.empty(0, dtype=torch.int64, device=weight.device)
     return Int8Grid(Int8Spec(), width, torch.cat(scales), none, weight.new_empty(weight.shape[0], 0))

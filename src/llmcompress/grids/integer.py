@@ -13,11 +13,12 @@ from torch import Tensor
 
 from llmcompress.grids.base import PRODUCT_ROWS, GridSpec, ProgressiveSpec
 from llmcompress.grids.errors import UNKNOWN, ByChannel, ByOutput, Errors
+from llmcompress.hardware import at_once
 
 Clip = Literal["minmax", "search", "output"]
 
 SMALLEST_SCALE = 2.0**-24  # smallest positive float16
-_CHUNK = 1 << 17  # weights searched at once: the temporaries stay in the cache
+SEARCHED = 1 << 17  # weights searched at once: the temporaries stay in the cache
 _SHRINKS = {2: 24, 3: 24, 4: 20, 5: 14, 6: 10, 8: 6}
 _NARROWEST = {2: 0.30, 3: 0.45, 4: 0.60, 5: 0.70, 6: 0.80, 8: 0.90}
 
@@ -150,7 +151,7 @@ def fit(
         return replace(grid, group_index=index)
     rows, width = weight.shape
     group = spec.width(width)
-    per_chunk = max(1, _CHUNK // width)
+    per_chunk = max(1, at_once(weight, SEARCHED) // width)
     errors: Errors
     if clip == "output":
         if gram is None:

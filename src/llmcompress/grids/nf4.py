@@ -16,6 +16,7 @@ from torch import Tensor
 from llmcompress.grids.base import Nf4Spec
 from llmcompress.grids.blocks import between
 from llmcompress.grids.integer import Clip, positive
+from llmcompress.hardware import at_once
 
 LEVELS = (
     -1.0,
@@ -164,7 +165,7 @@ def fit(weight: Tensor, spec: Nf4Spec, *, clip: Clip = "search", importance: Ten
     rows, width = weight.shape
     weigh = torch.ones(width, device=weight.device) if importance is None else importance.to(torch.float32)
     weigh = positive(weigh).view(1, -1, spec.group_size)
-    step = max(1, _CHUNK // width)
+    step = max(1, at_once(weight, _CHUNK) // width)
     blocks = (part.reshape(part.shape[0], -1, spec.group_size) for part in torch.split(weight, step))
     scales = [block.abs().amax(-1) if clip == "minmax" else _searched(block, weigh) for block in blocks]
     absmax = torch.cat(scales) if rows else weight.new_empty(0, width // spec.group_size)

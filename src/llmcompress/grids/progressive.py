@@ -17,6 +17,7 @@ from torch import Tensor
 from llmcompress.grids import integer
 from llmcompress.grids.base import GridSpec, ProgressiveSpec
 from llmcompress.grids.integer import Clip, natural_groups, positive, storable
+from llmcompress.hardware import at_once
 
 LIMIT = 119  # of whole numbers that weights are made to fill
 LARGEST = 127  # magnitude of a decoded whole number
@@ -132,7 +133,7 @@ def fit(
     weigh = torch.ones(width, device=weight.device) if importance is None else importance.to(torch.float32)
     weigh = positive(weigh).view(1, -1, size)
     found = []
-    for part in torch.split(weight, max(1, _CHUNK // width)):
+    for part in torch.split(weight, max(1, at_once(weight, _CHUNK) // width)):
         block = part.reshape(part.shape[0], -1, size)
         ranges = _covering(block)
         found.append(ranges if clip == "minmax" else _searched(part, block, weigh, ranges))

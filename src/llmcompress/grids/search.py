@@ -16,6 +16,7 @@ from llmcompress.grids.block_fit import Chunk, Stored, fit_groups, round_groups
 from llmcompress.grids.block_refine import Candidate, fitted, neighbours, refine, refitted
 from llmcompress.grids.blocks import IQ4_LEVELS, BlockGrid
 from llmcompress.grids.coded import Coded
+from llmcompress.hardware import at_once
 from llmcompress.parallel import in_order
 
 _CHUNK = 1 << 16  # weights searched at once
@@ -104,7 +105,7 @@ def _search(
     weight: Tensor, spec: BlockSpec, importance: Tensor | None, choose: Callable[[_Piece], tuple[Chunk, Stored]]
 ) -> Coded:
     rows, width = weight.shape
-    step = max(1, _CHUNK // width)
+    step = max(1, at_once(weight, _CHUNK) // width)
     limit = _limit(spec)
     floored = None if importance is None else _laid(_floored(importance).view(1, -1), spec).unsqueeze(2)
 

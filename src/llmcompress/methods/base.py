@@ -41,6 +41,12 @@ if TYPE_CHECKING:
 DEFAULT_GROUP_SIZES = (128, 64, 32)
 GROUPED_TYPES = ("int", "progressive")  # whose group size can be chosen
 SOLVED_ROWS = 1536  # at once by a thread: with fewer, the calls for each column would cost more than their arithmetic
+SOLVED_ON_GPU = 1 << 24  # weights at once on a GPU, whose memory this bounds
+
+
+def solved_rows(width: int, gpu: bool) -> int:
+    """Rows of matrices with `width` columns that are solved at once."""
+    return max(SOLVED_ROWS, SOLVED_ON_GPU // width) if gpu else SOLVED_ROWS
 
 
 def _plain(value: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from llmcompress.errors import RunError
-from llmcompress.methods.base import SOLVED_ROWS, Method, Solved, Statistics
+from llmcompress.methods.base import Method, Solved, Statistics, solved_rows
 
 if TYPE_CHECKING:
     import torch
@@ -119,8 +119,9 @@ class Gptq(Method):
             kept = None if mask is None else mask.keep
             return ready.refiner.refine(aim[part], coded, scale_dtype, self.descent, kept)
 
-        starts = range(0, aim.shape[0], SOLVED_ROWS)
-        coded = Coded.stacked(shared(partial(rows, slice(start, start + SOLVED_ROWS)) for start in starts))
+        step = solved_rows(aim.shape[1], aim.is_cuda)
+        starts = range(0, aim.shape[0], step)
+        coded = Coded.stacked(shared(partial(rows, slice(start, start + step)) for start in starts))
         if outliers is not None:
             coded = beside(coded, wanted, outliers, whole, pruned.keep if isinstance(pruned, Pruned) else None)
         return Solved(coded, factor.percdamp, factor.dead, crowded)

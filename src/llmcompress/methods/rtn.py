@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from llmcompress.errors import RunError
 from llmcompress.grids.base import BlockSpec, GridSpec
-from llmcompress.methods.base import SOLVED_ROWS, Method, Solved, Statistics
+from llmcompress.methods.base import Method, Solved, Statistics, solved_rows
 
 if TYPE_CHECKING:
     import torch
@@ -80,8 +80,9 @@ class Rtn(Method):
             grid = fitted(rest[part]) if common is None else common.rows(part)
             return Coded(grid.encode(rest[part]), grid)
 
-        starts = range(0, rest.shape[0], SOLVED_ROWS)
-        coded = Coded.stacked(shared(partial(rounded, slice(start, start + SOLVED_ROWS)) for start in starts))
+        step = solved_rows(rest.shape[1], rest.is_cuda)
+        starts = range(0, rest.shape[0], step)
+        coded = Coded.stacked(shared(partial(rounded, slice(start, start + step)) for start in starts))
         return Solved(coded if outliers is None else beside(coded, weight, outliers), crowded_outliers=crowded)
 
 

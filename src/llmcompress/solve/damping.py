@@ -51,12 +51,14 @@ def inverse_factor(hessian: Tensor, percdamp: float) -> Factor:
     """
     for step in _LADDER:
         used = percdamp * step
-        matrix = damp(hessian.flip(0, 1).to(torch.float64), used)
+        matrix = damp(hessian.flip(0, 1).to(torch.float64), used).mT  # as LAPACK has it: what is symmetric is the same
         info = torch.empty(0, dtype=torch.int32, device=matrix.device)
         torch.linalg.cholesky_ex(matrix, out=(matrix, info))  # in place: a matrix of float64 is the largest thing here
         if int(info) == 0:
             _invert(matrix)
-            upper = matrix.to(torch.float32).flip(0, 1)
+            lower = matrix.to(torch.float32, memory_format=torch.contiguous_format)
+            del matrix
+            upper = lower.flip(0, 1)
             if bool(torch.isfinite(upper.sum())):
                 pivots = upper.diagonal().clone()
                 ahead = upper.div_(pivots[:, None]).triu_(1)

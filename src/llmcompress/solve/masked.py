@@ -28,8 +28,7 @@ def refitted(weight: Tensor, target: Tensor, keep: Tensor, hessian: Tensor, step
         after = (missing * pull).sum(dim=1)
         better = after < error
         found = torch.where(better[:, None], moved, found)
-        if not bool(better.all()):  # as exact as it gets: what rose goes back, and is left there
-            mask = mask * better[:, None]
+        mask = mask * better[:, None]  # as exact as it gets: what rose goes back, and is left there
         error = torch.minimum(error, after)
     return found
 

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from llmcompress.parallel import together
 from llmcompress.processes import WHOLE, Part
-from llmcompress.stats.gram import precision_of, products_of
+from llmcompress.stats.finite import Count, only_finite
+from llmcompress.stats.gram import precision_of, product, products_of
 from llmcompress.stats.panels import owners
 
 _PANELS = 4
@@ -23,7 +24,8 @@ class Drift:
     def __init__(self, size: int, device: torch.device | None = None, part: Part = WHOLE) -> None:
         self.part = part
         self.sum = torch.zeros(size, size, dtype=torch.float32, device=device)
-        self.tokens = 0
+        self._seen = 0
+        self._lost: Count = 0
         self.hessian: Tensor | None = None
         self._finished = False
 
@@ -31,19 +33,22 @@ class Drift:
         """Add a pair of inputs [..., in] of the same tokens; tokens with inf or nan in either are left out."""
         there = original.detach().reshape(-1, original.shape[-1])
         here = x.detach().reshape(-1, x.shape[-1])
-        if not bool(torch.isfinite(there.sum() + here.sum())):
-            keep = torch.isfinite(there).all(dim=-1) & torch.isfinite(here).all(dim=-1)
-            there, here = there[keep], here[keep]
-        self.tokens += here.shape[0]
+        self._seen += here.shape[0]
+        (there, here), lost = only_finite(there, here)
+        self._lost = self._lost + lost
         moved = (there.to(torch.float32) - here.to(torch.float32)).to(here.dtype)
         left, right = products_of(moved, exact=False), products_of(here, exact=False)
 
         def add(start: int, panel: Tensor) -> None:
             for one, other in zip(left, right, strict=True):
-                panel += one[:, start : start + panel.shape[0]].T @ other
+                panel += product(one[:, start : start + panel.shape[0]], other)
 
         with precision_of(here):
             together(partial(add, start, panel) for start, panel in self._panels(self.part.number))
+
+    @property
+    def tokens(self) -> int:
+        return self._seen - int(self._lost)
 
     def views(self, number: int) -> list[Tensor]:
         """The rows of the sum that make a part."""

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from llmcompress.parallel import together
 from llmcompress.processes import WHOLE, Part
+from llmcompress.stats.finite import Count, only_finite
 from llmcompress.stats.panels import owners
 
-_PANEL, _PANELS = 192, 8  # columns in a panel at least, and panels at most
+_PANEL, PANELS = 192, 8  # columns in a panel at least, and panels at most
 _CHUNK = 1024  # tokens in one product of bfloat16
 _EXACT = 16384  # tokens after which such products may be rounded
 
@@ -27,8 +28,8 @@ class Gram:
     def __init__(self, size: int, device: torch.device | None = None, part: Part = WHOLE) -> None:
         self.part = part
         self.sum = torch.zeros(size, size, dtype=torch.float32, device=device)
-        self.tokens = 0
-        self.dropped = 0
+        self._seen = 0
+        self._lost: Count = 0
         self._borrowed = 0.0
         self._finished = False
 
@@ -36,27 +37,33 @@ class Gram:
     def of(cls, mean: Tensor, tokens: int) -> "Gram":
         """The statistics whose mean [in, in] float32 is known; nothing more can be added."""
         gram = cls(0, mean.device)
-        gram.sum, gram.tokens, gram._finished = mean, tokens, True
+        gram.sum, gram._seen, gram._finished = mean, tokens, True
         return gram
 
     @property
     def size(self) -> int:
         return self.sum.shape[0]
 
+    @property
+    def tokens(self) -> int:
+        return self._seen - int(self._lost)
+
+    @property
+    def dropped(self) -> int:
+        return int(self._lost)
+
     def update(self, x: Tensor) -> None:
         """Add an input [..., in] of any float type."""
-        rows = x.detach().reshape(-1, x.shape[-1])
-        if not bool(torch.isfinite(rows.sum())):  # one reduction per batch; the exact test only where it fails
-            keep = torch.isfinite(rows).all(dim=-1)
-            self.dropped += int((~keep).sum())
-            rows = rows[keep]
-        _add_upper(self.views(self.part.number), self.size, rows, exact=self.tokens < _EXACT)
-        self.tokens += rows.shape[0]
+        every = x.detach().reshape(-1, x.shape[-1])
+        (rows,), lost = only_finite(every)
+        _add_upper(self.views(self.part.number), self.size, rows, exact=self._seen < _EXACT)
+        self._seen += every.shape[0]
+        self._lost = self._lost + lost
 
     def views(self, number: int) -> list[Tensor]:
         """The panels of the sum's upper triangle that make a part: columns from their first row on."""
         size = self.size
-        step = max(_PANEL, -(-size // _PANELS))
+        step = max(_PANEL, -(-size // PANELS))
         starts = range(0, size, step)
         whose = owners([size - start for start in starts], self.part.of)
         return [
@@ -95,38 +102,43 @@ def _add_upper(panels: Sequence[Tensor], size: int, rows: Tensor, exact: bool) -
     def add(panel: Tensor) -> None:
         start = size - panel.shape[1]
         for part in products:
-            panel += part[:, start : start + panel.shape[0]].T @ part[:, start:]
+            panel += product(part[:, start : start + panel.shape[0]], part[:, start:])
 
     with precision_of(rows):
         together(partial(add, panel) for panel in panels)
 
 
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """left^T right of rows as `products_of` gives them; on a GPU, products of 16-bit floats are summed in float32."""
+    if left.is_cuda and left.dtype != torch.float32:
+        return torch.mm(left.T, right, out_dtype=torch.float32)
+    return left.T @ right
+
+
 def products_of(rows: Tensor, exact: bool) -> Sequence[Tensor]:
     """Rows [tokens, in] cut and cast for products that are summed in float32.
 
-    On a processor products of bfloat16 are fastest where they may return bfloat16, rounded by 2^-9. Over many chunks
-    these roundings average out, to some 2^-13 of the sum for the usual 65,536 tokens. Of few tokens they would not,
-    and a Gram matrix of few tokens has small eigenvalues to lose: so where it matters, ask for exact ones.
+    A GPU multiplies 16-bit floats as they are, exactly. On a processor products of bfloat16 are fastest where they may
+    return bfloat16, rounded by 2^-9. Over many chunks these roundings average out, to some 2^-13 of the sum for the
+    usual 65,536 tokens. Of few tokens they would not, and a Gram matrix of few tokens has small eigenvalues to lose: so
+    where it matters, ask for exact ones.
     """
-    if rows.dtype == torch.bfloat16 and rows.device.type == "cpu" and not exact:
+    if rows.is_cuda and rows.dtype in (torch.bfloat16, torch.float16):
+        return (rows,)
+    if rows.dtype == torch.bfloat16 and not exact:
         return torch.split(rows, _CHUNK)
     return (rows.to(torch.float32),)
 
 
 @contextmanager
 def precision_of(rows: Tensor) -> Iterator[None]:
-    """Within, float32 products may round their inputs to what the rows hold anyway, and to nothing coarser."""
-    cuda = rows.device.type == "cuda"
-    backend: Any = torch.backends.cuda.matmul if cuda else getattr(torch.backends.mkldnn, "matmul", None)
-    if not hasattr(backend, "fp32_precision"):  # before torch 2.9, where the default is exact
+    """Within, a processor's float32 products may round their inputs to what the rows hold anyway, and no coarser."""
+    backend: Any = getattr(torch.backends.mkldnn, "matmul", None)
+    if rows.is_cuda or not hasattr(backend, "fp32_precision"):  # before torch 2.9 the default is exact
         yield
         return
     before = backend.fp32_precision
-    if rows.dtype == torch.bfloat16:
-        precision = "tf32" if cuda else "bf16"
-    else:
-        precision = "tf32" if cuda and rows.dtype == torch.float16 else "ieee"
-    backend.fp32_precision = precision
+    backend.fp32_precision = "bf16" if rows.dtype == torch.bfloat16 else "ieee"
     try:
         yield
     finally:
