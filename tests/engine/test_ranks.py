@@ -339,6 +339,7 @@ def test_half_an_environment_is_refused(changes, why, monkeypatch):
 def test_a_rank_without_a_gpu_is_refused(monkeypatch):
     for name, value in JOB.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(PlanError, match="more ranks than GPUs, which are 1"):
         ranks.device_of("cuda")

@@ -72,6 +72,8 @@ def _run() -> int:
         code = _INTERRUPTED
     except MemoryError:
         return _failed(RunError("out of memory", "try a smaller --batch"))
+    except RuntimeError as error:
+        return _out_of_gpu_memory() if type(error).__name__ == "OutOfMemoryError" else _unforeseen(error)
     except BrokenPipeError:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123 (else Python complains as it ends)
         return _failed(RunError("what reads this command's output has gone"))
@@ -82,6 +84,12 @@ def _run() -> int:
     if not code:
         log.event("done", exit_code=EXIT_OK)
     return code if isinstance(code, int) else EXIT_OK
+
+
+def _out_of_gpu_memory() -> int:
+    """The exit code where torch found no room on the GPU; named, not imported, as torch takes a second to import."""
+    hint = "try a smaller --batch, or --max-gpu-memory with what is free; finished layers are kept for the same --batch"
+    return _failed(RunError("out of GPU memory", hint))
 
 
 def _unforeseen(error: Exception) -> int:

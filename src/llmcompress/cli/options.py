@@ -127,6 +127,15 @@ MaxMemory = Annotated[
         rich_help_panel=RUNNING,
     ),
 ]
+MaxGpuMemory = Annotated[
+    float | None,
+    typer.Option(
+        "--max-gpu-memory",
+        min=0,
+        help="GPU memory of tensors not to exceed, in GB (10^9 bytes): smaller batches, or a refusal.",
+        rich_help_panel=RUNNING,
+    ),
+]
 Work = Annotated[
     Path | None, typer.Option("--work", help="Work directory. Default: OUTPUT.work.", rich_help_panel=RUNNING)
 ]
@@ -250,6 +259,7 @@ MEANS: dict[str, tuple[Any, Any]] = {
     "batch": (Batch, None),
     "threads": (Threads, None),
     "max_memory": (MaxMemory, None),
+    "max_gpu_memory": (MaxGpuMemory, None),
     "stats": (Stats, None),
     "work": (Work, None),
     "keep_work": (KeepWork, False),
@@ -337,7 +347,8 @@ def means(values: dict[str, Any]) -> "Options":
     from llmcompress.engine.plan import Options
 
     given = {name: values[name] for name in Options.__dataclass_fields__}
-    return Options(**{**given, "max_memory": gigabytes("--max-memory", values["max_memory"])})
+    limits = {name: gigabytes(f"--{name.replace('_', '-')}", values[name]) for name in ("max_memory", "max_gpu_memory")}
+    return Options(**{**given, **limits})
 
 
 def parse_set(values: list[str] | None) -> dict[str, dict[str, Any]]:

@@ -63,6 +63,7 @@ def _log_plan(plan: "Plan", finished: bool) -> None:
         output_bytes=cost.output_bytes,
         work_bytes=cost.work_bytes,
         memory_bytes=cost.memory_bytes,
+        gpu_memory_bytes=cost.gpu_bytes,
         bits_per_weight=round(cost.bits_per_weight, 4),
     )
 

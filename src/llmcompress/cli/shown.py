@@ -41,6 +41,8 @@ def _facts(plan: "Plan") -> dict[str, Any]:
         "output_bytes": cost.output_bytes,
         "work_bytes": cost.work_bytes,
         "memory_bytes": cost.memory_bytes,
+        "gpu_memory_bytes": cost.gpu_bytes,
+        "batch": plan.batch,
         "passes": cost.passes,
         "bits_per_weight": round(cost.bits_per_weight, 4),
         "matrices": [
@@ -86,11 +88,20 @@ def _show(plan: "Plan") -> None:
                 f"{cost.output_bytes:,} bytes exactly, {cost.bits_per_weight:.3f} bits per quantised weight",
             ),
             ("peak memory", f"about {console.size(cost.memory_bytes)}"),
+            *(
+                [("GPU memory", f"about {console.size(cost.gpu_bytes)}, {_windows(plan)} at once")]
+                if cost.gpu_bytes
+                else []
+            ),
             ("disk while running", f"about {console.size(cost.work_bytes)} in {plan.work}"),
             ("forward passes", f"{cost.passes} at most, layers in {plan.dtype}"),
         ],
     )
     console.ledger(plan.ledger.as_json())
+
+
+def _windows(plan: "Plan") -> str:
+    return "1 window" if plan.batch == 1 else f"{plan.batch} windows"
 
 
 def _rows(plan: "Plan") -> list[tuple[str, "Entry", "Method", "Pruner | None"]]:

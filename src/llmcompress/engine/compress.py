@@ -19,6 +19,7 @@ from llmcompress.engine.plan import MatrixPlan, Plan
 from llmcompress.engine.progress import Progress
 from llmcompress.engine.pruning import pruned, sparsity_record
 from llmcompress.engine.ranges import input_scale, lend_ranges
+from llmcompress.engine.ranks import device_of
 from llmcompress.engine.resources import return_freed_memory
 from llmcompress.engine.statistics import note_reuse
 from llmcompress.grids.base import BlockSpec
@@ -54,6 +55,7 @@ class Compressor:
         """known: statistics in place of those of windows. keeping: where those of windows are kept."""
         self.plan, self.checkpoint, self.model, self.progress = plan, checkpoint, model, progress
         self.known, self.keeping = known, keeping
+        self.device = device_of(plan.options.device)
         self.rounded = isinstance(plan.headers, DecodedHeaders | GgufHeaders)
 
     def layer(
@@ -67,7 +69,7 @@ class Compressor:
         coded: dict[str, Coded] = {}
         linears: list[dict[str, Any]] = []
         ledger = Ledger()
-        known = {} if self.known is None else self.known.read(number, torch.device("cpu"))
+        known = {} if self.known is None else self.known.read(number, self.device)
         gathered: dict[str, Tensor] = {}
         if self.known is not None:
             note_reuse(self.plan, self.known, ledger)
@@ -166,7 +168,7 @@ class Compressor:
     def _given(self, plan: MatrixPlan) -> Statistics:
         """What the user's importance matrix says of the input of a matrix."""
         found = None if self.plan.importance is None else self.plan.importance.of(plan.entry.source.name)
-        return Statistics(importance=None if found is None else torch.from_numpy(found))
+        return Statistics(importance=None if found is None else torch.from_numpy(found).to(self.device))
 
     def _solve(
         self, group: list[MatrixPlan], stats: Statistics, ledger: Ledger
@@ -203,9 +205,8 @@ class Compressor:
 
     def _weight(self, plan: MatrixPlan) -> Tensor:
         """The source matrix [out, in] in float32 on the run's device."""
-        weight = self.checkpoint.read_finite(plan.entry.source.name).to(torch.float32)
-        weight = weight.T.contiguous() if plan.conv1d else weight
-        return weight if self.model is None else weight.to(self.model.device)
+        weight = self.checkpoint.read_finite(plan.entry.source.name, self.device).to(torch.float32)
+        return weight.T.contiguous() if plan.conv1d else weight
 
 
 def install(layer: nn.Module, plan: MatrixPlan, coded: Coded) -> None:

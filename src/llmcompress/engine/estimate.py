@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from llmcompress.engine.feed import FETCHED
+from llmcompress.engine.gpu_estimate import gpu_bytes
 from llmcompress.formats.gguf.file import ENCODED_AT_ONCE
 from llmcompress.grids.base import PRODUCT_ROWS
 from llmcompress.methods.base import SOLVED_ROWS
@@ -28,23 +30,30 @@ _AT_WORK = 40  # bytes for each number of the rows that are being rotated, in fl
 _BY_OUTPUT = 128  # bytes for each number of the rows whose ranges are searched by the error of outputs
 _SAMPLED = 1024  # tokens kept of an input where scales are searched
 _PER_THREAD = 24_000_000  # buffers that torch's libraries keep for each further one
+_WITH_CUDA = 2_500_000_000  # what CUDA's libraries and driver take of main memory, roughly: never measured here
+_STAGED = 2  # bytes for each weight of a layer while its codes, from the GPU, are written
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True)
 class Means:
-    """What the memory of a run depends on beside the model: type of its layers, windows in a batch, threads."""
+    """What the memory of a run depends on beside the model: type of its layers, windows in a batch, threads.
+
+    gpu: whether layers run, and matrices are solved, on a GPU.
+    """
 
     dtype: str
     batch: int
     threads: int
+    gpu: bool = False
 
 
 @dataclass(frozen=True)
 class Estimate:
     """output_bytes: exact size of all weight files and their index. The others are estimates in bytes.
 
-    passes: forward passes over the calibration set through the whole model (a partial pass counts as one).
+    passes: forward passes over the calibration set through the whole model (a partial pass counts as one). gpu_bytes:
+    of tensors on the GPU, where one is used; memory_bytes is main memory.
     """
 
     output_bytes: int
@@ -53,6 +62,7 @@ class Estimate:
     passes: int
     source_bytes: int
     bits_per_weight: float
+    gpu_bytes: int = 0
 
 
 def estimate(
@@ -71,13 +81,19 @@ def estimate(
     )
     calibrated = recipe.needs_calibration or any(plan.needs_calibration for plan in matrices)
     paired = any(plan.original_samples for plan in matrices)
+    largest = max(stored.spec.nbytes for stored in headers.tensors.values())
+    item, hidden = ITEM_BYTES[means.dtype], hidden_width(headers)
+    on_gpu = gpu_bytes(layers, means, item, recipe.calibration.length, hidden, largest) if means.gpu else 0
     return Estimate(
         output_bytes=output_bytes,
         work_bytes=int(weights * 1.1) + (_windows(headers, recipe, layers, means) if calibrated else 0),
-        memory_bytes=_memory(headers, recipe, layers, means, calibrated, paired),
+        memory_bytes=_beside_gpu(headers, recipe, layers, means)
+        if means.gpu
+        else _memory(headers, recipe, layers, means, calibrated, paired),
         passes=(2 if paired else 1) if calibrated else 0,
         source_bytes=headers.nbytes,
         bits_per_weight=bits / weights if weights else 0.0,
+        gpu_bytes=on_gpu,
     )
 
 
@@ -94,7 +110,18 @@ def _windows(headers: ModelHeaders, recipe: Recipe, layers: "Sequence[Sequence[M
     recorded = max(
         sum({plan.space: plan.entry.in_features for plan in layer if plan.expert is None}.values()) for layer in layers
     )
-    return tokens * (3 * width + recorded) * ITEM_BYTES[means.dtype]
+    return tokens * (2 * width if means.gpu else 3 * width + recorded) * ITEM_BYTES[means.dtype]
+
+
+def _beside_gpu(headers: ModelHeaders, recipe: Recipe, layers: "Sequence[Sequence[MatrixPlan]]", means: Means) -> int:
+    """Main memory of a run on a GPU: the interpreter, CUDA, a tensor on its way, windows ahead, codes being written."""
+    largest = max(stored.spec.nbytes for stored in headers.tensors.values())
+    windows = means.batch * recipe.calibration.length * hidden_width(headers) * ITEM_BYTES[means.dtype]
+    codes = max(
+        (sum(plan.entry.out_features * plan.entry.in_features for plan in layer) for layer in layers), default=0
+    )
+    more = _WITH_GGUF + _ENCODED * ENCODED_AT_ONCE if recipe.output.format == "gguf" else 0
+    return _WITH_MODEL + _WITH_CUDA + more + 2 * largest + (FETCHED + 2) * windows + _STAGED * codes
 
 
 def _memory(

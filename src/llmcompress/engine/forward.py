@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from llmcompress.engine.feed import Feed
 from llmcompress.model.build import StreamedModel
 from llmcompress.model.cache import Change
 from llmcompress.parallel import in_order
@@ -76,9 +77,11 @@ class Forward:
             self._hidden = WindowsShare(stream.hidden, batch, self._part)
             count = self._hidden.shape[0]
         self._spans = [slice(start, min(start + batch, count)) for start in range(0, count, batch)]
+        self._feed = Feed(self._hidden, self._spans, model.device)
         for size in dict.fromkeys(span.stop - span.start for span in self._spans):
             model.prepare_batch(size, length)
-        self._bypasses = self._find(spaces) if spaces and count else []
+        # a GPU runs a module again in less time than what it read and returned takes to a disk and back
+        self._bypasses = self._find(spaces) if spaces and count and model.device.type == "cpu" else []
         self._measuring = measuring
         self._watch: Change | None = None
         self._range: KeyValueRange | None = None
@@ -194,7 +197,7 @@ class Forward:
 
     def _call(self, span: slice) -> Tensor:
         self._local.span, self._local.returned = span, {}
-        states = self._hidden.read(span).to(self.model.device)
+        states = self._feed.read(span)
         return self.model.call(self.number, self.stream.layer, states, self._watch)
 
     def _writer(self, space: str, side: str) -> WindowsWriter:

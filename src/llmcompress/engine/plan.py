@@ -119,6 +119,7 @@ class Options:
     tp: int = 1
     repair: bool = False
     max_memory: int | None = None
+    max_gpu_memory: int | None = None
     stats: Path | None = None
 
 

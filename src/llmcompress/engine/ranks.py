@@ -62,11 +62,14 @@ def says(error: LlmcompressError) -> bool:
 
 
 def device_of(name: str) -> "torch.device":
-    """cpu, cuda, or auto: cuda where there is one. PlanError where a rank has no GPU of its own."""
+    """cpu, cuda, or auto: cuda where there is one. PlanError where there is none, or a rank has none of its own."""
     import torch
 
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        why = "this torch is built for processors alone" if torch.version.cuda is None else "torch sees no GPU"
+        raise PlanError(f"--device cuda needs an NVIDIA GPU, and {why}", "use --device cpu, or auto")
     if name != "cuda" or not several():
         return torch.device(name)
     here, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()

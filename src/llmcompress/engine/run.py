@@ -19,6 +19,7 @@ from llmcompress.engine.calibration import calibration_tokens
 from llmcompress.engine.compress import Compressor, install
 from llmcompress.engine.forward import Forward, Stream
 from llmcompress.engine.hidden import COMPRESSED, ORIGINAL, entering, kept
+from llmcompress.engine.means import usual_threads
 from llmcompress.engine.plan import Plan
 from llmcompress.engine.progress import Progress
 from llmcompress.engine.ranks import device_of
@@ -30,6 +31,7 @@ from llmcompress.engine.transforms import add_factors, open_transformed
 from llmcompress.engine.write import write_output
 from llmcompress.errors import PlanError, StoppedError
 from llmcompress.grids.coded import Coded
+from llmcompress.hardware import exact_float32
 from llmcompress.ledger import Entry as LedgerEntry
 from llmcompress.ledger import Ledger
 from llmcompress.model.build import StreamedModel
@@ -57,6 +59,7 @@ def run(
     empty.
     """
     progress = progress or Progress()
+    device_of(plan.options.device)  # refuses one that is not there
     _check_shares(plan)
     checkpoint = open_transformed(plan)
     sampled = plan.recipe.calibration.source == "self"
@@ -79,7 +82,7 @@ def run(
         progress.start(len(plan.layers), len(plan.layers) - len(missing))
         sections = _Sections(plan, staged, progress, stop, missing)
         keep_freed_memory()
-        with threads(plan.means.threads):
+        with threads(plan.means.threads), exact_float32():
             if tokens is None or known is not None:
                 _without_data(plan, checkpoint, sections, known)
             elif missing:
@@ -146,7 +149,8 @@ def finish(plan: Plan, staged: Staging, calibration: dict[str, Any] | None) -> d
         linears += records["linears"]
         sites += records.get("sites", [])
         ledger.extend(LedgerEntry(**entry) for entry in records["ledger"])
-    with threads(plan.means.threads):
+    count = (plan.options.threads or usual_threads()) if plan.means.gpu else plan.means.threads
+    with threads(count):  # packing is for processors
         return write_output(plan, checkpoint, staged, {"linears": linears, "sites": sites}, ledger, calibration)
 
 
@@ -184,6 +188,7 @@ def _without_data(plan: Plan, checkpoint: Checkpoint, sections: _Sections, known
     compressor = Compressor(plan, checkpoint, None, sections.progress, known)
     made = spread([partial(compressor.layer, number) for number in sections.missing])
     for number in sections.missing:
+        _expect(plan, checkpoint, number + 1)
         sections.make(number, partial(next, made))
 
 
@@ -210,6 +215,7 @@ def _with_data(plan: Plan, checkpoint: Checkpoint, tokens: Tensor, sections: _Se
         if done:
             add_factors(plan, checkpoint, number, staged.read_factors(number))
         with model.layer(number) as layer:
+            _expect(plan, checkpoint, number + 1)
             scaled = None
             if scaler is not None and not done:
                 whole = Forward(
@@ -240,6 +246,12 @@ def _with_data(plan: Plan, checkpoint: Checkpoint, tokens: Tensor, sections: _Se
                 onward = {name: forward.outputs() for name, forward in under_way.items()}
                 hidden = kept(staged, number + 1, dtype, onward)
         return_freed_memory()
+
+
+def _expect(plan: Plan, checkpoint: Checkpoint, number: int) -> None:
+    """Have a layer's matrices read from disk while others are worked on."""
+    if number < len(plan.layers):
+        checkpoint.expect(matrix.entry.source.name for matrix in plan.layers[number])
 
 
 def _scaler(plan: Plan, checkpoint: Checkpoint, model: StreamedModel, progress: Progress) -> Scaler | None:

@@ -1,7 +1,9 @@
 """Reading tensors of a checkpoint lazily by name; only what is asked for is ever in memory."""
 
+import os
 import struct
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -78,9 +80,19 @@ class Checkpoint:
             ) from None
         return data.view(DTYPES[stored.spec.dtype]).reshape(stored.spec.shape)
 
-    def read_finite(self, name: str) -> Tensor:
-        """As `read`, refusing weights that are not finite."""
+    def expect(self, names: Iterable[str]) -> None:
+        """Have the system read these tensors from disk meanwhile, into memory that it may take back."""
+        for name in names:
+            stored = self.headers.tensors.get(name)
+            if stored is not None and hasattr(os, "posix_fadvise"):
+                with suppress(OSError), stored.file.open("rb", buffering=0) as file:
+                    start = 8 + int.from_bytes(file.read(8), "little") + stored.begin
+                    os.posix_fadvise(file.fileno(), start, stored.end - stored.begin, os.POSIX_FADV_WILLNEED)
+
+    def read_finite(self, name: str, device: torch.device | None = None) -> Tensor:
+        """As `read`, on a device, refusing weights that are not finite."""
         tensor = self.read(name)
+        tensor = tensor if device is None else tensor.to(device)
         if tensor.is_floating_point() and tensor.numel():
             # extremes carry nan and inf along and, unlike isfinite, need no second tensor of this size
             low, high = torch.aminmax(tensor.float() if tensor.element_size() == 1 else tensor)

@@ -2,15 +2,19 @@
 
 import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from llmcompress.errors import RunError
+from llmcompress.parallel import Behind
 from llmcompress.processes import Part
 from llmcompress.store.files import bytes_of, create, writing
+
+_WAITING = 2  # batches from a GPU
 
 
 class Windows:
@@ -21,9 +25,9 @@ class Windows:
         self._sample = torch.Size(shape[1:]).numel() * dtype.itemsize
         self.nbytes = shape[0] * self._sample
 
-    def read(self, span: slice) -> Tensor:
-        """Samples [span] as a tensor of its own memory."""
-        out = torch.empty(span.stop - span.start, *self.shape[1:], dtype=self.dtype)
+    def read(self, span: slice, pinned: bool = False) -> Tensor:
+        """Samples [span] as a tensor of its own memory. pinned: in memory that a GPU copies from by itself."""
+        out = torch.empty(span.stop - span.start, *self.shape[1:], dtype=self.dtype, pin_memory=pinned)
         rest = bytes_of(out)
         place = span.start * self._sample
         with self.file.open("rb", buffering=0) as handle:
@@ -45,16 +49,17 @@ class WindowsShare(Windows):
         mine = sum(min(batch, count - start) for start in starts)
         super().__init__(whole.file, (mine, *whole.shape[1:]), whole.dtype)
 
-    def read(self, span: slice) -> Tensor:
+    def read(self, span: slice, pinned: bool = False) -> Tensor:
         before = (span.start // self.batch * (self.part.of - 1) + self.part.number) * self.batch  # of other parts
-        return super().read(slice(span.start + before, span.stop + before))
+        return super().read(slice(span.start + before, span.stop + before), pinned)
 
 
 class WindowsWriter:
     """Writes windows batch by batch into `file`.
 
     A file that is there already is written over: its pages are in memory, which is many times faster than to ask the
-    file system for new ones. crc: CRC-32 of what was written, where `checked` asks for it.
+    file system for new ones. crc: CRC-32 of what was written, where `checked` asks for it, once it is finished. Batches
+    on a GPU are written by threads of their own, while it goes on.
     """
 
     def __init__(self, file: Path, dtype: torch.dtype, checked: bool = False) -> None:
@@ -65,20 +70,49 @@ class WindowsWriter:
             if not file.exists():
                 create(file).close()
             self._handle = file.open("r+b", buffering=0)
+        self._writing: tuple[Behind, Behind] | None = None
 
     def append(self, batch: Tensor) -> None:
         """Add samples [n, ...]."""
-        flat = batch.detach().to("cpu", self.dtype).contiguous()
-        self._shape = (self._shape[0] + flat.shape[0], *flat.shape[1:])
-        rest = bytes_of(flat)
+        self._shape = (self._shape[0] + batch.shape[0], *batch.shape[1:])
+        if batch.is_cuda:
+            self._append_behind(batch.detach())
+            return
+        rest = bytes_of(batch.detach().to(self.dtype))
+        self._sum(rest)
+        self._write(rest)
+
+    def _append_behind(self, batch: Tensor) -> None:
+        """Copy a batch from the GPU through pinned memory, then sum and write it, while others are computed."""
+        host = torch.empty(batch.shape, dtype=self.dtype, pin_memory=True)
+        host.copy_(batch, non_blocking=True)
+        copied = torch.cuda.current_stream(batch.device).record_event()
+        self._writing = self._writing or (Behind(_WAITING), Behind(_WAITING))
+
+        def do(what: Callable[[memoryview], None]) -> None:
+            copied.synchronize()
+            what(bytes_of(host))
+
+        for behind, what in zip(self._writing, (self._sum, self._write), strict=True):
+            behind.add(partial(do, what))
+
+    def _sum(self, rest: memoryview) -> None:
         if self.checked:
             self.crc = zlib.crc32(rest, self.crc)
+
+    def _write(self, rest: memoryview) -> None:
         with writing(self.file):
             while rest:
                 rest = rest[self._handle.write(rest) :]
 
+    def _wait(self) -> None:
+        for behind in self._writing or ():
+            behind.finish()
+        self._writing = None
+
     def finish(self, name: Path | None = None) -> Windows:
         """What was written, under the file's final name if it has another."""
+        self._wait()
         self._handle.truncate()
         self._handle.close()
         if name is not None:
@@ -87,6 +121,7 @@ class WindowsWriter:
 
     def abandon(self) -> None:
         """Write no more."""
+        self._wait()
         self._handle.close()
 
 

@@ -1,0 +1,170 @@
+"""What a run on a GPU decides beforehand, and how it ends where there is none, or no room on it."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from llmcompress.engine import feed, means
+from llmcompress.engine.estimate import Estimate
+from llmcompress.engine.means import choose_means
+from llmcompress.engine.plan import Options
+from llmcompress.errors import PlanError
+from llmcompress.hardware import GpuMemory
+from llmcompress.methods.base import solved_rows
+from llmcompress.parallel import Ahead, Behind
+from llmcompress.store.windows import write_windows
+
+RUN = ("--samples", 4, "--length", 32, "--group-size", 32, "--bits", 4)
+COST = Estimate(0, 0, 0, 0, 0, 0.0)
+
+
+def test_without_a_gpu_one_is_refused_in_a_line(main, tiny_model_dir, tmp_path, capsys):
+    assert main("gptq", tiny_model_dir, "-o", tmp_path / "out", "--device", "cuda", *RUN) == 2
+    said = capsys.readouterr().err
+    assert "--device cuda needs an NVIDIA GPU" in said
+    assert "use --device cpu, or auto" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_says_what_a_run_would_take_of_a_gpu(main, tiny_model_dir, tmp_path, capsys):
+    common = ("gptq", tiny_model_dir, "-o", tmp_path / "out", *RUN)
+    assert main("plan", *common, "--json", "--device", "cpu") == 0
+    assert json.loads(capsys.readouterr().out)["gpu_memory_bytes"] == 0
+    assert main("plan", *common, "--json", "--device", "cuda") == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["gpu_memory_bytes"] > 100e6
+    assert planned["batch"] == 256
+    assert main("plan", *common, "--device", "cuda") == 0
+    assert "GPU memory" in capsys.readouterr().out
+
+
+def test_a_gpu_runs_more_windows_at_once_by_one_thread(monkeypatch):
+    options = Options(device="cuda")
+    found, _ = choose_means(options, 2048, lambda means: COST)
+    assert (found.batch, found.threads, found.gpu, found.dtype) == (4, 1, True, "bfloat16")
+    assert choose_means(replace(options, threads=3, batch=7), 2048, lambda means: COST)[0].threads == 3
+
+
+@pytest.mark.parametrize("source", ["option", "device"])
+def test_batches_shrink_until_they_fit_and_else_the_run_is_refused(monkeypatch, source):
+    limit = 3_500_000_000
+    options = Options(device="cuda", max_gpu_memory=limit if source == "option" else None)
+    total = GpuMemory(10, limit) if source == "device" else None
+    monkeypatch.setattr("llmcompress.hardware.gpu_memory", lambda device=None: total)
+
+    def cost(means):
+        return replace(COST, gpu_bytes=1_000_000_000 * (1 + means.batch))
+
+    assert choose_means(options, 2048, cost)[0].batch == 2
+    with pytest.raises(PlanError, match=r"up to 5\.50 GB of GPU memory are needed, .* 3\.50"):
+        choose_means(replace(options, batch=4), 2048, cost)
+
+
+def test_a_gpu_solves_more_rows_at_once_within_its_memory():
+    assert solved_rows(4096, gpu=False) == solved_rows(1 << 20, gpu=True) == 1536
+    assert solved_rows(4096, gpu=True) == 4096
+
+
+def test_out_of_gpu_memory_ends_in_a_line_and_the_same_command_goes_on(
+    main, tiny_model_dir, tmp_path, capsys, monkeypatch
+):
+    from llmcompress.engine import compress
+
+    install, seen = compress.install, []
+
+    def failing(layer, plan, coded):
+        seen.append(plan.layer)
+        if plan.layer == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        install(layer, plan, coded)
+
+    arguments = ("gptq", tiny_model_dir, "-o", tmp_path / "out", *RUN)
+    monkeypatch.setattr(compress, "install", failing)
+    assert main(*arguments) == 1
+    said = capsys.readouterr().err
+    assert "out of GPU memory" in said
+    assert "--max-gpu-memory" in said
+    assert "Traceback" not in said
+    assert [file.name for file in (tmp_path / "out.work").glob("section-*")] == ["section-00000.safetensors"]
+    seen.clear()
+    monkeypatch.setattr(compress, "install", lambda *arguments: (seen.append(arguments[1].layer), install(*arguments)))
+    assert main(*arguments) == 0
+    assert 0 not in seen
+
+
+def test_what_is_read_ahead_comes_in_order_whatever_is_asked_for_again():
+    asked = []
+    ahead = Ahead(lambda item: (asked.append(item), 10 * item)[1], range(6), 2)
+    assert [ahead.take(item) for item in range(6)] == [0, 10, 20, 30, 40, 50]
+    assert sorted(asked) == list(range(6))  # each once
+    assert [ahead.take(item) for item in (0, 1)] == [0, 10]  # a pass that ends early
+    assert [ahead.take(item) for item in range(6)] == [0, 10, 20, 30, 40, 50]
+
+
+def test_what_fails_ahead_raises_where_it_is_taken():
+    ahead = Ahead(lambda item: 1 // item, [2, 1, 0], 2)
+    assert [ahead.take(2), ahead.take(1)] == [0, 1]
+    with pytest.raises(ZeroDivisionError):
+        ahead.take(0)
+
+
+def test_what_is_done_behind_is_done_in_order_and_its_error_is_raised():
+    done = []
+    behind = Behind(2)
+    for item in range(20):
+        behind.add(lambda item=item: done.append(item))
+    behind.finish()
+    assert done == list(range(20))
+    behind = Behind(2)
+    behind.add(lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        behind.finish()
+
+
+def test_windows_reach_a_gpu_through_pinned_memory_ahead_of_their_turn(monkeypatch, tmp_path):
+    """With a stand-in for CUDA's streams: which waits for which, and that the windows are those of the file."""
+    states = torch.randn(7, 5, 3)
+    windows = write_windows(iter(states.split(2)), tmp_path / "hidden.bin", torch.float32)
+    log = []
+
+    class Stream:
+        def __init__(self, device=None):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def record_event(self):
+            log.append("copied")
+            return "event"
+
+        def wait_event(self, event):
+            log.append("waited")
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: log.append("kept"), raising=False)
+    read = windows.read
+    monkeypatch.setattr(windows, "read", lambda span, pinned=False: read(span) if pinned else pytest.fail("not pinned"))
+    spans = [slice(start, min(start + 2, 7)) for start in range(0, 7, 2)]
+    made = feed.Feed(windows, spans, torch.device("cpu"))
+    made._stream, made._ahead = Stream(), Ahead(made._fetch, [(span.start, span.stop) for span in spans], feed.FETCHED)
+    for _ in range(2):
+        assert torch.equal(torch.cat([made.read(span) for span in spans]), states)
+    assert log.count("waited") == log.count("kept") == 8
+    assert log.count("copied") == 8
+
+
+def test_what_is_free_on_a_gpu_is_asked_of_torch(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (3, 5))
+    from llmcompress.hardware import gpu_memory
+
+    assert gpu_memory() == GpuMemory(3, 5)
+    assert means.on_gpu("auto")
