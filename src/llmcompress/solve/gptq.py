@@ -1,5 +1,7 @@
 """GPTQ on a fitted grid (Frantar et al., 2022, arXiv:2210.17323, algorithm 1)."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from llmcompress.grids.coded import Coded, Grid
 from llmcompress.grids.nf4 import Nf4Grid
 from llmcompress.solve.damping import Factor
 from llmcompress.solve.sparsegpt import FixedMask
-from llmcompress.solve.sweep import obs_sweep
+from llmcompress.solve.sweep import WholeSteps, by_blocks, obs_sweep, sweeper_for
 
 
 def gptq_codes(
@@ -23,8 +25,13 @@ def gptq_codes(
     """
     columns = weight.T[order].contiguous()
     steps = Steps(grid)
-    groups = grid.group_index[order].tolist()
     chosen = torch.empty_like(columns)
+    sweeper, whole = sweeper_for(columns), steps.whole(order)
+    if sweeper is not None and whole is not None and (mask is None or type(mask) is FixedMask):
+        decide = partial(sweeper.round_block, columns, chosen, None if mask is None else mask.keep, factor.ahead, whole)
+        by_blocks(columns, factor.ahead, decide, sweeper.columns)
+        return steps.coded(chosen, order)
+    groups = grid.group_index[order].tolist()
     rows = chosen.unbind(0)
 
     sizes = (block_size,) if mask is None else mask.sizes
@@ -54,15 +61,27 @@ class Steps:
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
         scale = grid.scale.T.contiguous()  # a group's scales are contiguous
-        self.scale = scale.unbind(0)
-        self.inverse = torch.where(scale == 0, 0.0, 1 / scale).unbind(0)
-        self.offset = None if grid.offset is None else grid.offset.T.contiguous().unbind(0)
+        inverse = torch.where(scale == 0, 0.0, 1 / scale)
+        offset = None if grid.offset is None else grid.offset.T.contiguous()
+        self._values = scale, inverse, offset
+        self.scale, self.inverse = scale.unbind(0), inverse.unbind(0)
+        self.offset = None if offset is None else offset.unbind(0)
         self._table = grid.table
         if self._table is not None:
             self._between = between(self._table).contiguous()
         elif not isinstance(grid, Nf4Grid | CodebookGrid):  # which always have a table
             self._rounded_ = grid.rounded_
-            self._low, self._high = (bound.T.contiguous().unbind(0) for bound in grid.bounds)
+            low, high = (bound.T.contiguous() for bound in grid.bounds)
+            self._bounds = low, high
+            self._low, self._high = low.unbind(0), high.unbind(0)
+
+    def whole(self, order: Tensor) -> WholeSteps | None:
+        """The same for columns in `order` [in], where levels are whole numbers; None where they are not."""
+        if self._table is not None or self._rounded_ is not torch.round_:
+            return None
+        scale, inverse, offset = self._values
+        low, high = self._bounds
+        return WholeSteps(scale, inverse, low, high, offset, self.grid.group_index[order].to(torch.int32))
 
     def snap(self, level: Tensor, group: int) -> None:
         """Move values in units of the scale [out] to the nearest levels, in place."""

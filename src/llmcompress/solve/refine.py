@@ -5,6 +5,8 @@ tr((W - Q) H (W - Q)^T) row by row and never raise it: scales by least squares f
 descent for fixed scales (QuantEase, arXiv:2309.01885, with blocked lazy updates as in GPTQ).
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,7 @@ from llmcompress.solve.blocks import refit_blocks
 from llmcompress.solve.codebook import refit_table
 from llmcompress.solve.gptq import Steps
 from llmcompress.solve.progressive import refit_progressive
+from llmcompress.solve.sweep import by_blocks, sweeper_for
 
 Scaled = IntegerGrid | FloatGrid | Nf4Grid | Int8Grid
 
@@ -30,7 +33,8 @@ class Refiner:
     def __init__(self, hessian: Tensor, order: Tensor) -> None:
         self.hessian, self.order = hessian, order
         ordered = hessian[order][:, order]
-        self.inverse = (1.0 / ordered.diagonal()).tolist()
+        self.curve = 1.0 / ordered.diagonal()
+        self.inverse = self.curve.tolist()
         self.ahead = ordered.triu_(1)  # rows: how a move of a column bends the gradients of the columns after it
 
     def refine(
@@ -64,14 +68,18 @@ class Refiner:
         The gradient H (w - q) of the columns ahead is kept up to date lazily, in two levels as in the sweep.
         """
         steps = Steps(coded.grid)
+        before = coded.grid.levels(coded.codes).T[self.order].contiguous()  # [in, out]
+        gradient = (target - coded.decode() @ self.hessian).T[self.order].contiguous()
+        sweeper, whole = sweeper_for(gradient), steps.whole(self.order)
+        if sweeper is not None and whole is not None:
+            decide = partial(sweeper.move_block, gradient, before, keep, self.ahead, self.curve, whole)
+            by_blocks(gradient, self.ahead, decide, sweeper.columns)
+            return steps.coded(before, self.order)
         groups = coded.grid.group_index[self.order].tolist()
-        before = coded.grid.levels(coded.codes).T[self.order]  # [in, out]
-        gradient = (target - coded.decode() @ self.hessian).T[self.order]
         after = torch.empty_like(before)
-        size = before.shape[0]
-        for start in range(0, size, block_size):
-            stop = min(start + block_size, size)
-            moves = torch.empty(stop - start, before.shape[1], device=before.device)
+
+        def descend(start: int, moves: Tensor) -> None:
+            stop = start + len(moves)
             for low in range(start, stop, inner):
                 high = min(low + inner, stop)
                 near, moved = gradient[low:high], moves[low - start : high - start]
@@ -88,8 +96,8 @@ class Refiner:
                     near.addr_(share, move, alpha=-1)
                 if high < stop:
                     gradient[high:stop].addmm_(self.ahead[low:high, high:stop].T, moved, alpha=-1)
-            if stop < size:
-                gradient[stop:].addmm_(self.ahead[start:stop, stop:].T, moves, alpha=-1)
+
+        by_blocks(gradient, self.ahead, descend, block_size)
         return steps.coded(after, self.order)
 
 

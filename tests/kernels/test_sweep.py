@@ -1,0 +1,151 @@
+"""The sweep as a kernel gives the codes of the plain one, but for the order of sums, and those of float64 by hand."""
+
+import re
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+
+from emulated import COMPILER, CSRC, EmulatedLauncher
+from llmcompress.grids.base import BLOCK_TYPES, GridSpec, Int8Spec, ProgressiveSpec
+from llmcompress.grids.fitting import fit
+from llmcompress.kernels.sweep import KernelSweeper
+from llmcompress.solve.damping import inverse_factor
+from llmcompress.solve.gptq import Steps, gptq_codes
+from llmcompress.solve.prepared import Prepared, column_order
+from llmcompress.solve.refine import row_loss
+from llmcompress.solve.sparsegpt import Choice, FixedMask
+from llmcompress.solve.sweep import sweeper_for, swept_by
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
+GRIDS = {
+    "4 bits": GridSpec(4, 32),
+    "3 bits, zero points": GridSpec(3, 64, symmetric=False),
+    "8 bits by row": GridSpec(8, -1),
+    "int8": Int8Spec(),
+    "progressive": ProgressiveSpec(64),
+    "Q4_K": BLOCK_TYPES["Q4_K"],
+    "Q6_K": BLOCK_TYPES["Q6_K"],
+}
+NVCC = shutil.which("nvcc")
+
+
+def problem(rows, width, seed=0):
+    """A weight, and what GPTQ makes of a Gram matrix whose inputs are related and of unlike size."""
+    generator = torch.Generator().manual_seed(seed)
+    mixing = torch.randn(width, width, generator=generator) * width**-0.5 + torch.eye(width)
+    inputs = torch.randn(4 * width, width, generator=generator) @ mixing
+    inputs[:, ::37] *= 12
+    hessian = inputs.T @ inputs / len(inputs)
+    order = column_order(hessian, by_energy=True)
+    weight = torch.randn(rows, width, generator=generator) * 0.02
+    return weight, Prepared(hessian, order, inverse_factor(hessian[order][:, order], 0.01))
+
+
+def sweeper(seed=0):
+    return KernelSweeper(EmulatedLauncher(seed=seed), torch.device("cpu"))
+
+
+def solved(weight, ready, grid, mask, by, **options):
+    with swept_by(by):
+        coded = gptq_codes(weight, grid, ready.factor, ready.order, mask=mask, **options)
+        target = weight @ ready.refiner.hessian
+        return coded, ready.refiner.descend_codes(coded, target, None if mask is None else mask.keep)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["dense", "masked"])
+@pytest.mark.parametrize("name", GRIDS)
+def test_codes_are_those_of_the_plain_sweep_but_for_the_order_of_sums(name, masked):
+    spec = GRIDS[name]
+    weight, ready = problem(48, 256)
+    grid = fit(weight, spec, importance=ready.cost)
+    generator = torch.Generator().manual_seed(1)
+    keep = (torch.rand(256, 48, generator=generator) > 0.4).to(torch.float32)
+    mask = FixedMask(keep) if masked else None
+    by = sweeper()
+    for kernel, plain in zip(
+        solved(weight, ready, grid, mask, by), solved(weight, ready, grid, mask, None), strict=True
+    ):
+        levels = grid.levels(kernel.codes) - grid.levels(plain.codes)
+        assert int((levels != 0).sum()) <= 12  # of 12,288: an exact tie, once in a while, and what follows it
+        torch.testing.assert_close(
+            row_loss(weight, kernel, ready.refiner.hessian).sum(),
+            row_loss(weight, plain, ready.refiner.hessian).sum(),
+            rtol=1e-3,
+            atol=0,
+        )
+        if masked and grid.offset is None:
+            assert (grid.levels(kernel.codes).T[ready.order][keep == 0] == 0).all()
+    assert [launch.kernel.name for launch in by.launcher.launches] == ["round_block"] * 2 + ["move_block"] * 2
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 32), (9, 96), (17, 160), (8, 320)])
+def test_any_number_of_rows_and_columns(rows, width):
+    weight, ready = problem(rows, width, seed=rows)
+    grid = fit(weight, GridSpec(4, 32), importance=ready.cost)
+    for kernel, plain in zip(
+        solved(weight, ready, grid, None, sweeper(seed=3)), solved(weight, ready, grid, None, None), strict=True
+    ):
+        assert int((kernel.codes != plain.codes).sum()) <= max(2, 0.001 * weight.numel())
+
+
+def test_a_block_is_what_float64_makes_of_it_by_hand():
+    """Column by column on one row, no blocks: errors and levels of round_block, values and levels of move_block."""
+    weight, ready = problem(5, 128)
+    grid = fit(weight, GridSpec(4, 32), importance=ready.cost)
+    steps = Steps(grid).whole(ready.order)
+    columns = weight.T[ready.order].contiguous()
+    levels, errors = torch.full_like(columns, torch.nan), torch.full_like(columns, torch.nan)
+    sweeper().round_block(columns, levels, None, ready.factor.ahead, steps, 0, errors)
+    ahead = ready.factor.ahead.double().numpy()
+    scale, low, high = (part[steps.index.long()].double().numpy() for part in (steps.scale, steps.low, steps.high))
+    for row in range(5):
+        values = columns[:, row].double().numpy().copy()
+        for j in range(128):
+            level = np.clip(np.rint(values[j] / scale[j, row]), low[j, row], high[j, row])
+            error = values[j] - level * scale[j, row]
+            assert levels[j, row] == level
+            assert errors[j, row] == pytest.approx(error, abs=1e-6)
+            values[j + 1 :] -= ahead[j, j + 1 :] * error
+
+    slopes = (torch.randn(128, 5, generator=torch.Generator().manual_seed(2)) * 0.003).contiguous()
+    moved, moves = levels.clone(), torch.full_like(columns, torch.nan)
+    sweeper().move_block(slopes, moved, None, ready.refiner.ahead, ready.refiner.curve, steps, 0, moves)
+    bend, curve = ready.refiner.ahead.double().numpy(), ready.refiner.curve.double().numpy()
+    assert (moved != levels).any()
+    for row in range(5):
+        slope = slopes[:, row].double().numpy().copy()
+        for j in range(128):
+            old = float(levels[j, row])
+            level = np.clip(np.rint(old + slope[j] * curve[j] / scale[j, row]), low[j, row], high[j, row])
+            assert moved[j, row] == level
+            assert moves[j, row] == pytest.approx((level - old) * scale[j, row], abs=1e-7)
+            slope[j + 1 :] -= bend[j, j + 1 :] * (level - old) * scale[j, row]
+
+
+def test_what_the_kernel_does_not_know_is_left_to_torch():
+    weight, ready = problem(8, 256)
+    by = sweeper()
+    fp8 = fit(weight, GridSpec(8, -1, type="fp8"))
+    curved = fit(weight, BLOCK_TYPES["IQ4_XS"])
+    chosen = Choice(0.5, None).mask(ready.factor.pivots, 8)
+    whole = fit(weight, GridSpec(4, 32))
+    with swept_by(by):
+        for grid, mask in ((fp8, None), (curved, None), (whole, chosen)):
+            gptq_codes(weight, grid, ready.factor, ready.order, mask=mask)
+        assert sweeper_for(weight.double()) is None
+    assert sweeper_for(weight) is None  # nobody is asked to
+    assert by.launcher.launches == []
+
+
+@pytest.mark.skipif(NVCC is None, reason="no nvcc")
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_89", "sm_90"])
+def test_it_compiles_without_spills(architecture, tmp_path):
+    command = [NVCC, f"-arch={architecture}", "-cubin", "-Xptxas", "-v", "-o", tmp_path / "sweep", CSRC / "sweep.cu"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"(\d+) bytes spill", done.stderr) == ["0"] * 4
+    assert re.findall(r"(\d+) bytes stack", done.stderr) == ["0"] * 2
+    assert all(int(count) <= 64 for count in re.findall(r"Used (\d+) registers", done.stderr)), done.stderr
