@@ -1,0 +1,41 @@
+"""What the kernels are to those who launch them: a piece of source to compile, a grid to run, and someone to run it."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What is compiled, once per source, defines and architecture.
+
+    source: file of csrc/, such as "matmul.cu". name: its extern "C" __global__ function. defines: macros and values.
+    """
+
+    source: str
+    name: str
+    defines: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel and the shape it runs in. shared: bytes of dynamic shared memory."""
+
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared: int = 0
+
+
+class Launcher(Protocol):
+    """Runs launches, one after another, on one device's current stream.
+
+    architecture: such as "sm_90". multiprocessors: of the device.
+    """
+
+    architecture: str
+    multiprocessors: int
+
+    def __call__(self, launch: Launch, *arguments: Tensor | int | float) -> None:
+        """A Tensor is handed on as the pointer to its data, an int as int32, a float as float32."""
