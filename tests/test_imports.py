@@ -17,6 +17,7 @@ ROW = [
     {"formats", "store", "calib"},
     {"model", "recipe"},
     {"engine"},
+    {"kernels"},
     {"validate"},
     {"report"},
     {"cli"},
