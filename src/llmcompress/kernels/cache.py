@@ -17,7 +17,7 @@ from llmcompress.errors import PlanError
 from llmcompress.kernels.compilers import Defines
 
 VARIABLE = "LLMCOMPRESS_KERNEL_CACHE"
-_FORMAT = 1
+_FORMAT = 1  # raised when files look otherwise, or compilers get other options
 _SUFFIX = ".cubin"
 
 

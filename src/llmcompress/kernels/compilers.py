@@ -1,6 +1,7 @@
 """Compilers of kernels: NVRTC, which comes with CUDA builds of torch, or else a toolkit's nvcc.
 
-Both get one self-contained text and give a cubin for one architecture. Neither needs a GPU.
+Both get one self-contained text and give a cubin for one architecture. Neither needs a GPU. Products and sums are fused
+only where a source says so, so that a kernel computes the same wherever it runs.
 """
 
 import re
@@ -49,7 +50,7 @@ class Nvrtc:
 
     def __call__(self, text: str, defines: Defines, architecture: str) -> bytes:
         macros = [(name, str(value)) for name, value in defines]
-        options = self._options(arch=architecture, std="c++17", define_macro=macros or None)
+        options = self._options(arch=architecture, std="c++17", fma=False, define_macro=macros or None)
         try:
             return bytes(self._program(text, "c++", options).compile("cubin").code)
         except Exception as error:  # NVRTCError, whose module is not public
@@ -75,7 +76,9 @@ class Nvcc:
             source, cubin = Path(place, "kernel.cu"), Path(place, "kernel.cubin")
             source.write_text(text, encoding="utf-8")
             macros = [f"-D{name}={value}" for name, value in defines]
-            done = self._run(f"-arch={architecture}", "-std=c++17", "-cubin", *macros, "-o", str(cubin), str(source))
+            done = self._run(
+                f"-arch={architecture}", "-std=c++17", "--fmad=false", "-cubin", *macros, "-o", str(cubin), str(source)
+            )
             if done.returncode != 0:
                 raise _failed(self.version, architecture, done.stderr)
             return cubin.read_bytes()

@@ -11,3 +11,7 @@ class CompileError(KernelsError):
     """A source of ours was not compiled, which is a bug, or a compiler that does not know the architecture."""
 
     exit_code = EXIT_FAILED
+
+
+class TakesNotError(PlanError):
+    """No kernel takes a matrix of this shape, grid or type; torch does."""
