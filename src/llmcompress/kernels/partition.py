@@ -1,28 +1,26 @@
 """Which variant of `csrc/matmul.cu` runs, on which grid: the cheapest by a simple model of a multiprocessor.
 
-Units of work are shared out evenly, so that no multiprocessor waits for another; or, where that is cheaper, every tile of
-outputs is one block's, so that no sums need to be brought together.
+Units of work are shared out evenly, so that no multiprocessor waits for another; or, where that is cheaper, every tile
+of outputs is one block's, so that no sums need to be brought together.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
+from llmcompress.kernels.shapes import ceil, shared_limit
 from llmcompress.kernels.tiles import INPUTS, OUTPUTS
 
 WARPS = ((2, 4), (4, 2), (8, 1))  # along outputs, along inputs
 TILES = (1, 2, 4)  # of 8 rows
 MOST_STAGES = 6
 
-# KB of shared memory of a multiprocessor; a block may have 1 KB less, and each takes 1 KB more than it asks for
-_SHARED = {"sm_80": 164, "sm_87": 164, "sm_90": 228, "sm_100": 228, "sm_103": 228}
-_LEAST_SHARED = 100
-
 # what an H200 offers one multiprocessor, per ns; only the order of costs matters
 _FROM_MEMORY = 4300 / 132  # bytes, the rate of a copy
 _FROM_CACHE = 5500 / 132  # bytes
 _PRODUCTS = 0.62 * 1.75  # instructions m16n8k16
 _JOINING = 1500.0  # ns to bring the sums of several blocks together
+_RESERVED = 1024  # bytes of shared memory that each block takes besides what it asks for
 _STARTING = 800.0  # ns until the first bytes are there
 
 
@@ -38,7 +36,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Partition:
-    """A variant (macros of matmul.cu, in lower case) and the number of blocks that share the units of each block of rows."""
+    """A variant (macros of matmul.cu, in lower case) and how many blocks share the units of each block of rows."""
 
     problem: Problem
     tiles: int
@@ -59,17 +57,17 @@ class Partition:
 
     @property
     def row_blocks(self) -> int:
-        return -(-self.problem.rows // (8 * self.tiles))
+        return ceil(self.problem.rows, 8 * self.tiles)
 
     @property
     def columns(self) -> int:
         """Tiles of outputs."""
-        return -(-self.problem.outputs // (OUTPUTS * self.warps_n))
+        return ceil(self.problem.outputs, OUTPUTS * self.warps_n)
 
     @property
     def depth(self) -> int:
         """Units of a tile of outputs."""
-        return -(-self.problem.inputs // (INPUTS * self.warps_k))
+        return ceil(self.problem.inputs, INPUTS * self.warps_k)
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -90,8 +88,13 @@ class Partition:
         return self.stages * self.stage_bytes + sums + 16
 
     @property
-    def partial_floats(self) -> int:
-        return 2 * self.slots * self.row_blocks * 8 * self.tiles * OUTPUTS * self.warps_n
+    def partial(self) -> int:
+        """Floats of the sums that blocks leave for one another."""
+        return (
+            0
+            if self.slots == self.columns
+            else 2 * self.slots * self.row_blocks * 8 * self.tiles * OUTPUTS * self.warps_n
+        )
 
     @property
     def counters(self) -> int:
@@ -100,8 +103,8 @@ class Partition:
     def cost(self, multiprocessors: int) -> float:
         """Expected ns."""
         blocks = self.slots * self.row_blocks
-        waves = -(-blocks // (multiprocessors * self.blocks))
-        beside = min(self.blocks, -(-blocks // multiprocessors))  # blocks that share a multiprocessor
+        waves = ceil(blocks, multiprocessors * self.blocks)
+        beside = min(self.blocks, ceil(blocks, multiprocessors))  # blocks that share a multiprocessor
         rows = min(self.problem.rows, 8 * self.tiles)
         x_bytes = 2 * INPUTS * self.warps_k * rows
         products = self.warps_n * self.warps_k * (INPUTS // 16) * 2 * self.tiles
@@ -110,7 +113,7 @@ class Partition:
             (self.weight_bytes + x_bytes) / _FROM_CACHE,
             products / _PRODUCTS,
         )
-        units = -(-self.columns * self.depth // self.slots)
+        units = ceil(self.columns * self.depth, self.slots)
         joining = 0.0 if self.slots == self.columns else _JOINING
         return waves * (_STARTING + units * beside * unit) + joining
 
@@ -123,12 +126,12 @@ def partition(problem: Problem, architecture: str, multiprocessors: int) -> Part
 
 def candidates(problem: Problem, architecture: str, multiprocessors: int) -> Iterator[Partition]:
     """All ways that fit a device."""
-    capacity = _SHARED.get(architecture, _LEAST_SHARED) * 1024
+    limit = shared_limit(architecture)
     for tiles in TILES:
         for warps_n, warps_k in WARPS:
             for blocks in (2, 1) if tiles < 4 else (1,):
                 plan = Partition(problem, tiles, warps_n, warps_k, 2, blocks, 1)
-                spare = capacity // blocks - 1024 - plan.shared
+                spare = (limit + _RESERVED) // blocks - _RESERVED - plan.shared
                 if spare < 0:
                     continue
                 stages = min(MOST_STAGES, 2 + spare // plan.stage_bytes)

@@ -6,8 +6,8 @@ A block is 32 outputs x 128 inputs; what one lane of a warp multiplies lies toge
     input 128 K + 64 h + 32 s1 + 8 t + 4 s0 + 2 i1 + e
     block (N, K), lane 4 g + t, unit 2 h + r, pair 8 s1 + 4 s0 + 2 i1 + i0, half e
 
-A unit has `bits` words: pair j is field j of their halves, from the low bits up. With 3 bits five fields fill 15 bits of a
-half, and bit b of pair 15 is the top bit of word b.
+A unit has `bits` words: pair j is field j of their halves, from the low bits up. With 3 bits five fields fill 15 bits
+of a half, and bit b of pair 15 is the top bit of word b.
 """
 
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.integer import IntegerGrid
-from llmcompress.kernels.limits import KernelLimitError
+from llmcompress.kernels.errors import TakesNotError
 
 OUTPUTS, INPUTS = 32, 128
 GROUPS = (32, 64, 128)
@@ -29,9 +29,9 @@ _CHUNK = 1 << 22  # codes arranged at once: the temporaries take 4 bytes for eac
 class TiledWeight:
     """A matrix [outputs, inputs] for the kernels `matmul` and `dequantise`.
 
-    codes: int32 [N, K, bits, 32, 4]. scales [N, K, 128 / group, 8, 4] in the smallest type that holds them. zeros: uint8
-    as scales, or None where `zero` is the zero point of all. order: the input channels in the order in which codes are
-    kept, or None if that is their own.
+    codes: int32 [N, K, bits, 32, 4]. scales [N, K, 128 / group, 8, 4] in the smallest type that holds them. zeros:
+    uint8 as scales, or None where `zero` is the zero point of all. order: the input channels in the order in which
+    codes are kept, or None if that is their own.
     """
 
     codes: Tensor
@@ -52,11 +52,9 @@ class TiledWeight:
 
     def to(self, device: torch.device | str) -> "TiledWeight":
         """The same on another device."""
-        moved = {
-            name: None if (part := getattr(self, name)) is None else part.to(device)
-            for name in ("codes", "scales", "zeros", "order")
-        }
-        return replace(self, **moved)
+        zeros = None if self.zeros is None else self.zeros.to(device)
+        order = None if self.order is None else self.order.to(device)
+        return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), zeros=zeros, order=order)
 
     def rows(self, begin: int, end: int) -> "TiledWeight":
         """Outputs begin ... end - 1; both are multiples of 32, or `end` is the number of outputs."""
@@ -68,14 +66,14 @@ class TiledWeight:
 
 
 def tiled(coded: Coded) -> TiledWeight:
-    """A quantised matrix in tiles. Raises KernelLimitError for grids that the kernels do not take."""
+    """A quantised matrix in tiles. Raises TakesNotError for grids that the kernels do not take."""
     grid = coded.grid
     if not isinstance(grid, IntegerGrid) or grid.spec.type != "int":
-        raise KernelLimitError(f"the kernels take grids of whole numbers, not {grid.spec.name}")
+        raise TakesNotError(f"the kernels take grids of whole numbers, not {grid.spec.name}")
     outputs, inputs = coded.codes.shape
     width = grid.spec.width(inputs)
     if width < inputs and width not in GROUPS and width % INPUTS:
-        raise KernelLimitError(f"the kernels take groups of 32, 64, multiples of 128 or whole rows, not of {width}")
+        raise TakesNotError(f"the kernels take groups of 32, 64, multiples of 128 or whole rows, not of {width}")
     bits, group = _STORED_AS[grid.spec.bits], width if width in GROUPS and width < inputs else INPUTS
     order = _order(grid, width)
     codes = coded.codes if order is None else coded.codes[:, order]
@@ -101,7 +99,7 @@ def _tile(codes: Tensor, bits: int) -> Tensor:
     )  # N K, lane, unit, pair, e
     halves = pairs[..., 0] | pairs[..., 1] << 16
     per_word = 16 // bits
-    fields = halves[..., : bits * per_word].unflatten(-1, (bits, per_word))
+    fields = halves[..., : bits * per_word].reshape(*halves.shape[:-1], bits, per_word)
     words = fields[..., 0].clone()
     for place in range(1, per_word):
         words |= fields[..., place] << (bits * place)
@@ -134,5 +132,5 @@ def _order(grid: IntegerGrid, width: int) -> Tensor | None:
         return None
     order = torch.argsort(grid.group_index, stable=True)
     if not torch.equal(grid.group_index[order], natural):
-        raise KernelLimitError(f"the kernels take groups of equal size: some group has not {width} input channels")
+        raise TakesNotError(f"the kernels take groups of equal size: some group has not {width} input channels")
     return order

@@ -57,16 +57,16 @@ struct Offset {
 };
 
 // zeros: the zero points of the lane's four outputs, a byte each; `output` 0 ... 3 is one of them.
-DEVICE Offset offset_of(unsigned zeros, int output) {
+DEVICE Offset offset_of(unsigned zeros, unsigned output) {
     Offset offset;
-    const unsigned zero = ZERO < 0 ? zeros >> 8 * output & 255 : ZERO;
+    const unsigned zero = ZERO < 0 ? zeros >> 8 * output & 255 : unsigned(ZERO);
     offset.single = -bits_float(0x4b000000 | zero);  // 2^23 + zero
     const unsigned first = prmt(zeros, both(MAGIC | SIGN), 0x5050 | output * 0x101);
 #pragma unroll
     for (int field = 0; field < FIELDS_IN_PLACE; field++) {
         const unsigned magic = 1u << (MANTISSA - field * BITS);
         if (ZERO >= 0)
-            offset.pair[field] = both(SIGN | whole(magic + ZERO));
+            offset.pair[field] = both(SIGN | whole(magic + unsigned(ZERO)));
         else if (field == 0)
             offset.pair[field] = first;
         else
