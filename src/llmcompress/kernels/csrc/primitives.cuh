@@ -55,6 +55,18 @@ DEVICE void copy_async(uint4 *to, const uint4 *from, int bytes = 16) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes)
                  : "memory");
 }
+// Which data is to leave L2 first: `once` for what no other block reads.
+DEVICE unsigned long long copy_policy(bool once) {
+    unsigned long long first, normal;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
+    asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(normal));
+    return once ? first : normal;
+}
+DEVICE void copy_async(uint4 *to, const uint4 *from, int bytes, unsigned long long policy) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared_address(to)),
+                 "l"(from), "r"(bytes), "l"(policy)
+                 : "memory");
+}
 // Makes one group of the copies that this thread has started since the last group.
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most `groups` of this thread's latest groups are under way.
