@@ -11,7 +11,6 @@ SOURCE = Path(__file__).parents[1] / "src" / "llmcompress"
 ROW = [
     {"errors", "registry", "ledger", "parallel", "processes", "yamlfile"},
     {"stats", "grids", "packing"},
-    {"kernels"},
     {"arch"},
     {"solve", "methods", "pruners", "transforms"},
     {"formats", "store", "calib"},

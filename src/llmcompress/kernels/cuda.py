@@ -19,14 +19,14 @@ _STATIC_SHARED = 48 << 10  # bytes of shared memory that need no asking for
 
 
 class CudaLauncher:
-    """Launches on one GPU; kernels are built when they are first launched. launches: how often each ran."""
+    """Launches on one GPU; kernels are built when they are first launched. counts: how often each ran."""
 
     def __init__(self, device: torch.device, builder: Builder) -> None:
         properties = torch.cuda.get_device_properties(device)
         self.device, self.builder = device, builder
         self.architecture = builder.architecture
         self.multiprocessors: int = properties.multi_processor_count
-        self.launches: Counter[Kernel] = Counter()
+        self.counts: Counter[Kernel] = Counter()
         self._loaded: dict[Kernel, Any] = {}
         self._shared: Counter[Kernel] = Counter()
 
@@ -39,7 +39,7 @@ class CudaLauncher:
             if launch.shared > max(_STATIC_SHARED, self._shared[launch.kernel]):
                 self._allow(launch.kernel, kernel, launch.shared)
             start(torch.cuda.current_stream(), _config(launch), kernel, *map(_plain, arguments))
-        self.launches[launch.kernel] += 1
+        self.counts[launch.kernel] += 1
 
     def _kernel(self, wanted: Kernel) -> Any:
         from cuda.core import ObjectCode
