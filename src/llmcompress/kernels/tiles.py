@@ -30,7 +30,7 @@ _CHUNK = 1 << 22  # codes arranged at once: the temporaries take 4 bytes for eac
 class TileSpec:
     """What tiles hold.
 
-    bits: of a code. group: inputs that share a scale. zero: the zero point of all, or None where each group has its own.
+    bits: of a code. group: inputs that share a scale. zero: of all groups, or None where each has its own.
     scale: the type of the scales.
     """
 
