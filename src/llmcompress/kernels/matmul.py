@@ -1,38 +1,19 @@
 """y = x W^T for 1 to 128 rows: from shapes to a launch of `csrc/matmul.cu`."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
+from llmcompress.kernels import partition
 from llmcompress.kernels.errors import TakesNotError
 from llmcompress.kernels.launch import Kernel, Launch, Launcher
-from llmcompress.kernels.partition import Problem, partition
-from llmcompress.kernels.shapes import bfloat, check_channels, check_inputs, optional, rows_aligned
-from llmcompress.kernels.tiles import TiledWeight
+from llmcompress.kernels.partition import Partition, Problem
+from llmcompress.kernels.shapes import MOST, check_channels, check_inputs, optional, rows_aligned, up
+from llmcompress.kernels.tiles import INPUTS, OUTPUTS, USUAL, TiledWeight
 from llmcompress.kernels.workspace import Workspace
 
 MOST_ROWS = 128
-_SCALES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
-
-
-def weight_defines(weight: TiledWeight, dtype: torch.dtype) -> tuple[tuple[str, int], ...]:
-    """Macros of `csrc/weights.cuh`. Raises TakesNotError for activations of another type."""
-    if dtype not in (torch.float16, torch.bfloat16):
-        raise TakesNotError(f"the kernels take activations in float16 or bfloat16, not {dtype}".replace("torch.", ""))
-    return (
-        ("BFLOAT", bfloat(dtype)),
-        ("BITS", weight.bits),
-        ("GROUP", weight.group),
-        ("ZERO", -1 if weight.zero is None else weight.zero),
-        ("SCALE", _SCALES[weight.scales.dtype]),
-    )
-
-
-def problem(rows: int, weight: TiledWeight) -> Problem:
-    """What a product with `rows` rows asks of a device. Raises TakesNotError if there are too many."""
-    if not 1 <= rows <= MOST_ROWS:
-        raise TakesNotError(f"the kernel takes 1 to {MOST_ROWS} rows, not {rows}")
-    blocks = weight.codes.shape[0] * weight.codes.shape[1]
-    return Problem(rows, weight.outputs, weight.inputs, weight.bytes // max(blocks, 1))
 
 
 def matmul(
@@ -48,11 +29,10 @@ def matmul(
     y = torch.empty(x.shape[0], weight.outputs, dtype=x.dtype, device=x.device)
     if not y.numel():
         return y
-    plan = partition(problem(x.shape[0], weight), launcher.architecture, launcher.multiprocessors)
+    plan = plan_of(x.shape[0], weight, launcher)
     x = _aligned(x if weight.order is None else x[:, weight.order])
-    kernel = Kernel("matmul.cu", "matmul", (*weight_defines(weight, x.dtype), *plan.defines))
     launcher(
-        Launch(kernel, plan.grid, (plan.threads, 1, 1), plan.shared),
+        Launch(kernel_of(plan, x.dtype), plan.grid, (plan.threads, 1, 1), plan.shared),
         *(weight.codes, weight.scales, optional(weight.zeros, y, torch.uint8)),
         *(x, optional(bias, y, x.dtype), y),
         *(workspace.partial(plan.partial), workspace.counters(plan.counters)),
@@ -61,10 +41,33 @@ def matmul(
     return y
 
 
+def plan_of(rows: int, weight: TiledWeight, launcher: Launcher) -> Partition:
+    """How a product with `rows` rows runs. Raises TakesNotError for too many rows and for sizes beyond 2^31."""
+    if not 1 <= rows <= MOST_ROWS:
+        raise TakesNotError(f"the kernel takes 1 to {MOST_ROWS} tokens, not {rows}")
+    if max(weight.outputs + OUTPUTS * 8, weight.inputs + INPUTS * 8) > MOST:
+        raise TakesNotError(f"kernels take matrices of up to {MOST} rows and columns")
+    problem = Problem(rows, weight.outputs, weight.inputs, weight.spec)
+    return partition.best(problem, launcher.architecture, launcher.multiprocessors)
+
+
+def kernel_of(plan: Partition, dtype: torch.dtype) -> Kernel:
+    """The kernel of a plan for inputs of a type."""
+    return Kernel("matmul.cu", "matmul", (*plan.problem.spec.defines(dtype), *plan.defines))
+
+
+def variants(architecture: str) -> Iterator[Kernel]:
+    """All kernels for the usual tiles on an architecture; those for other groups and scales differ in little."""
+    for spec in USUAL:
+        for dtype in (torch.float16, torch.bfloat16):
+            for plan in partition.variants(Problem(1, 1, 1, spec), architecture):
+                yield kernel_of(plan, dtype)
+
+
 def _aligned(x: Tensor) -> Tensor:
     """x [tokens, in], or a copy of it whose rows begin on 16 bytes."""
     if rows_aligned(x):
         return x
-    wide = x.new_empty(x.shape[0], -(-x.shape[1] // 8) * 8)
+    wide = x.new_empty(x.shape[0], up(x.shape[1], 8))
     wide[:, : x.shape[1]] = x
     return wide[:, : x.shape[1]]

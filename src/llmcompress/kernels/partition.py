@@ -5,33 +5,33 @@ of outputs is one block's, so that no sums need to be brought together.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from llmcompress.kernels.shapes import ceil, shared_limit
-from llmcompress.kernels.tiles import INPUTS, OUTPUTS
+from llmcompress.kernels.tiles import INPUTS, OUTPUTS, TileSpec
 
-WARPS = ((2, 4), (4, 2), (8, 1))  # along outputs, along inputs
-TILES = (1, 2, 4)  # of 8 rows
+SHAPES = ((1, 2, 4), (1, 4, 2), (1, 8, 1), (2, 4, 2), (2, 8, 1), (4, 8, 1), (8, 8, 1))
+"""Tiles of 8 rows, warps along outputs, warps along inputs."""
 MOST_STAGES = 6
+_RESERVED = 1024  # bytes of shared memory that a block takes besides what it asks for
 
 # what an H200 offers one multiprocessor, per ns; only the order of costs matters
 _FROM_MEMORY = 4300 / 132  # bytes, the rate of a copy
 _FROM_CACHE = 5500 / 132  # bytes
 _PRODUCTS = 0.62 * 1.75  # instructions m16n8k16
-_JOINING = 1500.0  # ns to bring the sums of several blocks together
-_RESERVED = 1024  # bytes of shared memory that each block takes besides what it asks for
-_STARTING = 800.0  # ns until the first bytes are there
+_LATENCY = 900.0  # ns until bytes asked for are there
+_JOINING = 1200.0  # ns to bring the sums of several blocks together
 
 
 @dataclass(frozen=True)
 class Problem:
-    """rows of x times a matrix [outputs, inputs] of which 32 x 128 take `block_bytes` bytes."""
+    """x [rows, inputs] times a matrix [outputs, inputs]."""
 
     rows: int
     outputs: int
     inputs: int
-    block_bytes: int
+    spec: TileSpec
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Partition:
 
     @property
     def weight_bytes(self) -> int:
-        return self.warps_n * self.warps_k * self.problem.block_bytes
+        return self.warps_n * self.warps_k * self.problem.spec.block_bytes
 
     @property
     def shared(self) -> int:
@@ -102,45 +102,42 @@ class Partition:
 
     def cost(self, multiprocessors: int) -> float:
         """Expected ns."""
-        blocks = self.slots * self.row_blocks
-        waves = ceil(blocks, multiprocessors * self.blocks)
-        beside = min(self.blocks, ceil(blocks, multiprocessors))  # blocks that share a multiprocessor
-        rows = min(self.problem.rows, 8 * self.tiles)
-        x_bytes = 2 * INPUTS * self.warps_k * rows
+        grid = self.slots * self.row_blocks
+        waves = ceil(grid, multiprocessors * self.blocks)
+        beside = min(self.blocks, ceil(grid, multiprocessors))  # blocks that share a multiprocessor
+        under_way = beside * (self.stages - 1) * self.weight_bytes
+        x_bytes = 2 * INPUTS * self.warps_k * min(self.problem.rows, 8 * self.tiles)
         products = self.warps_n * self.warps_k * (INPUTS // 16) * 2 * self.tiles
         unit = max(
-            self.weight_bytes / self.row_blocks / _FROM_MEMORY,
+            self.weight_bytes / self.row_blocks / min(_FROM_MEMORY, under_way / _LATENCY),
             (self.weight_bytes + x_bytes) / _FROM_CACHE,
             products / _PRODUCTS,
         )
         units = ceil(self.columns * self.depth, self.slots)
-        joining = 0.0 if self.slots == self.columns else _JOINING
-        return waves * (_STARTING + units * beside * unit) + joining
+        return waves * (_LATENCY + units * beside * unit) + (_JOINING if self.partial else 0.0)
 
 
 @cache
-def partition(problem: Problem, architecture: str, multiprocessors: int) -> Partition:
+def best(problem: Problem, architecture: str, multiprocessors: int) -> Partition:
     """The cheapest way for a device; the same one whenever it is asked for."""
-    return min(candidates(problem, architecture, multiprocessors), key=lambda plan: plan.cost(multiprocessors))
+    plans = candidates(problem, architecture, multiprocessors)
+    return min(plans, key=lambda plan: (plan.cost(multiprocessors), -plan.stages))
 
 
 def candidates(problem: Problem, architecture: str, multiprocessors: int) -> Iterator[Partition]:
     """All ways that fit a device."""
+    for plan in variants(problem, architecture):
+        yield replace(plan, slots=plan.columns)
+        even = max(1, min(multiprocessors * plan.blocks // plan.row_blocks, plan.columns * plan.depth))
+        yield replace(plan, slots=even)
+
+
+def variants(problem: Problem, architecture: str) -> Iterator[Partition]:
+    """All variants of the kernel that fit a device, on one block each."""
     limit = shared_limit(architecture)
-    for tiles in TILES:
-        for warps_n, warps_k in WARPS:
-            for blocks in (2, 1) if tiles < 4 else (1,):
-                plan = Partition(problem, tiles, warps_n, warps_k, 2, blocks, 1)
-                spare = (limit + _RESERVED) // blocks - _RESERVED - plan.shared
-                if spare < 0:
-                    continue
-                stages = min(MOST_STAGES, 2 + spare // plan.stage_bytes)
-                for slots in _slots(plan, multiprocessors):
-                    yield Partition(problem, tiles, warps_n, warps_k, stages, blocks, slots)
-
-
-def _slots(plan: Partition, multiprocessors: int) -> Iterator[int]:
-    yield plan.columns
-    even = max(1, min(multiprocessors * plan.blocks // plan.row_blocks, plan.columns * plan.depth))
-    if even != plan.columns:
-        yield even
+    for tiles, warps_n, warps_k in SHAPES:
+        for blocks in (2, 1) if tiles == 1 or (tiles == 2 and problem.spec.bits < 8) else (1,):  # as registers allow
+            plan = Partition(problem, tiles, warps_n, warps_k, 2, blocks, 1)
+            spare = (limit + _RESERVED) // blocks - _RESERVED - plan.shared
+            if spare >= 0:
+                yield replace(plan, stages=min(MOST_STAGES, 2 + spare // plan.stage_bytes))

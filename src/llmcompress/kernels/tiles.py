@@ -18,6 +18,7 @@ from torch import Tensor
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.integer import IntegerGrid
 from llmcompress.kernels.errors import TakesNotError
+from llmcompress.kernels.shapes import bfloat, ceil
 
 OUTPUTS, INPUTS = 32, 128
 GROUPS = (32, 64, 128)
@@ -26,29 +27,59 @@ _CHUNK = 1 << 22  # codes arranged at once: the temporaries take 4 bytes for eac
 
 
 @dataclass(frozen=True)
+class TileSpec:
+    """What tiles hold.
+
+    bits: of a code. group: inputs that share a scale. zero: of all groups, or None where each has its own.
+    scale: the type of the scales.
+    """
+
+    bits: int
+    group: int
+    zero: int | None
+    scale: torch.dtype
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a block's codes, scales and zero points."""
+        each = self.scale.itemsize + (self.zero is None)
+        return OUTPUTS * INPUTS * self.bits // 8 + OUTPUTS * INPUTS // self.group * each
+
+    def defines(self, dtype: torch.dtype) -> tuple[tuple[str, int], ...]:
+        """Macros of `csrc/weights.cuh`. Raises TakesNotError unless activations are float16 or bfloat16."""
+        zero = -1 if self.zero is None else self.zero
+        scale = (torch.float16, torch.bfloat16, torch.float32).index(self.scale)
+        return (("BFLOAT", bfloat(dtype)), ("BITS", self.bits), ("GROUP", self.group), ("ZERO", zero), ("SCALE", scale))
+
+
+USUAL = tuple(
+    TileSpec(bits, group, zero, torch.float16)
+    for bits in (2, 3, 4, 8)
+    for group, zero in ((128, 1 << (bits - 1)), (32, None))
+)
+"""What checkpoints most often hold, and what takes most registers."""
+
+
+@dataclass(frozen=True)
 class TiledWeight:
     """A matrix [outputs, inputs] for the kernels `matmul` and `dequantise`.
 
-    codes: int32 [N, K, bits, 32, 4]. scales [N, K, 128 / group, 8, 4] in the smallest type that holds them. zeros:
-    uint8 as scales, or None where `zero` is the zero point of all. order: the input channels in the order in which
-    codes are kept, or None if that is their own.
+    codes: int32 [N, K, bits, 32, 4]. scales [N, K, 128 / group, 8, 4]. zeros: uint8 as scales, where each group has its
+    own. order: the input channels in the order in which codes are kept, or None if that is their own.
     """
 
+    spec: TileSpec
     codes: Tensor
     scales: Tensor
     zeros: Tensor | None
     outputs: int
     inputs: int
-    bits: int
-    group: int
-    zero: int | None
     order: Tensor | None = None
 
     @property
     def bytes(self) -> int:
         """Of all that the kernels read."""
-        parts = (self.codes, self.scales, *(() if self.zeros is None else (self.zeros,)))
-        return sum(part.numel() * part.element_size() for part in parts)
+        return self.codes.shape[0] * self.codes.shape[1] * self.spec.block_bytes
 
     def to(self, device: torch.device | str) -> "TiledWeight":
         """The same on another device."""
@@ -58,7 +89,7 @@ class TiledWeight:
 
     def rows(self, begin: int, end: int) -> "TiledWeight":
         """Outputs begin ... end - 1; both are multiples of 32, or `end` is the number of outputs."""
-        part = slice(begin // OUTPUTS, -(-end // OUTPUTS))
+        part = slice(begin // OUTPUTS, ceil(end, OUTPUTS))
         zeros = None if self.zeros is None else self.zeros[part]
         return replace(
             self, codes=self.codes[part], scales=self.scales[part], zeros=zeros, outputs=min(end, self.outputs) - begin
@@ -79,8 +110,8 @@ def tiled(coded: Coded) -> TiledWeight:
     codes = coded.codes if order is None else coded.codes[:, order]
     zeros = None if grid.spec.symmetric else _per_group(grid.zero.to(torch.uint8), inputs, width, group)
     scales = _per_group(_smallest(grid.scale), inputs, width, group)
-    zero = grid.spec.middle if grid.spec.symmetric else None
-    return TiledWeight(tile_codes(codes, bits), scales, zeros, outputs, inputs, bits, group, zero, order)
+    spec = TileSpec(bits, group, grid.spec.middle if grid.spec.symmetric else None, scales.dtype)
+    return TiledWeight(spec, tile_codes(codes, bits), scales, zeros, outputs, inputs, order)
 
 
 def tile_codes(codes: Tensor, bits: int) -> Tensor:
@@ -90,7 +121,7 @@ def tile_codes(codes: Tensor, bits: int) -> Tensor:
 
 
 def _tile(codes: Tensor, bits: int) -> Tensor:
-    down, along = -(-codes.shape[0] // OUTPUTS), -(-codes.shape[1] // INPUTS)
+    down, along = ceil(codes.shape[0], OUTPUTS), ceil(codes.shape[1], INPUTS)
     padded = torch.zeros(down * OUTPUTS, along * INPUTS, dtype=torch.int32, device=codes.device)
     padded[: codes.shape[0], : codes.shape[1]] = codes
     axes = padded.view(down, 2, 2, 8, along, 2, 2, 4, 2, 2, 2)  # N r i0 g, K h s1 t s0 i1 e
@@ -111,7 +142,7 @@ def _tile(codes: Tensor, bits: int) -> Tensor:
 
 def _per_group(values: Tensor, inputs: int, width: int, group: int) -> Tensor:
     """Values [outputs, groups of `width` inputs] for every group of `group` inputs: [N, K, 128 / group, 8, 4]."""
-    down, along = -(-values.shape[0] // OUTPUTS), -(-inputs // INPUTS)
+    down, along = ceil(values.shape[0], OUTPUTS), ceil(inputs, INPUTS)
     first = torch.arange(along * INPUTS // group, device=values.device) * group
     padded = values.new_zeros(down * OUTPUTS, len(first))
     padded[: values.shape[0]] = values[:, (first // width).clamp(max=values.shape[1] - 1)]

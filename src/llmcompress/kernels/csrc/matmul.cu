@@ -47,33 +47,52 @@ struct Warp {
 // Place of 16 bytes of x in its stage: odd rows change places in halves, so that no two lanes meet in a bank.
 DEVICE unsigned x_place(unsigned row, unsigned piece) { return row * 16 + (piece ^ (row & 1) * 4); }
 
-// Starts the copies of one unit. What lies beyond the ends of W or x is zeros.
-DEVICE void fetch(const Work &work, const Warp &warp, uint4 *stage, unsigned tile, unsigned step,
-                  unsigned long long policy) {
-    const unsigned column = tile * WARPS_N + warp.along_n, block = step * WARPS_K + warp.along_k;
-    const bool inside = column < work.column_blocks && block < work.input_blocks;
-    const unsigned long long at = inside ? column * work.input_blocks + block : 0;
-    const int bytes = inside ? 16 : 0;
-    uint4 *mine = stage + warp.place() + warp.lane;
-    const uint4 *codes = work.codes + at * (BITS * 32) + warp.lane;
-#pragma unroll
-    for (int i = 0; i < BITS; i++) copy_async(mine + 32 * i, codes + 32 * i, bytes, policy);
-    if (warp.lane < SCALE_PIECES)
-        copy_async(mine + 32 * BITS, work.scales + at * SCALE_PIECES + warp.lane, bytes, policy);
-    if (warp.lane < ZERO_PIECES)
-        copy_async(mine + 32 * BITS + SCALE_PIECES, work.zeros + at * ZERO_PIECES + warp.lane, bytes, policy);
+// What a thread copies, unit by unit. What lies beyond the ends of W or x is zeros.
+struct Source {
+    const uint4 *codes, *scales, *zeros, *x[X_COPIES];
+    int left[X_COPIES];  // inputs from where x stands on
+    unsigned tile, step, block, end;
+    unsigned long long once, often;
 
-    uint4 *x = stage + WARPS * BLOCK_PIECES;
+    __device__ void stand_at(const Work &work, const Warp &warp, unsigned new_tile, unsigned new_step) {
+        tile = new_tile, step = new_step;
+        const unsigned column = tile * WARPS_N + warp.along_n;
+        block = step * WARPS_K + warp.along_k;
+        end = column < work.column_blocks ? work.input_blocks : 0;
+        const unsigned long long at = (unsigned long long)column * work.input_blocks + block;
+        codes = work.codes + at * (BITS * 32) + warp.lane;
+        scales = work.scales + at * SCALE_PIECES + warp.lane;
+        zeros = work.zeros + at * ZERO_PIECES + warp.lane;
 #pragma unroll
-    for (unsigned j = 0; j < X_COPIES; j++) {
-        const unsigned i = threadIdx.x + j * THREADS, piece = i % 16, slice = i / 16 % WARPS_K, row = i / 16 / WARPS_K;
-        if (row >= work.rows) break;
-        const int input = (step * WARPS_K + slice) * BLOCK_INPUTS + piece * 8, left = work.inputs - input;
-        const unsigned short *from = work.x + (long long)(work.first_row + row) * work.stride + (left > 0 ? input : 0);
-        copy_async(x + slice * X_PIECES + x_place(row, piece), reinterpret_cast<const uint4 *>(from),
-                   max(0, min(16, 2 * left)));
+        for (unsigned j = 0; j < X_COPIES; j++) {
+            const unsigned i = threadIdx.x + j * THREADS, slice = i / 16 % WARPS_K, row = i / 16 / WARPS_K;
+            const unsigned input = (step * WARPS_K + slice) * BLOCK_INPUTS + i % 16 * 8;
+            const unsigned short *from = work.x + (unsigned long long)(work.first_row + row) * work.stride + input;
+            x[j] = reinterpret_cast<const uint4 *>(from);
+            left[j] = work.inputs - int(input);
+        }
     }
-}
+
+    // Starts the copies of one unit and goes on to the next.
+    __device__ void fetch(const Work &work, const Warp &warp, uint4 *stage) {
+        const int bytes = block < end ? 16 : 0;
+        uint4 *mine = stage + warp.place() + warp.lane;
+#pragma unroll
+        for (int i = 0; i < BITS; i++) copy_async_if(true, mine + 32 * i, codes + 32 * i, bytes, once);
+        copy_async_if(int(warp.lane) < SCALE_PIECES, mine + 32 * BITS, scales, bytes, once);
+        if (ZERO < 0) copy_async_if(int(warp.lane) < ZERO_PIECES, mine + 32 * BITS + SCALE_PIECES, zeros, bytes, once);
+#pragma unroll
+        for (unsigned j = 0; j < X_COPIES; j++) {
+            const unsigned i = threadIdx.x + j * THREADS, slice = i / 16 % WARPS_K, row = i / 16 / WARPS_K;
+            copy_async_if(row < work.rows, stage + WARPS * BLOCK_PIECES + slice * X_PIECES + x_place(row, i % 16), x[j],
+                          max(0, min(16, 2 * left[j])), often);
+            x[j] += WARPS_K * BLOCK_INPUTS / 8, left[j] -= WARPS_K * BLOCK_INPUTS;
+        }
+        codes += WARPS_K * BITS * 32, scales += WARPS_K * SCALE_PIECES, zeros += WARPS_K * ZERO_PIECES;
+        block += WARPS_K;
+        if (++step == work.depth) stand_at(work, warp, tile + 1, 0);
+    }
+};
 
 // Adds the products of one warp's block to `totals` [16 x 16 tiles of outputs][tiles of rows][registers].
 DEVICE void multiply(const Warp &warp, const uint4 *stage, float (&totals)[2][TILES][4]) {
@@ -102,24 +121,20 @@ DEVICE void multiply(const Warp &warp, const uint4 *stage, float (&totals)[2][TI
 #pragma unroll
             for (int i = 0; i < 8 * TILES; i++) sums[i / 4 / TILES][i / 4 % TILES][i % 4] = 0.0f;
         }
-        uint4 columns[TILES];
+        unsigned a[2][2][4];
 #pragma unroll
-        for (int tile = 0; tile < TILES; tile++) columns[tile] = load_shared(x + x_place(8 * tile + g, 4 * part + t));
+        for (int i = 0; i < 16; i++) {
+            const int r = i / 8, step = i / 4 % 2;
+            const unsigned *unit = words + (part / 2 * 2 + r) * BITS;
+            a[r][step][i % 4] = pair_of(unit, 8 * (part % 2) + i % 8, offset[2 * r + i % 2]);
+        }
 #pragma unroll
-        for (int r = 0; r < 2; r++)
+        for (int tile = 0; tile < TILES; tile++) {
+            const uint4 four = load_shared(x + x_place(8 * tile + g, 4 * part + t));
+            const unsigned b[2][2] = {{four.x, four.y}, {four.z, four.w}};
 #pragma unroll
-            for (int step = 0; step < 2; step++) {
-                unsigned a[4];
-#pragma unroll
-                for (int i = 0; i < 4; i++)
-                    a[i] = pair_of(words + (part / 2 * 2 + r) * BITS, 8 * (part % 2) + 4 * step + i, offset[2 * r + i % 2]);
-#pragma unroll
-                for (int tile = 0; tile < TILES; tile++) {
-                    const uint4 &four = columns[tile];
-                    const unsigned b[2] = {step ? four.z : four.x, step ? four.w : four.y};
-                    Number::mma(sums[r][tile], a, b);
-                }
-            }
+            for (int i = 0; i < 4; i++) Number::mma(sums[i % 2][tile], a[i % 2][i / 2], b[i / 2]);
+        }
         if ((part + 1) * 32 % GROUP == 0)
 #pragma unroll
             for (int i = 0; i < 8 * TILES; i++) {
@@ -198,20 +213,22 @@ DEVICE void clear_rows(const Work &work, uint4 *stages) {
 
 // Multiplies the units of this block, with copies of the next ones under way.
 DEVICE void run(const Work &work, const Warp &warp, uint4 *stages, float *sums, unsigned *last) {
-    const unsigned long long policy = copy_policy(gridDim.y == 1);
-    unsigned left = work.begin_of(blockIdx.x + 1) - work.begin_of(blockIdx.x), to_fetch = left;
-    unsigned tile = work.begin_of(blockIdx.x) / work.depth, step = work.begin_of(blockIdx.x) % work.depth;
-    unsigned next_tile = tile, next_step = step;
+    const unsigned begin = work.begin_of(blockIdx.x);
+    unsigned left = work.begin_of(blockIdx.x + 1) - begin, to_fetch = left;
+    unsigned tile = begin / work.depth, step = begin % work.depth;
     uint4 *const end = stages + STAGES * STAGE_PIECES, *next_stage = stages, *stage = stages;
+    Source source;
+    source.often = leave_as_others(), source.once = gridDim.y == 1 ? leave_first() : source.often;
+    source.stand_at(work, warp, tile, step);
     const auto fetch_next = [&] {
         if (to_fetch) {
-            fetch(work, warp, next_stage, next_tile, next_step, policy);
+            source.fetch(work, warp, next_stage);
             to_fetch--;
-            if (++next_step == work.depth) next_step = 0, next_tile++;
             if ((next_stage += STAGE_PIECES) == end) next_stage = stages;
         }
         copy_commit();
     };
+#pragma unroll 1
     for (int i = 0; i < STAGES - 1; i++) fetch_next();
 
     float totals[2][TILES][4] = {};
