@@ -9,12 +9,11 @@ from llmcompress.grids.base import BLOCK_TYPES, BlockSpec
 from llmcompress.kernels.errors import TakesNotError
 from llmcompress.kernels.ggml_layout import INPUTS, ROWS, TYPES, BlockWeight
 from llmcompress.kernels.launch import Kernel, Launch, Launcher
-from llmcompress.kernels.shapes import bfloat, ceil, check_channels, check_inputs, optional, rows_aligned
+from llmcompress.kernels.shapes import MOST_BLOCKS, bfloat, ceil, check_channels, check_inputs, optional, rows_aligned
 
 MOST_TOKENS = 32  # beyond, values times inputs by a library are faster
-MOST_CHANNELS = 65535 * ROWS
 _WARPS = 8
-_TOKENS = (1, 2, 4)  # times 8: of a block
+_TOKENS = (1, 2)  # times 8: of a block
 
 
 def matmul(launcher: Launcher, x: Tensor, weight: BlockWeight, bias: Tensor | None = None) -> Tensor:
@@ -30,7 +29,7 @@ def matmul(launcher: Launcher, x: Tensor, weight: BlockWeight, bias: Tensor | No
     if not y.numel():
         return y
     launch = matmul_launch(x.shape[0], channels, weight.spec, x.dtype)
-    x = x if rows_aligned(x) else x.contiguous().clone()
+    x = x if rows_aligned(x) else x.clone(memory_format=torch.contiguous_format)
     sizes = x.shape[0], channels, width, x.stride(0)
     launcher(launch, x, weight.records, optional(bias, y, torch.float32), y, *sizes)
     return y
@@ -40,9 +39,10 @@ def matmul_launch(tokens: int, channels: int, spec: BlockSpec, dtype: torch.dtyp
     """A block for each 16 channels; its warps share the inputs."""
     if tokens > MOST_TOKENS:
         raise TakesNotError(f"products with blocks of {spec.name} take up to {MOST_TOKENS} tokens, not {tokens}")
-    count = next(count for count in _TOKENS if tokens <= 8 * count)
+    count = next((count for count in _TOKENS if tokens <= 8 * count), _TOKENS[-1])
     shared = 4 * _WARPS * 8 * count * (ROWS + 1)
-    return Launch(_kernel(spec, dtype, count), (ceil(channels, ROWS), 1, 1), (_WARPS * 32, 1, 1), shared)
+    grid = ceil(tokens, 8 * count), _blocks(channels), 1
+    return Launch(_kernel(spec, dtype, count), grid, (_WARPS * 32, 1, 1), shared)
 
 
 def values(launcher: Launcher, weight: BlockWeight, dtype: torch.dtype) -> Tensor:
@@ -56,12 +56,16 @@ def values(launcher: Launcher, weight: BlockWeight, dtype: torch.dtype) -> Tenso
 
 def values_launch(channels: int, width: int, spec: BlockSpec, dtype: torch.dtype) -> Launch:
     """A warp for each record."""
-    if channels > MOST_CHANNELS:
-        raise TakesNotError(f"values of {spec.name} are written for up to {MOST_CHANNELS} channels, not {channels}")
     wide = dtype == torch.float32
     defines = (("BITS", spec.bits), ("BFLOAT", 0 if wide else bfloat(dtype)), ("WIDE", int(wide)))
-    grid = ceil(ceil(width, INPUTS), _WARPS), ceil(channels, ROWS), 1
+    grid = ceil(ceil(width, INPUTS), _WARPS), _blocks(channels), 1
     return Launch(Kernel("ggml_values.cu", "ggml_values", defines), grid, (_WARPS * 32, 1, 1))
+
+
+def _blocks(channels: int) -> int:
+    if channels > MOST_BLOCKS * ROWS:
+        raise TakesNotError(f"kernels take blocks of GGML of up to {MOST_BLOCKS * ROWS} channels, not {channels}")
+    return ceil(channels, ROWS)
 
 
 def _kernel(spec: BlockSpec, dtype: torch.dtype, count: int) -> Kernel:

@@ -11,6 +11,7 @@ from llmcompress.kernels.errors import TakesNotError
 from llmcompress.kernels.int8_layout import MOST_INPUTS, TILE, Int8Weight, tiles_of
 from llmcompress.kernels.launch import Kernel, Launch, Launcher
 from llmcompress.kernels.shapes import (
+    MOST_BLOCKS,
     bfloat,
     ceil,
     check_channels,
@@ -139,8 +140,8 @@ def matmul_launch(tokens: int, channels: int, width: int, dtype: torch.dtype, la
     """The tile that takes least time, and as many blocks to a tile of the output as keep the device busy."""
     tile = min(_tiles(tokens, launcher.architecture), key=lambda tile: _time(tile, tokens, channels, width, launcher))
     columns, rows = ceil(tokens, tile.tokens), ceil(channels, tile.channels)
-    if rows > 65535:
-        raise TakesNotError(f"int8 products take up to {65535 * tile.channels} output channels, not {channels}")
+    if rows > MOST_BLOCKS:
+        raise TakesNotError(f"int8 products take up to {MOST_BLOCKS * tile.channels} output channels, not {channels}")
     grid = columns, rows, _splits(tile, tokens, channels, width, launcher)
     return Launch(tile.kernel(dtype), grid, (tile.threads, 1, 1), tile.shared)
 
@@ -167,6 +168,5 @@ def variants(architecture: str) -> Iterator[Kernel]:
     for dtype in (torch.float16, torch.bfloat16):
         for norm, fixed in product((False, True), repeat=2):
             yield quantise_launch(1, 1, dtype, norm=norm, fixed=fixed).kernel
-        for tile in dict.fromkeys((*_FEW, *_MANY)):
-            if tile.shared <= shared_limit(architecture):
-                yield tile.kernel(dtype)
+        held = [tile for tile in (*_FEW, *_MANY) if tile.shared <= shared_limit(architecture)]
+        yield from dict.fromkeys(tile.kernel(dtype) for tile in held)

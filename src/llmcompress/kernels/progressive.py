@@ -13,7 +13,7 @@ from llmcompress.kernels.int8 import Int8Inputs
 from llmcompress.kernels.int8_layout import TILE, Int8Weight
 from llmcompress.kernels.launch import Kernel, Launch, Launcher
 from llmcompress.kernels.progressive_layout import ProgressiveWeight
-from llmcompress.kernels.shapes import bfloat, ceil, check_channels, optional, up
+from llmcompress.kernels.shapes import MOST_BLOCKS, bfloat, ceil, check_channels, optional, up
 from llmcompress.kernels.workspace import Workspace
 
 MOST_TOKENS = 128  # beyond, weights are expanded to int8 once
@@ -80,7 +80,9 @@ def matmul_launch(
 ) -> Launch:
     """Blocks share a tile of the output where there are fewer tiles than multiprocessors."""
     tile = _tile(tokens)
-    grid = ceil(channels, 16 * tile.channels * tile.warps), ceil(tokens, 8 * tile.tokens)
+    grid = ceil(tokens, 8 * tile.tokens), ceil(channels, 16 * tile.channels * tile.warps)
+    if grid[1] > MOST_BLOCKS:
+        raise TakesNotError(f"progressive products take up to {MOST_BLOCKS} blocks of channels, not {grid[1]}")
     splits = max(1, min(launcher.multiprocessors // (grid[0] * grid[1]), up(width, TILE) // tile.inputs))
     shared = 4 * tile.sums * (_WARPS // tile.warps - 1)
     return Launch(tile.kernel(group_size, dtype), (*grid, splits), (_WARPS * 32, 1, 1), shared)
@@ -99,8 +101,8 @@ def expand(launcher: Launcher, weight: ProgressiveWeight) -> Int8Weight:
 def expand_launch(channels: int, width: int, group_size: int) -> Launch:
     """A warp for each tile of 16 channels by 64 inputs."""
     rows = ceil(channels, 16)
-    if rows > 65535:
-        raise TakesNotError(f"progressive weights are expanded up to {65535 * 16} output channels, not {channels}")
+    if rows > MOST_BLOCKS:
+        raise TakesNotError(f"progressive weights are expanded up to {MOST_BLOCKS * 16} channels, not {channels}")
     kernel = Kernel("expand.cu", "progressive_expand", (("GROUP", group_size),))
     return Launch(kernel, (ceil(width // 64, _WARPS), rows, 1), (_WARPS * 32, 1, 1))
 

@@ -7,6 +7,7 @@ from torch.nn.functional import pad
 from llmcompress.kernels.errors import TakesNotError
 
 MOST = (1 << 31) - 1  # what kernels count with
+MOST_BLOCKS = 65535  # of channels: in the second dimension of a grid
 SHARED = {"sm_80": 163 << 10, "sm_87": 163 << 10, "sm_90": 227 << 10}  # bytes a block may have
 LEAST_SHARED = 99 << 10  # on all others from sm_80
 

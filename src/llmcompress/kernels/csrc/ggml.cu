@@ -15,19 +15,19 @@ DEVICE uint4 load_inputs(const unsigned short *row, int chunk) {
 
 // y [tokens, channels] = x weight^T + bias. x [tokens, width] in rows of `stride` elements, a multiple of 8; width a
 // multiple of 32; records [ceil(channels / 16), ceil(width / 256)]; bias [channels] may be null.
-KERNEL __launch_bounds__(WARPS * 32)
+KERNEL __launch_bounds__(WARPS * 32, 3 - TOKENS)
 ggml_matmul(const unsigned short *x, const uint4 *records, const float *bias, unsigned short *y, int tokens, int channels,
             int width, int stride) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int first_token = blockIdx.y * TOKENS * 8, count = (width + 255) / 256, chunks = width / 32;
+    const int first_token = blockIdx.x * TOKENS * 8, count = (width + 255) / 256, chunks = width / 32;
     const unsigned one = BFLOAT ? 0x3f803f80u : 0x3c003c00u, ones[4] = {one, one, one, one};
     const unsigned short *own = x + size_t(first_token + lane / 4) * stride;
     float sums[TOKENS][4] = {};
     Record next;
-    if (warp < count) fetch(next, records, size_t(blockIdx.x) * count + warp);
+    if (warp < count) fetch(next, records, size_t(blockIdx.y) * count + warp);
     for (int at = warp; at < count; at += WARPS) {
         const Record now = next;
-        if (at + WARPS < count) fetch(next, records, size_t(blockIdx.x) * count + at + WARPS);
+        if (at + WARPS < count) fetch(next, records, size_t(blockIdx.y) * count + at + WARPS);
         const Scales low = scales_of(now, 0), high = scales_of(now, 1);
 #pragma unroll
         for (int chunk = 0; chunk < 8; ++chunk) {
@@ -78,7 +78,7 @@ ggml_matmul(const unsigned short *x, const uint4 *records, const float *bias, un
     }
     sync_block();
     for (int i = threadIdx.x; i < TOKENS * 128; i += WARPS * 32) {
-        const int token = i / 16, channel = blockIdx.x * 16 + i % 16;
+        const int token = i / 16, channel = blockIdx.y * 16 + i % 16;
         if (first_token + token >= tokens || channel >= channels) continue;
         float sum = 0.0f;
 #pragma unroll

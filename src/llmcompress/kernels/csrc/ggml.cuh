@@ -123,8 +123,8 @@ constexpr float BIAS = 8388608.0f;
 DEVICE float scale_of(const Scales &s, int chunk, int step) {
     if (BITS == 8) return half_of(s.multiples[chunk / 2], chunk % 2);
     if (BITS == 6) return (biased(s.multiples, chunk * 2 + step) - (BIAS + 128.0f)) * s.d;
-    return fmaf(biased(s.multiples, chunk), s.d, -BIAS * s.d);
+    return (biased(s.multiples, chunk) - BIAS) * s.d;
 }
-DEVICE float minimum_of(const Scales &s, int chunk) { return fmaf(biased(s.minima, chunk), s.dmin, -BIAS * s.dmin); }
+DEVICE float minimum_of(const Scales &s, int chunk) { return (biased(s.minima, chunk) - BIAS) * s.dmin; }
 
 #endif

@@ -42,8 +42,8 @@ progressive_matmul(const signed char *x, const float *scales, const uint4 *codes
                    const float *weight_scales, const float *bias, unsigned short *y, int *partial, unsigned *counters,
                    int tokens, int channels, int width, int one_scale) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warp_n = warp % WARPS_N, warp_k = warp / WARPS_N;
-    const int channel_tile = (blockIdx.x * WARPS_N + warp_n) * CHANNELS, channel_tiles = (channels + 15) / 16;
-    const int first_token = blockIdx.y * TOKENS * 8, steps = (width / 64 + TILES - 1) / TILES;
+    const int channel_tile = (blockIdx.y * WARPS_N + warp_n) * CHANNELS, channel_tiles = (channels + 15) / 16;
+    const int first_token = blockIdx.x * TOKENS * 8, steps = (width / 64 + TILES - 1) / TILES;
     const int begin = int(blockIdx.z * size_t(steps) / gridDim.z);
     const int end = int((blockIdx.z + 1) * size_t(steps) / gridDim.z), last = min(end * TILES, width / 64);
     const signed char *own = x + size_t(first_token + lane / 4) * width + lane % 4 * 16;
