@@ -57,7 +57,7 @@ def matrix(module):
 
 
 def whole(path):
-    return load_whole(path, dtype=torch.float32, packed=False)
+    return load_whole(path, dtype=torch.float32, linear=None)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "phi3", "opt"])

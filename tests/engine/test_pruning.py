@@ -31,7 +31,7 @@ def zeros(weight):
 
 
 def matrices(path):
-    model = load_whole(path, dtype=torch.float32, packed=False)
+    model = load_whole(path, dtype=torch.float32, linear=None)
     return {name: p.detach() for name, p in model.named_parameters() if "_proj." in name}
 
 

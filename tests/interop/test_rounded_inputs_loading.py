@@ -42,7 +42,7 @@ def test_the_package_rounds_inputs_as_our_reader_does(compress, family, name):
     out = compress(family, "float16", "compressed-tensors", **SCHEMES[name])
     theirs, ours, unrounded = (
         load(out),
-        load_whole(out, dtype=torch.float32, packed=False),
+        load_whole(out, dtype=torch.float32, linear=None),
         load(out.parent / f"{family}-float16"),
     )
     with torch.no_grad():

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from llmcompress.cli import console
+from llmcompress.cli import console, drafting, ran
 from llmcompress.cli import options as o
 from llmcompress.cli.gates import Gates, gated
 from llmcompress.cli.log import log
 from llmcompress.cli.stopping import Stop
-from llmcompress.errors import GateError
+from llmcompress.errors import GateError, RecipeError
 
 if TYPE_CHECKING:
     from llmcompress.validate.evaluate import Gate
-    from llmcompress.validate.session import Request
+    from llmcompress.validate.request import Request
 
 _NOTHING_KEPT = "nothing is kept of an evaluation; the same command begins again"
 
@@ -31,6 +31,9 @@ _ROWS = (
     ("kl_p999", "KL divergence, 99.9th percentile"),
     ("top1", "same most likely token"),
     ("tv", "total variation (1 - acceptance as a draft)"),
+    ("logits_error", "error of logits against the decoded model"),
+    ("logits_error_max", "error of logits, worst token"),
+    ("logits_bound", "error that rounding may cause"),
 )
 
 
@@ -40,9 +43,12 @@ def register(app: typer.Typer) -> None:
 
 def evaluate(
     model: Annotated[
-        Path,
-        typer.Argument(help="Any directory or GGUF file llmcompress writes, or an original model.", show_default=False),
-    ],
+        Path | None,
+        typer.Argument(
+            help="Any directory or GGUF file llmcompress writes, or an original model. None with --draft.",
+            show_default=False,
+        ),
+    ] = None,
     ref: Annotated[
         Path | None, typer.Option("--ref", help="The original, to measure divergence from; a GGUF file needs it.")
     ] = None,
@@ -61,9 +67,29 @@ def evaluate(
     ] = None,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Windows run at once.")] = 4,
     device: o.Device = "auto",
+    backend: Annotated[
+        Literal["auto", "kernels", "torch"] | None,
+        typer.Option(
+            "--backend",
+            help="Run the whole model at once on packed weights, by our CUDA kernels or by torch, and say how fast it "
+            "is and whether its logits are what its codes say. auto: kernels where they can run, else torch.",
+        ),
+    ] = None,
+    draft: Annotated[
+        Path | None,
+        typer.Option(
+            "--draft",
+            help="In place of a model: have it draft what --ref writes after the prompt of --generate, and count what "
+            "is accepted.",
+        ),
+    ] = None,
+    draft_tokens: Annotated[int, typer.Option("--draft-tokens", min=1, help="Tokens drafted at a time.")] = 4,
     compute_dtype: Annotated[
-        Literal["float32", "bfloat16"], typer.Option("--compute-dtype", help="Type both models run in.")
-    ] = "float32",
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(
+            "--compute-dtype", help="Type both models run in. Default: float32, and bfloat16 where kernels run."
+        ),
+    ] = None,
     fail_if: Annotated[
         list[str] | None, typer.Option("--fail-if", help="Exit with 3 if true, such as 'kl > 0.05'. Repeatable.")
     ] = None,
@@ -104,34 +130,52 @@ def evaluate(
     of a window is scored on the full vocabulary. Intervals are 95%, by bootstrap over windows.
     """
     from llmcompress.store.files import refuse_existing, write_whole
+    from llmcompress.validate.agreement import FIGURES as AGREEMENT
     from llmcompress.validate.cache import Asked
     from llmcompress.validate.evaluate import parse_gate, refuse_unmeasured
-    from llmcompress.validate.session import Request, continuations, evaluate_whole
+    from llmcompress.validate.request import Request
+    from llmcompress.validate.session import continuations, evaluate_whole
 
+    subject = _subject(model, draft)
     asked = Asked(kv_bits, kv_type)
     request = Request(
-        model, ref, text, length, windows, batch, device, compute_dtype, trust_remote_code, adapter, asked
+        subject, ref, text, length, windows, batch, device, compute_dtype, trust_remote_code, adapter, asked, backend
     )
     with gated("eval", junit) as gates:
+        if draft is not None:
+            drafting.run(request, generate, max_new_tokens, draft_tokens, fail_if or [], output, gates, json_)
+            return
         conditions = {text: parse_gate(text) for text in fail_if or []}
         gates.expect(f"--fail-if {text}" for text in conditions)
         if output is not None:
             refuse_existing(output, overwrite)
-        refuse_unmeasured(conditions.values(), ref is not None)
+        refuse_unmeasured(conditions.values(), ref is not None, AGREEMENT if backend is not None else ())
         with console.Steps("layers", quiet or (json_ and not log.active), Stop(deadline), _NOTHING_KEPT) as steps:
-            found = evaluate_whole(request, steps.at)
+            found = evaluate_whole(request, steps.at, console.say)
         figures: dict[str, Any] = found["figures"]
         if output is not None:
             write_whole(output, json.dumps(found, indent=1).encode() + b"\n", overwrite)
         log.event("figures", **figures)
         samples = continuations(request, generate, max_new_tokens) if generate is not None else None
-        _show(request, figures, samples, json_)
-        _judge(figures, conditions, gates)
+        _show(request, found, samples, json_)
+        judge(figures, conditions, gates)
 
 
-def _show(request: "Request", figures: dict[str, Any], samples: dict[str, str] | None, as_json: bool) -> None:
+def _subject(model: Path | None, draft: Path | None) -> Path:
+    """What is evaluated; RecipeError unless it is one thing."""
+    subject = model or draft
+    if subject is None or (model is not None and draft is not None):
+        raise RecipeError(
+            "eval takes a model, or one that drafts", "write `eval MODEL`, or `eval --draft MODEL --ref ORIGINAL`"
+        )
+    return subject
+
+
+def _show(request: "Request", found: dict[str, Any], samples: dict[str, str] | None, as_json: bool) -> None:
+    figures, runtime = found["figures"], found.get("runtime")
     if as_json:
-        console.print_json({**figures, **({"generated": samples} if samples is not None else {})})
+        more = {"runtime": runtime, "generated": samples}
+        console.print_json({**figures, **{name: value for name, value in more.items() if value is not None}})
         return
     rows = []
     for key, label in _ROWS:
@@ -141,16 +185,18 @@ def _show(request: "Request", figures: dict[str, Any], samples: dict[str, str] |
     cached = f", keys and values {figures['kv_cache']}" if figures["kv_cache"] else ""
     console.table(
         f"{request.model}: {figures['windows']} windows of {request.length} tokens, {figures['tokens']} scored, "
-        f"{request.dtype}{cached}",
+        f"{found['compute_dtype']}{cached}",
         ("", "value", "95% interval"),
         rows,
         right=(1, 2),
     )
+    if runtime is not None:
+        ran.show(runtime, figures)
     for name, continuation in (samples or {}).items():
         console.table(name, ("",), [(continuation,)])
 
 
-def _judge(figures: dict[str, Any], conditions: Mapping[str, "Gate"], gates: Gates) -> None:
+def judge(figures: dict[str, Any], conditions: Mapping[str, "Gate"], gates: Gates) -> None:
     """GateError for the first condition that is true, once all were looked at."""
     broken = None
     for text, gate in conditions.items():

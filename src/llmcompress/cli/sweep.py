@@ -195,7 +195,7 @@ def _one(run: Run, values: dict[str, Any], stop: Stop, tokens: "Tensor | None") 
     if values["evaluate"] is None:
         return
     from llmcompress.validate.kept import evaluate_once
-    from llmcompress.validate.session import Request
+    from llmcompress.validate.request import Request
 
     asked = Request(
         run.plan.out,

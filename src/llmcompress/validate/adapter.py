@@ -26,12 +26,12 @@ def adapt_streamed(model: StreamedModel, adapter: Path, path: Path) -> None:
     _adapt(find, adapter, path, model.device)
 
 
-def adapt_whole(model: nn.Module, adapter: Path, path: Path) -> None:
+def adapt_whole(model: nn.Module, adapter: Path, path: Path, device: torch.device | None = None) -> None:
     """From now on the linears of the model at `path` are corrected by an adapter.
 
     CheckpointError if it is of another model: by its report, or by modules and sizes.
     """
-    _adapt(model.get_submodule, adapter, path, torch.device("cpu"))
+    _adapt(model.get_submodule, adapter, path, device or torch.device("cpu"))
 
 
 def _adapt(find: Callable[[str], nn.Module], adapter: Path, path: Path, device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """How far a compressed model is from its original: both run in lockstep, one layer of each in memory at a time."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,6 @@ def cut_windows(ids: list[int], length: int, windows: int, origin: str) -> Tenso
     return torch.tensor(ids[: windows * length], dtype=torch.int64).view(windows, length)
 
 
-@torch.no_grad()
 def measure(
     subject: StreamedModel,
     reference: StreamedModel | None,
@@ -41,7 +40,35 @@ def measure(
 
     Every position but the first of a window is scored, in float32 on the full vocabulary.
     """
+    collected = Collected()
     models = [model for model in (subject, reference) if model is not None]
+    for window, logits in zip(ids, lockstep(models, ids, batch, watch), strict=True):
+        collected.add(logits, window)
+    return collected.tokens()
+
+
+class Collected:
+    """Measurements of windows, one after another."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[Array]] = {}
+
+    def add(self, logits: list[Tensor], ids: Tensor) -> None:
+        """Of a window [length]: logits float32 [length, vocabulary] of the subject and of any reference."""
+        logs = [values[:-1].log_softmax(dim=-1) for values in logits]
+        for name, value in _compare(logs, ids[1:].to(logs[0].device)).items():
+            self._found.setdefault(name, []).append(value.to("cpu", torch.float64).numpy())
+
+    def tokens(self) -> Tokens:
+        return Tokens(**{name: np.stack(values) for name, values in self._found.items()})
+
+
+@torch.no_grad()
+def lockstep(models: list[StreamedModel], ids: Tensor, batch: int, watch: Watch) -> Iterator[list[Tensor]]:
+    """For every window of [windows, length] the logits float32 [length, vocabulary] of each model.
+
+    One layer of each is in memory at a time.
+    """
     hidden = [model.embed(ids) for model in models]
     steps = max(len(model.layers) for model in models) + 1
     for number in range(steps - 1):
@@ -49,20 +76,17 @@ def measure(
             if number < len(model.layers):
                 _advance(model, number, states, batch)
         watch(number + 1, steps)
-    collected: dict[str, list[Array]] = {"nll": [], "ref_nll": [], "kl": [], "tv": [], "top1": []}
     with ExitStack() as stack:
         heads = [stack.enter_context(model.outer(embed=False, head=True)) for model in models]
         for window in range(len(ids)):
-            logs = [
-                model.logits(head, states[window : window + 1])[0, :-1].to(torch.float32).log_softmax(dim=-1)
+            yield [
+                model.logits(head, states[window : window + 1])[0].to(torch.float32)
                 for model, head, states in zip(models, heads, hidden, strict=True)
             ]
-            for name, value in _compare(logs, ids[window, 1:].to(logs[0].device)).items():
-                collected[name].append(value.to("cpu", torch.float64).numpy())
     watch(steps, steps)
-    return Tokens(**{name: np.stack(values) for name, values in collected.items() if values})
 
 
+@torch.no_grad()
 def _advance(model: StreamedModel, number: int, states: Tensor, batch: int) -> None:
     """Run one layer over all windows, in place."""
     with model.layer(number) as layer:
@@ -99,15 +123,22 @@ class Gate:
         return OPERATORS[self.operator](float(figures[self.key]), self.bound)
 
 
-def refuse_unmeasured(gates: Iterable[Gate], compared: bool) -> None:
-    """RecipeError for a gate of what will not be measured. compared: whether there is a reference."""
-    known = [*ALONE, *(COMPARED if compared else ())]
+def refuse_unmeasured(gates: Iterable[Gate], compared: bool, more: Iterable[str] = ()) -> None:
+    """RecipeError for a gate of what will not be measured. compared: whether there is a reference. more: figures."""
+    gates, known = list(gates), [*ALONE, *(COMPARED if compared else ()), *more]
     for gate in gates:
-        if gate.key in known:
-            continue
-        if gate.key in COMPARED:
+        if gate.key in COMPARED and not compared:
             raise RecipeError(f"--fail-if speaks of {gate.key!r}, which needs the original", "give it as --ref")
-        raise RecipeError(f"--fail-if speaks of {gate.key!r}, which is not measured", suggest(gate.key, known))
+    refuse_other_figures(gates, known)
+
+
+def refuse_other_figures(gates: Iterable[Gate], known: Sequence[str]) -> None:
+    """RecipeError for a gate of a figure that is not one of `known`."""
+    for gate in gates:
+        if gate.key not in known:
+            raise RecipeError(
+                f"--fail-if speaks of {gate.key!r}, which is not measured", suggest(gate.key, list(known))
+            )
 
 
 def parse_gate(text: str) -> Gate:

@@ -59,6 +59,11 @@ class Figures(Document):
     tokens: Count
     windows: Count
     kv_cache: str | None = Field(description="how keys and values were rounded")
+    logits_error: Magnitude | None = Field(
+        None, description="relative error of logits against the decoded checkpoint in float32, root mean square"
+    )
+    logits_error_max: Magnitude | None = Field(None, description="the same, of the worst token")
+    logits_bound: Magnitude | None = Field(None, description="what rounding alone may make of logits_error")
     kl_expected: float | None = Field(None, description="KL divergence that a budget was expected to cost")
 
 
@@ -68,6 +73,31 @@ class Series(Document):
     nll: list[Magnitude] = Field(description="negative log-likelihood")
     ref_nll: list[Magnitude] | None = None
     kl: list[Magnitude] | None = None
+
+
+class Speed(Document):
+    """How fast a model is, in tokens of all sequences together."""
+
+    batch: Positive = Field(description="sequences at once")
+    prompt: Positive = Field(description="tokens of each that are read")
+    new: Positive = Field(description="tokens that are added to each")
+    prefill_tokens_per_second: Magnitude
+    decode_tokens_per_second: Magnitude
+    cuda_graph: bool = Field(description="whether a step of decoding was one CUDA graph")
+
+
+class Runtime(Document):
+    """How a model was run as a whole. Of one machine and one moment: no part of any hash or comparison."""
+
+    backend: Literal["kernels", "torch"]
+    device: str
+    linears: dict[str, Count] = Field(description="how many linears on codes each way of multiplying served")
+    launches: dict[str, Count] = Field(description="how often each kernel ran")
+    weights_bytes: Count = Field(description="of the whole model as it lay in memory")
+    peak_bytes: Count | None = Field(description="most GPU memory at once; null without a GPU")
+    speed: list[Speed]
+    reference_weights_bytes: Count | None = None
+    reference_speed: list[Speed] | None = Field(None, description="of the original in bfloat16")
 
 
 class Evaluation(Document):
@@ -82,12 +112,23 @@ class Evaluation(Document):
     figures: Figures
     by_window: Series = Field(description="means over each window, in order of the text")
     by_position: Series = Field(description="means over all windows at each scored position of a window")
+    runtime: Runtime | None = Field(None, description="how it was run, where that was as a whole")
 
 
 def evaluation(
-    model: Path, ref: Path | None, text: str, ids: Array, compute_dtype: str, found: dict[str, Any], tokens: Tokens
+    model: Path,
+    ref: Path | None,
+    text: str,
+    ids: Array,
+    compute_dtype: str,
+    found: dict[str, Any],
+    tokens: Tokens,
+    runtime: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The document of an evaluation. ids [windows, length]: the tokens; found: its figures; tokens: per token."""
+    """The document of an evaluation. ids [windows, length]: the tokens; found: its figures; tokens: per token.
+
+    runtime: how the model was run, if as a whole.
+    """
     windows, length = ids.shape
     name = text if text == "default" else Path(text).resolve().name
     return {
@@ -105,6 +146,7 @@ def evaluation(
         "figures": found,
         "by_window": _means(tokens, axis=1),
         "by_position": _means(tokens, axis=0),
+        **({} if runtime is None else {"runtime": runtime}),
     }
 
 

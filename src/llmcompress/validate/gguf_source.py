@@ -14,9 +14,12 @@ from llmcompress.formats.gguf.metadata import architecture, metadata
 from llmcompress.formats.gguf.names import gguf_tensors
 from llmcompress.formats.gguf.tensors import GGUFTensor
 from llmcompress.formats.gguf.types import FILE_TYPES
+from llmcompress.grids.base import BLOCK_TYPES
+from llmcompress.grids.coded import Coded
+from llmcompress.packing.ggml import unpack
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.gguf_header import GgufHeader
-from llmcompress.store.gguf_model import decoded, rows_of
+from llmcompress.store.gguf_model import decoded, rows_of, tensor_bytes
 from llmcompress.store.headers import ModelHeaders
 from llmcompress.validate.gguf_facts import scalar
 
@@ -123,6 +126,24 @@ class GgufWeights:
 
     def __contains__(self, name: str) -> bool:
         return name in self._parts
+
+    def coded(self, module: str) -> Coded | None:
+        """Codes [out, in] of a matrix that is one tensor of a block type, by its module; None for any other."""
+        name = f"{module}.weight"
+        parts = self._parts.get(name, [])
+        if len(parts) != 1 or len(parts[0].shape) != 2 or parts[0].shape != self._shapes[name]:
+            return None
+        (part,) = parts
+        stored = self.header.tensors[part.tensor.name]
+        spec = BLOCK_TYPES.get(stored.type)
+        if spec is None or part.tensor.transposed or part.tensor.offset:
+            return None
+        rows = rows_of(self.header, stored.name)
+        raw = tensor_bytes(self.header, stored.name).reshape(rows, -1)[part.begin : part.end]
+        return unpack(torch.from_numpy(raw.copy()), spec).rows(torch.argsort(_rows(part.tensor, part.shape[0])))
+
+    def inputs(self, module: str) -> None:
+        """No GGUF file rounds the inputs of a matrix."""
 
     def read(self, name: str) -> Tensor:
         """A tensor in the shape it has in the source, float32."""

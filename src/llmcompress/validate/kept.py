@@ -9,7 +9,8 @@ from typing import Any
 
 from llmcompress import __version__
 from llmcompress.store.files import create, writing
-from llmcompress.validate.session import Request, evaluate_paths, texts
+from llmcompress.validate.request import Request
+from llmcompress.validate.session import evaluate_paths, texts
 
 
 def evaluate_once(request: Request, kept: Path, watch: Callable[[int, int], None]) -> dict[str, Any]:

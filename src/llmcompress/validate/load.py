@@ -1,10 +1,11 @@
-"""Whatever we write, and originals, back into something that runs on the CPU, without other projects' runtimes."""
+"""Whatever we write, and originals, back into something that runs, without other projects' runtimes."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from llmcompress.arch import find
 from llmcompress.engine.decoded import decoded_headers
@@ -12,16 +13,20 @@ from llmcompress.engine.fits import check_numbers
 from llmcompress.engine.source import config_of, disk_module, linears_of, open_checkpoint, round_as_stored
 from llmcompress.engine.text_part import text_part
 from llmcompress.errors import CheckpointError
+from llmcompress.grids.coded import Coded
+from llmcompress.grids.inputs import Rounding
 from llmcompress.ledger import Ledger
 from llmcompress.model.build import StreamedModel, Weights
 from llmcompress.model.observe import observe
 from llmcompress.model.whole import whole_model
-from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.gguf_model import read_gguf
 from llmcompress.store.headers import read_headers
 from llmcompress.validate.gguf_file import gguf_in
 from llmcompress.validate.gguf_source import GgufWeights
 from llmcompress.validate.packed import PackedLinear
+
+MakeLinear = Callable[[Coded, Tensor | None, torch.dtype, Rounding | None], nn.Module]
+"""Makes a linear of its codes, its bias, the type it computes in and how its inputs are rounded."""
 
 
 def open_streamed(
@@ -61,28 +66,40 @@ def load_whole(
     path: Path,
     *,
     dtype: torch.dtype,
-    packed: bool = True,
+    device: torch.device | None = None,
+    linear: MakeLinear | None = PackedLinear,
     trust_remote_code: bool = False,
     source: Path | None = None,
 ) -> nn.Module:
     """A directory or GGUF file as a whole transformers model in memory.
 
-    packed: quantised linears of a directory stay packed. source: as of `open_streamed`.
+    linear: makes the linears of what is stored as codes, on `device`, without their weights ever being decoded as a
+    whole; None to decode them. A bias that it is given has no memory yet. source: as of `open_streamed`.
     """
-    streamed = open_streamed(path, dtype=dtype, trust_remote_code=trust_remote_code, source=source)
-    weights, spec = streamed.weights, streamed.spec
-    modules = [
-        (f"{spec.layers}.{number}.{name}", disk_module(streamed, number, name))
-        for number, layer in enumerate(streamed.layers)
-        for name, _ in linears_of(layer)
-    ]
-    causal = whole_model(streamed)
-    if packed and isinstance(weights, Checkpoint):
-        for runtime, disk in modules:
+    streamed = open_streamed(path, dtype=dtype, device=device, trust_remote_code=trust_remote_code, source=source)
+    if linear is not None:
+        _pack(streamed, linear)
+    return whole_model(streamed)
+
+
+def refuse_other_vocabulary(model: Path, config: Any, ref: Path, original: Any) -> None:
+    """CheckpointError for two models whose tokens are not the same, by their configs."""
+    if config.vocab_size != original.vocab_size:
+        raise CheckpointError(
+            f"{model} has {config.vocab_size} tokens, {ref} has {original.vocab_size}",
+            "give the model that was compressed as --ref",
+        )
+
+
+def _pack(model: StreamedModel, linear: MakeLinear) -> None:
+    """Put linears on codes in the places of those whose weights the files hold as codes."""
+    weights: Any = model.weights
+    for number, layer in enumerate(model.layers):
+        for name, before in linears_of(layer):
+            disk = disk_module(model, number, name)
             coded = weights.coded(disk)
             if coded is not None:
-                parent, _, leaf = runtime.rpartition(".")
-                before: Any = causal.get_submodule(runtime)
-                linear = PackedLinear(coded, before.bias, dtype, weights.inputs(disk))
-                setattr(causal.get_submodule(parent), leaf, linear)
-    return causal
+                parent, _, leaf = name.rpartition(".")
+                setattr(
+                    layer.get_submodule(parent), leaf, linear(coded, before.bias, model.dtype, weights.inputs(disk))
+                )

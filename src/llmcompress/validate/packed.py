@@ -55,6 +55,17 @@ class PackedLinear(nn.Module):
         self.register_buffer("words", coded.codes)
         self.grid = coded.grid
 
+    @property
+    def rounds(self) -> bool:
+        """Whether inputs are rounded to codes."""
+        return self.inputs is not None
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of what a grid has that codes are decoded by, beside the buffers."""
+        parts = vars(self.grid).values() if self.kernel == "decode" else ()
+        return sum(part.nbytes for part in parts if isinstance(part, Tensor))
+
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] to [..., out]."""
         rows = x.reshape(-1, self.in_features)

@@ -1,11 +1,11 @@
 """An evaluation as the command line asks for it: two models, a text, a protocol."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from llmcompress.calib.default import shipped
 from llmcompress.calib.documents import encode
@@ -17,34 +17,17 @@ from llmcompress.model.cache import ChangingCache
 from llmcompress.store.headers import read_json, refuse_adapter
 from llmcompress.store.output_file import is_single, report_of
 from llmcompress.validate.adapter import adapt_streamed, adapt_whole
-from llmcompress.validate.cache import Asked, cache_of
+from llmcompress.validate.cache import ByScale, ByToken, cache_of
 from llmcompress.validate.evaluate import cut_windows, measure
 from llmcompress.validate.evaluation import evaluation
 from llmcompress.validate.gguf_file import gguf_in
-from llmcompress.validate.load import load_whole, open_streamed
-from llmcompress.validate.statistics import figures
+from llmcompress.validate.load import load_whole, open_streamed, refuse_other_vocabulary
+from llmcompress.validate.packed import PackedLinear
+from llmcompress.validate.request import Request
+from llmcompress.validate.statistics import Tokens, figures
 
 DEFAULT_WINDOWS = 80
-
-
-@dataclass(frozen=True)
-class Request:
-    """What to evaluate: directories, text ('default' or a path), windows [windows, length] and how to run.
-
-    model may be a GGUF file; ref is then the directory it was made from.
-    """
-
-    model: Path
-    ref: Path | None
-    text: str
-    length: int
-    windows: int | None
-    batch: int
-    device: str
-    dtype: str
-    trust_remote_code: bool = False
-    adapter: Path | None = None  # of the model
-    cache: Asked = field(default_factory=Asked)  # of the model; the reference has none that is quantised
+_DTYPE = "float32"
 
 
 def evaluate_paths(request: Request, watch: Callable[[int, int], None]) -> dict[str, Any]:
@@ -53,20 +36,44 @@ def evaluate_paths(request: Request, watch: Callable[[int, int], None]) -> dict[
     return found
 
 
-def evaluate_whole(request: Request, watch: Callable[[int, int], None]) -> dict[str, Any]:
+def evaluate_whole(
+    request: Request, watch: Callable[[int, int], None], say: Callable[[str], None] = lambda line: None
+) -> dict[str, Any]:
     """The evaluation of a model (validate/evaluation.py), against a reference if one is given.
 
-    Refuses models of different vocabularies.
+    say: told of what a backend does otherwise than it was asked to. Refuses models of different vocabularies.
     """
     _check(request)
+    windows = _windows(request)
+    expected = _expected(request.model) if request.ref is not None else {}
+    about = request.model, request.ref, request.text
+    if request.backend is not None:
+        from llmcompress.validate.backed import validate
+
+        run = validate(request, windows, watch, say)
+        found = {**run.figures, **expected, "kv_cache": run.cache and str(run.cache)}
+        return evaluation(*about, windows.numpy(), run.dtype, found, run.tokens, run.runtime)
+    tokens, cache = _streamed(request, windows, watch)
+    found = {**figures(tokens), **expected, "kv_cache": cache and str(cache)}
+    return evaluation(*about, windows.numpy(), request.dtype or _DTYPE, found, tokens)
+
+
+def _windows(request: Request) -> Tensor:
+    """The tokens to score: windows [windows, length]."""
     tokenizer = load_tokenizer(request.ref or request.model, request.trust_remote_code)
     ids = [token for file in texts(request.text) for token in encode(tokenizer, read_text(file), str(file))]
     wanted = request.windows or (
         min(DEFAULT_WINDOWS, len(ids) // request.length) if request.text == "default" else DEFAULT_WINDOWS
     )
-    windows = cut_windows(ids, request.length, wanted, f"text {request.text}")
+    return cut_windows(ids, request.length, wanted, f"text {request.text}")
+
+
+def _streamed(
+    request: Request, windows: Tensor, watch: Callable[[int, int], None]
+) -> tuple[Tokens, ByToken | ByScale | None]:
+    """Per-token measurements of a model that is run one section at a time, and what its cache was."""
     opening = {
-        "dtype": getattr(torch, request.dtype),
+        "dtype": getattr(torch, request.dtype or _DTYPE),
         "device": device_of(request.device),
         "trust_remote_code": request.trust_remote_code,
     }
@@ -75,18 +82,9 @@ def evaluate_whole(request: Request, watch: Callable[[int, int], None]) -> dict[
         adapt_streamed(subject, request.adapter, request.model)
     cache = subject.cache = cache_of(request.model, request.cache)
     reference = open_streamed(request.ref, **opening) if request.ref is not None else None
-    if reference is not None and subject.config.vocab_size != reference.config.vocab_size:
-        raise CheckpointError(
-            f"{request.model} has {subject.config.vocab_size} tokens, {request.ref} has {reference.config.vocab_size}",
-            "give the model that was compressed as --ref",
-        )
-    tokens = measure(subject, reference, windows, request.batch, watch)
-    found = {
-        **figures(tokens),
-        **(_expected(request.model) if reference is not None else {}),
-        "kv_cache": cache and str(cache),
-    }
-    return evaluation(request.model, request.ref, request.text, windows.numpy(), request.dtype, found, tokens)
+    if reference is not None and request.ref is not None:
+        refuse_other_vocabulary(request.model, subject.config, request.ref, reference.config)
+    return measure(subject, reference, windows, request.batch, watch), cache
 
 
 def _expected(model: Path) -> dict[str, float]:
@@ -125,7 +123,14 @@ def continuations(request: Request, prompt: str, max_new_tokens: int) -> dict[st
     for path in (request.model, request.ref):
         if path is None:
             continue
-        model = load_whole(path, dtype=torch.float32, trust_remote_code=request.trust_remote_code, source=request.ref)
+        linear = None if gguf_in(path) is not None else PackedLinear  # blocks would be decoded for every token
+        model = load_whole(
+            path,
+            dtype=torch.float32,
+            linear=linear,
+            trust_remote_code=request.trust_remote_code,
+            source=request.ref,
+        )
         if path == request.model and request.adapter is not None:
             adapt_whole(model, request.adapter, path)
         change = cache_of(path, request.cache) if path == request.model else None

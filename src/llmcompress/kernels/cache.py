@@ -1,0 +1,117 @@
+"""Compiled kernels on disk, each a file named by the hash of all that it was made from.
+
+A file is a line of JSON, which says what it is and holds the hash of the rest, and the cubin. One that is not what it
+says is as good as none: it is made anew.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from llmcompress.errors import PlanError
+from llmcompress.kernels.compilers import Defines
+
+VARIABLE = "LLMCOMPRESS_KERNEL_CACHE"
+_FORMAT = 1  # raised when files look otherwise, or compilers get other options
+_SUFFIX = ".cubin"
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a cubin was made from. source_sha256: of the text with all that it includes."""
+
+    source: str
+    source_sha256: str
+    defines: Defines
+    architecture: str
+    compiler: str
+
+    @property
+    def key(self) -> str:
+        """Hash of all of it."""
+        return sha256(json.dumps([_FORMAT, asdict(self)]).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file of the cache. about: what it says of itself; None for a damaged one."""
+
+    file: Path
+    bytes: int
+    about: dict[str, Any] | None
+
+
+def directory_of(given: Path | None = None) -> Path:
+    """`given`, else what the environment says, else llmcompress/kernels below the user's cache directory."""
+    if given is not None:
+        return given
+    if stated := os.environ.get(VARIABLE):
+        return Path(stated)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return Path(base) / "llmcompress" / "kernels" if base else Path.home() / ".cache" / "llmcompress" / "kernels"
+
+
+class Cache:
+    """The cubins in a directory, which is made when the first is written."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def read(self, made: Made) -> bytes | None:
+        """A cubin, None if there is none or a damaged one."""
+        found = _read(self._file(made))
+        return None if found is None else found[1]
+
+    def write(self, made: Made, cubin: bytes) -> None:
+        """Keep a cubin: whole or not at all, also where other processes write the same. OSError if that cannot be."""
+        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        about = {"format": _FORMAT, **asdict(made), "sha256": sha256(cubin).hexdigest()}
+        handle, partial = tempfile.mkstemp(prefix=made.key, suffix=".partial", dir=self.directory)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(json.dumps(about).encode() + b"\n" + cubin)
+            Path(partial).replace(self._file(made))
+        except OSError:
+            Path(partial).unlink(missing_ok=True)
+            raise
+
+    def entries(self) -> Iterator[Entry]:
+        """All files of the cache, by name."""
+        for file in self._files():
+            found = _read(file)
+            yield Entry(file, file.stat().st_size, None if found is None else found[0])
+
+    def clear(self) -> tuple[int, int]:
+        """Remove all files of the cache; how many there were, and their bytes. PlanError for one that stays."""
+        count = total = 0
+        for file in self._files():
+            size = file.stat().st_size
+            try:
+                file.unlink()
+            except OSError as error:
+                raise PlanError(f"{file} cannot be removed: {error.strerror}") from None
+            count, total = count + 1, total + size
+        return count, total
+
+    def _file(self, made: Made) -> Path:
+        return self.directory / f"{made.key}{_SUFFIX}"
+
+    def _files(self) -> Sequence[Path]:
+        return sorted(self.directory.glob(f"*{_SUFFIX}")) if self.directory.is_dir() else []
+
+
+def _read(file: Path) -> tuple[dict[str, Any], bytes] | None:
+    """What a file says of itself and its cubin; None for no file, or one that does not hold what it says."""
+    try:
+        line, _, cubin = file.read_bytes().partition(b"\n")
+        about = json.loads(line)
+    except (OSError, ValueError):
+        return None
+    if not isinstance(about, dict) or about.get("sha256") != sha256(cubin).hexdigest():
+        return None
+    return about, cubin

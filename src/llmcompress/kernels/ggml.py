@@ -1,0 +1,82 @@
+"""Products of 16-bit inputs and weights in blocks of GGML's types, and the values of such weights."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from llmcompress.grids.base import BLOCK_TYPES, BlockSpec
+from llmcompress.kernels.errors import TakesNotError
+from llmcompress.kernels.ggml_layout import INPUTS, ROWS, TYPES, BlockWeight
+from llmcompress.kernels.launch import Kernel, Launch, Launcher
+from llmcompress.kernels.shapes import MOST_BLOCKS, bfloat, ceil, check_channels, check_inputs, optional, rows_aligned
+
+MOST_TOKENS = 32  # beyond, values times inputs by a library are faster
+_WARPS = 8
+_TOKENS = (1, 2)  # times 8: of a block
+
+
+def matmul(launcher: Launcher, x: Tensor, weight: BlockWeight, bias: Tensor | None = None) -> Tensor:
+    """y [tokens, out] of the type of x: x [tokens, in] W^T, summed in float32, plus bias [out].
+
+    TakesNotError for more than 32 tokens: `values` then, and a product of torch.
+    """
+    channels, width = weight.shape
+    x = check_inputs(x, width)
+    if bias is not None:
+        check_channels(bias, channels, "bias")
+    y = torch.empty(x.shape[0], channels, dtype=x.dtype, device=x.device)
+    if not y.numel():
+        return y
+    launch = matmul_launch(x.shape[0], channels, weight.spec, x.dtype)
+    x = x if rows_aligned(x) else x.clone(memory_format=torch.contiguous_format)
+    sizes = x.shape[0], channels, width, x.stride(0)
+    launcher(launch, x, weight.records, optional(bias, y, torch.float32), y, *sizes)
+    return y
+
+
+def matmul_launch(tokens: int, channels: int, spec: BlockSpec, dtype: torch.dtype) -> Launch:
+    """A block for each 16 channels; its warps share the inputs."""
+    if tokens > MOST_TOKENS:
+        raise TakesNotError(f"products with blocks of {spec.name} take up to {MOST_TOKENS} tokens, not {tokens}")
+    count = next((count for count in _TOKENS if tokens <= 8 * count), _TOKENS[-1])
+    shared = 4 * _WARPS * 8 * count * (ROWS + 1)
+    grid = ceil(tokens, 8 * count), _blocks(channels), 1
+    return Launch(_kernel(spec, dtype, count), grid, (_WARPS * 32, 1, 1), shared)
+
+
+def values(launcher: Launcher, weight: BlockWeight, dtype: torch.dtype) -> Tensor:
+    """The weight [out, in] in float32, or rounded from that once to float16 or bfloat16."""
+    channels, width = weight.shape
+    out = torch.empty(channels, width, dtype=dtype, device=weight.records.device)
+    if out.numel():
+        launcher(values_launch(channels, width, weight.spec, dtype), weight.records, out, channels, width)
+    return out
+
+
+def values_launch(channels: int, width: int, spec: BlockSpec, dtype: torch.dtype) -> Launch:
+    """A warp for each record."""
+    wide = dtype == torch.float32
+    defines = (("BITS", spec.bits), ("BFLOAT", 0 if wide else bfloat(dtype)), ("WIDE", int(wide)))
+    grid = ceil(ceil(width, INPUTS), _WARPS), _blocks(channels), 1
+    return Launch(Kernel("ggml_values.cu", "ggml_values", defines), grid, (_WARPS * 32, 1, 1))
+
+
+def _blocks(channels: int) -> int:
+    if channels > MOST_BLOCKS * ROWS:
+        raise TakesNotError(f"kernels take blocks of GGML of up to {MOST_BLOCKS * ROWS} channels, not {channels}")
+    return ceil(channels, ROWS)
+
+
+def _kernel(spec: BlockSpec, dtype: torch.dtype, count: int) -> Kernel:
+    defines = (("BITS", spec.bits), ("BFLOAT", bfloat(dtype)), ("TOKENS", count), ("WARPS", _WARPS))
+    return Kernel("ggml.cu", "ggml_matmul", defines)
+
+
+def variants(architecture: str) -> Iterator[Kernel]:
+    """Every kernel that is ever launched on an architecture."""
+    for spec in map(BLOCK_TYPES.__getitem__, TYPES):
+        for dtype in (torch.float16, torch.bfloat16):
+            yield from (_kernel(spec, dtype, count) for count in _TOKENS)
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            yield values_launch(1, 1, spec, dtype).kernel

@@ -1,0 +1,55 @@
+"""Weights in int8 as `csrc/int8.cu` reads them: rows of a multiple of 128 inputs, zeros after the last."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llmcompress.grids.coded import Coded
+from llmcompress.grids.integer import IntegerGrid
+from llmcompress.kernels.errors import TakesNotError
+from llmcompress.kernels.shapes import ceil, padded
+
+TILE = 128  # inputs
+MOST_INPUTS = (1 << 31) // (128 * 128) - 1  # whose products of codes int32 holds the sum of
+
+
+@dataclass(frozen=True)
+class Int8Weight:
+    """codes int8 [out, width rounded up to 128]. scale [out] float32. sums [out] int32: of the codes of a row."""
+
+    codes: Tensor
+    scale: Tensor
+    sums: Tensor
+    width: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return self.codes.nbytes + self.scale.nbytes + self.sums.nbytes
+
+
+def int8_weight(codes: Tensor, scale: Tensor) -> Int8Weight:
+    """Codes int8 [out, in] and scales [out] for the kernel; TakesNotError where int32 cannot hold the sums."""
+    width = codes.shape[1]
+    if not 0 < width <= MOST_INPUTS:
+        raise TakesNotError(f"int8 products take 1 to {MOST_INPUTS} inputs, whose sums fit int32, not {width}")
+    sums = codes.sum(1, dtype=torch.int32)
+    return Int8Weight(padded(codes, 1, TILE), scale.to(torch.float32).contiguous(), sums, width)
+
+
+def int8_of(coded: Coded) -> Int8Weight:
+    """A matrix on a symmetric grid of 8 bits with one scale per row; TakesNotError for any other."""
+    grid = coded.grid
+    width = coded.codes.shape[1]
+    rows = isinstance(grid, IntegerGrid) and grid.spec.bits == 8 and grid.spec.symmetric
+    if not rows or grid.spec.width(width) != width:
+        raise TakesNotError(
+            f"int8 products take symmetric codes of 8 bits with one scale per row, not {grid.spec.name}"
+        )
+    return int8_weight((coded.codes.to(torch.int16) - 128).to(torch.int8), grid.scale[:, 0])
+
+
+def tiles_of(width: int) -> int:
+    """Tiles of inputs in a row."""
+    return ceil(width, TILE)

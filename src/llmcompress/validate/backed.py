@@ -1,0 +1,167 @@
+"""A validation run: the whole packed model on one device, its linears run by kernels or by torch.
+
+Its figures are those of its own arithmetic. Beside it the same checkpoint, decoded, runs in float32, one section at a
+time, which says whether the logits are what the codes say.
+"""
+
+import gc
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from llmcompress.errors import RunError
+from llmcompress.model.build import StreamedModel
+from llmcompress.model.cache import Change, ChangingCache
+from llmcompress.validate import agreement
+from llmcompress.validate.adapter import adapt_streamed, adapt_whole
+from llmcompress.validate.backend import Backend, Say, compute_dtype, open_backend
+from llmcompress.validate.cache import cache_of
+from llmcompress.validate.device_memory import foreseen, refuse_beyond
+from llmcompress.validate.evaluate import Collected, Watch, lockstep
+from llmcompress.validate.load import load_whole, open_streamed, refuse_other_vocabulary
+from llmcompress.validate.request import Request
+from llmcompress.validate.speed import NEW, PROMPT, speeds
+from llmcompress.validate.statistics import Array, Tokens, figures
+
+_REFERENCE = torch.bfloat16  # the type the original is timed in
+
+
+@dataclass(frozen=True)
+class Validated:
+    """figures: of the model, and of how its logits agree with its codes. runtime: `Runtime` of evaluation.py."""
+
+    figures: dict[str, Any]
+    runtime: dict[str, Any]
+    tokens: Tokens
+    dtype: str
+    cache: Change | None
+
+
+def validate(request: Request, windows: Tensor, watch: Watch, say: Say) -> Validated:
+    """Run a model on windows [windows, length] int64 as `request` asks for. say: told of what kernels do not take.
+
+    KernelsError where kernels cannot run, PlanError where the GPU has too little memory, RunError where it runs out.
+    """
+    assert request.backend is not None
+    backend = open_backend(request.backend, request.device, say)
+    dtype = compute_dtype(request.dtype, backend)
+    refuse_beyond(foreseen(request.model, request.ref, dtype, *windows.shape), backend.device)
+    with _memory_of(backend.device):
+        return _validated(request, windows, backend, dtype, watch, say)
+
+
+def _validated(
+    request: Request, windows: Tensor, backend: Backend, dtype: torch.dtype, watch: Watch, say: Say
+) -> Validated:
+    cache = cache_of(request.model, request.cache)
+    model: Any = _whole(request.model, request, backend.device, dtype, linear=backend.linears(say))
+    if request.adapter is not None:
+        adapt_whole(model, request.adapter, request.model, backend.device)
+    decoded, reference = _beside(request, backend.device, cache)
+    tokens, errors = _measured(model, cache, decoded, reference, windows, request.batch, watch)
+    found = agreement.figures(errors, dtype, len(decoded.layers), _rounds_inputs(model))
+    prompt = min(PROMPT, windows.shape[1])
+    runtime = {
+        "backend": backend.name,
+        "device": _name(backend.device),
+        "linears": dict(sorted(Counter(_kernels(model)).items())),
+        "weights_bytes": _bytes_of(model),
+        "speed": speeds(model, backend.device, prompt, NEW),
+        "peak_bytes": _peak(backend.device),
+        "launches": backend.launches,
+    }
+    del model, decoded, reference
+    gc.collect()
+    if request.ref is not None:
+        original = _whole(request.ref, request, backend.device, _REFERENCE, linear=None)
+        runtime["reference_weights_bytes"] = _bytes_of(original)
+        runtime["reference_speed"] = speeds(original, backend.device, prompt, NEW)
+    return Validated({**figures(tokens), **found}, runtime, tokens, str(dtype).removeprefix("torch."), cache)
+
+
+def _whole(path: Path, request: Request, device: torch.device, dtype: torch.dtype, linear: Any) -> nn.Module:
+    source = request.ref if path == request.model else None
+    return load_whole(
+        path,
+        dtype=dtype,
+        device=device,
+        linear=linear,
+        trust_remote_code=request.trust_remote_code,
+        source=source,
+    )
+
+
+def _beside(request: Request, device: torch.device, cache: Change | None) -> tuple[StreamedModel, StreamedModel | None]:
+    """The decoded checkpoint, changed as the packed one is, and any reference, in float32 section by section."""
+    opening = {"dtype": torch.float32, "device": device, "trust_remote_code": request.trust_remote_code}
+    decoded = open_streamed(request.model, source=request.ref, **opening)  # type: ignore[arg-type]
+    if request.adapter is not None:
+        adapt_streamed(decoded, request.adapter, request.model)
+    decoded.cache = cache
+    if request.ref is None:
+        return decoded, None
+    reference = open_streamed(request.ref, **opening)  # type: ignore[arg-type]
+    refuse_other_vocabulary(request.model, decoded.config, request.ref, reference.config)
+    return decoded, reference
+
+
+@torch.no_grad()
+def _measured(
+    model: Any,
+    cache: Change | None,
+    decoded: StreamedModel,
+    reference: StreamedModel | None,
+    windows: Tensor,
+    batch: int,
+    watch: Watch,
+) -> tuple[Tokens, Array]:
+    """Per-token figures of a model, and how far its logits [windows, length] are from those of the decoded one."""
+    beside = [item for item in (decoded, reference) if item is not None]
+    collected, errors = Collected(), []
+    for ids, (wanted, *original) in zip(windows, lockstep(beside, windows, batch, watch), strict=True):
+        kept = {} if cache is None else {"past_key_values": ChangingCache(model.config, cache)}
+        logits = model(ids[None].to(wanted.device), use_cache=cache is not None, **kept).logits[0].to(torch.float32)
+        errors.append(agreement.distance(logits, wanted).to("cpu", torch.float64).numpy())
+        collected.add([logits, *original], ids)
+    return collected.tokens(), np.stack(errors)
+
+
+@contextmanager
+def _memory_of(device: torch.device) -> Iterator[None]:
+    """RunError where a GPU runs out of memory within."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise RunError(f"out of GPU memory ({str(error).partition('. ')[0]})", "use --windows 8 or so") from None
+
+
+def _kernels(model: nn.Module) -> Iterator[str]:
+    """What multiplies, of each linear on codes."""
+    return (str(item.kernel) for item in model.modules() if hasattr(item, "kernel") and hasattr(item, "in_features"))
+
+
+def _rounds_inputs(model: nn.Module) -> bool:
+    return any(getattr(item, "rounds", False) for item in model.modules())
+
+
+def _bytes_of(model: nn.Module) -> int:
+    """Bytes of parameters and buffers, what is shared once, and of what else linears on codes keep."""
+    held = {tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
+    return sum(held.values()) + sum(getattr(item, "packed_bytes", 0) for item in model.modules())
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _peak(device: torch.device) -> int | None:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

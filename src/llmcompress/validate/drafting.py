@@ -1,0 +1,70 @@
+"""A compressed model as the draft of its original, as the command line asks for it."""
+
+from typing import Any
+
+import torch
+
+from llmcompress.engine.calibration import load_tokenizer
+from llmcompress.engine.ranks import device_of
+from llmcompress.errors import RecipeError
+from llmcompress.store.headers import refuse_adapter
+from llmcompress.validate.adapter import adapt_whole
+from llmcompress.validate.backend import Backend, Say, compute_dtype, open_backend
+from llmcompress.validate.cache import Asked
+from llmcompress.validate.load import load_whole, refuse_other_vocabulary
+from llmcompress.validate.request import Request
+from llmcompress.validate.speculative import distances, report, sample, speculate
+
+FIGURES = (
+    "new_tokens",
+    "steps",
+    "accepted_per_step",
+    "accepted_per_step_expected",
+    "acceptance",
+    "acceptance_expected",
+)
+_SEED = 0
+
+
+def drafted(request: Request, prompt: str, tokens: int, guesses: int, say: Say) -> dict[str, Any]:
+    """What came of `tokens` tokens that request.ref sampled and request.model drafted, `guesses` at a time.
+
+    Figures are those of validate/speculative.py; beside them the text and the speeds.
+    """
+    ref = request.ref
+    assert ref is not None
+    for path in (request.model, ref):
+        refuse_adapter(path)
+    if request.cache != Asked():
+        raise RecipeError("--draft does not simulate caches", "leave --kv-bits and --kv-type out")
+    backend = _backend(request, say)
+    dtype = compute_dtype(request.dtype, backend)
+    tokenizer = load_tokenizer(ref, request.trust_remote_code)
+    ids = torch.tensor([tokenizer(prompt)["input_ids"]], device=backend.device, dtype=torch.int64)
+    if ids.numel() == 0:
+        raise RecipeError("the prompt of --generate has no tokens", "give some text")
+    common: dict[str, Any] = {
+        "dtype": dtype,
+        "device": backend.device,
+        "trust_remote_code": request.trust_remote_code,
+    }
+    draft: Any = load_whole(request.model, linear=backend.linears(say), source=ref, **common)
+    target: Any = load_whole(ref, **common, linear=backend.linears(say))
+    refuse_other_vocabulary(request.model, draft.config, ref, target.config)
+    if request.adapter is not None:
+        adapt_whole(draft, request.adapter, request.model, backend.device)
+    found = speculate(target, draft, ids, tokens, guesses, _SEED)
+    alone = sample(target, ids, tokens, _SEED)
+    return {
+        **report(found, distances(target, draft, found)),
+        "draft_tokens": guesses,
+        "generated": tokenizer.decode(found.ids[found.prompt :], skip_special_tokens=True),
+        "speed": {"drafted": tokens / found.seconds, "alone": tokens / alone},
+    }
+
+
+def _backend(request: Request, say: Say) -> Backend:
+    """The one that is asked for; torch where none is."""
+    if request.backend is None:
+        return Backend("torch", device_of(request.device))
+    return open_backend(request.backend, request.device, say)

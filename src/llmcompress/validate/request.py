@@ -1,0 +1,28 @@
+"""What an evaluation is asked to be."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from llmcompress.validate.backend import Asked as Backend
+from llmcompress.validate.cache import Asked
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to evaluate: directories, text ('default' or a path), windows [windows, length] and how to run.
+
+    model may be a GGUF file; ref is then the directory it was made from.
+    """
+
+    model: Path
+    ref: Path | None
+    text: str
+    length: int
+    windows: int | None
+    batch: int
+    device: str
+    dtype: str | None  # None for the one that goes with the backend
+    trust_remote_code: bool = False
+    adapter: Path | None = None  # of the model
+    cache: Asked = field(default_factory=Asked)  # of the model; the reference has none that is quantised
+    backend: Backend | None = None  # runs the whole model; None for one section at a time, decoded

@@ -1,0 +1,93 @@
+"""How fast a whole model reads a prompt and goes on from it. On a GPU a step of decoding is a captured CUDA graph."""
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, StaticCache
+
+BATCHES = (1, 8)
+PROMPT, NEW = 512, 64  # tokens
+_WARM = 3  # steps before a capture, on a stream of their own
+_REPEATS = 3  # of the prompt; the median counts
+
+
+def speeds(model: nn.Module, device: torch.device, prompt: int, new: int) -> list[dict[str, Any]]:
+    """Tokens per second of all sequences together, at each batch, after a first run that is not timed.
+
+    model: a transformers causal model. prompt, new: tokens of each sequence; new ones are the most likely ones.
+    """
+    return [_speed(model, device, batch, prompt, new) for batch in BATCHES]
+
+
+@torch.no_grad()
+def _speed(model: Any, device: torch.device, batch: int, prompt: int, new: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, int(model.config.get_text_config().vocab_size), (batch, prompt), generator=generator)
+    ids = ids.to(device)
+    room = prompt + 2 * new + _WARM
+
+    def read() -> tuple[Any, Tensor]:
+        cache = StaticCache(model.config, room) if device.type == "cuda" else DynamicCache(config=model.config)
+        logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        return cache, logits[:, -1:].argmax(dim=-1)
+
+    read()
+    reading = median(_timed(read, device) for _ in range(_REPEATS))
+    cache, token = read()
+
+    def step() -> None:
+        logits = model(token, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        token.copy_(logits[:, -1:].argmax(dim=-1))
+
+    go, captured = (step, False) if device.type != "cuda" else _captured(step)
+    go()
+
+    def write() -> None:
+        for _ in range(new):
+            go()
+
+    return {
+        "batch": batch,
+        "prompt": prompt,
+        "new": new,
+        "prefill_tokens_per_second": _shown(batch * prompt / reading),
+        "decode_tokens_per_second": _shown(batch * new / _timed(write, device)),
+        "cuda_graph": captured,
+    }
+
+
+def _captured(step: Callable[[], None]) -> tuple[Callable[[], None], bool]:
+    """A step as a CUDA graph; as it is where something in it cannot be captured."""
+    aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(_WARM):
+            step()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            step()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return step, False
+    return graph.replay, True
+
+
+def _timed(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds, until the device is done too."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begun = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begun
+
+
+def _shown(value: float) -> float:
+    return float(f"{value:.4g}")
