@@ -7,11 +7,15 @@ import subprocess
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from emulated import COMPILER, CSRC, EmulatedLauncher
+from llmcompress.engine.plan import Options, make_plan
+from llmcompress.engine.run import run
 from llmcompress.grids.base import BLOCK_TYPES, GridSpec, Int8Spec, ProgressiveSpec
 from llmcompress.grids.fitting import fit
-from llmcompress.kernels.sweep import KernelSweeper
+from llmcompress.kernels.sweep import KernelSweeper, gpu_sweeper
+from llmcompress.recipe import Calibration, Recipe
 from llmcompress.solve.damping import inverse_factor
 from llmcompress.solve.gptq import Steps, gptq_codes
 from llmcompress.solve.prepared import Prepared, column_order
@@ -149,3 +153,51 @@ def test_it_compiles_without_spills(architecture, tmp_path):
     assert re.findall(r"(\d+) bytes spill", done.stderr) == ["0"] * 4
     assert re.findall(r"(\d+) bytes stack", done.stderr) == ["0"] * 2
     assert all(int(count) <= 64 for count in re.findall(r"Used (\d+) registers", done.stderr)), done.stderr
+
+
+def test_without_kernels_torch_goes_on_and_one_line_says_why():
+    said = []
+    assert gpu_sweeper(torch.device("cuda"), said.append) is None
+    assert len(said) == 1
+    assert said[0].startswith("torch decides column by column, which is slower: kernels need an NVIDIA GPU")
+
+
+def test_kernels_are_tried_before_a_run_goes_by_them(monkeypatch):
+    launcher = EmulatedLauncher()
+    monkeypatch.setattr("llmcompress.kernels.cuda.open_gpu", lambda device, say: launcher)
+    assert gpu_sweeper(torch.device("cpu"), pytest.fail).launcher is launcher
+    assert [launch.kernel.name for launch in launcher.launches] == ["round_block", "move_block"]
+
+
+def test_a_whole_run_goes_by_the_kernels(random_model_dir, tmp_path):
+    """Given the same inputs, the codes are those of torch; each that is not changes the inputs of what follows."""
+    recipe = Recipe(
+        calibration=Calibration(source=str(ids_in(tmp_path)), samples=64, length=32),
+        steps=[{"method": "gptq", "bits": 4, "group_size": 32}],
+    )
+    by, found = sweeper(), {}
+    for name, chosen in (("kernel", by), ("torch", None)):
+        options = Options(out=tmp_path / name, threads=1, keep_work=True, device="cpu", compute_dtype="float32")
+        plan = make_plan(recipe, random_model_dir("llama"), options)
+        with swept_by(chosen):
+            run(plan)
+        found[name] = [load_file(file) for file in sorted(plan.work.glob("section-*.safetensors"))]
+    assert by.launcher.launches
+    differing = {
+        f"{key} of layer {number}": (ours[key] != theirs[key]).float().mean().item()
+        for number, (ours, theirs) in enumerate(zip(found["kernel"], found["torch"], strict=True))
+        for key in theirs
+        if key.endswith(".codes")
+    }
+    assert len(differing) == 14
+    first = [share for key, share in differing.items() if "layer 0" in key and key.split(".")[-2][0] in "qkv"]
+    assert len(first) == 3
+    assert max(first) < 0.001
+    assert max(differing.values()) < 0.02
+
+
+def ids_in(folder):
+    """A file of token ids for a random model."""
+    ids = torch.randint(96, (64, 32), generator=torch.Generator().manual_seed(0))
+    save_file({"input_ids": ids}, folder / "ids.safetensors")
+    return folder / "ids.safetensors"

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,13 +38,28 @@ def carry_out(
     begin, finished = time.perf_counter(), report is not None
     _log_plan(plan, finished)
     if report is None:
-        with console.watching(quiet) as watch:
+        with console.watching(quiet) as watch, _sweeping(plan, quiet):
             timed = None if timings is None else Timings(timings, plan, watch)
             report = run(plan, timed or watch, stop, tokens)
             if timed is not None:
                 timed.end()
     seconds = round(time.perf_counter() - begin, 2)
     return {**report, "output": str(plan.out), "seconds": seconds, "peak_memory_bytes": peak_memory()}
+
+
+def _sweeping(plan: "Plan", quiet: bool) -> AbstractContextManager[None]:
+    """Within, a GPU decides blocks of columns by a kernel, where it can."""
+    if not plan.means.gpu or not any(matrix.inverts for layer in plan.layers for matrix in layer):
+        return nullcontext()
+    from llmcompress.engine.ranks import device_of
+    from llmcompress.kernels.sweep import gpu_sweeper
+    from llmcompress.solve.sweep import swept_by
+
+    def say(line: str) -> None:
+        if not quiet:
+            console.say(line)
+
+    return swept_by(gpu_sweeper(device_of(plan.options.device), say))
 
 
 def _log_plan(plan: "Plan", finished: bool) -> None:

@@ -1,10 +1,12 @@
 """The column loops of GPTQ and of descent as one kernel for each block of columns."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from llmcompress.kernels.errors import KernelsError
 from llmcompress.kernels.launch import Kernel, Launch, Launcher
 from llmcompress.solve.sweep import WholeSteps
 
@@ -61,6 +63,22 @@ class KernelSweeper:
         size, rows = columns.shape
         launch = Launch(kernel, (-(-rows // _ROWS), 1, 1), (32 * _ROWS, 1, 1), _SHARED)
         self.launcher(launch, *tensors, rows, size, start, errors.shape[0])
+
+
+def gpu_sweeper(device: torch.device, say: Callable[[str], None]) -> KernelSweeper | None:
+    """A sweeper for a GPU whose kernels are built and run; None, with a line to `say` why, where that cannot be."""
+    from llmcompress.kernels.cuda import open_gpu
+
+    try:
+        found = KernelSweeper(open_gpu(device, say), device)
+        one = torch.ones(1, 1, device=device)
+        steps = WholeSteps(one, one, -one, one, None, torch.zeros(1, dtype=torch.int32, device=device))
+        found.round_block(one, one.clone(), None, one, steps, 0, one.clone())
+        found.move_block(one, one.clone(), None, one, one, steps, 0, one.clone())
+    except KernelsError as error:
+        say(f"torch decides column by column, which is slower: {error.message}")
+        return None
+    return found
 
 
 def _or_none(tensor: Tensor | None, like: Tensor) -> Tensor:

@@ -71,10 +71,13 @@ class WholeSteps:
 class Sweeper(Protocol):
     """Decides whole blocks of columns in one go, which on a GPU saves a dozen calls for each column.
 
-    columns: of a block at most. All tensors are contiguous; keep [in, out] is as in `gptq_codes`.
+    All tensors are contiguous; keep [in, out] is as in `gptq_codes`.
     """
 
-    columns: int
+    @property
+    def columns(self) -> int:
+        """Of a block at most."""
+        ...
 
     def takes(self, columns: Tensor) -> bool:
         """Whether it works where a tensor is."""
