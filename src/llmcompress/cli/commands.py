@@ -15,6 +15,7 @@ from llmcompress.cli import (
     fit,
     gguf,
     imatrix,
+    kernels,
     lora,
     page,
     presets,
@@ -76,6 +77,7 @@ def register(app: typer.Typer) -> list[str]:
     fit.register(app)
     app.add_typer(plan, name="plan", rich_help_panel="Compress")
     evaluation.register(app)
+    kernels.register(app)
     checks.register(app)
     data.register(app)
     imatrix.register(app)

@@ -1,7 +1,8 @@
 """Launching kernels on a GPU, on the stream that torch works on, by way of cuda-core."""
 
 from collections import Counter
-from functools import cache
+from functools import cache as remembered
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -66,7 +67,7 @@ class CudaLauncher:
         self._shared[wanted] = shared
 
 
-@cache
+@remembered
 def _config(launch: Launch) -> Any:
     from cuda.core import LaunchConfig
 
@@ -80,22 +81,25 @@ def _plain(argument: Tensor | int | float) -> Any:
     return np.int32(argument) if isinstance(argument, int) else np.float32(argument)
 
 
-def open_gpu(device: torch.device | None = None, say: Say = lambda line: None) -> CudaLauncher:
+def open_gpu(
+    device: torch.device | None = None, say: Say = lambda line: None, cache: Path | None = None
+) -> CudaLauncher:
     """A launcher for a GPU, the current one if none is named.
 
-    KernelsError says why kernels cannot run here. say: told of what is less than it could be.
+    KernelsError says why kernels cannot run here. say: told of what is less than it could be. cache: directory of what
+    is compiled, in place of the usual one.
     """
     device = usable(device)
     major, minor = torch.cuda.get_device_capability(device)
     compiler = find_compiler()
-    return CudaLauncher(device, Builder(compiler, Cache(directory_of()), f"sm_{major}{minor}", say))
+    return CudaLauncher(device, Builder(compiler, Cache(directory_of(cache)), f"sm_{major}{minor}", say))
 
 
 def usable(device: torch.device | None = None) -> torch.device:
     """A GPU that kernels run on, by its number; KernelsError if it does not exist or is too old."""
     if not torch.cuda.is_available():
         why = "torch is built without CUDA" if torch.version.cuda is None else "torch sees no GPU"
-        raise KernelsError(f"kernels need an NVIDIA GPU, and {why}", "use --backend torch, which runs anywhere")
+        raise KernelsError(f"kernels need an NVIDIA GPU, and {why}", "`eval --backend torch` runs anywhere")
     index = torch.cuda.current_device() if device is None or device.index is None else device.index
     capability = torch.cuda.get_device_capability(index)
     if capability < OLDEST:
@@ -103,6 +107,6 @@ def usable(device: torch.device | None = None) -> torch.device:
         raise KernelsError(
             f"kernels need a GPU of compute capability {OLDEST[0]}.{OLDEST[1]}, {name} has "
             f"{capability[0]}.{capability[1]}",
-            "use --backend torch, which runs anywhere",
+            "`eval --backend torch` runs anywhere",
         )
     return torch.device("cuda", index)

@@ -61,8 +61,7 @@ class TiledProduct(nn.Module):
     def __init__(self, coded: Coded, dtype: torch.dtype, tools: Products) -> None:
         super().__init__()
         self.weight, self.dtype, self.tools = tiled(coded), dtype, tools
-        matmul.weight_defines(self.weight, dtype)  # refuses what no kernel takes
-        self.name, self.packed_bytes = f"w{self.weight.bits}a16", self.weight.bytes
+        self.name, self.packed_bytes = f"w{self.weight.spec.bits}a16", self.weight.bytes
 
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [tokens, in] to [tokens, out]."""

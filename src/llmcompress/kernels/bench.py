@@ -1,0 +1,180 @@
+"""How fast products run on a GPU, beside what torch has for the same and beside a copy of as many bytes.
+
+Every launch reads a weight that no cache holds: copies of it lie in more than 150 MB, one after another in turn. Times
+are medians of CUDA events, each around one pass over all copies, whose launches follow one another without a wait.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmcompress.grids.base import BLOCK_TYPES, INPUT_SPECS, GridSpec, ProgressiveSpec, Spec
+from llmcompress.grids.coded import Coded
+from llmcompress.grids.fitting import fit
+from llmcompress.grids.inputs import InputGrid
+from llmcompress.kernels.errors import KernelsError
+from llmcompress.kernels.launch import Launcher
+from llmcompress.kernels.products import Products
+from llmcompress.kernels.rivals import rivals
+
+COLD = 150_000_000  # bytes of weights that are read in turn, at least: three times the L2 cache of an H200
+SHAPES = ((4096, 4096), (8192, 8192), (22016, 4096), (4096, 11008))  # [out, in]
+TOKENS = (1, 4, 8, 16, 32, 64, 128, 512)
+_PASSES = 9
+_MOST_COPIES = 64
+_DATASHEET = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.0e12, "L40S": 0.864e12}  # bytes per second, by name
+
+Work = Callable[[int], object]
+"""Runs once, on the copy of that number."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A kind of weight. inputs: how its inputs are rounded."""
+
+    name: str
+    spec: Spec
+    inputs: str | None = None
+
+
+SUBJECTS = (
+    Subject("w4 g128", GridSpec(4, 128)),
+    Subject("w4 g128 asym", GridSpec(4, 128, symmetric=False)),
+    Subject("w3 g128", GridSpec(3, 128)),
+    Subject("w2 g64", GridSpec(2, 64)),
+    Subject("w8 g128", GridSpec(8, 128)),
+    Subject("w8a8", GridSpec(8, -1), "int8-token"),
+    Subject("w4a8 g128", ProgressiveSpec(128), "int8-token"),
+    Subject("Q4_K", BLOCK_TYPES["Q4_K"]),
+    Subject("Q6_K", BLOCK_TYPES["Q6_K"]),
+    Subject("Q8_0", BLOCK_TYPES["Q8_0"]),
+)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A product [tokens, in] x [in, out]. microseconds: of one, weights not in any cache. bytes: that it must read.
+
+    of_copy: rate of those bytes as a share of a copy's; of_datasheet: of what the GPU's maker states, where known.
+    times_bf16: how many times as fast as cuBLAS in bfloat16.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    tokens: int
+    microseconds: float
+    bytes: int
+    of_copy: float
+    of_datasheet: float | None
+    times_bf16: float
+
+
+class Clock:
+    """Times work on one GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.copy_rate = self._copy_rate()
+        name = torch.cuda.get_device_name(device)
+        self.datasheet = next((rate for key, rate in _DATASHEET.items() if key in name), None)
+
+    def seconds(self, work: Work, copies: int) -> float:
+        """Median time of one run, all copies in turn."""
+        for number in range(copies):
+            work(number)
+        found = []
+        for _ in range(_PASSES):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin.record()
+            for number in range(copies):
+                work(number)
+            end.record()
+            end.synchronize()
+            found.append(begin.elapsed_time(end) / 1e3 / copies)
+        return float(median(found))
+
+    def captured(self, work: Work, copies: int) -> float:
+        """As `seconds`, with all copies in one CUDA graph: without what a launch costs the host."""
+        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for number in range(copies):
+                work(number)
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for number in range(copies):
+                work(number)
+        return self.seconds(lambda _: graph.replay(), 1) / copies
+
+    def _copy_rate(self) -> float:
+        """Bytes read and written per second by a copy that no cache holds."""
+        source = torch.empty(1 << 29, dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        return 2 * source.numel() / self.seconds(lambda _: target.copy_(source), 1)
+
+
+def bench(
+    launcher: Launcher, device: torch.device, subjects: Sequence[Subject], shapes: Sequence[tuple[int, int]]
+) -> Iterator[Timed]:
+    """Our kernels and torch's, subject by subject and shape by shape. KernelsError for memory that is not there."""
+    clock = Clock(device)
+    for shape in shapes:
+        weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.02
+        try:
+            yield from _of_shape(launcher, clock, weight, subjects)
+        except torch.OutOfMemoryError:
+            raise KernelsError(
+                f"out of GPU memory at {shape[0]} x {shape[1]}", "name smaller ones by --shape, or free the GPU"
+            ) from None
+
+
+def _of_shape(launcher: Launcher, clock: Clock, weight: Tensor, subjects: Sequence[Subject]) -> Iterator[Timed]:
+    device, shape = clock.device, (weight.shape[0], weight.shape[1])
+    bf16: dict[int, float] = {}
+
+    def timed(name: str, tokens: int, seconds: float, nbytes: int) -> Timed:
+        rate = nbytes / seconds
+        share = None if clock.datasheet is None else rate / clock.datasheet
+        times = bf16.setdefault(tokens, seconds) / seconds  # cuBLAS comes first
+        return Timed(name, shape, tokens, seconds * 1e6, nbytes, rate / clock.copy_rate, share, times)
+
+    for rival in rivals(weight.to(device, torch.bfloat16), weight, TOKENS):
+        held = [rival.copy() for _ in range(_copies(rival.nbytes))]
+        for tokens in rival.tokens:
+            x = rival.prepare(_inputs(tokens, shape[1], device))
+            yield timed(rival.name, tokens, _seconds(clock, rival.work, x, held), rival.nbytes)
+        held.clear()
+    for subject in subjects:
+        products = _products(launcher, device, weight, subject)
+        nbytes = int(products[0].packed_bytes)
+        for tokens in TOKENS:
+            x = _inputs(tokens, shape[1], device)
+            yield timed(subject.name, tokens, _seconds(clock, lambda x, one: one(x, None), x, products), nbytes)
+
+
+def _products(launcher: Launcher, device: torch.device, weight: Tensor, subject: Subject) -> list[Any]:
+    """Copies of a weight, as many as make it cold."""
+    spec: Any = subject.spec
+    grid = fit(weight, spec, clip="minmax", search="fast")
+    coded = Coded(grid.encode(weight), grid).to(device)
+    inputs = None if subject.inputs is None else InputGrid(INPUT_SPECS[subject.inputs])
+    tools = Products(launcher, device)
+    first: Any = tools(coded, torch.bfloat16, inputs)[0]
+    return [first, *(tools(coded, torch.bfloat16, inputs)[0] for _ in range(_copies(first.packed_bytes) - 1))]
+
+
+def _inputs(tokens: int, width: int, device: torch.device) -> Tensor:
+    return torch.randn(tokens, width, device=device, dtype=torch.bfloat16)
+
+
+def _seconds(clock: Clock, work: Callable[[Tensor, Any], object], x: Tensor, held: Sequence[Any]) -> float:
+    return clock.captured(lambda number: work(x, held[number]), len(held))
+
+
+def _copies(nbytes: int) -> int:
+    return min(_MOST_COPIES, COLD // max(nbytes, 1) + 1)
