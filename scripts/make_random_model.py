@@ -45,6 +45,7 @@ class Shape:
 
 SHAPES = {
     "tiny": Shape(256, 768, 8, 4, 2, 512),
+    "small": Shape(1024, 2816, 16, 4, 2, 4096),
     "llama-2-7b": Shape(4096, 11008, 32, 32, 32),
     "llama-2-13b": Shape(5120, 13824, 40, 40, 40),
     "llama-2-70b": Shape(8192, 28672, 64, 8, 80),
@@ -147,7 +148,8 @@ def write_tokenizer(out: Path) -> None:
     """A tokenizer of bytes, which leaves most of a vocabulary unused."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = {word: number for number, word in enumerate(["<unk>", "<s>", "</s>", *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
+    words[2 * alphabet[-1]] = len(words)  # llama.cpp loads none without a merge
+    tokenizer = Tokenizer(models.BPE(vocab=words, merges=[(alphabet[-1], alphabet[-1])]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
