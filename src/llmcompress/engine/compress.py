@@ -101,13 +101,16 @@ class Compressor:
     ) -> Iterator[tuple[MatrixPlan, Coded, dict[str, Any]]]:
         """The matrices of a stage, solved group by group; groups are spread over processes."""
 
-        def solve(group: list[MatrixPlan]) -> tuple[list[Coded], list[dict[str, Any]], list[dict[str, str]]]:
-            notes = Ledger()
+        final = {group[0].space: number for number, group in enumerate(groups)}
+
+        def solve(number: int) -> tuple[list[Coded], list[dict[str, Any]], list[dict[str, str]]]:
+            notes, group = Ledger(), groups[number]
             known = statistics.get(group[0].space) or self._given(group[0])
+            known = replace(known, last=final[group[0].space] == number)
             _, codes, records = zip(*self._solve(group, known, notes), strict=True)
             return list(codes), list(records), notes.as_json()
 
-        solved = spread([partial(solve, group) for group in groups])
+        solved = spread([partial(solve, number) for number in range(len(groups))])
         for group, (codes, records, notes) in zip(groups, solved, strict=True):
             ledger.extend(Entry(**note) for note in notes)
             yield from zip(group, codes, records, strict=True)

@@ -60,11 +60,13 @@ def _solving(layer: "Sequence[MatrixPlan]", paired: bool) -> int:
     most = 0
     for plan in layer:
         total, columns = rows[plan.space, plan.settings], plan.entry.in_features
-        # of float32: the Gram matrix, in order, and twice that in float64, with what the cast makes; drift and its own
-        squares = 4 * columns**2 * ((7 if paired else 5) if plan.inverts else 2 * plan.needs_gram)
+        # of float32: the Gram matrix, in order, and twice that in float64, with what the cast makes
+        squares = 4 * columns**2 * (5 if plan.inverts else 2 * plan.needs_gram)
         at_once = min(total, solved_rows(columns, gpu=True))
         work = max(
             32 * at_once * columns if plan.inverts else 0, _SEARCHING * min(MORE_ON_GPU * SEARCHED, total * columns)
         )
-        most = max(most, squares + 16 * total * columns + work)
+        # before that: the Gram matrix, the drift, its own Gram matrix, their factor, and what is solved with
+        drift = 4 * columns**2 * (6 if paired and plan.inverts else 0)
+        most = max(most, 16 * total * columns + max(squares + work, drift))
     return most

@@ -45,7 +45,7 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Have glibc give freed memory back to the system; does nothing elsewhere.
+    """Have glibc give freed memory back to the system, and torch that of a GPU to its driver.
 
     Called between the windows and the solvers of every stage and after every layer, or the heap would grow as it
     fragments.
@@ -53,3 +53,6 @@ def return_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

@@ -65,7 +65,8 @@ class Statistics:
 
     importance: mean square of each input channel [in] by an importance matrix that the user gave. range: its
     magnitudes, where its scale is fixed. peaks: the largest magnitude of each of its channels, where outliers are
-    looked for. squares: of its channels, where no more of the Gram matrix is asked for.
+    looked for. squares: of its channels, where no more of the Gram matrix is asked for. last: nobody else will ask for
+    the drift.
     """
 
     gram: "Gram | None" = None
@@ -74,6 +75,7 @@ class Statistics:
     range: "Seen | None" = None
     peaks: "AbsMax | None" = None
     squares: "Energy | None" = None
+    last: bool = False
 
     @property
     def energy(self) -> "Tensor | None":

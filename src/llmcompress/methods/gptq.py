@@ -92,9 +92,12 @@ class Gptq(Method):
             if drift is None:
                 return weight
             seen = whole if drift.hessian is None else drift.hessian
-            return corrected(weight, seen, drift.finish(), self.qep_alpha)
+            moved = corrected(weight, seen, drift.finish(), self.qep_alpha)
+            if stats.last and weight.is_cuda:
+                drift.release()
+            return moved
 
-        wanted, factor = both(target, partial(inverse_factor, hessian[order][:, order], self.percdamp))
+        wanted, factor = both(target, lambda: inverse_factor(hessian[order][:, order], self.percdamp))
         ready = Prepared(hessian, order, factor)
         aim, sparse = wanted, pruned
         if rest is not None:

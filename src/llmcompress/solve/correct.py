@@ -14,7 +14,7 @@ def corrected(weight: Tensor, hessian: Tensor, drift: Tensor, alpha: float) -> T
     calibration text hardly shows are not bent.
     """
     # damped as heavily as this, the matrix has a condition number below its size: float32 is exact enough
-    factor = damped(hessian, 1.0)
+    factor = damped(hessian, 1.0).mT  # symmetric, and as LAPACK has it: its factor needs no other memory
     torch.linalg.cholesky(factor, out=factor)
     if len(weight) > len(hessian):  # W (D H^-1) or (W D) H^-1, whichever has fewer rows to solve for
         moved = weight @ torch.cholesky_solve(drift.T, factor).T

@@ -66,6 +66,10 @@ class Drift:
             if owner == number
         ]
 
+    def release(self) -> None:
+        """Give the memory up: nothing can be asked for any more."""
+        self.sum, self.hessian = torch.empty(0, 0), None
+
     def mean(self) -> Tensor:
         """The matrix sum((X~ - X)^T X) / tokens [in, in]; not symmetric."""
         return self.sum.clone() if self._finished else self.sum / max(self.tokens, 1)
