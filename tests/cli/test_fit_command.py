@@ -5,7 +5,7 @@ import json
 import pytest
 import yaml
 
-from llmcompress.cli.fit import nbytes
+from llmcompress.cli.budget import nbytes
 from llmcompress.engine import mixed
 from llmcompress.errors import RecipeError
 

@@ -1,12 +1,11 @@
 """`fit`: a recipe that gives every matrix the bits it needs, within a size."""
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from llmcompress.cli import console
+from llmcompress.cli import budget, console
 from llmcompress.cli import options as o
 from llmcompress.errors import RecipeError
 from llmcompress.grids.base import INTEGER_BITS, PER_ROW
@@ -22,24 +21,13 @@ a part of its weights. The recipe carries the KL divergence, the bits and the by
 `llmcompress eval` of the result shows them beside what it measures. \
 For types of GGUF see `llmcompress gguf --bpw`."""
 
-BUDGET = "Budget"
-Size = Annotated[
-    str | None,
-    typer.Option(
-        "--size", help="All weight files, embeddings included: 90MB, 1.5GB (10^9 bytes).", rich_help_panel=BUDGET
-    ),
-]
-Bpw = Annotated[
-    float | None,
-    typer.Option("--bpw", help="Bits per weight of what is quantised, scales included.", rich_help_panel=BUDGET),
-]
 Kl = Annotated[
     float | None,
     typer.Option(
         "--kl",
         help="The smallest result whose expected KL divergence is at most this, in nats per token; with --size or "
         "--bpw, within that.",
-        rich_help_panel=BUDGET,
+        rich_help_panel=budget.PANEL,
     ),
 ]
 Out = Annotated[
@@ -57,14 +45,6 @@ GroupSizes = Annotated[
     str,
     typer.Option(
         "--group-size", help="Input channels per scale to choose from, as far as they divide a width; -1: whole rows."
-    ),
-]
-Sensitivity = Annotated[
-    Path | None,
-    typer.Option(
-        "--sensitivity",
-        help="Keep what is measured in this file, or take it from there: no other size needs measuring.",
-        rich_help_panel=BUDGET,
     ),
 ]
 Work = Annotated[
@@ -86,10 +66,8 @@ Patterns = Annotated[
 
 OPTIONS: dict[str, tuple[Any, Any]] = {
     "model": (o.Model, ...),
-    "size": (Size, None),
-    "bpw": (Bpw, None),
+    **budget.options("what is quantised, scales included", kept="sensitivity"),
     "kl": (Kl, None),
-    "sensitivity": (Sensitivity, None),
     "method": (MethodName, "gptq"),
     "bits": (Bits, ",".join(map(str, INTEGER_BITS))),
     "group_size": (GroupSizes, "32,64,128"),
@@ -156,30 +134,18 @@ def _asked(values: dict[str, Any]) -> "Asked":
     from llmcompress.engine.allotment import Budget
     from llmcompress.engine.mixed import Asked
 
-    size, bpw, kl = values["size"], values["bpw"], values["kl"]
-    if size is not None and bpw is not None:
-        raise RecipeError("--size and --bpw both say how large the result is to be", "give one of them")
-    if size is bpw is kl is None:
+    kl, room = values["kl"], budget.budget(values)
+    if kl is None and room == Budget():
         raise RecipeError("nothing says how large the result is to be", "give --size, --bpw or --kl")
-    for option, value, usual in (("--bpw", bpw, 3.5), ("--kl", kl, 0.05)):
-        if value is not None and not 0 < value <= 64:  # not for nan either
-            raise RecipeError(f"{option} {value} is no number that it can be", f"write for example {option} {usual}")
+    if kl is not None:
+        budget.refuse_no_number("--kl", kl, 0.05)
     return Asked(
-        Budget(None if size is None else nbytes("--size", size), bpw),
+        room,
         _numbers("--bits", values["bits"], INTEGER_BITS),
         _numbers("--group-size", values["group_size"], None),
         kl,
         values["sensitivity"],
     )
-
-
-def nbytes(option: str, text: str) -> int:
-    """A size with its unit in bytes; without one it is in GB."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*([kKMG]?B|)", text.strip())
-    scale = {"": 1e9, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9}.get(found[2].upper() if found else "?")
-    if found is None or scale is None or float(found[1]) * scale > 1e18:
-        raise RecipeError(f"{option} {text!r} is no size", f"write for example {option} 90MB")
-    return int(float(found[1]) * scale)
 
 
 def _numbers(option: str, text: str, known: tuple[int, ...] | None) -> list[int]:
