@@ -15,7 +15,7 @@ from llmcompress.transforms.base import Scaling
 from llmcompress.transforms.rotate import Rotate
 
 if TYPE_CHECKING:
-    from llmcompress.engine.plan import MatrixPlan
+    from llmcompress.engine.matrix_plan import MatrixPlan
 
 _WITH_MODEL = 286_000_000  # Python with torch and transformers' model code, without the files of libraries
 _ALGEBRA = 26_000_000  # more once a matrix is factorised

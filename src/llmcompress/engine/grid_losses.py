@@ -13,8 +13,9 @@ from torch import Tensor
 
 from llmcompress.engine.gathering import ByWindow
 from llmcompress.engine.losses import Losses
+from llmcompress.engine.matrix_plan import MatrixPlan
 from llmcompress.engine.measure import Measuring
-from llmcompress.engine.plan import MatrixPlan, Plan
+from llmcompress.engine.plan import Plan
 from llmcompress.grids.base import GridSpec
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.integer import Clip, fit
