@@ -7,6 +7,9 @@ import typer
 
 from llmcompress.cli import budget, console
 from llmcompress.cli import options as o
+from llmcompress.cli.log import log
+from llmcompress.cli.stopping import Stop
+from llmcompress.cli.structured import tell_plan
 from llmcompress.errors import RecipeError
 from llmcompress.grids.base import INTEGER_BITS, PER_ROW
 from llmcompress.recipe import DEFAULT_FORMAT, Calibration, Output, Recipe, build, methods
@@ -51,7 +54,7 @@ Work = Annotated[
     Path | None,
     typer.Option(
         "--work",
-        help="Directory for hidden states while measuring. Default: that of the recipe.",
+        help="Work directory while measuring, with which the next start goes on. Default: RECIPE.work.",
         rich_help_panel=o.RUNNING,
     ),
 ]
@@ -77,10 +80,10 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "overwrite": (Overwrite, False),
     "format_": (o.Format, DEFAULT_FORMAT),
     "shard_size": o.RUN_OPTIONS["shard_size"],
-    **{name: o.RUN_OPTIONS[name] for name in ("calibration", "field", "samples", "length", "seed")},
-    **{name: o.MEANS[name] for name in ("target", "tp", "device", "threads", "max_memory")},
+    **o.taken("calibration", "field", "samples", "length", "seed"),
+    **o.taken("target", "tp", "device", "threads", "max_memory"),
     "work": (Work, None),
-    **{name: o.MEANS[name] for name in ("trust_remote_code", "json_", "junit", "log_format", "quiet")},
+    **o.taken("deadline", "trust_remote_code", "json_", "junit", "log_format", "quiet"),
 }
 
 
@@ -91,32 +94,35 @@ def register(app: typer.Typer) -> None:
 
 def fit(**values: Any) -> None:
     """Measure, choose, write, tell."""
-    from tempfile import TemporaryDirectory
-
     from transformers.utils import logging
 
     from llmcompress.engine.mixed import fitted_to_grids
-    from llmcompress.engine.plan import Options
-    from llmcompress.store.files import existing, writing
 
     wanted, recipe, out = _asked(values), recipe_of(values), values["out"]
     _refuse_place(out, values["overwrite"])
     logging.disable_progress_bar()
-    folder = values["work"] or (out.parent if out is not None else Path())
-    place = existing(folder)
-    with (
-        console.Steps("measuring", values["quiet"] or values["json_"]) as steps,
-        writing(place),
-        TemporaryDirectory(prefix="fit-", dir=place) as scratch,
-    ):
-        options = Options(
-            out=Path(scratch) / "out",
-            max_memory=o.gigabytes("--max-memory", values["max_memory"]),
-            **{name: values[name] for name in ("device", "threads", "trust_remote_code", "target", "tp")},
+    quiet, work = values["quiet"] or (values["json_"] and not log.active), _work(values)
+    options = o.means({**values, "out": work / "out", "work": work, "overwrite": False})
+    kept = f"finished layers are kept in {work}; run the same command again to go on"
+    with console.Steps("measuring", quiet, Stop(values["deadline"]), kept) as steps:
+        found = fitted_to_grids(
+            recipe,
+            values["model"],
+            options,
+            wanted,
+            steps.at,
+            lambda memory: tell_plan({"memory_bytes": memory}, quiet),
         )
-        found = fitted_to_grids(recipe, values["model"], options, wanted, steps.at)
     _write(out, found.recipe.as_yaml(), values["overwrite"])
     _tell(found, values)
+
+
+def _work(values: dict[str, Any]) -> Path:
+    """Where layers that are measured are kept until all are."""
+    if values["work"] is not None:
+        return Path(values["work"])
+    beside = values["out"] or values["sensitivity"]
+    return Path("fit.work") if beside is None else beside.with_name(f"{beside.name}.work")
 
 
 def recipe_of(values: dict[str, Any]) -> Recipe:
@@ -187,6 +193,8 @@ def _write(out: Path | None, text: str, overwrite: bool) -> None:
 
 
 def _tell(found: "Fitted", values: dict[str, Any]) -> None:
+    from llmcompress.engine.resources import peak_memory
+
     expected = found.recipe.expected
     assert expected is not None
     if values["json_"]:
@@ -200,6 +208,7 @@ def _tell(found: "Fitted", values: dict[str, Any]) -> None:
                     for item, grid, loss in found.losses
                 ],
                 "ledger": found.ledger.as_json(),
+                "peak_memory_bytes": peak_memory(),
             }
         )
         return

@@ -65,6 +65,7 @@ def lora(**values: Any) -> None:
         "bits_per_weight_added": round(plan.added_bits, 4),
         "output_bytes": plan.nbytes,
         "passes": 1 if by == "outputs" else 0,
+        "memory_bytes": plan.memory_bytes,
     }
 
     def summary(report: dict[str, Any]) -> str:

@@ -123,6 +123,7 @@ def depth(**values: Any) -> None:
         "by": by,
         "passes": round(plan.passes, 1),
         "scratch_bytes": plan.scratch_bytes,
+        "memory_bytes": plan.memory_bytes,
     }
 
     def summary(report: dict[str, Any]) -> str:
@@ -144,6 +145,7 @@ def width(**values: Any) -> None:
         "left": plan.width,
         "output_bytes": plan.derived.nbytes,
         "passes": 1,
+        "memory_bytes": plan.memory_bytes,
     }
     carry_out(facts, values, partial(prune_width, plan), lambda _: f"{plan.width} of {plan.before} channels")
 
@@ -166,9 +168,9 @@ def carry_out(
     if values["dry_run"]:
         _show(facts, values["json_"])
         return
-    log.event("planned", **facts)
-    logging.disable_progress_bar()
     quiet, begun = values["quiet"] or (values["json_"] and not log.active), time.perf_counter()
+    tell_plan(facts, quiet)
+    logging.disable_progress_bar()
     with console.Steps("layers", quiet, Stop(values["deadline"]), _NOTHING_KEPT) as steps:
         report = work(steps.at)
     result = {**report, "output": facts["output"], **_spent(begun)}
@@ -180,6 +182,13 @@ def carry_out(
         log.event("written", output=facts["output"], bytes=report["output_bytes"], **_spent(begun))
     elif not values["json_"]:
         console.say(f"{facts['output']}: {summary(report)}, {console.size(report['output_bytes'])}")
+
+
+def tell_plan(facts: dict[str, Any], quiet: bool) -> None:
+    """What is about to be done, for programs; people are told what memory it takes."""
+    log.event("planned", **facts)
+    if not (quiet or log.active):
+        console.say(f"needs about {console.size(facts['memory_bytes'])} of memory")
 
 
 def _spent(begun: float) -> dict[str, Any]:
