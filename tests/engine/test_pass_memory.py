@@ -1,4 +1,4 @@
-"""What depth, width, lora and fit say they need of memory is within 10% of what they take; limits are kept or refused."""
+"""Memory of depth, width, lora and fit is within 10% of what they say before; limits are kept or refused."""
 
 import json
 
