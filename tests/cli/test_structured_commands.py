@@ -44,6 +44,15 @@ def suite(file):
 def test_they_take_the_options_of_runs():
     wanted = {"--junit", "--log-format", "--deadline", "--max-memory", "--json", "--dry-run", "--calibration"}
     assert all(wanted <= all_commands()[(name,)] for name in NAMES)
+    assert wanted - {"--dry-run"} <= all_commands()[("fit",)]
+
+
+def test_too_little_memory_is_refused_before_anything_is_done(command, main, capsys, tmp_path):
+    assert main(*command, "--max-memory", 0.1) == 2
+    assert "--max-memory allows 0.10" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    assert main(*command, "--dry-run", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["memory_bytes"] > 250_000_000
 
 
 def test_a_deadline_stops_after_a_step_and_leaves_nothing(command, main, capsys, tmp_path):
