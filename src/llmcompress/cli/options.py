@@ -276,6 +276,12 @@ MEANS: dict[str, tuple[Any, Any]] = {
 }
 
 
+def taken(*names: str) -> dict[str, tuple[Any, Any]]:
+    """Some of the options of runs, for a command that is none."""
+    both = {**RUN_OPTIONS, **MEANS}
+    return {name: both[name] for name in names}
+
+
 def field_options(step: type[Method] | type[Pruner] | type[Transform]) -> dict[str, tuple[Any, Any]]:
     """Options from the fields of a step: name to (annotation, default)."""
     return {name: _option(name, field) for name, field in step.model_fields.items() if name != "gguf"}
@@ -343,12 +349,13 @@ def kv_cache(values: Mapping[str, Any]) -> Cache | None:
 
 
 def means(values: dict[str, Any]) -> "Options":
-    """Places and means of a run, from the values of its options."""
+    """Places and means, from the values of those options that a command has."""
     from llmcompress.engine.plan import Options
 
-    given = {name: values[name] for name in Options.__dataclass_fields__}
-    limits = {name: gigabytes(f"--{name.replace('_', '-')}", values[name]) for name in ("max_memory", "max_gpu_memory")}
-    return Options(**{**given, **limits})
+    given = {name: values[name] for name in Options.__dataclass_fields__ if name in values}
+    for name in ("max_memory", "max_gpu_memory"):
+        given[name] = gigabytes(f"--{name.replace('_', '-')}", values.get(name))
+    return Options(**given)
 
 
 def parse_set(values: list[str] | None) -> dict[str, dict[str, Any]]:

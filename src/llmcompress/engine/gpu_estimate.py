@@ -11,7 +11,7 @@ from llmcompress.stats.gram import PANELS
 
 if TYPE_CHECKING:
     from llmcompress.engine.estimate import Means
-    from llmcompress.engine.plan import MatrixPlan
+    from llmcompress.engine.matrix_plan import MatrixPlan
 
 _SEARCHING = 40  # bytes for each weight whose scale is searched
 _WORKSPACE = 100_000_000  # of cuBLAS and cuSOLVER

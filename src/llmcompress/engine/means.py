@@ -10,7 +10,7 @@ from llmcompress.errors import PlanError
 if TYPE_CHECKING:
     from llmcompress.engine.plan import Options
 
-_MARGIN = 1.1  # by which memory may exceed its estimate
+MARGIN = 1.1  # by which memory may exceed its estimate
 _BATCH_TOKENS = 1024  # run through a layer at once: on a processor, what stays in the caches is fastest
 _GPU_TOKENS = 8192  # on a GPU: products of so many rows fill it
 
@@ -60,8 +60,8 @@ def _limits(options: "Options", means: Means) -> list[tuple[Callable[[Estimate],
 def _short(cost: Estimate, limits: list[tuple[Callable[[Estimate], int], int, str]]) -> tuple[float, int, str] | None:
     """Bytes needed and allowed, and what they are, for the first limit that is exceeded."""
     for of, allowed, words in limits:
-        if of(cost) * _MARGIN > allowed:
-            return of(cost) * _MARGIN, allowed, words
+        if of(cost) * MARGIN > allowed:
+            return of(cost) * MARGIN, allowed, words
     return None
 
 
