@@ -236,4 +236,4 @@ def test_a_constant_in_the_logits_is_no_error_and_scaling_is():
     assert float(agreement.distance(logits + 3, logits).max()) < 1e-5
     assert agreement.distance(logits * 1.5, logits).tolist() == pytest.approx([0.5] * 5, rel=1e-4)
     found = agreement.figures(np.array([[0.3, 0.4]]), torch.bfloat16, 4, False)
-    assert found == {"logits_error": 0.3536, "logits_error_max": 0.4, "logits_bound": 0.0625}
+    assert found == {"logits_error": 0.3536, "logits_error_max": 0.4, "logits_bound": 0.03125}
