@@ -51,10 +51,8 @@ def _built(source: Path, defines: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
     """A source as a library with all of its kernels; built once per session."""
     scheduler = Path(_scheduler()._name)
     kernels = re.findall(r"^KERNEL (?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(", source.read_text(), re.MULTILINE)
-    wrapper = (
-        Path(_folder().name)
-        / f"{source.parent.name}-{source.stem}-{'-'.join(f'{name}{value}' for name, value in defines)}.cpp"
-    )
+    variant = "-".join([source.parent.name, source.stem, *(f"{name}{value}" for name, value in defines)])
+    wrapper = Path(_folder().name) / f"{variant}.cpp"
     wrapper.write_text(f'#include "{source}"\n' + "".join(f"EMULATE({name})\n" for name in kernels))
     macros = [f"-D{name}={value}" for name, value in defines]
     options = [f"-I{_folder().name}", "-include", "emulator.h", f"-I{CSRC}", *macros, str(wrapper), str(scheduler)]
