@@ -14,7 +14,7 @@
 constexpr unsigned WARPS = WARPS_N * WARPS_K, THREADS = 32 * WARPS;
 constexpr unsigned ROWS = 8 * TILES, OUTPUTS = BLOCK_OUTPUTS * WARPS_N;
 constexpr unsigned X_PIECES = 16 * ROWS;  // of 16 bytes: 128 inputs of all rows
-constexpr unsigned X_COPIES = (X_PIECES * WARPS_K + THREADS - 1) / THREADS;  // of each thread
+constexpr unsigned X_ROWS = THREADS / 16 / WARPS_K;  // copied at once, an even number
 constexpr unsigned STAGE_PIECES = WARPS * BLOCK_PIECES + WARPS_K * X_PIECES;
 constexpr unsigned PITCH = OUTPUTS + 4;  // of a row of sums, such that a warp's land in 32 banks
 
@@ -47,10 +47,11 @@ struct Warp {
 // Place of 16 bytes of x in its stage: odd rows change places in halves, so that no two lanes meet in a bank.
 DEVICE unsigned x_place(unsigned row, unsigned piece) { return row * 16 + (piece ^ (row & 1) * 4); }
 
-// What a thread copies, unit by unit. What lies beyond the ends of W or x is zeros.
+// What a thread copies, unit by unit. What lies beyond the ends of W or x is zeros; rows that x lacks are whatever lies
+// there, since rows do not mix and theirs are not written.
 struct Source {
-    const uint4 *codes, *scales, *zeros, *x[X_COPIES];
-    int left[X_COPIES];  // inputs from where x stands on
+    const uint4 *codes, *scales, *zeros, *x;
+    int left;  // inputs from where x stands on
     unsigned tile, step, block, end;
     unsigned long long once, often;
 
@@ -63,14 +64,10 @@ struct Source {
         codes = work.codes + at * (BITS * 32) + warp.lane;
         scales = work.scales + at * SCALE_PIECES + warp.lane;
         zeros = work.zeros + at * ZERO_PIECES + warp.lane;
-#pragma unroll
-        for (unsigned j = 0; j < X_COPIES; j++) {
-            const unsigned i = threadIdx.x + j * THREADS, slice = i / 16 % WARPS_K, row = i / 16 / WARPS_K;
-            const unsigned input = (step * WARPS_K + slice) * BLOCK_INPUTS + i % 16 * 8;
-            const unsigned short *from = work.x + (unsigned long long)(work.first_row + row) * work.stride + input;
-            x[j] = reinterpret_cast<const uint4 *>(from);
-            left[j] = work.inputs - int(input);
-        }
+        const unsigned input = (step * WARPS_K + threadIdx.x / 16 % WARPS_K) * BLOCK_INPUTS + threadIdx.x % 16 * 8;
+        const unsigned long long row = work.first_row + threadIdx.x / 16 / WARPS_K;
+        x = reinterpret_cast<const uint4 *>(work.x + row * work.stride + input);
+        left = work.inputs - int(input);
     }
 
     // Starts the copies of one unit and goes on to the next.
@@ -81,13 +78,13 @@ struct Source {
         for (int i = 0; i < BITS; i++) copy_async_if(true, mine + 32 * i, codes + 32 * i, bytes, once);
         copy_async_if(int(warp.lane) < SCALE_PIECES, mine + 32 * BITS, scales, bytes, once);
         if (ZERO < 0) copy_async_if(int(warp.lane) < ZERO_PIECES, mine + 32 * BITS + SCALE_PIECES, zeros, bytes, once);
+        const unsigned slice = threadIdx.x / 16 % WARPS_K, row = threadIdx.x / 16 / WARPS_K;
+        uint4 *to = stage + WARPS * BLOCK_PIECES + slice * X_PIECES + x_place(row, threadIdx.x % 16);
+        const int x_bytes = max(0, min(16, 2 * left));
 #pragma unroll
-        for (unsigned j = 0; j < X_COPIES; j++) {
-            const unsigned i = threadIdx.x + j * THREADS, slice = i / 16 % WARPS_K, row = i / 16 / WARPS_K;
-            copy_async_if(row < work.rows, stage + WARPS * BLOCK_PIECES + slice * X_PIECES + x_place(row, i % 16), x[j],
-                          max(0, min(16, 2 * left[j])), often);
-            x[j] += WARPS_K * BLOCK_INPUTS / 8, left[j] -= WARPS_K * BLOCK_INPUTS;
-        }
+        for (unsigned j = 0; j < ROWS; j += X_ROWS)
+            copy_async_if(row + j < work.rows, to + 16 * j, x + (long long)work.stride / 8 * j, x_bytes, often);
+        x += WARPS_K * BLOCK_INPUTS / 8, left -= WARPS_K * BLOCK_INPUTS;
         codes += WARPS_K * BITS * 32, scales += WARPS_K * SCALE_PIECES, zeros += WARPS_K * ZERO_PIECES;
         block += WARPS_K;
         if (++step == work.depth) stand_at(work, warp, tile + 1, 0);
@@ -102,17 +99,18 @@ DEVICE void multiply(const Warp &warp, const uint4 *stage, float (&totals)[2][TI
     const auto *zeros = reinterpret_cast<const unsigned *>(mine + 32 * BITS + SCALE_PIECES);
     const unsigned g = warp.lane / 4, t = warp.lane % 4;
     unsigned words[LANE_WORDS];
-#pragma unroll
-    for (int i = 0; i < BITS; i++) {
-        const uint4 four = load_shared(mine + 32 * i + warp.lane);
-        words[4 * i] = four.x, words[4 * i + 1] = four.y, words[4 * i + 2] = four.z, words[4 * i + 3] = four.w;
-    }
     float sums[2][TILES][4];
     float scale[4];
     Offset offset[4];
 #pragma unroll
     for (int part = 0; part < BLOCK_INPUTS / 32; part++) {  // two k-steps
-        const int group = part * 32 / GROUP;
+        const int group = part * 32 / GROUP, half = part / 2;
+        if (part % 2 == 0)
+#pragma unroll
+            for (int i = (half * BITS + 1) / 2; i < ((half + 1) * BITS + 1) / 2; i++) {
+                const uint4 four = load_shared(mine + 32 * i + warp.lane);
+                words[4 * i] = four.x, words[4 * i + 1] = four.y, words[4 * i + 2] = four.z, words[4 * i + 3] = four.w;
+            }
         if (part * 32 % GROUP == 0) {
             scales_of(load_shared(scales + group * 8 + g), scale);
             const unsigned zero = ZERO < 0 ? load_shared(zeros + group * 8 + g) : 0;
@@ -125,7 +123,7 @@ DEVICE void multiply(const Warp &warp, const uint4 *stage, float (&totals)[2][TI
 #pragma unroll
         for (int i = 0; i < 16; i++) {
             const int r = i / 8, step = i / 4 % 2;
-            const unsigned *unit = words + (part / 2 * 2 + r) * BITS;
+            const unsigned *unit = words + (2 * half + r) * BITS;
             a[r][step][i % 4] = pair_of(unit, 8 * (part % 2) + i % 8, offset[2 * r + i % 2]);
         }
 #pragma unroll
@@ -201,16 +199,6 @@ DEVICE void finish(const Work &work, const Warp &warp, float *sums, unsigned *la
     if (!whole) join(work, last, tile);
 }
 
-// Clears the rows that x lacks in all stages: no copy writes them.
-DEVICE void clear_rows(const Work &work, uint4 *stages) {
-    const unsigned missing = (ROWS - work.rows) * 16;  // pieces
-    for (unsigned i = threadIdx.x; i < STAGES * WARPS_K * missing; i += THREADS) {
-        const unsigned piece = i % missing, slice = i / missing % WARPS_K, stage = i / missing / WARPS_K;
-        uint4 *rows = stages + stage * STAGE_PIECES + WARPS * BLOCK_PIECES + slice * X_PIECES;
-        store_shared(rows + x_place(work.rows + piece / 16, piece % 16), make_uint4(0, 0, 0, 0));
-    }
-}
-
 // Multiplies the units of this block, with copies of the next ones under way.
 DEVICE void run(const Work &work, const Warp &warp, uint4 *stages, float *sums, unsigned *last) {
     const unsigned begin = work.begin_of(blockIdx.x);
@@ -266,6 +254,5 @@ KERNEL __launch_bounds__(THREADS, BLOCKS)
     uint4 *stages = reinterpret_cast<uint4 *>(shared_memory());
     float *sums = reinterpret_cast<float *>(stages + STAGES * STAGE_PIECES);
     unsigned *last = reinterpret_cast<unsigned *>(sums + WARPS_K * ROWS * PITCH);
-    if (work.rows < ROWS) clear_rows(work, stages);
     run(work, warp, stages, sums, last);
 }
