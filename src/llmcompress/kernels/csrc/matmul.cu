@@ -9,87 +9,8 @@
 // A unit of work is 32 * WARPS_N outputs x 128 * WARPS_K inputs. All units, inputs fastest, are shared out evenly to the
 // blocks of grid.x; grid.y is blocks of rows. Where blocks share a tile of outputs, each leaves its sums in `partial`,
 // and the last to come adds them up in the order of blocks, whoever it is.
-#include "weights.cuh"
-
-constexpr unsigned WARPS = WARPS_N * WARPS_K, THREADS = 32 * WARPS;
-constexpr unsigned ROWS = 8 * TILES, OUTPUTS = BLOCK_OUTPUTS * WARPS_N;
-constexpr unsigned X_PIECES = 16 * ROWS;  // of 16 bytes: 128 inputs of all rows
-constexpr unsigned X_ROWS = THREADS / 16 / WARPS_K;  // copied at once, an even number
-constexpr unsigned STAGE_PIECES = WARPS * BLOCK_PIECES + WARPS_K * X_PIECES;
-constexpr unsigned PITCH = OUTPUTS + 4;  // of a row of sums, such that a warp's land in 32 banks
-
-struct Work {
-    const uint4 *codes, *scales, *zeros;
-    const unsigned short *x, *bias;
-    unsigned short *y;
-    float *partial;
-    unsigned *counters;
-    unsigned first_row, rows, outputs;
-    int inputs, stride;
-    unsigned column_blocks, input_blocks;  // of 32 outputs and of 128 inputs
-    unsigned tiles, depth;                 // tiles of outputs, units of each
-
-    // The first so many blocks have one unit more than the others.
-    __device__ unsigned least() const { return tiles * depth / gridDim.x; }
-    __device__ unsigned longer() const { return tiles * depth % gridDim.x; }
-    __device__ unsigned begin_of(unsigned block) const { return least() * block + min(block, longer()); }
-    __device__ unsigned block_of(unsigned unit) const {
-        const unsigned in_longer = longer() * (least() + 1);
-        return unit < in_longer ? unit / (least() + 1) : longer() + (unit - in_longer) / least();
-    }
-};
-
-struct Warp {
-    unsigned lane, along_n, along_k;
-    __device__ unsigned place() const { return (along_n * WARPS_K + along_k) * BLOCK_PIECES; }
-};
-
-// Place of 16 bytes of x in its stage: odd rows change places in halves, so that no two lanes meet in a bank.
-DEVICE unsigned x_place(unsigned row, unsigned piece) { return row * 16 + (piece ^ (row & 1) * 4); }
-
-// What a thread copies, unit by unit. What lies beyond the ends of W or x is zeros; rows that x lacks are whatever lies
-// there, since rows do not mix and theirs are not written.
-struct Source {
-    const uint4 *codes, *scales, *zeros, *x;
-    int left;  // inputs from where x stands on
-    unsigned tile, step, block, end;
-    unsigned long long once, often;
-
-    __device__ void stand_at(const Work &work, const Warp &warp, unsigned new_tile, unsigned new_step) {
-        tile = new_tile, step = new_step;
-        const unsigned column = tile * WARPS_N + warp.along_n;
-        block = step * WARPS_K + warp.along_k;
-        end = column < work.column_blocks ? work.input_blocks : 0;
-        const unsigned long long at = (unsigned long long)column * work.input_blocks + block;
-        codes = work.codes + at * (BITS * 32) + warp.lane;
-        scales = work.scales + at * SCALE_PIECES + warp.lane;
-        zeros = work.zeros + at * ZERO_PIECES + warp.lane;
-        const unsigned input = (step * WARPS_K + threadIdx.x / 16 % WARPS_K) * BLOCK_INPUTS + threadIdx.x % 16 * 8;
-        const unsigned long long row = work.first_row + threadIdx.x / 16 / WARPS_K;
-        x = reinterpret_cast<const uint4 *>(work.x + row * work.stride + input);
-        left = work.inputs - int(input);
-    }
-
-    // Starts the copies of one unit and goes on to the next.
-    __device__ void fetch(const Work &work, const Warp &warp, uint4 *stage) {
-        const int bytes = block < end ? 16 : 0;
-        uint4 *mine = stage + warp.place() + warp.lane;
-#pragma unroll
-        for (int i = 0; i < BITS; i++) copy_async_if(true, mine + 32 * i, codes + 32 * i, bytes, once);
-        copy_async_if(int(warp.lane) < SCALE_PIECES, mine + 32 * BITS, scales, bytes, once);
-        if (ZERO < 0) copy_async_if(int(warp.lane) < ZERO_PIECES, mine + 32 * BITS + SCALE_PIECES, zeros, bytes, once);
-        const unsigned slice = threadIdx.x / 16 % WARPS_K, row = threadIdx.x / 16 / WARPS_K;
-        uint4 *to = stage + WARPS * BLOCK_PIECES + slice * X_PIECES + x_place(row, threadIdx.x % 16);
-        const int x_bytes = max(0, min(16, 2 * left));
-#pragma unroll
-        for (unsigned j = 0; j < ROWS; j += X_ROWS)
-            copy_async_if(row + j < work.rows, to + 16 * j, x + (long long)work.stride / 8 * j, x_bytes, often);
-        x += WARPS_K * BLOCK_INPUTS / 8, left -= WARPS_K * BLOCK_INPUTS;
-        codes += WARPS_K * BITS * 32, scales += WARPS_K * SCALE_PIECES, zeros += WARPS_K * ZERO_PIECES;
-        block += WARPS_K;
-        if (++step == work.depth) stand_at(work, warp, tile + 1, 0);
-    }
-};
+#include "matmul_copies.cuh"
+#include "matmul_sums.cuh"
 
 // Adds the products of one warp's block to `totals` [16 x 16 tiles of outputs][tiles of rows][registers].
 DEVICE void multiply(const Warp &warp, const uint4 *stage, float (&totals)[2][TILES][4]) {
@@ -140,63 +61,6 @@ DEVICE void multiply(const Warp &warp, const uint4 *stage, float (&totals)[2][TI
                 totals[r][tile][i % 4] = fmaf(sums[r][tile][i % 4], scale[2 * r + i % 4 / 2], totals[r][tile][i % 4]);
             }
     }
-}
-
-DEVICE void output(const Work &work, unsigned row, unsigned column, float sum) {
-    if (work.bias) sum += Number::to_float(load(work.bias + column));
-    store(work.y + (unsigned long long)(work.first_row + row) * work.outputs + column, Number::from_float(sum));
-}
-
-// Where a block leaves its sums of a tile: it has two places, for the tile it begins in the midst of and its last.
-DEVICE float *place_of(const Work &work, unsigned block, unsigned tile) {
-    const unsigned begun_before = work.begin_of(block) < tile * work.depth;
-    return work.partial + ((blockIdx.y * gridDim.x + block) * 2ull + begun_before) * (ROWS * OUTPUTS);
-}
-
-// Adds the sums that all blocks have left of a tile, if this one is the last of them.
-DEVICE void join(const Work &work, unsigned *last, unsigned tile) {
-    const unsigned first = work.block_of(tile * work.depth), end = work.block_of((tile + 1) * work.depth - 1) + 1;
-    unsigned *counter = work.counters + blockIdx.y * work.tiles + tile;
-    fence();
-    sync_block();
-    if (threadIdx.x == 0) store_shared(last, unsigned(atomic_add(counter, 1u) == end - first - 1));
-    sync_block();
-    if (!load_shared(last)) return;
-    fence();
-    for (unsigned i = threadIdx.x; i < work.rows * OUTPUTS; i += THREADS) {
-        const unsigned row = i / OUTPUTS, column = tile * OUTPUTS + i % OUTPUTS;
-        if (column >= work.outputs) continue;
-        float sum = 0.0f;
-        for (unsigned block = first; block < end; block++) sum += load_latest(place_of(work, block, tile) + i);
-        output(work, row, column, sum);
-    }
-    if (threadIdx.x == 0) store(counter, 0u);  // as the next launch wants it
-}
-
-// Brings the sums of the block's warps together and writes the tile if it is wholly this block's, or leaves its part.
-DEVICE void finish(const Work &work, const Warp &warp, float *sums, unsigned *last, unsigned tile, bool whole,
-                   float (&totals)[2][TILES][4]) {
-    const unsigned g = warp.lane / 4, t = warp.lane % 4;
-#pragma unroll
-    for (unsigned i = 0; i < 8 * TILES; i++) {
-        const unsigned r = i / 4 / TILES, part = i / 4 % TILES;
-        const unsigned row = 8 * part + 2 * t + i % 2, column = warp.along_n * BLOCK_OUTPUTS + 16 * r + i % 4 / 2 * 8 + g;
-        store_shared(sums + (warp.along_k * ROWS + row) * PITCH + column, totals[r][part][i % 4]);
-        totals[r][part][i % 4] = 0.0f;
-    }
-    sync_block();
-    float *mine = place_of(work, blockIdx.x, tile);
-    for (unsigned i = threadIdx.x; i < work.rows * OUTPUTS; i += THREADS) {
-        const unsigned row = i / OUTPUTS, column = i % OUTPUTS;
-        float sum = 0.0f;
-#pragma unroll
-        for (int slice = 0; slice < WARPS_K; slice++) sum += load_shared(sums + (slice * ROWS + row) * PITCH + column);
-        if (!whole)
-            store(mine + i, sum);
-        else if (tile * OUTPUTS + column < work.outputs)
-            output(work, row, tile * OUTPUTS + column, sum);
-    }
-    if (!whole) join(work, last, tile);
 }
 
 // Multiplies the units of this block, with copies of the next ones under way.
