@@ -3,7 +3,6 @@
 import re
 import shutil
 import subprocess
-from itertools import chain
 
 import pytest
 import torch
@@ -63,6 +62,9 @@ def test_tiled_products_compile_without_spilling(spec, architecture, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_all_variants_compile_without_spilling(architecture, tmp_path):
-    for kernel in chain(matmul.variants(architecture), dequantise.variants(architecture)):
-        fits(kernel, architecture, tmp_path)
+@pytest.mark.parametrize("spec", [*USUAL, *OTHERS], ids=lambda spec: f"int{spec.bits}-g{spec.group}")
+def test_all_variants_compile_without_spilling(spec, architecture, tmp_path):
+    for dtype in (torch.float16, torch.bfloat16):
+        fits(dequantise.kernel_of(spec, dtype), architecture, tmp_path)
+        for plan in shapes(Problem(1, 1, 1, spec), architecture):
+            fits(matmul.kernel_of(plan, dtype), architecture, tmp_path)
