@@ -21,6 +21,10 @@ MOST_REGISTERS = 255
 pytestmark = pytest.mark.skipif(NVCC is None, reason="no nvcc")
 
 
+def name_of(spec):
+    return f"int{spec.bits}-g{spec.group}-{'asym' if spec.zero is None else 'sym'}"
+
+
 def registers(kernel, architecture, folder):
     """Registers of a thread, after seeing that none was put into memory."""
     defines = [f"-D{name}={value}" for name, value in kernel.defines]
@@ -52,9 +56,7 @@ def fits(kernel, architecture, folder):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize(
-    "spec", [USUAL[1], USUAL[4], USUAL[7], *OTHERS], ids=lambda spec: f"int{spec.bits}-g{spec.group}"
-)
+@pytest.mark.parametrize("spec", [USUAL[1], USUAL[4], USUAL[7], *OTHERS], ids=name_of)
 def test_tiled_products_compile_without_spilling(spec, architecture, tmp_path):
     largest = list(shapes(Problem(1, 1, 1, spec), architecture))[-1]
     fits(matmul.kernel_of(largest, torch.bfloat16), architecture, tmp_path)
@@ -62,7 +64,7 @@ def test_tiled_products_compile_without_spilling(spec, architecture, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("spec", [*USUAL, *OTHERS], ids=lambda spec: f"int{spec.bits}-g{spec.group}")
+@pytest.mark.parametrize("spec", [*USUAL, *OTHERS], ids=name_of)
 def test_all_variants_compile_without_spilling(spec, architecture, tmp_path):
     for dtype in (torch.float16, torch.bfloat16):
         fits(dequantise.kernel_of(spec, dtype), architecture, tmp_path)
