@@ -28,21 +28,22 @@ def matmul(launcher: Launcher, x: Tensor, weight: BlockWeight, bias: Tensor | No
     y = torch.empty(x.shape[0], channels, dtype=x.dtype, device=x.device)
     if not y.numel():
         return y
-    launch = matmul_launch(x.shape[0], channels, weight.spec, x.dtype)
+    launch = matmul_launch(x.shape[0], channels, weight.spec, x.dtype, launcher.multiprocessors)
     x = x if rows_aligned(x) else x.clone(memory_format=torch.contiguous_format)
     sizes = x.shape[0], channels, width, x.stride(0)
     launcher(launch, x, weight.records, optional(bias, y, torch.float32), y, *sizes)
     return y
 
 
-def matmul_launch(tokens: int, channels: int, spec: BlockSpec, dtype: torch.dtype) -> Launch:
-    """A block for each 16 channels; its warps share the inputs."""
+def matmul_launch(tokens: int, channels: int, spec: BlockSpec, dtype: torch.dtype, multiprocessors: int) -> Launch:
+    """Blocks that take equally many tiles of 16 channels, all at once on the device; their warps share the inputs."""
     if tokens > MOST_TOKENS:
         raise TakesNotError(f"products with blocks of {spec.name} take up to {MOST_TOKENS} tokens, not {tokens}")
     count = next((count for count in _TOKENS if tokens <= 8 * count), _TOKENS[-1])
-    shared = 4 * _WARPS * 8 * count * (ROWS + 1)
-    grid = ceil(tokens, 8 * count), _blocks(channels), 1
-    return Launch(_kernel(spec, dtype, count), grid, (_WARPS * 32, 1, 1), shared)
+    columns, tiles = ceil(tokens, 8 * count), _tiles(channels)
+    at_once = max(1, multiprocessors * (3 - count) // columns)  # as registers allow
+    grid = columns, ceil(tiles, ceil(tiles, at_once)), 1
+    return Launch(_kernel(spec, dtype, count), grid, (_WARPS * 32, 1, 1), 4 * _WARPS * 8 * count * (ROWS + 1))
 
 
 def values(launcher: Launcher, weight: BlockWeight, dtype: torch.dtype) -> Tensor:
@@ -58,11 +59,11 @@ def values_launch(channels: int, width: int, spec: BlockSpec, dtype: torch.dtype
     """A warp for each record."""
     wide = dtype == torch.float32
     defines = (("BITS", spec.bits), ("BFLOAT", 0 if wide else bfloat(dtype)), ("WIDE", int(wide)))
-    grid = ceil(ceil(width, INPUTS), _WARPS), _blocks(channels), 1
+    grid = ceil(ceil(width, INPUTS), _WARPS), _tiles(channels), 1
     return Launch(Kernel("ggml_values.cu", "ggml_values", defines), grid, (_WARPS * 32, 1, 1))
 
 
-def _blocks(channels: int) -> int:
+def _tiles(channels: int) -> int:
     if channels > MOST_BLOCKS * ROWS:
         raise TakesNotError(f"kernels take blocks of GGML of up to {MOST_BLOCKS * ROWS} channels, not {channels}")
     return ceil(channels, ROWS)

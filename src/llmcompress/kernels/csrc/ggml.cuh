@@ -32,9 +32,9 @@ struct Record {
     unsigned units;
 };
 
-DEVICE void fetch(Record &into, const uint4 *records, size_t record) {
+DEVICE void fetch(Record &into, const uint4 *records, unsigned record) {
     const int lane = threadIdx.x % 32;
-    const uint4 *at = records + record * PIECES;
+    const uint4 *at = records + size_t(record) * PIECES;
 #pragma unroll
     for (int i = 0; i < CODES; ++i) into.codes[i] = load_once(at + i * 32 + lane);
 #pragma unroll
@@ -125,6 +125,6 @@ DEVICE float scale_of(const Scales &s, int chunk, int step) {
     if (BITS == 6) return (biased(s.multiples, chunk * 2 + step) - (BIAS + 128.0f)) * s.d;
     return (biased(s.multiples, chunk) - BIAS) * s.d;
 }
-DEVICE float minimum_of(const Scales &s, int chunk) { return (biased(s.minima, chunk) - BIAS) * s.dmin; }
+DEVICE float minimum_of(const Scales &s, int chunk) { return fmaf(biased(s.minima, chunk), s.dmin, -BIAS * s.dmin); }
 
 #endif

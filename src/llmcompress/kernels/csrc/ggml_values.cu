@@ -13,7 +13,7 @@ KERNEL ggml_values(const uint4 *records, Value *values, int channels, int width)
     const int at = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     if (at >= count) return;
     Record record;
-    fetch(record, records, size_t(blockIdx.y) * count + at);
+    fetch(record, records, blockIdx.y * count + at);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int channel = blockIdx.y * 16 + half * 8 + lane / 4;
