@@ -180,6 +180,11 @@ template <class T> DEVICE T atomic_add(T *at, T value) {
 DEVICE void fence() {}
 
 DEVICE void copy_async(uint4 *to, const uint4 *from, int bytes = 16) { emulator::emulator_copy(to, from, bytes); }
+DEVICE unsigned long long leave_first() { return 1; }
+DEVICE unsigned long long leave_as_others() { return 0; }
+DEVICE void copy_async_if(bool active, uint4 *to, const uint4 *from, int bytes, unsigned long long) {
+    if (active) emulator::emulator_copy(to, from, bytes);
+}
 DEVICE void copy_commit() { emulator::emulator_copy_commit(); }
 template <int groups> DEVICE void copy_wait() { emulator::emulator_copy_wait(groups); }
 

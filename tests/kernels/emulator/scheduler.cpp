@@ -80,7 +80,9 @@ void leave(State state) {
 void begin() {
     kernel(values);
     fibers[running].state = DONE;
-    if (!fibers[running].groups.empty() || !fibers[running].copies.empty()) fail("ends with copies under way");
+    fibers[running].groups.push_back(fibers[running].copies);
+    for (const auto &group : fibers[running].groups)
+        if (!group.empty()) fail("ends with copies under way");
     _longjmp(scheduler, 1);
 }
 

@@ -55,6 +55,27 @@ DEVICE void copy_async(uint4 *to, const uint4 *from, int bytes = 16) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes)
                  : "memory");
 }
+// How long copies stay in L2: they leave first, or as others do.
+DEVICE unsigned long long leave_first() {
+    unsigned long long policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+DEVICE unsigned long long leave_as_others() {
+    unsigned long long policy;
+    asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+// As copy_async, only where `active`, and without a branch.
+DEVICE void copy_async_if(bool active, uint4 *to, const uint4 *from, int bytes, unsigned long long policy) {
+    asm volatile("{\n"
+                 ".reg .pred active;\n"
+                 "setp.ne.b32 active, %0, 0;\n"
+                 "@active cp.async.cg.shared.global.L2::cache_hint [%1], [%2], 16, %3, %4;\n"
+                 "}" ::"r"(int(active)),
+                 "r"(shared_address(to)), "l"(from), "r"(bytes), "l"(policy)
+                 : "memory");
+}
 // Makes one group of the copies that this thread has started since the last group.
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most `groups` of this thread's latest groups are under way.

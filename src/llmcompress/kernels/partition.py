@@ -1,0 +1,143 @@
+"""Which variant of `csrc/matmul.cu` runs, on which grid: the cheapest by a simple model of a multiprocessor.
+
+Units of work are shared out evenly, so that no multiprocessor waits for another; or, where that is cheaper, every tile
+of outputs is one block's, so that no sums need to be brought together.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+
+from llmcompress.kernels.shapes import ceil, shared_limit
+from llmcompress.kernels.tiles import INPUTS, OUTPUTS, TileSpec
+
+SHAPES = ((1, 2, 4), (1, 4, 2), (1, 8, 1), (2, 4, 2), (2, 8, 1), (4, 8, 1), (8, 8, 1))
+"""Tiles of 8 rows, warps along outputs, warps along inputs."""
+MOST_STAGES = 6
+_RESERVED = 1024  # bytes of shared memory that a block takes besides what it asks for
+
+# what an H200 offers one multiprocessor, per ns; only the order of costs matters
+_FROM_MEMORY = 4300 / 132  # bytes, the rate of a copy
+_FROM_CACHE = 5500 / 132  # bytes
+_PRODUCTS = 0.62 * 1.75  # instructions m16n8k16
+_LATENCY = 900.0  # ns until bytes asked for are there
+_JOINING = 1200.0  # ns to bring the sums of several blocks together
+
+
+@dataclass(frozen=True)
+class Problem:
+    """x [rows, inputs] times a matrix [outputs, inputs]."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    spec: TileSpec
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A variant (macros of matmul.cu, in lower case) and how many blocks share the units of each block of rows."""
+
+    problem: Problem
+    tiles: int
+    warps_n: int
+    warps_k: int
+    stages: int
+    blocks: int
+    slots: int
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        names = ("tiles", "warps_n", "warps_k", "stages", "blocks")
+        return tuple((name.upper(), getattr(self, name)) for name in names)
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps_n * self.warps_k
+
+    @property
+    def row_blocks(self) -> int:
+        return ceil(self.problem.rows, 8 * self.tiles)
+
+    @property
+    def columns(self) -> int:
+        """Tiles of outputs."""
+        return ceil(self.problem.outputs, OUTPUTS * self.warps_n)
+
+    @property
+    def depth(self) -> int:
+        """Units of a tile of outputs."""
+        return ceil(self.problem.inputs, INPUTS * self.warps_k)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        return self.slots, self.row_blocks, 1
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of one unit: codes, scales and zero points of all warps, and x."""
+        return self.weight_bytes + 2 * INPUTS * self.warps_k * 8 * self.tiles
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.warps_n * self.warps_k * self.problem.spec.block_bytes
+
+    @property
+    def shared(self) -> int:
+        sums = 4 * self.warps_k * 8 * self.tiles * (OUTPUTS * self.warps_n + 4)
+        return self.stages * self.stage_bytes + sums + 16
+
+    @property
+    def partial(self) -> int:
+        """Floats of the sums that blocks leave for one another."""
+        return (
+            0
+            if self.slots == self.columns
+            else 2 * self.slots * self.row_blocks * 8 * self.tiles * OUTPUTS * self.warps_n
+        )
+
+    @property
+    def counters(self) -> int:
+        return self.row_blocks * self.columns
+
+    def cost(self, multiprocessors: int) -> float:
+        """Expected ns."""
+        grid = self.slots * self.row_blocks
+        waves = ceil(grid, multiprocessors * self.blocks)
+        beside = min(self.blocks, ceil(grid, multiprocessors))  # blocks that share a multiprocessor
+        under_way = beside * (self.stages - 1) * self.weight_bytes
+        x_bytes = 2 * INPUTS * self.warps_k * min(self.problem.rows, 8 * self.tiles)
+        products = self.warps_n * self.warps_k * (INPUTS // 16) * 2 * self.tiles
+        unit = max(
+            self.weight_bytes / self.row_blocks / min(_FROM_MEMORY, under_way / _LATENCY),
+            (self.weight_bytes + x_bytes) / _FROM_CACHE,
+            products / _PRODUCTS,
+        )
+        units = ceil(self.columns * self.depth, self.slots)
+        return waves * (_LATENCY + units * beside * unit) + (_JOINING if self.partial else 0.0)
+
+
+@cache
+def best(problem: Problem, architecture: str, multiprocessors: int) -> Partition:
+    """The cheapest way for a device; the same one whenever it is asked for."""
+    plans = candidates(problem, architecture, multiprocessors)
+    return min(plans, key=lambda plan: (plan.cost(multiprocessors), -plan.stages))
+
+
+def candidates(problem: Problem, architecture: str, multiprocessors: int) -> Iterator[Partition]:
+    """All ways that fit a device."""
+    for plan in variants(problem, architecture):
+        yield replace(plan, slots=plan.columns)
+        even = max(1, min(multiprocessors * plan.blocks // plan.row_blocks, plan.columns * plan.depth))
+        yield replace(plan, slots=even)
+
+
+def variants(problem: Problem, architecture: str) -> Iterator[Partition]:
+    """All variants of the kernel that fit a device, on one block each."""
+    limit = shared_limit(architecture)
+    for tiles, warps_n, warps_k in SHAPES:
+        for blocks in (2, 1) if tiles == 1 or (tiles == 2 and problem.spec.bits < 8) else (1,):  # as registers allow
+            plan = Partition(problem, tiles, warps_n, warps_k, 2, blocks, 1)
+            spare = (limit + _RESERVED) // blocks - _RESERVED - plan.shared
+            if spare >= 0:
+                yield replace(plan, stages=min(MOST_STAGES, 2 + spare // plan.stage_bytes))
