@@ -60,10 +60,9 @@ DEVICE void add_products(float (&sums)[TOKENS][4], const Record &record, const u
 }
 
 // Writes sums of 16 channels by 8 * TOKENS tokens, those of the warps added up in their order.
-DEVICE void store_sums(const float (&sums)[TOKENS][4], const float *bias, unsigned short *y, int first_token,
-                       int first_channel, int tokens, int channels) {
+DEVICE void store_sums(const float (&sums)[TOKENS][4], float *of_warps, const float *bias, unsigned short *y,
+                       int first_token, int first_channel, int tokens, int channels) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    float *of_warps = reinterpret_cast<float *>(shared_memory());
     sync_block();
 #pragma unroll
     for (int i = 0; i < TOKENS * 4; ++i) {
@@ -83,26 +82,57 @@ DEVICE void store_sums(const float (&sums)[TOKENS][4], const float *bias, unsign
     }
 }
 
+// Starts to copy a record to shared memory, if there is one.
+DEVICE void copy_record(bool active, uint4 *to, const uint4 *records, size_t record, unsigned long long policy) {
+#pragma unroll
+    for (int piece = threadIdx.x % 32; piece < PIECES; piece += 32)
+        copy_async_if(active, to + piece, records + record * PIECES + piece, 16, policy);
+    copy_commit();
+}
+
+// The records of a warp one after another: every WARPS-th of a tile of 16 channels, then those of its block's next tile.
+struct Place {
+    int tile, at;
+
+    __device__ __forceinline__ void advance(int count) {
+        at += WARPS;
+        if (at < count) return;
+        at = threadIdx.x / 32;
+        tile += gridDim.y;
+    }
+};
+
 // y [tokens, channels] = x weight^T + bias. x [tokens, width] in rows of `stride` elements, a multiple of 8; width a
 // multiple of 32; records [ceil(channels / 16), ceil(width / 256)]; bias [channels] may be null. Block (x, y) takes
-// every gridDim.y-th 16 channels from y on, so that records of the next are on their way when sums are stored.
+// every gridDim.y-th 16 channels from y on. Each warp has STAGES records of its own in shared memory.
 KERNEL __launch_bounds__(WARPS * 32, 3 - TOKENS)
 ggml_matmul(const unsigned short *x, const uint4 *records, const float *bias, unsigned short *y, int tokens, int channels,
             int width, int stride) {
     const int warp = threadIdx.x / 32, first_token = blockIdx.x * TOKENS * 8, token = first_token + threadIdx.x % 32 / 4;
     const int count = (width + 255) / 256, tiles = (channels + 15) / 16;
-    const unsigned short *own = x + size_t(token) * stride;
-    Record next;
-    if (warp < count) fetch(next, records, blockIdx.y * count + warp);
+    uint4 *stages = reinterpret_cast<uint4 *>(shared_memory()) + warp * STAGES * PIECES;
+    float *of_warps = reinterpret_cast<float *>(shared_memory() + WARPS * STAGES * PIECES * 16);
+    const unsigned long long policy = leave_first();
+    Place ahead = {warp < count ? int(blockIdx.y) : tiles, warp};
+#pragma unroll
+    for (int stage = 0; stage < STAGES - 1; ++stage) {
+        copy_record(ahead.tile < tiles, stages + stage * PIECES, records, size_t(ahead.tile) * count + ahead.at, policy);
+        ahead.advance(count);
+    }
+    int stage = 0;
     for (int tile = blockIdx.y; tile < tiles; tile += gridDim.y) {
         float sums[TOKENS][4] = {};
         for (int at = warp; at < count; at += WARPS) {
-            const Record now = next;
-            const bool same = at + WARPS < count;
-            const int next_tile = same ? tile : tile + gridDim.y, next_at = same ? at + WARPS : warp;
-            if (next_tile < tiles) fetch(next, records, next_tile * count + next_at);
-            add_products(sums, now, own + at * 256, width / 32 - at * 8, tokens - token, stride);
+            copy_wait<STAGES - 2>();
+            sync_warp();
+            uint4 *free = stages + (stage == 0 ? STAGES - 1 : stage - 1) * PIECES;
+            copy_record(ahead.tile < tiles, free, records, size_t(ahead.tile) * count + ahead.at, policy);
+            ahead.advance(count);
+            const unsigned short *own = x + size_t(token) * stride + at * 256;
+            add_products(sums, read_record<true>(stages + stage * PIECES), own, width / 32 - at * 8, tokens - token, stride);
+            stage = stage + 1 == STAGES ? 0 : stage + 1;
         }
-        store_sums(sums, bias, y, first_token, tile * 16, tokens, channels);
+        store_sums(sums, of_warps, bias, y, first_token, tile * 16, tokens, channels);
     }
+    copy_wait<0>();
 }
