@@ -9,7 +9,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "llmcompress"
 ROW = [
-    {"errors", "registry", "ledger", "parallel", "processes", "yamlfile"},
+    {"errors", "registry", "ledger", "hardware", "parallel", "processes", "yamlfile"},
     {"stats", "grids", "packing"},
     {"arch"},
     {"solve", "methods", "pruners", "transforms"},

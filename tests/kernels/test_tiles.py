@@ -80,7 +80,7 @@ def test_scales_and_zero_points_follow_their_channels(group, inputs):
     matrix = coded(70, inputs, 4, group, False)
     weight = tiled(matrix)
     assert weight.spec == TileSpec(4, group if group in (32, 64) else 128, None, torch.float16)
-    for output in range(70):
+    for output in range(0, 70, 3):
         for channel_in in range(inputs):
             place = (
                 output // 32,

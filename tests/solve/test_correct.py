@@ -45,10 +45,11 @@ def test_no_drift_changes_nothing():
     assert torch.equal(corrected(weight, stats.gram.mean(), stats.drift.mean(), 1.0), weight)
 
 
+@pytest.mark.parametrize("rows", [8, 48])  # fewer and more than there are inputs
 @pytest.mark.parametrize("alpha", [0.25, 0.5, 1.0])
-def test_the_corrected_weight_is_nearer_to_the_uncompressed_outputs(alpha):
+def test_the_corrected_weight_is_nearer_to_the_uncompressed_outputs(alpha, rows):
     original, here = streams()
-    weight = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
+    weight = torch.randn(rows, 32, generator=torch.Generator().manual_seed(1))
     stats = statistics(original, here)
     moved = corrected(weight, stats.gram.mean(), stats.drift.mean(), alpha)
     goal = original @ weight.T

@@ -98,7 +98,7 @@ def test_a_refit_reaches_the_exact_least_squares_and_never_goes_up(problem):
         inner, right = hessian.double()[at][:, at], hessian.double()[at] @ weight[row].double()
         exact[row, at] = torch.linalg.solve(inner, right)
     losses = [loss(weight * keep, weight, hessian)]
-    for steps in (1, 3, 10, 60):
+    for steps in (1, 3, 10, 100):
         found = refitted(weight, weight, keep, hessian, steps)
         assert bool((found[~keep] == 0).all())
         losses.append(loss(found, weight, hessian))
@@ -106,6 +106,25 @@ def test_a_refit_reaches_the_exact_least_squares_and_never_goes_up(problem):
     least = loss(exact, weight, hessian)
     assert losses[-1] == pytest.approx(least, rel=1e-4)
     assert losses[0] > 1.5 * least
+
+
+@pytest.mark.parametrize("steps", [1, 10, 25])
+def test_a_refit_raises_the_error_of_no_row_where_few_digits_do_not_suffice(steps):
+    generator = torch.Generator().manual_seed(2)
+    base = torch.randn(64, 64, generator=generator, dtype=torch.float64)
+    scales = torch.logspace(-4, 3, 64, dtype=torch.float64)
+    hessian = (base * scales).T @ (base * scales)  # far worse conditioned than anything damped
+    weight = torch.randn(40, 64, generator=generator)
+    keep = torch.rand(40, 64, generator=generator) < 0.5
+    found = refitted(weight, weight, keep, hessian.float(), steps)
+
+    def errors(values):
+        missing = values.double() - weight.double()
+        return ((missing @ hessian) * missing).sum(dim=1)
+
+    assert bool(torch.isfinite(found).all())
+    assert bool((found[~keep] == 0).all())
+    assert bool((errors(found) <= errors(weight * keep) * (1 + 1e-5)).all())
 
 
 def test_a_fixed_mask_is_kept_whatever_the_order(problem):

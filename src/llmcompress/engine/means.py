@@ -53,6 +53,7 @@ def _compute_dtype(asked: str, device: str) -> str:
         return asked
     import torch
 
-    if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
-        return "bfloat16"
-    return "bfloat16" if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() else "float32"
+    from llmcompress.hardware import quick_type
+
+    there = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    return str(quick_type("cuda" if there else "cpu")).removeprefix("torch.")

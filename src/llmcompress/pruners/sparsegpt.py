@@ -90,7 +90,7 @@ class SparseGpt(Pruner):
             found = sparse_weights(wanted, factor, order, choice.mask(factor.pivots, len(wanted)))
             return refitted(found, wanted, found != 0, loss, self.refit) if self.refit else found
 
-        wanted = [aim(weight) for weight in weights]
+        wanted = torch.split(aim(torch.cat(list(weights))), [len(weight) for weight in weights])
         pieces = [part for weight in wanted for part in torch.split(weight, SOLVED_ROWS)]
         done = iter(shared(partial(rows, piece) for piece in pieces))
         found = [torch.cat([next(done) for _ in torch.split(weight, SOLVED_ROWS)]) for weight in wanted]

@@ -16,5 +16,8 @@ def corrected(weight: Tensor, hessian: Tensor, drift: Tensor, alpha: float) -> T
     # damped as heavily as this, the matrix has a condition number below its size: float32 is exact enough
     factor = damped(hessian, 1.0)
     torch.linalg.cholesky(factor, out=factor)
-    moved: Tensor = torch.cholesky_solve((weight @ drift).T, factor).T  # W D H^-1, H symmetric
+    if len(weight) > len(hessian):  # W (D H^-1) or (W D) H^-1, whichever has fewer rows to solve for
+        moved = weight @ torch.cholesky_solve(drift.T, factor).T
+    else:
+        moved = torch.cholesky_solve((weight @ drift).T, factor).T
     return weight + alpha * moved
