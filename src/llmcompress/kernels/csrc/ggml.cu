@@ -1,7 +1,8 @@
 // Products of 16-bit inputs and weights in blocks of GGML's types. Codes are multiplied as they are, exactly; scales go
 // to the float32 sums of a group.
 //
-// 8 * TOKENS tokens for each block of WARPS warps, which share the inputs. BITS, BFLOAT as in ggml.cuh.
+// 8 * TOKENS tokens for each block of WARPS warps, which share the inputs; STAGES records at once for each warp. BITS,
+// BFLOAT as in ggml.cuh.
 #include "ggml.cuh"
 
 // The inputs of one token that a lane owns in a chunk: b of two steps.
