@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from emulated import CSRC
-from llmcompress.kernels import dequantise, matmul
+from llmcompress.kernels import dequantise, ggml, int8, matmul, progressive
 from llmcompress.kernels.partition import Problem
 from llmcompress.kernels.partition import variants as shapes
 from llmcompress.kernels.tiles import USUAL, TileSpec
@@ -70,3 +70,21 @@ def test_all_variants_compile_without_spilling(spec, architecture, tmp_path):
         fits(dequantise.kernel_of(spec, dtype), architecture, tmp_path)
         for plan in shapes(Problem(1, 1, 1, spec), architecture):
             fits(matmul.kernel_of(plan, dtype), architecture, tmp_path)
+
+
+FAMILIES = pytest.mark.parametrize("family", [int8, progressive, ggml], ids=["int8", "progressive", "ggml"])
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@FAMILIES
+def test_the_last_kernel_of_every_other_source_compiles_without_spilling(family, architecture, tmp_path):
+    for kernel in {kernel.source: kernel for kernel in family.variants(architecture)}.values():
+        fits(kernel, architecture, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@FAMILIES
+def test_every_kernel_of_other_families_compiles_without_spilling(family, architecture, tmp_path):
+    for kernel in family.variants(architecture):
+        fits(kernel, architecture, tmp_path)
