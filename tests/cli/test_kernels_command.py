@@ -147,3 +147,14 @@ def test_a_matrix_with_two_of_four_is_what_sparse_products_are_checked_with():
     rivals.check_sparse(y, x, zeroed)
     with pytest.raises(LlmcompressError, match="2:4"):
         rivals.check_sparse(x @ dense.T, x, zeroed)
+
+
+def test_a_gpu_that_runs_out_of_memory_is_one_line(main, capsys, monkeypatch):
+    def full(**_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of")
+
+    monkeypatch.setattr(cuda, "open_gpu", full)
+    assert main("kernels", "check") == 1
+    first, hint = capsys.readouterr().err.splitlines()
+    assert first == "error: out of GPU memory (CUDA out of memory)"
+    assert "finished layers are kept" in hint
