@@ -16,7 +16,7 @@ from llmcompress.kernels.launch import Launch
 HERE = Path(__file__).parent / "kernels" / "emulator"
 CSRC = Path(__file__).parents[1] / "src" / "llmcompress" / "kernels" / "csrc"
 COMPILER = shutil.which("g++")
-FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-U_FORTIFY_SOURCE", "-Wall", "-Wno-unknown-pragmas")
+FLAGS = ("-std=c++17", "-O0", "-fPIC", "-shared", "-U_FORTIFY_SOURCE")  # compiling takes longer than running
 
 
 class EmulatorError(Exception):
@@ -28,18 +28,20 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="llmcompress-emulator-")
 
 
-def _compile(name: str, *arguments: str) -> Path:
-    target = Path(_folder().name) / f"{name}.so"
-    command = [str(COMPILER), *FLAGS, f"-I{HERE}", *arguments, "-o", str(target)]
+def _compile(target: str, *arguments: str) -> Path:
+    path = Path(_folder().name) / target
+    command = [str(COMPILER), *FLAGS, *arguments, "-o", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise EmulatorError(f"{' '.join(command)}\n{done.stderr}")
-    return target
+    return path
 
 
 @functools.cache
 def _scheduler() -> ctypes.CDLL:
-    library = ctypes.CDLL(str(_compile("scheduler", str(HERE / "scheduler.cpp"))))
+    """What runs blocks; with it the header that all kernels include is compiled, for speed."""
+    _compile("emulator.h.gch", "-w", "-x", "c++-header", str(HERE / "emulator.h"))
+    library = ctypes.CDLL(str(_compile("scheduler.so", str(HERE / "scheduler.cpp"))))
     library.emulator_run.restype = ctypes.c_char_p
     return library
 
@@ -49,14 +51,12 @@ def _built(source: Path, defines: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
     """A source as a library with all of its kernels; built once per session."""
     scheduler = Path(_scheduler()._name)
     kernels = re.findall(r"^KERNEL (?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(", source.read_text(), re.MULTILINE)
-    wrapper = (
-        Path(_folder().name)
-        / f"{source.parent.name}-{source.stem}-{'-'.join(f'{name}{value}' for name, value in defines)}.cpp"
-    )
+    variant = "-".join([source.parent.name, source.stem, *(f"{name}{value}" for name, value in defines)])
+    wrapper = Path(_folder().name) / f"{variant}.cpp"
     wrapper.write_text(f'#include "{source}"\n' + "".join(f"EMULATE({name})\n" for name in kernels))
     macros = [f"-D{name}={value}" for name, value in defines]
-    options = ["-include", "emulator.h", f"-I{CSRC}", *macros, str(wrapper), str(scheduler)]
-    library = ctypes.CDLL(str(_compile(wrapper.stem, *options)))
+    options = [f"-I{_folder().name}", "-include", "emulator.h", f"-I{CSRC}", *macros, str(wrapper), str(scheduler)]
+    library = ctypes.CDLL(str(_compile(f"{variant}.so", *options)))
     for name in kernels:
         getattr(library, f"emulator_kinds_{name}").restype = ctypes.c_char_p
     return library

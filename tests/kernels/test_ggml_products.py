@@ -6,12 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from emulated import COMPILER, EmulatedLauncher
 from llmcompress.grids.base import BLOCK_TYPES
 from llmcompress.kernels import ggml
 from llmcompress.kernels.errors import TakesNotError
 from llmcompress.kernels.ggml_layout import TYPES, block_weight
+from llmcompress.kernels.shapes import shared_limit
 from llmcompress.packing.ggml import LAYOUTS, unpack
 
 gguf = pytest.importorskip("gguf")
@@ -147,6 +150,37 @@ def test_any_order_of_blocks_and_threads_gives_the_same(spec):
 
 
 @ALL
+@pytest.mark.parametrize(("multiprocessors", "width"), [(1, 512), (2, 2304), (3, 5120)])
+def test_blocks_that_take_several_tiles_keep_them_apart(spec, multiprocessors, width):
+    data = blocks(spec, 100, of_width(spec, width), top=0x9F)
+    weight, x = block_weight(data, spec), torch.randn(3, width).half()
+    launcher = EmulatedLauncher(multiprocessors=multiprocessors)
+    y = ggml.matmul(launcher, x, weight)
+    assert launcher.launches[0].grid[1] < 7
+    assert torch.equal(y, ggml.matmul(EmulatedLauncher(multiprocessors=132), x, weight))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.integers(1, 32),
+    st.integers(1, 200_000),
+    st.integers(1, 160),
+    st.sampled_from(TYPES),
+    st.sampled_from(["sm_80", "sm_89", "sm_90"]),
+)
+def test_launches_cover_the_channels_evenly(tokens, channels, processors, name, architecture):
+    launcher = EmulatedLauncher(architecture, processors)
+    launch = ggml.matmul_launch(tokens, channels, BLOCK_TYPES[name], torch.float16, launcher)
+    across, tiles = 8 * dict(launch.kernel.defines)["TOKENS"], -(-channels // 16)
+    assert launch.kernel in list(ggml.variants(architecture))
+    assert launch.shared <= shared_limit(architecture)
+    assert 0 <= launch.grid[0] * across - tokens < across
+    each = -(-tiles // launch.grid[1])
+    assert launch.grid[1] == -(-tiles // each)  # none could be left out
+    assert launch.grid[0] * launch.grid[1] <= max(2 * processors, launch.grid[0])
+
+
+@ALL
 def test_scales_of_zero_give_zeros(spec):
     weight = block_weight(blocks(spec, 16, of_width(spec, 256), top=0) * 0, spec)
     assert not ggml.matmul(EmulatedLauncher(), torch.full((3, 256), 65504.0).half(), weight).any()
@@ -167,5 +201,5 @@ def test_what_no_kernel_takes_is_refused():
     with pytest.raises(TakesNotError, match="bias"):
         ggml.matmul(launcher, torch.zeros(1, 256).half(), weight, torch.zeros(1))
     with pytest.raises(TakesNotError, match="channels"):
-        ggml.matmul_launch(1, 65536 * 16, spec, torch.float16)
+        ggml.matmul_launch(1, 65536 * 16, spec, torch.float16, launcher)
     assert not launcher.launches

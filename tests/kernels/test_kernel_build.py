@@ -12,7 +12,8 @@ from llmcompress.kernels.cache import Cache, Made, directory_of
 from llmcompress.kernels.compilers import Nvcc, Nvrtc, find_compiler
 from llmcompress.kernels.errors import CompileError, KernelsError
 from llmcompress.kernels.launch import Kernel
-from llmcompress.kernels.source import expanded
+from llmcompress.kernels.source import expanded, source_text
+from llmcompress.kernels.variants import variants
 
 SCALE = """
 extern "C" __global__ void scale(float* x, int n) {
@@ -209,3 +210,15 @@ def test_keys_do_not_mix_fields_up():
     made = Made("a", "b", (("X", 1),), "sm_90", "c")
     assert made.key != Made("a", "b", (("X1", 1),), "sm_90", "c").key
     assert made.key == Made("a", "b", (("X", 1),), "sm_90", "c").key
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_89", "sm_90"])
+def test_nvrtc_alone_compiles_every_source(architecture):
+    """Without any header of a toolkit: one variant of each; all of them are built by `kernels check`."""
+    compiler = compiler_or_skip(Nvrtc)
+    one_each = {kernel.source: kernel for _, kernel in variants(architecture)}
+    assert len(one_each) >= 8
+    for kernel in one_each.values():
+        cubin = compiler(source_text(kernel.source), kernel.defines, architecture)
+        assert architecture_of(cubin)[0] == ELF_MACHINE_CUDA
+        assert kernel.name.encode() in cubin

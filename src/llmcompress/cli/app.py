@@ -97,6 +97,9 @@ def _unforeseen(error: Exception) -> int:
     """The exit code of an error that no part of this program has put into words. What is a bug is raised."""
     if isinstance(error, _USAGE):
         return _misused(error)
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, for the memory of a GPU
+        hint = "finished layers are kept; try a smaller --batch, or --device cpu"
+        return _failed(RunError(f"out of GPU memory ({str(error).partition('. ')[0]})", hint))
     if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
         # the system's own words, such as a full disk, where nothing nearer knew what was being written
         return _failed(RunError(str(error), "finished layers are kept; the same command goes on"))

@@ -1,6 +1,7 @@
 """y = x W^T for 1 to 128 rows: from shapes to a launch of `csrc/matmul.cu`."""
 
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ def matmul(
     plan = plan_of(x.shape[0], weight, launcher)
     x = _aligned(x if weight.order is None else x[:, weight.order])
     launcher(
-        Launch(kernel_of(plan, x.dtype), plan.grid, (plan.threads, 1, 1), plan.shared),
+        _launch(plan, x.dtype),
         *(weight.codes, weight.scales, optional(weight.zeros, y, torch.uint8)),
         *(x, optional(bias, y, x.dtype), y),
         *(workspace.partial(plan.partial), workspace.counters(plan.counters)),
@@ -49,6 +50,11 @@ def plan_of(rows: int, weight: TiledWeight, launcher: Launcher) -> Partition:
         raise TakesNotError(f"kernels take matrices of up to {MOST} rows and columns")
     problem = Problem(rows, weight.outputs, weight.inputs, weight.spec)
     return partition.best(problem, launcher.architecture, launcher.multiprocessors)
+
+
+@cache
+def _launch(plan: Partition, dtype: torch.dtype) -> Launch:
+    return Launch(kernel_of(plan, dtype), plan.grid, (plan.threads, 1, 1), plan.shared)
 
 
 def kernel_of(plan: Partition, dtype: torch.dtype) -> Kernel:

@@ -136,6 +136,8 @@ def variants(problem: Problem, architecture: str) -> Iterator[Partition]:
     """All variants of the kernel that fit a device, on one block each."""
     limit = shared_limit(architecture)
     for tiles, warps_n, warps_k in SHAPES:
+        if tiles == 8 and problem.spec.group < INPUTS:  # too many registers
+            continue
         for blocks in (2, 1) if tiles == 1 or (tiles == 2 and problem.spec.bits < 8) else (1,):  # as registers allow
             plan = Partition(problem, tiles, warps_n, warps_k, 2, blocks, 1)
             spare = (limit + _RESERVED) // blocks - _RESERVED - plan.shared

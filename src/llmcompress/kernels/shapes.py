@@ -9,6 +9,7 @@ from llmcompress.kernels.errors import TakesNotError
 MOST = (1 << 31) - 1  # what kernels count with
 MOST_BLOCKS = 65535  # of channels: in the second dimension of a grid
 SHARED = {"sm_80": 163 << 10, "sm_87": 163 << 10, "sm_90": 227 << 10}  # bytes a block may have
+RESERVED = 1 << 10  # that each block takes besides
 LEAST_SHARED = 99 << 10  # on all others from sm_80
 
 

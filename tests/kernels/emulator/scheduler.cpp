@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "emulator.h"
+#include "races.h"
 
 using namespace emulator;
 
@@ -37,18 +37,12 @@ struct Warp {
     unsigned arrived, kind, epoch;
     std::vector<unsigned char> in;
 };
-// The latest accesses of a byte of shared memory: when (barriers passed by block and warp) and by whom.
-struct Seen {
-    unsigned written, written_in_warp, writer, read, read_in_warp, reader;
-    bool several_warps, several_lanes;  // have read it since
-};
-
 std::vector<Fiber> fibers;
 std::vector<Warp> warps;
 std::vector<unsigned char> stacks;
 std::deque<unsigned> ready;
 std::vector<Range> ranges;
-std::vector<Seen> seen;
+Races shared_races(MOST_SHARED);
 alignas(1024) unsigned char shared[MOST_SHARED];
 unsigned shared_bytes, running, waiting_for_block, epoch;
 jmp_buf scheduler;
@@ -137,37 +131,10 @@ void run_block(unsigned count) {
     if (left) failure = "threads wait for others that have gone another way (barrier or warp operation not met by all)";
 }
 
-bool races(unsigned at, unsigned in_warp, unsigned by) {
-    return at == epoch && by != running && (by / 32 != running / 32 || in_warp == warps[running / 32].epoch);
-}
-
-void note_read(Seen &byte, unsigned in_warp) {
-    const bool same_warp = byte.reader / 32 == running / 32;
-    byte.several_warps = byte.read == epoch && (byte.several_warps || !same_warp);
-    byte.several_lanes = byte.read == epoch && same_warp && byte.read_in_warp == in_warp &&
-                         (byte.several_lanes || byte.reader != running);
-    byte.read = epoch, byte.read_in_warp = in_warp, byte.reader = running;
-}
-
-bool races_with_reads(const Seen &byte, unsigned in_warp) {
-    return byte.read == epoch && (byte.several_warps || races(byte.read, byte.read_in_warp, byte.reader) ||
-                                  (byte.several_lanes && byte.read_in_warp == in_warp));
-}
-
 void note(unsigned first, unsigned bytes, Access access) {
-    const unsigned in_warp = warps[running / 32].epoch;
-    for (unsigned i = first; i < first + bytes; i++) {
-        Seen &byte = seen[i];
-        if (races(byte.written, byte.written_in_warp, byte.writer))
-            fail("shared byte %u: %s races with the write of thread %u", i, access == READ ? "read" : "write",
-                 byte.writer);
-        if (access == READ) {
-            note_read(byte, in_warp);
-        } else {
-            if (races_with_reads(byte, in_warp)) fail("shared byte %u: write races with a read", i);
-            byte.written = epoch, byte.written_in_warp = in_warp, byte.writer = running;
-        }
-    }
+    const Moment now{epoch, warps[running / 32].epoch, running};
+    for (unsigned i = first; i < first + bytes; i++)
+        if (const char *race = shared_races.note(i, access, now)) fail("shared byte %u: %s", i, race);
 }
 
 void finish(const std::vector<Copy> &copies) {
@@ -276,7 +243,6 @@ const char *emulator_run(void (*call)(const uint64_t *), const uint64_t *argumen
         if (kinds[i] == 'p' && given[i]) given[i] += GLOBAL;
     kernel = call, values = given.data(), shared_bytes = bytes;
     emulator_place.block_size = block, emulator_place.grid_size = grid;
-    seen.resize(MOST_SHARED);
     order.seed(seed);
     std::vector<unsigned> blocks(grid.x * grid.y * grid.z);
     for (unsigned i = 0; i < blocks.size(); i++) blocks[i] = i;

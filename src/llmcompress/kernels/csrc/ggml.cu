@@ -1,7 +1,8 @@
 // Products of 16-bit inputs and weights in blocks of GGML's types. Codes are multiplied as they are, exactly; scales go
 // to the float32 sums of a group.
 //
-// 8 * TOKENS tokens by 16 channels for each block of WARPS warps, which share the inputs. BITS, BFLOAT as in ggml.cuh.
+// 8 * TOKENS tokens for each block of WARPS warps, which share the inputs; STAGES records at once for each warp. BITS,
+// BFLOAT as in ggml.cuh.
 #include "ggml.cuh"
 
 // The inputs of one token that a lane owns in a chunk: b of two steps.
@@ -13,64 +14,57 @@ DEVICE uint4 load_inputs(const unsigned short *row, int chunk) {
     return make_uint4(first.x, first.y, last.x, last.y);
 }
 
-// y [tokens, channels] = x weight^T + bias. x [tokens, width] in rows of `stride` elements, a multiple of 8; width a
-// multiple of 32; records [ceil(channels / 16), ceil(width / 256)]; bias [channels] may be null.
-KERNEL __launch_bounds__(WARPS * 32, 3 - TOKENS)
-ggml_matmul(const unsigned short *x, const uint4 *records, const float *bias, unsigned short *y, int tokens, int channels,
-            int width, int stride) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int first_token = blockIdx.x * TOKENS * 8, count = (width + 255) / 256, chunks = width / 32;
+// Adds one record's part to the sums of 8 * TOKENS tokens. own: inputs of a lane's first token, of which `tokens` are
+// left and `chunks` of these.
+DEVICE void add_products(float (&sums)[TOKENS][4], const Record &record, const unsigned short *own, int chunks,
+                         int tokens, int stride) {
     const unsigned one = BFLOAT ? 0x3f803f80u : 0x3c003c00u, ones[4] = {one, one, one, one};
-    const unsigned short *own = x + size_t(first_token + lane / 4) * stride;
-    float sums[TOKENS][4] = {};
-    Record next;
-    if (warp < count) fetch(next, records, size_t(blockIdx.y) * count + warp);
-    for (int at = warp; at < count; at += WARPS) {
-        const Record now = next;
-        if (at + WARPS < count) fetch(next, records, size_t(blockIdx.y) * count + at + WARPS);
-        const Scales low = scales_of(now, 0), high = scales_of(now, 1);
+    const Scales low = scales_of(record, 0), high = scales_of(record, 1);
 #pragma unroll
-        for (int chunk = 0; chunk < 8; ++chunk) {
-            uint4 inputs[TOKENS];
+    for (int chunk = 0; chunk < 8; ++chunk) {
+        uint4 inputs[TOKENS];
 #pragma unroll
-            for (int t = 0; t < TOKENS; ++t) {
-                const bool inside = first_token + t * 8 + lane / 4 < tokens && at * 8 + chunk < chunks;
-                inputs[t] = inside ? load_inputs(own + size_t(t) * 8 * stride, at * 8 + chunk) : make_uint4(0, 0, 0, 0);
-            }
-            unsigned weights[2][4];
+        for (int t = 0; t < TOKENS; ++t) {
+            const bool inside = t * 8 < tokens && chunk < chunks;
+            inputs[t] = inside ? load_inputs(own + size_t(t) * 8 * stride, chunk) : make_uint4(0, 0, 0, 0);
+        }
+        unsigned weights[2][4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                weights[i / 2][i % 2 * 2] = pair_of(now, chunk, 0, i);
-                weights[i / 2][i % 2 * 2 + 1] = pair_of(now, chunk, 1, i);
-            }
-            float least[2] = {0.0f, 0.0f};
-            if (MINIMA) {
-                least[0] = minimum_of(low, chunk);
-                least[1] = minimum_of(high, chunk);
-            }
+        for (int i = 0; i < 4; ++i) {
+            weights[i / 2][i % 2 * 2] = pair_of(record, chunk, 0, i);
+            weights[i / 2][i % 2 * 2 + 1] = pair_of(record, chunk, 1, i);
+        }
+        float least[2] = {0.0f, 0.0f};
+        if (MINIMA) {
+            least[0] = minimum_of(low, chunk);
+            least[1] = minimum_of(high, chunk);
+        }
 #pragma unroll
-            for (int t = 0; t < TOKENS; ++t) {
-                const unsigned b[2][2] = {{inputs[t].x, inputs[t].y}, {inputs[t].z, inputs[t].w}};
-                float products[4] = {}, of_inputs[4] = {};
+        for (int t = 0; t < TOKENS; ++t) {
+            const unsigned b[2][2] = {{inputs[t].x, inputs[t].y}, {inputs[t].z, inputs[t].w}};
+            float products[4] = {}, of_inputs[4] = {};
 #pragma unroll
-                for (int step = 0; step < 2; ++step) {
-                    Float::mma(products, weights[step], b[step]);
-                    if (MINIMA) Float::mma(of_inputs, ones, b[step]);
-                    if (BITS != 6 && step == 0) continue;
-                    const float scales[2] = {scale_of(low, chunk, step), scale_of(high, chunk, step)};
+            for (int step = 0; step < 2; ++step) {
+                Float::mma(products, weights[step], b[step]);
+                if (MINIMA) Float::mma(of_inputs, ones, b[step]);
+                if (BITS != 6 && step == 0) continue;
+                const float scales[2] = {scale_of(low, chunk, step), scale_of(high, chunk, step)};
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        sums[t][i] = fmaf(scales[i / 2], products[i], sums[t][i]);
-                        if (MINIMA) sums[t][i] = fmaf(-least[i / 2], of_inputs[i], sums[t][i]);
-                        products[i] = 0.0f;
-                    }
+                for (int i = 0; i < 4; ++i) {
+                    sums[t][i] = fmaf(scales[i / 2], products[i], sums[t][i]);
+                    if (MINIMA) sums[t][i] = fmaf(-least[i / 2], of_inputs[i], sums[t][i]);
+                    products[i] = 0.0f;
                 }
             }
         }
     }
+}
 
-    // every warp's sums of 16 channels by 8 * TOKENS tokens; each is then added up in the order of warps
-    float *of_warps = reinterpret_cast<float *>(shared_memory());
+// Writes sums of 16 channels by 8 * TOKENS tokens, those of the warps added up in their order.
+DEVICE void store_sums(const float (&sums)[TOKENS][4], float *of_warps, const float *bias, unsigned short *y,
+                       int first_token, int first_channel, int tokens, int channels) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    sync_block();
 #pragma unroll
     for (int i = 0; i < TOKENS * 4; ++i) {
         const int token = i / 4 * 8 + lane % 4 * 2 + i % 2, channel = i % 4 / 2 * 8 + lane / 4;
@@ -78,13 +72,68 @@ ggml_matmul(const unsigned short *x, const uint4 *records, const float *bias, un
     }
     sync_block();
     for (int i = threadIdx.x; i < TOKENS * 128; i += WARPS * 32) {
-        const int token = i / 16, channel = blockIdx.y * 16 + i % 16;
-        if (first_token + token >= tokens || channel >= channels) continue;
+        const int token = first_token + i / 16, channel = first_channel + i % 16;
+        if (token >= tokens || channel >= channels) continue;
         float sum = 0.0f;
 #pragma unroll
         for (int other = 0; other < WARPS; ++other)
-            sum += load_shared(of_warps + (other * TOKENS * 8 + token) * 17 + i % 16);
+            sum += load_shared(of_warps + (other * TOKENS * 8 + i / 16) * 17 + i % 16);
         if (bias) sum += load(bias + channel);
-        store(y + size_t(first_token + token) * channels + channel, Float::from_float(sum));
+        store(y + size_t(token) * channels + channel, Float::from_float(sum));
     }
+}
+
+// Starts to copy a record to shared memory, if there is one.
+DEVICE void copy_record(bool active, uint4 *to, const uint4 *records, size_t record, unsigned long long policy) {
+#pragma unroll
+    for (int piece = threadIdx.x % 32; piece < PIECES; piece += 32)
+        copy_async_if(active, to + piece, records + record * PIECES + piece, 16, policy);
+    copy_commit();
+}
+
+// The records of a warp one after another: every WARPS-th of a tile of 16 channels, then those of its block's next tile.
+struct Place {
+    int tile, at;
+
+    __device__ __forceinline__ void advance(int count) {
+        at += WARPS;
+        if (at < count) return;
+        at = threadIdx.x / 32;
+        tile += gridDim.y;
+    }
+};
+
+// y [tokens, channels] = x weight^T + bias. x [tokens, width] in rows of `stride` elements, a multiple of 8; width a
+// multiple of 32; records [ceil(channels / 16), ceil(width / 256)]; bias [channels] may be null. Block (x, y) takes
+// every gridDim.y-th 16 channels from y on. Each warp has STAGES records of its own in shared memory.
+KERNEL __launch_bounds__(WARPS * 32, 3 - TOKENS)
+ggml_matmul(const unsigned short *x, const uint4 *records, const float *bias, unsigned short *y, int tokens, int channels,
+            int width, int stride) {
+    const int warp = threadIdx.x / 32, first_token = blockIdx.x * TOKENS * 8, token = first_token + threadIdx.x % 32 / 4;
+    const int count = (width + 255) / 256, tiles = (channels + 15) / 16;
+    uint4 *stages = reinterpret_cast<uint4 *>(shared_memory()) + warp * STAGES * PIECES;
+    float *of_warps = reinterpret_cast<float *>(shared_memory() + WARPS * STAGES * PIECES * 16);
+    const unsigned long long policy = leave_first();
+    Place ahead = {warp < count ? int(blockIdx.y) : tiles, warp};
+#pragma unroll
+    for (int stage = 0; stage < STAGES - 1; ++stage) {
+        copy_record(ahead.tile < tiles, stages + stage * PIECES, records, size_t(ahead.tile) * count + ahead.at, policy);
+        ahead.advance(count);
+    }
+    int stage = 0;
+    for (int tile = blockIdx.y; tile < tiles; tile += gridDim.y) {
+        float sums[TOKENS][4] = {};
+        for (int at = warp; at < count; at += WARPS) {
+            copy_wait<STAGES - 2>();
+            sync_warp();
+            uint4 *free = stages + (stage == 0 ? STAGES - 1 : stage - 1) * PIECES;
+            copy_record(ahead.tile < tiles, free, records, size_t(ahead.tile) * count + ahead.at, policy);
+            ahead.advance(count);
+            const unsigned short *own = x + size_t(token) * stride + at * 256;
+            add_products(sums, read_record<true>(stages + stage * PIECES), own, width / 32 - at * 8, tokens - token, stride);
+            stage = stage + 1 == STAGES ? 0 : stage + 1;
+        }
+        store_sums(sums, of_warps, bias, y, first_token, tile * 16, tokens, channels);
+    }
+    copy_wait<0>();
 }

@@ -32,17 +32,21 @@ struct Record {
     unsigned units;
 };
 
-DEVICE void fetch(Record &into, const uint4 *records, size_t record) {
+template <bool shared, class T> DEVICE T take(const T *at) { return shared ? load_shared(at) : load(at); }
+
+// A lane's part of a record in shared or in global memory.
+template <bool shared> DEVICE Record read_record(const uint4 *at) {
     const int lane = threadIdx.x % 32;
-    const uint4 *at = records + record * PIECES;
+    Record r;
 #pragma unroll
-    for (int i = 0; i < CODES; ++i) into.codes[i] = load_once(at + i * 32 + lane);
+    for (int i = 0; i < CODES; ++i) r.codes[i] = take<shared>(at + i * 32 + lane);
 #pragma unroll
-    for (int i = 0; i < FURTHER; ++i) into.further[i] = load_once(at + (CODES + i) * 32 + lane);
+    for (int i = 0; i < FURTHER; ++i) r.further[i] = take<shared>(at + (CODES + i) * 32 + lane);
     const uint4 *heads = at + (CODES + FURTHER) * 32;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) into.heads[half] = load(heads + half * 8 + lane / 4);
-    if (BITS == 6) into.units = load(reinterpret_cast<const unsigned *>(heads + 16) + lane / 4);
+    for (int half = 0; half < 2; ++half) r.heads[half] = take<shared>(heads + half * 8 + lane / 4);
+    if (BITS == 6) r.units = take<shared>(reinterpret_cast<const unsigned *>(heads + 16) + lane / 4);
+    return r;
 }
 
 DEVICE unsigned word(const uint4 &of, int i) { return i == 0 ? of.x : i == 1 ? of.y : i == 2 ? of.z : of.w; }

@@ -12,8 +12,7 @@ KERNEL ggml_values(const uint4 *records, Value *values, int channels, int width)
     const int lane = threadIdx.x % 32, count = (width + 255) / 256;
     const int at = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     if (at >= count) return;
-    Record record;
-    fetch(record, records, size_t(blockIdx.y) * count + at);
+    const Record record = read_record<false>(records + (size_t(blockIdx.y) * count + at) * PIECES);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int channel = blockIdx.y * 16 + half * 8 + lane / 4;

@@ -17,24 +17,28 @@ constexpr int THREADS = WARPS_M * WARPS_N * 32;
 constexpr int TILES_M = TILE_M / WARPS_M / 16;     // of a warp, 16 tokens each
 constexpr int GROUPS_N = TILE_N / WARPS_N / 32;    // of a warp, 32 channels each, in
 constexpr int TILES_N = GROUPS_N * 4;              // of 8
-constexpr int STAGE = (TILE_M + TILE_N) * CHUNKS;  // 16-byte pieces
+constexpr int STAGE = (TILE_M + TILE_N) * CHUNKS;  // pieces of 16 bytes
 
 // Where piece `chunk` of a row lies: any eight rows that one ldmatrix reads have it in eight different places. Those
 // of tokens are neighbours; those of channels are pairs, eight apart, so that a thread ends up with eight in a row.
 DEVICE int token_piece(int row, int chunk) { return row * CHUNKS + (chunk ^ (row & 7)); }
 DEVICE int channel_piece(int row, int chunk) { return row * CHUNKS + (chunk ^ ((row & 1) | (row >> 2 & 6))); }
 
+// Starts to copy one tile of inputs. Rows after the last token or channel are copies of it, and are not stored.
 DEVICE void copy_tile(uint4 *stage, const signed char *x, const signed char *weight, int first_token,
                       int first_channel, int tokens, int channels, int padded, int tile) {
+    constexpr int AT_ONCE = THREADS / CHUNKS;  // rows
+    const int chunk = threadIdx.x % CHUNKS, at = tile * TILE_K + chunk * 16;
 #pragma unroll
-    for (int piece = threadIdx.x; piece < STAGE; piece += THREADS) {
-        const int row = piece / CHUNKS, chunk = piece % CHUNKS;
-        const bool of_x = row < TILE_M;
-        const int at = of_x ? first_token + row : first_channel + row - TILE_M;
-        const bool inside = at < (of_x ? tokens : channels);
-        const signed char *from = (of_x ? x : weight) + size_t(inside ? at : 0) * padded + tile * TILE_K + chunk * 16;
-        const int to = of_x ? token_piece(row, chunk) : TILE_M * CHUNKS + channel_piece(row - TILE_M, chunk);
-        copy_async(stage + to, reinterpret_cast<const uint4 *>(from), inside ? 16 : 0);
+    for (int row = threadIdx.x / CHUNKS; row < TILE_M; row += AT_ONCE) {
+        const signed char *from = x + size_t(min(first_token + row, tokens - 1)) * padded + at;
+        copy_async(stage + token_piece(row, chunk), reinterpret_cast<const uint4 *>(from));
+    }
+    stage += TILE_M * CHUNKS;
+#pragma unroll
+    for (int row = threadIdx.x / CHUNKS; row < TILE_N; row += AT_ONCE) {
+        const signed char *from = weight + size_t(min(first_channel + row, channels - 1)) * padded + at;
+        copy_async(stage + channel_piece(row, chunk), reinterpret_cast<const uint4 *>(from));
     }
 }
 

@@ -1,0 +1,140 @@
+"""Linears on codes: by kernels on the emulator, or decoded by torch where no kernel takes them, and then said so."""
+
+import pytest
+import torch
+
+from emulated import COMPILER, EmulatedLauncher
+from llmcompress.grids.base import (
+    BLOCK_TYPES,
+    INPUT_SPECS,
+    CodebookSpec,
+    GridSpec,
+    Int8Spec,
+    Nf4Spec,
+    ProgressiveSpec,
+)
+from llmcompress.grids.coded import Coded
+from llmcompress.grids.fitting import fit
+from llmcompress.grids.inputs import InputGrid
+from llmcompress.grids.int8_inputs import ByThreshold
+from llmcompress.kernels.linear import Linears
+
+CPU = torch.device("cpu")
+BF16 = torch.bfloat16
+SPECS = [
+    GridSpec(4, 64),
+    GridSpec(3, -1, symmetric=False),
+    GridSpec(5, 32),
+    GridSpec(8, -1, type="fp8"),
+    ProgressiveSpec(32),
+    CodebookSpec(3),
+    Nf4Spec(),
+    Int8Spec(),
+    BLOCK_TYPES["Q4_K"],
+    BLOCK_TYPES["IQ4_NL"],
+]
+
+
+def coded_of(spec, rows=48, width=256, order=None):
+    generator = torch.Generator().manual_seed(2)
+    weight = torch.randn(rows, width, generator=generator) * 0.1
+    grid = fit(weight, spec, clip="minmax", search="fast", **({} if order is None else {"order": order}))
+    return Coded(grid.encode(weight), grid)
+
+
+def inputs_of(shape, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("at_once", [1 << 24, 16 * 256])
+def test_what_torch_decodes_is_the_decoded_matrix(spec, at_once, monkeypatch):
+    monkeypatch.setattr("llmcompress.kernels.decoded._AT_ONCE", at_once)
+    coded, bias = coded_of(spec), inputs_of((48,))
+    x = inputs_of((2, 3, 256))
+    linear = Linears(CPU, None, print)(coded, bias, torch.float32, None)
+    assert linear.kernel == "torch"
+    wanted = x.double() @ coded.decode().double().T + bias.double()
+    bound = 1e-5 * (x.abs().double() @ coded.decode().abs().double().T + 1)
+    assert ((linear(x).double() - wanted).abs() <= bound).all()
+
+
+def test_codes_of_four_bits_take_half_a_byte():
+    linear = Linears(CPU, None, print)(coded_of(GridSpec(4, 64)), None, torch.float32, None)
+    assert linear.product.words.shape == (48, 128)
+    linear = Linears(CPU, None, print)(coded_of(GridSpec(8, 64)), None, torch.float32, None)
+    assert linear.product.words.shape == (48, 256)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="there is no g++")
+@pytest.mark.parametrize(
+    ("spec", "inputs", "kernel", "ran"),
+    [
+        (GridSpec(4, 64), None, "w4a16", {"matmul"}),
+        (GridSpec(4, 64), "int8-token", "w4a16", {"matmul"}),
+        (GridSpec(8, -1), "int8-token", "w8a8", {"quantise", "int8_matmul"}),
+        (GridSpec(8, -1), "fp8-token", "w8a16", {"matmul"}),
+        (ProgressiveSpec(32), "int8-token", "w4a8", {"quantise", "progressive_matmul"}),
+        (BLOCK_TYPES["Q4_K"], None, "Q4_K", {"ggml_matmul"}),
+    ],
+)
+def test_kernels_run_and_agree_with_rounded_inputs_times_the_decoded_matrix(spec, inputs, kernel, ran):
+    launcher, said = EmulatedLauncher(), []
+    coded, bias = coded_of(spec), inputs_of((48,), BF16)
+    rounding = None if inputs is None else InputGrid(INPUT_SPECS[inputs])
+    linear = Linears(CPU, launcher, said.append)(coded, bias, BF16, rounding)
+    x = inputs_of((1, 3, 256), BF16)
+    y = linear(x)
+    assert (linear.kernel, linear.rounds, said) == (kernel, inputs is not None, [])
+    assert {launch.kernel.name for launch in launcher.launches} == ran
+    assert y.shape == (1, 3, 48)
+    seen = x.double() if rounding is None else rounding.rounded(x.float()).double()
+    wanted = seen @ coded.decode().double().T + bias.double()
+    magnitudes = seen.abs() @ coded.decode().abs().double().T
+    assert ((y.double() - wanted).abs() <= 2**-7 * wanted.abs() + 2**-8 * magnitudes).all()
+
+
+@pytest.mark.skipif(COMPILER is None, reason="there is no g++")
+def test_groups_in_the_order_of_activations_go_by_kernels():
+    coded = coded_of(GridSpec(4, 64), order=torch.randperm(256, generator=torch.Generator().manual_seed(1)))
+    launcher = EmulatedLauncher()
+    linear = Linears(CPU, launcher, print)(coded, None, BF16, None)
+    x = inputs_of((2, 256), BF16)
+    wanted = x.double() @ coded.decode().double().T
+    assert ((linear(x).double() - wanted).abs() <= 2**-7 * wanted.abs() + 1e-4).all()
+    many = inputs_of((130, 256), BF16)
+    wanted = many.double() @ coded.decode().double().T
+    bound = 2**-7 * (wanted.abs() + many.double().abs() @ coded.decode().abs().double().T)
+    assert ((linear(many).double() - wanted).abs() <= bound).all()
+    assert [launch.kernel.name for launch in launcher.launches] == ["matmul", "dequantise"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype", "inputs", "words"),
+    [
+        (GridSpec(4, 16), BF16, None, "groups"),
+        (GridSpec(4, 64), torch.float32, None, "float32"),
+        (GridSpec(8, -1, type="fp8"), BF16, None, "fp8-row"),
+        (CodebookSpec(3), BF16, None, "codebook3-row"),
+        (Nf4Spec(), BF16, None, "nf4"),
+        (Int8Spec(), BF16, ByThreshold(6.0), "int8-absmax"),
+        (ProgressiveSpec(32), BF16, None, "int8"),
+        (BLOCK_TYPES["IQ4_NL"], BF16, None, "IQ4_NL"),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_what_no_kernel_takes_is_said_once_and_done_by_torch(spec, dtype, inputs, words):
+    class Idle:
+        architecture, multiprocessors = "sm_90", 132
+
+        def __call__(self, launch, *arguments):
+            raise AssertionError("a kernel ran")
+
+    said = []
+    make = Linears(CPU, Idle(), said.append)
+    linears = [make(coded_of(spec), None, dtype, inputs) for _ in range(3)]
+    assert [linear.kernel for linear in linears] == ["torch"] * 3
+    assert len(said) == 1
+    assert words in said[0]
+    assert "\n" not in said[0]
+    assert linears[0](inputs_of((1, 256), dtype)).isfinite().all()
