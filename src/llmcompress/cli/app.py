@@ -73,8 +73,6 @@ def _run() -> int:
         code = _INTERRUPTED
     except MemoryError:
         return _failed(RunError("out of memory", "try a smaller --batch"))
-    except RuntimeError as error:
-        return _out_of_gpu_memory() if type(error).__name__ == "OutOfMemoryError" else _unforeseen(error)
     except BrokenPipeError:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123 (else Python complains as it ends)
         return _failed(RunError("what reads this command's output has gone"))
@@ -87,18 +85,12 @@ def _run() -> int:
     return code if isinstance(code, int) else EXIT_OK
 
 
-def _out_of_gpu_memory() -> int:
-    """The exit code where torch found no room on the GPU; named, not imported, as torch takes a second to import."""
-    hint = "try a smaller --batch, or --max-gpu-memory with what is free; finished layers are kept for the same --batch"
-    return _failed(RunError("out of GPU memory", hint))
-
-
 def _unforeseen(error: Exception) -> int:
     """The exit code of an error that no part of this program has put into words. What is a bug is raised."""
     if isinstance(error, _USAGE):
         return _misused(error)
     if type(error).__name__ == "OutOfMemoryError":  # torch's, for the memory of a GPU
-        hint = "finished layers are kept; try a smaller --batch, or --device cpu"
+        hint = "finished layers are kept for the same --batch; else try a smaller one, --max-gpu-memory or --device cpu"
         return _failed(RunError(f"out of GPU memory ({str(error).partition('. ')[0]})", hint))
     if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
         # the system's own words, such as a full disk, where nothing nearer knew what was being written
