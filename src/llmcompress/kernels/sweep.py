@@ -1,6 +1,6 @@
 """The column loops of GPTQ and of descent as one kernel for each block of columns."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -63,6 +63,11 @@ class KernelSweeper:
         size, rows = columns.shape
         launch = Launch(kernel, (-(-rows // _ROWS), 1, 1), (32 * _ROWS, 1, 1), _SHARED)
         self.launcher(launch, *tensors, rows, size, start, errors.shape[0])
+
+
+def variants(architecture: str) -> Iterator[Kernel]:
+    """Every kernel there is."""
+    yield from (_ROUND, _MOVE)
 
 
 def gpu_sweeper(device: torch.device, say: Callable[[str], None]) -> KernelSweeper | None:
