@@ -151,6 +151,12 @@ EARLY = {
     "a recipe that is none": (recipe("steps: ["), RUN, ["recipe.yaml", "not valid YAML"]),
     "a value that is none": (recipe("steps: [{method: rtn, bits: !!int ''}]"), RUN, ["recipe.yaml", "not valid YAML"]),
     "no recipe": (nothing, RUN, ["recipe.yaml", "cannot be read"]),
+    "nothing left to round": (
+        nothing,
+        ["int8", "MODEL", "--outliers", "topk", "--outlier-count", "256", "--format", "dense"],
+        ["256 outlier channels leave nothing to round of the 256 inputs", "q_proj"],
+    ),
+    "a rotation of nothing": (nothing, ["rotate", "MODEL", "--no-residual", "--no-values"], ["nothing is turned"]),
     "a group that does not fit": (nothing, [*RTN, "--group-size", "100"], ["group size 100 does not divide", "q_proj"]),
     "a group of nothing": (nothing, [*RTN, "--group-size", "0"], ["group size 0"]),
     "bits nobody has": (nothing, [*RTN, "--bits", "7"], ["bits = 7"]),

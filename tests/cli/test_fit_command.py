@@ -1,12 +1,16 @@
 """`fit` on the command line: a recipe that runs, one document, one line for what cannot be, and nothing left behind."""
 
 import json
+import os
+import re
+import signal
 
 import pytest
 import yaml
 
-from llmcompress.cli.fit import nbytes
-from llmcompress.engine import mixed
+from llmcompress.cli import console
+from llmcompress.cli.budget import nbytes
+from llmcompress.engine import item_losses
 from llmcompress.errors import RecipeError
 
 SHORT = ("--samples", 2, "--length", 32, "--group-size", "32,128", "--threads", 1)
@@ -83,7 +87,7 @@ def test_json_is_one_document_and_the_printed_recipe_is_yaml(tiny_model_dir, kep
 def test_what_cannot_be_is_one_line_and_writes_nothing(
     options, words, tiny_model_dir, tmp_path, main, capsys, monkeypatch
 ):
-    monkeypatch.setattr(mixed, "measured_losses", None)
+    monkeypatch.setattr(item_losses, "measured_losses", None)
     given = (*options, *(() if "--length" in options else ("--length", 32)))
     kept, recipe = tmp_path / "kept.json", tmp_path / "recipe.yaml"
     assert main("fit", tiny_model_dir, *given, "--sensitivity", kept, "-o", recipe) == 2
@@ -91,6 +95,52 @@ def test_what_cannot_be_is_one_line_and_writes_nothing(
     assert shown.count("error: ") == 1
     assert words in shown
     assert list(tmp_path.iterdir()) == []
+
+
+def test_every_start_gets_further_and_the_recipe_is_that_of_one_start(tiny_model_dir, tmp_path, main, capsys):
+    """By deadlines, by SIGTERM and by a kill: what is finished is not measured again."""
+    asked = ("fit", tiny_model_dir, "--bpw", 5, "--bits", "4,8", "--format", "gptq", *SHORT)
+    recipe, whole = tmp_path / "recipe.yaml", tmp_path / "whole.yaml"
+    assert main(*asked, "-o", whole, "--sensitivity", tmp_path / "whole.json") == 0
+    capsys.readouterr()
+    done = []
+    for _ in range(8):
+        assert main(*asked, "-o", recipe, "--sensitivity", tmp_path / "a.json", "--deadline", 0) == 75
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        assert f"finished layers are kept in {recipe}.work" in shown.err
+        done.append(re.search(r"(\d) of 9 steps done", shown.err)[1])
+        assert not recipe.exists()
+        (tmp_path / "recipe.yaml.work" / "record-gradient.partial").unlink(missing_ok=True)  # as a kill may
+    assert "".join(done) == "12345678"
+    assert main(*asked, "--bits", "2,8", "-o", recipe, "--sensitivity", tmp_path / "b.json") == 2
+    assert "holds another run: grids" in capsys.readouterr().err
+    assert main(*asked, "-o", recipe, "--sensitivity", tmp_path / "a.json") == 0
+    assert recipe.read_bytes() == whole.read_bytes()
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "whole.json").read_bytes()
+    assert not (tmp_path / "recipe.yaml.work").exists()
+
+
+def test_sigterm_stops_after_the_step_and_too_little_memory_is_refused(
+    tiny_model_dir, tmp_path, main, capsys, monkeypatch
+):
+    asked = ("fit", tiny_model_dir, "--bpw", 5, "--bits", "4,8", *SHORT, "-o", tmp_path / "recipe.yaml")
+    assert main(*asked, "--max-memory", 0.1) == 2
+    assert "--max-memory allows 0.10" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    at = console.Steps.at
+
+    def terminated(steps, done, of):
+        if done == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        at(steps, done, of)
+
+    monkeypatch.setattr(console.Steps, "at", terminated)
+    assert main(*asked, "--junit", tmp_path / "a.xml", "--log-format", "json") == 75
+    events = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [event["event"] for event in events] == ["started", "planned", *["progress"] * 3, "stopped"]
+    assert events[1]["memory_bytes"] > 250_000_000
+    assert "<skipped" in (tmp_path / "a.xml").read_text()
 
 
 def test_sizes_have_units():

@@ -119,6 +119,15 @@ def test_a_recipe_is_printed_as_json_too(main, capsys, tiny_model_dir):
     assert json.loads(capsys.readouterr().out)["steps"][0]["bits"] == 3
 
 
+def test_a_plan_names_the_step_whose_values_are_stored(main, capsys, tiny_model_dir):
+    assert main("plan", "wanda", tiny_model_dir, "--sparsity", 0.5, "--set", "o_proj: {skip: true}", "--json") == 0
+    pruned = json.loads(capsys.readouterr().out)["matrices"]
+    assert {(item["method"], item["pruner"], item["grid"]) for item in pruned} == {("wanda", "wanda", None)}
+    assert main("plan", "rtn", tiny_model_dir, "--group-size", 64, "--json") == 0
+    rounded = json.loads(capsys.readouterr().out)["matrices"]
+    assert {(item["method"], item["pruner"]) for item in rounded} == {("rtn", None)}
+
+
 def test_what_a_models_code_prints_is_not_in_the_document(main, capsys, compressed, monkeypatch):
     read = llmcompress.store.headers.read_json
 

@@ -89,6 +89,9 @@ WRONG = {
     "{output: {format: gptqq}, steps: [{method: rtn}]}": ["unknown format 'gptqq' (did you mean 'gptq'?"],
     "steps: [{method: gptq}, {method: awq}]": ["step 2, awq, comes after gptq"],
     "steps: [{method: awq}, {method: rotate}, {method: rtn}]": ["step 2, rotate, comes after awq"],
+    "steps: [{method: rotate, residual: false, values: false}]": [
+        "step 1: rotate: with residual and values both false"
+    ],
     "steps: [{method: awq}]": ["awq makes weights fit for rounding, and no step rounds them"],
     "steps: [{method: rtn}, {method: gptq}]": ["step 2, gptq, is the second one that rounds"],
     "steps: [{method: gptq}, {method: wanda, sparsity: 0.5}]": ["step 2, wanda, comes after gptq"],

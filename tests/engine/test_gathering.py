@@ -12,7 +12,7 @@ from llmcompress.model.gradients import drawn
 from llmcompress.model.skeleton import load_config
 from llmcompress.store.checkpoint import Checkpoint
 
-SEED, LENGTH, SAMPLES = 5, 12, 3
+SEED, LENGTH, SAMPLES, FITTED = 5, 12, 3, 2
 TOKENS = torch.randint(3, 96, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(7))
 SPACES = {
     "llama": {"self_attn.k_proj": "attn_in", "self_attn.v_proj": "attn_in", "mlp.down_proj": "mlp_hidden"},
@@ -50,7 +50,7 @@ def measured(path, spaces, tmp_path):
     made = {}
 
     def gathering(number):
-        made[number] = ByWindow(spaces, grams=True)
+        made[number] = ByWindow(spaces, grams=True, fitted=FITTED)
         return made[number]
 
     paths = [list(spaces)] * len(model.layers)
@@ -68,11 +68,13 @@ def test_sums_are_those_of_the_gradients_of_whole_windows(random_model_dir, tmp_
             fisher = found[number, below]
             torch.testing.assert_close(fisher.outputs, squares.sum(1), rtol=1e-4, atol=1e-12)
             torch.testing.assert_close(fisher.inputs, squares.sum(0), rtol=1e-4, atol=1e-12)
-            gram = sum(gradient.T @ gradient for gradient in windows)
-            judge = made[number].weighed(below).double()
-            torch.testing.assert_close(judge, gram / gram.diagonal().sum(), rtol=1e-3, atol=1e-6)
+            for fitted, part in ((True, windows[:FITTED]), (False, windows[FITTED:])):
+                gram = sum(gradient.T @ gradient for gradient in part)
+                judge = made[number].weighed(below, fitted).double()
+                torch.testing.assert_close(judge, gram / gram.diagonal().sum(), rtol=1e-3, atol=1e-6)
         for space in set(spaces.values()):
-            rows = torch.cat(inputs[number, space])
+            entered = inputs[number, space]  # once for each matrix that reads the space
+            rows = torch.cat(entered[: FITTED * len(entered) // SAMPLES])
             # the first of the matrices that read a space counts its inputs, once
             seen = made[number].seen(space).double() * len(rows)
             expected = rows.T @ rows * seen.trace() / (rows.T @ rows).trace()
@@ -90,17 +92,17 @@ def test_experts_have_gradients_of_their_own_and_gram_matrices_together(random_m
         windows = [window[fused][expert] for window in gradients]
         squares = sum(gradient.square() for gradient in windows) / TOKENS.numel()
         torch.testing.assert_close(found[1, below].outputs, squares.sum(1), rtol=1e-4, atol=1e-12)
-    together = sum(torch.einsum("eoi,eoj->ij", window[fused], window[fused]) for window in gradients)
+    together = sum(torch.einsum("eoi,eoj->ij", window[fused], window[fused]) for window in gradients[:FITTED])
     expected = together / together.diagonal().sum()
     for expert in (0, 3):
-        judge = made[1].weighed(f"mlp.experts.{expert}.down_proj").double()
+        judge = made[1].weighed(f"mlp.experts.{expert}.down_proj", True).double()
         torch.testing.assert_close(judge, expected, rtol=1e-3, atol=1e-6)
 
 
 def test_without_compensation_no_gram_matrix_is_summed(random_model_dir):
-    gathered = ByWindow(SPACES["llama"], grams=False)
+    gathered = ByWindow(SPACES["llama"], grams=False, fitted=1)
     x, gradient = torch.ones(1, 2, 3), torch.ones(1, 2, 4)
-    gathered.add("mlp.down_proj", gathered.part(x, gradient))
+    gathered.add("mlp.down_proj", gathered.part(x, gradient), 0)
     assert gathered.finish()["mlp.down_proj"].outputs.tolist() == [12.0] * 4
     with pytest.raises(KeyError):
         gathered.seen("mlp_hidden")

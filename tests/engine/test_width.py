@@ -171,3 +171,42 @@ def test_models_without_a_feed_forward_that_is_known_are_refused(family, words, 
     with pytest.raises(PlanError, match=words):
         width(random_model_dir(family), tmp_path / "out", ids[0], ratio=0.5)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("family", READERS)
+@pytest.mark.parametrize("repair", [True, False])
+def test_verify_knows_the_source_of_a_narrower_model(family, repair, random_model_dir, ids, tmp_path):
+    model, out = random_model_dir(family, **MORE.get(family, {})), tmp_path / "out"
+    width(model, out, ids[0], ratio=0.5, repair=repair)
+    checks = verify(out, model)
+    assert passed(checks), checks
+    other = random_model_dir(family, **{**MORE.get(family, {}), "max_position_embeddings": 64})
+    assert not passed(verify(out, other))
+
+
+@pytest.mark.parametrize("damage", ["a row of up", "a row of q", "other channels", "no channels", "down as it was"])
+def test_verify_sees_what_does_not_come_from_the_source(damage, random_model_dir, ids, tmp_path):
+    model, out = random_model_dir("llama"), tmp_path / "out"
+    width(model, out, ids[0], ratio=0.5)
+    tensors, channels = load_file(out / "model.safetensors"), dict(np.load(out / CHANNELS))
+    below, wanted = "model.layers.1.", "model.layers.1.mlp.up_proj.weight does not hold"
+    if damage == "a row of up":
+        tensors[f"{below}mlp.up_proj.weight"][3] *= 2
+    elif damage == "a row of q":
+        tensors[f"{below}self_attn.q_proj.weight"][3] *= 2
+        wanted = "q_proj.weight differs from the source"
+    elif damage == "other channels":
+        channels["1"] = np.setdiff1d(np.arange(96), channels["1"])[:48]
+    elif damage == "no channels":
+        (out / CHANNELS).unlink()
+        wanted = "channels.npz cannot be read"
+    else:
+        original = load_file(model / "model.safetensors")[f"{below}mlp.down_proj.weight"]
+        tensors[f"{below}mlp.down_proj.weight"] = original[:, torch.from_numpy(channels["1"])].contiguous()
+        wanted = "holds those of the source"
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    if damage != "no channels":
+        np.savez(out / CHANNELS, **channels)
+    [source] = [check for check in verify(out, model) if check.name == "source"]
+    assert not source.ok
+    assert wanted in source.detail

@@ -43,7 +43,7 @@ def options(
     os.umask(os.umask(0o077) | 0o002)  # what libraries write is not for everybody to change either
     os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here ever needs a network
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch: tensors of megabytes in pages of megabytes, soon touched
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch: large tensors in large pages
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if context.invoked_subcommand not in SHARED:

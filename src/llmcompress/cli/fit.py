@@ -1,13 +1,15 @@
 """`fit`: a recipe that gives every matrix the bits it needs, within a size."""
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from llmcompress.cli import console
+from llmcompress.cli import budget, console
 from llmcompress.cli import options as o
+from llmcompress.cli.log import log
+from llmcompress.cli.stopping import Stop
+from llmcompress.cli.structured import tell_plan
 from llmcompress.errors import RecipeError
 from llmcompress.grids.base import INTEGER_BITS, PER_ROW
 from llmcompress.recipe import DEFAULT_FORMAT, Calibration, Output, Recipe, build, methods
@@ -22,24 +24,13 @@ a part of its weights. The recipe carries the KL divergence, the bits and the by
 `llmcompress eval` of the result shows them beside what it measures. \
 For types of GGUF see `llmcompress gguf --bpw`."""
 
-BUDGET = "Budget"
-Size = Annotated[
-    str | None,
-    typer.Option(
-        "--size", help="All weight files, embeddings included: 90MB, 1.5GB (10^9 bytes).", rich_help_panel=BUDGET
-    ),
-]
-Bpw = Annotated[
-    float | None,
-    typer.Option("--bpw", help="Bits per weight of what is quantised, scales included.", rich_help_panel=BUDGET),
-]
 Kl = Annotated[
     float | None,
     typer.Option(
         "--kl",
         help="The smallest result whose expected KL divergence is at most this, in nats per token; with --size or "
         "--bpw, within that.",
-        rich_help_panel=BUDGET,
+        rich_help_panel=budget.PANEL,
     ),
 ]
 Out = Annotated[
@@ -59,19 +50,11 @@ GroupSizes = Annotated[
         "--group-size", help="Input channels per scale to choose from, as far as they divide a width; -1: whole rows."
     ),
 ]
-Sensitivity = Annotated[
-    Path | None,
-    typer.Option(
-        "--sensitivity",
-        help="Keep what is measured in this file, or take it from there: no other size needs measuring.",
-        rich_help_panel=BUDGET,
-    ),
-]
 Work = Annotated[
     Path | None,
     typer.Option(
         "--work",
-        help="Directory for hidden states while measuring. Default: that of the recipe.",
+        help="Work directory while measuring, with which the next start goes on. Default: RECIPE.work.",
         rich_help_panel=o.RUNNING,
     ),
 ]
@@ -86,10 +69,8 @@ Patterns = Annotated[
 
 OPTIONS: dict[str, tuple[Any, Any]] = {
     "model": (o.Model, ...),
-    "size": (Size, None),
-    "bpw": (Bpw, None),
+    **budget.options("what is quantised, scales included", kept="sensitivity"),
     "kl": (Kl, None),
-    "sensitivity": (Sensitivity, None),
     "method": (MethodName, "gptq"),
     "bits": (Bits, ",".join(map(str, INTEGER_BITS))),
     "group_size": (GroupSizes, "32,64,128"),
@@ -99,10 +80,10 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "overwrite": (Overwrite, False),
     "format_": (o.Format, DEFAULT_FORMAT),
     "shard_size": o.RUN_OPTIONS["shard_size"],
-    **{name: o.RUN_OPTIONS[name] for name in ("calibration", "field", "samples", "length", "seed")},
-    **{name: o.MEANS[name] for name in ("target", "tp", "device", "threads", "max_memory")},
+    **o.taken("calibration", "field", "samples", "length", "seed"),
+    **o.taken("target", "tp", "device", "threads", "max_memory"),
     "work": (Work, None),
-    **{name: o.MEANS[name] for name in ("trust_remote_code", "json_", "junit", "log_format", "quiet")},
+    **o.taken("deadline", "trust_remote_code", "json_", "junit", "log_format", "quiet"),
 }
 
 
@@ -113,32 +94,35 @@ def register(app: typer.Typer) -> None:
 
 def fit(**values: Any) -> None:
     """Measure, choose, write, tell."""
-    from tempfile import TemporaryDirectory
-
     from transformers.utils import logging
 
     from llmcompress.engine.mixed import fitted_to_grids
-    from llmcompress.engine.plan import Options
-    from llmcompress.store.files import existing, writing
 
     wanted, recipe, out = _asked(values), recipe_of(values), values["out"]
     _refuse_place(out, values["overwrite"])
     logging.disable_progress_bar()
-    folder = values["work"] or (out.parent if out is not None else Path())
-    place = existing(folder)
-    with (
-        console.Steps("measuring", values["quiet"] or values["json_"]) as steps,
-        writing(place),
-        TemporaryDirectory(prefix="fit-", dir=place) as scratch,
-    ):
-        options = Options(
-            out=Path(scratch) / "out",
-            max_memory=o.gigabytes("--max-memory", values["max_memory"]),
-            **{name: values[name] for name in ("device", "threads", "trust_remote_code", "target", "tp")},
+    quiet, work = values["quiet"] or (values["json_"] and not log.active), _work(values)
+    options = o.means({**values, "out": work / "out", "work": work, "overwrite": False})
+    kept = f"finished layers are kept in {work}; run the same command again to go on"
+    with console.Steps("measuring", quiet, Stop(values["deadline"]), kept) as steps:
+        found = fitted_to_grids(
+            recipe,
+            values["model"],
+            options,
+            wanted,
+            steps.at,
+            lambda memory: tell_plan({"memory_bytes": memory}, quiet),
         )
-        found = fitted_to_grids(recipe, values["model"], options, wanted, steps.at)
     _write(out, found.recipe.as_yaml(), values["overwrite"])
     _tell(found, values)
+
+
+def _work(values: dict[str, Any]) -> Path:
+    """Where layers that are measured are kept until all are."""
+    if values["work"] is not None:
+        return Path(values["work"])
+    beside = values["out"] or values["sensitivity"]
+    return Path("fit.work") if beside is None else beside.with_name(f"{beside.name}.work")
 
 
 def recipe_of(values: dict[str, Any]) -> Recipe:
@@ -156,30 +140,18 @@ def _asked(values: dict[str, Any]) -> "Asked":
     from llmcompress.engine.allotment import Budget
     from llmcompress.engine.mixed import Asked
 
-    size, bpw, kl = values["size"], values["bpw"], values["kl"]
-    if size is not None and bpw is not None:
-        raise RecipeError("--size and --bpw both say how large the result is to be", "give one of them")
-    if size is bpw is kl is None:
+    kl, room = values["kl"], budget.budget(values)
+    if kl is None and room == Budget():
         raise RecipeError("nothing says how large the result is to be", "give --size, --bpw or --kl")
-    for option, value, usual in (("--bpw", bpw, 3.5), ("--kl", kl, 0.05)):
-        if value is not None and not 0 < value <= 64:  # not for nan either
-            raise RecipeError(f"{option} {value} is no number that it can be", f"write for example {option} {usual}")
+    if kl is not None:
+        budget.refuse_no_number("--kl", kl, 0.05)
     return Asked(
-        Budget(None if size is None else nbytes("--size", size), bpw),
+        room,
         _numbers("--bits", values["bits"], INTEGER_BITS),
         _numbers("--group-size", values["group_size"], None),
         kl,
         values["sensitivity"],
     )
-
-
-def nbytes(option: str, text: str) -> int:
-    """A size with its unit in bytes; without one it is in GB."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*([kKMG]?B|)", text.strip())
-    scale = {"": 1e9, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9}.get(found[2].upper() if found else "?")
-    if found is None or scale is None or float(found[1]) * scale > 1e18:
-        raise RecipeError(f"{option} {text!r} is no size", f"write for example {option} 90MB")
-    return int(float(found[1]) * scale)
 
 
 def _numbers(option: str, text: str, known: tuple[int, ...] | None) -> list[int]:
@@ -221,6 +193,8 @@ def _write(out: Path | None, text: str, overwrite: bool) -> None:
 
 
 def _tell(found: "Fitted", values: dict[str, Any]) -> None:
+    from llmcompress.engine.resources import peak_memory
+
     expected = found.recipe.expected
     assert expected is not None
     if values["json_"]:
@@ -234,6 +208,7 @@ def _tell(found: "Fitted", values: dict[str, Any]) -> None:
                     for item, grid, loss in found.losses
                 ],
                 "ledger": found.ledger.as_json(),
+                "peak_memory_bytes": peak_memory(),
             }
         )
         return

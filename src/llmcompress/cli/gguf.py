@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from llmcompress.cli import console
+from llmcompress.cli import budget, console
 from llmcompress.cli import options as o
 from llmcompress.cli.jobs import Job
 from llmcompress.cli.stopping import Stop
@@ -34,26 +34,6 @@ Type = Annotated[
     typer.Option(
         "--type",
         help="File type such as Q4_K_M; see `llmcompress list types`. Repeatable: a file of each.",
-        rich_help_panel=TYPES,
-    ),
-]
-Bpw = Annotated[
-    float | None,
-    typer.Option(
-        "--bpw",
-        help="In place of a type: bits per weight of all tensors together; types are chosen by measured loss.",
-        rich_help_panel=TYPES,
-    ),
-]
-Size = Annotated[
-    float | None,
-    typer.Option("--size", help="The same by the size of the file in GB (10^9 bytes).", rich_help_panel=TYPES),
-]
-Losses = Annotated[
-    Path | None,
-    typer.Option(
-        "--losses",
-        help="Keep what --bpw or --size measures in this file, or take it from there: no other size needs measuring.",
         rich_help_panel=TYPES,
     ),
 ]
@@ -127,9 +107,7 @@ _SIZES = {"--type": "type_", "--bpw": "bpw", "--size": "size"}
 OPTIONS: dict[str, tuple[Any, Any]] = {
     "model": (Model, ...),
     "type_": (Type, None),
-    "bpw": (Bpw, None),
-    "size": (Size, None),
-    "losses": (Losses, None),
+    **budget.options("all tensors together, in place of a type; types are chosen by measured loss", kept="losses"),
     "tensor_type": (TensorTypes, None),
     "output_type": (OutputType, None),
     "embedding_type": (EmbeddingType, None),
@@ -198,7 +176,8 @@ def _named(values: dict[str, Any]) -> Path:
     """The default output: beside the model, named after the budget."""
     from llmcompress.engine.places import called_after
 
-    size = f"{values['bpw']:g}bpw" if values["bpw"] is not None else f"{values['size']:g}GB"
+    wanted = budget.budget(values)
+    size = f"{wanted.bits:g}bpw" if wanted.nbytes is None else f"{wanted.nbytes / 1e9:g}GB"
     return called_after(values["model"], f"{size}.gguf")
 
 
@@ -206,21 +185,17 @@ def _budgeted(values: dict[str, Any]) -> Job:
     """The job of a budget: types are chosen first, which measures on text."""
     from transformers.utils import logging
 
-    from llmcompress.engine.allotment import Budget
     from llmcompress.engine.budget import SMALLEST, fitted_to_budget
 
     refuse_several("choosing types by a size")
-    bits = values["bpw"]
-    if bits is not None and not 0 <= bits <= 64:  # not for nan either
-        raise RecipeError(f"--bpw {bits} is not a number of bits", "write for example --bpw 4.5")
-    budget = Budget(o.gigabytes("--size", values["size"]), bits)
+    wanted = budget.budget(values)
     recipe = recipe_of({**values, "type_": SMALLEST})
     logging.disable_progress_bar()
     stop = Stop(values["deadline"])
     kept = "losses are kept by --losses once all are measured; run the same command again"
     # the deadline does not stop measuring, of which nothing would be kept: a later start would get no further
     with console.Steps("measuring", values["quiet"] or values["json_"], lambda done: stop(0), kept) as steps:
-        found, ledger = fitted_to_budget(recipe, values["model"], o.means(values), budget, values["losses"], steps.at)
+        found, ledger = fitted_to_budget(recipe, values["model"], o.means(values), wanted, values["losses"], steps.at)
     return Job(found, values, ledger.entries, stop)
 
 

@@ -266,6 +266,12 @@ MEANS: dict[str, tuple[Any, Any]] = {
 }
 
 
+def taken(*names: str) -> dict[str, tuple[Any, Any]]:
+    """Some of the options of runs, for a command that is none."""
+    both = {**RUN_OPTIONS, **MEANS}
+    return {name: both[name] for name in names}
+
+
 def field_options(step: type[Method] | type[Pruner] | type[Transform]) -> dict[str, tuple[Any, Any]]:
     """Options from the fields of a step: name to (annotation, default)."""
     return {name: _option(name, field) for name, field in step.model_fields.items() if name != "gguf"}
@@ -333,11 +339,11 @@ def kv_cache(values: Mapping[str, Any]) -> Cache | None:
 
 
 def means(values: dict[str, Any]) -> "Options":
-    """Places and means of a run, from the values of its options."""
+    """Places and means, from the values of those options that a command has."""
     from llmcompress.engine.plan import Options
 
-    given = {name: values[name] for name in Options.__dataclass_fields__}
-    return Options(**{**given, "max_memory": gigabytes("--max-memory", values["max_memory"])})
+    given = {name: values[name] for name in Options.__dataclass_fields__ if name in values}
+    return Options(**{**given, "max_memory": gigabytes("--max-memory", values.get("max_memory"))})
 
 
 def parse_set(values: list[str] | None) -> dict[str, dict[str, Any]]:

@@ -38,19 +38,28 @@ def report(
 ) -> None:
     """Write one HTML page about outputs, side by side: needs no network and nothing beside it.
 
-    What was done to every matrix, size, perplexity, KL divergence along the text, the ledger, time and memory.
+    What was done to every matrix, size, perplexity, KL divergence along the text, the ledger, time and memory; of
+    depth, width and lora what was removed or added, with the figures of each layer.
     """
     from llmcompress.report.inputs import read_outputs
     from llmcompress.report.page import render
+    from llmcompress.report.structure import is_structural, read_structural, render_structural
     from llmcompress.store.files import refuse_existing, write_whole
 
     refuse_existing(page, overwrite)
-    found = read_outputs(outputs, evaluation or [], timings or [])
-    write_whole(page, render(found).encode(), overwrite)
-    if json_:
-        console.print_json({"output": str(page), "outputs": [output.name for output in found]})
+    if any(is_structural(path) for path in outputs):
+        if timings:
+            raise RecipeError("depth, width and lora write no timings", "leave --timings out")
+        changed = read_structural(outputs, evaluation or [])
+        names, text = [output.name for output in changed], render_structural(changed)
     else:
-        console.say(f"{page}: {len(found)} outputs, {console.size(page.stat().st_size)}")
+        found = read_outputs(outputs, evaluation or [], timings or [])
+        names, text = [output.name for output in found], render(found)
+    write_whole(page, text.encode(), overwrite)
+    if json_:
+        console.print_json({"output": str(page), "outputs": names})
+    else:
+        console.say(f"{page}: {len(names)} outputs, {console.size(page.stat().st_size)}")
 
 
 def schema(

@@ -49,7 +49,7 @@ def _facts(plan: "Plan") -> dict[str, Any]:
                 "shape": [e.out_features, e.in_features],
                 "grid": e.grid.name if e.grid else None,
                 "inputs": e.inputs.name if e.inputs else None,
-                "method": m.name,
+                "method": m.name if e.grid or p is None else p.name,  # the step whose values are stored
                 "pruner": None if p is None else p.name,
                 "sparsity": None if p is None else p.share,
                 "pattern": None if p is None else p.pattern,

@@ -1,17 +1,20 @@
 """`depth` and `width`: models that lose layers, or channels of their feed-forward, and stay plain models."""
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any, Literal
 
 import typer
 
 from llmcompress.cli import console
 from llmcompress.cli import options as o
-
-if TYPE_CHECKING:
-    from llmcompress.engine.plan import Options
-    from llmcompress.recipe import Calibration
+from llmcompress.cli.log import log
+from llmcompress.cli.stopping import Stop
+from llmcompress.recipe import Calibration, build
 
 _FEW_WINDOWS = 8  # enough to tell layers apart, where every layer costs passes of its own
+_NOTHING_KEPT = "nothing is kept of an output under way; the same command begins again"
 
 Drop = Annotated[int, typer.Option("--drop", min=1, help="Layers to drop.", show_default=False)]
 By = Annotated[
@@ -32,7 +35,7 @@ DepthSamples = Annotated[
     typer.Option(
         "--samples",
         min=1,
-        help=f"Windows of text. Default: 128, and {_FEW_WINDOWS} by kl.",
+        help=f"Windows of text. Default: {Calibration().samples}, and {_FEW_WINDOWS} by kl.",
         rich_help_panel=o.CALIBRATION,
     ),
 ]
@@ -53,47 +56,66 @@ Score = Annotated[
         help="energy: those go that add least to the outputs. cost: those that the others make up for best.",
     ),
 ]
-Repair = Annotated[bool, typer.Option("--repair/--no-repair", help="Fit what reads the channels to those that stay.")]
+Refit = Annotated[bool, typer.Option("--repair/--no-repair", help="Fit what reads the channels to those that stay.")]
+
+
+_TEXT = o.taken("calibration", "field", "samples", "length", "seed")
+_MEANS = o.taken(
+    "device", "compute_dtype", "batch", "threads", "max_memory", "deadline", "trust_remote_code", "dry_run",
+    "json_", "junit", "log_format", "quiet",
+)  # fmt: skip
+COMMON = {**_TEXT, **_MEANS}
+"""Options of every command that changes a model's structure, or adds to it."""
+
+DEPTH = """Drop whole decoder layers: those that the model misses least.
+
+The result is a plain model with fewer layers, which anything loads that loads the original, and which every other \
+command takes. Dropping hurts more than rounding: expect to fine-tune afterwards."""
+DEPTH_OPTIONS: dict[str, tuple[Any, Any]] = {
+    "model": (o.Model, ...),
+    "drop": (Drop, ...),
+    "by": (By, "similarity"),
+    "keep_first": (KeepFirst, 2),
+    "keep_last": (KeepLast, 1),
+    "contiguous": (Contiguous, False),
+    **o.taken("out", "overwrite"),
+    **COMMON,
+    "samples": (DepthSamples, None),
+}
+
+WIDTH = """Make the feed-forward of every layer narrower: channels go, and what reads them makes up for it.
+
+A channel is a row of gate and up and a column of down. Those that add least to the outputs go, and down_proj is \
+fitted by least squares to what is left, on text that has passed the pruned layers before. The result is a plain \
+model with another intermediate_size."""
+WIDTH_OPTIONS: dict[str, tuple[Any, Any]] = {
+    "model": (o.Model, ...),
+    "ffn": (Ffn, None),
+    "ratio": (Ratio, None),
+    "multiple_of": (MultipleOf, 64),
+    "by": (Score, "energy"),
+    "refit": (Refit, True),
+    **o.taken("out", "overwrite"),
+    **COMMON,
+}
 
 
 def register(app: typer.Typer) -> None:
-    app.command("depth", rich_help_panel="Compress")(depth)
-    app.command("width", rich_help_panel="Compress")(width)
+    for name, work, options, doc in (
+        ("depth", depth, DEPTH_OPTIONS, DEPTH),
+        ("width", width, WIDTH_OPTIONS, WIDTH),
+    ):
+        app.command(name, rich_help_panel="Compress")(o.command(work, options, name, doc))
 
 
-def depth(
-    model: o.Model,
-    drop: Drop,
-    out: o.Out = None,
-    by: By = "similarity",
-    keep_first: KeepFirst = 2,
-    keep_last: KeepLast = 1,
-    contiguous: Contiguous = False,
-    overwrite: o.Overwrite = False,
-    calibration: o.Source = "default",
-    field: o.Field = None,
-    samples: DepthSamples = None,
-    length: o.Length = 512,
-    seed: o.Seed = 0,
-    device: o.Device = "auto",
-    compute_dtype: o.ComputeDtype = "auto",
-    batch: o.Batch = None,
-    threads: o.Threads = None,
-    trust_remote_code: o.Trust = False,
-    dry_run: o.DryRun = False,
-    json_: o.Json = False,
-    quiet: o.Quiet = False,
-) -> None:
-    """Drop whole decoder layers: those that the model misses least.
-
-    The result is a plain model with fewer layers, which anything loads that loads the original, and which every other
-    command takes. Dropping hurts more than rounding: expect to fine-tune afterwards.
-    """
+def depth(**values: Any) -> None:
+    """Plan, choose layers, write, tell."""
     from llmcompress.engine.depth import Asked, plan_depth, prune_depth
 
-    samples = samples or (_FEW_WINDOWS if by == "kl" else 128)
-    asked = Asked(drop, by, keep_first, keep_last, contiguous)
-    plan = plan_depth(model, asked, text_of(locals()), options_of(locals()))
+    by, drop = values["by"], values["drop"]
+    samples = values["samples"] or (_FEW_WINDOWS if by == "kl" else Calibration().samples)
+    asked = Asked(drop, by, values["keep_first"], values["keep_last"], values["contiguous"])
+    plan = plan_depth(values["model"], asked, text_of({**values, "samples": samples}), o.means(values))
     facts = {
         "output": str(plan.subject.out),
         "layers": plan.layers,
@@ -101,101 +123,84 @@ def depth(
         "by": by,
         "passes": round(plan.passes, 1),
         "scratch_bytes": plan.scratch_bytes,
+        "memory_bytes": plan.memory_bytes,
     }
-    if dry_run:
-        tell(facts, json_)
-        return
-    _without_bars()
-    with console.Steps("layers", quiet or json_) as steps:
-        report = prune_depth(plan, steps.at)
-    gone = ", ".join(map(str, report["depth"]["removed"]))
-    finish(report, str(plan.subject.out), f"{plan.layers - drop} of {plan.layers} layers, without {gone}", json_, quiet)
+
+    def summary(report: dict[str, Any]) -> str:
+        gone = ", ".join(map(str, report["depth"]["removed"]))
+        return f"{plan.layers - drop} of {plan.layers} layers, without {gone}"
+
+    carry_out(facts, values, partial(prune_depth, plan), summary)
 
 
-def width(
-    model: o.Model,
-    ffn: Ffn = None,
-    ratio: Ratio = None,
-    out: o.Out = None,
-    multiple_of: MultipleOf = 64,
-    by: Score = "energy",
-    repair: Repair = True,
-    overwrite: o.Overwrite = False,
-    calibration: o.Source = "default",
-    field: o.Field = None,
-    samples: o.Samples = 128,
-    length: o.Length = 512,
-    seed: o.Seed = 0,
-    device: o.Device = "auto",
-    compute_dtype: o.ComputeDtype = "auto",
-    batch: o.Batch = None,
-    threads: o.Threads = None,
-    trust_remote_code: o.Trust = False,
-    dry_run: o.DryRun = False,
-    json_: o.Json = False,
-    quiet: o.Quiet = False,
-) -> None:
-    """Make the feed-forward of every layer narrower: channels go, and what reads them makes up for it.
-
-    A channel is a row of gate and up and a column of down. Those that add least to the outputs go, and down_proj is
-    fitted by least squares to what is left, on text that has passed the pruned layers before. The result is a plain
-    model with another intermediate_size.
-    """
+def width(**values: Any) -> None:
+    """Plan, choose channels, write, tell."""
     from llmcompress.engine.width import Asked, plan_width, prune_width
 
-    asked = Asked(ffn, ratio, multiple_of, by, repair)
-    plan = plan_width(model, asked, text_of(locals()), options_of(locals()))
+    asked = Asked(*(values[name] for name in ("ffn", "ratio", "multiple_of", "by", "refit")))
+    plan = plan_width(values["model"], asked, text_of(values), o.means(values))
     facts = {
         "output": str(plan.subject.out),
         "channels": plan.before,
         "left": plan.width,
         "output_bytes": plan.derived.nbytes,
         "passes": 1,
+        "memory_bytes": plan.memory_bytes,
     }
-    if dry_run:
-        tell(facts, json_)
-        return
-    _without_bars()
-    with console.Steps("layers", quiet or json_) as steps:
-        report = prune_width(plan, steps.at)
-    finish(report, str(plan.subject.out), f"{plan.width} of {plan.before} channels", json_, quiet)
+    carry_out(facts, values, partial(prune_width, plan), lambda _: f"{plan.width} of {plan.before} channels")
 
 
-def text_of(values: dict[str, Any]) -> "Calibration":
+def text_of(values: dict[str, Any]) -> Calibration:
     """What the calibration options say."""
-    from llmcompress.recipe import Calibration, build
-
     text: Calibration = build(Calibration, o.calibration(values), "the calibration options")
     return text
 
 
-def options_of(values: dict[str, Any]) -> "Options":
-    """Places and means, from the values of those options that a command has."""
-    from llmcompress.engine.plan import Options
+def carry_out(
+    facts: dict[str, Any],
+    values: dict[str, Any],
+    work: Callable[[Callable[[int, int], None]], dict[str, Any]],
+    summary: Callable[[dict[str, Any]], str],
+) -> None:
+    """Tell the plan's `facts` and stop there, or do the `work` and tell of its report, in short by `summary`."""
+    from transformers.utils import logging
 
-    return Options(**{name: values[name] for name in Options.__dataclass_fields__ if name in values})
+    if values["dry_run"]:
+        _show(facts, values["json_"])
+        return
+    quiet, begun = values["quiet"] or (values["json_"] and not log.active), time.perf_counter()
+    tell_plan(facts, quiet)
+    logging.disable_progress_bar()
+    with console.Steps("layers", quiet, Stop(values["deadline"]), _NOTHING_KEPT) as steps:
+        report = work(steps.at)
+    result = {**report, "output": facts["output"], **_spent(begun)}
+    if not quiet:
+        console.ledger(report["ledger"])
+    if values["json_"]:
+        console.print_json(result)
+    if log.active:
+        log.event("written", output=facts["output"], bytes=report["output_bytes"], **_spent(begun))
+    elif not values["json_"]:
+        console.say(f"{facts['output']}: {summary(report)}, {console.size(report['output_bytes'])}")
 
 
-def tell(facts: dict[str, Any], as_json: bool) -> None:
+def tell_plan(facts: dict[str, Any], quiet: bool) -> None:
+    """What is about to be done, for programs; people are told what memory it takes."""
+    log.event("planned", **facts)
+    if not (quiet or log.active):
+        console.say(f"needs about {console.size(facts['memory_bytes'])} of memory")
+
+
+def _spent(begun: float) -> dict[str, Any]:
+    from llmcompress.engine.resources import peak_memory
+
+    return {"seconds": round(time.perf_counter() - begun, 2), "peak_memory_bytes": peak_memory()}
+
+
+def _show(facts: dict[str, Any], as_json: bool) -> None:
     """A plan, printed."""
     if as_json:
         console.print_json(facts)
         return
     shown = {key: console.size(value) if key.endswith("_bytes") else str(value) for key, value in facts.items()}
     console.table(None, ("", ""), [(key.removesuffix("_bytes").replace("_", " "), text) for key, text in shown.items()])
-
-
-def finish(report: dict[str, Any], output: str, what: str, as_json: bool, quiet: bool) -> None:
-    """A report, printed."""
-    if as_json:
-        console.print_json({**report, "output": output})
-        return
-    if not quiet:
-        console.ledger(report["ledger"])
-    console.say(f"{output}: {what}, {console.size(report['output_bytes'])}")
-
-
-def _without_bars() -> None:
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -9,6 +10,7 @@ import torch
 
 from llmcompress.engine.decoded import DecodedHeaders, decoded_headers
 from llmcompress.engine.matrices import matrices_of
+from llmcompress.engine.pass_memory import lora_memory
 from llmcompress.engine.plan import Options
 from llmcompress.engine.subject import Subject, open_subject
 from llmcompress.errors import CheckpointError, PlanError
@@ -36,13 +38,17 @@ class Target:
 
 @dataclass(frozen=True)
 class LoraPlan:
-    """subject: the compressed model. original: headers of what it was made from. by: what is made least."""
+    """subject: the compressed model. original: headers of what it was made from. by: what is made least.
+
+    memory_bytes: an estimate.
+    """
 
     subject: Subject
     original: ModelHeaders
     targets: tuple[Target, ...]
     rank: int
     by: Literal["outputs", "weights"]
+    memory_bytes: int
 
     @property
     def specs(self) -> list[TensorSpec]:
@@ -85,7 +91,9 @@ def plan_lora(
     if not 1 <= rank < min(narrow.shape):
         rows, columns = narrow.shape
         raise PlanError(f"--rank {rank} is no low rank for {narrow.name}, which is {rows} x {columns}")
-    return LoraPlan(subject, source, targets, rank, by)
+    memory = partial(lora_memory, subject.sizes, by_outputs=by == "outputs")
+    subject = subject.within(memory)
+    return LoraPlan(subject, source, targets, rank, by, memory(subject.means))
 
 
 def _targets(subject: Subject, source: ModelHeaders) -> tuple[Target, ...]:

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from llmcompress.engine.collect import outputs_and_energy
 from llmcompress.engine.forward import Forward, Stream
-from llmcompress.engine.plan import MatrixPlan, Plan
+from llmcompress.engine.matrix_plan import MatrixPlan
+from llmcompress.engine.plan import Plan
 from llmcompress.engine.resources import return_freed_memory
 from llmcompress.model.build import StreamedModel
 from llmcompress.stats.energy import Energy

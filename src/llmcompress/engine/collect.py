@@ -19,7 +19,7 @@ from llmcompress.stats.magnitudes import Magnitudes
 from llmcompress.stats.panels import complete
 
 if TYPE_CHECKING:
-    from llmcompress.engine.plan import MatrixPlan
+    from llmcompress.engine.matrix_plan import MatrixPlan
     from llmcompress.grids.inputs import Seen
 
 

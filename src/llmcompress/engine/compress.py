@@ -15,7 +15,8 @@ from llmcompress.engine.energy import against_rtn, energies
 from llmcompress.engine.forward import Forward
 from llmcompress.engine.gguf_input import GgufHeaders
 from llmcompress.engine.kv_cache import measured
-from llmcompress.engine.plan import MatrixPlan, Plan
+from llmcompress.engine.matrix_plan import MatrixPlan
+from llmcompress.engine.plan import Plan
 from llmcompress.engine.progress import Progress
 from llmcompress.engine.pruning import pruned, sparsity_record
 from llmcompress.engine.ranges import input_scale, lend_ranges

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from llmcompress.engine.derived import Derived, calibration_facts, card
 from llmcompress.engine.estimate import ITEM_BYTES, hidden_width
 from llmcompress.engine.fewer_layers import kept_config, kept_headers
+from llmcompress.engine.pass_memory import depth_memory
 from llmcompress.engine.places import check_room
 from llmcompress.engine.plan import Options
 from llmcompress.engine.removal import Removal
@@ -50,13 +52,17 @@ class Asked:
 
 @dataclass(frozen=True)
 class DepthPlan:
-    """What a run will do. layer_passes: how often text runs through one layer. scratch_bytes: of hidden states."""
+    """What a run will do. layer_passes: how often text runs through one layer. scratch_bytes: of hidden states.
+
+    memory_bytes: an estimate.
+    """
 
     subject: Subject
     asked: Asked
     layers: int
     layer_passes: int
     scratch_bytes: int
+    memory_bytes: int
 
     @property
     def passes(self) -> float:
@@ -86,7 +92,9 @@ def plan_depth(model: Path, asked: Asked, text: Calibration, options: Options | 
     kept_config(
         subject.anatomy, range(layers - asked.drop), subject.options.trust_remote_code
     )  # whether it can be said
-    return DepthPlan(subject, asked, layers, passed, scratch)
+    memory = partial(depth_memory, subject.sizes, compared=asked.by == "kl")
+    subject = subject.within(memory)
+    return DepthPlan(subject, asked, layers, passed, scratch, memory(subject.means))
 
 
 def prune_depth(plan: DepthPlan, watch: Watch = lambda done, of: None) -> dict[str, Any]:

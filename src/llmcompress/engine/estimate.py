@@ -15,10 +15,10 @@ from llmcompress.transforms.base import Scaling
 from llmcompress.transforms.rotate import Rotate
 
 if TYPE_CHECKING:
-    from llmcompress.engine.plan import MatrixPlan
+    from llmcompress.engine.matrix_plan import MatrixPlan
 
-_WITH_MODEL = 286_000_000  # Python with torch and transformers' model code, without the files of libraries
-_ALGEBRA = 26_000_000  # more once a matrix is factorised
+WITH_MODEL = 286_000_000  # Python with torch and transformers' model code, without the files of libraries
+ALGEBRA = 26_000_000  # more once a matrix is factorised
 _WITHOUT_MODEL = 272_000_000  # the same without a model and its forward passes
 _WITH_GGUF = 26_000_000  # more with the gguf package and a vocabulary
 _ENCODED = 12  # bytes that each weight of a chunk takes while it is encoded for GGUF
@@ -27,7 +27,7 @@ _TURNED = 3  # bytes for each of the largest tensor's where it is rotated, which
 _AT_WORK = 40  # bytes for each number of the rows that are being rotated, in float64
 _BY_OUTPUT = 128  # bytes for each number of the rows whose ranges are searched by the error of outputs
 _SAMPLED = 1024  # tokens kept of an input where scales are searched
-_PER_THREAD = 24_000_000  # buffers that torch's libraries keep for each further one
+PER_THREAD = 24_000_000  # buffers that torch's libraries keep for each further one
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -135,8 +135,8 @@ def _memory(
         if any(isinstance(step, Scaling) for step in recipe.transforms):
             seen = sum({plan.space: plan.entry.in_features for plan in layer if plan.expert is None}.values())
             most = max(most, loaded + _scaling(layer, means, running + tokens * (means.threads + 1) * item * seen))
-    more += _ALGEBRA if any(plan.inverts for layer in layers for plan in layer) else 0
-    return _WITH_MODEL + more + _PER_THREAD * (means.threads - 1) + max(table + 4 * tokens * width * item, most)
+    more += ALGEBRA if any(plan.inverts for layer in layers for plan in layer) else 0
+    return WITH_MODEL + more + PER_THREAD * (means.threads - 1) + max(table + 4 * tokens * width * item, most)
 
 
 def _scaling(layer: "Sequence[MatrixPlan]", means: Means, running: int) -> int:

@@ -14,11 +14,11 @@ P = TypeVar("P")
 
 class Gathering(Protocol, Generic[P]):
     """Of one layer. `part` is for any thread, of the input [..., in] of a matrix and the gradient [..., out] at its
-    output; `add` and `finish` are for one thread, in order."""
+    output; `add` and `finish` are for one thread, in order of the windows' numbers."""
 
     def part(self, x: Tensor, gradient: Tensor) -> P: ...
 
-    def add(self, path: str, part: P) -> None: ...
+    def add(self, path: str, part: P, window: int) -> None: ...
 
     def finish(self) -> dict[str, Fisher]: ...
 
@@ -32,7 +32,7 @@ class ByToken:
     def part(self, x: Tensor, gradient: Tensor) -> Fisher:
         return of_matrix(x, gradient)
 
-    def add(self, path: str, part: Fisher) -> None:
+    def add(self, path: str, part: Fisher, window: int) -> None:
         self._found[path] = self._found[path].plus(part) if path in self._found else part
 
     def finish(self) -> dict[str, Fisher]:
@@ -50,40 +50,44 @@ class ByWindow:
     """Tokens of a window together; Gram matrices beside, where errors are to be made up for in other columns.
 
     spaces: space of each path. grams: whether Gram matrices are summed up, those of the experts of a layer together, as
-    single ones see too few tokens.
+    single ones see too few tokens. fitted: windows, the first ones, whose inputs errors are made up for on; the others
+    tell what these then do to text that nothing was fitted to.
     """
 
-    def __init__(self, spaces: Mapping[str, str], grams: bool) -> None:
+    def __init__(self, spaces: Mapping[str, str], grams: bool, fitted: int) -> None:
         self.spaces = {path: _alike(space) for path, space in spaces.items()}
-        self._grams = grams
+        self._grams, self._fitted = grams, fitted
         # the first matrix that reads a space
         self._owners = set({space: path for path, space in reversed(list(spaces.items()))}.values())
         self._found: dict[str, Fisher] = {}
         self._seen: dict[str, Gram] = {}
-        self._weighed: dict[str, Gram] = {}
+        self._weighed: dict[bool, dict[str, Gram]] = {True: {}, False: {}}  # by whether they were fitted to
 
     def part(self, x: Tensor, gradient: Tensor) -> Window:
         rows, slopes = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
         return Window(rows if self._grams else None, slopes.T @ rows)
 
-    def add(self, path: str, part: Window) -> None:
-        fisher = of_window(part.gradient)
+    def add(self, path: str, part: Window, window: int) -> None:
+        fisher, fitted = of_window(part.gradient), window < self._fitted
         self._found[path] = self._found[path].plus(fisher) if path in self._found else fisher
         if part.x is not None:
-            if path in self._owners:
+            if fitted and path in self._owners:
                 _sum(self._seen, self.spaces[path], part.x)
-            _sum(self._weighed, _alike(path), part.gradient)
+            _sum(self._weighed[fitted], _alike(path), part.gradient)
 
     def finish(self) -> dict[str, Fisher]:
         return self._found
 
     def seen(self, space: str) -> Tensor:
-        """Mean Gram matrix [in, in] of the inputs in one of `spaces`."""
+        """Mean Gram matrix [in, in] of the inputs in one of `spaces`, over the windows that are fitted to."""
         return self._seen[space].mean()
 
-    def weighed(self, path: str) -> Tensor:
-        """Gram matrix [in, in] of a matrix's gradients over windows, by which errors are judged, of trace 1."""
-        gram = self._weighed[_alike(path)].mean()
+    def weighed(self, path: str, fitted: bool) -> Tensor:
+        """Gram matrix [in, in] of a matrix's gradients, by which errors are judged, of trace 1.
+
+        fitted: over the windows that are fitted to, or else over the others.
+        """
+        gram = self._weighed[fitted][_alike(path)].mean()
         return gram / gram.diagonal().sum().clamp_min(1e-30)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llmcompress.engine.plan import MatrixPlan
+from llmcompress.engine.matrix_plan import MatrixPlan
 from llmcompress.engine.settings import matches
 from llmcompress.engine.targets.check import violations
 from llmcompress.engine.targets.table import Target

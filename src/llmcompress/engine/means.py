@@ -10,7 +10,7 @@ from llmcompress.errors import PlanError
 if TYPE_CHECKING:
     from llmcompress.engine.plan import Options
 
-_MARGIN = 1.1  # by which memory may exceed its estimate
+MARGIN = 1.1  # by which memory may exceed its estimate
 _BATCH_TOKENS = 1024  # run through a layer at once: on a processor, what stays in the caches is fastest
 
 
@@ -23,14 +23,14 @@ def choose_means(options: "Options", length: int, cost_of: Callable[[Means], Est
     means = usual_means(options, length)
     cost = cost_of(means)
     limit = options.max_memory
-    while limit is not None and cost.memory_bytes * _MARGIN > limit:
+    while limit is not None and cost.memory_bytes * MARGIN > limit:
         if means.threads > 1 and options.threads is None:
             means = replace(means, threads=means.threads - 1)
         elif means.batch > 1 and options.batch is None:
             means = replace(means, batch=means.batch // 2)
         else:
             raise PlanError(
-                f"up to {cost.memory_bytes * _MARGIN / 1e9:.2f} GB of memory are needed, "
+                f"up to {cost.memory_bytes * MARGIN / 1e9:.2f} GB of memory are needed, "
                 f"--max-memory allows {limit / 1e9:.2f}",
                 "use a shorter --length, --qep-alpha 0, or allow more",
             )

@@ -18,7 +18,7 @@ from llmcompress.engine.matrices import matrices_of
 from llmcompress.engine.plan import Plan
 from llmcompress.engine.ranks import device_of
 from llmcompress.engine.resources import keep_freed_memory
-from llmcompress.engine.sensitivity import EMBEDDING, HEAD, Found, fisher_information
+from llmcompress.engine.sensitivity import EMBEDDING, HEAD, Finished, Found, fisher_information
 from llmcompress.engine.source import config_of, open_checkpoint
 from llmcompress.formats.gguf.imatrix import numbered
 from llmcompress.formats.gguf.tensors import GGUFTensor
@@ -51,13 +51,14 @@ class Measuring:
     def information(
         self,
         paths: Sequence[Sequence[str]],
-        watch: Callable[[], None],
+        folder: Path,
+        watch: Callable[[int], None],
         gathering: Callable[[int], Gathering[Any]] = lambda number: ByToken(),
+        finished: Finished | None = None,
     ) -> Iterator[Found]:
         """Fisher information of the matrices at `paths` of each layer; within, threads work.
 
-        Layers run in float32. watch: told of 2 * layers + 1 steps. Hidden states lie beside the work directory
-        meanwhile.
+        Layers run in float32. The rest as for `fisher_information`.
         """
         plan, options = self.plan, self.plan.options
         model = StreamedModel(
@@ -69,13 +70,9 @@ class Measuring:
             trust_remote_code=options.trust_remote_code,
         )
         keep_freed_memory()
-        folder, seed = existing(plan.work.resolve().parent), plan.recipe.calibration.seed
-        with (
-            writing(folder),
-            TemporaryDirectory(prefix="gradients-", dir=folder) as scratch,
-            threads(plan.means.threads),
-        ):
-            yield fisher_information(model, self.tokens, paths, seed, Path(scratch), watch, gathering)
+        seed = plan.recipe.calibration.seed
+        with writing(folder), threads(plan.means.threads):
+            yield fisher_information(model, self.tokens, paths, seed, folder, watch, gathering, finished)
 
 
 def measure(plan: Plan, tensors: Sequence[GGUFTensor], ledger: Ledger, watch: Callable[[int, int], None]) -> Losses:
@@ -88,15 +85,16 @@ def measure(plan: Plan, tensors: Sequence[GGUFTensor], ledger: Ledger, watch: Ca
     paths: list[list[str]] = [[] for _ in range(1 + max(layer for layer, _ in places.values()))]
     for layer, below in places.values():
         paths[layer].append(below)
-    steps, of = count(1), 2 * len(paths) + 1 + len(tensors)
-
-    def step() -> None:
-        watch(next(steps), of)
-
-    measuring = Measuring.of(plan)
-    with measuring.information(paths, step) as found:
+    gradients = 2 * len(paths) + 1
+    steps, of = count(gradients + 1), gradients + len(tensors)
+    measuring, beside = Measuring.of(plan), existing(plan.work.resolve().parent)
+    with (
+        writing(beside),
+        TemporaryDirectory(prefix="gradients-", dir=beside) as scratch,
+        measuring.information(paths, Path(scratch), lambda done: watch(done, of)) as found,
+    ):
         known = _known(tensors, places, found, ledger)
-        return measured_losses(tensors, known, measuring.checkpoint.read_finite, step)
+        return measured_losses(tensors, known, measuring.checkpoint.read_finite, lambda: watch(next(steps), of))
 
 
 def _known(

@@ -3,15 +3,12 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from hashlib import sha256
 from pathlib import Path
 
 from llmcompress.engine.allotment import Budget, allotted, impossible
 from llmcompress.engine.grid_items import Item, Offer, Rules, items_of, sized, stored_bits
-from llmcompress.engine.grid_losses import measured_losses
 from llmcompress.engine.grid_patterns import patterns_of
-from llmcompress.engine.losses_file import kept_losses
-from llmcompress.engine.measure import Measuring
+from llmcompress.engine.item_losses import losses_of, within
 from llmcompress.engine.plan import Options, Plan, format_of, make_plan
 from llmcompress.engine.targets.check import asked
 from llmcompress.errors import PlanError
@@ -52,14 +49,21 @@ class Fitted:
 
 
 def fitted_to_grids(
-    recipe: Recipe, model: Path, options: Options, wanted: Asked, watch: Watch = lambda done, of: None
+    recipe: Recipe,
+    model: Path,
+    options: Options,
+    wanted: Asked,
+    watch: Watch = lambda done, of: None,
+    begin: Callable[[int], None] = lambda memory: None,
 ) -> Fitted:
     """The recipe with bits and a group size for every matrix, chosen for the least expected KL divergence.
 
     recipe: of a method of integer grids; what its `set` gives bits stays. options: `out` names a place that nothing is
-    written to; hidden states lie beside its work directory meanwhile. watch: told how many steps of all are done.
-    PlanError for what cannot be, before anything is measured where that can be told.
+    written to; `work` is a directory for what is measured, with which a later start goes on, and gone in the end.
+    begin: told, before anything is measured, what memory it will take in bytes. watch: told how many steps of all are
+    done. PlanError for what cannot be, before anything is measured where that can be told.
     """
+    limit, options = options.max_memory, replace(options, max_memory=None)  # which is not that of the run
     rules = _rules(recipe, model, options)
     base = _base(recipe, model, options)
     step = recipe.method
@@ -72,7 +76,7 @@ def fitted_to_grids(
     fitting = _Fitting(recipe, model, options, items, wanted.budget)
     smallest = fitting.smallest()
     ledger = Ledger()
-    losses = _losses(base, items, wanted, ledger, watch)
+    losses = losses_of(within(base, limit), items, wanted.kept, ledger, watch, begin)
     chosen, plan = fitting.least(losses, smallest) if wanted.kl is None else fitting.within(losses, wanted.kl)
     kl = sum(loss for _, _, loss in chosen)
     estimate = plan.estimate
@@ -102,23 +106,6 @@ def _base(recipe: Recipe, model: Path, options: Options) -> Plan:
     dense = recipe.output.model_copy(update={"format": "dense"})
     changed = recipe.model_copy(update={"steps": (*recipe.transforms, widest), "output": dense})
     return make_plan(changed, model, replace(options, target=None, tp=1))
-
-
-def _losses(
-    base: Plan, items: Sequence[Item], wanted: Asked, ledger: Ledger, watch: Watch
-) -> dict[str, dict[str, float]]:
-    """Measured before, or now: by module and name of grid."""
-    measuring = Measuring.of(base)
-    step = base.recipe.method
-    assert step is not None
-    of = {
-        "model": base.headers.contents,
-        "text": sha256(measuring.tokens.numpy().tobytes()).hexdigest(),
-        "method": f"{step.name}, clip {step.clip}",
-    }
-    grids = {matrix.module: item.grids for item in items for matrix in item.matrices}
-    names = {module: [grid.name for grid in choices] for module, choices in grids.items()}
-    return kept_losses(wanted.kept, of, names, lambda: measured_losses(base, measuring, grids, ledger, watch))
 
 
 class _Fitting:

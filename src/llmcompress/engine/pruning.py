@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmcompress.engine.plan import MatrixPlan
+from llmcompress.engine.matrix_plan import MatrixPlan
 from llmcompress.ledger import Ledger
 from llmcompress.methods.base import Statistics
 from llmcompress.solve.prune import Pruned

@@ -12,7 +12,7 @@ from llmcompress.methods.base import Statistics
 from llmcompress.store.checkpoint import DTYPES
 
 if TYPE_CHECKING:
-    from llmcompress.engine.plan import MatrixPlan
+    from llmcompress.engine.matrix_plan import MatrixPlan
 
 
 def check_ranges(planned: "Sequence[MatrixPlan]") -> None:

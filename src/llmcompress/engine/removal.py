@@ -9,14 +9,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from llmcompress.engine.pass_memory import HEAD_TOKENS
 from llmcompress.engine.subject import onward
 from llmcompress.errors import RunError
 from llmcompress.model.build import StreamedModel
 from llmcompress.parallel import in_order
 from llmcompress.stats.similarity import Cosines, cosines
 from llmcompress.store.windows import Windows, write_windows
-
-_HEAD_TOKENS = 128  # of which all logits, and a few tensors as large, are in memory at once
 
 Watch = Callable[[], None]
 
@@ -96,8 +95,8 @@ class Removal:
             for number in range(reference.shape[0]):
                 window = slice(number, number + 1)
                 states = [self._read(windows, window) for windows in (reference, *others)]
-                for start in range(0, reference.shape[1], _HEAD_TOKENS):
-                    piece = slice(start, start + _HEAD_TOKENS)
+                for start in range(0, reference.shape[1], HEAD_TOKENS):
+                    piece = slice(start, start + HEAD_TOKENS)
                     wanted = self._logs(causal, states[0][:, piece])
                     chance = wanted.exp()
                     for place, hidden in enumerate(states[1:]):

@@ -14,7 +14,8 @@ from llmcompress.engine.collect import by_window
 from llmcompress.engine.compress import STARVED
 from llmcompress.engine.folding import held, scaled
 from llmcompress.engine.forward import Forward
-from llmcompress.engine.plan import MatrixPlan, Plan
+from llmcompress.engine.matrix_plan import MatrixPlan
+from llmcompress.engine.plan import Plan
 from llmcompress.engine.progress import Progress
 from llmcompress.errors import RunError
 from llmcompress.ledger import Ledger

@@ -46,6 +46,7 @@ def resolve(
         if item is not None:
             item = item.model_copy(update={"group_size": default}) if _lacks_group(item) else item
             _check_group(item, module, width)
+            _check_outliers(item, module, width)
         result[module] = item
     return result
 
@@ -118,6 +119,14 @@ def _default_group(widths: Iterable[int], ledger: Ledger) -> int:
             return size
     ledger.note("group_size", "all matrices", f"one scale per row, since no group size divides all of {widths}")
     return -1
+
+
+def _check_outliers(item: Method, module: str, width: int) -> None:
+    if item.outliers != "none" and item.outlier_count >= width:
+        raise PlanError(
+            f"{item.outlier_count} outlier channels leave nothing to round of the {width} inputs of {module}",
+            f"use an outlier_count below {width}, or leave the matrix out: --set 'PATTERN: {{skip: true}}'",
+        )
 
 
 def _check_group(item: Method, module: str, width: int) -> None:

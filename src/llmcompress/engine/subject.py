@@ -1,8 +1,8 @@
 """A model whose structure is to change: opened and checked from headers, run over text."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -15,6 +15,7 @@ from llmcompress.engine.estimate import Means
 from llmcompress.engine.forward import Forward, Stream
 from llmcompress.engine.matrices import Matrices, matrices_of
 from llmcompress.engine.means import usual_means
+from llmcompress.engine.pass_memory import Sizes, bounded
 from llmcompress.engine.places import called_after, refuse_model_itself
 from llmcompress.engine.plan import Options
 from llmcompress.engine.ranks import device_of
@@ -44,6 +45,16 @@ class Subject:
     means: Means
     out: Path
     ledger: Ledger
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes.of(self.headers, self.matrices.found, self.text.length)
+
+    def within(self, memory: Callable[[Means], int]) -> "Subject":
+        """With means that keep within the memory allowed; PlanError if none do. memory: what some take, in bytes."""
+        options = self.options
+        free = options.threads is None, options.batch is None
+        return replace(self, means=bounded(self.means, options.max_memory, memory, free))
 
     @property
     def anatomy(self) -> Anatomy:

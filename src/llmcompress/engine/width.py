@@ -5,6 +5,7 @@ Layers are solved one after the other, each on what the pruned ones before it gi
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from llmcompress.engine.estimate import ITEM_BYTES, hidden_width
 from llmcompress.engine.feed_forward import FeedForward, feed_forward, narrowed_config
 from llmcompress.engine.fits import numbered
 from llmcompress.engine.forward import Forward, Stream
+from llmcompress.engine.pass_memory import width_memory
 from llmcompress.engine.places import check_room
 from llmcompress.engine.plan import Options
 from llmcompress.engine.resources import return_freed_memory
@@ -70,12 +72,16 @@ class Asked:
 
 @dataclass(frozen=True)
 class WidthPlan:
-    """What a run will do. before, width: channels of every feed-forward, of the source and of the output."""
+    """What a run will do. before, width: channels of every feed-forward, of the source and of the output.
+
+    memory_bytes: an estimate.
+    """
 
     subject: Subject
     asked: Asked
     layers: tuple[FeedForward, ...]
     width: int
+    memory_bytes: int
     derived: Derived = field(repr=False)
 
     @property
@@ -97,7 +103,9 @@ def plan_width(model: Path, asked: Asked, text: Calibration, options: Options | 
     check_room(
         (subject.out, derived.nbytes), (subject.out.parent, tokens * (4 * hidden_width(subject.headers) + before))
     )
-    return WidthPlan(subject, asked, layers, width, derived)
+    memory = partial(width_memory, subject.sizes, inner=before, width=width, inverse=asked.by == "cost")
+    subject = subject.within(memory)
+    return WidthPlan(subject, asked, layers, width, memory(subject.means), derived)
 
 
 def prune_width(plan: WidthPlan, watch: Watch = lambda done, of: None) -> dict[str, Any]:

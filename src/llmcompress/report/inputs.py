@@ -67,7 +67,7 @@ def read_outputs(paths: Sequence[Path], evaluations: Sequence[Path], timings: Se
     twice = [str(path) for path, count in Counter(path.resolve() for path in paths).items() if count > 1]
     if twice:
         raise CheckpointError(f"{twice[0]} is given twice")
-    evaluated = _by_report(evaluations, {digest for digest, _, _ in found})
+    evaluated = evaluations_by_report(evaluations, {digest for digest, _, _ in found})
     timed = _by_run(timings, {run for _, run, _ in found})
     names = _names(paths)
     return [
@@ -98,7 +98,7 @@ def _read_report(path: Path) -> tuple[str, str, Report]:
     return sha256(file.read_bytes()).hexdigest(), run, report
 
 
-def _by_report(files: Sequence[Path], known: set[str]) -> dict[str, list[Evaluation]]:
+def evaluations_by_report(files: Sequence[Path], known: set[str]) -> dict[str, list[Evaluation]]:
     """Evaluations by the report of the output that was evaluated."""
     result: dict[str, list[Evaluation]] = {}
     for file in files:
@@ -143,16 +143,20 @@ def _read(file: Path, model: type[Model], hint: str) -> tuple[dict[str, Any], Mo
     """The data of a JSON file and the document; CheckpointError for another version, or none at all."""
     data = read_json(file)
     version, written = data.get("schema_version"), data.get("llmcompress")
-    structural = next((name for name in ("depth", "width", "lora") if name in data), None)
-    if "llmcompress" in data and structural is not None:
-        raise CheckpointError(
-            f"{file} is of {structural}, which changes no matrix by itself: a page would be empty", hint
-        )
     if "llmcompress" in data and version != 1:
         which = "an older" if version is None else f"another (schema version {version!r}, not 1)"
         raise CheckpointError(f"{file} was written by {which} llmcompress, {written!r}", hint)
+    return data, _validated(file, data, model, hint)
+
+
+def read_document(file: Path, model: type[Model], hint: str) -> Model:
+    """A JSON file without a version of its own; CheckpointError if it is not what it should be."""
+    return _validated(file, read_json(file), model, hint)
+
+
+def _validated(file: Path, data: dict[str, Any], model: type[Model], hint: str) -> Model:
     try:
-        return data, model.model_validate_json(json.dumps(data))
+        return model.model_validate_json(json.dumps(data))
     except ValidationError as error:
         what = str(model.model_config.get("title") or model.__name__.lower())
         raise CheckpointError(f"{file} is no {what}, or damaged: {_first(error)}", hint) from None

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from llmcompress.engine.documents import Report
+from llmcompress.engine.documents import LedgerEntry, Report
 from llmcompress.report.cells import Cells, Metric
 from llmcompress.report.figures import Series
 from llmcompress.report.inputs import Output
@@ -93,9 +93,14 @@ def series(across: str, lines: Series) -> Table:
 
 
 def ledger(report: Report) -> Table:
-    """Decisions by kind and reason, with what they concern."""
+    """Decisions of a run."""
+    return decisions(report.ledger)
+
+
+def decisions(entries: Sequence[LedgerEntry]) -> Table:
+    """Entries of a ledger by kind and reason, with what they concern."""
     grouped: dict[tuple[str, str], list[str]] = {}
-    for entry in report.ledger:
+    for entry in entries:
         grouped.setdefault((entry.kind, entry.why), []).append(entry.subject)
     rows = []
     for (kind, why), subjects in grouped.items():

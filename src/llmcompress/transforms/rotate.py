@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from llmcompress.transforms.base import Transform
 
@@ -20,6 +20,13 @@ class Rotate(Transform):
     residual: bool = Field(True, description="turn the hidden states")
     values: bool = Field(True, description="turn the values of every head")
     seed: int = Field(0, ge=0, lt=1 << 62, description="of the random signs")
+
+    @model_validator(mode="after")
+    def _turns(self) -> "Rotate":
+        """ValueError for a rotation of nothing, which would write the model as it was."""
+        if not (self.residual or self.values):
+            raise ValueError("with residual and values both false nothing is turned; leave the step out")
+        return self
 
 
 TRANSFORM = Rotate

@@ -15,7 +15,7 @@ from llmcompress.validate.stored import Array, DamageError, Tensor
 
 ROWS = 512  # of a matrix, compared at once
 HEADS = {"lm_head", "embed_out"}
-_CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")  # store matrices [in, out]
+CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")  # store matrices [in, out]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Directory:
             return bool(record["transposed"])
         if isinstance(written, Matrix) and written.rows != written.width:
             return original.shape != (written.rows, written.width)
-        return self.config.get("model_type") in _CONV1D
+        return self.config.get("model_type") in CONV1D
 
 
 def is_rotated(report: Mapping[str, Any]) -> bool:

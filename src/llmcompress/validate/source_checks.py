@@ -1,6 +1,7 @@
 """Whether a written directory holds its source: all of it, unchanged or as near as the report says."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from llmcompress.validate.directory import HEADS, ROWS, Directory
 from llmcompress.validate.fewer_layers import drops_layers, left_of, speaks_of_layers
 from llmcompress.validate.kv_cache import cache_scales
 from llmcompress.validate.matrix import Matrix
+from llmcompress.validate.narrower import cut, narrower_wrongs, narrows, tells_width
 from llmcompress.validate.schemes import PARTS
 from llmcompress.validate.stored import DamageError, Tensor, read_json, read_tensors
 
@@ -29,8 +31,13 @@ def against_source(directory: Directory, matrices: Mapping[str, Matrix], source:
         return [Check("source", False, f"the source cannot be read: {error}")]
     keys = (config.keys() | directory.config.keys()) - _MAY_DIFFER
     keys = {key for key in keys if not (shallow and speaks_of_layers(key))}
+    narrow = narrows(directory.report)
+    keys = {key for key in keys if not (narrow and tells_width(directory, config, key))}
     changed = sorted(key for key in keys if config.get(key) != directory.config.get(key))
     wrong = [f"config.json has another {key!r} than the source" for key in changed]
+    if narrow:
+        wrong += guarded_list(lambda: narrower_wrongs(directory, originals))
+        originals, directory = _uncut(directory, originals)
     wrong += guarded_list(lambda: _completeness(directory, matrices, originals))
     if directory.rotated:
         there = "rotated as recorded: whether values are near the source's is for `eval` to say"
@@ -40,6 +47,13 @@ def against_source(directory: Directory, matrices: Mapping[str, Matrix], source:
         summary("source", wrong, f"{len(originals)} tensors, each unchanged or quantised"),
         summary("bound", bound, f"{len(directory.records)} matrices as near to the source as recorded"),
     ]
+
+
+def _uncut(directory: Directory, originals: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Directory]:
+    """Both without the tensors of which channels were taken out."""
+    names = cut(directory, originals)
+    left = {name: tensor for name, tensor in directory.tensors.items() if name not in names}
+    return {name: tensor for name, tensor in originals.items() if name not in names}, replace(directory, tensors=left)
 
 
 def _completeness(directory: Directory, matrices: Mapping[str, Matrix], originals: Mapping[str, Tensor]) -> list[str]:

@@ -11,7 +11,8 @@ What is proved, in words:
   2^bits values in a group. Fixed scales of inputs are positive, and the same for linears that engines run as one.
 - sparsity: matrices that were pruned have as many zeros as report.json recorded, in the recorded pattern.
 - cache: every attention has scales of keys and values, if config.json speaks of them, as report.json recorded them.
-- source: every tensor of the source is there byte for byte, or quantised, or a tied head left out; nothing else is.
+- source: every tensor of the source is there byte for byte, or quantised, or a tied head left out; nothing else is. Of
+  a narrower feed-forward, what writes channels holds those of the source, and what reads them was fitted anew.
 - bound: of every matrix, the relative error ||W - W'|| / ||W|| (Frobenius) is the one that report.json recorded, to
   0.1%, and below 1, which is what zeroing the matrix would give. Decoded weights are rounded once more to their stored
   type, which may add or hide as much as the rounding can be. For method rtn without pruning, element by

@@ -1,0 +1,183 @@
+"""Pages about models that lost layers or channels, and about adapters: what was removed or added, with figures."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Literal
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from pydantic import BaseModel, ConfigDict
+
+from llmcompress import __version__
+from llmcompress.engine.documents import LedgerEntry, Tokens
+from llmcompress.errors import CheckpointError
+from llmcompress.report.inputs import evaluations_by_report, read_document
+from llmcompress.report.tables import Table, decisions
+from llmcompress.report.words import figure, size
+from llmcompress.store.headers import read_json
+from llmcompress.validate.evaluation import Evaluation, report_beside
+
+_TEMPLATES = Path(__file__).parent / "templates"
+_HINT = "run again, or use the llmcompress that wrote it"
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class _Source(_Part):
+    bytes: int
+
+
+class _Round(_Part):
+    measure: Literal["cosine", "kl"]
+    scores: dict[str, float]
+    removed: list[int]
+
+
+class _Depth(_Part):
+    by: str
+    layers: int
+    removed: list[int]
+    scores: list[_Round]
+
+
+class _Narrowed(_Part):
+    layer: int
+    cut: float
+    loss: float
+
+
+class _Width(_Part):
+    before: int
+    after: int
+    by: str
+    repair: bool
+    layers: list[_Narrowed]
+
+
+class _Repaired(_Part):
+    name: str
+    shape: list[int]
+    before: float
+    after: float
+
+
+class _Lora(_Part):
+    rank: int
+    by: str
+    bits_per_weight_added: float
+    matrices: list[_Repaired]
+
+
+class _Changed(_Part):
+    """report.json of such an output."""
+
+    model_config = ConfigDict(title="report")
+
+    llmcompress: str
+    source: _Source
+    calibration: Tokens | None
+    compute_dtype: str
+    output_bytes: int
+    ledger: list[LedgerEntry]
+    depth: _Depth | None = None
+    width: _Width | None = None
+    lora: _Lora | None = None
+
+
+@dataclass(frozen=True)
+class Structural:
+    """What a page says of one output. figures: a title, and the table of it."""
+
+    name: str
+    facts: Sequence[tuple[str, str]]
+    figures: Sequence[tuple[str, Table]]
+    ledger: Table
+
+
+def is_structural(path: Path) -> bool:
+    """Whether an output is of depth, width or lora."""
+    file = report_beside(path)
+    return path.is_dir() and file.is_file() and any(kind in read_json(file) for kind in ("depth", "width", "lora"))
+
+
+def read_structural(paths: Sequence[Path], evaluations: Sequence[Path]) -> list[Structural]:
+    """Outputs with their evaluations; CheckpointError for what cannot be read, or is of another kind."""
+    other = next((path for path in paths if not is_structural(path)), None)
+    if other is not None:
+        raise CheckpointError(
+            f"{other} has other figures than outputs of depth, width and lora", "give them apart, for a page of each"
+        )
+    files = [report_beside(path) for path in paths]
+    digests = [sha256(file.read_bytes()).hexdigest() for file in files]
+    known = evaluations_by_report(evaluations, set(digests))
+    reports = [read_document(file, _Changed, _HINT) for file in files]
+    return [
+        _about(path.resolve().name, report, known.get(digest, []))
+        for path, report, digest in zip(paths, reports, digests, strict=True)
+    ]
+
+
+def render_structural(outputs: Sequence[Structural]) -> str:
+    """The page: tables alone, without scripts. The same outputs give the same bytes."""
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
+    style = Markup((_TEMPLATES / "page.css").read_text(encoding="utf-8"))
+    return environment.get_template("structure.html").render(outputs=outputs, version=__version__, style=style)
+
+
+def _about(name: str, report: _Changed, evaluations: Sequence[Evaluation]) -> Structural:
+    facts: list[tuple[str, str]] = []
+    figures: list[tuple[str, Table]] = []
+    if report.depth is not None:
+        facts.append(("Layers", f"{report.depth.layers - len(report.depth.removed)} of {report.depth.layers}"))
+        facts.append(("Removed", ", ".join(map(str, report.depth.removed))))
+        figures += _of_depth(report.depth)
+    if report.width is not None:
+        facts.append(("Channels of the feed-forward", f"{report.width.after} of {report.width.before}"))
+        facts.append(("Chosen by", report.width.by))
+        facts.append(("What reads them", "fitted to those that stay" if report.width.repair else "as it was"))
+        figures.append(("Error of the feed-forward's output, as a share of its energy", _of_width(report.width)))
+    if report.lora is not None:
+        facts.append(("Rank", f"{report.lora.rank}, {report.lora.bits_per_weight_added:.3f} bits per weight more"))
+        facts.append(("Made least", f"the error of {report.lora.by}"))
+        figures.append(("Error of each matrix, as a share of its energy", _of_lora(report.lora)))
+    facts.append(("Size", f"{size(report.output_bytes)}; source {size(report.source.bytes)}"))
+    for found in evaluations:
+        text = f"on {found.text.name}, {found.text.windows} windows of {found.text.length} tokens"
+        kl = [] if found.figures.kl is None else [f"KL divergence {figure(found.figures.kl)} nats"]
+        facts.append(("Evaluated", ", ".join([*kl, f"perplexity {found.figures.perplexity:.2f}", text])))
+    if report.calibration is not None:
+        said = report.calibration
+        facts.append(("Calibration", f"{said.samples} windows of {said.length} tokens, {said.sha256[:16]}"))
+    facts.append(("Layers ran in", report.compute_dtype))
+    facts.append(("Written by", f"llmcompress {report.llmcompress}"))
+    return Structural(name, facts, figures, decisions(report.ledger))
+
+
+def _of_depth(depth: _Depth) -> list[tuple[str, Table]]:
+    """Every round of scores, by the first layer that would have gone."""
+    what = {"cosine": "Similarity of what enters and leaves", "kl": "KL divergence without the layer, nats"}
+    found = []
+    for number, each in enumerate(depth.scores, 1):
+        rows = [[layer, figure(score), "removed" if int(layer) in each.removed else ""]
+                for layer, score in each.scores.items()]  # fmt: skip
+        title = what[each.measure] + (f", round {number}" if len(depth.scores) > 1 else "")
+        found.append((title, Table(["layer", "score", ""], rows)))
+    return found
+
+
+def _of_width(width: _Width) -> Table:
+    rows = [[str(each.layer), figure(each.cut), figure(each.loss)] for each in width.layers]
+    return Table(["layer", "channels taken out", "as written"], rows)
+
+
+def _of_lora(lora: _Lora) -> Table:
+    rows = [[each.name, " x ".join(map(str, each.shape)), figure(each.before), figure(each.after)]
+            for each in lora.matrices]  # fmt: skip
+    return Table(["matrix", "out x in", "compressed", "with the adapter"], rows)

@@ -1,0 +1,83 @@
+"""Memory of depth, width, lora and fit is within 10% of what they say before; limits are kept or refused."""
+
+import json
+
+import pytest
+from test_memory import WIDTHS, call, write
+
+from llmcompress.engine.estimate import Means
+from llmcompress.engine.pass_memory import Matrix, Sizes, bounded, depth_memory, fit_memory
+from llmcompress.errors import PlanError
+
+TEXT = ("--samples", 20, "--length", 512)
+COMMANDS = {  # each with a number of threads
+    "depth": (1, ["depth", "--drop", 1, "--keep-first", 0, *TEXT]),
+    "depth by kl": (1, ["depth", "--drop", 1, "--keep-first", 0, "--by", "kl", *TEXT]),
+    "width": (1, ["width", "--ratio", 0.25, *TEXT]),
+    "width by cost": (2, ["width", "--ratio", 0.25, "--by", "cost", *TEXT]),
+    "lora": (2, ["lora", "--rank", 16, *TEXT]),
+    "lora by weights": (1, ["lora", "--rank", 16, "--by", "weights"]),
+}
+SMALL = Sizes([[Matrix("a", 256, 256, False)] * 4], 256, 8192, (256 * 8192, 512 * 8192), 512)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    found = {name: write(folder / name, *WIDTHS[name]) for name in ("small", "smollm2")}
+    for name, model in found.items():
+        assert call("rtn", model, "--group-size", 64, "-o", folder / f"{name}-rtn").returncode == 0
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["small", "smollm2"])
+@pytest.mark.parametrize("what", COMMANDS)
+def test_the_estimate_is_within_a_tenth(models, tmp_path, name, what):
+    threads, (command, *options) = COMMANDS[what]
+    model = models[name]
+    given = [model, *([model.with_name(f"{name}-rtn")] if command == "lora" else []), "-o", tmp_path / "out", *options]
+    given += ["--threads", threads, "--calibration", model.with_suffix(".ids.safetensors")]
+    planned = json.loads(call(command, *given, "--dry-run").stdout)["memory_bytes"]
+    done = call(command, *given)
+    assert done.returncode == 0, done.stderr
+    assert planned == pytest.approx(json.loads(done.stdout)["peak_memory_bytes"], rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "threads"), [("small", 2), ("smollm2", 1)])
+def test_fit_takes_what_it_says(models, tmp_path, name, threads):
+    model = models[name]
+    given = ["fit", model, "--bpw", 4, "--bits", "4,8", "-o", tmp_path / "a.yaml", "--threads", threads]
+    given += ["--calibration", model.with_suffix(".ids.safetensors"), "--samples", 4, "--length", 512]
+    done = call(*given, "--log-format", "json")
+    assert done.returncode == 0, done.stderr
+    events = [json.loads(line) for line in done.stderr.splitlines()]
+    planned = next(event["memory_bytes"] for event in events if event["event"] == "planned")
+    assert planned == pytest.approx(json.loads(done.stdout)["peak_memory_bytes"], rel=0.1)
+
+
+def test_fewer_threads_and_smaller_batches_keep_within_a_limit():
+    means = Means("bfloat16", 8, 4)
+
+    def memory(means):
+        return depth_memory(SMALL, means, compared=False)
+
+    least = memory(Means("bfloat16", 1, 1))
+    assert bounded(means, None, memory, (True, True)) == means
+    for limit in (least * 1.11, least * 1.2, memory(means) * 1.11):
+        found = bounded(means, int(limit), memory, (True, True))
+        assert memory(found) * 1.1 <= limit
+    assert found == means
+    assert bounded(means, int(least * 1.2), memory, (True, True)).threads < 4
+    for limit, free in ((least, (True, True)), (least * 1.2, (False, False))):
+        with pytest.raises(PlanError, match=r"GB of memory are needed, --max-memory allows"):
+            bounded(means, int(limit), memory, free)
+
+
+def test_what_fit_needs_does_not_grow_with_the_number_of_layers():
+    more = SMALL._replace(layers=[*SMALL.layers] * 40)
+    means = Means("float32", 1, 2)
+    assert fit_memory(more, means, compensated=True, sampled=1 << 16) == fit_memory(
+        SMALL, means, compensated=True, sampled=1 << 16
+    )
