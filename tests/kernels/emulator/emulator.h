@@ -102,6 +102,8 @@ DEVICE float bits_float(unsigned x) {
     return y;
 }
 
+DEVICE unsigned held(unsigned x) { return x; }
+
 #include "matrices.h"
 
 // ---- Launching ----------------------------------------------------------------------------------------------------

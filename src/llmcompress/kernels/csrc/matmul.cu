@@ -14,11 +14,9 @@
 
 // Adds the products of one warp's block to `totals` [16 x 16 tiles of outputs][tiles of rows][registers].
 DEVICE void multiply(const Warp &warp, const uint4 *stage, float (&totals)[2][TILES][4]) {
-    const uint4 *mine = stage + warp.place();
-    const uint4 *x = stage + WARPS * BLOCK_PIECES + warp.along_k * X_PIECES;
-    const auto *scales = reinterpret_cast<const ScaleBits *>(mine + 32 * BITS);
-    const auto *zeros = reinterpret_cast<const unsigned *>(mine + 32 * BITS + SCALE_PIECES);
-    const unsigned g = warp.lane / 4, t = warp.lane % 4;
+    const uint4 *codes = stage + warp.codes, *rest = stage + warp.block + 32 * BITS;
+    const auto *scales = reinterpret_cast<const ScaleBits *>(rest) + warp.lane / 4;
+    const auto *zeros = reinterpret_cast<const unsigned *>(rest + SCALE_PIECES) + warp.lane / 4;
     unsigned words[LANE_WORDS];
     float sums[2][TILES][4];
     float scale[4];
@@ -29,12 +27,12 @@ DEVICE void multiply(const Warp &warp, const uint4 *stage, float (&totals)[2][TI
         if (part % 2 == 0)
 #pragma unroll
             for (int i = (half * BITS + 1) / 2; i < ((half + 1) * BITS + 1) / 2; i++) {
-                const uint4 four = load_shared(mine + 32 * i + warp.lane);
+                const uint4 four = load_shared(codes + 32 * i);
                 words[4 * i] = four.x, words[4 * i + 1] = four.y, words[4 * i + 2] = four.z, words[4 * i + 3] = four.w;
             }
         if (part * 32 % GROUP == 0) {
-            scales_of(load_shared(scales + group * 8 + g), scale);
-            const unsigned zero = ZERO < 0 ? load_shared(zeros + group * 8 + g) : 0;
+            scales_of(load_shared(scales + group * 8), scale);
+            const unsigned zero = ZERO < 0 ? load_shared(zeros + group * 8) : 0;
 #pragma unroll
             for (int i = 0; i < 4; i++) offset[i] = offset_of(zero, i);
 #pragma unroll
@@ -49,7 +47,7 @@ DEVICE void multiply(const Warp &warp, const uint4 *stage, float (&totals)[2][TI
         }
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++) {
-            const uint4 four = load_shared(x + x_place(8 * tile + g, 4 * part + t));
+            const uint4 four = load_shared(stage + warp.x_at(part) + 128 * tile);
             const unsigned b[2][2] = {{four.x, four.y}, {four.z, four.w}};
 #pragma unroll
             for (int i = 0; i < 4; i++) Number::mma(sums[i % 2][tile], a[i % 2][i / 2], b[i / 2]);
@@ -112,8 +110,7 @@ KERNEL __launch_bounds__(THREADS, BLOCKS)
     work.column_blocks = (n + BLOCK_OUTPUTS - 1) / BLOCK_OUTPUTS, work.tiles = (n + OUTPUTS - 1) / OUTPUTS;
     work.input_blocks = (k + BLOCK_INPUTS - 1) / BLOCK_INPUTS;
     work.depth = (work.input_blocks + WARPS_K - 1) / WARPS_K;
-    const unsigned number = threadIdx.x / 32;
-    const Warp warp{threadIdx.x % 32, number / WARPS_K, number % WARPS_K};
+    const Warp warp(threadIdx.x);
 
     uint4 *stages = reinterpret_cast<uint4 *>(shared_memory());
     float *sums = reinterpret_cast<float *>(stages + STAGES * STAGE_PIECES);

@@ -30,10 +30,22 @@ struct Work {
     }
 };
 
-struct Warp {
-    unsigned lane, along_n, along_k;
-    __device__ unsigned place() const { return (along_n * WARPS_K + along_k) * BLOCK_PIECES; }
-};
-
 // Place of 16 bytes of x in its stage: odd rows change places in halves, so that no two lanes meet in a bank.
 DEVICE unsigned x_place(unsigned row, unsigned piece) { return row * 16 + (piece ^ (row & 1) * 4); }
+
+// A thread and its places in a stage, in 16 bytes: of its codes and of x, what it multiplies in the parts of a block with
+// even and odd numbers, and what it copies.
+struct Warp {
+    unsigned lane, along_n, along_k, block, codes, x_even, x_odd, x_copied;
+
+    __device__ explicit Warp(unsigned thread) {
+        lane = thread % 32, along_n = thread / 32 / WARPS_K, along_k = thread / 32 % WARPS_K;
+        block = held(thread / 32 * BLOCK_PIECES);
+        codes = held(block + lane);
+        const unsigned x = WARPS * BLOCK_PIECES + along_k * X_PIECES;
+        x_even = held(x + x_place(lane / 4, lane % 4)), x_odd = held(x + x_place(lane / 4, 4 + lane % 4));
+        const unsigned slice = thread / 16 % WARPS_K, row = thread / 16 / WARPS_K;
+        x_copied = held(WARPS * BLOCK_PIECES + slice * X_PIECES + x_place(row, thread % 16));
+    }
+    __device__ unsigned x_at(int part) const { return (part % 2 ? x_odd : x_even) + part / 2 * 8; }
+};

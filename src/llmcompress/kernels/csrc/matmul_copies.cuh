@@ -7,6 +7,7 @@
 struct Source {
     const uint4 *codes, *scales, *zeros, *x;
     int left;  // inputs from where x stands on
+    unsigned rows;  // of x, from this thread's first one on
     unsigned tile, step, block, end;
     unsigned long long once, often;
 
@@ -20,25 +21,24 @@ struct Source {
         scales = work.scales + at * SCALE_PIECES + warp.lane;
         zeros = work.zeros + at * ZERO_PIECES + warp.lane;
         const unsigned input = (step * WARPS_K + threadIdx.x / 16 % WARPS_K) * BLOCK_INPUTS + threadIdx.x % 16 * 8;
-        const unsigned long long row = work.first_row + threadIdx.x / 16 / WARPS_K;
-        x = reinterpret_cast<const uint4 *>(work.x + row * work.stride + input);
+        const unsigned row = threadIdx.x / 16 / WARPS_K;
+        x = reinterpret_cast<const uint4 *>(work.x + (unsigned long long)(work.first_row + row) * work.stride + input);
         left = work.inputs - int(input);
+        rows = held(row < work.rows ? work.rows - row : 0);
     }
 
     // Starts the copies of one unit and goes on to the next.
     __device__ void fetch(const Work &work, const Warp &warp, uint4 *stage) {
         const int bytes = block < end ? 16 : 0;
-        uint4 *mine = stage + warp.place() + warp.lane;
+        uint4 *mine = stage + warp.codes;
 #pragma unroll
         for (int i = 0; i < BITS; i++) copy_async_if(true, mine + 32 * i, codes + 32 * i, bytes, once);
         copy_async_if(int(warp.lane) < SCALE_PIECES, mine + 32 * BITS, scales, bytes, once);
         if (ZERO < 0) copy_async_if(int(warp.lane) < ZERO_PIECES, mine + 32 * BITS + SCALE_PIECES, zeros, bytes, once);
-        const unsigned slice = threadIdx.x / 16 % WARPS_K, row = threadIdx.x / 16 / WARPS_K;
-        uint4 *to = stage + WARPS * BLOCK_PIECES + slice * X_PIECES + x_place(row, threadIdx.x % 16);
         const int x_bytes = max(0, min(16, 2 * left));
 #pragma unroll
         for (unsigned j = 0; j < ROWS; j += X_ROWS)
-            copy_async_if(row + j < work.rows, to + 16 * j, x + (long long)work.stride / 8 * j, x_bytes, often);
+            copy_async_if(j < rows, stage + warp.x_copied + 16 * j, x + (long long)work.stride / 8 * j, x_bytes, often);
         x += WARPS_K * BLOCK_INPUTS / 8, left -= WARPS_K * BLOCK_INPUTS;
         codes += WARPS_K * BITS * 32, scales += WARPS_K * SCALE_PIECES, zeros += WARPS_K * ZERO_PIECES;
         block += WARPS_K;

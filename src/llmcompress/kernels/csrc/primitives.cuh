@@ -112,6 +112,12 @@ DEVICE int round_even(float x) { return __float2int_rn(x); }
 DEVICE unsigned float_bits(float x) { return __float_as_uint(x); }
 DEVICE float bits_float(unsigned x) { return __uint_as_float(x); }
 
+// The same number, which the compiler then holds in a register instead of computing it anew wherever it is used.
+DEVICE unsigned held(unsigned x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 // ---- 16-bit floats ------------------------------------------------------------------------------------------------
 
 struct Half {
