@@ -74,7 +74,7 @@ def test_there_are_commands_in_the_documents():
     assert found["ci.md"] > 10
 
 
-@pytest.mark.parametrize("words", [["gptq", "model/", "--no-such"], ["nothing"], ["recipe", "chek", "x"], ["eval"]])
+@pytest.mark.parametrize("words", [["gptq", "model/", "--no-such"], ["nothing"], ["recipe", "chek", "x"], ["verify"]])
 def test_a_command_that_does_not_exist_would_be_noticed(words):
     with pytest.raises(Exception, match=r"(?i)no such|missing"):
         understood(words)
