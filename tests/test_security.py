@@ -76,9 +76,14 @@ def offences(code):
             yield node.value.lineno, node.arg
 
 
+# nvcc, where NVRTC is missing: it is given sources of our own, and no shell is between
+ALLOWED = {"kernels/compilers.py": ["subprocess"]}
+
+
 @pytest.mark.parametrize("file", sorted(SOURCE.rglob("*.py")), ids=lambda file: str(file.relative_to(SOURCE)))
 def test_nothing_runs_what_it_reads(file):
-    assert list(offences(file.read_text())) == []
+    found = [what for _, what in offences(file.read_text())]
+    assert found == ALLOWED.get(str(file.relative_to(SOURCE)), [])
 
 
 def test_offences_are_seen():

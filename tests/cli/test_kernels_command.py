@@ -16,6 +16,7 @@ from llmcompress.kernels.build import Builder
 from llmcompress.kernels.cache import Cache, Made
 from llmcompress.kernels.check import Case
 from llmcompress.kernels.errors import KernelsError
+from llmcompress.kernels.variants import variants
 
 BF16 = torch.bfloat16
 
@@ -51,7 +52,10 @@ def test_check_builds_runs_and_shows_one_table(main, capsys, gpu, tmp_path):
     assert main("kernels", "check", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] is True
-    assert sum(found["built"].values()) == len(list((tmp_path / "cache").iterdir()))
+    kernels = [kernel for _, kernel in variants("sm_90")]
+    assert sum(found["built"].values()) == len(kernels)
+    binaries = {(kernel.source, kernel.defines) for kernel in kernels}  # one holds all kernels of its source
+    assert len(list((tmp_path / "cache").iterdir())) == len(binaries)
     assert [item["tokens"] for item in found["cases"]] == [1, 3]
     assert all(item["error"] < 1 and item["launches"] == ["matmul"] for item in found["cases"])
 

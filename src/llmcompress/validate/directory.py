@@ -76,9 +76,12 @@ def is_rotated(report: Mapping[str, Any]) -> bool:
 
 
 def read_scales(file: Path) -> Mapping[str, Array]:
-    """The recorded scales of an output, none if there is no such file; DamageError."""
-    if not file.exists():
-        return {}
+    """The recorded scales of an output in float64, none if there is no such file; DamageError."""
+    return {name: array.astype(np.float64) for name, array in read_arrays(file).items()} if file.exists() else {}
+
+
+def read_arrays(file: Path) -> dict[str, Array]:
+    """All arrays of an .npz; DamageError."""
     try:
         with zipfile.ZipFile(file) as arrays:
             return {name.removesuffix(".npy"): _array(arrays, name) for name in arrays.namelist()}
@@ -87,7 +90,7 @@ def read_scales(file: Path) -> Mapping[str, Array]:
 
 
 def _array(arrays: zipfile.ZipFile, name: str) -> Array:
-    """An array of an .npz in float64; ValueError for one of objects, which would be unpickled."""
+    """An array of an .npz; ValueError for one of objects, which would be unpickled."""
     with arrays.open(name) as stored:
-        values: Array = format_.read_array(stored).astype(np.float64)
+        values: Array = format_.read_array(stored)
     return values

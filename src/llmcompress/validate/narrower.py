@@ -1,13 +1,12 @@
 """A source beside a model whose feed-forward is narrower: which channels stayed, and whether these are the source's."""
 
-import zipfile
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcompress.validate.directory import CONV1D, Directory
+from llmcompress.validate.directory import CONV1D, Directory, read_arrays
 from llmcompress.validate.stored import Array, DamageError, Tensor
 
 CHANNELS = "channels.npz"
@@ -89,11 +88,10 @@ def _channels(directory: Directory, said: Mapping[str, Any]) -> dict[int, NDArra
     """Numbers of the channels that stayed, by layer; DamageError."""
     if not all(isinstance(said.get(key), int) for key in ("before", "after")) or "repair" not in said:
         raise DamageError("report.json does not say how wide the feed-forward was and is")
-    try:
-        with np.load(directory.path / CHANNELS, allow_pickle=False) as file:
-            found = {int(layer): file[layer].astype(np.int64) for layer in file.files}
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise DamageError(f"{CHANNELS} cannot be read: {error}") from None
+    arrays = read_arrays(directory.path / CHANNELS)
+    if not all(layer.isdecimal() and array.dtype.kind in "iu" for layer, array in arrays.items()):
+        raise DamageError(f"{CHANNELS} does not hold numbers of channels by layer")
+    found = {int(layer): array.astype(np.int64) for layer, array in arrays.items()}
     for layer, numbers in found.items():
         rising = numbers.ndim == 1 and len(numbers) == said["after"] and bool((np.diff(numbers) > 0).all())
         if not rising or numbers[0] < 0 or numbers[-1] >= said["before"]:
