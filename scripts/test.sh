@@ -17,4 +17,4 @@ bin="$PWD/$environment/bin"
 "$bin/mypy"
 "$bin/pytest" -n 2 -q
 bash scripts/interop/gptqmodel_env.sh
-"$bin/pytest" -q -m 'slow or interop'
+"$bin/pytest" -n 2 -q -m 'slow or interop'
