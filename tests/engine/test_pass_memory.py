@@ -48,7 +48,7 @@ def test_the_estimate_is_within_a_tenth(models, tmp_path, name, what):
 @pytest.mark.parametrize(("name", "threads"), [("small", 2), ("smollm2", 1)])
 def test_fit_takes_what_it_says(models, tmp_path, name, threads):
     model = models[name]
-    given = ["fit", model, "--bpw", 4, "--bits", "4,8", "-o", tmp_path / "a.yaml", "--threads", threads]
+    given = ["fit", model, "--bpw", 4.5, "--bits", "4,8", "-o", tmp_path / "a.yaml", "--threads", threads]
     given += ["--calibration", model.with_suffix(".ids.safetensors"), "--samples", 4, "--length", 512]
     done = call(*given, "--log-format", "json")
     assert done.returncode == 0, done.stderr
