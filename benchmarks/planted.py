@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from llmcompress.engine.anatomy import Anatomy
-from llmcompress.engine.folding import scaled
-from llmcompress.engine.matrices import matrices_of
+from llmcompress.engine.source.folding import scaled
+from llmcompress.engine.source.matrices import matrices_of
+from llmcompress.engine.source.tensor_names import Anatomy
 from llmcompress.ledger import Ledger
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.folds import FoldedCheckpoint

@@ -83,11 +83,11 @@ class Work:
 
     @property
     def operations(self) -> dict[str, float]:
-        """Every matrix runs once, since what enters and leaves modules is recorded (engine/forward.py).
+        """Every matrix runs once, since what enters and leaves modules is recorded (engine/run/forward.py).
 
         Factor: Cholesky and inverse (solve/damping.py). Correction: Cholesky, a product, two solves (solve/correct.py).
         Sweep and descent: 1 and 7 times rows * width^2 (solve/sweep.py, solve/refine.py). Loss and energy of a matrix
-        (engine/compress.py).
+        (engine/run/layer.py).
         """
         drift = self.again > 0
         return {
@@ -115,7 +115,7 @@ class Work:
 
     @property
     def memory(self) -> dict[str, float]:
-        """Bytes of a rank while down_proj is solved, as engine/estimate.py counts them, and a factor on its way."""
+        """Bytes of a rank while down_proj is solved, as engine/plan/estimate.py counts them, and a factor in transit."""
         drift, last = self.again > 0, STAGES[-1]
         square = last.width**2 * F32
         return {

@@ -38,8 +38,8 @@ def _reports_are_as_published() -> Iterator[None]:
     """Every report.json that a test has written in this process follows the published schema."""
     from jsonschema import Draft202012Validator
 
-    from llmcompress.engine import write
-    from llmcompress.engine.documents import Report
+    from llmcompress.engine.write import publish as write
+    from llmcompress.engine.write.report_schema import Report
     from llmcompress.report.schemas import schema_text
 
     published = Draft202012Validator(json.loads(schema_text("report")))

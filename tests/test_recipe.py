@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmcompress.engine.settings import matches, resolve
+from llmcompress.engine.plan.matrix_options import matches, resolve
 from llmcompress.errors import LlmcompressError, PlanError, RecipeError
 from llmcompress.ledger import Ledger
 from llmcompress.recipe import load, methods, parse

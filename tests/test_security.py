@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llmcompress.engine.calibration import load_tokenizer
+from llmcompress.engine.source.text_tokenizer import load_tokenizer
 from llmcompress.errors import CheckpointError, LlmcompressError
 from llmcompress.store.headers import read_headers
 from llmcompress.validate.stored import DamageError, read_tensors
@@ -357,7 +357,7 @@ def test_a_kernel_of_a_hub_is_not_what_a_config_may_ask_for(model):
 
 
 def test_an_adapter_does_not_lead_to_another_model(model, tmp_path):
-    from llmcompress.engine.calibration import tokens_for
+    from llmcompress.engine.run.tokens import tokens_for
     from llmcompress.recipe import Calibration
 
     (model / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path / "elsewhere")}))

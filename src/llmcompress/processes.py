@@ -18,7 +18,7 @@ R = TypeVar("R")
 
 
 class Team(Protocol):
-    """The processes of a run (engine/ranks.py). rank: the number of this one, of `size`."""
+    """The processes of a run (engine/process/ranks.py). rank: the number of this one, of `size`."""
 
     rank: int
     size: int

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-import llmcompress.engine.run
+import llmcompress.engine.run.loop
 import llmcompress.validate.session  # noqa: F401 (what is imported once is not what a refusal takes)
-from llmcompress.engine.plan import Options, make_plan
+from llmcompress.engine.plan.make_plan import make_plan
+from llmcompress.engine.plan.options import Options
 from llmcompress.errors import CheckpointError
 from llmcompress.recipe import parse
 

@@ -10,7 +10,7 @@ import yaml
 
 from llmcompress.cli import console
 from llmcompress.cli.budget import nbytes
-from llmcompress.engine import item_losses
+from llmcompress.engine.budget import item_losses
 from llmcompress.errors import RecipeError
 
 SHORT = ("--samples", 2, "--length", 32, "--group-size", "32,128", "--threads", 1)

@@ -128,7 +128,7 @@ def test_a_bug_is_an_event_and_a_traceback(main, capsys, monkeypatch, tiny_model
     def broken(*_):
         raise ZeroDivisionError("by a bug")
 
-    monkeypatch.setattr("llmcompress.engine.plan.make_plan", broken)
+    monkeypatch.setattr("llmcompress.engine.plan.make_plan.make_plan", broken)
     with pytest.raises(ZeroDivisionError):
         main("rtn", tiny_model_dir, "--log-format", "json")
     last = json.loads(capsys.readouterr().err.splitlines()[-1])

@@ -6,8 +6,8 @@ import signal
 import pytest
 from every import arguments, runs
 
-import llmcompress.engine.imatrix
-import llmcompress.engine.measure
+import llmcompress.engine.budget.fisher_run
+import llmcompress.engine.run.measure_imatrix
 import llmcompress.validate.evaluate
 from llmcompress.cli.stopping import Stop
 
@@ -81,7 +81,7 @@ def test_several_types_go_on_with_the_one_under_way(main, capsys, tiny_model_dir
 def test_sigterm_leaves_nothing_of_an_importance_matrix(main, capsys, tiny_model_dir, tmp_path, monkeypatch):
     command = ["imatrix", tiny_model_dir, "-o", tmp_path / "a.gguf", *SHORT]
     with monkeypatch.context() as patched:
-        terminate(patched, llmcompress.engine.imatrix, "_fill")
+        terminate(patched, llmcompress.engine.run.measure_imatrix, "_fill")
         assert main(*command) == 75
     assert "1 of 4 steps done" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -108,7 +108,7 @@ def test_sigterm_stops_what_a_budget_measures_and_a_deadline_waits_for_it(
     losses, out = tmp_path / "losses.json", tmp_path / "out.gguf"
     command = ["gguf", tiny_model_dir, "-o", out, "--bpw", 6, "--losses", losses, *SHORT]
     with monkeypatch.context() as patched:
-        terminate(patched, llmcompress.engine.measure, "fisher_information")
+        terminate(patched, llmcompress.engine.budget.fisher_run, "fisher_information")
         assert main(*command) == 75
     assert "once all are measured" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -16,8 +16,9 @@ NAMES = ("depth", "width", "lora")
 
 @pytest.fixture(scope="module")
 def compressed(tiny_model_dir, tmp_path_factory):
-    from llmcompress.engine.plan import Options, make_plan
-    from llmcompress.engine.run import run
+    from llmcompress.engine.execute import run
+    from llmcompress.engine.plan.make_plan import make_plan
+    from llmcompress.engine.plan.options import Options
     from llmcompress.recipe import parse
 
     out = tmp_path_factory.mktemp("structured") / "compressed"

@@ -8,12 +8,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-import llmcompress.engine.run
-import llmcompress.engine.sweep
+import llmcompress.engine.run.loop
+import llmcompress.engine.run.sweep_tokens
 import llmcompress.validate.kept
 from llmcompress.cli.variants import listed, variants
-from llmcompress.engine.plan import Options, make_plan
-from llmcompress.engine.run import run
+from llmcompress.engine.execute import run
+from llmcompress.engine.plan.make_plan import make_plan
+from llmcompress.engine.plan.options import Options
 from llmcompress.errors import LlmcompressError, RecipeError, RunError
 from llmcompress.recipe import load, parse
 
@@ -46,8 +47,8 @@ def counted(monkeypatch):
     """Recipes of the runs that are begun, and how often tokens are drawn and text is evaluated."""
     counts = {"runs": [], "draws": 0, "evaluations": 0}
     real, draw, evaluate = (
-        llmcompress.engine.run.run,
-        llmcompress.engine.sweep.calibration_tokens,
+        llmcompress.engine.execute.run,
+        llmcompress.engine.run.sweep_tokens.calibration_tokens,
         llmcompress.validate.kept.evaluate_paths,
     )
 
@@ -63,9 +64,9 @@ def counted(monkeypatch):
         counts["evaluations"] += 1
         return evaluate(*arguments)
 
-    monkeypatch.setattr(llmcompress.engine.run, "run", counting_run)
-    monkeypatch.setattr(llmcompress.engine.sweep, "calibration_tokens", counting_draw)
-    monkeypatch.setattr(llmcompress.engine.run, "calibration_tokens", lambda plan: pytest.fail("drawn again"))
+    monkeypatch.setattr(llmcompress.engine.run.loop, "run", counting_run)
+    monkeypatch.setattr(llmcompress.engine.run.sweep_tokens, "calibration_tokens", counting_draw)
+    monkeypatch.setattr(llmcompress.engine.run.loop, "calibration_tokens", lambda plan: pytest.fail("drawn again"))
     monkeypatch.setattr(llmcompress.validate.kept, "evaluate_paths", counting_evaluation)
     return counts
 
@@ -88,7 +89,7 @@ def test_runs_share_a_calibration_and_are_what_they_would_be_alone(swept, counte
     alone = load(recipe)
     step = alone.steps[0].model_copy(update={"bits": 3})
     alone = alone.model_copy(update={"steps": (step,), "output": alone.output.model_copy(update={"format": "dense"})})
-    llmcompress.engine.run.calibration_tokens = llmcompress.engine.calibration.calibration_tokens
+    llmcompress.engine.run.loop.calibration_tokens = llmcompress.engine.run.tokens.calibration_tokens
     run(make_plan(alone, tiny_model_dir, Options(out=tmp_path / "alone")))
     for file in (tmp_path / "alone").iterdir():
         assert (tmp_path / "out" / "gptq-w3" / file.name).read_bytes() == file.read_bytes(), file.name
@@ -131,21 +132,21 @@ def test_it_goes_on_after_a_deadline_with_the_run_that_was_under_way(swept, coun
 
 
 def test_sigterm_stops_it_between_runs_and_within_them(swept, counted, monkeypatch):
-    begun = llmcompress.engine.run.run
+    begun = llmcompress.engine.execute.run
 
     def terminated(plan, *arguments):
         if plan.out.name == "gptq-w4":
             os.kill(os.getpid(), signal.SIGTERM)
         return begun(plan, *arguments)
 
-    monkeypatch.setattr(llmcompress.engine.run, "run", terminated)
+    monkeypatch.setattr(llmcompress.engine.run.loop, "run", terminated)
     code, found = swept()
     assert code == 75
     assert [row["state"] for row in found["runs"]] == ["done", "stopped", "not begun", "not begun"]
 
 
 def test_a_run_that_fails_does_not_stop_the_others(swept, main, capsys, monkeypatch, recipe, tiny_model_dir, tmp_path):
-    real = llmcompress.engine.run.run
+    real = llmcompress.engine.execute.run
 
     def failing(plan, *arguments):
         if plan.out.name == "gptq-w4":
@@ -154,7 +155,7 @@ def test_a_run_that_fails_does_not_stop_the_others(swept, main, capsys, monkeypa
             raise RuntimeError("out of luck")
         return real(plan, *arguments)
 
-    monkeypatch.setattr(llmcompress.engine.run, "run", failing)
+    monkeypatch.setattr(llmcompress.engine.run.loop, "run", failing)
     file = tmp_path / "sweep.xml"
     code, found = swept("--junit", file)
     assert code == 1
@@ -235,7 +236,9 @@ def test_tokens_that_the_model_wrote_are_kept_for_the_next_start(swept, counted,
         "calibration: {source: self, samples: 4, length: 16}\nsteps:\n  - {method: gptq, group_size: 64}\n"
     )
     assert swept("--deadline", 0, lists=("--bits", "3,4"))[0] == 75
-    monkeypatch.setattr(llmcompress.engine.sweep, "calibration_tokens", lambda plan: pytest.fail("written again"))
+    monkeypatch.setattr(
+        llmcompress.engine.run.sweep_tokens, "calibration_tokens", lambda plan: pytest.fail("written again")
+    )
     assert swept(lists=("--bits", "3,4"))[0] == 0
 
 

@@ -8,11 +8,11 @@ from streaming import ids, streamed_logits
 
 from llmcompress import arch
 from llmcompress.arch.spec import RESIDUAL
-from llmcompress.engine.anatomy import Anatomy
-from llmcompress.engine.folding import rotated, scaled
-from llmcompress.engine.matrices import matrices_of
-from llmcompress.engine.source import config_of
-from llmcompress.engine.transforms import transformed_headers
+from llmcompress.engine.plan.transform_headers import transformed_headers
+from llmcompress.engine.source.folding import rotated, scaled
+from llmcompress.engine.source.matrices import matrices_of
+from llmcompress.engine.source.open import config_of
+from llmcompress.engine.source.tensor_names import Anatomy
 from llmcompress.errors import PlanError
 from llmcompress.ledger import Ledger
 from llmcompress.model.build import StreamedModel

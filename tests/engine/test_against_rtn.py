@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_engine import compress, recipe
 
-from llmcompress.engine.energy import COMPARED, against_rtn
+from llmcompress.engine.run.rtn_ratio import COMPARED, against_rtn
 from llmcompress.grids.base import CodebookSpec, GridSpec, Int8Spec, Nf4Spec
 from llmcompress.grids.nearest import rounds_at_once
 

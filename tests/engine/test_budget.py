@@ -6,11 +6,12 @@ import shutil
 import gguf
 import pytest
 
-from llmcompress.engine import budget as budgets
-from llmcompress.engine.budget import Budget, fitted_to_budget
-from llmcompress.engine.losses import candidates
-from llmcompress.engine.plan import Options, make_plan
-from llmcompress.engine.run import run
+from llmcompress.engine.budget import gguf_types as budgets
+from llmcompress.engine.budget.gguf_types import Budget, fitted_to_budget
+from llmcompress.engine.budget.type_losses import candidates
+from llmcompress.engine.execute import run
+from llmcompress.engine.plan.make_plan import make_plan
+from llmcompress.engine.plan.options import Options
 from llmcompress.errors import PlanError
 from llmcompress.recipe import load, parse
 from llmcompress.validate.gguf_verify import verify_gguf

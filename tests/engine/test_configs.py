@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmcompress.engine.plan import Options, make_plan
-from llmcompress.engine.run import run
+from llmcompress.engine.execute import run
+from llmcompress.engine.plan.make_plan import make_plan
+from llmcompress.engine.plan.options import Options
 from llmcompress.recipe import load
 from llmcompress.validate.evaluate import measure
 from llmcompress.validate.gguf_verify import verify_gguf
@@ -18,7 +19,7 @@ CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
 @pytest.fixture(scope="module")
 def windows(tiny_model_dir, tiny_eval_text):
-    from llmcompress.engine.calibration import load_tokenizer
+    from llmcompress.engine.source.text_tokenizer import load_tokenizer
 
     ids = load_tokenizer(tiny_model_dir)(tiny_eval_text.read_text())["input_ids"]
     return torch.tensor(ids[: 6 * 64]).view(6, 64)

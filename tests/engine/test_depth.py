@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from llmcompress import arch
-from llmcompress.engine.depth import Asked, plan_depth, prune_depth
-from llmcompress.engine.plan import Options
+from llmcompress.engine.plan.options import Options
+from llmcompress.engine.structure.depth import Asked, plan_depth, prune_depth
 from llmcompress.errors import PlanError
 from llmcompress.recipe import Calibration, build
 from llmcompress.registry import discover

@@ -11,9 +11,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from llmcompress.engine.plan import Options, make_plan
-from llmcompress.engine.progress import Progress
-from llmcompress.engine.run import run
+from llmcompress.engine.execute import run
+from llmcompress.engine.plan.make_plan import make_plan
+from llmcompress.engine.plan.options import Options
+from llmcompress.engine.process.progress import Progress
 from llmcompress.errors import CheckpointError, PlanError, RecipeError, StoppedError
 from llmcompress.recipe import parse
 
@@ -71,7 +72,7 @@ KILL = """
 import os, sys
 from pathlib import Path
 from llmcompress.store.staging import Staging
-import llmcompress.engine.run as engine
+import llmcompress.engine.run.loop as engine
 from test_engine import compress
 step, when = sys.argv[3], int(sys.argv[4])
 original = getattr(Staging, step)
@@ -269,6 +270,6 @@ def test_windows_sampled_from_the_model_are_kept_for_the_next_start(tiny_model_d
     whole = compress(tiny_model_dir, tmp_path / "whole", made)
     with pytest.raises(StoppedError):
         compress(tiny_model_dir, tmp_path / "out", made, stop=after(1))
-    monkeypatch.setattr("llmcompress.engine.run.calibration_tokens", lambda plan: pytest.fail("sampled again"))
+    monkeypatch.setattr("llmcompress.engine.run.loop.calibration_tokens", lambda plan: pytest.fail("sampled again"))
     assert compress(tiny_model_dir, tmp_path / "out", made)["tensors"] == whole["tensors"]
     assert not (tmp_path / "out.work").exists()

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from llmcompress.engine.exchange import packed, unpacked
+from llmcompress.engine.process.exchange import packed, unpacked
 from llmcompress.grids.base import GridSpec
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.fitting import fit

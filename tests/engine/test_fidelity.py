@@ -6,8 +6,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from llmcompress.engine.plan import Options, make_plan
-from llmcompress.engine.run import run
+from llmcompress.engine.execute import run
+from llmcompress.engine.plan.make_plan import make_plan
+from llmcompress.engine.plan.options import Options
 from llmcompress.recipe import parse
 from llmcompress.validate.evaluate import cut_windows, measure
 from llmcompress.validate.load import open_streamed

@@ -8,12 +8,13 @@ import pytest
 import torch
 import yaml
 
-from llmcompress.engine import item_losses
-from llmcompress.engine.allotment import Budget
-from llmcompress.engine.grid_losses import Held
-from llmcompress.engine.mixed import Asked, fitted_to_grids
-from llmcompress.engine.plan import Options, make_plan
-from llmcompress.engine.run import run
+from llmcompress.engine.budget import item_losses
+from llmcompress.engine.budget.fit_to_size import Budget
+from llmcompress.engine.budget.grid_losses import Held
+from llmcompress.engine.budget.matrix_grids import Asked, fitted_to_grids
+from llmcompress.engine.execute import run
+from llmcompress.engine.plan.make_plan import make_plan
+from llmcompress.engine.plan.options import Options
 from llmcompress.errors import PlanError
 from llmcompress.formats.checks import fused
 from llmcompress.recipe import load, parse
@@ -29,8 +30,10 @@ def recipe(form="gptq", method="gptq", samples=16, **options):
     return parse({"calibration": text, "steps": [{"method": method, **options}], "output": {"format": form}})
 
 
-def fitted(model, made, tmp_path, kept=None, size=None, bpw=None, kl=None, bits=BITS, sizes=SIZES, threads=1, **means):
-    options = Options(out=tmp_path / "out", threads=threads, **means)
+def fitted(
+    model, made, tmp_path, kept=None, size=None, bpw=None, kl=None, bits=BITS, sizes=SIZES, threads=1, **resources
+):
+    options = Options(out=tmp_path / "out", threads=threads, **resources)
     return fitted_to_grids(made, model, options, Asked(Budget(size, bpw), bits, sizes, kl, kept))
 
 
@@ -137,8 +140,8 @@ def test_the_best_combination_is_found_among_those_that_the_runtime_can_fuse(ran
     wide = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = random_model("llama", **wide)
     kept, made = tmp_path / "kept.json", recipe("compressed-tensors", samples=4)
-    means = {"target": "vllm", "kept": kept, "bits": (4, 8), "sizes": (32, 128)}
-    fitted(model, made, tmp_path, bpw=8, **means)
+    resources = {"target": "vllm", "kept": kept, "bits": (4, 8), "sizes": (32, 128)}
+    fitted(model, made, tmp_path, bpw=8, **resources)
     data = json.loads(kept.read_text())
     noise = torch.Generator().manual_seed(3)
     for losses in data["losses"].values():  # of random weights all are alike
@@ -148,7 +151,7 @@ def test_the_best_combination_is_found_among_those_that_the_runtime_can_fuse(ran
     grids = {"int4-g32-sym": 4.5, "int4-g128-sym": 4.125, "int8-g32-sym": 8.5, "int8-g128-sym": 8.125}
     leaves = [["q", "k", "v"], ["o"], ["gate", "up"], ["down"]]
     names = [[name for name in data["losses"] if name.split(".")[-1][:-5] in part] for part in leaves]
-    found = fitted(model, made, tmp_path, bpw=8.5, **means).plan
+    found = fitted(model, made, tmp_path, bpw=8.5, **resources).plan
     weights = {m.module: m.entry.out_features * m.entry.in_features for layer in found.layers for m in layer}
     table = []
     for chosen in product(grids, repeat=4):
@@ -156,7 +159,7 @@ def test_the_best_combination_is_found_among_those_that_the_runtime_can_fuse(ran
         bits = sum(weights[name] * grids[grid] for name, grid in pairs) / sum(weights.values())
         table.append((bits, sum(data["losses"][name][grid] for name, grid in pairs)))
     for budget in (4.125, 4.3, 4.6, 5.0, 5.7, 6.4, 7.5, 8.2):
-        fit = fitted(model, made, tmp_path, bpw=budget, **means)
+        fit = fitted(model, made, tmp_path, bpw=budget, **resources)
         best = min(loss for bits, loss in table if bits <= budget)
         assert fit.plan.estimate.bits_per_weight <= budget
         assert best <= fit.recipe.expected.kl * (1 + 1e-5)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from llmcompress.engine.forward import Forward, Stream
+from llmcompress.engine.run.forward import Forward, Stream
 from llmcompress.parallel import threads
 from llmcompress.store.staging import Staging
 from llmcompress.validate.load import open_streamed

@@ -5,8 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llmcompress import arch
-from llmcompress.engine.gathering import ByWindow
-from llmcompress.engine.sensitivity import fisher_information
+from llmcompress.engine.budget.fisher_pass import fisher_information
+from llmcompress.engine.budget.fisher_window import ByWindow
 from llmcompress.model.build import StreamedModel
 from llmcompress.model.gradients import drawn
 from llmcompress.model.skeleton import load_config

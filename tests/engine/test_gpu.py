@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from llmcompress.engine import feed, means
-from llmcompress.engine.estimate import Estimate
-from llmcompress.engine.means import choose_means
-from llmcompress.engine.plan import Options
+from llmcompress.engine.plan import resources as resources
+from llmcompress.engine.plan.estimate import Estimate
+from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.resources import choose_resources
+from llmcompress.engine.run import prefetch
 from llmcompress.errors import PlanError
 from llmcompress.hardware import GpuMemory
 from llmcompress.methods.base import solved_rows
@@ -42,9 +43,9 @@ def test_a_plan_says_what_a_run_would_take_of_a_gpu(main, tiny_model_dir, tmp_pa
 
 def test_a_gpu_runs_more_windows_at_once_by_one_thread(monkeypatch):
     options = Options(device="cuda")
-    found, _ = choose_means(options, 2048, lambda means: COST)
+    found, _ = choose_resources(options, 2048, lambda resources: COST)
     assert (found.batch, found.threads, found.gpu, found.dtype) == (4, 1, True, "bfloat16")
-    assert choose_means(replace(options, threads=3, batch=7), 2048, lambda means: COST)[0].threads == 3
+    assert choose_resources(replace(options, threads=3, batch=7), 2048, lambda resources: COST)[0].threads == 3
 
 
 @pytest.mark.parametrize("source", ["option", "device"])
@@ -54,12 +55,12 @@ def test_batches_shrink_until_they_fit_and_else_the_run_is_refused(monkeypatch, 
     total = GpuMemory(10, limit) if source == "device" else None
     monkeypatch.setattr("llmcompress.hardware.gpu_memory", lambda device=None: total)
 
-    def cost(means):
-        return replace(COST, gpu_bytes=1_000_000_000 * (1 + means.batch))
+    def cost(resources):
+        return replace(COST, gpu_bytes=1_000_000_000 * (1 + resources.batch))
 
-    assert choose_means(options, 2048, cost)[0].batch == 2
+    assert choose_resources(options, 2048, cost)[0].batch == 2
     with pytest.raises(PlanError, match=r"up to 5\.50 GB of GPU memory are needed, .* 3\.50"):
-        choose_means(replace(options, batch=4), 2048, cost)
+        choose_resources(replace(options, batch=4), 2048, cost)
 
 
 def test_a_gpu_solves_more_rows_at_once_within_its_memory():
@@ -70,7 +71,7 @@ def test_a_gpu_solves_more_rows_at_once_within_its_memory():
 def test_out_of_gpu_memory_ends_in_a_line_and_the_same_command_goes_on(
     main, tiny_model_dir, tmp_path, capsys, monkeypatch
 ):
-    from llmcompress.engine import compress
+    from llmcompress.engine.run import layer as compress
 
     install, seen = compress.install, []
 
@@ -153,8 +154,11 @@ def test_windows_reach_a_gpu_through_pinned_memory_ahead_of_their_turn(monkeypat
     read = windows.read
     monkeypatch.setattr(windows, "read", lambda span, pinned=False: read(span) if pinned else pytest.fail("not pinned"))
     spans = [slice(start, min(start + 2, 7)) for start in range(0, 7, 2)]
-    made = feed.Feed(windows, spans, torch.device("cpu"))
-    made._stream, made._ahead = Stream(), Ahead(made._fetch, [(span.start, span.stop) for span in spans], feed.FETCHED)
+    made = prefetch.Feed(windows, spans, torch.device("cpu"))
+    made._stream, made._ahead = (
+        Stream(),
+        Ahead(made._fetch, [(span.start, span.stop) for span in spans], prefetch.FETCHED),
+    )
     for _ in range(2):
         assert torch.equal(torch.cat([made.read(span) for span in spans]), states)
     assert log.count("waited") == log.count("kept") == 8
@@ -167,4 +171,4 @@ def test_what_is_free_on_a_gpu_is_asked_of_torch(monkeypatch):
     from llmcompress.hardware import gpu_memory
 
     assert gpu_memory() == GpuMemory(3, 5)
-    assert means.on_gpu("auto")
+    assert resources.on_gpu("auto")

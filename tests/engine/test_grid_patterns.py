@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmcompress.engine.grid_patterns import patterns_of
-from llmcompress.engine.settings import resolve
+from llmcompress.engine.budget.patterns import patterns_of
+from llmcompress.engine.plan.matrix_options import resolve
 from llmcompress.grids.base import GridSpec
 from llmcompress.ledger import Ledger
 from llmcompress.methods.rtn import Rtn

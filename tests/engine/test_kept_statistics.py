@@ -5,9 +5,10 @@ import json
 import pytest
 import torch
 
-from llmcompress.engine.plan import Options, make_plan
-from llmcompress.engine.progress import Progress
-from llmcompress.engine.run import run
+from llmcompress.engine.execute import run
+from llmcompress.engine.plan.make_plan import make_plan
+from llmcompress.engine.plan.options import Options
+from llmcompress.engine.process.progress import Progress
 from llmcompress.errors import PlanError
 from llmcompress.recipe import parse
 from llmcompress.validate.evaluate import measure
@@ -56,7 +57,7 @@ def kl(path, model, windows):
 
 @pytest.fixture(scope="module")
 def windows(tiny_model_dir, tiny_eval_text):
-    from llmcompress.engine.calibration import load_tokenizer
+    from llmcompress.engine.source.text_tokenizer import load_tokenizer
 
     ids = load_tokenizer(tiny_model_dir)(tiny_eval_text.read_text())["input_ids"]
     return torch.tensor(ids[: 16 * 64]).view(16, 64)

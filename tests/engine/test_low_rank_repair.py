@@ -8,10 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.pytorch_utils import Conv1D
 
-from llmcompress.engine.adapter_plan import plan_lora
-from llmcompress.engine.low_rank import repair
-from llmcompress.engine.plan import Options, make_plan
-from llmcompress.engine.run import run
+from llmcompress.engine.execute import run
+from llmcompress.engine.plan.make_plan import make_plan
+from llmcompress.engine.plan.options import Options
+from llmcompress.engine.structure.lora import repair
+from llmcompress.engine.structure.lora_plan import plan_lora
 from llmcompress.errors import CheckpointError, PlanError
 from llmcompress.recipe import Calibration, build, parse
 from llmcompress.store.adapter import Adapter

@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from llmcompress.engine.imatrix import measure_imatrix
-from llmcompress.engine.plan import Options, make_plan
-from llmcompress.engine.run import run
+from llmcompress.engine.execute import run
+from llmcompress.engine.plan.make_plan import make_plan
+from llmcompress.engine.plan.options import Options
+from llmcompress.engine.run.measure_imatrix import measure_imatrix
 from llmcompress.errors import CalibrationError, PlanError
 from llmcompress.formats.gguf.imatrix import Imatrix, ImatrixEntry
 from llmcompress.formats.gguf.imatrix_file import read_imatrix, write_imatrix

@@ -3,7 +3,7 @@
 import jinja2
 import pytest
 
-from llmcompress.engine.modelfile import find_template, modelfile
+from llmcompress.engine.plan.modelfile import find_template, modelfile
 
 SIMPLE = "{% for m in messages %}TURN{% endfor %}{% if add_generation_prompt %}PROMPT{% endif %}"
 

@@ -5,8 +5,8 @@ import json
 import pytest
 from test_memory import WIDTHS, call, write
 
-from llmcompress.engine.estimate import Means
-from llmcompress.engine.pass_memory import Matrix, Sizes, bounded, depth_memory, fit_memory
+from llmcompress.engine.plan.options import Resources
+from llmcompress.engine.structure.pass_memory import Matrix, Sizes, bounded, depth_memory, fit_memory
 from llmcompress.errors import PlanError
 
 TEXT = ("--samples", 20, "--length", 512)
@@ -58,26 +58,26 @@ def test_fit_takes_what_it_says(models, tmp_path, name, threads):
 
 
 def test_fewer_threads_and_smaller_batches_keep_within_a_limit():
-    means = Means("bfloat16", 8, 4)
+    resources = Resources("bfloat16", 8, 4)
 
-    def memory(means):
-        return depth_memory(SMALL, means, compared=False)
+    def memory(resources):
+        return depth_memory(SMALL, resources, compared=False)
 
-    least = memory(Means("bfloat16", 1, 1))
-    assert bounded(means, None, memory, (True, True)) == means
-    for limit in (least * 1.11, least * 1.2, memory(means) * 1.11):
-        found = bounded(means, int(limit), memory, (True, True))
+    least = memory(Resources("bfloat16", 1, 1))
+    assert bounded(resources, None, memory, (True, True)) == resources
+    for limit in (least * 1.11, least * 1.2, memory(resources) * 1.11):
+        found = bounded(resources, int(limit), memory, (True, True))
         assert memory(found) * 1.1 <= limit
-    assert found == means
-    assert bounded(means, int(least * 1.2), memory, (True, True)).threads < 4
+    assert found == resources
+    assert bounded(resources, int(least * 1.2), memory, (True, True)).threads < 4
     for limit, free in ((least, (True, True)), (least * 1.2, (False, False))):
         with pytest.raises(PlanError, match=r"GB of memory are needed, --max-memory allows"):
-            bounded(means, int(limit), memory, free)
+            bounded(resources, int(limit), memory, free)
 
 
 def test_what_fit_needs_does_not_grow_with_the_number_of_layers():
     more = SMALL._replace(layers=[*SMALL.layers] * 40)
-    means = Means("float32", 1, 2)
-    assert fit_memory(more, means, compensated=True, sampled=1 << 16) == fit_memory(
-        SMALL, means, compensated=True, sampled=1 << 16
+    resources = Resources("float32", 1, 2)
+    assert fit_memory(more, resources, compensated=True, sampled=1 << 16) == fit_memory(
+        SMALL, resources, compensated=True, sampled=1 << 16
     )

@@ -23,8 +23,9 @@ import pytest
 import torch
 import yaml
 
-from llmcompress.engine.plan import Options, make_plan
-from llmcompress.engine.run import run
+from llmcompress.engine.execute import run
+from llmcompress.engine.plan.make_plan import make_plan
+from llmcompress.engine.plan.options import Options
 from llmcompress.errors import PlanError
 from llmcompress.recipe import parse
 from llmcompress.store.staging import Staging
@@ -40,7 +41,7 @@ PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(
     [
         "llmcompress.cli.commands",
-        "llmcompress.engine.run",
+        "llmcompress.engine.run.loop",
         "transformers.models.auto.tokenization_auto",
         "transformers.models.llama.modeling_llama",
     ]

@@ -22,7 +22,7 @@ import torch
 from torch import distributed
 from torch.distributed import TCPStore
 
-from llmcompress.engine import ranks
+from llmcompress.engine.process import ranks
 from llmcompress.errors import PlanError
 
 rendezvous_module = importlib.import_module("torch.distributed.rendezvous")  # the package has a function of that name
@@ -34,7 +34,7 @@ PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(
     [
         "llmcompress.cli.commands",
-        "llmcompress.engine.run",
+        "llmcompress.engine.run.loop",
         "transformers.models.auto.tokenization_auto",
         "transformers.models.llama.modeling_llama",
     ]

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llmcompress import arch
-from llmcompress.engine.sensitivity import EMBEDDING, HEAD, fisher_information
+from llmcompress.engine.budget.fisher_pass import EMBEDDING, HEAD, fisher_information
 from llmcompress.model.build import StreamedModel
 from llmcompress.model.gradients import drawn
 from llmcompress.model.skeleton import load_config

@@ -9,10 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from llmcompress.engine.imatrix import measure_imatrix
-from llmcompress.engine.plan import Options, make_plan
-from llmcompress.engine.run import run
-from llmcompress.engine.source import directory_headers, open_checkpoint, source_headers
+from llmcompress.engine.execute import run
+from llmcompress.engine.plan.make_plan import make_plan
+from llmcompress.engine.plan.options import Options
+from llmcompress.engine.run.measure_imatrix import measure_imatrix
+from llmcompress.engine.source.open import directory_headers, open_checkpoint, source_headers
 from llmcompress.errors import CheckpointError, PlanError, StoppedError
 from llmcompress.formats.gguf import families
 from llmcompress.formats.gguf.imatrix_file import write_imatrix

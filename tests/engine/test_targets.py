@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from entries import AWQ, DENSE, GPTQ, PACKED, W4, matrix, model
-from llmcompress.engine.plan import Options, make_plan
+from llmcompress.engine.plan.make_plan import make_plan
+from llmcompress.engine.plan.options import Options
 from llmcompress.engine.targets.check import engine_notes, verdicts, violations
 from llmcompress.engine.targets.input_facts import Devices
 from llmcompress.engine.targets.table import TARGETS

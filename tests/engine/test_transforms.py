@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from llmcompress.engine.plan import Options, make_plan
-from llmcompress.engine.run import run
+from llmcompress.engine.execute import run
+from llmcompress.engine.plan.make_plan import make_plan
+from llmcompress.engine.plan.options import Options
 from llmcompress.errors import PlanError, RecipeError, StoppedError
 from llmcompress.recipe import parse
 from llmcompress.validate.evaluate import measure
@@ -44,7 +45,7 @@ def kl(path, model, windows):
 
 @pytest.fixture(scope="module")
 def windows(tiny_model_dir, tiny_eval_text):
-    from llmcompress.engine.calibration import load_tokenizer
+    from llmcompress.engine.source.text_tokenizer import load_tokenizer
 
     ids = load_tokenizer(tiny_model_dir)(tiny_eval_text.read_text())["input_ids"]
     return torch.tensor(ids[: 16 * 64]).view(16, 64)
@@ -171,7 +172,7 @@ def test_a_fixed_scale_of_inputs_is_that_of_the_scaled_ones(tiny_model_dir, tmp_
     """Of the first layer, whose inputs no rounding has changed, against transformers on the source."""
     from transformers import AutoModelForCausalLM
 
-    from llmcompress.engine.calibration import calibration_tokens
+    from llmcompress.engine.run.tokens import calibration_tokens
 
     smooth = {"method": "smoothquant", "alpha": 0.7, "flows": False}
     fixed = {"activations": "int8-tensor", "activation_clip": "absmax", "bits": 8, "group_size": -1}

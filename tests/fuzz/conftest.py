@@ -13,7 +13,7 @@ import torch  # noqa: F401 (once, before anything is measured)
 import transformers
 from mutations import tracing
 
-import llmcompress.engine.calibration
+import llmcompress.engine.run.tokens
 import llmcompress.validate.session  # noqa: F401
 
 

@@ -6,7 +6,8 @@ import tracemalloc
 import pytest
 from mutations import INPUTS, SCALARS, fuzz, measured, mutated, spoilt
 
-from llmcompress.engine.plan import Options, make_plan
+from llmcompress.engine.plan.make_plan import make_plan
+from llmcompress.engine.plan.options import Options
 from llmcompress.model.skeleton import load_config, skeleton
 from llmcompress.recipe import parse
 

@@ -7,7 +7,8 @@ from mutations import INPUTS, SCALARS, YAML, damaged, fuzz, measured, mutated, s
 from llmcompress.calib.base import Request
 from llmcompress.calib.jsonl import Jsonl
 from llmcompress.cli.options import parse_set
-from llmcompress.engine.plan import Options, make_plan
+from llmcompress.engine.plan.make_plan import make_plan
+from llmcompress.engine.plan.options import Options
 from llmcompress.recipe import load, parse
 
 RECIPE = {

@@ -7,7 +7,8 @@ import pytest
 from mutations import INPUTS, SCALARS, damaged, fuzz, measured, mutated, spoilt, text, tree
 
 from llmcompress.calib.ids import _read as read_ids
-from llmcompress.engine.plan import Options, make_plan
+from llmcompress.engine.plan.make_plan import make_plan
+from llmcompress.engine.plan.options import Options
 from llmcompress.recipe import parse
 from llmcompress.store.headers import read_file_header, read_headers
 from llmcompress.validate.stored import DamageError, read_tensors

@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from llmcompress.engine.adapter_plan import plan_lora
-from llmcompress.engine.low_rank import repair
-from llmcompress.engine.plan import Options
+from llmcompress.engine.plan.options import Options
+from llmcompress.engine.structure.lora import repair
+from llmcompress.engine.structure.lora_plan import plan_lora
 from llmcompress.recipe import Calibration, build
 from llmcompress.validate.adapter import adapt_whole
 from llmcompress.validate.load import load_whole

@@ -67,7 +67,7 @@ def test_nf4_gives_the_logits_of_our_reader(compress, family):
 def test_int8_decodes_in_bitsandbytes_to_the_same_bits(compress, name):
     options = EIGHT[name]
     path = compress("llama", "float16", "bitsandbytes", **options)
-    from llmcompress.engine.source import directory_headers, open_checkpoint
+    from llmcompress.engine.source.open import directory_headers, open_checkpoint
     from llmcompress.ledger import Ledger
 
     ours = open_checkpoint(directory_headers(path, Ledger()))

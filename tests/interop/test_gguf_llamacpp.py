@@ -15,8 +15,9 @@ import torch
 from llamacpp import Llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from llmcompress.engine.plan import Options, make_plan
-from llmcompress.engine.run import run
+from llmcompress.engine.execute import run
+from llmcompress.engine.plan.make_plan import make_plan
+from llmcompress.engine.plan.options import Options
 from llmcompress.formats.gguf import families
 from llmcompress.recipe import parse
 from llmcompress.registry import discover

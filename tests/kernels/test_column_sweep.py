@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from emulated import COMPILER, CSRC, EmulatedLauncher
-from llmcompress.engine.plan import Options, make_plan
-from llmcompress.engine.run import run
+from llmcompress.engine.execute import run
+from llmcompress.engine.plan.make_plan import make_plan
+from llmcompress.engine.plan.options import Options
 from llmcompress.grids.base import BLOCK_TYPES, GridSpec, Int8Spec, ProgressiveSpec
 from llmcompress.grids.fitting import fit
 from llmcompress.kernels.sweep import KernelSweeper, gpu_sweeper

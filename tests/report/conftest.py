@@ -6,10 +6,11 @@ from typing import NamedTuple
 
 import pytest
 
-from llmcompress.engine.plan import Options, make_plan
-from llmcompress.engine.progress import Progress
-from llmcompress.engine.run import run
-from llmcompress.engine.timings import Timings
+from llmcompress.engine.execute import run
+from llmcompress.engine.plan.make_plan import make_plan
+from llmcompress.engine.plan.options import Options
+from llmcompress.engine.process.progress import Progress
+from llmcompress.engine.write.timings import Timings
 from llmcompress.recipe import parse
 from llmcompress.validate.session import Request, evaluate_whole
 

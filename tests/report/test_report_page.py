@@ -9,9 +9,10 @@ from html.parser import HTMLParser
 
 import pytest
 
-from llmcompress.engine.documents import LayerDone, Linear, Start
-from llmcompress.engine.plan import Options, make_plan
-from llmcompress.engine.run import run
+from llmcompress.engine.execute import run
+from llmcompress.engine.plan.make_plan import make_plan
+from llmcompress.engine.plan.options import Options
+from llmcompress.engine.write.report_schema import LayerDone, Linear, Start
 from llmcompress.recipe import parse
 from llmcompress.report.cells import METRICS, cells_of
 from llmcompress.report.figures import binned
@@ -183,11 +184,13 @@ def test_names_of_other_models_have_layers_too():
 
 def test_bins_keep_the_mean():
     values = [float(n % 7) for n in range(511)]
-    middles, means = binned(values)
-    assert len(means) <= 48
+    middles, resources = binned(values)
+    assert len(resources) <= 48
     assert middles[0] == pytest.approx(6)  # of the positions 1 to 11
     widths = [11] * 46 + [511 - 46 * 11]
-    assert sum(w * m for w, m in zip(widths, means, strict=True)) / 511 == pytest.approx(sum(values) / 511, rel=1e-5)
+    assert sum(w * m for w, m in zip(widths, resources, strict=True)) / 511 == pytest.approx(
+        sum(values) / 511, rel=1e-5
+    )
     assert binned([3.0, 4.0]) == ([1.0, 2.0], [3.0, 4.0])
 
 

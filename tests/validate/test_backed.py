@@ -9,8 +9,9 @@ import torch
 
 import llmcompress.validate.backend
 from emulated import COMPILER, EmulatedLauncher
-from llmcompress.engine.plan import Options, make_plan
-from llmcompress.engine.run import run
+from llmcompress.engine.execute import run
+from llmcompress.engine.plan.make_plan import make_plan
+from llmcompress.engine.plan.options import Options
 from llmcompress.errors import PlanError, RunError
 from llmcompress.kernels.errors import KernelsError
 from llmcompress.recipe import parse

@@ -14,8 +14,9 @@ SMALL = ["--length", 32, "--windows", 3, "--quiet"]
 
 @pytest.fixture(scope="module")
 def out(tiny_model_dir, tmp_path_factory):
-    from llmcompress.engine.plan import Options, make_plan
-    from llmcompress.engine.run import run
+    from llmcompress.engine.execute import run
+    from llmcompress.engine.plan.make_plan import make_plan
+    from llmcompress.engine.plan.options import Options
     from llmcompress.recipe import parse
 
     path = tmp_path_factory.mktemp("evaluated") / "out"
@@ -36,10 +37,10 @@ def test_the_file_holds_what_is_printed_and_more(main, capsys, out, tiny_model_d
     assert saved["reference"] == {"name": "tiny-llama", "report_sha256": None}
     assert (saved["text"]["name"], saved["text"]["windows"], saved["text"]["length"]) == (tiny_eval_text.name, 3, 32)
     Evaluation.model_validate_json(file.read_text())
-    for means, count in ((saved["by_window"], 3), (saved["by_position"], 31)):
-        assert {len(values) for values in means.values()} == {count}
-        assert np.mean(means["kl"]) == pytest.approx(printed["kl"], rel=1e-4)
-        assert np.exp(np.mean(means["nll"])) == pytest.approx(printed["perplexity"], rel=1e-3)
+    for resources, count in ((saved["by_window"], 3), (saved["by_position"], 31)):
+        assert {len(values) for values in resources.values()} == {count}
+        assert np.mean(resources["kl"]) == pytest.approx(printed["kl"], rel=1e-4)
+        assert np.exp(np.mean(resources["nll"])) == pytest.approx(printed["perplexity"], rel=1e-3)
     before = file.read_bytes()
     assert main(*arguments) == 2
     assert "already exists" in capsys.readouterr().err

@@ -4,8 +4,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from llmcompress.engine.plan import Options, make_plan
-from llmcompress.engine.run import run
+from llmcompress.engine.execute import run
+from llmcompress.engine.plan.make_plan import make_plan
+from llmcompress.engine.plan.options import Options
 from llmcompress.grids.base import GridSpec
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.integer import fit

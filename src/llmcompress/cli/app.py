@@ -9,7 +9,7 @@ import typer
 from llmcompress import __version__
 from llmcompress.cli import console
 from llmcompress.cli.log import log
-from llmcompress.engine.ranks import refuse_several, says
+from llmcompress.engine.process.ranks import refuse_several, says
 from llmcompress.errors import EXIT_OK, LlmcompressError, RecipeError, RunError
 
 SHARED: set[str] = set()  # commands that several processes may share, as torchrun starts them

@@ -10,7 +10,7 @@ import typer
 from llmcompress.errors import RecipeError
 
 if TYPE_CHECKING:
-    from llmcompress.engine.allotment import Budget
+    from llmcompress.engine.budget.fit_to_size import Budget
 
 PANEL = "Budget"
 
@@ -41,7 +41,7 @@ def options(of: str, kept: str) -> dict[str, tuple[Any, Any]]:
 
 def budget(values: Mapping[str, Any]) -> "Budget":
     """What `bpw` and `size` say; RecipeError where they say two things, or nothing that can be."""
-    from llmcompress.engine.allotment import Budget
+    from llmcompress.engine.budget.fit_to_size import Budget
 
     size, bits = values["size"], values["bpw"]
     if size is not None and bits is not None:

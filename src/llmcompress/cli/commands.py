@@ -27,16 +27,16 @@ from llmcompress.cli import (
 from llmcompress.cli import options as o
 from llmcompress.cli.jobs import Job
 from llmcompress.cli.log import log
+from llmcompress.cli.plan_table import show_plans
 from llmcompress.cli.running import carry_out, judge_strict, refuse_unknown_kinds, strict_gates, tell
-from llmcompress.cli.shown import show_plans
 from llmcompress.cli.stopping import Stop
-from llmcompress.engine.ranks import joined, leads, refuse_several
+from llmcompress.engine.process.ranks import joined, leads, refuse_several
 from llmcompress.methods.base import Method
 from llmcompress.pruners.base import Pruner
 from llmcompress.recipe import Calibration, Output, Recipe, build, methods, pruners
 
 if TYPE_CHECKING:
-    from llmcompress.engine.plan import Plan
+    from llmcompress.engine.plan.plan import Plan
 
 
 def register(app: typer.Typer) -> list[str]:
@@ -160,14 +160,14 @@ def _agreed(jobs: Sequence[Job], dry: bool) -> "list[tuple[Plan, dict[str, Any] 
 
 def _planned(job: Job, several: bool) -> "tuple[Plan, dict[str, Any] | None]":
     """The plan of a job; of `several`, with the report of what an earlier start has finished."""
-    from llmcompress.engine.plan import make_plan
+    from llmcompress.engine.plan.make_plan import make_plan
 
     if several:
-        from llmcompress.engine.finished import planned_or_finished
+        from llmcompress.engine.write.finished_runs import planned_or_finished
 
-        plan, report = planned_or_finished(job.recipe, job.values["model"], o.means(job.values))
+        plan, report = planned_or_finished(job.recipe, job.values["model"], o.run_options(job.values))
     else:
-        plan, report = make_plan(job.recipe, job.values["model"], o.means(job.values)), None
+        plan, report = make_plan(job.recipe, job.values["model"], o.run_options(job.values)), None
     plan.ledger.extend(job.notes)
     return plan, report
 
@@ -175,7 +175,7 @@ def _planned(job: Job, several: bool) -> "tuple[Plan, dict[str, Any] | None]":
 def _carry_out(plans: "Sequence[tuple[Plan, dict[str, Any] | None]]", values: dict[str, Any], stop: Stop) -> None:
     from transformers.utils import logging
 
-    from llmcompress.engine.timings import refuse_place
+    from llmcompress.engine.write.timings import refuse_place
 
     logging.disable_progress_bar()
     for plan, _ in plans if values["timings"] is not None else ():
@@ -211,7 +211,7 @@ def export(
     log_format: o.LogFormat = "text",
 ) -> None:
     """Write other formats from a finished run's work directory, without computing anything again."""
-    from llmcompress.engine.export import export_work
+    from llmcompress.engine.write.export_work import export_work
 
     done = export_work(work, formats, out, overwrite)
     if json_:

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from llmcompress.cli.log import Logged, finite, log
-from llmcompress.engine.progress import Progress as RunProgress
+from llmcompress.engine.process.progress import Progress as RunProgress
 from llmcompress.errors import LlmcompressError, StoppedError, printable
 
 # a file or a pipe has no width: nothing is cut off; `:name:` in a path is no emoji

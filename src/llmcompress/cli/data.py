@@ -30,7 +30,7 @@ def pack(
     """Tokenise with a model's tokenizer and write exactly the windows a run would use, for --calibration FILE."""
     from llmcompress.calib.base import fingerprint
     from llmcompress.calib.pack import save
-    from llmcompress.engine.calibration import tokens_for
+    from llmcompress.engine.run.tokens import tokens_for
     from llmcompress.recipe import Calibration, build
 
     options = {} if field is None else {"field": field}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from llmcompress.cli import console, drafting, ran
+from llmcompress.cli import console, drafting, runtime_table
 from llmcompress.cli import options as o
 from llmcompress.cli.gates import Gates, gated
 from llmcompress.cli.log import log
@@ -191,7 +191,7 @@ def _show(request: "Request", found: dict[str, Any], samples: dict[str, str] | N
         right=(1, 2),
     )
     if runtime is not None:
-        ran.show(runtime, figures)
+        runtime_table.show(runtime, figures)
     for name, continuation in (samples or {}).items():
         console.table(name, ("",), [(continuation,)])
 

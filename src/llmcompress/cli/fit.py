@@ -15,7 +15,7 @@ from llmcompress.grids.base import INTEGER_BITS, PER_ROW
 from llmcompress.recipe import DEFAULT_FORMAT, Calibration, Output, Recipe, build, methods
 
 if TYPE_CHECKING:
-    from llmcompress.engine.mixed import Asked, Fitted
+    from llmcompress.engine.budget.matrix_grids import Asked, Fitted
 
 DOC = """Find bits and group size of every matrix by which a model loses least within a size, as a recipe for `run`.
 
@@ -96,13 +96,13 @@ def fit(**values: Any) -> None:
     """Measure, choose, write, tell."""
     from transformers.utils import logging
 
-    from llmcompress.engine.mixed import fitted_to_grids
+    from llmcompress.engine.budget.matrix_grids import fitted_to_grids
 
     wanted, recipe, out = _asked(values), recipe_of(values), values["out"]
     _refuse_place(out, values["overwrite"])
     logging.disable_progress_bar()
     quiet, work = values["quiet"] or (values["json_"] and not log.active), _work(values)
-    options = o.means({**values, "out": work / "out", "work": work, "overwrite": False})
+    options = o.run_options({**values, "out": work / "out", "work": work, "overwrite": False})
     kept = f"finished layers are kept in {work}; run the same command again to go on"
     with console.Steps("measuring", quiet, Stop(values["deadline"]), kept) as steps:
         found = fitted_to_grids(
@@ -137,8 +137,8 @@ def recipe_of(values: dict[str, Any]) -> Recipe:
 
 def _asked(values: dict[str, Any]) -> "Asked":
     """RecipeError unless one budget is given, or a divergence, and all numbers are some."""
-    from llmcompress.engine.allotment import Budget
-    from llmcompress.engine.mixed import Asked
+    from llmcompress.engine.budget.fit_to_size import Budget
+    from llmcompress.engine.budget.matrix_grids import Asked
 
     kl, room = values["kl"], budget.budget(values)
     if kl is None and room == Budget():
@@ -193,7 +193,7 @@ def _write(out: Path | None, text: str, overwrite: bool) -> None:
 
 
 def _tell(found: "Fitted", values: dict[str, Any]) -> None:
-    from llmcompress.engine.resources import peak_memory
+    from llmcompress.engine.process.process_memory import peak_memory
 
     expected = found.recipe.expected
     assert expected is not None

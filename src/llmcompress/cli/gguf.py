@@ -10,7 +10,7 @@ from llmcompress.cli import budget, console
 from llmcompress.cli import options as o
 from llmcompress.cli.jobs import Job
 from llmcompress.cli.stopping import Stop
-from llmcompress.engine.ranks import refuse_several
+from llmcompress.engine.process.ranks import refuse_several
 from llmcompress.errors import RecipeError
 from llmcompress.methods.base import GgufTypes, Method
 from llmcompress.recipe import Calibration, Output, Recipe, build, methods
@@ -174,7 +174,7 @@ def _refuse_contradiction(values: dict[str, Any]) -> None:
 
 def _named(values: dict[str, Any]) -> Path:
     """The default output: beside the model, named after the budget."""
-    from llmcompress.engine.places import called_after
+    from llmcompress.engine.plan.paths import called_after
 
     wanted = budget.budget(values)
     size = f"{wanted.bits:g}bpw" if wanted.nbytes is None else f"{wanted.nbytes / 1e9:g}GB"
@@ -185,7 +185,7 @@ def _budgeted(values: dict[str, Any]) -> Job:
     """The job of a budget: types are chosen first, which measures on text."""
     from transformers.utils import logging
 
-    from llmcompress.engine.budget import SMALLEST, fitted_to_budget
+    from llmcompress.engine.budget.gguf_types import SMALLEST, fitted_to_budget
 
     refuse_several("choosing types by a size")
     wanted = budget.budget(values)
@@ -195,7 +195,9 @@ def _budgeted(values: dict[str, Any]) -> Job:
     kept = "losses are kept by --losses once all are measured; run the same command again"
     # the deadline does not stop measuring, of which nothing would be kept: a later start would get no further
     with console.Steps("measuring", values["quiet"] or values["json_"], lambda done: stop(0), kept) as steps:
-        found, ledger = fitted_to_budget(recipe, values["model"], o.means(values), wanted, values["losses"], steps.at)
+        found, ledger = fitted_to_budget(
+            recipe, values["model"], o.run_options(values), wanted, values["losses"], steps.at
+        )
     return Job(found, values, ledger.entries, stop)
 
 

@@ -50,8 +50,8 @@ def measure(
     """Measure how much each input of every matrix matters: the sums of its squares over text, as llama-imatrix does."""
     from transformers.utils import logging
 
-    from llmcompress.engine.imatrix import measure_imatrix
-    from llmcompress.engine.plan import Options
+    from llmcompress.engine.plan.options import Options
+    from llmcompress.engine.run.measure_imatrix import measure_imatrix
     from llmcompress.formats.gguf.imatrix_file import refuse_place
     from llmcompress.ledger import Ledger
     from llmcompress.recipe import Calibration, build
@@ -61,7 +61,7 @@ def measure(
     given = {"source": calibration, "options": options, "samples": samples, "length": length, "seed": seed}
     text = build(Calibration, given, "the calibration options")
     refuse_place(out, overwrite)
-    means = Options(
+    resources = Options(
         device=device,
         compute_dtype=compute_dtype,
         batch=batch,
@@ -70,7 +70,7 @@ def measure(
     )
     ledger = Ledger()
     with console.Steps("layers", quiet or (json_ and not log.active), Stop(deadline), _NOTHING_KEPT) as steps:
-        found = measure_imatrix(model, text, _folder(out), means, ledger, steps.at)
+        found = measure_imatrix(model, text, _folder(out), resources, ledger, steps.at)
     _write(out, found, legacy, overwrite)
     if log.active or not (quiet or json_):
         console.ledger(ledger.as_json())

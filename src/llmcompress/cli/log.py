@@ -10,8 +10,8 @@ import time
 from io import TextIOBase
 from typing import Any, TextIO
 
-from llmcompress.engine.progress import Progress
-from llmcompress.engine.ranks import leads
+from llmcompress.engine.process.progress import Progress
+from llmcompress.engine.process.ranks import leads
 from llmcompress.errors import EXIT_STOPPED, LlmcompressError
 
 _OF_ALL = ("message", "stopped", "failed")  # what any process of a run may say; the first one says the rest

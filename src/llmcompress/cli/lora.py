@@ -52,11 +52,11 @@ def register(app: typer.Typer) -> None:
 
 def lora(**values: Any) -> None:
     """Plan, solve, write, tell."""
-    from llmcompress.engine.adapter_plan import plan_lora
-    from llmcompress.engine.low_rank import repair
+    from llmcompress.engine.structure.lora import repair
+    from llmcompress.engine.structure.lora_plan import plan_lora
 
     rank, by = values["rank"], values["by"]
-    plan = plan_lora(values["original"], values["compressed"], rank, by, text_of(values), o.means(values))
+    plan = plan_lora(values["original"], values["compressed"], rank, by, text_of(values), o.run_options(values))
     facts = {
         "output": str(plan.subject.out),
         "matrices": len(plan.targets),

@@ -12,7 +12,7 @@ from llmcompress import __version__
 from llmcompress.cli import console
 from llmcompress.cli.gates import gated
 from llmcompress.cli.log import log
-from llmcompress.engine.ranks import leads
+from llmcompress.engine.process.ranks import leads
 from llmcompress.errors import RecipeError
 from llmcompress.methods.base import Method
 from llmcompress.pruners.base import Pruner
@@ -22,7 +22,7 @@ from llmcompress.transforms.base import Transform
 from llmcompress.yamlfile import read_yaml
 
 if TYPE_CHECKING:
-    from llmcompress.engine.plan import Options
+    from llmcompress.engine.plan.options import Options
 
 CALIBRATION, OUTPUT, RUNNING = "Calibration", "Output", "Running"
 
@@ -348,9 +348,9 @@ def kv_cache(values: Mapping[str, Any]) -> Cache | None:
     return None if values["kv_cache"] is None else Cache(code=values["kv_cache"])
 
 
-def means(values: dict[str, Any]) -> "Options":
-    """Places and means, from the values of those options that a command has."""
-    from llmcompress.engine.plan import Options
+def run_options(values: dict[str, Any]) -> "Options":
+    """Paths and limits of a run, from the values of those options that a command has."""
+    from llmcompress.engine.plan.options import Options
 
     given = {name: values[name] for name in Options.__dataclass_fields__ if name in values}
     for name in ("max_memory", "max_gpu_memory"):

@@ -14,7 +14,7 @@ from llmcompress.recipe import Recipe, load
 from llmcompress.registry import suggest
 
 if TYPE_CHECKING:
-    from llmcompress.engine.recipe_check import Problem
+    from llmcompress.engine.plan.recipe_check import Problem
 
 Name = Annotated[
     str,
@@ -104,7 +104,7 @@ def check(recipe: Name, model: OptionalModel = None, json_: o.Json = False) -> N
     Without a model: keys, options and the order of steps. With one the recipe is planned on it as well, which reads
     headers and computes nothing.
     """
-    from llmcompress.engine.recipe_check import problems
+    from llmcompress.engine.plan.recipe_check import problems
 
     file = file_of(recipe)
     found = problems(file, model)

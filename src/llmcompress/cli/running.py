@@ -16,7 +16,7 @@ from llmcompress.registry import suggest
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from llmcompress.engine.plan import Plan
+    from llmcompress.engine.plan.plan import Plan
 
 
 def carry_out(
@@ -31,9 +31,9 @@ def carry_out(
 
     timings: file for the time and memory of each layer.
     """
-    from llmcompress.engine.resources import peak_memory
-    from llmcompress.engine.run import run
-    from llmcompress.engine.timings import Timings
+    from llmcompress.engine.execute import run
+    from llmcompress.engine.process.process_memory import peak_memory
+    from llmcompress.engine.write.timings import Timings
 
     begin, finished = time.perf_counter(), report is not None
     _log_plan(plan, finished)
@@ -49,9 +49,9 @@ def carry_out(
 
 def _sweeping(plan: "Plan", quiet: bool) -> AbstractContextManager[None]:
     """Within, a GPU decides blocks of columns by a kernel, where it can."""
-    if not plan.means.gpu or not any(matrix.inverts for layer in plan.layers for matrix in layer):
+    if not plan.resources.gpu or not any(matrix.inverts for layer in plan.layers for matrix in layer):
         return nullcontext()
-    from llmcompress.engine.ranks import device_of
+    from llmcompress.engine.process.ranks import device_of
     from llmcompress.kernels.sweep import gpu_sweeper
     from llmcompress.solve.sweep import swept_by
 
@@ -75,7 +75,7 @@ def _log_plan(plan: "Plan", finished: bool) -> None:
         matrices=sum(len(layer) for layer in plan.layers),
         compute_dtype=plan.dtype,
         batch=plan.batch,
-        threads=plan.means.threads,
+        threads=plan.resources.threads,
         output_bytes=cost.output_bytes,
         work_bytes=cost.work_bytes,
         memory_bytes=cost.memory_bytes,

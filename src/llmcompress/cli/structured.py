@@ -110,12 +110,12 @@ def register(app: typer.Typer) -> None:
 
 def depth(**values: Any) -> None:
     """Plan, choose layers, write, tell."""
-    from llmcompress.engine.depth import Asked, plan_depth, prune_depth
+    from llmcompress.engine.structure.depth import Asked, plan_depth, prune_depth
 
     by, drop = values["by"], values["drop"]
     samples = values["samples"] or (_FEW_WINDOWS if by == "kl" else Calibration().samples)
     asked = Asked(drop, by, values["keep_first"], values["keep_last"], values["contiguous"])
-    plan = plan_depth(values["model"], asked, text_of({**values, "samples": samples}), o.means(values))
+    plan = plan_depth(values["model"], asked, text_of({**values, "samples": samples}), o.run_options(values))
     facts = {
         "output": str(plan.subject.out),
         "layers": plan.layers,
@@ -135,10 +135,10 @@ def depth(**values: Any) -> None:
 
 def width(**values: Any) -> None:
     """Plan, choose channels, write, tell."""
-    from llmcompress.engine.width import Asked, plan_width, prune_width
+    from llmcompress.engine.structure.width import Asked, plan_width, prune_width
 
     asked = Asked(*(values[name] for name in ("ffn", "ratio", "multiple_of", "by", "refit")))
-    plan = plan_width(values["model"], asked, text_of(values), o.means(values))
+    plan = plan_width(values["model"], asked, text_of(values), o.run_options(values))
     facts = {
         "output": str(plan.subject.out),
         "channels": plan.before,
@@ -192,7 +192,7 @@ def tell_plan(facts: dict[str, Any], quiet: bool) -> None:
 
 
 def _spent(begun: float) -> dict[str, Any]:
-    from llmcompress.engine.resources import peak_memory
+    from llmcompress.engine.process.process_memory import peak_memory
 
     return {"seconds": round(time.perf_counter() - begun, 2), "peak_memory_bytes": peak_memory()}
 

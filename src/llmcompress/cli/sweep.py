@@ -10,18 +10,18 @@ from llmcompress.cli import console
 from llmcompress.cli import options as o
 from llmcompress.cli.gates import Case, Gates
 from llmcompress.cli.log import log
+from llmcompress.cli.plan_table import show_plans
 from llmcompress.cli.recipes import load_named
 from llmcompress.cli.running import carry_out, judge_strict, refuse_unknown_kinds, strict_gates, tell
-from llmcompress.cli.shown import show_plans
 from llmcompress.cli.stopping import Stop
-from llmcompress.cli.swept import Run, show_runs
+from llmcompress.cli.sweep_table import Run, show_runs
 from llmcompress.cli.variants import Variant, listed, variants
 from llmcompress.errors import LlmcompressError, RunError, StoppedError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from llmcompress.engine.plan import Plan
+    from llmcompress.engine.plan.plan import Plan
 
 DOC = """Run a recipe with several methods, bits or group sizes, from one calibration, and compare them in a table.
 
@@ -95,7 +95,7 @@ def register(app: typer.Typer) -> None:
 
 def sweep(**values: Any) -> None:
     """Plan all runs, carry them out, and compare them."""
-    from llmcompress.engine.timings import refuse_place
+    from llmcompress.engine.write.timings import refuse_place
 
     refuse_unknown_kinds(values["strict"] or [])
     wanted = variants(
@@ -130,18 +130,18 @@ def sweep(**values: Any) -> None:
 
 
 def _planned(variant: Variant, values: dict[str, Any], overwrite: bool) -> "Plan":
-    from llmcompress.engine.plan import make_plan
+    from llmcompress.engine.plan.make_plan import make_plan
 
     given = {**values, "out": values["out"] / variant.name, "work": None, "overwrite": overwrite}
     try:
-        return make_plan(variant.recipe, values["model"], o.means(given))
+        return make_plan(variant.recipe, values["model"], o.run_options(given))
     except LlmcompressError as error:
         raise type(error)(f"{variant.name}: {error.message}", error.hint) from None
 
 
 def _tokens(plans: "Sequence[Plan]", folder: Path) -> "Tensor | None":
     """The calibration that all runs share; None if none of them is calibrated."""
-    from llmcompress.engine.sweep import drawn_once
+    from llmcompress.engine.run.sweep_tokens import drawn_once
 
     calibrated = next((plan for plan in plans if plan.calibrated), None)
     return None if calibrated is None else drawn_once(calibrated, folder)
@@ -149,7 +149,7 @@ def _tokens(plans: "Sequence[Plan]", folder: Path) -> "Tensor | None":
 
 def _run_of(variant: Variant, plan: "Plan", values: dict[str, Any], tokens: "Tensor | None") -> Run:
     """A run to be carried out, or one that an earlier start has finished."""
-    from llmcompress.engine.finished import finished_report
+    from llmcompress.engine.write.finished_runs import finished_report
 
     report = finished_report(plan, tokens)
     return Run(variant, plan if report is not None else _planned(variant, values, values["overwrite"]), report)

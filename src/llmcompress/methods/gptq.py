@@ -71,7 +71,7 @@ class Gptq(Method):
         from llmcompress.solve.correct import corrected
         from llmcompress.solve.damping import inverse_factor
         from llmcompress.solve.gptq import gptq_codes
-        from llmcompress.solve.held import Held
+        from llmcompress.solve.masked_target import Held
         from llmcompress.solve.outliers import beside, remaining
         from llmcompress.solve.prepared import Prepared, column_order
         from llmcompress.solve.prune import Pruned

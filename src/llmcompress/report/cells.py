@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from llmcompress.engine.documents import Linear
+from llmcompress.engine.write.report_schema import Linear
 from llmcompress.errors import CheckpointError
 from llmcompress.grids.base import spec_named
 

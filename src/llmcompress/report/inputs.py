@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from llmcompress.engine.documents import Finished, LayerDone, Report, Start, Timing
-from llmcompress.engine.timings import run_sha256
+from llmcompress.engine.write.report_schema import Finished, LayerDone, Report, Start, Timing
+from llmcompress.engine.write.timings import run_sha256
 from llmcompress.errors import CheckpointError
 from llmcompress.store.headers import read_json
 from llmcompress.validate.evaluation import Evaluation, report_beside

@@ -11,7 +11,7 @@ from markupsafe import Markup
 from pydantic import BaseModel, ConfigDict
 
 from llmcompress import __version__
-from llmcompress.engine.documents import LedgerEntry, Tokens
+from llmcompress.engine.write.report_schema import LedgerEntry, Tokens
 from llmcompress.errors import CheckpointError
 from llmcompress.report.inputs import evaluations_by_report, read_document
 from llmcompress.report.tables import Table, decisions

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from llmcompress.engine.documents import LedgerEntry, Report
+from llmcompress.engine.write.report_schema import LedgerEntry, Report
 from llmcompress.report.cells import Cells, Metric
 from llmcompress.report.figures import Series
 from llmcompress.report.inputs import Output

@@ -6,7 +6,7 @@ tokens.safetensors                 windows sampled from the model itself
 section-00007.safetensors          codes, scales and zero points of layer 7, with its records in the header
 hidden-<name>-00008-<crc>.bin      hidden states [samples, length, hidden] that enter layer 8: `compressed`, of the
                                    model as compressed so far, and `original`, where a method asks for it
-record-<...>.bin                   inputs of a layer's matrices while it is worked on (engine/forward.py)
+record-<...>.bin                   inputs of a layer's matrices while it is worked on (engine/run/forward.py)
 """
 
 import errno

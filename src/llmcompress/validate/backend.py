@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-from llmcompress.engine.ranks import device_of
+from llmcompress.engine.process.ranks import device_of
 from llmcompress.errors import RecipeError
 from llmcompress.kernels.cuda import open_gpu
 from llmcompress.kernels.errors import KernelsError

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from llmcompress.arch.spec import attention_heads
-from llmcompress.engine.decoded import DecodedHeaders
-from llmcompress.engine.source import directory_headers
+from llmcompress.engine.source.open import directory_headers
+from llmcompress.engine.source.quantised import DecodedHeaders
 from llmcompress.errors import PlanError
 from llmcompress.ledger import Ledger
 from llmcompress.store.headers import ModelHeaders

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from llmcompress.engine.calibration import load_tokenizer
-from llmcompress.engine.ranks import device_of
+from llmcompress.engine.process.ranks import device_of
+from llmcompress.engine.source.text_tokenizer import load_tokenizer
 from llmcompress.errors import RecipeError
 from llmcompress.store.headers import refuse_adapter
 from llmcompress.validate.adapter import adapt_whole

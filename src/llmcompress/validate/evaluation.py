@@ -8,7 +8,7 @@ import numpy as np
 from pydantic import Field
 
 from llmcompress import __version__
-from llmcompress.engine.documents import Count, Document, Magnitude, Positive, Sha256, Share
+from llmcompress.engine.write.report_schema import Count, Document, Magnitude, Positive, Sha256, Share
 from llmcompress.store.output_file import is_single, report_of
 from llmcompress.validate.gguf_file import gguf_in
 from llmcompress.validate.statistics import Array, Tokens
@@ -68,7 +68,7 @@ class Figures(Document):
 
 
 class Series(Document):
-    """Means along the text."""
+    """Resources along the text."""
 
     nll: list[Magnitude] = Field(description="negative log-likelihood")
     ref_nll: list[Magnitude] | None = None

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llmcompress.engine.source import directory_headers, open_checkpoint
+from llmcompress.engine.source.open import directory_headers, open_checkpoint
 from llmcompress.errors import CheckpointError, LlmcompressError
 from llmcompress.formats.gguf.tensors import GGUFTensor, convert
 from llmcompress.ledger import Ledger

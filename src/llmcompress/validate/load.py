@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from llmcompress.arch import find
-from llmcompress.engine.decoded import decoded_headers
-from llmcompress.engine.fits import check_numbers
-from llmcompress.engine.source import config_of, disk_module, linears_of, open_checkpoint, round_as_stored
-from llmcompress.engine.text_part import text_part
+from llmcompress.engine.source.header_checks import check_numbers
+from llmcompress.engine.source.multimodal import text_part
+from llmcompress.engine.source.open import config_of, disk_module, linears_of, open_checkpoint, round_as_stored
+from llmcompress.engine.source.quantised import decoded_headers
 from llmcompress.errors import CheckpointError
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.inputs import Rounding

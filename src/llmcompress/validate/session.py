@@ -10,8 +10,8 @@ from torch import Tensor
 from llmcompress.calib.default import shipped
 from llmcompress.calib.documents import encode
 from llmcompress.calib.text import read_text, text_files
-from llmcompress.engine.calibration import load_tokenizer
-from llmcompress.engine.ranks import device_of
+from llmcompress.engine.process.ranks import device_of
+from llmcompress.engine.source.text_tokenizer import load_tokenizer
 from llmcompress.errors import CheckpointError
 from llmcompress.model.cache import ChangingCache
 from llmcompress.store.headers import read_json, refuse_adapter

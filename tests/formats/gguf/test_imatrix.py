@@ -171,9 +171,9 @@ def test_columns_without_data_get_a_little():
 
 def test_experts_without_data_get_the_mean_of_the_others(example):
     found = floored(example.entries[EXPERTS])
-    means = example.importance(EXPERTS)
-    np.testing.assert_allclose(found.importance[1], (means[0] + means[2]) / 2, rtol=1e-6)
-    np.testing.assert_array_equal(found.importance[[0, 2]], means[[0, 2]])
+    resources = example.importance(EXPERTS)
+    np.testing.assert_allclose(found.importance[1], (resources[0] + resources[2]) / 2, rtol=1e-6)
+    np.testing.assert_array_equal(found.importance[[0, 2]], resources[[0, 2]])
     assert (found.columns, found.experts, found.source) == (0, (1,), "mean of the others")
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from llmcompress.errors import CheckpointError
-from llmcompress.formats.gguf.pieces import sentencepiece_like
 from llmcompress.formats.gguf.pretokenizer import Family, families_like
+from llmcompress.formats.gguf.spm import sentencepiece_like
 from llmcompress.formats.gguf.vocabulary import (
     NORMAL,
     Vocabulary,

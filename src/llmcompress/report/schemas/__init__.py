@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from llmcompress.engine.documents import Report, Timing
+from llmcompress.engine.write.report_schema import Report, Timing
 from llmcompress.validate.evaluation import Evaluation
 
 SCHEMAS: dict[str, Any] = {"report": Report, "evaluation": Evaluation, "timings": Timing}

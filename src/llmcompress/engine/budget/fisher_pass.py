@@ -1,0 +1,195 @@
+"""Measuring how much errors in every matrix of a model matter: its Fisher information, one layer in memory at a time.
+
+All windows run forward once, the hidden states that enter each layer being kept on disk; then gradients run back from
+the head, through each layer anew, to the embedding.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmcompress.engine.budget.fisher_window import ByToken, Gathering
+from llmcompress.engine.process.process_memory import return_freed_memory
+from llmcompress.engine.structure.pass_memory import HEAD_TOKENS
+from llmcompress.errors import RunError
+from llmcompress.model.build import StreamedModel
+from llmcompress.model.gradients import LayerGradient, embedding_gradient, head_gradient
+from llmcompress.parallel import in_order
+from llmcompress.stats.fisher import Fisher
+from llmcompress.store.windows import Windows, WindowsWriter
+
+EMBEDDING, HEAD = "embedding", "head"
+ENTERING, GRADIENT = "entering", "gradient"
+
+Watch = Callable[[int], None]
+Found = dict[tuple[int, str] | str, Fisher]
+"""By layer and path of a matrix below it, or EMBEDDING or HEAD."""
+
+
+class Finished:
+    """Which layers an earlier start has gone back through, from the last one on: none, where nothing is kept."""
+
+    def has(self, layer: int) -> bool:
+        return False
+
+    def add(self, layer: int) -> None:
+        """All that is asked of a layer has been found."""
+
+
+def fisher_information(
+    model: StreamedModel,
+    tokens: Tensor,
+    paths: Sequence[Sequence[str]],
+    seed: int,
+    folder: Path,
+    watch: Watch = lambda done: None,
+    gathering: Callable[[int], Gathering[Any]] = lambda number: ByToken(),
+    finished: Finished | None = None,
+) -> Found:
+    """Mean Fisher information per token of `tokens` [samples, length] for the matrices at `paths` of each layer.
+
+    The tokens that gradients are of are drawn by generators made from `seed` and a window's number. folder: for hidden
+    states and gradients, of all layers; where some may be `finished`, those of an earlier start are gone on with.
+    watch: told how many of 2 * layers + 1 steps are done, after each. The same numbers for any number of threads. A
+    matrix that no token came to is absent, and so are those of layers that were finished before. gathering: how that of
+    a layer's matrices is summed up. RunError for gradients that are not finite.
+    """
+    again, count = finished is not None, len(model.layers)
+    finished = finished or Finished()
+    left = next((number for number in range(count) if finished.has(number)), count)
+    states = _forward(model, tokens, folder, watch, left, again)
+    return_freed_memory()
+    found: Found = {}
+    if states.known(GRADIENT, left) is None:
+        _head(model, states, seed, found)
+        watch(count + 1)
+    for number in reversed(range(left)):
+        return_freed_memory()
+        _layer(model, number, states, paths[number], found, gathering(number))
+        finished.add(number)
+        states.drop(number)
+        watch(2 * count + 1 - number)
+    return_freed_memory()
+    with model.outer(embed=True, head=False) as causal:
+        for window, back in enumerate(_read(states.of(GRADIENT, 0))):
+            _add(found, EMBEDDING, embedding_gradient(model, causal, tokens[window : window + 1], back))
+    _refuse_infinite(found)
+    return {name: part.times(1 / tokens.numel()) for name, part in found.items()}
+
+
+class _States:
+    """Hidden states that enter layers, and gradients there, in files that appear whole.
+
+    shape: of each. again: whether files count that an earlier start has written.
+    """
+
+    def __init__(self, folder: Path, shape: tuple[int, ...], dtype: torch.dtype, again: bool) -> None:
+        self.folder, self.shape, self.dtype, self.again = folder, shape, dtype, again
+
+    def _file(self, kind: str, layer: int) -> Path:
+        return self.folder / f"record-{kind}-{layer:05d}.bin"
+
+    def of(self, kind: str, layer: int) -> Windows:
+        return Windows(self._file(kind, layer), self.shape, self.dtype)
+
+    def known(self, kind: str, layer: int) -> Windows | None:
+        """What an earlier start has written."""
+        windows = self.of(kind, layer)
+        whole = self.again and windows.file.exists() and windows.file.stat().st_size == windows.nbytes
+        return windows if whole else None
+
+    def write(self, kind: str, layer: int, batches: Iterable[Tensor]) -> Windows:
+        writer = WindowsWriter(self.folder / f"record-{kind}.partial", self.dtype)
+        for batch in batches:
+            writer.append(batch)
+        return writer.finish(self._file(kind, layer))
+
+    def drop(self, layer: int) -> None:
+        """What enters a layer that is finished, and the gradient at what leaves it, are needed no more."""
+        for kind, number in ((ENTERING, layer), (GRADIENT, layer + 1)):
+            self._file(kind, number).replace(self.folder / f"record-{kind}.partial")  # to be written over next
+
+
+def _forward(model: StreamedModel, tokens: Tensor, folder: Path, watch: Watch, left: int, again: bool) -> _States:
+    """With the hidden states that enter each of the `left` layers, and those that leave the last of all."""
+    with model.outer(embed=True, head=False):
+        states = _States(folder, (*tokens.shape, model.prepare(tokens[:1])), model.dtype, again)
+        known = states.known(GRADIENT, left)
+        if known is None and states.known(ENTERING, 0) is None:
+            states.write(ENTERING, 0, model.embedded(tokens, 1))
+    model.prepare_batch(1, tokens.shape[1])
+    for number in range(0 if known is not None else len(model.layers)):
+        if states.known(ENTERING, number + 1) is None:
+            with model.layer(number) as layer:
+                before = _on(model, states.of(ENTERING, number))
+                states.write(ENTERING, number + 1, in_order(partial(model.call, number, layer), before))
+            watch(number + 1)
+    return states
+
+
+def _head(model: StreamedModel, states: _States, seed: int, found: Found) -> None:
+    """Adds what is found of the head; writes gradients at the last layer's outputs."""
+    last = len(model.layers)
+
+    def through(causal: torch.nn.Module) -> Iterator[Tensor]:
+        for window, hidden in enumerate(_on(model, states.of(ENTERING, last))):
+            generator = torch.Generator().manual_seed((seed + window) % (1 << 63))
+            parts = []
+            for piece in torch.split(hidden, HEAD_TOKENS, dim=1):
+                part, gradient = head_gradient(model, causal, piece, generator)
+                _add(found, HEAD, part)
+                parts.append(gradient)
+            yield torch.cat(parts, dim=1)
+
+    with model.outer(embed=False, head=True) as causal:
+        states.write(GRADIENT, last, through(causal))
+
+
+def _layer(
+    model: StreamedModel,
+    number: int,
+    states: _States,
+    paths: Sequence[str],
+    found: Found,
+    gathered: Gathering[Any],
+) -> None:
+    """Adds what is found of a layer's matrices; writes gradients at its inputs, from those at its outputs."""
+    with model.layer(number) as layer:
+        back = LayerGradient(model, number, layer, paths, gathered.part)
+
+        def through() -> Iterator[Tensor]:
+            pairs = zip(*(_on(model, states.of(kind, at)) for kind, at in ((ENTERING, number), (GRADIENT, number + 1))),
+                        strict=True)  # fmt: skip
+            for window, (parts, gradient) in enumerate(in_order(lambda pair: back(*pair), pairs)):
+                for path in paths:
+                    for part in parts.get(path, []):
+                        gathered.add(path, part, window)
+                yield gradient
+
+        with back.watching():
+            states.write(GRADIENT, number, through())
+    found |= {(number, path): fisher for path, fisher in gathered.finish().items()}
+
+
+def _on(model: StreamedModel, windows: Windows) -> Iterator[Tensor]:
+    return (window.to(model.device) for window in _read(windows))
+
+
+def _read(windows: Windows) -> Iterator[Tensor]:
+    """One window at a time [1, length, width]."""
+    return (windows.read(slice(number, number + 1)) for number in range(windows.shape[0]))
+
+
+def _add(found: Found, name: tuple[int, str] | str, part: Fisher) -> None:
+    found[name] = found[name].plus(part) if name in found else part
+
+
+def _refuse_infinite(found: Found) -> None:
+    for name, part in found.items():
+        if not bool(torch.isfinite(part.outputs.sum() + part.inputs.sum())):
+            where = name if isinstance(name, str) else f"{name[1]} of layer {name[0]}"
+            raise RunError(f"the gradients of {where} are not finite", "choose types with --type")

@@ -1,0 +1,118 @@
+"""From a plan to the losses of its tensors: windows of text, gradients on them, rounded samples."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmcompress.engine.budget.fisher_pass import EMBEDDING, HEAD, Finished, Found, fisher_information
+from llmcompress.engine.budget.fisher_window import ByToken, Gathering
+from llmcompress.engine.budget.type_losses import Known, Losses, measured_losses
+from llmcompress.engine.plan.plan import Plan
+from llmcompress.engine.process.process_memory import keep_freed_memory
+from llmcompress.engine.process.ranks import device_of
+from llmcompress.engine.run.tokens import tokens_for
+from llmcompress.engine.source.matrices import matrices_of
+from llmcompress.engine.source.open import config_of, open_checkpoint
+from llmcompress.formats.gguf.imatrix import numbered
+from llmcompress.formats.gguf.tensors import GGUFTensor
+from llmcompress.ledger import Ledger
+from llmcompress.model.build import StreamedModel
+from llmcompress.parallel import threads
+from llmcompress.store.checkpoint import Checkpoint
+from llmcompress.store.files import existing, writing
+
+SAMPLES = 16  # windows, of those that a recipe asks for: sums over thousands of weights need few
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """Windows of a plan's text run forward and their gradients back. tokens: [samples, length]; checkpoint: weights."""
+
+    plan: Plan
+    tokens: Tensor
+    checkpoint: Checkpoint
+
+    @classmethod
+    def of(cls, plan: Plan) -> "Measuring":
+        """On the text of a plan's recipe; PlanError where that is not to be had."""
+        text = plan.recipe.calibration
+        text = text.model_copy(update={"samples": min(text.samples, SAMPLES)})
+        tokens = tokens_for(text, plan.headers.path, "float32", plan.options.trust_remote_code)
+        return cls(plan, tokens, open_checkpoint(plan.headers))
+
+    @contextmanager
+    def information(
+        self,
+        paths: Sequence[Sequence[str]],
+        folder: Path,
+        watch: Callable[[int], None],
+        gathering: Callable[[int], Gathering[Any]] = lambda number: ByToken(),
+        finished: Finished | None = None,
+    ) -> Iterator[Found]:
+        """Fisher information of the matrices at `paths` of each layer; within, threads work.
+
+        Layers run in float32. The rest as for `fisher_information`.
+        """
+        plan, options = self.plan, self.plan.options
+        model = StreamedModel(
+            self.checkpoint,
+            config_of(plan.headers, options.trust_remote_code),
+            plan.spec,
+            dtype=torch.float32,
+            device=device_of(options.device),
+            trust_remote_code=options.trust_remote_code,
+        )
+        keep_freed_memory()
+        seed = plan.recipe.calibration.seed
+        with writing(folder), threads(plan.resources.threads):
+            yield fisher_information(model, self.tokens, paths, seed, folder, watch, gathering, finished)
+
+
+def measure(plan: Plan, tensors: Sequence[GGUFTensor], ledger: Ledger, watch: Callable[[int, int], None]) -> Losses:
+    """Losses of a plan's matrices by every type, on the text of its recipe.
+
+    watch: told how many steps of all are done.
+    """
+    matrices = matrices_of(plan.headers, plan.options.trust_remote_code, Ledger())
+    places = {f"{module}.weight": (layer, path) for module, layer, _, path, _, _ in matrices.found}
+    paths: list[list[str]] = [[] for _ in range(1 + max(layer for layer, _ in places.values()))]
+    for layer, below in places.values():
+        paths[layer].append(below)
+    gradients = 2 * len(paths) + 1
+    steps, of = count(gradients + 1), gradients + len(tensors)
+    measuring, beside = Measuring.of(plan), existing(plan.work.resolve().parent)
+    with (
+        writing(beside),
+        TemporaryDirectory(prefix="gradients-", dir=beside) as scratch,
+        measuring.information(paths, Path(scratch), lambda done: watch(done, of)) as found,
+    ):
+        known = _known(tensors, places, found, ledger)
+        return measured_losses(tensors, known, measuring.checkpoint.read_finite, lambda: watch(next(steps), of))
+
+
+def _known(
+    tensors: Sequence[GGUFTensor], places: Mapping[str, tuple[int, str]], found: Found, ledger: Ledger
+) -> dict[str, Known]:
+    """Fisher information of the matrices of each tensor, as they are used."""
+    tied = all(tensor.name != "output.weight" for tensor in tensors)
+    outer: dict[str, Known] = {
+        "token_embd.weight": [[found[EMBEDDING], found[HEAD]] if tied else [found[EMBEDDING]]],
+        "output.weight": [[found[HEAD]]],
+    }
+    known: dict[str, Known] = {}
+    for tensor in tensors:
+        parts: Known = outer.get(tensor.name) or [
+            [found[places[source]]] if places[source] in found else [] for source in tensor.sources
+        ]
+        unseen = [number for number, part in enumerate(parts) if not part]
+        if unseen:
+            ledger.note("budget", tensor.name, f"no token came to {numbered(unseen, len(parts))}")
+        known[tensor.name] = parts
+    return known

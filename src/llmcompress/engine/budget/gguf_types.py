@@ -1,0 +1,144 @@
+"""Types of GGUF by a budget: what each tensor would lose by each type is measured, then a knapsack is packed."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from math import prod
+from pathlib import Path
+
+from llmcompress.engine.budget.fisher_run import measure
+from llmcompress.engine.budget.fit_to_size import Budget, allotted, impossible
+from llmcompress.engine.budget.losses_file import kept_losses
+from llmcompress.engine.budget.type_losses import Losses, candidates
+from llmcompress.engine.plan.make_plan import make_plan
+from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.plan import Plan
+from llmcompress.errors import PlanError
+from llmcompress.formats.gguf.file import Placed, padded
+from llmcompress.formats.gguf.mixture import Wishes, asked, is_quantised
+from llmcompress.formats.gguf.types import tensor_type
+from llmcompress.ledger import Ledger
+from llmcompress.methods.base import GgufTypes
+from llmcompress.recipe import Recipe
+from llmcompress.solve.knapsack import Choice, choose
+from llmcompress.store.output_file import is_single
+
+SMALLEST = "Q2_K"  # or Q4_0 where rows are too narrow for it: what `candidates` begins with
+
+
+def fitted_to_budget(
+    recipe: Recipe,
+    model: Path,
+    options: Options,
+    budget: Budget,
+    kept: Path | None = None,
+    watch: Callable[[int, int], None] = lambda done, of: None,
+) -> tuple[Recipe, Ledger]:
+    """The recipe with a type for every tensor, chosen for least loss within `budget`, and notes on how.
+
+    recipe: of a method with types of GGUF; those that its `tensors`, `output` and `embedding` name stay. kept: file of
+    losses measured before; where it is missing they are measured and written there. watch: told how many steps of all
+    are done. PlanError for a GGUF file, and for a budget below the smallest possible size, before anything is measured.
+    """
+    step = recipe.method
+    if recipe.transforms:
+        raise PlanError(
+            f"losses are measured on the model as it is, not after {recipe.transforms[0].name}",
+            "give types instead of a budget, or leave the step out",
+        )
+    assert step is not None
+    assert step.gguf is not None
+    wished = step.gguf
+
+    def planned(**types: object) -> tuple[Recipe, Plan]:
+        changed = step.model_copy(update={"gguf": wished.model_copy(update=types)})
+        with_types = recipe.model_copy(update={"steps": (*recipe.transforms, changed)})
+        return with_types, make_plan(with_types, model, options)
+
+    if is_single(model):
+        raise PlanError(
+            f"{model} is a GGUF file: a budget asks for the directory it was made from, to run text through it",
+            "give that, or a --type",
+        )
+    _, smallest = planned(type=SMALLEST, pure=True)
+    if _excess(budget, smallest) > 0:
+        raise impossible(budget, "types", smallest.estimate.output_bytes, _bits(smallest))
+    ledger = Ledger()
+    matrices = [item for item in _placed(smallest) if is_quantised(item.tensor.name, item.tensor.shape)]
+    losses = _losses(smallest, matrices, kept, ledger, watch)
+    kinds = _kinds(matrices, wished)
+    least = sum(padded(item.nbytes) for item in matrices)
+
+    def attempt(room: float) -> tuple[dict[str, str], Recipe, Plan]:
+        chosen = _chosen(matrices, kinds, losses, room)
+        return chosen, *planned(type=_most(chosen), output=None, embedding=None, tensors=chosen)
+
+    chosen, result, plan = allotted(
+        attempt, least - _excess(budget, smallest), least, lambda made: _excess(budget, made[-1])
+    )
+    loss = sum(losses[name][kind] for name, kind in chosen.items() if len(kinds[name]) > 1)
+    ledger.note(
+        "budget",
+        f"{_bits(plan):.3f} bits per weight",
+        f"a KL divergence of {loss:.3g} nats per token is expected of rounding",
+    )
+    return result, ledger
+
+
+def _placed(plan: Plan) -> list[Placed]:
+    return [placed for file in plan.files for placed in file.tensors]
+
+
+def _weights(plan: Plan) -> int:
+    return sum(prod(placed.tensor.shape) for placed in _placed(plan))
+
+
+def _bits(plan: Plan) -> float:
+    """Bits per weight of all tensors."""
+    return 8 * sum(padded(placed.nbytes) for placed in _placed(plan)) / _weights(plan)
+
+
+def _excess(budget: Budget, plan: Plan) -> int:
+    """Bytes by which a plan's result exceeds a budget; negative where there is room."""
+    if budget.nbytes is not None:
+        return plan.estimate.output_bytes - budget.nbytes
+    assert budget.bits is not None
+    limit = sum(len(file.header) for file in plan.files) + int(budget.bits * _weights(plan) / 8)
+    return plan.estimate.output_bytes - limit
+
+
+def _losses(
+    plan: Plan, matrices: list[Placed], kept: Path | None, ledger: Ledger, watch: Callable[[int, int], None]
+) -> Losses:
+    """Measured before, or now."""
+    tensors = [item.tensor for item in matrices]
+    wanted = {tensor.name: candidates(tensor.shape[-1]) for tensor in tensors}
+    return kept_losses(kept, {"model": plan.headers.contents}, wanted, lambda: measure(plan, tensors, ledger, watch))
+
+
+def _kinds(matrices: list[Placed], wished: GgufTypes) -> dict[str, tuple[str, ...]]:
+    """Types to choose from for each tensor: the one that was named, or all candidates."""
+    wishes = Wishes(output=wished.output, embedding=wished.embedding, tensors=wished.tensors)
+    named = asked([item.tensor.name for item in matrices], wishes)
+    return {
+        item.tensor.name: (item.type.name,) if item.tensor.name in named else candidates(item.tensor.shape[-1])
+        for item in matrices
+    }
+
+
+def _chosen(
+    matrices: list[Placed], kinds: Mapping[str, tuple[str, ...]], losses: Losses, room: float
+) -> dict[str, str]:
+    """A type for each tensor, of at most `room` bytes together."""
+    items = []
+    for item in matrices:
+        name, shape = item.tensor.name, item.tensor.shape
+        items.append(
+            [Choice(padded(tensor_type(kind).nbytes(shape)), losses[name].get(kind, 0.0)) for kind in kinds[name]]
+        )
+    numbers = choose(items, room)
+    return {item.tensor.name: kinds[item.tensor.name][number] for item, number in zip(matrices, numbers, strict=True)}
+
+
+def _most(chosen: Mapping[str, str]) -> str:
+    """The type of most tensors, after which llama.cpp calls a file; the file type of the same name is its mixture."""
+    return Counter(chosen.values()).most_common(1)[0][0]

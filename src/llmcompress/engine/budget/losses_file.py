@@ -1,0 +1,60 @@
+"""Losses that were measured, kept as JSON: another size of the same model then needs none."""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from llmcompress.engine.budget.type_losses import Losses
+from llmcompress.errors import PlanError
+from llmcompress.store.files import create, make_parent, writing
+from llmcompress.store.headers import read_json
+from llmcompress.store.output import refuse_unwritable
+
+_HINT = "give another file, or delete it to measure anew"
+
+
+def kept_losses(
+    file: Path | None, of: Mapping[str, str], wanted: Mapping[str, Sequence[str]], measured: Callable[[], Losses]
+) -> Losses:
+    """Those that `file` keeps, or what `measured` gives, which is then written there."""
+    if file is not None and file.exists():
+        return read_losses(file, of, wanted)
+    if file is not None:
+        refuse_unwritable(file)
+    losses = measured()
+    if file is not None:
+        write_losses(file, of, losses)
+    return losses
+
+
+def write_losses(file: Path, of: Mapping[str, str], losses: Losses) -> None:
+    """A new file. of: what tells them from others, such as the model's contents. RunError if the system refuses it."""
+    data = json.dumps({**of, "losses": losses}, indent=1) + "\n"
+    with writing(file):
+        make_parent(file)
+        with create(file) as handle:
+            handle.write(data.encode())
+
+
+def read_losses(file: Path, of: Mapping[str, str], wanted: Mapping[str, Sequence[str]]) -> Losses:
+    """The losses `wanted`, names to kinds; PlanError for a file that lacks some, or says other things in `of`."""
+    data = read_json(file)
+    for key, value in of.items():
+        if data.get(key) != value:
+            raise PlanError(f"{file} holds no losses of this {key}", _HINT)
+    losses = data.get("losses")
+    return {name: _of(file, losses, name, kinds) for name, kinds in wanted.items()}
+
+
+def _of(file: Path, losses: Any, name: str, kinds: Sequence[str]) -> dict[str, float]:
+    found = losses.get(name) if isinstance(losses, dict) else None
+    if not isinstance(found, dict) or not all(_is_loss(found.get(kind)) for kind in kinds):
+        lacking = next((kind for kind in kinds if not (isinstance(found, dict) and _is_loss(found.get(kind)))), "")
+        raise PlanError(f"{file} lacks losses of {name} for {lacking}, or has some that are none", _HINT)
+    return {kind: float(found[kind]) for kind in kinds}
+
+
+def _is_loss(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf

@@ -1,0 +1,214 @@
+"""A grid for every matrix by a budget: what each would lose is measured, then a knapsack is packed."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from llmcompress.engine.budget.fit_to_size import Budget, allotted, impossible
+from llmcompress.engine.budget.item_losses import losses_of, within
+from llmcompress.engine.budget.items import Item, Offer, Rules, items_of, sized, stored_bits
+from llmcompress.engine.budget.patterns import patterns_of
+from llmcompress.engine.plan.make_plan import format_of, make_plan
+from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.plan import Plan
+from llmcompress.engine.targets.check import asked
+from llmcompress.errors import PlanError
+from llmcompress.grids.base import PER_ROW, GridSpec
+from llmcompress.ledger import Ledger
+from llmcompress.recipe import Expected, Recipe, build
+from llmcompress.solve.knapsack import Choice, cheapest, choose, mirrored
+from llmcompress.store.output_file import is_single
+
+Watch = Callable[[int, int], None]
+_CHOSEN = ("bits", "group_size")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a fit is to keep within, and what it may choose from.
+
+    kl: the size is then the least whose expected KL divergence is at most this, within `budget` where that says
+    something. bits, group_sizes: of the grids. kept: file of losses measured before; where it is missing they are
+    measured and written there.
+    """
+
+    budget: Budget
+    bits: Sequence[int]
+    group_sizes: Sequence[int]
+    kl: float | None = None
+    kept: Path | None = None
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """The recipe that was found and the plan of it. losses: expected of each item, with its matrices and grid."""
+
+    recipe: Recipe
+    plan: Plan
+    losses: list[tuple[Item, GridSpec, float]]
+    ledger: Ledger
+
+
+def fitted_to_grids(
+    recipe: Recipe,
+    model: Path,
+    options: Options,
+    wanted: Asked,
+    watch: Watch = lambda done, of: None,
+    begin: Callable[[int], None] = lambda memory: None,
+) -> Fitted:
+    """The recipe with bits and a group size for every matrix, chosen for the least expected KL divergence.
+
+    recipe: of a method of integer grids; what its `set` gives bits stays. options: `out` names a place that nothing is
+    written to; `work` is a directory for what is measured, with which a later start goes on, and gone in the end.
+    begin: told, before anything is measured, what memory it will take in bytes. watch: told how many steps of all are
+    done. PlanError for what cannot be, before anything is measured where that can be told.
+    """
+    limit, options = options.max_memory, replace(options, max_memory=None)  # which is not that of the run
+    rules = _rules(recipe, model, options)
+    base = _base(recipe, model, options)
+    step = recipe.method
+    assert step is not None
+    items = items_of(
+        [matrix for layer in base.layers for matrix in layer],
+        Offer(wanted.bits, wanted.group_sizes, step.set),
+        replace(rules, config=base.headers.config),
+    )
+    fitting = _Fitting(recipe, model, options, items, wanted.budget)
+    smallest = fitting.smallest()
+    ledger = Ledger()
+    losses = losses_of(within(base, limit), items, wanted.kept, ledger, watch, begin)
+    chosen, plan = fitting.least(losses, smallest) if wanted.kl is None else fitting.within(losses, wanted.kl)
+    kl = sum(loss for _, _, loss in chosen)
+    estimate = plan.estimate
+    bits = estimate.bits_per_weight
+    ledger.note(
+        "budget",
+        f"{bits:.3f} bits per weight",
+        f"a KL divergence of {kl:.3g} nats per token is expected of rounding",
+    )
+    expected = Expected(kl=float(f"{kl:.6g}"), bits_per_weight=round(bits, 4), output_bytes=estimate.output_bytes)
+    return Fitted(plan.recipe.model_copy(update={"expected": expected}), plan, chosen, ledger)
+
+
+def _rules(recipe: Recipe, model: Path, options: Options) -> Rules:
+    """PlanError for what chooses its sizes elsewhere."""
+    format_ = format_of(recipe)
+    if format_.name == "gguf" or is_single(model):
+        raise PlanError("types of GGUF are fitted to a size by another command", "use llmcompress gguf with --bpw")
+    return Rules(format_, {}, asked(options.target, options.tp, options.repair), options.tp)
+
+
+def _base(recipe: Recipe, model: Path, options: Options) -> Plan:
+    """A plan of the same matrices whose grids and format refuse nothing."""
+    step = recipe.method
+    assert step is not None
+    widest = step.model_copy(update={"bits": 8, "group_size": PER_ROW})
+    dense = recipe.output.model_copy(update={"format": "dense"})
+    changed = recipe.model_copy(update={"steps": (*recipe.transforms, widest), "output": dense})
+    return make_plan(changed, model, replace(options, target=None, tp=1))
+
+
+class _Fitting:
+    """Recipes and plans of grids that were chosen for items, and which of them keep within a budget."""
+
+    def __init__(self, recipe: Recipe, model: Path, options: Options, items: Sequence[Item], budget: Budget) -> None:
+        self.recipe, self.model, self.options, self.items, self.budget = recipe, model, options, items, budget
+        format_ = format_of(recipe)
+        self.costs = [[sized(item, grid, format_) for grid in item.grids] for item in items]
+        alike = all(len(set(costs)) == 1 for costs in self.costs)
+        if alike and budget.nbytes is not None:
+            raise PlanError(f"files of format {format_.name} are of one size, whatever the grids", "use --bpw")
+        if alike or budget.bits is not None:
+            self.costs = [[stored_bits(item, grid) for grid in item.grids] for item in items]
+
+    def planned(self, numbers: Sequence[int]) -> Plan:
+        """The plan of one grid for each item, by its number."""
+        grids = [item.grids[number] for item, number in zip(self.items, numbers, strict=True)]
+        modules = {
+            matrix.module: grid for item, grid in zip(self.items, grids, strict=True) for matrix in item.matrices
+        }
+        common = Counter(modules.values()).most_common(1)[0][0]
+        step = self.recipe.method
+        assert step is not None
+        # what is said of bits and groups is said anew
+        others = {name: {k: v for k, v in said.items() if k not in _CHOSEN} for name, said in step.set.items()}
+        told = {name: {**others.get(name, {}), **options} for name, options in patterns_of(modules, common).items()}
+        patterns = {name: options for name, options in {**others, **told}.items() if options}
+        options = {**step.model_dump(), "bits": common.bits, "group_size": common.group_size, "set": patterns}
+        new = build(type(step), options, f"step {step.name}")
+        recipe = self.recipe.model_copy(update={"steps": (*self.recipe.transforms, new)})
+        return make_plan(recipe, self.model, self.options)
+
+    def excess(self, plan: Plan) -> float:
+        """By how much a plan exceeds the budget, in the units of costs; negative where there is room."""
+        if self.budget.nbytes is not None:
+            return plan.estimate.output_bytes - self.budget.nbytes
+        if self.budget.bits is None:
+            return 0
+        bits, weights = self._stored(plan)
+        return bits - self.budget.bits * weights
+
+    def _stored(self, plan: Plan) -> tuple[int, int]:
+        """Bits of all codes with what belongs to them, and their number."""
+        entries = [matrix.entry for layer in plan.layers for matrix in layer]
+        sizes = [entry.out_features * entry.in_features for entry in entries]
+        pairs = zip(entries, sizes, strict=True)
+        bits = sum(size * entry.grid.bits_per_weight(entry.in_features) for entry, size in pairs if entry.grid)
+        return round(bits), sum(sizes)
+
+    def smallest(self) -> Plan:
+        """The plan of the smallest grids; PlanError if not even that keeps within the budget."""
+        plan = self.planned([costs.index(min(costs)) for costs in self.costs])
+        if self.excess(plan) > 0:
+            raise impossible(self.budget, "grids", plan.estimate.output_bytes, plan.estimate.bits_per_weight)
+        return plan
+
+    def _choices(self, losses: dict[str, dict[str, float]]) -> list[list[Choice]]:
+        return [
+            [
+                Choice(cost, sum(losses[matrix.module][grid.name] for matrix in item.matrices))
+                for grid, cost in zip(item.grids, costs, strict=True)
+            ]
+            for item, costs in zip(self.items, self.costs, strict=True)
+        ]
+
+    def _taken(self, choices: Sequence[Sequence[Choice]], numbers: Sequence[int]) -> list[tuple[Item, GridSpec, float]]:
+        return [
+            (item, item.grids[number], options[number].loss)
+            for item, options, number in zip(self.items, choices, numbers, strict=True)
+        ]
+
+    def least(
+        self, losses: dict[str, dict[str, float]], smallest: Plan
+    ) -> tuple[list[tuple[Item, GridSpec, float]], Plan]:
+        """The grids of least loss within the budget."""
+        choices = self._choices(losses)
+        least = sum(min(costs) for costs in self.costs)
+
+        def attempt(room: float) -> tuple[list[int], Plan]:
+            numbers = choose(choices, room)
+            return numbers, self.planned(numbers)
+
+        numbers, plan = allotted(attempt, least - self.excess(smallest), least, lambda made: self.excess(made[1]))
+        return self._taken(choices, numbers), plan
+
+    def within(self, losses: dict[str, dict[str, float]], kl: float) -> tuple[list[tuple[Item, GridSpec, float]], Plan]:
+        """The smallest grids within a loss; PlanError if there are none, or none that also keep within the budget."""
+        choices = self._choices(losses)
+        turned = mirrored(choices)
+        best = sum(options[cheapest(options)].cost for options in turned)
+        if best > kl:
+            raise PlanError(
+                f"--kl {kl:g} is not possible: of the largest grids {best:.3g} is expected", "offer more --bits"
+            )
+        numbers = choose(turned, kl)
+        plan = self.planned(numbers)
+        if self.excess(plan) > 0:
+            raise PlanError(
+                f"--kl {kl:g} is not possible within {self.budget.asked}: it takes "
+                f"{plan.estimate.output_bytes:,} bytes, {plan.estimate.bits_per_weight:.4f} bits per weight",
+                "allow more of either",
+            )
+        return self._taken(choices, numbers), plan

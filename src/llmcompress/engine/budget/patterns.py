@@ -1,0 +1,107 @@
+"""Grids of many matrices as few patterns of `set` that a person can read."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from llmcompress.engine.plan.matrix_options import matches
+from llmcompress.grids.base import GridSpec
+
+Patterns = dict[str, dict[str, int]]
+
+
+def patterns_of(grids: Mapping[str, GridSpec], common: GridSpec) -> Patterns:
+    """Patterns after which every module of `grids` has its bits and group size where a step has those of `common`.
+
+    First what a place of a layer, such as mlp.down_proj, has in most layers, then layers that have something else,
+    joined by their digits (layers.1[0-35].mlp.down_proj). Later patterns win. Modules that no such pattern can tell
+    from others are named in full.
+    """
+    places: dict[tuple[str, str], dict[int, GridSpec]] = {}
+    for module, grid in grids.items():
+        layers, number, place = _parts(module)
+        places.setdefault((layers, place), {})[number] = grid
+    made: Patterns = {}
+    for names, table in _joined(places):
+        usual = Counter(table.values()).most_common(1)[0][0]
+        if usual != common:
+            made |= dict.fromkeys((place for _, place in names), _options(usual))
+        for grid in dict.fromkeys(grid for grid in table.values() if grid != usual):
+            for numbers in _classes(sorted(number for number, other in table.items() if other == grid)):
+                made |= dict.fromkeys((f"{layers}.{numbers}.{place}" for layers, place in names), _options(grid))
+    return made | _corrections(grids, common, made)
+
+
+def _options(grid: GridSpec) -> dict[str, int]:
+    return {"bits": grid.bits, "group_size": grid.group_size}
+
+
+def _parts(module: str) -> tuple[str, int, str]:
+    """Name of the list of layers, number of the layer, and the path below it with a * for every other number."""
+    found = re.match(r"^(?:.*?\.)?([^.]+)\.(\d+)\.(.+)$", module)
+    if found is None:
+        return "", 0, module
+    return found[1], int(found[2]), re.sub(r"(?<=\.)\d+(?=\.|$)", "*", found[3])
+
+
+def _joined(
+    places: Mapping[tuple[str, str], Mapping[int, GridSpec]],
+) -> Iterator[tuple[list[tuple[str, str]], Mapping[int, GridSpec]]]:
+    """Places with the same grids in all layers together; those whose names differ in one letter become one."""
+    alike: list[tuple[list[tuple[str, str]], Mapping[int, GridSpec]]] = []
+    for name, table in places.items():
+        names = next((names for names, other in alike if other == table), None)
+        if names is None:
+            alike.append(([name], table))
+        else:
+            names.append(name)
+    for names, table in alike:
+        yield _spelled(names), table
+
+
+def _spelled(names: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """q_proj, k_proj and v_proj as [qkv]_proj."""
+    found: dict[tuple[str, str, str], str] = {}
+    for layers, place in names:
+        letter = re.search(r"(?<=\.)([a-z])(?=_[^.]*$)", place)
+        before, after = (place[: letter.start()], place[letter.end() :]) if letter else (place, "")
+        found[layers, before, after] = found.get((layers, before, after), "") + (letter[1] if letter else "")
+    return [
+        (layers, before + (f"[{letters}]" if len(letters) > 1 else letters) + after)
+        for (layers, before, after), letters in found.items()
+    ]
+
+
+def _classes(numbers: Iterable[int]) -> list[str]:
+    """Glob patterns for numbers: those that differ in the last digit share one, as 1[0-35] for 10 to 13 and 15."""
+    tens: dict[int, list[int]] = {}
+    for number in numbers:
+        tens.setdefault(number // 10, []).append(number % 10)
+    return [f"{ten or ''}{_digits(units)}" for ten, units in tens.items()]
+
+
+def _digits(units: Sequence[int]) -> str:
+    if len(units) == 1:
+        return str(units[0])
+    runs: list[list[int]] = []
+    for unit in units:
+        if runs and runs[-1][-1] == unit - 1:
+            runs[-1].append(unit)
+        else:
+            runs.append([unit])
+    spelled = (f"{run[0]}-{run[-1]}" if len(run) > 2 else "".join(map(str, run)) for run in runs)
+    return f"[{''.join(spelled)}]"
+
+
+def _corrections(grids: Mapping[str, GridSpec], common: GridSpec, made: Patterns) -> Patterns:
+    """Full names of the modules that patterns give another grid than theirs."""
+    wrong: Patterns = {}
+    for module, grid in grids.items():
+        merged: dict[str, Any] = _options(common)
+        for pattern, options in made.items():
+            if matches(pattern, module):
+                merged |= options
+        if merged != _options(grid):
+            wrong[module] = _options(grid)
+    return wrong

@@ -1,0 +1,118 @@
+"""A plan carried out: the calibrated loop section by section, then the output, whole or not at all."""
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from llmcompress.calib.base import fingerprint
+from llmcompress.calib.pack import save
+from llmcompress.engine.plan.plan import Plan
+from llmcompress.engine.process.process_memory import keep_freed_memory
+from llmcompress.engine.process.progress import Progress
+from llmcompress.engine.process.ranks import device_of
+from llmcompress.engine.run.kept_statistics import own, reusable
+from llmcompress.engine.run.loop import Sections, Stop, run_calibrated, run_uncalibrated
+from llmcompress.engine.run.tokens import calibration_tokens
+from llmcompress.engine.run.transformed import open_transformed
+from llmcompress.engine.write.publish import finish
+from llmcompress.errors import PlanError
+from llmcompress.hardware import exact_float32
+from llmcompress.parallel import threads
+from llmcompress.processes import agreed, first, member_of, processes, rank
+from llmcompress.store.staging import Staging
+from llmcompress.store.statistics import Kept
+
+
+def run(
+    plan: Plan,
+    progress: Progress | None = None,
+    stop: Stop = lambda finished: False,
+    tokens: Tensor | None = None,
+) -> dict[str, Any]:
+    """Carry a plan out and return its report. A rerun goes on after the last finished section.
+
+    stop: asked before every section, with the number of those that this start has finished; when it says so the run
+    ends with StoppedError and can be taken up again. tokens: of the calibration [samples, length], where they are
+    drawn already. Of several processes (engine/process/ranks.py) the first writes and has the report; that of the others is
+    empty.
+    """
+    progress = progress or Progress()
+    device_of(plan.options.device)  # refuses one that is not there
+    _check_shares(plan)
+    checkpoint = open_transformed(plan)
+    sampled = plan.recipe.calibration.source == "self"
+    place = plan.work / "tokens.safetensors"  # sampling takes minutes, and depends on nothing but model and recipe
+
+    def chosen() -> Tensor | None:
+        if tokens is not None or not plan.calibrated:
+            return tokens if plan.calibrated else None
+        return load_file(place)["input_ids"] if sampled and place.exists() else calibration_tokens(plan)
+
+    tokens = first(chosen)
+    identity = {**plan.identity, "tokens": fingerprint(tokens) if tokens is not None else None}
+    known, keeping = _statistics(plan, identity["tokens"])
+    if known is not None:
+        identity["statistics"] = known.key
+    with closing(_opened(plan, identity)) as staged:
+        if tokens is not None and sampled and rank() == 0:
+            save(tokens, place)
+        missing = first(lambda: [number for number in range(len(plan.layers)) if not staged.has(number)])
+        progress.start(len(plan.layers), len(plan.layers) - len(missing))
+        sections = Sections(plan, staged, progress, stop, missing)
+        keep_freed_memory()
+        with threads(plan.resources.threads), exact_float32():
+            if tokens is None or known is not None:
+                run_uncalibrated(plan, checkpoint, sections, known)
+            elif missing:
+                run_calibrated(plan, checkpoint, tokens, sections, keeping)
+
+        if rank() > 0:
+            return {}
+        calibration = None
+        if tokens is not None:
+            calibration = {"sha256": identity["tokens"], "samples": tokens.shape[0], "length": tokens.shape[1]}
+        staged.remember_place(
+            model=plan.headers.path, calibration=calibration, trust_remote_code=plan.options.trust_remote_code
+        )
+        progress.writing(plan.estimate.output_bytes)
+        with member_of(None):  # the others are done
+            result = finish(plan, staged, calibration)
+        if not plan.options.keep_work:
+            staged.remove()
+        return result
+
+
+def _opened(plan: Plan, identity: dict[str, Any]) -> Staging:
+    """The work directory, which the first process makes and holds."""
+    made = agreed(lambda: Staging(plan.work, identity) if rank() == 0 else None)
+    return agreed(lambda: made or Staging(plan.work, identity, leads=False))
+
+
+def _statistics(plan: Plan, tokens: str | None) -> tuple[Kept | None, Kept | None]:
+    """Statistics of another run to go by, and where this one keeps its own: chosen, and kept, by the first process."""
+
+    def chosen() -> tuple[bool, str, dict[str, Any]] | None:
+        if plan.options.stats is None or tokens is None:
+            return None
+        known = reusable(plan, plan.options.stats, tokens)
+        held = known or own(plan, plan.options.stats, tokens)
+        return known is not None, str(held.path), dict(held.about)
+
+    found = first(chosen)
+    if found is None:
+        return None, None
+    held = Kept(Path(found[1]), found[2])
+    return (held, None) if found[0] else (None, held if rank() == 0 else None)
+
+
+def _check_shares(plan: Plan) -> None:
+    """PlanError where some processes would have no windows."""
+    batches = -(-plan.recipe.calibration.samples // plan.batch)
+    if plan.calibrated and processes() > batches:
+        raise PlanError(
+            f"windows make fewer batches ({batches}) than there are processes ({processes()})",
+            "start fewer, or use more --samples or a smaller --batch",
+        )

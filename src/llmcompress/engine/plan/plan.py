@@ -1,0 +1,86 @@
+"""A plan: a run as it was resolved and checked, plain data that every later phase reads and none changes."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llmcompress.arch.spec import ArchSpec
+from llmcompress.engine.plan.estimate import Estimate
+from llmcompress.engine.plan.importance import Importance
+from llmcompress.engine.plan.matrix_plan import MatrixPlan
+from llmcompress.engine.plan.options import Options, Resources
+from llmcompress.engine.source.tensor_names import Anatomy
+from llmcompress.formats.base import Entry, Format, TensorSpec
+from llmcompress.formats.gguf.file import GgufFile
+from llmcompress.ledger import Ledger
+from llmcompress.recipe import Recipe
+from llmcompress.store.headers import ModelHeaders
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run, resolved. layers: matrices of each decoder layer in order of execution; entries: every source tensor.
+
+    tensors: those that are written, in order. files: what they are written into, where that is GGUF. modelfile: the
+    text of one, where it is wanted. prefix: on-disk name of the list of layers.
+    """
+
+    recipe: Recipe
+    headers: ModelHeaders
+    spec: ArchSpec
+    prefix: str
+    format: Format
+    out: Path
+    work: Path
+    resources: Resources
+    options: Options
+    layers: tuple[tuple[MatrixPlan, ...], ...]
+    entries: tuple[Entry, ...]
+    tensors: tuple[TensorSpec, ...]
+    files: tuple[GgufFile, ...]
+    modelfile: str | None
+    estimate: Estimate
+    importance: Importance | None = None
+    ledger: Ledger = field(default_factory=Ledger)
+
+    @property
+    def anatomy(self) -> Anatomy:
+        return Anatomy(self.headers, self.spec, self.prefix, len(self.layers))
+
+    @property
+    def scales_channels(self) -> bool:
+        """Whether steps choose factors layer by layer."""
+        return any(step.needs_calibration for step in self.recipe.transforms)
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether windows of text run through the model."""
+        matrices = (matrix for layer in self.layers for matrix in layer)
+        return self.recipe.needs_calibration or any(matrix.needs_calibration for matrix in matrices)
+
+    @property
+    def original_samples(self) -> int:
+        """Windows that also run through the model as it was: whole batches."""
+        asked = max((matrix.original_samples for layer in self.layers for matrix in layer), default=0)
+        return min(-(-asked // self.batch) * self.batch, self.recipe.calibration.samples)
+
+    @property
+    def dtype(self) -> str:
+        """The type layers run in."""
+        return self.resources.dtype
+
+    @property
+    def batch(self) -> int:
+        """Windows run through a layer at once."""
+        return self.resources.batch
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a work directory must agree on to go on with a run."""
+        return {
+            "recipe": {key: value for key, value in self.recipe.as_data().items() if key not in ("output", "expected")},
+            "model": self.headers.contents,
+            "imatrix": None if self.importance is None else self.importance.sha256,
+            "compute_dtype": self.dtype,
+            "batch": self.batch,
+        }

@@ -1,0 +1,178 @@
+"""A recipe changed so that a target loads its result: options of named modules, or the format. Nothing is hidden: the
+changed recipe is the one that is carried out and written, and each change is a ledger entry."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from llmcompress.engine.plan.matrix_options import matches
+from llmcompress.engine.targets.check import label, violations
+from llmcompress.engine.targets.facts import Changes, Violation
+from llmcompress.engine.targets.table import Target
+from llmcompress.errors import PlanError
+from llmcompress.formats.base import Entry
+from llmcompress.formats.checks import named, quantised
+from llmcompress.recipe import Recipe, build, formats
+
+if TYPE_CHECKING:
+    from llmcompress.engine.plan.plan import Plan
+
+_ROUNDS = 20  # a repair may bring up the next violation; no recipe needs as many
+_EVERYWHERE = "all matrices"
+
+
+def fitted(draft: "Callable[[Recipe], Plan]", recipe: Recipe, target: Target, tp: int, repair: bool) -> "Plan":
+    """The plan of a recipe that the target loads. Without `repair`, or where none is known, PlanError.
+
+    draft: makes a plan of a recipe.
+    """
+    plan = draft(recipe)
+    sizes = plan.ledger.of_kinds(["group_size"])  # a repaired recipe names the size, so it is no default any more
+    notes: list[tuple[str, str]] = []
+    for _ in range(_ROUNDS):
+        checkpoint = plan.entries, plan.headers.config, tp
+        found = violations(target, plan.format.name, *checkpoint)
+        if not found:
+            break
+        first = found[0]
+        another = None if first.changes else other_format(target, plan.format.name, *checkpoint)
+        if not repair or not (first.changes or another):
+            raise _refused(first, target, tp, another)
+        if another is not None:
+            done = [("format", f"{another} instead of {plan.format.name}")]
+            recipe = recipe.model_copy(update={"output": recipe.output.model_copy(update={"format": another})})
+        else:
+            recipe, done = changed(recipe, plan.entries, first.changes)
+        purpose = f"so that {label(target, tp)} loads it: {first.what}"
+        notes += [(subject, f"{change}, {purpose}") for subject, change in done]
+        plan = draft(recipe)
+    else:
+        raise PlanError(f"no repair was found within {_ROUNDS} steps: {first}", first.by_hand or None)
+    if target.remark and plan.format.name != "dense":
+        notes.append((target.name, target.remark))
+    plan.ledger.extend(sizes)
+    for subject, why in notes:
+        plan.ledger.note("target", subject, why)
+    return plan
+
+
+def _refused(violation: Violation, target: Target, tp: int, another: str | None) -> PlanError:
+    ways = []
+    if violation.changes or another:
+        ways.append(f"pass --repair to {violation.mending if violation.changes else f'write format {another}'}")
+    if violation.by_hand or another:
+        ways.append(violation.by_hand or f"use --format {another}")
+    subject = named(violation.modules) if violation.modules else "this"
+    devices = f" on {tp} devices" if tp > 1 and target.tensor_parallel else ""
+    hint = ", or ".join(ways) or "use --format dense"
+    return PlanError(f"{target.title} does not load {subject}{devices}: {violation.what}", hint)
+
+
+def other_format(
+    target: Target, format_: str, entries: Sequence[Entry], config: Mapping[str, Any], tp: int
+) -> str | None:
+    """Another format in which the target loads the same matrices. Decoded weights only where codes do not survive."""
+    for name in target.formats:
+        if name == format_ or (name == "dense" and not target.decodes):
+            continue
+        if not formats()[name].refuses(entries, config) and not violations(target, name, entries, config, tp):
+            return name
+    return None
+
+
+def changed(recipe: Recipe, entries: Sequence[Entry], changes: Changes) -> tuple[Recipe, list[tuple[str, str]]]:
+    """A recipe that gives modules other options and leaves all others as they are planned; (subject, what) of each.
+
+    entries: what `recipe` plans. An option that all matrices then share becomes the step's; others become patterns.
+    """
+    step = recipe.method
+    assert step is not None  # only what a step rounds can be repaired
+    options = step.model_dump()
+    patterns: dict[str, dict[str, Any]] = options.pop("set")
+    planned = {entry.module: entry for entry, _ in quantised(entries)}
+    left = {module: dict(change) for module, change in changes.items()}
+    if options["group_size"] is None and any({"group_size", "skip"} & set(change) for change in left.values()):
+        # else the default would be chosen anew among what remains
+        options["group_size"] = _default_group(patterns, planned)
+    done = []
+    for key, value in dict.fromkeys((key, value) for change in left.values() for key, value in change.items()):
+        if key != "skip" and all(left.get(m, {}).get(key, _now(e, key)) == value for m, e in planned.items()):
+            options[key] = value
+            patterns = {name: {k: v for k, v in pattern.items() if k != key} for name, pattern in patterns.items()}
+            left = {module: {k: v for k, v in change.items() if k != key} for module, change in left.items()}
+            done.append((_EVERYWHERE, f"{key}: {_shown(value)}"))
+    patterns = {name: pattern for name, pattern in patterns.items() if pattern}
+    for change, modules in _alike(left):
+        for pattern in _patterns(modules, change, planned, patterns):
+            kept = _in_force(pattern, planned, patterns) if pattern in patterns else None
+            patterns.pop(pattern, None)  # the last pattern wins
+            patterns[pattern] = {**(kept or {}), **change}
+            done.append((pattern, ", ".join(f"{key}: {_shown(value)}" for key, value in change.items())))
+    new = build(type(step), {**options, "set": patterns}, f"the repaired step {step.name}")
+    return recipe.model_copy(update={"steps": (*recipe.transforms, new), "expected": None}), done
+
+
+def _default_group(patterns: Mapping[str, Mapping[str, Any]], planned: Mapping[str, Entry]) -> int | None:
+    """The group size that the step's default came to, if any matrix has it."""
+    for module, entry in planned.items():
+        named_ = any("group_size" in options and matches(pattern, module) for pattern, options in patterns.items())
+        if not named_ and entry.grid is not None:
+            return entry.grid.group_size
+    return None
+
+
+def _now(entry: Entry, key: str) -> Any:
+    """An option of a matrix as planned, as far as its grid tells."""
+    assert entry.grid is not None
+    return {"bits": entry.grid.bits, "group_size": entry.grid.group_size, "sym": entry.grid.symmetric}.get(key)
+
+
+def _alike(changes: Changes) -> list[tuple[dict[str, Any], list[str]]]:
+    """Modules by what is changed of them."""
+    grouped: dict[tuple[tuple[str, Any], ...], list[str]] = {}
+    for module, change in changes.items():
+        if change:
+            grouped.setdefault(tuple(sorted(change.items())), []).append(module)
+    return [(dict(change), modules) for change, modules in grouped.items()]
+
+
+def _patterns(
+    modules: Sequence[str],
+    change: Mapping[str, Any],
+    planned: Mapping[str, Entry],
+    taken: Mapping[str, Mapping[str, Any]],
+) -> list[str]:
+    """Patterns for a change of modules that change no others: by place in a layer, by layer and place, full names."""
+    found, left = [], list(modules)
+    for spelling in (r"^.*?\.\d+\.", r"^(.*?\.\d+\.)"):
+        places: dict[str, list[str]] = {}
+        for module in left:
+            above = re.match(spelling, module)
+            below = re.sub(r"(?<=\.)\d+(?=\.)", "*", module[above.end() :] if above else module)
+            places.setdefault("".join(above.groups() if above else ()) + below, []).append(module)
+        for pattern, members in places.items():
+            others = {module for module in planned if matches(pattern, module)} - set(members)
+            same = all(_now(planned[module], key) == value for module in others for key, value in change.items())
+            if same and (pattern not in taken or _in_force(pattern, planned, taken) is not None):
+                found.append(pattern)
+                left = [module for module in left if module not in members]
+    return found + left
+
+
+def _in_force(
+    pattern: str, planned: Mapping[str, Entry], patterns: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any] | None:
+    """What a pattern's options came to in the end; None if not the same for all it matches. It can then be moved."""
+    ends = []
+    for module in planned:
+        if matches(pattern, module):
+            merged: dict[str, Any] = {}
+            for other, options in patterns.items():
+                if matches(other, module):
+                    merged |= options
+            ends.append({key: merged[key] for key in patterns.get(pattern, {})})
+    return ends[0] if ends and all(end == ends[0] for end in ends) else None
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

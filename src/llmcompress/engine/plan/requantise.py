@@ -1,0 +1,94 @@
+"""A GGUF file made of another: which of its tensors become what, and which are codes already."""
+
+from llmcompress.arch.spec import ArchSpec, Linear
+from llmcompress.engine.plan.gguf_plan import GgufModel, choices
+from llmcompress.engine.source.gguf_input import GgufHeaders, carried, names_of
+from llmcompress.engine.source.header_checks import Found
+from llmcompress.engine.source.matrices import Matrices
+from llmcompress.errors import PlanError
+from llmcompress.formats.base import FLOAT_TYPES
+from llmcompress.formats.gguf.file import Placed
+from llmcompress.formats.gguf.mixture import is_quantised
+from llmcompress.formats.gguf.rules import Facts
+from llmcompress.formats.gguf.tensors import GGUFTensor
+from llmcompress.formats.gguf.types import file_type
+from llmcompress.ledger import Ledger
+from llmcompress.methods.base import GgufTypes, Method
+from llmcompress.recipe import Output
+
+_HINT = "give the model directory that it was made from"
+
+
+def file_matrices(headers: GgufHeaders) -> Matrices:
+    """Every matrix of the layers, in the file's order; nothing is known of what they read."""
+    found: list[Found] = []
+    widths: dict[str, int] = {}
+    for name, (whole, expert) in headers.parts.items():
+        _, number, path = whole.removesuffix(".weight").split(".", 2) if whole.startswith("blk.") else ("", "", "")
+        tensor = headers.gguf.tensors[whole]
+        if path and is_quantised(whole, tensor.shape):
+            module = name.removesuffix(".weight")
+            here = module.split(".", 2)[2]
+            found.append((module, int(number), expert if here != path else None, here, here, Linear(here, here)))
+            widths[module] = tensor.shape[-1]
+    spec = ArchSpec(headers.arch, (), (), layers="blk", never=(Linear("ffn_gate_inp", reads="ffn_in"),), observed=True)
+    return Matrices(spec, found, widths)
+
+
+def file_model(headers: GgufHeaders, step: Method, output: Output, ledger: Ledger, measured: bool) -> GgufModel:
+    """What the tensors of a GGUF file become.
+
+    measured: whether the importance of inputs is known. PlanError for what a file alone cannot give, and for tensors
+    that would be rounded a second time unless that is allowed.
+    """
+    asked = step.gguf or GgufTypes(type="F32")
+    _refuse(headers, step, output)
+    tensors = [GGUFTensor(name, item.shape, names_of(item)) for name, item in headers.gguf.tensors.items()]
+    heads = headers.number("attention.head_count")
+    facts = Facts(
+        headers.arch,
+        headers.layers,
+        heads,
+        headers.number("attention.head_count_kv", heads),
+        headers.number("expert_count", 0),
+        measured,
+    )
+    kind = file_type(asked.type)
+    chosen = choices(tensors, facts, kind, asked, ledger)
+    by_name = {tensor.name: tensor for tensor in tensors}
+    placed = tuple(Placed(by_name[name], choice.type) for name, choice in chosen.items())
+    _note_requantised(headers, placed, asked.allow_requantize, ledger)
+    copied = [item.tensor for item in placed if headers.gguf.tensors[item.tensor.name].type == item.type.name]
+    return GgufModel(
+        kind,
+        placed,
+        headers.arch,
+        carried(headers, kind.id),
+        copied=frozenset(name for tensor in copied for name in tensor.sources),
+    )
+
+
+def _refuse(headers: GgufHeaders, step: Method, output: Output) -> None:
+    if step.needs_calibration:
+        raise PlanError(f"{headers.path} is a GGUF file, which {step.name} cannot run text through", _HINT)
+    if output.modelfile or output.pre is not None:
+        option = "a Modelfile" if output.modelfile else "the name of a pre-tokenizer"
+        raise PlanError(f"{headers.path} is a GGUF file: {option} asks for the tokenizer's own files", _HINT)
+
+
+def _note_requantised(headers: GgufHeaders, placed: tuple[Placed, ...], allowed: bool, ledger: Ledger) -> None:
+    """Say which codes are decoded and rounded anew; PlanError if that is not allowed."""
+    found: dict[tuple[str, str], int] = {}
+    for item in placed:
+        stored = headers.gguf.tensors[item.tensor.name].type
+        if stored not in FLOAT_TYPES and stored != item.type.name:
+            found[stored, item.type.name] = found.get((stored, item.type.name), 0) + 1
+    if found and not allowed:
+        stored, wanted = next(iter(found))
+        raise PlanError(
+            f"{headers.path} is quantised already ({sum(found.values())} tensors such as {stored} to {wanted}), "
+            "and rounding twice adds both errors",
+            f"{_HINT}, or pass --allow-requantize",
+        )
+    for (stored, wanted), count in found.items():
+        ledger.note("requantised", f"{count} tensors", f"{stored} in the file, decoded and rounded anew to {wanted}")

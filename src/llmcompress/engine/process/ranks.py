@@ -1,0 +1,195 @@
+"""The processes that torchrun has started for one run: joined by what it left in the environment, and by nothing else.
+
+Without WORLD_SIZE, or with 1 of them, there is one process, and torch.distributed is not touched. With more, gloo (on
+processors) or nccl (on GPUs) opens connections between them, to the address that torchrun was given: the one place
+where llmcompress does so.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from llmcompress.errors import ElsewhereError, LlmcompressError, PlanError, RecipeError, RunError
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+PATIENCE = timedelta(hours=1)  # for a rank that neither answers nor is known to have ended
+_HEARING = 2.0  # seconds that the first rank waits for others to end as well
+_KEY = "llmcompress"  # of counters that all ranks know
+_SET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # by torchrun
+
+
+def several() -> bool:
+    """Whether torchrun started more than one process. PlanError if what it sets is not all there."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size == "1":
+        return False
+    missing = [name for name in _SET if name not in os.environ]
+    if missing:
+        raise PlanError(
+            f"WORLD_SIZE is {size}, but {missing[0]} is not set",
+            "start with torchrun, which sets both, or unset WORLD_SIZE",
+        )
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        if not os.environ[name].isdigit():
+            raise PlanError(f"{name} is {os.environ[name]!r}, not a number", "start with torchrun, which sets it")
+    return True
+
+
+def leads() -> bool:
+    """Whether this process writes and speaks: the first, or the only one."""
+    return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0"
+
+
+def refuse_several(what: str) -> None:
+    """RecipeError if torchrun started several processes for what is done by one."""
+    if several():
+        raise RecipeError(
+            f"{what} is done by one process, and torchrun started {os.environ['WORLD_SIZE']}",
+            "start it without torchrun",
+        )
+
+
+def says(error: LlmcompressError) -> bool:
+    """Whether this process is to print an error: before ranks have joined, all find the same wrong."""
+    return not isinstance(error, ElsewhereError) and (leads() or error.rank is not None)
+
+
+def device_of(name: str) -> "torch.device":
+    """cpu, cuda, or auto: cuda where there is one. PlanError where there is none, or a rank has none of its own."""
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        why = "this torch is built for processors alone" if torch.version.cuda is None else "torch sees no GPU"
+        raise PlanError(f"--device cuda needs an NVIDIA GPU, and {why}", "use --device cpu, or auto")
+    if name != "cuda" or not several():
+        return torch.device(name)
+    here, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if here >= count:
+        raise PlanError(
+            f"this machine has more ranks than GPUs, which are {count}",
+            "use a smaller --nproc-per-node, or --device cpu",
+        )
+    return torch.device("cuda", here)
+
+
+@contextmanager
+def joined(device: str) -> Iterator[None]:
+    """Within, work is shared out to all ranks. device: cpu, cuda or auto.
+
+    An error is said by one rank: the others raise ElsewhereError in its place.
+    """
+    if not several():
+        yield
+        return
+    from llmcompress.processes import member_of
+
+    ranks = Ranks(device)
+    try:
+        with member_of(ranks):
+            yield
+    except LlmcompressError as error:
+        if not ranks.may_speak(knows=not isinstance(error, ElsewhereError)):
+            raise ElsewhereError(error.exit_code) from None
+        error.rank = ranks.rank
+        if ranks.rank > 0:
+            error.message = f"rank {ranks.rank}: {error.message}"
+        raise
+    except BaseException:
+        ranks.may_speak(knows=True)
+        raise
+    ranks.leave()
+
+
+class Ranks:
+    """All ranks of a run, as `processes.Team` has it."""
+
+    def __init__(self, device: str) -> None:
+        """RunError if the others do not come."""
+        import torch
+        from torch import distributed
+        from torch.distributed.rendezvous import rendezvous
+
+        self.device = device_of(device)
+        cuda = self.device.type == "cuda"
+        if cuda:
+            torch.cuda.set_device(self.device)
+        with _answered():
+            self._store, self.rank, self.size = next(rendezvous("env://", timeout=PATIENCE))
+            self._store.set_timeout(PATIENCE)
+            distributed.init_process_group(
+                "nccl" if cuda else "gloo", store=self._store, rank=self.rank, world_size=self.size, timeout=PATIENCE
+            )
+
+    def exchange(self, mine: Any) -> Iterator[Any]:
+        """What every rank gives, in order. RunError if one has ended."""
+        import torch
+        from torch import distributed
+
+        from llmcompress.engine.process.exchange import packed, unpacked
+
+        given = packed(mine, self.device)
+        sizes = torch.zeros(self.size, dtype=torch.int64, device=self.device)
+        sizes[self.rank] = given.numel()
+        with _answered():
+            distributed.all_reduce(sizes)
+        for source, size in enumerate(sizes.tolist()):
+            own = source == self.rank
+            buffer = given if own else torch.empty(size, dtype=torch.uint8, device=self.device)
+            with _answered():
+                distributed.broadcast(buffer, source)
+            yield mine if own else unpacked(buffer)
+
+    def agreed(self, function: Callable[[], T]) -> T:
+        """What a function gives here. If it raises LlmcompressError in any rank, the first of them raises that."""
+        failed: LlmcompressError | None = None
+        try:
+            result = function()
+        except LlmcompressError as error:
+            failed = error
+        codes = list(self.exchange(None if failed is None else failed.exit_code))
+        wrong = [rank for rank, code in enumerate(codes) if code is not None]
+        if failed is not None and wrong[0] == self.rank:
+            raise failed
+        if wrong:
+            raise ElsewhereError(codes[wrong[0]])
+        return result
+
+    def may_speak(self, knows: bool) -> bool:
+        """Whether this rank, which ends with an error, is to say it: the first of those who know what is wrong."""
+        try:
+            chosen = knows and self._store.add(f"{_KEY}/knowing", 1) == 1
+            ended = self._store.add(f"{_KEY}/ended", 1)
+            until = time.monotonic() + _HEARING
+            while self.rank == 0 and ended < self.size and time.monotonic() < until:
+                time.sleep(0.02)  # the store may end with this process: others that end now are to find it
+                ended = self._store.add(f"{_KEY}/ended", 0)
+        except RuntimeError:  # whoever kept the store has ended
+            return knows
+        return chosen
+
+    def leave(self) -> None:
+        """Close the connections."""
+        from torch import distributed
+
+        distributed.destroy_process_group()
+
+
+@contextmanager
+def _answered() -> Iterator[None]:
+    """RunError for what the library raises when another process has gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RunError(
+            f"another rank has ended or does not answer: {error}",
+            "finished layers are kept; start the same command again, with as many ranks or others",
+        ) from None

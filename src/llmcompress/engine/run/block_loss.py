@@ -1,0 +1,75 @@
+"""What a scale costs in the output of the block that reads the channels: attention, or feed-forward."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llmcompress.arch.sites import Site
+from llmcompress.engine.run.forward import Stream
+from llmcompress.grids.nearest import nearest
+from llmcompress.model.build import StreamedModel
+from llmcompress.transforms.base import Reader
+
+_WINDOWS = 4  # run through the blocks for every scale
+
+Call = tuple[tuple[Any, ...], dict[str, Any], Tensor]
+
+
+class BlockLoss:
+    """Runs the blocks of a layer on their own, on a few windows, with weights scaled, rounded and scaled back."""
+
+    def __init__(self, model: StreamedModel, number: int, stream: Stream, sites: list[Site]) -> None:
+        self.layer = stream.layer
+        self.calls: dict[str, Call] = {}
+        handles = [
+            self.layer.get_submodule(path).register_forward_hook(self._keep(path), with_kwargs=True)
+            for path in {block_of(site) for site in sites if site.norm is not None}
+        ]
+        try:
+            with torch.no_grad():
+                count = min(_WINDOWS, stream.hidden.shape[0])
+                model.call(number, self.layer, stream.hidden.read(slice(0, count)).to(model.device))
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _keep(self, path: str) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+            self.calls[path] = args, kwargs, _first(out).clone()
+
+        return hook
+
+    @torch.no_grad()
+    def __call__(self, site: Site, readers: Mapping[str, Reader], scale: Tensor) -> float:
+        """Mean squared difference of a block's output. readers: by module path. scale [in]."""
+        args, kwargs, expected = self.calls[block_of(site)]
+        before = {}
+        try:
+            for path, reader in readers.items():
+                if reader.grid is not None:
+                    weight: Any = self.layer.get_submodule(path).weight
+                    before[path] = weight.data
+                    value = nearest(reader.weight * scale, reader.grid) / scale
+                    transposed = weight.shape != value.shape
+                    weight.data = (value.T if transposed else value).to(weight.dtype)
+            found = _first(self.layer.get_submodule(block_of(site))(*args, **kwargs))
+        finally:
+            for path, data in before.items():
+                self.layer.get_submodule(path).weight.data = data
+        return float((found.float() - expected.float()).square().mean())
+
+
+def block_of(site: Site) -> str:
+    """The module that all readers of a site belong to."""
+    paths = [part.path.split(".") for part in site.readers]
+    shared = 0
+    while all(len(path) > shared + 1 and path[shared] == paths[0][shared] for path in paths):
+        shared += 1
+    return ".".join(paths[0][:shared])
+
+
+def _first(out: Any) -> Tensor:
+    found: Tensor = out[0] if isinstance(out, tuple) else out
+    return found

@@ -1,0 +1,77 @@
+"""A run and a store of statistics: what it may go by instead of running text, and where it keeps its own."""
+
+from pathlib import Path
+from typing import Any
+
+from llmcompress.engine.plan.plan import Plan
+from llmcompress.ledger import Ledger
+from llmcompress.methods.base import Method
+from llmcompress.store.statistics import Kept, keep, kept_in
+
+
+def own(plan: Plan, store: Path, tokens: str) -> Kept:
+    """Where a run on tokens of this hash keeps its statistics."""
+    return keep(store, _about(plan, tokens) | {"steps": _steps(plan), "options": _options(plan)})
+
+
+def reusable(plan: Plan, store: Path, tokens: str) -> Kept | None:
+    """Statistics of another run that this one can go by; None if it has to gather its own.
+
+    They are of the same model, tokens and transforms, and hold every input that is asked for. A run that was done
+    before is done again as it was, so that it gives the same bytes.
+    """
+    if _needs_windows(plan):
+        return None
+    about = _about(plan, tokens)
+    candidates = [kept for kept in kept_in(store) if {key: kept.about.get(key) for key in about} == about]
+    if any(kept.about.get("options") == _options(plan) for kept in candidates):
+        return None
+    wanted = [{m.space: m.needs_gram for m in layer if m.needs_calibration} for layer in plan.layers]
+    whole = (kept for kept in candidates if kept.complete)
+    return next((kept for kept in whole if all(kept.has(n, spaces) for n, spaces in enumerate(wanted))), None)
+
+
+def note_reuse(plan: Plan, kept: Kept, ledger: Ledger) -> None:
+    """Say what going by another run's statistics leaves out."""
+    why = f"inputs as they were while {' and '.join(kept.steps)} was at work, not this run: close to its own"
+    if plan.original_samples:
+        why += "; the error of earlier matrices is not made up for"
+    ledger.note("statistics", kept.key, why)
+
+
+def _needs_windows(plan: Plan) -> bool:
+    """Whether more is asked of the text than a store holds."""
+    matrices = [matrix for layer in plan.layers for matrix in layer]
+    return (
+        plan.recipe.kv_cache is not None
+        or plan.scales_channels
+        or (plan.recipe.pruner is not None and plan.recipe.pruner.allocation != "uniform")
+        or any(matrix.method.fixed_inputs or matrix.method.outliers != "none" for matrix in matrices)
+    )
+
+
+def _about(plan: Plan, tokens: str) -> dict[str, Any]:
+    return {
+        "model": plan.headers.contents,
+        "tokens": tokens,
+        "compute_dtype": plan.dtype,
+        "batch": plan.batch,
+        "transforms": [{"method": step.name, **step.model_dump()} for step in plan.recipe.transforms],
+        "layers": len(plan.layers),
+    }
+
+
+def _options(plan: Plan) -> list[dict[str, Any]]:
+    """All there is to the steps that change matrices."""
+    steps = (plan.recipe.pruner, plan.recipe.method)
+    return [{"method": step.name, **step.model_dump()} for step in steps if step is not None]
+
+
+def _steps(plan: Plan) -> list[str]:
+    """The same as people say it."""
+    steps = (plan.recipe.pruner, plan.recipe.method)
+    return [f"{step.name} {_label(step)}" for step in steps if step is not None]
+
+
+def _label(step: Any) -> str:
+    return str(step.gguf.type if isinstance(step, Method) and step.gguf is not None else step.label)

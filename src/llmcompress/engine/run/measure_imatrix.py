@@ -1,0 +1,125 @@
+"""Measuring an importance matrix: the original model, one layer after the other, each run once over all windows."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+
+from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.resources import usual_resources
+from llmcompress.engine.process.process_memory import keep_freed_memory, return_freed_memory
+from llmcompress.engine.process.ranks import device_of
+from llmcompress.engine.run.collect import outputs_and_energy
+from llmcompress.engine.run.forward import Forward, Stream
+from llmcompress.engine.run.tokens import tokens_for
+from llmcompress.engine.source.matrices import Matrices, matrices_of
+from llmcompress.engine.source.open import config_of, directory_headers, open_checkpoint
+from llmcompress.errors import RunError
+from llmcompress.formats.gguf.imatrix import Imatrix, ImatrixEntry, numbered
+from llmcompress.formats.gguf.names import gguf_tensors
+from llmcompress.ledger import Ledger
+from llmcompress.model.build import StreamedModel
+from llmcompress.parallel import threads
+from llmcompress.recipe import Calibration
+from llmcompress.stats.energy import Energy
+from llmcompress.store.headers import ModelHeaders
+from llmcompress.store.windows import write_windows
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A matrix of a layer: its module path, the space it reads, and its own row of an entry's sums and counts."""
+
+    path: str
+    module: str
+    space: str
+    routed: bool
+    entry: ImatrixEntry
+    number: int
+
+
+def measure_imatrix(
+    model: Path,
+    text: Calibration,
+    scratch: Path,
+    options: Options,
+    ledger: Ledger,
+    watch: Callable[[int, int], None] = lambda done, of: None,
+) -> Imatrix:
+    """The importance matrix of a model directory on the windows that `text` asks for.
+
+    scratch: a directory for hidden states while it runs. watch: told after each layer how many of all are done. Of
+    every matrix of a layer the sum of squares of its input over tokens, in GGUF's names, experts by the tokens routed
+    to them; the same numbers for any number of threads. Raises LlmcompressError.
+    """
+    headers = directory_headers(model, ledger)
+    matrices = matrices_of(headers, options.trust_remote_code, ledger)
+    entries, layers = _rows(headers, matrices)
+    resources = usual_resources(options, text.length)
+    tokens = tokens_for(text, model, resources.dtype, options.trust_remote_code)
+    streamed = StreamedModel(
+        open_checkpoint(headers),
+        config_of(headers, options.trust_remote_code),
+        matrices.spec,
+        dtype=getattr(torch, resources.dtype),
+        device=device_of(options.device),
+        trust_remote_code=options.trust_remote_code,
+        tiled_attention=True,
+    )
+    keep_freed_memory()
+    with TemporaryDirectory(prefix="imatrix-", dir=scratch) as name, threads(resources.threads):
+        folder = Path(name)
+        with streamed.outer(embed=True, head=False):
+            streamed.prepare(tokens[:1])
+            hidden = write_windows(streamed.embedded(tokens, resources.batch), folder / "0.bin", streamed.dtype)
+        for number, rows in enumerate(layers):
+            return_freed_memory()
+            found: dict[str, Energy] = {}
+            with streamed.layer(number) as layer:
+                forward = Forward(streamed, number, Stream("original", layer, hidden), resources.batch, folder, {})
+                hidden = write_windows(
+                    outputs_and_energy(forward, {row.space: row.path for row in rows}, found),
+                    folder / f"{(number + 1) % 2}.bin",
+                    streamed.dtype,
+                )
+            _fill(rows, found, ledger)
+            watch(number + 1, len(layers))
+    for name, entry in entries.items():
+        unseen = np.flatnonzero(entry.counts == 0).tolist()
+        if unseen:
+            ledger.note("importance", name, f"no token came to {numbered(unseen, len(entry.counts))}")
+    return Imatrix(entries, (Path(text.source).resolve().name,), tokens.shape[0], tokens.shape[1])
+
+
+def _rows(headers: ModelHeaders, matrices: Matrices) -> tuple[dict[str, ImatrixEntry], list[list[_Row]]]:
+    """Entries to be filled, by GGUF name, and of each layer which matrix fills which row."""
+    entries: dict[str, ImatrixEntry] = {}
+    places: dict[str, tuple[ImatrixEntry, int]] = {}
+    for tensor in gguf_tensors(headers.config, [(name, item.spec.shape) for name, item in headers.tensors.items()]):
+        widths = [matrices.widths.get(name.removesuffix(".weight")) for name in tensor.sources]
+        if widths and widths[0] is not None and tensor.name.endswith(".weight"):
+            count = len(widths)
+            entry = ImatrixEntry(np.zeros((count, widths[0]), np.float32), np.zeros(count, np.float32))
+            entries[tensor.name] = entry
+            places |= {name: (entry, number) for number, name in enumerate(tensor.sources)}
+    layers: list[list[_Row]] = [[] for _ in range(1 + max(layer for _, layer, *_ in matrices.found))]
+    for module, layer, expert, path, space, _ in matrices.found:
+        layers[layer].append(_Row(path, module, space, expert is not None, *places[f"{module}.weight"]))
+    return entries, layers
+
+
+def _fill(rows: list[_Row], found: dict[str, Energy], ledger: Ledger) -> None:
+    """Put what was found into the entries."""
+    for row in rows:
+        part = found.get(row.space)
+        if part is None and not row.routed:
+            raise RunError(f"a layer never reached {row.space}", "its declaration has another order")
+        if part is None:
+            continue
+        if part.dropped:
+            ledger.note("nonfinite_inputs", row.module, f"{part.dropped} tokens left out of its statistics")
+        row.entry.sum2[row.number] = part.sums.numpy()
+        row.entry.counts[row.number] = part.tokens

@@ -1,0 +1,95 @@
+"""How sparse each layer becomes, where layers with many outliers are to keep more weights (OWL)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import Tensor, nn
+
+from llmcompress.engine.plan.matrix_plan import MatrixPlan
+from llmcompress.engine.plan.plan import Plan
+from llmcompress.engine.process.process_memory import return_freed_memory
+from llmcompress.engine.run.collect import outputs_and_energy
+from llmcompress.engine.run.forward import Forward, Stream
+from llmcompress.model.build import StreamedModel
+from llmcompress.stats.energy import Energy
+from llmcompress.store.checkpoint import Checkpoint
+from llmcompress.store.windows import write_windows
+
+WINDOWS = 16  # of the calibration set: shares of hundreds of thousands of weights need no more
+
+
+def outlier_weighed(
+    plan: Plan, checkpoint: Checkpoint, model: StreamedModel, tokens: Tensor, scratch: Path
+) -> list[float]:
+    """Sparsity of each layer, by the share of outliers among |w| |x| of its matrices in the uncompressed model.
+
+    OWL (Yin et al., 2023, arXiv:2310.05175, section 3.2): an outlier is larger than `owl_threshold` times the mean of
+    its matrix; shares are spread linearly over twice `owl_span` around the wanted mean, and more outliers become less
+    sparsity. scratch: a directory for hidden states meanwhile.
+    """
+    pruner = plan.recipe.pruner
+    assert pruner is not None
+    shares: list[float] = []
+    with TemporaryDirectory(prefix="owl-", dir=scratch) as name:
+        folder = Path(name)
+        with model.outer(embed=True, head=False):
+            model.prepare(tokens[:1])
+            hidden = write_windows(model.embedded(tokens[:WINDOWS], plan.batch), folder / "0.bin", model.dtype)
+        for number, matrices in enumerate(plan.layers):
+            found: dict[str, Energy] = {}
+            with model.layer(number) as layer:
+                forward = Forward(model, number, Stream("dense", layer, hidden), plan.batch, folder, {})
+                spaces = {matrix.space: matrix.path for matrix in matrices}
+                hidden = write_windows(
+                    outputs_and_energy(forward, spaces, found), folder / f"{(number + 1) % 2}.bin", model.dtype
+                )
+                shares.append(_outliers(matrices, layer, found, pruner.owl_threshold))
+            return_freed_memory()
+    return spread(shares, [_weights(matrices) for matrices in plan.layers], pruner.share, pruner.owl_span)
+
+
+def _outliers(matrices: Sequence[MatrixPlan], layer: nn.Module, found: Mapping[str, Energy], threshold: float) -> float:
+    """Share of a layer's weights that are outliers; an expert that no token came to has none."""
+    outliers = total = 0
+    for matrix in matrices:
+        if matrix.pruner is None:
+            continue
+        total += matrix.entry.out_features * matrix.entry.in_features
+        if matrix.space in found:
+            weight: Tensor = layer.get_submodule(matrix.path).weight  # type: ignore[assignment]
+            score = (weight.T if matrix.conv1d else weight).detach().to(torch.float32).abs()
+            score = score * found[matrix.space].mean().sqrt().to(score.device)
+            outliers += int((score > threshold * score.mean()).sum())
+    return outliers / max(total, 1)
+
+
+def spread(outliers: Sequence[float], weights: Sequence[int], sparsity: float, span: float) -> list[float]:
+    """Sparsity of each layer: `sparsity` on the mean over `weights`, within `span` of it before that is seen to."""
+    least, most = min(outliers), max(outliers)
+    scaled = [2 * span * (share - least) / (most - least or 1.0) for share in outliers]
+    middle = sum(s * n for s, n in zip(scaled, weights, strict=True)) / (sum(weights) or 1)
+    return [min(max(sparsity - s + middle, 0.0), 0.999) for s in scaled]
+
+
+def allocated(plan: Plan, sparsities: Sequence[float]) -> Plan:
+    """The plan with a sparsity for each layer, of those matrices that no pattern of `set` gave another."""
+    pruner = plan.recipe.pruner
+    assert pruner is not None
+
+    def given(matrix: MatrixPlan, sparsity: float) -> MatrixPlan:
+        if matrix.pruner is None or matrix.pruner.sparsity != pruner.sparsity:
+            return matrix
+        return replace(matrix, pruner=matrix.pruner.model_copy(update={"sparsity": sparsity}))
+
+    layers = tuple(
+        tuple(given(matrix, sparsity) for matrix in layer)
+        for layer, sparsity in zip(plan.layers, sparsities, strict=True)
+    )
+    return replace(plan, layers=layers)
+
+
+def _weights(matrices: Sequence[MatrixPlan]) -> int:
+    return sum(matrix.entry.out_features * matrix.entry.in_features for matrix in matrices if matrix.pruner)

@@ -1,0 +1,68 @@
+"""The tokens of a run: asked of the recipe's source, checked against the model's vocabulary."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from llmcompress.calib.base import Request
+from llmcompress.calib.pack import resolve
+from llmcompress.engine.source.header_checks import check_numbers, vocabulary_size
+from llmcompress.engine.source.text_tokenizer import load_tokenizer
+from llmcompress.errors import CheckpointError, PlanError
+from llmcompress.model.skeleton import load_config
+from llmcompress.recipe import Calibration
+from llmcompress.store.headers import read_headers
+
+if TYPE_CHECKING:
+    from llmcompress.engine.plan.plan import Plan
+
+
+def calibration_tokens(plan: "Plan") -> Tensor:
+    """Token ids [samples, length] int64 for a plan."""
+    return tokens_for(plan.recipe.calibration, plan.headers.path, plan.dtype, plan.options.trust_remote_code)
+
+
+def tokens_for(asked: Calibration, model: Path, dtype: str, trust_remote_code: bool = False) -> Tensor:
+    """Token ids [samples, length] int64 as `asked`, for the model directory `model`."""
+    headers = read_headers(model)
+    check_numbers(headers)
+    limit = headers.config.get("max_position_embeddings") or headers.config.get("n_positions")
+    if isinstance(limit, int) and asked.length > limit:
+        raise PlanError(
+            f"windows of {asked.length} tokens are longer than the model's {limit} positions", f"use --length {limit}"
+        )
+    tokens = vocabulary_size(headers)
+    source = resolve(asked.source, **asked.options)
+    request = Request(
+        tokenizer=load_tokenizer(model, trust_remote_code) if source.needs_tokenizer else None,
+        samples=asked.samples,
+        length=asked.length,
+        seed=asked.seed,
+        vocab_size=tokens,
+        model=lambda: _whole_model(model, dtype, trust_remote_code),
+    )
+    return source.tokens(request)
+
+
+def _whole_model(model: Path, dtype: str, trust_remote_code: bool) -> Any:
+    """The original model, all of it in memory: sampling a token needs every layer."""
+    from transformers import AutoModelForCausalLM
+
+    if (model / "adapter_config.json").exists():  # transformers would follow it to a model elsewhere
+        raise CheckpointError(f"{model} holds an adapter (adapter_config.json)", "merge it into the model first")
+    config = load_config(model, trust_remote_code)
+    if config.get_text_config() is not config or getattr(config, "quantization_config", None) is not None:
+        raise CheckpointError(
+            f"{model} is quantised or multimodal, and text is sampled from original models of text alone",
+            "give a text as --calibration",
+        )
+    return AutoModelForCausalLM.from_pretrained(
+        model,
+        config=config,
+        dtype=getattr(torch, dtype),
+        local_files_only=True,
+        use_safetensors=True,
+        trust_remote_code=trust_remote_code,
+    ).eval()

@@ -1,0 +1,38 @@
+"""A recipe's transforms on tensors: folded into the checkpoint that the run reads."""
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from llmcompress.engine.source.folding import rotated, scaled
+from llmcompress.engine.source.open import open_checkpoint
+from llmcompress.store.checkpoint import Checkpoint
+from llmcompress.store.folds import FoldedCheckpoint
+from llmcompress.transforms.rotate import Rotate
+
+if TYPE_CHECKING:
+    from llmcompress.engine.plan.plan import Plan
+
+
+def open_transformed(plan: "Plan") -> Checkpoint:
+    """The tensors of the model that is quantised, with what is known of its changes before the run."""
+    base = open_checkpoint(plan.headers)
+    if not plan.recipe.transforms:
+        return base
+    anatomy = plan.anatomy
+    head, embedding = anatomy.outer(anatomy.spec.head), anatomy.outer(anatomy.spec.embed)
+    shared = head is not None and embedding is not None and plan.headers.tensors[head].end == 0
+    exact = frozenset(matrix.entry.source.name for layer in plan.layers for matrix in layer)
+    checkpoint = FoldedCheckpoint(base, exact, {str(head): str(embedding)} if shared else {})
+    for step in plan.recipe.transforms:
+        if isinstance(step, Rotate):
+            checkpoint.fold(rotated(anatomy, step, checkpoint))
+    return checkpoint
+
+
+def add_factors(plan: "Plan", checkpoint: Checkpoint, layer: int, factors: dict[str, Tensor]) -> None:
+    """Scale a layer's sites by factors, by space."""
+    if isinstance(checkpoint, FoldedCheckpoint):
+        for site in (*plan.anatomy.sites(layer), plan.anatomy.scores(layer)):
+            if site is not None and site.space in factors:
+                checkpoint.fold(scaled(plan.anatomy, layer, site.parts, factors[site.space]))

@@ -1,0 +1,110 @@
+"""Which matrices a checkpoint holds, from headers alone: its family, and what that declares."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from llmcompress.arch import find
+from llmcompress.arch.spec import ArchSpec
+from llmcompress.engine.source.header_checks import Found, check_names, check_numbers, check_shapes, numbered
+from llmcompress.errors import CheckpointError
+from llmcompress.formats.base import FLOAT_TYPES
+from llmcompress.ledger import Ledger
+from llmcompress.store.headers import ModelHeaders
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """Every declared matrix in order of execution. widths: how many inputs it has, by on-disk module.
+
+    prefix: on-disk name of the list of layers; empty where a file has names of its own. layers: how many there are.
+    """
+
+    spec: ArchSpec
+    found: list[Found]
+    widths: dict[str, int]
+    prefix: str = ""
+    layers: int = 0
+
+
+def matrices_of(headers: ModelHeaders, trust_remote_code: bool, ledger: Ledger) -> Matrices:
+    """The matrices of an original model. CheckpointError unless config.json and weights fit and can be worked on."""
+    _check_source(headers, trust_remote_code)
+    check_numbers(headers)
+    spec = _spec(headers, trust_remote_code, ledger)
+    prefix, count = _layer_prefix(headers, spec)
+    found = _matrices(headers, spec, prefix, count)
+    widths = {module: _shape(headers, module, linear.conv1d)[1] for module, _, _, _, _, linear in found}
+    check_shapes(headers, spec, found)
+    return Matrices(spec, found, widths, prefix, count)
+
+
+def _check_source(headers: ModelHeaders, trust_remote_code: bool) -> None:
+    if "quantization_config" in headers.config:
+        method = headers.config["quantization_config"]
+        name = method.get("quant_method", "unknown") if isinstance(method, Mapping) else "unknown"
+        raise CheckpointError(f"{headers.path} is already quantised ({name})", "start from the original model")
+    if "auto_map" in headers.config and not trust_remote_code:
+        raise CheckpointError(
+            f"{headers.path} brings its own code (auto_map in config.json)", "pass --trust-remote-code if you trust it"
+        )
+    if "model_type" not in headers.config:
+        raise CheckpointError(
+            f"{headers.path / 'config.json'} has no model_type", "give a directory as transformers saves it"
+        )
+
+
+def _spec(headers: ModelHeaders, trust_remote_code: bool, ledger: Ledger) -> ArchSpec:
+    model_type = str(headers.config["model_type"])
+    spec: ArchSpec | None = find(model_type)
+    if spec is not None:
+        return spec
+    from llmcompress.model.observe import observe
+    from llmcompress.model.skeleton import load_config
+
+    observed = observe(load_config(headers.path, trust_remote_code), trust_remote_code)
+    ledger.note("architecture", model_type, "no declaration: the order of its matrices was observed in a dry run")
+    return observed
+
+
+def _matrices(headers: ModelHeaders, spec: ArchSpec, prefix: str, count: int) -> list[Found]:
+    """(on-disk module, layer, expert, path, space, declaration) of every declared matrix, in order of execution."""
+    experts = spec.expert_count(headers.config)
+    check_names(headers, spec, prefix, count)
+    found: list[Found] = []
+    for layer in range(count):
+        before = len(found)
+        for linear in spec.linears:
+            for expert, path, space in spec.expand(linear, experts):
+                module = f"{prefix}.{layer}.{spec.disk_path(path)}"
+                if f"{module}.weight" in headers.tensors:
+                    found.append((module, layer, expert, path, space, linear))
+                elif spec.experts is None and not spec.observed:
+                    raise CheckpointError(
+                        f"tensor {module}.weight is missing from {headers.place}", "the config does not fit the weights"
+                    )
+        if len(found) == before:
+            raise CheckpointError(f"{headers.place} has no matrices of layer {layer} ({prefix}.{layer})")
+    return found
+
+
+def _layer_prefix(headers: ModelHeaders, spec: ArchSpec) -> tuple[str, int]:
+    """The layers' on-disk prefix (some checkpoints lack the base model's) and their number."""
+    short = spec.layers.partition(".")[2]
+    for prefix in (spec.layers, short):
+        pattern = numbered(prefix)
+        numbers = {int(found[1]) for name in headers.tensors if prefix and (found := pattern.match(name))}
+        if numbers:
+            if max(numbers) >= len(headers.tensors):
+                raise CheckpointError(f"{headers.place} has no matrices of most layers below {prefix}.{max(numbers)}")
+            return prefix, max(numbers) + 1
+    raise CheckpointError(f"{headers.place} has no tensors under {spec.layers}", "the config does not fit the weights")
+
+
+def _shape(headers: ModelHeaders, module: str, conv1d: bool) -> tuple[int, int]:
+    spec = headers.tensors[f"{module}.weight"].spec
+    if len(spec.shape) != 2 or spec.dtype not in FLOAT_TYPES:
+        raise CheckpointError(f"tensor {spec.name} is {spec.dtype} {list(spec.shape)}, not a floating-point matrix")
+    if 0 in spec.shape:
+        raise CheckpointError(f"tensor {spec.name} is {list(spec.shape)}, which holds nothing")
+    rows, columns = spec.shape
+    return (columns, rows) if conv1d else (rows, columns)

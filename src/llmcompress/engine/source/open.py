@@ -1,0 +1,66 @@
+"""What a GGUF file can be made of: a model directory, also a quantised one, the text part of one, or a GGUF file."""
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from llmcompress.engine.source.gguf_input import GgufCheckpoint, GgufHeaders, gguf_headers
+from llmcompress.engine.source.multimodal import text_part
+from llmcompress.engine.source.quantised import DecodedCheckpoint, DecodedHeaders, decoded_headers
+from llmcompress.ledger import Ledger
+from llmcompress.model.build import StreamedModel
+from llmcompress.model.rounded import round_inputs
+from llmcompress.model.skeleton import load_config
+from llmcompress.store.checkpoint import Checkpoint
+from llmcompress.store.headers import ModelHeaders, read_headers
+from llmcompress.store.output_file import is_single
+
+
+def source_headers(path: Path, ledger: Ledger) -> ModelHeaders:
+    """Headers of what lies at `path`, as those of an original model: decoded, text only, with float tensors by name.
+
+    CheckpointError for what is damaged, or in a format that is not known here.
+    """
+    if is_single(path) and path.is_file():
+        return gguf_headers(path)
+    return directory_headers(path, ledger)
+
+
+def directory_headers(path: Path, ledger: Ledger) -> ModelHeaders:
+    """As `source_headers`, of a directory."""
+    return decoded_headers(text_part(read_headers(path), ledger))
+
+
+def config_of(headers: ModelHeaders, trust_remote_code: bool) -> Any:
+    """transformers' config of the model that headers speak of."""
+    config = load_config(headers.path, trust_remote_code)
+    return config if config.model_type == headers.config.get("model_type") else config.get_text_config()
+
+
+def open_checkpoint(headers: ModelHeaders) -> Checkpoint:
+    """The tensors that headers speak of."""
+    if isinstance(headers, DecodedHeaders):
+        return DecodedCheckpoint(headers)
+    if isinstance(headers, GgufHeaders):
+        return GgufCheckpoint(headers)
+    return Checkpoint(headers)
+
+
+def round_as_stored(model: StreamedModel, checkpoint: Checkpoint) -> None:
+    """From now on the linears of a model see their inputs rounded, where the checkpoint says so."""
+    for number, layer in enumerate(model.layers):
+        for name, module in linears_of(layer):
+            grid = checkpoint.inputs(disk_module(model, number, name))
+            if grid is not None:
+                round_inputs(module, grid.to(model.device))
+
+
+def linears_of(layer: nn.Module) -> list[tuple[str, nn.Linear]]:
+    """Linears of a layer with their paths below it."""
+    return [(name, module) for name, module in layer.named_modules() if isinstance(module, nn.Linear)]
+
+
+def disk_module(model: StreamedModel, number: int, name: str) -> str:
+    """The on-disk module of a linear `name` of a layer."""
+    return model.disk_name(number, f"{name}.weight").removesuffix(".weight")

@@ -1,0 +1,84 @@
+"""Writing what a model became when its structure changed: weights, config, report and card, whole or not at all."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from llmcompress import __version__
+from llmcompress.calib.base import fingerprint
+from llmcompress.engine.structure.source_model import Subject
+from llmcompress.engine.write.publish import beginning_of, title_of
+from llmcompress.engine.write.run_report import source
+from llmcompress.formats.base import TensorSpec
+from llmcompress.formats.card import model_card
+from llmcompress.store.output import OutputDirectory, weights_nbytes
+
+
+@dataclass(frozen=True)
+class Derived:
+    """config: the new config.json. specs: of the tensors to be written, in order."""
+
+    config: Mapping[str, Any]
+    specs: Sequence[TensorSpec]
+    shard_size: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Exact bytes of the weight files and their index."""
+        return weights_nbytes(self.specs, self.shard_size)
+
+    def write(self, subject: Subject, out: OutputDirectory, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+        """Weights, config.json and side files; the tensors' SHA-256 by name."""
+        hashes = out.write_weights(self.specs, tensors, self.shard_size)
+        out.copy_side_files(subject.headers.path)
+        out.write_json("config.json", dict(self.config))
+        return hashes
+
+    def report(
+        self,
+        subject: Subject,
+        calibration: Mapping[str, Any],
+        hashes: Mapping[str, str],
+        records: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """The content of report.json; records: what was done."""
+        return {
+            "llmcompress": __version__,
+            "format": "dense",
+            "source": source(subject.headers),
+            "calibration": dict(calibration),
+            "compute_dtype": subject.resources.dtype,
+            "output_bytes": self.nbytes,
+            **records,
+            "linears": [],
+            "ledger": subject.ledger.as_json(),
+            "tensors": dict(hashes),
+        }
+
+
+def calibration_facts(tokens: Tensor) -> dict[str, Any]:
+    """What a report says of the windows."""
+    return {"sha256": fingerprint(tokens), "samples": tokens.shape[0], "length": tokens.shape[1]}
+
+
+def card(subject: Subject, calibration: Mapping[str, Any], what: str, figures: Mapping[str, str]) -> str:
+    """The model card of a model that has lost parts. what: the method, in a few words."""
+    asked = subject.text.source
+    facts: dict[str, Any] = {
+        "name": f"{title_of(subject.headers.config)} {what}",
+        "format": "dense",
+        "version": __version__,
+        "change": "pruned",
+        "config": subject.headers.config,
+        "source_readme": beginning_of(subject.headers.path / "README.md"),
+        "methods": [what],
+        "figures": figures,
+        "calibration": {
+            "source": asked if asked in ("default", "self") else "a text of the user's",
+            "windows": f"{calibration['samples']} of {calibration['length']} tokens",
+            "sha256 of the tokens": calibration["sha256"],
+        },
+    }
+    return model_card(facts)

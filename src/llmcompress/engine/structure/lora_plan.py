@@ -1,0 +1,156 @@
+"""What an adapter of low rank is to repair: the matrices in which a compressed model differs from its original."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from llmcompress.engine.plan.options import Options
+from llmcompress.engine.source.matrices import matrices_of
+from llmcompress.engine.source.quantised import DecodedHeaders, decoded_headers
+from llmcompress.engine.structure.pass_memory import lora_memory
+from llmcompress.engine.structure.source_model import Subject, open_subject
+from llmcompress.errors import CheckpointError, PlanError
+from llmcompress.formats.base import TensorSpec
+from llmcompress.ledger import Ledger
+from llmcompress.recipe import Calibration, transforms
+from llmcompress.store.adapter import AdapterDirectory, adapter_specs
+from llmcompress.store.checkpoint import Checkpoint
+from llmcompress.store.headers import ModelHeaders, read_headers, read_json
+
+
+@dataclass(frozen=True)
+class Target:
+    """A matrix that may be repaired. name: on disk. module: in transformers' model. path: below its layer."""
+
+    layer: int
+    name: str
+    module: str
+    path: str
+    space: str
+    conv1d: bool
+    shape: tuple[int, int]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class LoraPlan:
+    """subject: the compressed model. original: headers of what it was made from. by: what is made least.
+
+    memory_bytes: an estimate.
+    """
+
+    subject: Subject
+    original: ModelHeaders
+    targets: tuple[Target, ...]
+    rank: int
+    by: Literal["outputs", "weights"]
+    memory_bytes: int
+
+    @property
+    def specs(self) -> list[TensorSpec]:
+        return adapter_specs([(item.module, item.shape, item.dtype) for item in self.targets], self.rank)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the adapter's tensors, if all matrices are repaired."""
+        return sum(spec.nbytes for spec in self.specs)
+
+    @property
+    def added_bits(self) -> float:
+        """Bits per weight that the adapter adds to the matrices."""
+        return bits_added(self.targets, self.rank)
+
+
+def bits_added(targets: Sequence[Target], rank: int) -> float:
+    """rank (in + out) 16 / (in out), over all of `targets`."""
+    weights = sum(rows * columns for rows, columns in (item.shape for item in targets))
+    return 16 * rank * sum(sum(item.shape) for item in targets) / max(weights, 1)
+
+
+def plan_lora(
+    original: Path,
+    compressed: Path,
+    rank: int,
+    by: Literal["outputs", "weights"],
+    text: Calibration,
+    options: Options | None = None,
+) -> LoraPlan:
+    """Check from headers that one model was made from the other. Raises LlmcompressError."""
+    options = options or Options()
+    source = read_headers(original)
+    matrices_of(source, options.trust_remote_code, Ledger())  # refuses what is no original
+    headers = decoded_headers(read_headers(compressed))
+    subject = open_subject(headers, text, options, f"lora{rank}", AdapterDirectory)
+    _refuse_transformed(compressed)
+    targets = _targets(subject, source)
+    narrow = min(targets, key=lambda item: min(item.shape))
+    if not 1 <= rank < min(narrow.shape):
+        rows, columns = narrow.shape
+        raise PlanError(f"--rank {rank} is no low rank for {narrow.name}, which is {rows} x {columns}")
+    memory = partial(lora_memory, subject.sizes, by_outputs=by == "outputs")
+    subject = subject.within(memory)
+    return LoraPlan(subject, source, targets, rank, by, memory(subject.resources))
+
+
+def _targets(subject: Subject, source: ModelHeaders) -> tuple[Target, ...]:
+    """The matrices of the layers; CheckpointError unless the original has just the same."""
+    spec, headers = subject.matrices.spec, subject.headers
+    there = {name for name in source.tensors if name not in headers.tensors and ".layers." in name}
+    if there:
+        raise _unlike(headers, source, f"the one has no {min(there)}, the other has")
+    found = []
+    for module, layer, expert, path, space, linear in subject.matrices.found:
+        name = f"{module}.weight"
+        if name not in source.tensors or source.tensors[name].spec.shape != headers.tensors[name].spec.shape:
+            raise _unlike(headers, source, f"{name} is not the same size in both")
+        if expert is not None:
+            why = "transformers keeps experts in 3-D parameters, which an adapter of linears does not fit"
+            subject.ledger.note("unrepaired", module, why)
+            continue
+        stored = source.tensors[name].spec
+        shape = stored.shape[::-1] if linear.conv1d else stored.shape
+        runtime = f"{spec.layers}.{layer}.{path}"
+        found.append(Target(layer, module, runtime, path, space, linear.conv1d, (shape[0], shape[1]), stored.dtype))
+    return tuple(found)
+
+
+def changed(plan: LoraPlan) -> list[Target]:
+    """The matrices that differ. CheckpointError if norms do, PlanError if nothing does."""
+    original, compressed, headers = Checkpoint(plan.original), plan.subject.checkpoint, plan.subject.headers
+    for name, stored in plan.original.tensors.items():
+        norm = len(stored.spec.shape) == 1 and name.endswith("norm.weight") and name in headers.tensors
+        if norm and not torch.equal(original.read(name).to(torch.float32), compressed.read(name).to(torch.float32)):
+            raise _unlike(headers, plan.original, f"{name} differs, so more was done than to round matrices")
+    packed = headers.packed if isinstance(headers, DecodedHeaders) else frozenset()
+    found = []
+    for target in plan.targets:
+        name = f"{target.name}.weight"
+        if target.name in packed or not torch.equal(original.read(name), compressed.read(name)):
+            found.append(target)
+        else:
+            plan.subject.ledger.note("unrepaired", target.name, "it is as it was")
+    if not found:
+        raise PlanError(f"{headers.path} has the matrices of {plan.original.path}: there is nothing to repair")
+    return found
+
+
+def _refuse_transformed(compressed: Path) -> None:
+    """PlanError for a model whose channels were scaled or turned: its matrices are not near the original's."""
+    file = compressed / "report.json"
+    recipe = read_json(file).get("recipe") if file.is_file() else None
+    steps = recipe.get("steps") if isinstance(recipe, Mapping) else None
+    for step in steps if isinstance(steps, list) else []:
+        method = step.get("method") if isinstance(step, Mapping) else None
+        if method in transforms():
+            raise PlanError(
+                f"{compressed} was transformed by {method}, so it is not the original's matrices that it rounds",
+                "write the transformed model in format dense first, and give that as the original",
+            )
+
+
+def _unlike(headers: ModelHeaders, source: ModelHeaders, why: str) -> CheckpointError:
+    return CheckpointError(f"{headers.path} was not made from {source.path}: {why}", "give the model it was made from")

@@ -1,0 +1,113 @@
+"""A model without some of its decoder layers: the others renumbered, config.json told, and proof that they stay alike.
+
+Nothing is read but headers: the tensors are those of the source under other names.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from llmcompress.engine.source.header_checks import LAYER_COUNTS, PER_LAYER, numbered
+from llmcompress.engine.source.open import config_of
+from llmcompress.engine.source.tensor_names import Anatomy
+from llmcompress.errors import PlanError
+from llmcompress.formats.base import TensorSpec
+from llmcompress.model.skeleton import plain, skeleton
+from llmcompress.store.headers import ModelHeaders, Stored
+
+_LISTS = ("layer", "block")  # in keys of config.json whose lists have an element for each layer
+_INDICES = ("mlp_only_layers",)  # whose lists name layers by number
+_BY_NUMBER = ("scale_attn_by_inverse_layer_idx",)  # what makes a layer's arithmetic depend on its number
+_NAMES = ("layer_idx", "layer_id", "layer_number", "block_idx")  # attributes of modules that tell their layer's number
+
+
+def kept_headers(anatomy: Anatomy, kept: Sequence[int], config: Mapping[str, Any]) -> ModelHeaders:
+    """Headers of the model that has only the layers `kept`, in this order; `config` is what its config.json says."""
+    places = {number: place for place, number in enumerate(kept)}
+    pattern = numbered(anatomy.prefix)
+    tensors: dict[str, Stored] = {}
+    for name, stored in anatomy.headers.tensors.items():
+        found = pattern.match(name)
+        if found is None:
+            tensors[name] = stored
+        elif int(found[1]) in places:
+            new = f"{anatomy.prefix}.{places[int(found[1])]}.{name[found.end() :]}"
+            tensors[new] = replace(stored, spec=TensorSpec(new, stored.spec.dtype, stored.spec.shape))
+    return replace(anatomy.headers, config=config, tensors=tensors)
+
+
+def kept_config(anatomy: Anatomy, kept: Sequence[int], trust_remote_code: bool = False) -> dict[str, Any]:
+    """config.json of the model that has only the layers `kept`.
+
+    PlanError if transformers would build one of them otherwise than it was, such as with another kind of attention.
+    """
+    config, count = anatomy.headers.config, anatomy.layers
+    before = config_of(anatomy.headers, trust_remote_code)
+    for key in _BY_NUMBER:
+        if getattr(before, key, False):
+            raise PlanError(f"{key} in config.json makes a layer depend on its number, so none can be dropped")
+    changed = {**config, **_lists(plain(before), config, kept, count)}
+    stated = [key for key in LAYER_COUNTS if key in config] or ["num_hidden_layers"]
+    changed |= dict.fromkeys(stated, len(kept))
+    changed |= _numbers(config, kept, count)
+    _refuse_unlike(anatomy, before, type(before).from_dict(dict(changed)), kept, trust_remote_code)
+    return changed
+
+
+def _lists(resolved: Mapping[str, Any], config: Mapping[str, Any], kept: Sequence[int], count: int) -> dict[str, Any]:
+    """Lists with an element for each layer, also those that transformers makes by a rule, which may not hold now."""
+    found = {}
+    for key, value in {**resolved, **config}.items():
+        per_layer = key in PER_LAYER or (any(word in key for word in _LISTS) and key not in _INDICES)
+        if not (isinstance(value, list) and len(value) == count and per_layer):
+            continue
+        if key in config or any(item != value[0] for item in value):
+            found[key] = [value[number] for number in kept]
+    return found
+
+
+def _numbers(config: Mapping[str, Any], kept: Sequence[int], count: int) -> dict[str, Any]:
+    """What names layers by number."""
+    found: dict[str, Any] = {}
+    dense = {number for key in _INDICES for number in config.get(key) or ()}
+    step = config.get("decoder_sparse_step")
+    if isinstance(step, int) and step > 1:  # every so many layers there are experts: now said of each layer
+        dense |= {number for number in range(count) if (number + 1) % step}
+        found["decoder_sparse_step"] = 1
+    for key in _INDICES:
+        if key in config or dense:
+            found[key] = [place for place, number in enumerate(kept) if number in dense]
+    first = config.get("max_window_layers")  # of Qwen: so many layers look at everything
+    if isinstance(first, int):
+        found["max_window_layers"] = sum(number < first for number in kept)
+    return found
+
+
+def _refuse_unlike(anatomy: Anatomy, before: Any, after: Any, kept: Sequence[int], trust_remote_code: bool) -> None:
+    """PlanError unless every layer that is kept is built as it was."""
+    old, new = (
+        list(skeleton(config, anatomy.spec, trust_remote_code).get_submodule(anatomy.spec.layers).children())
+        for config in (before, after)
+    )
+    for place, number in enumerate(kept):
+        was, becomes = _traits(old[number]), _traits(new[place])
+        for key in sorted(was.keys() | becomes.keys()):
+            if was.get(key) != becomes.get(key):
+                raise PlanError(
+                    f"layer {number} would become another as layer {place}: {key} was {was.get(key)!r}, "
+                    f"would be {becomes.get(key)!r}",
+                    "this family builds its layers by their numbers; drop others",
+                )
+
+
+def _traits(layer: nn.Module) -> dict[str, Any]:
+    """What modules and parameters a layer has, and all that is plainly set in them but for the layer's number."""
+    found: dict[str, Any] = {name: tuple(value.shape) for name, value in layer.named_parameters()}
+    for path, module in layer.named_modules():
+        found[path] = type(module).__name__
+        for key, value in vars(module).items():
+            if isinstance(value, bool | int | float | str | None) and key not in _NAMES:
+                found[f"{path}.{key}".lstrip(".")] = value
+    return found

@@ -1,0 +1,127 @@
+"""A model whose structure is to change: opened and checked from headers, run over text."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import Tensor
+
+from llmcompress.engine.plan.options import Options, Resources
+from llmcompress.engine.plan.paths import called_after, refuse_model_itself
+from llmcompress.engine.plan.resources import usual_resources
+from llmcompress.engine.process.process_memory import keep_freed_memory, return_freed_memory
+from llmcompress.engine.process.ranks import device_of
+from llmcompress.engine.run.forward import Forward, Stream
+from llmcompress.engine.run.tokens import tokens_for
+from llmcompress.engine.source.matrices import Matrices, matrices_of
+from llmcompress.engine.source.open import config_of, open_checkpoint
+from llmcompress.engine.source.tensor_names import Anatomy
+from llmcompress.engine.structure.pass_memory import Sizes, bounded
+from llmcompress.errors import PlanError
+from llmcompress.ledger import Ledger
+from llmcompress.model.build import StreamedModel
+from llmcompress.parallel import threads
+from llmcompress.recipe import Calibration
+from llmcompress.store.checkpoint import Checkpoint
+from llmcompress.store.files import make_parent, writing
+from llmcompress.store.headers import ModelHeaders
+from llmcompress.store.output import OutputDirectory
+from llmcompress.store.output_file import is_single
+from llmcompress.store.windows import Windows, write_windows
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An original model, the text it is judged on, and where its successor goes."""
+
+    headers: ModelHeaders
+    matrices: Matrices
+    text: Calibration
+    options: Options
+    resources: Resources
+    out: Path
+    ledger: Ledger
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes.of(self.headers, self.matrices.found, self.text.length)
+
+    def within(self, memory: Callable[[Resources], int]) -> "Subject":
+        """With means that keep within the memory allowed; PlanError if none do. memory: what some take, in bytes."""
+        options = self.options
+        free = options.threads is None, options.batch is None
+        return replace(self, resources=bounded(self.resources, options.max_memory, memory, free))
+
+    @property
+    def anatomy(self) -> Anatomy:
+        return Anatomy(self.headers, self.matrices.spec, self.matrices.prefix, self.matrices.layers)
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        return open_checkpoint(self.headers)
+
+    def tokens(self) -> Tensor:
+        """Token ids [samples, length] int64."""
+        return tokens_for(self.text, self.headers.path, self.resources.dtype, self.options.trust_remote_code)
+
+    def model(self) -> StreamedModel:
+        return StreamedModel(
+            self.checkpoint,
+            config_of(self.headers, self.options.trust_remote_code),
+            self.matrices.spec,
+            dtype=getattr(torch, self.resources.dtype),
+            device=device_of(self.options.device),
+            trust_remote_code=self.options.trust_remote_code,
+            tiled_attention=True,
+        )
+
+    @contextmanager
+    def working(self) -> Iterator[Path]:
+        """Within, there are threads, and a directory for hidden states beside the output."""
+        with writing(self.out):
+            make_parent(self.out)
+        keep_freed_memory()
+        scratch = TemporaryDirectory(prefix=f"{self.out.name}.", dir=self.out.parent)
+        with scratch as name, threads(self.resources.threads):
+            yield Path(name)
+
+
+def open_subject(
+    headers: ModelHeaders,
+    text: Calibration,
+    options: Options,
+    ending: str,
+    output: type[OutputDirectory] = OutputDirectory,
+) -> Subject:
+    """A model by its headers. ending: of the default output's name. output: what will be written.
+
+    Raises LlmcompressError for what cannot be used.
+    """
+    ledger = Ledger()
+    matrices = matrices_of(headers, options.trust_remote_code, ledger)
+    out = options.out or called_after(headers.path, ending)
+    if is_single(out):
+        raise PlanError(f"{out} is called like a GGUF file, and a directory is written", "give another --output")
+    output(out, overwrite=options.overwrite)  # refuses what it could not create or replace
+    refuse_model_itself(out, headers.path)
+    return Subject(headers, matrices, text, options, usual_resources(options, text.length), out, ledger)
+
+
+def entering(model: StreamedModel, tokens: Tensor, batch: int, file: Path) -> Windows:
+    """What enters the first layer, in `file`; the model is then ready to run its layers."""
+    with model.outer(embed=True, head=False):
+        model.prepare(tokens[:1])
+        return write_windows(model.embedded(tokens, batch), file, model.dtype)
+
+
+def onward(
+    model: StreamedModel, number: int, layer: torch.nn.Module, hidden: Windows, batch: int, file: Path
+) -> Windows:
+    """What leaves a layer, in `file`, which may be the one that is read: windows are written after they are read."""
+    forward = Forward(model, number, Stream("whole", layer, hidden), batch, file.parent, {})
+    windows = write_windows(forward.outputs(), file, model.dtype)
+    return_freed_memory()
+    return windows

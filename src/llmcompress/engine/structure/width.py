@@ -1,0 +1,237 @@
+"""Width pruning: channels of the feed-forward go, and the matrix that read them makes up for it by least squares.
+
+Layers are solved one after the other, each on what the pruned ones before it give, and written as they are solved.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from llmcompress.engine.plan.estimate import ITEM_BYTES, hidden_width
+from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.paths import check_room
+from llmcompress.engine.process.process_memory import return_freed_memory
+from llmcompress.engine.run.forward import Forward, Stream
+from llmcompress.engine.source.header_checks import numbered
+from llmcompress.engine.structure.derived_model import Derived, calibration_facts, card
+from llmcompress.engine.structure.feed_forward import FeedForward, feed_forward, narrowed_config
+from llmcompress.engine.structure.pass_memory import width_memory
+from llmcompress.engine.structure.source_model import Subject, entering, open_subject
+from llmcompress.errors import PlanError
+from llmcompress.formats.base import TensorSpec
+from llmcompress.model.build import StreamedModel
+from llmcompress.recipe import Calibration
+from llmcompress.solve.narrowing import least_missed, narrowing_loss, refitted, strongest
+from llmcompress.stats.gram import Gram
+from llmcompress.store.headers import read_headers
+from llmcompress.store.output import OutputDirectory
+from llmcompress.store.windows import Windows, write_windows
+
+CHANNELS = "channels.npz"
+_PERCDAMP = 0.01
+
+Watch = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """ffn: channels to keep, or ratio: the share that goes. multiple_of: of which the width is one. by: the score.
+
+    repair: whether the reading matrix is fitted to what is left.
+    """
+
+    ffn: int | None = None
+    ratio: float | None = None
+    multiple_of: int = 64
+    by: Literal["energy", "cost"] = "energy"
+    repair: bool = True
+
+    def width(self, before: int) -> int:
+        """Channels that stay of `before`; PlanError if that cannot be."""
+        if (self.ffn is None) == (self.ratio is None):
+            raise PlanError("say how wide the feed-forward shall be", "give either --ffn or --ratio")
+        if self.ratio is not None and not 0 < self.ratio < 1:
+            raise PlanError(f"--ratio {self.ratio:g} is not a share between 0 and 1", "write for example --ratio 0.25")
+        if self.ratio is not None:
+            return max(1, round(before * (1 - self.ratio) / self.multiple_of)) * self.multiple_of
+        assert self.ffn is not None
+        if self.ffn % self.multiple_of:
+            nearest = max(1, round(self.ffn / self.multiple_of)) * self.multiple_of
+            raise PlanError(
+                f"--ffn {self.ffn} is not a multiple of {self.multiple_of}, as kernels want it",
+                f"use {nearest}, or another --multiple-of",
+            )
+        return self.ffn
+
+
+@dataclass(frozen=True)
+class WidthPlan:
+    """What a run will do. before, width: channels of every feed-forward, of the source and of the output.
+
+    memory_bytes: an estimate.
+    """
+
+    subject: Subject
+    asked: Asked
+    layers: tuple[FeedForward, ...]
+    width: int
+    memory_bytes: int
+    derived: Derived = field(repr=False)
+
+    @property
+    def before(self) -> int:
+        return self.layers[0].width
+
+
+def plan_width(model: Path, asked: Asked, text: Calibration, options: Options | None = None) -> WidthPlan:
+    """Check a request from headers. Raises LlmcompressError."""
+    subject = open_subject(read_headers(model), text, options or Options(), "width")
+    anatomy = subject.anatomy
+    layers = tuple(feed_forward(anatomy, number) for number in range(anatomy.layers))
+    before = layers[0].width
+    width = asked.width(before)
+    if not 0 < width < before:
+        raise PlanError(f"{width} channels are not fewer than the {before} of the feed-forward", "ask for fewer")
+    derived = Derived(narrowed_config(subject.headers.config, before, width), _specs(subject, layers, width))
+    tokens = text.samples * text.length * ITEM_BYTES[subject.resources.dtype]
+    check_room(
+        (subject.out, derived.nbytes), (subject.out.parent, tokens * (4 * hidden_width(subject.headers) + before))
+    )
+    memory = partial(width_memory, subject.sizes, inner=before, width=width, inverse=asked.by == "cost")
+    subject = subject.within(memory)
+    return WidthPlan(subject, asked, layers, width, memory(subject.resources), derived)
+
+
+def prune_width(plan: WidthPlan, watch: Watch = lambda done, of: None) -> dict[str, Any]:
+    """Choose the channels of every layer, write the model with those alone, and return its report."""
+    subject, asked = plan.subject, plan.asked
+    tokens = subject.tokens()
+    calibration = calibration_facts(tokens)
+    work = _Narrowing(plan, watch)
+    with OutputDirectory(subject.out, overwrite=subject.options.overwrite) as out, subject.working() as folder:
+        hashes = plan.derived.write(subject, out, work.tensors(tokens, folder))
+        records = {
+            "width": {
+                "before": plan.before,
+                "after": plan.width,
+                "by": asked.by,
+                "repair": asked.repair,
+                "layers": work.records,
+            }
+        }
+        out.write_arrays(CHANNELS, {str(number): kept.numpy() for number, kept in enumerate(work.kept)})
+        report = plan.derived.report(subject, calibration, hashes, records)
+        out.write_json("report.json", report)
+        out.write_text("README.md", card(subject, calibration, "width pruning", _figures(plan, work.records)))
+        out.commit()
+    return report
+
+
+class _Narrowing:
+    """The tensors of a narrower model, made while text runs through it. kept: channels of each layer."""
+
+    def __init__(self, plan: WidthPlan, watch: Watch) -> None:
+        self.plan, self.watch = plan, watch
+        self.checkpoint = plan.subject.checkpoint
+        self.kept: list[Tensor] = []
+        self.records: list[dict[str, Any]] = []
+
+    def tensors(self, tokens: Tensor, folder: Path) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor in the planned order: those outside of the layers, then layer by layer."""
+        subject, model = self.plan.subject, self.plan.subject.model()
+        hidden = entering(model, tokens, subject.resources.batch, folder / "0.bin")
+        pattern, solved = numbered(subject.anatomy.prefix), -1
+        weight = torch.empty(0)
+        for spec in self.plan.derived.specs:
+            found = pattern.match(spec.name)
+            if found is None:
+                yield spec.name, self.checkpoint.read_finite(spec.name)
+                continue
+            number = int(found[1])
+            if number != solved:
+                weight, hidden = self._solve(model, number, hidden, folder)
+                solved = number
+                self.watch(number + 1, len(self.plan.layers))
+            part = self.plan.layers[number]
+            if spec.name == part.weight:
+                yield spec.name, weight
+                continue
+            tensor = self.checkpoint.read_finite(spec.name)
+            yield spec.name, part.cut(spec.name, tensor, self.kept[number]) if spec.name in part.writers else tensor
+
+    def _solve(self, model: StreamedModel, number: int, hidden: Windows, folder: Path) -> tuple[Tensor, Windows]:
+        """What the reading matrix of a layer becomes, as it is stored, and what then leaves the layer."""
+        subject, part = self.plan.subject, self.plan.layers[number]
+        batch = subject.resources.batch
+        with model.layer(number) as layer:
+            forward = Forward(model, number, Stream("pruned", layer, hidden), batch, folder, {part.space: part.reader})
+            gram = Gram(part.width, model.device)
+            for seen in forward.inputs({part.space: part.reader}):
+                gram.update(seen[part.space])
+            if gram.dropped:
+                subject.ledger.note(
+                    "nonfinite_inputs", part.weight, f"{gram.dropped} tokens left out of its statistics"
+                )
+            return_freed_memory()
+            kept, stored = self._choose(number, gram.finish())
+            _install(layer.get_submodule(part.reader), part, kept, stored)
+            if number + 1 < len(self.plan.layers):
+                hidden = write_windows(forward.outputs(), folder / f"{(number + 1) % 2}.bin", model.dtype)
+        return_freed_memory()
+        return stored, hidden
+
+    def _choose(self, number: int, hessian: Tensor) -> tuple[Tensor, Tensor]:
+        """The channels that stay, and the matrix that reads them as it is stored."""
+        part, asked = self.plan.layers[number], self.plan.asked
+        source = self.checkpoint.read_finite(part.weight)
+        weight = (source.T if part.conv1d else source).to(hessian.device, torch.float32)
+        if asked.by == "energy":
+            kept = strongest(weight, hessian, self.plan.width)
+        else:
+            kept = least_missed(weight, hessian, self.plan.width, _PERCDAMP)
+        plain = weight[:, kept]
+        after = refitted(weight, hessian, kept, _PERCDAMP) if asked.repair else plain
+        after = after.to(source.dtype)
+        record = {
+            "layer": number,
+            "cut": float(f"{narrowing_loss(weight, hessian, kept, plain):.6g}"),
+            "loss": float(f"{narrowing_loss(weight, hessian, kept, after.to(torch.float32)):.6g}"),
+        }
+        self.records.append(record)
+        self.kept.append(kept.cpu())
+        return kept, (after.T if part.conv1d else after).contiguous().cpu()
+
+
+def _install(module: nn.Module, part: FeedForward, kept: Tensor, stored: Tensor) -> None:
+    """What is stored, in place: channels that are gone are read with zeros, so that what was recorded still fits."""
+    weight: Any = module.weight
+    weight.data.zero_()
+    weight.data.index_copy_(0 if part.conv1d else 1, kept, stored.to(weight.device, weight.dtype))
+
+
+def _specs(subject: Subject, layers: tuple[FeedForward, ...], width: int) -> list[TensorSpec]:
+    """All tensors: those outside of the layers first, then those of each layer, as the pass gives them."""
+    pattern = numbered(subject.anatomy.prefix)
+    placed = []
+    for order, stored in enumerate(subject.headers.tensors.values()):
+        found = pattern.match(stored.spec.name)
+        number = -1 if found is None else int(found[1])
+        placed.append((number, order, stored.spec if number < 0 else layers[number].spec(stored.spec, width)))
+    return [spec for _, _, spec in sorted(placed, key=lambda item: item[:2])]
+
+
+def _figures(plan: WidthPlan, records: list[dict[str, Any]]) -> dict[str, str]:
+    nbytes = plan.derived.nbytes
+    return {
+        "channels of the feed-forward": f"{plan.width} of {plan.before}",
+        "mean loss of a layer": f"{np.mean([item['loss'] for item in records]):.4f}",
+        "the same without repair": f"{np.mean([item['cut'] for item in records]):.4f}",
+        "bytes of weights": f"{nbytes:,}",
+        "share of the source": f"{nbytes / plan.subject.headers.nbytes:.1%}",
+    }

@@ -1,0 +1,49 @@
+"""Outputs that an earlier start has finished: a command of several runs goes on after them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from llmcompress import __version__
+from llmcompress.calib.base import fingerprint
+from llmcompress.engine.plan.make_plan import make_plan
+from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.plan import Plan
+from llmcompress.engine.run.tokens import calibration_tokens
+from llmcompress.engine.write.run_report import source
+from llmcompress.recipe import Recipe
+from llmcompress.store.output_file import is_single, report_of
+
+
+def planned_or_finished(
+    recipe: Recipe, model: Path, options: Options, tokens: Tensor | None = None
+) -> tuple[Plan, dict[str, Any] | None]:
+    """A plan, and the report of its output if that is there and is what the plan would write.
+
+    Any other output that is there is refused as ever. tokens: of the calibration, where they are drawn already.
+    """
+    over = make_plan(recipe, model, replace(options, overwrite=True))
+    report = finished_report(over, tokens)
+    return (over, report) if report is not None else (make_plan(recipe, model, options), None)
+
+
+def finished_report(plan: Plan, tokens: Tensor | None = None) -> dict[str, Any] | None:
+    """The report of the output at a plan's place if it is of the same recipe, model, text and version; else None."""
+    file = report_of(plan.out) if is_single(plan.out) else plan.out / "report.json"
+    try:
+        report = json.loads(file.read_text(encoding="utf-8")) if plan.out.exists() else None
+    except (OSError, ValueError, RecursionError):
+        return None
+    facts = {"llmcompress": __version__, "recipe": plan.recipe.as_data(), "compute_dtype": plan.dtype}
+    if not isinstance(report, dict) or any(report.get(key) != value for key, value in facts.items()):
+        return None
+    if report.get("source") != source(plan.headers):
+        return None
+    drawn = None
+    if plan.calibrated:
+        drawn = fingerprint(calibration_tokens(plan) if tokens is None else tokens)
+    said = report.get("calibration")
+    return report if (said.get("sha256") if isinstance(said, dict) else said) == drawn else None

@@ -1,0 +1,96 @@
+"""The bytes of GGUF files: codes from the work directory, all other tensors from the checkpoint."""
+
+import hashlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from llmcompress.engine.write.unquantised import uncoded
+from llmcompress.formats.gguf.file import ENCODED_AT_ONCE, GgufFile, Placed, padded
+from llmcompress.formats.gguf.tensors import pieces
+from llmcompress.grids.base import BLOCK_TYPES
+from llmcompress.store.files import bytes_of
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from llmcompress.engine.plan.plan import Plan
+    from llmcompress.grids.encoders import Search
+    from llmcompress.store.checkpoint import Checkpoint
+    from llmcompress.store.output import OutputDirectory
+    from llmcompress.store.staging import Staging
+
+
+def write_gguf(plan: "Plan", checkpoint: "Checkpoint", staged: "Staging", out: "OutputDirectory") -> dict[str, str]:
+    """Write the files of a plan; SHA-256 (hex) of each tensor's bytes by its name."""
+    hashes: dict[str, str] = {}
+    data = _Data(plan, checkpoint, staged)
+    for file in plan.files:
+        out.write_pieces(file.name, _file_pieces(file, data, hashes))
+    return hashes
+
+
+def _file_pieces(file: GgufFile, data: "_Data", hashes: dict[str, str]) -> Iterator[bytes | memoryview]:
+    yield file.header
+    for placed in file.tensors:
+        total = hashlib.sha256()
+        for piece in data.of(placed):
+            total.update(piece)
+            yield piece
+        yield bytes(padded(placed.nbytes) - placed.nbytes)
+        hashes[placed.tensor.name] = total.hexdigest()
+
+
+class _Data:
+    """The bytes of tensors: codes from the work directory, all else from the checkpoint."""
+
+    def __init__(self, plan: "Plan", checkpoint: "Checkpoint", staged: "Staging") -> None:
+        self.plan, self.checkpoint, self.staged = plan, checkpoint, staged
+        assert plan.recipe.method is not None  # a GGUF file holds what a step rounds
+        self.search = plan.recipe.method.search
+        self.matrices = {
+            matrix.entry.source.name: matrix for layer in plan.layers for matrix in layer if matrix.entry.grid
+        }
+        self.read = uncoded(plan, checkpoint, staged)
+
+    def of(self, placed: Placed) -> Iterator[memoryview]:
+        """The bytes of a tensor, piece by piece."""
+        tensor = placed.tensor
+        stored = self.checkpoint.stored(tensor.name, placed.type.name)
+        if stored is not None:
+            yield from stored
+            return
+        if not tensor.sources or any(name not in self.matrices for name in tensor.sources):
+            yield from self._encoded(placed)
+            return
+        index = None if tensor.rows is None else tensor.rows.index()
+        for name in tensor.sources:
+            matrix = self.matrices[name]
+            coded = self.staged.read_coded(matrix.layer, matrix.module)
+            coded = coded if index is None else coded.rows(index)
+            yield from (bytes_of(part) for part in self.plan.format.encode(matrix.entry, coded).values())
+
+    def _encoded(self, placed: Placed) -> Iterator[memoryview]:
+        """A tensor that no method was asked to round: norms, biases, the embedding, the head."""
+        costs = None if self.plan.importance is None else self.plan.importance.tensors.get(placed.tensor.name)
+        for number, piece in enumerate(pieces(placed.tensor, self.read)):
+            importance = None if costs is None else costs[number]
+            step = max(1, ENCODED_AT_ONCE // piece.shape[-1]) if len(piece.shape) > 1 else len(piece)
+            for start in range(0, len(piece), step):
+                values = piece.rows(start, start + step)
+                yield bytes_of(encoded(values, placed.type.name, self.search, importance))
+
+
+def encoded(values: "Tensor", kind: str, search: "Search", importance: "NDArray[np.float32] | None" = None) -> "Tensor":
+    """Rows float32 [rows, width] in a type of GGML: uint8 [rows, bytes]. importance: of the inputs [width]."""
+    import torch
+
+    from llmcompress.grids.encoders import encode
+    from llmcompress.packing.ggml import pack
+    from llmcompress.packing.plain import plain
+
+    if kind in BLOCK_TYPES:
+        costs = None if importance is None else torch.from_numpy(importance)
+        return pack(encode(values, BLOCK_TYPES[kind], search, costs))
+    return plain(values, kind)

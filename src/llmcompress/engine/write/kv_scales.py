@@ -1,0 +1,40 @@
+"""Static scales of cached keys and values, made of the measured magnitudes when all is written."""
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from llmcompress.formats.kv_cache import OPTION, PARTS
+from llmcompress.grids.cache import scale_of
+from llmcompress.store.checkpoint import DTYPES
+from llmcompress.store.staging import Staging
+
+if TYPE_CHECKING:
+    from llmcompress.engine.plan.plan import Plan
+
+
+_SIDES = {"k_scale": "key", "v_scale": "value"}
+
+
+def recorded(plan: "Plan", staged: Staging) -> dict[str, Any] | None:
+    """What the report says: the code, and by layer the largest magnitudes that scales were made of."""
+    if plan.recipe.kv_cache is None:
+        return None
+    layers = [staged.records(number)["kv_cache"] for number in range(len(plan.layers))]
+    return {"code": plan.recipe.kv_cache.code, "largest": layers}
+
+
+def scales(plan: "Plan", staged: Staging) -> dict[str, Tensor]:
+    """Every scale by the name of its tensor."""
+    found = recorded(plan, staged)
+    if found is None or plan.recipe.kv_cache is None:
+        return {}
+    made = [entry.source for entry in plan.entries if OPTION in entry.options]
+    return {
+        spec.name: scale_of(
+            found["largest"][place // len(PARTS)][_SIDES[spec.name.rpartition(".")[2]]],
+            plan.recipe.kv_cache.code,
+            DTYPES[spec.dtype],
+        )
+        for place, spec in enumerate(made)
+    }

@@ -1,0 +1,167 @@
+"""From staged codes to a checkpoint directory that appears whole or not at all."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from llmcompress import __version__
+from llmcompress.engine.plan.plan import Plan
+from llmcompress.engine.plan.resources import usual_threads
+from llmcompress.engine.run.transformed import add_factors, open_transformed
+from llmcompress.engine.write.gguf_writer import write_gguf
+from llmcompress.engine.write.kv_scales import recorded, scales
+from llmcompress.engine.write.run_report import report
+from llmcompress.engine.write.unquantised import uncoded
+from llmcompress.errors import one_line
+from llmcompress.formats.card import model_card
+from llmcompress.grids.base import BlockSpec
+from llmcompress.ledger import Entry as LedgerEntry
+from llmcompress.ledger import Ledger
+from llmcompress.methods.base import Method
+from llmcompress.parallel import threads
+from llmcompress.pruners.base import Pruner
+from llmcompress.store.checkpoint import DTYPES, Checkpoint
+from llmcompress.store.folds import FoldedCheckpoint
+from llmcompress.store.output_file import output_of
+from llmcompress.store.staging import Staging
+from llmcompress.transforms.base import Transform
+
+_FRONT_MATTER = 1_000_000  # characters
+
+
+def write_output(
+    plan: Plan,
+    checkpoint: Checkpoint,
+    staged: Staging,
+    records: dict[str, list[dict[str, Any]]],
+    ledger: Ledger,
+    calibration: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """Write weights, configs, side files, recipe, report and model card; the report.
+
+    records: lists of what is known of matrices, and of scaled sites.
+    """
+    with output_of(plan.out, plan.format.name, plan.options.overwrite) as out:
+        if plan.files:
+            hashes = write_gguf(plan, checkpoint, staged, out)
+        else:
+            hashes = out.write_weights(plan.tensors, _tensors(plan, checkpoint, staged), plan.recipe.output.shard_size)
+            out.copy_side_files(plan.headers.path)
+        if isinstance(checkpoint, FoldedCheckpoint) and (factors := checkpoint.scales()):
+            out.write_arrays("transforms.npz", factors)
+        result = report(plan, records, ledger, calibration, hashes, recorded(plan, staged))
+        for name, changes in plan.format.config(plan.entries, plan.headers.config).items():
+            content = {**plan.headers.config, **changes} if name == "config.json" else changes
+            out.write_json(name, content)
+        out.write_text("llmcompress.yaml", plan.recipe.as_yaml())
+        out.write_json("report.json", result)
+        if plan.modelfile is not None:
+            out.write_text("Modelfile", plan.modelfile)
+        out.write_text("README.md", model_card(card_facts(plan, result)))
+        out.commit()
+    return result
+
+
+def card_facts(plan: Plan, result: dict[str, Any]) -> dict[str, Any]:
+    """What the model card is made of: facts of the plan and of the finished report."""
+    linears, cost = result["linears"], plan.estimate
+    calibration = result["calibration"]
+    error = sum(item["relative_error"] for item in linears)
+    facts: dict[str, Any] = {
+        "name": _title(plan),
+        "format": plan.format.name,
+        "version": __version__,
+        "config": plan.headers.config,
+        "source_readme": beginning_of(plan.headers.path / "README.md"),
+        "grids": dict(sorted(Counter(item["grid"] for item in linears if item["grid"]).items())),
+        "bits": sorted({entry.grid.bits for entry in plan.entries if not isinstance(entry.grid, BlockSpec | None)}),
+        "inputs": 8 if any(entry.inputs is not None for entry in plan.entries) else 16,
+        "methods": [
+            *(step.name for step in plan.recipe.steps if not isinstance(step, Method)),
+            *dict.fromkeys(item["method"] for item in linears),
+        ],
+        "figures": {
+            "bytes of weights": f"{cost.output_bytes:,}",
+            "share of the source": f"{cost.output_bytes / cost.source_bytes:.1%}",
+            "bits per quantised weight": f"{cost.bits_per_weight:.3f}",
+            "mean relative error of a matrix": f"{error / max(len(linears), 1):.4f}",
+        },
+        "notes": [entry["why"] for entry in result["ledger"] if entry["kind"] == "engine"],
+        "unquantised": [entry["subject"] for entry in result["ledger"] if entry["kind"] == "unquantised"],
+        "recipe": plan.recipe.as_yaml(),
+    }
+    if calibration is not None:
+        asked = plan.recipe.calibration
+        source = asked.source if asked.source in ("default", "self") else "a text of the user's"
+        facts["calibration"] = {
+            "source": source,
+            "windows": f"{calibration['samples']} of {calibration['length']} tokens",
+            "sha256 of the tokens": calibration["sha256"],
+        }
+    return facts
+
+
+def beginning_of(file: Path) -> str:
+    """The part of a README in which its front matter is; nothing of one that is not there."""
+    if not file.is_file():
+        return ""
+    with file.open(encoding="utf-8", errors="replace") as handle:
+        return handle.read(_FRONT_MATTER)
+
+
+def _title(plan: Plan) -> str:
+    """A title that depends on the model and the recipe, not on where they lie."""
+    steps = " ".join(_said(step) for step in plan.recipe.steps)
+    return f"{title_of(plan.headers.config)} {steps} ({plan.format.name})"
+
+
+def title_of(config: Mapping[str, Any]) -> str:
+    """What a model is called, wherever it lies."""
+    named = str(config.get("_name_or_path") or "").rpartition("/")[2]
+    architectures = config.get("architectures")
+    first = architectures[0] if isinstance(architectures, list) and architectures else config["model_type"]
+    return one_line(str(named or first))
+
+
+def _said(step: Method | Pruner | Transform) -> str:
+    if isinstance(step, Transform):
+        return step.name
+    if isinstance(step, Pruner):
+        return f"{step.name} {step.label}"
+    return f"{step.name} {step.label if step.gguf is None else step.gguf.type}"
+
+
+def _tensors(plan: Plan, checkpoint: Checkpoint, staged: Staging) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the output in its planned order, one at a time."""
+    places = {matrix.entry.source.name: matrix for layer in plan.layers for matrix in layer}
+    made = scales(plan, staged)
+    read = uncoded(plan, checkpoint, staged)
+    for entry in plan.entries:
+        if entry.source.name in made:
+            yield entry.source.name, made[entry.source.name]
+            continue
+        if entry.grid is None:
+            yield entry.source.name, read(entry.source.name).to(DTYPES[entry.source.dtype])
+            continue
+        matrix = places[entry.source.name]
+        yield from plan.format.encode(entry, staged.read_coded(matrix.layer, matrix.module)).items()
+
+
+def finish(plan: Plan, staged: Staging, calibration: dict[str, Any] | None) -> dict[str, Any]:
+    """Write the output of a run whose sections are all staged; its report."""
+    ledger = Ledger(list(plan.ledger.entries))
+    linears: list[dict[str, Any]] = []
+    sites: list[dict[str, Any]] = []
+    checkpoint = open_transformed(plan)
+    for number in range(len(plan.layers)):
+        records = staged.records(number)
+        add_factors(plan, checkpoint, number, staged.read_factors(number))
+        linears += records["linears"]
+        sites += records.get("sites", [])
+        ledger.extend(LedgerEntry(**entry) for entry in records["ledger"])
+    count = (plan.options.threads or usual_threads()) if plan.resources.gpu else plan.resources.threads
+    with threads(count):  # packing is for processors
+        return write_output(plan, checkpoint, staged, {"linears": linears, "sites": sites}, ledger, calibration)

@@ -1,0 +1,62 @@
+"""report.json and the facts of the model card: what was done, to what, with what result. No times, no paths."""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmcompress import __version__
+from llmcompress.engine.write.report_schema import REPORT_SCHEMA
+from llmcompress.ledger import Ledger
+from llmcompress.store.headers import ModelHeaders
+
+if TYPE_CHECKING:
+    from llmcompress.engine.plan.plan import Plan
+
+
+def report(
+    plan: "Plan",
+    records: Mapping[str, list[dict[str, Any]]],
+    ledger: Ledger,
+    calibration: Mapping[str, Any] | None,
+    tensors: Mapping[str, str],
+    kv_cache: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The content of report.json; the same inputs give the same bytes. records: lists about parts of the model."""
+    return {
+        "schema_version": REPORT_SCHEMA,
+        "llmcompress": __version__,
+        "format": plan.format.name,
+        "recipe": plan.recipe.as_data(),
+        "source": source(plan.headers),
+        "calibration": dict(calibration) if calibration is not None else None,
+        "imatrix": None
+        if plan.importance is None
+        else {"file": plan.importance.file, "sha256": plan.importance.sha256},
+        "kv_cache": kv_cache,
+        "compute_dtype": plan.dtype,
+        "output_bytes": plan.estimate.output_bytes,
+        "bits_per_weight": round(plan.estimate.bits_per_weight, 4),
+        **records,
+        "ledger": ledger.as_json(),
+        "tensors": dict(tensors),
+    }
+
+
+def source(headers: ModelHeaders) -> dict[str, Any]:
+    """What the report says of the model a run began with: hashes that tell it from any other."""
+    config = headers.path / "config.json"
+    return {
+        "headers_sha256": headers.fingerprint,
+        "config_sha256": _sha256(config) if config.is_file() else None,
+        "files_sha256": {file.name: _sha256(file) for file in headers.files},
+        "bytes": headers.nbytes,
+    }
+
+
+def _sha256(file: Path) -> str:
+    total = hashlib.sha256()
+    with file.open("rb") as handle:
+        while chunk := handle.read(1 << 22):
+            total.update(chunk)
+    return total.hexdigest()

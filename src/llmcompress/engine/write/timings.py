@@ -1,0 +1,105 @@
+"""Time and memory of each layer, as lines of JSON in a file of its own: reports must not depend on either."""
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmcompress import __version__
+from llmcompress.engine.process.process_memory import peak_device_memory, peak_memory
+from llmcompress.engine.process.progress import Progress
+from llmcompress.engine.write.report_schema import TIMINGS_SCHEMA
+from llmcompress.errors import PlanError
+from llmcompress.store.files import make_parent, writing
+
+if TYPE_CHECKING:
+    from llmcompress.engine.plan.plan import Plan
+
+
+def run_sha256(headers_sha256: str, recipe: Mapping[str, Any], compute_dtype: str) -> str:
+    """SHA-256 (hex) of what makes one run another than the next: all three stand in its report."""
+    said = json.dumps([headers_sha256, recipe, compute_dtype], sort_keys=True)
+    return sha256(said.encode()).hexdigest()
+
+
+class Timings(Progress):
+    """Appends a line per start, finished layer and end to a file; passes everything on to another Progress.
+
+    RunError if the system refuses the file.
+    """
+
+    def __init__(
+        self, file: Path, plan: "Plan", watch: Progress, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.file, self.plan, self.watch, self.clock = file, plan, watch, clock
+        self.begun = self.last = self.written = clock()
+
+    def start(self, layers: int, done: int) -> None:
+        plan, self.begun = self.plan, self.clock()
+        self.last = self.begun
+        self._append(
+            event="start",
+            schema_version=TIMINGS_SCHEMA,
+            llmcompress=__version__,
+            layers=layers,
+            done=done,
+            threads=plan.resources.threads,
+            device=plan.options.device,
+        )
+        self.watch.start(layers, done)
+
+    def layer(self, number: int) -> None:
+        self.watch.layer(number)
+
+    def stage(self, space: str, matrices: int) -> None:
+        self.watch.stage(space, matrices)
+
+    def matrix(self, record: dict[str, Any]) -> None:
+        self.watch.matrix(record)
+
+    def tokens(self, count: int) -> None:
+        self.watch.tokens(count)
+
+    def layer_done(self, number: int, seconds: float) -> None:
+        now = self.clock()
+        self._append(event="layer", layer=number, seconds=now - self.last, solving=seconds, **_memory())
+        self.last = now
+        self.watch.layer_done(number, seconds)
+
+    def writing(self, total_bytes: int) -> None:
+        self.written = self.clock()
+        self.watch.writing(total_bytes)
+
+    def end(self) -> None:
+        """The output is in its place."""
+        now = self.clock()
+        self._append(event="end", seconds=now - self.begun, writing=now - self.written, **_memory())
+
+    @cached_property
+    def run(self) -> str:
+        return run_sha256(self.plan.headers.fingerprint, self.plan.recipe.as_data(), self.plan.dtype)
+
+    def _append(self, **line: Any) -> None:
+        said = {key: round(value, 4) if isinstance(value, float) else value for key, value in line.items()}
+        said["run"] = self.run  # runs side by side may share a file
+        with writing(self.file):
+            make_parent(self.file)
+            with self.file.open("ab") as handle:
+                handle.write(json.dumps(said).encode() + b"\n")
+
+
+def refuse_place(file: Path, plan: "Plan") -> None:
+    """PlanError for a file that would lie in what a run writes, or that is none."""
+    for place in (plan.out, plan.work):
+        if file.resolve() == place.resolve() or place.resolve() in file.resolve().parents:
+            raise PlanError(f"--timings {file} lies in {place}, which holds no times", "give a file elsewhere")
+    if file.exists() and not file.is_file():
+        raise PlanError(f"--timings {file} is not a file", "give another one")
+
+
+def _memory() -> dict[str, int]:
+    device = peak_device_memory()
+    return {"peak_memory_bytes": peak_memory(), **({} if device is None else {"device_peak_bytes": device})}
