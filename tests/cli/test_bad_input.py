@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import llmcompress.engine.run.loop
+import llmcompress.engine.execute
 import llmcompress.validate.session  # noqa: F401 (what is imported once is not what a refusal takes)
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.options import Options

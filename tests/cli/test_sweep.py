@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-import llmcompress.engine.run.loop
+import llmcompress.engine.execute
 import llmcompress.engine.run.sweep_tokens
 import llmcompress.validate.kept
 from llmcompress.cli.variants import listed, variants
@@ -64,9 +64,9 @@ def counted(monkeypatch):
         counts["evaluations"] += 1
         return evaluate(*arguments)
 
-    monkeypatch.setattr(llmcompress.engine.run.loop, "run", counting_run)
+    monkeypatch.setattr(llmcompress.engine.execute, "run", counting_run)
     monkeypatch.setattr(llmcompress.engine.run.sweep_tokens, "calibration_tokens", counting_draw)
-    monkeypatch.setattr(llmcompress.engine.run.loop, "calibration_tokens", lambda plan: pytest.fail("drawn again"))
+    monkeypatch.setattr(llmcompress.engine.execute, "calibration_tokens", lambda plan: pytest.fail("drawn again"))
     monkeypatch.setattr(llmcompress.validate.kept, "evaluate_paths", counting_evaluation)
     return counts
 
@@ -89,7 +89,7 @@ def test_runs_share_a_calibration_and_are_what_they_would_be_alone(swept, counte
     alone = load(recipe)
     step = alone.steps[0].model_copy(update={"bits": 3})
     alone = alone.model_copy(update={"steps": (step,), "output": alone.output.model_copy(update={"format": "dense"})})
-    llmcompress.engine.run.loop.calibration_tokens = llmcompress.engine.run.tokens.calibration_tokens
+    llmcompress.engine.execute.calibration_tokens = llmcompress.engine.run.tokens.calibration_tokens
     run(make_plan(alone, tiny_model_dir, Options(out=tmp_path / "alone")))
     for file in (tmp_path / "alone").iterdir():
         assert (tmp_path / "out" / "gptq-w3" / file.name).read_bytes() == file.read_bytes(), file.name
@@ -139,7 +139,7 @@ def test_sigterm_stops_it_between_runs_and_within_them(swept, counted, monkeypat
             os.kill(os.getpid(), signal.SIGTERM)
         return begun(plan, *arguments)
 
-    monkeypatch.setattr(llmcompress.engine.run.loop, "run", terminated)
+    monkeypatch.setattr(llmcompress.engine.execute, "run", terminated)
     code, found = swept()
     assert code == 75
     assert [row["state"] for row in found["runs"]] == ["done", "stopped", "not begun", "not begun"]
@@ -155,7 +155,7 @@ def test_a_run_that_fails_does_not_stop_the_others(swept, main, capsys, monkeypa
             raise RuntimeError("out of luck")
         return real(plan, *arguments)
 
-    monkeypatch.setattr(llmcompress.engine.run.loop, "run", failing)
+    monkeypatch.setattr(llmcompress.engine.execute, "run", failing)
     file = tmp_path / "sweep.xml"
     code, found = swept("--junit", file)
     assert code == 1

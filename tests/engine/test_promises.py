@@ -41,7 +41,7 @@ PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(
     [
         "llmcompress.cli.commands",
-        "llmcompress.engine.run.loop",
+        "llmcompress.engine.execute",
         "transformers.models.auto.tokenization_auto",
         "transformers.models.llama.modeling_llama",
     ]

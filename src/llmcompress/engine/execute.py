@@ -36,8 +36,8 @@ def run(
 
     stop: asked before every section, with the number of those that this start has finished; when it says so the run
     ends with StoppedError and can be taken up again. tokens: of the calibration [samples, length], where they are
-    drawn already. Of several processes (engine/process/ranks.py) the first writes and has the report; that of the others is
-    empty.
+    drawn already. Of several processes (engine/process/ranks.py) the first writes and has the report; those of the others
+    are empty.
     """
     progress = progress or Progress()
     device_of(plan.options.device)  # refuses one that is not there
