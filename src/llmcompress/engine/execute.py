@@ -34,10 +34,10 @@ def run(
 ) -> dict[str, Any]:
     """Carry a plan out and return its report. A rerun goes on after the last finished section.
 
-    stop: asked before every section, with the number of those that this start has finished; when it says so the run
-    ends with StoppedError and can be taken up again. tokens: of the calibration [samples, length], where they are
-    drawn already. Of several processes (engine/process/ranks.py) the first writes and has the report; those of the others
-    are empty.
+    stop: is asked before every section, and is given the number of sections that this start has finished. When it
+    returns True, the run ends with StoppedError, and a later start can go on with it. tokens: the calibration tokens
+    [samples, length], where the caller has drawn them already. Of several processes (engine/process/ranks.py) the
+    first process writes the output and returns the report; every other process returns an empty dict.
     """
     progress = progress or Progress()
     device_of(plan.options.device)  # refuses one that is not there

@@ -81,7 +81,7 @@ def measure(plan: Plan, tensors: Sequence[GGUFTensor], ledger: Ledger, watch: Ca
     watch: told how many steps of all are done.
     """
     matrices = matrices_of(plan.headers, plan.options.trust_remote_code, Ledger())
-    places = {f"{module}.weight": (layer, path) for module, layer, _, path, _, _ in matrices.found}
+    places = {f"{ref.module}.weight": (ref.layer, ref.path) for ref in matrices.refs}
     paths: list[list[str]] = [[] for _ in range(1 + max(layer for layer, _ in places.values()))]
     for layer, below in places.values():
         paths[layer].append(below)

@@ -65,7 +65,7 @@ def losses_of(
 
 def _memory(base: Plan, resources: Resources) -> int:
     """What measuring takes, in bytes."""
-    found = matrices_of(base.headers, base.options.trust_remote_code, Ledger()).found
-    sizes = Sizes.of(base.headers, found, base.recipe.calibration.length)
+    refs = matrices_of(base.headers, base.options.trust_remote_code, Ledger()).refs
+    sizes = Sizes.of(base.headers, refs, base.recipe.calibration.length)
     step = base.recipe.method
     return fit_memory(sizes, resources, compensated=step is not None and step.compensates, sampled=SAMPLED)

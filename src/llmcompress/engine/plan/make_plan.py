@@ -22,11 +22,10 @@ from llmcompress.engine.plan.requantise import file_matrices, file_model
 from llmcompress.engine.plan.resources import choose_resources
 from llmcompress.engine.plan.transform_headers import check_order, transformed_headers
 from llmcompress.engine.source.gguf_input import GgufHeaders
-from llmcompress.engine.source.header_checks import Found
 from llmcompress.engine.source.matrices import Matrices, matrices_of
 from llmcompress.engine.source.open import source_headers
 from llmcompress.engine.source.quantised import DecodedHeaders, note_decoded
-from llmcompress.engine.source.tensor_names import Anatomy
+from llmcompress.engine.source.tensor_names import Anatomy, MatrixRef
 from llmcompress.engine.targets.check import asked, engine_notes
 from llmcompress.errors import PlanError, RecipeError
 from llmcompress.formats.base import Entry, Format, TensorSpec
@@ -65,7 +64,7 @@ def _draft(recipe: Recipe, model: Path, options: Options) -> Plan:
     chosen = _chosen(step, format_, matrices, gguf, ledger)
     planned = _planned(headers, matrices, chosen, recipe, gguf, ledger)
     check_ranges(list(planned.values()))
-    declared = {module: linear.conv1d for module, _, _, _, _, linear in matrices.found}
+    declared = {ref.module: ref.linear.conv1d for ref in matrices.refs}
     spec = matrices.spec
     entries = tuple(_entry(stored.spec, planned, declared, spec, ledger) for stored in headers.tensors.values())
 
@@ -88,7 +87,7 @@ def _draft(recipe: Recipe, model: Path, options: Options) -> Plan:
     else:
         tensors = tuple(spec for entry in entries for spec in _layout(format_, entry))
         nbytes = weights_nbytes(tensors, recipe.output.shard_size)
-    count = headers.config.get("num_hidden_layers") or _layer_count(matrices.found)
+    count = headers.config.get("num_hidden_layers") or _layer_count(matrices.refs)
     layers = tuple(tuple(plan for plan in planned.values() if plan.layer == number) for number in range(count))
     resources, cost = choose_resources(
         options, recipe.calibration.length, partial(estimate, headers, recipe, layers, nbytes)
@@ -163,7 +162,8 @@ def _planned(
     planned: dict[str, MatrixPlan] = {}
     step, pruner = recipe.method, recipe.pruner
     pruners = {} if pruner is None else resolve_pruner(pruner, matrices.widths)
-    for module, layer, expert, path, space, linear in matrices.found:
+    for ref in matrices.refs:
+        module, conv1d = ref.module, ref.linear.conv1d
         stored = headers.tensors[f"{module}.weight"].spec
         method, pruning = chosen[module], pruners.get(module)
         if method is None and gguf is None and step is not None:
@@ -178,13 +178,13 @@ def _planned(
             stored,
             grid=None if isinstance(method, Unrounded) else method.grid,
             inputs=method.inputs,
-            transposed=linear.conv1d,
+            transposed=conv1d,
             block=True,
             linear=True,
             permuted=method.permutes_groups,
             options=method.described(),
         )
-        planned[module] = MatrixPlan(layer, expert, path, module, space, linear.conv1d, entry, method, pruning)
+        planned[module] = MatrixPlan(ref.layer, ref.expert, ref.path, module, ref.space, conv1d, entry, method, pruning)
     if not planned and gguf is None and (step is not None or pruner is not None):
         raise PlanError("nothing is left to quantise or to prune", "loosen the patterns of --set")
     return planned
@@ -214,8 +214,8 @@ def format_of(recipe: Recipe) -> Format:
     return known[recipe.output.format]  # type: ignore[no-any-return]
 
 
-def _layer_count(matrices: list[Found]) -> int:
-    return max(layer for _, layer, *_ in matrices) + 1
+def _layer_count(refs: list[MatrixRef]) -> int:
+    return max(ref.layer for ref in refs) + 1
 
 
 def _entry(

@@ -3,8 +3,8 @@
 from llmcompress.arch.spec import ArchSpec, Linear
 from llmcompress.engine.plan.gguf_plan import GgufModel, choices
 from llmcompress.engine.source.gguf_input import GgufHeaders, carried, names_of
-from llmcompress.engine.source.header_checks import Found
 from llmcompress.engine.source.matrices import Matrices
+from llmcompress.engine.source.tensor_names import MatrixRef
 from llmcompress.errors import PlanError
 from llmcompress.formats.base import FLOAT_TYPES
 from llmcompress.formats.gguf.file import Placed
@@ -21,7 +21,7 @@ _HINT = "give the model directory that it was made from"
 
 def file_matrices(headers: GgufHeaders) -> Matrices:
     """Every matrix of the layers, in the file's order; nothing is known of what they read."""
-    found: list[Found] = []
+    refs: list[MatrixRef] = []
     widths: dict[str, int] = {}
     for name, (whole, expert) in headers.parts.items():
         _, number, path = whole.removesuffix(".weight").split(".", 2) if whole.startswith("blk.") else ("", "", "")
@@ -29,10 +29,12 @@ def file_matrices(headers: GgufHeaders) -> Matrices:
         if path and is_quantised(whole, tensor.shape):
             module = name.removesuffix(".weight")
             here = module.split(".", 2)[2]
-            found.append((module, int(number), expert if here != path else None, here, here, Linear(here, here)))
+            refs.append(
+                MatrixRef(module, int(number), expert if here != path else None, here, here, Linear(here, here))
+            )
             widths[module] = tensor.shape[-1]
     spec = ArchSpec(headers.arch, (), (), layers="blk", never=(Linear("ffn_gate_inp", reads="ffn_in"),), observed=True)
-    return Matrices(spec, found, widths)
+    return Matrices(spec, refs, widths)
 
 
 def file_model(headers: GgufHeaders, step: Method, output: Output, ledger: Ledger, measured: bool) -> GgufModel:

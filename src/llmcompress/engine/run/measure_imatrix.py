@@ -105,9 +105,10 @@ def _rows(headers: ModelHeaders, matrices: Matrices) -> tuple[dict[str, ImatrixE
             entry = ImatrixEntry(np.zeros((count, widths[0]), np.float32), np.zeros(count, np.float32))
             entries[tensor.name] = entry
             places |= {name: (entry, number) for number, name in enumerate(tensor.sources)}
-    layers: list[list[_Row]] = [[] for _ in range(1 + max(layer for _, layer, *_ in matrices.found))]
-    for module, layer, expert, path, space, _ in matrices.found:
-        layers[layer].append(_Row(path, module, space, expert is not None, *places[f"{module}.weight"]))
+    layers: list[list[_Row]] = [[] for _ in range(1 + max(ref.layer for ref in matrices.refs))]
+    for ref in matrices.refs:
+        place = places[f"{ref.module}.weight"]
+        layers[ref.layer].append(_Row(ref.path, ref.module, ref.space, ref.expert is not None, *place))
     return entries, layers
 
 

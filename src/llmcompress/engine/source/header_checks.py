@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from llmcompress.arch import find
-from llmcompress.arch.spec import ArchSpec, Linear, attention_heads
+from llmcompress.arch.spec import ArchSpec, attention_heads
+from llmcompress.engine.source.tensor_names import MatrixRef
 from llmcompress.errors import CheckpointError
 from llmcompress.store.headers import ModelHeaders, Stored
 
@@ -20,9 +21,6 @@ PER_LAYER = ("intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner",
          "n_head", "num_key_value_heads")  # fmt: skip
 _POSITIONS = ("max_position_embeddings", "n_positions")
 _HINT = "the config does not fit the weights"
-
-Found = tuple[str, int, int | None, str, str, Linear]
-"""On-disk module, layer, expert, path below the layer, space it reads, declaration."""
 
 
 def check_numbers(headers: ModelHeaders) -> None:
@@ -89,7 +87,7 @@ def check_names(headers: ModelHeaders, spec: ArchSpec, prefix: str, count: int) 
         raise CheckpointError(f"{headers.place} has no tensor {spec.disk_path(module)}.weight", "fetch the file again")
 
 
-def check_shapes(headers: ModelHeaders, spec: ArchSpec, matrices: Sequence[Found]) -> None:
+def check_shapes(headers: ModelHeaders, spec: ArchSpec, matrices: Sequence[MatrixRef]) -> None:
     """CheckpointError unless the shapes of a declared family are those that config.json gives."""
     if spec.observed:
         return
@@ -101,15 +99,15 @@ def check_shapes(headers: ModelHeaders, spec: ArchSpec, matrices: Sequence[Found
     experts = _first(config, "moe_intermediate_size") or inner
     reads = {"attn_in": hidden, "mlp_in": hidden, "expert_in": hidden, "mlp_hidden": inner, "expert_hidden": experts}
     writes = {"attn_out": hidden, "mlp_hidden": hidden, "expert_hidden": hidden}
-    for module, _, _, path, space, linear in matrices:
-        stored = headers.tensors[f"{module}.weight"]
-        rows, columns = reversed(stored.spec.shape) if linear.conv1d else stored.spec.shape
-        kind = space.partition(".")[0]
+    for ref in matrices:
+        stored = headers.tensors[f"{ref.module}.weight"]
+        rows, columns = reversed(stored.spec.shape) if ref.linear.conv1d else stored.spec.shape
+        kind = ref.space.partition(".")[0]
         _same(headers, stored, "inputs", columns, reads.get(kind))
         _same(headers, stored, "outputs", rows, writes.get(kind))
         if spec.grouped_queries:
-            _same(headers, stored, "outputs", rows, _projected(config, path.rpartition(".")[2]))
-        bias = headers.tensors.get(f"{module}.bias")
+            _same(headers, stored, "outputs", rows, _projected(config, ref.path.rpartition(".")[2]))
+        bias = headers.tensors.get(f"{ref.module}.bias")
         if bias is not None and bias.spec.shape != (rows,):
             raise CheckpointError(
                 f"{bias.file}: tensor {bias.spec.name} is {list(bias.spec.shape)}, its matrix has {rows} outputs", _HINT

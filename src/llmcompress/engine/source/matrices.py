@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from llmcompress.arch import find
 from llmcompress.arch.spec import ArchSpec
-from llmcompress.engine.source.header_checks import Found, check_names, check_numbers, check_shapes, numbered
+from llmcompress.engine.source.header_checks import check_names, check_numbers, check_shapes, numbered
+from llmcompress.engine.source.tensor_names import MatrixRef
 from llmcompress.errors import CheckpointError
 from llmcompress.formats.base import FLOAT_TYPES
 from llmcompress.ledger import Ledger
@@ -20,7 +21,7 @@ class Matrices:
     """
 
     spec: ArchSpec
-    found: list[Found]
+    refs: list[MatrixRef]
     widths: dict[str, int]
     prefix: str = ""
     layers: int = 0
@@ -32,10 +33,10 @@ def matrices_of(headers: ModelHeaders, trust_remote_code: bool, ledger: Ledger) 
     check_numbers(headers)
     spec = _spec(headers, trust_remote_code, ledger)
     prefix, count = _layer_prefix(headers, spec)
-    found = _matrices(headers, spec, prefix, count)
-    widths = {module: _shape(headers, module, linear.conv1d)[1] for module, _, _, _, _, linear in found}
-    check_shapes(headers, spec, found)
-    return Matrices(spec, found, widths, prefix, count)
+    refs = _matrix_refs(headers, spec, prefix, count)
+    widths = {ref.module: _shape(headers, ref)[1] for ref in refs}
+    check_shapes(headers, spec, refs)
+    return Matrices(spec, refs, widths, prefix, count)
 
 
 def _check_source(headers: ModelHeaders, trust_remote_code: bool) -> None:
@@ -66,25 +67,25 @@ def _spec(headers: ModelHeaders, trust_remote_code: bool, ledger: Ledger) -> Arc
     return observed
 
 
-def _matrices(headers: ModelHeaders, spec: ArchSpec, prefix: str, count: int) -> list[Found]:
-    """(on-disk module, layer, expert, path, space, declaration) of every declared matrix, in order of execution."""
+def _matrix_refs(headers: ModelHeaders, spec: ArchSpec, prefix: str, count: int) -> list[MatrixRef]:
+    """Every declared matrix, in order of execution."""
     experts = spec.expert_count(headers.config)
     check_names(headers, spec, prefix, count)
-    found: list[Found] = []
+    refs: list[MatrixRef] = []
     for layer in range(count):
-        before = len(found)
+        before = len(refs)
         for linear in spec.linears:
             for expert, path, space in spec.expand(linear, experts):
                 module = f"{prefix}.{layer}.{spec.disk_path(path)}"
                 if f"{module}.weight" in headers.tensors:
-                    found.append((module, layer, expert, path, space, linear))
+                    refs.append(MatrixRef(module, layer, expert, path, space, linear))
                 elif spec.experts is None and not spec.observed:
                     raise CheckpointError(
                         f"tensor {module}.weight is missing from {headers.place}", "the config does not fit the weights"
                     )
-        if len(found) == before:
+        if len(refs) == before:
             raise CheckpointError(f"{headers.place} has no matrices of layer {layer} ({prefix}.{layer})")
-    return found
+    return refs
 
 
 def _layer_prefix(headers: ModelHeaders, spec: ArchSpec) -> tuple[str, int]:
@@ -100,11 +101,12 @@ def _layer_prefix(headers: ModelHeaders, spec: ArchSpec) -> tuple[str, int]:
     raise CheckpointError(f"{headers.place} has no tensors under {spec.layers}", "the config does not fit the weights")
 
 
-def _shape(headers: ModelHeaders, module: str, conv1d: bool) -> tuple[int, int]:
-    spec = headers.tensors[f"{module}.weight"].spec
+def _shape(headers: ModelHeaders, ref: MatrixRef) -> tuple[int, int]:
+    """Rows (outputs) and columns (inputs) of a matrix; CheckpointError unless it holds floating-point values."""
+    spec = headers.tensors[f"{ref.module}.weight"].spec
     if len(spec.shape) != 2 or spec.dtype not in FLOAT_TYPES:
         raise CheckpointError(f"tensor {spec.name} is {spec.dtype} {list(spec.shape)}, not a floating-point matrix")
     if 0 in spec.shape:
         raise CheckpointError(f"tensor {spec.name} is {list(spec.shape)}, which holds nothing")
     rows, columns = spec.shape
-    return (columns, rows) if conv1d else (rows, columns)
+    return (columns, rows) if ref.linear.conv1d else (rows, columns)

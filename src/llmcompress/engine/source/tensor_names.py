@@ -1,11 +1,26 @@
-"""Where the parts of a model lie on disk: tensors of layers by module path, and those that stand outside."""
+"""On-disk names of the parts of a model: its matrices, the tensors of a layer, and the tensors outside of layers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from llmcompress.arch.sites import Site, residual_readers, residual_writers, scores_site, sites
-from llmcompress.arch.spec import ArchSpec
+from llmcompress.arch.spec import ArchSpec, Linear
 from llmcompress.store.headers import ModelHeaders
+
+
+@dataclass(frozen=True)
+class MatrixRef:
+    """One declared matrix of a checkpoint. module: on-disk name without `.weight`; path: module path below the layer.
+
+    expert: its number, None where the matrix is of no expert. space: the input it reads. linear: its declaration.
+    """
+
+    module: str
+    layer: int
+    expert: int | None
+    path: str
+    space: str
+    linear: Linear
 
 
 @dataclass(frozen=True)

@@ -103,18 +103,18 @@ def _targets(subject: Subject, source: ModelHeaders) -> tuple[Target, ...]:
     if there:
         raise _unlike(headers, source, f"the one has no {min(there)}, the other has")
     found = []
-    for module, layer, expert, path, space, linear in subject.matrices.found:
-        name = f"{module}.weight"
+    for ref in subject.matrices.refs:
+        name = f"{ref.module}.weight"
         if name not in source.tensors or source.tensors[name].spec.shape != headers.tensors[name].spec.shape:
             raise _unlike(headers, source, f"{name} is not the same size in both")
-        if expert is not None:
+        if ref.expert is not None:
             why = "transformers keeps experts in 3-D parameters, which an adapter of linears does not fit"
-            subject.ledger.note("unrepaired", module, why)
+            subject.ledger.note("unrepaired", ref.module, why)
             continue
         stored = source.tensors[name].spec
-        shape = stored.shape[::-1] if linear.conv1d else stored.shape
-        runtime = f"{spec.layers}.{layer}.{path}"
-        found.append(Target(layer, module, runtime, path, space, linear.conv1d, (shape[0], shape[1]), stored.dtype))
+        shape = stored.shape[::-1] if ref.linear.conv1d else stored.shape
+        runtime, size = f"{spec.layers}.{ref.layer}.{ref.path}", (shape[0], shape[1])
+        found.append(Target(ref.layer, ref.module, runtime, ref.path, ref.space, ref.linear.conv1d, size, stored.dtype))
     return tuple(found)
 
 

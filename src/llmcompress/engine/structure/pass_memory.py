@@ -12,7 +12,7 @@ from typing import NamedTuple
 from llmcompress.engine.plan.estimate import ALGEBRA, ITEM_BYTES, PER_THREAD, WITH_MODEL, hidden_width
 from llmcompress.engine.plan.options import Resources
 from llmcompress.engine.plan.resources import MARGIN
-from llmcompress.engine.source.header_checks import Found
+from llmcompress.engine.source.tensor_names import MatrixRef
 from llmcompress.errors import PlanError
 from llmcompress.store.headers import ModelHeaders
 
@@ -49,13 +49,13 @@ class Sizes(NamedTuple):
     length: int
 
     @classmethod
-    def of(cls, headers: ModelHeaders, found: Iterable[Found], length: int) -> "Sizes":
+    def of(cls, headers: ModelHeaders, refs: Iterable[MatrixRef], length: int) -> "Sizes":
         """By headers that were checked."""
         layers: dict[int, list[Matrix]] = {}
-        for module, layer, expert, _, space, linear in found:
-            shape = headers.tensors[f"{module}.weight"].spec.shape
-            rows, columns = shape[::-1] if linear.conv1d else shape
-            layers.setdefault(layer, []).append(Matrix(space, rows, columns, expert is not None))
+        for ref in refs:
+            shape = headers.tensors[f"{ref.module}.weight"].spec.shape
+            rows, columns = shape[::-1] if ref.linear.conv1d else shape
+            layers.setdefault(ref.layer, []).append(Matrix(ref.space, rows, columns, ref.expert is not None))
         spec = max((stored.spec for stored in headers.tensors.values()), key=lambda spec: spec.nbytes)
         vocabulary = headers.config.get("vocab_size")
         hidden = hidden_width(headers)

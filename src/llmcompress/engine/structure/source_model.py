@@ -47,7 +47,7 @@ class Subject:
 
     @property
     def sizes(self) -> Sizes:
-        return Sizes.of(self.headers, self.matrices.found, self.text.length)
+        return Sizes.of(self.headers, self.matrices.refs, self.text.length)
 
     def within(self, memory: Callable[[Resources], int]) -> "Subject":
         """With means that keep within the memory allowed; PlanError if none do. memory: what some take, in bytes."""
