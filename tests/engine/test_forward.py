@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from llmcompress.engine.run.forward import Forward, Stream
+from llmcompress.engine.run.forward import Forward, Recording, Stream
 from llmcompress.parallel import threads
 from llmcompress.store.staging import Staging
 from llmcompress.validate.load import open_streamed
@@ -32,7 +32,7 @@ def ready(tiny_model_dir, tmp_path):
 
 def forward(ready, layer, number=1, spaces=SPACES):
     model, hidden, folder = ready
-    return Forward(model, number, Stream("compressed", layer, hidden), BATCH, folder, spaces)
+    return Forward(model, number, Stream("compressed", layer, hidden), BATCH, Recording(folder, spaces))
 
 
 def through(run, layer, spaces=SPACES):
@@ -104,5 +104,5 @@ def test_a_module_that_does_more_after_its_matrix_is_run_in_full(ready):
             value * 2 if isinstance(value, torch.Tensor) else value for value in plain(*args, **kwargs)
         )
         run = forward(ready, layer)
-        assert {bypass.module for bypass in run._bypasses} == {"mlp"}
+        assert {bypass.module for bypass in run.bypasses.found} == {"mlp"}
         del attention.forward

@@ -154,7 +154,7 @@ def test_windows_reach_a_gpu_through_pinned_memory_ahead_of_their_turn(monkeypat
     read = windows.read
     monkeypatch.setattr(windows, "read", lambda span, pinned=False: read(span) if pinned else pytest.fail("not pinned"))
     spans = [slice(start, min(start + 2, 7)) for start in range(0, 7, 2)]
-    made = prefetch.Feed(windows, spans, torch.device("cpu"))
+    made = prefetch.Prefetch(windows, spans, torch.device("cpu"))
     made._stream, made._ahead = (
         Stream(),
         Ahead(made._fetch, [(span.start, span.stop) for span in spans], prefetch.FETCHED),

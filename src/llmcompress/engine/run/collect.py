@@ -102,7 +102,7 @@ def collect(
 
 def outputs_and_energy(forward: Forward, spaces: Mapping[str, str], found: dict[str, Energy]) -> Iterator[Tensor]:
     """What leaves a layer, batch by batch; `found` gathers the energy of `spaces` (see `Forward.inputs`) meanwhile."""
-    for seen, left in forward.whole(spaces, energy):
+    for seen, left in forward.summaries_and_outputs(spaces, energy):
         for space, more in seen.items():
             found[space] = found[space].plus(more) if space in found else more
         yield left

@@ -18,7 +18,7 @@ from llmcompress.engine.run.collect import ExpertInputs, collect, stages_of
 from llmcompress.engine.run.forward import Forward
 from llmcompress.engine.run.input_scales import input_scale, lend_ranges
 from llmcompress.engine.run.kept_statistics import note_reuse
-from llmcompress.engine.run.kv_ranges import measured
+from llmcompress.engine.run.kv_ranges import largest_magnitudes
 from llmcompress.engine.run.pruning import pruned, sparsity_record
 from llmcompress.engine.run.rtn_ratio import against_rtn, energies
 from llmcompress.engine.source.gguf_input import GgufHeaders
@@ -94,7 +94,7 @@ class Compressor:
             self.keeping.write(number, gathered)
         records: dict[str, Any] = {"linears": linears, "ledger": ledger.as_json()}
         if compressed is not None and self.plan.recipe.kv_cache is not None:
-            records["kv_cache"] = measured(compressed, number)
+            records["kv_cache"] = largest_magnitudes(compressed.key_value_range(), number)
         return coded, records
 
     def _solutions(

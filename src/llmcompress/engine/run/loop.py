@@ -13,7 +13,7 @@ from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.process.process_memory import return_freed_memory
 from llmcompress.engine.process.progress import Progress
 from llmcompress.engine.process.ranks import device_of
-from llmcompress.engine.run.forward import Forward, Stream
+from llmcompress.engine.run.forward import NOT_RECORDED, Forward, Recording, Stream
 from llmcompress.engine.run.hidden_states import COMPRESSED, ORIGINAL, entering, kept
 from llmcompress.engine.run.layer import Compressor, install
 from llmcompress.engine.run.owl import allocated, outlier_weighed
@@ -98,9 +98,7 @@ def run_calibrated(
             _expect(plan, checkpoint, number + 1)
             scaled = None
             if scaler is not None and not done:
-                whole = Forward(
-                    model, number, Stream("whole", layer, hidden.streams[COMPRESSED]), plan.batch, staged.path, {}
-                )
+                whole = Forward(model, number, Stream("whole", layer, hidden.streams[COMPRESSED]), plan.batch)
                 scaled = scaler.layer(number, layer, whole)
                 return_freed_memory()
             under_way = {
@@ -109,9 +107,8 @@ def run_calibrated(
                     number,
                     Stream(name, layer if name == COMPRESSED else deepcopy(layer), windows),  # before codes come in
                     plan.batch,
-                    staged.path,
-                    {} if done else _spaces(plan, number),
-                    measuring=name == COMPRESSED and not done and plan.recipe.kv_cache is not None,
+                    NOT_RECORDED if done else Recording(staged.path, _spaces(plan, number)),
+                    watches_cache=name == COMPRESSED and not done and plan.recipe.kv_cache is not None,
                 )
                 for name, windows in hidden.streams.items()
             }

@@ -79,7 +79,7 @@ def measure_imatrix(
             return_freed_memory()
             found: dict[str, Energy] = {}
             with streamed.layer(number) as layer:
-                forward = Forward(streamed, number, Stream("original", layer, hidden), resources.batch, folder, {})
+                forward = Forward(streamed, number, Stream("original", layer, hidden), resources.batch)
                 hidden = write_windows(
                     outputs_and_energy(forward, {row.space: row.path for row in rows}, found),
                     folder / f"{(number + 1) % 2}.bin",

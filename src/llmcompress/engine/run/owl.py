@@ -41,7 +41,7 @@ def outlier_weighed(
         for number, matrices in enumerate(plan.layers):
             found: dict[str, Energy] = {}
             with model.layer(number) as layer:
-                forward = Forward(model, number, Stream("dense", layer, hidden), plan.batch, folder, {})
+                forward = Forward(model, number, Stream("dense", layer, hidden), plan.batch)
                 spaces = {matrix.space: matrix.path for matrix in matrices}
                 hidden = write_windows(
                     outputs_and_energy(forward, spaces, found), folder / f"{(number + 1) % 2}.bin", model.dtype

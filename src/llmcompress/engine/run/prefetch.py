@@ -10,7 +10,7 @@ from llmcompress.parallel import Ahead
 from llmcompress.store.windows import Windows
 
 
-class Feed:
+class Prefetch:
     """Batches of windows as tensors of their own memory, on a device."""
 
     def __init__(self, windows: Windows, spans: Sequence[slice], device: torch.device) -> None:

@@ -102,7 +102,7 @@ class Scaler:
     def _smooth(self, number: int, step: SmoothAttention, forward: Forward, found: Scaled) -> None:
         """Scale keys against queries, by how large keys are in the layer as it stands."""
         site = self.plan.anatomy.scores(number)
-        peaks = forward.keys_and_values().key
+        peaks = forward.key_value_range_now().key
         if site is None or peaks is None:
             raise RunError(f"layer {number} keeps no keys", "leave smoothattention out")
         scores, config = self.plan.spec.scores, self.plan.headers.config
@@ -143,7 +143,7 @@ class Scaler:
         }
         paths = {site.space: _probe(site, layer) for site in sites}
         routed = {site.space for site in sites if site.space.rpartition(".")[2].isdigit()}
-        for seen, _ in forward.whole(paths, Tensor.clone):
+        for seen, _ in forward.summaries_and_outputs(paths, Tensor.clone):
             for space, statistics in sums.items():
                 if space in seen:
                     statistics.update(seen[space] if space in routed else by_window(seen[space], forward.length))

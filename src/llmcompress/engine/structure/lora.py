@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from llmcompress import __version__
 from llmcompress.engine.process.process_memory import return_freed_memory
-from llmcompress.engine.run.forward import Forward, Stream
+from llmcompress.engine.run.forward import Forward, Recording, Stream
 from llmcompress.engine.source.open import round_as_stored
 from llmcompress.engine.source.quantised import DecodedHeaders
 from llmcompress.engine.structure.derived_model import calibration_facts
@@ -112,7 +112,7 @@ class _Repair:
                 stages.setdefault(target.space, []).append(target)
         paths = {space: group[0].path for space, group in stages.items()}
         batch = self.plan.subject.resources.batch
-        forward = Forward(model, number, Stream("compressed", layer, hidden), batch, folder, paths)
+        forward = Forward(model, number, Stream("compressed", layer, hidden), batch, Recording(folder, paths))
         solved: dict[str, LowRank] = {}
         handles = []
         for space, group in stages.items():

@@ -121,7 +121,7 @@ def onward(
     model: StreamedModel, number: int, layer: torch.nn.Module, hidden: Windows, batch: int, file: Path
 ) -> Windows:
     """What leaves a layer, in `file`, which may be the one that is read: windows are written after they are read."""
-    forward = Forward(model, number, Stream("whole", layer, hidden), batch, file.parent, {})
+    forward = Forward(model, number, Stream("whole", layer, hidden), batch)
     windows = write_windows(forward.outputs(), file, model.dtype)
     return_freed_memory()
     return windows

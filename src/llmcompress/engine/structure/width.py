@@ -17,7 +17,7 @@ from llmcompress.engine.plan.estimate import ITEM_BYTES, hidden_width
 from llmcompress.engine.plan.options import Options
 from llmcompress.engine.plan.paths import check_room
 from llmcompress.engine.process.process_memory import return_freed_memory
-from llmcompress.engine.run.forward import Forward, Stream
+from llmcompress.engine.run.forward import Forward, Recording, Stream
 from llmcompress.engine.source.header_checks import numbered
 from llmcompress.engine.structure.derived_model import Derived, calibration_facts, card
 from llmcompress.engine.structure.feed_forward import FeedForward, feed_forward, narrowed_config
@@ -170,7 +170,9 @@ class _Narrowing:
         subject, part = self.plan.subject, self.plan.layers[number]
         batch = subject.resources.batch
         with model.layer(number) as layer:
-            forward = Forward(model, number, Stream("pruned", layer, hidden), batch, folder, {part.space: part.reader})
+            forward = Forward(
+                model, number, Stream("pruned", layer, hidden), batch, Recording(folder, {part.space: part.reader})
+            )
             gram = Gram(part.width, model.device)
             for seen in forward.inputs({part.space: part.reader}):
                 gram.update(seen[part.space])
