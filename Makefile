@@ -2,7 +2,7 @@
 PYTHON ?= python3
 MODEL ?= demo/smollm2
 
-.PHONY: demo test check format clean
+.PHONY: demo test check docs format clean
 
 demo: .venv/installed
 	.venv/bin/python scripts/make_demo_model.py $(MODEL)
@@ -26,6 +26,9 @@ check:
 	ruff format --check .
 	ruff check .
 	mypy
+
+docs:
+	mkdocs build --strict --site-dir build/site
 
 format:
 	ruff format .

@@ -1,19 +1,27 @@
 """The documents: every command in them is one that the program understands, every workflow is YAML."""
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 import yaml
 
 from llmcompress.cli.app import app
 from llmcompress.cli.commands import register
 from llmcompress.cli.log import log
+from llmcompress.grids.base import spec_named
+from llmcompress.grids.integer import IntegerGrid
+from llmcompress.packing.bits import pack
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+INDEX = ROOT / "docs" / "index.md"
 WORKFLOWS = re.findall(r"^```yaml\n(.*?)^```$", (ROOT / "docs" / "ci.md").read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
@@ -98,3 +106,53 @@ def test_events_in_the_documents_are_those_of_the_program():
     sources = "\n".join(file.read_text() for file in (ROOT / "src" / "llmcompress" / "cli").glob("*.py"))
     ours = set(re.findall(r"(?:log|_owner|self)\.event\(\s*\"(\w+)\"", sources)) | {"stopped", "failed"}
     assert {name.strip("`") for name in documented} == ours
+
+
+def test_the_site_builds_strictly(tmp_path):
+    """A link to a page or a heading that is not there, or a name that the reference lacks, ends the build."""
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )
+    assert built.returncode == 0, built.stdout + built.stderr
+    page = (tmp_path / "site" / "index.html").read_text()
+    assert "one-weight.svg" in page
+    assert (tmp_path / "site" / "one-weight.svg").is_file()
+
+
+def test_pages_fetch_nothing_while_they_are_read():
+    configured = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    assert configured["theme"]["font"] is False
+    assert "offline" in configured["plugins"]
+
+
+def test_the_first_page_passes_ten_places_that_exist():
+    stations = re.findall(
+        r"^\d+\. \*\*\w+\.\*\* (.*?)(?=^\d+\. |^\[)", INDEX.read_text(), flags=re.MULTILINE | re.DOTALL
+    )
+    assert len(stations) == 10
+    for station in stations:
+        files = re.findall(r"`([a-z_/]+\.py)`", station)
+        assert files, station
+        assert all((ROOT / "src" / "llmcompress" / file).is_file() for file in files), files
+
+
+def test_the_numbers_of_the_first_page_are_those_of_the_code():
+    row = torch.zeros(1, 576, dtype=torch.uint8)
+    row[0, 5] = 13
+    assert unpacked_word(pack(row, 4)) == 0x00D00000
+    assert torch.tensor([0x3CE2], dtype=torch.int16).view(torch.bfloat16).item() == pytest.approx(0.0276, abs=5e-5)
+    grid = IntegerGrid(
+        spec_named("int4-g64-sym"), torch.tensor([[0.0045]]), torch.tensor([[8.0]]), torch.zeros(64, dtype=torch.int64)
+    )
+    codes = grid.encode(torch.full((1, 64), 0.0276 - 0.0031))
+    assert codes.unique().tolist() == [13]
+    assert grid.decode(codes)[0, 0].item() == pytest.approx(0.0225)
+
+
+def unpacked_word(words):
+    return words[0, 0].item() & 0xFFFFFFFF
