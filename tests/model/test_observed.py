@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from streaming import ids, reference_logits, streamed, streamed_logits
 from torch import nn
 from transformers import AutoConfig
 
@@ -11,6 +10,7 @@ from llmcompress.errors import CheckpointError
 from llmcompress.model.observe import _Seen, _TopK, observe
 from llmcompress.model.skeleton import load_config
 from llmcompress.registry import discover
+from streaming import ids, reference_logits, streamed, streamed_logits
 
 MODEL_TYPES = [model_type for spec in discover(arch, "ARCH").values() for model_type in spec.model_types]
 SMALL = {"num_attention_heads": 4, "num_key_value_heads": 2}

@@ -6,7 +6,6 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from streaming import LENGTH, ids, parameters, reference_logits, streamed, streamed_logits
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -19,6 +18,7 @@ from llmcompress.model.skeleton import load_config, parameters_on_meta, skeleton
 from llmcompress.registry import discover
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.headers import read_headers
+from streaming import LENGTH, ids, parameters, reference_logits, streamed, streamed_logits
 
 SPECS = discover(arch, "ARCH")
 MODEL_TYPES = [(name, model_type) for name, spec in SPECS.items() for model_type in spec.model_types]

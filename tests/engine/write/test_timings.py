@@ -3,13 +3,13 @@
 import json
 
 import pytest
-from test_engine import LAYERS, after, compress, digest, recipe
 
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.options import Options
 from llmcompress.engine.process.progress import Progress
 from llmcompress.engine.write.timings import Timings, run_sha256
 from llmcompress.errors import StoppedError
+from tinyruns import LAYERS, after, compress, digest, recipe
 
 
 def lines(file):

@@ -3,11 +3,11 @@
 import json
 
 import pytest
-from test_memory import WIDTHS, call, write
 
 from llmcompress.engine.plan.options import Resources
 from llmcompress.engine.structure.pass_memory import Matrix, Sizes, bounded, depth_memory, fit_memory
 from llmcompress.errors import PlanError
+from sizedmodels import WIDTHS, call, write
 
 TEXT = ("--samples", 20, "--length", 512)
 COMMANDS = {  # each with a number of threads

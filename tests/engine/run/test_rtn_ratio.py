@@ -3,11 +3,11 @@
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_engine import compress, recipe
 
 from llmcompress.engine.run.rtn_ratio import COMPARED, against_rtn
 from llmcompress.grids.base import CodebookSpec, GridSpec, Int8Spec, Nf4Spec
 from llmcompress.grids.nearest import rounds_at_once
+from tinyruns import compress, recipe
 
 
 def records(model, out, **options):

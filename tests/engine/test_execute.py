@@ -1,6 +1,5 @@
 """The engine on a tiny trained model: what it writes, that it goes on after being cut off, that it says what it did."""
 
-import hashlib
 import json
 import shutil
 import subprocess
@@ -11,28 +10,12 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.options import Options
 from llmcompress.engine.process.progress import Progress
 from llmcompress.errors import CheckpointError, PlanError, RecipeError, StoppedError
 from llmcompress.recipe import parse
-
-LAYERS = 4
-
-
-def recipe(method="gptq", format_="compressed-tensors", calibration=None, **options):
-    options = {"bits": 4, "group_size": 64, **options}
-    calibration = {"source": "default", "samples": 8, "length": 64, **(calibration or {})}
-    return parse({"calibration": calibration, "steps": [{"method": method, **options}], "output": {"format": format_}})
-
-
-def compress(model, out, made=None, stop=lambda finished: False, progress=None, **options):
-    return run(make_plan(made or recipe(), model, Options(out=out, **options)), progress, stop)
-
-
-def digest(folder: Path) -> dict[str, str]:
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.iterdir())}
+from tinyruns import LAYERS, after, compress, digest, recipe
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +23,6 @@ def finished(tiny_model_dir, tmp_path_factory):
     out = tmp_path_factory.mktemp("finished") / "out"
     compress(tiny_model_dir, out)
     return out
-
-
-def after(layers):
-    """Asks a run to stop once a start has finished a number of layers."""
-    return lambda finished: finished >= layers
 
 
 @pytest.mark.parametrize("method", ["gptq", "rtn"])
@@ -73,7 +51,7 @@ import os, sys
 from pathlib import Path
 from llmcompress.store.staging import Staging
 import llmcompress.engine.execute as engine
-from test_engine import compress
+from tinyruns import compress
 step, when = sys.argv[3], int(sys.argv[4])
 original = getattr(Staging, step)
 def wrapped(self, number, *rest):
@@ -93,7 +71,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(tiny_model_dir, finished, tmp_pa
     out = tmp_path / "out"
     killed = subprocess.run(
         [sys.executable, "-c", KILL, str(tiny_model_dir), str(out), step, str(when)],
-        cwd=Path(__file__).parent,
+        cwd=Path(__file__).parents[1],
         check=False,
     )
     assert killed.returncode == 9

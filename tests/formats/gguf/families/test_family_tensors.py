@@ -18,7 +18,7 @@ from llmcompress.formats.gguf.names import gguf_tensors
 from llmcompress.formats.gguf.tensors import convert, parted, pieces, rotary_pairs, stretch
 from llmcompress.store.headers import read_headers
 
-GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "gguf_converter.json").read_text())
+GOLDEN = json.loads((Path(__file__).parents[3] / "golden" / "gguf_converter.json").read_text())
 FAMILIES = [model for model in GOLDEN if " " not in model]
 VOCABULARY = 90
 

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from streaming import ids, streamed_logits
 
 from llmcompress import arch
 from llmcompress.arch.spec import RESIDUAL
@@ -21,6 +20,7 @@ from llmcompress.registry import discover
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.folds import FoldedCheckpoint
 from llmcompress.store.headers import read_headers
+from streaming import ids, streamed_logits
 
 SPECS = discover(arch, "ARCH")
 CASES = [(model_type, {}) for spec in SPECS.values() for model_type in spec.model_types] + [
