@@ -68,7 +68,7 @@ class Figures(Document):
 
 
 class Series(Document):
-    """Resources along the text."""
+    """Means along the text."""
 
     nll: list[Magnitude] = Field(description="negative log-likelihood")
     ref_nll: list[Magnitude] | None = None
