@@ -14,6 +14,7 @@ from pathlib import Path
 
 import yaml
 from common import OURS, kept, once, run, say, set_up, shape
+
 from methods import Row, measured
 
 
