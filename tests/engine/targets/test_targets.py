@@ -6,6 +6,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,36 @@ from llmcompress.errors import PlanError, RecipeError
 from llmcompress.formats.base import Entry, TensorSpec
 from llmcompress.grids.base import PER_ROW, GridSpec
 from llmcompress.recipe import parse
+
+
+@dataclass(frozen=True)
+class Passing:
+    """A case of targets.yaml that each of its targets loads."""
+
+    case: str
+    targets: list[str]
+    model: dict = field(default_factory=dict)
+    recipe: dict = field(default_factory=dict)
+    tp: int = 1
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A case of targets.yaml that its target does not load."""
+
+    case: str
+    target: str
+    words: str
+    model: dict = field(default_factory=dict)
+    recipe: dict = field(default_factory=dict)
+    tp: int = 1
+    repaired: dict | None = None
+
+
+TABLE = yaml.safe_load(Path(__file__).with_name("targets.yaml").read_text())
+PASSING = [Passing(**case) for case in TABLE["passing"]]
+REFUSED = [Refused(**case) for case in TABLE["refused"]]
+
 
 # --- checkpoints that are nothing but headers: the data is a hole in the file ---
 
@@ -83,10 +114,10 @@ def headers_of(tmp_path_factory):
     return make
 
 
-def recipe(format_="compressed-tensors", method="gptq", kv_cache=None, **options):
+def recipe(format="compressed-tensors", method="gptq", kv_cache=None, **options):  # noqa: A002
     steps = [{"method": method, "bits": 4, **options}]
     cached = None if kv_cache is None else {"code": kv_cache}
-    return parse({"steps": steps, "output": {"format": format_}, "kv_cache": cached})
+    return parse({"steps": steps, "output": {"format": format}, "kv_cache": cached})
 
 
 def matrices(plan):
@@ -105,66 +136,14 @@ def planned(made, model, out, **options):
 
 # --- plans that pass ---
 
-W8A8 = {"bits": 8, "group_size": -1, "activations": "int8-token"}
-PASSING = {
-    "the default": ("vllm sglang transformers llama.cpp", {}, {}, 1),
-    "the default in gptq": ("vllm sglang transformers llama.cpp gptqmodel", {}, {"format_": "gptq"}, 1),
-    "8 bits": ("vllm sglang transformers llama.cpp", {}, {"bits": 8}, 1),
-    "2 bits": ("transformers llama.cpp", {}, {"bits": 2}, 1),
-    "3 bits in gptq": ("transformers gptqmodel", {}, {"bits": 3, "format_": "gptq"}, 1),
-    "5 bits decoded": ("vllm sglang transformers llama.cpp gptqmodel", {}, {"bits": 5, "format_": "dense"}, 1),
-    "asymmetric": ("vllm sglang llama.cpp", {}, {"sym": False}, 1),
-    "asymmetric in gptq": ("transformers gptqmodel llama.cpp", {}, {"sym": False, "format_": "gptq"}, 1),
-    "rows": ("vllm sglang transformers", {}, {"group_size": -1}, 1),
-    "groups of 16": ("transformers llama.cpp", {}, {"group_size": 16}, 1),
-    "groups of 512": ("transformers gptqmodel llama.cpp", {}, {"group_size": 512, "format_": "gptq"}, 1),
-    "activation order": ("sglang transformers gptqmodel llama.cpp", {}, {"actorder": "group", "format_": "gptq"}, 1),
-    "rows have no order": ("vllm", {}, {"actorder": "group", "group_size": -1, "format_": "gptq"}, 1),
-    "awq": ("vllm sglang transformers gptqmodel", {}, {"sym": False, "format_": "awq"}, 1),
-    "awq by rows": ("vllm sglang transformers gptqmodel", {}, {"sym": False, "group_size": -1, "format_": "awq"}, 1),
-    "awq without zero points": ("transformers gptqmodel", {}, {"format_": "awq"}, 1),
-    "awq of shapes unlike Marlin's": ("sglang", {"inter": 1344}, {"sym": False, "group_size": 64, "format_": "awq"}, 1),
-    "parts of their own bits": (
-        "vllm sglang gptqmodel",
-        {},
-        {"format_": "gptq", "set": {"self_attn.[qkv]_proj": {"bits": 8}, "mlp.down_proj": {"group_size": 32}}},
-        1,
-    ),
-    "a skipped matrix": ("vllm sglang transformers llama.cpp", {}, {"set": {"mlp.down_proj": {"skip": True}}}, 1),
-    "split in two": ("vllm sglang", {}, {}, 2),
-    "more devices than key-value heads": ("vllm sglang", {"kv": 2}, {}, 4),
-    "the groups of 1536 inputs, split in four": ("vllm sglang", {"inter": 1536}, {"group_size": 128}, 4),
-    "scales of rows are on every device": ("vllm", {"inter": 1408}, {"group_size": -1}, 4),
-    "tiles of what is fused": ("sglang", {"hidden": 256, "head": 32, "kv": 1, "inter": 256}, {}, 1),
-    "tiles that vllm pads": ("vllm", {"hidden": 1088, "inter": 1344}, {}, 1),
-    "joined on disk": ("vllm", {"family": "phi3"}, {}, 2),
-    "joined on disk, no key-value heads named": ("vllm", {"family": "gpt_neox"}, {}, 4),
-    "Conv1D": ("vllm", {"family": "gpt2"}, {"format_": "gptq"}, 2),
-    "experts": ("vllm sglang transformers", {"family": "mixtral"}, {}, 2),
-    "integers by integers": ("vllm sglang transformers llama.cpp", {}, W8A8, 1),
-    "floats by floats": (
-        "vllm sglang transformers llama.cpp",
-        {},
-        {"type": "fp8", "bits": 8, "activations": "fp8-token"},
-        1,
-    ),
-    "floats alone": ("vllm sglang transformers llama.cpp", {}, {"type": "fp8", "bits": 8}, 1),
-    "a fixed scale of inputs": ("vllm sglang transformers", {}, {**W8A8, "activations": "int8-tensor"}, 1),
-    "integers by integers, split": ("vllm sglang", {"hidden": 1088, "inter": 1344}, W8A8, 2),
-}
-
 
 @pytest.mark.parametrize(
-    ("target", "sizes", "options", "tp"),
-    [
-        pytest.param(target, *rest, id=f"{name}: {target}")
-        for name, (targets, *rest) in PASSING.items()
-        for target in targets.split()
-    ],
+    ("target", "case"),
+    [pytest.param(target, case, id=f"{case.case}: {target}") for case in PASSING for target in case.targets],
 )
-def test_what_a_target_loads_is_planned_as_asked(headers_of, tmp_path, target, sizes, options, tp):
-    model, made = headers_of(**sizes), recipe(**options)
-    tp = tp if TARGETS[target].tensor_parallel else 1
+def test_what_a_target_loads_is_planned_as_asked(headers_of, tmp_path, target, case):
+    model, made = headers_of(**case.model), recipe(**case.recipe)
+    tp = case.tp if TARGETS[target].tensor_parallel else 1
     plain = planned(made, model, tmp_path / "out")
     for repair in (False, True):
         held = planned(made, model, tmp_path / "out", target=target, tp=tp, repair=repair)
@@ -177,380 +156,17 @@ def test_what_a_target_loads_is_planned_as_asked(headers_of, tmp_path, target, s
 
 # --- plans that do not ---
 
-# target, sizes, options, devices, words of the refusal; what a repair makes of the format and of matrices, by a part of
-# their names (None: they stay unquantised), or None where there is no repair
-REFUSED = {
-    "vllm bits": ("vllm", {}, {"bits": 2}, 1, "its kernels take 4 and 8 bits, not 2", None),
-    "vllm gptq bits": ("vllm", {}, {"bits": 3, "format_": "gptq"}, 1, "4 and 8 bits, not 3", None),
-    "vllm asym 8": ("vllm", {}, {"bits": 8, "sym": False}, 1, "not int8-g128-asym", {"": "int8-g128-sym"}),
-    "vllm gptq asym": ("vllm", {}, {"sym": False, "format_": "gptq"}, 1, "takes symmetric", {"": "int4-g128-sym"}),
-    "vllm large groups": ("vllm", {}, {"group_size": 256}, 1, "row, not 256", {"": "int4-g128-sym"}),
-    "vllm small groups": ("vllm", {}, {"group_size": 16}, 1, "row, not 16", {"": "int4-g32-sym"}),
-    "vllm order": ("vllm", {}, {"actorder": "group", "format_": "gptq"}, 1, "activation order", {"": "int4-g128-sym"}),
-    "vllm order of some rows": (
-        "vllm",
-        {},
-        {"format_": "gptq", "set": {"mlp.down_proj": {"actorder": "group", "group_size": -1}}},
-        1,
-        "model.layers.0.mlp.down_proj and 1 more: it refuses groups in activation order",
-        {"mlp.down_proj": "int4-row-sym", "q_proj": "int4-g128-sym"},
-    ),
-    "vllm fused": (
-        "vllm",
-        {},
-        {"set": {"self_attn.q_proj": {"bits": 8}}},
-        1,
-        "it runs qkv_proj as one, and its parts would have int8-g128-sym and int4-g128-sym",
-        {"[qkv]_proj": "int8-g128-sym", "o_proj": "int4-g128-sym"},
-    ),
-    "vllm fused groups": (
-        "vllm",
-        {},
-        {"set": {"layers.1.mlp.up_proj": {"group_size": 32}, "layers.0.*": {"bits": 8}}},
-        1,
-        "model.layers.1.mlp.gate_proj: it runs gate_up_proj as one",
-        {"1.mlp.(gate|up)": "int4-g32-sym", "1.mlp.down": "int4-g128-sym", "0.mlp.": "int8-g128-sym"},
-    ),
-    "vllm fused, one left out": (
-        "vllm",
-        {},
-        {"format_": "gptq", "set": {"layers.0.mlp.gate_proj": {"skip": True}}},
-        1,
-        "it runs gate_up_proj as one, and its parts would have 16 bits and int4-g128-sym",
-        {"0.mlp.up": None, "0.mlp.down": "int4-g128-sym", "1.mlp.": "int4-g128-sym"},
-    ),
-    "vllm experts": (
-        "vllm",
-        {"family": "mixtral"},
-        {"set": {"layers.1.block_sparse_moe.experts.2.w1": {"bits": 8}}},
-        1,
-        "it runs experts as one",
-        {"1.block.*experts": "int8-g128-sym", "0.block.*experts": "int4-g128-sym"},
-    ),
-    "vllm groups of experts over two devices": (
-        "vllm",
-        {"family": "mixtral", "inter": 384},
-        {},
-        4,
-        "groups of 128 do not divide the",
-        {"experts": "int4-g32-sym", "o_proj": "int4-g64-sym", "[qkv]_proj": "int4-g128-sym"},
-    ),
-    "vllm words": (
-        "vllm",
-        {"inter": 1020},
-        {"group_size": -1, "format_": "gptq"},
-        1,
-        "fill whole 32-bit words, not 1020 + 1020 x 1024",
-        {"mlp": None, "self_attn": "int4-row-sym"},
-    ),
-    "vllm words of zero points": (
-        "vllm",
-        {"kv": 1, "head": 132, "heads": 2},
-        {"group_size": -1, "sym": False},
-        1,
-        "fill whole 32-bit words, not 264 + 132 + 132 x 1024",
-        {"[qkv]_proj": None, "o_proj": "int4-row-asym", "mlp": "int4-row-asym"},
-    ),
-    "vllm groups over two devices": (
-        "vllm",
-        {"inter": 1408},
-        {"group_size": 128},
-        4,
-        "model.layers.0.mlp.down_proj and 1 more on 4 devices: groups of 128 do not divide the 352 inputs",
-        {"down": "int4-g32-sym", "gate": "int4-g128-sym", "self_attn": "int4-g128-sym"},
-    ),
-    "vllm groups by default over two devices": (
-        "vllm",
-        {"inter": 1536},
-        {},
-        8,
-        "groups of 128 do not divide the 192 inputs",
-        {"down": "int4-g64-sym", "gate": "int4-g128-sym", "self_attn": "int4-g128-sym"},
-    ),
-    "vllm groups of a pattern over two devices": (
-        "vllm",
-        {"inter": 1536},
-        {"set": {"mlp.down_proj": {"bits": 8}, "layers.0.*": {"clip": "minmax"}}},
-        8,
-        "groups of 128 do not divide the 192 inputs",
-        {"down": "int8-g64-sym", "gate": "int4-g128-sym"},
-    ),
-    "vllm no groups left": (
-        "vllm",
-        {"inter": 1408},
-        {},
-        8,
-        "groups of 128 do not divide the 176 inputs",
-        {"down": "int4-row-sym", "gate": "int4-g128-sym"},
-    ),
-    "vllm heads": ("vllm", {}, {}, 3, "8 attention heads cannot be shared out to 3 devices", None),
-    "vllm heads, decoded": ("vllm", {}, {"format_": "dense"}, 3, "8 attention heads cannot be shared out", None),
-    "vllm key-value heads": (
-        "vllm",
-        {"hidden": 1536, "heads": 12},
-        {},
-        6,
-        "4 key-value heads cannot be shared out",
-        None,
-    ),
-    "vllm outputs": ("vllm", {"inter": 1026}, {"group_size": -1}, 4, "1026 outputs cannot be split over 4", None),
-    "vllm joined outputs": ("vllm", {"family": "phi3", "inter": 1026}, {"group_size": -1}, 4, "2052 outputs", None),
-    "sglang bits": ("sglang", {}, {"bits": 2}, 1, "its kernels take 4 and 8 bits, not 2", None),
-    "sglang asym": ("sglang", {}, {"sym": False, "format_": "gptq"}, 1, "symmetric grids", {"": "int4-g128-sym"}),
-    "sglang groups": ("sglang", {}, {"group_size": 512}, 1, "row, not 512", {"": "int4-g128-sym"}),
-    "sglang fused": (
-        "sglang",
-        {},
-        {"set": {"up_proj": {"skip": True}}},
-        1,
-        "it runs gate_up_proj as one",
-        {"gate": None, "down": "int4-g128-sym"},
-    ),
-    "sglang inputs": (
-        "sglang",
-        {"inter": 1344},
-        {},
-        1,
-        "model.layers.0.mlp.down_proj and 1 more: its Marlin kernels take multiples of 64 outputs and 128 inputs, "
-        "not 1024 x 1344",
-        {"down": None, "gate": "int4-g64-sym"},
-    ),
-    "sglang outputs": (
-        "sglang",
-        {"head": 40, "hidden": 1280, "kv": 2},
-        {"group_size": 64},
-        1,
-        "multiples of 64 outputs and 128 inputs, not 480 x 1280",
-        {"[qkov]_proj": None, "gate": "int4-g64-sym"},
-    ),
-    "sglang tiles of a device": (
-        "sglang",
-        {"inter": 1152},
-        {"group_size": 64},
-        2,
-        "on 2 devices: its Marlin kernels take multiples of 64 outputs and 128 inputs, not 1024 x 576",
-        {"down": None, "gate": "int4-g64-sym"},
-    ),
-    "sglang experts": (
-        "sglang",
-        {"family": "mixtral", "inter": 608},
-        {"group_size": 32},
-        1,
-        "64 inputs of an expert, not 608 x 256",
-        {"experts": None, "self_attn": "int4-g32-sym"},
-    ),
-    "sglang nothing left": ("sglang", {"hidden": 1088, "inter": 1088, "head": 136}, {}, 1, "Marlin kernels", None),
-    "transformers asym": ("transformers", {}, {"sym": False}, 1, "dequantize=True", {"": "int4-g128-sym"}),
-    "transformers mixed gptq": (
-        "transformers",
-        {},
-        {"format_": "gptq", "set": {"down_proj": {"bits": 8}}},
-        1,
-        "one setting for all modules (it ignores `dynamic`), not both int4-g128-sym and int8-g128-sym",
-        {"format": "compressed-tensors", "down": "int8-g128-sym", "gate": "int4-g128-sym"},
-    ),
-    "transformers mixed gptq of 3 bits": (
-        "transformers",
-        {},
-        {"format_": "gptq", "set": {"down_proj": {"bits": 3}}},
-        1,
-        "one setting for all modules",
-        None,
-    ),
-    "transformers groups": (
-        "transformers",
-        {},
-        {"format_": "gptq", "group_size": 1024, "set": {"down_proj": {"skip": True}}},
-        1,
-        "or one scale per row, not 1024",
-        {"self_attn": "int4-g512-sym"},
-    ),
-    "transformers experts": (
-        "transformers",
-        {"family": "mixtral"},
-        {"format_": "gptq"},
-        1,
-        "leaves quantised experts at random values",
-        {"format": "compressed-tensors", "": "int4-g128-sym"},
-    ),
-    "transformers experts of nf4": (
-        "transformers",
-        {"family": "mixtral"},
-        {"format_": "bitsandbytes", "type": "nf4"},
-        1,
-        "no place for their codes",
-        None,
-    ),
-    "transformers Conv1D": ("transformers", {"family": "gpt2"}, {"format_": "gptq"}, 1, "codes of a Conv1D", None),
-    "transformers outputs": (
-        "transformers",
-        {"head": 40, "kv": 1, "hidden": 1280},
-        {"format_": "gptq", "group_size": 64},
-        1,
-        "multiples of 32 outputs, as one kernel serves all modules, not 40 x 1280",
-        {"[kv]_proj": None, "q_proj": "int4-g64-sym"},
-    ),
-    "vllm awq sym": ("vllm", {}, {"format_": "awq"}, 1, "take asymmetric grids of awq", {"": "int4-g128-asym"}),
-    "sglang awq groups": (
-        "sglang",
-        {},
-        {"format_": "awq", "sym": False, "group_size": 256},
-        1,
-        "groups of 32, 64 or 128, or one scale per row, not 256",
-        {"": "int4-g128-asym"},
-    ),
-    "sglang awq sym": ("sglang", {}, {"format_": "awq"}, 1, "take asymmetric grids of awq", {"": "int4-g128-asym"}),
-    "sglang awq words": (
-        "sglang",
-        {"inter": 1056},
-        {"format_": "awq", "sym": False, "group_size": -1},
-        8,
-        "must fill whole 32-bit words",
-        {"mlp": None, "self_attn": "int4-row-asym"},
-    ),
-    "gptqmodel awq groups": (
-        "gptqmodel",
-        {},
-        {"format_": "awq", "sym": False, "group_size": 256},
-        1,
-        "groups of 32, 64 or 128, or one scale per row, not 256",
-        {"": "int4-g128-asym"},
-    ),
-    "transformers awq groups": (
-        "transformers",
-        {},
-        {"format_": "awq", "group_size": 16},
-        1,
-        "groups of 32, 64 or 128, or one scale per row, not 16",
-        {"": "int4-g32-sym"},
-    ),
-    "vllm awq fused": (
-        "vllm",
-        {},
-        {"format_": "awq", "sym": False, "set": {"q_proj": {"skip": True}}},
-        1,
-        "it runs qkv_proj as one",
-        {"[kv]_proj": None, "gate": "int4-g128-asym"},
-    ),
-    "llama.cpp awq": (
-        "llama.cpp",
-        {},
-        {"format_": "awq", "sym": False},
-        1,
-        "it does not read format awq",
-        {"format": "compressed-tensors", "": "int4-g128-asym"},
-    ),
-    "gptqmodel awq joined": ("gptqmodel", {"family": "phi3"}, {"format_": "awq"}, 1, "splits a joined", None),
-    "gptqmodel format": (
-        "gptqmodel",
-        {},
-        {},
-        1,
-        "it does not read format compressed-tensors",
-        {"format": "gptq", "": "int4-g128-sym"},
-    ),
-    "gptqmodel groups": (
-        "gptqmodel",
-        {"inter": 2048, "hidden": 2048, "head": 256},
-        {"format_": "gptq", "group_size": 2048},
-        1,
-        "row, not 2048",
-        {"": "int4-g1024-sym"},
-    ),
-    "gptqmodel joined": ("gptqmodel", {"family": "phi3"}, {"format_": "gptq"}, 1, "splits a joined gate_up_proj", None),
-    "gptqmodel experts": ("gptqmodel", {"family": "mixtral"}, {"format_": "gptq"}, 1, "it renames experts", None),
-    "gptqmodel head": ("gptqmodel", {"family": "gpt_neox"}, {"format_": "gptq"}, 1, "head called embed_out", None),
-    "llama.cpp bits": (
-        "llama.cpp",
-        {},
-        {"bits": 3, "format_": "gptq"},
-        1,
-        "it reads 2, 4 and 8 bits, not 3",
-        {"format": "dense", "": "int3-g128-sym"},
-    ),
-    "llama.cpp rows": ("llama.cpp", {}, {"group_size": -1}, 1, "needs groups, not one scale", {"": "int4-g128-sym"}),
-    "llama.cpp no groups": ("llama.cpp", {"inter": 1040}, {"group_size": -1}, 1, "needs groups", {"format": "gptq"}),
-    "llama.cpp mixed": (
-        "llama.cpp",
-        {},
-        {"set": {"down_proj": {"bits": 8}}},
-        1,
-        "it takes one config group, not both",
-        {"format": "dense", "down": "int8-g128-sym"},
-    ),
-    "llama.cpp mixed orders": (
-        "llama.cpp",
-        {},
-        {"set": {"down_proj": {"actorder": "none"}}},
-        1,
-        "it takes one config group",
-        {"format": "gptq"},
-    ),
-    "vllm rounded inputs": (
-        "vllm",
-        {},
-        {"activations": "int8-token"},
-        1,
-        "it multiplies rounded",
-        {"": "int4-g128-sym"},
-    ),
-    "sglang rounded inputs": (
-        "sglang",
-        {},
-        {"activations": "int8-token"},
-        1,
-        "it multiplies rounded",
-        {"": "int4-g128-sym"},
-    ),
-    "vllm inputs of parts": (
-        "vllm",
-        {},
-        {**W8A8, "set": {"q_proj": {"activations": "none"}}},
-        1,
-        "runs qkv_proj as one, and its parts would have int8-row-sym and int8-row-sym with int8-token inputs",
-        {"": "int8-row-sym"},
-    ),
-    "llama.cpp fixed scale": (
-        "llama.cpp",
-        {},
-        {**W8A8, "activations": "int8-tensor"},
-        1,
-        "it has no place for a scale of inputs",
-        {"": "int8-row-sym"},
-    ),
-    "llama.cpp mixed inputs": (
-        "llama.cpp",
-        {},
-        {**W8A8, "set": {"down_proj": {"activations": "none", "group_size": 128}}},
-        1,
-        "it takes one config group, not both",
-        None,
-    ),
-    "vllm integers in its cache": ("vllm", {}, {"kv_cache": "int8"}, 1, "takes those of fp8", None),
-    "sglang integers in its cache": ("sglang", {}, {"kv_cache": "int8"}, 1, "takes those of fp8", None),
-    "llama.cpp scales of a cache": ("llama.cpp", {}, {"kv_cache": "fp8"}, 1, "tensors it has no name for", None),
-    "llama.cpp mixed gptq": (
-        "llama.cpp",
-        {},
-        {"format_": "gptq", "set": {"down_proj": {"group_size": 64}}},
-        1,
-        "one setting for all modules",
-        {"format": "dense"},
-    ),
-}
 
-
-@pytest.mark.parametrize(("target", "sizes", "options", "tp", "words", "mended"), REFUSED.values(), ids=list(REFUSED))
-def test_what_a_target_does_not_load_is_refused_or_repaired(
-    headers_of, tmp_path, target, sizes, options, tp, words, mended
-):
-    model, made = headers_of(**sizes), recipe(**options)
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.case)
+def test_what_a_target_does_not_load_is_refused_or_repaired(headers_of, tmp_path, case):
+    model, made = headers_of(**case.model), recipe(**case.recipe)
+    target, tp, mended = case.target, case.tp, case.repaired
     out = tmp_path / "out"
     plain = planned(made, model, out)
     with pytest.raises(PlanError) as refused:
         planned(made, model, out, target=target, tp=tp)
     assert refused.value.exit_code == 2
-    assert words in refused.value.message
+    assert case.words in refused.value.message
     assert refused.value.message.startswith(f"{TARGETS[target].title} does not load ")
     assert "\n" not in refused.value.message
     assert refused.value.hint
@@ -671,12 +287,12 @@ def test_targets_that_say_nothing_are_refused(headers_of, tmp_path, options, wor
 def test_every_fact_is_broken_by_some_case(headers_of, tmp_path):
     """The table cannot grow a fact that no case above exercises."""
     reached = set()
-    for target, sizes, options, tp, *_ in REFUSED.values():
-        plan = planned(recipe(**options), headers_of(**sizes), tmp_path / "out")
-        found = violations(TARGETS[target], plan.format.name, plan.entries, plan.headers.config, tp)
-        for fact in TARGETS[target].formats.get(plan.format.name, ()):
+    for case in REFUSED:
+        plan, target = planned(recipe(**case.recipe), headers_of(**case.model), tmp_path / "out"), TARGETS[case.target]
+        found = violations(target, plan.format.name, plan.entries, plan.headers.config, case.tp)
+        for fact in target.formats.get(plan.format.name, ()):
             if any(item.what.startswith((fact.why, fact.why.partition(" q, k, v")[0])) for item in found):
-                reached.add((target, fact.why))
+                reached.add((case.target, fact.why))
     known = {
         (name, fact.why)
         for name, target in TARGETS.items()
@@ -694,86 +310,7 @@ def test_every_fact_is_broken_by_some_case(headers_of, tmp_path):
     assert known - reached == heads | unreachable
 
 
-# --- an oracle of its own: which elements each device holds ---
-
-
-def whole_on_devices(target, tp, heads, kv, head, hidden, inter, bits, group, symmetric):
-    """Whether every device gets whole heads, whole groups, whole words and whole tiles; by listing what it holds."""
-    if heads % tp or inter % tp:
-        return False
-    if kv >= tp and kv % tp:
-        return False
-    if kv < tp and tp % kv:
-        return False
-    for device in range(tp):
-        queries = [h for h in range(heads) if h * tp // heads == device]
-        keys = [h for h in range(kv) if (h * tp // kv == device if kv >= tp else device * kv // tp == h)]
-        hidden_of_mlp = [i for i in range(inter) if i * tp // inter == device]
-        linears = [  # (rows of each part, columns held)
-            ([len(queries) * head, len(keys) * head, len(keys) * head], list(range(hidden))),
-            ([hidden], [h * head + i for h in queries for i in range(head)]),
-            ([len(hidden_of_mlp)] * 2, list(range(hidden))),
-            ([hidden], hidden_of_mlp),
-        ]
-        for parts, columns in linears:
-            if group != PER_ROW:
-                held: dict[int, int] = {}
-                for column in columns:
-                    held[column // group] = held.get(column // group, 0) + 1
-                if any(count != group for count in held.values()):
-                    return False
-            if target == "sglang" and (sum(parts) % 64 or len(columns) % 128):
-                return False
-            if target == "vllm":
-                if len(columns) * bits % 32:
-                    return False
-                if not symmetric and any(rows * bits % 32 for rows in parts):
-                    return False
-    return True
-
-
-def entries_of(hidden, inter, heads, kv, head, grid):
-    shapes = {
-        "self_attn.q_proj": (heads * head, hidden),
-        "self_attn.k_proj": (kv * head, hidden),
-        "self_attn.v_proj": (kv * head, hidden),
-        "self_attn.o_proj": (hidden, heads * head),
-        "mlp.gate_proj": (inter, hidden),
-        "mlp.up_proj": (inter, hidden),
-        "mlp.down_proj": (hidden, inter),
-    }
-    return [
-        Entry(TensorSpec(f"model.layers.0.{name}.weight", "BF16", shape), grid, block=True, linear=True)
-        for name, shape in shapes.items()
-    ]
-
-
-@settings(max_examples=400, deadline=None)
-@given(
-    target=st.sampled_from(["vllm", "sglang"]),
-    tp=st.sampled_from([1, 2, 3, 4, 6, 8]),
-    kv=st.integers(1, 8),
-    share=st.integers(1, 4),
-    head=st.sampled_from([12, 16, 32, 64, 96, 128]),
-    hidden=st.integers(1, 24).map(lambda n: 32 * n),
-    inter=st.one_of(st.integers(1, 24).map(lambda n: 64 * n), st.integers(1, 400).map(lambda n: 4 * n)),
-    bits=st.sampled_from([4, 8]),
-    group=st.sampled_from([PER_ROW, 32, 64, 128]),
-    symmetric=st.booleans(),
-)
-def test_what_is_accepted_lies_whole_on_every_device(
-    target, tp, kv, share, head, hidden, inter, bits, group, symmetric
-):
-    heads = kv * share
-    if not symmetric:
-        bits = 4
-    entries = entries_of(hidden, inter, heads, kv, head, GridSpec(bits, group, symmetric))
-    if any(entry.in_features % (1 if group == PER_ROW else group) for entry in entries):
-        return  # no plan has such groups
-    config = {"num_attention_heads": heads, "num_key_value_heads": kv}
-    found = violations(TARGETS[target], "compressed-tensors", entries, config, tp)
-    whole = whole_on_devices(target, tp, heads, kv, head, hidden, inter, bits, group, symmetric)
-    assert (not found) == whole, found
+# --- whatever the request ---
 
 
 @settings(max_examples=40, deadline=None)
