@@ -19,6 +19,7 @@ ROW = [
     {"kernels"},
     {"validate"},
     {"report"},
+    {"api"},
     {"cli"},
 ]
 RANK = {name: rank for rank, names in enumerate(ROW) for name in names}

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from reprlib import Repr
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError
@@ -99,11 +99,14 @@ def _step(value: Any) -> Any:
     return build(known[value["method"]], options, f"step {value['method']}")
 
 
+Step: TypeAlias = Method | Pruner | Transform
+
+
 class Recipe(_Strict):
     """Calibration, steps, output: the whole of a run but for the model and where the result goes."""
 
     calibration: Calibration = Calibration()
-    steps: tuple[Annotated[SerializeAsAny[Method | Pruner | Transform], BeforeValidator(_step)], ...]
+    steps: tuple[Annotated[SerializeAsAny[Step], BeforeValidator(_step)], ...]
     output: Output = Output()
     kv_cache: KvCache | None = None
     expected: Expected | None = None

@@ -5,7 +5,7 @@ import json
 import pytest
 import yaml
 
-from llmcompress.cli.presets import Preset
+from llmcompress.api.presets import Preset
 from llmcompress.errors import RecipeError
 from llmcompress.transforms.rotate import Rotate
 from llmcompress.transforms.smoothquant import SmoothQuant
@@ -76,10 +76,6 @@ def test_int8_rounds_inputs_in_eval(main, capsys, tiny_model_dir, tiny_eval_text
     assert figures[0] < 0.01
 
 
-def defaults(preset, **given):
-    return {**{name: default for name, (_, default) in preset.options.items()}, **given}
-
-
 def test_a_preset_puts_transforms_before_its_method():
     preset = Preset(
         "smooth",
@@ -88,7 +84,7 @@ def test_a_preset_puts_transforms_before_its_method():
         fixed={"bits": 8, "group_size": -1, "activations": "int8-token"},
         offered=("clip",),
     )
-    found = preset.recipe(defaults(preset, alpha=0.6, clip="minmax", set=["o_proj: {skip: true}"], kv_cache="fp8"))
+    found = preset.recipe({"alpha": 0.6, "clip": "minmax", "set": {"o_proj": {"skip": True}}, "kv_cache": "fp8"})
     smooth, method = found.steps
     assert (smooth.name, smooth.alpha, smooth.flows) == ("smoothquant", 0.6, True)
     assert (method.name, method.bits, method.activations, method.clip) == ("rtn", 8, "int8-token", "minmax")
@@ -98,9 +94,9 @@ def test_a_preset_puts_transforms_before_its_method():
 
 def test_a_preset_of_a_transform_alone_has_no_options_of_a_method():
     preset = Preset("rotate", "", method=None, transforms=(Rotate,), format="dense")
-    assert {"residual", "values", "seed"} <= preset.options.keys()
-    assert not {"bits", "set"} & preset.options.keys()
-    found = preset.recipe(defaults(preset, seed=7, values=False))
+    assert {"residual", "values", "seed"} <= preset.fields.keys()
+    assert not {"bits", "set"} & preset.fields.keys()
+    found = preset.recipe({"seed": 7, "values": False})
     assert found.method is None
     assert [(step.name, step.seed, step.values) for step in found.transforms] == [("rotate", 7, False)]
     assert found.output.format == "dense"
@@ -109,4 +105,4 @@ def test_a_preset_of_a_transform_alone_has_no_options_of_a_method():
 def test_options_of_a_preset_are_checked_as_those_of_a_recipe_are():
     preset = Preset("smooth", "", transforms=(SmoothQuant,), offered=("clip",))
     with pytest.raises(RecipeError, match="smoothquant: alpha"):
-        preset.recipe(defaults(preset, alpha=2.0))
+        preset.recipe({"alpha": 2.0})

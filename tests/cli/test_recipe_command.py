@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from llmcompress.api.recipes import packaged_recipes, recipe_file
 from llmcompress.calib import default as shipped
-from llmcompress.cli.recipes import file_of, packaged
 from llmcompress.errors import LlmcompressError, RecipeError
 from llmcompress.recipe import load, parse
 
@@ -40,7 +40,7 @@ def test_show_prints_the_file_as_it_is(main, capsys):
     assert main("recipe", "show", "gptq-w4") == 0
     shown = capsys.readouterr().out
     assert shown == (ROOT / "configs" / "gptq-w4.yaml").read_text()
-    assert parse(yaml.safe_load(shown)) == load(file_of("gptq-w4"))
+    assert parse(yaml.safe_load(shown)) == load(recipe_file("gptq-w4"))
 
 
 def test_a_wheel_holds_the_recipes(monkeypatch, tmp_path):
@@ -48,10 +48,10 @@ def test_a_wheel_holds_the_recipes(monkeypatch, tmp_path):
     package = tmp_path / "site-packages" / "llmcompress"
     shutil.copytree(ROOT / "configs", package / "configs")
     monkeypatch.setattr(shipped, "PACKAGE", package)
-    assert packaged()["gptq-w4"].file.parent == package / "configs"
+    assert packaged_recipes()["gptq-w4"].file.parent == package / "configs"
     shutil.rmtree(package)
     with pytest.raises(LlmcompressError, match="lacks its configs"):
-        packaged()
+        packaged_recipes()
 
 
 def test_run_takes_a_name(main, tiny_model_dir, tmp_path):
@@ -62,13 +62,13 @@ def test_run_takes_a_name(main, tiny_model_dir, tmp_path):
 def test_a_file_goes_before_a_name_and_a_folder_does_not(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     Path("rtn-w8").mkdir()  # such as an output
-    assert file_of("rtn-w8") == packaged()["rtn-w8"].file
+    assert recipe_file("rtn-w8") == packaged_recipes()["rtn-w8"].file
     Path("rtn-w8").rmdir()
     Path("rtn-w8").write_text("steps: [{method: rtn}]")
-    assert file_of("rtn-w8") == Path("rtn-w8")
-    assert file_of("./rtn-w9") == Path("rtn-w9")
+    assert recipe_file("rtn-w8") == Path("rtn-w8")
+    assert recipe_file("./rtn-w9") == Path("rtn-w9")
     with pytest.raises(RecipeError, match="did you mean 'rtn-w8'"):
-        file_of("rtn-w9")
+        recipe_file("rtn-w9")
 
 
 @pytest.mark.parametrize("name", sorted(WISHES.values()))

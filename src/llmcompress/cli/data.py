@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from llmcompress.api.settings import text_of
 from llmcompress.cli import console
 from llmcompress.cli import options as o
 
@@ -31,11 +32,9 @@ def pack(
     from llmcompress.calib.base import fingerprint
     from llmcompress.calib.pack import save
     from llmcompress.engine.run.tokens import tokens_for
-    from llmcompress.recipe import Calibration, build
 
-    options = {} if field is None else {"field": field}
-    given = {"source": calibration, "options": options, "samples": samples, "length": length, "seed": seed}
-    asked = build(Calibration, given, "the calibration options")
+    given = {"calibration": calibration, "field": field, "samples": samples, "length": length, "seed": seed}
+    asked = text_of(given)
     tokens = tokens_for(asked, model, "float32", trust_remote_code)
     save(tokens, out)
     facts = {"path": str(out), "samples": tokens.shape[0], "length": tokens.shape[1], "sha256": fingerprint(tokens)}

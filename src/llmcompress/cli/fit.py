@@ -5,6 +5,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from llmcompress.api.quiet import quiet_libraries
+from llmcompress.api.recipes import method_recipe
+from llmcompress.api.settings import TEXT_SETTINGS
 from llmcompress.cli import budget, console
 from llmcompress.cli import options as o
 from llmcompress.cli.log import log
@@ -12,7 +15,7 @@ from llmcompress.cli.stopping import Stop
 from llmcompress.cli.structured import tell_plan
 from llmcompress.errors import RecipeError
 from llmcompress.grids.base import INTEGER_BITS, PER_ROW
-from llmcompress.recipe import DEFAULT_FORMAT, Calibration, Output, Recipe, build, methods
+from llmcompress.recipe import DEFAULT_FORMAT, Recipe, methods
 
 if TYPE_CHECKING:
     from llmcompress.engine.budget.matrix_grids import Asked, Fitted
@@ -94,17 +97,14 @@ def register(app: typer.Typer) -> None:
 
 def fit(**values: Any) -> None:
     """Measure, choose, write, tell."""
-    from transformers.utils import logging
-
     from llmcompress.engine.budget.matrix_grids import fitted_to_grids
 
     wanted, recipe, out = _asked(values), recipe_of(values), values["out"]
     _refuse_place(out, values["overwrite"])
-    logging.disable_progress_bar()
     quiet, work = values["quiet"] or (values["json_"] and not log.active), _work(values)
     options = o.run_options({**values, "out": work / "out", "work": work, "overwrite": False})
     kept = f"finished layers are kept in {work}; run the same command again to go on"
-    with console.Steps("measuring", quiet, Stop(values["deadline"]), kept) as steps:
+    with quiet_libraries(), console.Steps("measuring", quiet, Stop(values["deadline"]), kept) as steps:
         found = fitted_to_grids(
             recipe,
             values["model"],
@@ -127,12 +127,8 @@ def _work(values: dict[str, Any]) -> Path:
 
 def recipe_of(values: dict[str, Any]) -> Recipe:
     """What the options say, but for the bits."""
-    options = {"sym": values["sym"], "set": o.parse_set(values["set"])}
-    return Recipe(
-        calibration=build(Calibration, o.calibration(values), "the calibration options"),
-        steps=(build(methods()[values["method"]], options, values["method"]),),
-        output=build(Output, o.output(values), "the output options"),
-    )
+    names = ("sym", "set", "format_", "shard_size", *TEXT_SETTINGS)
+    return method_recipe(values["method"], o.recipe_settings({name: values[name] for name in names}))
 
 
 def _asked(values: dict[str, Any]) -> "Asked":

@@ -1,19 +1,22 @@
 """`llmcompress gguf`: a recipe from a file type of GGUF, calibrated or not."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
+from llmcompress.api.quiet import quiet_libraries
+from llmcompress.api.recipes import GGUF, method_recipe
+from llmcompress.api.settings import TEXT_SETTINGS
 from llmcompress.cli import budget, console
 from llmcompress.cli import options as o
-from llmcompress.cli.jobs import Job
+from llmcompress.cli.jobs import Flags, Job
+from llmcompress.cli.running import start
 from llmcompress.cli.stopping import Stop
 from llmcompress.engine.process.ranks import refuse_several
 from llmcompress.errors import RecipeError
-from llmcompress.methods.base import GgufTypes, Method
-from llmcompress.recipe import Calibration, Output, Recipe, build, methods
 from llmcompress.store.output_file import is_single
 
 TYPES = "Types"
@@ -103,6 +106,10 @@ SplitSize = Annotated[
     ),
 ]
 
+_OF_RECIPE = (
+    *("type_", "pure", "output_type", "embedding_type", "allow_requantize", "search", "imatrix", "pre", "modelfile"),
+    *TEXT_SETTINGS,
+)
 _SIZES = {"--type": "type_", "--bpw": "bpw", "--size": "size"}
 OPTIONS: dict[str, tuple[Any, Any]] = {
     "model": (Model, ...),
@@ -126,16 +133,17 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def command(go: Callable[..., None]) -> Callable[..., None]:
-    """The function of the command; `go` carries jobs out: one of each type, or that of a budget."""
+def command(dry: bool) -> Callable[..., None]:
+    """The function of the command: a file of each type, or the one of a budget. dry: plan it and stop."""
 
     def run(**values: Any) -> None:
-        values |= {"target": None, "tp": 1, "repair": False}
         _refuse_contradiction(values)
+        flags = Flags.of(values)
         if values["type_"]:
-            go(*_typed(values))
+            start(*_typed(values), flags=flags, dry=dry)
         else:
-            go(_budgeted({**values, "out": values["out"] or _named(values)}))
+            job, stop = _budgeted({**values, "out": values["out"] or _named(values)})
+            start(job, flags=flags, dry=dry, stop=stop)
 
     return run
 
@@ -146,9 +154,22 @@ def _typed(values: dict[str, Any]) -> list[Job]:
     jobs = []
     for kind in kinds:
         places = {} if len(kinds) == 1 else {name: _appended(values[name], kind) for name in ("out", "work")}
-        given = {**values, "type_": kind, **places}
-        jobs.append(Job(recipe_of(given), given))
+        jobs.append(_job({**values, "type_": kind, **places}))
     return jobs
+
+
+def _job(values: dict[str, Any], kind: str | None = None) -> Job:
+    """The job of a file of one type."""
+    given = values if kind is None else {**values, "type_": kind}
+    return Job(method_recipe(GGUF, _settings(given)), values["model"], o.run_options(values))
+
+
+def _settings(values: dict[str, Any]) -> dict[str, Any]:
+    """The values of options that the recipe is made from."""
+    settings = {name.rstrip("_"): values[name] for name in _OF_RECIPE}
+    settings["tensor_type"] = _patterns(values["tensor_type"])
+    settings["shard_size"] = o.gigabytes("--split-max-size", values["split_max_size"])
+    return settings
 
 
 def _appended(place: Path | None, kind: str) -> Path | None:
@@ -181,59 +202,22 @@ def _named(values: dict[str, Any]) -> Path:
     return called_after(values["model"], f"{size}.gguf")
 
 
-def _budgeted(values: dict[str, Any]) -> Job:
-    """The job of a budget: types are chosen first, which measures on text."""
-    from transformers.utils import logging
-
+def _budgeted(values: dict[str, Any]) -> tuple[Job, Stop]:
+    """The job of a budget, for which types are chosen first by what they lose on text, and its deadline."""
     from llmcompress.engine.budget.gguf_types import SMALLEST, fitted_to_budget
 
     refuse_several("choosing types by a size")
     wanted = budget.budget(values)
-    recipe = recipe_of({**values, "type_": SMALLEST})
-    logging.disable_progress_bar()
+    job = _job(values, SMALLEST)
     stop = Stop(values["deadline"])
     kept = "losses are kept by --losses once all are measured; run the same command again"
     # the deadline does not stop measuring, of which nothing would be kept: a later start would get no further
-    with console.Steps("measuring", values["quiet"] or values["json_"], lambda done: stop(0), kept) as steps:
-        found, ledger = fitted_to_budget(
-            recipe, values["model"], o.run_options(values), wanted, values["losses"], steps.at
-        )
-    return Job(found, values, ledger.entries, stop)
-
-
-def recipe_of(values: dict[str, Any]) -> Recipe:
-    """The recipe that the options of the command stand for."""
-    calibrated, weighted = values["calibration"] is not None, values["imatrix"] is not None
-    if calibrated and weighted:
-        raise RecipeError("--imatrix and --calibration both say what errors cost", "give one of them")
-    types = {
-        "type": values["type_"],
-        "pure": values["pure"],
-        "output": values["output_type"],
-        "embedding": values["embedding_type"],
-        "tensors": _patterns(values["tensor_type"]),
-        "allow_requantize": values["allow_requantize"],
-        "search": values["search"] or ("best" if calibrated or weighted else "fast"),
-    }
-    method: type[Method] = methods()["gptq" if calibrated else "rtn"]
-    calibration = {key: values[key] for key in ("samples", "length", "seed")}
-    if calibrated:
-        calibration["source"] = values["calibration"]
-    if weighted:
-        calibration["imatrix"] = str(values["imatrix"])
-    if values["field"] is not None:
-        calibration["options"] = {"field": values["field"]}
-    output = {
-        "format": "gguf",
-        "shard_size": o.gigabytes("--split-max-size", values["split_max_size"]),
-        "pre": values["pre"],
-        "modelfile": values["modelfile"],
-    }
-    return Recipe(
-        calibration=build(Calibration, calibration, "the calibration options"),
-        steps=(build(method, {"gguf": build(GgufTypes, types, "the types")}, method.name),),
-        output=build(Output, output, "the output options"),
-    )
+    with (
+        quiet_libraries(),
+        console.Steps("measuring", values["quiet"] or values["json_"], lambda done: stop(0), kept) as steps,
+    ):
+        recipe, ledger = fitted_to_budget(job.recipe, job.model, job.options, wanted, values["losses"], steps.at)
+    return replace(job, recipe=recipe, notes=tuple(ledger.entries)), stop
 
 
 def _patterns(values: list[str] | None) -> dict[str, str]:

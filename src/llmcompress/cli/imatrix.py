@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from llmcompress.api.quiet import quiet_libraries
+from llmcompress.api.settings import text_of
 from llmcompress.cli import console
 from llmcompress.cli import options as o
 from llmcompress.cli.log import log
@@ -48,18 +50,13 @@ def measure(
     quiet: o.Quiet = False,
 ) -> None:
     """Measure how much each input of every matrix matters: the sums of its squares over text, as llama-imatrix does."""
-    from transformers.utils import logging
-
     from llmcompress.engine.plan.options import Options
     from llmcompress.engine.run.measure_imatrix import measure_imatrix
     from llmcompress.formats.gguf.imatrix_file import refuse_place
     from llmcompress.ledger import Ledger
-    from llmcompress.recipe import Calibration, build
 
-    logging.disable_progress_bar()
-    options = {} if field is None else {"field": field}
-    given = {"source": calibration, "options": options, "samples": samples, "length": length, "seed": seed}
-    text = build(Calibration, given, "the calibration options")
+    given = {"calibration": calibration, "field": field, "samples": samples, "length": length, "seed": seed}
+    text = text_of(given)
     refuse_place(out, overwrite)
     resources = Options(
         device=device,
@@ -69,7 +66,10 @@ def measure(
         trust_remote_code=trust_remote_code,
     )
     ledger = Ledger()
-    with console.Steps("layers", quiet or (json_ and not log.active), Stop(deadline), _NOTHING_KEPT) as steps:
+    with (
+        quiet_libraries(),
+        console.Steps("layers", quiet or (json_ and not log.active), Stop(deadline), _NOTHING_KEPT) as steps,
+    ):
         found = measure_imatrix(model, text, _folder(out), resources, ledger, steps.at)
     _write(out, found, legacy, overwrite)
     if log.active or not (quiet or json_):

@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from llmcompress.api.settings import text_of
 from llmcompress.cli import options as o
-from llmcompress.cli.structured import COMMON, carry_out, text_of
+from llmcompress.cli.structured import COMMON, carry_out
 
 Original = Annotated[Path, typer.Argument(help="The model before compression.", show_default=False)]
 Compressed = Annotated[

@@ -17,7 +17,6 @@ from llmcompress.errors import RecipeError
 from llmcompress.methods.base import Method
 from llmcompress.pruners.base import Pruner
 from llmcompress.recipe import DEFAULT_FORMAT, Calibration
-from llmcompress.recipe import KvCache as Cache
 from llmcompress.transforms.base import Transform
 from llmcompress.yamlfile import read_yaml
 
@@ -284,7 +283,12 @@ def taken(*names: str) -> dict[str, tuple[Any, Any]]:
 
 def field_options(step: type[Method] | type[Pruner] | type[Transform]) -> dict[str, tuple[Any, Any]]:
     """Options from the fields of a step: name to (annotation, default)."""
-    return {name: _option(name, field) for name, field in step.model_fields.items() if name != "gguf"}
+    return fields_as_options({name: field for name, field in step.model_fields.items() if name != "gguf"})
+
+
+def fields_as_options(fields: Mapping[str, FieldInfo]) -> dict[str, tuple[Any, Any]]:
+    """Options from fields: name to (annotation, default)."""
+    return {name: _option(name, field) for name, field in fields.items()}
 
 
 def _option(name: str, field: FieldInfo) -> tuple[Any, Any]:
@@ -330,25 +334,27 @@ def gigabytes(option: str, value: float | None) -> int | None:
     return int(value * 1e9)
 
 
-def calibration(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What the calibration options of a run say, as a recipe does."""
-    said = {key: values[key] for key in ("samples", "length", "seed")}
-    if values["calibration"] is not None:
-        said["source"] = values["calibration"]
-    return said | {"options": {"field": values["field"]} if values["field"] is not None else {}}
+_NO_SETTINGS = {"model", "out", "overwrite", "gates", *MEANS}  # of a recipe
 
 
-def output(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What the output options of a run say, as a recipe does."""
-    return {"format": values["format_"], "shard_size": gigabytes("--shard-size", values["shard_size"])}
+def recipe_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of options that a recipe is made from, as functions of Python take them."""
+    settings = {name.rstrip("_"): value for name, value in values.items() if name not in _NO_SETTINGS}
+    if settings.get("format", "") is None:
+        del settings["format"]
+    if "shard_size" in settings:
+        settings["shard_size"] = gigabytes("--shard-size", settings["shard_size"])
+    if "set" in settings:
+        settings["set"] = parse_set(settings["set"])
+    return settings
 
 
-def kv_cache(values: Mapping[str, Any]) -> Cache | None:
-    """What is said of cached keys and values, as a recipe does."""
-    return None if values["kv_cache"] is None else Cache(code=values["kv_cache"])
+def format_setting(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The format that is asked for in place of a recipe's, as functions of Python take it."""
+    return {} if values["format_"] is None else {"format": values["format_"]}
 
 
-def run_options(values: dict[str, Any]) -> "Options":
+def run_options(values: Mapping[str, Any]) -> "Options":
     """Paths and limits of a run, from the values of those options that a command has."""
     from llmcompress.engine.plan.options import Options
 

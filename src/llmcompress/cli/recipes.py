@@ -1,17 +1,15 @@
 """`recipe`: the recipes that come with llmcompress, and whether one of your own is sound."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llmcompress.calib.default import shipped
+from llmcompress.api.recipes import packaged_recipes, recipe_file
 from llmcompress.cli import console
 from llmcompress.cli import options as o
 from llmcompress.errors import RecipeError
-from llmcompress.recipe import Recipe, load
-from llmcompress.registry import suggest
+from llmcompress.recipe import load
 
 if TYPE_CHECKING:
     from llmcompress.engine.plan.recipe_check import Problem
@@ -25,52 +23,6 @@ OptionalModel = Annotated[
 ]
 
 
-@dataclass(frozen=True)
-class Packaged:
-    """A recipe that comes with llmcompress. comment: its lines without the sign of a comment."""
-
-    name: str
-    file: Path
-
-    @property
-    def text(self) -> str:
-        return self.file.read_text(encoding="utf-8")
-
-    @property
-    def comment(self) -> str:
-        """What it says of itself, without commands to copy."""
-        lines = [line[1:] for line in self.text.splitlines() if line.startswith("#")]
-        return " ".join(line.strip() for line in lines if not line.startswith("   "))
-
-
-def packaged() -> dict[str, Packaged]:
-    """The recipes in `configs/` by name."""
-    files = {file.stem: file for file in shipped("configs").glob("*.yaml")}
-    return {name: Packaged(name, files[name]) for name in sorted(files)}
-
-
-def file_of(recipe: str) -> Path:
-    """The file of a recipe, which may be a path or the name of one that comes with llmcompress.
-
-    A file of that name goes first. RecipeError if there is neither.
-    """
-    path = Path(recipe)
-    if path.suffix or path.is_file() or path.name != recipe:
-        return path
-    known = packaged()
-    if recipe not in known:
-        raise RecipeError(f"there is no file {recipe}, and no recipe of that name", suggest(recipe, list(known)))
-    return known[recipe].file
-
-
-def load_named(recipe: str, format_: str | None = None) -> Recipe:
-    """The recipe in a file, or of a name, with another format of output if one is given."""
-    found = load(file_of(recipe))
-    if format_ is None:
-        return found
-    return found.model_copy(update={"output": found.output.model_copy(update={"format": format_})})
-
-
 def register(app: typer.Typer) -> None:
     recipe = typer.Typer(no_args_is_help=True, help="Recipes: those that come with llmcompress, and checking your own.")
     recipe.command("list")(list_)
@@ -81,7 +33,7 @@ def register(app: typer.Typer) -> None:
 
 def list_(json_: o.Json = False) -> None:
     """The recipes that come with llmcompress, and when to use each."""
-    rows = [(item.name, item.comment) for item in packaged().values()]
+    rows = [(item.name, item.comment) for item in packaged_recipes().values()]
     if json_:
         console.print_json([{"recipe": name, "comment": comment} for name, comment in rows])
     else:
@@ -90,7 +42,7 @@ def list_(json_: o.Json = False) -> None:
 
 def show(recipe: Name, json_: o.Json = False) -> None:
     """Print a recipe with its comment, to use as it is or to change."""
-    file = file_of(recipe)
+    file = recipe_file(recipe)
     if json_:
         console.print_json({"recipe": recipe, **load(file).as_data()})
         return
@@ -106,7 +58,7 @@ def check(recipe: Name, model: OptionalModel = None, json_: o.Json = False) -> N
     """
     from llmcompress.engine.plan.recipe_check import problems
 
-    file = file_of(recipe)
+    file = recipe_file(recipe)
     found = problems(file, model)
     if json_:
         console.print_json({"recipe": recipe, "ok": not found, "problems": [_facts(item) for item in found]})

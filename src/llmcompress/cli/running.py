@@ -1,22 +1,102 @@
-"""Carrying plans out, and telling what came of it."""
+"""Carry jobs out for the command line: print their plans or recipes, or run them, and tell what came of them."""
 
-import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
+from llmcompress.api import compression
+from llmcompress.api.results import Result, noted_error, refuse_unknown_kinds, timed
 from llmcompress.cli import console
 from llmcompress.cli.gates import Gates
+from llmcompress.cli.jobs import Flags, Job
 from llmcompress.cli.log import log
-from llmcompress.errors import GateError, RecipeError
-from llmcompress.ledger import KINDS
-from llmcompress.registry import suggest
+from llmcompress.cli.plan_table import show_plans
+from llmcompress.cli.stopping import Stop
+from llmcompress.engine.process.ranks import joined, leads, refuse_several
+from llmcompress.errors import GateError
+from llmcompress.recipe import Recipe
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from llmcompress.engine.plan.plan import Plan
+
+    Planned = tuple[Plan, dict[str, Any] | None]
+    """A plan, and the report of its output if an earlier start has finished it."""
+
+
+def start(*jobs: Job, flags: Flags, dry: bool = False, stop: Stop | None = None) -> None:
+    """Plan all jobs before the first is carried out. stop: where the clock of the deadline runs already."""
+    refuse_unknown_kinds(flags.strict)
+    options = jobs[0].options
+    dry = dry or flags.dry_run or flags.print_recipe
+    if dry:
+        refuse_several("a plan")
+    if flags.print_recipe and not options.repair:
+        _print_recipes([job.recipe for job in jobs], flags.json)
+        return
+    if stop is None and not dry:
+        stop = Stop(flags.deadline)
+    with joined(options.device):
+        planned = _agreed(jobs, dry)
+        if flags.print_recipe:
+            _print_recipes([plan.recipe for plan, _ in planned], flags.json)
+        elif dry or stop is None:
+            show_plans([plan for plan, _ in planned], flags.json)
+        else:
+            _run_all(planned, flags, stop)
+
+
+def _print_recipes(recipes: Sequence[Recipe], as_json: bool) -> None:
+    if as_json:
+        found = [recipe.as_data() for recipe in recipes]
+        console.print_json(found[0] if len(found) == 1 else found)
+    else:
+        typer.echo("---\n".join(recipe.as_yaml() for recipe in recipes), nl=False)
+
+
+def _agreed(jobs: Sequence[Job], dry: bool) -> "list[Planned]":
+    """Plans of jobs. Every process of the run makes them; none goes on where one of them cannot."""
+    from llmcompress.processes import agreed
+
+    return agreed(lambda: [_planned(job, len(jobs) > 1 and not dry) for job in jobs])
+
+
+def _planned(job: Job, several: bool) -> "Planned":
+    """The plan of a job; of `several`, with the report of what an earlier start has finished."""
+    if not several:
+        return compression.plan(job.model, job.recipe, options=job.options, notes=job.notes), None
+    from llmcompress.engine.write.finished_runs import planned_or_finished
+
+    plan, report = planned_or_finished(job.recipe, job.model, job.options)
+    return compression.with_notes(plan, job.notes), report
+
+
+def _run_all(planned: "Sequence[Planned]", flags: Flags, stop: Stop) -> None:
+    from llmcompress.engine.write.timings import refuse_place
+
+    if flags.timings is not None:
+        for plan, _ in planned:
+            refuse_place(flags.timings, plan)
+    results: dict[Path, Result] = {}
+    strict = strict_gates(flags.strict, [plan.out for plan, _ in planned])
+    flags.gates.expect(name for _, _, name in strict)
+    quiet = flags.quiet or (flags.json and not log.active) or not leads()
+    for plan, report in planned:
+        results[plan.out] = carry_out(plan, stop, quiet, report, timings=flags.timings if leads() else None)
+        stop.before += report is None
+        if leads() and (log.active or not flags.json):
+            tell(plan, results[plan.out], flags.quiet)
+    if not leads():
+        return
+    if flags.json:
+        found = [result.as_data() for result in results.values()]
+        console.print_json(found[0] if len(found) == 1 else found)
+    broken = [judge_strict(results[out], kind, name, flags.gates) for out, kind, name in strict]
+    for error in filter(None, broken):
+        raise error
 
 
 def carry_out(
@@ -26,40 +106,14 @@ def carry_out(
     report: dict[str, Any] | None,
     tokens: "Tensor | None" = None,
     timings: Path | None = None,
-) -> dict[str, Any]:
-    """The report of a run, with what it took. report: what an earlier start has written, if it has finished the run.
-
-    timings: file for the time and memory of each layer.
-    """
-    from llmcompress.engine.execute import run
-    from llmcompress.engine.process.process_memory import peak_memory
-    from llmcompress.engine.write.timings import Timings
-
-    begin, finished = time.perf_counter(), report is not None
-    _log_plan(plan, finished)
-    if report is None:
-        with console.watching(quiet) as watch, _sweeping(plan, quiet):
-            timed = None if timings is None else Timings(timings, plan, watch)
-            report = run(plan, timed or watch, stop, tokens)
-            if timed is not None:
-                timed.end()
-    seconds = round(time.perf_counter() - begin, 2)
-    return {**report, "output": str(plan.out), "seconds": seconds, "peak_memory_bytes": peak_memory()}
-
-
-def _sweeping(plan: "Plan", quiet: bool) -> AbstractContextManager[None]:
-    """Within, a GPU decides blocks of columns by a kernel, where it can."""
-    if not plan.resources.gpu or not any(matrix.inverts for layer in plan.layers for matrix in layer):
-        return nullcontext()
-    from llmcompress.engine.process.ranks import device_of
-    from llmcompress.kernels.sweep import gpu_sweeper
-    from llmcompress.solve.sweep import swept_by
-
-    def say(line: str) -> None:
-        if not quiet:
-            console.say(line)
-
-    return swept_by(gpu_sweeper(device_of(plan.options.device), say))
+) -> Result:
+    """Run a plan and show its progress. report: of its output, if an earlier start has finished it: nothing is run."""
+    _log_plan(plan, report is not None)
+    if report is not None:
+        return timed(plan.out, lambda: report)
+    with console.watching(quiet) as watch:
+        say = (lambda line: None) if quiet else console.say
+        return compression.run(plan, progress=watch, stop=stop, timings=timings, tokens=tokens, say=say)
 
 
 def _log_plan(plan: "Plan", finished: bool) -> None:
@@ -84,25 +138,24 @@ def _log_plan(plan: "Plan", finished: bool) -> None:
     )
 
 
-def tell(plan: "Plan", result: dict[str, Any], quiet: bool) -> None:
+def tell(plan: "Plan", result: Result, quiet: bool) -> None:
     """Say what was written, and what was decided on the way."""
     if not quiet:
-        console.ledger(result["ledger"])
-    cost, spent = plan.estimate, {name: result[name] for name in ("seconds", "peak_memory_bytes")}
+        console.ledger(result.report["ledger"])
+    cost = plan.estimate
     if log.active:
-        bits = round(cost.bits_per_weight, 4)
-        log.event("written", output=str(plan.out), bytes=cost.output_bytes, bits_per_weight=bits, **spent)
+        log.event(
+            "written",
+            output=str(plan.out),
+            bytes=cost.output_bytes,
+            bits_per_weight=round(cost.bits_per_weight, 4),
+            seconds=result.seconds,
+            peak_memory_bytes=result.peak_memory_bytes,
+        )
         return
     written = f"{console.size(cost.output_bytes)}, {cost.output_bytes / cost.source_bytes:.0%} of the source"
-    took = f"{spent['seconds']:.1f} s, peak memory {console.size(spent['peak_memory_bytes'])}"
+    took = f"{result.seconds:.1f} s, peak memory {console.size(result.peak_memory_bytes)}"
     console.say(f"{plan.out}: {written}, {cost.bits_per_weight:.2f} bits per weight; {took}")
-
-
-def refuse_unknown_kinds(kinds: Sequence[str]) -> None:
-    """RecipeError for what --strict names and the ledger does not know."""
-    for kind in kinds:
-        if kind not in (*KINDS, "any"):
-            raise RecipeError(f"--strict {kind!r} is not a kind of ledger entry", suggest(kind, [*KINDS, "any"]))
 
 
 def strict_gates(kinds: Sequence[str], outputs: Sequence[Path]) -> list[tuple[Path, str, str]]:
@@ -112,13 +165,12 @@ def strict_gates(kinds: Sequence[str], outputs: Sequence[Path]) -> list[tuple[Pa
             for out in outputs for kind in kinds]  # fmt: skip
 
 
-def judge_strict(result: dict[str, Any], kind: str, name: str, gates: Gates) -> GateError | None:
-    """Whether the ledger has entries that --strict does not allow."""
-    broken = [entry for entry in result["ledger"] if kind in ("any", entry["kind"])]
+def judge_strict(result: Result, kind: str, name: str, gates: Gates) -> GateError | None:
+    """The error for ledger entries that --strict does not allow, if there are any."""
+    broken = result.noted(kind)
     if not broken:
         gates.judge(name, True, 0, 0, "")
         return None
-    first = broken[0]
-    message = f"{len(broken)} ledger entries, first {first['kind']}: {first['subject']}: {first['why']}"
-    gates.judge(name, False, len(broken), 0, message)
-    return GateError(f"--strict: {message}", f"the output was written to {result['output']}; see its report.json")
+    error = noted_error(broken, result.output)
+    gates.judge(name, False, len(broken), 0, error.message.removeprefix("--strict: "))
+    return error

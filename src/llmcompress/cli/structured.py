@@ -7,11 +7,13 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from llmcompress.api.quiet import quiet_libraries
+from llmcompress.api.settings import text_of
 from llmcompress.cli import console
 from llmcompress.cli import options as o
 from llmcompress.cli.log import log
 from llmcompress.cli.stopping import Stop
-from llmcompress.recipe import Calibration, build
+from llmcompress.recipe import Calibration
 
 _FEW_WINDOWS = 8  # enough to tell layers apart, where every layer costs passes of its own
 _NOTHING_KEPT = "nothing is kept of an output under way; the same command begins again"
@@ -150,12 +152,6 @@ def width(**values: Any) -> None:
     carry_out(facts, values, partial(prune_width, plan), lambda _: f"{plan.width} of {plan.before} channels")
 
 
-def text_of(values: dict[str, Any]) -> Calibration:
-    """What the calibration options say."""
-    text: Calibration = build(Calibration, o.calibration(values), "the calibration options")
-    return text
-
-
 def carry_out(
     facts: dict[str, Any],
     values: dict[str, Any],
@@ -163,15 +159,12 @@ def carry_out(
     summary: Callable[[dict[str, Any]], str],
 ) -> None:
     """Tell the plan's `facts` and stop there, or do the `work` and tell of its report, in short by `summary`."""
-    from transformers.utils import logging
-
     if values["dry_run"]:
         _show(facts, values["json_"])
         return
     quiet, begun = values["quiet"] or (values["json_"] and not log.active), time.perf_counter()
     tell_plan(facts, quiet)
-    logging.disable_progress_bar()
-    with console.Steps("layers", quiet, Stop(values["deadline"]), _NOTHING_KEPT) as steps:
+    with quiet_libraries(), console.Steps("layers", quiet, Stop(values["deadline"]), _NOTHING_KEPT) as steps:
         report = work(steps.at)
     result = {**report, "output": facts["output"], **_spent(begun)}
     if not quiet:

@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from llmcompress.api.quiet import quiet_libraries
+from llmcompress.api.recipes import as_recipe
+from llmcompress.api.results import refuse_unknown_kinds
 from llmcompress.cli import console
 from llmcompress.cli import options as o
 from llmcompress.cli.gates import Case, Gates
 from llmcompress.cli.log import log
 from llmcompress.cli.plan_table import show_plans
-from llmcompress.cli.recipes import load_named
-from llmcompress.cli.running import carry_out, judge_strict, refuse_unknown_kinds, strict_gates, tell
+from llmcompress.cli.running import carry_out, judge_strict, strict_gates, tell
 from llmcompress.cli.stopping import Stop
 from llmcompress.cli.sweep_table import Run, show_runs
 from llmcompress.cli.variants import Variant, listed, variants
@@ -99,7 +101,7 @@ def sweep(**values: Any) -> None:
 
     refuse_unknown_kinds(values["strict"] or [])
     wanted = variants(
-        load_named(values["recipe"], values["format_"]),
+        as_recipe(values["recipe"], None, o.format_setting(values)),
         listed("--method", values["methods"], str),
         listed("--bits", values["bits"], int),
         listed("--group-size", values["group_size"], int),
@@ -159,9 +161,6 @@ def _all(
     runs: Sequence[Run], values: dict[str, Any], stop: Stop, tokens: "Tensor | None", gates: Gates
 ) -> StoppedError | None:
     """Carry runs out, whatever becomes of the others; the error that stopped them, if one did."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
     for number, run in enumerate(runs, 1):
         name = run.variant.name
         try:
@@ -209,5 +208,8 @@ def _one(run: Run, values: dict[str, Any], stop: Stop, tokens: "Tensor | None") 
         trust_remote_code=values["trust_remote_code"],
     )
     # figures are kept once all are there: the deadline waits for them, unless this start has got somewhere already
-    with console.Steps(f"evaluating {run.variant.name}", quiet, lambda done: stop(0), _AGAIN) as steps:
+    with (
+        quiet_libraries(),
+        console.Steps(f"evaluating {run.variant.name}", quiet, lambda done: stop(0), _AGAIN) as steps,
+    ):
         run.figures = evaluate_once(asked, values["out"] / f"{run.variant.name}.eval.json", steps.at)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from llmcompress.api.results import Result
 from llmcompress.cli import console
 from llmcompress.cli.variants import Variant
 
@@ -21,7 +22,7 @@ class Run:
     report: dict[str, Any] | None = None
     state: Literal["not begun", "done", "failed", "stopped"] = "not begun"
     error: str | None = None
-    result: dict[str, Any] = field(default_factory=dict)
+    result: Result | None = None
     figures: dict[str, Any] = field(default_factory=dict)
 
 
@@ -67,6 +68,6 @@ def _facts(run: Run) -> dict[str, Any]:
         "group_size": None if grid is None else grid.group_size,
         "output_bytes": cost.output_bytes,
         "bits_per_weight": round(cost.bits_per_weight, 4),
-        "seconds": run.result.get("seconds"),
+        "seconds": None if run.result is None else run.result.seconds,
         "figures": run.figures or None,
     }

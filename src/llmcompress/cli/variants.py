@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, TypeVar
 
-from llmcompress.cli.presets import PRESETS, Preset
+from llmcompress.api.presets import PRESETS, Preset
 from llmcompress.errors import RecipeError
 from llmcompress.methods.base import Method
 from llmcompress.recipe import Recipe, build, methods
 from llmcompress.registry import suggest
 
 Item = TypeVar("Item")
-_PRESETS = {preset.name: preset for preset in PRESETS if preset.method is not None}
+_PRESETS = {name: preset for name, preset in PRESETS.items() if preset.method is not None}
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,10 @@ def _preset(recipe: Recipe, step: Method, preset: Preset, asked: dict[str, Any])
     if fixed:
         raise RecipeError(f"{preset.name} has its own {fixed[0].replace('_', ' ')}", f"sweep {preset.name} apart")
     said = step.model_dump(exclude_unset=True)
-    values = {key: default for key, (_, default) in preset.options.items()}
-    values |= {key: said[key] for key in ("bits", "group_size") if key in said and key in preset.offered}
-    made = preset.recipe({**values, **asked})
-    method = made.method
-    assert method is not None  # of those presets alone
+    shared: dict[str, Any] = {key: said[key] for key in ("bits", "group_size") if key in said and key in preset.offered}
+    *scalings, method = preset.steps({**shared, **asked})
     pruner = () if recipe.pruner is None else (recipe.pruner,)
-    steps = (*made.transforms, *pruner, method.model_copy(update={"set": step.set}))
+    steps = (*scalings, *pruner, method.model_copy(update={"set": step.set}))
     return recipe.model_copy(update={"steps": steps})
 
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import NamedTuple
 
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.options import Options
@@ -13,8 +14,16 @@ from llmcompress.recipe import parse
 from llmcompress.store.staging import Staging
 
 
-def export_work(work: Path, formats: Sequence[str], out: Path | None, overwrite: bool) -> list[tuple[str, Path, int]]:
-    """Write each format; (format, directory, bytes of its weight files). PlanError if the run is not finished."""
+class Exported(NamedTuple):
+    """What was written: its format, its directory, bytes of its weight files."""
+
+    format: str
+    output: Path
+    nbytes: int
+
+
+def export_work(work: Path, formats: Sequence[str], out: Path | None, overwrite: bool) -> list[Exported]:
+    """Write each format. PlanError if the run is not finished."""
     try:
         identity = json.loads((work / "plan.json").read_text(encoding="utf-8"))
         place = json.loads((work / "place.json").read_text(encoding="utf-8"))
@@ -50,5 +59,5 @@ def export_work(work: Path, formats: Sequence[str], out: Path | None, overwrite:
                     f"{work} lacks layer {missing[0]} of {len(plan.layers)}", "finish the run first: repeat its command"
                 )
             finish(plan, staged, calibration)
-        done.append((plan.format.name, plan.out, plan.estimate.output_bytes))
+        done.append(Exported(plan.format.name, plan.out, plan.estimate.output_bytes))
     return done

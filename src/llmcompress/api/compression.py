@@ -1,0 +1,171 @@
+"""Plan a run, carry it out, export its codes: what the commands that compress do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmcompress.api.quiet import quiet_libraries
+from llmcompress.api.recipes import as_recipe
+from llmcompress.api.results import Result, timed
+from llmcompress.engine.plan.options import Options
+from llmcompress.engine.process.progress import Progress
+from llmcompress.engine.process.ranks import refuse_several
+from llmcompress.ledger import Entry, Ledger
+from llmcompress.recipe import Recipe
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from llmcompress.engine.plan.plan import Plan
+    from llmcompress.engine.write.export_work import Exported
+
+RecipeLike = Recipe | Mapping[str, Any] | str | Path
+Stop = Callable[[int], bool]
+
+
+def compress(
+    model: str | Path,
+    recipe: RecipeLike | None = None,
+    output: str | Path | None = None,
+    *,
+    method: str | None = None,
+    options: Options | None = None,
+    progress: Progress | None = None,
+    stop: Stop | None = None,
+    **settings: Any,
+) -> Result:
+    """Compress a model directory and write the result beside it, or to `output`: `plan`, then `run`.
+
+    A call that was stopped or interrupted goes on after its last finished layer when it is repeated.
+
+    recipe: a `Recipe`, its plain data, a YAML file, or a name of `llmcompress recipe list`. method: in place of a
+    recipe, the name of a command that compresses: "gptq", "rtn", "awq", "nf4", "sparsegpt", "gguf" and so on. settings:
+    that command's options, named as on the command line with `_` for `-`: `bits`, `group_size`, `calibration`,
+    `samples`, `length`, `format`; `set` and `tensor_type` are mappings by pattern, sizes are bytes. A recipe takes
+    `format` and `shard_size` alone. options: what the run may use, and whether it may overwrite. progress: told of
+    layers and matrices. stop: asked before every layer, with the number of layers that this call has finished; when it
+    returns true, StoppedError is raised. Raises LlmcompressError: RecipeError, PlanError, CheckpointError or
+    CalibrationError before anything is computed, RunError or StoppedError later.
+
+        >>> result = llmcompress.compress("model", method="gptq", bits=4, samples=32, output="model-w4")
+        >>> result.nbytes < result.report["source"]["bytes"]
+        True
+    """
+    refuse_several("compress() of Python")
+    planned = plan(model, recipe, output, method=method, options=options, **settings)
+    return run(planned, progress=progress, stop=stop)
+
+
+def plan(
+    model: str | Path,
+    recipe: RecipeLike | None = None,
+    output: str | Path | None = None,
+    *,
+    method: str | None = None,
+    options: Options | None = None,
+    notes: Iterable[Entry] = (),
+    **settings: Any,
+) -> Plan:
+    """What `compress` with the same arguments would do, from headers alone: no tensor is read, nothing is written.
+
+    The plan has `recipe`, `out` and `work` (paths), `layers` (the matrices of each layer: `module`, `grid`, `method`),
+    `tensors` (name, dtype and shape of all that is written), `estimate` (exact `output_bytes`; `memory_bytes`,
+    `work_bytes`, `passes`, `bits_per_weight`) and `ledger`. notes: entries of the ledger on how the recipe came about.
+    Raises LlmcompressError for what `compress` would refuse.
+
+        >>> plan = llmcompress.plan("model", method="rtn", bits=8)
+        >>> plan.estimate.output_bytes < plan.estimate.source_bytes
+        True
+    """
+    from llmcompress.engine.plan.make_plan import make_plan
+
+    chosen = as_recipe(recipe, method, settings)
+    return with_notes(make_plan(chosen, Path(model), placed(options, output)), notes)
+
+
+def with_notes(plan: Plan, notes: Iterable[Entry]) -> Plan:
+    """The plan with more entries in its ledger."""
+    ledger = Ledger(list(plan.ledger.entries))
+    ledger.extend(notes)
+    return replace(plan, ledger=ledger)
+
+
+def run(
+    plan: Plan,
+    *,
+    progress: Progress | None = None,
+    stop: Stop | None = None,
+    timings: str | Path | None = None,
+    tokens: Tensor | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Result:
+    """Carry a plan out; see `compress`.
+
+    timings: a file to which time and memory of each layer are appended, as lines of JSON. tokens [samples, length]:
+    of the calibration, where they are drawn already. say: told why a GPU does not use a kernel of its own.
+
+        >>> result = llmcompress.run(llmcompress.plan("model", "rtn-w8", "model-w8"))
+        >>> result.output
+        PosixPath('model-w8')
+    """
+    from llmcompress.engine import execute
+    from llmcompress.engine.write.timings import Timings, refuse_place
+
+    watch = progress or Progress()
+    timer = None
+    if timings is not None:
+        refuse_place(Path(timings), plan)
+        timer = Timings(Path(timings), plan, watch)
+
+    def work() -> dict[str, Any]:
+        with quiet_libraries(), _sweeping(plan, say):
+            report = execute.run(plan, timer or watch, stop or (lambda finished: False), tokens)
+        if timer is not None:
+            timer.end()
+        return report
+
+    return timed(plan.out, work)
+
+
+def export(
+    work: str | Path, formats: str | Sequence[str], output: str | Path | None = None, *, overwrite: bool = False
+) -> list[Exported]:
+    """Write other formats from the work directory that a run has kept, without computing anything again.
+
+    output: the directory to write; the formats' names are appended where there are several. PlanError if the run is not
+    finished, or the directory is none of a run.
+
+        >>> options = llmcompress.Options(work="work", keep_work=True)
+        >>> result = llmcompress.compress("model", "rtn-w8", "model-w8", options=options)
+        >>> [(item.format, item.output) for item in llmcompress.export("work", "gptq", "model-gptq")]
+        [('gptq', PosixPath('model-gptq'))]
+    """
+    from llmcompress.engine.write.export_work import export_work
+
+    names = [formats] if isinstance(formats, str) else list(formats)
+    with quiet_libraries():
+        return export_work(Path(work), names, None if output is None else Path(output), overwrite)
+
+
+def placed(options: Options | None, output: str | Path | None) -> Options:
+    """The options with `output` as their place, and with paths for strings."""
+    options = options or Options()
+    out, work, stats = (
+        None if place is None else Path(place) for place in (output or options.out, options.work, options.stats)
+    )
+    return replace(options, out=out, work=work, stats=stats)
+
+
+def _sweeping(plan: Plan, say: Callable[[str], None]) -> AbstractContextManager[None]:
+    """Within, a GPU decides blocks of columns by a kernel, where it can."""
+    if not plan.resources.gpu or not any(matrix.inverts for layer in plan.layers for matrix in layer):
+        return nullcontext()
+    from llmcompress.engine.process.ranks import device_of
+    from llmcompress.kernels.sweep import gpu_sweeper
+    from llmcompress.solve.sweep import swept_by
+
+    return swept_by(gpu_sweeper(device_of(plan.options.device), say))

@@ -1,0 +1,50 @@
+"""Settings: values of a command's options by name, and the parts of a recipe that several commands make from them."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from llmcompress.errors import RecipeError
+from llmcompress.recipe import Calibration, KvCache, Output, Recipe, Step, build
+from llmcompress.registry import suggest
+
+TEXT_SETTINGS = ("calibration", "field", "samples", "length", "seed")
+OUTPUT_SETTINGS = ("format", "shard_size")
+COMMON_SETTINGS = (*TEXT_SETTINGS, *OUTPUT_SETTINGS, "kv_cache")
+"""Settings of every command that writes safetensors."""
+
+
+def recipe_with(text: Calibration, steps: Iterable[Step], format_: str, settings: Mapping[str, Any]) -> Recipe:
+    """The recipe of `steps` on `text`, with what settings say of output and cache; `format_` where they name none."""
+    cache = settings.get("kv_cache")
+    return Recipe(
+        calibration=text,
+        steps=tuple(steps),
+        output=output_of({"format": format_, **settings}),
+        kv_cache=None if cache is None else build(KvCache, {"code": cache}, "kv_cache"),
+    )
+
+
+def text_of(settings: Mapping[str, Any]) -> Calibration:
+    """The calibration text that settings ask for."""
+    given = {name: settings[name] for name in ("samples", "length", "seed") if name in settings}
+    if settings.get("calibration") is not None:
+        given["source"] = str(settings["calibration"])
+    if settings.get("field") is not None:
+        given["options"] = {"field": settings["field"]}
+    text: Calibration = build(Calibration, given, "the calibration options")
+    return text
+
+
+def output_of(settings: Mapping[str, Any], *more: str) -> Output:
+    """The output that settings ask for. more: names of settings beside OUTPUT_SETTINGS."""
+    given = {name: settings[name] for name in (*OUTPUT_SETTINGS, *more) if name in settings}
+    output: Output = build(Output, given, "the output options")
+    return output
+
+
+def refuse_unknown(settings: Iterable[str], known: Iterable[str], where: str) -> None:
+    """RecipeError for a setting that is not one of `known`."""
+    names = list(known)
+    for name in settings:
+        if name not in names:
+            raise RecipeError(f"unknown option {name!r} in {where}", suggest(name, names))
