@@ -1,5 +1,7 @@
 """`kernels check`, run by the emulator: every family is right there, and a kernel that is wrong is found."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -32,7 +34,7 @@ emulated = pytest.mark.skipif(COMPILER is None, reason="there is no g++")
     ids=lambda value: getattr(getattr(value, "spec", None), "name", value),
 )
 def test_kernels_are_right_where_they_ran(case, kernel):
-    found = list(check(case, EmulatedLauncher(), CPU, SHAPE, (3,)))
+    found = list(check(replace(case, shape=SHAPE, tokens=(3,)), EmulatedLauncher(), CPU))
     assert [item.failed for item in found] == [None]
     assert found[0].ok
     assert kernel in found[0].launches
@@ -41,7 +43,7 @@ def test_kernels_are_right_where_they_ran(case, kernel):
 
 @emulated
 def test_more_tokens_than_a_kernel_takes_go_by_written_out_weights():
-    (found,) = check(Case(GridSpec(4, 64), BF16), EmulatedLauncher(), CPU, SHAPE, (130,))
+    (found,) = check(Case(GridSpec(4, 64), BF16, shape=SHAPE, tokens=(130,)), EmulatedLauncher(), CPU)
     assert found.ok
     assert found.launches == ("dequantise",)
 
@@ -60,7 +62,7 @@ class Wrong(EmulatedLauncher):
 
 @emulated
 def test_one_wrong_number_is_found():
-    (found,) = check(Case(GridSpec(4, 64), BF16), Wrong(), CPU, SHAPE, (3,))
+    (found,) = check(Case(GridSpec(4, 64), BF16, shape=SHAPE, tokens=(3,)), Wrong(), CPU)
     assert not found.ok
     assert found.error > 1
 
@@ -70,7 +72,7 @@ def test_what_did_not_run_is_not_right():
         def __call__(self, launch, *arguments):
             raise CompileError("nvrtc 13.0 does not compile a kernel for sm_90: no")
 
-    (found,) = check(Case(GridSpec(4, 64), BF16), Idle(), CPU, SHAPE, (3,))
+    (found,) = check(Case(GridSpec(4, 64), BF16, shape=SHAPE, tokens=(3,)), Idle(), CPU)
     assert not found.ok
     assert "does not compile" in found.failed
 

@@ -15,12 +15,15 @@ from llmcompress.engine.plan.options import Options
 from llmcompress.errors import PlanError, RunError
 from llmcompress.kernels.errors import KernelsError
 from llmcompress.recipe import parse
-from llmcompress.validate import agreement, backed, device_memory, speed
+from llmcompress.validate import agreement, backed, device_memory
 from llmcompress.validate.evaluation import Evaluation
 from llmcompress.validate.load import load_whole
 from llmcompress.validate.packed import PackedLinear
+from llmcompress.validate.request import Request, Timing
+from llmcompress.validate.session import evaluate_whole
 
 SMALL = ["--length", 8, "--windows", 1, "--quiet"]
+SHORT = Timing(batches=(1,), prompt=4, new=1, repeats=1)
 SPEED = {"batch", "prompt", "new", "prefill_tokens_per_second", "decode_tokens_per_second", "cuda_graph"}
 
 
@@ -34,20 +37,12 @@ class Emulated(EmulatedLauncher):
         return Counter(launch.kernel for launch in self.launches)
 
 
-@pytest.fixture(autouse=True)
-def _short(monkeypatch):
-    monkeypatch.setattr(backed, "PROMPT", 4)
-    monkeypatch.setattr(backed, "NEW", 1)
-
-
 @pytest.fixture
 def kernels(monkeypatch):
     """Kernels run here."""
     if COMPILER is None:
         pytest.skip("there is no g++")
     launcher = Emulated()
-    monkeypatch.setattr(speed, "BATCHES", (1,))
-    monkeypatch.setattr(speed, "_REPEATS", 1)
     monkeypatch.setattr(llmcompress.validate.backend, "open_gpu", lambda say: launcher)
     return launcher
 
@@ -73,11 +68,18 @@ def made(tiny_model_dir, tmp_path_factory):
 
 @pytest.fixture
 def evaluated(main, capsys):
-    def go(*arguments, code=0):
-        assert main("eval", *arguments, *SMALL, "--json") == code
+    def go(*arguments):
+        assert main("eval", *arguments, *SMALL, "--json") == 0
         return json.loads(capsys.readouterr().out)
 
     return go
+
+
+def by(model, backend, say=lambda line: None):
+    """Figures and runtime of a short validation."""
+    request = Request(model, None, "default", 8, 1, 1, "auto", None, backend=backend, timing=SHORT)
+    found = evaluate_whole(request, lambda done, of: None, say)
+    return found["figures"], found["runtime"]
 
 
 def test_torch_gives_the_figures_of_the_streamed_evaluation_and_more(evaluated, made, tiny_model_dir, tmp_path):
@@ -112,17 +114,17 @@ def test_torch_gives_the_figures_of_the_streamed_evaluation_and_more(evaluated, 
     ],
     ids=["w4", "gptq-w3", "awq", "w8a8"],
 )
-def test_kernels_run_the_whole_model_and_agree_with_its_codes(evaluated, made, kernels, options, name, ran):
-    found = evaluated(made(**options), "--backend", "kernels")
-    assert found["runtime"]["linears"] == {name: 28}
-    assert set(found["runtime"]["launches"]) == ran
+def test_kernels_run_the_whole_model_and_agree_with_its_codes(made, kernels, options, name, ran):
+    figures, runtime = by(made(**options), "kernels")
+    assert runtime["linears"] == {name: 28}
+    assert set(runtime["launches"]) == ran
     # a window, a prompt to warm up, one that is timed, one to go on from, a step to warm up, one that is timed
-    assert found["runtime"]["launches"][min(ran)] == 28 * 6
-    assert found["logits_error"] < found["logits_bound"]
-    assert found["runtime"]["weights_bytes"] < 3_100_000  # 5.3 MB in bfloat16
+    assert runtime["launches"][min(ran)] == 28 * 6
+    assert figures["logits_error"] < figures["logits_bound"]
+    assert runtime["weights_bytes"] < 3_100_000  # 5.3 MB in bfloat16
 
 
-def test_a_wrong_scale_is_beyond_the_bound(evaluated, made, kernels, monkeypatch):
+def test_a_wrong_scale_is_beyond_the_bound(made, kernels, monkeypatch):
     real = Emulated.__call__
 
     def wrong(self, launch, *arguments):
@@ -130,13 +132,15 @@ def test_a_wrong_scale_is_beyond_the_bound(evaluated, made, kernels, monkeypatch
         real(self, launch, arguments[0], scales.roll(1, 0) if scales.shape[0] > 1 else scales * 2, *arguments[2:])
 
     monkeypatch.setattr(Emulated, "__call__", wrong)
-    found = evaluated(made(), "--backend", "kernels", "--fail-if", "logits_error > 0.3", code=3)
-    assert found["logits_error"] > 5 * found["logits_bound"]
+    figures, _ = by(made(), "kernels")
+    assert figures["logits_error"] > 5 * figures["logits_bound"]
 
 
-def test_people_see_what_ran_and_whether_it_agrees(main, capsys, made):
-    assert main("eval", made(), "--backend", "torch", "--compute-dtype", "bfloat16", *SMALL) == 0
-    shown = capsys.readouterr().out
+def test_people_see_what_ran_and_whether_it_agrees_and_a_gate_may_go_by_that(main, capsys, made):
+    gate = ["--fail-if", "logits_error > 1e-12"]  # less than any type holds of a logit
+    assert main("eval", made(), "--backend", "torch", "--compute-dtype", "bfloat16", *gate, *SMALL) == 3
+    shown, error = capsys.readouterr()
+    assert "the gate was logits_error > 1e-12" in error
     assert "28 int4" in shown
     assert "within the bound" in " ".join(shown.split())
     assert "bfloat16" in shown
@@ -168,19 +172,18 @@ def test_kernels_without_a_gpu_are_one_line(main, capsys, made, monkeypatch):
     ]
 
 
-def test_auto_falls_back_to_torch_and_says_why_once(main, capsys, made, monkeypatch):
+def test_auto_falls_back_to_torch_and_says_why_once(made, monkeypatch):
     monkeypatch.setattr(llmcompress.validate.backend, "open_gpu", no_gpu)
-    assert main("eval", made(), "--backend", "auto", *SMALL, "--json") == 0
-    shown = capsys.readouterr()
-    assert json.loads(shown.out)["runtime"]["backend"] == "torch"
-    assert shown.err.splitlines() == ["torch multiplies: kernels need an NVIDIA GPU, and torch sees no GPU"]
+    said = []
+    _, runtime = by(made(), "auto", said.append)
+    assert runtime["backend"] == "torch"
+    assert said == ["torch multiplies: kernels need an NVIDIA GPU, and torch sees no GPU"]
 
 
 def test_what_kernels_do_not_take_is_said_once_and_evaluated(main, capsys, made, kernels):
     assert main("eval", made(format_="gptq", group_size=16), "--backend", "kernels", *SMALL, "--json") == 0
     shown = capsys.readouterr()
-    found = json.loads(shown.out)
-    assert found["runtime"]["linears"] == {"torch": 28}
+    assert json.loads(shown.out)["runtime"]["linears"] == {"torch": 28}
     (line,) = shown.err.splitlines()
     assert line.startswith("torch decodes and multiplies: ")
     assert "16" in line

@@ -32,11 +32,16 @@ Watch = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Case:
-    """A weight on a grid with any rounding of its inputs, and the type it computes in."""
+    """A weight on a grid with any rounding of its inputs, the type it computes in, and how many tokens it meets.
+
+    shape: of the weight, [out, in], cut to what its grid divides.
+    """
 
     spec: Spec
     dtype: torch.dtype
     inputs: str | None = None
+    shape: tuple[int, int] = SHAPE
+    tokens: tuple[int, ...] = TOKENS
 
 
 @dataclass(frozen=True)
@@ -78,24 +83,19 @@ def build_all(builder: Builder, threads: int, watch: Watch) -> dict[str, int]:
     return {family: sum(name == family for name, _ in found) for family in dict.fromkeys(name for name, _ in found)}
 
 
-def check(
-    case: Case,
-    launcher: Launcher,
-    device: torch.device,
-    shape: tuple[int, int] = SHAPE,
-    tokens: tuple[int, ...] = TOKENS,
-) -> Iterator[Checked]:
-    """A case with each number of tokens. shape: of the weight, [out, in], cut to what its grid divides."""
+def check(case: Case, launcher: Launcher, device: torch.device) -> Iterator[Checked]:
+    """A case with each number of its tokens."""
     generator = torch.Generator().manual_seed(0)
     spec: Any = case.spec
-    inputs = shape[1] // spec.width(shape[1]) * spec.width(shape[1])
-    weight = torch.randn(shape[0], inputs, generator=generator) * 0.05
+    outputs, inputs = case.shape
+    inputs = inputs // spec.width(inputs) * spec.width(inputs)
+    weight = torch.randn(outputs, inputs, generator=generator) * 0.05
     grid = fit(weight, spec, clip="minmax", search="fast")
     coded = Coded(grid.encode(weight), grid).to(device)
     rounding = _rounding(case, generator, device)
-    bias = torch.randn(shape[0], generator=generator).to(device, case.dtype)
+    bias = torch.randn(outputs, generator=generator).to(device, case.dtype)
     exact, multiply = coded.decode().to(torch.float64), None
-    for count in tokens:
+    for count in case.tokens:
         x = torch.randn(count, inputs + 8, generator=generator)
         x[:, ::97] *= _OUTLIER
         x = x.to(device, case.dtype)[:, :inputs]  # rows do not follow one another

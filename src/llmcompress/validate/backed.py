@@ -8,7 +8,7 @@ import gc
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from llmcompress.validate.device_memory import foreseen, refuse_beyond
 from llmcompress.validate.evaluate import Collected, Watch, lockstep
 from llmcompress.validate.load import load_whole, open_streamed, refuse_other_vocabulary
 from llmcompress.validate.request import Request
-from llmcompress.validate.speed import NEW, PROMPT, speeds
+from llmcompress.validate.speed import speeds
 from llmcompress.validate.statistics import Array, Tokens, figures
 
 _REFERENCE = torch.bfloat16  # the type the original is timed in
@@ -52,7 +52,9 @@ def validate(request: Request, windows: Tensor, watch: Watch, say: Say) -> Valid
     assert request.backend is not None
     backend = open_backend(request.backend, request.device, say)
     dtype = compute_dtype(request.dtype, backend)
-    refuse_beyond(foreseen(request.model, request.ref, dtype, *windows.shape), backend.device)
+    refuse_beyond(
+        foreseen(request.model, request.ref, dtype, windows.shape[0], windows.shape[1], request.timing), backend.device
+    )
     with _memory_of(backend.device):
         return _validated(request, windows, backend, dtype, watch, say)
 
@@ -67,13 +69,13 @@ def _validated(
     decoded, reference = _beside(request, backend.device, cache)
     tokens, errors = _measured(model, cache, decoded, reference, windows, request.batch, watch)
     found = agreement.figures(errors, dtype, len(decoded.layers), _rounds_inputs(model))
-    prompt = min(PROMPT, windows.shape[1])
+    timing = replace(request.timing, prompt=min(request.timing.prompt, windows.shape[1]))
     runtime = {
         "backend": backend.name,
         "device": _name(backend.device),
         "linears": dict(sorted(Counter(_kernels(model)).items())),
         "weights_bytes": _bytes_of(model),
-        "speed": speeds(model, backend.device, prompt, NEW),
+        "speed": speeds(model, backend.device, timing),
         "peak_bytes": _peak(backend.device),
         "launches": backend.launches,
     }
@@ -82,7 +84,7 @@ def _validated(
     if request.ref is not None:
         original = _whole(request.ref, request, backend.device, _REFERENCE, linear=None)
         runtime["reference_weights_bytes"] = _bytes_of(original)
-        runtime["reference_speed"] = speeds(original, backend.device, prompt, NEW)
+        runtime["reference_speed"] = speeds(original, backend.device, timing)
     return Validated({**figures(tokens), **found}, runtime, tokens, str(dtype).removeprefix("torch."), cache)
 
 

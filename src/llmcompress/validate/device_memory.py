@@ -14,15 +14,18 @@ from llmcompress.errors import PlanError
 from llmcompress.ledger import Ledger
 from llmcompress.store.headers import ModelHeaders
 from llmcompress.validate.gguf_file import gguf_in
-from llmcompress.validate.speed import BATCHES, NEW
+from llmcompress.validate.request import Timing
 
 _CONTEXT = 600_000_000  # bytes: CUDA's own, libraries and kernels
 _DECODED = 12 << 24  # bytes of weights that are decoded at once, codes and temporaries included
 _LOGITS = 6  # copies of a window's logits in float32: of each model, and of what is compared
 
 
-def foreseen(model: Path, ref: Path | None, dtype: torch.dtype, windows: int, length: int) -> int:
+def foreseen(
+    model: Path, ref: Path | None, dtype: torch.dtype, windows: int, length: int, timing: Timing | None = None
+) -> int:
     """Bytes of GPU memory at most at once: while two models are compared, or while the reference is timed."""
+    timing = timing or Timing()
     headers = directory_headers(model if ref is None or gguf_in(model) is None else ref, Ledger())
     file = gguf_in(model)
     subject = file.stat().st_size if file is not None else resident(headers, dtype)
@@ -32,7 +35,9 @@ def foreseen(model: Path, ref: Path | None, dtype: torch.dtype, windows: int, le
     layer = 4 * sum(prod(item.spec.shape) for item in headers.tensors.values()) // max(layers, 1)
     compared = 1 + (ref is not None)
     streamed = compared * (layer + 4 * width * (windows * length + vocabulary))
-    timed = _cache(config, width, layers, dtype) + _DECODED + 4 * max(BATCHES) * length * max(width * 8, 1)
+    timed = (
+        _cache(config, width, layers, dtype, timing) + _DECODED + 4 * max(timing.batches) * length * max(width * 8, 1)
+    )
     comparing = subject + streamed + _LOGITS * 4 * length * vocabulary + _DECODED
     again = 0 if ref is None else resident(directory_headers(ref, Ledger()), torch.bfloat16)
     return _CONTEXT + max(comparing, max(subject, again) + timed)
@@ -63,13 +68,11 @@ def free_memory(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
 
-def _cache(config: Mapping[str, Any], width: int, layers: int, dtype: torch.dtype) -> int:
+def _cache(config: Mapping[str, Any], width: int, layers: int, dtype: torch.dtype, timing: Timing) -> int:
     """Bytes of keys and values of the largest batch that is timed."""
-    from llmcompress.validate.speed import PROMPT
-
     heads = attention_heads(config)
     share = 1.0 if heads is None else heads[1] / heads[0]
-    return int(max(BATCHES) * (PROMPT + 2 * NEW) * 2 * layers * width * share * dtype.itemsize)
+    return int(max(timing.batches) * (timing.prompt + 2 * timing.new) * 2 * layers * width * share * dtype.itemsize)
 
 
 def _number(config: Mapping[str, Any], *names: str) -> int:

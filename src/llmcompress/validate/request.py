@@ -8,6 +8,19 @@ from llmcompress.validate.cache import Asked
 
 
 @dataclass(frozen=True)
+class Timing:
+    """What the speed of a whole model is measured on: sequences at once, tokens of each prompt, and new ones of each.
+
+    repeats: how often a prompt is read; the median counts.
+    """
+
+    batches: tuple[int, ...] = (1, 8)
+    prompt: int = 512
+    new: int = 64
+    repeats: int = 3
+
+
+@dataclass(frozen=True)
 class Request:
     """What to evaluate: directories, text ('default' or a path), windows [windows, length] and how to run.
 
@@ -26,3 +39,4 @@ class Request:
     adapter: Path | None = None  # of the model
     cache: Asked = field(default_factory=Asked)  # of the model; the reference has none that is quantised
     backend: Backend | None = None  # runs the whole model; None for one section at a time, decoded
+    timing: Timing = field(default_factory=Timing)  # with a backend, which measures speed as well

@@ -9,22 +9,22 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 
-BATCHES = (1, 8)
-PROMPT, NEW = 512, 64  # tokens
+from llmcompress.validate.request import Timing
+
 _WARM = 3  # steps before a capture, on a stream of their own
-_REPEATS = 3  # of the prompt; the median counts
 
 
-def speeds(model: nn.Module, device: torch.device, prompt: int, new: int) -> list[dict[str, Any]]:
+def speeds(model: nn.Module, device: torch.device, timing: Timing) -> list[dict[str, Any]]:
     """Tokens per second of all sequences together, at each batch, after a first run that is not timed.
 
-    model: a transformers causal model. prompt, new: tokens of each sequence; new ones are the most likely ones.
+    model: a transformers causal model. New tokens are the most likely ones.
     """
-    return [_speed(model, device, batch, prompt, new) for batch in BATCHES]
+    return [_speed(model, device, batch, timing) for batch in timing.batches]
 
 
 @torch.no_grad()
-def _speed(model: Any, device: torch.device, batch: int, prompt: int, new: int) -> dict[str, Any]:
+def _speed(model: Any, device: torch.device, batch: int, timing: Timing) -> dict[str, Any]:
+    prompt, new = timing.prompt, timing.new
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, int(model.config.get_text_config().vocab_size), (batch, prompt), generator=generator)
     ids = ids.to(device)
@@ -36,7 +36,7 @@ def _speed(model: Any, device: torch.device, batch: int, prompt: int, new: int) 
         return cache, logits[:, -1:].argmax(dim=-1)
 
     read()
-    reading = median(_timed(read, device) for _ in range(_REPEATS))
+    reading = median(_timed(read, device) for _ in range(timing.repeats))
     cache, token = read()
 
     def step() -> None:
