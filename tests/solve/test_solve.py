@@ -64,7 +64,8 @@ def test_block_size_only_changes_speed(block):
     w, hessian = problem()
     reference = gptq(w, hessian, GridSpec(4, 16))
     other = gptq(w, hessian, GridSpec(4, 16), block=block)
-    assert (reference.codes != other.codes).float().mean() < 0.01  # float order may tip a tie
+    differing = (reference.codes != other.codes).any(dim=1)
+    assert differing.sum() <= 1  # the order of sums may tip a tie, and that the rest of its row
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
@@ -72,8 +73,12 @@ def test_feedback_beats_rounding_on_what_it_minimises(bits):
     w, hessian = problem()
     coded = gptq(w, hessian, GridSpec(bits, 16))
     plain = Coded(coded.grid.encode(w), coded.grid)
-    assert (coded.codes != plain.codes).any()
-    assert row_loss(w, coded, hessian).sum() < 0.8 * row_loss(w, plain, hessian).sum()
+    assert row_loss(w, coded, hessian).sum() < row_loss(w, plain, hessian).sum()
+    # no column is off by more than half a step once the others have made up for theirs: Babai's nearest plane
+    order, target = by_energy(hessian), damped(hessian.double(), 0.01)
+    upper = torch.linalg.cholesky(torch.linalg.inv(target[order][:, order]), upper=True)
+    half = coded.grid.scale.repeat_interleave(16, dim=1)[:, order].double() / 2
+    assert row_loss(w, coded, target.float()).sum() <= (half / upper.diagonal()).square().sum()
 
 
 def test_energy_order_beats_stored_order():
@@ -97,7 +102,7 @@ def test_refinement_never_raises_any_rows_loss(spec):
         assert (between <= before * (1 + 1e-4) + 1e-9).all()
         coded = Refiner(target, by_energy(hessian)).descend_codes(coded, w @ target)
         assert (row_loss(w, coded, target) <= between * (1 + 1e-4) + 1e-9).all()
-    assert row_loss(w, coded, target).sum() < 0.97 * start.sum()
+    assert row_loss(w, coded, target).sum() < 0.9 * start.sum()  # 0.70 to 0.89 on eight seeds: it moves at all
 
 
 def test_descent_ends_where_no_single_code_can_be_bettered():
@@ -113,8 +118,9 @@ def test_descent_ends_where_no_single_code_can_be_bettered():
         assert (row_loss(w, Coded(codes, coded.grid), target) >= base * (1 - 1e-4) - 1e-7).all()
 
 
-def test_small_problem_reaches_near_the_best_of_all_codes():
-    w, hessian = problem(rows=3, width=6, tokens=50)
+@pytest.mark.parametrize("seed", range(3))
+def test_small_problem_reaches_the_best_of_all_codes(seed):
+    w, hessian = problem(rows=3, width=6, tokens=50, seed=seed)
     target = damped(hessian, 0.01)
     grid = fit(w, GridSpec(2, 6), importance=hessian.diagonal())
     coded = gptq_codes(w, grid, inverse_factor(hessian, 0.01), torch.arange(6))
@@ -123,10 +129,7 @@ def test_small_problem_reaches_near_the_best_of_all_codes():
     for row in range(3):
         one = grid.rows(slice(row, row + 1))
         best = min(float(row_loss(w[row : row + 1], Coded(codes[None], one), target)) for codes in every)
-        plain = float(row_loss(w[row : row + 1], Coded(one.encode(w[row : row + 1]), one), target))
-        found = float(row_loss(w, coded, target)[row])
-        assert best <= found * (1 + 1e-5)
-        assert found - best <= 0.35 * (plain - best) + 1e-9
+        assert float(row_loss(w, coded, target)[row]) == pytest.approx(best, rel=1e-5)
 
 
 def test_dead_inputs_are_rounded_not_zeroed():
