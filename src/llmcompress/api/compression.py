@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,8 @@ if TYPE_CHECKING:
 
     from llmcompress.engine.plan.plan import Plan
     from llmcompress.engine.write.export_work import Exported
+    from llmcompress.solve.sweep import Sweeper
+    from llmcompress.workers import Workers
 
 RecipeLike = Recipe | Mapping[str, Any] | str | Path
 Stop = Callable[[int], bool]
@@ -101,12 +102,14 @@ def run(
     stop: Stop | None = None,
     timings: str | Path | None = None,
     tokens: Tensor | None = None,
+    workers: Workers | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Result:
     """Carry a plan out; see `compress`.
 
     timings: a file to which time and memory of each layer are appended, as lines of JSON. tokens [samples, length]:
-    of the calibration, where they are drawn already. say: told why a GPU does not use a kernel of its own.
+    of the calibration, where they are drawn already. workers: the ranks that share the run; None for this process
+    alone. say: told why a GPU does not use a kernel of its own.
 
         >>> result = llmcompress.run(llmcompress.plan("model", "rtn-w8", "model-w8"))
         >>> result.output
@@ -114,6 +117,7 @@ def run(
     """
     from llmcompress.engine import execute
     from llmcompress.engine.write.timings import Timings, refuse_place
+    from llmcompress.workers import SERIAL
 
     watch = progress or Progress()
     timer = None
@@ -122,8 +126,9 @@ def run(
         timer = Timings(Path(timings), plan, watch)
 
     def work() -> dict[str, Any]:
-        with quiet_libraries(), _sweeping(plan, say):
-            report = execute.run(plan, timer or watch, stop or (lambda finished: False), tokens)
+        with quiet_libraries():
+            asked = stop or (lambda finished: False)
+            report = execute.run(plan, timer or watch, asked, tokens, workers or SERIAL, _sweeper(plan, say))
         if timer is not None:
             timer.end()
         return report
@@ -160,12 +165,11 @@ def placed(options: Options | None, output: str | Path | None) -> Options:
     return replace(options, out=out, work=work, stats=stats)
 
 
-def _sweeping(plan: Plan, say: Callable[[str], None]) -> AbstractContextManager[None]:
-    """Within, a GPU decides blocks of columns by a kernel, where it can."""
+def _sweeper(plan: Plan, say: Callable[[str], None]) -> Sweeper | None:
+    """The kernel that decides blocks of columns, where the run has a GPU that can run it."""
     if not plan.resources.gpu or not any(matrix.inverts for layer in plan.layers for matrix in layer):
-        return nullcontext()
+        return None
     from llmcompress.engine.process.ranks import device_of
     from llmcompress.kernels.sweep import gpu_sweeper
-    from llmcompress.solve.sweep import swept_by
 
-    return swept_by(gpu_sweeper(device_of(plan.options.device), say))
+    return gpu_sweeper(device_of(plan.options.device), say)

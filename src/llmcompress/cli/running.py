@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from llmcompress.engine.plan.plan import Plan
+    from llmcompress.workers import Workers
 
     Planned = tuple[Plan, dict[str, Any] | None]
     """A plan, and the report of its output if an earlier start has finished it."""
@@ -39,14 +40,14 @@ def start(*jobs: Job, flags: Flags, dry: bool = False, stop: Stop | None = None)
         return
     if stop is None and not dry:
         stop = Stop(flags.deadline)
-    with joined(options.device):
-        planned = _agreed(jobs, dry)
+    with joined(options.device) as workers:
+        planned = workers.all_or_raise(lambda: [_planned(job, len(jobs) > 1 and not dry) for job in jobs])
         if flags.print_recipe:
             _print_recipes([plan.recipe for plan, _ in planned], flags.json)
         elif dry or stop is None:
             show_plans([plan for plan, _ in planned], flags.json)
         else:
-            _run_all(planned, flags, stop)
+            _run_all(planned, flags, stop, workers)
 
 
 def _print_recipes(recipes: Sequence[Recipe], as_json: bool) -> None:
@@ -55,13 +56,6 @@ def _print_recipes(recipes: Sequence[Recipe], as_json: bool) -> None:
         console.print_json(found[0] if len(found) == 1 else found)
     else:
         typer.echo("---\n".join(recipe.as_yaml() for recipe in recipes), nl=False)
-
-
-def _agreed(jobs: Sequence[Job], dry: bool) -> "list[Planned]":
-    """Plans of jobs. Every process of the run makes them; none goes on where one of them cannot."""
-    from llmcompress.processes import agreed
-
-    return agreed(lambda: [_planned(job, len(jobs) > 1 and not dry) for job in jobs])
 
 
 def _planned(job: Job, several: bool) -> "Planned":
@@ -74,7 +68,7 @@ def _planned(job: Job, several: bool) -> "Planned":
     return compression.with_notes(plan, job.notes), report
 
 
-def _run_all(planned: "Sequence[Planned]", flags: Flags, stop: Stop) -> None:
+def _run_all(planned: "Sequence[Planned]", flags: Flags, stop: Stop, workers: "Workers") -> None:
     from llmcompress.engine.write.timings import refuse_place
 
     if flags.timings is not None:
@@ -85,7 +79,8 @@ def _run_all(planned: "Sequence[Planned]", flags: Flags, stop: Stop) -> None:
     flags.gates.expect(name for _, _, name in strict)
     quiet = flags.quiet or (flags.json and not log.active) or not leads()
     for plan, report in planned:
-        results[plan.out] = carry_out(plan, stop, quiet, report, timings=flags.timings if leads() else None)
+        timings = flags.timings if leads() else None
+        results[plan.out] = carry_out(plan, stop, quiet, report, workers, timings=timings)
         stop.before += report is None
         if leads() and (log.active or not flags.json):
             tell(plan, results[plan.out], flags.quiet)
@@ -104,16 +99,22 @@ def carry_out(
     stop: Callable[[int], bool],
     quiet: bool,
     report: dict[str, Any] | None,
+    workers: "Workers",
     tokens: "Tensor | None" = None,
     timings: Path | None = None,
 ) -> Result:
-    """Run a plan and show its progress. report: of its output, if an earlier start has finished it: nothing is run."""
+    """Run a plan and show its progress. workers: the ranks of the run.
+
+    report: of its output, if an earlier start has finished it: nothing is run.
+    """
     _log_plan(plan, report is not None)
     if report is not None:
         return timed(plan.out, lambda: report)
     with console.watching(quiet) as watch:
         say = (lambda line: None) if quiet else console.say
-        return compression.run(plan, progress=watch, stop=stop, timings=timings, tokens=tokens, say=say)
+        return compression.run(
+            plan, progress=watch, stop=stop, timings=timings, tokens=tokens, workers=workers, say=say
+        )
 
 
 def _log_plan(plan: "Plan", finished: bool) -> None:

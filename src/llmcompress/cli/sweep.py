@@ -185,9 +185,11 @@ def _all(
 
 def _one(run: Run, values: dict[str, Any], stop: Stop, tokens: "Tensor | None") -> None:
     """Carry one run out, and measure it."""
+    from llmcompress.workers import SERIAL
+
     quiet = values["quiet"] or (values["json_"] and not log.active)
     text = tokens if run.plan.calibrated else None
-    run.result = carry_out(run.plan, stop, quiet, run.report, text, values["timings"])
+    run.result = carry_out(run.plan, stop, quiet, run.report, SERIAL, text, values["timings"])
     stop.before += run.report is None
     if log.active or not values["json_"]:
         tell(run.plan, run.result, values["quiet"])

@@ -20,10 +20,10 @@ from llmcompress.engine.run.transformed import open_transformed
 from llmcompress.engine.write.publish import finish
 from llmcompress.errors import PlanError
 from llmcompress.hardware import exact_float32
-from llmcompress.parallel import threads
-from llmcompress.processes import agreed, first, member_of, processes, rank
+from llmcompress.solve.sweep import Sweeper
 from llmcompress.store.staging import Staging
 from llmcompress.store.statistics import Kept
+from llmcompress.workers import SERIAL, Workers
 
 
 def run(
@@ -31,17 +31,20 @@ def run(
     progress: Progress | None = None,
     stop: Stop = lambda finished: False,
     tokens: Tensor | None = None,
+    workers: Workers = SERIAL,
+    sweeper: Sweeper | None = None,
 ) -> dict[str, Any]:
     """Carry a plan out and return its report. A rerun goes on after the last finished section.
 
     stop: is asked before every section, and is given the number of sections that this start has finished. When it
     returns True, the run ends with StoppedError, and a later start can go on with it. tokens: the calibration tokens
-    [samples, length], where the caller has drawn them already. Of several processes (engine/process/ranks.py) the
-    first process writes the output and returns the report; every other process returns an empty dict.
+    [samples, length], where the caller has drawn them already. workers: the ranks of the run, to which the threads of
+    the plan are added; rank 0 writes the output and returns the report, every other rank returns an empty dict.
+    sweeper: what decides blocks of columns on the plan's device; None for torch.
     """
     progress = progress or Progress()
     device_of(plan.options.device)  # refuses one that is not there
-    _check_shares(plan)
+    _check_shares(plan, workers.size)
     checkpoint = open_transformed(plan)
     sampled = plan.recipe.calibration.source == "self"
     place = plan.work / "tokens.safetensors"  # sampling takes minutes, and depends on nothing but model and recipe
@@ -51,25 +54,25 @@ def run(
             return tokens if plan.calibrated else None
         return load_file(place)["input_ids"] if sampled and place.exists() else calibration_tokens(plan)
 
-    tokens = first(chosen)
+    tokens = workers.broadcast(chosen)
     identity = {**plan.identity, "tokens": fingerprint(tokens) if tokens is not None else None}
-    known, keeping = _statistics(plan, identity["tokens"])
+    known, keeping = _statistics(plan, identity["tokens"], workers)
     if known is not None:
         identity["statistics"] = known.key
-    with closing(_opened(plan, identity)) as staged:
-        if tokens is not None and sampled and rank() == 0:
+    with closing(_opened(plan, identity, workers)) as staged:
+        if tokens is not None and sampled and workers.rank == 0:
             save(tokens, place)
-        missing = first(lambda: [number for number in range(len(plan.layers)) if not staged.has(number)])
+        missing = workers.broadcast(lambda: [number for number in range(len(plan.layers)) if not staged.has(number)])
         progress.start(len(plan.layers), len(plan.layers) - len(missing))
-        sections = Sections(plan, staged, progress, stop, missing)
         keep_freed_memory()
-        with threads(plan.resources.threads), exact_float32():
+        with workers.with_threads(plan.resources.threads) as threaded, exact_float32():
+            sections = Sections(plan, staged, progress, stop, missing, threaded)
             if tokens is None or known is not None:
-                run_uncalibrated(plan, checkpoint, sections, known)
+                run_uncalibrated(plan, checkpoint, sections, known, sweeper)
             elif missing:
-                run_calibrated(plan, checkpoint, tokens, sections, keeping)
+                run_calibrated(plan, checkpoint, tokens, sections, keeping, sweeper)
 
-        if rank() > 0:
+        if workers.rank > 0:
             return {}
         calibration = None
         if tokens is not None:
@@ -78,21 +81,20 @@ def run(
             model=plan.headers.path, calibration=calibration, trust_remote_code=plan.options.trust_remote_code
         )
         progress.writing(plan.estimate.output_bytes)
-        with member_of(None):  # the others are done
-            result = finish(plan, staged, calibration)
+        result = finish(plan, staged, calibration)
         if not plan.options.keep_work:
             staged.remove()
         return result
 
 
-def _opened(plan: Plan, identity: dict[str, Any]) -> Staging:
-    """The work directory, which the first process makes and holds."""
-    made = agreed(lambda: Staging(plan.work, identity) if rank() == 0 else None)
-    return agreed(lambda: made or Staging(plan.work, identity, leads=False))
+def _opened(plan: Plan, identity: dict[str, Any], workers: Workers) -> Staging:
+    """The work directory, which rank 0 makes and holds."""
+    made = workers.all_or_raise(lambda: Staging(plan.work, identity) if workers.rank == 0 else None)
+    return workers.all_or_raise(lambda: made or Staging(plan.work, identity, leads=False))
 
 
-def _statistics(plan: Plan, tokens: str | None) -> tuple[Kept | None, Kept | None]:
-    """Statistics of another run to go by, and where this one keeps its own: chosen, and kept, by the first process."""
+def _statistics(plan: Plan, tokens: str | None, workers: Workers) -> tuple[Kept | None, Kept | None]:
+    """Statistics of another run to go by, and where this one keeps its own: rank 0 chooses, and keeps."""
 
     def chosen() -> tuple[bool, str, dict[str, Any]] | None:
         if plan.options.stats is None or tokens is None:
@@ -101,18 +103,18 @@ def _statistics(plan: Plan, tokens: str | None) -> tuple[Kept | None, Kept | Non
         held = known or own(plan, plan.options.stats, tokens)
         return known is not None, str(held.path), dict(held.about)
 
-    found = first(chosen)
+    found = workers.broadcast(chosen)
     if found is None:
         return None, None
     held = Kept(Path(found[1]), found[2])
-    return (held, None) if found[0] else (None, held if rank() == 0 else None)
+    return (held, None) if found[0] else (None, held if workers.rank == 0 else None)
 
 
-def _check_shares(plan: Plan) -> None:
-    """PlanError where some processes would have no windows."""
+def _check_shares(plan: Plan, size: int) -> None:
+    """PlanError where some of `size` ranks would have no windows."""
     batches = -(-plan.recipe.calibration.samples // plan.batch)
-    if plan.calibrated and processes() > batches:
+    if plan.calibrated and size > batches:
         raise PlanError(
-            f"windows make fewer batches ({batches}) than there are processes ({processes()})",
+            f"windows make fewer batches ({batches}) than there are processes ({size})",
             "start fewer, or use more --samples or a smaller --batch",
         )

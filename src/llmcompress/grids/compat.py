@@ -29,7 +29,7 @@ from llmcompress.grids.compat_search import (
     symmetric,
     total,
 )
-from llmcompress.parallel import in_order
+from llmcompress.workers import Workers
 
 F = np.float32
 _CHUNK = 1 << 17  # weights encoded at once
@@ -51,7 +51,7 @@ class Fitted(NamedTuple):
     minima: Array | None = None
 
 
-def encode(weight: Tensor, spec: BlockSpec, importance: Tensor | None = None) -> Coded:
+def encode(weight: Tensor, spec: BlockSpec, workers: Workers, importance: Tensor | None = None) -> Coded:
     """Codes and scales of weight [out, in] float32 as llama-quantize chooses them.
 
     importance [in]: mean squares of the inputs, an importance matrix's entries. Codes are those that are stored, which
@@ -64,7 +64,7 @@ def encode(weight: Tensor, spec: BlockSpec, importance: Tensor | None = None) ->
     def piece(start: int) -> Coded:
         return _encode(weight[start : start + step].detach().cpu().numpy(), spec, importance_row)
 
-    return Coded.stacked(list(in_order(piece, range(0, rows, step)))).to(weight.device)
+    return Coded.stacked(list(workers.in_order(piece, range(0, rows, step)))).to(weight.device)
 
 
 def _encode(weight: Array, spec: BlockSpec, importance: Array | None) -> Coded:

@@ -7,11 +7,12 @@ from torch import Tensor
 from llmcompress.grids import compat, search
 from llmcompress.grids.base import BlockSpec
 from llmcompress.grids.coded import Coded
+from llmcompress.workers import Workers
 
 Search = Literal["compat", "fast", "best"]
 
 
-def encode(weight: Tensor, spec: BlockSpec, level: Search, importance: Tensor | None = None) -> Coded:
+def encode(weight: Tensor, spec: BlockSpec, level: Search, workers: Workers, importance: Tensor | None = None) -> Coded:
     """Weight [out, in] float32 rounded to a block type; importance [in]: what an error in an input channel costs.
 
     compat: llama-quantize's own result. fast: as good, and no slower. best: all scales of a block refined together.
@@ -20,7 +21,8 @@ def encode(weight: Tensor, spec: BlockSpec, level: Search, importance: Tensor | 
     weights that matter most.
     """
     if level == "compat":
-        return compat.encode(weight, spec, importance)
+        return compat.encode(weight, spec, workers, importance)
     if importance is None:
         level = "best" if spec.curved else "fast" if spec.bits < 4 else level
-    return search.fast(weight, spec, importance) if level == "fast" else search.best(weight, spec, importance)
+    search_by = search.fast if level == "fast" else search.best
+    return search_by(weight, spec, workers, importance)

@@ -9,6 +9,7 @@ from llmcompress.grids.coded import Grid
 from llmcompress.grids.encoders import Search, encode
 from llmcompress.grids.float8 import fit_float8
 from llmcompress.grids.integer import Clip
+from llmcompress.workers import SERIAL
 
 
 def fit(
@@ -29,7 +30,7 @@ def fit(
     order [in]: of channels in groups.
     """
     if isinstance(spec, BlockSpec):
-        return encode(weight, spec, search, importance).grid
+        return encode(weight, spec, search, SERIAL, importance).grid  # who fits shares rows out
     if isinstance(spec, GridSpec) and spec.type == "int":
         return integer.fit(
             weight, spec, clip=clip, importance=importance, gram=gram, scale_dtype=scale_dtype, order=order

@@ -6,15 +6,16 @@ from llmcompress.grids.base import BlockSpec, GridSpec, Int8Spec, Nf4Spec, Progr
 from llmcompress.grids.encoders import encode
 from llmcompress.grids.fitting import fit
 from llmcompress.grids.integer import covering
+from llmcompress.workers import Workers
 
 
-def nearest(weight: Tensor, spec: Spec) -> Tensor:
+def nearest(weight: Tensor, spec: Spec, workers: Workers) -> Tensor:
     """weight [out, in] float32 rounded to nearest, ranges that cover every weight; float32 values.
 
     Of grids with outliers, what lies beside them.
     """
     if isinstance(spec, BlockSpec):
-        return encode(weight, spec, "fast").decode()
+        return encode(weight, spec, "fast", workers).decode()
     if isinstance(spec, GridSpec) and spec.type == "int":
         return covering(weight, spec)
     grid = fit(weight, spec, clip="minmax")

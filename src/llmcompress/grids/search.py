@@ -1,6 +1,6 @@
 """Search for the codes and scales of block types: `fast` in llama-quantize's class, `best` for the least error.
 
-Both work on chunks that stay in a processor's cache and share them out by `parallel`. How they are cut depends on the
+Both work on chunks that stay in a processor's cache and share them out to threads. How they are cut depends on the
 shape alone, and every chunk is computed by one thread.
 """
 
@@ -17,30 +17,30 @@ from llmcompress.grids.block_refine import Candidate, fitted, neighbours, refine
 from llmcompress.grids.blocks import IQ4_LEVELS, BlockGrid
 from llmcompress.grids.coded import Coded
 from llmcompress.hardware import at_once
-from llmcompress.parallel import in_order
+from llmcompress.workers import Workers
 
 _CHUNK = 1 << 16  # weights searched at once
 _LEAST_IMPORTANCE = 1e-3  # of the mean: channels that were never active keep a sensible scale
 _FLOAT16_MAX = 65504.0
 
 
-def fast(weight: Tensor, spec: BlockSpec, importance: Tensor | None = None) -> Coded:
+def fast(weight: Tensor, spec: BlockSpec, workers: Workers, importance: Tensor | None = None) -> Coded:
     """Codes and scales of weight [out, in] float32, as fast as llama-quantize and with less error.
 
     Squared errors count as they do there: by importance [in] times sqrt(mean square + x^2), or without importance by
     x^2, which types with minima soften to abs(x) + root mean square: large weights matter more than their share. For
     less KL divergence than there, Q3_K softens it too, and errors in IQ4, whose levels crowd around zero, count alike.
     """
-    return _search(weight, spec, importance, _fast)
+    return _search(weight, spec, workers, importance, _fast)
 
 
-def best(weight: Tensor, spec: BlockSpec, importance: Tensor | None = None) -> Coded:
+def best(weight: Tensor, spec: BlockSpec, workers: Workers, importance: Tensor | None = None) -> Coded:
     """Codes and scales of weight [out, in] float32 of the least error found: the sum of importance * (w - q)^2.
 
     importance [in]: the diagonal of the Gram matrix of the inputs; None for ones. Scales, minima and the units they are
     multiples of are refined together. What `fast` chooses is a candidate, so that no block is worse.
     """
-    return _search(weight, spec, importance, _best)
+    return _search(weight, spec, workers, importance, _best)
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,11 @@ def _by_magnitude(piece: _Piece) -> Tensor:
 
 
 def _search(
-    weight: Tensor, spec: BlockSpec, importance: Tensor | None, choose: Callable[[_Piece], tuple[Chunk, Stored]]
+    weight: Tensor,
+    spec: BlockSpec,
+    workers: Workers,
+    importance: Tensor | None,
+    choose: Callable[[_Piece], tuple[Chunk, Stored]],
 ) -> Coded:
     rows, width = weight.shape
     step = max(1, at_once(weight, _CHUNK) // width)
@@ -116,7 +120,7 @@ def _search(
         chunk, stored = choose(_Piece(spec, x, spread, len(part)))
         return _coded(chunk, stored, part.shape)
 
-    return Coded.stacked(list(in_order(search, range(0, max(rows, 1), step))))
+    return Coded.stacked(list(workers.in_order(search, range(0, max(rows, 1), step))))
 
 
 def _coded(chunk: Chunk, stored: Stored, shape: torch.Size) -> Coded:

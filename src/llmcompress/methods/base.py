@@ -1,6 +1,6 @@
 """What a method is: options a user sets, and a way to choose the codes of one matrix from its input's statistics.
 
-Methods see one weight and one Gram matrix. They know nothing of models, files, devices or resuming.
+Methods see one weight and one Gram matrix. They know nothing of models, files, devices, processes or resuming.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from llmcompress.grids.coded import Coded
     from llmcompress.grids.inputs import Seen
     from llmcompress.solve.prune import Pruned
+    from llmcompress.solve.row_blocks import RowBlocks
     from llmcompress.solve.sparsegpt import Choice
     from llmcompress.stats.absmax import AbsMax
     from llmcompress.stats.drift import Drift
@@ -40,13 +41,6 @@ if TYPE_CHECKING:
 
 DEFAULT_GROUP_SIZES = (128, 64, 32)
 GROUPED_TYPES = ("int", "progressive")  # whose group size can be chosen
-SOLVED_ROWS = 1536  # at once by a thread: with fewer, the calls for each column would cost more than their arithmetic
-SOLVED_ON_GPU = 1 << 24  # weights at once on a GPU, whose memory this bounds
-
-
-def solved_rows(width: int, gpu: bool) -> int:
-    """Rows of matrices with `width` columns that are solved at once."""
-    return max(SOLVED_ROWS, SOLVED_ON_GPU // width) if gpu else SOLVED_ROWS
 
 
 def _plain(value: Any) -> Any:
@@ -65,8 +59,7 @@ class Statistics:
 
     importance: mean square of each input channel [in] by an importance matrix that the user gave. range: its
     magnitudes, where its scale is fixed. peaks: the largest magnitude of each of its channels, where outliers are
-    looked for. squares: of its channels, where no more of the Gram matrix is asked for. last: nobody else will ask for
-    the drift.
+    looked for. squares: of its channels, where no more of the Gram matrix is asked for.
     """
 
     gram: "Gram | None" = None
@@ -75,7 +68,6 @@ class Statistics:
     range: "Seen | None" = None
     peaks: "AbsMax | None" = None
     squares: "Energy | None" = None
-    last: bool = False
 
     @property
     def energy(self) -> "Tensor | None":
@@ -255,12 +247,17 @@ class Method(BaseModel):
         return 0
 
     def solve(
-        self, weight: "Tensor", stats: Statistics, scale_dtype: "torch.dtype", pruned: "Pruned | Choice | None" = None
+        self,
+        weight: "Tensor",
+        stats: Statistics,
+        scale_dtype: "torch.dtype",
+        blocks: "RowBlocks",
+        pruned: "Pruned | Choice | None" = None,
     ) -> Solved:
         """Codes of weight [out, in] float32 whose inputs have the statistics `stats`.
 
-        pruned: what a pruner made of `weight`, whose zeros stay zero on every grid that has one; or how to choose them
-        meanwhile, for a method that `compensates`.
+        blocks: how many rows are solved at once, and by whom. pruned: what a pruner made of `weight`, whose zeros stay
+        zero on every grid that has one; or how to choose them meanwhile, for a method that `compensates`.
         """
         raise TypeError(f"{self.name} has no algorithm")
 

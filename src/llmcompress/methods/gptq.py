@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from llmcompress.errors import RunError
-from llmcompress.methods.base import Method, Solved, Statistics, solved_rows
+from llmcompress.methods.base import Method, Solved, Statistics
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from llmcompress.solve.prune import Pruned
+    from llmcompress.solve.row_blocks import RowBlocks
     from llmcompress.solve.sparsegpt import Choice
 
 
@@ -61,13 +62,17 @@ class Gptq(Method):
         }
 
     def solve(
-        self, weight: "Tensor", stats: Statistics, scale_dtype: "torch.dtype", pruned: "Pruned | Choice | None" = None
+        self,
+        weight: "Tensor",
+        stats: Statistics,
+        scale_dtype: "torch.dtype",
+        blocks: "RowBlocks",
+        pruned: "Pruned | Choice | None" = None,
     ) -> Solved:
         import torch
 
         from llmcompress.grids.coded import Coded
         from llmcompress.grids.fitting import fit
-        from llmcompress.processes import both, shared
         from llmcompress.solve.correct import corrected
         from llmcompress.solve.damping import inverse_factor
         from llmcompress.solve.gptq import gptq_codes
@@ -92,17 +97,14 @@ class Gptq(Method):
             if drift is None:
                 return weight
             seen = whole if drift.hessian is None else drift.hessian
-            moved = corrected(weight, seen, drift.finish(), self.qep_alpha)
-            if stats.last and weight.is_cuda:
-                drift.release()
-            return moved
+            return corrected(weight, seen, drift.finish(), self.qep_alpha)
 
-        wanted, factor = both(target, lambda: inverse_factor(hessian[order][:, order], self.percdamp))
+        wanted, factor = blocks.workers.both(target, lambda: inverse_factor(hessian[order][:, order], self.percdamp))
         ready = Prepared(hessian, order, factor)
         aim, sparse = wanted, pruned
         if rest is not None:
             aim, sparse = wanted[:, rest], pruned.columns(rest) if isinstance(pruned, Pruned) else pruned
-        held = Held(aim, sparse, factor, order, ready.refiner.hessian)
+        held = Held(aim, sparse, factor, order, ready.refiner.hessian, blocks)
         fitted = partial(
             fit,
             spec=spec,
@@ -118,13 +120,11 @@ class Gptq(Method):
         def rows(part: slice) -> Coded:
             grid = fitted(held.ranged[part]) if common is None else common.rows(part)
             mask = held.mask(part)
-            coded = gptq_codes(held.aim[part], grid, factor, order, self.block_size, mask)
+            coded = gptq_codes(held.aim[part], grid, factor, order, self.block_size, mask, blocks.sweeper)
             kept = None if mask is None else mask.keep
-            return ready.refiner.refine(aim[part], coded, scale_dtype, self.descent, kept)
+            return ready.refiner.refine(aim[part], coded, scale_dtype, self.descent, kept, blocks.sweeper)
 
-        step = solved_rows(aim.shape[1], aim.is_cuda)
-        starts = range(0, aim.shape[0], step)
-        coded = Coded.stacked(shared(partial(rows, slice(start, start + step)) for start in starts))
+        coded = Coded.stacked(blocks.map(rows, aim))
         if outliers is not None:
             coded = beside(coded, wanted, outliers, whole, pruned.keep if isinstance(pruned, Pruned) else None)
         return Solved(coded, factor.percdamp, factor.dead, crowded)

@@ -10,13 +10,14 @@ from pydantic import Field, model_validator
 
 from llmcompress.errors import RunError
 from llmcompress.grids.base import BlockSpec, GridSpec
-from llmcompress.methods.base import Method, Solved, Statistics, solved_rows
+from llmcompress.methods.base import Method, Solved, Statistics
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from llmcompress.solve.prune import Pruned
+    from llmcompress.solve.row_blocks import RowBlocks
     from llmcompress.solve.sparsegpt import Choice
 
 
@@ -52,20 +53,24 @@ class Rtn(Method):
         return False
 
     def solve(
-        self, weight: "Tensor", stats: Statistics, scale_dtype: "torch.dtype", pruned: "Pruned | Choice | None" = None
+        self,
+        weight: "Tensor",
+        stats: Statistics,
+        scale_dtype: "torch.dtype",
+        blocks: "RowBlocks",
+        pruned: "Pruned | Choice | None" = None,
     ) -> Solved:
         from llmcompress.grids.coded import Coded
         from llmcompress.grids.encoders import encode
         from llmcompress.grids.fitting import fit
         from llmcompress.grids.integer import fit_whole
-        from llmcompress.processes import shared
         from llmcompress.solve.outliers import beside, remaining
         from llmcompress.solve.prune import Pruned
 
         spec = self.grid
         weight = pruned.weight if isinstance(pruned, Pruned) else weight
         if isinstance(spec, BlockSpec):
-            return Solved(encode(weight, spec, self.search, stats.importance))
+            return Solved(encode(weight, spec, self.search, blocks.workers, stats.importance))
         if self.needs_gram and stats.gram is None:
             raise RunError("rtn with clip: output needs the statistics of its inputs")
         gram = stats.gram.finish() if self.needs_gram and stats.gram is not None else None
@@ -80,9 +85,7 @@ class Rtn(Method):
             grid = fitted(rest[part]) if common is None else common.rows(part)
             return Coded(grid.encode(rest[part]), grid)
 
-        step = solved_rows(rest.shape[1], rest.is_cuda)
-        starts = range(0, rest.shape[0], step)
-        coded = Coded.stacked(shared(partial(rounded, slice(start, start + step)) for start in starts))
+        coded = Coded.stacked(blocks.map(rounded, rest))
         return Solved(coded if outliers is None else beside(coded, weight, outliers), crowded_outliers=crowded)
 
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from llmcompress.solve.prune import Pruned
+    from llmcompress.solve.row_blocks import RowBlocks
     from llmcompress.solve.sparsegpt import Choice
 
 
@@ -31,7 +32,12 @@ class Unrounded(Method):
         return False
 
     def solve(
-        self, weight: "Tensor", stats: Statistics, scale_dtype: "torch.dtype", pruned: "Pruned | Choice | None" = None
+        self,
+        weight: "Tensor",
+        stats: Statistics,
+        scale_dtype: "torch.dtype",
+        blocks: "RowBlocks",
+        pruned: "Pruned | Choice | None" = None,
     ) -> Solved:
         import torch
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from llmcompress.solve.prune import Pattern, Pruned
     from llmcompress.solve.sparsegpt import Choice
+    from llmcompress.workers import Workers
 
 
 class Pruner(BaseModel):
@@ -127,9 +128,8 @@ class Pruner(BaseModel):
         """On how many windows the inputs of the uncompressed model are wanted beside those of the compressed one."""
         return 0
 
-    def prune(self, weights: "Sequence[Tensor]", stats: Statistics) -> "list[Pruned]":
-        """Prune matrices [out, in] float32 that read one input with the statistics `stats`."""
-        from llmcompress.parallel import together
+    def prune(self, weights: "Sequence[Tensor]", stats: Statistics, workers: "Workers") -> "list[Pruned]":
+        """Prune matrices [out, in] float32 that read one input with the statistics `stats`; `workers` share them."""
         from llmcompress.solve.damping import damped
         from llmcompress.solve.masked import refitted
         from llmcompress.solve.prune import Pruned
@@ -146,7 +146,7 @@ class Pruner(BaseModel):
                 return Pruned(weight * keep, keep)
             return Pruned(refitted(weight, weight, keep, hessian, self.refit), keep)
 
-        return together(partial(one, weight) for weight in weights)
+        return workers.together(partial(one, weight) for weight in weights)
 
     def kept(self, weight: "Tensor", stats: Statistics) -> "Tensor":
         """Mask [out, in] of the weights [out, in] that stay."""

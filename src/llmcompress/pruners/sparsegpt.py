@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import Field
 
 from llmcompress.errors import RunError
-from llmcompress.methods.base import SOLVED_ROWS, Statistics
+from llmcompress.methods.base import Statistics
 from llmcompress.pruners.base import Pruner
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from llmcompress.solve.prune import Pruned
     from llmcompress.solve.sparsegpt import Choice
+    from llmcompress.workers import Workers
 
 
 class SparseGpt(Pruner):
@@ -63,14 +64,14 @@ class SparseGpt(Pruner):
     def original_samples(self) -> int:
         return self.qep_samples if self.qep_alpha > 0 else 0
 
-    def prune(self, weights: "Sequence[Tensor]", stats: Statistics) -> "list[Pruned]":
+    def prune(self, weights: "Sequence[Tensor]", stats: Statistics, workers: "Workers") -> "list[Pruned]":
         import torch
 
-        from llmcompress.processes import shared
         from llmcompress.solve.correct import corrected
         from llmcompress.solve.damping import damped, inverse_factor
         from llmcompress.solve.masked import refitted
         from llmcompress.solve.prune import Pruned
+        from llmcompress.solve.row_blocks import SOLVED_ROWS
         from llmcompress.solve.sparsegpt import sparse_weights
 
         if stats.gram is None:
@@ -92,7 +93,7 @@ class SparseGpt(Pruner):
 
         wanted = torch.split(aim(torch.cat(list(weights))), [len(weight) for weight in weights])
         pieces = [part for weight in wanted for part in torch.split(weight, SOLVED_ROWS)]
-        done = iter(shared(partial(rows, piece) for piece in pieces))
+        done = iter(workers.distribute(partial(rows, piece) for piece in pieces))
         found = [torch.cat([next(done) for _ in torch.split(weight, SOLVED_ROWS)]) for weight in wanted]
         return [Pruned(weight, weight != 0, factor.percdamp) for weight in found]
 

@@ -11,23 +11,29 @@ from llmcompress.grids.coded import Coded, Grid
 from llmcompress.grids.nf4 import Nf4Grid
 from llmcompress.solve.damping import Factor
 from llmcompress.solve.sparsegpt import FixedMask
-from llmcompress.solve.sweep import WholeSteps, by_blocks, obs_sweep, sweeper_for
+from llmcompress.solve.sweep import Sweeper, WholeSteps, by_blocks, obs_sweep
 
 
 def gptq_codes(
-    weight: Tensor, grid: Grid, factor: Factor, order: Tensor, block_size: int = 128, mask: FixedMask | None = None
+    weight: Tensor,
+    grid: Grid,
+    factor: Factor,
+    order: Tensor,
+    block_size: int = 128,
+    mask: FixedMask | None = None,
+    sweeper: Sweeper | None = None,
 ) -> Coded:
     """Round weight [out, in] to a grid fitted beforehand, column by column in `order` [in].
 
     factor: of the mean Gram matrix with rows and columns in `order`. Groups belong to stored columns, so the order of
     processing needs no group index in any file. mask: which weights are gone; they are rounded as zeros, and what they
-    were is made up for like any rounding error.
+    were is made up for like any rounding error. sweeper: decides whole blocks of the columns that it takes.
     """
     columns = weight.T[order].contiguous()
     steps = Steps(grid)
     chosen = torch.empty_like(columns)
-    sweeper, whole = sweeper_for(columns), steps.whole(order)
-    if sweeper is not None and whole is not None and (mask is None or type(mask) is FixedMask):
+    whole = steps.whole(order)
+    if sweeper and sweeper.takes(columns) and whole is not None and (mask is None or type(mask) is FixedMask):
         decide = partial(sweeper.round_block, columns, chosen, None if mask is None else mask.keep, factor.ahead, whole)
         by_blocks(columns, factor.ahead, decide, sweeper.columns)
         return steps.coded(chosen, order)

@@ -1,14 +1,12 @@
 """Rounding what pruning leaves: what is aimed at, and how far the values of weights reach that stay."""
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
-from llmcompress.processes import shared
 from llmcompress.solve.damping import Factor
 from llmcompress.solve.masked import refitted
 from llmcompress.solve.prune import Pruned
+from llmcompress.solve.row_blocks import RowBlocks
 from llmcompress.solve.sparsegpt import Choice, FixedMask
 
 _STEPS = 10  # of conjugate gradients: then the error is within a hundredth or so of the least
@@ -23,19 +21,25 @@ class Held:
     """
 
     def __init__(
-        self, wanted: Tensor, sparse: Pruned | Choice | None, factor: Factor, order: Tensor, hessian: Tensor
+        self,
+        wanted: Tensor,
+        sparse: Pruned | Choice | None,
+        factor: Factor,
+        order: Tensor,
+        hessian: Tensor,
+        blocks: RowBlocks,
     ) -> None:
         """wanted [out, in]: whose outputs are aimed at. hessian [in, in]: damped; factor: of it, in `order` [in]."""
         self.aim = self.ranged = wanted
         self._sparse, self._factor = sparse, factor
         self._keep: Tensor | None = None
         if isinstance(sparse, Pruned):
-            self.aim = self.ranged = _refitted(sparse.weight, wanted, sparse.keep, hessian)
+            self.aim = self.ranged = _refitted(sparse.weight, wanted, sparse.keep, hessian, blocks)
             self._keep = sparse.keep.T[order].to(torch.float32)
         elif sparse is not None:
             keep = torch.empty_like(wanted)
             keep[:, order] = sparse.guess(wanted.T[order], factor.pivots).T
-            self.ranged = _refitted(wanted, wanted, keep, hessian)
+            self.ranged = _refitted(wanted, wanted, keep, hessian, blocks)
 
     def mask(self, part: slice) -> FixedMask | None:
         """Of some rows, which weights stay; None where all do."""
@@ -44,8 +48,8 @@ class Held:
         return None if self._keep is None else FixedMask(self._keep[:, part].contiguous())
 
 
-def _refitted(weight: Tensor, target: Tensor, keep: Tensor, hessian: Tensor) -> Tensor:
-    parts = [slice(start, start + _ROWS) for start in range(0, len(weight), _ROWS)]
-    return torch.cat(
-        shared(partial(refitted, weight[part], target[part], keep[part], hessian, _STEPS) for part in parts)
-    )
+def _refitted(weight: Tensor, target: Tensor, keep: Tensor, hessian: Tensor, blocks: RowBlocks) -> Tensor:
+    def rows(part: slice) -> Tensor:
+        return refitted(weight[part], target[part], keep[part], hessian, _STEPS)
+
+    return torch.cat(blocks.map(rows, weight, _ROWS))

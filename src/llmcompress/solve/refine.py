@@ -22,7 +22,7 @@ from llmcompress.solve.blocks import refit_blocks
 from llmcompress.solve.codebook import refit_table
 from llmcompress.solve.gptq import Steps
 from llmcompress.solve.progressive import refit_progressive
-from llmcompress.solve.sweep import by_blocks, sweeper_for
+from llmcompress.solve.sweep import Sweeper, by_blocks
 
 Scaled = IntegerGrid | FloatGrid | Nf4Grid | Int8Grid
 
@@ -38,15 +38,21 @@ class Refiner:
         self.ahead = ordered.triu_(1)  # rows: how a move of a column bends the gradients of the columns after it
 
     def refine(
-        self, weight: Tensor, coded: Coded, scale_dtype: torch.dtype, rounds: int, keep: Tensor | None = None
+        self,
+        weight: Tensor,
+        coded: Coded,
+        scale_dtype: torch.dtype,
+        rounds: int,
+        keep: Tensor | None = None,
+        sweeper: Sweeper | None = None,
     ) -> Coded:
-        """`rounds` of scales, then codes; scales once more. weight [out, in]. keep [in, out]: as in `gptq_codes`."""
+        """`rounds` of scales, then codes; scales once more. weight [out, in]. keep, sweeper: as in `gptq_codes`."""
         if rounds == 0:
             return coded
         target = weight @ self.hessian
         for _ in range(rounds):
             coded = self._refit(coded, target, scale_dtype)
-            coded = self.descend_codes(coded, target, keep)
+            coded = self.descend_codes(coded, target, keep, sweeper=sweeper)
         return self._refit(coded, target, scale_dtype)
 
     def _refit(self, coded: Coded, target: Tensor, scale_dtype: torch.dtype) -> Coded:
@@ -61,7 +67,13 @@ class Refiner:
         return refit_scales(coded.codes, coded.grid, self.hessian, target, scale_dtype)
 
     def descend_codes(
-        self, coded: Coded, target: Tensor, keep: Tensor | None = None, block_size: int = 128, inner: int = 16
+        self,
+        coded: Coded,
+        target: Tensor,
+        keep: Tensor | None = None,
+        block_size: int = 128,
+        inner: int = 16,
+        sweeper: Sweeper | None = None,
     ) -> Coded:
         """One pass of exact coordinate descent over the codes, columns in order. target [out, in]: W H.
 
@@ -70,8 +82,8 @@ class Refiner:
         steps = Steps(coded.grid)
         before = coded.grid.levels(coded.codes).T[self.order].contiguous()  # [in, out]
         gradient = (target - coded.decode() @ self.hessian).T[self.order].contiguous()
-        sweeper, whole = sweeper_for(gradient), steps.whole(self.order)
-        if sweeper is not None and whole is not None:
+        whole = steps.whole(self.order)
+        if sweeper and sweeper.takes(gradient) and whole is not None:
             decide = partial(sweeper.move_block, gradient, before, keep, self.ahead, self.curve, whole)
             by_blocks(gradient, self.ahead, decide, sweeper.columns)
             return steps.coded(before, self.order)

@@ -1,8 +1,6 @@
 """The column sweep of optimal brain surgery: decide a column, make up for its error in the columns after it."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -112,22 +110,3 @@ class Sweeper(Protocol):
         slopes [in, out]: of the loss, by the columns before. curve [in]: 1 over the diagonal of the Gram matrix.
         """
         ...
-
-
-_sweeper: ContextVar[Sweeper | None] = ContextVar("sweeper", default=None)
-
-
-@contextmanager
-def swept_by(sweeper: Sweeper | None) -> Iterator[None]:
-    """Within, in this thread, `sweeper` decides what it takes; None: torch does."""
-    token = _sweeper.set(sweeper)
-    try:
-        yield
-    finally:
-        _sweeper.reset(token)
-
-
-def sweeper_for(columns: Tensor) -> Sweeper | None:
-    """Who decides blocks of these columns, if anyone does."""
-    found = _sweeper.get()
-    return found if found is not None and found.takes(columns) else None

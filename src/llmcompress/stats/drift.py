@@ -5,11 +5,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from llmcompress.parallel import together
-from llmcompress.processes import WHOLE, Part
 from llmcompress.stats.finite import Count, only_finite
 from llmcompress.stats.gram import precision_of, product, products_of
 from llmcompress.stats.panels import owners
+from llmcompress.workers import WHOLE, Part, Workers
 
 _PANELS = 4
 
@@ -18,16 +17,16 @@ class Drift:
     """Accumulates sum((X~ - X)^T X) [in, in] in float32; X~ is the input in the uncompressed model, token by token.
 
     hessian: mean x x^T of just these tokens, where they are fewer than those of the Gram matrix. part: of the panels,
-    those that are added up here (stats/panels.py).
+    those that are added up here (stats/panels.py); the threads of `workers` share them.
     """
 
-    def __init__(self, size: int, device: torch.device | None = None, part: Part = WHOLE) -> None:
-        self.part = part
+    def __init__(self, size: int, workers: Workers, device: torch.device | None = None, part: Part = WHOLE) -> None:
+        self.part, self._workers = part, workers
         self.sum = torch.zeros(size, size, dtype=torch.float32, device=device)
         self._seen = 0
         self._lost: Count = 0
         self.hessian: Tensor | None = None
-        self._finished = False
+        self._finished = self._last = False
 
     def update(self, original: Tensor, x: Tensor) -> None:
         """Add a pair of inputs [..., in] of the same tokens; tokens with inf or nan in either are left out."""
@@ -44,7 +43,7 @@ class Drift:
                 panel += product(one[:, start : start + panel.shape[0]], other)
 
         with precision_of(here):
-            together(partial(add, start, panel) for start, panel in self._panels(self.part.number))
+            self._workers.together(partial(add, start, panel) for start, panel in self._panels(self.part.number))
 
     @property
     def tokens(self) -> int:
@@ -66,9 +65,9 @@ class Drift:
             if owner == number
         ]
 
-    def release(self) -> None:
-        """Give the memory up: nothing can be asked for any more."""
-        self.sum, self.hessian = torch.empty(0, 0), None
+    def expect_last(self) -> None:
+        """The next `finish` is the last thing that is asked for: the memory is its caller's alone."""
+        self._last = True
 
     def mean(self) -> Tensor:
         """The matrix sum((X~ - X)^T X) / tokens [in, in]; not symmetric."""
@@ -79,4 +78,7 @@ class Drift:
         if not self._finished:
             self.sum.div_(max(self.tokens, 1))
             self._finished = True
-        return self.sum
+        mean = self.sum
+        if self._last:
+            self.sum, self.hessian = torch.empty(0, 0), None
+        return mean

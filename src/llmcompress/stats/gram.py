@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmcompress.parallel import together
-from llmcompress.processes import WHOLE, Part
 from llmcompress.stats.finite import Count, only_finite
 from llmcompress.stats.panels import owners
+from llmcompress.workers import SERIAL, WHOLE, Part, Workers
 
 _PANEL, PANELS = 192, 8  # columns in a panel at least, and panels at most
 _CHUNK = 1024  # tokens in one product of bfloat16
@@ -22,11 +21,11 @@ class Gram:
     """Accumulates sum(X^T X) [in, in] in float32 and counts tokens; rows with inf or nan are dropped and counted.
 
     sum: only its upper triangle is filled in. tokens: rows that entered; `shrink_towards` does not change it. part:
-    of the panels, those that are added up here (stats/panels.py).
+    of the panels, those that are added up here (stats/panels.py); the threads of `workers` share them.
     """
 
-    def __init__(self, size: int, device: torch.device | None = None, part: Part = WHOLE) -> None:
-        self.part = part
+    def __init__(self, size: int, workers: Workers, device: torch.device | None = None, part: Part = WHOLE) -> None:
+        self.part, self._workers = part, workers
         self.sum = torch.zeros(size, size, dtype=torch.float32, device=device)
         self._seen = 0
         self._lost: Count = 0
@@ -36,7 +35,7 @@ class Gram:
     @classmethod
     def of(cls, mean: Tensor, tokens: int) -> "Gram":
         """The statistics whose mean [in, in] float32 is known; nothing more can be added."""
-        gram = cls(0, mean.device)
+        gram = cls(0, SERIAL, mean.device)
         gram.sum, gram._seen, gram._finished = mean, tokens, True
         return gram
 
@@ -56,9 +55,21 @@ class Gram:
         """Add an input [..., in] of any float type."""
         every = x.detach().reshape(-1, x.shape[-1])
         (rows,), lost = only_finite(every)
-        _add_upper(self.views(self.part.number), self.size, rows, exact=self._seen < _EXACT)
+        self._add_upper(rows, exact=self._seen < _EXACT)
         self._seen += every.shape[0]
         self._lost = self._lost + lost
+
+    def _add_upper(self, rows: Tensor, exact: bool) -> None:
+        """Panels of the sum's upper triangle += theirs of rows^T rows."""
+        products = products_of(rows, exact)
+
+        def add(panel: Tensor) -> None:
+            start = self.size - panel.shape[1]
+            for part in products:
+                panel += product(part[:, start : start + panel.shape[0]], part[:, start:])
+
+        with precision_of(rows):
+            self._workers.together(partial(add, panel) for panel in self.views(self.part.number))
 
     def views(self, number: int) -> list[Tensor]:
         """The panels of the sum's upper triangle that make a part: columns from their first row on."""
@@ -93,19 +104,6 @@ class Gram:
         """Add `weight` tokens' worth of another mean Gram matrix [in, in]."""
         self.sum += torch.triu(prior) * weight
         self._borrowed += weight
-
-
-def _add_upper(panels: Sequence[Tensor], size: int, rows: Tensor, exact: bool) -> None:
-    """Panels of the upper triangle [size, size] float32 += theirs of rows^T rows; threads share them out."""
-    products = products_of(rows, exact)
-
-    def add(panel: Tensor) -> None:
-        start = size - panel.shape[1]
-        for part in products:
-            panel += product(part[:, start : start + panel.shape[0]], part[:, start:])
-
-    with precision_of(rows):
-        together(partial(add, panel) for panel in panels)
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:

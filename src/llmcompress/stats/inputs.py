@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmcompress.processes import WHOLE, Part
 from llmcompress.stats.absmax import after_first, finite_rows
 from llmcompress.stats.gram import Gram
+from llmcompress.workers import WHOLE, Part, Workers
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,13 @@ class InputStatistics:
         self,
         size: int,
         tokens: int,
+        workers: Workers,
         device: torch.device | None = None,
         sample: int = 1024,
         part: Part = WHOLE,
     ) -> None:
         """tokens: how many will come, for an even sample. part: of the Gram matrix, as there."""
-        self.gram = Gram(size, device, part)
+        self.gram = Gram(size, workers, device, part)
         self._sum = torch.zeros(size, dtype=torch.float64, device=device)
         self._largest = torch.zeros(size, device=device)
         self._parts: list[Tensor] = []

@@ -1,11 +1,11 @@
-"""Sums whose panels are added up by different processes, so that every number is the sum of all tokens in order."""
+"""Sums whose panels are added up by different ranks, so that every number is the sum of all tokens in order."""
 
 from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
-from llmcompress.processes import Part, each, rank
+from llmcompress.workers import Part, Workers
 
 
 class Panelled(Protocol):
@@ -27,13 +27,13 @@ def owners(costs: Sequence[int], parts: int) -> list[int]:
     return chosen
 
 
-def complete(sums: Sequence[Panelled]) -> None:
-    """Put into sums, in place, the panels that other processes have added up."""
+def complete(sums: Sequence[Panelled], workers: Workers) -> None:
+    """Put into sums, in place, the panels that other ranks have added up."""
     if not sums or sums[0].part.of == 1:
         return
-    own, here = [item.views(item.part.number) for item in sums], rank()
-    for source, panels in enumerate(each(own)):
+    own = [item.views(item.part.number) for item in sums]
+    for source, panels in enumerate(workers.all_gather_each(own)):
         for item, found in zip(sums, panels, strict=True):
-            views = item.views((item.part.number + source - here) % item.part.of)
+            views = item.views((item.part.number + source - workers.rank) % item.part.of)
             for view, values in zip(views, found, strict=True):
                 view.copy_(values)

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from llmcompress.background import Behind
 from llmcompress.errors import RunError
-from llmcompress.parallel import Behind
-from llmcompress.processes import Part
 from llmcompress.store.files import bytes_of, create, writing
+from llmcompress.workers import Part
 
 _WAITING = 2  # batches from a GPU
 

@@ -11,6 +11,8 @@ from llmcompress.transforms.base import Scalable, Scaling, usable
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from llmcompress.workers import Workers
+
 _WORK = 1 << 27  # multiplications that a candidate may take at a site, on some rows of its matrices
 _SHORTLIST = 5  # candidates that are then measured on all rows
 _PERCDAMP = 0.01  # of the Gram matrix that GPTQ will invert
@@ -37,10 +39,9 @@ class AwqScale(Scaling):
     def measures_blocks(self) -> bool:
         return self.objective == "block"
 
-    def factors(self, site: Scalable) -> "Tensor":
+    def factors(self, site: Scalable, workers: "Workers") -> "Tensor":
         import torch
 
-        from llmcompress.processes import shared
         from llmcompress.stats.gram import precision_of
 
         readers = [reader for reader in site.readers if reader.grid is not None]
@@ -52,9 +53,13 @@ class AwqScale(Scaling):
         share = max(1, max(128, _WORK // square.numel()) // len(readers))
         with precision_of(square[:0].bfloat16()):  # losses are compared, no more
             cost = _compensated(square) if site.compensated else None
-            losses = shared(partial(_loss, site, site.spread_out(factors), cost, share) for factors in candidates)
+            losses = workers.distribute(
+                partial(_loss, site, site.spread_out(factors), cost, share) for factors in candidates
+            )
             short = list(dict.fromkeys((0, *_ascending(losses)[:_SHORTLIST])))
-            exact = shared(partial(_loss, site, site.spread_out(candidates[number]), cost) for number in short)
+            exact = workers.distribute(
+                partial(_loss, site, site.spread_out(candidates[number]), cost) for number in short
+            )
         ranked = [short[place] for place in _ascending(exact)]
         if site.measured is None:
             return candidates[ranked[0]]
@@ -110,12 +115,13 @@ def _loss(site: Scalable, scale: "Tensor", cost: "Tensor | None", rows: int = 1 
     tr(D H D^T), or with `cost` [in] that of every channel by itself.
     """
     from llmcompress.grids.nearest import nearest, some_rows
+    from llmcompress.workers import SERIAL
 
     loss = 0.0
     for reader in site.readers:
         if reader.grid is not None:
             weight = some_rows(reader.weight, rows)
-            delta = nearest(weight * scale, reader.grid) / scale - weight
+            delta = nearest(weight * scale, reader.grid, SERIAL) / scale - weight
             bent = delta @ site.inputs.hessian if cost is None else delta * cost
             loss += float(bent.mul_(delta).sum()) * reader.weight.shape[0] / weight.shape[0]
     return loss

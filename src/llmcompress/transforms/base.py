@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from llmcompress.stats.inputs import Inputs
+    from llmcompress.workers import Workers
 
 WIDEST = 1e4  # a factor at most, and the inverse of one at least: gains are stored in 16 bits
 
@@ -84,8 +85,8 @@ class Scaling(Transform):
         """Whether `Scalable.measured` is wanted."""
         return False
 
-    def factors(self, site: Scalable) -> "Tensor":
-        """Positive finite factors [channels] float32, 1 where nothing is to be gained."""
+    def factors(self, site: Scalable, workers: "Workers") -> "Tensor":
+        """Positive finite factors [channels] float32, 1 where nothing is to be gained; `workers` share the search."""
         raise TypeError(f"{self.name} scales nothing")
 
 

@@ -10,6 +10,8 @@ from llmcompress.transforms.base import Scalable, Scaling, usable
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from llmcompress.workers import Workers
+
 _ROWS = 256
 _ALPHAS = tuple(step / 20 for step in range(2, 20))
 _LEVELS = 127  # of an activation in 8 bits, each side
@@ -31,10 +33,8 @@ class SmoothQuant(Scaling):
     def wants(self, follows_norm: bool) -> bool:
         return follows_norm or self.flows
 
-    def factors(self, site: Scalable) -> "Tensor":
+    def factors(self, site: Scalable, workers: "Workers") -> "Tensor":
         import torch
-
-        from llmcompress.processes import shared
 
         largest = site.tied(site.inputs.largest, largest=True)
         weights = site.tied(torch.stack([reader.weight.abs().amax(dim=0) for reader in site.readers]).amax(dim=0), True)
@@ -46,7 +46,7 @@ class SmoothQuant(Scaling):
         if self.alpha is not None:
             return factors(self.alpha)
         candidates = [torch.ones_like(largest), *(factors(alpha) for alpha in _ALPHAS)]
-        losses = shared(partial(_loss, site, site.spread_out(candidate)) for candidate in candidates)
+        losses = workers.distribute(partial(_loss, site, site.spread_out(candidate)) for candidate in candidates)
         return candidates[losses.index(min(losses))]
 
 
@@ -57,6 +57,7 @@ def _loss(site: Scalable, scale: "Tensor") -> float:
     is that variance times the squares of the weights.
     """
     from llmcompress.grids.nearest import nearest, some_rows
+    from llmcompress.workers import SERIAL
 
     step = (site.inputs.tokens / scale).abs().amax(dim=1) / _LEVELS
     noise = float((step.square() / 12).mean()) if len(step) else 0.0
@@ -66,7 +67,7 @@ def _loss(site: Scalable, scale: "Tensor") -> float:
         if reader.grid is None:
             continue
         weight = some_rows(reader.weight, _ROWS) * scale
-        delta = nearest(weight, reader.grid) - weight
+        delta = nearest(weight, reader.grid, SERIAL) - weight
         rounded = float((delta @ hessian).mul_(delta).sum())
         loss += (rounded + noise * float(weight.square().sum())) * reader.weight.shape[0] / weight.shape[0]
     return loss

@@ -18,9 +18,9 @@ from llmcompress.engine.structure.pass_memory import HEAD_TOKENS
 from llmcompress.errors import RunError
 from llmcompress.model.build import StreamedModel
 from llmcompress.model.gradients import LayerGradient, embedding_gradient, head_gradient
-from llmcompress.parallel import in_order
 from llmcompress.stats.fisher import Fisher
 from llmcompress.store.windows import Windows, WindowsWriter
+from llmcompress.workers import Workers
 
 EMBEDDING, HEAD = "embedding", "head"
 ENTERING, GRADIENT = "entering", "gradient"
@@ -46,8 +46,9 @@ def fisher_information(
     paths: Sequence[Sequence[str]],
     seed: int,
     folder: Path,
+    workers: Workers,
     watch: Watch = lambda done: None,
-    gathering: Callable[[int], Gathering[Any]] = lambda number: ByToken(),
+    gathering: Callable[[int, Workers], Gathering[Any]] = lambda number, workers: ByToken(),
     finished: Finished | None = None,
 ) -> Found:
     """Mean Fisher information per token of `tokens` [samples, length] for the matrices at `paths` of each layer.
@@ -61,7 +62,7 @@ def fisher_information(
     again, count = finished is not None, len(model.layers)
     finished = finished or Finished()
     left = next((number for number in range(count) if finished.has(number)), count)
-    states = _forward(model, tokens, folder, watch, left, again)
+    states = _forward(model, tokens, folder, workers, watch, left, again)
     return_freed_memory()
     found: Found = {}
     if states.known(GRADIENT, left) is None:
@@ -69,7 +70,7 @@ def fisher_information(
         watch(count + 1)
     for number in reversed(range(left)):
         return_freed_memory()
-        _layer(model, number, states, paths[number], found, gathering(number))
+        _layer(model, number, states, paths[number], found, gathering(number, workers), workers)
         finished.add(number)
         states.drop(number)
         watch(2 * count + 1 - number)
@@ -114,7 +115,9 @@ class _States:
             self._file(kind, number).replace(self.folder / f"record-{kind}.partial")  # to be written over next
 
 
-def _forward(model: StreamedModel, tokens: Tensor, folder: Path, watch: Watch, left: int, again: bool) -> _States:
+def _forward(
+    model: StreamedModel, tokens: Tensor, folder: Path, workers: Workers, watch: Watch, left: int, again: bool
+) -> _States:
     """With the hidden states that enter each of the `left` layers, and those that leave the last of all."""
     with model.outer(embed=True, head=False):
         states = _States(folder, (*tokens.shape, model.prepare(tokens[:1])), model.dtype, again)
@@ -126,7 +129,7 @@ def _forward(model: StreamedModel, tokens: Tensor, folder: Path, watch: Watch, l
         if states.known(ENTERING, number + 1) is None:
             with model.layer(number) as layer:
                 before = _on(model, states.of(ENTERING, number))
-                states.write(ENTERING, number + 1, in_order(partial(model.call, number, layer), before))
+                states.write(ENTERING, number + 1, workers.in_order(partial(model.call, number, layer), before))
             watch(number + 1)
     return states
 
@@ -156,6 +159,7 @@ def _layer(
     paths: Sequence[str],
     found: Found,
     gathered: Gathering[Any],
+    workers: Workers,
 ) -> None:
     """Adds what is found of a layer's matrices; writes gradients at its inputs, from those at its outputs."""
     with model.layer(number) as layer:
@@ -164,7 +168,7 @@ def _layer(
         def through() -> Iterator[Tensor]:
             pairs = zip(*(_on(model, states.of(kind, at)) for kind, at in ((ENTERING, number), (GRADIENT, number + 1))),
                         strict=True)  # fmt: skip
-            for window, (parts, gradient) in enumerate(in_order(lambda pair: back(*pair), pairs)):
+            for window, (parts, gradient) in enumerate(workers.in_order(lambda pair: back(*pair), pairs)):
                 for path in paths:
                     for part in parts.get(path, []):
                         gathered.add(path, part, window)

@@ -24,9 +24,9 @@ from llmcompress.formats.gguf.imatrix import numbered
 from llmcompress.formats.gguf.tensors import GGUFTensor
 from llmcompress.ledger import Ledger
 from llmcompress.model.build import StreamedModel
-from llmcompress.parallel import threads
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.files import existing, writing
+from llmcompress.workers import SERIAL, Workers
 
 SAMPLES = 16  # windows, of those that a recipe asks for: sums over thousands of weights need few
 
@@ -53,10 +53,10 @@ class Measuring:
         paths: Sequence[Sequence[str]],
         folder: Path,
         watch: Callable[[int], None],
-        gathering: Callable[[int], Gathering[Any]] = lambda number: ByToken(),
+        gathering: Callable[[int, Workers], Gathering[Any]] = lambda number, workers: ByToken(),
         finished: Finished | None = None,
-    ) -> Iterator[Found]:
-        """Fisher information of the matrices at `paths` of each layer; within, threads work.
+    ) -> Iterator[tuple[Found, Workers]]:
+        """Fisher information of the matrices at `paths` of each layer, and threads as long as the context lasts.
 
         Layers run in float32. The rest as for `fisher_information`.
         """
@@ -71,8 +71,9 @@ class Measuring:
         )
         keep_freed_memory()
         seed = plan.recipe.calibration.seed
-        with writing(folder), threads(plan.resources.threads):
-            yield fisher_information(model, self.tokens, paths, seed, folder, watch, gathering, finished)
+        with writing(folder), SERIAL.with_threads(plan.resources.threads) as workers:
+            found = fisher_information(model, self.tokens, paths, seed, folder, workers, watch, gathering, finished)
+            yield found, workers
 
 
 def measure(plan: Plan, tensors: Sequence[GGUFTensor], ledger: Ledger, watch: Callable[[int, int], None]) -> Losses:
@@ -91,10 +92,12 @@ def measure(plan: Plan, tensors: Sequence[GGUFTensor], ledger: Ledger, watch: Ca
     with (
         writing(beside),
         TemporaryDirectory(prefix="gradients-", dir=beside) as scratch,
-        measuring.information(paths, Path(scratch), lambda done: watch(done, of)) as found,
+        measuring.information(paths, Path(scratch), lambda done: watch(done, of)) as (found, workers),
     ):
         known = _known(tensors, places, found, ledger)
-        return measured_losses(tensors, known, measuring.checkpoint.read_finite, lambda: watch(next(steps), of))
+        return measured_losses(
+            tensors, known, measuring.checkpoint.read_finite, workers, lambda: watch(next(steps), of)
+        )
 
 
 def _known(

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from llmcompress.stats.fisher import Fisher, of_matrix, of_window
 from llmcompress.stats.gram import Gram
+from llmcompress.workers import Workers
 
 P = TypeVar("P")
 
@@ -51,12 +52,12 @@ class ByWindow:
 
     spaces: space of each path. grams: whether Gram matrices are summed up, those of the experts of a layer together, as
     single ones see too few tokens. fitted: windows, the first ones, whose inputs errors are made up for on; the others
-    tell what these then do to text that nothing was fitted to.
+    tell what these then do to text that nothing was fitted to. workers: share the sums.
     """
 
-    def __init__(self, spaces: Mapping[str, str], grams: bool, fitted: int) -> None:
+    def __init__(self, spaces: Mapping[str, str], grams: bool, fitted: int, workers: Workers) -> None:
         self.spaces = {path: _alike(space) for path, space in spaces.items()}
-        self._grams, self._fitted = grams, fitted
+        self._grams, self._fitted, self.workers = grams, fitted, workers
         # the first matrix that reads a space
         self._owners = set({space: path for path, space in reversed(list(spaces.items()))}.values())
         self._found: dict[str, Fisher] = {}
@@ -72,8 +73,13 @@ class ByWindow:
         self._found[path] = self._found[path].plus(fisher) if path in self._found else fisher
         if part.x is not None:
             if fitted and path in self._owners:
-                _sum(self._seen, self.spaces[path], part.x)
-            _sum(self._weighed[fitted], _alike(path), part.gradient)
+                self._sum(self._seen, self.spaces[path], part.x)
+            self._sum(self._weighed[fitted], _alike(path), part.gradient)
+
+    def _sum(self, grams: dict[str, Gram], name: str, rows: Tensor) -> None:
+        if name not in grams:
+            grams[name] = Gram(rows.shape[-1], self.workers, rows.device)
+        grams[name].update(rows)
 
     def finish(self) -> dict[str, Fisher]:
         return self._found
@@ -89,12 +95,6 @@ class ByWindow:
         """
         gram = self._weighed[fitted][_alike(path)].mean()
         return gram / gram.diagonal().sum().clamp_min(1e-30)
-
-
-def _sum(grams: dict[str, Gram], name: str, rows: Tensor) -> None:
-    if name not in grams:
-        grams[name] = Gram(rows.shape[-1], rows.device)
-    grams[name].update(rows)
 
 
 def _alike(path: str) -> str:

@@ -27,13 +27,13 @@ from llmcompress.grids.integer import Clip, fit
 from llmcompress.ledger import Ledger
 from llmcompress.methods.base import Method
 from llmcompress.methods.gptq import Gptq
-from llmcompress.parallel import in_order
 from llmcompress.solve.damping import inverse_factor
 from llmcompress.solve.gptq import gptq_codes
 from llmcompress.solve.prepared import Prepared, column_order
 from llmcompress.stats.fisher import Fisher, coupled_loss, expected_loss, sampled_rows
 from llmcompress.store.checkpoint import DTYPES, Checkpoint
 from llmcompress.store.staging import Staging
+from llmcompress.workers import Workers
 
 SAMPLED = 1 << 16  # weights of a matrix that are rounded to see what it loses
 
@@ -58,12 +58,12 @@ def measured_losses(
     windows = Held.of(measuring.tokens.shape[0], plan.recipe.calibration.samples)
     tokens = measuring.tokens.numel()
 
-    def gathering(number: int) -> "_Rounding":
+    def gathering(number: int, workers: Workers) -> "_Rounding":
         losses = kept.losses[number] = {
             matrix.module: dict.fromkeys((grid.name for grid in wanted[matrix.module]), 0.0)
             for matrix in plan.layers[number]
         }
-        return _Rounding(plan.layers[number], measuring.checkpoint, wanted, windows, tokens, losses)
+        return _Rounding(plan.layers[number], measuring.checkpoint, wanted, windows, tokens, losses, workers)
 
     with measuring.information(paths, staged.path, lambda done: watch(done, of), gathering, kept):
         pass
@@ -132,9 +132,10 @@ class _Rounding(ByWindow):
         windows: Held,
         tokens: int,
         losses: Losses,
+        workers: Workers,
     ) -> None:
         grams = any(isinstance(matrix.method, Gptq) for matrix in layer)
-        super().__init__({matrix.path: matrix.space for matrix in layer}, grams, windows.fitted)
+        super().__init__({matrix.path: matrix.space for matrix in layer}, grams, windows.fitted, workers)
         self.layer, self.checkpoint, self.wanted = layer, checkpoint, wanted
         self.windows, self.tokens, self.losses = windows, tokens, losses
 
@@ -180,7 +181,7 @@ class _Rounding(ByWindow):
                 for error, sample, judge in zip(errors, samples, judges, strict=True)
             ]
 
-        yield from in_order(lost, grids)
+        yield from self.workers.in_order(lost, grids)
 
     def _judge(self, path: str) -> Tensor:
         """What errors of a row count [in, in] in a run; linear in it as they are, both kinds of windows are one sum."""

@@ -11,8 +11,8 @@ from llmcompress.formats.gguf.tensors import GGUFTensor, Piece, Read, pieces
 from llmcompress.formats.gguf.types import tensor_type
 from llmcompress.grids.base import BLOCK_TYPES
 from llmcompress.grids.encoders import encode
-from llmcompress.parallel import in_order
 from llmcompress.stats.fisher import Fisher, expected_loss, sampled_rows
+from llmcompress.workers import SERIAL, Workers
 
 Losses = dict[str, dict[str, float]]
 """Expected KL divergence per token in nats, by GGUF name and tensor type."""
@@ -35,6 +35,7 @@ def measured_losses(
     tensors: Sequence[GGUFTensor],
     known: Mapping[str, Known],
     read: Read,
+    workers: Workers,
     watch: Callable[[], None] = lambda: None,
 ) -> Losses:
     """Losses of the tensors that have a type to choose, each for all its candidates.
@@ -43,7 +44,8 @@ def measured_losses(
     """
     chosen = [tensor for tensor in tensors if is_quantised(tensor.name, tensor.shape)]
     losses = {tensor.name: dict.fromkeys(candidates(tensor.shape[-1]), 0.0) for tensor in chosen}
-    for sample, found in in_order(lambda sample: (sample, _rounded(sample)), _samples(chosen, known, read, watch)):
+    samples = _samples(chosen, known, read, watch)
+    for sample, found in workers.in_order(lambda sample: (sample, _rounded(sample)), samples):
         for kind, loss in found.items():
             losses[sample.name][kind] += loss
     return losses
@@ -85,7 +87,7 @@ def _rounded(sample: _Sample) -> dict[str, float]:
     found = {}
     for kind in candidates(sample.rows.shape[-1]):
         if kind in BLOCK_TYPES:
-            values = encode(sample.rows, BLOCK_TYPES[kind], "fast").decode()
+            values = encode(sample.rows, BLOCK_TYPES[kind], "fast", SERIAL).decode()
         else:
             values = sample.rows.to(torch.float16).to(torch.float32)
         found[kind] = expected_loss(values - sample.rows, sample.outputs, sample.inputs)

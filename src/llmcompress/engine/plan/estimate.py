@@ -9,8 +9,8 @@ from llmcompress.engine.plan.gpu_estimate import gpu_bytes
 from llmcompress.engine.plan.options import FETCHED, Resources
 from llmcompress.formats.gguf.file import ENCODED_AT_ONCE
 from llmcompress.grids.base import PRODUCT_ROWS
-from llmcompress.methods.base import SOLVED_ROWS
 from llmcompress.recipe import Recipe
+from llmcompress.solve.row_blocks import SOLVED_ROWS
 from llmcompress.store.folds import TURNED_ROWS
 from llmcompress.store.headers import ModelHeaders
 from llmcompress.transforms.base import Scaling

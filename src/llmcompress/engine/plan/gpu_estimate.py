@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from llmcompress.engine.plan.options import FETCHED
 from llmcompress.grids.integer import SEARCHED
 from llmcompress.hardware import MORE_ON_GPU
-from llmcompress.methods.base import solved_rows
+from llmcompress.solve.row_blocks import solved_rows
 from llmcompress.stats.gram import PANELS
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
-"""The processes that torchrun has started for one run: joined by what it left in the environment, and by nothing else.
+"""The processes (ranks) that torchrun has started for one run; they are joined by what torchrun set in the environment.
 
-Without WORLD_SIZE, or with 1 of them, there is one process, and torch.distributed is not touched. With more, gloo (on
-processors) or nccl (on GPUs) opens connections between them, to the address that torchrun was given: the one place
-where llmcompress does so.
+Without WORLD_SIZE, or where it is 1, there is one process, and torch.distributed is not touched. Where it is larger,
+gloo (on processors) or nccl (on GPUs) connects the ranks, at the address that torchrun was given: no other part of
+llmcompress opens a connection.
 """
 
 import os
@@ -17,16 +17,18 @@ from llmcompress.errors import ElsewhereError, LlmcompressError, PlanError, Reci
 if TYPE_CHECKING:
     import torch
 
+    from llmcompress.workers import Workers
+
 T = TypeVar("T")
 
-PATIENCE = timedelta(hours=1)  # for a rank that neither answers nor is known to have ended
-_HEARING = 2.0  # seconds that the first rank waits for others to end as well
-_KEY = "llmcompress"  # of counters that all ranks know
-_SET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # by torchrun
+PATIENCE = timedelta(hours=1)  # how long a rank waits for one that neither answers nor is known to have ended
+_HEARING = 2.0  # seconds that rank 0 waits for the others to end as well
+_KEY = "llmcompress"  # prefix of the counters that all ranks share
+_SET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # variables that torchrun sets
 
 
 def several() -> bool:
-    """Whether torchrun started more than one process. PlanError if what it sets is not all there."""
+    """Whether torchrun started more than one process. PlanError if one of torchrun's variables is missing."""
     size = os.environ.get("WORLD_SIZE", "1")
     if size == "1":
         return False
@@ -43,12 +45,12 @@ def several() -> bool:
 
 
 def leads() -> bool:
-    """Whether this process writes and speaks: the first, or the only one."""
+    """Whether this process writes the output and prints: it is rank 0, or the only process."""
     return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0"
 
 
 def refuse_several(what: str) -> None:
-    """RecipeError if torchrun started several processes for what is done by one."""
+    """RecipeError if torchrun started several processes for `what`, which one process does."""
     if several():
         raise RecipeError(
             f"{what} is done by one process, and torchrun started {os.environ['WORLD_SIZE']}",
@@ -57,12 +59,15 @@ def refuse_several(what: str) -> None:
 
 
 def says(error: LlmcompressError) -> bool:
-    """Whether this process is to print an error: before ranks have joined, all find the same wrong."""
+    """Whether this process prints an error: before the ranks have joined, all of them meet the same error."""
     return not isinstance(error, ElsewhereError) and (leads() or error.rank is not None)
 
 
 def device_of(name: str) -> "torch.device":
-    """cpu, cuda, or auto: cuda where there is one. PlanError where there is none, or a rank has none of its own."""
+    """The device for `name`: cpu, cuda, or auto, which is cuda where there is a GPU.
+
+    PlanError where cuda is asked for and there is no GPU, or where this rank has no GPU of its own.
+    """
     import torch
 
     if name == "auto":
@@ -82,20 +87,19 @@ def device_of(name: str) -> "torch.device":
 
 
 @contextmanager
-def joined(device: str) -> Iterator[None]:
-    """Within, work is shared out to all ranks. device: cpu, cuda or auto.
+def joined(device: str) -> Iterator["Workers"]:
+    """All ranks of the run, connected as long as the context lasts. device: cpu, cuda or auto.
 
-    An error is said by one rank: the others raise ElsewhereError in its place.
+    Of an error within, one rank raises the error itself, and the others raise ElsewhereError.
     """
-    if not several():
-        yield
-        return
-    from llmcompress.processes import member_of
+    from llmcompress.workers import Workers
 
+    if not several():
+        yield Workers()
+        return
     ranks = Ranks(device)
     try:
-        with member_of(ranks):
-            yield
+        yield Workers(ranks)
     except LlmcompressError as error:
         if not ranks.may_speak(knows=not isinstance(error, ElsewhereError)):
             raise ElsewhereError(error.exit_code) from None
@@ -110,10 +114,10 @@ def joined(device: str) -> Iterator[None]:
 
 
 class Ranks:
-    """All ranks of a run, as `processes.Team` has it."""
+    """A `Communicator` (workers.py) over torch.distributed."""
 
     def __init__(self, device: str) -> None:
-        """RunError if the others do not come."""
+        """Wait until all ranks have connected; RunError if they do not."""
         import torch
         from torch import distributed
         from torch.distributed.rendezvous import rendezvous
@@ -129,8 +133,8 @@ class Ranks:
                 "nccl" if cuda else "gloo", store=self._store, rank=self.rank, world_size=self.size, timeout=PATIENCE
             )
 
-    def exchange(self, mine: Any) -> Iterator[Any]:
-        """What every rank gives, in order. RunError if one has ended."""
+    def all_gather(self, mine: Any) -> Iterator[Any]:
+        """What every rank gives, in order of ranks. RunError if a rank has ended."""
         import torch
         from torch import distributed
 
@@ -148,14 +152,17 @@ class Ranks:
                 distributed.broadcast(buffer, source)
             yield mine if own else unpacked(buffer)
 
-    def agreed(self, function: Callable[[], T]) -> T:
-        """What a function gives here. If it raises LlmcompressError in any rank, the first of them raises that."""
+    def all_or_raise(self, function: Callable[[], T]) -> T:
+        """What `function` gives here.
+
+        If it raises LlmcompressError in any rank, the lowest such rank raises its own error, all others ElsewhereError.
+        """
         failed: LlmcompressError | None = None
         try:
             result = function()
         except LlmcompressError as error:
             failed = error
-        codes = list(self.exchange(None if failed is None else failed.exit_code))
+        codes = list(self.all_gather(None if failed is None else failed.exit_code))
         wrong = [rank for rank, code in enumerate(codes) if code is not None]
         if failed is not None and wrong[0] == self.rank:
             raise failed
@@ -164,15 +171,15 @@ class Ranks:
         return result
 
     def may_speak(self, knows: bool) -> bool:
-        """Whether this rank, which ends with an error, is to say it: the first of those who know what is wrong."""
+        """Whether this rank, which ends with an error, reports it: the first that `knows` the cause does."""
         try:
             chosen = knows and self._store.add(f"{_KEY}/knowing", 1) == 1
             ended = self._store.add(f"{_KEY}/ended", 1)
             until = time.monotonic() + _HEARING
             while self.rank == 0 and ended < self.size and time.monotonic() < until:
-                time.sleep(0.02)  # the store may end with this process: others that end now are to find it
+                time.sleep(0.02)  # rank 0 may keep the store, which other ranks that end now still have to reach
                 ended = self._store.add(f"{_KEY}/ended", 0)
-        except RuntimeError:  # whoever kept the store has ended
+        except RuntimeError:  # the rank that kept the store has ended
             return knows
         return chosen
 
@@ -185,7 +192,7 @@ class Ranks:
 
 @contextmanager
 def _answered() -> Iterator[None]:
-    """RunError for what the library raises when another process has gone."""
+    """RunError in place of the RuntimeError that torch.distributed raises when another rank has gone."""
     try:
         yield
     except RuntimeError as error:

@@ -11,6 +11,7 @@ from llmcompress.engine.run.forward import Stream
 from llmcompress.grids.nearest import nearest
 from llmcompress.model.build import StreamedModel
 from llmcompress.transforms.base import Reader
+from llmcompress.workers import Workers
 
 _WINDOWS = 4  # run through the blocks for every scale
 
@@ -20,8 +21,8 @@ Call = tuple[tuple[Any, ...], dict[str, Any], Tensor]
 class BlockLoss:
     """Runs the blocks of a layer on their own, on a few windows, with weights scaled, rounded and scaled back."""
 
-    def __init__(self, model: StreamedModel, number: int, stream: Stream, sites: list[Site]) -> None:
-        self.layer = stream.layer
+    def __init__(self, model: StreamedModel, number: int, stream: Stream, sites: list[Site], workers: Workers) -> None:
+        self.layer, self.workers = stream.layer, workers
         self.calls: dict[str, Call] = {}
         handles = [
             self.layer.get_submodule(path).register_forward_hook(self._keep(path), with_kwargs=True)
@@ -51,7 +52,7 @@ class BlockLoss:
                 if reader.grid is not None:
                     weight: Any = self.layer.get_submodule(path).weight
                     before[path] = weight.data
-                    value = nearest(reader.weight * scale, reader.grid) / scale
+                    value = nearest(reader.weight * scale, reader.grid, self.workers) / scale
                     transposed = weight.shape != value.shape
                     weight.data = (value.T if transposed else value).to(weight.dtype)
             found = _first(self.layer.get_submodule(block_of(site))(*args, **kwargs))

@@ -10,13 +10,13 @@ from llmcompress.engine.process.progress import Progress
 from llmcompress.engine.run.forward import Forward
 from llmcompress.errors import RunError
 from llmcompress.methods.base import Statistics
-from llmcompress.processes import part
 from llmcompress.stats.absmax import AbsMax
 from llmcompress.stats.drift import Drift
 from llmcompress.stats.energy import Energy, energy
 from llmcompress.stats.gram import Gram
 from llmcompress.stats.magnitudes import Magnitudes
 from llmcompress.stats.panels import complete
+from llmcompress.workers import Workers
 
 if TYPE_CHECKING:
     from llmcompress.engine.plan.matrix_plan import MatrixPlan
@@ -37,10 +37,11 @@ def collect(
     looked for, squares where a pruner goes by no more. Experts have no drift, since the two models may send a token to
     different ones.
     """
+    workers = compressed.workers
     paths = {space: plans[0].path for space, plans in wanted.items()}
     routed = any(plan.expert is not None for plans in wanted.values() for plan in plans)
     grams = {
-        space: Gram(plans[0].entry.in_features, device, part(number))
+        space: Gram(plans[0].entry.in_features, workers, device, workers.part(number))
         for number, (space, plans) in enumerate(wanted.items())
         if any(plan.needs_gram for plan in plans)
     }
@@ -58,14 +59,15 @@ def collect(
         if any(plan.method.outliers != "none" for plan in plans)
     }
     paired = None if routed else original
-    drifts = {space: Drift(gram.size, device, part()) for space, gram in grams.items()} if paired is not None else {}
+    drifting = grams if paired is not None else {}
+    drifts = {space: Drift(gram.size, workers, device, workers.part()) for space, gram in drifting.items()}
     others = paired.inputs(paths) if paired is not None else iter(())
     watched = {watch.path: watch.path} if watch is not None else {}
     for number, here in enumerate(compressed.inputs({**watched, **paths})):
         if watch is not None:
             watch.update(here.pop(watch.path))
         if paired is not None and number == paired.batches:  # the original stream ends here
-            complete(list(grams.values()))
+            complete(list(grams.values()), workers)
             for space, drift in drifts.items():
                 drift.hessian = grams[space].mean()
         there = next(others, None)
@@ -87,7 +89,7 @@ def collect(
         progress.tokens(sum(x.numel() // x.shape[-1] for x in here.values()))
     for _ in others:
         raise RunError("the original stream has more windows than the compressed one")
-    complete([*grams.values(), *drifts.values(), *([] if watch is None else [watch.gram])])
+    complete([*grams.values(), *drifts.values(), *([] if watch is None else [watch.gram])], workers)
     return {
         space: Statistics(
             grams.get(space),
@@ -121,11 +123,11 @@ def by_window(x: Tensor, length: int) -> Tensor:
 class ExpertInputs:
     """What enters a block of experts, whatever the routing: the Gram of all tokens, and an even sample of them."""
 
-    def __init__(self, path: str, block: nn.Module, device: torch.device, limit: int = 2048) -> None:
+    def __init__(self, path: str, block: nn.Module, device: torch.device, workers: Workers, limit: int = 2048) -> None:
         """path: of the block, below the layer."""
         first: Any = next(iter(block.children()))
         self.path = path
-        self.gram = Gram(first.gate_proj.in_features, device, part())
+        self.gram = Gram(first.gate_proj.in_features, workers, device, workers.part())
         self._parts: list[Tensor] = []
         self._limit = limit
 

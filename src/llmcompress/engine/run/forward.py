@@ -19,10 +19,9 @@ from llmcompress.engine.run.current_batch import Batch, CurrentBatch, stop_forwa
 from llmcompress.engine.run.kv_ranges import KeyValueWatch
 from llmcompress.engine.run.prefetch import Prefetch
 from llmcompress.model.build import StreamedModel
-from llmcompress.parallel import in_order
-from llmcompress.processes import WHOLE, from_all, part
 from llmcompress.stats.key_value_range import KeyValueRange
 from llmcompress.store.windows import Windows, WindowsShare, WindowsWriter
+from llmcompress.workers import WHOLE, Workers
 
 _EXCHANGED = 8192  # tokens that a process runs before it waits for others
 
@@ -59,19 +58,20 @@ class Forward:
         number: int,
         stream: Stream,
         batch: int,
+        workers: Workers,
         recording: Recording = NOT_RECORDED,
         watches_cache: bool = False,
     ) -> None:
-        """recording: of inputs of modules that later passes are to bypass.
+        """workers: share the batches. recording: of inputs of modules that later passes are to bypass.
 
         watches_cache: whether passes over stages also note how large keys and values become, for `key_value_range`.
         """
-        self.model, self.number, self.stream = model, number, stream
+        self.model, self.number, self.stream, self.workers = model, number, stream, workers
         count, length = stream.hidden.shape[:2]
         self.length = length  # tokens of a window
         self.batches = -(-count // batch)  # of all processes
         self._at_once = max(1, _EXCHANGED // (batch * length))
-        own, hidden = part(), stream.hidden
+        own, hidden = workers.part(), stream.hidden
         if own != WHOLE:
             hidden = WindowsShare(stream.hidden, batch, own)
             count = hidden.shape[0]
@@ -100,7 +100,7 @@ class Forward:
 
         A space that no token reached is absent, such as that of an expert. Stages come in order of execution.
         """
-        return from_all(self._inputs(wanted), self.batches, self._at_once)
+        return self.workers.interleave_ranks(self._inputs(wanted), self.batches, self._at_once)
 
     def _inputs(self, wanted: Mapping[str, str]) -> Iterator[Inputs]:
         """Of the batches of this process."""
@@ -108,7 +108,7 @@ class Forward:
         only = None if len(wanted) > 1 else next(iter(wanted))
         watch = KeyValueWatch() if self._watches_cache else None
         with self._seeing(wanted, stop_at=only), self.bypasses.recording(only) as record:
-            for batch in in_order(partial(self._stage, watch), self._spans):
+            for batch in self.workers.in_order(partial(self._stage, watch), self._spans):
                 record(batch)
                 yield batch.seen
         if watch is not None and watch.seen.key is not None:
@@ -116,11 +116,11 @@ class Forward:
 
     def outputs(self) -> Iterator[Tensor]:
         """Per batch, what leaves the layer."""
-        return from_all(self._outputs(), self.batches, self._at_once)
+        return self.workers.interleave_ranks(self._outputs(), self.batches, self._at_once)
 
     def _outputs(self) -> Iterator[Tensor]:
         with self.bypasses.in_place():
-            yield from in_order(self._call, self._spans)
+            yield from self.workers.in_order(self._call, self._spans)
 
     def summaries_and_outputs(
         self, wanted: Mapping[str, str], summary: Callable[[Tensor], R]
@@ -129,7 +129,7 @@ class Forward:
 
         An input is summed up when it is seen, before a later module may write over it.
         """
-        return from_all(self._summaries_and_outputs(wanted, summary), self.batches, self._at_once)
+        return self.workers.interleave_ranks(self._summaries_and_outputs(wanted, summary), self.batches, self._at_once)
 
     def _summaries_and_outputs(
         self, wanted: Mapping[str, str], summary: Callable[[Tensor], R]
@@ -139,7 +139,7 @@ class Forward:
             return self._current.batch.seen, out
 
         with self._seeing(wanted, summary):
-            yield from in_order(through, self._spans)
+            yield from self.workers.in_order(through, self._spans)
 
     def key_value_range(self) -> KeyValueRange:
         """How large keys and values became in the last pass that reached the cache; if none did, by a pass of its own.
@@ -147,14 +147,14 @@ class Forward:
         The weights of the stages before the cache no longer change once a pass has come that far, so the keys and
         values of that pass are the ones that the compressed layer computes.
         """
-        return self.key_value_range_now() if self._watch is None else self._watch.of_all()
+        return self.key_value_range_now() if self._watch is None else self._watch.of_all(self.workers)
 
     def key_value_range_now(self) -> KeyValueRange:
         """How large keys, after rotation, and values are as the layer stands: a pass that ends at the cache."""
         watch = KeyValueWatch(ending=True)
-        for _ in in_order(partial(self._stage, watch), self._spans):
+        for _ in self.workers.in_order(partial(self._stage, watch), self._spans):
             pass
-        return watch.of_all()
+        return watch.of_all(self.workers)
 
     @contextmanager
     def _seeing(

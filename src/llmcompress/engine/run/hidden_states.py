@@ -1,4 +1,4 @@
-"""Hidden states between the layers of a run: computed by all of its processes, kept by the first."""
+"""Hidden states between the layers of a run: computed by all of its ranks, kept by rank 0."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -8,14 +8,20 @@ from torch import Tensor
 
 from llmcompress.engine.plan.plan import Plan
 from llmcompress.model.build import StreamedModel
-from llmcompress.processes import gathered, rank
 from llmcompress.store.staging import Hidden, Staging
+from llmcompress.workers import Workers
 
 COMPRESSED, ORIGINAL = "compressed", "original"  # the streams: the model as compressed so far, and as it was
 
 
 def entering(
-    plan: Plan, model: StreamedModel, tokens: Tensor, staged: Staging, missing: int, dtype: torch.dtype
+    plan: Plan,
+    model: StreamedModel,
+    tokens: Tensor,
+    staged: Staging,
+    missing: int,
+    dtype: torch.dtype,
+    workers: Workers,
 ) -> Hidden:
     """Hidden states to go on from: the newest kept ones, or the embedded tokens. missing: the first such section."""
     samples = {COMPRESSED: tokens.shape[0]}
@@ -23,28 +29,30 @@ def entering(
         samples[ORIGINAL] = plan.original_samples
     with model.outer(embed=True, head=False):
         width = model.prepare(tokens[:1])
-        if rank() > 0:
-            return _of_the_first(staged, dtype, None)
+        if workers.rank > 0:
+            return _of_rank_0(staged, dtype, None, workers)
         shapes = {name: (rows, tokens.shape[1], width) for name, rows in samples.items()}
         found = staged.hidden(shapes, dtype, missing) or staged.keep_hidden(
             0, dtype, {name: model.embedded(tokens[:rows], plan.batch) for name, rows in samples.items()}
         )
-        return _of_the_first(staged, dtype, found)
+        return _of_rank_0(staged, dtype, found, workers)
 
 
-def kept(staged: Staging, position: int, dtype: torch.dtype, streams: Mapping[str, Iterator[Tensor]]) -> Hidden:
-    """Hidden states that enter section `position`, from batches of all processes."""
+def kept(
+    staged: Staging, position: int, dtype: torch.dtype, streams: Mapping[str, Iterator[Tensor]], workers: Workers
+) -> Hidden:
+    """Hidden states that enter section `position`, from batches of all ranks."""
     hidden = None
-    if rank() == 0:
+    if workers.rank == 0:
         hidden = staged.keep_hidden(position, dtype, streams)
     else:
         for batches in streams.values():
             deque(batches, maxlen=0)
-    return _of_the_first(staged, dtype, hidden)
+    return _of_rank_0(staged, dtype, hidden, workers)
 
 
-def _of_the_first(staged: Staging, dtype: torch.dtype, hidden: Hidden | None) -> Hidden:
-    """Hidden states that the first process has, for all."""
-    places = gathered(None if hidden is None else hidden.places())[0]
+def _of_rank_0(staged: Staging, dtype: torch.dtype, hidden: Hidden | None, workers: Workers) -> Hidden:
+    """Hidden states that rank 0 has, for all ranks."""
+    places = workers.all_gather(None if hidden is None else hidden.places())[0]
     assert places is not None  # it has them
     return hidden or staged.open_hidden(places[0], dtype, places[1])

@@ -4,8 +4,8 @@ from torch import Tensor
 
 from llmcompress.engine.run.current_batch import stop_forward
 from llmcompress.errors import RunError
-from llmcompress.processes import gathered
 from llmcompress.stats.key_value_range import KeyValueRange
+from llmcompress.workers import Workers
 
 
 class KeyValueWatch:
@@ -23,10 +23,10 @@ class KeyValueWatch:
             stop_forward()
         return key, value
 
-    def of_all(self) -> KeyValueRange:
-        """What the processes have seen together."""
+    def of_all(self, workers: Workers) -> KeyValueRange:
+        """What all ranks have seen together."""
         every = KeyValueRange()
-        for key, value in gathered((self.seen.key, self.seen.value)):
+        for key, value in workers.all_gather((self.seen.key, self.seen.value)):
             if key is not None and value is not None:
                 every.include(key, value)
         return every

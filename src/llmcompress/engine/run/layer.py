@@ -33,10 +33,12 @@ from llmcompress.methods.base import Solved, Statistics
 from llmcompress.model.build import StreamedModel
 from llmcompress.model.experts import Expert
 from llmcompress.model.rounded import round_inputs
-from llmcompress.processes import spread
+from llmcompress.solve.row_blocks import RowBlocks
+from llmcompress.solve.sweep import Sweeper
 from llmcompress.stats.gram import Gram
 from llmcompress.store.checkpoint import DTYPES, Checkpoint
 from llmcompress.store.statistics import Kept, stored
+from llmcompress.workers import Workers
 
 STARVED = 4  # tokens per input channel below which an expert's Gram is blended with the layer's
 
@@ -50,18 +52,23 @@ class Compressor:
         checkpoint: Checkpoint,
         model: StreamedModel | None,
         progress: Progress,
+        sweeper: Sweeper | None,
         known: Kept | None = None,
         keeping: Kept | None = None,
     ) -> None:
-        """known: statistics in place of those of windows. keeping: where those of windows are kept."""
+        """sweeper: what decides blocks of columns on the run's device; None for torch.
+
+        known: statistics in place of those of windows. keeping: where those of windows are kept.
+        """
         self.plan, self.checkpoint, self.model, self.progress = plan, checkpoint, model, progress
-        self.known, self.keeping = known, keeping
+        self.sweeper, self.known, self.keeping = sweeper, known, keeping
         self.device = device_of(plan.options.device)
         self.rounded = isinstance(plan.headers, DecodedHeaders | GgufHeaders)
 
     def layer(
         self,
         number: int,
+        workers: Workers,
         layer: nn.Module | None = None,
         compressed: Forward | None = None,
         original: Forward | None = None,
@@ -76,14 +83,14 @@ class Compressor:
             note_reuse(self.plan, self.known, ledger)
         for stage in stages_of(self.plan.layers[number]):
             self.progress.stage(stage[0].space, len(stage))
-            kept = [found for plan in stage if (found := self._recoded(plan, ledger)) is not None]
+            kept = [found for plan in stage if (found := self._recoded(plan, ledger, workers)) is not None]
             stage = [plan for plan in stage if plan.module not in {found[0].module for found in kept}]
             statistics = known or self._statistics(layer, compressed, original, stage, ledger)
             if self.keeping is not None:
                 gathered |= stored(statistics)
             return_freed_memory()  # what the windows took, before the matrices of the solvers come
             groups = _together(stage, apart=self.plan.importance is not None)
-            solutions = self._solutions(groups, statistics, ledger)
+            solutions = self._solutions(groups, statistics, ledger, workers)
             for plan, solved, record in chain(kept, solutions):
                 coded[plan.module] = solved
                 linears.append(record)
@@ -98,20 +105,19 @@ class Compressor:
         return coded, records
 
     def _solutions(
-        self, groups: list[list[MatrixPlan]], statistics: dict[str, Statistics], ledger: Ledger
+        self, groups: list[list[MatrixPlan]], statistics: dict[str, Statistics], ledger: Ledger, workers: Workers
     ) -> Iterator[tuple[MatrixPlan, Coded, dict[str, Any]]]:
-        """The matrices of a stage, solved group by group; groups are spread over processes."""
-
+        """The matrices of a stage, solved group by group; ranks share the groups."""
         final = {group[0].space: number for number, group in enumerate(groups)}
 
-        def solve(number: int) -> tuple[list[Coded], list[dict[str, Any]], list[dict[str, str]]]:
+        def solve(number: int, workers: Workers) -> tuple[list[Coded], list[dict[str, Any]], list[dict[str, str]]]:
             notes, group = Ledger(), groups[number]
             known = statistics.get(group[0].space) or self._given(group[0])
-            known = replace(known, last=final[group[0].space] == number)
-            _, codes, records = zip(*self._solve(group, known, notes), strict=True)
+            last = final[group[0].space] == number
+            _, codes, records = zip(*self._solve(group, known, notes, workers, last), strict=True)
             return list(codes), list(records), notes.as_json()
 
-        solved = spread([partial(solve, number) for number in range(len(groups))])
+        solved = workers.map_ranks([partial(solve, number) for number in range(len(groups))])
         for group, (codes, records, notes) in zip(groups, solved, strict=True):
             ledger.extend(Entry(**note) for note in notes)
             yield from zip(group, codes, records, strict=True)
@@ -135,7 +141,7 @@ class Compressor:
         solved = [plan for plan in stage if plan.needs_gram]
         if any(plan.expert is not None for plan in solved) and self.plan.spec.experts is not None:
             path = self.plan.spec.experts.path
-            watch = ExpertInputs(path, layer.get_submodule(path), self.model.device)
+            watch = ExpertInputs(path, layer.get_submodule(path), self.model.device, compressed.workers)
         found = collect(compressed, original, needing, self.model.device, self.progress, watch)
         for space, statistics in found.items():
             first, gram = needing[space][0], statistics.gram
@@ -147,11 +153,13 @@ class Compressor:
             if dropped:
                 ledger.note("nonfinite_inputs", first.module, f"{dropped} tokens left out of its statistics")
             if watch is not None and gram is not None:
-                _feed_starved(gram, first, watch, layer, ledger)
+                _feed_starved(gram, first, watch, layer, ledger, compressed.workers)
         lend_ranges(found, needing, ledger)
         return found
 
-    def _recoded(self, plan: MatrixPlan, ledger: Ledger) -> tuple[MatrixPlan, Coded, dict[str, Any]] | None:
+    def _recoded(
+        self, plan: MatrixPlan, ledger: Ledger, workers: Workers
+    ) -> tuple[MatrixPlan, Coded, dict[str, Any]] | None:
         """A matrix whose source is codes that its type holds, on no statistics at all; None for any other."""
         grid = plan.entry.grid
         if plan.pruner is not None or not isinstance(grid, BlockSpec) or not holds_codes(grid):
@@ -164,7 +172,7 @@ class Compressor:
         if found is None:
             ledger.note("requantised", name, f"decoded and rounded anew to {wanted}, which does not hold its values")
             return None
-        record = _record(plan, source.decode(), found, None, None, Solved(found))
+        record = _record(plan, source.decode(), found, None, None, Solved(found), workers)
         if record["relative_error"]:
             ledger.note("requantised", name, f"its codes are kept in {wanted}, scales and minima rounded to float16")
         return plan, found, {**record, "method": "recoded"}
@@ -175,15 +183,21 @@ class Compressor:
         return Statistics(importance=None if found is None else torch.from_numpy(found).to(self.device))
 
     def _solve(
-        self, group: list[MatrixPlan], stats: Statistics, ledger: Ledger
+        self, group: list[MatrixPlan], stats: Statistics, ledger: Ledger, workers: Workers, last: bool
     ) -> list[tuple[MatrixPlan, Coded, dict[str, Any]]]:
-        """Matrices that share input and options, solved as one: their rows are independent."""
+        """Matrices that share input and options, solved as one: their rows are independent.
+
+        last: no later group asks for the drift of the input.
+        """
         method = group[0].method
         weights = [self._weight(plan) for plan in group]
-        scale_dtype = DTYPES[group[0].entry.source.dtype]
+        scale_dtype, gpu = DTYPES[group[0].entry.source.dtype], self.device.type == "cuda"
         with torch.no_grad():
-            sparse = pruned(group, weights, stats, ledger, self.rounded)
-            solved: Solved = method.solve(torch.cat(weights), stats, scale_dtype, sparse)
+            sparse = pruned(group, weights, stats, ledger, self.rounded, workers)
+            if last and gpu and stats.drift is not None:
+                stats.drift.expect_last()  # a GPU has little memory: what is read is given up
+            blocks = RowBlocks(workers, gpu, self.sweeper)
+            solved: Solved = method.solve(torch.cat(weights), stats, scale_dtype, blocks, sparse)
         if solved.percdamp is not None and solved.percdamp > getattr(method, "percdamp", solved.percdamp):
             ledger.note("damping", group[0].module, f"percdamp raised to {solved.percdamp:g}")
         if solved.dead_inputs:
@@ -201,7 +215,7 @@ class Compressor:
             part = solved.coded.rows(slice(start, stop))
             if plan.method.fixed_inputs:
                 part = replace(part, input_scale=input_scale(plan, stats))
-            record = _record(plan, weight, part, hessian, stats.gram, solved)
+            record = _record(plan, weight, part, hessian, stats.gram, solved, workers)
             record |= sparsity_record(plan, weight, part.decode(), ledger, self.rounded)
             result.append((plan, part.to("cpu"), record))
             start = stop
@@ -235,7 +249,13 @@ def _together(stage: list[MatrixPlan], apart: bool) -> list[list[MatrixPlan]]:
 
 
 def _record(
-    plan: MatrixPlan, weight: Tensor, coded: Coded, hessian: Tensor | None, gram: Gram | None, solved: Solved
+    plan: MatrixPlan,
+    weight: Tensor,
+    coded: Coded,
+    hessian: Tensor | None,
+    gram: Gram | None,
+    solved: Solved,
+    workers: Workers,
 ) -> dict[str, Any]:
     """What the report says about a matrix. loss: squared output error per token as a share of the output's energy."""
     delta = coded.decode() - weight
@@ -253,12 +273,12 @@ def _record(
     if coded.input_scale is not None:
         record["input_scale"] = _significant(float(coded.input_scale))
     if gram is not None and hessian is not None:
-        loss, energy = energies((delta, weight), hessian)
+        loss, energy = energies((delta, weight), hessian, workers)
         record["loss"] = _significant(loss / max(energy, 1e-30))
         record["tokens"] = gram.tokens
         record["percdamp"] = solved.percdamp
     if plan.pruner is None and plan.entry.grid is not None and rounds_at_once(plan.entry.grid):
-        ratio = against_rtn(weight, delta, plan.entry.grid, hessian)
+        ratio = against_rtn(weight, delta, plan.entry.grid, hessian, workers)
         record["rtn_ratio"] = None if ratio is None else _significant(ratio)
     return record
 
@@ -267,7 +287,9 @@ def _significant(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def _feed_starved(gram: Gram, plan: MatrixPlan, watch: ExpertInputs, layer: nn.Module, ledger: Ledger) -> None:
+def _feed_starved(
+    gram: Gram, plan: MatrixPlan, watch: ExpertInputs, layer: nn.Module, ledger: Ledger, workers: Workers
+) -> None:
     """Shrink the Gram of an expert with too few tokens towards that of all tokens that entered the block.
 
     For gate and up the prior is the block's own input; for down it is a sample of that input pushed through the expert
@@ -281,7 +303,7 @@ def _feed_starved(gram: Gram, plan: MatrixPlan, watch: ExpertInputs, layer: nn.M
     if plan.path.endswith("down_proj"):
         expert = layer.get_submodule(plan.path.rpartition(".")[0])
         assert isinstance(expert, Expert)
-        prior = Gram(gram.size, gram.sum.device)
+        prior = Gram(gram.size, workers, gram.sum.device)
         with torch.no_grad():
             prior.update(expert.inner(watch.sample()))
     else:

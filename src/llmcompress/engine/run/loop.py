@@ -23,11 +23,12 @@ from llmcompress.engine.source.open import config_of
 from llmcompress.errors import StoppedError
 from llmcompress.grids.coded import Coded
 from llmcompress.model.build import StreamedModel
-from llmcompress.processes import first, gathered, spread
+from llmcompress.solve.sweep import Sweeper
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.folds import FoldedCheckpoint
 from llmcompress.store.staging import Staging
 from llmcompress.store.statistics import Kept
+from llmcompress.workers import Workers
 
 Stop = Callable[[int], bool]
 
@@ -35,9 +36,12 @@ Stop = Callable[[int], bool]
 class Sections:
     """The sections of a run, each made at a safe point and on disk before the next."""
 
-    def __init__(self, plan: Plan, staged: Staging, progress: Progress, stop: Stop, missing: list[int]) -> None:
+    def __init__(
+        self, plan: Plan, staged: Staging, progress: Progress, stop: Stop, missing: list[int], workers: Workers
+    ) -> None:
         """missing: numbers of those that were not there, ascending."""
         self.plan, self.staged, self.progress, self.stop, self.missing = plan, staged, progress, stop, missing
+        self.workers = workers
         self.finished = 0  # by this start
 
     def make(
@@ -47,7 +51,7 @@ class Sections:
         scaled: Scaled | None = None,
     ) -> None:
         """Keep what `work` gives as section `number`, and its scales; StoppedError if the run is to stop before."""
-        if any(gathered(self.stop(self.finished))):
+        if any(self.workers.all_gather(self.stop(self.finished))):
             raise StoppedError(
                 "stopped at a safe point",
                 f"run the same command again to go on; finished work is in {self.plan.work}",
@@ -57,23 +61,31 @@ class Sections:
         coded, records = work()
         if scaled is not None:
             records = {**records, "sites": scaled.records, "ledger": [*scaled.ledger.as_json(), *records["ledger"]]}
-        first(lambda: self.staged.write_section(number, coded, records, None if scaled is None else scaled.factors))
+        factors = None if scaled is None else scaled.factors
+        self.workers.broadcast(lambda: self.staged.write_section(number, coded, records, factors))
         self.finished += 1
         self.progress.layer_done(number, time.perf_counter() - begin)
 
 
-def run_uncalibrated(plan: Plan, checkpoint: Checkpoint, sections: Sections, known: Kept | None) -> None:
-    compressor = Compressor(plan, checkpoint, None, sections.progress, known)
-    made = spread([partial(compressor.layer, number) for number in sections.missing])
+def run_uncalibrated(
+    plan: Plan, checkpoint: Checkpoint, sections: Sections, known: Kept | None, sweeper: Sweeper | None
+) -> None:
+    compressor = Compressor(plan, checkpoint, None, sections.progress, sweeper, known)
+    made = sections.workers.map_ranks([partial(compressor.layer, number) for number in sections.missing])
     for number in sections.missing:
         _expect(plan, checkpoint, number + 1)
         sections.make(number, partial(next, made))
 
 
 def run_calibrated(
-    plan: Plan, checkpoint: Checkpoint, tokens: Tensor, sections: Sections, keeping: Kept | None
+    plan: Plan,
+    checkpoint: Checkpoint,
+    tokens: Tensor,
+    sections: Sections,
+    keeping: Kept | None,
+    sweeper: Sweeper | None,
 ) -> None:
-    count, staged = len(plan.layers), sections.staged
+    count, staged, workers = len(plan.layers), sections.staged, sections.workers
     dtype = getattr(torch, plan.dtype)
     model = StreamedModel(
         checkpoint,
@@ -85,11 +97,11 @@ def run_calibrated(
         tiled_attention=True,
     )
     if plan.recipe.pruner is not None and plan.recipe.pruner.allocation == "owl":
-        plan = allocated(plan, outlier_weighed(plan, checkpoint, model, tokens, staged.path))
-    compressor = Compressor(plan, checkpoint, model, sections.progress, keeping=keeping)
-    hidden = entering(plan, model, tokens, staged, sections.missing[0], dtype)
+        plan = allocated(plan, outlier_weighed(plan, checkpoint, model, tokens, staged.path, workers))
+    compressor = Compressor(plan, checkpoint, model, sections.progress, sweeper, keeping=keeping)
+    hidden = entering(plan, model, tokens, staged, sections.missing[0], dtype, workers)
     return_freed_memory()
-    scaler = _scaler(plan, checkpoint, model, sections.progress)
+    scaler = _scaler(plan, checkpoint, model, sections.progress, workers)
     for number in range(hidden.position, count):
         done = number not in sections.missing
         if done:
@@ -98,7 +110,8 @@ def run_calibrated(
             _expect(plan, checkpoint, number + 1)
             scaled = None
             if scaler is not None and not done:
-                whole = Forward(model, number, Stream("whole", layer, hidden.streams[COMPRESSED]), plan.batch)
+                stream = Stream("whole", layer, hidden.streams[COMPRESSED])
+                whole = Forward(model, number, stream, plan.batch, workers)
                 scaled = scaler.layer(number, layer, whole)
                 return_freed_memory()
             under_way = {
@@ -107,6 +120,7 @@ def run_calibrated(
                     number,
                     Stream(name, layer if name == COMPRESSED else deepcopy(layer), windows),  # before codes come in
                     plan.batch,
+                    workers,
                     NOT_RECORDED if done else Recording(staged.path, _spaces(plan, number)),
                     watches_cache=name == COMPRESSED and not done and plan.recipe.kv_cache is not None,
                 )
@@ -118,10 +132,10 @@ def run_calibrated(
                     install(layer, matrix, coded[matrix.module])
             else:
                 streams = under_way[COMPRESSED], under_way.get(ORIGINAL)
-                sections.make(number, partial(compressor.layer, number, layer, *streams), scaled)
+                sections.make(number, partial(compressor.layer, number, workers, layer, *streams), scaled)
             if number + 1 < count:
                 onward = {name: forward.outputs() for name, forward in under_way.items()}
-                hidden = kept(staged, number + 1, dtype, onward)
+                hidden = kept(staged, number + 1, dtype, onward, workers)
         return_freed_memory()
 
 
@@ -131,10 +145,12 @@ def _expect(plan: Plan, checkpoint: Checkpoint, number: int) -> None:
         checkpoint.expect(matrix.entry.source.name for matrix in plan.layers[number])
 
 
-def _scaler(plan: Plan, checkpoint: Checkpoint, model: StreamedModel, progress: Progress) -> Scaler | None:
+def _scaler(
+    plan: Plan, checkpoint: Checkpoint, model: StreamedModel, progress: Progress, workers: Workers
+) -> Scaler | None:
     """What chooses the factors of scaling steps, if there are any."""
     if isinstance(checkpoint, FoldedCheckpoint) and plan.scales_channels:
-        return Scaler(plan, checkpoint, model, progress)
+        return Scaler(plan, checkpoint, model, progress, workers)
     return None
 
 

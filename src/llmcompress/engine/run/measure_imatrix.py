@@ -22,11 +22,11 @@ from llmcompress.formats.gguf.imatrix import Imatrix, ImatrixEntry, numbered
 from llmcompress.formats.gguf.names import gguf_tensors
 from llmcompress.ledger import Ledger
 from llmcompress.model.build import StreamedModel
-from llmcompress.parallel import threads
 from llmcompress.recipe import Calibration
 from llmcompress.stats.energy import Energy
 from llmcompress.store.headers import ModelHeaders
 from llmcompress.store.windows import write_windows
+from llmcompress.workers import SERIAL
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,10 @@ def measure_imatrix(
         tiled_attention=True,
     )
     keep_freed_memory()
-    with TemporaryDirectory(prefix="imatrix-", dir=scratch) as name, threads(resources.threads):
+    with (
+        TemporaryDirectory(prefix="imatrix-", dir=scratch) as name,
+        SERIAL.with_threads(resources.threads) as workers,
+    ):
         folder = Path(name)
         with streamed.outer(embed=True, head=False):
             streamed.prepare(tokens[:1])
@@ -79,7 +82,7 @@ def measure_imatrix(
             return_freed_memory()
             found: dict[str, Energy] = {}
             with streamed.layer(number) as layer:
-                forward = Forward(streamed, number, Stream("original", layer, hidden), resources.batch)
+                forward = Forward(streamed, number, Stream("original", layer, hidden), resources.batch, workers)
                 hidden = write_windows(
                     outputs_and_energy(forward, {row.space: row.path for row in rows}, found),
                     folder / f"{(number + 1) % 2}.bin",

@@ -17,12 +17,13 @@ from llmcompress.model.build import StreamedModel
 from llmcompress.stats.energy import Energy
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.windows import write_windows
+from llmcompress.workers import Workers
 
 WINDOWS = 16  # of the calibration set: shares of hundreds of thousands of weights need no more
 
 
 def outlier_weighed(
-    plan: Plan, checkpoint: Checkpoint, model: StreamedModel, tokens: Tensor, scratch: Path
+    plan: Plan, checkpoint: Checkpoint, model: StreamedModel, tokens: Tensor, scratch: Path, workers: Workers
 ) -> list[float]:
     """Sparsity of each layer, by the share of outliers among |w| |x| of its matrices in the uncompressed model.
 
@@ -41,7 +42,7 @@ def outlier_weighed(
         for number, matrices in enumerate(plan.layers):
             found: dict[str, Energy] = {}
             with model.layer(number) as layer:
-                forward = Forward(model, number, Stream("dense", layer, hidden), plan.batch)
+                forward = Forward(model, number, Stream("dense", layer, hidden), plan.batch, workers)
                 spaces = {matrix.space: matrix.path for matrix in matrices}
                 hidden = write_windows(
                     outputs_and_energy(forward, spaces, found), folder / f"{(number + 1) % 2}.bin", model.dtype

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from llmcompress.background import Ahead
 from llmcompress.engine.plan.options import FETCHED
-from llmcompress.parallel import Ahead
 from llmcompress.store.windows import Windows
 
 

@@ -11,12 +11,18 @@ from llmcompress.ledger import Ledger
 from llmcompress.methods.base import Statistics
 from llmcompress.solve.prune import Pruned
 from llmcompress.solve.sparsegpt import Choice
+from llmcompress.workers import Workers
 
 SPARSE = 0.05  # share of zeros above which a matrix has been pruned, so that they are held
 
 
 def pruned(
-    group: Sequence[MatrixPlan], weights: Sequence[Tensor], stats: Statistics, ledger: Ledger, rounded: bool
+    group: Sequence[MatrixPlan],
+    weights: Sequence[Tensor],
+    stats: Statistics,
+    ledger: Ledger,
+    rounded: bool,
+    workers: Workers,
 ) -> Pruned | Choice | None:
     """What a pruner makes of matrices [out, in] that share input and options, or made of them before this run.
 
@@ -29,7 +35,7 @@ def pruned(
         return Pruned.of_zeros(torch.cat(list(weights))) if sparse else None
     if pruner.within is not None:
         return pruner.within
-    found = Pruned.stacked(pruner.prune(weights, stats))
+    found = Pruned.stacked(pruner.prune(weights, stats, workers))
     if found.percdamp is not None and found.percdamp > pruner.percdamp:
         ledger.note("damping", group[0].module, f"percdamp of {pruner.name} raised to {found.percdamp:g}")
     return found

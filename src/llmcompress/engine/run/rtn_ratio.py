@@ -7,28 +7,27 @@ from torch import Tensor
 
 from llmcompress.grids.base import Spec
 from llmcompress.grids.nearest import nearest, some_rows
-from llmcompress.parallel import together
-from llmcompress.processes import shared
+from llmcompress.workers import Workers
 
 COMPARED = 256  # rows of a matrix on which its error is compared with that of plain rounding
 
 
-def energies(matrices: Sequence[Tensor], hessian: Tensor) -> list[float]:
+def energies(matrices: Sequence[Tensor], hessian: Tensor, workers: Workers) -> list[float]:
     """tr(R H R^T) of each matrix R [out, in]: its outputs, squared and summed, for inputs of Gram matrix H [in, in]."""
-    return list(shared(partial(_energy, rows, hessian) for rows in matrices))
+    return workers.distribute(partial(_energy, rows, hessian) for rows in matrices)
 
 
-def against_rtn(weight: Tensor, delta: Tensor, spec: Spec, hessian: Tensor | None) -> float | None:
+def against_rtn(weight: Tensor, delta: Tensor, spec: Spec, hessian: Tensor | None, workers: Workers) -> float | None:
     """The energy of errors [out, in] as a share of that of plain rounding, on some rows; None where that errs nowhere.
 
     Without hessian, errors of the weights themselves.
     """
     weight, delta = (some_rows(rows, COMPARED) for rows in (weight, delta))
-    plain = nearest(weight, spec) - weight
+    plain = nearest(weight, spec, workers) - weight
     if hessian is None:
         ours, theirs = (float(rows.square().sum()) for rows in (delta, plain))
     else:
-        ours, theirs = together(partial(_energy, rows, hessian) for rows in (delta, plain))
+        ours, theirs = workers.together(partial(_energy, rows, hessian) for rows in (delta, plain))
     return ours / theirs if theirs > 0 else None
 
 

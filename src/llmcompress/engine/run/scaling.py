@@ -20,13 +20,13 @@ from llmcompress.engine.source.folding import held, scaled
 from llmcompress.errors import RunError
 from llmcompress.ledger import Ledger
 from llmcompress.model.build import StreamedModel
-from llmcompress.processes import gathered, part
 from llmcompress.solve.smooth_attention import Rotary, smoothing
 from llmcompress.stats.inputs import Inputs, InputStatistics
 from llmcompress.stats.panels import complete
 from llmcompress.store.folds import FoldedCheckpoint
 from llmcompress.transforms.base import Reader, Scalable, Scaling, Transform
 from llmcompress.transforms.smoothattention import SmoothAttention
+from llmcompress.workers import Workers
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,11 @@ class Scaled:
 class Scaler:
     """Runs the windows through a layer once, asks every scaling step for its factors, and folds them."""
 
-    def __init__(self, plan: Plan, checkpoint: FoldedCheckpoint, model: StreamedModel, progress: Progress) -> None:
+    def __init__(
+        self, plan: Plan, checkpoint: FoldedCheckpoint, model: StreamedModel, progress: Progress, workers: Workers
+    ) -> None:
         self.plan, self.checkpoint, self.model, self.progress = plan, checkpoint, model, progress
+        self.workers = workers
         self.steps = [step for step in plan.recipe.transforms if isinstance(step, Scaling | SmoothAttention)]
 
     def layer(self, number: int, layer: nn.Module, forward: Forward) -> Scaled:
@@ -60,7 +63,9 @@ class Scaler:
                 self._smooth(number, step, forward, found)
                 self.model.refill(number, layer)
                 continue
-            blocks = BlockLoss(self.model, number, forward.stream, sites) if step.measures_blocks else None
+            blocks = None
+            if step.measures_blocks:
+                blocks = BlockLoss(self.model, number, forward.stream, sites, self.workers)
             for site in sites:
                 if step.wants(site.norm is not None) and site.space in known:
                     self._scale(number, site, step, known, matrices, blocks, found)
@@ -93,7 +98,7 @@ class Scaler:
             spread=index,
             measured=measured,
         )
-        chosen = gathered(step.factors(view).cpu())[0]  # whatever other processors would have chosen
+        chosen = self.workers.all_gather(step.factors(view, self.workers).cpu())[0]  # other ranks might choose others
         factors = held(self.plan.anatomy, number, site, chosen, self.checkpoint)
         seen = view.spread_out(factors.to(known[site.space].mean))
         known[site.space] = known[site.space].divided(seen)
@@ -138,7 +143,9 @@ class Scaler:
         """Statistics of the input of every site, by space; without those of experts with too few tokens."""
         tokens = self.plan.recipe.calibration.samples * self.plan.recipe.calibration.length
         sums = {
-            site.space: InputStatistics(site.width, tokens, self.model.device, part=part(turn))
+            site.space: InputStatistics(
+                site.width, tokens, self.workers, self.model.device, part=self.workers.part(turn)
+            )
             for turn, site in enumerate(sites)
         }
         paths = {site.space: _probe(site, layer) for site in sites}
@@ -148,7 +155,7 @@ class Scaler:
                 if space in seen:
                     statistics.update(seen[space] if space in routed else by_window(seen[space], forward.length))
             self.progress.tokens(max((x.numel() // x.shape[-1] for x in seen.values()), default=0))
-        complete([statistics.gram for statistics in sums.values()])
+        complete([statistics.gram for statistics in sums.values()], self.workers)
         found = {}
         for space, statistics in sums.items():
             if space not in routed and statistics.gram.tokens == 0:

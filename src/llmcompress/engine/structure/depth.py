@@ -138,10 +138,12 @@ def _choose(plan: DepthPlan, tokens: Tensor, watch: Watch) -> tuple[list[int], l
     asked, subject = plan.asked, plan.subject
     rounds = _rounds(asked, plan.layers)
     done = iter(range(1, sum(rounds) + 1))
-    with subject.working() as folder:
+    with subject.working() as (folder, workers):
         model = subject.model()
         hidden = entering(model, tokens, subject.resources.batch, folder / "embedded.bin")
-        removal = Removal(model, hidden, subject.resources.batch, folder, lambda: watch(next(done), sum(rounds)))
+        removal = Removal(
+            model, hidden, subject.resources.batch, folder, workers, lambda: watch(next(done), sum(rounds))
+        )
         if asked.by == "kl":
             return _by_divergence(removal, asked, plan.layers)
         found = dict(enumerate(removal.similarities(asked.span)))

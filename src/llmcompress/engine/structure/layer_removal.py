@@ -13,9 +13,9 @@ from llmcompress.engine.structure.pass_memory import HEAD_TOKENS
 from llmcompress.engine.structure.source_model import onward
 from llmcompress.errors import RunError
 from llmcompress.model.build import StreamedModel
-from llmcompress.parallel import in_order
 from llmcompress.stats.similarity import Cosines, cosines
 from llmcompress.store.windows import Windows, write_windows
+from llmcompress.workers import Workers
 
 Watch = Callable[[], None]
 
@@ -23,8 +23,11 @@ Watch = Callable[[], None]
 class Removal:
     """A model and the windows that entered its first layer; files go into `folder`. watch: told of each layer read."""
 
-    def __init__(self, model: StreamedModel, entering: Windows, batch: int, folder: Path, watch: Watch) -> None:
-        self.model, self.entering, self.batch, self.folder, self.watch = model, entering, batch, folder, watch
+    def __init__(
+        self, model: StreamedModel, entering: Windows, batch: int, folder: Path, workers: Workers, watch: Watch
+    ) -> None:
+        self.model, self.entering, self.batch, self.folder = model, entering, batch, folder
+        self.workers, self.watch = workers, watch
 
     def similarities(self, span: int) -> list[float]:
         """Mean cosine between what enters layer l and what leaves layer l + span - 1, for every l where that is.
@@ -70,7 +73,7 @@ class Removal:
         return found, reference
 
     def _onward(self, number: int, layer: nn.Module, hidden: Windows, file: Path) -> Windows:
-        return onward(self.model, number, layer, hidden, self.batch, file)
+        return onward(self.model, number, layer, hidden, self.batch, file, self.workers)
 
     def _spans(self, windows: Windows) -> list[slice]:
         count = windows.shape[0]
@@ -81,7 +84,7 @@ class Removal:
 
     def _cosine(self, before: Windows, after: Windows) -> float:
         total = Cosines(0.0, 0)
-        for part in in_order(
+        for part in self.workers.in_order(
             lambda span: cosines(self._read(before, span), self._read(after, span)), self._spans(after)
         ):
             total = total.plus(part)

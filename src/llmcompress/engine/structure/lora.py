@@ -18,13 +18,13 @@ from llmcompress.engine.structure.source_model import entering
 from llmcompress.engine.write.run_report import source
 from llmcompress.model.adapted import adapt
 from llmcompress.model.build import StreamedModel
-from llmcompress.parallel import together
 from llmcompress.solve.low_rank import LowRank, low_rank, output_energy
 from llmcompress.stats.gram import Gram
 from llmcompress.store.adapter import CONFIG, STEM, AdapterDirectory, adapter_config, adapter_specs
 from llmcompress.store.checkpoint import DTYPES, Checkpoint
 from llmcompress.store.headers import ModelHeaders
 from llmcompress.store.windows import Windows, write_windows
+from llmcompress.workers import Workers
 
 Watch = Callable[[int, int], None]
 
@@ -36,9 +36,9 @@ def repair(plan: LoraPlan, watch: Watch = lambda done, of: None) -> dict[str, An
     tokens = subject.tokens() if plan.by == "outputs" else None
     calibration = None if tokens is None else calibration_facts(tokens)
     specs = adapter_specs([(item.module, item.shape, item.dtype) for item in targets], plan.rank)
-    work = _Repair(plan, targets, watch)
     base = subject.headers.name
-    with AdapterDirectory(subject.out, overwrite=options.overwrite) as out, subject.working() as folder:
+    with AdapterDirectory(subject.out, overwrite=options.overwrite) as out, subject.working() as (folder, workers):
+        work = _Repair(plan, targets, watch, workers)
         made = work.by_weights() if tokens is None else work.by_outputs(tokens, folder)
         named = ((spec.name, tensor) for spec, tensor in zip(specs, made, strict=True))
         hashes = out.write_weights(specs, named, shard_bytes=1 << 62, stem=STEM)  # PEFT reads one file
@@ -76,8 +76,8 @@ def repair(plan: LoraPlan, watch: Watch = lambda done, of: None) -> dict[str, An
 class _Repair:
     """Solves the matrices of a plan in order of execution; records: what is known of each."""
 
-    def __init__(self, plan: LoraPlan, targets: Sequence[Target], watch: Watch) -> None:
-        self.plan, self.targets, self.watch = plan, targets, watch
+    def __init__(self, plan: LoraPlan, targets: Sequence[Target], watch: Watch, workers: Workers) -> None:
+        self.plan, self.targets, self.watch, self.workers = plan, targets, watch, workers
         self.original, self.compressed = Checkpoint(plan.original), plan.subject.checkpoint
         self.records: list[dict[str, Any]] = []
 
@@ -112,11 +112,12 @@ class _Repair:
                 stages.setdefault(target.space, []).append(target)
         paths = {space: group[0].path for space, group in stages.items()}
         batch = self.plan.subject.resources.batch
-        forward = Forward(model, number, Stream("compressed", layer, hidden), batch, Recording(folder, paths))
+        stream = Stream("compressed", layer, hidden)
+        forward = Forward(model, number, stream, batch, self.workers, Recording(folder, paths))
         solved: dict[str, LowRank] = {}
         handles = []
         for space, group in stages.items():
-            gram = Gram(group[0].shape[1], model.device)
+            gram = Gram(group[0].shape[1], self.workers, model.device)
             for seen in forward.inputs({space: paths[space]}):
                 gram.update(seen[space])
             if gram.dropped:
@@ -143,7 +144,7 @@ class _Repair:
             after = output_energy(delta - found.product(), hessian) / energy
             return found, _record(target, before, after)
 
-        solved = together([lambda target=target: solve(target) for target in group])  # type: ignore[misc]
+        solved = self.workers.together([lambda target=target: solve(target) for target in group])  # type: ignore[misc]
         self.records += [record for _, record in solved]
         return [found for found, _ in solved]
 

@@ -23,7 +23,6 @@ from llmcompress.engine.structure.pass_memory import Sizes, bounded
 from llmcompress.errors import PlanError
 from llmcompress.ledger import Ledger
 from llmcompress.model.build import StreamedModel
-from llmcompress.parallel import threads
 from llmcompress.recipe import Calibration
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.files import make_parent, writing
@@ -31,6 +30,7 @@ from llmcompress.store.headers import ModelHeaders
 from llmcompress.store.output import OutputDirectory
 from llmcompress.store.output_file import is_single
 from llmcompress.store.windows import Windows, write_windows
+from llmcompress.workers import SERIAL, Workers
 
 
 @dataclass(frozen=True)
@@ -79,14 +79,14 @@ class Subject:
         )
 
     @contextmanager
-    def working(self) -> Iterator[Path]:
-        """Within, there are threads, and a directory for hidden states beside the output."""
+    def working(self) -> Iterator[tuple[Path, Workers]]:
+        """A directory for hidden states beside the output, and threads, as long as the context lasts."""
         with writing(self.out):
             make_parent(self.out)
         keep_freed_memory()
         scratch = TemporaryDirectory(prefix=f"{self.out.name}.", dir=self.out.parent)
-        with scratch as name, threads(self.resources.threads):
-            yield Path(name)
+        with scratch as name, SERIAL.with_threads(self.resources.threads) as workers:
+            yield Path(name), workers
 
 
 def open_subject(
@@ -118,10 +118,16 @@ def entering(model: StreamedModel, tokens: Tensor, batch: int, file: Path) -> Wi
 
 
 def onward(
-    model: StreamedModel, number: int, layer: torch.nn.Module, hidden: Windows, batch: int, file: Path
+    model: StreamedModel,
+    number: int,
+    layer: torch.nn.Module,
+    hidden: Windows,
+    batch: int,
+    file: Path,
+    workers: Workers,
 ) -> Windows:
     """What leaves a layer, in `file`, which may be the one that is read: windows are written after they are read."""
-    forward = Forward(model, number, Stream("whole", layer, hidden), batch)
+    forward = Forward(model, number, Stream("whole", layer, hidden), batch, workers)
     windows = write_windows(forward.outputs(), file, model.dtype)
     return_freed_memory()
     return windows

@@ -32,6 +32,7 @@ from llmcompress.stats.gram import Gram
 from llmcompress.store.headers import read_headers
 from llmcompress.store.output import OutputDirectory
 from llmcompress.store.windows import Windows, write_windows
+from llmcompress.workers import Workers
 
 CHANNELS = "channels.npz"
 _PERCDAMP = 0.01
@@ -113,8 +114,9 @@ def prune_width(plan: WidthPlan, watch: Watch = lambda done, of: None) -> dict[s
     subject, asked = plan.subject, plan.asked
     tokens = subject.tokens()
     calibration = calibration_facts(tokens)
-    work = _Narrowing(plan, watch)
-    with OutputDirectory(subject.out, overwrite=subject.options.overwrite) as out, subject.working() as folder:
+    output = OutputDirectory(subject.out, overwrite=subject.options.overwrite)
+    with output as out, subject.working() as (folder, workers):
+        work = _Narrowing(plan, watch, workers)
         hashes = plan.derived.write(subject, out, work.tensors(tokens, folder))
         records = {
             "width": {
@@ -136,8 +138,8 @@ def prune_width(plan: WidthPlan, watch: Watch = lambda done, of: None) -> dict[s
 class _Narrowing:
     """The tensors of a narrower model, made while text runs through it. kept: channels of each layer."""
 
-    def __init__(self, plan: WidthPlan, watch: Watch) -> None:
-        self.plan, self.watch = plan, watch
+    def __init__(self, plan: WidthPlan, watch: Watch, workers: Workers) -> None:
+        self.plan, self.watch, self.workers = plan, watch, workers
         self.checkpoint = plan.subject.checkpoint
         self.kept: list[Tensor] = []
         self.records: list[dict[str, Any]] = []
@@ -170,11 +172,10 @@ class _Narrowing:
         subject, part = self.plan.subject, self.plan.layers[number]
         batch = subject.resources.batch
         with model.layer(number) as layer:
-            forward = Forward(
-                model, number, Stream("pruned", layer, hidden), batch, Recording(folder, {part.space: part.reader})
-            )
-            gram = Gram(part.width, model.device)
-            for seen in forward.inputs({part.space: part.reader}):
+            stream, spaces = Stream("pruned", layer, hidden), {part.space: part.reader}
+            forward = Forward(model, number, stream, batch, self.workers, Recording(folder, spaces))
+            gram = Gram(part.width, self.workers, model.device)
+            for seen in forward.inputs(spaces):
                 gram.update(seen[part.space])
             if gram.dropped:
                 subject.ledger.note(

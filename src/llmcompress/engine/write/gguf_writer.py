@@ -20,12 +20,15 @@ if TYPE_CHECKING:
     from llmcompress.store.checkpoint import Checkpoint
     from llmcompress.store.output import OutputDirectory
     from llmcompress.store.staging import Staging
+    from llmcompress.workers import Workers
 
 
-def write_gguf(plan: "Plan", checkpoint: "Checkpoint", staged: "Staging", out: "OutputDirectory") -> dict[str, str]:
+def write_gguf(
+    plan: "Plan", checkpoint: "Checkpoint", staged: "Staging", out: "OutputDirectory", workers: "Workers"
+) -> dict[str, str]:
     """Write the files of a plan; SHA-256 (hex) of each tensor's bytes by its name."""
     hashes: dict[str, str] = {}
-    data = _Data(plan, checkpoint, staged)
+    data = _Data(plan, checkpoint, staged, workers)
     for file in plan.files:
         out.write_pieces(file.name, _file_pieces(file, data, hashes))
     return hashes
@@ -45,8 +48,8 @@ def _file_pieces(file: GgufFile, data: "_Data", hashes: dict[str, str]) -> Itera
 class _Data:
     """The bytes of tensors: codes from the work directory, all else from the checkpoint."""
 
-    def __init__(self, plan: "Plan", checkpoint: "Checkpoint", staged: "Staging") -> None:
-        self.plan, self.checkpoint, self.staged = plan, checkpoint, staged
+    def __init__(self, plan: "Plan", checkpoint: "Checkpoint", staged: "Staging", workers: "Workers") -> None:
+        self.plan, self.checkpoint, self.staged, self.workers = plan, checkpoint, staged, workers
         assert plan.recipe.method is not None  # a GGUF file holds what a step rounds
         self.search = plan.recipe.method.search
         self.matrices = {
@@ -79,10 +82,16 @@ class _Data:
             step = max(1, ENCODED_AT_ONCE // piece.shape[-1]) if len(piece.shape) > 1 else len(piece)
             for start in range(0, len(piece), step):
                 values = piece.rows(start, start + step)
-                yield bytes_of(encoded(values, placed.type.name, self.search, importance))
+                yield bytes_of(encoded(values, placed.type.name, self.search, self.workers, importance))
 
 
-def encoded(values: "Tensor", kind: str, search: "Search", importance: "NDArray[np.float32] | None" = None) -> "Tensor":
+def encoded(
+    values: "Tensor",
+    kind: str,
+    search: "Search",
+    workers: "Workers",
+    importance: "NDArray[np.float32] | None" = None,
+) -> "Tensor":
     """Rows float32 [rows, width] in a type of GGML: uint8 [rows, bytes]. importance: of the inputs [width]."""
     import torch
 
@@ -92,5 +101,5 @@ def encoded(values: "Tensor", kind: str, search: "Search", importance: "NDArray[
 
     if kind in BLOCK_TYPES:
         costs = None if importance is None else torch.from_numpy(importance)
-        return pack(encode(values, BLOCK_TYPES[kind], search, costs))
+        return pack(encode(values, BLOCK_TYPES[kind], search, workers, costs))
     return plain(values, kind)

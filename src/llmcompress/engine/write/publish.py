@@ -21,13 +21,13 @@ from llmcompress.grids.base import BlockSpec
 from llmcompress.ledger import Entry as LedgerEntry
 from llmcompress.ledger import Ledger
 from llmcompress.methods.base import Method
-from llmcompress.parallel import threads
 from llmcompress.pruners.base import Pruner
 from llmcompress.store.checkpoint import DTYPES, Checkpoint
 from llmcompress.store.folds import FoldedCheckpoint
 from llmcompress.store.output_file import output_of
 from llmcompress.store.staging import Staging
 from llmcompress.transforms.base import Transform
+from llmcompress.workers import SERIAL, Workers
 
 _FRONT_MATTER = 1_000_000  # characters
 
@@ -39,14 +39,15 @@ def write_output(
     records: dict[str, list[dict[str, Any]]],
     ledger: Ledger,
     calibration: dict[str, Any] | None,
+    workers: Workers,
 ) -> dict[str, Any]:
     """Write weights, configs, side files, recipe, report and model card; the report.
 
-    records: lists of what is known of matrices, and of scaled sites.
+    records: lists of what is known of matrices, and of scaled sites. workers: threads that encode.
     """
     with output_of(plan.out, plan.format.name, plan.options.overwrite) as out:
         if plan.files:
-            hashes = write_gguf(plan, checkpoint, staged, out)
+            hashes = write_gguf(plan, checkpoint, staged, out, workers)
         else:
             hashes = out.write_weights(plan.tensors, _tensors(plan, checkpoint, staged), plan.recipe.output.shard_size)
             out.copy_side_files(plan.headers.path)
@@ -163,5 +164,6 @@ def finish(plan: Plan, staged: Staging, calibration: dict[str, Any] | None) -> d
         sites += records.get("sites", [])
         ledger.extend(LedgerEntry(**entry) for entry in records["ledger"])
     count = (plan.options.threads or usual_threads()) if plan.resources.gpu else plan.resources.threads
-    with threads(count):  # packing is for processors
-        return write_output(plan, checkpoint, staged, {"linears": linears, "sites": sites}, ledger, calibration)
+    known = {"linears": linears, "sites": sites}
+    with SERIAL.with_threads(count) as workers:  # packing is for processors
+        return write_output(plan, checkpoint, staged, known, ledger, calibration, workers)

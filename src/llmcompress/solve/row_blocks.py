@@ -1,0 +1,47 @@
+"""Blocks of rows: rows of a matrix are independent of one another, so that some of them are solved at a time."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from torch import Tensor
+
+from llmcompress.solve.sweep import Sweeper
+from llmcompress.workers import SERIAL, Workers
+
+R = TypeVar("R")
+
+SOLVED_ROWS = 1536  # at once by a thread: with fewer, the calls for each column would cost more than their arithmetic
+SOLVED_ON_GPU = 1 << 24  # weights at once on a GPU, whose memory this bounds
+
+
+def solved_rows(width: int, gpu: bool) -> int:
+    """Rows of matrices with `width` columns that are solved at once."""
+    return max(SOLVED_ROWS, SOLVED_ON_GPU // width) if gpu else SOLVED_ROWS
+
+
+@dataclass(frozen=True)
+class RowBlocks:
+    """How the rows of a matrix are cut, and who works on them. gpu: whether matrices lie on one.
+
+    sweeper: what decides blocks of columns there; None for torch.
+    """
+
+    workers: Workers
+    gpu: bool = False
+    sweeper: Sweeper | None = None
+
+    def map(self, function: Callable[[slice], R], matrix: Tensor, most: int | None = None) -> list[R]:
+        """`function` of every block of rows of a matrix [out, in], in order; all threads and ranks share them.
+
+        most: rows of a block; None for as many as are solved at once.
+        """
+        rows, width = matrix.shape
+        step = most or solved_rows(width, self.gpu)
+        blocks = (slice(start, start + step) for start in range(0, rows, step))
+        return self.workers.distribute(partial(function, block) for block in blocks)
+
+
+SERIAL_BLOCKS = RowBlocks(SERIAL)
+"""Blocks that one thread solves, on a processor."""
