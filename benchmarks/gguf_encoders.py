@@ -21,7 +21,7 @@ from torch import Tensor
 from llmcompress.grids import compat, search
 from llmcompress.grids.base import BLOCK_TYPES, BlockSpec
 from llmcompress.packing.ggml import pack, unpack
-from llmcompress.parallel import threads
+from llmcompress.workers import SERIAL
 
 WIDTH = 2048
 NAME = "blk.0.ffn_up.weight"
@@ -41,7 +41,7 @@ def main() -> None:
     weigh = torch.exp(torch.randn(WIDTH, generator=generator)) if options.weighted else None
     columns = options.levels + (["llama-quantize"] if options.llama_quantize else [])
     print("type    " + "".join(f"{column + ' MB/s, error %':>30}" for column in columns) + "   pack MB/s  unpack MB/s")
-    with threads(1):
+    with SERIAL.with_threads(1):
         for name in options.types:
             print(f"{name:8}" + _row(weight, weigh, BLOCK_TYPES[name], options), flush=True)
 
@@ -49,7 +49,7 @@ def main() -> None:
 def _row(weight: Tensor, weigh: Tensor | None, spec: BlockSpec, options: argparse.Namespace) -> str:
     text, megabytes = "", 2e-6 * weight.numel()
     for level in options.levels:
-        seconds, coded = _fastest(lambda level=level: LEVELS[level](weight, spec, weigh))
+        seconds, coded = _fastest(lambda level=level: LEVELS[level](weight, spec, SERIAL, weigh))
         text += f"{megabytes / seconds:20.1f} {_error(coded.decode(), weight, weigh):9.3f}"
     if options.llama_quantize:
         seconds, values = _llama_quantize(options.llama_quantize, weight, spec)

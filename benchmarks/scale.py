@@ -13,7 +13,7 @@ from math import ceil
 # a Llama of 405 billion weights; calibration: 128 windows of 2048 tokens
 LAYERS, HIDDEN, FFN, HEADS, KV_HEADS = 126, 16384, 53248, 128, 8
 SAMPLES, LENGTH = 128, 2048
-PIECE = 1536  # rows (methods/base.py, SOLVED_ROWS)
+PIECE = 1536  # rows (solve/row_blocks.py, SOLVED_ROWS)
 TOKENS = SAMPLES * LENGTH
 KV = HIDDEN // HEADS * KV_HEADS
 UPPER = sum(range(1, 9)) / 64  # of a Gram matrix, in 8 panels from the diagonal on (stats/gram.py)

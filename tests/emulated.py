@@ -8,6 +8,7 @@ import struct
 import subprocess
 import tempfile
 from pathlib import Path
+from threading import Lock
 
 from torch import Tensor
 
@@ -69,8 +70,13 @@ class EmulatedLauncher:
         self.architecture, self.multiprocessors = architecture, multiprocessors
         self.launches: list[Launch] = []
         self.seed, self.csrc = seed, csrc
+        self._device = Lock()  # the scheduler runs one launch at a time, whichever thread it comes from
 
     def __call__(self, launch: Launch, *arguments: Tensor | int | float) -> None:
+        with self._device:
+            self._run(launch, *arguments)
+
+    def _run(self, launch: Launch, *arguments: Tensor | int | float) -> None:
         name = launch.kernel.name
         library = _built(self.csrc / launch.kernel.source, launch.kernel.defines)
         kinds = "".join(map(_kind, arguments))

@@ -9,7 +9,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "llmcompress"
 ROW = [
-    {"errors", "registry", "ledger", "hardware", "parallel", "processes", "yamlfile"},
+    {"errors", "registry", "ledger", "hardware", "workers", "background", "yamlfile"},
     {"stats", "grids", "packing"},
     {"arch"},
     {"solve", "methods", "pruners", "transforms"},
@@ -75,3 +75,47 @@ def test_help_and_inspect_do_without_torch(arguments, tiny_model_dir):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+def ambient(tree: ast.Module):
+    """Lines of state that calls share without passing it: context variables, `global`, containers that start empty."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            names = [getattr(node, "module", None), *(alias.name for alias in node.names)]
+            if {"contextvars", "ContextVar", "local"} & set(names):
+                yield node.lineno
+        elif isinstance(node, ast.Global):
+            yield node.lineno
+    for node in tree.body:
+        value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+        if value is not None and (
+            (isinstance(value, ast.Call) and getattr(value.func, "id", "") in CONTAINERS)
+            or (isinstance(value, ast.List) and not value.elts)
+            or (isinstance(value, ast.Dict) and not value.keys)
+        ):
+            yield node.lineno
+
+
+CONTAINERS = {"list", "set", "deque", "defaultdict", "OrderedDict"}
+OF_THE_PROCESS = {"cli/app.py", "cli/console.py"}  # its commands, and where its stdout went
+
+
+def test_no_module_has_state_of_its_own():
+    found = {str(file.relative_to(SOURCE)): list(ambient(ast.parse(file.read_text()))) for file in SOURCE.rglob("*.py")}
+    assert {file for file, lines in found.items() if lines} == OF_THE_PROCESS
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from contextvars import ContextVar\n",
+        "import contextvars\n",
+        "from threading import local\n",
+        "seen = {}\n",
+        "seen: list[int] = []\n",
+        "seen = set()\n",
+        "N = 0\ndef f():\n    global N\n    N += 1\n",
+    ],
+)
+def test_state_of_a_module_is_found(source):
+    assert list(ambient(ast.parse(source)))

@@ -18,11 +18,11 @@ from llmcompress.errors import PlanError, RecipeError, RunError, StoppedError
 from llmcompress.grids.base import BLOCK_TYPES
 from llmcompress.grids.encoders import encode
 from llmcompress.packing.ggml import pack
-from llmcompress.parallel import threads
 from llmcompress.recipe import parse
 from llmcompress.store.gguf_model import read_gguf, tensor_bytes
 from llmcompress.validate.gguf_verify import verify_gguf
 from llmcompress.validate.session import Request, evaluate_paths
+from llmcompress.workers import SERIAL
 from madetokenizers import byte_level, save
 
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K_M", "Q2_K", "IQ4_NL")
@@ -211,7 +211,7 @@ def test_a_full_disk_leaves_no_file(narrow, tmp_path):
 @pytest.mark.parametrize("kind", sorted(BLOCK_TYPES))
 def test_what_solvers_see_is_what_the_gguf_package_decodes(kind, tiny_model_dir):
     weight = load_file(tiny_model_dir / "model.safetensors")["model.layers.1.mlp.down_proj.weight"][:64].float()
-    with threads(1):
-        coded = encode(weight, BLOCK_TYPES[kind], "compat")
+    with SERIAL.with_threads(1) as workers:
+        coded = encode(weight, BLOCK_TYPES[kind], "compat", workers)
     theirs = gguf.quants.dequantize(pack(coded).numpy(), gguf.GGMLQuantizationType[kind])
     assert torch.equal(coded.decode(), torch.from_numpy(theirs))

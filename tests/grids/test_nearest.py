@@ -6,6 +6,7 @@ import torch
 
 from llmcompress.grids.base import BLOCK_TYPES, CodebookSpec, GridSpec, Int8Spec, Nf4Spec, ProgressiveSpec
 from llmcompress.grids.nearest import nearest, some_rows
+from llmcompress.workers import SERIAL
 
 WEIGHT = torch.randn(6, 256, generator=torch.Generator().manual_seed(0)) * 0.05
 
@@ -38,13 +39,13 @@ def test_values_are_the_nearest_of_a_range_that_covers_every_weight(spec, kind, 
     most = wide.abs().amax(-1, keepdim=True)
     values = levels_of(kind) * most
     near = (wide.unsqueeze(-1) - values.unsqueeze(-2)).abs().amin(-1)
-    found = nearest(WEIGHT, spec).double().view_as(wide)
+    found = nearest(WEIGHT, spec, SERIAL).double().view_as(wide)
     assert ((found - wide).abs() <= near + 1e-3 * most).all()
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_a_row_of_a_codebook_has_no_more_values_than_its_table(bits):
-    found = nearest(WEIGHT, CodebookSpec(bits))
+    found = nearest(WEIGHT, CodebookSpec(bits), SERIAL)
     assert max(len(row.unique()) for row in found) == 1 << bits
     assert (found - WEIGHT).square().sum() < 0.5 ** (2 * bits - 1) * WEIGHT.square().sum()
 
@@ -59,13 +60,13 @@ def test_integers_are_the_nearest_of_a_range_that_covers_a_group(group, symmetri
     zero = 8 if symmetric else (-low / step).round().unsqueeze(-1)
     values = (torch.arange(16) - zero) * step.unsqueeze(-1)
     near = (wide.unsqueeze(-1) - values).abs().amin(-1)
-    found = nearest(WEIGHT, GridSpec(4, group, symmetric)).double().view_as(wide)
+    found = nearest(WEIGHT, GridSpec(4, group, symmetric), SERIAL).double().view_as(wide)
     assert ((found - wide).abs() <= near + 2**-11 * 16 * step).all()  # steps are stored in 16 bits
 
 
 def test_quantised_scales_are_as_near_as_their_codes_and_values_the_nearest_for_them():
     wide = WEIGHT.double().view(6, -1, 64)
-    found = nearest(WEIGHT, Nf4Spec()).double().view_as(wide)
+    found = nearest(WEIGHT, Nf4Spec(), SERIAL).double().view_as(wide)
     scale = found.gather(-1, wide.abs().argmax(-1, keepdim=True)).abs()  # the largest weight has the level 1 or -1
     most = wide.abs().amax(-1, keepdim=True)
     # codes of scales divide (0.1, 1) of the largest deviation from their mean into 64 parts, and stand in the middles
@@ -77,7 +78,7 @@ def test_quantised_scales_are_as_near_as_their_codes_and_values_the_nearest_for_
 def test_blocks_lose_less_than_where_the_gguf_package_rounds_them():
     quantised = gguf.quants.quantize(WEIGHT.numpy(), gguf.GGMLQuantizationType.Q4_0)
     theirs = torch.from_numpy(gguf.quants.dequantize(quantised, gguf.GGMLQuantizationType.Q4_0))
-    assert (nearest(WEIGHT, BLOCK_TYPES["Q4_0"]) - WEIGHT).norm() < (theirs - WEIGHT).norm()
+    assert (nearest(WEIGHT, BLOCK_TYPES["Q4_0"], SERIAL) - WEIGHT).norm() < (theirs - WEIGHT).norm()
 
 
 def test_values_of_progressive_groups_are_whole_multiples_of_the_row_and_nearest():
@@ -88,7 +89,7 @@ def test_values_of_progressive_groups_are_whole_multiples_of_the_row_and_nearest
     step = ((high - low) / row / 15).ceil().clamp(1, 16)
     values = (torch.arange(16) - (-low / row / step).round().unsqueeze(-1)) * (step * row).unsqueeze(-1)
     near = (wide.unsqueeze(-1) - values).abs().amin(-1)
-    found = nearest(WEIGHT, ProgressiveSpec(32)).double().view_as(wide)
+    found = nearest(WEIGHT, ProgressiveSpec(32), SERIAL).double().view_as(wide)
     assert torch.allclose((found - wide).abs(), near, rtol=0, atol=1e-6)
     assert ((found / row) - (found / row).round()).abs().max() < 1e-4
 

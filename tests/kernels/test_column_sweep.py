@@ -16,13 +16,17 @@ from llmcompress.engine.plan.options import Options
 from llmcompress.grids.base import BLOCK_TYPES, GridSpec, Int8Spec, ProgressiveSpec
 from llmcompress.grids.fitting import fit
 from llmcompress.kernels.sweep import KernelSweeper, gpu_sweeper
+from llmcompress.methods.base import Statistics
+from llmcompress.methods.gptq import Gptq
 from llmcompress.recipe import Calibration, Recipe
 from llmcompress.solve.damping import inverse_factor
 from llmcompress.solve.gptq import Steps, gptq_codes
 from llmcompress.solve.prepared import Prepared, column_order
 from llmcompress.solve.refine import row_loss
+from llmcompress.solve.row_blocks import SOLVED_ROWS, RowBlocks
 from llmcompress.solve.sparsegpt import Choice, FixedMask
-from llmcompress.solve.sweep import sweeper_for, swept_by
+from llmcompress.stats.gram import Gram
+from llmcompress.workers import SERIAL
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
 GRIDS = {
@@ -54,10 +58,9 @@ def sweeper(seed=0):
 
 
 def solved(weight, ready, grid, mask, by, **options):
-    with swept_by(by):
-        coded = gptq_codes(weight, grid, ready.factor, ready.order, mask=mask, **options)
-        target = weight @ ready.refiner.hessian
-        return coded, ready.refiner.descend_codes(coded, target, None if mask is None else mask.keep)
+    coded = gptq_codes(weight, grid, ready.factor, ready.order, mask=mask, sweeper=by, **options)
+    target, keep = weight @ ready.refiner.hessian, None if mask is None else mask.keep
+    return coded, ready.refiner.descend_codes(coded, target, keep, sweeper=by)
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["dense", "masked"])
@@ -137,11 +140,9 @@ def test_what_the_kernel_does_not_know_is_left_to_torch():
     curved = fit(weight, BLOCK_TYPES["IQ4_XS"])
     chosen = Choice(0.5, None).mask(ready.factor.pivots, 8)
     whole = fit(weight, GridSpec(4, 32))
-    with swept_by(by):
-        for grid, mask in ((fp8, None), (curved, None), (whole, chosen)):
-            gptq_codes(weight, grid, ready.factor, ready.order, mask=mask)
-        assert sweeper_for(weight.double()) is None
-    assert sweeper_for(weight) is None  # nobody is asked to
+    for grid, mask in ((fp8, None), (curved, None), (whole, chosen)):
+        gptq_codes(weight, grid, ready.factor, ready.order, mask=mask, sweeper=by)
+    assert not by.takes(weight.double())
     assert by.launcher.launches == []
 
 
@@ -170,6 +171,16 @@ def test_kernels_are_tried_before_a_run_goes_by_them(monkeypatch):
     assert [launch.kernel.name for launch in launcher.launches] == ["round_block", "move_block"]
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_every_block_of_rows_goes_by_the_kernels_in_whichever_thread(count):
+    weight, ready = problem(2 * SOLVED_ROWS + 8, 32)
+    by, stats = sweeper(), Statistics(Gram.of(ready.refiner.hessian, 1 << 10))
+    method = Gptq(group_size=32, sym=True, clip="minmax")
+    with SERIAL.with_threads(count) as workers:
+        method.solve(weight, stats, torch.float16, RowBlocks(workers, sweeper=by))
+    assert sorted(launch.kernel.name for launch in by.launcher.launches) == ["move_block"] * 3 + ["round_block"] * 3
+
+
 def test_a_whole_run_goes_by_the_kernels(random_model_dir, tmp_path):
     """Given the same inputs, the codes are those of torch; each that is not changes the inputs of what follows."""
     recipe = Recipe(
@@ -180,8 +191,7 @@ def test_a_whole_run_goes_by_the_kernels(random_model_dir, tmp_path):
     for name, chosen in (("kernel", by), ("torch", None)):
         options = Options(out=tmp_path / name, threads=1, keep_work=True, device="cpu", compute_dtype="float32")
         plan = make_plan(recipe, random_model_dir("llama"), options)
-        with swept_by(chosen):
-            run(plan)
+        run(plan, sweeper=chosen)
         found[name] = [load_file(file) for file in sorted(plan.work.glob("section-*.safetensors"))]
     assert by.launcher.launches
     differing = {

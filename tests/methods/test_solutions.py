@@ -9,7 +9,9 @@ from llmcompress.methods.gptq import Gptq
 from llmcompress.methods.rtn import Rtn
 from llmcompress.methods.unrounded import Unrounded
 from llmcompress.solve.prune import Pruned
+from llmcompress.solve.row_blocks import SERIAL_BLOCKS
 from llmcompress.stats.gram import Gram
+from llmcompress.workers import SERIAL
 
 ROWS, WIDTH, GROUP = 12, 32, 8
 
@@ -17,7 +19,7 @@ ROWS, WIDTH, GROUP = 12, 32, 8
 def problem(seed=0):
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(400, WIDTH, generator=g) @ (torch.eye(WIDTH) + 0.2 * torch.randn(WIDTH, WIDTH, generator=g))
-    gram = Gram(WIDTH)
+    gram = Gram(WIDTH, SERIAL)
     gram.update(x)
     return torch.randn(ROWS, WIDTH, generator=g), Statistics(gram), x.double().T @ x.double() / len(x)
 
@@ -37,7 +39,9 @@ def covering(weight, bits, symmetric):
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_rtn_takes_the_nearest_of_all_values(bits, symmetric):
     weight, stats, _ = problem()
-    solved = Rtn(bits=bits, group_size=GROUP, sym=symmetric, clip="minmax").solve(weight, stats, torch.float16)
+    solved = Rtn(bits=bits, group_size=GROUP, sym=symmetric, clip="minmax").solve(
+        weight, stats, torch.float16, SERIAL_BLOCKS
+    )
     wide = weight.double().view(ROWS, -1, GROUP)
     scale, zero = covering(weight, bits, symmetric)
     values = (torch.arange(1 << bits) - zero.unsqueeze(-1)) * scale.unsqueeze(-1)
@@ -51,7 +55,7 @@ def test_plain_gptq_is_the_loop_of_the_paper(bits):
     """arXiv:2210.17323, with columns as stored and nothing of ours: no search of ranges, no descent."""
     weight, stats, hessian = problem()
     method = Gptq(bits=bits, group_size=GROUP, clip="minmax", actorder="none", descent=0, qep_alpha=0)
-    solved = method.solve(weight, stats, torch.float16)
+    solved = method.solve(weight, stats, torch.float16, SERIAL_BLOCKS)
     scale, zero = (value[..., 0] for value in covering(weight, bits, symmetric=True))
     damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(WIDTH)
     upper = torch.linalg.cholesky(torch.linalg.inv(damped), upper=True)
@@ -68,7 +72,9 @@ def test_plain_gptq_is_the_loop_of_the_paper(bits):
 def test_weights_that_were_pruned_stay_zero(method):
     weight, stats, _ = problem()
     keep = torch.rand(weight.shape, generator=torch.Generator().manual_seed(1)) < 0.5
-    solved = method(bits=4, group_size=GROUP).solve(weight, stats, torch.float16, Pruned(weight * keep, keep))
+    solved = method(bits=4, group_size=GROUP).solve(
+        weight, stats, torch.float16, SERIAL_BLOCKS, Pruned(weight * keep, keep)
+    )
     assert not solved.coded.decode()[~keep].any()
     assert (solved.coded.decode()[keep] != 0).float().mean() > 0.5
 
@@ -77,15 +83,15 @@ def test_weights_that_were_pruned_stay_zero(method):
 def test_what_is_not_rounded_is_what_its_type_holds(name, dtype):
     weight, stats, _ = problem()
     keep = weight > 0
-    solved = Unrounded(dtype=name).solve(weight, stats, torch.float16, Pruned(weight * keep, keep))
+    solved = Unrounded(dtype=name).solve(weight, stats, torch.float16, SERIAL_BLOCKS, Pruned(weight * keep, keep))
     assert torch.equal(solved.coded.decode(), (weight * keep).to(dtype).float())
 
 
 def test_what_cannot_be_solved_is_refused_by_name():
     weight, _, _ = problem()
     with pytest.raises(RunError, match="gptq needs the statistics"):
-        Gptq(bits=4, group_size=GROUP).solve(weight, Statistics(None), torch.float16)
+        Gptq(bits=4, group_size=GROUP).solve(weight, Statistics(None), torch.float16, SERIAL_BLOCKS)
     with pytest.raises(RunError, match="clip: output needs the statistics"):
-        Rtn(bits=4, group_size=GROUP, clip="output").solve(weight, Statistics(None), torch.float16)
+        Rtn(bits=4, group_size=GROUP, clip="output").solve(weight, Statistics(None), torch.float16, SERIAL_BLOCKS)
     with pytest.raises(RunError, match="overflow F16"):
         Unrounded(dtype="F16").solve(weight * 1e6, Statistics(None), torch.float16)

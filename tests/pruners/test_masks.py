@@ -10,6 +10,7 @@ from llmcompress.pruners.magnitude import Magnitude
 from llmcompress.pruners.sparsegpt import SparseGpt
 from llmcompress.pruners.wanda import Wanda
 from llmcompress.stats.gram import Gram
+from llmcompress.workers import SERIAL
 
 ROWS, WIDTH, TOKENS = 6, 32, 200
 
@@ -22,7 +23,7 @@ def problem(seed=0):
 
 
 def statistics(x):
-    gram = Gram(WIDTH)
+    gram = Gram(WIDTH, SERIAL)
     gram.update(x)
     return Statistics(gram)
 
@@ -74,7 +75,7 @@ def test_what_stays_has_the_largest_scores_of_the_paper(name, among):
         groups = groups if among == "row" else [list(chain(*groups))]
         share, asked = 0.5, {"sparsity": 0.5, "compare": among}
     wanted = set().union(*(largest({(i, j): scores[i][j] for i, j in group}, share) for group in groups))
-    [found] = pruner(**asked, **options).prune([weight], statistics(x))
+    [found] = pruner(**asked, **options).prune([weight], statistics(x), SERIAL)
     assert set(map(tuple, found.keep.nonzero().tolist())) == wanted
     assert torch.equal(found.weight, weight * found.keep)
 
@@ -96,7 +97,7 @@ def loss(weight, other, hessian):
 @pytest.mark.parametrize("pruner", [Magnitude, Wanda, SparseGpt])
 def test_a_refit_comes_to_the_least_squares_of_what_stays(pruner):
     weight, x = problem(1)
-    [found] = pruner(sparsity=0.5, refit=4 * WIDTH).prune([weight], statistics(x))
+    [found] = pruner(sparsity=0.5, refit=4 * WIDTH).prune([weight], statistics(x), SERIAL)
     hessian = (x.double().T @ x.double()) / TOKENS
     hessian += 0.01 * hessian.diagonal().mean() * torch.eye(WIDTH)
     best = loss(weight, best_of(weight, found.keep, hessian), hessian)
@@ -108,7 +109,7 @@ def test_a_refit_comes_to_the_least_squares_of_what_stays(pruner):
 def test_plain_sparsegpt_is_the_loop_of_the_paper():
     """Algorithm 1 of arXiv:2301.00774 in float64: one block, columns as the inputs' energy has them."""
     weight, x = problem(2)
-    [found] = SparseGpt(sparsity=0.5, refit=0).prune([weight], statistics(x))
+    [found] = SparseGpt(sparsity=0.5, refit=0).prune([weight], statistics(x), SERIAL)
     hessian = (x.double().T @ x.double()) / TOKENS
     hessian += 0.01 * hessian.diagonal().mean() * torch.eye(WIDTH)
     order = SparseGpt(sparsity=0.5).choice.order((x**2).mean(dim=0))

@@ -6,8 +6,10 @@ import torch
 from llmcompress.methods.base import Statistics
 from llmcompress.methods.gptq import Gptq
 from llmcompress.solve.correct import corrected
+from llmcompress.solve.row_blocks import SERIAL_BLOCKS
 from llmcompress.stats.drift import Drift
 from llmcompress.stats.gram import Gram
+from llmcompress.workers import SERIAL
 
 
 def streams(tokens=600, width=32, seed=0):
@@ -20,7 +22,7 @@ def streams(tokens=600, width=32, seed=0):
 
 
 def statistics(original, here):
-    gram, drift = Gram(here.shape[1]), Drift(here.shape[1])
+    gram, drift = Gram(here.shape[1], SERIAL), Drift(here.shape[1], SERIAL)
     for x, y in zip(original.split(100), here.split(100), strict=True):
         gram.update(y)
         drift.update(x, y)
@@ -70,6 +72,6 @@ def test_gptq_with_drift_beats_gptq_without_on_the_uncompressed_outputs():
     goal = original @ weight.T
     losses = {}
     for name, given in (("with", stats), ("without", Statistics(stats.gram))):
-        decoded = Gptq(bits=3, group_size=16).solve(weight, given, torch.float16).coded.decode()
+        decoded = Gptq(bits=3, group_size=16).solve(weight, given, torch.float16, SERIAL_BLOCKS).coded.decode()
         losses[name] = float((here @ decoded.T - goal).square().mean())
     assert losses["with"] < 0.9 * losses["without"]

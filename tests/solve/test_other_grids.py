@@ -15,8 +15,10 @@ from llmcompress.solve.damping import damped, inverse_factor
 from llmcompress.solve.gptq import gptq_codes
 from llmcompress.solve.outliers import beside, outlier_channels, remaining
 from llmcompress.solve.refine import Refiner, row_loss
+from llmcompress.solve.row_blocks import SERIAL_BLOCKS
 from llmcompress.stats.absmax import AbsMax
 from llmcompress.stats.gram import Gram
+from llmcompress.workers import SERIAL
 
 OPTIONS = [
     {"type": "nf4"},
@@ -33,7 +35,7 @@ def problem(rows=24, width=128, tokens=2000, seed=0):
     weight = torch.randn(rows, width, generator=g) * 0.1
     x = torch.randn(tokens, width, generator=g) @ (torch.randn(width, width, generator=g) * 0.1 + torch.eye(width))
     x[:, :3] *= 10
-    gram = Gram(width)
+    gram = Gram(width, SERIAL)
     gram.update(x)
     peaks = AbsMax(width)
     peaks.update(x)
@@ -46,7 +48,7 @@ def test_gptq_beats_rounding_by_far_and_descent_helps(options):
     hessian = stats.gram.finish()
 
     def lost(method):
-        return float(row_loss(weight, method.solve(weight, stats, torch.float16).coded, hessian).sum())
+        return float(row_loss(weight, method.solve(weight, stats, torch.float16, SERIAL_BLOCKS).coded, hessian).sum())
 
     swept = lost(Gptq(**options, descent=0))
     assert swept < 0.7 * lost(Rtn(**options))
@@ -125,8 +127,8 @@ def test_outliers_need_statistics_and_crowded_ones_are_counted():
     weight, stats = problem()
     options = {"type": "int8", "bits": 8, "outliers": "threshold", "outlier_count": 2}
     with pytest.raises(RunError, match="statistics"):
-        Rtn(**options).solve(weight, Statistics(), torch.float16)
+        Rtn(**options).solve(weight, Statistics(), torch.float16, SERIAL_BLOCKS)
     assert (
-        Rtn(**options).solve(weight, stats, torch.float16).crowded_outliers
+        Rtn(**options).solve(weight, stats, torch.float16, SERIAL_BLOCKS).crowded_outliers
         == int((stats.peaks.channels >= 6).sum()) - 2
     )

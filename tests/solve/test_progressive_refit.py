@@ -14,7 +14,9 @@ from llmcompress.methods.rtn import Rtn
 from llmcompress.solve.damping import damped
 from llmcompress.solve.progressive import refit_progressive
 from llmcompress.solve.refine import Refiner, row_loss, scale_loss
+from llmcompress.solve.row_blocks import SERIAL_BLOCKS
 from llmcompress.stats.gram import Gram
+from llmcompress.workers import SERIAL
 
 OPTIONS = {"type": "progressive", "group_size": 32}
 
@@ -25,7 +27,7 @@ def problem(rows=24, width=128, tokens=2000, seed=0):
     weight[:, 9] *= 6
     x = torch.randn(tokens, width, generator=g) @ (torch.randn(width, width, generator=g) * 0.1 + torch.eye(width))
     x[:, :3] *= 10
-    gram = Gram(width)
+    gram = Gram(width, SERIAL)
     gram.update(x)
     return weight, Statistics(gram)
 
@@ -36,7 +38,7 @@ def test_gptq_beats_rounding_by_far_descent_helps_and_nothing_leaves_int8(more):
     hessian = stats.gram.finish()
 
     def lost(method):
-        coded = method.solve(weight, stats, torch.bfloat16).coded
+        coded = method.solve(weight, stats, torch.bfloat16, SERIAL_BLOCKS).coded
         assert int(coded.grid.whole(coded.codes).abs().max()) <= 127
         assert torch.equal(coded.grid.multiple, coded.grid.multiple.round().clamp(1, 16))
         assert torch.equal(coded.grid.row_scale, coded.grid.row_scale.half().float())

@@ -9,6 +9,7 @@ from llmcompress.solve.blocks import refit_blocks
 from llmcompress.solve.damping import damped, inverse_factor
 from llmcompress.solve.gptq import gptq_codes
 from llmcompress.solve.refine import Refiner, row_loss
+from llmcompress.workers import SERIAL
 
 TYPES = list(BLOCK_TYPES)
 ROWS, WIDTH = 8, 512
@@ -30,7 +31,7 @@ def hessian():
 
 def swept(weight, hessian, name, order=None):
     order = torch.argsort(hessian.diagonal(), descending=True, stable=True) if order is None else order
-    grid = encode(weight, BLOCK_TYPES[name], "fast", hessian.diagonal().contiguous()).grid
+    grid = encode(weight, BLOCK_TYPES[name], "fast", SERIAL, hessian.diagonal().contiguous()).grid
     return gptq_codes(weight, grid, inverse_factor(hessian[order][:, order], 0.01), order)
 
 
@@ -60,7 +61,7 @@ def test_gptq_matches_the_plain_algorithm_in_float64(weight, hessian, name):
 
 @pytest.mark.parametrize("name", TYPES)
 def test_feedback_loses_less_than_rounding_and_descent_less_still(weight, hessian, name):
-    rounded = encode(weight, BLOCK_TYPES[name], "fast", hessian.diagonal().contiguous())
+    rounded = encode(weight, BLOCK_TYPES[name], "fast", SERIAL, hessian.diagonal().contiguous())
     coded = swept(weight, hessian, name)
     order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
     refined = Refiner(hessian, order).refine(weight, coded, torch.bfloat16, 2)

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmcompress.stats.gram import Gram
+from llmcompress.workers import SERIAL
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -37,7 +38,7 @@ def assert_gram(gram, truth, accuracy=EXACT):
 @pytest.mark.parametrize("size", [1, 3, 4, 5, 61, 128, 301])
 def test_the_mean_is_that_of_float64(dtype, size):
     x = rows(700, size, dtype)
-    gram = Gram(size)
+    gram = Gram(size, SERIAL)
     for part in (x[:1], x[1:400].reshape(3, 133, size), x[400:400], x[400:]):
         gram.update(part)
     assert gram.size == size
@@ -52,7 +53,7 @@ def test_the_mean_is_that_of_float64(dtype, size):
 def test_roundings_of_bfloat16_begin_late_and_average_out():
     """What later tokens add is rounded: a small part of any damping (0.01 of the mean diagonal), in every direction."""
     x = rows(40960, 96, torch.bfloat16)
-    gram = Gram(96)
+    gram = Gram(96, SERIAL)
     for part in x[:16384].split(2048):
         gram.update(part)
     assert_gram(gram, oracle(x[:16384]), 4 * EXACT)
@@ -69,7 +70,7 @@ def test_roundings_of_bfloat16_begin_late_and_average_out():
 def test_no_bit_of_an_input_is_lost(dtype):
     """One token: each product is one rounding of the exact one, so an input rounded to fewer bits would show."""
     x = rows(1, 257, dtype, seed=3)
-    gram = Gram(257)
+    gram = Gram(257, SERIAL)
     gram.update(x)
     exact = x.to(torch.float64).T @ x.to(torch.float64)
     assert torch.equal(gram.mean(), exact.to(torch.float32))
@@ -87,7 +88,7 @@ def test_no_bit_of_an_input_is_lost(dtype):
 )
 def test_how_tokens_come_in_makes_no_difference(size, lengths, dtype, seed):
     x = rows(sum(lengths), size, dtype, seed)
-    gram = Gram(size)
+    gram = Gram(size, SERIAL)
     for part in x.split(lengths):
         gram.update(part)
     assert gram.tokens == len(x)
@@ -101,7 +102,7 @@ def test_tokens_that_are_not_finite_are_dropped_and_counted(dtype):
     bad[3, 0], bad[7, 11], bad[8, 4], bad[8, 5], bad[49, 6] = (float(v) for v in ("nan", "inf", "inf", "-inf", "-inf"))
     kept = torch.ones(50, dtype=torch.bool)
     kept[[3, 7, 8, 49]] = False
-    gram = Gram(12)
+    gram = Gram(12, SERIAL)
     gram.update(bad.reshape(2, 25, 12))
     assert gram.tokens == 46
     assert gram.dropped == 4
@@ -114,14 +115,14 @@ def test_tokens_that_are_not_finite_are_dropped_and_counted(dtype):
 def test_finite_tokens_whose_sum_overflows_are_kept():
     x = torch.full((40, 8), 60000.0, dtype=torch.float16)
     assert not torch.isfinite(x.sum())
-    gram = Gram(8)
+    gram = Gram(8, SERIAL)
     gram.update(x)
     assert (gram.tokens, gram.dropped) == (40, 0)
     assert_gram(gram, oracle(x))
 
 
 def test_without_tokens_it_is_zero():
-    gram = Gram(5)
+    gram = Gram(5, SERIAL)
     assert torch.equal(gram.mean(), torch.zeros(5, 5))
     gram.update(torch.zeros(0, 5))
     assert torch.equal(gram.mean(), torch.zeros(5, 5))
@@ -130,7 +131,7 @@ def test_without_tokens_it_is_zero():
 def test_inputs_are_left_alone_and_gradients_are_not_recorded():
     x = rows(10, 6).requires_grad_()
     before = x.detach().clone()
-    gram = Gram(6)
+    gram = Gram(6, SERIAL)
     gram.update(x)
     assert torch.equal(x.detach(), before)
     assert not gram.sum.requires_grad
@@ -139,7 +140,7 @@ def test_inputs_are_left_alone_and_gradients_are_not_recorded():
 @pytest.mark.parametrize("weight", [1.0, 0.25, 40.5])
 def test_shrinking_is_adding_tokens_of_the_prior(weight):
     x, y = rows(30, 9), rows(500, 9, seed=1)
-    gram, prior = Gram(9), Gram(9)
+    gram, prior = Gram(9, SERIAL), Gram(9, SERIAL)
     gram.update(x)
     prior.update(y)
     gram.shrink_towards(prior.mean(), weight)
@@ -150,7 +151,7 @@ def test_shrinking_is_adding_tokens_of_the_prior(weight):
 
 
 def test_an_expert_without_tokens_gets_the_prior():
-    gram, prior = Gram(9), Gram(9)
+    gram, prior = Gram(9, SERIAL), Gram(9, SERIAL)
     prior.update(rows(500, 9))
     gram.shrink_towards(prior.mean(), 0.4)
     torch.testing.assert_close(gram.mean(), prior.mean())
@@ -163,7 +164,7 @@ def test_the_precision_of_everyone_elses_products_is_restored(dtype):
     try:
         for setting in ("ieee", "bf16"):
             backend.fp32_precision = setting
-            gram = Gram(32)
+            gram = Gram(32, SERIAL)
             gram.update(rows(64, 32, dtype))
             assert backend.fp32_precision == setting
             assert_gram(gram, oracle(rows(64, 32, dtype)))  # its own precision does not depend on the setting
@@ -178,6 +179,6 @@ def test_the_precision_of_everyone_elses_products_is_restored(dtype):
 def test_torch_without_the_setting_is_served(monkeypatch):
     monkeypatch.delattr(type(torch.backends.mkldnn), "matmul")
     x = rows(64, 32, torch.bfloat16)
-    gram = Gram(32)
+    gram = Gram(32, SERIAL)
     gram.update(x)
     assert_gram(gram, oracle(x))

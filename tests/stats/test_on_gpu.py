@@ -6,6 +6,7 @@ import torch
 from llmcompress.stats.drift import Drift
 from llmcompress.stats.finite import only_finite
 from llmcompress.stats.gram import Gram, product
+from llmcompress.workers import SERIAL
 
 GPU = torch.device("meta")
 
@@ -22,7 +23,7 @@ def test_what_these_tests_go_by_raises_where_a_gpu_would_be_waited_for():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_sums_over_batches_never_wait_for_a_gpu(dtype):
-    gram, drift = Gram(512, GPU), Drift(512, GPU)
+    gram, drift = Gram(512, SERIAL, GPU), Drift(512, SERIAL, GPU)
     for _ in range(3):
         x = torch.empty(4, 100, 512, dtype=dtype, device=GPU)
         gram.update(x)

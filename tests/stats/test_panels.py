@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from llmcompress.processes import Part
 from llmcompress.stats.drift import Drift
 from llmcompress.stats.gram import Gram
 from llmcompress.stats.panels import owners
+from llmcompress.workers import SERIAL, Part
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 5])
@@ -15,8 +15,9 @@ from llmcompress.stats.panels import owners
 def test_every_panel_belongs_to_one_part_and_has_the_sum_of_all_tokens(parts, dtype, size):
     generator = torch.Generator().manual_seed(size)
     batches = [torch.randn(40, size, generator=generator).to(dtype) for _ in range(3)]
-    alone, drift = Gram(size), Drift(size)
-    shared = [(Gram(size, part=Part(number, parts)), Drift(size, part=Part(number, parts))) for number in range(parts)]
+    alone, drift = Gram(size, SERIAL), Drift(size, SERIAL)
+    every = [Part(number, parts) for number in range(parts)]
+    shared = [(Gram(size, SERIAL, part=part), Drift(size, SERIAL, part=part)) for part in every]
     for batch in batches:
         for gram, moved in ((alone, drift), *shared):
             gram.update(batch)

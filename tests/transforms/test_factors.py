@@ -8,6 +8,7 @@ from llmcompress.stats.inputs import Inputs
 from llmcompress.transforms.awq import AwqScale
 from llmcompress.transforms.base import WIDEST, Reader, Scalable, usable
 from llmcompress.transforms.smoothquant import SmoothQuant
+from llmcompress.workers import SERIAL
 
 WIDTH, GROUP = 64, 16
 SPEC = GridSpec(3, GROUP)
@@ -32,7 +33,7 @@ def centred(factors):
 def test_smoothquant_is_equation_4(alpha):
     asked, x, weights = site()
     largest, weight = x.double().abs().amax(0), torch.cat(weights).double().abs().amax(0)
-    found = SmoothQuant(alpha=alpha).factors(asked)
+    found = SmoothQuant(alpha=alpha).factors(asked, SERIAL)
     assert torch.allclose(found.double(), centred(largest**alpha / weight ** (1 - alpha)), rtol=1e-5)
 
 
@@ -41,7 +42,7 @@ def test_channels_that_share_a_factor_go_by_the_largest_of_them():
     asked, x, weights = site()
     asked = Scalable(asked.inputs, asked.readers, WIDTH // 4, False, spread=shared)
     largest, weight = (value.double().abs().amax(0).view(-1, 4).amax(1) for value in (x, torch.cat(weights)))
-    found = SmoothQuant(alpha=0.5).factors(asked)
+    found = SmoothQuant(alpha=0.5).factors(asked, SERIAL)
     assert torch.allclose(found.double(), centred((largest / weight).sqrt()), rtol=1e-5)
     assert torch.equal(asked.spread_out(found), found.repeat_interleave(4))
 
@@ -76,7 +77,7 @@ def test_awq_finds_the_least_error_of_all_exponents(duo):
         ratio = step / 10
         candidates += [mean**ratio] * (duo != "always") + [mean**ratio / shares ** (1 - ratio)] * (duo != "never")
     errors = [error_of_outputs(x, weights, centred(candidate)) for candidate in candidates]
-    found = AwqScale(steps=10, duo_scaling=duo).factors(asked)
+    found = AwqScale(steps=10, duo_scaling=duo).factors(asked, SERIAL)
     # near ties may fall either way: the formula of the authors adds 1e-4 to a divisor, and sums are in float32
     assert error_of_outputs(x, weights, found) <= min(errors) * 1.01
     assert min(errors) < 0.8 * errors[0]
@@ -92,8 +93,8 @@ def test_a_search_of_smoothquant_loses_to_none_of_its_strengths():
         seen = (scaled / step).round() * step
         return sum(float((seen @ rounded(w * factors).T - x.double() @ w.double().T).square().sum()) for w in weights)
 
-    found = error(SmoothQuant().factors(asked))
-    fixed = [error(SmoothQuant(alpha=step / 20).factors(asked)) for step in range(2, 19, 2)]
+    found = error(SmoothQuant().factors(asked, SERIAL))
+    fixed = [error(SmoothQuant(alpha=step / 20).factors(asked, SERIAL)) for step in range(2, 19, 2)]
     assert found <= min(fixed) * 1.05  # what is searched by takes the error of inputs for noise
 
 

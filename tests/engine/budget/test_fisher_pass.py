@@ -11,9 +11,9 @@ from llmcompress.engine.budget.fisher_pass import EMBEDDING, HEAD, fisher_inform
 from llmcompress.model.build import StreamedModel
 from llmcompress.model.gradients import drawn
 from llmcompress.model.skeleton import load_config
-from llmcompress.parallel import threads
 from llmcompress.stats.fisher import of_matrix
 from llmcompress.store.checkpoint import Checkpoint
+from llmcompress.workers import SERIAL
 
 SEED, LENGTH, SAMPLES = 5, 12, 3
 TOKENS = torch.randint(3, 96, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(7))
@@ -29,8 +29,9 @@ def measured(path, paths, tmp_path, count=1):
     config = load_config(path)
     model = StreamedModel(Checkpoint(path), config, arch.find(config.model_type), dtype=torch.float64)
     steps = []
-    with threads(count):
-        found = fisher_information(model, TOKENS, [paths] * len(model.layers), SEED, tmp_path, steps.append)
+    every = [paths] * len(model.layers)
+    with SERIAL.with_threads(count) as workers:
+        found = fisher_information(model, TOKENS, every, SEED, tmp_path, workers, steps.append)
     assert len(steps) == 2 * len(model.layers) + 1
     return found
 

@@ -11,6 +11,7 @@ from llmcompress.model.build import StreamedModel
 from llmcompress.model.gradients import drawn
 from llmcompress.model.skeleton import load_config
 from llmcompress.store.checkpoint import Checkpoint
+from llmcompress.workers import SERIAL
 
 SEED, LENGTH, SAMPLES, FITTED = 5, 12, 3, 2
 TOKENS = torch.randint(3, 96, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(7))
@@ -49,12 +50,12 @@ def measured(path, spaces, tmp_path):
     model = StreamedModel(Checkpoint(path), config, arch.find(config.model_type), dtype=torch.float64)
     made = {}
 
-    def gathering(number):
-        made[number] = ByWindow(spaces, grams=True, fitted=FITTED)
+    def gathering(number, workers):
+        made[number] = ByWindow(spaces, grams=True, fitted=FITTED, workers=workers)
         return made[number]
 
     paths = [list(spaces)] * len(model.layers)
-    return fisher_information(model, TOKENS, paths, SEED, tmp_path, gathering=gathering), made
+    return fisher_information(model, TOKENS, paths, SEED, tmp_path, SERIAL, gathering=gathering), made
 
 
 def test_sums_are_those_of_the_gradients_of_whole_windows(random_model_dir, tmp_path):
@@ -100,7 +101,7 @@ def test_experts_have_gradients_of_their_own_and_gram_matrices_together(random_m
 
 
 def test_without_compensation_no_gram_matrix_is_summed(random_model_dir):
-    gathered = ByWindow(SPACES["llama"], grams=False, fitted=1)
+    gathered = ByWindow(SPACES["llama"], grams=False, fitted=1, workers=SERIAL)
     x, gradient = torch.ones(1, 2, 3), torch.ones(1, 2, 4)
     gathered.add("mlp.down_proj", gathered.part(x, gradient), 0)
     assert gathered.finish()["mlp.down_proj"].outputs.tolist() == [12.0] * 4

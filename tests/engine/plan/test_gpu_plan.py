@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from llmcompress.background import Ahead
 from llmcompress.engine.plan import resources as resources
 from llmcompress.engine.plan.estimate import Estimate
 from llmcompress.engine.plan.options import Options
@@ -13,8 +14,7 @@ from llmcompress.engine.plan.resources import choose_resources
 from llmcompress.engine.run import prefetch
 from llmcompress.errors import PlanError
 from llmcompress.hardware import GpuMemory
-from llmcompress.methods.base import solved_rows
-from llmcompress.parallel import Ahead, Behind
+from llmcompress.solve.row_blocks import solved_rows
 from llmcompress.store.windows import write_windows
 
 RUN = ("--samples", 4, "--length", 32, "--group-size", 32, "--bits", 4)
@@ -93,35 +93,6 @@ def test_out_of_gpu_memory_ends_in_a_line_and_the_same_command_goes_on(
     monkeypatch.setattr(compress, "install", lambda *arguments: (seen.append(arguments[1].layer), install(*arguments)))
     assert main(*arguments) == 0
     assert 0 not in seen
-
-
-def test_what_is_read_ahead_comes_in_order_whatever_is_asked_for_again():
-    asked = []
-    ahead = Ahead(lambda item: (asked.append(item), 10 * item)[1], range(6), 2)
-    assert [ahead.take(item) for item in range(6)] == [0, 10, 20, 30, 40, 50]
-    assert sorted(asked) == list(range(6))  # each once
-    assert [ahead.take(item) for item in (0, 1)] == [0, 10]  # a pass that ends early
-    assert [ahead.take(item) for item in range(6)] == [0, 10, 20, 30, 40, 50]
-
-
-def test_what_fails_ahead_raises_where_it_is_taken():
-    ahead = Ahead(lambda item: 1 // item, [2, 1, 0], 2)
-    assert [ahead.take(2), ahead.take(1)] == [0, 1]
-    with pytest.raises(ZeroDivisionError):
-        ahead.take(0)
-
-
-def test_what_is_done_behind_is_done_in_order_and_its_error_is_raised():
-    done = []
-    behind = Behind(2)
-    for item in range(20):
-        behind.add(lambda item=item: done.append(item))
-    behind.finish()
-    assert done == list(range(20))
-    behind = Behind(2)
-    behind.add(lambda: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        behind.finish()
 
 
 def test_windows_reach_a_gpu_through_pinned_memory_ahead_of_their_turn(monkeypatch, tmp_path):

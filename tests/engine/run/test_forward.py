@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from llmcompress.engine.run.forward import Forward, Recording, Stream
-from llmcompress.parallel import threads
 from llmcompress.store.staging import Staging
 from llmcompress.validate.load import open_streamed
+from llmcompress.workers import SERIAL
 
 SPACES = {
     "attn_in": "self_attn.q_proj",
@@ -30,9 +30,9 @@ def ready(tiny_model_dir, tmp_path):
     return model, hidden.streams["compressed"], tmp_path
 
 
-def forward(ready, layer, number=1, spaces=SPACES):
+def forward(ready, layer, number=1, spaces=SPACES, workers=SERIAL):
     model, hidden, folder = ready
-    return Forward(model, number, Stream("compressed", layer, hidden), BATCH, Recording(folder, spaces))
+    return Forward(model, number, Stream("compressed", layer, hidden), BATCH, workers, Recording(folder, spaces))
 
 
 def through(run, layer, spaces=SPACES):
@@ -51,8 +51,8 @@ def test_what_was_recorded_changes_nothing_to_the_bit(ready, count):
     model = ready[0]
     results = []
     for spaces in (SPACES, {}):  # with bypasses, and every stage anew
-        with model.layer(1) as layer, threads(count):
-            results.append(through(forward(ready, layer, spaces=spaces), layer))
+        with model.layer(1) as layer, SERIAL.with_threads(count) as workers:
+            results.append(through(forward(ready, layer, spaces=spaces, workers=workers), layer))
             assert not any(module._forward_pre_hooks or module._forward_hooks for module in layer.modules())
             assert not any("forward" in vars(module) for module in layer.modules())
     for left, right in zip(*results, strict=True):
