@@ -94,4 +94,4 @@ def test_what_cannot_be_solved_is_refused_by_name():
     with pytest.raises(RunError, match="clip: output needs the statistics"):
         Rtn(bits=4, group_size=GROUP, clip="output").solve(weight, Statistics(None), torch.float16, SERIAL_BLOCKS)
     with pytest.raises(RunError, match="overflow F16"):
-        Unrounded(dtype="F16").solve(weight * 1e6, Statistics(None), torch.float16)
+        Unrounded(dtype="F16").solve(weight * 1e6, Statistics(None), torch.float16, SERIAL_BLOCKS)
