@@ -99,6 +99,21 @@ def tiny_eval_text() -> Path:
 
 
 @pytest.fixture(scope="session")
+def held_out_ids(tiny_model_dir: Path, tiny_eval_text: Path) -> Any:
+    """Tokens [n] int64 of that text."""
+    import torch
+    from transformers import AutoTokenizer
+
+    return torch.tensor(AutoTokenizer.from_pretrained(tiny_model_dir)(tiny_eval_text.read_text())["input_ids"])
+
+
+@pytest.fixture(scope="session")
+def windows(held_out_ids: Any) -> Any:
+    """The first of those tokens, in windows [16, 64]."""
+    return held_out_ids[: 16 * 64].view(16, 64)
+
+
+@pytest.fixture(scope="session")
 def random_model_dir(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
     """random_model_dir(family, dtype="bfloat16", shard=None, **config): a saved model with random weights. Read-only.
 

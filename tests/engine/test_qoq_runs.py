@@ -11,9 +11,9 @@ from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.options import Options
 from llmcompress.errors import PlanError, RecipeError
 from llmcompress.recipe import load, parse
-from llmcompress.validate.evaluate import measure
 from llmcompress.validate.load import open_streamed
 from llmcompress.validate.verify import passed, verify
+from tinyruns import kl
 
 CALIBRATION = {"source": "default", "samples": 16, "length": 64}
 W4A8 = {"method": "gptq", "type": "progressive", "activations": "int8-token"}
@@ -24,19 +24,6 @@ def made(model, out, step, format_="qoq", before=()):
     recipe = {"calibration": CALIBRATION, "steps": [*before, step], "output": {"format": format_}}
     run(make_plan(parse(recipe), model, Options(out=out)))
     return out
-
-
-def kl(path, model, windows):
-    models = [open_streamed(place, dtype=torch.float32) for place in (path, model)]
-    return float(measure(*models, windows).kl.mean())
-
-
-@pytest.fixture(scope="module")
-def windows(tiny_model_dir, tiny_eval_text):
-    from llmcompress.engine.source.text_tokenizer import load_tokenizer
-
-    ids = load_tokenizer(tiny_model_dir)(tiny_eval_text.read_text())["input_ids"]
-    return torch.tensor(ids[: 16 * 64]).view(16, 64)
 
 
 def test_the_recipe_of_qserve_gives_a_model_near_its_source(tiny_model_dir, tmp_path, windows):

@@ -8,15 +8,7 @@ from llmcompress.kernels.dequantise import dequantise, variants
 from llmcompress.kernels.tiles import tiled
 from madegrids import coded
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
-
-
-@pytest.fixture(autouse=True)
-def _outputs_are_poisoned():
-    """torch.empty is full of nan."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = [pytest.mark.skipif(COMPILER is None, reason="no g++"), pytest.mark.usefixtures("poisoned_memory")]
 
 
 def check(matrix, dtype):

@@ -20,18 +20,10 @@ from llmcompress.packing.ggml import LAYOUTS, unpack
 gguf = pytest.importorskip("gguf")
 quants = pytest.importorskip("gguf.quants")
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
+pytestmark = [pytest.mark.skipif(COMPILER is None, reason="no g++"), pytest.mark.usefixtures("poisoned_memory")]
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "gguf_blocks.json").read_text())
 ALL = pytest.mark.parametrize("spec", [BLOCK_TYPES[name] for name in TYPES], ids=TYPES)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["half", "bfloat"])
-
-
-@pytest.fixture(autouse=True)
-def _fresh_memory_is_poisoned():
-    """torch.empty gives NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def blocks(spec, rows, count, seed=0, top=0xBB):

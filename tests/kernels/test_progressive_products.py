@@ -19,17 +19,9 @@ from llmcompress.kernels.errors import TakesNotError
 from llmcompress.kernels.progressive_layout import progressive_of
 from llmcompress.kernels.workspace import Workspace
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
+pytestmark = [pytest.mark.skipif(COMPILER is None, reason="no g++"), pytest.mark.usefixtures("poisoned_memory")]
 GROUPS = pytest.mark.parametrize("size", PROGRESSIVE_GROUPS)
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def _fresh_memory_is_poisoned():
-    """torch.empty gives NaN and the largest whole numbers."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def matrix(channels, width, size, seed=0):

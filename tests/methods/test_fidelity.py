@@ -1,27 +1,21 @@
 """End to end on a trained model: what the methods promise shows in its predictions on text it has not seen."""
 
-from pathlib import Path
-
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.options import Options
 from llmcompress.recipe import parse
-from llmcompress.validate.evaluate import cut_windows, measure
+from llmcompress.validate.evaluate import measure
 from llmcompress.validate.load import open_streamed
 from llmcompress.validate.statistics import figures
 
-HELD_OUT = Path(__file__).parents[1] / "models" / "tiny-llama-eval.txt"
-
 
 @pytest.fixture(scope="module")
-def divergence(tiny_model_dir, tmp_path_factory):
+def divergence(tiny_model_dir, held_out_ids, tmp_path_factory):
     """divergence(method, **options): figures of the compressed tiny model against the original."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
-    ids = cut_windows(tokenizer(HELD_OUT.read_text(), verbose=False)["input_ids"], 256, 10, "held-out text")
+    ids = held_out_ids[: 10 * 256].view(10, 256)
     reference = open_streamed(tiny_model_dir, dtype=torch.float32)
     known = {}
 

@@ -10,21 +10,13 @@ from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.options import Options
 from llmcompress.errors import LlmcompressError, PlanError, RecipeError, StoppedError
 from llmcompress.recipe import parse
-from llmcompress.validate.evaluate import measure
 from llmcompress.validate.gguf_verify import verify_gguf
-from llmcompress.validate.load import load_whole, open_streamed
+from llmcompress.validate.load import load_whole
 from llmcompress.validate.verify import passed, verify
+from tinyruns import carry_out, kl
+from tinyruns import steps_recipe as recipe
 
-CALIBRATION = {"source": "default", "samples": 8, "length": 64}
 GPTQ = {"method": "gptq", "bits": 4, "group_size": 32}
-
-
-def recipe(steps, format_="dense"):
-    return parse({"calibration": CALIBRATION, "steps": steps, "output": {"format": format_}})
-
-
-def carry_out(model, out, steps, format_="dense", **options):
-    return run(make_plan(recipe(steps, format_), model, Options(out=out, **options)))
 
 
 def zeros(weight):
@@ -38,19 +30,6 @@ def matrices(path):
 
 def in_pattern(weight, kept, of):
     return bool(((weight.view(weight.shape[0], -1, of) != 0).sum(-1) <= kept).all())
-
-
-@pytest.fixture(scope="module")
-def windows(tiny_model_dir, tiny_eval_text):
-    from llmcompress.engine.source.text_tokenizer import load_tokenizer
-
-    ids = load_tokenizer(tiny_model_dir)(tiny_eval_text.read_text())["input_ids"]
-    return torch.tensor(ids[: 16 * 64]).view(16, 64)
-
-
-def kl(path, model, windows):
-    models = [open_streamed(place, dtype=torch.float32) for place in (path, model)]
-    return float(measure(*models, windows).kl.mean())
 
 
 PRUNERS = {

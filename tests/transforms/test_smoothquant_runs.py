@@ -30,11 +30,8 @@ def planted(tiny_model_dir, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def windows(tiny_model_dir, tiny_eval_text):
-    from llmcompress.engine.source.text_tokenizer import load_tokenizer
-
-    ids = load_tokenizer(tiny_model_dir)(tiny_eval_text.read_text())["input_ids"]
-    return torch.tensor(ids[: 24 * 64]).view(24, 64)
+def windows(held_out_ids):
+    return held_out_ids[: 24 * 64].view(24, 64)
 
 
 def perplexities(subject, reference, windows):

@@ -17,8 +17,9 @@ from llmcompress.validate.evaluate import measure
 from llmcompress.validate.gguf_verify import verify_gguf
 from llmcompress.validate.load import open_streamed
 from llmcompress.validate.verify import passed, verify
+from tinyruns import carry_out, kl
+from tinyruns import steps_recipe as recipe
 
-CALIBRATION = {"source": "default", "samples": 8, "length": 64}
 RTN = {"method": "rtn", "bits": 4, "group_size": 32, "sym": False}
 STEPS = {
     "awq": [{"method": "awq", "steps": 10}, RTN],
@@ -28,27 +29,6 @@ STEPS = {
     "smoothattention": [{"method": "smoothattention"}, {**RTN, "bits": 8}],
     "both": [{"method": "rotate", "seed": 3}, {"method": "awq", "steps": 5}, {"method": "gptq", "group_size": 32}],
 }
-
-
-def recipe(steps, format_="dense"):
-    return parse({"calibration": CALIBRATION, "steps": steps, "output": {"format": format_}})
-
-
-def carry_out(model, out, steps, format_="dense", **options):
-    return run(make_plan(recipe(steps, format_), model, Options(out=out, **options)))
-
-
-def kl(path, model, windows):
-    models = [open_streamed(place, dtype=torch.float32) for place in (path, model)]
-    return float(measure(*models, windows).kl.mean())
-
-
-@pytest.fixture(scope="module")
-def windows(tiny_model_dir, tiny_eval_text):
-    from llmcompress.engine.source.text_tokenizer import load_tokenizer
-
-    ids = load_tokenizer(tiny_model_dir)(tiny_eval_text.read_text())["input_ids"]
-    return torch.tensor(ids[: 16 * 64]).view(16, 64)
 
 
 @pytest.mark.parametrize("format_", ["dense", "compressed-tensors"])

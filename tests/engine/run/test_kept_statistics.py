@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
@@ -11,9 +10,8 @@ from llmcompress.engine.plan.options import Options
 from llmcompress.engine.process.progress import Progress
 from llmcompress.errors import PlanError
 from llmcompress.recipe import parse
-from llmcompress.validate.evaluate import measure
-from llmcompress.validate.load import open_streamed
 from llmcompress.validate.verify import passed, verify
+from tinyruns import kl
 
 GPTQ = {"method": "gptq", "bits": 4, "group_size": 32}
 PACKED = {"output": {"format": "compressed-tensors"}}
@@ -48,19 +46,6 @@ def store(tiny_model_dir, tmp_path):
     assert seen > 0
     assert not noted(report)
     return tmp_path / "store"
-
-
-def kl(path, model, windows):
-    models = [open_streamed(place, dtype=torch.float32) for place in (path, model)]
-    return float(measure(*models, windows).kl.mean())
-
-
-@pytest.fixture(scope="module")
-def windows(tiny_model_dir, tiny_eval_text):
-    from llmcompress.engine.source.text_tokenizer import load_tokenizer
-
-    ids = load_tokenizer(tiny_model_dir)(tiny_eval_text.read_text())["input_ids"]
-    return torch.tensor(ids[: 16 * 64]).view(16, 64)
 
 
 def test_other_bits_and_methods_go_by_kept_statistics_without_running_text(tiny_model_dir, tmp_path, store, windows):
