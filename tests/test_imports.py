@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,16 @@ ROW = [
     {"cli"},
 ]
 RANK = {name: rank for rank, names in enumerate(ROW) for name in names}
+PHASES = [
+    {"process", "source", "targets"},
+    {"plan"},
+    {"run"},
+    {"write"},
+    {"execute"},
+    {"structure", "budget"},
+]
+PHASE_RANK = {name: rank for rank, names in enumerate(PHASES) for name in names}
+STILL_UPWARD = {("budget", "structure.pass_memory")}  # the memory of a fit counts with the sizes of a structure pass
 
 
 def imports(file: Path):
@@ -61,6 +72,76 @@ def plain_imports(file: Path):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
+
+
+@cache
+def graph():
+    """The modules that each module imports, wherever an import stands, for annotations alone too."""
+    files = {module_of(file): file for file in SOURCE.rglob("*.py")}
+    found = {}
+    for name, file in files.items():
+        targets = set()
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                inner = {f"{node.module}.{alias.name}" for alias in node.names}
+                targets |= (inner & files.keys()) or {node.module}
+            elif isinstance(node, ast.Import):
+                targets |= {alias.name for alias in node.names}
+        found[name] = (targets & files.keys()) - {name, "llmcompress"}  # which all import for the version
+    return found
+
+
+def module_of(file):
+    parts = ("llmcompress", *file.relative_to(SOURCE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def circles(arrows):
+    """Sets of nodes that reach each other (strongly connected components, R. Tarjan 1972), of two nodes or more."""
+    order, low, stack, found = {}, {}, [], []
+
+    def visit(node):
+        order[node] = low[node] = len(order)
+        stack.append(node)
+        for target in arrows[node]:
+            if target not in order:
+                visit(target)
+            if target in stack:
+                low[node] = min(low[node], low[target])
+        if low[node] == order[node]:
+            at = stack.index(node)
+            component = stack[at:]
+            del stack[at:]
+            if len(component) > 1:
+                found.append(sorted(component))
+
+    for node in arrows:
+        if node not in order:
+            visit(node)
+    return found
+
+
+def test_circles_are_found():
+    arrows = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": {"e"}, "e": {"f"}, "f": {"d"}, "g": {"a"}}
+    assert sorted(circles(arrows)) == [["b", "c"], ["d", "e", "f"]]
+    assert "llmcompress.engine.plan.plan" in graph()["llmcompress.engine.plan.make_plan"]
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    assert circles(graph()) == []
+
+
+def test_phases_of_the_engine_import_earlier_phases_only():
+    prefix = "llmcompress.engine."
+    assert {name.removeprefix(prefix).split(".")[0] for name in graph() if name.startswith(prefix)} == set(PHASE_RANK)
+    upward = set()
+    for name, targets in graph().items():
+        for target in targets:
+            if name.startswith(prefix) and target.startswith(prefix):
+                own, (other, *_) = name.split(".")[2], target.split(".")[2:]
+                if own != other and PHASE_RANK[other] >= PHASE_RANK[own]:
+                    upward.add((own, target.removeprefix(prefix)))
+    assert upward == STILL_UPWARD
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["gptq", "--help"], ["list", "methods"], ["inspect", "MODEL"]])

@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmcompress.engine.plan.matrix_options import matches, resolve
+from llmcompress.engine.plan.matrix_options import matches, resolve_matrix_options
 from llmcompress.errors import LlmcompressError, PlanError, RecipeError
 from llmcompress.ledger import Ledger
 from llmcompress.recipe import load, methods, parse
@@ -123,14 +123,14 @@ def test_patterns_match_names_at_dots(pattern, module, expected):
 def test_the_default_group_size_divides_every_width(widths, expected):
     ledger = Ledger()
     modules = {f"layers.0.m{i}": width for i, width in enumerate(widths)}
-    resolved = resolve(methods()["rtn"](), modules, ledger)
+    resolved = resolve_matrix_options(methods()["rtn"](), modules, ledger)
     assert {method.group_size for method in resolved.values()} == {expected}
     assert bool(ledger.entries) == (expected != 128)
 
 
 def test_a_named_group_size_that_does_not_fit_is_refused_with_ones_that_do():
     with pytest.raises(PlanError) as refused:
-        resolve(methods()["rtn"](group_size=128), {"layers.0.q_proj": 576}, Ledger())
+        resolve_matrix_options(methods()["rtn"](group_size=128), {"layers.0.q_proj": 576}, Ledger())
     assert "128 does not divide the 576 inputs of layers.0.q_proj" in refused.value.message
     assert "192" in refused.value.hint
     assert "64" in refused.value.hint

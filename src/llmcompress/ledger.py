@@ -1,7 +1,7 @@
 """The ledger: every decision the tool took without being told to, so that nothing happens in silence."""
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 
 KINDS = {
     "group_size": "another group size than the default was chosen",
@@ -27,7 +27,7 @@ KINDS = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class LedgerEntry:
     """One decision: its kind (a key of KINDS), what it concerns, and one sentence why."""
 
     kind: str
@@ -35,31 +35,29 @@ class Entry:
     why: str
 
 
-@dataclass
 class Ledger:
-    """Decisions in the order they were taken; the same decision is kept once."""
+    """Decisions in the order in which they were taken; the same decision is kept once."""
 
-    entries: list[Entry] = field(default_factory=list)
-    _known: set[Entry] = field(default_factory=set)
+    def __init__(self, entries: Iterable[LedgerEntry] = ()) -> None:
+        self._entries = dict.fromkeys(entries)  # a dict keeps the order
 
-    def __post_init__(self) -> None:
-        self._known.update(self.entries)
+    @property
+    def entries(self) -> tuple[LedgerEntry, ...]:
+        return tuple(self._entries)
 
     def note(self, kind: str, subject: str, why: str) -> None:
         if kind not in KINDS:
             raise KeyError(f"ledger kind {kind!r} is not declared")
-        entry = Entry(kind, subject, why)
-        if entry not in self._known:
-            self._known.add(entry)
-            self.entries.append(entry)
+        self._entries.setdefault(LedgerEntry(kind, subject, why))
 
-    def extend(self, entries: Iterable[Entry]) -> None:
+    def extend(self, entries: Iterable[LedgerEntry]) -> None:
         for entry in entries:
             self.note(entry.kind, entry.subject, entry.why)
 
-    def of_kinds(self, kinds: Iterable[str]) -> list[Entry]:
-        wanted = set(kinds)
-        return [entry for entry in self.entries if entry.kind in wanted]
-
     def as_json(self) -> list[dict[str, str]]:
-        return [asdict(entry) for entry in self.entries]
+        return as_json(self._entries)
+
+
+def as_json(entries: Iterable[LedgerEntry]) -> list[dict[str, str]]:
+    """Entries as reports and JSON documents hold them."""
+    return [asdict(entry) for entry in entries]

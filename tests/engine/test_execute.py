@@ -160,7 +160,7 @@ def test_default_group_size_falls_back_and_says_so(random_model_dir, tmp_path):
     )
     plan = make_plan(made, model, Options(out=tmp_path / "out"))
     assert {matrix.method.group_size for layer in plan.layers for matrix in layer} == {32}
-    assert [entry.kind for entry in plan.ledger.entries] == ["group_size"]
+    assert [entry.kind for entry in plan.ledger] == ["group_size"]
 
 
 @pytest.mark.parametrize(

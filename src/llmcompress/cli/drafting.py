@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmcompress.cli import console
-from llmcompress.cli.gates import Gates
+from llmcompress.cli.gates import Gates, judge_figures
 from llmcompress.cli.log import log
 from llmcompress.errors import RecipeError
 
@@ -29,7 +29,6 @@ def run(
     as_json: bool,
 ) -> None:
     """Draft, count, show and judge. RecipeError for what does not go with a draft."""
-    from llmcompress.cli.evaluation import judge
     from llmcompress.validate.drafting import FIGURES, drafted
     from llmcompress.validate.evaluate import parse_gate, refuse_other_figures
 
@@ -47,7 +46,7 @@ def run(
         console.print_json(found)
     else:
         _show(request, found)
-    judge(found, conditions, gates)
+    judge_figures(found, conditions, gates)
 
 
 def _show(request: "Request", found: dict[str, Any]) -> None:

@@ -1,7 +1,6 @@
 """`eval`: how faithful a compressed model is."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -9,13 +8,12 @@ import typer
 
 from llmcompress.cli import console, drafting, runtime_table
 from llmcompress.cli import options as o
-from llmcompress.cli.gates import Gates, gated
+from llmcompress.cli.gates import gated, judge_figures
 from llmcompress.cli.log import log
 from llmcompress.cli.stopping import Stop
-from llmcompress.errors import GateError, RecipeError
+from llmcompress.errors import RecipeError
 
 if TYPE_CHECKING:
-    from llmcompress.validate.evaluate import Gate
     from llmcompress.validate.request import Request
 
 _NOTHING_KEPT = "nothing is kept of an evaluation; the same command begins again"
@@ -158,7 +156,7 @@ def evaluate(
         log.event("figures", **figures)
         samples = continuations(request, generate, max_new_tokens) if generate is not None else None
         _show(request, found, samples, json_)
-        judge(figures, conditions, gates)
+        judge_figures(figures, conditions, gates)
 
 
 def _subject(model: Path | None, draft: Path | None) -> Path:
@@ -194,16 +192,3 @@ def _show(request: "Request", found: dict[str, Any], samples: dict[str, str] | N
         runtime_table.show(runtime, figures)
     for name, continuation in (samples or {}).items():
         console.table(name, ("",), [(continuation,)])
-
-
-def judge(figures: dict[str, Any], conditions: Mapping[str, "Gate"], gates: Gates) -> None:
-    """GateError for the first condition that is true, once all were looked at."""
-    broken = None
-    for text, gate in conditions.items():
-        message = f"{gate.key} is {figures[gate.key]:.5g}, the gate was {gate.key} {gate.operator} {gate.bound:g}"
-        bound = f"not {gate.key} {gate.operator} {gate.bound:g}"
-        failed = gate.fails(figures)
-        gates.judge(f"--fail-if {text}", not failed, figures[gate.key], bound, message)
-        broken = broken or (message if failed else None)
-    if broken is not None:
-        raise GateError(broken)

@@ -1,15 +1,18 @@
 """Gates of a command, and what came of them as JUnit XML, which CI systems show as tests."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from llmcompress.cli.log import log
 from llmcompress.errors import GateError, LlmcompressError, PlanError, StoppedError, one_line
 from llmcompress.store.files import create, writing
+
+if TYPE_CHECKING:
+    from llmcompress.validate.evaluate import Gate
 
 State = Literal["passed", "failed", "error", "skipped"]
 
@@ -48,6 +51,19 @@ class Gates:
     def ended(self, state: State, message: str) -> None:
         """The command's own work did not end well."""
         self.add(replace(self.cases[self.suite], state=state, message=message))
+
+
+def judge_figures(figures: dict[str, Any], conditions: Mapping[str, "Gate"], gates: Gates) -> None:
+    """Judge every condition of --fail-if on measured figures; GateError for the first condition that is true."""
+    broken = None
+    for text, gate in conditions.items():
+        message = f"{gate.key} is {figures[gate.key]:.5g}, the gate was {gate.key} {gate.operator} {gate.bound:g}"
+        bound = f"not {gate.key} {gate.operator} {gate.bound:g}"
+        failed = gate.fails(figures)
+        gates.judge(f"--fail-if {text}", not failed, figures[gate.key], bound, message)
+        broken = broken or (message if failed else None)
+    if broken is not None:
+        raise GateError(broken)
 
 
 @contextmanager

@@ -195,11 +195,11 @@ def _refuse_contradiction(values: dict[str, Any]) -> None:
 
 def _named(values: dict[str, Any]) -> Path:
     """The default output: beside the model, named after the budget."""
-    from llmcompress.engine.plan.paths import called_after
+    from llmcompress.engine.plan.paths import path_beside
 
     wanted = budget.budget(values)
     size = f"{wanted.bits:g}bpw" if wanted.nbytes is None else f"{wanted.nbytes / 1e9:g}GB"
-    return called_after(values["model"], f"{size}.gguf")
+    return path_beside(values["model"], f"{size}.gguf")
 
 
 def _budgeted(values: dict[str, Any]) -> tuple[Job, Stop]:

@@ -9,7 +9,7 @@ from llmcompress.api.recipes import method_recipe
 from llmcompress.cli import options as o
 from llmcompress.cli.gates import Gates
 from llmcompress.engine.plan.options import Options
-from llmcompress.ledger import Entry
+from llmcompress.ledger import LedgerEntry
 from llmcompress.recipe import Recipe
 
 
@@ -20,7 +20,7 @@ class Job:
     recipe: Recipe
     model: Path
     options: Options
-    notes: tuple[Entry, ...] = ()
+    notes: tuple[LedgerEntry, ...] = ()
 
     @classmethod
     def of(cls, recipe: Recipe | str, values: Mapping[str, Any]) -> "Job":

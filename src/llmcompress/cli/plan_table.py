@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmcompress.cli import console
 from llmcompress.formats.kv_cache import OPTION
+from llmcompress.ledger import as_json
 
 if TYPE_CHECKING:
     from llmcompress.engine.plan.plan import Plan
@@ -60,7 +61,7 @@ def _facts(plan: "Plan") -> dict[str, Any]:
         ],
         "tensors": [{"name": t.name, "dtype": t.dtype, "shape": list(t.shape)} for t in plan.tensors],
         "targets": _loaded(plan),
-        "ledger": plan.ledger.as_json(),
+        "ledger": as_json(plan.ledger),
     }
 
 
@@ -97,7 +98,7 @@ def _show(plan: "Plan") -> None:
             ("forward passes", f"{cost.passes} at most, layers in {plan.dtype}"),
         ],
     )
-    console.ledger(plan.ledger.as_json())
+    console.ledger(as_json(plan.ledger))
 
 
 def _windows(plan: "Plan") -> str:

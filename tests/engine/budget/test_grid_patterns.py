@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmcompress.engine.budget.patterns import patterns_of
-from llmcompress.engine.plan.matrix_options import resolve
+from llmcompress.engine.plan.matrix_options import resolve_matrix_options
 from llmcompress.grids.base import GridSpec
 from llmcompress.ledger import Ledger
 from llmcompress.methods.rtn import Rtn
@@ -20,7 +20,7 @@ def modules(layers, places=PLACES + EXPERTS):
 
 def resolved(grids, common):
     step = Rtn(bits=common.bits, group_size=common.group_size, set=patterns_of(grids, common))
-    found = resolve(step, dict.fromkeys(grids, 1024), Ledger())
+    found = resolve_matrix_options(step, dict.fromkeys(grids, 1024), Ledger())
     return {module: method.grid for module, method in found.items()}
 
 

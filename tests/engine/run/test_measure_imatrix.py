@@ -189,7 +189,7 @@ def test_tensors_without_data_are_told(tiny_model_dir, tiny_imatrix, tmp_path):
     kept = {name: entry for name, entry in whole.entries.items() if "ffn_up" not in name}
     write_imatrix(tmp_path / "part.gguf", Imatrix(kept, whole.datasets, whole.chunk_count, whole.chunk_size))
     planned = plan(tiny_model_dir, tmp_path / "out.gguf", tmp_path / "part.gguf")
-    told = {entry["subject"] for entry in planned.ledger.as_json() if entry["kind"] == "importance"}
+    told = {entry.subject for entry in planned.ledger if entry.kind == "importance"}
     assert {name for name in whole.entries if "ffn_up" in name} <= told
     with pytest.raises(PlanError, match="which Q2_K_S needs"):
         plan(tiny_model_dir, tmp_path / "out.gguf", tmp_path / "part.gguf", "Q2_K_S")

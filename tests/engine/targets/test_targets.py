@@ -120,6 +120,10 @@ def recipe(format="compressed-tensors", method="gptq", kv_cache=None, **options)
     return parse({"steps": steps, "output": {"format": format}, "kv_cache": cached})
 
 
+def noted(plan, kind):
+    return [entry for entry in plan.ledger if entry.kind == kind]
+
+
 def matrices(plan):
     """What a plan makes of each matrix, and in which format."""
     found = {
@@ -151,7 +155,7 @@ def test_what_a_target_loads_is_planned_as_asked(headers_of, tmp_path, target, c
         assert held.recipe == plain.recipe
         assert held.identity == plain.identity
         decoded_again = target == "llama.cpp" and plain.format.name != "dense"
-        assert [entry.subject for entry in held.ledger.of_kinds(["target"])] == [target] * decoded_again
+        assert [entry.subject for entry in noted(held, "target")] == [target] * decoded_again
 
 
 # --- plans that do not ---
@@ -188,14 +192,14 @@ def test_what_a_target_does_not_load_is_refused_or_repaired(headers_of, tmp_path
         for module in modules:
             assert (found[module][0].name if module in found else None) == name, module
     # the ledger says what was done, the recipe does it again without a target, and the target takes it as it is
-    notes = [entry for entry in held.ledger.of_kinds(["target"]) if entry.subject != target]
+    notes = [entry for entry in noted(held, "target") if entry.subject != target]
     assert notes
     assert all("loads it: " in note.why for note in notes)
     written = parse(held.recipe.as_data())
     assert matrices(planned(written, model, out)) == matrices(held)
     again = planned(written, model, out, target=target, tp=tp)
     assert matrices(again) == matrices(held)
-    assert not [entry for entry in again.ledger.of_kinds(["target"]) if entry.subject != target]
+    assert not [entry for entry in noted(again, "target") if entry.subject != target]
     assert held.identity["recipe"] == planned(written, model, out).identity["recipe"]
 
 
@@ -205,7 +209,7 @@ def test_only_what_is_at_fault_is_changed(headers_of, tmp_path):
     [step] = held.recipe.steps
     assert step.set == {"mlp.down_proj": {"group_size": 64}}
     assert step.group_size == 128  # named, so that the default is not chosen anew without down_proj
-    [note] = held.ledger.of_kinds(["target"])
+    [note] = noted(held, "target")
     assert note.subject == "mlp.down_proj"
     assert note.why.startswith("group_size: 64, so that vllm (tp 8) loads it: groups of 128 do not divide the 192")
 
@@ -215,7 +219,7 @@ def test_the_default_group_size_of_the_others_stays(headers_of, tmp_path):
     held = planned(recipe(), model, tmp_path / "out", target="sglang", repair=True)
     grids = {grid.name for grid, *_ in matrices(held)[1].values()}
     assert grids == {"int4-g64-sym"}
-    assert [entry.kind for entry in held.ledger.entries if entry.kind == "group_size"] == ["group_size"]
+    assert len(noted(held, "group_size")) == 1
 
 
 def test_a_pattern_that_is_taken_is_extended_not_overridden(headers_of, tmp_path):
@@ -238,7 +242,7 @@ def test_patterns_are_few_and_change_no_others(headers_of, tmp_path):
 def test_several_faults_are_repaired_one_after_the_other(headers_of, tmp_path):
     made = recipe("gptq", sym=False, actorder="group", group_size=256)
     held = planned(made, headers_of(inter=1536), tmp_path / "out", target="vllm", tp=8, repair=True)
-    kinds = [(note.subject, note.why.partition(",")[0]) for note in held.ledger.of_kinds(["target"])]
+    kinds = [(note.subject, note.why.partition(",")[0]) for note in noted(held, "target")]
     assert kinds == [
         ("all matrices", "sym: true"),
         ("all matrices", "group_size: 128"),

@@ -12,7 +12,7 @@ from llmcompress.engine.budget.patterns import patterns_of
 from llmcompress.engine.plan.make_plan import format_of, make_plan
 from llmcompress.engine.plan.options import Options
 from llmcompress.engine.plan.plan import Plan
-from llmcompress.engine.targets.check import asked
+from llmcompress.engine.targets.check import requested_target
 from llmcompress.errors import PlanError
 from llmcompress.grids.base import PER_ROW, GridSpec
 from llmcompress.ledger import Ledger
@@ -97,7 +97,7 @@ def _rules(recipe: Recipe, model: Path, options: Options) -> Rules:
     format_ = format_of(recipe)
     if format_.name == "gguf" or is_single(model):
         raise PlanError("types of GGUF are fitted to a size by another command", "use llmcompress gguf with --bpw")
-    return Rules(format_, {}, asked(options.target, options.tp, options.repair), options.tp)
+    return Rules(format_, {}, requested_target(options.target, options.tp, options.repair), options.tp)
 
 
 def _base(recipe: Recipe, model: Path, options: Options) -> Plan:

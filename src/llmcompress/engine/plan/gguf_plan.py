@@ -18,7 +18,6 @@ from llmcompress.formats.gguf.tokenizer import GgufTokenizer, read_tokenizer, wr
 from llmcompress.formats.gguf.types import FileType, file_type
 from llmcompress.ledger import Ledger
 from llmcompress.methods.base import GgufTypes
-from llmcompress.recipe import Output
 from llmcompress.store.headers import ModelHeaders, read_json
 from llmcompress.store.output_file import is_single
 
@@ -30,82 +29,101 @@ _README = 1_000_000  # characters in which its front matter is looked for
 
 
 @dataclass(frozen=True)
-class GgufModel:
-    """What the weights of a checkpoint become: tensors in the order of the file, each with its type.
+class TensorTypes:
+    """The GGUF type of every tensor of a model, in the order in which a GGUF file holds the tensors.
 
-    arch: GGUF's name of the architecture. describe: writes all keys. tokenizer: where it had to be converted. copied:
-    on-disk tensors that are stored in their type already.
+    kind: the file type that was asked for. arch: GGUF's name of the architecture. copied: on-disk tensors that the
+    source stores in their type already.
     """
 
     kind: FileType
     tensors: tuple[Placed, ...]
     arch: str
-    describe: "Callable[[GGUFWriter], None]"
-    tokenizer: GgufTokenizer | None = None
     copied: frozenset[str] = frozenset()
 
     @property
-    def types(self) -> dict[str, str]:
-        """The type of each on-disk tensor, by its name in the checkpoint; experts' share that of their stack."""
-        return {source: placed.type.name for placed in self.tensors for source in placed.tensor.sources}
+    def by_source(self) -> dict[str, str]:
+        """The type of each on-disk tensor that is not copied, by its name; experts share the type of their stack."""
+        types = {source: placed.type.name for placed in self.tensors for source in placed.tensor.sources}
+        return {source: kind for source, kind in types.items() if source not in self.copied}
 
 
-def gguf_model(headers: ModelHeaders, asked: GgufTypes, output: Output, importance: bool, ledger: Ledger) -> GgufModel:
-    """Types of all tensors, and the tokenizer where a GGUF file is to be written.
+@dataclass(frozen=True)
+class GgufModel:
+    """What the files of a model will hold. describe: writes all keys of a header. tokenizer: None where the source is
+    a GGUF file, whose keys describe the tokenizer already."""
 
-    importance: whether the run knows what errors in its inputs cost. Raises LlmcompressError for what GGUF, or
-    llama.cpp, cannot hold.
+    types: TensorTypes
+    describe: "Callable[[GGUFWriter], None]"
+    tokenizer: GgufTokenizer | None = None
+
+
+def tensors_of(headers: ModelHeaders, vocabulary: int | None = None) -> list[GGUFTensor]:
+    """The tensors of a model directory in GGUF's names. vocabulary: rows of the embedding, where they are padded."""
+    return gguf_tensors(
+        headers.config, [(name, stored.spec.shape) for name, stored in headers.tensors.items()], vocabulary
+    )
+
+
+def tensor_types(
+    headers: ModelHeaders, tensors: Sequence[GGUFTensor], asked: GgufTypes, measured: bool, ledger: Ledger
+) -> TensorTypes:
+    """Types of the tensors of a model directory. measured: whether the run knows what errors in its inputs cost.
+
+    Raises LlmcompressError for what GGUF, or llama.cpp, cannot hold.
     """
-    source = [(name, stored.spec.shape) for name, stored in headers.tensors.items()]
-    tensors, tokenizer = gguf_tensors(headers.config, source), None
-    if output.format == "gguf":
-        tokenizer = read_tokenizer(headers.path, _rows(tensors), output.pre)
-        tensors = gguf_tensors(headers.config, source, tokenizer.size)
-        if _rows(tensors) < len(tokenizer.tokens):
-            tokenizer = read_tokenizer(headers.path, _rows(tensors), output.pre)
-        for note in (*notes(headers.config), *tokenizer.notes):
-            ledger.note("engine", "llama.cpp", note)
     hyper, _ = find(headers.config).read(headers.config)
-    facts = Facts(architecture(headers.config), hyper.layers, hyper.heads, hyper.heads_kv, hyper.experts, importance)
+    facts = Facts(architecture(headers.config), hyper.layers, hyper.heads, hyper.heads_kv, hyper.experts, measured)
     kind = file_type(asked.type)
-    chosen = choices(tensors, facts, kind, asked, ledger)
-    placed = tuple(Placed(tensor, chosen[tensor.name].type) for tensor in tensors)
-    return GgufModel(kind, placed, facts.arch, _description(headers, tensors, kind, tokenizer), tokenizer)
+    chosen = choose_types(tensors, facts, kind, asked, ledger)
+    return TensorTypes(kind, tuple(Placed(tensor, chosen[tensor.name].type) for tensor in tensors), facts.arch)
 
 
-def files_of(
+def gguf_model(headers: ModelHeaders, asked: GgufTypes, pre: str | None, measured: bool, ledger: Ledger) -> GgufModel:
+    """What GGUF files of a model directory hold: its tensors with their types, its keys and its tokenizer.
+
+    pre: the name of the pre-tokenizer, None for the one that the tokenizer's files tell. Otherwise as `tensor_types`.
+    """
+    tensors = tensors_of(headers)
+    tokenizer = read_tokenizer(headers.path, _vocabulary(tensors), pre)
+    tensors = tensors_of(headers, tokenizer.size)
+    if _vocabulary(tensors) < len(tokenizer.tokens):
+        tokenizer = read_tokenizer(headers.path, _vocabulary(tensors), pre)
+    for note in (*notes(headers.config), *tokenizer.notes):
+        ledger.note("engine", "llama.cpp", note)
+    types = tensor_types(headers, tensors, asked, measured, ledger)
+    return GgufModel(types, _description(headers, types, tokenizer), tokenizer)
+
+
+def gguf_files_of(
     model: GgufModel, headers: ModelHeaders, out: Path, max_bytes: int | None, keys: Sequence[Key] = ()
 ) -> tuple[GgufFile, ...]:
-    """The files that hold a model, with their headers: `out` itself where it is called .gguf, or files in it.
+    """The files that hold a model, with their headers: `out` itself where its name ends in .gguf, else files in `out`.
 
-    keys: those that come last.
+    max_bytes: of one file. keys: are written after all other keys. PlanError where one file cannot hold the model.
     """
-    stem = out.stem if is_single(out) else f"{headers.name}-{model.kind.name}"
+    stem = out.stem if is_single(out) else f"{headers.name}-{model.types.kind.name}"
 
     def describe(writer: "GGUFWriter") -> None:
         model.describe(writer)
         write(writer, keys)
 
-    files = gguf_files(stem, model.arch, model.tensors, describe, max_bytes)
+    files = gguf_files(stem, model.types.arch, model.types.tensors, describe, max_bytes)
     if len(files) > 1 and is_single(out):
         raise PlanError(f"{len(files)} files are needed, {out} is one", "give a directory: an --output without .gguf")
     return files
 
 
-def _description(
-    headers: ModelHeaders, tensors: Sequence[GGUFTensor], kind: FileType, tokenizer: GgufTokenizer | None
-) -> "Callable[[GGUFWriter], None]":
-    """Writes the keys of a model directory."""
+def _description(headers: ModelHeaders, types: TensorTypes, tokenizer: GgufTokenizer) -> "Callable[[GGUFWriter], None]":
+    """A function that writes the keys of a model directory."""
     readme, generation = headers.path / "README.md", headers.path / "generation_config.json"
 
     def describe(writer: "GGUFWriter") -> None:
-        if tokenizer is None:
-            raise PlanError("a GGUF file needs a tokenizer")
         write_metadata(
             writer,
             headers.config,
-            tensors,
-            kind,
+            [placed.tensor for placed in types.tensors],
+            types.kind,
             headers.name,
             _beginning(readme) if readme.is_file() else "",
             read_json(generation) if generation.is_file() else None,
@@ -115,14 +133,15 @@ def _description(
     return describe
 
 
-def _rows(tensors: list[GGUFTensor]) -> int:
+def _vocabulary(tensors: Sequence[GGUFTensor]) -> int:
+    """Rows of the embedding."""
     return next(tensor.shape[0] for tensor in tensors if tensor.name == "token_embd.weight")
 
 
-def choices(
+def choose_types(
     tensors: Sequence[GGUFTensor], facts: Facts, kind: FileType, asked: GgufTypes, ledger: Ledger
 ) -> dict[str, Choice]:
-    """The type of every tensor, in llama.cpp's order; the ledger says where rows are too narrow for one's blocks.
+    """The type of every tensor, in llama.cpp's order; the ledger names tensors that are too narrow for their type.
 
     Raises LlmcompressError as `mixture` does.
     """

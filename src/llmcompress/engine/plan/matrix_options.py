@@ -24,20 +24,14 @@ def matches(pattern: str, module: str) -> bool:
         raise RecipeError(f"pattern {pattern!r} of set is none: {error}") from None
 
 
-def resolve(
-    step: Method, modules: Mapping[str, int], ledger: Ledger, types: Mapping[str, str] | None = None
-) -> dict[str, Method | None]:
-    """Options of each module (name to in_features), None where it is to be skipped.
+def resolve_matrix_options(step: Method, modules: Mapping[str, int], ledger: Ledger) -> dict[str, Method | None]:
+    """The step with the options of each module (on-disk name to in_features), None where the module is skipped.
 
-    Later patterns win over earlier ones. Without a group size the largest default that divides every width is taken.
-    PlanError for a pattern that matches nothing or a group size that does not divide a width. types: of GGUF by on-disk
-    tensor, in place of bits and groups.
+    Later patterns win over earlier patterns. Where no group size is given, the largest default that divides every
+    width is taken. PlanError for a pattern that matches no module, and for a group size that does not divide a width.
     """
     _check_patterns(step, modules)
-    chosen = {module: _options(step, module) for module in modules}
-    if types is not None:
-        return {module: _typed(item, module, types[f"{module}.weight"]) for module, item in chosen.items()}
-    chosen = {module: _per_row(item) for module, item in chosen.items()}
+    chosen = {module: _per_row(_options(step, module)) for module in modules}
     unnamed = sorted({width for module, width in modules.items() if (item := chosen[module]) and _lacks_group(item)})
     default = _default_group(unnamed, ledger) if unnamed else None
     result: dict[str, Method | None] = {}
@@ -48,11 +42,26 @@ def resolve(
             _check_group(item, module, width)
             _check_outliers(item, module, width)
         result[module] = item
+    for module in [module for module, item in result.items() if item is None]:
+        ledger.note("unquantised", module, "skipped as asked")
     return result
 
 
-def resolve_pruner(step: Pruner, modules: Mapping[str, int]) -> dict[str, Pruner | None]:
-    """Options of each module (name to in_features), None where it is to be skipped; errors as for `resolve`."""
+def resolve_typed_options(step: Method, modules: Iterable[str], types: Mapping[str, str]) -> dict[str, Method | None]:
+    """The step with the GGUF type of each module in place of bits and groups, None where nothing rounds the module.
+
+    types: by on-disk tensor; a tensor without one is not rounded. Errors as for `resolve_matrix_options`, and
+    RecipeError for a module that is to be skipped.
+    """
+    _check_patterns(step, modules)
+    return {module: _typed(_options(step, module), module, types.get(f"{module}.weight")) for module in modules}
+
+
+def resolve_pruner_options(step: Pruner, modules: Mapping[str, int]) -> dict[str, Pruner | None]:
+    """The pruner with the options of each module (on-disk name to in_features), None where the module is skipped.
+
+    Errors as for `resolve_matrix_options`.
+    """
     _check_patterns(step, modules)
     chosen = {module: _options(step, module) for module in modules}
     for module, item in chosen.items():
@@ -85,8 +94,8 @@ def _options(step: Step, module: str) -> Step | None:
     return build(type(step), {**plain, "set": {}, **changes}, f"set of step {step.name}")  # type: ignore[no-any-return]
 
 
-def _typed(item: Method | None, module: str, kind: str) -> Method | None:
-    """A method with the type of GGUF that its matrix gets; None where that is no grid."""
+def _typed(item: Method | None, module: str, kind: str | None) -> Method | None:
+    """A method with the GGUF type `kind` of its matrix; None where that type is not a grid of blocks."""
     if item is None or item.gguf is None:
         raise RecipeError(f"{module} can be given another type of GGUF, but not left out", "use tensors: of gguf")
     if kind not in BLOCK_TYPES:
@@ -95,7 +104,7 @@ def _typed(item: Method | None, module: str, kind: str) -> Method | None:
 
 
 def _per_row(item: Method | None) -> Method | None:
-    """A method with one scale per row where nothing is asked for and its codes know no groups."""
+    """A method with one scale per row where no group size is given and its codes have no groups."""
     if item is None or item.group_size is not None or item.type != "fp8":
         return item
     return item.model_copy(update={"group_size": PER_ROW})

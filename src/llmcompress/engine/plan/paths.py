@@ -1,24 +1,28 @@
-"""Where a run writes, and whether there is room."""
+"""The paths that a run writes to, and whether their disks have room."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from llmcompress.engine.plan.estimate import Estimate
+from llmcompress.engine.plan.options import Options
 from llmcompress.errors import PlanError
+from llmcompress.methods.base import Method
 from llmcompress.recipe import Recipe
 from llmcompress.store.files import existing
 from llmcompress.store.gguf_name import stem_of
 from llmcompress.store.output import refuse_unwritable
 from llmcompress.store.output_file import is_single, output_of
 
-if TYPE_CHECKING:
-    from llmcompress.engine.plan.options import Options
 
+def output_and_work(
+    recipe: Recipe, model: Path, options: Options, method_suffix: Callable[[Method], str]
+) -> tuple[Path, Path]:
+    """The paths of the output and of the work directory; PlanError where one of them cannot be written.
 
-def places(recipe: Recipe, model: Path, options: "Options") -> tuple[Path, Path]:
-    """The output and the work directory. PlanError for those that cannot be."""
-    out = options.out or called_after(model, _called(recipe))
+    method_suffix: what the default name of the output says of the step that rounds.
+    """
+    out = options.out or path_beside(model, _default_ending(recipe, method_suffix))
     output_of(out, recipe.output.format, options.overwrite)  # refuses what it could not create or replace
     work = options.work or out.with_name(f"{out.name}.work")
     refuse_unwritable(work)
@@ -34,30 +38,21 @@ def refuse_model_itself(out: Path, model: Path) -> None:
         raise PlanError(f"{out} is the model itself, or holds it", "choose another --output")
 
 
-def called_after(model: Path, ending: str) -> Path:
-    """The place beside a model that is called after it."""
+def path_beside(model: Path, ending: str) -> Path:
+    """The path beside a model whose name is the name of the model, a dash and `ending`."""
     place = model if model.name not in ("", "..") else model.resolve()  # `.` has no name
     name = stem_of(model) if is_single(model) and model.is_file() else model.resolve().name
     return place.with_name(f"{name}-{ending}")
 
 
-def _called(recipe: Recipe) -> str:
-    """What the default output is called after the model."""
+def _default_ending(recipe: Recipe, method_suffix: Callable[[Method], str]) -> str:
+    """The part of the default name of an output that follows the name of the model."""
     parts = [step.name for step in recipe.transforms]
     if recipe.pruner is not None:
         parts.append(f"{recipe.pruner.name}-{recipe.pruner.label.replace(':', 'of')}")
-    return "-".join((*parts, *([_named(recipe)] if recipe.method else ())))
-
-
-def _named(recipe: Recipe) -> str:
-    step = recipe.method
-    assert step is not None
-    if step.gguf is not None:
-        return f"{step.gguf.type}.gguf" if recipe.output.format == "gguf" else f"{step.name}-{step.gguf.type}"
-    group = (
-        "" if step.group_size is None or step.type != "int" else "row" if step.group_size < 0 else f"g{step.group_size}"
-    )
-    return f"{step.name}-{step.label}{group}"
+    if recipe.method is not None:
+        parts.append(method_suffix(recipe.method))
+    return "-".join(parts)
 
 
 def check_disk(out: Path, work: Path, cost: Estimate) -> None:
@@ -66,7 +61,7 @@ def check_disk(out: Path, work: Path, cost: Estimate) -> None:
 
 
 def check_room(*needs: tuple[Path, int]) -> None:
-    """PlanError if a place has not as many bytes free as are needed there."""
+    """PlanError if the disk of a path has fewer bytes free than that path needs."""
     for place, need in needs:
         parent = existing(place)
         free = shutil.disk_usage(parent).free

@@ -1,6 +1,7 @@
-"""A plan: a run as it was resolved and checked, plain data that every later phase reads and none changes."""
+"""A plan: a run as it was resolved and checked. It is plain data, which every later phase reads and none changes."""
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,19 @@ from llmcompress.engine.plan.options import Options, Resources
 from llmcompress.engine.source.tensor_names import Anatomy
 from llmcompress.formats.base import Entry, Format, TensorSpec
 from llmcompress.formats.gguf.file import GgufFile
-from llmcompress.ledger import Ledger
+from llmcompress.ledger import Ledger, LedgerEntry
 from llmcompress.recipe import Recipe
 from llmcompress.store.headers import ModelHeaders
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A run, resolved. layers: matrices of each decoder layer in order of execution; entries: every source tensor.
+    """A run, resolved. prefix: on-disk name of the list of layers.
 
-    tensors: those that are written, in order. files: what they are written into, where that is GGUF. modelfile: the
-    text of one, where it is wanted. prefix: on-disk name of the list of layers.
+    output_kind: the name of the kind of weight files, `safetensors` or `gguf` (output_kinds.py). layers: matrices of
+    each decoder layer, in order of execution. entries: one for every source tensor. tensors: those that are written,
+    in order. files: the GGUF files that hold the tensors, none for safetensors. modelfile: the text of a Modelfile,
+    where the recipe asks for one. ledger: what was decided while planning, in order.
     """
 
     recipe: Recipe
@@ -30,6 +33,7 @@ class Plan:
     spec: ArchSpec
     prefix: str
     format: Format
+    output_kind: str
     out: Path
     work: Path
     resources: Resources
@@ -41,7 +45,13 @@ class Plan:
     modelfile: str | None
     estimate: Estimate
     importance: Importance | None = None
-    ledger: Ledger = field(default_factory=Ledger)
+    ledger: tuple[LedgerEntry, ...] = ()
+
+    def with_notes(self, notes: Iterable[LedgerEntry]) -> "Plan":
+        """The same plan with more entries at the end of its ledger."""
+        ledger = Ledger(self.ledger)
+        ledger.extend(notes)
+        return replace(self, ledger=ledger.entries)
 
     @property
     def anatomy(self) -> Anatomy:
@@ -49,7 +59,7 @@ class Plan:
 
     @property
     def scales_channels(self) -> bool:
-        """Whether steps choose factors layer by layer."""
+        """Whether steps choose factors of channels layer by layer."""
         return any(step.needs_calibration for step in self.recipe.transforms)
 
     @property
@@ -60,23 +70,23 @@ class Plan:
 
     @property
     def original_samples(self) -> int:
-        """Windows that also run through the model as it was: whole batches."""
+        """Number of windows that also run through the uncompressed model, in whole batches."""
         asked = max((matrix.original_samples for layer in self.layers for matrix in layer), default=0)
         return min(-(-asked // self.batch) * self.batch, self.recipe.calibration.samples)
 
     @property
     def dtype(self) -> str:
-        """The type layers run in."""
+        """The floating-point type in which layers run."""
         return self.resources.dtype
 
     @property
     def batch(self) -> int:
-        """Windows run through a layer at once."""
+        """Number of windows that run through a layer at once."""
         return self.resources.batch
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a work directory must agree on to go on with a run."""
+        """What a work directory says of its run; a later start goes on with the run only where all of this is equal."""
         return {
             "recipe": {key: value for key, value in self.recipe.as_data().items() if key not in ("output", "expected")},
             "model": self.headers.contents,

@@ -3,32 +3,33 @@ changed recipe is the one that is carried out and written, and each change is a 
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llmcompress.engine.plan.matrix_options import matches
+from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.targets.check import label, violations
 from llmcompress.engine.targets.facts import Changes, Violation
 from llmcompress.engine.targets.table import Target
 from llmcompress.errors import PlanError
 from llmcompress.formats.base import Entry
 from llmcompress.formats.checks import named, quantised
+from llmcompress.ledger import LedgerEntry
 from llmcompress.recipe import Recipe, build, formats
-
-if TYPE_CHECKING:
-    from llmcompress.engine.plan.plan import Plan
 
 _ROUNDS = 20  # a repair may bring up the next violation; no recipe needs as many
 _EVERYWHERE = "all matrices"
 
 
-def fitted(draft: "Callable[[Recipe], Plan]", recipe: Recipe, target: Target, tp: int, repair: bool) -> "Plan":
-    """The plan of a recipe that the target loads. Without `repair`, or where none is known, PlanError.
+def repaired_plan(draft: Callable[[Recipe], Plan], recipe: Recipe, target: Target, tp: int, repair: bool) -> Plan:
+    """A plan whose result the target loads on `tp` devices. draft: makes a plan of a recipe.
 
-    draft: makes a plan of a recipe.
+    Where the target does not load the result of `recipe` itself, `repair` allows to change the recipe; PlanError
+    without it, and where no repair is known.
     """
     plan = draft(recipe)
-    sizes = plan.ledger.of_kinds(["group_size"])  # a repaired recipe names the size, so it is no default any more
-    notes: list[tuple[str, str]] = []
+    # a repaired recipe names its group size, so that planning it notes no default any more
+    sizes = [entry for entry in plan.ledger if entry.kind == "group_size"]
+    notes: list[LedgerEntry] = []
     for _ in range(_ROUNDS):
         checkpoint = plan.entries, plan.headers.config, tp
         found = violations(target, plan.format.name, *checkpoint)
@@ -42,18 +43,15 @@ def fitted(draft: "Callable[[Recipe], Plan]", recipe: Recipe, target: Target, tp
             done = [("format", f"{another} instead of {plan.format.name}")]
             recipe = recipe.model_copy(update={"output": recipe.output.model_copy(update={"format": another})})
         else:
-            recipe, done = changed(recipe, plan.entries, first.changes)
+            recipe, done = repaired_recipe(recipe, plan.entries, first.changes)
         purpose = f"so that {label(target, tp)} loads it: {first.what}"
-        notes += [(subject, f"{change}, {purpose}") for subject, change in done]
+        notes += [LedgerEntry("target", subject, f"{change}, {purpose}") for subject, change in done]
         plan = draft(recipe)
     else:
         raise PlanError(f"no repair was found within {_ROUNDS} steps: {first}", first.by_hand or None)
     if target.remark and plan.format.name != "dense":
-        notes.append((target.name, target.remark))
-    plan.ledger.extend(sizes)
-    for subject, why in notes:
-        plan.ledger.note("target", subject, why)
-    return plan
+        notes.append(LedgerEntry("target", target.name, target.remark))
+    return plan.with_notes([*sizes, *notes])
 
 
 def _refused(violation: Violation, target: Target, tp: int, another: str | None) -> PlanError:
@@ -80,7 +78,7 @@ def other_format(
     return None
 
 
-def changed(recipe: Recipe, entries: Sequence[Entry], changes: Changes) -> tuple[Recipe, list[tuple[str, str]]]:
+def repaired_recipe(recipe: Recipe, entries: Sequence[Entry], changes: Changes) -> tuple[Recipe, list[tuple[str, str]]]:
     """A recipe that gives modules other options and leaves all others as they are planned; (subject, what) of each.
 
     entries: what `recipe` plans. An option that all matrices then share becomes the step's; others become patterns.

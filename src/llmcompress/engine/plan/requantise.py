@@ -1,7 +1,7 @@
-"""A GGUF file made of another: which of its tensors become what, and which are codes already."""
+"""A GGUF file made of another GGUF file: the new type of every tensor, and which tensors are copied."""
 
 from llmcompress.arch.spec import ArchSpec, Linear
-from llmcompress.engine.plan.gguf_plan import GgufModel, choices
+from llmcompress.engine.plan.gguf_plan import GgufModel, TensorTypes, choose_types
 from llmcompress.engine.source.gguf_input import GgufHeaders, carried, names_of
 from llmcompress.engine.source.matrices import Matrices
 from llmcompress.engine.source.tensor_names import MatrixRef
@@ -20,7 +20,7 @@ _HINT = "give the model directory that it was made from"
 
 
 def file_matrices(headers: GgufHeaders) -> Matrices:
-    """Every matrix of the layers, in the file's order; nothing is known of what they read."""
+    """Every matrix of the layers, in the order of the file; which input a matrix reads is not known."""
     refs: list[MatrixRef] = []
     widths: dict[str, int] = {}
     for name, (whole, expert) in headers.parts.items():
@@ -38,10 +38,10 @@ def file_matrices(headers: GgufHeaders) -> Matrices:
 
 
 def file_model(headers: GgufHeaders, step: Method, output: Output, ledger: Ledger, measured: bool) -> GgufModel:
-    """What the tensors of a GGUF file become.
+    """What GGUF files made of a GGUF file hold. measured: whether the run knows the importance of inputs.
 
-    measured: whether the importance of inputs is known. PlanError for what a file alone cannot give, and for tensors
-    that would be rounded a second time unless that is allowed.
+    PlanError for what needs more than the file, and for tensors that would be rounded a second time, unless the step
+    allows it.
     """
     asked = step.gguf or GgufTypes(type="F32")
     _refuse(headers, step, output)
@@ -56,18 +56,13 @@ def file_model(headers: GgufHeaders, step: Method, output: Output, ledger: Ledge
         measured,
     )
     kind = file_type(asked.type)
-    chosen = choices(tensors, facts, kind, asked, ledger)
+    chosen = choose_types(tensors, facts, kind, asked, ledger)
     by_name = {tensor.name: tensor for tensor in tensors}
     placed = tuple(Placed(by_name[name], choice.type) for name, choice in chosen.items())
     _note_requantised(headers, placed, asked.allow_requantize, ledger)
     copied = [item.tensor for item in placed if headers.gguf.tensors[item.tensor.name].type == item.type.name]
-    return GgufModel(
-        kind,
-        placed,
-        headers.arch,
-        carried(headers, kind.id),
-        copied=frozenset(name for tensor in copied for name in tensor.sources),
-    )
+    names = frozenset(name for tensor in copied for name in tensor.sources)
+    return GgufModel(TensorTypes(kind, placed, headers.arch, names), carried(headers, kind.id))
 
 
 def _refuse(headers: GgufHeaders, step: Method, output: Output) -> None:
@@ -79,7 +74,7 @@ def _refuse(headers: GgufHeaders, step: Method, output: Output) -> None:
 
 
 def _note_requantised(headers: GgufHeaders, placed: tuple[Placed, ...], allowed: bool, ledger: Ledger) -> None:
-    """Say which codes are decoded and rounded anew; PlanError if that is not allowed."""
+    """Note which codes are decoded and rounded anew; PlanError if the step does not allow that."""
     found: dict[tuple[str, str], int] = {}
     for item in placed:
         stored = headers.gguf.tensors[item.tensor.name].type

@@ -28,7 +28,7 @@ from llmcompress.grids.coded import Coded
 from llmcompress.grids.inputs import InputGrid
 from llmcompress.grids.nearest import rounds_at_once
 from llmcompress.grids.recode import holds_codes, recode
-from llmcompress.ledger import Entry, Ledger
+from llmcompress.ledger import Ledger, LedgerEntry
 from llmcompress.methods.base import Solved, Statistics
 from llmcompress.model.build import StreamedModel
 from llmcompress.model.experts import Expert
@@ -119,7 +119,7 @@ class Compressor:
 
         solved = workers.map_ranks([partial(solve, number) for number in range(len(groups))])
         for group, (codes, records, notes) in zip(groups, solved, strict=True):
-            ledger.extend(Entry(**note) for note in notes)
+            ledger.extend(LedgerEntry(**note) for note in notes)
             yield from zip(group, codes, records, strict=True)
 
     def _statistics(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llmcompress.engine.plan.options import Options, Resources
-from llmcompress.engine.plan.paths import called_after, refuse_model_itself
+from llmcompress.engine.plan.paths import path_beside, refuse_model_itself
 from llmcompress.engine.plan.resources import usual_resources
 from llmcompress.engine.process.process_memory import keep_freed_memory, return_freed_memory
 from llmcompress.engine.process.ranks import device_of
@@ -102,7 +102,7 @@ def open_subject(
     """
     ledger = Ledger()
     matrices = matrices_of(headers, options.trust_remote_code, ledger)
-    out = options.out or called_after(headers.path, ending)
+    out = options.out or path_beside(headers.path, ending)
     if is_single(out):
         raise PlanError(f"{out} is called like a GGUF file, and a directory is written", "give another --output")
     output(out, overwrite=options.overwrite)  # refuses what it could not create or replace

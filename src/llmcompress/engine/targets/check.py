@@ -13,7 +13,7 @@ from llmcompress.registry import suggest
 _MOST = 1024  # devices that a hint may propose
 
 
-def asked(name: str | None, tp: int, repair: bool) -> Target | None:
+def requested_target(name: str | None, tp: int, repair: bool) -> Target | None:
     """The target of --target; RecipeError for an unknown one, PlanError for --tp or --repair that say nothing."""
     if name is not None and name not in TARGETS:
         raise RecipeError(f"unknown target {name!r}", suggest(name, list(TARGETS)))

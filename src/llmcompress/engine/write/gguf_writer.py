@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from llmcompress.engine.write.unquantised import uncoded
+from llmcompress.engine.write.unquantised import unquantised_reader
 from llmcompress.formats.gguf.file import ENCODED_AT_ONCE, GgufFile, Placed, padded
 from llmcompress.formats.gguf.tensors import pieces
 from llmcompress.grids.base import BLOCK_TYPES
@@ -55,7 +55,7 @@ class _Data:
         self.matrices = {
             matrix.entry.source.name: matrix for layer in plan.layers for matrix in layer if matrix.entry.grid
         }
-        self.read = uncoded(plan, checkpoint, staged)
+        self.read = unquantised_reader(plan, checkpoint, staged)
 
     def of(self, placed: Placed) -> Iterator[memoryview]:
         """The bytes of a tensor, piece by piece."""

@@ -1,28 +1,25 @@
 """From staged codes to a checkpoint directory that appears whole or not at all."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from llmcompress import __version__
 from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.plan.resources import usual_threads
 from llmcompress.engine.run.transformed import add_factors, open_transformed
 from llmcompress.engine.write.gguf_writer import write_gguf
-from llmcompress.engine.write.kv_scales import recorded, scales
+from llmcompress.engine.write.kv_scales import recorded
 from llmcompress.engine.write.run_report import report
-from llmcompress.engine.write.unquantised import uncoded
+from llmcompress.engine.write.safetensors_writer import write_safetensors
 from llmcompress.errors import one_line
 from llmcompress.formats.card import model_card
 from llmcompress.grids.base import BlockSpec
-from llmcompress.ledger import Entry as LedgerEntry
-from llmcompress.ledger import Ledger
+from llmcompress.ledger import Ledger, LedgerEntry
 from llmcompress.methods.base import Method
 from llmcompress.pruners.base import Pruner
-from llmcompress.store.checkpoint import DTYPES, Checkpoint
+from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.folds import FoldedCheckpoint
 from llmcompress.store.output_file import output_of
 from llmcompress.store.staging import Staging
@@ -30,6 +27,7 @@ from llmcompress.transforms.base import Transform
 from llmcompress.workers import SERIAL, Workers
 
 _FRONT_MATTER = 1_000_000  # characters
+_WRITERS = {"safetensors": write_safetensors, "gguf": write_gguf}  # by the kind of output of a plan
 
 
 def write_output(
@@ -46,11 +44,7 @@ def write_output(
     records: lists of what is known of matrices, and of scaled sites. workers: threads that encode.
     """
     with output_of(plan.out, plan.format.name, plan.options.overwrite) as out:
-        if plan.files:
-            hashes = write_gguf(plan, checkpoint, staged, out, workers)
-        else:
-            hashes = out.write_weights(plan.tensors, _tensors(plan, checkpoint, staged), plan.recipe.output.shard_size)
-            out.copy_side_files(plan.headers.path)
+        hashes = _WRITERS[plan.output_kind](plan, checkpoint, staged, out, workers)
         if isinstance(checkpoint, FoldedCheckpoint) and (factors := checkpoint.scales()):
             out.write_arrays("transforms.npz", factors)
         result = report(plan, records, ledger, calibration, hashes, recorded(plan, staged))
@@ -135,25 +129,9 @@ def _said(step: Method | Pruner | Transform) -> str:
     return f"{step.name} {step.label if step.gguf is None else step.gguf.type}"
 
 
-def _tensors(plan: Plan, checkpoint: Checkpoint, staged: Staging) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the output in its planned order, one at a time."""
-    places = {matrix.entry.source.name: matrix for layer in plan.layers for matrix in layer}
-    made = scales(plan, staged)
-    read = uncoded(plan, checkpoint, staged)
-    for entry in plan.entries:
-        if entry.source.name in made:
-            yield entry.source.name, made[entry.source.name]
-            continue
-        if entry.grid is None:
-            yield entry.source.name, read(entry.source.name).to(DTYPES[entry.source.dtype])
-            continue
-        matrix = places[entry.source.name]
-        yield from plan.format.encode(entry, staged.read_coded(matrix.layer, matrix.module)).items()
-
-
 def finish(plan: Plan, staged: Staging, calibration: dict[str, Any] | None) -> dict[str, Any]:
     """Write the output of a run whose sections are all staged; its report."""
-    ledger = Ledger(list(plan.ledger.entries))
+    ledger = Ledger(plan.ledger)
     linears: list[dict[str, Any]] = []
     sites: list[dict[str, Any]] = []
     checkpoint = open_transformed(plan)

@@ -1,4 +1,4 @@
-"""Tensors of the output that are not codes: as a pruner left them, or as in the source."""
+"""Tensors of the output that are not codes: the values that a pruner left, or the values of the source."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from llmcompress.engine.plan.plan import Plan
 
 
-def uncoded(plan: "Plan", checkpoint: Checkpoint, staged: Staging) -> Callable[[str], Tensor]:
-    """A reader of finite tensors by on-disk name, each in its shape and type of the source."""
+def unquantised_reader(plan: "Plan", checkpoint: Checkpoint, staged: Staging) -> Callable[[str], Tensor]:
+    """A function that reads a finite tensor by its on-disk name, in its shape and type in the source."""
     pruned = {matrix.entry.source.name: matrix for layer in plan.layers for matrix in layer if not matrix.entry.grid}
 
     def read(name: str) -> Tensor:

@@ -1,0 +1,124 @@
+"""The matrices that a plan changes, and one entry for every tensor of the source: what becomes of it."""
+
+import re
+from collections.abc import Iterable, Mapping
+
+from llmcompress.arch.spec import ArchSpec
+from llmcompress.engine.plan.matrix_options import resolve_pruner_options
+from llmcompress.engine.plan.matrix_plan import MatrixPlan
+from llmcompress.engine.source.matrices import Matrices
+from llmcompress.errors import PlanError
+from llmcompress.formats.base import Entry, TensorSpec
+from llmcompress.formats.kv_cache import OPTION, PARTS
+from llmcompress.ledger import Ledger
+from llmcompress.methods.base import Method
+from llmcompress.methods.unrounded import Unrounded
+from llmcompress.recipe import Recipe
+from llmcompress.store.headers import ModelHeaders
+
+_KEYS = re.compile(
+    r"(?:^|.*\.)(\d+)\.self_attn\.(?:k_proj|qkv_proj)\.weight"
+)  # the name by which loaders find attention
+
+
+def planned_matrices(
+    headers: ModelHeaders, matrices: Matrices, chosen: Mapping[str, Method | None], recipe: Recipe
+) -> dict[str, MatrixPlan]:
+    """The matrices that are changed, by on-disk module, in order of execution.
+
+    chosen: the method of every module, None where nothing rounds the matrix. PlanError where matrices that read one
+    input disagree on how that input is rounded.
+    """
+    pruners = {} if recipe.pruner is None else resolve_pruner_options(recipe.pruner, matrices.widths)
+    planned: dict[str, MatrixPlan] = {}
+    for ref in matrices.refs:
+        stored = headers.tensors[f"{ref.module}.weight"].spec
+        method, pruner, conv1d = chosen[ref.module], pruners.get(ref.module), ref.linear.conv1d
+        if method is None and pruner is not None:
+            method = Unrounded(dtype=stored.dtype)
+        if method is None:
+            continue
+        entry = Entry(
+            stored,
+            grid=None if isinstance(method, Unrounded) else method.grid,
+            inputs=method.inputs,
+            transposed=conv1d,
+            block=True,
+            linear=True,
+            permuted=method.permutes_groups,
+            options=method.described(),
+        )
+        planned[ref.module] = MatrixPlan(
+            ref.layer, ref.expert, ref.path, ref.module, ref.space, conv1d, entry, method, pruner
+        )
+    _check_input_scales(planned.values())
+    return planned
+
+
+def _check_input_scales(planned: Iterable[MatrixPlan]) -> None:
+    """PlanError where matrices that read one input ask for different fixed scales: engines keep one scale per input."""
+    first: dict[tuple[int, str], MatrixPlan] = {}
+    for plan in planned:
+        if plan.method.fixed_inputs:
+            other = first.setdefault((plan.layer, plan.space), plan)
+            if _input_options(other.method) != _input_options(plan.method):
+                raise PlanError(
+                    f"{other.module} and {plan.module} read one input, which can have one fixed scale only",
+                    "give both the same --activations and --activation-clip",
+                )
+
+
+def _input_options(method: Method) -> tuple[object, ...]:
+    return method.activations, method.activation_clip, method.activation_percentile
+
+
+def source_entries(
+    headers: ModelHeaders, matrices: Matrices, planned: Mapping[str, MatrixPlan], ledger: Ledger
+) -> tuple[Entry, ...]:
+    """An entry for every tensor of the source; the ledger names each matrix of a layer that no declaration knows."""
+    spec = matrices.spec
+    conv1d = {ref.module: ref.linear.conv1d for ref in matrices.refs}
+    layers = f".{spec.layers.rpartition('.')[2]}."
+    entries = []
+    for name, stored in headers.tensors.items():
+        module = name.removesuffix(".weight")
+        if name.endswith(".weight") and module in planned:
+            entries.append(planned[module].entry)
+            continue
+        block = layers in f".{name}"
+        matrix = len(stored.spec.shape) >= 2 and block
+        if matrix and module not in conv1d:
+            ledger.note("unquantised", name, _why_left(name, spec))
+        entries.append(Entry(stored.spec, transposed=conv1d.get(module, False), block=block, linear=matrix))
+    return tuple(entries)
+
+
+def _why_left(name: str, spec: ArchSpec) -> str:
+    """Why a matrix inside a layer is copied unchanged."""
+    if any(name.endswith(f".{spec.disk_path(linear.path)}.weight") for linear in spec.never):
+        return "a router is never quantised"
+    below = re.sub(r"^.*?\.\d+\.", "", name).removesuffix(".weight")
+    return spec.left_out.get(below, "not a matrix that the architecture declares")
+
+
+def kv_scale_entries(recipe: Recipe, headers: ModelHeaders, spec: ArchSpec) -> tuple[Entry, ...]:
+    """An entry for every static scale of cached keys and values that a recipe asks for, in order of layers.
+
+    PlanError where loaders would not find the scales.
+    """
+    if recipe.kv_cache is None:
+        return ()
+    found = {
+        int(match[1]): (name.rpartition(".self_attn.")[0], stored.spec.dtype)
+        for name, stored in headers.tensors.items()
+        if (match := _KEYS.fullmatch(name))
+    }
+    if spec.observed or not found:
+        raise PlanError(
+            f"scales of cached keys and values have no known place in a {spec.name!r} model", "leave --kv-cache out"
+        )
+    return tuple(
+        Entry(TensorSpec(f"{layer}.self_attn.{part}", dtype, (1,)), block=True, options={OPTION: recipe.kv_cache.code})
+        for _, (layer, dtype) in sorted(found.items())
+        for part in PARTS
+    )

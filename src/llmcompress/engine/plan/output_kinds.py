@@ -1,0 +1,205 @@
+"""The two kinds of output, safetensors files and GGUF files: whatever a plan decides differently for one and the other.
+
+`output_kind` asks once which kind a recipe writes; the plan keeps the name of the kind, and writing goes by it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Protocol
+
+from llmcompress.engine.plan.gguf_plan import (
+    GgufModel,
+    TensorTypes,
+    gguf_files_of,
+    gguf_model,
+    tensor_types,
+    tensors_of,
+)
+from llmcompress.engine.plan.importance import Importance, given_importance, refuse_useless_importance
+from llmcompress.engine.plan.matrix_options import resolve_matrix_options, resolve_typed_options
+from llmcompress.engine.plan.modelfile import modelfile
+from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.requantise import file_matrices, file_model
+from llmcompress.engine.plan.transform_headers import transformed_headers
+from llmcompress.engine.source.gguf_input import GgufHeaders
+from llmcompress.engine.source.matrices import Matrices, matrices_of
+from llmcompress.engine.source.open import source_headers
+from llmcompress.engine.source.quantised import DecodedHeaders, note_decoded
+from llmcompress.engine.source.tensor_names import Anatomy
+from llmcompress.errors import PlanError
+from llmcompress.formats.base import Entry, Format, TensorSpec
+from llmcompress.formats.gguf.file import GgufFile
+from llmcompress.grids.recode import holds_codes
+from llmcompress.ledger import Ledger
+from llmcompress.methods.base import GgufTypes, Method
+from llmcompress.recipe import Recipe
+from llmcompress.store.headers import ModelHeaders, read_headers
+from llmcompress.store.output import weights_nbytes
+
+
+class GridChoice(Protocol):
+    """How the matrices of a plan get their grids. may_be_empty: whether a plan may also round no matrix at all."""
+
+    may_be_empty: bool
+
+    def importance(self, recipe: Recipe, ledger: Ledger) -> Importance | None:
+        """The importance matrix that the recipe names; PlanError where it has no use."""
+
+    def methods(self, step: Method, widths: Mapping[str, int], ledger: Ledger) -> dict[str, Method | None]:
+        """The method of every module (on-disk name to in_features), None where nothing rounds the module."""
+
+
+class GridsByOptions:
+    """The options of the step say the grid of every matrix."""
+
+    may_be_empty = False
+
+    def importance(self, recipe: Recipe, ledger: Ledger) -> None:
+        refuse_useless_importance(recipe)
+
+    def methods(self, step: Method, widths: Mapping[str, int], ledger: Ledger) -> dict[str, Method | None]:
+        return resolve_matrix_options(step, widths, ledger)
+
+
+@dataclass(frozen=True)
+class GridsByType:
+    """Every tensor has a GGUF type, and the type is the grid of its matrices."""
+
+    types: TensorTypes
+    may_be_empty = True
+
+    def importance(self, recipe: Recipe, ledger: Ledger) -> Importance | None:
+        return given_importance(recipe, self.types, ledger)
+
+    def methods(self, step: Method, widths: Mapping[str, int], ledger: Ledger) -> dict[str, Method | None]:
+        return resolve_typed_options(step, widths, self.types.by_source)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The model that a run works on: its headers after all transforms, its matrices, and how these get their grids.
+
+    gguf: what GGUF files will hold, where the output is GGUF and its types are known.
+    """
+
+    headers: ModelHeaders
+    matrices: Matrices
+    grids: GridChoice
+    gguf: GgufModel | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The files of weights of an output. tensors: in the order in which they are written. nbytes: of all files.
+
+    files: the GGUF files with their headers, none for safetensors. modelfile: the text of a Modelfile, where wanted.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    nbytes: int
+    files: tuple[GgufFile, ...] = ()
+    modelfile: str | None = None
+
+
+@dataclass(frozen=True)
+class SafetensorsOutput:
+    """The output of a recipe as safetensors files, in any format but GGUF. ledger: of the plan in the making."""
+
+    recipe: Recipe
+    format: Format
+    options: Options
+    ledger: Ledger
+    name: ClassVar[str] = "safetensors"
+
+    def open(self, model: Path) -> ModelHeaders:
+        """The headers of what lies at `model`; CheckpointError for what this kind of output cannot be made of."""
+        return read_headers(model)
+
+    def method_suffix(self, step: Method) -> str:
+        """What the default name of the output says of the step that rounds."""
+        if step.gguf is not None:
+            return f"{step.name}-{step.gguf.type}"
+        size = None if step.type != "int" else step.group_size
+        return f"{step.name}-{step.label}{'' if size is None else 'row' if size < 0 else f'g{size}'}"
+
+    def contents(self, headers: ModelHeaders) -> Contents:
+        """Headers and matrices of a model, transformed, and how the matrices get grids. Raises LlmcompressError."""
+        matrices = matrices_of(headers, self.options.trust_remote_code, self.ledger)
+        anatomy = Anatomy(headers, matrices.spec, matrices.prefix, matrices.layers)
+        headers = transformed_headers(headers, self.recipe, anatomy, self.ledger)
+        step = self.recipe.method
+        if step is None or step.gguf is None:
+            return Contents(headers, matrices, GridsByOptions())
+        return self._typed(headers, matrices, step.gguf)
+
+    def _typed(self, headers: ModelHeaders, matrices: Matrices, asked: GgufTypes) -> Contents:
+        types = tensor_types(headers, tensors_of(headers), asked, self._measured, self.ledger)
+        return Contents(headers, matrices, GridsByType(types))
+
+    @property
+    def _measured(self) -> bool:
+        """Whether the run knows what errors in the inputs of its matrices cost."""
+        step, calibration = self.recipe.method, self.recipe.calibration
+        return (step is not None and step.needs_calibration) or calibration.imatrix is not None
+
+    def layout(self, contents: Contents, entries: Sequence[Entry], out: Path, importance: Importance | None) -> Layout:
+        """The files that hold the entries of a plan, which the format does not refuse."""
+        stored = ([entry.source] if entry.grid is None else self.format.layout(entry) for entry in entries)
+        tensors = tuple(spec for specs in stored for spec in specs)
+        return Layout(tensors, weights_nbytes(tensors, self.recipe.output.shard_size))
+
+
+class GgufOutput(SafetensorsOutput):
+    """GGUF files, which may also be made of a quantised model, of the text part of a model, or of a GGUF file."""
+
+    name = "gguf"
+
+    def open(self, model: Path) -> ModelHeaders:
+        return source_headers(model, self.ledger)
+
+    def method_suffix(self, step: Method) -> str:
+        return super().method_suffix(step) if step.gguf is None else f"{step.gguf.type}.gguf"
+
+    def contents(self, headers: ModelHeaders) -> Contents:
+        if not isinstance(headers, GgufHeaders):
+            return super().contents(headers)
+        step = self.recipe.method
+        if step is None or self.recipe.transforms or self.recipe.pruner:
+            first = self.recipe.steps[0].name
+            raise PlanError(f"{first} cannot be applied to a GGUF file", "give the original model's directory")
+        matrices = file_matrices(headers)
+        model = file_model(headers, step, self.recipe.output, self.ledger, self._measured)
+        return Contents(headers, matrices, GridsByType(model.types), model)
+
+    def _typed(self, headers: ModelHeaders, matrices: Matrices, asked: GgufTypes) -> Contents:
+        model = gguf_model(headers, asked, self.recipe.output.pre, self._measured, self.ledger)
+        return Contents(headers, matrices, GridsByType(model.types), model)
+
+    def layout(self, contents: Contents, entries: Sequence[Entry], out: Path, importance: Importance | None) -> Layout:
+        headers, model = contents.headers, contents.gguf
+        assert model is not None  # the format refuses matrices without a GGUF type
+        if isinstance(headers, DecodedHeaders):
+            coded = {entry.module for entry in entries if holds_codes(entry.grid)}
+            note_decoded(headers, set() if self.recipe.transforms or self.recipe.pruner else coded, self.ledger)
+        keys = () if importance is None else importance.keys
+        files = gguf_files_of(model, headers, out, self.recipe.output.shard_size, keys)
+        return Layout(
+            tuple(placed.spec for file in files for placed in file.tensors),
+            sum(file.nbytes for file in files),
+            files,
+            self._modelfile(model, headers.path, files[0].name),
+        )
+
+    def _modelfile(self, model: GgufModel, directory: Path, file: str) -> str | None:
+        if not self.recipe.output.modelfile or model.tokenizer is None:
+            return None
+        written, notes = modelfile(directory, file, model.tokenizer.add_bos, self.options.trust_remote_code)
+        for note in notes:
+            self.ledger.note("engine", "ollama", note)
+        return written
+
+
+def output_kind(recipe: Recipe, format_: Format, options: Options, ledger: Ledger) -> SafetensorsOutput:
+    """The kind of output that a format is written as."""
+    return (GgufOutput if format_.name == "gguf" else SafetensorsOutput)(recipe, format_, options, ledger)
