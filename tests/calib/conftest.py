@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from llmcompress.calib.base import Request
+from llmcompress.calib.base import TokenRequest
 
 SPECIALS = ["<s>", "</s>", "<pad>"]
 VOCAB_SIZE = len(SPECIALS) + 256
@@ -56,9 +56,9 @@ def bare_tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="session")
-def ask(tokenizer: PreTrainedTokenizerFast) -> Callable[..., Request]:
-    def ask(samples: int, length: int, **other: Any) -> Request:
-        return Request(
+def ask(tokenizer: PreTrainedTokenizerFast) -> Callable[..., TokenRequest]:
+    def ask(samples: int, length: int, **other: Any) -> TokenRequest:
+        return TokenRequest(
             **{"tokenizer": tokenizer, "seed": 0, "vocab_size": VOCAB_SIZE, **other}, samples=samples, length=length
         )
 

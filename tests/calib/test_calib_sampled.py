@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from llmcompress.calib.base import Request
+from llmcompress.calib.base import TokenRequest
 from llmcompress.calib.sampled import HOT_TOKENS, Sampled, sample
 from llmcompress.errors import CalibrationError
 
@@ -137,7 +137,7 @@ def test_logits_that_are_not_finite_are_refused(ask, value):
 def test_models_that_cannot_give_the_text_are_refused(ask, tokenizer):
     flat = torch.zeros(VOCAB_SIZE)
     with pytest.raises(CalibrationError, match="needs a model to sample from"):
-        Sampled().tokens(Request(tokenizer=tokenizer, samples=1, length=4, seed=0, vocab_size=VOCAB_SIZE))
+        Sampled().tokens(TokenRequest(tokenizer=tokenizer, samples=1, length=4, seed=0, vocab_size=VOCAB_SIZE))
     with pytest.raises(CalibrationError, match="the model has 64 positions, 65 tokens were asked for"):
         Sampled().tokens(ask(1, 65, model=lambda: fixed_model(flat)))
     with pytest.raises(CalibrationError, match="keeps no key/value cache"):

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from llmcompress.cli.gates import Case, Gates, gated, write_junit
+from llmcompress.cli.gates import GateCase, Gates, gated, write_junit
 from llmcompress.errors import GateError, PlanError, RunError, StoppedError
 
 RTN = ["--bits", 8, "--group-size", 32]
@@ -195,7 +195,7 @@ def test_a_file_that_cannot_be_replaced_stays_whole(tmp_path, monkeypatch):
     gates = Gates("work")
     write_junit(tmp_path / "a.xml", gates)
     before = (tmp_path / "a.xml").read_bytes()
-    gates.add(Case("more", "passed"))
+    gates.add(GateCase("more", "passed"))
     (tmp_path / "a.xml.partial").mkdir()
     with pytest.raises(RunError, match="cannot be written"):
         write_junit(tmp_path / "a.xml", gates)

@@ -14,7 +14,7 @@ from llmcompress.grids.base import GridSpec
 from llmcompress.kernels import cuda, rivals
 from llmcompress.kernels.build import Builder
 from llmcompress.kernels.cache import Cache, Made
-from llmcompress.kernels.check import Case
+from llmcompress.kernels.check import KernelCase
 from llmcompress.kernels.errors import KernelsError
 from llmcompress.kernels.variants import variants
 
@@ -39,7 +39,7 @@ def gpu(monkeypatch, tmp_path):
         builder = Builder(Compiler(), Cache(tmp_path / "cache"), "sm_90", print)
 
     monkeypatch.setattr(cuda, "open_gpu", lambda say, cache: Emulated())
-    case = Case(GridSpec(4, 64), BF16, shape=(40, 272), tokens=(1, 3))
+    case = KernelCase(GridSpec(4, 64), BF16, shape=(40, 272), tokens=(1, 3))
     monkeypatch.setattr(llmcompress.kernels.check, "cases", lambda: iter([case]))
     return Emulated
 

@@ -17,7 +17,7 @@ from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.options import Options
 from llmcompress.errors import CheckpointError, PlanError, RecipeError, StoppedError
 from llmcompress.recipe import parse
-from llmcompress.validate.cache import Asked, ByScale, ByToken, cache_of
+from llmcompress.validate.cache import ByScale, CacheOptions, TokenCodes, cache_of
 from llmcompress.validate.evaluate import measure
 from llmcompress.validate.load import open_streamed
 from llmcompress.validate.verify import passed, verify
@@ -141,14 +141,14 @@ def test_recipes_know_two_codes():
 def test_eval_applies_the_scales_that_a_checkpoint_brings(compressed):
     out = compressed("rtn", "fp8")
     scales = scales_in(out)
-    own = cache_of(out, Asked())
+    own = cache_of(out, CacheOptions())
     assert isinstance(own, ByScale)
     assert own.code == "fp8"
     assert own.scales[1][0] == scales["model.layers.1.self_attn.k_scale"]
     assert own.scales[1][1] == scales["model.layers.1.self_attn.v_scale"]
-    assert cache_of(out, Asked(bits=16)) is None
-    assert cache_of(out, Asked(bits=4)) == ByToken(4)
-    assert cache_of(out, Asked(type="fp8")) == own
+    assert cache_of(out, CacheOptions(bits=16)) is None
+    assert cache_of(out, CacheOptions(bits=4)) == TokenCodes(4)
+    assert cache_of(out, CacheOptions(type="fp8")) == own
 
     def loss(cache):
         models = [open_streamed(out, dtype=torch.float32) for _ in range(2)]
@@ -156,7 +156,7 @@ def test_eval_applies_the_scales_that_a_checkpoint_brings(compressed):
         return float(measure(*models, TOKENS).kl.mean())
 
     assert loss(None) == 0
-    assert 0 < loss(own) < loss(ByToken(4))
+    assert 0 < loss(own) < loss(TokenCodes(4))
     assert loss(ByScale("fp8", {0: (torch.full((1,), 1e-3),) * 2})) > 3 * loss(own)  # too small: all saturates
 
 
@@ -181,17 +181,17 @@ def test_eval_refuses_a_scheme_it_does_not_know(compressed, tmp_path, scheme):
     settings["kv_cache_scheme"] = {**settings["kv_cache_scheme"], **scheme} if scheme and scheme != "fp8" else scheme
     (damaged / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=r"scale|scheme"):
-        cache_of(damaged, Asked())
-    assert cache_of(damaged, Asked(bits=16)) is None
+        cache_of(damaged, CacheOptions())
+    assert cache_of(damaged, CacheOptions(bits=16)) is None
 
 
 def test_scales_asked_for_go_before_those_of_the_checkpoint(compressed, random_model_dir):
-    assert cache_of(random_model_dir("llama"), Asked()) is None
-    assert cache_of(random_model_dir("llama"), Asked(type="fp8")) == ByScale("fp8", {})
-    assert cache_of(compressed("rtn", "int8"), Asked(bits=8, type="fp8")) == ByScale("fp8", {})
+    assert cache_of(random_model_dir("llama"), CacheOptions()) is None
+    assert cache_of(random_model_dir("llama"), CacheOptions(type="fp8")) == ByScale("fp8", {})
+    assert cache_of(compressed("rtn", "int8"), CacheOptions(bits=8, type="fp8")) == ByScale("fp8", {})
     for bits, kind in ((3, None), (4, "fp8"), (16, "int")):
         with pytest.raises(RecipeError):
-            Asked(bits, kind)
+            CacheOptions(bits, kind)
 
 
 def _drop_scheme(tensors, config):

@@ -4,7 +4,7 @@ import json
 
 from mutations import INPUTS, SCALARS, YAML, damaged, fuzz, measured, mutated, spoilt
 
-from llmcompress.calib.base import Request
+from llmcompress.calib.base import TokenRequest
 from llmcompress.calib.jsonl import Jsonl
 from llmcompress.cli.options import parse_set
 from llmcompress.engine.plan.make_plan import make_plan
@@ -73,7 +73,7 @@ ROWS = [
 @INPUTS
 def test_damaged_rows(inputs, tmp_path, tokenizer_of_bytes):
     file = tmp_path / "rows.jsonl"
-    request = Request(tokenizer=tokenizer_of_bytes, samples=2, length=8, seed=0, vocab_size=300)
+    request = TokenRequest(tokenizer=tokenizer_of_bytes, samples=2, length=8, seed=0, vocab_size=300)
     keys = ["text", "messages", "role", "content", "tool", "x"]
 
     def check(dice):

@@ -10,7 +10,7 @@ from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.options import Options
 from llmcompress.recipe import parse
-from llmcompress.validate.cache import Asked, cache_of
+from llmcompress.validate.cache import CacheOptions, cache_of
 from llmcompress.validate.load import open_streamed
 
 pytestmark = pytest.mark.interop
@@ -61,7 +61,7 @@ def test_logits_move_as_ours_do(written, family, code):
             assert torch.equal(loaded.data.float(), stored[name].float()), name
     with torch.no_grad():
         theirs = model(IDS, use_cache=True).logits.float()
-    plain, changed = ours(path, None), ours(path, cache_of(path, Asked()))
+    plain, changed = ours(path, None), ours(path, cache_of(path, CacheOptions()))
     moved = (changed - plain).abs().mean()
     assert moved > 1e-3 * plain.abs().mean()  # the scales do show
     # codes next to a tie may fall to its other side

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from llmcompress.errors import CheckpointError
 from llmcompress.grids.cache import by_token
 from llmcompress.model.cache import ChangingCache
-from llmcompress.validate.cache import ByToken
+from llmcompress.validate.cache import TokenCodes
 from llmcompress.validate.load import open_streamed
 
 IDS = torch.randint(3, 96, (2, 20), generator=torch.Generator().manual_seed(1))
@@ -38,7 +38,7 @@ def test_layers_read_what_a_cache_of_the_whole_model_would_give_them(random_mode
         plain = whole(IDS, use_cache=False).logits
         wanted = whole(IDS, use_cache=True, past_key_values=Rounding(config=whole.config)).logits
     model = open_streamed(path, dtype=torch.float32)
-    model.cache = ByToken(4)
+    model.cache = TokenCodes(4)
     found = streamed_logits(model, IDS)
     assert (wanted - plain).abs().max() > 1e-3  # four bits do show
     # a code may fall to the other side of a tie, since sums come in another order
@@ -47,7 +47,7 @@ def test_layers_read_what_a_cache_of_the_whole_model_would_give_them(random_mode
 
 def test_a_model_that_keeps_no_keys_and_values_is_refused(random_model_dir):
     model = open_streamed(random_model_dir("mamba"), dtype=torch.float32)
-    model.cache = ByToken(8)
+    model.cache = TokenCodes(8)
     with pytest.raises(CheckpointError, match="keeps no keys and values"):
         streamed_logits(model, IDS)
 
@@ -56,4 +56,6 @@ def test_generation_keeps_changed_keys_and_values(random_model_dir):
     whole = AutoModelForCausalLM.from_pretrained(random_model_dir("llama"), dtype=torch.float32).eval()
     options = {"do_sample": False, "max_new_tokens": 6, "attention_mask": torch.ones_like(IDS), "pad_token_id": 0}
     wanted = whole.generate(IDS, past_key_values=Rounding(config=whole.config), **options)
-    assert torch.equal(whole.generate(IDS, past_key_values=ChangingCache(whole.config, ByToken(4)), **options), wanted)
+    assert torch.equal(
+        whole.generate(IDS, past_key_values=ChangingCache(whole.config, TokenCodes(4)), **options), wanted
+    )

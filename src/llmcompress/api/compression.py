@@ -13,7 +13,7 @@ from llmcompress.api.results import Result, timed
 from llmcompress.engine.plan.options import Options
 from llmcompress.engine.process.progress import Progress
 from llmcompress.engine.process.ranks import refuse_several
-from llmcompress.ledger import Entry, Ledger
+from llmcompress.ledger import LedgerEntry
 from llmcompress.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def plan(
     *,
     method: str | None = None,
     options: Options | None = None,
-    notes: Iterable[Entry] = (),
+    notes: Iterable[LedgerEntry] = (),
     **settings: Any,
 ) -> Plan:
     """What `compress` with the same arguments would do, from headers alone: no tensor is read, nothing is written.
@@ -85,14 +85,7 @@ def plan(
     from llmcompress.engine.plan.make_plan import make_plan
 
     chosen = as_recipe(recipe, method, settings)
-    return with_notes(make_plan(chosen, Path(model), placed(options, output)), notes)
-
-
-def with_notes(plan: Plan, notes: Iterable[Entry]) -> Plan:
-    """The plan with more entries in its ledger."""
-    ledger = Ledger(list(plan.ledger.entries))
-    ledger.extend(notes)
-    return replace(plan, ledger=ledger)
+    return make_plan(chosen, Path(model), placed(options, output)).with_notes(notes)
 
 
 def run(

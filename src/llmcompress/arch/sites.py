@@ -20,7 +20,7 @@ SCORES = "scores"  # the space where queries and keys meet
 
 
 @dataclass(frozen=True)
-class Part:
+class SitePart:
     """What a factor per channel does to one module: its weight, and where outputs are meant, its bias.
 
     path: module path below the layer. inputs: the factors belong to the module's inputs, else to its outputs. divided:
@@ -45,8 +45,8 @@ class Site:
 
     space: str
     channels: int
-    writer: Part
-    readers: tuple[Part, ...]
+    writer: SitePart
+    readers: tuple[SitePart, ...]
     norm: Norm | None = None
     heads: int = 0
 
@@ -61,7 +61,7 @@ class Site:
         return self.channels if self.spread is None else len(self.spread)
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[SitePart, ...]:
         return (self.writer, *self.readers)
 
 
@@ -74,9 +74,9 @@ def sites(spec: ArchSpec, config: Mapping[str, Any], shapes: Shapes) -> list[Sit
     found = []
     for norm in spec.norms:
         if norm.path in shapes and RESIDUAL not in norm.feeds and _holds(norm.when, config):
-            readers = tuple(Part(path, inputs=True) for path in _readers(spec, norm.feeds, experts, shapes))
+            readers = tuple(SitePart(path, inputs=True) for path in _readers(spec, norm.feeds, experts, shapes))
             if readers:
-                writer = Part(norm.path, divided=True, offset=norm.offset)
+                writer = SitePart(norm.path, divided=True, offset=norm.offset)
                 found.append(Site(norm.feeds[0], shapes[norm.path][0], writer, readers, norm))
     for flow in spec.flows:
         if _holds(flow.when, config):
@@ -106,11 +106,11 @@ def scores_site(spec: ArchSpec, config: Mapping[str, Any], shapes: Shapes) -> Si
     at_key = np.arange(queries * size, (queries + pairs) * size) if fused else None
     offset = 0.0 if query == scores.query else scores.offset
     if shapes[query] == (size,):
-        return Site(SCORES, size, Part(key, divided=True, offset=offset), (Part(query, offset=offset),))
+        return Site(SCORES, size, SitePart(key, divided=True, offset=offset), (SitePart(query, offset=offset),))
     channels = pairs * size
     spread = _of_queries(queries, pairs, size)
-    writer = Part(key, divided=True, at=at_key, offset=offset)
-    return Site(SCORES, channels, writer, (Part(query, at=at_query, spread=spread, offset=offset),), heads=pairs)
+    writer = SitePart(key, divided=True, at=at_key, offset=offset)
+    return Site(SCORES, channels, writer, (SitePart(query, at=at_query, spread=spread, offset=offset),), heads=pairs)
 
 
 def residual_readers(spec: ArchSpec, config: Mapping[str, Any], shapes: Shapes) -> list[str]:
@@ -157,7 +157,7 @@ def _flow(spec: ArchSpec, flow: Flow, number: int | None, config: Mapping[str, A
     if not flow.heads:
         at = None if flow.rows == "all" else np.arange(rows - width, rows)
         return Site(
-            target, width, Part(source, divided=True, at=at), tuple(Part(path, inputs=True) for path in readers)
+            target, width, SitePart(source, divided=True, at=at), tuple(SitePart(path, inputs=True) for path in readers)
         )
     counts = attention_heads(config)
     if counts is None:
@@ -166,8 +166,8 @@ def _flow(spec: ArchSpec, flow: Flow, number: int | None, config: Mapping[str, A
     size = width // queries
     channels = pairs * size
     spread = _of_queries(queries, pairs, size)
-    writer = Part(source, divided=True, at=_rows_of_heads(flow, rows, channels, size))
-    return Site(target, channels, writer, tuple(Part(path, True, spread=spread) for path in readers), heads=pairs)
+    writer = SitePart(source, divided=True, at=_rows_of_heads(flow, rows, channels, size))
+    return Site(target, channels, writer, tuple(SitePart(path, True, spread=spread) for path in readers), heads=pairs)
 
 
 def _of_queries(queries: int, pairs: int, size: int) -> Index:

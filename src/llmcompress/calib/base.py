@@ -30,12 +30,12 @@ class Source(BaseModel):
     def detects(cls, path: Path) -> bool:
         return False
 
-    def tokens(self, request: "Request") -> "Tensor":
+    def tokens(self, request: "TokenRequest") -> "Tensor":
         """Token ids [samples, length] int64, exactly as many as asked, or CalibrationError."""
         raise TypeError(f"{type(self).__name__} does not give tokens")
 
 
-class Request(BaseModel):
+class TokenRequest(BaseModel):
     """What a run asks of a source. `model` loads the uncompressed model, ready to run, and is called only by `self`."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True, frozen=True)
@@ -47,7 +47,7 @@ class Request(BaseModel):
     model: Callable[[], Any] | None = None
 
 
-def windows(documents: Iterable[Sequence[int]], request: Request, origin: str) -> "Tensor":
+def windows(documents: Iterable[Sequence[int]], request: TokenRequest, origin: str) -> "Tensor":
     """Pack documents (token ids each) end to end, cut into full windows, and draw as many as asked.
 
     Every document is followed by the end-of-sequence token where the tokenizer has one and the document does not end

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from llmcompress.calib.base import Request, Source, windows
+from llmcompress.calib.base import Source, TokenRequest, windows
 from llmcompress.calib.documents import encode_row
 from llmcompress.errors import CalibrationError
 
@@ -31,7 +31,7 @@ class Dataset(Source):
     def detects(cls, path: Path) -> bool:
         return is_saved(path) or (path.is_file() and path.suffix.lower() == ".parquet")
 
-    def tokens(self, request: Request) -> "Tensor":
+    def tokens(self, request: TokenRequest) -> "Tensor":
         with TemporaryDirectory(prefix="llmcompress-") as cache, _quiet():
             table = self._open(cache)
             columns = [name for name in dict.fromkeys((self.field, "messages")) if name in table.column_names]

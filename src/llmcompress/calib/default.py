@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmcompress.calib.base import Request, Source, windows
+from llmcompress.calib.base import Source, TokenRequest, windows
 from llmcompress.calib.documents import encode
 from llmcompress.calib.text import read_text, text_files
 from llmcompress.errors import CalibrationError
@@ -20,7 +20,7 @@ class Default(Source):
     name = "default"
     accepts = "'default' (texts that come with llmcompress)"
 
-    def tokens(self, request: Request) -> "Tensor":
+    def tokens(self, request: TokenRequest) -> "Tensor":
         # .txt alone: the folder's README is about the texts, not one of them
         files = text_files(shipped("calib_data"), suffixes=(".txt",))
         return windows((encode(request.tokenizer, read_text(file), str(file)) for file in files), request, "calib_data")

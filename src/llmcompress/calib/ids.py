@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from llmcompress.calib.base import Request, Source, fingerprint
+from llmcompress.calib.base import Source, TokenRequest, fingerprint
 from llmcompress.calib.documents import unreadable
 from llmcompress.errors import CalibrationError
 
@@ -29,7 +29,7 @@ class Ids(Source):
     def detects(cls, path: Path) -> bool:
         return path.is_file() and path.suffix.lower() == SUFFIX
 
-    def tokens(self, request: Request) -> "Tensor":
+    def tokens(self, request: TokenRequest) -> "Tensor":
         import torch
 
         ids = _read(self.path)

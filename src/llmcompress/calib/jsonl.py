@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from llmcompress.calib.base import Request, Source, windows
+from llmcompress.calib.base import Source, TokenRequest, windows
 from llmcompress.calib.documents import decode, encode_row, unreadable
 from llmcompress.errors import CalibrationError
 
@@ -28,7 +28,7 @@ class Jsonl(Source):
     def detects(cls, path: Path) -> bool:
         return path.is_file() and path.suffix.lower() == ".jsonl"
 
-    def tokens(self, request: Request) -> "Tensor":
+    def tokens(self, request: TokenRequest) -> "Tensor":
         documents = (encode_row(request.tokenizer, row, self.field, where) for where, row in _rows(self.path))
         return windows(documents, request, f"{self.path}")
 

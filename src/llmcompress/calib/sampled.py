@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from llmcompress.calib.base import Request, Source
+from llmcompress.calib.base import Source, TokenRequest
 from llmcompress.errors import CalibrationError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Sampled(Source):
     temperature: float = Field(1.5, ge=1, le=10, description="temperature of the first token; it falls to 1")
     batch_size: int = Field(32, ge=1, description="rows sampled at once; speed and memory only")
 
-    def tokens(self, request: Request) -> "Tensor":
+    def tokens(self, request: TokenRequest) -> "Tensor":
         import torch
 
         if request.model is None:
@@ -94,7 +94,7 @@ def sample(
     return ids, surprise / steps
 
 
-def _vocabulary(request: Request) -> "tuple[Tensor, Tensor]":
+def _vocabulary(request: TokenRequest) -> "tuple[Tensor, Tensor]":
     """Which ids are ordinary tokens and which special ones, bool [vocabulary] each.
 
     Ids that the tokenizer does not know are neither: rows of padding in the embedding, never trained.
@@ -110,7 +110,7 @@ def _vocabulary(request: Request) -> "tuple[Tensor, Tensor]":
     return ~is_special, is_special
 
 
-def _first(request: Request, ordinary: "Tensor", rows: int, generator: Any) -> "Tensor":
+def _first(request: TokenRequest, ordinary: "Tensor", rows: int, generator: Any) -> "Tensor":
     """The token that each row begins with, int64 [rows]."""
     import torch
 

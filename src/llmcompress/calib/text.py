@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from llmcompress.calib.base import Request, Source, windows
+from llmcompress.calib.base import Source, TokenRequest, windows
 from llmcompress.calib.dataset import is_saved
 from llmcompress.calib.documents import decode, encode, unreadable
 from llmcompress.errors import CalibrationError
@@ -28,7 +28,7 @@ class Text(Source):
     def detects(cls, path: Path) -> bool:
         return (path.is_dir() and not is_saved(path)) or (path.is_file() and path.suffix.lower() in SUFFIXES)
 
-    def tokens(self, request: Request) -> "Tensor":
+    def tokens(self, request: TokenRequest) -> "Tensor":
         files = text_files(self.path) if self.path.is_dir() else [self.path]
         return windows(
             (encode(request.tokenizer, read_text(file), str(file)) for file in files), request, f"{self.path}"

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import llmcompress.arch
 import llmcompress.calib
-from llmcompress.engine.targets.facts import Asymmetric, Bits, Fact, Groups
+from llmcompress.engine.targets.facts import Asymmetric, BitWidths, Fact, Groups
 from llmcompress.engine.targets.table import TARGETS
 from llmcompress.errors import RecipeError
 from llmcompress.formats.gguf.types import ALIASES, FILE_TYPES, tensor_type
@@ -103,7 +103,7 @@ def _targets() -> Listing:
             target.name,
             target.checked,
             name,
-            _first(facts, Bits, lambda fact: ", ".join(map(str, fact.bits))),
+            _first(facts, BitWidths, lambda fact: ", ".join(map(str, fact.bits))),
             _first(facts, Asymmetric, lambda fact: ", ".join(map(str, fact.bits)) or "none"),
             _first(facts, Groups, Groups.__str__),
             "; ".join([fact.why for fact in facts] + [target.remark] * bool(target.remark and facts)),

@@ -10,7 +10,7 @@ import typer
 
 from llmcompress.cli import console
 from llmcompress.cli import options as o
-from llmcompress.cli.gates import Case, gated
+from llmcompress.cli.gates import GateCase, gated
 from llmcompress.errors import GateError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def verify(
         failed = [item for item in checks if not item.ok and not item.warning]
         for item in checks:
             if item.warning and not item.ok:
-                gates.add(Case(item.name, "skipped", f"warning: {item.detail}"))
+                gates.add(GateCase(item.name, "skipped", f"warning: {item.detail}"))
             else:
                 gates.judge(item.name, item.ok, item.detail, "nothing wrong", item.detail)
         if json_:

@@ -129,13 +129,13 @@ def evaluate(
     """
     from llmcompress.store.files import refuse_existing, write_whole
     from llmcompress.validate.agreement import FIGURES as AGREEMENT
-    from llmcompress.validate.cache import Asked
+    from llmcompress.validate.cache import CacheOptions
     from llmcompress.validate.evaluate import parse_gate, refuse_unmeasured
     from llmcompress.validate.request import Request
     from llmcompress.validate.session import continuations, evaluate_whole
 
     subject = _subject(model, draft)
-    asked = Asked(kv_bits, kv_type)
+    asked = CacheOptions(kv_bits, kv_type)
     request = Request(
         subject, ref, text, length, windows, batch, device, compute_dtype, trust_remote_code, adapter, asked, backend
     )

@@ -18,7 +18,7 @@ State = Literal["passed", "failed", "error", "skipped"]
 
 
 @dataclass(frozen=True)
-class Case:
+class GateCase:
     """A test as CI systems show it. message: why it did not pass. detail: what was measured, and the bound."""
 
     name: str
@@ -32,20 +32,20 @@ class Gates:
 
     def __init__(self, suite: str) -> None:
         self.suite = suite
-        self.cases: dict[str, Case] = {suite: Case(suite, "passed")}
+        self.cases: dict[str, GateCase] = {suite: GateCase(suite, "passed")}
 
     def expect(self, names: Iterable[str]) -> None:
         """Gates that will be judged; those that never are, are skipped."""
         for name in names:
-            self.cases.setdefault(name, Case(name, "skipped", "not reached"))
+            self.cases.setdefault(name, GateCase(name, "skipped", "not reached"))
 
     def judge(self, name: str, passed: bool, measured: object, bound: object, message: str) -> None:
         """What came of a gate. message: why it failed, if it did."""
         detail = one_line(f"measured: {measured}") + "\n" + one_line(f"bound: {bound}")
-        self.add(Case(name, "passed" if passed else "failed", "" if passed else message, detail))
+        self.add(GateCase(name, "passed" if passed else "failed", "" if passed else message, detail))
         log.event("gate", name=name, passed=passed, measured=measured, bound=bound)
 
-    def add(self, case: Case) -> None:
+    def add(self, case: GateCase) -> None:
         self.cases[case.name] = case
 
     def ended(self, state: State, message: str) -> None:

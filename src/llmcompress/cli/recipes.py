@@ -12,7 +12,7 @@ from llmcompress.errors import RecipeError
 from llmcompress.recipe import load
 
 if TYPE_CHECKING:
-    from llmcompress.engine.plan.recipe_check import Problem
+    from llmcompress.engine.plan.recipe_check import RecipeProblem
 
 Name = Annotated[
     str,
@@ -71,12 +71,12 @@ def check(recipe: Name, model: OptionalModel = None, json_: o.Json = False) -> N
         raise RecipeError(f"{recipe} has {len(found)} problem{'s' * (len(found) > 1)}")
 
 
-def _line(item: "Problem") -> str:
+def _line(item: "RecipeProblem") -> str:
     step, said = f"step {item.step}", item.message
     if item.step is not None and not said.startswith(step):
         said = f"{step}: {said.removeprefix('step ')}"
     return f"{said} ({item.hint})" if item.hint else said
 
 
-def _facts(item: "Problem") -> dict[str, Any]:
+def _facts(item: "RecipeProblem") -> dict[str, Any]:
     return {"step": item.step, "message": item.message, "hint": item.hint}

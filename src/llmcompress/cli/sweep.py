@@ -11,7 +11,7 @@ from llmcompress.api.recipes import as_recipe
 from llmcompress.api.results import refuse_unknown_kinds
 from llmcompress.cli import console
 from llmcompress.cli import options as o
-from llmcompress.cli.gates import Case, Gates
+from llmcompress.cli.gates import GateCase, Gates
 from llmcompress.cli.log import log
 from llmcompress.cli.plan_table import show_plans
 from llmcompress.cli.running import carry_out, judge_strict, strict_gates, tell
@@ -170,16 +170,16 @@ def _all(
             _one(run, values, stop, tokens)
         except StoppedError as error:
             run.state = "stopped"
-            gates.add(Case(name, "skipped", error.message))
+            gates.add(GateCase(name, "skipped", error.message))
             return error
         except (LlmcompressError, MemoryError, OSError, RuntimeError) as error:
             run.state = "failed"
             run.error = error.message if isinstance(error, LlmcompressError) else f"{type(error).__name__}: {error}"
-            gates.add(Case(name, "error", run.error))
+            gates.add(GateCase(name, "error", run.error))
             console.say(f"{name} failed: {run.error}")
         else:
             run.state = "done"
-            gates.add(Case(name, "passed"))
+            gates.add(GateCase(name, "passed"))
     return None
 
 

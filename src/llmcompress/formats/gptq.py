@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 BITS = (2, 3, 4, 8)
 
 
-class Gptq:
+class GptqFormat:
     """The checkpoint family of AutoGPTQ and GPTQModel; implements `Format`."""
 
     name = "gptq"
@@ -228,4 +228,4 @@ def _version(settings: Mapping[str, Any]) -> str:
     return str(settings.get("checkpoint_format") or settings.get("format") or "gptq")
 
 
-FORMAT = Gptq()
+FORMAT = GptqFormat()

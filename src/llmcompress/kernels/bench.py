@@ -33,7 +33,7 @@ Work = Callable[[int], object]
 
 
 @dataclass(frozen=True)
-class Subject:
+class BenchWeight:
     """A kind of weight. inputs: how its inputs are rounded."""
 
     name: str
@@ -42,21 +42,21 @@ class Subject:
 
 
 SUBJECTS = (
-    Subject("w4 g128", GridSpec(4, 128)),
-    Subject("w4 g128 asym", GridSpec(4, 128, symmetric=False)),
-    Subject("w3 g128", GridSpec(3, 128)),
-    Subject("w2 g64", GridSpec(2, 64)),
-    Subject("w8 g128", GridSpec(8, 128)),
-    Subject("w8a8", GridSpec(8, -1), "int8-token"),
-    Subject("w4a8 g128", ProgressiveSpec(128), "int8-token"),
-    Subject("Q4_K", BLOCK_TYPES["Q4_K"]),
-    Subject("Q6_K", BLOCK_TYPES["Q6_K"]),
-    Subject("Q8_0", BLOCK_TYPES["Q8_0"]),
+    BenchWeight("w4 g128", GridSpec(4, 128)),
+    BenchWeight("w4 g128 asym", GridSpec(4, 128, symmetric=False)),
+    BenchWeight("w3 g128", GridSpec(3, 128)),
+    BenchWeight("w2 g64", GridSpec(2, 64)),
+    BenchWeight("w8 g128", GridSpec(8, 128)),
+    BenchWeight("w8a8", GridSpec(8, -1), "int8-token"),
+    BenchWeight("w4a8 g128", ProgressiveSpec(128), "int8-token"),
+    BenchWeight("Q4_K", BLOCK_TYPES["Q4_K"]),
+    BenchWeight("Q6_K", BLOCK_TYPES["Q6_K"]),
+    BenchWeight("Q8_0", BLOCK_TYPES["Q8_0"]),
 )
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedProduct:
     """A product [tokens, in] x [in, out]. microseconds: of one, weights not in any cache. bytes: that it must read.
 
     of_copy: rate of those bytes as a share of a copy's; of_datasheet: of what the GPU's maker states, where known.
@@ -119,8 +119,8 @@ class Clock:
 
 
 def bench(
-    launcher: Launcher, device: torch.device, subjects: Sequence[Subject], shapes: Sequence[tuple[int, int]]
-) -> Iterator[Timed]:
+    launcher: Launcher, device: torch.device, subjects: Sequence[BenchWeight], shapes: Sequence[tuple[int, int]]
+) -> Iterator[TimedProduct]:
     """Our kernels and torch's, subject by subject and shape by shape. KernelsError for memory that is not there."""
     clock = Clock(device)
     for shape in shapes:
@@ -133,15 +133,17 @@ def bench(
             ) from None
 
 
-def _of_shape(launcher: Launcher, clock: Clock, weight: Tensor, subjects: Sequence[Subject]) -> Iterator[Timed]:
+def _of_shape(
+    launcher: Launcher, clock: Clock, weight: Tensor, subjects: Sequence[BenchWeight]
+) -> Iterator[TimedProduct]:
     device, shape = clock.device, (weight.shape[0], weight.shape[1])
     bf16: dict[int, float] = {}
 
-    def timed(name: str, tokens: int, seconds: float, nbytes: int) -> Timed:
+    def timed(name: str, tokens: int, seconds: float, nbytes: int) -> TimedProduct:
         rate = nbytes / seconds
         share = None if clock.datasheet is None else rate / clock.datasheet
         times = bf16.setdefault(tokens, seconds) / seconds  # cuBLAS comes first
-        return Timed(name, shape, tokens, seconds * 1e6, nbytes, rate / clock.copy_rate, share, times)
+        return TimedProduct(name, shape, tokens, seconds * 1e6, nbytes, rate / clock.copy_rate, share, times)
 
     for rival in rivals(weight.to(device, torch.bfloat16), weight, TOKENS):
         held = [rival.copy() for _ in range(_copies(rival.nbytes))]
@@ -157,7 +159,7 @@ def _of_shape(launcher: Launcher, clock: Clock, weight: Tensor, subjects: Sequen
             yield timed(subject.name, tokens, _seconds(clock, lambda x, one: one(x, None), x, products), nbytes)
 
 
-def _products(launcher: Launcher, device: torch.device, weight: Tensor, subject: Subject) -> list[Any]:
+def _products(launcher: Launcher, device: torch.device, weight: Tensor, subject: BenchWeight) -> list[Any]:
     """Copies of a weight, as many as make it cold."""
     spec: Any = subject.spec
     grid = fit(weight, spec, clip="minmax", search="fast")

@@ -38,7 +38,7 @@ class Made:
 
 
 @dataclass(frozen=True)
-class Entry:
+class CachedBuild:
     """A file of the cache. about: what it says of itself; None for a damaged one."""
 
     file: Path
@@ -80,11 +80,11 @@ class Cache:
             Path(partial).unlink(missing_ok=True)
             raise
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[CachedBuild]:
         """All files of the cache, by name."""
         for file in self._files():
             found = _read(file)
-            yield Entry(file, file.stat().st_size, None if found is None else found[0])
+            yield CachedBuild(file, file.stat().st_size, None if found is None else found[0])
 
     def clear(self) -> tuple[int, int]:
         """Remove all files of the cache; how many there were, and their bytes. PlanError for one that stays."""

@@ -31,7 +31,7 @@ Watch = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Case:
+class KernelCase:
     """A weight on a grid with any rounding of its inputs, the type it computes in, and how many tokens it meets.
 
     shape: of the weight, [out, in], cut to what its grid divides.
@@ -61,17 +61,17 @@ class Checked:
         return self.failed is None and self.error < 1 and bool(self.launches)
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[KernelCase]:
     """Every family with the grids that it takes."""
     for dtype in (torch.float16, torch.bfloat16):
         for bits, group, symmetric in product((2, 3, 4, 8), (32, 64, 128, -1), (True, False)):
-            yield Case(GridSpec(bits, group, symmetric), dtype)
+            yield KernelCase(GridSpec(bits, group, symmetric), dtype)
         for inputs in ("int8-token", "int8-tensor"):
-            yield Case(GridSpec(8, -1), dtype, inputs)
+            yield KernelCase(GridSpec(8, -1), dtype, inputs)
         for group in (32, 64, 128):
-            yield Case(ProgressiveSpec(group), dtype, "int8-token")
+            yield KernelCase(ProgressiveSpec(group), dtype, "int8-token")
         for name in TYPES:
-            yield Case(BLOCK_TYPES[name], dtype)
+            yield KernelCase(BLOCK_TYPES[name], dtype)
 
 
 def build_all(builder: Builder, threads: int, watch: Watch) -> dict[str, int]:
@@ -83,7 +83,7 @@ def build_all(builder: Builder, threads: int, watch: Watch) -> dict[str, int]:
     return {family: sum(name == family for name, _ in found) for family in dict.fromkeys(name for name, _ in found)}
 
 
-def check(case: Case, launcher: Launcher, device: torch.device) -> Iterator[Checked]:
+def check(case: KernelCase, launcher: Launcher, device: torch.device) -> Iterator[Checked]:
     """A case with each number of its tokens."""
     generator = torch.Generator().manual_seed(0)
     spec: Any = case.spec
@@ -125,7 +125,7 @@ class _Counting:
         self.names.append(launch.kernel.name)
 
 
-def _rounding(case: Case, generator: torch.Generator, device: torch.device) -> InputGrid | None:
+def _rounding(case: KernelCase, generator: torch.Generator, device: torch.device) -> InputGrid | None:
     if case.inputs is None:
         return None
     spec = INPUT_SPECS[case.inputs]

@@ -27,7 +27,7 @@ _LEAST_TILES = 4  # of inputs, for each block that shares a tile of the output
 
 
 @dataclass(frozen=True)
-class Tile:
+class Int8Tile:
     """Tokens by channels of a block, its warps, its stages. cost: of a product in it, beside the best."""
 
     tokens: int
@@ -51,8 +51,8 @@ class Tile:
         return Kernel("int8.cu", "int8_matmul", tuple(zip(names, values, strict=True)))
 
 
-_FEW = (Tile(16, 128, (1, 4), 4), Tile(32, 128, (1, 4), 4), Tile(64, 128, (2, 2), 4))
-_MANY = (Tile(128, 256, (2, 4), 3), Tile(128, 128, (2, 2), 3, 1.1), Tile(64, 128, (2, 2), 4, 1.3))
+_FEW = (Int8Tile(16, 128, (1, 4), 4), Int8Tile(32, 128, (1, 4), 4), Int8Tile(64, 128, (2, 2), 4))
+_MANY = (Int8Tile(128, 256, (2, 4), 3), Int8Tile(128, 128, (2, 2), 3, 1.1), Int8Tile(64, 128, (2, 2), 4, 1.3))
 
 
 @dataclass(frozen=True)
@@ -146,17 +146,17 @@ def matmul_launch(tokens: int, channels: int, width: int, dtype: torch.dtype, la
     return Launch(tile.kernel(dtype), grid, (tile.threads, 1, 1), tile.shared)
 
 
-def _tiles(tokens: int, architecture: str) -> list[Tile]:
+def _tiles(tokens: int, architecture: str) -> list[Int8Tile]:
     few = [tile for tile in _FEW if tokens <= tile.tokens][:1]
     return [tile for tile in few or _MANY if tile.shared <= shared_limit(architecture)]
 
 
-def _splits(tile: Tile, tokens: int, channels: int, width: int, launcher: Launcher) -> int:
+def _splits(tile: Int8Tile, tokens: int, channels: int, width: int, launcher: Launcher) -> int:
     blocks = ceil(tokens, tile.tokens) * ceil(channels, tile.channels)
     return max(1, min(launcher.multiprocessors // blocks, tiles_of(width) // _LEAST_TILES))
 
 
-def _time(tile: Tile, tokens: int, channels: int, width: int, launcher: Launcher) -> float:
+def _time(tile: Int8Tile, tokens: int, channels: int, width: int, launcher: Launcher) -> float:
     """What the busiest multiprocessor multiplies."""
     splits = _splits(tile, tokens, channels, width, launcher)
     blocks = ceil(tokens, tile.tokens) * ceil(channels, tile.channels) * splits

@@ -21,7 +21,7 @@ _WARPS = 8
 
 
 @dataclass(frozen=True)
-class Tile:
+class ProgressiveTile:
     """8 * tokens tokens by 16 * channels * warps channels of a block, whose eight warps share channels and inputs."""
 
     tokens: int
@@ -44,7 +44,7 @@ class Tile:
         return Kernel("progressive.cu", "progressive_matmul", tuple(zip(names, values, strict=True)))
 
 
-_TILES = (Tile(1, 1, 1), Tile(2, 2, 1), Tile(4, 2, 2), Tile(8, 2, 4))
+_TILES = (ProgressiveTile(1, 1, 1), ProgressiveTile(2, 2, 1), ProgressiveTile(4, 2, 2), ProgressiveTile(8, 2, 4))
 
 
 def matmul(
@@ -107,7 +107,7 @@ def expand_launch(channels: int, width: int, group_size: int) -> Launch:
     return Launch(kernel, (ceil(width // 64, _WARPS), rows, 1), (_WARPS * 32, 1, 1))
 
 
-def _tile(tokens: int) -> Tile:
+def _tile(tokens: int) -> ProgressiveTile:
     return next((tile for tile in _TILES if tokens <= 8 * tile.tokens), _TILES[-1])
 
 

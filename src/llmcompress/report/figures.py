@@ -9,7 +9,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from llmcompress.report.cells import Cells, Metric
-from llmcompress.report.inputs import Output
+from llmcompress.report.inputs import ReportedOutput
 from llmcompress.report.words import figure, label, size, tick
 
 COLOURS = ("#2f80ed", "#e8743b", "#19a979", "#945ecf", "#13a4b4", "#d9a514", "#ed4a7b", "#7f8c9a")
@@ -69,7 +69,7 @@ def heat_map(cells: Cells, metric: Metric, within: tuple[float, float]) -> Figur
     return _plain(made)
 
 
-def size_against_kl(outputs: Sequence[Output]) -> Figure:
+def size_against_kl(outputs: Sequence[ReportedOutput]) -> Figure:
     """A point for every evaluation, its interval upright."""
     traces = []
     sizes = [output.report.output_bytes / 1e6 for output in outputs]

@@ -51,7 +51,7 @@ class Timed:
 
 
 @dataclass(frozen=True)
-class Output:
+class ReportedOutput:
     """An output and what is known of it. name: its directory or file; sha256: of its report.json."""
 
     name: str
@@ -61,7 +61,7 @@ class Output:
     timed: Timed | None
 
 
-def read_outputs(paths: Sequence[Path], evaluations: Sequence[Path], timings: Sequence[Path]) -> list[Output]:
+def read_outputs(paths: Sequence[Path], evaluations: Sequence[Path], timings: Sequence[Path]) -> list[ReportedOutput]:
     """Outputs with their evaluations and times. CheckpointError for what cannot be read, or belongs to none of them."""
     found = [_read_report(path) for path in paths]
     twice = [str(path) for path, count in Counter(path.resolve() for path in paths).items() if count > 1]
@@ -71,7 +71,7 @@ def read_outputs(paths: Sequence[Path], evaluations: Sequence[Path], timings: Se
     timed = _by_run(timings, {run for _, run, _ in found})
     names = _names(paths)
     return [
-        Output(name, digest, report, tuple(evaluated.get(digest, ())), timed.get(run))
+        ReportedOutput(name, digest, report, tuple(evaluated.get(digest, ())), timed.get(run))
         for name, (digest, run, report) in zip(names, found, strict=True)
     ]
 

@@ -14,13 +14,13 @@ from plotly.offline import get_plotlyjs
 from llmcompress import __version__
 from llmcompress.report import figures, tables
 from llmcompress.report.cells import METRICS, Cells, Metric, cells_of
-from llmcompress.report.inputs import Output
+from llmcompress.report.inputs import ReportedOutput
 from llmcompress.report.words import label
 
 _TEMPLATES = Path(__file__).parent / "templates"
 
 
-def render(outputs: Sequence[Output]) -> str:
+def render(outputs: Sequence[ReportedOutput]) -> str:
     """The page about some outputs. The same outputs give the same bytes."""
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES),
@@ -50,7 +50,7 @@ def _policy(scripts: Sequence[str]) -> str:
     return f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'"
 
 
-def _content(outputs: Sequence[Output], drawn: dict[str, figures.Figure]) -> dict[str, Any]:
+def _content(outputs: Sequence[ReportedOutput], drawn: dict[str, figures.Figure]) -> dict[str, Any]:
     return {
         "outputs": [_about(output) for output in outputs],
         "summary": tables.summary(outputs),
@@ -62,7 +62,7 @@ def _content(outputs: Sequence[Output], drawn: dict[str, figures.Figure]) -> dic
     }
 
 
-def _about(output: Output) -> dict[str, Any]:
+def _about(output: ReportedOutput) -> dict[str, Any]:
     """What the page says of one output in words."""
     return {
         "name": output.name,
@@ -72,7 +72,7 @@ def _about(output: Output) -> dict[str, Any]:
     }
 
 
-def _maps(outputs: Sequence[Output], drawn: dict[str, figures.Figure]) -> list[Mapping[str, Any]]:
+def _maps(outputs: Sequence[ReportedOutput], drawn: dict[str, figures.Figure]) -> list[Mapping[str, Any]]:
     """Draw the heat maps of each metric, outputs side by side; what the page says of each."""
     cells = [cells_of(output.report.linears) for output in outputs]
     result: list[Mapping[str, Any]] = []
@@ -97,7 +97,7 @@ def _within(cells: Sequence[Cells], metric: Metric) -> tuple[float, float]:
     return min(values), max(values)
 
 
-def _against(outputs: Sequence[Output], drawn: dict[str, figures.Figure]) -> bool:
+def _against(outputs: Sequence[ReportedOutput], drawn: dict[str, figures.Figure]) -> bool:
     """Draw size against KL where there is a choice; whether there is."""
     measured = [found for output in outputs for found in output.evaluations if found.figures.kl is not None]
     if len(measured) > 1:
@@ -106,7 +106,7 @@ def _against(outputs: Sequence[Output], drawn: dict[str, figures.Figure]) -> boo
     return False
 
 
-def _along(outputs: Sequence[Output], drawn: dict[str, figures.Figure]) -> list[Mapping[str, Any]]:
+def _along(outputs: Sequence[ReportedOutput], drawn: dict[str, figures.Figure]) -> list[Mapping[str, Any]]:
     """Draw KL along the text, by window and by position; what the page says of each."""
     windows, positions = [], []
     for output in outputs:
@@ -131,7 +131,7 @@ def _along(outputs: Sequence[Output], drawn: dict[str, figures.Figure]) -> list[
     ]
 
 
-def _spent(outputs: Sequence[Output], drawn: dict[str, figures.Figure]) -> list[Mapping[str, Any]]:
+def _spent(outputs: Sequence[ReportedOutput], drawn: dict[str, figures.Figure]) -> list[Mapping[str, Any]]:
     """Draw time and memory by layer; what the page says of each."""
     seconds, memory = [], []
     for output in outputs:

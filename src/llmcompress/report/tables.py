@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from llmcompress.engine.write.report_schema import LedgerEntry, Report
 from llmcompress.report.cells import Cells, Metric
 from llmcompress.report.figures import Series
-from llmcompress.report.inputs import Output
+from llmcompress.report.inputs import ReportedOutput
 from llmcompress.report.words import duration, figure, size
 from llmcompress.validate.evaluation import Evaluation
 
@@ -47,7 +47,7 @@ _FIGURES = (
 _WRITTEN: dict[str, Callable[[float], str]] = {"top1": "{:.1%}".format, "perplexity": "{:.2f}".format}
 
 
-def summary(outputs: Sequence[Output]) -> Summary:
+def summary(outputs: Sequence[ReportedOutput]) -> Summary:
     """The outputs side by side."""
     made: list[tuple[str, list[Value]]] = [
         ("Format", [Value(output.report.format) for output in outputs]),
@@ -110,7 +110,7 @@ def decisions(entries: Sequence[LedgerEntry]) -> Table:
     return Table(["kind", "what", "why"], rows)
 
 
-def facts(output: Output) -> list[tuple[str, str]]:
+def facts(output: ReportedOutput) -> list[tuple[str, str]]:
     """What was done, in a few lines."""
     report = output.report
     grids = Counter(linear.grid or "not rounded" for linear in report.linears)
@@ -137,7 +137,7 @@ def _share(report: Report) -> str:
     return f"{report.output_bytes / max(report.source.bytes, 1):.0%} of the source"
 
 
-def _of_text(output: Output, digest: str) -> Evaluation | None:
+def _of_text(output: ReportedOutput, digest: str) -> Evaluation | None:
     """The last evaluation of an output on a text."""
     found = [each for each in output.evaluations if each.text.tokens_sha256 == digest]
     return found[-1] if found else None

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from llmcompress.report.inputs import Output
+from llmcompress.report.inputs import ReportedOutput
 from llmcompress.validate.evaluation import Evaluation
 
 
@@ -37,7 +37,7 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
-def label(output: Output, found: Evaluation, outputs: Sequence[Output]) -> str:
+def label(output: ReportedOutput, found: Evaluation, outputs: Sequence[ReportedOutput]) -> str:
     """An output's name; with the text where the page speaks of several."""
     texts = {other.text.tokens_sha256 for each in outputs for other in each.evaluations}
     return output.name if len(texts) == 1 else f"{output.name}, {found.text.name}"

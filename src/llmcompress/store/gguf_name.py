@@ -8,7 +8,7 @@ _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
 @dataclass(frozen=True)
-class Shard:
+class SplitFile:
     """One of `count` files of a model; number: from 1."""
 
     stem: str
@@ -16,10 +16,10 @@ class Shard:
     count: int
 
 
-def shard_of(file: Path) -> Shard | None:
+def shard_of(file: Path) -> SplitFile | None:
     """Which shard a file is by its name; None for one that holds a whole model."""
     named = _SHARD.fullmatch(file.name)
-    return None if named is None else Shard(named[1], int(named[2]), int(named[3]))
+    return None if named is None else SplitFile(named[1], int(named[2]), int(named[3]))
 
 
 def stem_of(file: Path) -> str:

@@ -47,7 +47,7 @@ _TORCH_NAMES = {
 
 
 @dataclass(frozen=True)
-class Shard:
+class WeightFile:
     """One weight file: its name, the raw header, and where in the file each tensor begins."""
 
     name: str
@@ -56,7 +56,7 @@ class Shard:
     nbytes: int
 
 
-def shards(specs: Sequence[TensorSpec], shard_bytes: int | None = None, stem: str = "model") -> list[Shard]:
+def shards(specs: Sequence[TensorSpec], shard_bytes: int | None = None, stem: str = "model") -> list[WeightFile]:
     """The weight files for `specs`: filled in order, a new one where the next tensor would pass `shard_bytes`.
 
     stem: what their names begin with.
@@ -136,7 +136,7 @@ class OutputDirectory:
         hashes: dict[str, str] = {}
         arriving = iter(tensors)
         handle: BinaryIO | None = None
-        current: Shard | None = None
+        current: WeightFile | None = None
         try:
             for spec in specs:
                 name, tensor = next(arriving, (None, None))
@@ -278,7 +278,7 @@ def refuse_unwritable(path: Path) -> None:
         raise PlanError(f"{path} cannot be created: {error}", "give another directory") from None
 
 
-def _shard(name: str, specs: Sequence[TensorSpec]) -> Shard:
+def _shard(name: str, specs: Sequence[TensorSpec]) -> WeightFile:
     """Tensors of wide items first: each then begins at a multiple of its item size, as readers in place need it."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offsets: dict[str, int] = {}
@@ -294,10 +294,10 @@ def _shard(name: str, specs: Sequence[TensorSpec]) -> Shard:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     raw = struct.pack("<Q", len(text)) + text
-    return Shard(name, raw, {tensor: len(raw) + begin for tensor, begin in offsets.items()}, len(raw) + end)
+    return WeightFile(name, raw, {tensor: len(raw) + begin for tensor, begin in offsets.items()}, len(raw) + end)
 
 
-def _index(files: Sequence[Shard], specs: Sequence[TensorSpec]) -> bytes:
+def _index(files: Sequence[WeightFile], specs: Sequence[TensorSpec]) -> bytes:
     weight_map = {name: file.name for file in files for name in file.begins}
     total = sum(spec.nbytes for spec in specs)
     return _json({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})

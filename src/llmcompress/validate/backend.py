@@ -14,7 +14,7 @@ from llmcompress.kernels.linear import Linears
 from llmcompress.validate.load import MakeLinear
 from llmcompress.validate.packed import PackedLinear
 
-Asked = Literal["auto", "kernels", "torch"]
+BackendChoice = Literal["auto", "kernels", "torch"]
 Say = Callable[[str], None]
 
 
@@ -41,7 +41,7 @@ class Backend:
         return found
 
 
-def open_backend(asked: Asked, device: str, say: Say) -> Backend:
+def open_backend(asked: BackendChoice, device: str, say: Say) -> Backend:
     """kernels: KernelsError where they cannot run. auto: torch in their place, and `say` is told why.
 
     device: cpu, cuda or auto.

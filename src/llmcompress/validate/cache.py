@@ -20,7 +20,7 @@ _KINDS: dict[Code, tuple[str, int]] = {"fp8": ("float", 8), "int8": ("int", 8)}
 
 
 @dataclass(frozen=True)
-class Asked:
+class CacheOptions:
     """What a user said of the cache. bits: 16 for none that is quantised; None, None: as the checkpoint says."""
 
     bits: int | None = None
@@ -34,7 +34,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class ByToken:
+class TokenCodes:
     """Integers with scale and lowest value per token and head, found as tokens come."""
 
     bits: int
@@ -64,7 +64,7 @@ class ByScale:
         return f"{self.code}, scales {'of the checkpoint' if self.scales else '1'}"
 
 
-def cache_of(path: Path, asked: Asked) -> ByToken | ByScale | None:
+def cache_of(path: Path, asked: CacheOptions) -> TokenCodes | ByScale | None:
     """The cache to simulate for the model at `path`; None for one that is not quantised.
 
     What is asked for goes before what the checkpoint says; fp8 takes the checkpoint's scales where it has them, else 1.
@@ -73,7 +73,7 @@ def cache_of(path: Path, asked: Asked) -> ByToken | ByScale | None:
     if asked.bits == 16:
         return None
     if (asked.bits is not None and asked.type != "fp8") or asked.type == "int":
-        return ByToken(asked.bits or 8)
+        return TokenCodes(asked.bits or 8)
     own = stored_cache(path) if gguf_in(path) is None else None
     if asked.type == "fp8" and (own is None or own.code != "fp8"):
         return ByScale("fp8", {})

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.lib import format as format_
 
-from llmcompress.validate.matrix import Matrix
+from llmcompress.validate.matrix import StoredMatrix
 from llmcompress.validate.stored import Array, DamageError, Tensor
 
 ROWS = 512  # of a matrix, compared at once
@@ -58,11 +58,11 @@ class Directory:
             wide *= columns
         return (wide - offset).astype(np.float32)
 
-    def transposed(self, record: Mapping[str, Any], original: Tensor, written: Matrix | Tensor) -> bool:
+    def transposed(self, record: Mapping[str, Any], original: Tensor, written: StoredMatrix | Tensor) -> bool:
         """Whether the source stores a linear as [in, out]. record: what the report says of it."""
         if "transposed" in record:
             return bool(record["transposed"])
-        if isinstance(written, Matrix) and written.rows != written.width:
+        if isinstance(written, StoredMatrix) and written.rows != written.width:
             return original.shape != (written.rows, written.width)
         return self.config.get("model_type") in CONV1D
 

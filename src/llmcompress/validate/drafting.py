@@ -10,7 +10,7 @@ from llmcompress.errors import RecipeError
 from llmcompress.store.headers import refuse_adapter
 from llmcompress.validate.adapter import adapt_whole
 from llmcompress.validate.backend import Backend, Say, compute_dtype, open_backend
-from llmcompress.validate.cache import Asked
+from llmcompress.validate.cache import CacheOptions
 from llmcompress.validate.load import load_whole, refuse_other_vocabulary
 from llmcompress.validate.request import Request
 from llmcompress.validate.speculative import distances, report, sample, speculate
@@ -35,7 +35,7 @@ def drafted(request: Request, prompt: str, tokens: int, guesses: int, say: Say) 
     assert ref is not None
     for path in (request.model, ref):
         refuse_adapter(path)
-    if request.cache != Asked():
+    if request.cache != CacheOptions():
         raise RecipeError("--draft does not simulate caches", "leave --kv-bits and --kv-type out")
     backend = _backend(request, say)
     dtype = compute_dtype(request.dtype, backend)

@@ -77,7 +77,7 @@ def _extents(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Part:
+class EncodedRows:
     """What one source of a tensor became: rows `begin` to `end` of the tensor seen as a matrix."""
 
     tensor: GGUFTensor
@@ -90,12 +90,12 @@ class Part:
         return torch.from_numpy(decoded(header, self.tensor.name, self.begin, self.end)).reshape(self.shape)
 
 
-def parts_of(header: GgufHeader, tensor: GGUFTensor) -> list[Part]:
+def parts_of(header: GgufHeader, tensor: GGUFTensor) -> list[EncodedRows]:
     """One part for each source of a tensor, in order; a computed tensor is one part."""
     count = max(1, len(tensor.sources))
     shape = tensor.shape if count == 1 else tensor.shape[1:]
     rows = rows_of(header, tensor.name) // count
-    return [Part(tensor, shape, number * rows, (number + 1) * rows) for number in range(count)]
+    return [EncodedRows(tensor, shape, number * rows, (number + 1) * rows) for number in range(count)]
 
 
 class GgufWeights:
@@ -113,7 +113,7 @@ class GgufWeights:
                 f"{header.path} was not made from {source.path}: {wrong[0]}",
                 "give the model it was made from as --ref",
             )
-        self._parts: dict[str, list[Part]] = {}
+        self._parts: dict[str, list[EncodedRows]] = {}
         self._shapes = {name: stored.spec.shape for name, stored in source.headers.tensors.items()}
         embedding = next(tensor for tensor in tensors if tensor.name == _EMBEDDING)
         for tensor in tensors:

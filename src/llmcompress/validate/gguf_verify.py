@@ -38,7 +38,7 @@ from llmcompress.store.output_file import beside, report_of
 from llmcompress.validate.check import AGREEMENT, Check, guarded, guarded_list, summary
 from llmcompress.validate.directory import is_rotated, read_scales
 from llmcompress.validate.gguf_facts import scalar
-from llmcompress.validate.gguf_source import Part, expected_keys, expected_tensors, misfits, parts_of
+from llmcompress.validate.gguf_source import EncodedRows, expected_keys, expected_tensors, misfits, parts_of
 from llmcompress.validate.gguf_tokens import against_source, token_wrongs
 from llmcompress.validate.stored import DamageError, read_json
 
@@ -187,7 +187,7 @@ def _bound_wrongs(
 
 
 def _part_wrongs(
-    header: GgufHeader, part: Part, theirs: NDArray[np.float32], source: str, record: Mapping[str, Any] | None
+    header: GgufHeader, part: EncodedRows, theirs: NDArray[np.float32], source: str, record: Mapping[str, Any] | None
 ) -> Iterator[str]:
     """What is wrong with rows of a tensor, which are `theirs` in the source, as float32 [rows, width]."""
     name = part.tensor.name

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from llmcompress.validate.awq import nibbles
-from llmcompress.validate.matrix import FLOATS, INTEGERS, PACKED, Matrix, Scheme, shaped
+from llmcompress.validate.matrix import FLOATS, INTEGERS, PACKED, Scheme, StoredMatrix, shaped
 from llmcompress.validate.schemes import PARTS, STORED, format_of, scheme_of
 from llmcompress.validate.stored import Array, DamageError, Tensor, unpack, words_for
 from llmcompress.validate.tables import MARKERS, TABLE_PARTS, read_table
@@ -26,7 +26,7 @@ _E4M3: Array = np.array(  # values of all codes; those of 0x7F and 0xFF are no n
 
 
 @dataclass(frozen=True)
-class Affine(Matrix):
+class AffineMatrix(StoredMatrix):
     """scale and zero [out, groups] float32, index [in] the group of each input, words of codes.
 
     layout: how codes lie in the words: streams along the inputs, of an output per row or column, or eight outputs each.
@@ -83,7 +83,9 @@ def quantised_modules(tensors: Mapping[str, Tensor], form: str) -> dict[str, set
     return {module: {part for part in parts if f"{module}.{part}" in tensors} for module in sorted(modules)}
 
 
-def read_matrix(module: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> tuple[Matrix, list[str]]:
+def read_matrix(
+    module: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]
+) -> tuple[StoredMatrix, list[str]]:
     """The matrix of a module and what is wrong with it; DamageError where it cannot be decoded at all."""
     scheme = scheme_of(module, config)
     if scheme is None:
@@ -116,7 +118,7 @@ def _groups(module: str, scheme: Scheme, width: int) -> int:
 
 def _read_gptq(
     module: str, scheme: Scheme, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
-) -> tuple[Affine, list[str]]:
+) -> tuple[AffineMatrix, list[str]]:
     words, zeros, scales, order = (tensors[f"{module}.{part}"] for part in PARTS["gptq"])
     if len(order.shape) != 1 or len(words.shape) != 2:
         raise DamageError(f"{module} has a qweight or g_idx of the wrong number of dimensions")
@@ -140,12 +142,12 @@ def _read_gptq(
     if settings["checkpoint_format"] == "gptq":
         zero = (zero + 1) % (1 << scheme.bits)
     scale = np.ascontiguousarray(scales.floats().T)
-    return Affine(module, scheme, rows, width, scale, zero, index, words, "columns"), wrong
+    return AffineMatrix(module, scheme, rows, width, scale, zero, index, words, "columns"), wrong
 
 
 def _read_awq(
     module: str, scheme: Scheme, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
-) -> tuple[Affine, list[str]]:
+) -> tuple[AffineMatrix, list[str]]:
     words, zeros, scales = (tensors[f"{module}.{part}"] for part in PARTS["awq"])
     if len(words.shape) != 2 or scheme.bits != 4:
         raise DamageError(f"{module} has a qweight of the wrong number of dimensions, or no 4 bits")
@@ -157,12 +159,12 @@ def _read_awq(
     zero = nibbles(zeros.array()).astype(np.float32).T
     scale = np.ascontiguousarray(scales.floats().T)
     index = np.arange(width) // (width // groups)
-    return Affine(module, scheme, rows, width, scale, zero, index, words, "awq"), []
+    return AffineMatrix(module, scheme, rows, width, scale, zero, index, words, "awq"), []
 
 
 def _read_packed(
     module: str, scheme: Scheme, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
-) -> tuple[Affine, list[str]]:
+) -> tuple[AffineMatrix, list[str]]:
     fixed, wrong = _input_scale(module, scheme, tensors)
     if scheme.stored != PACKED:
         return _read_bytes(module, scheme, tensors, fixed), wrong
@@ -186,10 +188,10 @@ def _read_packed(
         if not clean:
             wrong.append(f"{stored.name} has padding bits that are not zero")
     index = np.arange(width) // (width // groups)
-    return Affine(module, scheme, rows, width, scales.floats(), zero, index, words, "rows", fixed), wrong
+    return AffineMatrix(module, scheme, rows, width, scales.floats(), zero, index, words, "rows", fixed), wrong
 
 
-def _read_bytes(module: str, scheme: Scheme, tensors: Mapping[str, Tensor], fixed: float | None) -> Affine:
+def _read_bytes(module: str, scheme: Scheme, tensors: Mapping[str, Tensor], fixed: float | None) -> AffineMatrix:
     codes, scales = tensors[f"{module}.weight"], tensors[f"{module}.weight_scale"]
     if len(codes.shape) != 2:
         raise DamageError(f"{codes.name} is no matrix")
@@ -198,7 +200,7 @@ def _read_bytes(module: str, scheme: Scheme, tensors: Mapping[str, Tensor], fixe
     shaped(scales, ("BF16", "F16", "F32"), (rows, 1))
     zero: Array = np.full((rows, 1), 0 if scheme.stored == FLOATS else 128, np.float32)
     index = np.zeros(width, np.int64)
-    return Affine(module, scheme, rows, width, scales.floats(), zero, index, codes, "rows", fixed)
+    return AffineMatrix(module, scheme, rows, width, scales.floats(), zero, index, codes, "rows", fixed)
 
 
 def _input_scale(module: str, scheme: Scheme, tensors: Mapping[str, Tensor]) -> tuple[float | None, list[str]]:

@@ -35,7 +35,7 @@ class Scheme:
 
 
 @dataclass(frozen=True)
-class Matrix(ABC):
+class StoredMatrix(ABC):
     """A quantised matrix [rows, width]."""
 
     module: str

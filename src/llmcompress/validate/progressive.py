@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from llmcompress.validate.matrix import Matrix, Scheme, shaped
+from llmcompress.validate.matrix import Scheme, StoredMatrix, shaped
 from llmcompress.validate.stored import Array, DamageError, Tensor
 
 PROGRESSIVE_PARTS = ("qweight", "scale_row", "scale_group", "zero_group")
@@ -17,7 +17,7 @@ _SHIFTS = np.array([0, 8, 16, 24, 4, 12, 20, 28], np.uint32)  # of the eight cod
 
 
 @dataclass(frozen=True)
-class Progressive(Matrix):
+class Progressive(StoredMatrix):
     """words [rows, width/8] of codes; scale float32 [rows]; multiple and zero int16 [rows, groups]."""
 
     words: Tensor
@@ -57,7 +57,7 @@ def progressive_scheme(module: str, said: Mapping[str, Any]) -> Scheme:
     return Scheme(4, size, False, inputs=inputs, kind=f"progressive-g{size}")
 
 
-def read_progressive(module: str, scheme: Scheme, part: Mapping[str, Tensor]) -> tuple[Matrix, list[str]]:
+def read_progressive(module: str, scheme: Scheme, part: Mapping[str, Tensor]) -> tuple[StoredMatrix, list[str]]:
     """The matrix of a module and what is wrong with it; DamageError where it cannot be decoded at all."""
     words = part["qweight"]
     if words.dtype != "I32" or len(words.shape) != 2:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from llmcompress.validate.backend import Asked as Backend
-from llmcompress.validate.cache import Asked
+from llmcompress.validate.backend import BackendChoice
+from llmcompress.validate.cache import CacheOptions
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,6 @@ class Request:
     dtype: str | None  # None for the one that goes with the backend
     trust_remote_code: bool = False
     adapter: Path | None = None  # of the model
-    cache: Asked = field(default_factory=Asked)  # of the model; the reference has none that is quantised
-    backend: Backend | None = None  # runs the whole model; None for one section at a time, decoded
+    cache: CacheOptions = field(default_factory=CacheOptions)  # of the model; the reference has none that is quantised
+    backend: BackendChoice | None = None  # runs the whole model; None for one section at a time, decoded
     timing: Timing = field(default_factory=Timing)  # with a backend, which measures speed as well

@@ -17,7 +17,7 @@ from llmcompress.model.cache import ChangingCache
 from llmcompress.store.headers import read_json, refuse_adapter
 from llmcompress.store.output_file import is_single, report_of
 from llmcompress.validate.adapter import adapt_streamed, adapt_whole
-from llmcompress.validate.cache import ByScale, ByToken, cache_of
+from llmcompress.validate.cache import ByScale, TokenCodes, cache_of
 from llmcompress.validate.evaluate import cut_windows, measure
 from llmcompress.validate.evaluation import evaluation
 from llmcompress.validate.gguf_file import gguf_in
@@ -70,7 +70,7 @@ def _windows(request: Request) -> Tensor:
 
 def _streamed(
     request: Request, windows: Tensor, watch: Callable[[int, int], None]
-) -> tuple[Tokens, ByToken | ByScale | None]:
+) -> tuple[Tokens, TokenCodes | ByScale | None]:
     """Per-token measurements of a model that is run one section at a time, and what its cache was."""
     opening = {
         "dtype": getattr(torch, request.dtype or _DTYPE),

@@ -11,7 +11,7 @@ from llmcompress.validate.check import AGREEMENT, Check, guarded_list, summary
 from llmcompress.validate.directory import HEADS, ROWS, Directory
 from llmcompress.validate.fewer_layers import drops_layers, left_of, speaks_of_layers
 from llmcompress.validate.kv_cache import cache_scales
-from llmcompress.validate.matrix import Matrix
+from llmcompress.validate.matrix import StoredMatrix
 from llmcompress.validate.narrower import cut, narrower_wrongs, narrows, tells_width
 from llmcompress.validate.schemes import PARTS
 from llmcompress.validate.stored import DamageError, Tensor, read_json, read_tensors
@@ -20,7 +20,7 @@ _ROUNDING = {"BF16": 2.0**-8, "F16": 2.0**-11, "F32": 2.0**-24, "F64": 2.0**-53}
 _MAY_DIFFER = {"quantization_config", "dtype", "torch_dtype", "tie_word_embeddings"}
 
 
-def against_source(directory: Directory, matrices: Mapping[str, Matrix], source: Path) -> list[Check]:
+def against_source(directory: Directory, matrices: Mapping[str, StoredMatrix], source: Path) -> list[Check]:
     """Compare with the model that a directory was made from. matrices: those of it that could be decoded."""
     try:
         originals = read_tensors(source)
@@ -56,7 +56,9 @@ def _uncut(directory: Directory, originals: Mapping[str, Tensor]) -> tuple[dict[
     return {name: tensor for name, tensor in originals.items() if name not in names}, replace(directory, tensors=left)
 
 
-def _completeness(directory: Directory, matrices: Mapping[str, Matrix], originals: Mapping[str, Tensor]) -> list[str]:
+def _completeness(
+    directory: Directory, matrices: Mapping[str, StoredMatrix], originals: Mapping[str, Tensor]
+) -> list[str]:
     tied = bool(directory.config.get("tie_word_embeddings"))
     dense = directory.form == "dense"
     rounded = {f"{name}.weight" for name, record in directory.records.items() if dense or "pruner" in record}
@@ -103,7 +105,9 @@ def _as_scaled(directory: Directory, written: Tensor, original: Tensor) -> bool:
     return bool((np.abs(written.floats() - expected) <= 1.01 * slack).all())
 
 
-def _bound_wrongs(directory: Directory, matrices: Mapping[str, Matrix], originals: Mapping[str, Tensor]) -> list[str]:
+def _bound_wrongs(
+    directory: Directory, matrices: Mapping[str, StoredMatrix], originals: Mapping[str, Tensor]
+) -> list[str]:
     wrong = []
     for module, record in directory.records.items():
         original = originals.get(f"{module}.weight")
@@ -114,17 +118,21 @@ def _bound_wrongs(directory: Directory, matrices: Mapping[str, Matrix], original
             wrong.append(f"{module} cannot be decoded")
             continue
         transposed = directory.transposed(record, original, written)
-        nearest = record.get("method") == "rtn" and "pruner" not in record and isinstance(written, Matrix)
+        nearest = record.get("method") == "rtn" and "pruner" not in record and isinstance(written, StoredMatrix)
         error, norm, far = 0.0, 0.0, 0
         rows = original.shape[1 if transposed else 0]
         for start in range(0, rows, ROWS):
             part = slice(start, min(start + ROWS, rows))
             theirs = directory.original(original, part, transposed=transposed)
-            mine = written.decode(part) if isinstance(written, Matrix) else written.floats(part, transposed=transposed)
+            mine = (
+                written.decode(part)
+                if isinstance(written, StoredMatrix)
+                else written.floats(part, transposed=transposed)
+            )
             difference = np.abs(theirs.astype(np.float64) - mine)
             error += float(np.square(difference).sum())
             norm += float(np.square(theirs.astype(np.float64)).sum())
-            if nearest and isinstance(written, Matrix):
+            if nearest and isinstance(written, StoredMatrix):
                 far += int((difference > written.reach(part, theirs)).sum())
         if far:
             wrong.append(f"{module} has {far} values further from the source than rounding takes them")

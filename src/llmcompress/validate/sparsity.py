@@ -7,13 +7,13 @@ from typing import Any
 
 from llmcompress.validate.check import Check, guarded_list, summary
 from llmcompress.validate.directory import ROWS, Directory
-from llmcompress.validate.matrix import Matrix
+from llmcompress.validate.matrix import StoredMatrix
 from llmcompress.validate.stored import DamageError
 
 _AGREEMENT = 1e-5  # shares are recorded with six digits
 
 
-def sparsity(directory: Directory, matrices: Mapping[str, Matrix]) -> Check | None:
+def sparsity(directory: Directory, matrices: Mapping[str, StoredMatrix]) -> Check | None:
     """The zeros of every matrix that is recorded to have some; None where none is."""
     recorded = {name: record for name, record in directory.records.items() if "sparsity" in record}
     if not recorded:
@@ -24,7 +24,9 @@ def sparsity(directory: Directory, matrices: Mapping[str, Matrix]) -> Check | No
     return summary("sparsity", wrong, f"{len(recorded)} matrices have the zeros that were recorded")
 
 
-def _wrongs(directory: Directory, matrices: Mapping[str, Matrix], module: str, record: Mapping[str, Any]) -> list[str]:
+def _wrongs(
+    directory: Directory, matrices: Mapping[str, StoredMatrix], module: str, record: Mapping[str, Any]
+) -> list[str]:
     matrix, tensor = matrices.get(module), directory.tensors.get(f"{module}.weight")
     if matrix is None and tensor is None:
         return [f"{module} cannot be decoded"]

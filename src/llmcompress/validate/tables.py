@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from llmcompress.validate.matrix import Matrix, Scheme, nearest, shaped
+from llmcompress.validate.matrix import Scheme, StoredMatrix, nearest, shaped
 from llmcompress.validate.progressive import PROGRESSIVE_PARTS, progressive_scheme, read_progressive
 from llmcompress.validate.stored import Array, DamageError, Tensor, unpack, words_for
 
@@ -37,7 +37,7 @@ _SLACK = 1e-6  # relative: products and ties are float32
 
 
 @dataclass(frozen=True)
-class Nf4(Matrix):
+class Nf4(StoredMatrix):
     """packed uint8 [rows, in/2], the first of two codes in the high bits; levels [16]; scale [rows, in/64] float32."""
 
     packed: Array
@@ -57,7 +57,7 @@ class Nf4(Matrix):
 
 
 @dataclass(frozen=True)
-class Codebook(Matrix):
+class CodebookMatrix(StoredMatrix):
     """words [rows, ...] of codes; table float32 [rows, levels]."""
 
     words: Tensor
@@ -77,7 +77,7 @@ class Codebook(Matrix):
 
 
 @dataclass(frozen=True)
-class Int8(Matrix):
+class Int8(StoredMatrix):
     """codes int8 [rows, in]; scale [rows] float32, absmax not yet divided; index [k] of outliers float32 [rows, k]."""
 
     codes: Array
@@ -125,7 +125,7 @@ def missing_table_parts(form: str, parts: set[str]) -> set[str]:
     return needed - parts
 
 
-def read_table(module: str, scheme: Scheme, tensors: Mapping[str, Tensor], form: str) -> tuple[Matrix, list[str]]:
+def read_table(module: str, scheme: Scheme, tensors: Mapping[str, Tensor], form: str) -> tuple[StoredMatrix, list[str]]:
     """The matrix of a module and what is wrong with it; DamageError where it cannot be decoded at all."""
     part = {name: tensors[f"{module}.{name}"] for name in TABLE_PARTS[form] if f"{module}.{name}" in tensors}
     if form == "qoq":
@@ -135,7 +135,7 @@ def read_table(module: str, scheme: Scheme, tensors: Mapping[str, Tensor], form:
     return _read_nf4(module, scheme, part) if "SCB" not in part else _read_int8(module, scheme, part)
 
 
-def _read_nf4(module: str, scheme: Scheme, part: Mapping[str, Tensor]) -> tuple[Matrix, list[str]]:
+def _read_nf4(module: str, scheme: Scheme, part: Mapping[str, Tensor]) -> tuple[StoredMatrix, list[str]]:
     state = json.loads(part[_STATE].array().tobytes())
     rows, width = (int(extent) for extent in state["shape"])
     if rows < 1 or width < 1 or width % _BLOCK:
@@ -166,7 +166,7 @@ def _read_nf4(module: str, scheme: Scheme, part: Mapping[str, Tensor]) -> tuple[
     return Nf4(module, scheme, rows, width, packed, levels, scale.reshape(rows, -1)), wrong
 
 
-def _read_codebook(module: str, scheme: Scheme, part: Mapping[str, Tensor]) -> tuple[Matrix, list[str]]:
+def _read_codebook(module: str, scheme: Scheme, part: Mapping[str, Tensor]) -> tuple[StoredMatrix, list[str]]:
     rows, width = (int(extent) for extent in shaped(part["weight_shape"], ("I64",), (2,)).array())
     if rows < 1 or width < 1:
         raise DamageError(f"{module} is {rows} x {width}")
@@ -175,13 +175,13 @@ def _read_codebook(module: str, scheme: Scheme, part: Mapping[str, Tensor]) -> t
     wrong = []
     if (np.diff(table, axis=1) < 0).any():
         wrong.append(f"{module} has a codebook whose values do not ascend")
-    matrix = Codebook(module, scheme, rows, width, words, table)
+    matrix = CodebookMatrix(module, scheme, rows, width, words, table)
     if not all(unpack(words.array()[block], scheme.bits, width)[1] for block in matrix.blocks()):
         wrong.append(f"{module} has padding bits that are not zero")
     return matrix, wrong
 
 
-def _read_int8(module: str, scheme: Scheme, part: Mapping[str, Tensor]) -> tuple[Matrix, list[str]]:
+def _read_int8(module: str, scheme: Scheme, part: Mapping[str, Tensor]) -> tuple[StoredMatrix, list[str]]:
     weight = part["weight"]
     if weight.dtype != "I8" or len(weight.shape) != 2:
         raise DamageError(f"{weight.name} is {weight.dtype} {list(weight.shape)} and should be a matrix of I8")

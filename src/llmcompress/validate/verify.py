@@ -30,8 +30,8 @@ from llmcompress.validate.check import Check, guarded, guarded_list, summary
 from llmcompress.validate.config_checks import config_wrongs
 from llmcompress.validate.directory import ROWS, Directory
 from llmcompress.validate.kv_cache import cache_scales, cache_wrongs
-from llmcompress.validate.matrices import Affine, quantised_modules, read_matrix
-from llmcompress.validate.matrix import Matrix
+from llmcompress.validate.matrices import AffineMatrix, quantised_modules, read_matrix
+from llmcompress.validate.matrix import StoredMatrix
 from llmcompress.validate.schemes import format_of, missing_parts
 from llmcompress.validate.source_checks import against_source
 from llmcompress.validate.sparsity import sparsity
@@ -68,7 +68,7 @@ def verify(out: Path, source: Path | None = None) -> list[Check]:
     checks.append(guarded("hashes", lambda: _hashes(directory)))
     infinite = [f"{name} holds values that are not finite" for name, tensor in tensors.items() if not tensor.finite()]
     checks.append(summary("finite", infinite, "every value"))
-    matrices: dict[str, Matrix] = {}
+    matrices: dict[str, StoredMatrix] = {}
     wrong = _read_all(directory, matrices)
     if form == "dense":
         wrong += guarded_list(lambda: _too_many_values(directory))
@@ -115,7 +115,7 @@ def _hashes(directory: Directory) -> Check:
     return summary("hashes", sorted(wrong), "every tensor has the recorded SHA-256")
 
 
-def _read_all(directory: Directory, matrices: dict[str, Matrix]) -> list[str]:
+def _read_all(directory: Directory, matrices: dict[str, StoredMatrix]) -> list[str]:
     """Decode every quantised matrix into `matrices`; what is wrong with them."""
     wrong: list[str] = []
     for module, parts in quantised_modules(directory.tensors, directory.form).items():
@@ -130,19 +130,19 @@ def _read_all(directory: Directory, matrices: dict[str, Matrix]) -> list[str]:
     return wrong
 
 
-def _unlike_scales(matrices: Mapping[str, Matrix]) -> list[str]:
+def _unlike_scales(matrices: Mapping[str, StoredMatrix]) -> list[str]:
     """Engines that run linears as one keep one fixed scale of their input, that of whichever they load last."""
     wrong = []
     for parent in dict.fromkeys(module.rpartition(".")[0] for module in matrices):
         for leaves in _FUSED:
             found = (matrices.get(f"{parent}.{leaf}") for leaf in leaves)
-            held = [matrix for matrix in found if isinstance(matrix, Affine)]
+            held = [matrix for matrix in found if isinstance(matrix, AffineMatrix)]
             if len({matrix.input_scale for matrix in held if matrix.input_scale is not None}) > 1:
                 wrong.append(f"{', '.join(matrix.module for matrix in held)} have different scales of one input")
     return wrong
 
 
-def _fused(directory: Directory, matrices: Mapping[str, Matrix]) -> Check:
+def _fused(directory: Directory, matrices: Mapping[str, StoredMatrix]) -> Check:
     """vLLM and SGLang run some linears as one, which needs one scheme for all of them."""
     wrong = []
     for parent in sorted({module.rpartition(".")[0] for module in matrices}):

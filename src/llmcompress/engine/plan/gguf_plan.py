@@ -10,7 +10,7 @@ from llmcompress.formats.gguf.family import find
 from llmcompress.formats.gguf.file import GgufFile, Placed, gguf_files
 from llmcompress.formats.gguf.keys import Key, write
 from llmcompress.formats.gguf.metadata import architecture, notes, write_metadata
-from llmcompress.formats.gguf.mixture import Choice, Wishes, mixture
+from llmcompress.formats.gguf.mixture import TypeChoice, Wishes, mixture
 from llmcompress.formats.gguf.names import gguf_tensors
 from llmcompress.formats.gguf.rules import Facts
 from llmcompress.formats.gguf.tensors import GGUFTensor
@@ -140,7 +140,7 @@ def _vocabulary(tensors: Sequence[GGUFTensor]) -> int:
 
 def choose_types(
     tensors: Sequence[GGUFTensor], facts: Facts, kind: FileType, asked: GgufTypes, ledger: Ledger
-) -> dict[str, Choice]:
+) -> dict[str, TypeChoice]:
     """The type of every tensor, in llama.cpp's order; the ledger names tensors that are too narrow for their type.
 
     Raises LlmcompressError as `mixture` does.
@@ -151,7 +151,7 @@ def choose_types(
     return chosen
 
 
-def _note_narrow(chosen: Mapping[str, Choice], tensors: Sequence[GGUFTensor], ledger: Ledger) -> None:
+def _note_narrow(chosen: Mapping[str, TypeChoice], tensors: Sequence[GGUFTensor], ledger: Ledger) -> None:
     found: dict[tuple[str, str, int], list[str]] = {}
     for tensor in tensors:
         choice = chosen[tensor.name]

@@ -90,7 +90,7 @@ class Contents:
 
 
 @dataclass(frozen=True)
-class Layout:
+class OutputLayout:
     """The files of weights of an output. tensors: in the order in which they are written. nbytes: of all files.
 
     files: the GGUF files with their headers, none for safetensors. modelfile: the text of a Modelfile, where wanted.
@@ -143,11 +143,13 @@ class SafetensorsOutput:
         step, calibration = self.recipe.method, self.recipe.calibration
         return (step is not None and step.needs_calibration) or calibration.imatrix is not None
 
-    def layout(self, contents: Contents, entries: Sequence[Entry], out: Path, importance: Importance | None) -> Layout:
+    def layout(
+        self, contents: Contents, entries: Sequence[Entry], out: Path, importance: Importance | None
+    ) -> OutputLayout:
         """The files that hold the entries of a plan, which the format does not refuse."""
         stored = ([entry.source] if entry.grid is None else self.format.layout(entry) for entry in entries)
         tensors = tuple(spec for specs in stored for spec in specs)
-        return Layout(tensors, weights_nbytes(tensors, self.recipe.output.shard_size))
+        return OutputLayout(tensors, weights_nbytes(tensors, self.recipe.output.shard_size))
 
 
 class GgufOutput(SafetensorsOutput):
@@ -176,7 +178,9 @@ class GgufOutput(SafetensorsOutput):
         model = gguf_model(headers, asked, self.recipe.output.pre, self._measured, self.ledger)
         return Contents(headers, matrices, GridsByType(model.types), model)
 
-    def layout(self, contents: Contents, entries: Sequence[Entry], out: Path, importance: Importance | None) -> Layout:
+    def layout(
+        self, contents: Contents, entries: Sequence[Entry], out: Path, importance: Importance | None
+    ) -> OutputLayout:
         headers, model = contents.headers, contents.gguf
         assert model is not None  # the format refuses matrices without a GGUF type
         if isinstance(headers, DecodedHeaders):
@@ -184,7 +188,7 @@ class GgufOutput(SafetensorsOutput):
             note_decoded(headers, set() if self.recipe.transforms or self.recipe.pruner else coded, self.ledger)
         keys = () if importance is None else importance.keys
         files = gguf_files_of(model, headers, out, self.recipe.output.shard_size, keys)
-        return Layout(
+        return OutputLayout(
             tuple(placed.spec for file in files for placed in file.tensors),
             sum(file.nbytes for file in files),
             files,

@@ -19,7 +19,7 @@ _SOUND = [{"method": "rtn"}]  # steps to look at everything else with
 
 
 @dataclass(frozen=True)
-class Problem:
+class RecipeProblem:
     """What is wrong, at which step (from 1) if it is of one, and the way out."""
 
     step: int | None
@@ -27,7 +27,7 @@ class Problem:
     hint: str | None = None
 
 
-def problems(file: Path, model: Path | None = None) -> list[Problem]:
+def problems(file: Path, model: Path | None = None) -> list[RecipeProblem]:
     """What is wrong with the recipe in `file`: of every step and section the first thing, then the order of steps.
 
     Where nothing is, and there is a model, the recipe is planned on it: headers are read, nothing is computed. The
@@ -51,7 +51,7 @@ def problems(file: Path, model: Path | None = None) -> list[Problem]:
     return []
 
 
-def _of_parts(data: Any) -> Iterator[Problem]:
+def _of_parts(data: Any) -> Iterator[RecipeProblem]:
     """What cannot be understood, section by section."""
     if not isinstance(data, dict):
         yield from _wrong(data)
@@ -67,15 +67,15 @@ def _of_parts(data: Any) -> Iterator[Problem]:
         yield from _wrong({"steps": [step]}, number)
 
 
-def _wrong(data: Any, step: int | None = None) -> Iterator[Problem]:
+def _wrong(data: Any, step: int | None = None) -> Iterator[RecipeProblem]:
     try:
         parse(data)
     except LlmcompressError as error:
         yield _problem(error, step)
 
 
-def _problem(error: LlmcompressError, step: int | None = None) -> Problem:
-    return Problem(step, error.message, error.hint)
+def _problem(error: LlmcompressError, step: int | None = None) -> RecipeProblem:
+    return RecipeProblem(step, error.message, error.hint)
 
 
 def _said(message: str) -> int | None:

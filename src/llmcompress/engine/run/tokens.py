@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from llmcompress.calib.base import Request
+from llmcompress.calib.base import TokenRequest
 from llmcompress.calib.pack import resolve
 from llmcompress.engine.source.header_checks import check_numbers, vocabulary_size
 from llmcompress.engine.source.text_tokenizer import load_tokenizer
@@ -35,7 +35,7 @@ def tokens_for(asked: Calibration, model: Path, dtype: str, trust_remote_code: b
         )
     tokens = vocabulary_size(headers)
     source = resolve(asked.source, **asked.options)
-    request = Request(
+    request = TokenRequest(
         tokenizer=load_tokenizer(model, trust_remote_code) if source.needs_tokenizer else None,
         samples=asked.samples,
         length=asked.length,

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from llmcompress.arch.sites import Part, Site
+from llmcompress.arch.sites import Site, SitePart
 from llmcompress.engine.source.tensor_names import Anatomy
 from llmcompress.solve.hadamard import Rotation
 from llmcompress.store.checkpoint import Checkpoint
@@ -15,7 +15,7 @@ from llmcompress.transforms.rotate import Rotate
 Folds = dict[str, list[Fold]]
 
 
-def scaled(anatomy: Anatomy, layer: int, parts: Iterable[Part], factors: Tensor) -> Folds:
+def scaled(anatomy: Anatomy, layer: int, parts: Iterable[SitePart], factors: Tensor) -> Folds:
     """What factors [channels] do to the tensors of parts of a site."""
     folds: Folds = {}
     for part in parts:
@@ -75,7 +75,7 @@ def _turn_residual(folds: Folds, anatomy: Anatomy, checkpoint: Checkpoint, seed:
         readers, writers = anatomy.residual(layer)
         for paths, inputs in ((readers, True), (writers, False)):
             for path in paths:
-                for name, axis, _ in _tensors(anatomy, layer, Part(path, inputs=inputs)):
+                for name, axis, _ in _tensors(anatomy, layer, SitePart(path, inputs=inputs)):
                     folds.setdefault(name, []).append(Turned(rotation, axis))
     folds.setdefault(embedding, []).append(Turned(rotation, 1))
     final, head = anatomy.spec.final, _known(anatomy.outer(anatomy.spec.head))
@@ -86,7 +86,7 @@ def _turn_residual(folds: Folds, anatomy: Anatomy, checkpoint: Checkpoint, seed:
     folds.setdefault(norm, []).append(Filled(1 - final.offset))
 
 
-def _tensors(anatomy: Anatomy, layer: int, part: Part) -> Iterator[tuple[str, int, float]]:
+def _tensors(anatomy: Anatomy, layer: int, part: SitePart) -> Iterator[tuple[str, int, float]]:
     """(on-disk tensor, axis, offset) of what a part changes."""
     weight, bias = anatomy.tensor(layer, part.path), anatomy.tensor(layer, part.path, "bias")
     if weight is not None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llmcompress.engine.targets.facts import Case, Violation
+from llmcompress.engine.targets.facts import LoadCase, Violation
 from llmcompress.engine.targets.split import shards, unsplittable
 from llmcompress.engine.targets.table import TARGETS, Target
 from llmcompress.errors import PlanError, RecipeError
@@ -46,7 +46,7 @@ def violations(
     if found := unsplittable(entries, config, tp):
         smaller = next(n for n in range(min(tp - 1, _MOST), 0, -1) if not unsplittable(entries, config, n))
         return [Violation(item.what, item.modules, f"use --tp {smaller}") for item in found]
-    case = Case(entries, shards(entries, config, tp, target.fuses))
+    case = LoadCase(entries, shards(entries, config, tp, target.fuses))
     return [item for fact in facts for item in fact.violations(case)]
 
 

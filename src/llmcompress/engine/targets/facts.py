@@ -19,7 +19,7 @@ _SKIP_BY_HAND = "skip by hand: --set 'PATTERN: {skip: true}'"
 
 
 @dataclass(frozen=True)
-class Shard:
+class DeviceLinear:
     """One linear as one device runs it: several matrices where the runtime fuses them.
 
     rows: outputs on one device, of each matrix and of each part of one that is stored joined. inputs: likewise.
@@ -35,11 +35,11 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Case:
+class LoadCase:
     """What a runtime would load: all tensors, and the quantised linears as one device runs them."""
 
     entries: Sequence[Entry]
-    shards: Sequence[Shard]
+    shards: Sequence[DeviceLinear]
 
 
 @dataclass(frozen=True)
@@ -66,17 +66,17 @@ class Fact(ABC):
     why: str
 
     @abstractmethod
-    def violations(self, case: Case) -> list[Violation]:
+    def violations(self, case: LoadCase) -> list[Violation]:
         """What of `case` the runtime does not take."""
 
 
 @dataclass(frozen=True)
-class Bits(Fact):
+class BitWidths(Fact):
     """Widths in bits that are taken."""
 
     bits: tuple[int, ...]
 
-    def violations(self, case: Case) -> list[Violation]:
+    def violations(self, case: LoadCase) -> list[Violation]:
         wrong = [(entry.module, grid) for entry, grid in quantised(case.entries) if grid.bits not in self.bits]
         if not wrong:
             return []
@@ -95,7 +95,7 @@ class Asymmetric(Fact):
 
     bits: tuple[int, ...] = ()
 
-    def violations(self, case: Case) -> list[Violation]:
+    def violations(self, case: LoadCase) -> list[Violation]:
         coded = quantised(case.entries)
         wrong = [(entry.module, grid) for entry, grid in coded if not grid.symmetric and grid.bits not in self.bits]
         if not wrong:
@@ -118,7 +118,7 @@ class Symmetric(Fact):
 
     dtypes: tuple[str, ...] = ()
 
-    def violations(self, case: Case) -> list[Violation]:
+    def violations(self, case: LoadCase) -> list[Violation]:
         names = tuple(
             entry.module
             for entry, grid in quantised(case.entries)
@@ -142,7 +142,7 @@ class Groups(Fact):
         sizes = "any size" if self.sizes is None else ", ".join(map(str, self.sizes))
         return f"{sizes}, per row" if self.rows else sizes
 
-    def violations(self, case: Case) -> list[Violation]:
+    def violations(self, case: LoadCase) -> list[Violation]:
         coded = [(entry, grid) for entry, grid in quantised(case.entries) if kind(grid, entry.inputs) == PACKED]
         sizes = {entry.module: grid.group_size for entry, grid in coded}
         found = []
@@ -186,7 +186,7 @@ class Multiples(Fact):
     inputs: int
     experts: bool = False
 
-    def violations(self, case: Case) -> list[Violation]:
+    def violations(self, case: LoadCase) -> list[Violation]:
         ragged = [
             shard
             for shard in case.shards
@@ -203,10 +203,10 @@ class Words(Fact):
 
     zeros: bool  # whether zero points are stored of symmetric grids too
 
-    def violations(self, case: Case) -> list[Violation]:
+    def violations(self, case: LoadCase) -> list[Violation]:
         return _left_out(self.why, [s for s in case.shards if self._ragged(s)], case, self._shape)
 
-    def _ragged(self, shard: Shard) -> bool:
+    def _ragged(self, shard: DeviceLinear) -> bool:
         entry = shard.entries[0]
         grid = entry.grid
         assert isinstance(grid, GridSpec)
@@ -215,11 +215,13 @@ class Words(Fact):
         zeros = self.zeros or not grid.symmetric
         return bool(shard.inputs * grid.bits % 32) or (zeros and any(rows * grid.bits % 32 for rows in shard.rows))
 
-    def _shape(self, shard: Shard) -> str:
+    def _shape(self, shard: DeviceLinear) -> str:
         return f"{' + '.join(map(str, shard.rows))} x {shard.inputs}"
 
 
-def _left_out(why: str, ragged: Sequence[Shard], case: Case, shape: Callable[[Shard], str]) -> list[Violation]:
+def _left_out(
+    why: str, ragged: Sequence[DeviceLinear], case: LoadCase, shape: Callable[[DeviceLinear], str]
+) -> list[Violation]:
     """Linears of the wrong shape can only stay as they are; all of them cannot, or nothing would be compressed."""
     if not ragged:
         return []
@@ -240,7 +242,7 @@ def _left_out(why: str, ragged: Sequence[Shard], case: Case, shape: Callable[[Sh
 class NaturalOrder(Fact):
     """Groups lie as stored; one scale per row has no order."""
 
-    def violations(self, case: Case) -> list[Violation]:
+    def violations(self, case: LoadCase) -> list[Violation]:
         permuted = tuple(entry.module for entry, _ in quantised(case.entries) if entry.permuted)
         if not permuted or all(grid.group_size == PER_ROW for grid in grids(case.entries)):
             return []
@@ -252,7 +254,7 @@ class NaturalOrder(Fact):
 class Alike(Fact):
     """Matrices that run as one (`formats.checks.fused`) have one scheme."""
 
-    def violations(self, case: Case) -> list[Violation]:
+    def violations(self, case: LoadCase) -> list[Violation]:
         found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
         for name, members in fused(case.entries).items():
             if len({(entry.grid, entry.inputs, entry.permuted) for entry in members}) > 1:
@@ -312,7 +314,7 @@ class OneScheme(Fact):
 
     order: bool = False
 
-    def violations(self, case: Case) -> list[Violation]:
+    def violations(self, case: LoadCase) -> list[Violation]:
         kinds: dict[tuple[str, bool], list[str]] = {}
         for entry, _ in quantised(case.entries):
             ordered = self.order and bool(entry.options.get("act_order", False))
@@ -333,7 +335,7 @@ class Unread(Fact):
     quantised: bool = True
     by_hand: str = ""
 
-    def violations(self, case: Case) -> list[Violation]:
+    def violations(self, case: LoadCase) -> list[Violation]:
         looked = [entry for entry in case.entries if entry.grid is not None or not self.quantised]
         names = tuple(entry.module for entry in looked if self.which(entry))
         return [Violation(self.why, names, self.by_hand)] if names else []

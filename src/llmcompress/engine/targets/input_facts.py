@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from llmcompress.engine.targets.facts import Case, Fact, Violation, scheme_name
+from llmcompress.engine.targets.facts import Fact, LoadCase, Violation, scheme_name
 from llmcompress.formats.checks import quantised
 from llmcompress.formats.schemes import kind
 from llmcompress.grids.base import INPUT_SPECS
@@ -14,7 +14,7 @@ class RoundedInputs(Fact):
 
     kinds: tuple[str, ...]
 
-    def violations(self, case: Case) -> list[Violation]:
+    def violations(self, case: LoadCase) -> list[Violation]:
         wrong = [
             entry
             for entry, grid in quantised(case.entries)
@@ -32,7 +32,7 @@ class RoundedInputs(Fact):
 class ScalesByToken(Fact):
     """Inputs have no fixed scale."""
 
-    def violations(self, case: Case) -> list[Violation]:
+    def violations(self, case: LoadCase) -> list[Violation]:
         fixed = {e.module: e.inputs for e in case.entries if e.inputs is not None and not e.inputs.dynamic}
         if not fixed:
             return []
@@ -46,5 +46,5 @@ class ScalesByToken(Fact):
 class Devices(Fact):
     """Which devices run a scheme: to be known, but nothing that a checkpoint could break."""
 
-    def violations(self, case: Case) -> list[Violation]:
+    def violations(self, case: LoadCase) -> list[Violation]:
         return []

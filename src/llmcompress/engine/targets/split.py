@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from llmcompress.arch.spec import attention_heads
-from llmcompress.engine.targets.facts import Shard, Violation
+from llmcompress.engine.targets.facts import DeviceLinear, Violation
 from llmcompress.formats.base import Entry
 from llmcompress.formats.checks import FUSED, fused, quantised
 
@@ -24,7 +24,7 @@ _BY_OUTPUTS = (
 _BY_INPUTS = frozenset({"o_proj", "out_proj", "down_proj", "w2", "fc2", "c_proj", "dense", "dense_4h_to_h"})
 
 
-def shards(entries: Sequence[Entry], config: Mapping[str, Any], tp: int, fuses: bool) -> list[Shard]:
+def shards(entries: Sequence[Entry], config: Mapping[str, Any], tp: int, fuses: bool) -> list[DeviceLinear]:
     """Quantised linears as one of `tp` devices runs them. The model must be splittable (`unsplittable`)."""
     heads = attention_heads(config)
     coded = [entry for entry, _ in quantised(entries)]
@@ -35,7 +35,7 @@ def shards(entries: Sequence[Entry], config: Mapping[str, Any], tp: int, fuses: 
             merged |= {entry.module: tuple(members) for entry in members if whole}
     found = {members[0].module: members for members in (merged.get(entry.module, (entry,)) for entry in coded)}
     return [
-        Shard(
+        DeviceLinear(
             members,
             tuple(rows // pieces for entry in members for rows, pieces in _rows(entry, heads, tp)),
             members[0].in_features // (tp if _leaf(members[0]) in _BY_INPUTS else 1),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from llmcompress.engine.targets.facts import (
     Alike,
     Asymmetric,
-    Bits,
+    BitWidths,
     Fact,
     Groups,
     Multiples,
@@ -54,7 +54,7 @@ _MARLIN_SHAPES = (
 _AWQ_GROUPS = Groups(
     (32, 64, 128), why="GPTQModel's kernels for awq take groups of 32, 64 or 128, or one scale per row"
 )
-_AWQ_BITS = Bits((4,), why="awq has 4 bits")
+_AWQ_BITS = BitWidths((4,), why="awq has 4 bits")
 _AWQ = (
     _AWQ_BITS,
     _MARLIN_GROUPS,
@@ -83,14 +83,14 @@ _TRANSFORMERS = Target(
     "5.23",
     {
         "compressed-tensors": (
-            Bits((2, 4, 8), why="it takes 2, 4 and 8 bits, which all versions of compressed-tensors pack alike"),
+            BitWidths((2, 4, 8), why="it takes 2, 4 and 8 bits, which all versions of compressed-tensors pack alike"),
             Asymmetric(
                 why="with compressed-tensors 0.18 or later it takes asymmetric weights only with "
                 "quantization_config=CompressedTensorsConfig(dequantize=True)"
             ),
         ),
         "gptq": (
-            Bits((2, 3, 4, 8), why="GPTQModel's kernels take 2, 3, 4 and 8 bits"),
+            BitWidths((2, 3, 4, 8), why="GPTQModel's kernels take 2, 3, 4 and 8 bits"),
             OneScheme(why="it takes one setting for all modules (it ignores `dynamic`)"),
             Groups(
                 (16, 32, 64, 128, 256, 512),
@@ -130,7 +130,7 @@ _GPTQMODEL = Target(
     "7.7",
     {
         "gptq": (
-            Bits((2, 3, 4, 8), why="it takes 2, 3, 4 and 8 bits"),
+            BitWidths((2, 3, 4, 8), why="it takes 2, 3, 4 and 8 bits"),
             Groups(
                 (16, 32, 64, 128, 256, 512, 1024),
                 why="its kernels take groups of the powers of two from 16 to 1024, or one scale per row",
@@ -152,7 +152,7 @@ _VLLM = Target(
     "0.33",
     {
         "compressed-tensors": (
-            Bits((4, 8), why="its kernels take 4 and 8 bits"),
+            BitWidths((4, 8), why="its kernels take 4 and 8 bits"),
             Asymmetric((4,), why="of asymmetric grids its common kernels take those of 4 bits"),
             _MARLIN_GROUPS,
             _FUSED,
@@ -163,7 +163,7 @@ _VLLM = Target(
             _ONLY_FP8,
         ),
         "gptq": (
-            Bits((4, 8), why="its kernels take 4 and 8 bits"),
+            BitWidths((4, 8), why="its kernels take 4 and 8 bits"),
             Asymmetric(why="of gptq checkpoints it takes symmetric grids"),
             _MARLIN_GROUPS,
             NaturalOrder(why="it refuses groups in activation order (desc_act)"),
@@ -182,7 +182,7 @@ _SGLANG = Target(
     "0.5.23",
     {
         "compressed-tensors": (
-            Bits((4, 8), why="its kernels take 4 and 8 bits"),
+            BitWidths((4, 8), why="its kernels take 4 and 8 bits"),
             _MARLIN_GROUPS,
             _FUSED,
             *_MARLIN_SHAPES,
@@ -192,7 +192,7 @@ _SGLANG = Target(
             _ONLY_FP8,
         ),
         "gptq": (
-            Bits((4, 8), why="its kernels take 4 and 8 bits"),
+            BitWidths((4, 8), why="its kernels take 4 and 8 bits"),
             Asymmetric(why="of gptq checkpoints it takes symmetric grids"),
             _MARLIN_GROUPS,
             _FUSED,
@@ -210,7 +210,7 @@ _LLAMA_CPP = Target(
     "build 11434",
     {
         "compressed-tensors": (
-            Bits((2, 4, 8), why="it reads 2, 4 and 8 bits"),
+            BitWidths((2, 4, 8), why="it reads 2, 4 and 8 bits"),
             OneScheme(order=True, why="it takes one config group"),
             Groups(None, rows=False, why="it needs groups"),
             ScalesByToken(why="it has no place for a scale of inputs"),
@@ -222,7 +222,7 @@ _LLAMA_CPP = Target(
             ),
         ),
         "gptq": (
-            Bits((2, 4, 8), why="it reads 2, 4 and 8 bits"),
+            BitWidths((2, 4, 8), why="it reads 2, 4 and 8 bits"),
             OneScheme(why="it takes one setting for all modules"),
         ),
         "dense": (),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from llmcompress.errors import CheckpointError
-from llmcompress.formats.gguf.pretokenizer import Family, families_like
+from llmcompress.formats.gguf.pretokenizer import WordCutter, families_like
 from llmcompress.formats.gguf.spm import sentencepiece_like
 from llmcompress.formats.gguf.vocabulary import (
     NORMAL,
@@ -84,7 +84,7 @@ def _byte_level(
     )
 
 
-def _family(pre_tokenizer: Any, ignore_merges: bool, file: Path) -> Family:
+def _family(pre_tokenizer: Any, ignore_merges: bool, file: Path) -> WordCutter:
     """The family of a pre-tokenizer; CheckpointError where none is known."""
     alike = families_like(pre_tokenizer)
     for family in alike:

@@ -54,14 +54,16 @@ class Wishes:
 
 
 @dataclass(frozen=True)
-class Choice:
+class TypeChoice:
     """The type of a tensor, and the one it would have if blocks of that divided its rows."""
 
     type: TensorType
     wanted: TensorType
 
 
-def mixture(tensors: Sequence[Shaped], facts: Facts, kind: FileType, wishes: Wishes | None = None) -> dict[str, Choice]:
+def mixture(
+    tensors: Sequence[Shaped], facts: Facts, kind: FileType, wishes: Wishes | None = None
+) -> dict[str, TypeChoice]:
     """The type of every tensor, in llama.cpp's order; without `wishes` those that llama-quantize chooses.
 
     PlanError for a pattern that fits no matrix, or for Q2_K_S without importance; RecipeError for an unknown type.
@@ -72,10 +74,10 @@ def mixture(tensors: Sequence[Shaped], facts: Facts, kind: FileType, wishes: Wis
     named = asked([name for name, _ in matrices], wishes)
     state = _State(facts, kind, wishes, [name for name, _ in ordered])
     wanted = {name: named.get(name) or state.standard(name, shape) for name, shape in matrices}
-    chosen: dict[str, Choice] = {}
+    chosen: dict[str, TypeChoice] = {}
     for name, shape in ordered:
         want = tensor_type(wanted.get(name, "F32"))
-        chosen[name] = Choice(_fitting(want, shape[-1]), want)
+        chosen[name] = TypeChoice(_fitting(want, shape[-1]), want)
     _check_importance(chosen, facts, kind)
     return chosen
 
@@ -134,7 +136,7 @@ def _fitting(kind: TensorType, width: int) -> TensorType:
     return kind if kind.fits(width) else tensor_type("F16")
 
 
-def _check_importance(chosen: Mapping[str, Choice], facts: Facts, kind: FileType) -> None:
+def _check_importance(chosen: Mapping[str, TypeChoice], facts: Facts, kind: FileType) -> None:
     if kind.name != "Q2_K_S" or facts.importance:
         return
     if any(choice.type.name == "Q2_K" for name, choice in chosen.items() if _LAYER.match(name)):

@@ -23,7 +23,7 @@ _PASCAL = r"[^\r\n\p{L}\p{N}]?" + _UPPER
 
 
 @dataclass(frozen=True)
-class Family:
+class WordCutter:
     """A way of cutting words that llama.cpp knows as `name`: steps in order, each a regular expression or a keyword.
 
     Keywords: "bytes" is GPT-2's own expression, "digits" cuts out each digit. ignore_merges: a word that is a token is
@@ -37,25 +37,25 @@ class Family:
 
 
 FAMILIES = (
-    Family("gpt-2", ("bytes",)),
-    Family("smollm", ("digits", "bytes")),
-    Family("llama-bpe", (rf"{_ANY_CASE}|{_LETTERS}|\p{{N}}{{1,3}}|{_REST}|{_SPACES}",), ignore_merges=True),
-    Family("smaug-bpe", (rf"{_ANY_CASE}|{_LETTERS}|\p{{N}}{{1,3}}|{_REST}|{_SPACES}",)),
-    Family("qwen2", (rf"{_ANY_CASE}|{_LETTERS}|\p{{N}}|{_REST}|{_SPACES}",)),
-    Family(
+    WordCutter("gpt-2", ("bytes",)),
+    WordCutter("smollm", ("digits", "bytes")),
+    WordCutter("llama-bpe", (rf"{_ANY_CASE}|{_LETTERS}|\p{{N}}{{1,3}}|{_REST}|{_SPACES}",), ignore_merges=True),
+    WordCutter("smaug-bpe", (rf"{_ANY_CASE}|{_LETTERS}|\p{{N}}{{1,3}}|{_REST}|{_SPACES}",)),
+    WordCutter("qwen2", (rf"{_ANY_CASE}|{_LETTERS}|\p{{N}}|{_REST}|{_SPACES}",)),
+    WordCutter(
         "qwen35",
         (
             rf"{_ANY_CASE}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
             rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}",
         ),
     ),
-    Family(
+    WordCutter(
         "tekken",
         (rf"{_PASCAL}*{_LOWER}+|{_PASCAL}+{_LOWER}*|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}",),
         ignore_merges=True,
         note=_ASCII_CASE,
     ),
-    Family(
+    WordCutter(
         "gpt-4o",
         (
             rf"{_PASCAL}*{_LOWER}+{_ANY_CASE}?|{_PASCAL}+{_LOWER}*{_ANY_CASE}?|\p{{N}}{{1,3}}"
@@ -63,8 +63,8 @@ FAMILIES = (
         ),
         note=_ASCII_CASE,
     ),
-    Family("deepseek-coder", ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", "digits")),
-    Family(
+    WordCutter("deepseek-coder", ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", "digits")),
+    WordCutter(
         "deepseek-v3",
         (
             r"\p{N}{1,3}",
@@ -73,7 +73,7 @@ FAMILIES = (
             rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
         ),
     ),
-    Family(
+    WordCutter(
         "seed-coder",
         (rf"{_ANY_CASE}|{_LETTERS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",),
     ),
@@ -104,7 +104,7 @@ every three of the kinds of characters that expressions tell apart, one after th
 """
 
 
-def families_like(pre_tokenizer: Any) -> Sequence[Family]:
+def families_like(pre_tokenizer: Any) -> Sequence[WordCutter]:
     """The known families that cut the probe text as `pre_tokenizer` does (of the tokenizers library; None: no cuts)."""
     if pre_tokenizer is None:
         return ()
@@ -112,7 +112,7 @@ def families_like(pre_tokenizer: Any) -> Sequence[Family]:
     return [family for family in FAMILIES if _words_of(family) == words]
 
 
-def build(family: Family) -> Any:
+def build(family: WordCutter) -> Any:
     """The pre-tokenizer of a family, as its models have it in tokenizer.json."""
     from tokenizers.pre_tokenizers import ByteLevel
     from tokenizers.pre_tokenizers import Sequence as Steps
@@ -139,5 +139,5 @@ def _words(pre_tokenizer: Any) -> list[str]:
 
 
 @cache
-def _words_of(family: Family) -> list[str]:
+def _words_of(family: WordCutter) -> list[str]:
     return _words(build(family))
