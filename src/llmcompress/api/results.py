@@ -7,7 +7,7 @@ from time import perf_counter
 from typing import Any
 
 from llmcompress.errors import GateError, RecipeError
-from llmcompress.ledger import KINDS, Entry
+from llmcompress.ledger import KINDS, LedgerEntry
 from llmcompress.registry import suggest
 
 
@@ -36,9 +36,9 @@ class Result:
         return None if bits is None else float(bits)
 
     @property
-    def ledger(self) -> tuple[Entry, ...]:
+    def ledger(self) -> tuple[LedgerEntry, ...]:
         """Every decision that the run took without being told to."""
-        return tuple(Entry(**entry) for entry in self.report["ledger"])
+        return tuple(LedgerEntry(**entry) for entry in self.report["ledger"])
 
     def as_data(self) -> dict[str, Any]:
         """The report with output, time and memory, as `--json` prints it."""
@@ -58,7 +58,7 @@ class Result:
             if broken:
                 raise noted_error(broken, self.output)
 
-    def noted(self, kind: str) -> list[Entry]:
+    def noted(self, kind: str) -> list[LedgerEntry]:
         """The entries of a kind, or all of them for "any"."""
         return [entry for entry in self.ledger if kind in ("any", entry.kind)]
 
@@ -70,7 +70,7 @@ def refuse_unknown_kinds(kinds: tuple[str, ...] | list[str]) -> None:
             raise RecipeError(f"--strict {kind!r} is not a kind of ledger entry", suggest(kind, [*KINDS, "any"]))
 
 
-def noted_error(broken: list[Entry], output: Path) -> GateError:
+def noted_error(broken: list[LedgerEntry], output: Path) -> GateError:
     """The error for entries that a gate does not allow."""
     first = broken[0]
     message = f"{len(broken)} ledger entries, first {first.kind}: {first.subject}: {first.why}"

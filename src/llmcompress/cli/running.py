@@ -65,7 +65,7 @@ def _planned(job: Job, several: bool) -> "Planned":
     from llmcompress.engine.write.finished_runs import planned_or_finished
 
     plan, report = planned_or_finished(job.recipe, job.model, job.options)
-    return compression.with_notes(plan, job.notes), report
+    return plan.with_notes(job.notes), report
 
 
 def _run_all(planned: "Sequence[Planned]", flags: Flags, stop: Stop, workers: "Workers") -> None:
