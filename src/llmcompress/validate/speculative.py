@@ -78,7 +78,7 @@ def sample(target: nn.Module, prompt: Tensor, tokens: int, seed: int) -> float:
     return time.perf_counter() - begun
 
 
-def _sampled(target: nn.Module, prompt: Tensor, tokens: int, seed: int, **resources: Any) -> Tensor:
+def _sampled(target: nn.Module, prompt: Tensor, tokens: int, seed: int, **options: Any) -> Tensor:
     """prompt [1, length] and what is sampled after it [length + tokens], nothing of the distribution cut off."""
     own: Any = target.generation_config
     asked = GenerationConfig(
@@ -89,7 +89,7 @@ def _sampled(target: nn.Module, prompt: Tensor, tokens: int, seed: int, **resour
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=devices):
             torch.manual_seed(seed)
-            out = target.generate(prompt, attention_mask=torch.ones_like(prompt), **resources)  # type: ignore[operator]
+            out = target.generate(prompt, attention_mask=torch.ones_like(prompt), **options)  # type: ignore[operator]
     finally:
         target.generation_config = own
     if prompt.device.type == "cuda":
