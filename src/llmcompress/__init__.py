@@ -3,7 +3,7 @@
 Every name below is imported when it is first used, so `import llmcompress` takes no time and does not import torch.
 
     >>> import llmcompress
-    >>> result = llmcompress.compress("model", method="gptq", bits=4, samples=32, output="model-w4")
+    >>> result = llmcompress.compress("model", method="gptq", bits=4, samples=8, length=128, output="model-w4")
     >>> llmcompress.verify(result.output, source="model").ok
     True
 """
@@ -15,8 +15,12 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from llmcompress.api.compression import compress, export, plan, run
+    from llmcompress.api.evaluation import EvaluationResult, evaluate
+    from llmcompress.api.fitting import FitResult, fit
     from llmcompress.api.recipes import load_recipe
     from llmcompress.api.results import Result
+    from llmcompress.api.structure import prune_depth, prune_width, repair_lora
+    from llmcompress.api.verification import VerificationResult, verify
     from llmcompress.engine.plan.options import Options
     from llmcompress.engine.plan.plan import Plan
     from llmcompress.engine.process.progress import Progress
@@ -34,8 +38,12 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "llmcompress.api.compression": ("compress", "export", "plan", "run"),
+    "llmcompress.api.evaluation": ("EvaluationResult", "evaluate"),
+    "llmcompress.api.fitting": ("FitResult", "fit"),
     "llmcompress.api.recipes": ("load_recipe",),
     "llmcompress.api.results": ("Result",),
+    "llmcompress.api.structure": ("prune_depth", "prune_width", "repair_lora"),
+    "llmcompress.api.verification": ("VerificationResult", "verify"),
     "llmcompress.engine.plan.options": ("Options",),
     "llmcompress.engine.plan.plan": ("Plan",),
     "llmcompress.engine.process.progress": ("Progress",),
@@ -57,6 +65,8 @@ __all__ = [
     "Calibration",
     "CalibrationError",
     "CheckpointError",
+    "EvaluationResult",
+    "FitResult",
     "GateError",
     "LlmcompressError",
     "Options",
@@ -68,12 +78,19 @@ __all__ = [
     "Result",
     "RunError",
     "StoppedError",
+    "VerificationResult",
     "__version__",
     "compress",
+    "evaluate",
     "export",
+    "fit",
     "load_recipe",
     "plan",
+    "prune_depth",
+    "prune_width",
+    "repair_lora",
     "run",
+    "verify",
 ]
 
 

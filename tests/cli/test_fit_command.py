@@ -8,8 +8,8 @@ import signal
 import pytest
 import yaml
 
+from llmcompress.api.fitting import size_in_bytes
 from llmcompress.cli import console
-from llmcompress.cli.budget import nbytes
 from llmcompress.engine.budget import item_losses
 from llmcompress.errors import RecipeError
 
@@ -144,7 +144,7 @@ def test_sigterm_stops_after_the_step_and_too_little_memory_is_refused(
 
 
 def test_sizes_have_units():
-    assert [nbytes("--size", text) for text in ("90MB", "1.5 GB", "2", "7kB", "12B", ".5GB")] == [
+    assert [size_in_bytes("--size", text) for text in ("90MB", "1.5 GB", "2", "7kB", "12B", ".5GB")] == [
         90_000_000,
         1_500_000_000,
         2_000_000_000,
@@ -154,4 +154,4 @@ def test_sizes_have_units():
     ]
     for text in ("", "MB", "-1GB", "1e9", "90M", "1 TB"):
         with pytest.raises(RecipeError, match="is no size"):
-            nbytes("--size", text)
+            size_in_bytes("--size", text)

@@ -52,7 +52,7 @@ def compress(
     returns true, StoppedError is raised. Raises LlmcompressError: RecipeError, PlanError, CheckpointError or
     CalibrationError before anything is computed, RunError or StoppedError later.
 
-        >>> result = llmcompress.compress("model", method="gptq", bits=4, samples=32, output="model-w4")
+        >>> result = llmcompress.compress("model", method="gptq", bits=4, samples=8, length=128, output="model-w4")
         >>> result.nbytes < result.report["source"]["bytes"]
         True
     """
@@ -120,8 +120,8 @@ def run(
 
     def work() -> dict[str, Any]:
         with quiet_libraries():
-            asked = stop or (lambda finished: False)
-            report = execute.run(plan, timer or watch, asked, tokens, workers or SERIAL, _sweeper(plan, say))
+            stop_when = stop or (lambda finished: False)
+            report = execute.run(plan, timer or watch, stop_when, tokens, workers or SERIAL, _sweeper(plan, say))
         if timer is not None:
             timer.end()
         return report
@@ -137,7 +137,8 @@ def export(
     output: the directory to write; the formats' names are appended where there are several. PlanError if the run is not
     finished, or the directory is none of a run.
 
-        >>> options = llmcompress.Options(work="work", keep_work=True)
+        >>> from pathlib import Path
+        >>> options = llmcompress.Options(work=Path("work"), keep_work=True)
         >>> result = llmcompress.compress("model", "rtn-w8", "model-w8", options=options)
         >>> [(item.format, item.output) for item in llmcompress.export("work", "gptq", "model-gptq")]
         [('gptq', PosixPath('model-gptq'))]

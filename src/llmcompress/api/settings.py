@@ -9,6 +9,7 @@ from llmcompress.registry import suggest
 
 TEXT_SETTINGS = ("calibration", "field", "samples", "length", "seed")
 OUTPUT_SETTINGS = ("format", "shard_size")
+FEW_WINDOWS = 8  # enough to tell layers apart
 COMMON_SETTINGS = (*TEXT_SETTINGS, *OUTPUT_SETTINGS, "kv_cache")
 """Settings of every command that writes safetensors."""
 
@@ -26,13 +27,20 @@ def recipe_with(text: Calibration, steps: Iterable[Step], format_: str, settings
 
 def text_of(settings: Mapping[str, Any]) -> Calibration:
     """The calibration text that settings ask for."""
-    given = {name: settings[name] for name in ("samples", "length", "seed") if name in settings}
+    given = {name: settings[name] for name in ("samples", "length", "seed") if settings.get(name) is not None}
     if settings.get("calibration") is not None:
         given["source"] = str(settings["calibration"])
     if settings.get("field") is not None:
         given["options"] = {"field": settings["field"]}
     text: Calibration = build(Calibration, given, "the calibration options")
     return text
+
+
+def depth_text(by: str, settings: Mapping[str, Any]) -> Calibration:
+    """The text on which layers are judged: few windows by "kl", where every layer costs passes of its own."""
+    if by == "kl" and settings.get("samples") is None:
+        return text_of({**settings, "samples": FEW_WINDOWS})
+    return text_of(settings)
 
 
 def output_of(settings: Mapping[str, Any], *more: str) -> Output:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from llmcompress.api import verification
 from llmcompress.cli import console
 from llmcompress.cli import options as o
 from llmcompress.cli.gates import GateCase, gated
-from llmcompress.errors import GateError
 
 if TYPE_CHECKING:
     from llmcompress.validate.check import Check
@@ -35,24 +35,19 @@ def verify(
     log_format: o.LogFormat = "text",
 ) -> None:
     """Reopen an output with a reader of its own and prove it complete, finite, on its grid and true to its report."""
-    from llmcompress.validate.gguf_file import gguf_in
-    from llmcompress.validate.gguf_verify import verify_gguf
-    from llmcompress.validate.verify import verify as verify_directory
-
     with gated("verify", junit) as gates:
-        checks = verify_directory(out, source) if (file := gguf_in(out)) is None else verify_gguf(file, source)
-        failed = [item for item in checks if not item.ok and not item.warning]
-        for item in checks:
+        result = verification.verify(out, source)
+        for item in result.checks:
             if item.warning and not item.ok:
                 gates.add(GateCase(item.name, "skipped", f"warning: {item.detail}"))
             else:
                 gates.judge(item.name, item.ok, item.detail, "nothing wrong", item.detail)
         if json_:
-            console.print_json({"ok": not failed, "checks": [asdict(item) for item in checks]})
+            console.print_json({"ok": result.ok, "checks": [asdict(item) for item in result.checks]})
         else:
-            console.table(None, ("", "check", "detail"), [(_mark(item), item.name, item.detail) for item in checks])
-        if failed:
-            raise GateError(f"{out}: {failed[0].name}: {failed[0].detail}")
+            rows = [(_mark(item), item.name, item.detail) for item in result.checks]
+            console.table(None, ("", "check", "detail"), rows)
+        result.fail_if_damaged()
 
 
 def _mark(check: "Check") -> str:

@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import Any, TextIO
 
@@ -14,7 +14,7 @@ from rich.table import Table
 
 from llmcompress.cli.log import Logged, finite, log
 from llmcompress.engine.process.progress import Progress as RunProgress
-from llmcompress.errors import LlmcompressError, StoppedError, printable
+from llmcompress.errors import LlmcompressError, printable
 
 # a file or a pipe has no width: nothing is cut off; `:name:` in a path is no emoji
 out = Console(width=None if sys.stdout.isatty() else 240, emoji=False)
@@ -160,16 +160,10 @@ def watching(quiet: bool) -> "Watching | Logged":
 
 
 class Steps:
-    """A bar on a terminal for work of known length; silent elsewhere.
+    """A bar on a terminal for work of known length; silent elsewhere."""
 
-    stop: asked after every step but the last, with the number of those that are done; if it says so, StoppedError with
-    what is `kept`.
-    """
-
-    def __init__(
-        self, what: str, quiet: bool, stop: Callable[[int], bool] = lambda done: False, kept: str = ""
-    ) -> None:
-        self.what, self.quiet, self.stop, self.kept = what, quiet, stop, kept
+    def __init__(self, what: str, quiet: bool) -> None:
+        self.what, self.quiet = what, quiet
         self.bar = None if quiet or log.active or not err.is_terminal else Progress(console=err, transient=True)
 
     def __enter__(self) -> "Steps":
@@ -187,8 +181,6 @@ class Steps:
             self.bar.update(self.task, completed=done, total=of)
         elif not self.quiet:
             log.event("progress", what=self.what, done=done, of=of)
-        if done < of and self.stop(done):
-            raise StoppedError(f"stopped at a safe point, {done} of {of} steps done", self.kept)
 
 
 def ledger(entries: Sequence[Mapping[str, str]], limit: int = 12) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmcompress.cli import console
-from llmcompress.cli.gates import Gates, judge_figures
+from llmcompress.cli.gates import Gates
 from llmcompress.cli.log import log
 from llmcompress.errors import RecipeError
 
@@ -46,7 +46,7 @@ def run(
         console.print_json(found)
     else:
         _show(request, found)
-    judge_figures(found, conditions, gates)
+    gates.judge_figures(found, conditions)
 
 
 def _show(request: "Request", found: dict[str, Any]) -> None:

@@ -1,22 +1,21 @@
 """`eval`: how faithful a compressed model is."""
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from llmcompress.api.evaluation import evaluated, refuse_unmeasured_gates
 from llmcompress.cli import console, drafting, runtime_table
 from llmcompress.cli import options as o
-from llmcompress.cli.gates import gated, judge_figures
+from llmcompress.cli.gates import gated
 from llmcompress.cli.log import log
 from llmcompress.cli.stopping import Stop
 from llmcompress.errors import RecipeError
 
 if TYPE_CHECKING:
     from llmcompress.validate.request import Request
-
-_NOTHING_KEPT = "nothing is kept of an evaluation; the same command begins again"
 
 _ROWS = (
     ("perplexity", "perplexity"),
@@ -127,12 +126,11 @@ def evaluate(
     Protocol: the text is tokenised once, cut into disjoint windows from its start, and every position but the first
     of a window is scored on the full vocabulary. Intervals are 95%, by bootstrap over windows.
     """
-    from llmcompress.store.files import refuse_existing, write_whole
-    from llmcompress.validate.agreement import FIGURES as AGREEMENT
+    from llmcompress.store.files import refuse_existing
     from llmcompress.validate.cache import CacheOptions
-    from llmcompress.validate.evaluate import parse_gate, refuse_unmeasured
+    from llmcompress.validate.evaluate import parse_gate
     from llmcompress.validate.request import Request
-    from llmcompress.validate.session import continuations, evaluate_whole
+    from llmcompress.validate.session import continuations
 
     subject = _subject(model, draft)
     asked = CacheOptions(kv_bits, kv_type)
@@ -147,16 +145,15 @@ def evaluate(
         gates.expect(f"--fail-if {text}" for text in conditions)
         if output is not None:
             refuse_existing(output, overwrite)
-        refuse_unmeasured(conditions.values(), ref is not None, AGREEMENT if backend is not None else ())
-        with console.Steps("layers", quiet or (json_ and not log.active), Stop(deadline), _NOTHING_KEPT) as steps:
-            found = evaluate_whole(request, steps.at, console.say)
-        figures: dict[str, Any] = found["figures"]
+        refuse_unmeasured_gates(request, conditions.values())
+        with console.Steps("layers", quiet or (json_ and not log.active)) as steps:
+            result = evaluated(request, steps.at, Stop(deadline), console.say)
         if output is not None:
-            write_whole(output, json.dumps(found, indent=1).encode() + b"\n", overwrite)
-        log.event("figures", **figures)
+            result.save(output, overwrite=overwrite)
+        log.event("figures", **result.figures)
         samples = continuations(request, generate, max_new_tokens) if generate is not None else None
-        _show(request, found, samples, json_)
-        judge_figures(figures, conditions, gates)
+        _show(request, result.document, samples, json_)
+        gates.judge_figures(result.figures, conditions)
 
 
 def _subject(model: Path | None, draft: Path | None) -> Path:
@@ -169,7 +166,7 @@ def _subject(model: Path | None, draft: Path | None) -> Path:
     return subject
 
 
-def _show(request: "Request", found: dict[str, Any], samples: dict[str, str] | None, as_json: bool) -> None:
+def _show(request: "Request", found: Mapping[str, Any], samples: dict[str, str] | None, as_json: bool) -> None:
     figures, runtime = found["figures"], found.get("runtime")
     if as_json:
         more = {"runtime": runtime, "generated": samples}

@@ -1,11 +1,12 @@
 """`fit`: a recipe that gives every matrix the bits it needs, within a size."""
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
-from llmcompress.api.quiet import quiet_libraries
+from llmcompress.api.fitting import FitResult, fitted_grids, wanted_of
 from llmcompress.api.recipes import method_recipe
 from llmcompress.api.settings import TEXT_SETTINGS
 from llmcompress.cli import budget, console
@@ -13,12 +14,8 @@ from llmcompress.cli import options as o
 from llmcompress.cli.log import log
 from llmcompress.cli.stopping import Stop
 from llmcompress.cli.structured import tell_plan
-from llmcompress.errors import RecipeError
-from llmcompress.grids.base import INTEGER_BITS, PER_ROW
+from llmcompress.grids.base import INTEGER_BITS
 from llmcompress.recipe import DEFAULT_FORMAT, Recipe, methods
-
-if TYPE_CHECKING:
-    from llmcompress.engine.budget.matrix_grids import Asked, Fitted
 
 DOC = """Find bits and group size of every matrix by which a model loses least within a size, as a recipe for `run`.
 
@@ -97,20 +94,19 @@ def register(app: typer.Typer) -> None:
 
 def fit(**values: Any) -> None:
     """Measure, choose, write, tell."""
-    from llmcompress.engine.budget.matrix_grids import fitted_to_grids
-
-    wanted, recipe, out = _asked(values), recipe_of(values), values["out"]
+    names = ("size", "bpw", "kl", "bits", "group_size", "sensitivity")
+    wanted, recipe, out = wanted_of(*(values[name] for name in names)), recipe_of(values), values["out"]
     _refuse_place(out, values["overwrite"])
-    quiet, work = values["quiet"] or (values["json_"] and not log.active), _work(values)
-    options = o.run_options({**values, "out": work / "out", "work": work, "overwrite": False})
-    kept = f"finished layers are kept in {work}; run the same command again to go on"
-    with quiet_libraries(), console.Steps("measuring", quiet, Stop(values["deadline"]), kept) as steps:
-        found = fitted_to_grids(
+    quiet = values["quiet"] or (values["json_"] and not log.active)
+    with console.Steps("measuring", quiet) as steps:
+        found = fitted_grids(
             recipe,
             values["model"],
-            options,
             wanted,
+            _work(values),
+            o.run_options(values),
             steps.at,
+            Stop(values["deadline"]),
             lambda memory: tell_plan({"memory_bytes": memory}, quiet),
         )
     _write(out, found.recipe.as_yaml(), values["overwrite"])
@@ -129,38 +125,6 @@ def recipe_of(values: dict[str, Any]) -> Recipe:
     """What the options say, but for the bits."""
     names = ("sym", "set", "format_", "shard_size", *TEXT_SETTINGS)
     return method_recipe(values["method"], o.recipe_settings({name: values[name] for name in names}))
-
-
-def _asked(values: dict[str, Any]) -> "Asked":
-    """RecipeError unless one budget is given, or a divergence, and all numbers are some."""
-    from llmcompress.engine.budget.fit_to_size import Budget
-    from llmcompress.engine.budget.matrix_grids import Asked
-
-    kl, room = values["kl"], budget.budget(values)
-    if kl is None and room == Budget():
-        raise RecipeError("nothing says how large the result is to be", "give --size, --bpw or --kl")
-    if kl is not None:
-        budget.refuse_no_number("--kl", kl, 0.05)
-    return Asked(
-        room,
-        _numbers("--bits", values["bits"], INTEGER_BITS),
-        _numbers("--group-size", values["group_size"], None),
-        kl,
-        values["sensitivity"],
-    )
-
-
-def _numbers(option: str, text: str, known: tuple[int, ...] | None) -> list[int]:
-    """The whole numbers of a list with commas between them."""
-    example = ",".join(map(str, known or (32, 64, 128)))
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise RecipeError(f"{option} {text!r} is no list of numbers", f"write for example {option} {example}") from None
-    for number in numbers:
-        if number not in known if known is not None else not (number == PER_ROW or 0 < number < 1 << 31):
-            raise RecipeError(f"{option} {number} is none that there is", f"choose from {option} {example}")
-    return list(dict.fromkeys(numbers))
 
 
 def _refuse_place(out: Path | None, overwrite: bool) -> None:
@@ -188,7 +152,7 @@ def _write(out: Path | None, text: str, overwrite: bool) -> None:
             handle.write(text.encode())
 
 
-def _tell(found: "Fitted", values: dict[str, Any]) -> None:
+def _tell(found: FitResult, values: dict[str, Any]) -> None:
     from llmcompress.engine.process.process_memory import peak_memory
 
     expected = found.recipe.expected
@@ -199,11 +163,8 @@ def _tell(found: "Fitted", values: dict[str, Any]) -> None:
                 "recipe": found.recipe.as_data(),
                 "output": None if values["out"] is None else str(values["out"]),
                 "expected": expected.model_dump(),
-                "matrices": [
-                    {"names": [matrix.module for matrix in item.matrices], "grid": grid.name, "kl": loss}
-                    for item, grid, loss in found.losses
-                ],
-                "ledger": found.ledger.as_json(),
+                "matrices": [{"names": names, "grid": grid, "kl": loss} for names, grid, loss in found.losses],
+                "ledger": [asdict(entry) for entry in found.ledger],
                 "peak_memory_bytes": peak_memory(),
             }
         )

@@ -45,25 +45,23 @@ class Gates:
         self.add(GateCase(name, "passed" if passed else "failed", "" if passed else message, detail))
         log.event("gate", name=name, passed=passed, measured=measured, bound=bound)
 
+    def judge_figures(self, figures: Mapping[str, Any], conditions: "Mapping[str, Gate]") -> None:
+        """Judge every condition on figures, by its text; then GateError for the first one that is true."""
+        broken = []
+        for text, gate in conditions.items():
+            message, bound = gate.broken(figures), f"not {gate.key} {gate.operator} {gate.bound:g}"
+            failed = gate.fails(figures)
+            self.judge(f"--fail-if {text}", not failed, figures[gate.key], bound, message)
+            broken += [message] * failed
+        if broken:
+            raise GateError(broken[0])
+
     def add(self, case: GateCase) -> None:
         self.cases[case.name] = case
 
     def ended(self, state: State, message: str) -> None:
         """The command's own work did not end well."""
         self.add(replace(self.cases[self.suite], state=state, message=message))
-
-
-def judge_figures(figures: dict[str, Any], conditions: Mapping[str, "Gate"], gates: Gates) -> None:
-    """Judge every condition of --fail-if on measured figures; GateError for the first condition that is true."""
-    broken = None
-    for text, gate in conditions.items():
-        message = f"{gate.key} is {figures[gate.key]:.5g}, the gate was {gate.key} {gate.operator} {gate.bound:g}"
-        bound = f"not {gate.key} {gate.operator} {gate.bound:g}"
-        failed = gate.fails(figures)
-        gates.judge(f"--fail-if {text}", not failed, figures[gate.key], bound, message)
-        broken = broken or (message if failed else None)
-    if broken is not None:
-        raise GateError(broken)
 
 
 @contextmanager

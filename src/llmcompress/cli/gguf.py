@@ -1,13 +1,12 @@
 """`llmcompress gguf`: a recipe from a file type of GGUF, calibrated or not."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from llmcompress.api.quiet import quiet_libraries
+from llmcompress.api.fitting import budget_of, fitted_types, type_recipe
 from llmcompress.api.recipes import GGUF, method_recipe
 from llmcompress.api.settings import TEXT_SETTINGS
 from llmcompress.cli import budget, console
@@ -154,14 +153,9 @@ def _typed(values: dict[str, Any]) -> list[Job]:
     jobs = []
     for kind in kinds:
         places = {} if len(kinds) == 1 else {name: _appended(values[name], kind) for name in ("out", "work")}
-        jobs.append(_job({**values, "type_": kind, **places}))
+        given = {**values, "type_": kind, **places}
+        jobs.append(Job(method_recipe(GGUF, _settings(given)), values["model"], o.run_options(given)))
     return jobs
-
-
-def _job(values: dict[str, Any], kind: str | None = None) -> Job:
-    """The job of a file of one type."""
-    given = values if kind is None else {**values, "type_": kind}
-    return Job(method_recipe(GGUF, _settings(given)), values["model"], o.run_options(values))
 
 
 def _settings(values: dict[str, Any]) -> dict[str, Any]:
@@ -197,27 +191,21 @@ def _named(values: dict[str, Any]) -> Path:
     """The default output: beside the model, named after the budget."""
     from llmcompress.engine.plan.paths import path_beside
 
-    wanted = budget.budget(values)
+    wanted = budget_of(values["size"], values["bpw"])
     size = f"{wanted.bits:g}bpw" if wanted.nbytes is None else f"{wanted.nbytes / 1e9:g}GB"
     return path_beside(values["model"], f"{size}.gguf")
 
 
 def _budgeted(values: dict[str, Any]) -> tuple[Job, Stop]:
     """The job of a budget, for which types are chosen first by what they lose on text, and its deadline."""
-    from llmcompress.engine.budget.gguf_types import SMALLEST, fitted_to_budget
-
     refuse_several("choosing types by a size")
-    wanted = budget.budget(values)
-    job = _job(values, SMALLEST)
+    wanted = budget_of(values["size"], values["bpw"])
+    recipe, options = type_recipe(_settings(values)), o.run_options(values)
     stop = Stop(values["deadline"])
-    kept = "losses are kept by --losses once all are measured; run the same command again"
-    # the deadline does not stop measuring, of which nothing would be kept: a later start would get no further
-    with (
-        quiet_libraries(),
-        console.Steps("measuring", values["quiet"] or values["json_"], lambda done: stop(0), kept) as steps,
-    ):
-        recipe, ledger = fitted_to_budget(job.recipe, job.model, job.options, wanted, values["losses"], steps.at)
-    return replace(job, recipe=recipe, notes=tuple(ledger.entries)), stop
+    with console.Steps("measuring", values["quiet"] or values["json_"]) as steps:
+        # the deadline does not stop measuring, of which nothing would be kept: a later start would get no further
+        found = fitted_types(recipe, values["model"], wanted, values["losses"], options, steps.at, lambda done: stop(0))
+    return Job(found.recipe, values["model"], options, found.ledger), stop
 
 
 def _patterns(values: list[str] | None) -> dict[str, str]:

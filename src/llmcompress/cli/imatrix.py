@@ -7,6 +7,7 @@ import typer
 
 from llmcompress.api.quiet import quiet_libraries
 from llmcompress.api.settings import text_of
+from llmcompress.api.steps import watched
 from llmcompress.cli import console
 from llmcompress.cli import options as o
 from llmcompress.cli.log import log
@@ -66,11 +67,9 @@ def measure(
         trust_remote_code=trust_remote_code,
     )
     ledger = Ledger()
-    with (
-        quiet_libraries(),
-        console.Steps("layers", quiet or (json_ and not log.active), Stop(deadline), _NOTHING_KEPT) as steps,
-    ):
-        found = measure_imatrix(model, text, _folder(out), resources, ledger, steps.at)
+    with quiet_libraries(), console.Steps("layers", quiet or (json_ and not log.active)) as steps:
+        watch = watched(steps.at, Stop(deadline), _NOTHING_KEPT)
+        found = measure_imatrix(model, text, _folder(out), resources, ledger, watch)
     _write(out, found, legacy, overwrite)
     if log.active or not (quiet or json_):
         console.ledger(ledger.as_json())

@@ -1,5 +1,6 @@
 """`lora`: what compression took from a model, given back as far as a low rank can."""
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -69,7 +70,7 @@ def lora(**values: Any) -> None:
         "memory_bytes": plan.memory_bytes,
     }
 
-    def summary(report: dict[str, Any]) -> str:
+    def summary(report: Mapping[str, Any]) -> str:
         made = report["lora"]
         return f"{len(made['matrices'])} matrices, {made['bits_per_weight_added']:.2f} bits per weight more"
 

@@ -1,22 +1,19 @@
 """`depth` and `width`: models that lose layers, or channels of their feed-forward, and stay plain models."""
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from llmcompress.api.quiet import quiet_libraries
-from llmcompress.api.settings import text_of
+from llmcompress.api.settings import FEW_WINDOWS, depth_text, text_of
+from llmcompress.api.structure import restructured
 from llmcompress.cli import console
 from llmcompress.cli import options as o
 from llmcompress.cli.log import log
 from llmcompress.cli.stopping import Stop
 from llmcompress.recipe import Calibration
-
-_FEW_WINDOWS = 8  # enough to tell layers apart, where every layer costs passes of its own
-_NOTHING_KEPT = "nothing is kept of an output under way; the same command begins again"
 
 Drop = Annotated[int, typer.Option("--drop", min=1, help="Layers to drop.", show_default=False)]
 By = Annotated[
@@ -37,7 +34,7 @@ DepthSamples = Annotated[
     typer.Option(
         "--samples",
         min=1,
-        help=f"Windows of text. Default: {Calibration().samples}, and {_FEW_WINDOWS} by kl.",
+        help=f"Windows of text. Default: {Calibration().samples}, and {FEW_WINDOWS} by kl.",
         rich_help_panel=o.CALIBRATION,
     ),
 ]
@@ -115,9 +112,8 @@ def depth(**values: Any) -> None:
     from llmcompress.engine.structure.depth import Asked, plan_depth, prune_depth
 
     by, drop = values["by"], values["drop"]
-    samples = values["samples"] or (_FEW_WINDOWS if by == "kl" else Calibration().samples)
     asked = Asked(drop, by, values["keep_first"], values["keep_last"], values["contiguous"])
-    plan = plan_depth(values["model"], asked, text_of({**values, "samples": samples}), o.run_options(values))
+    plan = plan_depth(values["model"], asked, depth_text(by, values), o.run_options(values))
     facts = {
         "output": str(plan.subject.out),
         "layers": plan.layers,
@@ -128,7 +124,7 @@ def depth(**values: Any) -> None:
         "memory_bytes": plan.memory_bytes,
     }
 
-    def summary(report: dict[str, Any]) -> str:
+    def summary(report: Mapping[str, Any]) -> str:
         gone = ", ".join(map(str, report["depth"]["removed"]))
         return f"{plan.layers - drop} of {plan.layers} layers, without {gone}"
 
@@ -156,25 +152,25 @@ def carry_out(
     facts: dict[str, Any],
     values: dict[str, Any],
     work: Callable[[Callable[[int, int], None]], dict[str, Any]],
-    summary: Callable[[dict[str, Any]], str],
+    summary: Callable[[Mapping[str, Any]], str],
 ) -> None:
     """Tell the plan's `facts` and stop there, or do the `work` and tell of its report, in short by `summary`."""
     if values["dry_run"]:
         _show(facts, values["json_"])
         return
-    quiet, begun = values["quiet"] or (values["json_"] and not log.active), time.perf_counter()
+    quiet = values["quiet"] or (values["json_"] and not log.active)
     tell_plan(facts, quiet)
-    with quiet_libraries(), console.Steps("layers", quiet, Stop(values["deadline"]), _NOTHING_KEPT) as steps:
-        report = work(steps.at)
-    result = {**report, "output": facts["output"], **_spent(begun)}
+    with console.Steps("layers", quiet) as steps:
+        result = restructured(Path(facts["output"]), work, steps.at, Stop(values["deadline"]))
     if not quiet:
-        console.ledger(report["ledger"])
+        console.ledger(result.report["ledger"])
     if values["json_"]:
-        console.print_json(result)
+        console.print_json(result.as_data())
     if log.active:
-        log.event("written", output=facts["output"], bytes=report["output_bytes"], **_spent(begun))
+        spent = {"seconds": result.seconds, "peak_memory_bytes": result.peak_memory_bytes}
+        log.event("written", output=facts["output"], bytes=result.nbytes, **spent)
     elif not values["json_"]:
-        console.say(f"{facts['output']}: {summary(report)}, {console.size(report['output_bytes'])}")
+        console.say(f"{facts['output']}: {summary(result.report)}, {console.size(result.nbytes)}")
 
 
 def tell_plan(facts: dict[str, Any], quiet: bool) -> None:
@@ -182,12 +178,6 @@ def tell_plan(facts: dict[str, Any], quiet: bool) -> None:
     log.event("planned", **facts)
     if not (quiet or log.active):
         console.say(f"needs about {console.size(facts['memory_bytes'])} of memory")
-
-
-def _spent(begun: float) -> dict[str, Any]:
-    from llmcompress.engine.process.process_memory import peak_memory
-
-    return {"seconds": round(time.perf_counter() - begun, 2), "peak_memory_bytes": peak_memory()}
 
 
 def _show(facts: dict[str, Any], as_json: bool) -> None:

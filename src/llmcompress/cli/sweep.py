@@ -9,6 +9,7 @@ import typer
 from llmcompress.api.quiet import quiet_libraries
 from llmcompress.api.recipes import as_recipe
 from llmcompress.api.results import refuse_unknown_kinds
+from llmcompress.api.steps import watched
 from llmcompress.cli import console
 from llmcompress.cli import options as o
 from llmcompress.cli.gates import GateCase, Gates
@@ -210,8 +211,6 @@ def _one(run: Run, values: dict[str, Any], stop: Stop, tokens: "Tensor | None") 
         trust_remote_code=values["trust_remote_code"],
     )
     # figures are kept once all are there: the deadline waits for them, unless this start has got somewhere already
-    with (
-        quiet_libraries(),
-        console.Steps(f"evaluating {run.variant.name}", quiet, lambda done: stop(0), _AGAIN) as steps,
-    ):
-        run.figures = evaluate_once(asked, values["out"] / f"{run.variant.name}.eval.json", steps.at)
+    with quiet_libraries(), console.Steps(f"evaluating {run.variant.name}", quiet) as steps:
+        watch = watched(steps.at, lambda done: stop(0), _AGAIN)
+        run.figures = evaluate_once(asked, values["out"] / f"{run.variant.name}.eval.json", watch)

@@ -1,7 +1,7 @@
 """How far a compressed model is from its original: both run in lockstep, one layer of each in memory at a time."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -119,8 +119,13 @@ class Gate:
     operator: str
     bound: float
 
-    def fails(self, figures: dict[str, Any]) -> bool:
+    def fails(self, figures: Mapping[str, Any]) -> bool:
         return OPERATORS[self.operator](float(figures[self.key]), self.bound)
+
+    def broken(self, figures: Mapping[str, Any]) -> str:
+        """What to say where it fails."""
+        bound = f"{self.key} {self.operator} {self.bound:g}"
+        return f"{self.key} is {figures[self.key]:.5g}, the gate was {bound}"
 
 
 def refuse_unmeasured(gates: Iterable[Gate], compared: bool, more: Iterable[str] = ()) -> None:

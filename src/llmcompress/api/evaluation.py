@@ -1,0 +1,148 @@
+"""How faithful a compressed model is, and gates on it: what `eval` does."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from llmcompress.api.quiet import quiet_libraries
+from llmcompress.api.steps import Watch, watched
+from llmcompress.engine.process.ranks import refuse_several
+from llmcompress.errors import GateError
+
+if TYPE_CHECKING:
+    from llmcompress.validate.evaluate import Gate
+    from llmcompress.validate.request import Request
+
+NOTHING_KEPT = "nothing is kept of an evaluation; the same command begins again"
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """Figures of a model on a text, natural logarithms.
+
+    figures: by name, as `eval --json` prints them; those ending in `_ci` are 95% intervals. document: what
+    `eval --output` saves: the figures, and means along the text.
+    """
+
+    request: "Request" = field(repr=False)
+    document: Mapping[str, Any] = field(repr=False)
+
+    @property
+    def figures(self) -> Mapping[str, Any]:
+        """The figures by name: `perplexity`, and with a reference `kl`, `kl_p99`, `top1`, `tv` and others."""
+        figures: Mapping[str, Any] = self.document["figures"]
+        return figures
+
+    @property
+    def perplexity(self) -> float:
+        """Of the model."""
+        return float(self.figures["perplexity"])
+
+    @property
+    def kl(self) -> float | None:
+        """Mean KL(reference || model) in nats per token; None without a reference."""
+        return self.figures.get("kl")
+
+    @property
+    def top1(self) -> float | None:
+        """Share of tokens whose most likely successor is the reference's; None without a reference."""
+        return self.figures.get("top1")
+
+    def fail_if(self, *conditions: str) -> None:
+        """GateError for the first condition that is true. RecipeError for one of a figure that was not measured.
+
+        >>> evaluation.fail_if("kl > 5", "top1 < 0.01")
+        """
+        from llmcompress.validate.evaluate import parse_gate
+
+        gates = [parse_gate(text) for text in conditions]
+        refuse_unmeasured_gates(self.request, gates)
+        for gate in gates:
+            if gate.fails(self.figures):
+                raise GateError(gate.broken(self.figures))
+
+    def save(self, file: str | Path, *, overwrite: bool = False) -> None:
+        """Write the document as JSON, for `llmcompress report`. PlanError for a file that exists, without `overwrite`.
+
+        >>> evaluation.save("model-w4.eval.json")
+        """
+        from llmcompress.store.files import refuse_existing, write_whole
+
+        refuse_existing(Path(file), overwrite)
+        write_whole(Path(file), json.dumps(self.document, indent=1).encode() + b"\n", overwrite)
+
+
+def refuse_unmeasured_gates(request: "Request", gates: "Iterable[Gate]") -> None:
+    """RecipeError for a gate of a figure that an evaluation does not measure."""
+    from llmcompress.validate.agreement import FIGURES as AGREEMENT
+    from llmcompress.validate.evaluate import refuse_unmeasured
+
+    refuse_unmeasured(gates, request.ref is not None, AGREEMENT if request.backend is not None else ())
+
+
+def evaluate(
+    model: str | Path,
+    ref: str | Path | None = None,
+    *,
+    text: str | Path = "default",
+    length: int = 512,
+    windows: int | None = None,
+    batch: int = 4,
+    device: str = "auto",
+    compute_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    backend: Literal["auto", "kernels", "torch"] | None = None,
+    adapter: str | Path | None = None,
+    kv_bits: int | None = None,
+    kv_type: Literal["int", "fp8"] | None = None,
+    trust_remote_code: bool = False,
+    progress: Watch | None = None,
+    stop: Callable[[int], bool] | None = None,
+) -> EvaluationResult:
+    """Perplexity of a model, and its divergence from the original `ref`, with 95% intervals.
+
+    model: a directory or GGUF file that llmcompress wrote, or an original; a GGUF file needs `ref`. text: "default"
+    (shipped with llmcompress), a file or a folder. It is cut into disjoint windows of `length` tokens; the first
+    `windows` of them are scored (80, or all of the shipped text). batch: windows run at once. compute_dtype: float32
+    unless a backend runs. backend: runs the whole model on packed weights by CUDA kernels or torch, instead of one
+    decoded layer at a time. adapter: a LoRA adapter of the model. kv_bits, kv_type: simulate cached keys and values
+    of so many bits. progress: told after every layer how many of all are done; stop: asked then, with the number of
+    layers; StoppedError when it returns true. Raises LlmcompressError.
+
+        >>> evaluation = llmcompress.evaluate("model-w4", "model", windows=2, length=128)
+        >>> evaluation.kl < 1
+        True
+    """
+    from llmcompress.validate.cache import CacheOptions
+    from llmcompress.validate.request import Request
+
+    refuse_several("evaluate() of Python")
+    request = Request(
+        Path(model),
+        None if ref is None else Path(ref),
+        str(text),
+        length,
+        windows,
+        batch,
+        device,
+        compute_dtype,
+        trust_remote_code,
+        None if adapter is None else Path(adapter),
+        CacheOptions(kv_bits, kv_type),
+        backend,
+    )
+    return evaluated(request, progress, stop)
+
+
+def evaluated(
+    request: "Request",
+    progress: Watch | None = None,
+    stop: Callable[[int], bool] | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> EvaluationResult:
+    """The result of an evaluation. say: told what a backend does otherwise than it was asked to."""
+    from llmcompress.validate.session import evaluate_whole
+
+    with quiet_libraries():
+        return EvaluationResult(request, evaluate_whole(request, watched(progress, stop, NOTHING_KEPT), say))

@@ -1,0 +1,191 @@
+"""Recipes that fit a size: what `fit` does, and `gguf --bpw`."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from llmcompress.api.quiet import quiet_libraries
+from llmcompress.api.recipes import GGUF, method_recipe
+from llmcompress.api.steps import Watch, watched
+from llmcompress.engine.plan.options import Options
+from llmcompress.engine.process.ranks import refuse_several
+from llmcompress.errors import RecipeError
+from llmcompress.grids.base import INTEGER_BITS, PER_ROW
+from llmcompress.recipe import Recipe
+
+if TYPE_CHECKING:
+    from llmcompress.engine.budget.fit_to_size import Budget
+    from llmcompress.engine.budget.matrix_grids import Asked
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """A recipe that fits a size. ledger: what is expected of it, in words.
+
+    losses: (matrices of one grid, that grid, expected KL divergence in nats per token); none for types of GGUF.
+    """
+
+    recipe: Recipe
+    ledger: tuple[LedgerEntry, ...]
+    losses: Sequence[tuple[Sequence[str], str, float]] = field(default=(), repr=False)
+
+    def save(self, file: str | Path, *, overwrite: bool = False) -> None:
+        """Write the recipe as YAML. PlanError for a file that exists, without `overwrite`."""
+        from llmcompress.store.files import refuse_existing, write_whole
+
+        refuse_existing(Path(file), overwrite)
+        write_whole(Path(file), self.recipe.as_yaml().encode(), overwrite)
+
+
+def fit(
+    model: str | Path,
+    *,
+    size: int | str | None = None,
+    bpw: float | None = None,
+    kl: float | None = None,
+    method: Literal["gptq", "rtn", "gguf"] = "gptq",
+    bits: Sequence[int] = INTEGER_BITS,
+    group_size: Sequence[int] = (32, 64, 128),
+    losses: str | Path | None = None,
+    options: Options | None = None,
+    progress: Watch | None = None,
+    stop: Callable[[int], bool] | None = None,
+    **settings: Any,
+) -> FitResult:
+    """A recipe that gives every matrix the bits and the group size by which a model loses least within a size.
+
+    size: of all weight files, in bytes or as text such as "90MB". bpw: bits per weight instead. kl: the smallest result
+    whose expected KL divergence is at most this, in nats per token; within a size, where one is given too. bits,
+    group_size: what may be chosen. method: "gguf" chooses types of a GGUF file instead; it takes a size alone. losses:
+    a file that keeps what is measured, for other sizes. options: `work` is where finished layers are kept until all are
+    measured ("fit.work"). settings: options of the command `fit`, or `gguf`, as `compress` takes them. Raises
+    LlmcompressError.
+
+        >>> fitted = llmcompress.fit("model", bpw=5.5, method="rtn", bits=(4, 8), samples=2, length=64)
+        >>> fitted.recipe.expected.bits_per_weight <= 5.5
+        True
+        >>> result = llmcompress.compress("model", fitted.recipe, "model-fitted")
+    """
+    refuse_several("fit() of Python")
+    kept = None if losses is None else Path(losses)
+    if method == GGUF:
+        if kl is not None:
+            raise RecipeError("types of GGUF are chosen by a size", "give size or bpw instead of kl")
+        room = _some_budget(size, bpw)
+        return fitted_types(type_recipe(settings), Path(model), room, kept, options or Options(), progress, stop)
+    wanted = wanted_of(size, bpw, kl, bits, group_size, kept)
+    work = Path("fit.work") if options is None or options.work is None else options.work
+    return fitted_grids(method_recipe(method, settings), Path(model), wanted, work, options, progress, stop)
+
+
+def fitted_grids(
+    recipe: Recipe,
+    model: Path,
+    wanted: "Asked",
+    work: Path,
+    options: Options | None = None,
+    progress: Watch | None = None,
+    stop: Callable[[int], bool] | None = None,
+    begin: Callable[[int], None] = lambda memory: None,
+) -> FitResult:
+    """The recipe with bits and a group size for every matrix. begin: told what memory it will take, in bytes."""
+    from llmcompress.engine.budget.matrix_grids import fitted_to_grids
+
+    means = replace(options or Options(), out=work / "out", work=work, overwrite=False)
+    watch = watched(progress, stop, f"finished layers are kept in {work}; run the same command again to go on")
+    with quiet_libraries():
+        found = fitted_to_grids(recipe, model, means, wanted, watch, begin)
+    losses = [([matrix.module for matrix in item.matrices], grid.name, loss) for item, grid, loss in found.losses]
+    return FitResult(found.recipe, tuple(found.ledger.entries), losses)
+
+
+def fitted_types(
+    recipe: Recipe,
+    model: Path,
+    budget: "Budget",
+    losses: Path | None,
+    options: Options,
+    progress: Watch | None = None,
+    stop: Callable[[int], bool] | None = None,
+) -> FitResult:
+    """The recipe with a type of GGUF for every tensor."""
+    from llmcompress.engine.budget.gguf_types import fitted_to_budget
+
+    kept = "losses are kept by --losses once all are measured; run the same command again"
+    with quiet_libraries():
+        found, ledger = fitted_to_budget(recipe, model, options, budget, losses, watched(progress, stop, kept))
+    return FitResult(found, tuple(ledger.entries))
+
+
+def type_recipe(settings: dict[str, Any]) -> Recipe:
+    """The recipe of a GGUF file whose types are still to be chosen."""
+    from llmcompress.engine.budget.gguf_types import SMALLEST
+
+    return method_recipe(GGUF, {**settings, "type": SMALLEST})
+
+
+def wanted_of(
+    size: int | str | None,
+    bpw: float | None,
+    kl: float | None,
+    bits: str | Sequence[int],
+    group_size: str | Sequence[int],
+    losses: Path | None,
+) -> "Asked":
+    """RecipeError unless one budget is given, or a divergence, and all numbers are some."""
+    from llmcompress.engine.budget.matrix_grids import Asked
+
+    room = budget_of(size, bpw) if kl is not None else _some_budget(size, bpw)
+    if kl is not None:
+        _refuse_no_number("--kl", kl, 0.05)
+    widths, groups = _numbers("--bits", bits, INTEGER_BITS), _numbers("--group-size", group_size, None)
+    return Asked(room, widths, groups, kl, losses)
+
+
+def _some_budget(size: int | str | None, bpw: float | None) -> "Budget":
+    if size is None and bpw is None:
+        raise RecipeError("nothing says how large the result is to be", "give --size, --bpw or --kl")
+    return budget_of(size, bpw)
+
+
+def budget_of(size: int | str | None, bpw: float | None) -> "Budget":
+    """The budget of a size in bytes or as text, or of bits per weight; RecipeError for both, or for what is no size."""
+    from llmcompress.engine.budget.fit_to_size import Budget
+
+    if size is not None and bpw is not None:
+        raise RecipeError("--size and --bpw both say how large the result is to be", "give one of them")
+    if bpw is not None:
+        _refuse_no_number("--bpw", bpw, 4.5)
+    return Budget(size_in_bytes("--size", size) if isinstance(size, str) else size, bpw)
+
+
+def size_in_bytes(option: str, text: str) -> int:
+    """A size with its unit in bytes; without one it is in GB."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*([kKMG]?B|)", text.strip())
+    scale = {"": 1e9, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9}.get(found[2].upper() if found else "?")
+    if found is None or scale is None or float(found[1]) * scale > 1e18:
+        raise RecipeError(f"{option} {text!r} is no size", f"write for example {option} 90MB")
+    return int(float(found[1]) * scale)
+
+
+def _refuse_no_number(option: str, value: float, usual: float) -> None:
+    """RecipeError for bits, or a divergence, that nothing can have."""
+    if not 0 < value <= 64:  # not for nan either
+        raise RecipeError(f"{option} {value} is no number that it can be", f"write for example {option} {usual}")
+
+
+def _numbers(option: str, given: str | Sequence[int], known: tuple[int, ...] | None) -> list[int]:
+    """Whole numbers, as they are or as text with commas between them; RecipeError for one that is not `known`."""
+    example = ",".join(map(str, known or (32, 64, 128)))
+    try:
+        numbers = [int(part) for part in (given.split(",") if isinstance(given, str) else given)]
+    except ValueError:
+        raise RecipeError(
+            f"{option} {given!r} is no list of numbers", f"write for example {option} {example}"
+        ) from None
+    for number in numbers:
+        if number not in known if known is not None else not (number == PER_ROW or 0 < number < 1 << 31):
+            raise RecipeError(f"{option} {number} is none that there is", f"choose from {option} {example}")
+    return list(dict.fromkeys(numbers))

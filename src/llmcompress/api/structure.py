@@ -1,0 +1,121 @@
+"""Models that lose layers or channels, and adapters: what `depth`, `width` and `lora` do."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from llmcompress.api.compression import placed
+from llmcompress.api.quiet import quiet_libraries
+from llmcompress.api.results import Result, timed
+from llmcompress.api.settings import depth_text, text_of
+from llmcompress.api.steps import Watch, watched
+from llmcompress.engine.plan.options import Options
+from llmcompress.engine.process.ranks import refuse_several
+
+NOTHING_KEPT = "nothing is kept of an output under way; the same command begins again"
+
+
+def restructured(
+    output: Path,
+    work: Callable[[Watch], dict[str, Any]],
+    progress: Watch | None,
+    stop: Callable[[int], bool] | None,
+) -> Result:
+    """The result of work that writes `output` and returns its report."""
+    with quiet_libraries():
+        return timed(output, lambda: work(watched(progress, stop, NOTHING_KEPT)))
+
+
+def prune_depth(
+    model: str | Path,
+    output: str | Path | None = None,
+    *,
+    drop: int,
+    by: Literal["similarity", "kl"] = "similarity",
+    keep_first: int = 2,
+    keep_last: int = 1,
+    contiguous: bool = False,
+    options: Options | None = None,
+    progress: Watch | None = None,
+    stop: Callable[[int], bool] | None = None,
+    **settings: Any,
+) -> Result:
+    """Drop the decoder layers that a model misses least; the result is a plain model with fewer layers.
+
+    drop: how many. by: "similarity": those that change their input least; "kl": one by one, the one without which the
+    logits move least. keep_first, keep_last: layers that stay. contiguous: layers that follow one another, judged
+    together. settings: `calibration`, `field`, `samples`, `length`, `seed`. Raises LlmcompressError.
+
+        >>> result = llmcompress.prune_depth("model", "model-3", drop=1, samples=2, length=64)
+        >>> result.report["depth"]["removed"]
+        [2]
+    """
+    from llmcompress.engine.structure import depth
+
+    refuse_several("prune_depth() of Python")
+    asked = depth.Asked(drop, by, keep_first, keep_last, contiguous)
+    plan = depth.plan_depth(Path(model), asked, depth_text(by, settings), placed(options, output))
+    return restructured(plan.subject.out, lambda watch: depth.prune_depth(plan, watch), progress, stop)
+
+
+def prune_width(
+    model: str | Path,
+    output: str | Path | None = None,
+    *,
+    ffn: int | None = None,
+    ratio: float | None = None,
+    multiple_of: int = 64,
+    by: Literal["energy", "cost"] = "energy",
+    repair: bool = True,
+    options: Options | None = None,
+    progress: Watch | None = None,
+    stop: Callable[[int], bool] | None = None,
+    **settings: Any,
+) -> Result:
+    """Take channels out of the feed-forward of every layer; the result is a plain model with another width.
+
+    ffn: channels that stay, or ratio: the share that goes. multiple_of: what the width is a multiple of. by: "energy":
+    those go that add least to the outputs; "cost": those that the others make up for best. repair: fit the matrix that
+    reads the channels to those that stay. settings: `calibration`, `field`, `samples`, `length`, `seed`. Raises
+    LlmcompressError.
+
+        >>> result = llmcompress.prune_width("model", "model-narrow", ratio=0.25, samples=2, length=64)
+        >>> result.nbytes < result.report["source"]["bytes"]
+        True
+    """
+    from llmcompress.engine.structure import width
+
+    refuse_several("prune_width() of Python")
+    asked = width.Asked(ffn, ratio, multiple_of, by, repair)
+    plan = width.plan_width(Path(model), asked, text_of(settings), placed(options, output))
+    return restructured(plan.subject.out, lambda watch: width.prune_width(plan, watch), progress, stop)
+
+
+def repair_lora(
+    original: str | Path,
+    compressed: str | Path,
+    output: str | Path | None = None,
+    *,
+    rank: int = 32,
+    by: Literal["outputs", "weights"] = "outputs",
+    options: Options | None = None,
+    progress: Watch | None = None,
+    stop: Callable[[int], bool] | None = None,
+    **settings: Any,
+) -> Result:
+    """Write a LoRA adapter that gives a compressed model back what low rank can of what it lost.
+
+    rank: of the correction of every matrix. by: brings outputs on text nearest to the original's, or weights. settings:
+    `calibration`, `field`, `samples`, `length`, `seed`. Raises LlmcompressError.
+
+        >>> result = llmcompress.repair_lora("model", "model-w4", "adapter", rank=4, samples=2, length=64)
+        >>> llmcompress.evaluate("model-w4", "model", adapter="adapter", windows=2, length=64).kl < 1
+        True
+    """
+    from llmcompress.engine.structure.lora import repair
+    from llmcompress.engine.structure.lora_plan import plan_lora
+
+    refuse_several("repair_lora() of Python")
+    means = placed(options, output)
+    plan = plan_lora(Path(original), Path(compressed), rank, by, text_of(settings), means)
+    return restructured(plan.subject.out, lambda watch: repair(plan, watch), progress, stop)
