@@ -151,12 +151,9 @@ def export(
 
 
 def placed(options: Options | None, output: str | Path | None) -> Options:
-    """The options with `output` as their place, and with paths for strings."""
+    """The options with `output` as their place, if it is given."""
     options = options or Options()
-    out, work, stats = (
-        None if place is None else Path(place) for place in (output or options.out, options.work, options.stats)
-    )
-    return replace(options, out=out, work=work, stats=stats)
+    return options if output is None else replace(options, out=Path(output))
 
 
 def _sweeper(plan: Plan, say: Callable[[str], None]) -> Sweeper | None:

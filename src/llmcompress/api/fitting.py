@@ -13,6 +13,7 @@ from llmcompress.engine.plan.options import Options
 from llmcompress.engine.process.ranks import refuse_several
 from llmcompress.errors import RecipeError
 from llmcompress.grids.base import INTEGER_BITS, PER_ROW
+from llmcompress.ledger import LedgerEntry
 from llmcompress.recipe import Recipe
 
 if TYPE_CHECKING:
