@@ -115,7 +115,7 @@ class Work:
 
     @property
     def memory(self) -> dict[str, float]:
-        """Bytes of a rank while down_proj is solved, as engine/plan/estimate.py counts them, and one factor sent."""
+        """Bytes of a rank while down_proj is solved, as engine/plan/run_memory.py counts them, and one factor sent."""
         drift, last = self.again > 0, STAGES[-1]
         square = last.width**2 * F32
         return {

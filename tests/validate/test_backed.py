@@ -206,7 +206,7 @@ def test_what_does_not_go_together_is_refused(main, capsys, made, kernels, argum
 def test_memory_that_a_gpu_lacks_is_refused_before_anything_is_loaded(made, tiny_model_dir, monkeypatch):
     gpu = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 80 * 10**9))
-    need = device_memory.foreseen(made(), tiny_model_dir, torch.bfloat16, 4, 64)
+    need = device_memory.validation_memory(made(), tiny_model_dir, torch.bfloat16, 4, 64).peak("gpu")
     device_memory.refuse_beyond(need, gpu)
     with pytest.raises(PlanError, match=r"about 2\.5 GB of GPU memory, of which 1\.0 GB are free"):
         device_memory.refuse_beyond(2_500_000_000, gpu)
@@ -215,7 +215,7 @@ def test_memory_that_a_gpu_lacks_is_refused_before_anything_is_loaded(made, tiny
 
 def test_what_is_foreseen_grows_with_what_is_asked(made, tiny_model_dir):
     def need(model=None, ref=None, windows=4, length=64):
-        return device_memory.foreseen(model or made(), ref, torch.bfloat16, windows, length)
+        return device_memory.validation_memory(model or made(), ref, torch.bfloat16, windows, length).peak("gpu")
 
     assert need(windows=100_000) > need()
     assert need(ref=tiny_model_dir, windows=100_000) > need(windows=100_000)

@@ -23,7 +23,7 @@ from llmcompress.validate import agreement
 from llmcompress.validate.adapter import adapt_streamed, adapt_whole
 from llmcompress.validate.backend import Backend, Say, compute_dtype, open_backend
 from llmcompress.validate.cache import cache_of
-from llmcompress.validate.device_memory import foreseen, refuse_beyond
+from llmcompress.validate.device_memory import refuse_beyond, validation_memory
 from llmcompress.validate.evaluate import Collected, Watch, lockstep
 from llmcompress.validate.load import load_whole, open_streamed, refuse_other_vocabulary
 from llmcompress.validate.request import Request
@@ -52,9 +52,8 @@ def validate(request: Request, windows: Tensor, watch: Watch, say: Say) -> Valid
     assert request.backend is not None
     backend = open_backend(request.backend, request.device, say)
     dtype = compute_dtype(request.dtype, backend)
-    refuse_beyond(
-        foreseen(request.model, request.ref, dtype, windows.shape[0], windows.shape[1], request.timing), backend.device
-    )
+    memory = validation_memory(request.model, request.ref, dtype, windows.shape[0], windows.shape[1], request.timing)
+    refuse_beyond(memory.peak("gpu"), backend.device)
     with _memory_of(backend.device):
         return _validated(request, windows, backend, dtype, watch, say)
 

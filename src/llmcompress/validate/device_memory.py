@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from llmcompress.arch.spec import attention_heads
+from llmcompress.engine.plan.memory_model import CUDA_CONTEXT, DECODED, LOGIT_AGREEMENT, MemoryModel, Phase, Term
 from llmcompress.engine.source.open import directory_headers
 from llmcompress.engine.source.quantised import DecodedHeaders
 from llmcompress.errors import PlanError
@@ -16,31 +17,31 @@ from llmcompress.store.headers import ModelHeaders
 from llmcompress.validate.gguf_file import gguf_in
 from llmcompress.validate.request import Timing
 
-_CONTEXT = 600_000_000  # bytes: CUDA's own, libraries and kernels
-_DECODED = 12 << 24  # bytes of weights that are decoded at once, codes and temporaries included
-_LOGITS = 6  # copies of a window's logits in float32: of each model, and of what is compared
 
-
-def foreseen(
+def validation_memory(
     model: Path, ref: Path | None, dtype: torch.dtype, windows: int, length: int, timing: Timing | None = None
-) -> int:
-    """Bytes of GPU memory at most at once: while two models are compared, or while the reference is timed."""
+) -> MemoryModel:
+    """Of a GPU, while two models are compared, and while the model, and after it the reference, is timed."""
     timing = timing or Timing()
     headers = directory_headers(model if ref is None or gguf_in(model) is None else ref, Ledger())
-    file = gguf_in(model)
+    file, config = gguf_in(model), headers.config
     subject = file.stat().st_size if file is not None else resident(headers, dtype)
-    config = headers.config
-    width, vocabulary = _number(config, "hidden_size", "n_embd"), _number(config, "vocab_size")
-    layers = _number(config, "num_hidden_layers", "n_layer")
-    layer = 4 * sum(prod(item.spec.shape) for item in headers.tensors.values()) // max(layers, 1)
-    compared = 1 + (ref is not None)
-    streamed = compared * (layer + 4 * width * (windows * length + vocabulary))
-    timed = (
-        _cache(config, width, layers, dtype, timing) + _DECODED + 4 * max(timing.batches) * length * max(width * 8, 1)
-    )
-    comparing = subject + streamed + _LOGITS * 4 * length * vocabulary + _DECODED
     again = 0 if ref is None else resident(directory_headers(ref, Ledger()), torch.bfloat16)
-    return _CONTEXT + max(comparing, max(subject, again) + timed)
+    width, vocabulary = _number(config, "hidden_size", "n_embd"), _number(config, "vocab_size")
+    layers, compared = _number(config, "num_hidden_layers", "n_layer"), 1 + (ref is not None)
+    layer = 4 * sum(prod(item.spec.shape) for item in headers.tensors.values()) // max(layers, 1)
+    heads = attention_heads(config)
+    share = 1.0 if heads is None else heads[1] / heads[0]
+    cache = int(max(timing.batches) * (timing.prompt + 2 * timing.new) * 2 * layers * width * share * dtype.itemsize)
+
+    def phase(name: str, **terms: int) -> Phase:
+        return Phase(name, [Term(term, nbytes, "gpu") for term, nbytes in terms.items()])
+
+    states, logits = compared * 4 * width * (windows * length + vocabulary), LOGIT_AGREEMENT * length * vocabulary
+    comparing = phase("comparing", model=subject, layers=compared * layer, states=states, logits=logits)
+    batch = 4 * max(timing.batches) * length * max(width * 8, 1)
+    timed = phase("timing", model=max(subject, again), cache=cache, batch=batch)
+    return MemoryModel(phase("", context=CUDA_CONTEXT, decoded=DECODED).terms, [comparing, timed])
 
 
 def resident(headers: ModelHeaders, dtype: torch.dtype) -> int:
@@ -54,25 +55,13 @@ def resident(headers: ModelHeaders, dtype: torch.dtype) -> int:
 
 
 def refuse_beyond(need: int, device: torch.device) -> None:
-    """PlanError if a GPU has less memory free than is needed; nothing for other devices."""
-    free = free_memory(device)
+    """PlanError if a GPU has fewer bytes of memory free than are needed; nothing for other devices."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
     if free is not None and need > free:
         raise PlanError(
             f"this takes about {need / 1e9:.1f} GB of GPU memory, of which {free / 1e9:.1f} GB are free",
             "use fewer --windows or a shorter --length, or leave --backend out: then one layer is there at a time",
         )
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Bytes that are free on a GPU; None for other devices."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
-
-
-def _cache(config: Mapping[str, Any], width: int, layers: int, dtype: torch.dtype, timing: Timing) -> int:
-    """Bytes of keys and values of the largest batch that is timed."""
-    heads = attention_heads(config)
-    share = 1.0 if heads is None else heads[1] / heads[0]
-    return int(max(timing.batches) * (timing.prompt + 2 * timing.new) * 2 * layers * width * share * dtype.itemsize)
 
 
 def _number(config: Mapping[str, Any], *names: str) -> int:

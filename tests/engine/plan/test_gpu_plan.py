@@ -8,7 +8,7 @@ import torch
 
 from llmcompress.background import Ahead
 from llmcompress.engine.plan import resources as resources
-from llmcompress.engine.plan.estimate import Estimate
+from llmcompress.engine.plan.memory_model import MemoryModel, Term
 from llmcompress.engine.plan.options import Options
 from llmcompress.engine.plan.resources import choose_resources
 from llmcompress.engine.run import prefetch
@@ -18,7 +18,7 @@ from llmcompress.solve.row_blocks import solved_rows
 from llmcompress.store.windows import write_windows
 
 RUN = ("--samples", 4, "--length", 32, "--group-size", 32, "--bits", 4)
-COST = Estimate(0, 0, 0, 0, 0, 0.0)
+COST = MemoryModel([], [])
 
 
 def test_without_a_gpu_one_is_refused_in_a_line(main, tiny_model_dir, tmp_path, capsys):
@@ -43,9 +43,9 @@ def test_a_plan_says_what_a_run_would_take_of_a_gpu(main, tiny_model_dir, tmp_pa
 
 def test_a_gpu_runs_more_windows_at_once_by_one_thread(monkeypatch):
     options = Options(device="cuda")
-    found, _ = choose_resources(options, 2048, lambda resources: COST)
+    found = choose_resources(options, 2048, lambda resources: COST)
     assert (found.batch, found.threads, found.gpu, found.dtype) == (4, 1, True, "bfloat16")
-    assert choose_resources(replace(options, threads=3, batch=7), 2048, lambda resources: COST)[0].threads == 3
+    assert choose_resources(replace(options, threads=3, batch=7), 2048, lambda resources: COST).threads == 3
 
 
 @pytest.mark.parametrize("source", ["option", "device"])
@@ -56,9 +56,9 @@ def test_batches_shrink_until_they_fit_and_else_the_run_is_refused(monkeypatch, 
     monkeypatch.setattr("llmcompress.hardware.gpu_memory", lambda device=None: total)
 
     def cost(resources):
-        return replace(COST, gpu_bytes=1_000_000_000 * (1 + resources.batch))
+        return MemoryModel([Term("all", 1_000_000_000 * (1 + resources.batch), "gpu")], [])
 
-    assert choose_resources(options, 2048, cost)[0].batch == 2
+    assert choose_resources(options, 2048, cost).batch == 2
     with pytest.raises(PlanError, match=r"up to 5\.50 GB of GPU memory are needed, .* 3\.50"):
         choose_resources(replace(options, batch=4), 2048, cost)
 

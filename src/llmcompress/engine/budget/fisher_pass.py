@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from llmcompress.engine.budget.fisher_window import ByToken, Gathering
+from llmcompress.engine.plan.memory_model import HEAD_TOKENS
 from llmcompress.engine.process.process_memory import return_freed_memory
-from llmcompress.engine.structure.pass_memory import HEAD_TOKENS
 from llmcompress.errors import RunError
 from llmcompress.model.build import StreamedModel
 from llmcompress.model.gradients import LayerGradient, embedding_gradient, head_gradient

@@ -11,10 +11,11 @@ from llmcompress.engine.budget.grid_losses import SAMPLED, measured_losses
 from llmcompress.engine.budget.items import Item
 from llmcompress.engine.budget.losses_file import kept_losses
 from llmcompress.engine.budget.type_losses import Losses
-from llmcompress.engine.plan.options import Resources
+from llmcompress.engine.plan.memory_model import MemoryModel
+from llmcompress.engine.plan.pass_memory import ModelSizes, fit_memory
 from llmcompress.engine.plan.plan import Plan
+from llmcompress.engine.plan.resources import Resources, bounded, host_limits
 from llmcompress.engine.source.matrices import matrices_of
-from llmcompress.engine.structure.pass_memory import Sizes, bounded, fit_memory
 from llmcompress.ledger import Ledger
 from llmcompress.store.staging import Staging
 
@@ -22,7 +23,7 @@ from llmcompress.store.staging import Staging
 def within(base: Plan, limit: int | None) -> Plan:
     """With as many threads as the memory allows; PlanError if it is too little for one."""
     free = base.options.threads is None, False
-    return replace(base, resources=bounded(base.resources, limit, partial(_memory, base), free))
+    return replace(base, resources=bounded(base.resources, host_limits(limit), partial(_memory, base), free))
 
 
 def losses_of(
@@ -53,7 +54,7 @@ def losses_of(
 
     def measured() -> Losses:
         nonlocal staged
-        begin(_memory(base, base.resources))
+        begin(_memory(base, base.resources).peak("host"))
         staged = Staging(base.work, {**of, "seed": base.recipe.calibration.seed, "grids": names})
         return measured_losses(base, measuring, grids, staged, ledger, watch)
 
@@ -63,9 +64,9 @@ def losses_of(
     return losses
 
 
-def _memory(base: Plan, resources: Resources) -> int:
-    """What measuring takes, in bytes."""
+def _memory(base: Plan, resources: Resources) -> MemoryModel:
+    """What measuring takes."""
     refs = matrices_of(base.headers, base.options.trust_remote_code, Ledger()).refs
-    sizes = Sizes.of(base.headers, refs, base.recipe.calibration.length)
+    sizes = ModelSizes.of(base.headers, refs, base.recipe.calibration.length)
     step = base.recipe.method
     return fit_memory(sizes, resources, compensated=step is not None and step.compensates, sampled=SAMPLED)

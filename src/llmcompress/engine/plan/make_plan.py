@@ -1,7 +1,6 @@
 """The plan: what a run will do, decided and checked from headers alone, before any tensor is read."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from llmcompress.engine.plan.paths import check_disk, output_and_work
 from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.plan.repair import repaired_plan
 from llmcompress.engine.plan.resources import choose_resources
+from llmcompress.engine.plan.run_memory import memory_of_run
 from llmcompress.engine.plan.transform_headers import check_order
 from llmcompress.engine.targets.check import engine_notes, requested_target
 from llmcompress.errors import PlanError, RecipeError
@@ -51,8 +51,10 @@ def _plan_for_any_target(recipe: Recipe, model: Path, options: Options) -> Plan:
     _check_format(format_, entries, headers.config, ledger)
     layout = kind.layout(contents, entries, out, importance)
     layers = _by_layer(planned, contents)
-    cost_of = partial(estimate, headers, recipe, layers, layout.nbytes)
-    resources, cost = choose_resources(options, recipe.calibration.length, cost_of)
+    resources = choose_resources(
+        options, recipe.calibration.length, lambda resources: memory_of_run(headers, recipe, layers, resources).model()
+    )
+    cost = estimate(headers, recipe, layers, layout.nbytes, resources)
     check_disk(out, work, cost)
     return Plan(
         recipe=recipe,

@@ -1,9 +1,7 @@
-"""What a run may use: places and limits as the user gave them, and what was chosen within them."""
+"""What a user allows a run: places, limits and choices that do not belong into a recipe."""
 
 from dataclasses import dataclass
 from pathlib import Path
-
-FETCHED = 2  # batches on their way to a GPU
 
 
 @dataclass(frozen=True)
@@ -25,16 +23,3 @@ class Options:
     max_memory: int | None = None
     max_gpu_memory: int | None = None
     stats: Path | None = None
-
-
-@dataclass(frozen=True)
-class Resources:
-    """What the memory of a run depends on beside the model: type of its layers, windows in a batch, threads.
-
-    gpu: whether layers run, and matrices are solved, on a GPU.
-    """
-
-    dtype: str
-    batch: int
-    threads: int
-    gpu: bool = False

@@ -1,74 +1,106 @@
-"""The means of a run: the type its layers run in, windows in a batch, threads; as many as the memory allowed is for."""
+"""The resources of a run: the type its layers run in, windows in a batch, threads; fewer where memory is bounded."""
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from llmcompress.engine.plan.estimate import Estimate
-from llmcompress.engine.plan.options import Resources
+from llmcompress.engine.plan.memory_model import MARGIN, Device, MemoryModel
+from llmcompress.engine.plan.options import Options
 from llmcompress.errors import PlanError
 
-if TYPE_CHECKING:
-    from llmcompress.engine.plan.options import Options
-
-MARGIN = 1.1  # by which memory may exceed its estimate
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _BATCH_TOKENS = 1024  # run through a layer at once: on a processor, what stays in the caches is fastest
 _GPU_TOKENS = 8192  # on a GPU: products of so many rows fill it
 
 
-def choose_resources(
-    options: "Options", length: int, cost_of: Callable[[Resources], Estimate]
-) -> tuple[Resources, Estimate]:
-    """Resources for windows of `length` tokens, and what the run then takes by `cost_of`.
+@dataclass(frozen=True)
+class Resources:
+    """What the memory of a run depends on beside the model: type of its layers, windows in a batch, threads.
 
-    Where the memory is bounded and more do not fit, there are fewer threads and smaller batches; PlanError if even the
-    fewest do not. A GPU bounds its memory by itself: the batch follows from all it has, whoever uses it now.
+    gpu: whether layers run, and matrices are solved, on a GPU.
+    """
+
+    dtype: str
+    batch: int
+    threads: int
+    gpu: bool = False
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of a number in the type that layers run in."""
+        return ITEM_BYTES[self.dtype]
+
+
+class Limit(NamedTuple):
+    """Bytes of a device that must not be exceeded. words: between bytes needed and bytes allowed in a refusal."""
+
+    device: Device
+    allowed: int
+    words: str
+
+
+def choose_resources(options: Options, length: int, memory_of: Callable[[Resources], MemoryModel]) -> Resources:
+    """Resources of a run over windows of `length` tokens, whose memory fits what options and the GPU allow.
+
+    A GPU bounds its memory by itself: the batch follows from all it has, whoever uses it now. PlanError as `bounded`.
     """
     resources = usual_resources(options, length)
-    cost = cost_of(resources)
-    limits = _limits(options, resources)
-    while short := _short(cost, limits):
-        if resources.threads > 1 and options.threads is None:
+    limits = host_limits(options.max_memory)
+    if resources.gpu:
+        limits += _gpu_limits(options.max_gpu_memory)
+    free = options.threads is None, options.batch is None
+    return bounded(resources, limits, memory_of, free, "use a shorter --length, --qep-alpha 0, or allow more")
+
+
+def bounded(
+    resources: Resources,
+    limits: Sequence[Limit],
+    memory_of: Callable[[Resources], MemoryModel],
+    free: tuple[bool, bool],
+    hint: str = "use a shorter --length, or allow more",
+) -> Resources:
+    """Resources whose memory, with a margin, keeps within limits: fewer threads, then smaller batches.
+
+    free: whether threads, and whether batches, may be chosen. PlanError with a hint where even the fewest take more.
+    """
+    threads, batches = free
+    while limits and (excess := _excess(memory_of(resources), limits)):
+        if resources.threads > 1 and threads:
             resources = replace(resources, threads=resources.threads - 1)
-        elif resources.batch > 1 and options.batch is None:
+        elif resources.batch > 1 and batches:
             resources = replace(resources, batch=resources.batch // 2)
         else:
-            needed, allowed, of = short
-            raise PlanError(
-                f"up to {needed / 1e9:.2f} GB of {of} {allowed / 1e9:.2f}",
-                "use a shorter --length, --qep-alpha 0, or allow more",
-            )
-        cost = cost_of(resources)
-    return resources, cost
+            raise PlanError(excess, hint)
+    return resources
 
 
-def _limits(options: "Options", resources: Resources) -> list[tuple[Callable[[Estimate], int], int, str]]:
-    """What must not be exceeded: a number of bytes, their limit, and how a refusal names both."""
-    limits: list[tuple[Callable[[Estimate], int], int, str]] = []
-    if options.max_memory is not None:
-        limits.append((lambda cost: cost.memory_bytes, options.max_memory, "memory are needed, --max-memory allows"))
-    if not resources.gpu:
-        return limits
-    if options.max_gpu_memory is not None:
-        limit = options.max_gpu_memory
-        limits.append((lambda cost: cost.gpu_bytes, limit, "GPU memory are needed, --max-gpu-memory allows"))
+def host_limits(max_memory: int | None) -> list[Limit]:
+    """The limit of main memory, if there is one."""
+    return [] if max_memory is None else [Limit("host", max_memory, "memory are needed, --max-memory allows")]
+
+
+def _gpu_limits(max_gpu_memory: int | None) -> list[Limit]:
     from llmcompress.hardware import gpu_memory
 
     memory = gpu_memory()
+    limits = []
+    if max_gpu_memory is not None:
+        limits.append(Limit("gpu", max_gpu_memory, "GPU memory are needed, --max-gpu-memory allows"))
     if memory is not None:
-        limits.append((lambda cost: cost.gpu_bytes, memory.total, "GPU memory are needed, the GPU has"))
+        limits.append(Limit("gpu", memory.total, "GPU memory are needed, the GPU has"))
     return limits
 
 
-def _short(cost: Estimate, limits: list[tuple[Callable[[Estimate], int], int, str]]) -> tuple[float, int, str] | None:
-    """Bytes needed and allowed, and what they are, for the first limit that is exceeded."""
-    for of, allowed, words in limits:
-        if of(cost) * MARGIN > allowed:
-            return of(cost) * MARGIN, allowed, words
+def _excess(memory: MemoryModel, limits: Sequence[Limit]) -> str | None:
+    """Bytes needed and bytes allowed, in words, of the first limit that is exceeded."""
+    for limit in limits:
+        needed = memory.peak(limit.device) * MARGIN
+        if needed > limit.allowed:
+            return f"up to {needed / 1e9:.2f} GB of {limit.words} {limit.allowed / 1e9:.2f}"
     return None
 
 
-def usual_resources(options: "Options", length: int) -> Resources:
+def usual_resources(options: Options, length: int) -> Resources:
     """What is asked for, or else as much as is fastest, whatever memory it takes."""
     gpu = on_gpu(options.device)
     batch = options.batch or max(1, (_GPU_TOKENS if gpu else _BATCH_TOKENS) // length)

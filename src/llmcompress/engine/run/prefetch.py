@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from llmcompress.background import Ahead
-from llmcompress.engine.plan.options import FETCHED
+from llmcompress.engine.plan.memory_model import FETCHED
 from llmcompress.store.windows import Windows
 
 

@@ -133,6 +133,12 @@ def vocabulary_size(headers: ModelHeaders) -> int:
     )
 
 
+def hidden_width(headers: ModelHeaders) -> int:
+    """Width of hidden states, by config.json; 0 if it is not there."""
+    config: Any = headers.config
+    return int(config.get("hidden_size") or config.get("n_embd") or config.get("d_model") or 0)
+
+
 def numbered(prefix: str) -> re.Pattern[str]:
     """Matches the beginning of the name of a tensor in a layer; the group is the layer's number."""
     return re.compile(rf"{re.escape(prefix)}\.([0-9]{{1,9}})\.")

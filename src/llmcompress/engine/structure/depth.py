@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from llmcompress.engine.plan.estimate import ITEM_BYTES, hidden_width
 from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.pass_memory import depth_memory
 from llmcompress.engine.plan.paths import check_room
+from llmcompress.engine.source.header_checks import hidden_width
 from llmcompress.engine.structure.derived_model import Derived, calibration_facts, card
 from llmcompress.engine.structure.layer_removal import Removal
-from llmcompress.engine.structure.pass_memory import depth_memory
 from llmcompress.engine.structure.renumber import kept_config, kept_headers
 from llmcompress.engine.structure.source_model import Subject, entering, open_subject
 from llmcompress.errors import PlanError
@@ -87,14 +87,14 @@ def plan_depth(model: Path, asked: Asked, text: Calibration, options: Options | 
         streams = 4 + len(asked.starts(layers))
     else:
         passed, streams = layers, asked.span + 2
-    scratch = streams * text.samples * text.length * hidden_width(subject.headers) * ITEM_BYTES[subject.resources.dtype]
+    scratch = streams * text.samples * text.length * hidden_width(subject.headers) * subject.resources.item_bytes
     check_room((subject.out, subject.headers.nbytes), (subject.out.parent, scratch))
     kept_config(
         subject.anatomy, range(layers - asked.drop), subject.options.trust_remote_code
     )  # whether it can be said
     memory = partial(depth_memory, subject.sizes, compared=asked.by == "kl")
     subject = subject.within(memory)
-    return DepthPlan(subject, asked, layers, passed, scratch, memory(subject.resources))
+    return DepthPlan(subject, asked, layers, passed, scratch, memory(subject.resources).peak("host"))
 
 
 def prune_depth(plan: DepthPlan, watch: Watch = lambda done, of: None) -> dict[str, Any]:

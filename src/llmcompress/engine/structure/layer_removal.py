@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from llmcompress.engine.structure.pass_memory import HEAD_TOKENS
+from llmcompress.engine.plan.memory_model import HEAD_TOKENS
 from llmcompress.engine.structure.source_model import onward
 from llmcompress.errors import RunError
 from llmcompress.model.build import StreamedModel

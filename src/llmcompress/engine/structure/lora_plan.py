@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 
 from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.pass_memory import lora_memory
 from llmcompress.engine.source.matrices import matrices_of
 from llmcompress.engine.source.quantised import DecodedHeaders, decoded_headers
-from llmcompress.engine.structure.pass_memory import lora_memory
 from llmcompress.engine.structure.source_model import Subject, open_subject
 from llmcompress.errors import CheckpointError, PlanError
 from llmcompress.formats.base import TensorSpec
@@ -93,7 +93,7 @@ def plan_lora(
         raise PlanError(f"--rank {rank} is no low rank for {narrow.name}, which is {rows} x {columns}")
     memory = partial(lora_memory, subject.sizes, by_outputs=by == "outputs")
     subject = subject.within(memory)
-    return LoraPlan(subject, source, targets, rank, by, memory(subject.resources))
+    return LoraPlan(subject, source, targets, rank, by, memory(subject.resources).peak("host"))
 
 
 def _targets(subject: Subject, source: ModelHeaders) -> tuple[Target, ...]:

@@ -9,9 +9,11 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from llmcompress.engine.plan.options import Options, Resources
+from llmcompress.engine.plan.memory_model import MemoryModel
+from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.pass_memory import ModelSizes
 from llmcompress.engine.plan.paths import path_beside, refuse_model_itself
-from llmcompress.engine.plan.resources import usual_resources
+from llmcompress.engine.plan.resources import Resources, bounded, host_limits, usual_resources
 from llmcompress.engine.process.process_memory import keep_freed_memory, return_freed_memory
 from llmcompress.engine.process.ranks import device_of
 from llmcompress.engine.run.forward import Forward, Stream
@@ -19,7 +21,6 @@ from llmcompress.engine.run.tokens import tokens_for
 from llmcompress.engine.source.matrices import Matrices, matrices_of
 from llmcompress.engine.source.open import config_of, open_checkpoint
 from llmcompress.engine.source.tensor_names import Anatomy
-from llmcompress.engine.structure.pass_memory import Sizes, bounded
 from llmcompress.errors import PlanError
 from llmcompress.ledger import Ledger
 from llmcompress.model.build import StreamedModel
@@ -46,14 +47,14 @@ class Subject:
     ledger: Ledger
 
     @property
-    def sizes(self) -> Sizes:
-        return Sizes.of(self.headers, self.matrices.refs, self.text.length)
+    def sizes(self) -> ModelSizes:
+        return ModelSizes.of(self.headers, self.matrices.refs, self.text.length)
 
-    def within(self, memory: Callable[[Resources], int]) -> "Subject":
-        """With means that keep within the memory allowed; PlanError if none do. memory: what some take, in bytes."""
+    def within(self, memory_of: Callable[[Resources], MemoryModel]) -> "Subject":
+        """With resources whose memory keeps within what options allow; PlanError if none do."""
         options = self.options
         free = options.threads is None, options.batch is None
-        return replace(self, resources=bounded(self.resources, options.max_memory, memory, free))
+        return replace(self, resources=bounded(self.resources, host_limits(options.max_memory), memory_of, free))
 
     @property
     def anatomy(self) -> Anatomy:

@@ -13,15 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from llmcompress.engine.plan.estimate import ITEM_BYTES, hidden_width
 from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.pass_memory import width_memory
 from llmcompress.engine.plan.paths import check_room
 from llmcompress.engine.process.process_memory import return_freed_memory
 from llmcompress.engine.run.forward import Forward, Recording, Stream
-from llmcompress.engine.source.header_checks import numbered
+from llmcompress.engine.source.header_checks import hidden_width, numbered
 from llmcompress.engine.structure.derived_model import Derived, calibration_facts, card
 from llmcompress.engine.structure.feed_forward import FeedForward, feed_forward, narrowed_config
-from llmcompress.engine.structure.pass_memory import width_memory
 from llmcompress.engine.structure.source_model import Subject, entering, open_subject
 from llmcompress.errors import PlanError
 from llmcompress.formats.base import TensorSpec
@@ -100,13 +99,13 @@ def plan_width(model: Path, asked: Asked, text: Calibration, options: Options | 
     if not 0 < width < before:
         raise PlanError(f"{width} channels are not fewer than the {before} of the feed-forward", "ask for fewer")
     derived = Derived(narrowed_config(subject.headers.config, before, width), _specs(subject, layers, width))
-    tokens = text.samples * text.length * ITEM_BYTES[subject.resources.dtype]
+    tokens = text.samples * text.length * subject.resources.item_bytes
     check_room(
         (subject.out, derived.nbytes), (subject.out.parent, tokens * (4 * hidden_width(subject.headers) + before))
     )
     memory = partial(width_memory, subject.sizes, inner=before, width=width, inverse=asked.by == "cost")
     subject = subject.within(memory)
-    return WidthPlan(subject, asked, layers, width, memory(subject.resources), derived)
+    return WidthPlan(subject, asked, layers, width, memory(subject.resources).peak("host"), derived)
 
 
 def prune_width(plan: WidthPlan, watch: Watch = lambda done, of: None) -> dict[str, Any]:

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from llmcompress.engine.plan.options import Resources
-from llmcompress.engine.structure.pass_memory import Matrix, Sizes, bounded, depth_memory, fit_memory
+from llmcompress.engine.plan.pass_memory import Matrix, ModelSizes, depth_memory, fit_memory
+from llmcompress.engine.plan.resources import Resources, bounded, host_limits
 from llmcompress.errors import PlanError
 from sizedmodels import WIDTHS, call, write
 
@@ -18,7 +18,7 @@ COMMANDS = {  # each with a number of threads
     "lora": (2, ["lora", "--rank", 16, *TEXT]),
     "lora by weights": (1, ["lora", "--rank", 16, "--by", "weights"]),
 }
-SMALL = Sizes([[Matrix("a", 256, 256, False)] * 4], 256, 8192, (256 * 8192, 512 * 8192), 512)
+SMALL = ModelSizes([[Matrix("a", 256, 256, False)] * 4], 256, 8192, (256 * 8192, 512 * 8192), 512)
 
 
 @pytest.fixture(scope="module")
@@ -63,21 +63,23 @@ def test_fewer_threads_and_smaller_batches_keep_within_a_limit():
     def memory(resources):
         return depth_memory(SMALL, resources, compared=False)
 
-    least = memory(Resources("bfloat16", 1, 1))
-    assert bounded(resources, None, memory, (True, True)) == resources
-    for limit in (least * 1.11, least * 1.2, memory(resources) * 1.11):
-        found = bounded(resources, int(limit), memory, (True, True))
-        assert memory(found) * 1.1 <= limit
+    def bytes_of(resources):
+        return memory(resources).peak("host")
+
+    least = bytes_of(Resources("bfloat16", 1, 1))
+    assert bounded(resources, [], memory, (True, True)) == resources
+    for limit in (least * 1.11, least * 1.2, bytes_of(resources) * 1.11):
+        found = bounded(resources, host_limits(int(limit)), memory, (True, True))
+        assert bytes_of(found) * 1.1 <= limit
     assert found == resources
-    assert bounded(resources, int(least * 1.2), memory, (True, True)).threads < 4
+    assert bounded(resources, host_limits(int(least * 1.2)), memory, (True, True)).threads < 4
     for limit, free in ((least, (True, True)), (least * 1.2, (False, False))):
         with pytest.raises(PlanError, match=r"GB of memory are needed, --max-memory allows"):
-            bounded(resources, int(limit), memory, free)
+            bounded(resources, host_limits(int(limit)), memory, free)
 
 
 def test_what_fit_needs_does_not_grow_with_the_number_of_layers():
-    more = SMALL._replace(layers=[*SMALL.layers] * 40)
-    resources = Resources("float32", 1, 2)
-    assert fit_memory(more, resources, compensated=True, sampled=1 << 16) == fit_memory(
-        SMALL, resources, compensated=True, sampled=1 << 16
-    )
+    def needed(sizes):
+        return fit_memory(sizes, Resources("float32", 1, 2), compensated=True, sampled=1 << 16).peak("host")
+
+    assert needed(SMALL._replace(layers=[*SMALL.layers] * 40)) == needed(SMALL)

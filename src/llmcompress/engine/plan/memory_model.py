@@ -1,0 +1,94 @@
+"""The memory model: terms that are alive at once, phase by phase; the peak of a command is its largest phase.
+
+Runs on a processor or a GPU, passes of text (depth, width, lora, fit) and validation list their phases in these terms.
+A small number in a phase counts bytes of tensors, which the term's name or a comment lists. Of the constants here,
+"fitted" ones were chosen so that peaks that are measured (test_memory.py, test_pass_memory.py) are within 10% of the
+estimate; "counted" ones follow from the code; "assumed" ones are measured by no test.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
+
+MARGIN = 1.1  # an estimate times this must fit into a limit, since a peak may exceed its estimate by a tenth
+
+# What the code holds at once: the modules that do so import these numbers.
+FETCHED = 2  # batches on their way to a GPU
+HEAD_TOKENS = 128  # tokens of which all logits, and a few tensors as large, are in memory
+
+# Bytes of a process, whatever the model.
+WITH_MODEL = 286_000_000  # fitted: Python with torch and transformers' model code, without the files of libraries
+WITHOUT_MODEL = 272_000_000  # fitted: the same for a run that builds no model
+WITH_GGUF = 26_000_000  # fitted: more with the gguf package and a vocabulary
+ALGEBRA = 26_000_000  # fitted: more once a matrix is factorised
+PER_THREAD = 24_000_000  # fitted: buffers that torch's libraries keep for each thread but the first
+WITH_CUDA = 2_500_000_000  # assumed: what CUDA's libraries and driver take of main memory
+CUDA_CONTEXT = 600_000_000  # assumed: what CUDA's context, libraries and kernels take of the GPU
+CUDA_WORKSPACE = 100_000_000  # assumed: what cuBLAS and cuSOLVER take of the GPU to work in
+
+# Bytes for each number that is worked on.
+COPIED = 1.4  # fitted, for each byte of the largest tensor: when it is read, freed memory is not all given back yet
+ENCODED = 12  # fitted, for each weight of a chunk that is encoded for GGUF
+ROTATED = 3  # fitted, for each byte of the largest tensor where it is rotated, which is done in float32
+ROTATED_ROWS = 40  # fitted, for each number of the rows that are being rotated, in float64
+OUTPUT_SEARCH = 128  # fitted, for each number of the rows whose ranges are searched by the error of outputs
+GPU_SEARCH = 40  # assumed, for each weight whose scale is searched on a GPU
+SCALE_TOKENS = 1024  # counted, in tokens and not in bytes: kept of an input where scales are searched
+STAGED_CODES = 2  # counted, for each weight of a layer while its codes, from the GPU, are written
+LOGIT_GRADIENT = 30  # fitted, for each logit of the tokens at the head, where gradients begin
+LOGIT_DIVERGENCE = 22  # fitted, for each logit of the tokens at the head, where divergences are taken
+LOGIT_AGREEMENT = 24  # counted, for each logit of a validated window: six tensors of float32
+GRADIENT_VALUES = 32  # fitted, for each token and row of the largest matrix, or hidden channel: kept for gradients
+DECODED = 12 << 24  # counted, in all: packed weights that are decoded at once in validation, codes and temporaries too
+
+
+Device = Literal["host", "gpu"]
+
+
+class Term(NamedTuple):
+    """Bytes of one thing in the memory of a device."""
+
+    name: str
+    nbytes: int
+    device: Device = "host"
+
+
+class Phase(NamedTuple):
+    """Terms that are alive at once."""
+
+    name: str
+    terms: Sequence[Term]
+
+
+class MemoryModel(NamedTuple):
+    """throughout: terms that are alive in every phase. phases: each begins when the one before has been freed."""
+
+    throughout: Sequence[Term]
+    phases: Sequence[Phase]
+
+    def peak(self, device: Device) -> int:
+        """Bytes of a device in its largest phase."""
+        most = max((_on(device, phase.terms) for phase in self.phases), default=0)
+        return _on(device, self.throughout) + most
+
+
+def _on(device: Device, terms: Iterable[Term]) -> int:
+    return sum(term.nbytes for term in terms if term.device == device)
+
+
+def process(threads: int, algebra: bool) -> list[Term]:
+    """A process that runs text through a model. algebra: whether it factorises matrices."""
+    buffers = Term("buffers of threads", PER_THREAD * (threads - 1))
+    return [Term("interpreter", WITH_MODEL), buffers, Term("linear algebra", ALGEBRA * algebra)]
+
+
+def entering(tokens: int, hidden: int, item: int) -> Term:
+    """A batch that is embedded: four values of the hidden width for each token."""
+    return Term("batch", 4 * tokens * hidden * item)
+
+
+def running(tokens: int, threads: int, widest: int, hidden: int, item: int) -> Term:
+    """Batches in a layer, of each thread and one whose result waits: three wide and eight narrow values of each token.
+
+    tokens: of a batch. widest: most rows or columns of a matrix of the layer.
+    """
+    return Term("batches", tokens * (threads + 1) * (3 * widest + 8 * hidden) * item)

@@ -1,0 +1,163 @@
+"""The memory of depth, width, lora and fit, which run text through a model: their phases, from headers alone."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from math import prod
+from typing import NamedTuple
+
+from llmcompress.engine.plan import memory_model as memory
+from llmcompress.engine.plan.memory_model import MemoryModel, Phase, Term
+from llmcompress.engine.plan.resources import ITEM_BYTES, Resources
+from llmcompress.engine.source.header_checks import hidden_width
+from llmcompress.engine.source.tensor_names import MatrixRef
+from llmcompress.store.headers import ModelHeaders
+
+
+class Matrix(NamedTuple):
+    """A matrix [rows, columns] that reads a space; of an expert or not."""
+
+    space: str
+    rows: int
+    columns: int
+    expert: bool
+
+    @property
+    def weights(self) -> int:
+        return self.rows * self.columns
+
+
+Layer = Sequence[Matrix]
+
+
+class ModelSizes(NamedTuple):
+    """Of a model whose layers have matrices, and of windows of `length` tokens. largest: tensor, elements and bytes."""
+
+    layers: Sequence[Layer]
+    hidden: int
+    vocabulary: int
+    largest: tuple[int, int]
+    length: int
+
+    @classmethod
+    def of(cls, headers: ModelHeaders, refs: Iterable[MatrixRef], length: int) -> "ModelSizes":
+        """By headers that were checked."""
+        layers: dict[int, list[Matrix]] = {}
+        for ref in refs:
+            shape = headers.tensors[f"{ref.module}.weight"].spec.shape
+            rows, columns = shape[::-1] if ref.linear.conv1d else shape
+            layers.setdefault(ref.layer, []).append(Matrix(ref.space, rows, columns, ref.expert is not None))
+        spec = max((stored.spec for stored in headers.tensors.values()), key=lambda spec: spec.nbytes)
+        vocabulary = headers.config.get("vocab_size")
+        count = vocabulary if isinstance(vocabulary, int) else spec.shape[0]
+        return cls(list(layers.values()), hidden_width(headers), count, (prod(spec.shape), spec.nbytes), length)
+
+    def table(self, dtype: str) -> Term:
+        """The embedding, or the head, as it is read and then in the type of the layers."""
+        elements, nbytes = self.largest
+        wide = elements * ITEM_BYTES[dtype]
+        return Term("embedding", nbytes if wide <= nbytes else wide + nbytes)
+
+    def embedding(self, resources: Resources) -> Phase:
+        batch = memory.entering(resources.batch * self.length, self.hidden, resources.item_bytes)
+        return Phase("embedding", [self.table(resources.dtype), batch])
+
+    @property
+    def writing(self) -> Phase:
+        return Phase("writing", [Term("largest tensor", int(memory.COPIED * self.largest[1]))])
+
+    def running(self, layer: Layer, resources: Resources) -> list[Term]:
+        """The layer, and batches in it."""
+        widest, tokens = max(max(matrix.rows, matrix.columns) for matrix in layer), resources.batch * self.length
+        batches = memory.running(tokens, resources.threads, widest, self.hidden, resources.item_bytes)
+        return [_loaded(layer, resources), batches]
+
+
+def depth_memory(sizes: ModelSizes, resources: Resources, compared: bool) -> MemoryModel:
+    """Of dropping layers. compared: whether by the divergence of logits."""
+    phases = [sizes.embedding(resources), sizes.writing]
+    phases += [Phase("running", sizes.running(layer, resources)) for layer in sizes.layers]
+    if compared:
+        logits = Term("logits", memory.LOGIT_DIVERGENCE * memory.HEAD_TOKENS * sizes.vocabulary)
+        phases.append(Phase("head", [sizes.table(resources.dtype), logits]))
+    return MemoryModel(memory.process(resources.threads, algebra=False), phases)
+
+
+def width_memory(sizes: ModelSizes, resources: Resources, inner: int, width: int, inverse: bool) -> MemoryModel:
+    """Of leaving `width` of `inner` channels. inverse: whether those go that the others make up for best."""
+    out, gram = sizes.hidden, Term("Gram matrix", 4 * inner**2)
+    solving = {
+        "choosing": 28 * inner**2 if inverse else 4 * out * inner,
+        "refitting": 4 * inner * width + 20 * width**2 + 16 * out * width,
+        "measuring the loss": 12 * out * inner,
+    }
+    phases = [sizes.embedding(resources), sizes.writing]
+    for layer in sizes.layers:
+        begun = [_loaded(layer, resources), gram, Term("matrix, twice", 8 * out * inner)]
+        phases.append(Phase("running", [gram, *sizes.running(layer, resources)]))
+        phases += [Phase(name, [*begun, Term("at work", nbytes)]) for name, nbytes in solving.items()]
+    return MemoryModel(memory.process(resources.threads, algebra=True), phases)
+
+
+def lora_memory(sizes: ModelSizes, resources: Resources, by_outputs: bool) -> MemoryModel:
+    """Of adapters. by_outputs: whether errors are those of outputs on text."""
+    phases = [sizes.embedding(resources)] if by_outputs else []
+    for layer in sizes.layers:
+        for space in dict.fromkeys(matrix.space for matrix in layer if not matrix.expert):
+            stage = [matrix for matrix in layer if matrix.space == space]
+            solved = sorted(map(_solved, stage), reverse=True)[: resources.threads]
+            gram = [Term("Gram matrix", 4 * stage[0].columns ** 2)] if by_outputs else []
+            loaded = [_loaded(layer, resources)] if by_outputs else []
+            phases.append(Phase("solving", [*loaded, *gram, Term("matrices at work", sum(solved))]))
+            if by_outputs:
+                phases.append(Phase("running", [*gram, *sizes.running(layer, resources)]))
+    return MemoryModel(memory.process(resources.threads, algebra=True), phases)
+
+
+def fit_memory(sizes: ModelSizes, resources: Resources, compensated: bool, sampled: int) -> MemoryModel:
+    """Of measuring what grids lose. Layers run in float32, a window at a time for each thread.
+
+    compensated: whether errors are made up for. sampled: weights of a matrix that are rounded.
+    """
+    resources, shares = replace(resources, dtype="float32"), resources.threads + 1
+    logits = Term("logits", memory.LOGIT_GRADIENT * memory.HEAD_TOKENS * sizes.vocabulary)
+    phases = [Phase("embedding", [sizes.table("float32")])]
+    phases.append(Phase("head", [Term("head", 4 * sizes.largest[0]), logits]))
+    for layer in sizes.layers:
+        loaded, kept = _loaded(layer, resources), _kept(layer) if compensated else []
+        # of windows that are run, and of those that wait their turn
+        gradients = Term("gradients of matrices", loaded.nbytes * shares)
+        values = memory.GRADIENT_VALUES * (sizes.hidden + max(matrix.rows for matrix in layer)) * sizes.length
+        phases.append(Phase("backward", [*kept, loaded, gradients, Term("values of windows", values * shares)]))
+        if compensated:
+            phases.append(Phase("rounding", [*kept, *_rounding(layer, sampled * shares)]))
+    return MemoryModel(memory.process(resources.threads, algebra=True), phases)
+
+
+def _loaded(layer: Layer, resources: Resources) -> Term:
+    return Term("layer", sum(matrix.weights for matrix in layer) * resources.item_bytes)
+
+
+def _solved(matrix: Matrix) -> int:
+    """Of one matrix: both versions, their difference, its frame, and the eigenvectors of what it does to outputs."""
+    return 20 * matrix.weights + 24 * min(matrix.rows, matrix.columns) ** 2
+
+
+def _input(matrix: Matrix) -> str:
+    """What a matrix reads; experts of a layer read one input."""
+    return matrix.space.rpartition(".")[0] if matrix.expert else matrix.space
+
+
+def _kept(layer: Layer) -> list[Term]:
+    """Of each input a square matrix [columns, columns] of float32, and two of each matrix, or kind of expert's."""
+    inputs = {_input(matrix): matrix.columns for matrix in layer}
+    kinds = {(_input(matrix) if matrix.expert else number, matrix.rows): matrix.columns
+             for number, matrix in enumerate(layer)}  # fmt: skip
+    squares = [sum(columns**2 for columns in widths.values()) for widths in (inputs, kinds)]
+    return [Term("statistics of inputs", 4 * squares[0]), Term("statistics of matrices", 8 * squares[1])]
+
+
+def _rounding(layer: Layer, sampled: int) -> list[Term]:
+    """Square matrices of the widest input, those of each matrix that reads one, and the rows that are rounded."""
+    widest = max(matrix.columns for matrix in layer)
+    readers = max(sum(other.space == matrix.space for other in layer) for matrix in layer)
+    return [Term("square matrices", (36 + 4 * readers) * widest**2), Term("rows", 4 * 12 * readers * sampled)]

@@ -1,0 +1,197 @@
+"""The memory of a run, on a processor or a GPU: its phases, from headers and options alone."""
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+from llmcompress.engine.plan import memory_model as memory
+from llmcompress.engine.plan.matrix_plan import MatrixPlan
+from llmcompress.engine.plan.memory_model import Device, MemoryModel, Phase, Term
+from llmcompress.engine.plan.resources import Resources
+from llmcompress.engine.source.header_checks import hidden_width
+from llmcompress.formats.gguf.file import ENCODED_AT_ONCE
+from llmcompress.grids.base import PRODUCT_ROWS
+from llmcompress.grids.integer import SEARCHED
+from llmcompress.hardware import MORE_ON_GPU
+from llmcompress.recipe import Recipe
+from llmcompress.solve.row_blocks import SOLVED_ROWS, solved_rows
+from llmcompress.stats.gram import PANELS
+from llmcompress.store.folds import TURNED_ROWS
+from llmcompress.store.headers import ModelHeaders
+from llmcompress.transforms.base import Scaling
+from llmcompress.transforms.rotate import Rotate
+
+Layer = Sequence[MatrixPlan]
+
+
+def memory_of_run(headers: ModelHeaders, recipe: Recipe, layers: Sequence[Layer], resources: Resources) -> "RunMemory":
+    """The memory of a run on a processor, or on a GPU. layers: the matrices of each that are changed."""
+    return (_GpuRunMemory if resources.gpu else RunMemory)(headers, recipe, layers, resources)
+
+
+class RunMemory:
+    """The memory of a run on a processor: terms of its phases.
+
+    calibrated: whether text runs through the layers. paired: whether it runs through those of the uncompressed model
+    too. counted: whether that is counted. largest: tensor of the model. tokens: of a batch. item: bytes of a value.
+    """
+
+    device: Device = "host"
+
+    def __init__(self, headers: ModelHeaders, recipe: Recipe, layers: Sequence[Layer], resources: Resources) -> None:
+        self.recipe, self.layers, self.item, self.threads = recipe, layers, resources.item_bytes, resources.threads
+        self.matrices = [plan for layer in layers for plan in layer]
+        measured = any(plan.needs_calibration for plan in self.matrices)
+        self.calibrated = recipe.needs_calibration or measured
+        self.counted = measured if resources.gpu else self.calibrated  # what transforms take of a GPU is not
+        self.paired = any(plan.original_samples for plan in self.matrices)
+        self.largest = max((stored.spec for stored in headers.tensors.values()), key=lambda spec: spec.nbytes)
+        self.hidden, self.tokens = hidden_width(headers), resources.batch * recipe.calibration.length
+        self.gguf = recipe.output.format == "gguf"
+
+    def model(self) -> MemoryModel:
+        """The largest tensor alone, or a layer that runs, or whose scales or codes are chosen."""
+        phases = [Phase("largest tensor", list(self.table()))]
+        for layer in filter(None, self.layers):
+            loaded = [self.term("layer", _weights(layer) * self.item * (1 + self.paired))] if self.counted else []
+            phases += [Phase("running", [*loaded, *self.running(layer)])] if self.counted else []
+            phases += [Phase("scaling", [*loaded, *terms]) for terms in self.scaling(layer)]
+            phases += [Phase("solving", [*loaded, *terms]) for terms in self.solving(layer)]
+        return MemoryModel(list(self.throughout()), phases)
+
+    def term(self, name: str, nbytes: int) -> Term:
+        return Term(name, nbytes, self.device)
+
+    def throughout(self) -> Iterator[Term]:
+        yield Term("vocabulary", memory.WITH_GGUF * self.gguf)
+        if self.counted:
+            yield from memory.process(self.threads, any(plan.inverts for plan in self.matrices))
+        else:
+            yield Term("interpreter", memory.WITHOUT_MODEL)
+
+    def table(self) -> Iterator[Term]:
+        """The largest tensor, mostly the embedding, while text enters or while it is written."""
+        largest, kept = self.largest, 1.0 if self.counted or self.gguf else memory.COPIED
+        if any(isinstance(step, Rotate) and step.residual for step in self.recipe.transforms):
+            yield Term("rows being rotated", memory.ROTATED_ROWS * TURNED_ROWS * self.hidden)
+            kept = memory.ROTATED
+        yield Term("largest tensor", int(kept * largest.nbytes))
+        if self.gguf:
+            yield Term("weights being encoded", memory.ENCODED * min(prod(largest.shape), ENCODED_AT_ONCE))
+        if self.counted:
+            yield memory.entering(self.tokens, self.hidden, self.item)
+
+    def running(self, layer: Layer) -> Iterator[Term]:
+        """Batches, and the statistics of one stage (if paired its drift and the drift's too), or of all experts."""
+        one, experts = _squares(layer)
+        yield self._batches(layer)
+        yield Term("statistics", max((3 if self.paired else 1) * one, experts))
+
+    def solving(self, layer: Layer) -> Iterator[list[Term]]:
+        """Each stage: its statistics and those of experts, its weights, and a dozen tensors of the rows at work."""
+        waiting = Term("statistics of experts", _squares(layer)[1])
+        for rows, columns, plan in _stages(layer):
+            squares = (8 if self.paired else 5) if plan.inverts else int(plan.needs_gram)
+            # without an inverse, rows are rounded in pieces that fit a processor's cache
+            at_once = 32 * min(rows, SOLVED_ROWS * self.threads) if plan.inverts else 0
+            searched = memory.OUTPUT_SEARCH * PRODUCT_ROWS * self.threads if plan.method.clip == "output" else 0
+            at_work = Term("rows at work", max(at_once, searched) * columns)
+            yield [waiting, Term("statistics", squares * 4 * columns**2), Term("weights", 16 * rows * columns), at_work]
+
+    def scaling(self, layer: Layer) -> Iterator[list[Term]]:
+        """Statistics of all inputs at once, and either the batches, or a site's matrices at work."""
+        if not any(isinstance(step, Scaling) for step in self.recipe.transforms):
+            return
+        widths = {_site(plan): plan.entry.in_features for plan in layer}
+        rows = dict.fromkeys(widths, 0)
+        for plan in layer:
+            rows[_site(plan)] += plan.entry.out_features
+        kept = sum(4 * columns**2 + 4 * memory.SCALE_TOKENS * columns for columns in widths.values())
+        statistics = Term("statistics and tokens of all inputs", kept)
+        seen = sum({plan.space: plan.entry.in_features for plan in layer if plan.expert is None}.values())
+        inputs = Term("inputs of the batches", self.tokens * (self.threads + 1) * self.item * seen)
+        yield [statistics, self._batches(layer), inputs]
+        site = Term("matrices of a site", 4 * max(rows[site] * columns for site, columns in widths.items()))
+        tried = Term("matrices being tried", 20 * self.threads * max(_weights([plan]) for plan in layer))
+        yield [statistics, site, tried, Term("statistics of a site", 8 * max(widths.values()) ** 2)]
+
+    def _batches(self, layer: Layer) -> Term:
+        return memory.running(self.tokens, self.threads, _widest(layer), self.hidden, self.item)
+
+
+class _GpuRunMemory(RunMemory):
+    """A run on a GPU. Main memory has the same terms throughout."""
+
+    device: Device = "gpu"
+
+    def throughout(self) -> Iterator[Term]:
+        yield Term("interpreter", memory.WITH_MODEL)
+        yield Term("libraries of CUDA", memory.WITH_CUDA)
+        yield self.term("workspace of libraries", memory.CUDA_WORKSPACE)
+        yield Term("vocabulary", memory.WITH_GGUF * self.gguf)
+        yield Term("weights being encoded", memory.ENCODED * ENCODED_AT_ONCE * self.gguf)
+        yield Term("tensor on its way", 2 * self.largest.nbytes)
+        yield Term("batches fetched ahead", (memory.FETCHED + 2) * self.tokens * self.hidden * self.item)
+        yield Term("codes being written", memory.STAGED_CODES * max(map(_weights, self.layers), default=0))
+
+    def table(self) -> Iterator[Term]:
+        """The embedding, while text enters."""
+        if self.counted:
+            yield self.term("largest tensor", self.largest.nbytes)
+            yield self.term("batch", 2 * self.tokens * self.hidden * self.item)
+
+    def running(self, layer: Layer) -> Iterator[Term]:
+        """Batches, also those fetched ahead, and the statistics of one stage, or of all experts.
+
+        If paired there are also the drift, its mean of fewer windows, and a square while that is made.
+        """
+        values = self.threads * (4 * _widest(layer) + 8 * self.hidden) + (memory.FETCHED + 2) * self.hidden
+        yield self.term("batches", self.tokens * values * self.item)
+        one, _ = _squares(layer)
+        experts = sum(4 * plan.entry.in_features**2 for plan in layer if plan.needs_gram and plan.expert is not None)
+        yield self.term("statistics", max((4 if self.paired else 1) * one, experts) + one // PANELS)
+
+    def solving(self, layer: Layer) -> Iterator[list[Term]]:
+        """Each stage: its weights, statistics and rows at work; before that what is made of its drift."""
+        for rows, columns, plan in _stages(layer):
+            weights, square = self.term("weights", 16 * rows * columns), 4 * columns**2
+            at_once = 32 * min(rows, solved_rows(columns, gpu=True)) * columns if plan.inverts else 0
+            searched = memory.GPU_SEARCH * min(MORE_ON_GPU * SEARCHED, rows * columns)
+            # of float32: the Gram matrix, in order, and twice that in float64, with what the cast makes
+            squares = self.term("statistics", square * (5 if plan.inverts else 2 * plan.needs_gram))
+            yield [weights, squares, self.term("rows at work", max(at_once, searched))]
+            if self.paired and plan.inverts:
+                # the Gram matrix, the drift, its own Gram matrix, their factor, and what is solved with
+                yield [weights, self.term("statistics and drift", 6 * square)]
+
+    def scaling(self, layer: Layer) -> Iterator[list[Term]]:
+        """Not counted on a GPU."""
+        yield from ()
+
+
+def _weights(layer: Layer) -> int:
+    return sum(plan.entry.out_features * plan.entry.in_features for plan in layer)
+
+
+def _widest(layer: Layer) -> int:
+    return max(max(plan.entry.out_features, plan.entry.in_features) for plan in layer)
+
+
+def _squares(layer: Layer) -> tuple[int, int]:
+    """Bytes of the largest Gram matrix, and of those of all experts' inputs."""
+    squares = {plan.space: 4 * plan.entry.in_features**2 for plan in layer if plan.needs_gram}
+    experts = {plan.space for plan in layer if plan.needs_gram and plan.expert is not None}
+    return max(squares.values(), default=0), sum(squares[space] for space in experts)
+
+
+def _stages(layer: Layer) -> list[tuple[int, int, MatrixPlan]]:
+    """Rows of all matrices that read one space and are solved as one, columns, and the last of them."""
+    stages: dict[tuple[str, str], tuple[int, int, MatrixPlan]] = {}
+    for plan in layer:
+        key, rows = (plan.space, plan.settings), plan.entry.out_features
+        stages[key] = (rows + stages[key][0] if key in stages else rows, plan.entry.in_features, plan)
+    return list(stages.values())
+
+
+def _site(plan: MatrixPlan) -> str:
+    """Where the channels of an input are scaled: all experts' inputs are one norm's output."""
+    return plan.space if plan.expert is None or plan.path.endswith("down_proj") else plan.space.rpartition(".")[0]
