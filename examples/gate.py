@@ -8,10 +8,11 @@ Exit code 3 if the gate fails, as the command line has it.
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import llmcompress
 
-SETTINGS = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "rtn": {"method": "rtn", "bits": 4, "group_size": 32},
     "gptq": {"method": "gptq", "bits": 4, "group_size": 128},
 }
@@ -32,7 +33,7 @@ def main() -> None:
         result = llmcompress.compress(arguments.model, output=output, samples=arguments.samples, **settings)
         evaluations[name] = llmcompress.evaluate(output, arguments.model, windows=arguments.windows)
         print(f"{name}: {result.nbytes:,} bytes, KL divergence {evaluations[name].kl:.4f}")
-    best = min(evaluations, key=lambda name: evaluations[name].kl)
+    best = min(evaluations, key=lambda name: evaluations[name].figures["kl"])
     print(f"the better one is {best}")
     evaluations[best].fail_if(f"kl > {arguments.kl}")
 

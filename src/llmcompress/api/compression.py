@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,6 @@ from llmcompress.api.results import Result, timed
 from llmcompress.engine.plan.options import Options
 from llmcompress.engine.process.progress import Progress
 from llmcompress.engine.process.ranks import refuse_several
-from llmcompress.ledger import LedgerEntry
 from llmcompress.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -68,15 +67,13 @@ def plan(
     *,
     method: str | None = None,
     options: Options | None = None,
-    notes: Iterable[LedgerEntry] = (),
     **settings: Any,
 ) -> Plan:
     """What `compress` with the same arguments would do, from headers alone: no tensor is read, nothing is written.
 
     The plan has `recipe`, `out` and `work` (paths), `layers` (the matrices of each layer: `module`, `grid`, `method`),
     `tensors` (name, dtype and shape of all that is written), `estimate` (exact `output_bytes`; `memory_bytes`,
-    `work_bytes`, `passes`, `bits_per_weight`) and `ledger`. notes: entries of the ledger on how the recipe came about.
-    Raises LlmcompressError for what `compress` would refuse.
+    `work_bytes`, `passes`, `bits_per_weight`) and `ledger`. Raises LlmcompressError for what `compress` would refuse.
 
         >>> plan = llmcompress.plan("model", method="rtn", bits=8)
         >>> plan.estimate.output_bytes < plan.estimate.source_bytes
@@ -85,7 +82,7 @@ def plan(
     from llmcompress.engine.plan.make_plan import make_plan
 
     chosen = as_recipe(recipe, method, settings)
-    return make_plan(chosen, Path(model), placed(options, output)).with_notes(notes)
+    return make_plan(chosen, Path(model), placed(options, output))
 
 
 def run(
@@ -94,19 +91,32 @@ def run(
     progress: Progress | None = None,
     stop: Stop | None = None,
     timings: str | Path | None = None,
-    tokens: Tensor | None = None,
-    workers: Workers | None = None,
-    say: Callable[[str], None] = lambda line: None,
 ) -> Result:
-    """Carry a plan out; see `compress`.
+    """Carry a plan out. progress, stop, errors: see `compress`.
 
-    timings: a file to which time and memory of each layer are appended, as lines of JSON. tokens [samples, length]:
-    of the calibration, where they are drawn already. workers: the ranks that share the run; None for this process
-    alone. say: told why a GPU does not use a kernel of its own.
+    timings: a file to which time and memory of each layer are appended, as lines of JSON, for `llmcompress report`.
 
         >>> result = llmcompress.run(llmcompress.plan("model", "rtn-w8", "model-w8"))
         >>> result.output
         PosixPath('model-w8')
+    """
+    refuse_several("run() of Python")
+    return carried_out(plan, progress, stop, timings)
+
+
+def carried_out(
+    plan: Plan,
+    progress: Progress | None = None,
+    stop: Stop | None = None,
+    timings: str | Path | None = None,
+    tokens: Tensor | None = None,
+    workers: Workers | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Result:
+    """The result of a plan that one process carries out, or several.
+
+    tokens [samples, length]: of the calibration, where they are drawn already. workers: the ranks that share the run;
+    None for this process alone. say: told why a GPU does not use a kernel of its own.
     """
     from llmcompress.engine import execute
     from llmcompress.engine.write.timings import Timings, refuse_place

@@ -61,7 +61,7 @@ def _print_recipes(recipes: Sequence[Recipe], as_json: bool) -> None:
 def _planned(job: Job, several: bool) -> "Planned":
     """The plan of a job; of `several`, with the report of what an earlier start has finished."""
     if not several:
-        return compression.plan(job.model, job.recipe, options=job.options, notes=job.notes), None
+        return compression.plan(job.model, job.recipe, options=job.options).with_notes(job.notes), None
     from llmcompress.engine.write.finished_runs import planned_or_finished
 
     plan, report = planned_or_finished(job.recipe, job.model, job.options)
@@ -112,9 +112,7 @@ def carry_out(
         return timed(plan.out, lambda: report)
     with console.watching(quiet) as watch:
         say = (lambda line: None) if quiet else console.say
-        return compression.run(
-            plan, progress=watch, stop=stop, timings=timings, tokens=tokens, workers=workers, say=say
-        )
+        return compression.carried_out(plan, watch, stop, timings, tokens, workers, say)
 
 
 def _log_plan(plan: "Plan", finished: bool) -> None:

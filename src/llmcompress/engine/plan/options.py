@@ -6,7 +6,10 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Options:
-    """Choices of a run that do not belong into a recipe: where it reads and writes, and what it may use."""
+    """Choices of a run that do not belong into a recipe: where it reads and writes, and what it may use.
+
+    Named as the options of the command line, whose help explains them; `max_memory` and `max_gpu_memory` are in bytes.
+    """
 
     out: Path | None = None
     work: Path | None = None
