@@ -1,13 +1,8 @@
 """What a run will take: bytes written, disk, memory, passes; from headers and options alone."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llmcompress.engine.plan.matrix_plan import MatrixPlan
-from llmcompress.engine.plan.resources import Resources
-from llmcompress.engine.plan.run_memory import RunMemory, memory_of_run
-from llmcompress.recipe import Recipe
-from llmcompress.store.headers import ModelHeaders
+from llmcompress.engine.plan.run_memory import RunMemory
 
 
 @dataclass(frozen=True)
@@ -27,33 +22,25 @@ class Estimate:
     gpu_bytes: int = 0
 
 
-def estimate(
-    headers: ModelHeaders,
-    recipe: Recipe,
-    layers: Sequence[Sequence[MatrixPlan]],
-    output_bytes: int,
-    resources: Resources,
-) -> Estimate:
-    """Costs of a run whose matrices are `layers` and whose weight files have `output_bytes`."""
-    run = memory_of_run(headers, recipe, layers, resources)
+def estimate(run: RunMemory, output_bytes: int) -> Estimate:
+    """Costs of a run whose weight files have `output_bytes`."""
     sizes = [(plan.entry.out_features * plan.entry.in_features, plan) for plan in run.matrices]
-    weights = sum(size for size, _ in sizes)
+    weights, memory = sum(size for size, _ in sizes), run.model()
     bits = sum(size * plan.grid.bits_per_weight(plan.entry.in_features) for size, plan in sizes)
-    memory = run.model()
     return Estimate(
         output_bytes=output_bytes,
-        work_bytes=int(weights * 1.1) + (_windows(run, resources) if run.calibrated else 0),
+        work_bytes=int(weights * 1.1) + (_windows(run) if run.calibrated else 0),
         memory_bytes=memory.peak("host"),
         passes=(2 if run.paired else 1) if run.calibrated else 0,
-        source_bytes=headers.nbytes,
+        source_bytes=run.headers.nbytes,
         bits_per_weight=bits / weights if weights else 0.0,
         gpu_bytes=memory.peak("gpu"),
     )
 
 
-def _windows(run: RunMemory, resources: Resources) -> int:
+def _windows(run: RunMemory) -> int:
     """Disk for hidden states (those read and those written) and for the inputs recorded while a layer is worked on."""
-    text = run.recipe.calibration
+    text, resources = run.recipe.calibration, run.resources
     asked = max((plan.original_samples for plan in run.matrices), default=0)
     tokens = (text.samples + min(asked + resources.batch, text.samples if asked else 0)) * text.length
     recorded = max(

@@ -1,6 +1,7 @@
 """The plan: what a run will do, decided and checked from headers alone, before any tensor is read."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,9 @@ def _plan_for_any_target(recipe: Recipe, model: Path, options: Options) -> Plan:
     _check_format(format_, entries, headers.config, ledger)
     layout = kind.layout(contents, entries, out, importance)
     layers = _by_layer(planned, contents)
-    resources = choose_resources(
-        options, recipe.calibration.length, lambda resources: memory_of_run(headers, recipe, layers, resources).model()
-    )
-    cost = estimate(headers, recipe, layers, layout.nbytes, resources)
+    run_with = partial(memory_of_run, headers, recipe, layers)
+    resources = choose_resources(options, recipe.calibration.length, lambda resources: run_with(resources).model())
+    cost = estimate(run_with(resources), layout.nbytes)
     check_disk(out, work, cost)
     return Plan(
         recipe=recipe,

@@ -21,10 +21,6 @@ class Matrix(NamedTuple):
     columns: int
     expert: bool
 
-    @property
-    def weights(self) -> int:
-        return self.rows * self.columns
-
 
 Layer = Sequence[Matrix]
 
@@ -134,12 +130,12 @@ def fit_memory(sizes: ModelSizes, resources: Resources, compensated: bool, sampl
 
 
 def _loaded(layer: Layer, resources: Resources) -> Term:
-    return Term("layer", sum(matrix.weights for matrix in layer) * resources.item_bytes)
+    return Term("layer", sum(matrix.rows * matrix.columns for matrix in layer) * resources.item_bytes)
 
 
 def _solved(matrix: Matrix) -> int:
     """Of one matrix: both versions, their difference, its frame, and the eigenvectors of what it does to outputs."""
-    return 20 * matrix.weights + 24 * min(matrix.rows, matrix.columns) ** 2
+    return 20 * matrix.rows * matrix.columns + 24 * min(matrix.rows, matrix.columns) ** 2
 
 
 def _input(matrix: Matrix) -> str:

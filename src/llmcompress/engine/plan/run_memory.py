@@ -31,22 +31,25 @@ def memory_of_run(headers: ModelHeaders, recipe: Recipe, layers: Sequence[Layer]
 class RunMemory:
     """The memory of a run on a processor: terms of its phases.
 
-    calibrated: whether text runs through the layers. paired: whether it runs through those of the uncompressed model
-    too. counted: whether that is counted. largest: tensor of the model. tokens: of a batch. item: bytes of a value.
+    calibrated: whether text runs through the layers. counted: the same, but on a GPU what transforms measure is not
+    counted. paired: whether text runs through the uncompressed layers too. largest: tensor of the model. tokens: of a
+    batch. item: bytes of a value.
     """
 
     device: Device = "host"
 
     def __init__(self, headers: ModelHeaders, recipe: Recipe, layers: Sequence[Layer], resources: Resources) -> None:
-        self.recipe, self.layers, self.item, self.threads = recipe, layers, resources.item_bytes, resources.threads
+        self.headers, self.recipe, self.layers, self.resources = headers, recipe, layers, resources
+        self.item, self.threads = resources.item_bytes, resources.threads
         self.matrices = [plan for layer in layers for plan in layer]
         measured = any(plan.needs_calibration for plan in self.matrices)
         self.calibrated = recipe.needs_calibration or measured
-        self.counted = measured if resources.gpu else self.calibrated  # what transforms take of a GPU is not
+        self.counted = measured if resources.gpu else self.calibrated
         self.paired = any(plan.original_samples for plan in self.matrices)
         self.largest = max((stored.spec for stored in headers.tensors.values()), key=lambda spec: spec.nbytes)
         self.hidden, self.tokens = hidden_width(headers), resources.batch * recipe.calibration.length
         self.gguf = recipe.output.format == "gguf"
+        self.scaled = any(isinstance(step, Scaling) for step in recipe.transforms) and not resources.gpu
 
     def model(self) -> MemoryModel:
         """The largest tensor alone, or a layer that runs, or whose scales or codes are chosen."""
@@ -54,7 +57,7 @@ class RunMemory:
         for layer in filter(None, self.layers):
             loaded = [self.term("layer", _weights(layer) * self.item * (1 + self.paired))] if self.counted else []
             phases += [Phase("running", [*loaded, *self.running(layer)])] if self.counted else []
-            phases += [Phase("scaling", [*loaded, *terms]) for terms in self.scaling(layer)]
+            phases += [Phase("scaling", [*loaded, *terms]) for terms in self.scaling(layer)] if self.scaled else []
             phases += [Phase("solving", [*loaded, *terms]) for terms in self.solving(layer)]
         return MemoryModel(list(self.throughout()), phases)
 
@@ -99,8 +102,6 @@ class RunMemory:
 
     def scaling(self, layer: Layer) -> Iterator[list[Term]]:
         """Statistics of all inputs at once, and either the batches, or a site's matrices at work."""
-        if not any(isinstance(step, Scaling) for step in self.recipe.transforms):
-            return
         widths = {_site(plan): plan.entry.in_features for plan in layer}
         rows = dict.fromkeys(widths, 0)
         for plan in layer:
@@ -162,10 +163,6 @@ class _GpuRunMemory(RunMemory):
             if self.paired and plan.inverts:
                 # the Gram matrix, the drift, its own Gram matrix, their factor, and what is solved with
                 yield [weights, self.term("statistics and drift", 6 * square)]
-
-    def scaling(self, layer: Layer) -> Iterator[list[Term]]:
-        """Not counted on a GPU."""
-        yield from ()
 
 
 def _weights(layer: Layer) -> int:
