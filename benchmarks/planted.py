@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from llmcompress.engine.source.folding import scaled
-from llmcompress.engine.source.matrices import matrices_of
+from llmcompress.engine.source.matrix_refs import matrices_of
 from llmcompress.engine.source.tensor_names import Anatomy
 from llmcompress.ledger import Ledger
 from llmcompress.store.checkpoint import Checkpoint

@@ -86,8 +86,8 @@ class Work:
         """Every matrix runs once, since what enters and leaves modules is recorded (engine/run/forward.py).
 
         Factor: Cholesky and inverse (solve/damping.py). Correction: Cholesky, a product, two solves (solve/correct.py).
-        Sweep and descent: 1 and 7 times rows * width^2 (solve/sweep.py, solve/refine.py). Loss and energy of a matrix
-        (engine/run/layer.py).
+        Sweep and descent: 1 and 7 times rows * width^2 (solve/column_sweep.py, solve/refine.py). Loss and
+        energy of a matrix (engine/run/layer.py).
         """
         drift = self.again > 0
         return {

@@ -4,9 +4,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llmcompress import arch
-from llmcompress.model.build import StreamedModel
 from llmcompress.model.observe import observe
 from llmcompress.model.skeleton import load_config
+from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.store.checkpoint import Checkpoint
 
 LENGTH = 24

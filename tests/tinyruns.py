@@ -7,7 +7,7 @@ import torch
 
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
-from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.recipe import parse
 from llmcompress.validate.evaluate import measure
 from llmcompress.validate.load import open_streamed

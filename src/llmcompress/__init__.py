@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from llmcompress.api.results import Result
     from llmcompress.api.structure import prune_depth, prune_width, repair_lora
     from llmcompress.api.verification import VerificationResult, verify
-    from llmcompress.engine.plan.options import Options
     from llmcompress.engine.plan.plan import Plan
+    from llmcompress.engine.plan.run_options import Options
     from llmcompress.engine.process.progress import Progress
     from llmcompress.errors import (
         CalibrationError,
@@ -44,7 +44,7 @@ _MODULES = {
     "llmcompress.api.results": ("Result",),
     "llmcompress.api.structure": ("prune_depth", "prune_width", "repair_lora"),
     "llmcompress.api.verification": ("VerificationResult", "verify"),
-    "llmcompress.engine.plan.options": ("Options",),
+    "llmcompress.engine.plan.run_options": ("Options",),
     "llmcompress.engine.plan.plan": ("Plan",),
     "llmcompress.engine.process.progress": ("Progress",),
     "llmcompress.errors": (

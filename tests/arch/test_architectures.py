@@ -11,10 +11,10 @@ from transformers.pytorch_utils import Conv1D
 
 from llmcompress import arch
 from llmcompress.errors import CheckpointError
-from llmcompress.model.build import StreamedModel
 from llmcompress.model.experts import UnfusedExperts
 from llmcompress.model.observe import observe
 from llmcompress.model.skeleton import load_config, parameters_on_meta, skeleton
+from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.registry import discover
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.headers import read_headers

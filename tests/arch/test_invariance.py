@@ -9,12 +9,12 @@ from llmcompress import arch
 from llmcompress.arch.spec import RESIDUAL
 from llmcompress.engine.plan.transform_headers import transformed_headers
 from llmcompress.engine.source.folding import rotated, scaled
-from llmcompress.engine.source.matrices import matrices_of
+from llmcompress.engine.source.matrix_refs import matrices_of
 from llmcompress.engine.source.open import config_of
 from llmcompress.engine.source.tensor_names import Anatomy
 from llmcompress.errors import PlanError
 from llmcompress.ledger import Ledger
-from llmcompress.model.build import StreamedModel
+from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.recipe import parse
 from llmcompress.registry import discover
 from llmcompress.store.checkpoint import Checkpoint

@@ -13,7 +13,7 @@ import pytest
 import llmcompress.engine.execute
 import llmcompress.validate.session  # noqa: F401 (what is imported once is not what a refusal takes)
 from llmcompress.engine.plan.make_plan import make_plan
-from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.errors import CheckpointError
 from llmcompress.recipe import parse
 

@@ -13,9 +13,9 @@ from llmcompress.errors import LlmcompressError
 from llmcompress.grids.base import GridSpec
 from llmcompress.kernels import cuda, rivals
 from llmcompress.kernels.build import Builder
-from llmcompress.kernels.cache import Cache, Made
+from llmcompress.kernels.build_cache import Cache, Made
 from llmcompress.kernels.check import KernelCase
-from llmcompress.kernels.errors import KernelsError
+from llmcompress.kernels.compile_errors import KernelsError
 from llmcompress.kernels.variants import variants
 
 BF16 = torch.bfloat16

@@ -18,7 +18,7 @@ NAMES = ("depth", "width", "lora")
 def compressed(tiny_model_dir, tmp_path_factory):
     from llmcompress.engine.execute import run
     from llmcompress.engine.plan.make_plan import make_plan
-    from llmcompress.engine.plan.options import Options
+    from llmcompress.engine.plan.run_options import Options
     from llmcompress.recipe import parse
 
     out = tmp_path_factory.mktemp("structured") / "compressed"

@@ -11,10 +11,10 @@ import pytest
 import llmcompress.engine.execute
 import llmcompress.engine.run.sweep_tokens
 import llmcompress.validate.kept
-from llmcompress.cli.variants import listed, variants
+from llmcompress.cli.sweep_recipes import listed, variants
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
-from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.errors import LlmcompressError, RecipeError, RunError
 from llmcompress.recipe import load, parse
 

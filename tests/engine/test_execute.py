@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from llmcompress.engine.plan.make_plan import make_plan
-from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.process.progress import Progress
 from llmcompress.errors import CheckpointError, PlanError, RecipeError, StoppedError
 from llmcompress.recipe import parse

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
-from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.errors import CheckpointError, PlanError, RecipeError, StoppedError
 from llmcompress.recipe import parse
-from llmcompress.validate.cache import ByScale, CacheOptions, TokenCodes, cache_of
 from llmcompress.validate.evaluate import measure
+from llmcompress.validate.key_value_cache import ByScale, CacheOptions, TokenCodes, cache_of
 from llmcompress.validate.load import open_streamed
 from llmcompress.validate.verify import passed, verify
 

@@ -25,7 +25,7 @@ import yaml
 
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
-from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.errors import PlanError
 from llmcompress.recipe import parse
 from llmcompress.store.staging import Staging

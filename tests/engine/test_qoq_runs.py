@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
-from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.errors import PlanError, RecipeError
 from llmcompress.recipe import load, parse
 from llmcompress.validate.load import open_streamed

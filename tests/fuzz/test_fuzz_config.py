@@ -7,7 +7,7 @@ import pytest
 from mutations import INPUTS, SCALARS, fuzz, measured, mutated, spoilt
 
 from llmcompress.engine.plan.make_plan import make_plan
-from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.model.skeleton import load_config, skeleton
 from llmcompress.recipe import parse
 

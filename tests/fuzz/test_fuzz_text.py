@@ -8,7 +8,7 @@ from llmcompress.calib.base import TokenRequest
 from llmcompress.calib.jsonl import Jsonl
 from llmcompress.cli.options import parse_set
 from llmcompress.engine.plan.make_plan import make_plan
-from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.recipe import load, parse
 
 RECIPE = {

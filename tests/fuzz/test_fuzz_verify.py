@@ -10,7 +10,7 @@ from mutations import SCALARS, fuzz, measured, spoilt
 from llmcompress.cli.checks import inspect
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
-from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.recipe import parse
 from llmcompress.validate.verify import verify
 

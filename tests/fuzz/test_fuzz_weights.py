@@ -8,7 +8,7 @@ from mutations import INPUTS, SCALARS, damaged, fuzz, measured, mutated, spoilt,
 
 from llmcompress.calib.ids import _read as read_ids
 from llmcompress.engine.plan.make_plan import make_plan
-from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.recipe import parse
 from llmcompress.store.headers import read_file_header, read_headers
 from llmcompress.validate.stored import DamageError, read_tensors

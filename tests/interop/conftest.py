@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
-from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.recipe import parse
 
 Compress = Callable[..., Path]

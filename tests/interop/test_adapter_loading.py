@@ -4,11 +4,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.structure.lora import repair
 from llmcompress.engine.structure.lora_plan import plan_lora
 from llmcompress.recipe import Calibration, build
-from llmcompress.validate.adapter import adapt_whole
+from llmcompress.validate.adapted_model import adapt_whole
 from llmcompress.validate.load import load_whole
 
 pytestmark = pytest.mark.interop

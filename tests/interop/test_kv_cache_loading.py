@@ -8,9 +8,9 @@ from safetensors.torch import load_file
 
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
-from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.recipe import parse
-from llmcompress.validate.cache import CacheOptions, cache_of
+from llmcompress.validate.key_value_cache import CacheOptions, cache_of
 from llmcompress.validate.load import open_streamed
 
 pytestmark = pytest.mark.interop

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from emulated import COMPILER, CSRC, EmulatedLauncher
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
-from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.grids.base import BLOCK_TYPES, GridSpec, Int8Spec, ProgressiveSpec
 from llmcompress.grids.fitting import fit
-from llmcompress.kernels.sweep import KernelSweeper, gpu_sweeper
+from llmcompress.kernels.gpu_sweep import KernelSweeper, gpu_sweeper
 from llmcompress.methods.base import Statistics
 from llmcompress.methods.gptq import Gptq
 from llmcompress.recipe import Calibration, Recipe

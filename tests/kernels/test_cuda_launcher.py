@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from llmcompress.kernels.build import Builder
-from llmcompress.kernels.cache import Cache
+from llmcompress.kernels.build_cache import Cache
+from llmcompress.kernels.compile_errors import KernelsError
 from llmcompress.kernels.cuda import CudaLauncher
-from llmcompress.kernels.errors import KernelsError
 from llmcompress.kernels.launch import Kernel, Launch
 
 SMALL = Launch(Kernel("matmul.cu", "matmul", (("BITS", 4),)), (3, 2, 1), (128, 1, 1), 1024)

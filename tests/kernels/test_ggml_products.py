@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from emulated import COMPILER, EmulatedLauncher
 from llmcompress.grids.base import BLOCK_TYPES
-from llmcompress.kernels import ggml
-from llmcompress.kernels.errors import TakesNotError
+from llmcompress.kernels import ggml_products
+from llmcompress.kernels.compile_errors import TakesNotError
 from llmcompress.kernels.ggml_layout import TYPES, block_weight
-from llmcompress.kernels.shapes import shared_limit
+from llmcompress.kernels.tensor_checks import shared_limit
 from llmcompress.packing.ggml import LAYOUTS, unpack
 
 gguf = pytest.importorskip("gguf")
@@ -46,7 +46,7 @@ def of_width(spec, width):
 def test_every_bit_decodes_as_the_gguf_package_and_the_house_do(spec, dtype):
     data = blocks(spec, 37, 5)
     launcher = EmulatedLauncher()
-    got = ggml.values(launcher, block_weight(data, spec), dtype)
+    got = ggml_products.values(launcher, block_weight(data, spec), dtype)
     read = torch.from_numpy(quants.dequantize(data.numpy(), gguf.GGMLQuantizationType[spec.name]))
     assert torch.equal(got, read.to(dtype))
     assert torch.equal(got, unpack(data, spec).decode().to(dtype))
@@ -58,7 +58,7 @@ def test_rows_of_llama_quantize_decode_as_the_gguf_package_has_them(spec):
     rows = [bytes.fromhex(text) for kind in GOLDEN["rows"][spec.name].values() for text in kind.values()]
     for row in rows:
         data = torch.tensor([list(row)], dtype=torch.uint8)
-        got = ggml.values(EmulatedLauncher(), block_weight(data, spec), torch.float32)
+        got = ggml_products.values(EmulatedLauncher(), block_weight(data, spec), torch.float32)
         assert np.array_equal(got.numpy(), quants.dequantize(data.numpy(), gguf.GGMLQuantizationType[spec.name]))
 
 
@@ -68,7 +68,7 @@ def test_a_record_takes_the_bytes_of_its_blocks_and_slices_decode_alone(spec):
     weight = block_weight(data, spec)
     assert weight.records.shape[2] == 16 * 256 // spec.block_size * spec.block_bytes
     assert torch.equal(
-        ggml.values(EmulatedLauncher(), weight.rows(16, 40), torch.float32), unpack(data, spec).decode()[16:40]
+        ggml_products.values(EmulatedLauncher(), weight.rows(16, 40), torch.float32), unpack(data, spec).decode()[16:40]
     )
 
 
@@ -93,7 +93,7 @@ def test_products_are_within_the_bound_of_float32_sums(spec, dtype, tokens, rows
     bias = torch.randn(rows)
     launcher = EmulatedLauncher()
     for added in (None, bias):
-        y = ggml.matmul(launcher, x, block_weight(data, spec), added)
+        y = ggml_products.matmul(launcher, x, block_weight(data, spec), added)
         exact = x.double() @ coded.decode().double().T + (0 if added is None else added.double())
         assert y.dtype == dtype
         assert ((y.double() - exact).abs() <= bound(x, coded, exact, dtype)).all()
@@ -111,7 +111,7 @@ def test_one_input_picks_one_column_exactly(spec, dtype):
     for first in range(0, width, 8):
         picked = torch.arange(first, first + 8)
         x.zero_()[torch.arange(8), picked] = 1
-        y = ggml.matmul(EmulatedLauncher(), x, block_weight(data, spec))
+        y = ggml_products.matmul(EmulatedLauncher(), x, block_weight(data, spec))
         assert torch.equal(y, values[:, picked].T.to(dtype))
 
 
@@ -120,23 +120,23 @@ def test_strided_and_unaligned_inputs_and_tails_give_the_same(spec):
     width = 544 if spec.block_size == 32 else 768
     data = blocks(spec, 24, of_width(spec, width), top=0x9F)
     weight, x = block_weight(data, spec), torch.randn(10, width).half()
-    expected = ggml.matmul(EmulatedLauncher(), x, weight)
+    expected = ggml_products.matmul(EmulatedLauncher(), x, weight)
     wide = torch.full((10, width + 24), float("nan"), dtype=torch.float16)
     for at in (0, 8, 3):
         view = wide[:, at : at + width]
         view.copy_(x)
-        assert torch.equal(ggml.matmul(EmulatedLauncher(), view, weight), expected)
+        assert torch.equal(ggml_products.matmul(EmulatedLauncher(), view, weight), expected)
         view.fill_(float("nan"))
-    assert torch.equal(ggml.matmul(EmulatedLauncher(), x.T.contiguous().T, weight), expected)
+    assert torch.equal(ggml_products.matmul(EmulatedLauncher(), x.T.contiguous().T, weight), expected)
     for rows in (1, 4, 8):  # each row is summed alone
-        assert torch.equal(ggml.matmul(EmulatedLauncher(), x[:rows], weight), expected[:rows])
+        assert torch.equal(ggml_products.matmul(EmulatedLauncher(), x[:rows], weight), expected[:rows])
 
 
 @ALL
 def test_any_order_of_blocks_and_threads_gives_the_same(spec):
     data = blocks(spec, 40, of_width(spec, 2560), top=0x9F)
     weight, x = block_weight(data, spec), torch.randn(20, 2560).bfloat16()
-    found = [ggml.matmul(EmulatedLauncher(seed=seed * 100), x, weight) for seed in range(3)]
+    found = [ggml_products.matmul(EmulatedLauncher(seed=seed * 100), x, weight) for seed in range(3)]
     assert torch.isfinite(found[0]).all()
     assert all(torch.equal(y, found[0]) for y in found)
 
@@ -147,9 +147,9 @@ def test_blocks_that_take_several_tiles_keep_them_apart(spec, multiprocessors, w
     data = blocks(spec, 100, of_width(spec, width), top=0x9F)
     weight, x = block_weight(data, spec), torch.randn(3, width).half()
     launcher = EmulatedLauncher(multiprocessors=multiprocessors)
-    y = ggml.matmul(launcher, x, weight)
+    y = ggml_products.matmul(launcher, x, weight)
     assert launcher.launches[0].grid[1] < 7
-    assert torch.equal(y, ggml.matmul(EmulatedLauncher(multiprocessors=132), x, weight))
+    assert torch.equal(y, ggml_products.matmul(EmulatedLauncher(multiprocessors=132), x, weight))
 
 
 @settings(max_examples=200, deadline=None)
@@ -162,9 +162,9 @@ def test_blocks_that_take_several_tiles_keep_them_apart(spec, multiprocessors, w
 )
 def test_launches_cover_the_channels_evenly(tokens, channels, processors, name, architecture):
     launcher = EmulatedLauncher(architecture, processors)
-    launch = ggml.matmul_launch(tokens, channels, BLOCK_TYPES[name], torch.float16, launcher)
+    launch = ggml_products.matmul_launch(tokens, channels, BLOCK_TYPES[name], torch.float16, launcher)
     across, tiles = 8 * dict(launch.kernel.defines)["TOKENS"], -(-channels // 16)
-    assert launch.kernel in list(ggml.variants(architecture))
+    assert launch.kernel in list(ggml_products.variants(architecture))
     assert launch.shared <= shared_limit(architecture)
     assert 0 <= launch.grid[0] * across - tokens < across
     each = -(-tiles // launch.grid[1])
@@ -175,8 +175,8 @@ def test_launches_cover_the_channels_evenly(tokens, channels, processors, name, 
 @ALL
 def test_scales_of_zero_give_zeros(spec):
     weight = block_weight(blocks(spec, 16, of_width(spec, 256), top=0) * 0, spec)
-    assert not ggml.matmul(EmulatedLauncher(), torch.full((3, 256), 65504.0).half(), weight).any()
-    assert not ggml.values(EmulatedLauncher(), weight, torch.float16).any()
+    assert not ggml_products.matmul(EmulatedLauncher(), torch.full((3, 256), 65504.0).half(), weight).any()
+    assert not ggml_products.values(EmulatedLauncher(), weight, torch.float16).any()
 
 
 def test_what_no_kernel_takes_is_refused():
@@ -185,13 +185,13 @@ def test_what_no_kernel_takes_is_refused():
     with pytest.raises(TakesNotError, match="Q3_K"):
         block_weight(blocks(BLOCK_TYPES["Q3_K"], 16, 1), BLOCK_TYPES["Q3_K"])
     with pytest.raises(TakesNotError, match="32 tokens, not 33"):
-        ggml.matmul(launcher, torch.zeros(33, 256).half(), weight)
+        ggml_products.matmul(launcher, torch.zeros(33, 256).half(), weight)
     with pytest.raises(TakesNotError, match="256 inputs"):
-        ggml.matmul(launcher, torch.zeros(1, 255).half(), weight)
+        ggml_products.matmul(launcher, torch.zeros(1, 255).half(), weight)
     with pytest.raises(TakesNotError, match="float32"):
-        ggml.matmul(launcher, torch.zeros(1, 256), weight)
+        ggml_products.matmul(launcher, torch.zeros(1, 256), weight)
     with pytest.raises(TakesNotError, match="bias"):
-        ggml.matmul(launcher, torch.zeros(1, 256).half(), weight, torch.zeros(1))
+        ggml_products.matmul(launcher, torch.zeros(1, 256).half(), weight, torch.zeros(1))
     with pytest.raises(TakesNotError, match="channels"):
-        ggml.matmul_launch(1, 65536 * 16, spec, torch.float16, launcher)
+        ggml_products.matmul_launch(1, 65536 * 16, spec, torch.float16, launcher)
     assert not launcher.launches

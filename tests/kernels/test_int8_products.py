@@ -12,9 +12,9 @@ from llmcompress.grids.coded import Coded
 from llmcompress.grids.inputs import InputGrid
 from llmcompress.grids.integer import fit
 from llmcompress.kernels import int8
-from llmcompress.kernels.errors import TakesNotError
+from llmcompress.kernels.compile_errors import TakesNotError
 from llmcompress.kernels.int8_layout import MOST_INPUTS, TILE, int8_of, int8_weight
-from llmcompress.kernels.shapes import shared_limit
+from llmcompress.kernels.tensor_checks import shared_limit
 from llmcompress.kernels.workspace import Workspace
 from llmcompress.validate.packed import PackedLinear
 

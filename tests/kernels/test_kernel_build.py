@@ -8,9 +8,9 @@ import pytest
 
 import llmcompress.kernels.compilers as compilers
 from llmcompress.kernels.build import Builder
-from llmcompress.kernels.cache import Cache, Made, directory_of
+from llmcompress.kernels.build_cache import Cache, Made, directory_of
+from llmcompress.kernels.compile_errors import CompileError, KernelsError
 from llmcompress.kernels.compilers import Nvcc, Nvrtc, find_compiler
-from llmcompress.kernels.errors import CompileError, KernelsError
 from llmcompress.kernels.launch import Kernel
 from llmcompress.kernels.source import expanded, source_text
 from llmcompress.kernels.variants import variants

@@ -8,9 +8,9 @@ import torch
 from emulated import COMPILER, EmulatedLauncher
 from llmcompress.grids.base import BLOCK_TYPES, GridSpec, ProgressiveSpec
 from llmcompress.kernels.build import Builder
-from llmcompress.kernels.cache import Cache
+from llmcompress.kernels.build_cache import Cache
 from llmcompress.kernels.check import KernelCase, build_all, cases, check
-from llmcompress.kernels.errors import CompileError
+from llmcompress.kernels.compile_errors import CompileError
 from llmcompress.kernels.variants import variants
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from emulated import CSRC
-from llmcompress.kernels import dequantise, ggml, int8, matmul, progressive
+from llmcompress.kernels import dequantise, ggml_products, int8, matmul, progressive
 from llmcompress.kernels.partition import Problem
 from llmcompress.kernels.partition import variants as shapes
 from llmcompress.kernels.tiles import USUAL, TileSpec
@@ -72,7 +72,7 @@ def test_all_variants_compile_without_spilling(spec, architecture, tmp_path):
             fits(matmul.kernel_of(plan, dtype), architecture, tmp_path)
 
 
-FAMILIES = pytest.mark.parametrize("family", [int8, progressive, ggml], ids=["int8", "progressive", "ggml"])
+FAMILIES = pytest.mark.parametrize("family", [int8, progressive, ggml_products], ids=["int8", "progressive", "ggml"])
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

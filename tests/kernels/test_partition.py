@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from llmcompress.kernels.partition import Problem, best, candidates
-from llmcompress.kernels.shapes import shared_limit
+from llmcompress.kernels.tensor_checks import shared_limit
 from llmcompress.kernels.tiles import USUAL, TileSpec
 
 W4 = TileSpec(4, 128, 8, torch.float16)

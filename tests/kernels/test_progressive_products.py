@@ -15,7 +15,7 @@ from llmcompress.grids.integer import fit as fit_integer
 from llmcompress.grids.integer import natural_groups
 from llmcompress.grids.progressive import ProgressiveGrid, fit
 from llmcompress.kernels import int8, progressive
-from llmcompress.kernels.errors import TakesNotError
+from llmcompress.kernels.compile_errors import TakesNotError
 from llmcompress.kernels.progressive_layout import progressive_of
 from llmcompress.kernels.workspace import Workspace
 

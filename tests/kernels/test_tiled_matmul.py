@@ -5,7 +5,7 @@ import torch
 
 from emulated import COMPILER, EmulatedLauncher
 from llmcompress.kernels import partition
-from llmcompress.kernels.errors import TakesNotError
+from llmcompress.kernels.compile_errors import TakesNotError
 from llmcompress.kernels.matmul import matmul, plan_of, variants
 from llmcompress.kernels.partition import SHAPES
 from llmcompress.kernels.tiles import tiled

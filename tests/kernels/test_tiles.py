@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from llmcompress.grids.base import Nf4Spec
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.nf4 import Nf4Grid
-from llmcompress.kernels.errors import TakesNotError
+from llmcompress.kernels.compile_errors import TakesNotError
 from llmcompress.kernels.tiles import TileSpec, tile_codes, tiled
 from madegrids import coded
 

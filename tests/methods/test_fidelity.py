@@ -5,11 +5,11 @@ import torch
 
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
-from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.recipe import parse
 from llmcompress.validate.evaluate import measure
 from llmcompress.validate.load import open_streamed
-from llmcompress.validate.statistics import figures
+from llmcompress.validate.token_statistics import figures
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from llmcompress.errors import CheckpointError
 from llmcompress.grids.cache import by_token
-from llmcompress.model.cache import ChangingCache
-from llmcompress.validate.cache import TokenCodes
+from llmcompress.model.changing_cache import ChangingCache
+from llmcompress.validate.key_value_cache import TokenCodes
 from llmcompress.validate.load import open_streamed
 
 IDS = torch.randint(3, 96, (2, 20), generator=torch.Generator().manual_seed(1))

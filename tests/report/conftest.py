@@ -8,7 +8,7 @@ import pytest
 
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
-from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.process.progress import Progress
 from llmcompress.engine.write.timings import Timings
 from llmcompress.recipe import parse

@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from llmcompress.report.inputs import read_outputs
 from llmcompress.report.page import render
+from llmcompress.report.page_inputs import read_outputs
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [

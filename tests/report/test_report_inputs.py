@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from llmcompress.report.inputs import read_outputs
+from llmcompress.report.page_inputs import read_outputs
 
 
 @pytest.fixture

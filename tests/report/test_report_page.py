@@ -11,13 +11,13 @@ import pytest
 
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
-from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.write.report_schema import LayerDone, Linear, Start
 from llmcompress.recipe import parse
 from llmcompress.report.cells import METRICS, cells_of
 from llmcompress.report.figures import binned
-from llmcompress.report.inputs import Timed, read_outputs
 from llmcompress.report.page import render
+from llmcompress.report.page_inputs import Timed, read_outputs
 from llmcompress.report.words import duration, figure, size
 from llmcompress.validate.session import Request, evaluate_whole
 

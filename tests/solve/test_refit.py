@@ -5,7 +5,7 @@ import torch
 
 from llmcompress.grids.base import BLOCK_TYPES
 from llmcompress.grids.encoders import encode
-from llmcompress.solve.blocks import refit_blocks
+from llmcompress.solve.block_descent import refit_blocks
 from llmcompress.solve.damping import damped, inverse_factor
 from llmcompress.solve.gptq import gptq_codes
 from llmcompress.solve.refine import Refiner, row_loss

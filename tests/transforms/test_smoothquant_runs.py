@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
-from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.errors import RecipeError
 from llmcompress.recipe import parse
 from llmcompress.validate.evaluate import measure

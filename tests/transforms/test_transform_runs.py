@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
-from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.errors import PlanError, RecipeError, StoppedError
 from llmcompress.recipe import parse
 from llmcompress.validate.evaluate import measure

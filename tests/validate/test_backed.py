@@ -11,9 +11,9 @@ import llmcompress.validate.backend
 from emulated import COMPILER, EmulatedLauncher
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
-from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.errors import PlanError, RunError
-from llmcompress.kernels.errors import KernelsError
+from llmcompress.kernels.compile_errors import KernelsError
 from llmcompress.recipe import parse
 from llmcompress.validate import agreement, backed, device_memory
 from llmcompress.validate.evaluation import Evaluation

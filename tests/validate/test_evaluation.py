@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from llmcompress.validate.evaluation import Evaluation, evaluation
-from llmcompress.validate.statistics import Tokens, figures
+from llmcompress.validate.token_statistics import Tokens, figures
 
 SMALL = ["--length", 32, "--windows", 3, "--quiet"]
 
@@ -16,7 +16,7 @@ SMALL = ["--length", 32, "--windows", 3, "--quiet"]
 def out(tiny_model_dir, tmp_path_factory):
     from llmcompress.engine.execute import run
     from llmcompress.engine.plan.make_plan import make_plan
-    from llmcompress.engine.plan.options import Options
+    from llmcompress.engine.plan.run_options import Options
     from llmcompress.recipe import parse
 
     path = tmp_path_factory.mktemp("evaluated") / "out"

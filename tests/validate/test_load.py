@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
-from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.grids.base import GridSpec
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.integer import fit

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
-from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.errors import LlmcompressError, PlanError
 from llmcompress.grids.base import INPUT_SPECS, GridSpec
 from llmcompress.grids.coded import Coded

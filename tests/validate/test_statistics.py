@@ -6,7 +6,7 @@ import torch
 
 from llmcompress.errors import CalibrationError, RecipeError
 from llmcompress.validate.evaluate import _compare, cut_windows, parse_gate, refuse_unmeasured
-from llmcompress.validate.statistics import ALONE, COMPARED, Tokens, figures
+from llmcompress.validate.token_statistics import ALONE, COMPARED, Tokens, figures
 
 
 def test_measurements_are_those_of_the_definitions():

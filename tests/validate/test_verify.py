@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
-from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.recipe import parse
 from llmcompress.store.headers import INDEX
 from llmcompress.validate import verify as module

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from llmcompress.api.quiet import quiet_libraries
 from llmcompress.api.recipes import as_recipe
 from llmcompress.api.results import Result, timed
-from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.process.progress import Progress
 from llmcompress.engine.process.ranks import refuse_several
 from llmcompress.recipe import Recipe
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from llmcompress.engine.plan.plan import Plan
     from llmcompress.engine.write.export_work import Exported
-    from llmcompress.solve.sweep import Sweeper
+    from llmcompress.solve.column_sweep import Sweeper
     from llmcompress.workers import Workers
 
 RecipeLike = Recipe | Mapping[str, Any] | str | Path
@@ -171,6 +171,6 @@ def _sweeper(plan: Plan, say: Callable[[str], None]) -> Sweeper | None:
     if not plan.resources.gpu or not any(matrix.inverts for layer in plan.layers for matrix in layer):
         return None
     from llmcompress.engine.process.ranks import device_of
-    from llmcompress.kernels.sweep import gpu_sweeper
+    from llmcompress.kernels.gpu_sweep import gpu_sweeper
 
     return gpu_sweeper(device_of(plan.options.device), say)

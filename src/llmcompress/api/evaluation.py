@@ -114,7 +114,7 @@ def evaluate(
         >>> evaluation.kl < 1
         True
     """
-    from llmcompress.validate.cache import CacheOptions
+    from llmcompress.validate.key_value_cache import CacheOptions
     from llmcompress.validate.request import Request
 
     refuse_several("evaluate() of Python")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from llmcompress.api.quiet import quiet_libraries
 from llmcompress.api.recipes import GGUF, method_recipe
 from llmcompress.api.steps import Watch, watched
-from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.process.ranks import refuse_several
 from llmcompress.errors import RecipeError
 from llmcompress.grids.base import INTEGER_BITS, PER_ROW

@@ -9,7 +9,7 @@ from llmcompress.api.quiet import quiet_libraries
 from llmcompress.api.results import Result, timed
 from llmcompress.api.settings import depth_text, text_of
 from llmcompress.api.steps import Watch, watched
-from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.process.ranks import refuse_several
 
 NOTHING_KEPT = "nothing is kept of an output under way; the same command begins again"

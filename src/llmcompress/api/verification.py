@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmcompress.errors import GateError
-from llmcompress.validate.check import Check
+from llmcompress.validate.findings import Check
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from llmcompress.cli import options as o
 from llmcompress.cli.gates import GateCase, gated
 
 if TYPE_CHECKING:
-    from llmcompress.validate.check import Check
+    from llmcompress.validate.findings import Check
 
 
 _Row = tuple[str, str, Sequence[int], int, str]

@@ -127,8 +127,8 @@ def evaluate(
     of a window is scored on the full vocabulary. Intervals are 95%, by bootstrap over windows.
     """
     from llmcompress.store.files import refuse_existing
-    from llmcompress.validate.cache import CacheOptions
     from llmcompress.validate.evaluate import parse_gate
+    from llmcompress.validate.key_value_cache import CacheOptions
     from llmcompress.validate.request import Request
     from llmcompress.validate.session import continuations
 

@@ -51,7 +51,7 @@ def measure(
     quiet: o.Quiet = False,
 ) -> None:
     """Measure how much each input of every matrix matters: the sums of its squares over text, as llama-imatrix does."""
-    from llmcompress.engine.plan.options import Options
+    from llmcompress.engine.plan.run_options import Options
     from llmcompress.engine.run.measure_imatrix import measure_imatrix
     from llmcompress.formats.gguf.imatrix_file import refuse_place
     from llmcompress.ledger import Ledger

@@ -8,7 +8,7 @@ from typing import Any
 from llmcompress.api.recipes import method_recipe
 from llmcompress.cli import options as o
 from llmcompress.cli.gates import Gates
-from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.ledger import LedgerEntry
 from llmcompress.recipe import Recipe
 

@@ -144,7 +144,7 @@ def cache(
     json_: o.Json = False,
 ) -> None:
     """What compiled kernels are kept."""
-    from llmcompress.kernels.cache import Cache, directory_of
+    from llmcompress.kernels.build_cache import Cache, directory_of
 
     kept = Cache(directory_of(cache))
     if clear:

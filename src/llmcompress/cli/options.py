@@ -21,7 +21,7 @@ from llmcompress.transforms.base import Transform
 from llmcompress.yamlfile import read_yaml
 
 if TYPE_CHECKING:
-    from llmcompress.engine.plan.options import Options
+    from llmcompress.engine.plan.run_options import Options
 
 CALIBRATION, OUTPUT, RUNNING = "Calibration", "Output", "Running"
 
@@ -356,7 +356,7 @@ def format_setting(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def run_options(values: Mapping[str, Any]) -> "Options":
     """Paths and limits of a run, from the values of those options that a command has."""
-    from llmcompress.engine.plan.options import Options
+    from llmcompress.engine.plan.run_options import Options
 
     given = {name: values[name] for name in Options.__dataclass_fields__ if name in values}
     for name in ("max_memory", "max_gpu_memory"):

@@ -41,8 +41,8 @@ def report(
     What was done to every matrix, size, perplexity, KL divergence along the text, the ledger, time and memory; of
     depth, width and lora what was removed or added, with the figures of each layer.
     """
-    from llmcompress.report.inputs import read_outputs
     from llmcompress.report.page import render
+    from llmcompress.report.page_inputs import read_outputs
     from llmcompress.report.structure import is_structural, read_structural, render_structural
     from llmcompress.store.files import refuse_existing, write_whole
 

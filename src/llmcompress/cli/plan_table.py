@@ -26,7 +26,7 @@ def show_plans(plans: Sequence["Plan"], as_json: bool) -> None:
 
 
 def _loaded(plan: "Plan") -> dict[str, str | list[str]]:
-    from llmcompress.engine.targets.check import verdicts
+    from llmcompress.engine.targets.verdicts import verdicts
 
     return verdicts(plan.format.name, plan.entries, plan.headers.config, plan.options.tp)
 
@@ -66,7 +66,7 @@ def _facts(plan: "Plan") -> dict[str, Any]:
 
 
 def _show(plan: "Plan") -> None:
-    from llmcompress.engine.targets.check import labels
+    from llmcompress.engine.targets.verdicts import labels
 
     cost, options = plan.estimate, plan.options
     if plan.files:

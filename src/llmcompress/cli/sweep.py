@@ -17,8 +17,8 @@ from llmcompress.cli.log import log
 from llmcompress.cli.plan_table import show_plans
 from llmcompress.cli.running import carry_out, judge_strict, strict_gates, tell
 from llmcompress.cli.stopping import Stop
+from llmcompress.cli.sweep_recipes import Variant, listed, variants
 from llmcompress.cli.sweep_table import Run, show_runs
-from llmcompress.cli.variants import Variant, listed, variants
 from llmcompress.errors import LlmcompressError, RunError, StoppedError
 
 if TYPE_CHECKING:

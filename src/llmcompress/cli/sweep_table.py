@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from llmcompress.api.results import Result
 from llmcompress.cli import console
-from llmcompress.cli.variants import Variant
+from llmcompress.cli.sweep_recipes import Variant
 
 if TYPE_CHECKING:
     from llmcompress.engine.plan.plan import Plan

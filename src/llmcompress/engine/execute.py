@@ -20,7 +20,7 @@ from llmcompress.engine.run.transformed import open_transformed
 from llmcompress.engine.write.publish import finish
 from llmcompress.errors import PlanError
 from llmcompress.hardware import exact_float32
-from llmcompress.solve.sweep import Sweeper
+from llmcompress.solve.column_sweep import Sweeper
 from llmcompress.store.staging import Staging
 from llmcompress.store.statistics import Kept
 from llmcompress.workers import SERIAL, Workers

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmcompress.errors import CheckpointError
 from llmcompress.formats.base import Entry, Reader, TensorSpec
-from llmcompress.formats.checks import (
+from llmcompress.formats.entry_checks import (
     Refusal,
     common_refusal,
     grids,

@@ -33,7 +33,7 @@ from llmcompress.formats.bitsandbytes_tensors import (
     packed_state,
     read_state,
 )
-from llmcompress.formats.checks import Refusal, check_codes, common_refusal, left_alone, rounded_inputs
+from llmcompress.formats.entry_checks import Refusal, check_codes, common_refusal, left_alone, rounded_inputs
 from llmcompress.grids.base import Int8Spec, Nf4Spec
 
 if TYPE_CHECKING:

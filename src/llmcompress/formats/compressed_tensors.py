@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from llmcompress.errors import CheckpointError
 from llmcompress.formats import kv_cache
 from llmcompress.formats.base import FLOAT_TYPES, Entry, Reader, TensorSpec
-from llmcompress.formats.checks import (
+from llmcompress.formats.entry_checks import (
     Refusal,
     check_codes,
     common_refusal,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from llmcompress.errors import RunError
 from llmcompress.formats import kv_cache
 from llmcompress.formats.base import Entry, Reader, TensorSpec
-from llmcompress.formats.checks import Refusal, check_codes, rounded_inputs
+from llmcompress.formats.entry_checks import Refusal, check_codes, rounded_inputs
 
 if TYPE_CHECKING:
     from torch import Tensor

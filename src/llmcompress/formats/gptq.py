@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from llmcompress import __version__
 from llmcompress.errors import CheckpointError
 from llmcompress.formats.base import Entry, Reader, TensorSpec
-from llmcompress.formats.checks import (
+from llmcompress.formats.entry_checks import (
     HEADS,
     Refusal,
     common_refusal,

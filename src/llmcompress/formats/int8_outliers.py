@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmcompress.errors import CheckpointError, RunError
 from llmcompress.formats.base import Entry, Reader, TensorSpec
-from llmcompress.formats.checks import Refusal, check_codes, common_refusal, rounded_inputs
+from llmcompress.formats.entry_checks import Refusal, check_codes, common_refusal, rounded_inputs
 from llmcompress.grids.base import Int8Spec
 
 if TYPE_CHECKING:

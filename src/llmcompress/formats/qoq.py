@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmcompress.errors import CheckpointError, RunError
 from llmcompress.formats.base import Entry, Reader, TensorSpec
-from llmcompress.formats.checks import Refusal, check_codes, common_refusal, stored_type
+from llmcompress.formats.entry_checks import Refusal, check_codes, common_refusal, stored_type
 from llmcompress.grids.base import INPUT_SPECS, ProgressiveSpec
 
 if TYPE_CHECKING:

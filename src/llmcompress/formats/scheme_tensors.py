@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from llmcompress.errors import CheckpointError
 from llmcompress.formats.base import Entry
-from llmcompress.formats.checks import integer_grid, stored_scale
+from llmcompress.formats.entry_checks import integer_grid, stored_scale
 from llmcompress.formats.schemes import FLOATS
 from llmcompress.grids.base import GridSpec
 

@@ -16,7 +16,7 @@ from llmcompress.grids.base import BLOCK_TYPES, INPUT_SPECS, GridSpec, Progressi
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.fitting import fit
 from llmcompress.grids.inputs import InputGrid
-from llmcompress.kernels.errors import KernelsError
+from llmcompress.kernels.compile_errors import KernelsError
 from llmcompress.kernels.launch import Launcher
 from llmcompress.kernels.products import Products
 from llmcompress.kernels.rivals import rivals

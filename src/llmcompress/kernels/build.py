@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from hashlib import sha256
 
-from llmcompress.kernels.cache import Cache, Made
+from llmcompress.kernels.build_cache import Cache, Made
 from llmcompress.kernels.compilers import Compiler
 from llmcompress.kernels.launch import Kernel
 from llmcompress.kernels.source import source_text

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from llmcompress.kernels.errors import CompileError, KernelsError
+from llmcompress.kernels.compile_errors import CompileError, KernelsError
 
 _HINT = "install `llmcompress[gpu]`, or put nvcc on the PATH"
 _LOG_LINES = 6  # of a compiler's words that an error quotes

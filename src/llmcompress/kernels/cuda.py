@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from llmcompress.kernels.build import Builder, Say
-from llmcompress.kernels.cache import Cache, directory_of
+from llmcompress.kernels.build_cache import Cache, directory_of
+from llmcompress.kernels.compile_errors import KernelsError
 from llmcompress.kernels.compilers import find_compiler
-from llmcompress.kernels.errors import KernelsError
 from llmcompress.kernels.launch import Kernel, Launch
 
 OLDEST = (8, 0)  # compute capability: cp.async and mma.sync of bf16

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from llmcompress.kernels.errors import TakesNotError
+from llmcompress.kernels.compile_errors import TakesNotError
 from llmcompress.kernels.launch import Kernel, Launch, Launcher
-from llmcompress.kernels.shapes import ceil, optional
+from llmcompress.kernels.tensor_checks import ceil, optional
 from llmcompress.kernels.tiles import USUAL, TiledWeight, TileSpec
 
 _WARPS = 4

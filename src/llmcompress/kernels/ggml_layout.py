@@ -7,8 +7,8 @@ from torch import Tensor, unflatten
 from torch.nn.functional import pad
 
 from llmcompress.grids.base import BlockSpec
-from llmcompress.kernels.errors import TakesNotError
-from llmcompress.kernels.shapes import ceil
+from llmcompress.kernels.compile_errors import TakesNotError
+from llmcompress.kernels.tensor_checks import ceil
 from llmcompress.packing.bits import pack
 from llmcompress.packing.ggml import unpack
 from llmcompress.packing.nibbles import pack_nibbles

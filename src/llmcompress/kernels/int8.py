@@ -7,10 +7,10 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from llmcompress.kernels.errors import TakesNotError
+from llmcompress.kernels.compile_errors import TakesNotError
 from llmcompress.kernels.int8_layout import MOST_INPUTS, TILE, Int8Weight, tiles_of
 from llmcompress.kernels.launch import Kernel, Launch, Launcher
-from llmcompress.kernels.shapes import (
+from llmcompress.kernels.tensor_checks import (
     MOST_BLOCKS,
     bfloat,
     ceil,

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.integer import IntegerGrid
-from llmcompress.kernels.errors import TakesNotError
-from llmcompress.kernels.shapes import ceil, padded
+from llmcompress.kernels.compile_errors import TakesNotError
+from llmcompress.kernels.tensor_checks import ceil, padded
 
 TILE = 128  # inputs
 MOST_INPUTS = (1 << 31) // (128 * 128) - 1  # whose products of codes int32 holds the sum of

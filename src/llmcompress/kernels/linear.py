@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.inputs import Rounding
+from llmcompress.kernels.compile_errors import TakesNotError
 from llmcompress.kernels.decoded import DecodedProduct
-from llmcompress.kernels.errors import TakesNotError
 from llmcompress.kernels.launch import Launcher
 from llmcompress.kernels.products import Products
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from llmcompress.kernels import partition
-from llmcompress.kernels.errors import TakesNotError
+from llmcompress.kernels.compile_errors import TakesNotError
 from llmcompress.kernels.launch import Kernel, Launch, Launcher
 from llmcompress.kernels.partition import Partition, Problem
-from llmcompress.kernels.shapes import MOST, check_channels, check_inputs, optional, rows_aligned, up
+from llmcompress.kernels.tensor_checks import MOST, check_channels, check_inputs, optional, rows_aligned, up
 from llmcompress.kernels.tiles import INPUTS, OUTPUTS, USUAL, TiledWeight
 from llmcompress.kernels.workspace import Workspace
 

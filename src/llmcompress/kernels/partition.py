@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
-from llmcompress.kernels.shapes import ceil, shared_limit
+from llmcompress.kernels.tensor_checks import ceil, shared_limit
 from llmcompress.kernels.tiles import INPUTS, OUTPUTS, TileSpec
 
 SHAPES = ((1, 2, 4), (1, 4, 2), (1, 8, 1), (2, 4, 2), (2, 8, 1), (4, 8, 1), (8, 8, 1))

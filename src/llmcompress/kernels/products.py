@@ -10,8 +10,8 @@ from llmcompress.grids.coded import Coded
 from llmcompress.grids.inputs import InputGrid, Rounding
 from llmcompress.grids.integer import IntegerGrid
 from llmcompress.grids.progressive import ProgressiveGrid
-from llmcompress.kernels import dequantise, ggml, int8, matmul, progressive
-from llmcompress.kernels.errors import TakesNotError
+from llmcompress.kernels import dequantise, ggml_products, int8, matmul, progressive
+from llmcompress.kernels.compile_errors import TakesNotError
 from llmcompress.kernels.ggml_layout import ROWS, block_weight
 from llmcompress.kernels.int8_layout import int8_of
 from llmcompress.kernels.launch import Launcher
@@ -120,12 +120,12 @@ class BlockProduct(nn.Module):
 
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [tokens, in] to [tokens, out]."""
-        if x.shape[0] <= ggml.MOST_TOKENS:
-            return ggml.matmul(self.tools.launcher, x, self.weight, bias)
+        if x.shape[0] <= ggml_products.MOST_TOKENS:
+            return ggml_products.matmul(self.tools.launcher, x, self.weight, bias)
         outputs, inputs = self.weight.shape
         rows = max(1, _AT_ONCE // inputs // ROWS) * ROWS
         slabs = [self.weight.rows(at, at + rows) for at in range(0, outputs, rows)]
-        return _joined([x @ ggml.values(self.tools.launcher, slab, self.dtype).T for slab in slabs], bias)
+        return _joined([x @ ggml_products.values(self.tools.launcher, slab, self.dtype).T for slab in slabs], bias)
 
 
 def _joined(parts: list[Tensor], bias: Tensor | None) -> Tensor:

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from llmcompress.grids.base import PROGRESSIVE_GROUPS
 from llmcompress.kernels import int8
-from llmcompress.kernels.errors import TakesNotError
+from llmcompress.kernels.compile_errors import TakesNotError
 from llmcompress.kernels.int8 import Int8Inputs
 from llmcompress.kernels.int8_layout import TILE, Int8Weight
 from llmcompress.kernels.launch import Kernel, Launch, Launcher
 from llmcompress.kernels.progressive_layout import ProgressiveWeight
-from llmcompress.kernels.shapes import MOST_BLOCKS, bfloat, ceil, check_channels, optional, up
+from llmcompress.kernels.tensor_checks import MOST_BLOCKS, bfloat, ceil, check_channels, optional, up
 from llmcompress.kernels.workspace import Workspace
 
 MOST_TOKENS = 128  # beyond, weights are expanded to int8 once

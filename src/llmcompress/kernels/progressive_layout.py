@@ -7,9 +7,9 @@ from torch import Tensor
 
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.progressive import ProgressiveGrid
-from llmcompress.kernels.errors import TakesNotError
+from llmcompress.kernels.compile_errors import TakesNotError
 from llmcompress.kernels.int8_layout import MOST_INPUTS, TILE
-from llmcompress.kernels.shapes import padded, up
+from llmcompress.kernels.tensor_checks import padded, up
 from llmcompress.packing.lanes import pack_lanes
 
 

@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 
 from llmcompress.grids.base import GridSpec
 from llmcompress.grids.fitting import fit
-from llmcompress.kernels.errors import KernelsError
+from llmcompress.kernels.compile_errors import KernelsError
 
 _LEAST_INT8 = 17  # tokens that _int_mm takes
 

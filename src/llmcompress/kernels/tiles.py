@@ -17,8 +17,8 @@ from torch import Tensor
 
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.integer import IntegerGrid
-from llmcompress.kernels.errors import TakesNotError
-from llmcompress.kernels.shapes import bfloat, ceil
+from llmcompress.kernels.compile_errors import TakesNotError
+from llmcompress.kernels.tensor_checks import bfloat, ceil
 
 OUTPUTS, INPUTS = 32, 128
 GROUPS = (32, 64, 128)

@@ -22,8 +22,8 @@ from transformers.pytorch_utils import Conv1D
 
 from llmcompress.arch.spec import ArchSpec, Linear
 from llmcompress.errors import CheckpointError
-from llmcompress.model.build import StreamedModel
 from llmcompress.model.skeleton import UNUSABLE, first_line, plain, skeleton
+from llmcompress.model.streamed_model import StreamedModel
 
 _LENGTH = 7  # tokens; a top-k over positions must not look like one over experts
 _HINT = "declare the architecture in a file of llmcompress/arch"

@@ -4,7 +4,7 @@ from contextlib import ExitStack
 
 from torch import nn
 
-from llmcompress.model.build import StreamedModel
+from llmcompress.model.streamed_model import StreamedModel
 
 
 def whole_model(model: StreamedModel) -> nn.Module:

@@ -9,7 +9,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from llmcompress.report.cells import Cells, Metric
-from llmcompress.report.inputs import ReportedOutput
+from llmcompress.report.page_inputs import ReportedOutput
 from llmcompress.report.words import figure, label, size, tick
 
 COLOURS = ("#2f80ed", "#e8743b", "#19a979", "#945ecf", "#13a4b4", "#d9a514", "#ed4a7b", "#7f8c9a")

@@ -14,7 +14,7 @@ from plotly.offline import get_plotlyjs
 from llmcompress import __version__
 from llmcompress.report import figures, tables
 from llmcompress.report.cells import METRICS, Cells, Metric, cells_of
-from llmcompress.report.inputs import ReportedOutput
+from llmcompress.report.page_inputs import ReportedOutput
 from llmcompress.report.words import label
 
 _TEMPLATES = Path(__file__).parent / "templates"

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from llmcompress import __version__
 from llmcompress.engine.write.report_schema import LedgerEntry, Tokens
 from llmcompress.errors import CheckpointError
-from llmcompress.report.inputs import evaluations_by_report, read_document
+from llmcompress.report.page_inputs import evaluations_by_report, read_document
 from llmcompress.report.tables import Table, decisions
 from llmcompress.report.words import figure, size
 from llmcompress.store.headers import read_json

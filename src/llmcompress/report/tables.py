@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from llmcompress.engine.write.report_schema import LedgerEntry, Report
 from llmcompress.report.cells import Cells, Metric
 from llmcompress.report.figures import Series
-from llmcompress.report.inputs import ReportedOutput
+from llmcompress.report.page_inputs import ReportedOutput
 from llmcompress.report.words import duration, figure, size
 from llmcompress.validate.evaluation import Evaluation
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from llmcompress.report.inputs import ReportedOutput
+from llmcompress.report.page_inputs import ReportedOutput
 from llmcompress.validate.evaluation import Evaluation
 
 

@@ -9,9 +9,9 @@ from llmcompress.grids.blocks import between
 from llmcompress.grids.codebook import CodebookGrid
 from llmcompress.grids.coded import Coded, Grid
 from llmcompress.grids.nf4 import Nf4Grid
+from llmcompress.solve.column_sweep import Sweeper, WholeSteps, by_blocks, obs_sweep
 from llmcompress.solve.damping import Factor
 from llmcompress.solve.sparsegpt import FixedMask
-from llmcompress.solve.sweep import Sweeper, WholeSteps, by_blocks, obs_sweep
 
 
 def gptq_codes(

@@ -18,11 +18,11 @@ from llmcompress.grids.int8 import Int8Grid
 from llmcompress.grids.integer import IntegerGrid
 from llmcompress.grids.nf4 import Nf4Grid
 from llmcompress.grids.progressive import ProgressiveGrid
-from llmcompress.solve.blocks import refit_blocks
+from llmcompress.solve.block_descent import refit_blocks
 from llmcompress.solve.codebook import refit_table
+from llmcompress.solve.column_sweep import Sweeper, by_blocks
 from llmcompress.solve.gptq import Steps
 from llmcompress.solve.progressive import refit_progressive
-from llmcompress.solve.sweep import Sweeper, by_blocks
 
 Scaled = IntegerGrid | FloatGrid | Nf4Grid | Int8Grid
 

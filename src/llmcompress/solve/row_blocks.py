@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from llmcompress.solve.sweep import Sweeper
+from llmcompress.solve.column_sweep import Sweeper
 from llmcompress.workers import SERIAL, Workers
 
 R = TypeVar("R")

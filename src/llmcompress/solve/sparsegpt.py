@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from llmcompress.solve.column_sweep import obs_sweep
 from llmcompress.solve.damping import Factor
 from llmcompress.solve.prune import Pattern, smallest, smallest_of_each
-from llmcompress.solve.sweep import obs_sweep
 
 INNER, OUTER = 16, 128  # columns between two updates of those near by, and of all
 

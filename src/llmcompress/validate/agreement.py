@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmcompress.validate.statistics import Array
+from llmcompress.validate.token_statistics import Array
 
 FIGURES = ("logits_error", "logits_error_max")
 _ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-22}  # of a number; of a sum

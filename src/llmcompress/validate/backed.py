@@ -17,18 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from llmcompress.errors import RunError
-from llmcompress.model.build import StreamedModel
-from llmcompress.model.cache import Change, ChangingCache
+from llmcompress.model.changing_cache import Change, ChangingCache
+from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.validate import agreement
-from llmcompress.validate.adapter import adapt_streamed, adapt_whole
+from llmcompress.validate.adapted_model import adapt_streamed, adapt_whole
 from llmcompress.validate.backend import Backend, Say, compute_dtype, open_backend
-from llmcompress.validate.cache import cache_of
 from llmcompress.validate.device_memory import refuse_beyond, validation_memory
 from llmcompress.validate.evaluate import Collected, Watch, lockstep
+from llmcompress.validate.key_value_cache import cache_of
 from llmcompress.validate.load import load_whole, open_streamed, refuse_other_vocabulary
 from llmcompress.validate.request import Request
 from llmcompress.validate.speed import speeds
-from llmcompress.validate.statistics import Array, Tokens, figures
+from llmcompress.validate.token_statistics import Array, Tokens, figures
 
 _REFERENCE = torch.bfloat16  # the type the original is timed in
 

@@ -8,8 +8,8 @@ import torch
 
 from llmcompress.engine.process.ranks import device_of
 from llmcompress.errors import RecipeError
+from llmcompress.kernels.compile_errors import KernelsError
 from llmcompress.kernels.cuda import open_gpu
-from llmcompress.kernels.errors import KernelsError
 from llmcompress.kernels.linear import Linears
 from llmcompress.validate.load import MakeLinear
 from llmcompress.validate.packed import PackedLinear

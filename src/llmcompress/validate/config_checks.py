@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmcompress.validate import awq
+from llmcompress.validate.declared_schemes import scheme_of
 from llmcompress.validate.directory import HEADS, Directory
 from llmcompress.validate.matrices import quantised_modules
 from llmcompress.validate.matrix import FLOATS, INTEGERS, PACKED
-from llmcompress.validate.schemes import scheme_of
 from llmcompress.validate.stored import Tensor, read_json
 
 _GPTQ_KEYS = ("bits", "group_size", "sym", "desc_act", "lm_head", "checkpoint_format")

@@ -8,9 +8,9 @@ from llmcompress.engine.process.ranks import device_of
 from llmcompress.engine.source.text_tokenizer import load_tokenizer
 from llmcompress.errors import RecipeError
 from llmcompress.store.headers import refuse_adapter
-from llmcompress.validate.adapter import adapt_whole
+from llmcompress.validate.adapted_model import adapt_whole
 from llmcompress.validate.backend import Backend, Say, compute_dtype, open_backend
-from llmcompress.validate.cache import CacheOptions
+from llmcompress.validate.key_value_cache import CacheOptions
 from llmcompress.validate.load import load_whole, refuse_other_vocabulary
 from llmcompress.validate.request import Request
 from llmcompress.validate.speculative import distances, report, sample, speculate

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from llmcompress.errors import CalibrationError, RecipeError
-from llmcompress.model.build import StreamedModel
+from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.registry import suggest
-from llmcompress.validate.statistics import ALONE, COMPARED, OPERATORS, Array, Tokens
+from llmcompress.validate.token_statistics import ALONE, COMPARED, OPERATORS, Array, Tokens
 
 Watch = Callable[[int, int], None]
 

@@ -11,7 +11,7 @@ from llmcompress import __version__
 from llmcompress.engine.write.report_schema import Count, Document, Magnitude, Positive, Sha256, Share
 from llmcompress.store.output_file import is_single, report_of
 from llmcompress.validate.gguf_file import gguf_in
-from llmcompress.validate.statistics import Array, Tokens
+from llmcompress.validate.token_statistics import Array, Tokens
 
 EVALUATION_SCHEMA = 1
 

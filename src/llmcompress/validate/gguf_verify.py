@@ -35,8 +35,8 @@ from llmcompress.store.folds import FoldedCheckpoint, Scaled
 from llmcompress.store.gguf_header import GgufHeader
 from llmcompress.store.gguf_model import decoded, read_gguf, rows_of, tensor_bytes
 from llmcompress.store.output_file import beside, report_of
-from llmcompress.validate.check import AGREEMENT, Check, guarded, guarded_list, summary
 from llmcompress.validate.directory import is_rotated, read_scales
+from llmcompress.validate.findings import AGREEMENT, Check, guarded, guarded_list, summary
 from llmcompress.validate.gguf_facts import scalar
 from llmcompress.validate.gguf_source import EncodedRows, expected_keys, expected_tensors, misfits, parts_of
 from llmcompress.validate.gguf_tokens import against_source, token_wrongs

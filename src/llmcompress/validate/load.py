@@ -16,8 +16,8 @@ from llmcompress.errors import CheckpointError
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.inputs import Rounding
 from llmcompress.ledger import Ledger
-from llmcompress.model.build import StreamedModel, Weights
 from llmcompress.model.observe import observe
+from llmcompress.model.streamed_model import StreamedModel, Weights
 from llmcompress.model.whole import whole_model
 from llmcompress.store.gguf_model import read_gguf
 from llmcompress.store.headers import read_headers

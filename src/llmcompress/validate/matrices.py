@@ -10,10 +10,10 @@ from typing import Any, Literal
 import numpy as np
 
 from llmcompress.validate.awq import nibbles
+from llmcompress.validate.declared_schemes import PARTS, STORED, format_of, scheme_of
 from llmcompress.validate.matrix import FLOATS, INTEGERS, PACKED, Scheme, StoredMatrix, shaped
-from llmcompress.validate.schemes import PARTS, STORED, format_of, scheme_of
 from llmcompress.validate.stored import Array, DamageError, Tensor, unpack, words_for
-from llmcompress.validate.tables import MARKERS, TABLE_PARTS, read_table
+from llmcompress.validate.table_codes import MARKERS, TABLE_PARTS, read_table
 
 _E4M3: Array = np.array(  # values of all codes; those of 0x7F and 0xFF are no numbers, which `read_matrix` looks for
     [

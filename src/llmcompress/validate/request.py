@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llmcompress.validate.backend import BackendChoice
-from llmcompress.validate.cache import CacheOptions
+from llmcompress.validate.key_value_cache import CacheOptions
 
 
 @dataclass(frozen=True)

@@ -13,18 +13,18 @@ from llmcompress.calib.text import read_text, text_files
 from llmcompress.engine.process.ranks import device_of
 from llmcompress.engine.source.text_tokenizer import load_tokenizer
 from llmcompress.errors import CheckpointError
-from llmcompress.model.cache import ChangingCache
+from llmcompress.model.changing_cache import ChangingCache
 from llmcompress.store.headers import read_json, refuse_adapter
 from llmcompress.store.output_file import is_single, report_of
-from llmcompress.validate.adapter import adapt_streamed, adapt_whole
-from llmcompress.validate.cache import ByScale, TokenCodes, cache_of
+from llmcompress.validate.adapted_model import adapt_streamed, adapt_whole
 from llmcompress.validate.evaluate import cut_windows, measure
 from llmcompress.validate.evaluation import evaluation
 from llmcompress.validate.gguf_file import gguf_in
+from llmcompress.validate.key_value_cache import ByScale, TokenCodes, cache_of
 from llmcompress.validate.load import load_whole, open_streamed, refuse_other_vocabulary
 from llmcompress.validate.packed import PackedLinear
 from llmcompress.validate.request import Request
-from llmcompress.validate.statistics import Tokens, figures
+from llmcompress.validate.token_statistics import Tokens, figures
 
 DEFAULT_WINDOWS = 80
 _DTYPE = "float32"

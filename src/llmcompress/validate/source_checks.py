@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from llmcompress.validate.check import AGREEMENT, Check, guarded_list, summary
+from llmcompress.validate.declared_schemes import PARTS
 from llmcompress.validate.directory import HEADS, ROWS, Directory
 from llmcompress.validate.fewer_layers import drops_layers, left_of, speaks_of_layers
-from llmcompress.validate.kv_cache import cache_scales
+from llmcompress.validate.findings import AGREEMENT, Check, guarded_list, summary
+from llmcompress.validate.kv_scale_checks import cache_scales
 from llmcompress.validate.matrix import StoredMatrix
 from llmcompress.validate.narrower import cut, narrower_wrongs, narrows, tells_width
-from llmcompress.validate.schemes import PARTS
 from llmcompress.validate.stored import DamageError, Tensor, read_json, read_tensors
 
 _ROUNDING = {"BF16": 2.0**-8, "F16": 2.0**-11, "F32": 2.0**-24, "F64": 2.0**-53}

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from llmcompress.validate.check import Check, guarded_list, summary
 from llmcompress.validate.directory import ROWS, Directory
+from llmcompress.validate.findings import Check, guarded_list, summary
 from llmcompress.validate.matrix import StoredMatrix
 from llmcompress.validate.stored import DamageError
 

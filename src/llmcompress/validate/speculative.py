@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.generation import BaseStreamer
 
-from llmcompress.validate.statistics import Array
+from llmcompress.validate.token_statistics import Array
 
 GUESSES = (2, 3, 4, 5, 6, 7, 8)  # draft lengths whose tokens per step are foretold
 

@@ -26,13 +26,13 @@ from typing import Any
 
 import numpy as np
 
-from llmcompress.validate.check import Check, guarded, guarded_list, summary
 from llmcompress.validate.config_checks import config_wrongs
+from llmcompress.validate.declared_schemes import format_of, missing_parts
 from llmcompress.validate.directory import ROWS, Directory
-from llmcompress.validate.kv_cache import cache_scales, cache_wrongs
+from llmcompress.validate.findings import Check, guarded, guarded_list, summary
+from llmcompress.validate.kv_scale_checks import cache_scales, cache_wrongs
 from llmcompress.validate.matrices import AffineMatrix, quantised_modules, read_matrix
 from llmcompress.validate.matrix import StoredMatrix
-from llmcompress.validate.schemes import format_of, missing_parts
 from llmcompress.validate.source_checks import against_source
 from llmcompress.validate.sparsity import sparsity
 from llmcompress.validate.stored import DamageError, read_json, read_tensors

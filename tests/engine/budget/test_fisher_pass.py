@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM
 
 from llmcompress import arch
 from llmcompress.engine.budget.fisher_pass import EMBEDDING, HEAD, fisher_information
-from llmcompress.model.build import StreamedModel
 from llmcompress.model.gradients import drawn
 from llmcompress.model.skeleton import load_config
+from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.stats.fisher import of_matrix
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.workers import SERIAL

@@ -7,9 +7,9 @@ from transformers import AutoModelForCausalLM
 from llmcompress import arch
 from llmcompress.engine.budget.fisher_pass import fisher_information
 from llmcompress.engine.budget.fisher_window import ByWindow
-from llmcompress.model.build import StreamedModel
 from llmcompress.model.gradients import drawn
 from llmcompress.model.skeleton import load_config
+from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.workers import SERIAL
 

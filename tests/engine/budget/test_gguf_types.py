@@ -11,7 +11,7 @@ from llmcompress.engine.budget.gguf_types import Budget, fitted_to_budget
 from llmcompress.engine.budget.type_losses import candidates
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
-from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.errors import PlanError
 from llmcompress.recipe import load, parse
 from llmcompress.validate.gguf_verify import verify_gguf

@@ -14,9 +14,9 @@ from llmcompress.engine.budget.grid_losses import Held
 from llmcompress.engine.budget.matrix_grids import Asked, fitted_to_grids
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
-from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.errors import PlanError
-from llmcompress.formats.checks import fused
+from llmcompress.formats.entry_checks import fused
 from llmcompress.recipe import load, parse
 from llmcompress.validate.session import Request, evaluate_paths
 from madetokenizers import byte_level, save

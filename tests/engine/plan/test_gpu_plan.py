@@ -9,8 +9,8 @@ import torch
 from llmcompress.background import Ahead
 from llmcompress.engine.plan import resources as resources
 from llmcompress.engine.plan.memory_model import MemoryModel, Term
-from llmcompress.engine.plan.options import Options
 from llmcompress.engine.plan.resources import choose_resources
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.run import prefetch
 from llmcompress.errors import PlanError
 from llmcompress.hardware import GpuMemory

@@ -10,11 +10,11 @@ import torch
 from llmcompress.engine.plan.estimate import estimate
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.memory_model import MemoryModel, Phase, Term
-from llmcompress.engine.plan.options import Options
 from llmcompress.engine.plan.pass_memory import ModelSizes, depth_memory, fit_memory, lora_memory, width_memory
 from llmcompress.engine.plan.resources import Resources
 from llmcompress.engine.plan.run_memory import memory_of_run
-from llmcompress.engine.source.matrices import matrices_of
+from llmcompress.engine.plan.run_options import Options
+from llmcompress.engine.source.matrix_refs import matrices_of
 from llmcompress.engine.source.open import directory_headers
 from llmcompress.ledger import Ledger
 from llmcompress.recipe import parse

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
-from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.run.measure_imatrix import measure_imatrix
 from llmcompress.engine.source.open import directory_headers, open_checkpoint, source_headers
 from llmcompress.errors import CheckpointError, PlanError, StoppedError

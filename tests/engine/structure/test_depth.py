@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from llmcompress import arch
-from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.structure.depth import Asked, plan_depth, prune_depth
 from llmcompress.errors import PlanError
 from llmcompress.recipe import Calibration, build

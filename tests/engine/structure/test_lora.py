@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
-from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.structure.lora import repair
 from llmcompress.engine.structure.lora_plan import plan_lora
 from llmcompress.errors import CheckpointError, PlanError

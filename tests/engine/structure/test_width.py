@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.structure.width import CHANNELS, Asked, plan_width, prune_width
 from llmcompress.errors import PlanError
 from llmcompress.recipe import Calibration, build

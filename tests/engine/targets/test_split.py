@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmcompress.engine.targets.check import violations
 from llmcompress.engine.targets.table import TARGETS
+from llmcompress.engine.targets.verdicts import violations
 from llmcompress.formats.base import Entry, TensorSpec
 from llmcompress.grids.base import PER_ROW, GridSpec
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from llmcompress.engine.plan.make_plan import make_plan
-from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.process.progress import Progress
 from llmcompress.engine.write.timings import Timings, run_sha256
 from llmcompress.errors import StoppedError

@@ -8,12 +8,12 @@ from jsonschema import Draft202012Validator, ValidationError
 
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
-from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.recipe import parse
 from llmcompress.report import schemas
 from llmcompress.report.cells import METRICS, cells_of
-from llmcompress.report.inputs import read_outputs
 from llmcompress.report.page import render
+from llmcompress.report.page_inputs import read_outputs
 from llmcompress.report.schemas import SCHEMAS, schema_text
 
 

@@ -16,8 +16,8 @@ from llmcompress.engine.budget.fisher_window import ByToken, Gathering
 from llmcompress.engine.plan.memory_model import HEAD_TOKENS
 from llmcompress.engine.process.process_memory import return_freed_memory
 from llmcompress.errors import RunError
-from llmcompress.model.build import StreamedModel
 from llmcompress.model.gradients import LayerGradient, embedding_gradient, head_gradient
+from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.stats.fisher import Fisher
 from llmcompress.store.windows import Windows, WindowsWriter
 from llmcompress.workers import Workers

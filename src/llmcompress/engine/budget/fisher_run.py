@@ -18,12 +18,12 @@ from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.process.process_memory import keep_freed_memory
 from llmcompress.engine.process.ranks import device_of
 from llmcompress.engine.run.tokens import tokens_for
-from llmcompress.engine.source.matrices import matrices_of
+from llmcompress.engine.source.matrix_refs import matrices_of
 from llmcompress.engine.source.open import config_of, open_checkpoint
 from llmcompress.formats.gguf.imatrix import numbered
 from llmcompress.formats.gguf.tensors import GGUFTensor
 from llmcompress.ledger import Ledger
-from llmcompress.model.build import StreamedModel
+from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.files import existing, writing
 from llmcompress.workers import SERIAL, Workers

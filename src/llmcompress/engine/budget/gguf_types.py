@@ -10,8 +10,8 @@ from llmcompress.engine.budget.fit_to_size import Budget, allotted, impossible
 from llmcompress.engine.budget.losses_file import kept_losses
 from llmcompress.engine.budget.type_losses import Losses, candidates
 from llmcompress.engine.plan.make_plan import make_plan
-from llmcompress.engine.plan.options import Options
 from llmcompress.engine.plan.plan import Plan
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.errors import PlanError
 from llmcompress.formats.gguf.file import Placed, padded
 from llmcompress.formats.gguf.mixture import Wishes, asked, is_quantised

@@ -15,7 +15,7 @@ from llmcompress.engine.plan.memory_model import MemoryModel
 from llmcompress.engine.plan.pass_memory import ModelSizes, fit_memory
 from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.plan.resources import Resources, bounded, host_limits
-from llmcompress.engine.source.matrices import matrices_of
+from llmcompress.engine.source.matrix_refs import matrices_of
 from llmcompress.ledger import Ledger
 from llmcompress.store.staging import Staging
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from llmcompress.engine.plan.matrix_options import matches
 from llmcompress.engine.plan.matrix_plan import MatrixPlan
-from llmcompress.engine.targets.check import violations
 from llmcompress.engine.targets.table import Target
+from llmcompress.engine.targets.verdicts import violations
 from llmcompress.errors import PlanError
 from llmcompress.formats.base import Entry, Format
-from llmcompress.formats.checks import fused
+from llmcompress.formats.entry_checks import fused
 from llmcompress.grids.base import PER_ROW, GridSpec
 
 Patterns = Mapping[str, Mapping[str, Any]]

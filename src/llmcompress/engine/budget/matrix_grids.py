@@ -10,9 +10,9 @@ from llmcompress.engine.budget.item_losses import losses_of, within
 from llmcompress.engine.budget.items import Item, Offer, Rules, items_of, sized, stored_bits
 from llmcompress.engine.budget.patterns import patterns_of
 from llmcompress.engine.plan.make_plan import format_of, make_plan
-from llmcompress.engine.plan.options import Options
 from llmcompress.engine.plan.plan import Plan
-from llmcompress.engine.targets.check import requested_target
+from llmcompress.engine.plan.run_options import Options
+from llmcompress.engine.targets.verdicts import requested_target
 from llmcompress.errors import PlanError
 from llmcompress.grids.base import PER_ROW, GridSpec
 from llmcompress.ledger import Ledger

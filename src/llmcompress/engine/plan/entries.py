@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from llmcompress.arch.spec import ArchSpec
 from llmcompress.engine.plan.matrix_options import resolve_pruner_options
 from llmcompress.engine.plan.matrix_plan import MatrixPlan
-from llmcompress.engine.source.matrices import Matrices
+from llmcompress.engine.source.matrix_refs import Matrices
 from llmcompress.errors import PlanError
 from llmcompress.formats.base import Entry, TensorSpec
 from llmcompress.formats.kv_cache import OPTION, PARTS

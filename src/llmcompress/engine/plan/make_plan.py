@@ -8,15 +8,15 @@ from typing import Any
 from llmcompress.engine.plan.entries import kv_scale_entries, planned_matrices, source_entries
 from llmcompress.engine.plan.estimate import estimate
 from llmcompress.engine.plan.matrix_plan import MatrixPlan
-from llmcompress.engine.plan.options import Options
 from llmcompress.engine.plan.output_kinds import Contents, output_kind
 from llmcompress.engine.plan.paths import check_disk, output_and_work
 from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.plan.repair import repaired_plan
 from llmcompress.engine.plan.resources import choose_resources
 from llmcompress.engine.plan.run_memory import memory_of_run
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.plan.transform_headers import check_order
-from llmcompress.engine.targets.check import engine_notes, requested_target
+from llmcompress.engine.targets.verdicts import engine_notes, requested_target
 from llmcompress.errors import PlanError, RecipeError
 from llmcompress.formats.base import Entry, Format
 from llmcompress.ledger import Ledger

@@ -19,11 +19,11 @@ from llmcompress.engine.plan.gguf_plan import (
 from llmcompress.engine.plan.importance import Importance, given_importance, refuse_useless_importance
 from llmcompress.engine.plan.matrix_options import resolve_matrix_options, resolve_typed_options
 from llmcompress.engine.plan.modelfile import modelfile
-from llmcompress.engine.plan.options import Options
 from llmcompress.engine.plan.requantise import file_matrices, file_model
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.plan.transform_headers import transformed_headers
 from llmcompress.engine.source.gguf_input import GgufHeaders
-from llmcompress.engine.source.matrices import Matrices, matrices_of
+from llmcompress.engine.source.matrix_refs import Matrices, matrices_of
 from llmcompress.engine.source.open import source_headers
 from llmcompress.engine.source.quantised import DecodedHeaders, note_decoded
 from llmcompress.engine.source.tensor_names import Anatomy

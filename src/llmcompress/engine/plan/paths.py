@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from llmcompress.engine.plan.estimate import Estimate
-from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.errors import PlanError
 from llmcompress.methods.base import Method
 from llmcompress.recipe import Recipe

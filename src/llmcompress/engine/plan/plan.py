@@ -9,8 +9,8 @@ from llmcompress.arch.spec import ArchSpec
 from llmcompress.engine.plan.estimate import Estimate
 from llmcompress.engine.plan.importance import Importance
 from llmcompress.engine.plan.matrix_plan import MatrixPlan
-from llmcompress.engine.plan.options import Options
 from llmcompress.engine.plan.resources import Resources
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.source.tensor_names import Anatomy
 from llmcompress.formats.base import Entry, Format, TensorSpec
 from llmcompress.formats.gguf.file import GgufFile

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmcompress.engine.plan.make_plan import make_plan
-from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.plan.transform_headers import check_order
 from llmcompress.errors import LlmcompressError, RecipeError
 from llmcompress.recipe import Recipe, formats, parse, read

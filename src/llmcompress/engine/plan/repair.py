@@ -7,12 +7,12 @@ from typing import Any
 
 from llmcompress.engine.plan.matrix_options import matches
 from llmcompress.engine.plan.plan import Plan
-from llmcompress.engine.targets.check import label, violations
 from llmcompress.engine.targets.facts import Changes, Violation
 from llmcompress.engine.targets.table import Target
+from llmcompress.engine.targets.verdicts import label, violations
 from llmcompress.errors import PlanError
 from llmcompress.formats.base import Entry
-from llmcompress.formats.checks import named, quantised
+from llmcompress.formats.entry_checks import named, quantised
 from llmcompress.ledger import LedgerEntry
 from llmcompress.recipe import Recipe, build, formats
 

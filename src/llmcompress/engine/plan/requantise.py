@@ -3,7 +3,7 @@
 from llmcompress.arch.spec import ArchSpec, Linear
 from llmcompress.engine.plan.gguf_plan import GgufModel, TensorTypes, choose_types
 from llmcompress.engine.source.gguf_input import GgufHeaders, carried, names_of
-from llmcompress.engine.source.matrices import Matrices
+from llmcompress.engine.source.matrix_refs import Matrices
 from llmcompress.engine.source.tensor_names import MatrixRef
 from llmcompress.errors import PlanError
 from llmcompress.formats.base import FLOAT_TYPES

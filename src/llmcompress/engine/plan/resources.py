@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from llmcompress.engine.plan.memory_model import MARGIN, Device, MemoryModel
-from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.errors import PlanError
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}

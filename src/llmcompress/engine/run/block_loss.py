@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from llmcompress.arch.sites import Site
 from llmcompress.engine.run.forward import Stream
 from llmcompress.grids.nearest import nearest
-from llmcompress.model.build import StreamedModel
+from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.transforms.base import Reader
 from llmcompress.workers import Workers
 

@@ -18,7 +18,7 @@ from llmcompress.engine.run.bypass import Bypass, Bypasses, find_bypasses
 from llmcompress.engine.run.current_batch import Batch, CurrentBatch, stop_forward, until_stopped
 from llmcompress.engine.run.kv_ranges import KeyValueWatch
 from llmcompress.engine.run.prefetch import Prefetch
-from llmcompress.model.build import StreamedModel
+from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.stats.key_value_range import KeyValueRange
 from llmcompress.store.windows import Windows, WindowsShare, WindowsWriter
 from llmcompress.workers import WHOLE, Workers

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from llmcompress.engine.plan.plan import Plan
-from llmcompress.model.build import StreamedModel
+from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.store.staging import Hidden, Staging
 from llmcompress.workers import Workers
 

@@ -30,11 +30,11 @@ from llmcompress.grids.nearest import rounds_at_once
 from llmcompress.grids.recode import holds_codes, recode
 from llmcompress.ledger import Ledger, LedgerEntry
 from llmcompress.methods.base import Solved, Statistics
-from llmcompress.model.build import StreamedModel
 from llmcompress.model.experts import Expert
 from llmcompress.model.rounded import round_inputs
+from llmcompress.model.streamed_model import StreamedModel
+from llmcompress.solve.column_sweep import Sweeper
 from llmcompress.solve.row_blocks import RowBlocks
-from llmcompress.solve.sweep import Sweeper
 from llmcompress.stats.gram import Gram
 from llmcompress.store.checkpoint import DTYPES, Checkpoint
 from llmcompress.store.statistics import Kept, stored

@@ -22,8 +22,8 @@ from llmcompress.engine.run.transformed import add_factors
 from llmcompress.engine.source.open import config_of
 from llmcompress.errors import StoppedError
 from llmcompress.grids.coded import Coded
-from llmcompress.model.build import StreamedModel
-from llmcompress.solve.sweep import Sweeper
+from llmcompress.model.streamed_model import StreamedModel
+from llmcompress.solve.column_sweep import Sweeper
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.folds import FoldedCheckpoint
 from llmcompress.store.staging import Staging

@@ -8,20 +8,20 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 
-from llmcompress.engine.plan.options import Options
 from llmcompress.engine.plan.resources import usual_resources
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.process.process_memory import keep_freed_memory, return_freed_memory
 from llmcompress.engine.process.ranks import device_of
 from llmcompress.engine.run.collect import outputs_and_energy
 from llmcompress.engine.run.forward import Forward, Stream
 from llmcompress.engine.run.tokens import tokens_for
-from llmcompress.engine.source.matrices import Matrices, matrices_of
+from llmcompress.engine.source.matrix_refs import Matrices, matrices_of
 from llmcompress.engine.source.open import config_of, directory_headers, open_checkpoint
 from llmcompress.errors import RunError
 from llmcompress.formats.gguf.imatrix import Imatrix, ImatrixEntry, numbered
 from llmcompress.formats.gguf.names import gguf_tensors
 from llmcompress.ledger import Ledger
-from llmcompress.model.build import StreamedModel
+from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.recipe import Calibration
 from llmcompress.stats.energy import Energy
 from llmcompress.store.headers import ModelHeaders

@@ -13,7 +13,7 @@ from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.process.process_memory import return_freed_memory
 from llmcompress.engine.run.collect import outputs_and_energy
 from llmcompress.engine.run.forward import Forward, Stream
-from llmcompress.model.build import StreamedModel
+from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.stats.energy import Energy
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.windows import write_windows

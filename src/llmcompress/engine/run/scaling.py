@@ -19,7 +19,7 @@ from llmcompress.engine.run.layer import STARVED
 from llmcompress.engine.source.folding import held, scaled
 from llmcompress.errors import RunError
 from llmcompress.ledger import Ledger
-from llmcompress.model.build import StreamedModel
+from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.solve.smooth_attention import Rotary, smoothing
 from llmcompress.stats.inputs import Inputs, InputStatistics
 from llmcompress.stats.panels import complete

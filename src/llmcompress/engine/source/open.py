@@ -9,9 +9,9 @@ from llmcompress.engine.source.gguf_input import GgufCheckpoint, GgufHeaders, gg
 from llmcompress.engine.source.multimodal import text_part
 from llmcompress.engine.source.quantised import DecodedCheckpoint, DecodedHeaders, decoded_headers
 from llmcompress.ledger import Ledger
-from llmcompress.model.build import StreamedModel
 from llmcompress.model.rounded import round_inputs
 from llmcompress.model.skeleton import load_config
+from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.headers import ModelHeaders, read_headers
 from llmcompress.store.output_file import is_single

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from llmcompress.engine.plan.options import Options
 from llmcompress.engine.plan.pass_memory import depth_memory
 from llmcompress.engine.plan.paths import check_room
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.source.header_checks import hidden_width
 from llmcompress.engine.structure.derived_model import Derived, calibration_facts, card
 from llmcompress.engine.structure.layer_removal import Removal

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from llmcompress.engine.plan.memory_model import HEAD_TOKENS
 from llmcompress.engine.structure.source_model import onward
 from llmcompress.errors import RunError
-from llmcompress.model.build import StreamedModel
+from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.stats.similarity import Cosines, cosines
 from llmcompress.store.windows import Windows, write_windows
 from llmcompress.workers import Workers

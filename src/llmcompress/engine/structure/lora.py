@@ -17,7 +17,7 @@ from llmcompress.engine.structure.lora_plan import LoraPlan, Target, bits_added,
 from llmcompress.engine.structure.source_model import entering
 from llmcompress.engine.write.run_report import source
 from llmcompress.model.adapted import adapt
-from llmcompress.model.build import StreamedModel
+from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.solve.low_rank import LowRank, low_rank, output_energy
 from llmcompress.stats.gram import Gram
 from llmcompress.store.adapter import CONFIG, STEM, AdapterDirectory, adapter_config, adapter_specs

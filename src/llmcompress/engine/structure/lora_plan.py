@@ -8,9 +8,9 @@ from typing import Literal
 
 import torch
 
-from llmcompress.engine.plan.options import Options
 from llmcompress.engine.plan.pass_memory import lora_memory
-from llmcompress.engine.source.matrices import matrices_of
+from llmcompress.engine.plan.run_options import Options
+from llmcompress.engine.source.matrix_refs import matrices_of
 from llmcompress.engine.source.quantised import DecodedHeaders, decoded_headers
 from llmcompress.engine.structure.source_model import Subject, open_subject
 from llmcompress.errors import CheckpointError, PlanError

@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 
 from llmcompress.engine.plan.memory_model import MemoryModel
-from llmcompress.engine.plan.options import Options
 from llmcompress.engine.plan.pass_memory import ModelSizes
 from llmcompress.engine.plan.paths import path_beside, refuse_model_itself
 from llmcompress.engine.plan.resources import Resources, bounded, host_limits, usual_resources
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.process.process_memory import keep_freed_memory, return_freed_memory
 from llmcompress.engine.process.ranks import device_of
 from llmcompress.engine.run.forward import Forward, Stream
 from llmcompress.engine.run.tokens import tokens_for
-from llmcompress.engine.source.matrices import Matrices, matrices_of
+from llmcompress.engine.source.matrix_refs import Matrices, matrices_of
 from llmcompress.engine.source.open import config_of, open_checkpoint
 from llmcompress.engine.source.tensor_names import Anatomy
 from llmcompress.errors import PlanError
 from llmcompress.ledger import Ledger
-from llmcompress.model.build import StreamedModel
+from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.recipe import Calibration
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.files import make_parent, writing

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from llmcompress.engine.plan.options import Options
 from llmcompress.engine.plan.pass_memory import width_memory
 from llmcompress.engine.plan.paths import check_room
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.process.process_memory import return_freed_memory
 from llmcompress.engine.run.forward import Forward, Recording, Stream
 from llmcompress.engine.source.header_checks import hidden_width, numbered
@@ -24,7 +24,7 @@ from llmcompress.engine.structure.feed_forward import FeedForward, feed_forward,
 from llmcompress.engine.structure.source_model import Subject, entering, open_subject
 from llmcompress.errors import PlanError
 from llmcompress.formats.base import TensorSpec
-from llmcompress.model.build import StreamedModel
+from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.recipe import Calibration
 from llmcompress.solve.narrowing import least_missed, narrowing_loss, refitted, strongest
 from llmcompress.stats.gram import Gram

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmcompress.formats.base import Entry
-from llmcompress.formats.checks import experts_of, fused, grids, named, quantised
+from llmcompress.formats.entry_checks import experts_of, fused, grids, named, quantised
 from llmcompress.formats.schemes import PACKED, kind
 from llmcompress.grids.base import PER_ROW, GridSpec
 from llmcompress.methods.base import DEFAULT_GROUP_SIZES

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from llmcompress.engine.targets.facts import Fact, LoadCase, Violation, scheme_name
-from llmcompress.formats.checks import quantised
+from llmcompress.formats.entry_checks import quantised
 from llmcompress.formats.schemes import kind
 from llmcompress.grids.base import INPUT_SPECS
 

@@ -10,7 +10,7 @@ from typing import Any
 from llmcompress.arch.spec import attention_heads
 from llmcompress.engine.targets.facts import DeviceLinear, Violation
 from llmcompress.formats.base import Entry
-from llmcompress.formats.checks import FUSED, fused, quantised
+from llmcompress.formats.entry_checks import FUSED, fused, quantised
 
 _KEYS_VALUES = frozenset({"k_proj", "v_proj"})
 _JOINED_QKV = frozenset({"qkv_proj", "query_key_value", "c_attn"})  # q, k and v stored as one matrix

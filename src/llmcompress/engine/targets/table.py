@@ -17,7 +17,7 @@ from llmcompress.engine.targets.facts import (
     Words,
 )
 from llmcompress.engine.targets.input_facts import Devices, RoundedInputs, ScalesByToken
-from llmcompress.formats.checks import HEADS, experts_of
+from llmcompress.formats.entry_checks import HEADS, experts_of
 from llmcompress.formats.kv_cache import OPTION
 from llmcompress.formats.schemes import FLOATS, INTEGERS
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llmcompress.engine.plan.make_plan import make_plan
-from llmcompress.engine.plan.options import Options
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.write.publish import finish
 from llmcompress.errors import PlanError
 from llmcompress.recipe import parse

@@ -10,8 +10,8 @@ from torch import Tensor
 from llmcompress import __version__
 from llmcompress.calib.base import fingerprint
 from llmcompress.engine.plan.make_plan import make_plan
-from llmcompress.engine.plan.options import Options
 from llmcompress.engine.plan.plan import Plan
+from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.run.tokens import calibration_tokens
 from llmcompress.engine.write.run_report import source
 from llmcompress.recipe import Recipe

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmcompress.formats import kv_cache
 from llmcompress.formats.base import Entry, Reader, TensorSpec
-from llmcompress.formats.checks import Refusal, check_codes, rounded_inputs
+from llmcompress.formats.entry_checks import Refusal, check_codes, rounded_inputs
 from llmcompress.grids.base import BlockSpec
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 from llmcompress.validate.awq import skipped
 from llmcompress.validate.matrix import FLOATS, INTEGERS, PACKED, Scheme
 from llmcompress.validate.stored import DamageError
-from llmcompress.validate.tables import TABLE_PARTS, missing_table_parts, table_scheme
+from llmcompress.validate.table_codes import TABLE_PARTS, missing_table_parts, table_scheme
 
 PARTS: Mapping[str, tuple[str, ...]] = {
     "gptq": ("qweight", "qzeros", "scales", "g_idx"),

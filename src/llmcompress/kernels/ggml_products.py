@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from llmcompress.grids.base import BLOCK_TYPES, BlockSpec
-from llmcompress.kernels.errors import TakesNotError
+from llmcompress.kernels.compile_errors import TakesNotError
 from llmcompress.kernels.ggml_layout import INPUTS, ROWS, TYPES, BlockWeight
 from llmcompress.kernels.launch import Kernel, Launch, Launcher
-from llmcompress.kernels.shapes import (
+from llmcompress.kernels.tensor_checks import (
     MOST_BLOCKS,
     RESERVED,
     bfloat,

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmcompress.kernels.errors import KernelsError
+from llmcompress.kernels.compile_errors import KernelsError
 from llmcompress.kernels.launch import Kernel, Launch, Launcher
-from llmcompress.solve.sweep import WholeSteps
+from llmcompress.solve.column_sweep import WholeSteps
 
 COLUMNS = 128  # of a block
 _ROWS = 8  # of a thread block, one for each warp

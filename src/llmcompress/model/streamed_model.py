@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from llmcompress.arch.spec import ArchSpec
 from llmcompress.errors import CheckpointError
 from llmcompress.model import attention
-from llmcompress.model.cache import Change, call_through
+from llmcompress.model.changing_cache import Change, call_through
 from llmcompress.model.skeleton import skeleton
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from llmcompress.kernels.errors import TakesNotError
+from llmcompress.kernels.compile_errors import TakesNotError
 
 MOST = (1 << 31) - 1  # what kernels count with
 MOST_BLOCKS = 65535  # of channels: in the second dimension of a grid

@@ -8,7 +8,7 @@ from torch import nn
 
 from llmcompress.errors import CheckpointError
 from llmcompress.model.adapted import adapt
-from llmcompress.model.build import StreamedModel
+from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.store.adapter import Adapter
 from llmcompress.store.headers import read_headers, read_json
 from llmcompress.validate.gguf_file import gguf_in
