@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from llmcompress.grids import compat, search
-from llmcompress.grids.base import BLOCK_TYPES, BlockSpec
+from llmcompress.grids.blocks import BLOCK_TYPES, BlockSpec
 from llmcompress.packing.ggml import pack, unpack
 from llmcompress.workers import SERIAL
 

@@ -4,12 +4,12 @@ import re
 
 import llmcompress.formats
 from llmcompress.formats.base import Entry, TensorSpec
-from llmcompress.grids.base import GridSpec
+from llmcompress.grids.integer import IntegerSpec
 from llmcompress.registry import discover
 
 FORMATS = discover(llmcompress.formats, "FORMAT")
 GPTQ, AWQ, PACKED, DENSE = (FORMATS[name] for name in ("gptq", "awq", "compressed-tensors", "dense"))
-W4 = GridSpec(4, 32)
+W4 = IntegerSpec(4, 32)
 LEAVES = {
     "self_attn.q_proj": (128, 128),
     "self_attn.k_proj": (64, 128),

@@ -2,9 +2,9 @@
 
 import torch
 
-from llmcompress.grids.base import GridSpec
 from llmcompress.grids.coded import Coded
-from llmcompress.grids.integer import IntegerGrid, natural_groups
+from llmcompress.grids.integer import IntegerGrid, IntegerSpec
+from llmcompress.grids.scales import natural_groups
 
 
 def finite_bits(shape, dtype, generator, largest=4.0):
@@ -18,7 +18,7 @@ def finite_bits(shape, dtype, generator, largest=4.0):
 def coded(outputs, inputs, bits, group, symmetric, *, scale=torch.float16, seed=0, order=None):
     """Random codes and zero points; scales of any bits. order: input channels in the order of their groups."""
     generator = torch.Generator().manual_seed(seed)
-    spec = GridSpec(bits, group, symmetric)
+    spec = IntegerSpec(bits, group, symmetric)
     groups = -(-inputs // spec.width(inputs))
     codes = torch.randint(0, spec.levels, (outputs, inputs), generator=generator).to(torch.uint8)
     zero = torch.randint(0, spec.levels, (outputs, groups), generator=generator).to(torch.float32)

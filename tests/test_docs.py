@@ -15,7 +15,7 @@ import yaml
 from llmcompress.cli.app import app
 from llmcompress.cli.commands import register
 from llmcompress.cli.log import log
-from llmcompress.grids.base import spec_named
+from llmcompress.grids.grid_type import spec_named
 from llmcompress.grids.integer import IntegerGrid
 from llmcompress.packing.bits import pack
 

@@ -1,10 +1,12 @@
 """What the machine is good at, and how much memory its GPU has."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-import torch
+from llmcompress.lazy import torch
 
 
 class GpuMemory(NamedTuple):

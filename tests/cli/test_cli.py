@@ -8,6 +8,14 @@ import sys
 import time
 
 import pytest
+import typer
+from typer import rich_utils
+from typer.testing import CliRunner
+
+from llmcompress.cli.commands import register
+from llmcompress.cli.options import field_options
+from llmcompress.grids.grid_type import grid_types
+from llmcompress.recipe import methods
 
 COMMAND = [sys.executable, "-m", "llmcompress"]
 SMALL = ["--bits", "4", "--group-size", "64", "--samples", "4", "--length", "32"]
@@ -177,3 +185,32 @@ def test_sigterm_and_deadline_stop_at_a_safe_point_and_the_same_command_goes_on(
         assert not out.exists()
         done = call(*command, "--json")
         assert json.loads(done.stdout)["tensors"] == report["tensors"]
+
+
+@pytest.fixture(scope="module")
+def commands():
+    app = typer.Typer()
+    register(app)
+    return app
+
+
+@pytest.mark.parametrize("name", ["gptq", "rtn", "awq", "smoothquant", "wanda", "fp8", "nf4", "int8", "gguf"])
+def test_help_shows_what_is_usually_asked_for_first(name, commands, monkeypatch):
+    """Bits, groups, calibration and output on one page; a grid's options under its name, the others after them."""
+    monkeypatch.setattr(rich_utils, "MAX_WIDTH", 100)
+    shown = CliRunner().invoke(commands, [name, "--help"])
+    panels = {line.split()[1]: number for number, line in enumerate(shown.stdout.splitlines()) if line.startswith("╭")}
+    order = list(panels)
+    assert order[:4] == ["Arguments", "Options", "Calibration", "Output"]
+    assert order[-1] == "Running"
+    assert panels[order[4]] <= 60
+    assert panels.keys() - {*order[:4], "Advanced", "Running", "Types", "Budget"} <= {*grid_types()}
+
+
+def test_options_of_a_grid_stand_under_its_name():
+    options = field_options(methods()["gptq"])
+    found = {name: item[0].__metadata__[0].rich_help_panel for name, item in options.items()}
+    for grid in grid_types().values():
+        for name in grid.options.model_fields if grid.options and grid.chosen else ():
+            assert found[name] == grid.name
+    assert all(found[name] is None for name in ("type", "bits", "group_size", "sym"))

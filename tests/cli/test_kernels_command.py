@@ -10,7 +10,7 @@ import llmcompress.cli.kernels
 import llmcompress.kernels.check
 from emulated import COMPILER, EmulatedLauncher
 from llmcompress.errors import LlmcompressError
-from llmcompress.grids.base import GridSpec
+from llmcompress.grids.integer import IntegerSpec
 from llmcompress.kernels import cuda, rivals
 from llmcompress.kernels.build import Builder
 from llmcompress.kernels.build_cache import Cache, Made
@@ -39,7 +39,7 @@ def gpu(monkeypatch, tmp_path):
         builder = Builder(Compiler(), Cache(tmp_path / "cache"), "sm_90", print)
 
     monkeypatch.setattr(cuda, "open_gpu", lambda say, cache: Emulated())
-    case = KernelCase(GridSpec(4, 64), BF16, shape=(40, 272), tokens=(1, 3))
+    case = KernelCase(IntegerSpec(4, 64), BF16, shape=(40, 272), tokens=(1, 3))
     monkeypatch.setattr(llmcompress.kernels.check, "cases", lambda: iter([case]))
     return Emulated
 

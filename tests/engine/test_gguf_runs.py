@@ -15,7 +15,7 @@ from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.errors import PlanError, RecipeError, RunError, StoppedError
-from llmcompress.grids.base import BLOCK_TYPES
+from llmcompress.grids.blocks import BLOCK_TYPES
 from llmcompress.grids.encoders import encode
 from llmcompress.packing.ggml import pack
 from llmcompress.recipe import parse

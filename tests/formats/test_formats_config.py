@@ -6,7 +6,8 @@ import pytest
 
 from entries import AWQ, DENSE, GPTQ, PACKED, W4, matrix, model
 from llmcompress import __version__
-from llmcompress.grids.base import PER_ROW, GridSpec
+from llmcompress.grids.base import PER_ROW
+from llmcompress.grids.integer import IntegerSpec
 
 
 def settings_of(format_, entries, config=None):
@@ -55,7 +56,7 @@ def test_gptq_says_what_it_skips_to_every_engine():
 
 def test_gptq_says_which_modules_have_settings_of_their_own():
     entries = model(
-        {r"mlp\.down_proj": GridSpec(8, PER_ROW), r"mlp\.(gate|up)": GridSpec(8, 64), "layers.0.*o_proj": None}
+        {r"mlp\.down_proj": IntegerSpec(8, PER_ROW), r"mlp\.(gate|up)": IntegerSpec(8, 64), "layers.0.*o_proj": None}
     )
     settings = settings_of(GPTQ, entries)
     assert (settings["bits"], settings["group_size"]) == (4, 32)
@@ -78,7 +79,7 @@ def test_gptq_options_come_from_the_method():
 
 
 def test_asymmetric_gptq_is_written_in_the_convention_without_carry():
-    settings = settings_of(GPTQ, model({"": GridSpec(4, 32, symmetric=False)}))
+    settings = settings_of(GPTQ, model({"": IntegerSpec(4, 32, symmetric=False)}))
     assert settings["sym"] is False
     assert settings["checkpoint_format"] == settings["format"] == "gptq_v2"
 
@@ -91,7 +92,7 @@ def test_a_quantised_head_is_announced():
 def test_gptq_says_of_experts_what_holds_for_all_of_a_layer():
     """vLLM and SGLang look for rules under the name of the experts' list."""
     name = "model.layers.{}.block_sparse_moe.experts.{}.{}"
-    grids = {0: None, 1: GridSpec(8, 32), 2: W4}
+    grids = {0: None, 1: IntegerSpec(8, 32), 2: W4}
     entries = [matrix(name.format(n, e, leaf), grids[n]) for n in grids for e in (0, 1) for leaf in ("w1", "w2", "w3")]
     rules = settings_of(GPTQ, [*entries, matrix("m"), matrix("n")])["dynamic"]
     assert rules[r"-:^model\.layers\.0\.block_sparse_moe\.experts$"] == {}
@@ -100,7 +101,7 @@ def test_gptq_says_of_experts_what_holds_for_all_of_a_layer():
 
 
 def test_uniform_awq_leaves_out_the_head():
-    assert AWQ.config(model({"": GridSpec(4, 32, symmetric=False)}), {}) == {
+    assert AWQ.config(model({"": IntegerSpec(4, 32, symmetric=False)}), {}) == {
         "config.json": {
             "quantization_config": {
                 "quant_method": "awq",
@@ -178,7 +179,7 @@ def test_a_head_of_another_name_is_ignored_under_both():
 
 
 def test_mixed_compressed_tensors_target_exact_names():
-    entries = model({r"mlp\.down_proj": GridSpec(8, PER_ROW, symmetric=False)}, options={"act_order": True})
+    entries = model({r"mlp\.down_proj": IntegerSpec(8, PER_ROW, symmetric=False)}, options={"act_order": True})
     groups = settings_of(PACKED, entries)["config_groups"]
     assert [len(group["targets"]) for group in groups.values()] == [12, 2]
     assert groups["group_1"]["targets"] == [f"model.layers.{n}.mlp.down_proj" for n in (0, 1)]
@@ -190,25 +191,35 @@ def test_mixed_compressed_tensors_target_exact_names():
 
 def test_dense_changes_no_config():
     assert DENSE.config(model(), {}) == {"config.json": {}}
-    assert DENSE.refuses(model({"": GridSpec(5, 32, symmetric=False)}, permuted=True), {}) is None
+    assert DENSE.refuses(model({"": IntegerSpec(5, 32, symmetric=False)}, permuted=True), {}) is None
 
 
 @pytest.mark.parametrize(
     ("format_", "entries", "config", "message"),
     [
-        (GPTQ, [matrix("m", GridSpec(5, 32))], {}, "cannot hold int5-g32-sym"),
-        (GPTQ, [matrix("m", GridSpec(3, 32), (48, 128))], {}, "multiples of 32"),
-        (GPTQ, [matrix("m"), matrix("n", GridSpec(4, 32, symmetric=False))], {}, "symmetric or asymmetric as a whole"),
+        (GPTQ, [matrix("m", IntegerSpec(5, 32))], {}, "cannot hold int5-g32-sym"),
+        (GPTQ, [matrix("m", IntegerSpec(3, 32), (48, 128))], {}, "multiples of 32"),
+        (
+            GPTQ,
+            [matrix("m"), matrix("n", IntegerSpec(4, 32, symmetric=False))],
+            {},
+            "symmetric or asymmetric as a whole",
+        ),
         (GPTQ, [matrix("project_in", block=False)], {}, "outside of decoder layers"),
-        (AWQ, [matrix("m", GridSpec(8, 32))], {}, "cannot hold int8-g32-sym"),
-        (AWQ, [matrix("m"), matrix("n", GridSpec(4, 64))], {}, "one grid, not both int4-g32-sym and int4-g64-sym (n)"),
-        (AWQ, [matrix("m"), matrix("n", GridSpec(4, 32, symmetric=False))], {}, "one grid, not both"),
+        (AWQ, [matrix("m", IntegerSpec(8, 32))], {}, "cannot hold int8-g32-sym"),
+        (
+            AWQ,
+            [matrix("m"), matrix("n", IntegerSpec(4, 64))],
+            {},
+            "one grid, not both int4-g32-sym and int4-g64-sym (n)",
+        ),
+        (AWQ, [matrix("m"), matrix("n", IntegerSpec(4, 32, symmetric=False))], {}, "one grid, not both"),
         (AWQ, [matrix("m", permuted=True)], {}, "activation order"),
         (AWQ, [matrix("m", transposed=True)], {}, "Conv1D"),
         (AWQ, [matrix("lm_head", block=False)], {}, "outside of decoder layers"),
         (AWQ, [matrix("m", W4, (48, 128))], {}, "multiple of 32 outputs, and m has 48"),
         *((AWQ, [matrix("m")], {"model_type": name}, "scales of activations") for name in ("gpt_neox", "falcon")),
-        (PACKED, [matrix("m", GridSpec(3, 32))], {}, "cannot hold int3-g32-sym"),
+        (PACKED, [matrix("m", IntegerSpec(3, 32))], {}, "cannot hold int3-g32-sym"),
         (PACKED, [matrix("m", permuted=True)], {}, "activation order"),
         (PACKED, [matrix("m", transposed=True)], {}, "Conv1D"),
         (DENSE, [matrix("m", dtype="F8_E4M3")], {}, "cannot hold decoded weights"),
@@ -216,7 +227,7 @@ def test_dense_changes_no_config():
             (format_, entries, config, message)
             for format_ in (GPTQ, AWQ, PACKED)
             for entries, config, message in (
-                ([matrix("m", GridSpec(4, 48))], {}, "group size 48 does not divide the 128 inputs of m"),
+                ([matrix("m", IntegerSpec(4, 48))], {}, "group size 48 does not divide the 128 inputs of m"),
                 ([matrix("lm_head", block=False)], {"tie_word_embeddings": True}, "tied to the embedding"),
                 ([matrix("model.embed_tokens", linear=False)], {}, "linear layers only"),
                 ([matrix("m", None)], {}, "no module is to be quantised"),

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 import llmcompress.formats
 from llmcompress.errors import CheckpointError, RunError
 from llmcompress.formats.base import Entry, TensorSpec
-from llmcompress.grids.base import PER_ROW, GridSpec
+from llmcompress.grids.base import PER_ROW
 from llmcompress.grids.coded import Coded
-from llmcompress.grids.integer import IntegerGrid, fit, natural_groups
+from llmcompress.grids.integer import IntegerGrid, IntegerSpec, fit
+from llmcompress.grids.scales import natural_groups
 from llmcompress.registry import discover
 
 FORMATS = discover(llmcompress.formats, "FORMAT")
@@ -45,7 +46,7 @@ def reader(tensors):
 
 def two_groups():
     """The golden matrix of GPTQModel with two groups: 32 inputs, 8 outputs."""
-    grid = GridSpec(4, 16, symmetric=False)
+    grid = IntegerSpec(4, 16, symmetric=False)
     zero = torch.stack([torch.full((8,), 8.0), torch.arange(8) + 1.0], dim=1)
     fitted = IntegerGrid(grid, torch.full((8, 2), 0.25), zero, natural_groups(grid, 32))
     codes = (7 * torch.arange(32) + 3 * torch.arange(8).view(-1, 1)) % 16
@@ -81,14 +82,14 @@ def test_both_zero_point_conventions_of_gptq_are_read():
 
 @pytest.mark.parametrize(("bits", "word"), [(2, "55555555"), (4, "77777777"), (8, "7f7f7f7f")])
 def test_symmetric_gptq_has_the_zero_points_that_engines_assume(bits, word):
-    grid = GridSpec(bits, 32)
+    grid = IntegerSpec(bits, 32)
     tensors = GPTQ.encode(entry_of(32, 64, grid), coded_of(32, 64, grid))
     assert set(tensors["m.qzeros"].flatten().tolist()) == set(words(word).tolist())
 
 
 def golden_awq():
     """The golden matrix of AutoAWQ: 4 inputs in groups of 2, 32 outputs."""
-    grid = GridSpec(4, 2, symmetric=False)
+    grid = IntegerSpec(4, 2, symmetric=False)
     zero = torch.stack([torch.arange(32) % 16, torch.full((32,), 8)], dim=1).to(torch.float32)
     fitted = IntegerGrid(grid, torch.full((32, 2), 0.25), zero, natural_groups(grid, 4))
     codes = (torch.arange(32).view(-1, 1) + 5 * torch.arange(4)) % 16
@@ -106,7 +107,7 @@ def test_awq_tensors_are_those_of_autoawq():
 
 
 def test_awq_without_zero_points_says_so_and_stores_the_middle():
-    grid = GridSpec(4, 32)
+    grid = IntegerSpec(4, 32)
     entry = entry_of(32, 64, grid)
     tensors = AWQ.encode(entry, coded_of(32, 64, grid))
     assert config_of(AWQ, entry)["quantization_config"]["zero_point"] is False
@@ -134,7 +135,7 @@ def test_awq_is_read_under_the_names_of_either_writer_and_in_no_other_version():
 
 def test_compressed_tensors_are_those_of_its_own_quantiser():
     """W4A16, symmetric and asymmetric by groups of 4: codes and scales of compressed-tensors 0.20.0."""
-    symmetric = GridSpec(4, 4)
+    symmetric = IntegerSpec(4, 4)
     scale = torch.tensor([[0.26666668, 0.053333335], [0.80000001, 1]])
     codes = torch.tensor([[-4, 2, 1, 7, 2, -4, 6, -8], [0, 4, 7, 2, -8, 7, 1, -1]]) + 8
     fitted = IntegerGrid(symmetric, scale, torch.full((2, 2), 8.0), natural_groups(symmetric, 8))
@@ -144,7 +145,7 @@ def test_compressed_tensors_are_those_of_its_own_quantiser():
     assert tensors["m.weight_shape"].tolist() == [2, 8]
     assert "m.weight_zero_point" not in tensors
 
-    asymmetric = GridSpec(4, 4, symmetric=False)
+    asymmetric = IntegerSpec(4, 4, symmetric=False)
     zero = torch.tensor([[-3.0, 1.0], [-8.0, 0.0]]) + 8
     codes = torch.tensor([[-8, 0, -2, 7, 3, -3, 7, -8], [-8, 0, 7, -4, -8, 7, 1, -1]]) + 8
     fitted = IntegerGrid(asymmetric, torch.ones(2, 2), zero, natural_groups(asymmetric, 8))
@@ -173,7 +174,7 @@ def test_what_is_written_is_what_was_announced_and_decodes_to_the_same(
         rows, width = 32, width * 32
     if name == "awq":
         bits, transposed, rows = 4, False, -(-rows // 32) * 32
-    grid = GridSpec(bits, size, symmetric)
+    grid = IntegerSpec(bits, size, symmetric)
     entry = entry_of(rows, width, grid, dtype, transposed=transposed)
     assume(format_.refuses([entry], {}) is None)
     coded = coded_of(rows, width, grid, dtype, seed=rows)
@@ -202,12 +203,12 @@ def test_a_module_without_codes_is_not_quantised(name):
     def nothing(tensor):
         raise KeyError(tensor)
 
-    grid = GridSpec(4, 32)
+    grid = IntegerSpec(4, 32)
     assert FORMATS[name].decode("other", nothing, config_of(FORMATS[name], entry_of(32, 32, grid))) is None
 
 
 def test_groups_in_activation_order_come_back_in_that_order():
-    grid = GridSpec(4, 16)
+    grid = IntegerSpec(4, 16)
     entry = entry_of(32, 64, grid, permuted=True)
     coded = coded_of(32, 64, grid)
     order = torch.randperm(64, generator=torch.Generator().manual_seed(1))
@@ -223,7 +224,7 @@ def test_groups_in_activation_order_come_back_in_that_order():
 
 @pytest.mark.parametrize("name", ["gptq", "awq", "compressed-tensors"])
 def test_scales_that_the_stored_type_cannot_hold_are_an_error_and_not_rounded(name):
-    grid = GridSpec(4, 32)
+    grid = IntegerSpec(4, 32)
     coded = coded_of(32, 64, grid, "F16")
     scale = coded.grid.scale.clone()
     scale[3, 1] = 0.1  # in no 16-bit type
@@ -235,12 +236,12 @@ def test_scales_that_the_stored_type_cannot_hold_are_an_error_and_not_rounded(na
 @pytest.mark.parametrize("name", sorted(FORMATS))
 @pytest.mark.parametrize("part", ["codes", "zero", "grid"])
 def test_codes_that_do_not_belong_to_their_grid_are_an_error(name, part):
-    grid = GridSpec(4, 32)
+    grid = IntegerSpec(4, 32)
     coded = coded_of(32, 64, grid)
     wrong = {
         "codes": Coded(coded.codes + 9, coded.grid),
         "zero": Coded(coded.codes, replace(coded.grid, zero=coded.grid.zero + 1)),
-        "grid": coded_of(32, 64, GridSpec(2, 32)),
+        "grid": coded_of(32, 64, IntegerSpec(2, 32)),
     }[part]
     with pytest.raises(RunError, match="m "):
         FORMATS[name].encode(entry_of(32, 64, grid), wrong)

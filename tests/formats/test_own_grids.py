@@ -8,10 +8,14 @@ import torch
 
 from entries import FORMATS, matrix, model
 from llmcompress.errors import CheckpointError, RunError
-from llmcompress.grids.base import INPUT_SPECS, CodebookSpec, GridSpec, Int8Spec, Nf4Spec, ProgressiveSpec
+from llmcompress.grids.base import INPUT_SPECS
+from llmcompress.grids.codebook import CodebookSpec
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.fitting import fit
-from llmcompress.grids.int8 import beside_outliers
+from llmcompress.grids.int8 import Int8Spec
+from llmcompress.grids.integer import IntegerSpec
+from llmcompress.grids.nf4 import Nf4Spec
+from llmcompress.grids.progressive import ProgressiveSpec
 
 BNB = FORMATS["bitsandbytes"]
 CASES = [
@@ -35,7 +39,7 @@ def coded_on(spec, rows=20, width=192):
     if isinstance(spec, Int8Spec) and spec.outliers:
         index = torch.tensor([2, 30, 31, 190, -1])
         inner = fit(weight[:, 4:], Int8Spec(), clip="search")
-        return Coded(*beside_outliers(inner.encode(weight[:, 4:]), inner, index, weight[:, index[:4]], width))
+        return inner.beside_outliers(inner.encode(weight[:, 4:]), index, weight[:, index[:4]], width)
     grid = fit(weight, spec, clip="search")
     return Coded(grid.encode(weight), grid)
 
@@ -111,7 +115,7 @@ def test_the_config_is_that_of_transformers():
 @pytest.mark.parametrize(
     ("name", "entries", "words"),
     [
-        ("bitsandbytes", [matrix("m", GridSpec(4, 64))], "cannot hold int4-g64-sym"),
+        ("bitsandbytes", [matrix("m", IntegerSpec(4, 64))], "cannot hold int4-g64-sym"),
         ("bitsandbytes", [matrix("m", CodebookSpec(3))], "cannot hold codebook3-row"),
         ("bitsandbytes", [matrix("m", Int8Spec(4))], "stores none"),
         ("bitsandbytes", [matrix("m", Nf4Spec(), transposed=True)], "Conv1D"),
@@ -125,7 +129,7 @@ def test_the_config_is_that_of_transformers():
         ("codebook", [matrix("m", Nf4Spec())], "cannot hold nf4-double"),
         ("gptq", [matrix("m", Nf4Spec())], "cannot hold nf4-double"),
         ("gptq", [matrix("m", ProgressiveSpec(32))], "cannot hold progressive-g32"),
-        ("qoq", [matrix("m", GridSpec(4, 32, False))], "cannot hold int4-g32-asym"),
+        ("qoq", [matrix("m", IntegerSpec(4, 32, False))], "cannot hold int4-g32-asym"),
         ("qoq", [matrix("m", ProgressiveSpec(128), (64, 96))], "does not divide the 96 inputs"),
         ("qoq", [matrix("m", ProgressiveSpec(32), permuted=True)], "groups in activation order"),
         ("qoq", [matrix("m", ProgressiveSpec(32), inputs=INPUT_SPECS["int8-tensor"])], "rounded to int8-tensor"),
@@ -179,9 +183,7 @@ def test_scales_quantised_over_more_than_one_matrix_are_an_error():
     weight = torch.randn(40, 192, generator=torch.Generator().manual_seed(0))
     grid = fit(weight, Nf4Spec())
     second = Coded(grid.encode(weight), grid).rows(slice(20, 40))  # whose nested block began in the first
-    wrong = Coded(second.codes, second.grid.restored(second.grid.spec, **{
-        **second.grid.parts, "nested": second.grid.nested + torch.arange(20)[:, None] / 1e3
-    }))  # fmt: skip
+    wrong = replace(second, grid=replace(second.grid, nested=second.grid.nested + torch.arange(20)[:, None] / 1e3))
     with pytest.raises(RunError, match="together with those of another matrix"):
         BNB.encode(matrix("m", Nf4Spec(), (20, 192)), wrong)
 

@@ -5,12 +5,13 @@ import torch
 
 from entries import DENSE, FORMATS, GPTQ, PACKED, matrix, model
 from llmcompress.errors import CheckpointError, RunError
-from llmcompress.grids.base import INPUT_SPECS, GridSpec
+from llmcompress.grids.base import INPUT_SPECS
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.fitting import fit
-from llmcompress.grids.integer import IntegerGrid
+from llmcompress.grids.float8 import Float8Spec
+from llmcompress.grids.integer import IntegerGrid, IntegerSpec
 
-INT8, FP8, W4 = GridSpec(8, -1), GridSpec(8, -1, type="fp8"), GridSpec(4, 32)
+INT8, FP8, W4 = IntegerSpec(8, -1), Float8Spec(), IntegerSpec(4, 32)
 NAMED = "model.layers.0.mlp.up_proj"
 
 
@@ -95,8 +96,8 @@ def test_several_schemes_make_a_config_of_several_kinds():
     [
         (FP8, "int8-token", "not multiplied"),
         (INT8, "fp8-token", "not multiplied"),
-        (GridSpec(8, 64), "int8-token", "one symmetric scale per row"),
-        (GridSpec(8, -1, False), "int8-tensor", "one symmetric scale per row"),
+        (IntegerSpec(8, 64), "int8-token", "one symmetric scale per row"),
+        (IntegerSpec(8, -1, False), "int8-tensor", "one symmetric scale per row"),
     ],
 )
 def test_schemes_that_no_engine_multiplies_are_refused(grid, inputs, said):

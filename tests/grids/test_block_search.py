@@ -5,7 +5,7 @@ import torch
 from blockdata import awkward, gaussian, importance, student
 
 from llmcompress.grids import compat
-from llmcompress.grids.base import BLOCK_TYPES
+from llmcompress.grids.blocks import BLOCK_TYPES
 from llmcompress.grids.search import best, fast
 from llmcompress.packing.ggml import pack, unpack
 from llmcompress.workers import SERIAL

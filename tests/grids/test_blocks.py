@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from llmcompress.grids.base import BLOCK_TYPES
-from llmcompress.grids.blocks import IQ4_LEVELS, BlockGrid, float16
+from llmcompress.grids.blocks import BLOCK_TYPES, IQ4_LEVELS, BlockGrid
 from llmcompress.grids.coded import Coded
+from llmcompress.grids.scales import float16
 
 ALL = pytest.mark.parametrize("spec", BLOCK_TYPES.values(), ids=BLOCK_TYPES)
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from llmcompress.errors import RecipeError
-from llmcompress.grids.base import CodebookSpec
-from llmcompress.grids.codebook import CodebookGrid, fit, k_means
+from llmcompress.grids.codebook import CodebookGrid, CodebookSpec, fit, k_means
 from llmcompress.grids.coded import Coded
 
 

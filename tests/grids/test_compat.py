@@ -8,7 +8,7 @@ import pytest
 import torch
 from blockdata import awkward, gaussian, importance, student
 
-from llmcompress.grids.base import BLOCK_TYPES
+from llmcompress.grids.blocks import BLOCK_TYPES
 from llmcompress.grids.compat import encode
 from llmcompress.packing.ggml import pack
 from llmcompress.workers import SERIAL

@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from llmcompress.grids.base import GridSpec
 from llmcompress.grids.errors import UNKNOWN, ByChannel, ByOutput
-from llmcompress.grids.integer import fit
+from llmcompress.grids.integer import IntegerSpec, fit
 
 GROUP, WIDTH, ROWS = 16, 48, 12
-SPECS = [GridSpec(bits, group, sym) for bits in (2, 3, 4) for group in (GROUP, -1) for sym in (True, False)]
+SPECS = [IntegerSpec(bits, group, sym) for bits in (2, 3, 4) for group in (GROUP, -1) for sym in (True, False)]
 
 
 def tokens(seed=0, count=400):
@@ -95,7 +94,7 @@ def test_no_range_that_clips_less_or_more_loses_less_at_the_output(spec):
             assert found <= oracle.loss(row, group, *shrunk(oracle.w[row, group], share, spec)) * (1 + 1e-3)
 
 
-@pytest.mark.parametrize("spec", [GridSpec(3, GROUP), GridSpec(3, GROUP, False)], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", [IntegerSpec(3, GROUP), IntegerSpec(3, GROUP, False)], ids=lambda spec: spec.name)
 def test_the_search_comes_near_the_best_of_all_scales_and_zero_points(spec):
     w, x = weights(), tokens()
     oracle, grid = Oracle(w, x, spec), fit(w, spec, clip="output", gram=gram(x))
@@ -113,18 +112,18 @@ def test_the_search_comes_near_the_best_of_all_scales_and_zero_points(spec):
 
 def test_groups_in_another_order_go_by_their_own_blocks():
     w, x, order = weights(), tokens(), torch.randperm(WIDTH, generator=torch.Generator().manual_seed(2))
-    grid = fit(w, GridSpec(3, GROUP), clip="output", gram=gram(x), order=order)
-    moved = fit(w[:, order], GridSpec(3, GROUP), clip="output", gram=gram(x[:, order]))
+    grid = fit(w, IntegerSpec(3, GROUP), clip="output", gram=gram(x), order=order)
+    moved = fit(w[:, order], IntegerSpec(3, GROUP), clip="output", gram=gram(x[:, order]))
     assert torch.equal(grid.scale, moved.scale)
     assert grid.group_index[order].tolist() == [k // GROUP for k in range(WIDTH)]
 
 
 def test_inputs_that_were_never_active_leave_the_plain_search():
     w = weights()
-    blind = fit(w, GridSpec(4, GROUP), clip="output", gram=torch.zeros(WIDTH, WIDTH))
-    assert torch.equal(blind.scale, fit(w, GridSpec(4, GROUP)).scale)
+    blind = fit(w, IntegerSpec(4, GROUP), clip="output", gram=torch.zeros(WIDTH, WIDTH))
+    assert torch.equal(blind.scale, fit(w, IntegerSpec(4, GROUP)).scale)
 
 
 def test_outputs_are_not_judged_without_inputs():
     with pytest.raises(TypeError, match="Gram matrix"):
-        fit(weights(), GridSpec(4, GROUP), clip="output")
+        fit(weights(), IntegerSpec(4, GROUP), clip="output")

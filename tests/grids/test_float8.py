@@ -5,14 +5,14 @@ import pytest
 import torch
 
 from llmcompress.errors import RecipeError
-from llmcompress.grids.base import GridSpec, spec_named
 from llmcompress.grids.coded import Coded
-from llmcompress.grids.float8 import fit_float8, rounded_
+from llmcompress.grids.float8 import Float8Spec, fit, rounded_
+from llmcompress.grids.grid_type import spec_named
 from llmcompress.solve.damping import inverse_factor
 from llmcompress.solve.gptq import gptq_codes
 from llmcompress.solve.refine import Refiner, row_loss
 
-SPEC = GridSpec(8, -1, type="fp8")
+SPEC = Float8Spec()
 # sign, 4 bits of exponent with a bias of 7, 3 of mantissa; code 0x7F is no number
 POSITIVE = np.array(
     [(m / 8) * 2.0**-6 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7) for e in range(16) for m in range(8)]
@@ -49,7 +49,7 @@ def test_rounding_finds_the_nearest_value_ties_to_even():
 
 def test_scales_and_bytes_are_those_of_compressed_tensors():
     weight = torch.tensor([[-1, 0.5, 0.25, 2, 0.1, -0.2, 0.3, -0.4], [0, 3, 6, 1.5, -7.5, 7.5, 1, -1]])
-    grid = fit_float8(weight, SPEC, clip="minmax", scale_dtype=torch.float32)
+    grid = fit(weight, SPEC, clip="minmax", scale_dtype=torch.float32)
     assert torch.allclose(grid.scale[:, 0], torch.tensor([0.0044642859, 0.016741071]), rtol=1e-7)
     assert grid.encode(weight).tolist() == [
         [246, 110, 102, 126, 91, 227, 104, 235],
@@ -64,7 +64,7 @@ def test_a_search_loses_no_more_than_the_whole_range_and_scales_are_stored_exact
     weight[3] = 0
     importance = torch.rand(96, generator=generator)
     whole, searched = (
-        fit_float8(weight, SPEC, clip=clip, importance=importance, scale_dtype=dtype) for clip in ("minmax", "search")
+        fit(weight, SPEC, clip=clip, importance=importance, scale_dtype=dtype) for clip in ("minmax", "search")
     )
     losses = [
         ((grid.decode(grid.encode(weight)) - weight).double().square() * importance).sum(1)
@@ -79,7 +79,7 @@ def test_a_search_loses_no_more_than_the_whole_range_and_scales_are_stored_exact
 
 def test_codes_are_stored_and_found_again():
     weight = torch.randn(8, 32, generator=torch.Generator().manual_seed(2))
-    grid = fit_float8(weight, SPEC)
+    grid = fit(weight, SPEC)
     coded = Coded(grid.encode(weight), grid, torch.tensor([0.5]))
     again = Coded.restored(spec_named(SPEC.name), coded.stored())
     assert torch.equal(again.decode(), coded.decode())
@@ -92,7 +92,7 @@ def test_error_feedback_and_descent_lower_the_loss_on_floats():
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(400, 64, generator=generator) @ torch.randn(64, 64, generator=generator)
     hessian, weight = x.T @ x / 400, torch.randn(24, 64, generator=generator) * 0.1
-    grid = fit_float8(weight, SPEC)
+    grid = fit(weight, SPEC)
     order = torch.argsort(hessian.diagonal(), descending=True)
     plain = Coded(grid.encode(weight), grid)
     swept = gptq_codes(weight, grid, inverse_factor(hessian[order][:, order], 0.01), order)
@@ -107,4 +107,4 @@ def test_error_feedback_and_descent_lower_the_loss_on_floats():
 @pytest.mark.parametrize("arguments", [(4, -1, True), (8, 128, True), (8, -1, False)])
 def test_there_are_no_other_grids_of_floats(arguments):
     with pytest.raises(RecipeError, match="fp8"):
-        GridSpec(*arguments, type="fp8")
+        Float8Spec(*arguments)

@@ -2,9 +2,8 @@
 
 import torch
 
-from llmcompress.grids.base import Int8Spec
 from llmcompress.grids.coded import Coded
-from llmcompress.grids.int8 import beside_outliers, fit
+from llmcompress.grids.int8 import Int8Spec, fit
 
 WEIGHT = torch.randn(10, 40, generator=torch.Generator().manual_seed(0)) * 0.1
 
@@ -34,14 +33,14 @@ def test_outliers_neither_widen_a_row_nor_leave_codes():
     rest = [column for column in range(40) if column not in (3, 17)]
     inner = fit(weight[:, rest], clip="minmax")
     index = torch.tensor([3, 17, -1])
-    codes, grid = beside_outliers(inner.encode(weight[:, rest]), inner, index, weight[:, [3, 17]], 40)
+    coded = inner.beside_outliers(inner.encode(weight[:, rest]), index, weight[:, [3, 17]], 40)
+    codes, grid = coded.codes, coded.grid
     assert grid.spec == Int8Spec(3)
     assert torch.equal(grid.absmax[:, 0], WEIGHT[:, rest].abs().amax(dim=1))
     value = grid.decode(codes)
     assert torch.equal(value[:, [3, 17]], weight[:, [3, 17]].half().float())
     assert (codes[:, [3, 17]] == 128).all()
     assert torch.equal(grid.encode(weight), codes)
-    coded = Coded(codes, grid)
     assert torch.equal(Coded.restored(grid.spec, coded.stored()).decode(), value)
     assert torch.equal(Coded.stacked([coded.rows(slice(0, 4)), coded.rows(slice(4, 10))]).decode(), value)
 

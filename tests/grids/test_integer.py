@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmcompress.errors import RecipeError
-from llmcompress.grids.base import INTEGER_BITS, GridSpec
-from llmcompress.grids.integer import fit, storable
+from llmcompress.grids.integer import INTEGER_BITS, IntegerSpec, fit
+from llmcompress.grids.scales import storable
 
-SPECS = [GridSpec(bits, group, sym) for bits in INTEGER_BITS for group in (16, -1) for sym in (True, False)]
+SPECS = [IntegerSpec(bits, group, sym) for bits in INTEGER_BITS for group in (16, -1) for sym in (True, False)]
 
 
 def weights(rows=24, width=64, seed=0, dtype=torch.float32):
@@ -60,7 +60,7 @@ def test_search_never_loses_to_minmax_on_the_weighted_error(spec):
 @pytest.mark.parametrize("sym", [True, False])
 def test_minmax_keeps_every_weight_within_half_a_step(sym):
     w = weights()
-    grid = fit(w, GridSpec(4, 16, sym), clip="minmax")
+    grid = fit(w, IntegerSpec(4, 16, sym), clip="minmax")
     step = grid.scale[:, grid.group_index]
     slack = (
         1.01 if sym else 1.02 + 0.5
@@ -70,14 +70,14 @@ def test_minmax_keeps_every_weight_within_half_a_step(sym):
 
 def test_one_sided_groups_keep_their_range():
     w = torch.tensor([[2.3, 1.7, 2.0, 1.9]])
-    grid = fit(w, GridSpec(4, 4, symmetric=False), clip="minmax")
+    grid = fit(w, IntegerSpec(4, 4, symmetric=False), clip="minmax")
     assert (grid.decode(grid.encode(w)) - w).abs().max() <= 2.3 / 15
 
 
 def test_zero_groups_and_tiny_weights_stay_finite():
     w = torch.zeros(4, 32)
     w[1] = 1e-9
-    for spec in (GridSpec(4, 16), GridSpec(4, 16, symmetric=False)):
+    for spec in (IntegerSpec(4, 16), IntegerSpec(4, 16, symmetric=False)):
         grid = fit(w, spec)
         decoded = grid.decode(grid.encode(w))
         assert torch.isfinite(decoded).all()
@@ -86,16 +86,16 @@ def test_zero_groups_and_tiny_weights_stay_finite():
 
 def test_groups_in_another_order_are_the_same_groups_of_permuted_columns():
     w, order = weights(), torch.randperm(64, generator=torch.Generator().manual_seed(2))
-    grid = fit(w, GridSpec(3, 16), order=order)
+    grid = fit(w, IntegerSpec(3, 16), order=order)
     assert grid.group_index[order].tolist() == [k // 16 for k in range(64)]
-    assert torch.equal(grid.scale, fit(w[:, order], GridSpec(3, 16)).scale)
+    assert torch.equal(grid.scale, fit(w[:, order], IntegerSpec(3, 16)).scale)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=8, max_size=8), st.sampled_from(INTEGER_BITS), st.booleans())
 def test_any_finite_row_decodes_finitely_and_zero_stays_zero(row, bits, sym):
     w = torch.tensor([row])
-    grid = fit(w, GridSpec(bits, 8, sym))
+    grid = fit(w, IntegerSpec(bits, 8, sym))
     decoded = grid.decode(grid.encode(w))
     assert torch.isfinite(decoded).all()
     assert (decoded[w == 0] == 0).all()
@@ -110,6 +110,6 @@ def test_storable_is_idempotent_and_never_zero():
 
 def test_unknown_widths_and_groups_are_refused():
     with pytest.raises(RecipeError, match="7"):
-        GridSpec(7, 64)
+        IntegerSpec(7, 64)
     with pytest.raises(RecipeError, match="group size 0"):
-        GridSpec(4, 0)
+        IntegerSpec(4, 0)

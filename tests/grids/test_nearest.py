@@ -4,8 +4,14 @@ import gguf
 import pytest
 import torch
 
-from llmcompress.grids.base import BLOCK_TYPES, CodebookSpec, GridSpec, Int8Spec, Nf4Spec, ProgressiveSpec
+from llmcompress.grids.blocks import BLOCK_TYPES
+from llmcompress.grids.codebook import CodebookSpec
+from llmcompress.grids.float8 import Float8Spec
+from llmcompress.grids.int8 import Int8Spec
+from llmcompress.grids.integer import IntegerSpec
 from llmcompress.grids.nearest import nearest, some_rows
+from llmcompress.grids.nf4 import Nf4Spec
+from llmcompress.grids.progressive import ProgressiveSpec
 from llmcompress.workers import SERIAL
 
 WEIGHT = torch.randn(6, 256, generator=torch.Generator().manual_seed(0)) * 0.05
@@ -27,7 +33,7 @@ def levels_of(kind):
 @pytest.mark.parametrize(
     ("spec", "kind", "group"),
     [
-        (GridSpec(8, -1, type="fp8"), "fp8", 256),
+        (Float8Spec(), "fp8", 256),
         (Int8Spec(), "int8", 256),
         (Int8Spec(16), "int8", 256),
         (Nf4Spec(double=False), "nf4", 64),
@@ -60,7 +66,7 @@ def test_integers_are_the_nearest_of_a_range_that_covers_a_group(group, symmetri
     zero = 8 if symmetric else (-low / step).round().unsqueeze(-1)
     values = (torch.arange(16) - zero) * step.unsqueeze(-1)
     near = (wide.unsqueeze(-1) - values).abs().amin(-1)
-    found = nearest(WEIGHT, GridSpec(4, group, symmetric), SERIAL).double().view_as(wide)
+    found = nearest(WEIGHT, IntegerSpec(4, group, symmetric), SERIAL).double().view_as(wide)
     assert ((found - wide).abs() <= near + 2**-11 * 16 * step).all()  # steps are stored in 16 bits
 
 

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from llmcompress.grids.base import Nf4Spec
 from llmcompress.grids.coded import Coded
-from llmcompress.grids.nf4 import LEVELS, Nf4Grid, dynamic_map, fit
+from llmcompress.grids.nf4 import LEVELS, Nf4Grid, Nf4Spec, dynamic_map, fit
 from llmcompress.validate.table_codes import _dynamic_values, _normal_levels
 
 PLAIN, DOUBLE = Nf4Spec(double=False), Nf4Spec(double=True)

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from llmcompress.errors import RecipeError
-from llmcompress.grids.base import GridSpec, ProgressiveSpec, spec_named
 from llmcompress.grids.coded import Coded
+from llmcompress.grids.grid_type import spec_named
+from llmcompress.grids.integer import IntegerSpec
 from llmcompress.grids.integer import fit as fit_integer
-from llmcompress.grids.progressive import LIMIT, ProgressiveGrid, fit, most_multiples
+from llmcompress.grids.progressive import LIMIT, ProgressiveGrid, ProgressiveSpec, fit, most_multiples
 
 SPEC = ProgressiveSpec(32)
 
@@ -93,7 +94,7 @@ def test_searched_ranges_lose_little_more_than_the_best_of_all_for_the_scale_of_
 @pytest.mark.parametrize("size", [32, 64, 128])
 def test_whole_scales_cost_little_beside_free_ones(size):
     weight = weights(rows=32, width=512, tails=False)
-    free = fit_integer(weight, GridSpec(4, size, False))
+    free = fit_integer(weight, IntegerSpec(4, size, False))
     progressive = float(lost(fit(weight, ProgressiveSpec(size)), weight).sum())
     covering = float(lost(fit(weight, ProgressiveSpec(size), clip="minmax"), weight).sum())
     assert progressive < 1.06 * float(lost(free, weight).sum())

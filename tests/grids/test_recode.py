@@ -6,11 +6,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmcompress.grids.base import BLOCK_TYPES, PER_ROW, GridSpec, ProgressiveSpec
+from llmcompress.grids.base import PER_ROW
+from llmcompress.grids.blocks import BLOCK_TYPES
 from llmcompress.grids.coded import Coded
-from llmcompress.grids.integer import IntegerGrid, natural_groups
+from llmcompress.grids.integer import IntegerGrid, IntegerSpec
+from llmcompress.grids.progressive import ProgressiveSpec
 from llmcompress.grids.progressive import fit as fit_progressive
 from llmcompress.grids.recode import recode
+from llmcompress.grids.scales import natural_groups
 from llmcompress.packing.ggml import pack
 
 WIDTH = 256
@@ -19,7 +22,7 @@ WIDTH = 256
 def coded(bits, size=32, sym=True, rows=3, seed=0, scale=None, index=None, codes=None):
     """Random codes on a random grid whose scales are float16 values of either sign."""
     dice = torch.Generator().manual_seed(seed)
-    spec = GridSpec(bits, size, sym)
+    spec = IntegerSpec(bits, size, sym)
     shape = (rows, spec.groups(WIDTH))
     scale = torch.randn(shape, generator=dice).half().float() if scale is None else torch.full(shape, scale)
     zero = torch.full(shape, spec.middle) if sym else torch.randint(0, spec.levels, shape, generator=dice)

@@ -113,8 +113,7 @@ def test_inputs_are_rounded_as_the_int8_product_of_bitsandbytes_rounds_them():
 
 @pytest.mark.parametrize("double", [True, False])
 def test_what_bitsandbytes_quantises_is_what_rounding_gives_here(double):
-    from llmcompress.grids.base import Nf4Spec
-    from llmcompress.grids.nf4 import fit
+    from llmcompress.grids.nf4 import Nf4Spec, fit
 
     weight = torch.randn(48, 192, generator=torch.Generator().manual_seed(3)) * 0.02
     packed, state = bnb.functional.quantize_4bit(

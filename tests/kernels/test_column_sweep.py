@@ -13,14 +13,18 @@ from emulated import COMPILER, CSRC, EmulatedLauncher
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
-from llmcompress.grids.base import BLOCK_TYPES, GridSpec, Int8Spec, ProgressiveSpec
+from llmcompress.grids.blocks import BLOCK_TYPES
 from llmcompress.grids.fitting import fit
+from llmcompress.grids.float8 import Float8Spec
+from llmcompress.grids.int8 import Int8Spec
+from llmcompress.grids.integer import IntegerSpec
+from llmcompress.grids.progressive import ProgressiveSpec
 from llmcompress.kernels.gpu_sweep import KernelSweeper, gpu_sweeper
 from llmcompress.methods.base import Statistics
 from llmcompress.methods.gptq import Gptq
 from llmcompress.recipe import Calibration, Recipe
 from llmcompress.solve.damping import inverse_factor
-from llmcompress.solve.gptq import Steps, gptq_codes
+from llmcompress.solve.gptq import ColumnRounder, gptq_codes
 from llmcompress.solve.prepared import Prepared, column_order
 from llmcompress.solve.refine import row_loss
 from llmcompress.solve.row_blocks import SOLVED_ROWS, RowBlocks
@@ -30,9 +34,9 @@ from llmcompress.workers import SERIAL
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
 GRIDS = {
-    "4 bits": GridSpec(4, 32),
-    "3 bits, zero points": GridSpec(3, 64, symmetric=False),
-    "8 bits by row": GridSpec(8, -1),
+    "4 bits": IntegerSpec(4, 32),
+    "3 bits, zero points": IntegerSpec(3, 64, symmetric=False),
+    "8 bits by row": IntegerSpec(8, -1),
     "int8": Int8Spec(),
     "progressive": ProgressiveSpec(64),
     "Q4_K": BLOCK_TYPES["Q4_K"],
@@ -92,7 +96,7 @@ def test_codes_are_those_of_the_plain_sweep_but_for_the_order_of_sums(name, mask
 @pytest.mark.parametrize(("rows", "width"), [(1, 32), (9, 96), (17, 160), (8, 320)])
 def test_any_number_of_rows_and_columns(rows, width):
     weight, ready = problem(rows, width, seed=rows)
-    grid = fit(weight, GridSpec(4, 32), importance=ready.cost)
+    grid = fit(weight, IntegerSpec(4, 32), importance=ready.cost)
     for kernel, plain in zip(
         solved(weight, ready, grid, None, sweeper(seed=3)), solved(weight, ready, grid, None, None), strict=True
     ):
@@ -102,8 +106,8 @@ def test_any_number_of_rows_and_columns(rows, width):
 def test_a_block_is_what_float64_makes_of_it_by_hand():
     """Column by column on one row, no blocks: errors and levels of round_block, values and levels of move_block."""
     weight, ready = problem(5, 128)
-    grid = fit(weight, GridSpec(4, 32), importance=ready.cost)
-    steps = Steps(grid).whole(ready.order)
+    grid = fit(weight, IntegerSpec(4, 32), importance=ready.cost)
+    steps = ColumnRounder(grid).whole(ready.order)
     columns = weight.T[ready.order].contiguous()
     levels, errors = torch.full_like(columns, torch.nan), torch.full_like(columns, torch.nan)
     sweeper().round_block(columns, levels, None, ready.factor.ahead, steps, 0, errors)
@@ -136,10 +140,10 @@ def test_a_block_is_what_float64_makes_of_it_by_hand():
 def test_what_the_kernel_does_not_know_is_left_to_torch():
     weight, ready = problem(8, 256)
     by = sweeper()
-    fp8 = fit(weight, GridSpec(8, -1, type="fp8"))
+    fp8 = fit(weight, Float8Spec())
     curved = fit(weight, BLOCK_TYPES["IQ4_XS"])
     chosen = Choice(0.5, None).mask(ready.factor.pivots, 8)
-    whole = fit(weight, GridSpec(4, 32))
+    whole = fit(weight, IntegerSpec(4, 32))
     for grid, mask in ((fp8, None), (curved, None), (whole, chosen)):
         gptq_codes(weight, grid, ready.factor, ready.order, mask=mask, sweeper=by)
     assert not by.takes(weight.double())

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emulated import COMPILER, EmulatedLauncher
-from llmcompress.grids.base import BLOCK_TYPES
+from llmcompress.grids.blocks import BLOCK_TYPES
 from llmcompress.kernels import ggml_products
 from llmcompress.kernels.compile_errors import TakesNotError
 from llmcompress.kernels.ggml_layout import TYPES, block_weight

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emulated import COMPILER, EmulatedLauncher
-from llmcompress.grids.base import INPUT_SPECS, PER_ROW, GridSpec
+from llmcompress.grids.base import INPUT_SPECS, PER_ROW
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.inputs import InputGrid
-from llmcompress.grids.integer import fit
+from llmcompress.grids.integer import IntegerSpec, fit
 from llmcompress.kernels import int8
 from llmcompress.kernels.compile_errors import TakesNotError
 from llmcompress.kernels.int8_layout import MOST_INPUTS, TILE, int8_of, int8_weight
@@ -178,7 +178,7 @@ def test_blocks_that_share_a_tile_give_the_same_in_any_order():
 def test_a_matrix_of_a_checkpoint_gives_what_packed_linear_gives(dtype):
     generator = torch.Generator().manual_seed(0)
     matrix, x = torch.randn(70, 192, generator=generator), rows(6, 192, dtype)
-    grid = fit(matrix, GridSpec(8, PER_ROW), clip="minmax")
+    grid = fit(matrix, IntegerSpec(8, PER_ROW), clip="minmax")
     coded = Coded(grid.encode(matrix), grid)
     reference = PackedLinear(coded, None, dtype, TOKEN)
     assert reference.kernel == "int8-int8"
@@ -211,7 +211,7 @@ def test_what_no_kernel_takes_is_refused():
     with pytest.raises(TakesNotError, match="channels"):
         int8.matmul_launch(1, 65536 * 128, 128, torch.float16, launcher)
     matrix = torch.randn(4, 64)
-    for spec in (GridSpec(4, PER_ROW), GridSpec(8, 32), GridSpec(8, PER_ROW, symmetric=False)):
+    for spec in (IntegerSpec(4, PER_ROW), IntegerSpec(8, 32), IntegerSpec(8, PER_ROW, symmetric=False)):
         grid = fit(matrix, spec, clip="minmax")
         with pytest.raises(TakesNotError, match=spec.name):
             int8_of(Coded(grid.encode(matrix), grid))

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from emulated import COMPILER, EmulatedLauncher
-from llmcompress.grids.base import BLOCK_TYPES, GridSpec, ProgressiveSpec
+from llmcompress.grids.blocks import BLOCK_TYPES
+from llmcompress.grids.integer import IntegerSpec
+from llmcompress.grids.progressive import ProgressiveSpec
 from llmcompress.kernels.build import Builder
 from llmcompress.kernels.build_cache import Cache
 from llmcompress.kernels.check import KernelCase, build_all, cases, check
@@ -24,10 +26,10 @@ emulated = pytest.mark.skipif(COMPILER is None, reason="there is no g++")
 @pytest.mark.parametrize(
     ("case", "kernel"),
     [
-        (KernelCase(GridSpec(4, 64), BF16), "matmul"),
-        (KernelCase(GridSpec(3, -1, symmetric=False), FP16), "matmul"),
-        (KernelCase(GridSpec(8, -1), BF16, "int8-token"), "int8_matmul"),
-        (KernelCase(GridSpec(8, -1), FP16, "int8-tensor"), "int8_matmul"),
+        (KernelCase(IntegerSpec(4, 64), BF16), "matmul"),
+        (KernelCase(IntegerSpec(3, -1, symmetric=False), FP16), "matmul"),
+        (KernelCase(IntegerSpec(8, -1), BF16, "int8-token"), "int8_matmul"),
+        (KernelCase(IntegerSpec(8, -1), FP16, "int8-tensor"), "int8_matmul"),
         (KernelCase(ProgressiveSpec(64), BF16, "int8-token"), "progressive_matmul"),
         (KernelCase(BLOCK_TYPES["Q4_K"], BF16), "ggml_matmul"),
     ],
@@ -43,7 +45,7 @@ def test_kernels_are_right_where_they_ran(case, kernel):
 
 @emulated
 def test_more_tokens_than_a_kernel_takes_go_by_written_out_weights():
-    (found,) = check(KernelCase(GridSpec(4, 64), BF16, shape=SHAPE, tokens=(130,)), EmulatedLauncher(), CPU)
+    (found,) = check(KernelCase(IntegerSpec(4, 64), BF16, shape=SHAPE, tokens=(130,)), EmulatedLauncher(), CPU)
     assert found.ok
     assert found.launches == ("dequantise",)
 
@@ -62,7 +64,7 @@ class Wrong(EmulatedLauncher):
 
 @emulated
 def test_one_wrong_number_is_found():
-    (found,) = check(KernelCase(GridSpec(4, 64), BF16, shape=SHAPE, tokens=(3,)), Wrong(), CPU)
+    (found,) = check(KernelCase(IntegerSpec(4, 64), BF16, shape=SHAPE, tokens=(3,)), Wrong(), CPU)
     assert not found.ok
     assert found.error > 1
 
@@ -72,7 +74,7 @@ def test_what_did_not_run_is_not_right():
         def __call__(self, launch, *arguments):
             raise CompileError("nvrtc 13.0 does not compile a kernel for sm_90: no")
 
-    (found,) = check(KernelCase(GridSpec(4, 64), BF16, shape=SHAPE, tokens=(3,)), Idle(), CPU)
+    (found,) = check(KernelCase(IntegerSpec(4, 64), BF16, shape=SHAPE, tokens=(3,)), Idle(), CPU)
     assert not found.ok
     assert "does not compile" in found.failed
 

@@ -4,28 +4,27 @@ import pytest
 import torch
 
 from emulated import COMPILER, EmulatedLauncher
-from llmcompress.grids.base import (
-    BLOCK_TYPES,
-    INPUT_SPECS,
-    CodebookSpec,
-    GridSpec,
-    Int8Spec,
-    Nf4Spec,
-    ProgressiveSpec,
-)
+from llmcompress.grids.base import INPUT_SPECS
+from llmcompress.grids.blocks import BLOCK_TYPES
+from llmcompress.grids.codebook import CodebookSpec
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.fitting import fit
+from llmcompress.grids.float8 import Float8Spec
 from llmcompress.grids.inputs import InputGrid
+from llmcompress.grids.int8 import Int8Spec
 from llmcompress.grids.int8_inputs import ByThreshold
+from llmcompress.grids.integer import IntegerSpec
+from llmcompress.grids.nf4 import Nf4Spec
+from llmcompress.grids.progressive import ProgressiveSpec
 from llmcompress.kernels.linear import Linears
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
 SPECS = [
-    GridSpec(4, 64),
-    GridSpec(3, -1, symmetric=False),
-    GridSpec(5, 32),
-    GridSpec(8, -1, type="fp8"),
+    IntegerSpec(4, 64),
+    IntegerSpec(3, -1, symmetric=False),
+    IntegerSpec(5, 32),
+    Float8Spec(),
     ProgressiveSpec(32),
     CodebookSpec(3),
     Nf4Spec(),
@@ -60,9 +59,9 @@ def test_what_torch_decodes_is_the_decoded_matrix(spec, at_once, monkeypatch):
 
 
 def test_codes_of_four_bits_take_half_a_byte():
-    linear = Linears(CPU, None, print)(coded_of(GridSpec(4, 64)), None, torch.float32, None)
+    linear = Linears(CPU, None, print)(coded_of(IntegerSpec(4, 64)), None, torch.float32, None)
     assert linear.product.words.shape == (48, 128)
-    linear = Linears(CPU, None, print)(coded_of(GridSpec(8, 64)), None, torch.float32, None)
+    linear = Linears(CPU, None, print)(coded_of(IntegerSpec(8, 64)), None, torch.float32, None)
     assert linear.product.words.shape == (48, 256)
 
 
@@ -70,10 +69,10 @@ def test_codes_of_four_bits_take_half_a_byte():
 @pytest.mark.parametrize(
     ("spec", "inputs", "kernel", "ran"),
     [
-        (GridSpec(4, 64), None, "w4a16", {"matmul"}),
-        (GridSpec(4, 64), "int8-token", "w4a16", {"matmul"}),
-        (GridSpec(8, -1), "int8-token", "w8a8", {"quantise", "int8_matmul"}),
-        (GridSpec(8, -1), "fp8-token", "w8a16", {"matmul"}),
+        (IntegerSpec(4, 64), None, "w4a16", {"matmul"}),
+        (IntegerSpec(4, 64), "int8-token", "w4a16", {"matmul"}),
+        (IntegerSpec(8, -1), "int8-token", "w8a8", {"quantise", "int8_matmul"}),
+        (IntegerSpec(8, -1), "fp8-token", "w8a16", {"matmul"}),
         (ProgressiveSpec(32), "int8-token", "w4a8", {"quantise", "progressive_matmul"}),
         (BLOCK_TYPES["Q4_K"], None, "Q4_K", {"ggml_matmul"}),
     ],
@@ -96,7 +95,7 @@ def test_kernels_run_and_agree_with_rounded_inputs_times_the_decoded_matrix(spec
 
 @pytest.mark.skipif(COMPILER is None, reason="there is no g++")
 def test_groups_in_the_order_of_activations_go_by_kernels():
-    coded = coded_of(GridSpec(4, 64), order=torch.randperm(256, generator=torch.Generator().manual_seed(1)))
+    coded = coded_of(IntegerSpec(4, 64), order=torch.randperm(256, generator=torch.Generator().manual_seed(1)))
     launcher = EmulatedLauncher()
     linear = Linears(CPU, launcher, print)(coded, None, BF16, None)
     x = inputs_of((2, 256), BF16)
@@ -112,9 +111,9 @@ def test_groups_in_the_order_of_activations_go_by_kernels():
 @pytest.mark.parametrize(
     ("spec", "dtype", "inputs", "words"),
     [
-        (GridSpec(4, 16), BF16, None, "groups"),
-        (GridSpec(4, 64), torch.float32, None, "float32"),
-        (GridSpec(8, -1, type="fp8"), BF16, None, "fp8-row"),
+        (IntegerSpec(4, 16), BF16, None, "groups"),
+        (IntegerSpec(4, 64), torch.float32, None, "float32"),
+        (Float8Spec(), BF16, None, "fp8-row"),
         (CodebookSpec(3), BF16, None, "codebook3-row"),
         (Nf4Spec(), BF16, None, "nf4"),
         (Int8Spec(), BF16, ByThreshold(6.0), "int8-absmax"),

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from emulated import COMPILER, EmulatedLauncher
 from llmcompress.formats.base import Entry, TensorSpec
 from llmcompress.formats.qoq import FORMAT
-from llmcompress.grids.base import PROGRESSIVE_GROUPS, GridSpec, ProgressiveSpec
 from llmcompress.grids.coded import Coded
+from llmcompress.grids.integer import IntegerSpec
 from llmcompress.grids.integer import fit as fit_integer
-from llmcompress.grids.integer import natural_groups
-from llmcompress.grids.progressive import ProgressiveGrid, fit
+from llmcompress.grids.progressive import PROGRESSIVE_GROUPS, ProgressiveGrid, ProgressiveSpec, fit
+from llmcompress.grids.scales import natural_groups
 from llmcompress.kernels import int8, progressive
 from llmcompress.kernels.compile_errors import TakesNotError
 from llmcompress.kernels.progressive_layout import progressive_of
@@ -175,7 +175,7 @@ def test_what_no_kernel_takes_is_refused():
     ordered = fit(torch.randn(20, 256), coded.grid.spec, clip="minmax", order=torch.randperm(256))
     with pytest.raises(TakesNotError, match="natural order"):
         progressive_of(Coded(coded.codes, ordered))
-    grid = fit_integer(torch.randn(4, 64), GridSpec(4, 32), clip="minmax")
+    grid = fit_integer(torch.randn(4, 64), IntegerSpec(4, 32), clip="minmax")
     with pytest.raises(TakesNotError, match="int4-g32-sym"):
         progressive_of(Coded(grid.encode(torch.randn(4, 64)), grid))
     x = inputs(launcher, 1, 256)

@@ -6,9 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmcompress.grids.base import Nf4Spec
 from llmcompress.grids.coded import Coded
-from llmcompress.grids.nf4 import Nf4Grid
+from llmcompress.grids.nf4 import Nf4Grid, Nf4Spec
 from llmcompress.kernels.compile_errors import TakesNotError
 from llmcompress.kernels.tiles import TileSpec, tile_codes, tiled
 from madegrids import coded

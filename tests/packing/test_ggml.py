@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmcompress.errors import CheckpointError
-from llmcompress.grids.base import BLOCK_TYPES
-from llmcompress.grids.blocks import BlockGrid
+from llmcompress.grids.blocks import BLOCK_TYPES, BlockGrid
 from llmcompress.grids.coded import Coded
 from llmcompress.packing.ggml import LAYOUTS, pack, unpack
 

@@ -5,15 +5,15 @@ import torch
 
 from llmcompress.errors import RunError
 from llmcompress.grids import codebook, int8
-from llmcompress.grids.base import CodebookSpec
+from llmcompress.grids.codebook import CodebookSpec
 from llmcompress.grids.coded import Coded
+from llmcompress.grids.int8 import outlier_channels
 from llmcompress.methods.base import Statistics
 from llmcompress.methods.gptq import Gptq
 from llmcompress.methods.rtn import Rtn
-from llmcompress.solve.codebook import refit_table
 from llmcompress.solve.damping import damped, inverse_factor
 from llmcompress.solve.gptq import gptq_codes
-from llmcompress.solve.outliers import beside, outlier_channels, remaining
+from llmcompress.solve.outliers import remaining, with_outliers
 from llmcompress.solve.refine import Refiner, row_loss
 from llmcompress.solve.row_blocks import SERIAL_BLOCKS
 from llmcompress.stats.absmax import AbsMax
@@ -74,7 +74,7 @@ def test_tables_are_refitted_by_least_squares():
     hessian = damped(stats.gram.finish(), 0.01)
     grid = codebook.fit(weight, CodebookSpec(2))
     codes = grid.encode(weight)
-    coded = refit_table(codes, grid, hessian, weight @ hessian)
+    coded = grid.refit(codes, hessian, weight @ hessian, torch.float16)
     for row in range(6):
         basis = torch.nn.functional.one_hot(codes[row].long(), 4).double()
         table = torch.linalg.solve(
@@ -111,9 +111,9 @@ def test_outliers_take_up_the_error_of_the_rest_as_well_as_they_can():
     rest = remaining(index, 32)
     grid = int8.fit(weight[:, rest] * 1.0, clip="minmax")
     coded = Coded(grid.encode(weight[:, rest]) // 16 * 16, grid)  # a coarse one
-    taken = beside(coded, weight, index, hessian)
+    taken = with_outliers(coded, weight, index, hessian)
     assert float(row_loss(weight, taken, hessian).sum()) < float(
-        row_loss(weight, beside(coded, weight, index), hessian).sum()
+        row_loss(weight, with_outliers(coded, weight, index), hessian).sum()
     )
     for column, place in ((0, 0), (1, 2)):  # a step either way in a single weight is worse
         for step in (-0.05, 0.05):

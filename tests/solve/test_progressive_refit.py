@@ -5,15 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from llmcompress.grids.base import ProgressiveSpec
 from llmcompress.grids.coded import Coded
-from llmcompress.grids.progressive import fit
+from llmcompress.grids.progressive import ProgressiveSpec, fit
 from llmcompress.methods.base import Statistics
 from llmcompress.methods.gptq import Gptq
 from llmcompress.methods.rtn import Rtn
 from llmcompress.solve.damping import damped
-from llmcompress.solve.progressive import refit_progressive
-from llmcompress.solve.refine import Refiner, row_loss, scale_loss
+from llmcompress.solve.refine import Refiner, row_loss
 from llmcompress.solve.row_blocks import SERIAL_BLOCKS
 from llmcompress.stats.gram import Gram
 from llmcompress.workers import SERIAL
@@ -64,7 +62,7 @@ def test_the_scale_of_a_row_is_that_of_least_squares_and_no_multiple_can_be_move
     hessian = damped(stats.gram.finish(), 0.01)
     grid = fit(weight, ProgressiveSpec(32), clip="minmax")
     codes = grid.encode(weight)
-    found = refit_progressive(codes, grid, *scale_loss(codes, grid, hessian, weight @ hessian))
+    found = grid.refit(codes, hessian, weight @ hessian, torch.float16)
     loss = row_loss(weight, found, hessian)
     assert (loss < row_loss(weight, Coded(codes, grid), hessian)).all()
     whole = found.grid.whole(codes).double()

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from llmcompress.grids.base import BLOCK_TYPES
+from llmcompress.grids.blocks import BLOCK_TYPES
 from llmcompress.grids.encoders import encode
-from llmcompress.solve.block_descent import refit_blocks
 from llmcompress.solve.damping import damped, inverse_factor
 from llmcompress.solve.gptq import gptq_codes
 from llmcompress.solve.refine import Refiner, row_loss
@@ -73,7 +72,7 @@ def test_feedback_loses_less_than_rounding_and_descent_less_still(weight, hessia
 @pytest.mark.parametrize("name", TYPES)
 def test_better_scales_never_raise_any_rows_loss(weight, hessian, name):
     coded = swept(weight, hessian, name)
-    better = refit_blocks(coded.codes, coded.grid, hessian, weight @ hessian)
+    better = coded.grid.refit(coded.codes, hessian, weight @ hessian, torch.float16)
     before, after = row_loss(weight, coded, hessian), row_loss(weight, better, hessian)
     assert (after <= before * (1 + 1e-4)).all()
     assert after.sum() < before.sum() or name == "Q5_K"
@@ -92,7 +91,7 @@ def test_no_single_step_of_the_last_block_is_left(weight, hessian, name):
     """Brute force: after descent to the end, no multiple or minimum of the last block is better one up or down."""
     coded = swept(weight, hessian, name)
     for _ in range(20):
-        coded = refit_blocks(coded.codes, coded.grid, hessian, weight @ hessian)
+        coded = coded.grid.refit(coded.codes, hessian, weight @ hessian, torch.float16)
     grid, best = coded.grid, exact_loss(weight, coded, hessian)
     low, high = grid.spec.multiples
     for field in ("multiples", "minima"):

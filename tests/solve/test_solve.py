@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from llmcompress.errors import RunError
-from llmcompress.grids.base import GridSpec
 from llmcompress.grids.coded import Coded
-from llmcompress.grids.integer import fit
+from llmcompress.grids.integer import IntegerSpec, fit
 from llmcompress.solve.damping import damped, inverse_factor
 from llmcompress.solve.gptq import gptq_codes
-from llmcompress.solve.refine import Refiner, refit_scales, row_loss
+from llmcompress.solve.refine import Refiner, row_loss
 
 
 def problem(rows=16, width=64, tokens=400, seed=0):
@@ -45,7 +44,7 @@ def test_factor_is_that_of_the_inverse():
 
 def test_gptq_matches_the_plain_algorithm_in_float64():
     w, hessian = problem(rows=5, width=24)
-    spec = GridSpec(3, 8)
+    spec = IntegerSpec(3, 8)
     coded = gptq(w, hessian, spec, order=torch.arange(24))
     grid = coded.grid
     inverse = torch.linalg.inv(damped(hessian.double(), 0.01))
@@ -62,8 +61,8 @@ def test_gptq_matches_the_plain_algorithm_in_float64():
 @pytest.mark.parametrize("block", [1, 7, 32, 64, 200])
 def test_block_size_only_changes_speed(block):
     w, hessian = problem()
-    reference = gptq(w, hessian, GridSpec(4, 16))
-    other = gptq(w, hessian, GridSpec(4, 16), block=block)
+    reference = gptq(w, hessian, IntegerSpec(4, 16))
+    other = gptq(w, hessian, IntegerSpec(4, 16), block=block)
     differing = (reference.codes != other.codes).any(dim=1)
     assert differing.sum() <= 1  # the order of sums may tip a tie, and that the rest of its row
 
@@ -71,7 +70,7 @@ def test_block_size_only_changes_speed(block):
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_feedback_beats_rounding_on_what_it_minimises(bits):
     w, hessian = problem()
-    coded = gptq(w, hessian, GridSpec(bits, 16))
+    coded = gptq(w, hessian, IntegerSpec(bits, 16))
     plain = Coded(coded.grid.encode(w), coded.grid)
     assert row_loss(w, coded, hessian).sum() < row_loss(w, plain, hessian).sum()
     # no column is off by more than half a step once the others have made up for theirs: Babai's nearest plane
@@ -84,12 +83,14 @@ def test_feedback_beats_rounding_on_what_it_minimises(bits):
 def test_energy_order_beats_stored_order():
     w, hessian = problem(seed=3)
     w, hessian = w.flip(1), hessian.flip(0, 1)  # the outlier channels come last
-    static = row_loss(w, gptq(w, hessian, GridSpec(3, 16)), hessian).sum()
-    stored = row_loss(w, gptq(w, hessian, GridSpec(3, 16), order=torch.arange(64)), hessian).sum()
+    static = row_loss(w, gptq(w, hessian, IntegerSpec(3, 16)), hessian).sum()
+    stored = row_loss(w, gptq(w, hessian, IntegerSpec(3, 16), order=torch.arange(64)), hessian).sum()
     assert static < stored
 
 
-@pytest.mark.parametrize("spec", [GridSpec(3, 16), GridSpec(4, -1), GridSpec(2, 32, False)], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "spec", [IntegerSpec(3, 16), IntegerSpec(4, -1), IntegerSpec(2, 32, False)], ids=lambda s: s.name
+)
 def test_refinement_never_raises_any_rows_loss(spec):
     w, hessian = problem()
     target = damped(hessian, 0.01)
@@ -97,7 +98,7 @@ def test_refinement_never_raises_any_rows_loss(spec):
     start = row_loss(w, coded, target)
     for _ in range(3):
         before = row_loss(w, coded, target)
-        coded = refit_scales(coded.codes, coded.grid, target, w @ target, torch.float16)
+        coded = coded.grid.refit(coded.codes, target, w @ target, torch.float16)
         between = row_loss(w, coded, target)
         assert (between <= before * (1 + 1e-4) + 1e-9).all()
         coded = Refiner(target, by_energy(hessian)).descend_codes(coded, w @ target)
@@ -108,7 +109,7 @@ def test_refinement_never_raises_any_rows_loss(spec):
 def test_descent_ends_where_no_single_code_can_be_bettered():
     w, hessian = problem(rows=4, width=16)
     target = damped(hessian, 0.01)
-    coded = gptq(w, hessian, GridSpec(3, 8))
+    coded = gptq(w, hessian, IntegerSpec(3, 8))
     for _ in range(20):
         coded = Refiner(target, torch.arange(16)).descend_codes(coded, w @ target)
     base = row_loss(w, coded, target)
@@ -122,7 +123,7 @@ def test_descent_ends_where_no_single_code_can_be_bettered():
 def test_small_problem_reaches_the_best_of_all_codes(seed):
     w, hessian = problem(rows=3, width=6, tokens=50, seed=seed)
     target = damped(hessian, 0.01)
-    grid = fit(w, GridSpec(2, 6), importance=hessian.diagonal())
+    grid = fit(w, IntegerSpec(2, 6), importance=hessian.diagonal())
     coded = gptq_codes(w, grid, inverse_factor(hessian, 0.01), torch.arange(6))
     coded = Refiner(target, torch.arange(6)).descend_codes(coded, w @ target)
     every = torch.cartesian_prod(*[torch.arange(4)] * 6).to(torch.uint8)
@@ -137,7 +138,7 @@ def test_dead_inputs_are_rounded_not_zeroed():
     hessian[5, :] = hessian[:, 5] = 0
     factor = inverse_factor(hessian, 0.01)
     assert factor.dead == 1
-    coded = gptq(w, hessian, GridSpec(4, 16))
+    coded = gptq(w, hessian, IntegerSpec(4, 16))
     assert torch.equal(coded.codes[:, 5], coded.grid.encode(w)[:, 5])
 
 
@@ -154,8 +155,8 @@ def test_damping_is_raised_only_where_needed_and_never_gives_up_in_silence():
 def test_inputs_are_left_as_they_were():
     w, hessian = problem()
     kept = w.clone(), hessian.clone()
-    coded = gptq(w, hessian, GridSpec(3, 16))
-    refit_scales(coded.codes, coded.grid, hessian, w @ hessian, torch.float16)
+    coded = gptq(w, hessian, IntegerSpec(3, 16))
+    coded.grid.refit(coded.codes, hessian, w @ hessian, torch.float16)
     Refiner(hessian, by_energy(hessian)).descend_codes(coded, w @ hessian)
     assert torch.equal(w, kept[0])
     assert torch.equal(hessian, kept[1])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from llmcompress.grids.base import GridSpec
+from llmcompress.grids.integer import IntegerSpec
 from llmcompress.stats.inputs import Inputs
 from llmcompress.transforms.awq import AwqScale
 from llmcompress.transforms.base import WIDEST, Reader, Scalable, usable
@@ -11,7 +11,7 @@ from llmcompress.transforms.smoothquant import SmoothQuant
 from llmcompress.workers import SERIAL
 
 WIDTH, GROUP = 64, 16
-SPEC = GridSpec(3, GROUP)
+SPEC = IntegerSpec(3, GROUP)
 
 
 def site(seed=0, **about):

@@ -7,9 +7,8 @@ from transformers import AutoModelForCausalLM
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
-from llmcompress.grids.base import GridSpec
 from llmcompress.grids.coded import Coded
-from llmcompress.grids.integer import fit
+from llmcompress.grids.integer import IntegerSpec, fit
 from llmcompress.recipe import parse
 from llmcompress.validate.load import load_whole, open_streamed
 from llmcompress.validate.packed import PackedLinear
@@ -20,12 +19,12 @@ IDS = torch.randint(3, 90, (2, 10), generator=torch.Generator().manual_seed(0))
 @pytest.mark.parametrize(
     ("spec", "kernel"),
     [
-        (GridSpec(4, 32), "int4"),
-        (GridSpec(4, 64, symmetric=False), "int4"),
-        (GridSpec(8, -1), "int8"),
-        (GridSpec(8, 32), "decode"),
-        (GridSpec(3, 16), "decode"),
-        (GridSpec(4, 16), "decode"),
+        (IntegerSpec(4, 32), "int4"),
+        (IntegerSpec(4, 64, symmetric=False), "int4"),
+        (IntegerSpec(8, -1), "int8"),
+        (IntegerSpec(8, 32), "decode"),
+        (IntegerSpec(3, 16), "decode"),
+        (IntegerSpec(4, 16), "decode"),
     ],
     ids=lambda value: getattr(value, "name", value),
 )
@@ -46,7 +45,7 @@ def test_packed_products_match_the_decoded_matrix(spec, kernel, bias):
 
 def test_groups_in_activation_order_are_never_given_to_a_kernel_that_ignores_them():
     weight = torch.randn(32, 64)
-    grid = fit(weight, GridSpec(4, 32), order=torch.randperm(64))
+    grid = fit(weight, IntegerSpec(4, 32), order=torch.randperm(64))
     coded = Coded(grid.encode(weight), grid)
     linear = PackedLinear(coded, None, torch.float32)
     assert linear.kernel == "decode"

@@ -13,10 +13,12 @@ from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.errors import LlmcompressError, PlanError
-from llmcompress.grids.base import INPUT_SPECS, GridSpec
+from llmcompress.grids.base import INPUT_SPECS
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.fitting import fit
+from llmcompress.grids.float8 import Float8Spec
 from llmcompress.grids.inputs import InputGrid
+from llmcompress.grids.integer import IntegerSpec
 from llmcompress.recipe import parse
 from llmcompress.validate.evaluate import measure
 from llmcompress.validate.load import load_whole, open_streamed
@@ -46,11 +48,11 @@ def ids(tmp_path_factory):
 @pytest.mark.parametrize(
     ("spec", "inputs", "kernel"),
     [
-        (GridSpec(8, -1), "int8-token", "int8-int8"),
-        (GridSpec(8, -1), "int8-tensor", "int8-int8"),
-        (GridSpec(4, 32), "int8-token", "int4"),
-        (GridSpec(8, -1, type="fp8"), "fp8-token", "decode"),
-        (GridSpec(8, -1, type="fp8"), "fp8-tensor", "decode"),
+        (IntegerSpec(8, -1), "int8-token", "int8-int8"),
+        (IntegerSpec(8, -1), "int8-tensor", "int8-int8"),
+        (IntegerSpec(4, 32), "int8-token", "int4"),
+        (Float8Spec(), "fp8-token", "decode"),
+        (Float8Spec(), "fp8-tensor", "decode"),
     ],
 )
 @pytest.mark.parametrize("bias", [True, False])

@@ -12,7 +12,8 @@ from llmcompress.api.steps import Watch, watched
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.process.ranks import refuse_several
 from llmcompress.errors import RecipeError
-from llmcompress.grids.base import INTEGER_BITS, PER_ROW
+from llmcompress.grids.base import PER_ROW
+from llmcompress.grids.integer import INTEGER_BITS
 from llmcompress.ledger import LedgerEntry
 from llmcompress.recipe import Recipe
 

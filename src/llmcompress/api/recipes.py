@@ -17,7 +17,7 @@ from llmcompress.api.settings import (
 )
 from llmcompress.calib.default import shipped
 from llmcompress.errors import RecipeError
-from llmcompress.methods.base import GgufTypes
+from llmcompress.grids.ggml import GgufTypes
 from llmcompress.pruners.base import Pruner
 from llmcompress.recipe import (
     DEFAULT_FORMAT,

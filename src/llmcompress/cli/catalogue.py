@@ -9,17 +9,7 @@ from llmcompress.engine.targets.facts import Asymmetric, BitWidths, Fact, Groups
 from llmcompress.engine.targets.table import TARGETS
 from llmcompress.errors import RecipeError
 from llmcompress.formats.gguf.types import ALIASES, FILE_TYPES, tensor_type
-from llmcompress.grids.base import (
-    BLOCK_TYPES,
-    CODEBOOK_BITS,
-    INTEGER_BITS,
-    PROGRESSIVE_GROUPS,
-    CodebookSpec,
-    Int8Spec,
-    Nf4Spec,
-    ProgressiveSpec,
-    Spec,
-)
+from llmcompress.grids.grid_type import grid_types
 from llmcompress.ledger import KINDS
 from llmcompress.recipe import formats, methods
 from llmcompress.registry import discover, suggest
@@ -64,24 +54,7 @@ def _sources() -> Listing:
 
 
 def _grids() -> Listing:
-    rows = [
-        (
-            f"int{bits}-{{row,gN}}-{{sym,asym}}",
-            f"{1 << bits} levels; {bits + 16 / 128:.3f} bits per weight at groups of 128, symmetric",
-        )
-        for bits in INTEGER_BITS
-    ]
-    rows.append(("fp8-row", "253 floats (E4M3); 8 bits per weight, and a scale per row"))
-    own: list[Spec] = [Nf4Spec(), Nf4Spec(double=False), *map(CodebookSpec, CODEBOOK_BITS), Int8Spec()]
-    own += map(ProgressiveSpec, PROGRESSIVE_GROUPS)
-    for item in own:
-        rows.append(
-            (item.name, f"{item.levels} levels; {item.bits_per_weight(4096):.3f} bits per weight at 4096 inputs")
-        )
-    for name, spec in BLOCK_TYPES.items():
-        bits = f"{spec.bits_per_weight(spec.block_size):g} bits per weight"
-        rows.append((name, f"{spec.levels} levels, groups of {spec.group_size}; {bits}"))
-    return ("grid", "values"), rows
+    return ("grid", "values"), [row for grid in grid_types().values() for row in grid.listed()]
 
 
 def _types() -> Listing:

@@ -14,7 +14,7 @@ from llmcompress.cli import options as o
 from llmcompress.cli.log import log
 from llmcompress.cli.stopping import Stop
 from llmcompress.cli.structured import tell_plan
-from llmcompress.grids.base import INTEGER_BITS
+from llmcompress.grids.integer import INTEGER_BITS
 from llmcompress.recipe import DEFAULT_FORMAT, Recipe, methods
 
 DOC = """Find bits and group size of every matrix by which a model loses least within a size, as a recipe for `run`.

@@ -14,6 +14,7 @@ from llmcompress.cli.gates import gated
 from llmcompress.cli.log import log
 from llmcompress.engine.process.ranks import leads
 from llmcompress.errors import RecipeError
+from llmcompress.grids.grid_type import grid_types
 from llmcompress.methods.base import Method
 from llmcompress.pruners.base import Pruner
 from llmcompress.recipe import DEFAULT_FORMAT, Calibration
@@ -23,7 +24,9 @@ from llmcompress.yamlfile import read_yaml
 if TYPE_CHECKING:
     from llmcompress.engine.plan.run_options import Options
 
-CALIBRATION, OUTPUT, RUNNING = "Calibration", "Output", "Running"
+CALIBRATION, OUTPUT, ADVANCED, RUNNING = "Calibration", "Output", "Advanced", "Running"
+FIRST = ("type", "bits", "group_size", "sym", "sparsity", "pattern", "alpha")
+"""Fields of steps that help shows before all others."""
 
 Model = Annotated[Path, typer.Argument(help="Model directory with config.json and safetensors.", show_default=False)]
 Out = Annotated[
@@ -283,27 +286,42 @@ def taken(*names: str) -> dict[str, tuple[Any, Any]]:
 
 def field_options(step: type[Method] | type[Pruner] | type[Transform]) -> dict[str, tuple[Any, Any]]:
     """Options from the fields of a step: name to (annotation, default)."""
-    return fields_as_options({name: field for name, field in step.model_fields.items() if name != "gguf"})
+    return fields_as_options(step.model_fields)
 
 
 def fields_as_options(fields: Mapping[str, FieldInfo]) -> dict[str, tuple[Any, Any]]:
-    """Options from fields: name to (annotation, default)."""
-    return {name: _option(name, field) for name, field in fields.items()}
+    """Options from fields: name to (annotation, default); those of a grid stand under its name in help."""
+    owner = {name: grid for grid in grid_types().values() if grid.options for name in grid.options.model_fields}
+    return {
+        name: _option(name, field, owner[name].name if name in owner else None if name in FIRST else ADVANCED)
+        for name, field in fields.items()
+        if name not in owner or owner[name].chosen
+    }
 
 
-def _option(name: str, field: FieldInfo) -> tuple[Any, Any]:
+def _option(name: str, field: FieldInfo, panel: str | None) -> tuple[Any, Any]:
     flag = f"--{name.replace('_', '-')}"
-    if name == "set":
-        help_ = f"{(field.description or '').capitalize()}. Repeatable."
-        return Annotated[list[str] | None, typer.Option("--set", metavar="PATTERN: {OPTION: VALUE}", help=help_)], None
     help_ = (field.description or "")[:1].upper() + (field.description or "")[1:] + "."
-    if field.annotation is bool:
-        other = f"--a{name}" if name == "sym" else f"--no-{flag[2:]}"
-        return Annotated[bool, typer.Option(f"{flag}/{other}", help=help_)], field.default
-    annotation: Any = field.annotation
-    if get_origin(annotation) is Literal and isinstance(get_args(annotation)[0], int):
+    annotation, flags, metavar, default = field.annotation, flag, None, field.default
+    if name == "set":
+        annotation, default, metavar, help_ = list[str] | None, None, "PATTERN: {OPTION: VALUE}", f"{help_} Repeatable."
+    elif annotation is bool:
+        flags = f"{flag}/{f'--a{name}' if name == 'sym' else f'--no-{flag[2:]}'}"
+    elif name == "type":
+        metavar = "<grid>"
+    elif get_origin(annotation) is Literal and isinstance(get_args(annotation)[0], int):
         annotation, help_ = int, f"{help_} One of {', '.join(map(str, get_args(field.annotation)))}."
-    return Annotated[annotation, typer.Option(flag, help=help_)], field.default
+    made = typer.Option(flags, help=help_, metavar=metavar, rich_help_panel=panel)
+    return Annotated[annotation, made], default
+
+
+_PANELS = (None, CALIBRATION, OUTPUT)
+
+
+def _place(annotation: Any) -> int:
+    """Where help shows the panel of an option: what is usually asked for, others, what runs need."""
+    panel = annotation.__metadata__[0].rich_help_panel
+    return _PANELS.index(panel) if panel in _PANELS else 9 if panel == RUNNING else 8 if panel == ADVANCED else 7
 
 
 def command(
@@ -317,7 +335,7 @@ def command(
 
     parameters = [
         inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-        for key, (annotation, default) in options.items()
+        for key, (annotation, default) in sorted(options.items(), key=lambda item: _place(item[1][0]))
     ]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {key: annotation for key, (annotation, _) in options.items()}

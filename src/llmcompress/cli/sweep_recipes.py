@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from llmcompress.api.presets import PRESETS, Preset
 from llmcompress.errors import RecipeError
+from llmcompress.grids.ggml import gguf_types
 from llmcompress.methods.base import Method
 from llmcompress.recipe import Recipe, build, methods
 from llmcompress.registry import suggest
@@ -37,9 +38,10 @@ def variants(
         raise RecipeError("the recipe has no quantising step to change", "add one, such as {method: gptq, bits: 4}")
     if names is None and bits is None and group_sizes is None:
         raise RecipeError("nothing is swept", "give --method, --bits or --group-size a list")
-    if step.gguf is not None and (bits is not None or group_sizes is not None):
+    types = gguf_types(step)
+    if types is not None and (bits is not None or group_sizes is not None):
         raise RecipeError(
-            f"the recipe has types of GGUF ({step.gguf.type}), which bring their bits and groups along",
+            f"the recipe has types of GGUF ({types.type}), which bring their bits and groups along",
             "sweep --method alone, or take a recipe with bits",
         )
     found = []

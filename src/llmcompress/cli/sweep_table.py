@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from llmcompress.api.results import Result
 from llmcompress.cli import console
 from llmcompress.cli.sweep_recipes import Variant
+from llmcompress.grids.ggml import gguf_types
 
 if TYPE_CHECKING:
     from llmcompress.engine.plan.plan import Plan
@@ -56,7 +57,7 @@ def _came_of(run: Run) -> str:
 
 def _facts(run: Run) -> dict[str, Any]:
     step, cost = run.plan.recipe.method, run.plan.estimate
-    grid = step if step is not None and step.gguf is None else None  # types of GGUF have bits of their own
+    grid = step if step is not None and gguf_types(step) is None else None  # types of GGUF have bits of their own
     return {
         "run": run.variant.name,
         "output": str(run.plan.out),

@@ -29,7 +29,8 @@ from llmcompress.formats.entry_checks import (
     stored_scale,
     treatments,
 )
-from llmcompress.grids.base import GridSpec
+from llmcompress.grids.base import Spec
+from llmcompress.grids.integer import IntegerSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,12 +52,14 @@ class Awq:
 
     name = "awq"
     summary = "4 bits; read by vLLM, SGLang, transformers and GPTQModel"
+    holds = ("int",)
     marker = "qweight"
 
     def refuses(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> Refusal | None:
-        if refusal := common_refusal(self.name, entries, config):
-            return refusal
-        if refusal := rounded_inputs(self.name, entries):
+        misfit = next((pair for pair in quantised(entries) if pair[1].type not in self.holds), None)
+        if misfit is not None:
+            return _cannot_hold(*misfit)
+        if refusal := common_refusal(self.name, entries, config, self.holds) or rounded_inputs(self.name, entries):
             return refusal
         if config.get("model_type") in SCALED_ACTIVATIONS:
             return (
@@ -67,10 +70,7 @@ class Awq:
         common = grids(entries)[0]
         for entry, grid in quantised(entries):
             if grid.bits != BITS:
-                return (
-                    f"format awq cannot hold {grid.name} ({entry.module})",
-                    "awq holds 4 bits; --format compressed-tensors also 2 and 8, --format dense every grid",
-                )
+                return _cannot_hold(entry, grid)
             if grid != common:
                 return (
                     f"an awq checkpoint has one grid, not both {common.name} and {grid.name} ({entry.module})",
@@ -141,7 +141,8 @@ class Awq:
         import torch
 
         from llmcompress.grids.coded import Coded
-        from llmcompress.grids.integer import IntegerGrid, natural_groups
+        from llmcompress.grids.integer import IntegerGrid
+        from llmcompress.grids.scales import natural_groups
         from llmcompress.packing.awq import unpack_awq
 
         try:
@@ -163,6 +164,13 @@ class Awq:
 
     def inputs(self, module: str, read: Reader, config: Mapping[str, Any]) -> "Rounding | None":
         return None
+
+
+def _cannot_hold(entry: Entry, grid: Spec) -> Refusal:
+    return (
+        f"format awq cannot hold {grid.name} ({entry.module})",
+        "awq holds 4 bits; --format compressed-tensors also 2 and 8, --format dense every grid",
+    )
 
 
 def _misfit(entry: Entry) -> Refusal | None:
@@ -187,13 +195,13 @@ def _misfit(entry: Entry) -> Refusal | None:
     return None
 
 
-def _spec(settings: Mapping[str, Any]) -> GridSpec:
+def _spec(settings: Mapping[str, Any]) -> IntegerSpec:
     """The grid of all modules. AutoAWQ's own names of the settings differ from those of transformers."""
     bits, size = settings.get("bits", settings.get("w_bit", BITS)), settings.get("group_size")
     if int(bits) != BITS:
         raise CheckpointError(f"quantization_config speaks of {bits} bits, and awq words hold codes of {BITS}")
     size = settings.get("q_group_size", 128) if size is None else size
-    return GridSpec(BITS, int(size), not settings.get("zero_point", True))
+    return IntegerSpec(BITS, int(size), not settings.get("zero_point", True))
 
 
 FORMAT = Awq()

@@ -1,11 +1,12 @@
 """What a checkpoint format is: which tensors it writes for a matrix, which grids it can hold."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
-from llmcompress.grids.base import BLOCK_TYPES, InputSpec, Spec
+from llmcompress.grids.base import InputSpec, Spec
+from llmcompress.grids.blocks import BLOCK_TYPES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,6 +94,7 @@ class Format(Protocol):
 
     name: str
     summary: str
+    holds: Container[str] | None  # names of the grids whose codes it has a place for; None: it stores decoded values
     marker: str | tuple[str, ...]  # the tensor (one of those) that a quantised module alone has, such as "qweight"
 
     def refuses(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> tuple[str, str] | None:

@@ -22,19 +22,19 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from llmcompress.errors import CheckpointError, RunError
+from llmcompress.errors import CheckpointError
 from llmcompress.formats.base import Entry, Reader, TensorSpec
 from llmcompress.formats.bitsandbytes_tensors import (
     STATE,
     TYPES,
+    Int8Tensors,
+    Nf4Tensors,
+    Tensors,
     decode_int8,
     decode_nf4,
-    nested_absmax,
-    packed_state,
     read_state,
 )
 from llmcompress.formats.entry_checks import Refusal, check_codes, common_refusal, left_alone, rounded_inputs
-from llmcompress.grids.base import Int8Spec, Nf4Spec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,16 +48,17 @@ class BitsAndBytes:
 
     name = "bitsandbytes"
     summary = "nf4 and int8; read by transformers with bitsandbytes"
+    holds: Mapping[str, Tensors] = {"nf4": Nf4Tensors(), "int8": Int8Tensors()}
     marker = ("weight.absmax", "SCB")
 
     def refuses(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> Refusal | None:
-        if refusal := common_refusal(self.name, entries, config, (Nf4Spec, Int8Spec)):
+        if refusal := common_refusal(self.name, entries, config, self.holds):
             return refusal
         if refusal := rounded_inputs(self.name, entries):
             return refusal
         coded = [entry for entry in entries if entry.grid is not None]
         for entry in coded:
-            if isinstance(entry.grid, Int8Spec) and entry.grid.outliers:
+            if entry.grid is not None and entry.grid.outliers:
                 return (
                     f"bitsandbytes finds outliers at run time and stores none ({entry.module})",
                     "leave --outliers out, or use --format int8-outliers",
@@ -77,79 +78,31 @@ class BitsAndBytes:
         return None
 
     def layout(self, entry: Entry) -> list[TensorSpec]:
-        module, rows, width = entry.module, entry.out_features, entry.in_features
-        if isinstance(entry.grid, Int8Spec):
-            return [
-                TensorSpec(f"{module}.weight", "I8", (rows, width)),
-                TensorSpec(f"{module}.SCB", "F32", (rows,)),
-                TensorSpec(f"{module}.weight_format", "U8", ()),
-            ]
-        if not isinstance(entry.grid, Nf4Spec):
+        if entry.grid is None:
             return [entry.source]
-        blocks, double = rows * entry.grid.groups(width), entry.grid.double
-        specs = [
-            TensorSpec("", "U8", (rows * width // 2, 1)),
-            TensorSpec(".absmax", "U8" if double else "F32", (blocks,)),
-            TensorSpec(".quant_map", "F32", (entry.grid.levels,)),
-        ]
-        if double:
-            specs.append(TensorSpec(".nested_absmax", "F32", (-(-blocks // entry.grid.nested),)))
-            specs.append(TensorSpec(".nested_quant_map", "F32", (256,)))
-        specs.append(TensorSpec(f".{STATE}", "U8", (len(packed_state(entry, 0.0)),)))
-        return [TensorSpec(f"{module}.weight{spec.name}", spec.dtype, spec.shape) for spec in specs]
+        return self.holds[entry.grid.type].layout(entry)
 
     def encode(self, entry: Entry, coded: "Coded") -> "dict[str, Tensor]":
-        import torch
-
-        from llmcompress.grids.int8 import Int8Grid
-        from llmcompress.grids.nf4 import Nf4Grid, dynamic_map
-
         check_codes(entry, coded)
-        grid, module = coded.grid, entry.module
-        if isinstance(grid, Int8Grid):
-            return {
-                f"{module}.weight": (coded.codes.to(torch.int16) - grid.spec.middle).to(torch.int8),
-                f"{module}.SCB": grid.absmax[:, 0].contiguous(),
-                f"{module}.weight_format": torch.tensor(0, dtype=torch.uint8),
-            }
-        if not isinstance(grid, Nf4Grid):
-            raise RunError(f"{module} was coded on {grid.spec.name}, which bitsandbytes does not hold")
-        pairs = coded.codes.reshape(-1, 2)
-        tensors = {"": (pairs[:, :1] << 4) | pairs[:, 1:]}
-        offset = 0.0
-        if grid.code is None:
-            tensors |= {".absmax": grid.absmax.reshape(-1), ".quant_map": grid.table}
-        else:
-            nested, offset = nested_absmax(entry, grid)
-            tensors |= {".absmax": grid.code.reshape(-1), ".quant_map": grid.table}
-            tensors |= {".nested_absmax": nested, ".nested_quant_map": dynamic_map().clone()}
-        tensors[f".{STATE}"] = torch.tensor(list(packed_state(entry, offset)), dtype=torch.uint8)
-        return {f"{module}.weight{name}": tensor.contiguous() for name, tensor in tensors.items()}
+        tensors = self.holds[coded.grid.spec.type].encode(entry, coded)
+        return {f"{entry.module}.{name}": tensor.contiguous() for name, tensor in tensors.items()}
 
     def config(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         coded = [entry for entry in entries if entry.grid is not None]
         skipped = [entry.module for entry in left_alone(entries)]
         heads = ["embed_out", "lm_head"] if config.get("model_type") == "gpt_neox" else ["lm_head"]
         skipped += [name for name in heads if name not in skipped]  # also a tied one, which has no tensor
-        grid = coded[0].grid
-        four = isinstance(grid, Nf4Spec)
+        own = {} if coded[0].grid is None else self.holds[coded[0].grid.type].settings(coded[0])
         settings: dict[str, Any] = {
             "quant_method": "bitsandbytes",
-            "load_in_4bit": four,
-            "load_in_8bit": not four,
+            "load_in_4bit": bool(own),
+            "load_in_8bit": not own,
             "llm_int8_threshold": 6.0,
             "llm_int8_skip_modules": skipped,
             "llm_int8_enable_fp32_cpu_offload": False,
             "llm_int8_has_fp16_weight": False,
         }
-        if four:
-            settings |= {
-                "bnb_4bit_quant_type": "nf4",
-                "bnb_4bit_use_double_quant": isinstance(grid, Nf4Spec) and grid.double,
-                "bnb_4bit_compute_dtype": TYPES[coded[0].source.dtype],
-                "bnb_4bit_quant_storage": "uint8",
-            }
-        return {"config.json": {"quantization_config": settings}}
+        return {"config.json": {"quantization_config": settings | own}}
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
         settings = config.get("quantization_config")

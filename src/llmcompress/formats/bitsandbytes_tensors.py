@@ -1,17 +1,19 @@
-"""Tensors of bitsandbytes (`bitsandbytes`): the state that it packs beside NF4, and matrices read back."""
+"""Tensors of bitsandbytes (`bitsandbytes`): how each grid is stored, and matrices read back."""
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from llmcompress.errors import CheckpointError, RunError
-from llmcompress.formats.base import Entry, Reader
-from llmcompress.grids.base import Int8Spec, Nf4Spec
+from llmcompress.formats.base import Entry, Reader, TensorSpec
+from llmcompress.grids.int8 import Int8Spec
+from llmcompress.grids.nf4 import Nf4Spec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from llmcompress.grids.coded import Coded
+    from llmcompress.grids.int8 import Int8Grid
     from llmcompress.grids.nf4 import Nf4Grid
 
 STATE = "quant_state.bitsandbytes__nf4"
@@ -19,10 +21,88 @@ TYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 _OFFSET_DIGITS = 26  # what a number takes in JSON at most; the rest of it is spaces, so that sizes are known beforehand
 
 
+class Tensors(Protocol):
+    """How matrices on one grid are stored; names are those behind the module's."""
+
+    def layout(self, entry: Entry) -> list[TensorSpec]:
+        """The tensors of a matrix, by their full names."""
+
+    def encode(self, entry: Entry, coded: "Coded") -> "dict[str, Tensor]":
+        """Those tensors, by name."""
+
+    def settings(self, entry: Entry) -> dict[str, Any]:
+        """What config.json says about 4 bits; nothing for 8."""
+
+
+class Int8Tensors:
+    """Rows of LLM.int8()."""
+
+    def layout(self, entry: Entry) -> list[TensorSpec]:
+        module, rows, width = entry.module, entry.out_features, entry.in_features
+        return [
+            TensorSpec(f"{module}.weight", "I8", (rows, width)),
+            TensorSpec(f"{module}.SCB", "F32", (rows,)),
+            TensorSpec(f"{module}.weight_format", "U8", ()),
+        ]
+
+    def encode(self, entry: Entry, coded: "Coded") -> "dict[str, Tensor]":
+        import torch
+
+        grid = cast("Int8Grid", coded.grid)
+        return {
+            "weight": (coded.codes.to(torch.int16) - grid.spec.middle).to(torch.int8),
+            "SCB": grid.absmax[:, 0],
+            "weight_format": torch.tensor(0, dtype=torch.uint8),
+        }
+
+    def settings(self, entry: Entry) -> dict[str, Any]:
+        return {}
+
+
+class Nf4Tensors:
+    """NF4, its absmax as it is or quantised again."""
+
+    def layout(self, entry: Entry) -> list[TensorSpec]:
+        grid, rows, width = cast("Nf4Spec", entry.grid), entry.out_features, entry.in_features
+        blocks = rows * grid.groups(width)
+        specs = [
+            TensorSpec("", "U8", (rows * width // 2, 1)),
+            TensorSpec(".absmax", "U8" if grid.double else "F32", (blocks,)),
+            TensorSpec(".quant_map", "F32", (grid.levels,)),
+        ]
+        if grid.double:
+            specs.append(TensorSpec(".nested_absmax", "F32", (-(-blocks // grid.nested),)))
+            specs.append(TensorSpec(".nested_quant_map", "F32", (256,)))
+        specs.append(TensorSpec(f".{STATE}", "U8", (len(packed_state(entry, 0.0)),)))
+        return [TensorSpec(f"{entry.module}.weight{spec.name}", spec.dtype, spec.shape) for spec in specs]
+
+    def encode(self, entry: Entry, coded: "Coded") -> "dict[str, Tensor]":
+        import torch
+
+        from llmcompress.grids.nf4 import dynamic_map
+
+        grid, pairs, offset = cast("Nf4Grid", coded.grid), coded.codes.reshape(-1, 2), 0.0
+        tensors = {"weight": (pairs[:, :1] << 4) | pairs[:, 1:]}
+        if grid.code is None:
+            tensors |= {"weight.absmax": grid.absmax.reshape(-1), "weight.quant_map": grid.table}
+        else:
+            nested, offset = nested_absmax(entry, grid)
+            tensors |= {"weight.absmax": grid.code.reshape(-1), "weight.quant_map": grid.table}
+            tensors |= {"weight.nested_absmax": nested, "weight.nested_quant_map": dynamic_map().clone()}
+        return tensors | {f"weight.{STATE}": torch.tensor(list(packed_state(entry, offset)), dtype=torch.uint8)}
+
+    def settings(self, entry: Entry) -> dict[str, Any]:
+        return {
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": cast("Nf4Spec", entry.grid).double,
+            "bnb_4bit_compute_dtype": TYPES[entry.source.dtype],
+            "bnb_4bit_quant_storage": "uint8",
+        }
+
+
 def packed_state(entry: Entry, offset: float) -> bytes:
     """What bitsandbytes calls the packed state: JSON, filled up with spaces to the same length for any offset."""
-    grid = entry.grid
-    assert isinstance(grid, Nf4Spec)
+    grid = cast("Nf4Spec", entry.grid)
     state: dict[str, Any] = {
         "quant_type": "nf4",
         "blocksize": grid.group_size,
@@ -78,7 +158,7 @@ def decode_nf4(module: str, read: Reader, absmax: "Tensor") -> "Coded":
     import torch
 
     from llmcompress.grids.coded import Coded
-    from llmcompress.grids.nf4 import LEVELS, Nf4Grid, dynamic_map
+    from llmcompress.grids.nf4 import LEVELS, dynamic_map, restored
 
     state = read_state(module, read)
     rows, width = (int(extent) for extent in state["shape"])
@@ -101,8 +181,8 @@ def decode_nf4(module: str, read: Reader, absmax: "Tensor") -> "Coded":
             raise CheckpointError(f"tensors of {module} do not have the shapes of {spec.name}")
         spread = nested.repeat_interleave(spec.nested)[: absmax.numel()].view(shape)
         offset = torch.full((rows, 1), float(state["nested_offset"]))
-        grid = Nf4Grid.restored(spec, code=absmax.view(shape), nested=spread, offset=offset)
+        grid = restored(spec, code=absmax.view(shape), nested=spread, offset=offset)
     else:
-        grid = Nf4Grid.restored(spec, absmax=absmax.to(torch.float32).view(shape))
+        grid = restored(spec, absmax=absmax.to(torch.float32).view(shape))
     codes = torch.stack([packed.reshape(-1) >> 4, packed.reshape(-1) & 15], dim=1).view(rows, width)
     return Coded(codes, grid)

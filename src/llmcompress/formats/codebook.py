@@ -14,7 +14,7 @@ from llmcompress.errors import CheckpointError, RunError
 from llmcompress.formats.base import Entry, Reader, TensorSpec
 from llmcompress.formats.entry_checks import Refusal, check_codes, common_refusal, rounded_inputs
 from llmcompress.formats.scheme_tensors import words_for
-from llmcompress.grids.base import CodebookSpec
+from llmcompress.grids.codebook import CodebookSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,13 +30,14 @@ class Codebook:
 
     name = "codebook"
     summary = "a table of 4, 8 or 16 values for each row; read by llmcompress alone"
+    holds = ("codebook",)
     marker = "codebook"
 
     def refuses(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> Refusal | None:
-        return common_refusal(self.name, entries, config, (CodebookSpec,)) or rounded_inputs(self.name, entries)
+        return common_refusal(self.name, entries, config, self.holds) or rounded_inputs(self.name, entries)
 
     def layout(self, entry: Entry) -> list[TensorSpec]:
-        if not isinstance(entry.grid, CodebookSpec):
+        if entry.grid is None:
             return [entry.source]
         rows, width = entry.out_features, entry.in_features
         return [
@@ -48,20 +49,19 @@ class Codebook:
     def encode(self, entry: Entry, coded: "Coded") -> "dict[str, Tensor]":
         import torch
 
-        from llmcompress.grids.codebook import CodebookGrid
         from llmcompress.packing.bits import pack
 
         check_codes(entry, coded)
-        if not isinstance(coded.grid, CodebookGrid):
+        if coded.grid.table is None:
             raise RunError(f"{entry.module} was coded on {coded.grid.spec.name}, which has no tables")
         return {
             f"{entry.module}.weight_packed": pack(coded.codes, coded.grid.spec.bits),
-            f"{entry.module}.codebook": coded.grid.values.to(torch.float16).contiguous(),
+            f"{entry.module}.codebook": coded.grid.table.to(torch.float16).contiguous(),
             f"{entry.module}.weight_shape": torch.tensor([entry.out_features, entry.in_features], dtype=torch.int64),
         }
 
     def config(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        bits = {entry.module: entry.grid.bits for entry in entries if isinstance(entry.grid, CodebookSpec)}
+        bits = {entry.module: entry.grid.bits for entry in entries if entry.grid is not None}
         return {"config.json": {"quantization_config": {"quant_method": METHOD, "modules": bits}}}
 
     def recognises(self, config: Mapping[str, Any]) -> bool:

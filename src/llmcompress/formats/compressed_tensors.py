@@ -36,6 +36,7 @@ from llmcompress.formats.entry_checks import (
 from llmcompress.formats.scheme_tensors import byte_tensors, packed_tensors, read_bytes, read_packed, words_for
 from llmcompress.formats.schemes import (
     FLOATS,
+    HOLDS,
     MIXED,
     PACKED,
     READ,
@@ -46,7 +47,7 @@ from llmcompress.formats.schemes import (
     unholdable,
     weights_said,
 )
-from llmcompress.grids.base import PER_ROW, GridSpec, InputSpec
+from llmcompress.grids.base import PER_ROW, InputSpec, Spec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,10 +66,11 @@ class CompressedTensors:
     summary = (
         "2, 4, 8 bits and fp8, also with rounded inputs; read by vLLM, SGLang, transformers and llama.cpp's converter"
     )
+    holds = HOLDS
     marker = "weight_scale"
 
     def refuses(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> Refusal | None:
-        if refusal := common_refusal(self.name, entries, config):
+        if refusal := common_refusal(self.name, entries, config, self.holds):
             return refusal
         for entry, grid in quantised(entries):
             if grid.bits not in BITS:
@@ -98,7 +100,6 @@ class CompressedTensors:
     def layout(self, entry: Entry) -> list[TensorSpec]:
         if entry.grid is None:
             return [entry.source]
-        assert isinstance(entry.grid, GridSpec)
         width, rows, bits = entry.in_features, entry.out_features, entry.grid.bits
         groups, how = entry.grid.groups(width), kind(entry.grid, entry.inputs)
         scale = TensorSpec(f"{entry.module}.weight_scale", entry.source.dtype, (rows, groups))
@@ -116,8 +117,7 @@ class CompressedTensors:
 
     def encode(self, entry: Entry, coded: "Coded") -> "dict[str, Tensor]":
         check_codes(entry, coded)
-        assert isinstance(entry.grid, GridSpec)
-        how = kind(entry.grid, entry.inputs)
+        how = kind(coded.grid.spec, entry.inputs)
         tensors = packed_tensors(entry, coded) if how == PACKED else byte_tensors(entry, coded, how)
         if coded.input_scale is not None:
             scale = stored_type(entry, coded.input_scale, entry.source.dtype)
@@ -125,7 +125,7 @@ class CompressedTensors:
         return tensors
 
     def config(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        schemes: dict[tuple[GridSpec, str | None, InputSpec | None], list[str]] = {}
+        schemes: dict[tuple[Spec, str | None, InputSpec | None], list[str]] = {}
         for entry, grid in quantised(entries):
             # the library knows an order only together with groups
             ordered = entry.options.get("act_order", False) and grid.group_size != PER_ROW

@@ -23,6 +23,7 @@ class Dense:
 
     name = "dense"
     summary = "decoded weights in the source's type, for any loader; as large as the source"
+    holds = None
     marker = "weight"
 
     def refuses(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> Refusal | None:

@@ -2,20 +2,19 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from llmcompress.errors import RunError
 from llmcompress.formats import kv_cache
 from llmcompress.formats.base import Entry
-from llmcompress.grids.base import PER_ROW, BlockSpec, CodebookSpec, GridSpec, Int8Spec, Nf4Spec, ProgressiveSpec, Spec
+from llmcompress.grids.base import PER_ROW, Spec
+from llmcompress.grids.grid_type import type_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from llmcompress.grids.coded import Coded
-    from llmcompress.grids.integer import IntegerGrid
-    from llmcompress.grids.progressive import ProgressiveGrid
+    from llmcompress.grids.coded import Coded, Grid
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Linears that vLLM and SGLang run as one, by the name they give the result."""
@@ -23,22 +22,12 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 HEADS = ("lm_head", "embed_out")
 """Last parts of the names that families give to the output head."""
 
-HOLDERS: Mapping[type, str] = {
-    GridSpec: "compressed-tensors, gptq",
-    BlockSpec: "gguf",
-    Nf4Spec: "bitsandbytes",
-    Int8Spec: "bitsandbytes, int8-outliers",
-    CodebookSpec: "codebook",
-    ProgressiveSpec: "qoq",
-}
-"""Formats that hold a kind of grid, for hints."""
-
 Refusal = tuple[str, str]
 
 
-def quantised(entries: Iterable[Entry]) -> list[tuple[Entry, GridSpec]]:
-    """Entries that are stored as codes of their own and not in a type of GGUF, each with its grid."""
-    return [(entry, entry.grid) for entry in entries if isinstance(entry.grid, GridSpec)]
+def quantised(entries: Iterable[Entry]) -> list[tuple[Entry, Spec]]:
+    """Entries whose grids engines tell by width, group size and symmetry (`Spec.scaled`), each with its grid."""
+    return [(entry, entry.grid) for entry in entries if entry.grid is not None and entry.grid.scaled]
 
 
 def rounded_inputs(name: str, entries: Iterable[Entry]) -> Refusal | None:
@@ -72,7 +61,7 @@ def _is_embedding(module: str) -> bool:
     return leaf not in HEADS and re.search(r"emb|wte|wpe", leaf) is not None
 
 
-def grids(entries: Iterable[Entry]) -> list[GridSpec]:
+def grids(entries: Iterable[Entry]) -> list[Spec]:
     """The distinct grids, the one of most matrices first; ties go to the one met first."""
     return [grid for grid, _ in Counter(grid for _, grid in quantised(entries)).most_common()]
 
@@ -114,21 +103,21 @@ def experts_of(module: str) -> str | None:
 
 
 def common_refusal(
-    name: str, entries: Iterable[Entry], config: Mapping[str, Any], kinds: tuple[type[Spec], ...] = (GridSpec,)
+    name: str, entries: Iterable[Entry], config: Mapping[str, Any], holds: Container[str]
 ) -> Refusal | None:
     """What no format that stores codes can hold, whatever the engine: (what and why, the way out).
 
-    kinds: of grids that the format knows.
+    holds: names of the grids that the format knows.
     """
     entries = list(entries)
     if refused := kv_cache.refusal(name, entries):
         return refused
     coded = [(entry, entry.grid) for entry in entries if entry.grid is not None]
     for entry, grid in coded:
-        if not isinstance(grid, kinds):
+        if grid.type not in holds:
             return (
                 f"format {name} cannot hold {grid.name} ({entry.module})",
-                f"use --format {HOLDERS[type(grid)]} or dense",
+                f"use --format {', '.join(type_of(grid).formats)} or dense",
             )
     if not coded:
         return f"format {name} holds quantised models, and no module is to be quantised", "use --format dense"
@@ -173,10 +162,6 @@ def stored_type(entry: Entry, scale: "Tensor", dtype: str) -> "Tensor":
 
 def check_codes(entry: Entry, coded: "Coded") -> None:
     """RunError unless codes, scales, zero points and groups are those of the entry's shape and grid."""
-    from llmcompress.grids.float8 import FloatGrid
-    from llmcompress.grids.integer import IntegerGrid
-    from llmcompress.grids.progressive import ProgressiveGrid
-
     grid = coded.grid
     rows, width = entry.out_features, entry.in_features
     if entry.grid is None or grid.spec != entry.grid:
@@ -185,36 +170,29 @@ def check_codes(entry: Entry, coded: "Coded") -> None:
         raise RunError(f"codes or scales of {entry.module} are not of the shape its weight implies")
     if int(coded.codes.max()) >= grid.spec.levels:
         raise RunError(f"codes of {entry.module} do not fit {grid.spec.bits} bits")
-    if isinstance(grid, IntegerGrid | ProgressiveGrid):
-        _check_points(entry, grid)
-    if isinstance(grid, FloatGrid) and bool((coded.codes & 0x7F == 0x7F).any()):
+    if grid.spec.zero_points is not None:
+        _check_points(entry, grid, *grid.spec.zero_points)
+    if not grid.numbers(coded.codes):
         raise RunError(f"codes of {entry.module} are no numbers")
     fixed = entry.inputs is not None and not entry.inputs.dynamic
     if fixed != (coded.input_scale is not None):
         raise RunError(f"{entry.module} {'lacks' if fixed else 'has'} a scale of its inputs, which was not planned")
 
 
-def integer_grid(entry: Entry, coded: "Coded") -> "IntegerGrid":
-    """The grid of an integer-coded entry, checked as `check_codes` does."""
-    from llmcompress.grids.integer import IntegerGrid
-
+def integer_grid(entry: Entry, coded: "Coded") -> "Grid":
+    """The grid of an entry with whole zero points, checked as `check_codes` does."""
     check_codes(entry, coded)
-    if not isinstance(coded.grid, IntegerGrid):
+    if not coded.grid.spec.affine:
         raise RunError(f"{entry.module} was coded on {coded.grid.spec.name}, which has no zero points")
     return coded.grid
 
 
-def _check_points(entry: Entry, grid: "IntegerGrid | ProgressiveGrid") -> None:
-    """RunError unless zero points and groups are those of the entry."""
+def _check_points(entry: Entry, grid: "Grid", low: int, high: int) -> None:
+    """RunError unless zero points, low ... high, and groups are those of the entry."""
     import torch
 
     if grid.zero.shape != grid.scale.shape:
         raise RunError(f"zero points of {entry.module} are not of the shape its weight implies")
-    low, high = (
-        (grid.spec.middle, grid.spec.middle)
-        if isinstance(grid.spec, GridSpec) and grid.spec.symmetric
-        else (0, grid.spec.levels - 1)
-    )
     if bool((grid.zero < low).any()) or bool((grid.zero > high).any()) or bool((grid.zero != grid.zero.round()).any()):
         raise RunError(f"zero points of {entry.module} do not lie on {grid.spec.name}")
     natural = torch.arange(entry.in_features) // grid.spec.width(entry.in_features)

@@ -34,7 +34,8 @@ from llmcompress.formats.entry_checks import (
     stored_scale,
     treatments,
 )
-from llmcompress.grids.base import GridSpec
+from llmcompress.grids.base import Spec
+from llmcompress.grids.integer import IntegerSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,20 +51,20 @@ class GptqFormat:
 
     name = "gptq"
     summary = "2, 3, 4, 8 bits; read by GPTQModel, transformers, vLLM, SGLang and llama.cpp's converter"
+    holds = ("int",)
     marker = "qweight"
 
     def refuses(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> Refusal | None:
-        if refusal := common_refusal(self.name, entries, config):
-            return refusal
-        if refusal := rounded_inputs(self.name, entries):
-            return refusal
         coded = quantised(entries)
         for entry, grid in coded:
-            if grid.type != "int":
+            if grid.type not in self.holds:
                 return (
                     f"format gptq holds integers, not {grid.name} ({entry.module})",
                     "use --format compressed-tensors, or --type int",
                 )
+        if refusal := common_refusal(self.name, entries, config, self.holds) or rounded_inputs(self.name, entries):
+            return refusal
+        for entry, grid in coded:
             if grid.bits not in BITS:
                 return (
                     f"format gptq cannot hold {grid.name} ({entry.module})",
@@ -200,7 +201,7 @@ def _words(count: int, bits: int) -> int:
     return -(-count * bits // 32)
 
 
-def _dynamic(entries: Sequence[Entry], common: GridSpec) -> dict[str, dict[str, Any]]:
+def _dynamic(entries: Sequence[Entry], common: Spec) -> dict[str, dict[str, Any]]:
     """Rules by regular expression: first what stays unquantised, then what has settings of its own."""
     treatment = treatments(entries)
     skipped: dict[str, dict[str, Any]] = {
@@ -209,11 +210,11 @@ def _dynamic(entries: Sequence[Entry], common: GridSpec) -> dict[str, dict[str, 
     return skipped | {
         f"+:^{re.escape(name)}$": {"bits": grid.bits, "group_size": grid.group_size}
         for name, grid in treatment.items()
-        if isinstance(grid, GridSpec) and grid != common
+        if grid is not None and grid != common
     }
 
 
-def _spec(module: str, settings: Mapping[str, Any]) -> GridSpec:
+def _spec(module: str, settings: Mapping[str, Any]) -> IntegerSpec:
     """The grid of one module: the first rule of `dynamic` that matches, else the common settings."""
     own: Mapping[str, Any] = {}
     for rule, overrides in (settings.get("dynamic") or {}).items():
@@ -221,7 +222,7 @@ def _spec(module: str, settings: Mapping[str, Any]) -> GridSpec:
             own = overrides
             break
     merged = {**settings, **own}
-    return GridSpec(int(merged["bits"]), int(merged.get("group_size", 128)), bool(merged.get("sym", True)))
+    return IntegerSpec(int(merged["bits"]), int(merged.get("group_size", 128)), bool(merged.get("sym", True)))
 
 
 def _version(settings: Mapping[str, Any]) -> str:

@@ -11,18 +11,19 @@ Inputs are meant to be rounded to int8 token by token, absmax / 127 a step, but 
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from llmcompress.errors import CheckpointError, RunError
+from llmcompress.errors import CheckpointError
 from llmcompress.formats.base import Entry, Reader, TensorSpec
 from llmcompress.formats.entry_checks import Refusal, check_codes, common_refusal, rounded_inputs
-from llmcompress.grids.base import Int8Spec
+from llmcompress.grids.int8 import Int8Spec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from llmcompress.grids.coded import Coded
     from llmcompress.grids.inputs import Rounding
+    from llmcompress.grids.int8 import Int8Grid
 
 METHOD = "llmcompress-int8-outliers"
 
@@ -32,15 +33,16 @@ class Int8Outliers:
 
     name = "int8-outliers"
     summary = "int8 beside outlier channels in 16 bits; read by llmcompress alone"
+    holds = ("int8",)
     marker = "outlier_index"
 
     def refuses(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> Refusal | None:
-        if refusal := common_refusal(self.name, entries, config, (Int8Spec,)):
+        if refusal := common_refusal(self.name, entries, config, self.holds):
             return refusal
         if refusal := rounded_inputs(self.name, entries):
             return refusal
         for entry in entries:
-            if isinstance(entry.grid, Int8Spec) and not 0 < entry.grid.outliers < entry.in_features:
+            if entry.grid is not None and not 0 < entry.grid.outliers < entry.in_features:
                 return (
                     f"{entry.grid.outliers} of the {entry.in_features} inputs of {entry.module} are to be outliers",
                     "use --outliers with a smaller --outlier-count, or --format bitsandbytes without",
@@ -48,7 +50,7 @@ class Int8Outliers:
         return None
 
     def layout(self, entry: Entry) -> list[TensorSpec]:
-        if not isinstance(entry.grid, Int8Spec):
+        if entry.grid is None:
             return [entry.source]
         rows, width, count = entry.out_features, entry.in_features, entry.grid.outliers
         return [
@@ -61,12 +63,8 @@ class Int8Outliers:
     def encode(self, entry: Entry, coded: "Coded") -> "dict[str, Tensor]":
         import torch
 
-        from llmcompress.grids.int8 import Int8Grid
-
         check_codes(entry, coded)
-        grid = coded.grid
-        if not isinstance(grid, Int8Grid):
-            raise RunError(f"{entry.module} was coded on {grid.spec.name}, which has no outliers")
+        grid = cast("Int8Grid", coded.grid)
         return {
             f"{entry.module}.weight": (coded.codes.to(torch.int16) - grid.spec.middle).to(torch.int8),
             f"{entry.module}.SCB": grid.absmax[:, 0].contiguous(),
@@ -75,7 +73,7 @@ class Int8Outliers:
         }
 
     def config(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        kept = {entry.module: entry.grid.outliers for entry in entries if isinstance(entry.grid, Int8Spec)}
+        kept = {entry.module: entry.grid.outliers for entry in entries if entry.grid is not None}
         return {"config.json": {"quantization_config": {"quant_method": METHOD, "modules": kept}}}
 
     def recognises(self, config: Mapping[str, Any]) -> bool:

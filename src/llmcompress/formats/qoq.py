@@ -12,18 +12,20 @@ within -127 ... 127. Inputs are rounded to int8 token by token, or not at all, w
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from llmcompress.errors import CheckpointError, RunError
 from llmcompress.formats.base import Entry, Reader, TensorSpec
 from llmcompress.formats.entry_checks import Refusal, check_codes, common_refusal, stored_type
-from llmcompress.grids.base import INPUT_SPECS, ProgressiveSpec
+from llmcompress.grids.base import INPUT_SPECS
+from llmcompress.grids.progressive import ProgressiveSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from llmcompress.grids.coded import Coded
     from llmcompress.grids.inputs import Rounding
+    from llmcompress.grids.progressive import ProgressiveGrid
 
 METHOD = "llmcompress-qoq"
 INPUTS = "int8-token"
@@ -35,10 +37,11 @@ class Qoq:
 
     name = "qoq"
     summary = "4-bit codes of 8-bit integers with inputs in int8 (QServe's W4A8); read by llmcompress alone"
+    holds = ("progressive",)
     marker = "scale_group"
 
     def refuses(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> Refusal | None:
-        if refusal := common_refusal(self.name, entries, config, (ProgressiveSpec,)):
+        if refusal := common_refusal(self.name, entries, config, self.holds):
             return refusal
         for entry in entries:
             if entry.inputs is not None and entry.inputs.name != INPUTS:
@@ -54,7 +57,7 @@ class Qoq:
         return None
 
     def layout(self, entry: Entry) -> list[TensorSpec]:
-        if not isinstance(entry.grid, ProgressiveSpec):
+        if entry.grid is None:
             return [entry.source]
         rows, width = entry.out_features, entry.in_features
         groups = entry.grid.groups(width)
@@ -68,13 +71,11 @@ class Qoq:
     def encode(self, entry: Entry, coded: "Coded") -> "dict[str, Tensor]":
         import torch
 
-        from llmcompress.grids.progressive import LARGEST, ProgressiveGrid
+        from llmcompress.grids.progressive import LARGEST
         from llmcompress.packing.lanes import pack_lanes
 
         check_codes(entry, coded)
-        grid = coded.grid
-        if not isinstance(grid, ProgressiveGrid):
-            raise RunError(f"{entry.module} was coded on {grid.spec.name}, which has no scales of rows and groups")
+        grid = cast("ProgressiveGrid", coded.grid)
         if int(grid.whole(coded.codes).abs().max()) > LARGEST:
             raise RunError(f"codes of {entry.module} leave the protective range")
         return {
@@ -91,7 +92,7 @@ class Qoq:
                 "inputs": None if entry.inputs is None else entry.inputs.name,
             }
             for entry in entries
-            if isinstance(entry.grid, ProgressiveSpec)
+            if entry.grid is not None
         }
         return {"config.json": {"quantization_config": {"quant_method": METHOD, "modules": modules}}}
 
@@ -108,9 +109,11 @@ class Qoq:
         return words.shape[0], words.shape[1] * _LANES
 
     def decode(self, module: str, read: Reader, config: Mapping[str, Any]) -> "Coded | None":
+        import torch
+
         from llmcompress.grids.coded import Coded
-        from llmcompress.grids.integer import natural_groups
         from llmcompress.grids.progressive import LARGEST, LARGEST_MULTIPLE, ProgressiveGrid
+        from llmcompress.grids.scales import natural_groups
         from llmcompress.packing.lanes import unpack_lanes
 
         try:
@@ -126,9 +129,8 @@ class Qoq:
         if int(multiple.min()) < 1 or int(multiple.max()) > LARGEST_MULTIPLE or int(zero.max()) >= spec.levels:
             raise CheckpointError(f"{module} has scales or zero points that {spec.name} does not have")
         index = natural_groups(spec, width)
-        grid = ProgressiveGrid.restored(
-            spec, row_scale=row_scale.unsqueeze(1), multiple=multiple, zero=zero, group_index=index
-        )
+        scale, multiple, zero = (part.to(torch.float32) for part in (row_scale.unsqueeze(1), multiple, zero))
+        grid = ProgressiveGrid(spec, scale, multiple, zero, index)
         codes = unpack_lanes(words)
         if int(grid.whole(codes).abs().max()) > LARGEST:
             raise CheckpointError(f"codes of {module} leave the range of int8")

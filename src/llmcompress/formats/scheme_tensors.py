@@ -1,12 +1,14 @@
 """Codes of a matrix to and from the tensors of compressed-tensors checkpoints (`compressed_tensors` says which)."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from llmcompress.errors import CheckpointError
 from llmcompress.formats.base import Entry
 from llmcompress.formats.entry_checks import integer_grid, stored_scale
 from llmcompress.formats.schemes import FLOATS
-from llmcompress.grids.base import GridSpec
+from llmcompress.grids.base import Spec
+from llmcompress.grids.float8 import Float8Spec
+from llmcompress.grids.integer import IntegerSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,13 +52,14 @@ def byte_tensors(entry: Entry, coded: "Coded", how: str) -> "dict[str, Tensor]":
 
 
 def read_packed(
-    module: str, spec: GridSpec, shape: tuple[int, int], words: "Tensor", scale: "Tensor", points: "Tensor | None"
+    module: str, spec: Spec, shape: tuple[int, int], words: "Tensor", scale: "Tensor", points: "Tensor | None"
 ) -> "Coded":
     """The inverse of `packed_tensors`, for a matrix of `shape`; CheckpointError for tensors of other shapes."""
     import torch
 
     from llmcompress.grids.coded import Coded
-    from llmcompress.grids.integer import IntegerGrid, natural_groups
+    from llmcompress.grids.integer import IntegerGrid
+    from llmcompress.grids.scales import natural_groups
     from llmcompress.packing.bits import unpack
 
     rows, width = shape
@@ -68,21 +71,22 @@ def read_packed(
         if tuple(points.shape) != (words_for(rows, spec.bits), groups):
             raise CheckpointError(f"zero points of {module} do not have the shape of {spec.name}")
         zero = unpack(points.t().contiguous(), spec.bits, rows).t().to(torch.float32).contiguous()
-    grid = IntegerGrid(spec, scale.to(torch.float32), zero, natural_groups(spec, width))
+    grid = IntegerGrid(cast("IntegerSpec", spec), scale.to(torch.float32), zero, natural_groups(spec, width))
     return Coded(unpack(words, spec.bits, width), grid)
 
 
-def read_bytes(module: str, spec: GridSpec, weight: "Tensor", scale: "Tensor") -> "Coded":
+def read_bytes(module: str, spec: Spec, weight: "Tensor", scale: "Tensor") -> "Coded":
     """The inverse of `byte_tensors`; CheckpointError for tensors of other types or shapes."""
     import torch
 
     from llmcompress.grids.coded import Coded
     from llmcompress.grids.float8 import FloatGrid
-    from llmcompress.grids.integer import IntegerGrid, natural_groups
+    from llmcompress.grids.integer import IntegerGrid
+    from llmcompress.grids.scales import natural_groups
 
     rows, width = weight.shape
     groups = spec.groups(width)
-    if weight.dtype != (torch.float8_e4m3fn if spec.type == "fp8" else torch.int8) or not spec.symmetric:
+    if weight.dtype != (torch.int8 if spec.affine else torch.float8_e4m3fn) or not spec.symmetric:
         raise CheckpointError(f"{module}.weight does not hold codes of {spec.name}")
     if scale.numel() == 1:  # of the whole matrix
         scale = scale.reshape(1, 1).expand(rows, groups)
@@ -90,9 +94,10 @@ def read_bytes(module: str, spec: GridSpec, weight: "Tensor", scale: "Tensor") -
         raise CheckpointError(f"tensors of {module} do not have the shapes of {spec.name}")
     scale, index = scale.to(torch.float32).contiguous(), natural_groups(spec, width)
     codes = weight.view(torch.uint8)
-    if spec.type == "fp8":
-        if bool((codes & 0x7F == 0x7F).any()):
+    if not spec.affine:
+        floats = FloatGrid(cast("Float8Spec", spec), scale, index)
+        if not floats.numbers(codes):
             raise CheckpointError(f"{module}.weight holds values that are no numbers")
-        return Coded(codes, FloatGrid(spec, scale, index))
+        return Coded(codes, floats)
     zero = torch.full((rows, groups), float(spec.middle))
-    return Coded(codes ^ 0x80, IntegerGrid(spec, scale, zero, index))
+    return Coded(codes ^ 0x80, IntegerGrid(cast("IntegerSpec", spec), scale, zero, index))

@@ -9,37 +9,60 @@ A scheme is stored in one of three ways, by `kind`:
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from llmcompress.errors import CheckpointError
 from llmcompress.formats.base import Entry
-from llmcompress.grids.base import PER_ROW, GridSpec, InputSpec
+from llmcompress.grids.base import PER_ROW, InputSpec, Spec
+from llmcompress.grids.float8 import Float8Spec
+from llmcompress.grids.integer import IntegerSpec
 
 PACKED, INTEGERS, FLOATS, MIXED = "pack-quantized", "int-quantized", "float-quantized", "mixed-precision"
 READ = (PACKED, INTEGERS, FLOATS, MIXED, "naive-quantized")
 """What a config may call the whole; naive-quantized is either of the two without packing."""
 
-_TYPES = {"int": "int", "fp8": "float"}
+
+@dataclass(frozen=True)
+class Scheme:
+    """How codes of a grid are told.
+
+    number: what QuantizationArgs call their type. packed, plain: how they are stored, the second where weights of 8
+    bits meet rounded inputs. inputs: those that engines multiply them by; others: another way out.
+    """
+
+    number: str
+    packed: str
+    plain: str
+    inputs: str
+    others: str = ""
 
 
-def kind(grid: GridSpec, inputs: InputSpec | None) -> str:
+HOLDS: Mapping[str, Scheme] = {
+    "int": Scheme("int", PACKED, INTEGERS, "int8-token", ", or --type fp8 --bits 8"),
+    "fp8": Scheme("float", FLOATS, FLOATS, "fp8-token"),
+}
+"""The grids that a checkpoint can hold, by name."""
+
+_NUMBERS = {"int": "int", "fp8": "float"}  # types of inputs
+
+
+def kind(grid: Spec, inputs: InputSpec | None) -> str:
     """How a scheme is stored."""
-    if grid.type == "fp8":
-        return FLOATS
-    return INTEGERS if grid.bits == 8 and inputs is not None else PACKED
+    scheme = HOLDS[grid.type]
+    return scheme.plain if grid.bits == 8 and inputs is not None else scheme.packed
 
 
-def unholdable(entry: Entry, grid: GridSpec) -> tuple[str, str] | None:
+def unholdable(entry: Entry, grid: Spec) -> tuple[str, str] | None:
     """Why no loader multiplies these codes by these inputs, and the way out; None if they go together."""
     inputs = entry.inputs
     if inputs is None:
         return None
     if inputs.type != grid.type:
-        fitting = "fp8-token" if grid.type == "fp8" else "int8-token"
-        other = "" if grid.type == "fp8" else ", or --type fp8 --bits 8"
+        scheme = HOLDS[grid.type]
         return (
             f"weights on {grid.name} and inputs of {inputs.name} are not multiplied by any engine ({entry.module})",
-            f"use --activations {fitting}{other}",
+            f"use --activations {scheme.inputs}{scheme.others}",
         )
     if grid.bits == 8 and (grid.group_size != PER_ROW or not grid.symmetric):
         return (
@@ -50,12 +73,12 @@ def unholdable(entry: Entry, grid: GridSpec) -> tuple[str, str] | None:
     return None
 
 
-def weights_said(grid: GridSpec, order: str | None) -> dict[str, Any]:
+def weights_said(grid: Spec, order: str | None) -> dict[str, Any]:
     """QuantizationArgs of weights; the library refuses keys it does not know."""
     per_row = grid.group_size == PER_ROW
     return {
         "num_bits": grid.bits,
-        "type": _TYPES[grid.type],
+        "type": HOLDS[grid.type].number,
         "symmetric": grid.symmetric,
         "strategy": "channel" if per_row else "group",
         "group_size": None if per_row else grid.group_size,
@@ -70,7 +93,7 @@ def inputs_said(inputs: InputSpec | None) -> dict[str, Any] | None:
         return None
     return {
         "num_bits": 8,
-        "type": _TYPES[inputs.type],
+        "type": _NUMBERS[inputs.type],
         "symmetric": True,
         "strategy": "token" if inputs.dynamic else "tensor",
         "group_size": None,
@@ -100,7 +123,7 @@ def scheme_of(module: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
     return best[1]
 
 
-def grid_of(module: str, settings: Mapping[str, Any]) -> GridSpec:
+def grid_of(module: str, settings: Mapping[str, Any]) -> Spec:
     """The grid of one module; one scale for a whole matrix is as good as one per row."""
     weights = scheme_of(module, settings)["weights"]
     said, strategy = weights.get("type", "int"), weights.get("strategy")
@@ -108,7 +131,8 @@ def grid_of(module: str, settings: Mapping[str, Any]) -> GridSpec:
         raise CheckpointError(f"{module} is stored in a scheme other than codes by group, channel or tensor")
     size = weights["group_size"] if strategy == "group" else PER_ROW
     symmetric = bool(weights.get("symmetric", True))
-    return GridSpec(int(weights["num_bits"]), int(size), symmetric, "int" if said == "int" else "fp8")
+    made = IntegerSpec if said == "int" else Float8Spec
+    return made(int(weights["num_bits"]), int(size), symmetric)
 
 
 def inputs_of(module: str, settings: Mapping[str, Any]) -> InputSpec | None:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llmcompress.grids.base import BlockSpec
-from llmcompress.grids.blocks import IQ4_LEVELS, between, float16
+from llmcompress.grids.blocks import IQ4_LEVELS, BlockSpec
+from llmcompress.grids.scales import between, float16
 
 TINY = 1e-30  # keeps sums that are zero from being divided by
 _RIDGE = 4e-6  # levels that are all the same leave a determinant of rounding errors

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llmcompress.grids.block_fit import TINY, Chunk, Stored, reciprocal
-from llmcompress.grids.blocks import float16
+from llmcompress.grids.scales import float16
 
 _APART = 1e-4  # below this the codes do not tell scale and minimum apart
 

@@ -5,9 +5,8 @@ scales; fewer of them, some with the least value clipped too, leave less error. 
 them, which is what weights need that lie on a grid of the type already.
 """
 
-from llmcompress.grids.base import BlockSpec
 from llmcompress.grids.block_fit import Trial
-from llmcompress.grids.blocks import IQ4_LEVELS
+from llmcompress.grids.blocks import IQ4_LEVELS, BlockSpec
 
 _EXTENT = float(-IQ4_LEVELS[0])
 

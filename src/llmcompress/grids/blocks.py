@@ -5,20 +5,90 @@ its block times a small whole number, and so is its minimum with `dmin`; types o
 Sources: GGUF's block layouts; names are those of the tensor types in a GGUF file.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
-import torch
-from torch import Tensor
+from llmcompress.grids.base import Spec
+from llmcompress.grids.coded import Coded, Grid
+from llmcompress.grids.scales import between, float16
+from llmcompress.lazy import Tensor, torch
 
-from llmcompress.grids.base import BlockSpec
-
-_STORED = {"d": torch.float16, "dmin": torch.float16, "multiples": torch.int8, "minima": torch.int8}
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 @dataclass(frozen=True)
-class BlockGrid:
+class BlockSpec(Spec):
+    """A tensor type of GGML whose values are scale * (code - middle), less a minimum where the type has minima.
+
+    block_size, block_bytes: weights and bytes of a block. group_size: weights that share a scale. bits: of a code.
+    middle: the code of value zero. lowest: the least code that encoders choose. multiples: least and largest whole
+    number a group's scale is of its block's; None where a block is one group. minima: whether there are any. curved:
+    codes stand for levels that are not evenly spaced.
+    """
+
+    name: str
+    block_size: int
+    block_bytes: int
+    group_size: int
+    bits: int
+    middle: int = 0
+    lowest: int = 0
+    multiples: tuple[int, int] | None = None
+    minima: bool = False
+    curved: bool = False
+
+    type: ClassVar[str] = "ggml"
+    whole_width: ClassVar[bool] = False
+
+    @property
+    def groups_per_block(self) -> int:
+        return self.block_size // self.group_size
+
+    @property
+    def symmetric(self) -> bool:
+        return not self.minima
+
+    def width(self, in_features: int) -> int:
+        """Input channels that stand or fall together in a row: a block."""
+        return self.block_size
+
+    def groups(self, in_features: int) -> int:
+        return in_features // self.group_size
+
+    def bits_per_weight(self, in_features: int) -> float:
+        return 8 * self.block_bytes / self.block_size
+
+    @property
+    def holds_codes(self) -> bool:
+        """Whether there is one scale per block, and levels are evenly spaced."""
+        return self.multiples is None and not self.curved
+
+
+BLOCK_TYPES: dict[str, BlockSpec] = {
+    spec.name: spec
+    for spec in (
+        BlockSpec("Q4_0", 32, 18, 32, 4, middle=8),
+        BlockSpec("Q4_1", 32, 20, 32, 4, minima=True),
+        BlockSpec("Q5_0", 32, 22, 32, 5, middle=16),
+        BlockSpec("Q5_1", 32, 24, 32, 5, minima=True),
+        BlockSpec("Q8_0", 32, 34, 32, 8, middle=128, lowest=1),
+        BlockSpec("IQ4_NL", 32, 18, 32, 4, middle=8, curved=True),
+        BlockSpec("Q2_K", 256, 84, 16, 2, multiples=(0, 15), minima=True),
+        BlockSpec("Q3_K", 256, 110, 16, 3, middle=4, multiples=(-32, 31)),
+        BlockSpec("Q4_K", 256, 144, 32, 4, multiples=(0, 63), minima=True),
+        BlockSpec("Q5_K", 256, 176, 32, 5, multiples=(0, 63), minima=True),
+        BlockSpec("Q6_K", 256, 210, 16, 6, middle=32, multiples=(-128, 127)),
+        BlockSpec("IQ4_XS", 256, 136, 32, 4, middle=8, multiples=(-32, 31), curved=True),
+    )
+}
+"""The types that can be rounded to, by name. Minima are multiples in the same range as scales."""
+
+
+@dataclass(frozen=True)
+class BlockGrid(Grid):
     """Fitted block grid of a matrix [out, in].
 
     d [out, blocks] float32 holding float16 values. multiples [out, groups] float32 whole numbers: the scale of a group
@@ -31,7 +101,12 @@ class BlockGrid:
     dmin: Tensor | None = None
     minima: Tensor | None = None
 
-    rounded_ = staticmethod(torch.round_)
+    by_row: ClassVar[Mapping[str, str | None]] = {
+        "d": "float16",
+        "multiples": "int8",
+        "dmin": "float16",
+        "minima": "int8",
+    }
 
     @property
     def scale(self) -> Tensor:
@@ -40,29 +115,24 @@ class BlockGrid:
 
     @property
     def offset(self) -> Tensor | None:
-        """What is added to scale * level [out, groups], or None."""
         return None if self.dmin is None else -_product(self.dmin, self.minima)
 
     @property
     def group_index(self) -> Tensor:
-        """[in] int64: the group of each input channel."""
         groups = self.d.shape[1] * self.spec.groups_per_block
         return torch.arange(groups, device=self.d.device).repeat_interleave(self.spec.group_size)
 
     @property
     def table(self) -> Tensor | None:
-        """Levels of the codes [levels] float32, where they are not whole numbers one apart."""
         return torch.tensor(IQ4_LEVELS, dtype=torch.float32, device=self.d.device) if self.spec.curved else None
 
     @property
     def bounds(self) -> tuple[Tensor, Tensor]:
-        """Least and largest level of each group [out, groups]."""
         spec, scale = self.spec, self.scale
         least = torch.full_like(scale, spec.lowest - spec.middle)
         return least, torch.full_like(scale, spec.levels - 1 - spec.middle)
 
     def levels(self, codes: Tensor) -> Tensor:
-        """Levels float32 of codes [out, in]: what they stand for, in units of the scale."""
         table = self.table
         return codes.to(torch.float32) - self.spec.middle if table is None else table[codes.long()]
 
@@ -75,7 +145,6 @@ class BlockGrid:
         return codes.to(torch.uint8)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Values float32 of codes uint8 [out, in]: the formula every engine uses."""
         value = self.levels(codes).view(*self._grouped) * self.scale.unsqueeze(-1)
         offset = self.offset
         return (value if offset is None else value + offset.unsqueeze(-1)).view(codes.shape)
@@ -96,40 +165,112 @@ class BlockGrid:
         named = {"d": self.d, "multiples": self.multiples, "dmin": self.dmin, "minima": self.minima}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
-    def stored(self) -> dict[str, Tensor]:
-        """Tensors that tell this grid from others of its spec, in small types; `restored` takes them back."""
-        return {name: tensor.to(_STORED[name]) for name, tensor in self.parts.items()}
-
-    @classmethod
-    def restored(cls, spec: BlockSpec, **parts: Tensor) -> "BlockGrid":
-        return cls(spec, **{name: tensor.to(torch.float32) for name, tensor in parts.items()})
-
-    def to(self, device: torch.device | str) -> "BlockGrid":
-        """The same grid on another device."""
-        return BlockGrid(self.spec, **{name: tensor.to(device) for name, tensor in self.parts.items()})
-
-    def rows(self, index: slice | Tensor) -> "BlockGrid":
-        """The grid of some output rows."""
-        return BlockGrid(self.spec, **{name: tensor[index] for name, tensor in self.parts.items()})
-
-    @classmethod
-    def stacked(cls, grids: "Sequence[BlockGrid]") -> "BlockGrid":
-        """The grid of matrices whose rows follow one another."""
-        parts = [grid.parts for grid in grids]
-        return cls(grids[0].spec, **{name: torch.cat([part[name] for part in parts]) for name in parts[0]})
-
-
-def between(levels: Tensor) -> Tensor:
-    """Midpoints of levels that ascend along the last dimension: a value on one belongs to the level above."""
-    return (levels[..., 1:] + levels[..., :-1]) / 2
-
-
-def float16(value: Tensor) -> Tensor:
-    """Values rounded to float16, within its range, as float32."""
-    return value.clamp(-65504.0, 65504.0).to(torch.float16).to(torch.float32)
+    def refit(self, codes: Tensor, hessian: Tensor, target: Tensor, scale_dtype: torch.dtype) -> Coded:
+        """Better scales, by descent on multiples and minima of groups, then on d and dmin of blocks, block by block."""
+        return Coded(codes, _refitted(self, codes, hessian, target))
 
 
 def _product(unit: Tensor, multiples: Tensor | None) -> Tensor:
     if multiples is None:
         return unit
     return unit.repeat_interleave(multiples.shape[1] // unit.shape[1], dim=1) * multiples
+
+
+def _refitted(grid: BlockGrid, codes: Tensor, hessian: Tensor, target: Tensor) -> BlockGrid:
+    """The grid with better scales for fixed codes [out, in]; no step raises the loss of a row. target [out, in]: W H.
+
+    A row's loss is (w - q) H (w - q)^T. A change of the values of one group or block, delta, lowers it by
+    2 gradient . delta - delta H delta^T with gradient = (w - q) H; so each step is a parabola in one or two unknowns.
+    """
+    spec = grid.spec
+    levels = grid.levels(codes)
+    gradient = target - grid.decode(codes) @ hessian
+    parts = {name: tensor.clone() for name, tensor in grid.parts.items()}
+    size = spec.block_size
+    for block in range(codes.shape[1] // size):
+        columns = slice(block * size, (block + 1) * size)
+        here = _Block(
+            BlockGrid(spec, **{name: tensor[:, _share(tensor, grid, block)] for name, tensor in parts.items()}),
+            levels[:, columns],
+            gradient[:, columns].clone(),
+            hessian[columns, columns],
+        )
+        moved = here.descend()
+        for name, tensor in here.grid.parts.items():
+            parts[name][:, _share(tensor, here.grid, block)] = tensor
+        gradient[:, columns.stop :].addmm_(moved, hessian[columns, columns.stop :], alpha=-1)
+    return BlockGrid(spec, **parts)
+
+
+def _share(tensor: Tensor, grid: BlockGrid, block: int) -> slice:
+    """Columns of one of a grid's tensors that belong to a block."""
+    per = tensor.shape[1] // grid.d.shape[1]
+    return slice(block * per, (block + 1) * per)
+
+
+class _Block:
+    """One block of every row: its grid, levels [out, size], gradient [out, size] and the Gram matrix of its columns."""
+
+    def __init__(self, grid: BlockGrid, levels: Tensor, gradient: Tensor, hessian: Tensor) -> None:
+        self.grid, self.levels, self.gradient, self.hessian = grid, levels, gradient, hessian
+
+    def descend(self) -> Tensor:
+        """Two rounds of groups, then the block; the change of the values [out, size]."""
+        before = self._values()
+        for _ in range(2):
+            if self.grid.multiples is not None:
+                self._groups()
+            self._units()
+        return self._values() - before
+
+    def _values(self) -> Tensor:
+        grid, size = self.grid, self.grid.spec.group_size
+        value = self.levels * grid.scale.repeat_interleave(size, dim=1)
+        return value if grid.offset is None else value + grid.offset.repeat_interleave(size, dim=1)
+
+    def _groups(self) -> None:
+        """Every multiple and minimum, one after another, to the whole number that is best for it alone."""
+        grid, size = self.grid, self.grid.spec.group_size
+        low, high = grid.spec.multiples or (0, 0)
+        for group in range(grid.spec.groups_per_block):
+            columns = slice(group * size, (group + 1) * size)
+            directions = [(grid.multiples, self.levels[:, columns] * grid.d)]
+            if grid.dmin is not None and grid.minima is not None:
+                directions.append((grid.minima, (-grid.dmin).expand(-1, size)))
+            for whole, direction in directions:
+                assert whole is not None
+                slope = (self.gradient[:, columns] * direction).sum(dim=1)
+                bend = ((direction @ self.hessian[columns, columns]) * direction).sum(dim=1)
+                step = torch.where(bend > 0, slope / bend, 0.0)
+                new = (whole[:, group] + step).round_().clamp_(low, high)
+                delta = direction * (new - whole[:, group]).unsqueeze(1)
+                self.gradient.addmm_(delta, self.hessian[columns], alpha=-1)
+                whole[:, group] = new
+
+    def _units(self) -> None:
+        """d and dmin together by least squares, rounded to float16; rows that would not gain keep theirs."""
+        grid, size = self.grid, self.grid.spec.group_size
+        per_d = self.levels if grid.multiples is None else self.levels * grid.multiples.repeat_interleave(size, dim=1)
+        basis = [per_d]
+        if grid.dmin is not None:
+            least = torch.ones_like(per_d) if grid.minima is None else grid.minima.repeat_interleave(size, dim=1)
+            basis.append(-least)
+        old = torch.cat([grid.d] if grid.dmin is None else [grid.d, grid.dmin], dim=1)
+        bent = [vector @ self.hessian for vector in basis]
+        slope = torch.stack([(self.gradient * vector).sum(dim=1) for vector in basis], dim=1)
+        square = torch.stack([torch.stack([(one * other).sum(dim=1) for other in basis], dim=1) for one in bent], dim=1)
+        ridge = 1e-6 * square.diagonal(dim1=1, dim2=2).mean(dim=1).clamp_min(1e-30)
+        eye = torch.eye(len(basis), device=old.device)
+        step = torch.linalg.solve(square + ridge[:, None, None] * eye, slope)
+        new = float16(old + torch.where(torch.isfinite(step), step, 0.0))
+        if grid.minima is not None:  # engines take any sign, but a negative one is not what encoders write
+            new[:, 1:].clamp_(min=0)
+        change = new - old
+        gain = (2 * slope - torch.einsum("rij,rj->ri", square, change)).mul_(change).sum(dim=1)
+        change = torch.where(gain[:, None] > 0, change, 0.0)
+        old += change
+        grid.d.copy_(old[:, :1])
+        if grid.dmin is not None:
+            grid.dmin.copy_(old[:, 1:])
+        delta = sum((change[:, i : i + 1] * vector for i, vector in enumerate(basis)), torch.zeros_like(per_d))
+        self.gradient.addmm_(delta, self.hessian, alpha=-1)

@@ -5,35 +5,64 @@ once; sums over any stretch of it are differences of cumulative ones. Lloyd's al
 where weights differ as much as those of channels do (10 to 30% above the least error), so dynamic programming begins.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
-import torch
-from torch import Tensor
+from llmcompress.errors import RecipeError
+from llmcompress.grids.base import PER_ROW, Asked, Spec
+from llmcompress.grids.coded import Coded, Grid
+from llmcompress.grids.grid_type import Fitting, GridType
+from llmcompress.grids.scales import between, float16, positive
+from llmcompress.lazy import Tensor, torch
 
-from llmcompress.grids.base import CodebookSpec
-from llmcompress.grids.blocks import between, float16
-from llmcompress.grids.integer import positive
-
+CODEBOOK_BITS = (2, 3, 4)
 _BORDERS = 128  # places of a row at which dynamic programming may end a stretch
 _ROUNDS = 50  # of Lloyd's algorithm; most rows stop moving before
 _ROWS = 16  # at once: what dynamic programming compares stays in the cache
 
 
 @dataclass(frozen=True)
-class CodebookGrid:
+class CodebookSpec(Spec):
+    """A table of 2^bits float16 values for each output row (SqueezeLLM, arXiv:2306.07629)."""
+
+    bits: int
+
+    type: ClassVar[str] = "codebook"
+    symmetric: ClassVar[bool] = True
+    group_size: ClassVar[int] = PER_ROW
+    rounds_at_once: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.bits not in CODEBOOK_BITS:
+            raise RecipeError(
+                f"codebooks have {', '.join(map(str, CODEBOOK_BITS))} bits, not {self.bits}", "choose one of them"
+            )
+
+    @property
+    def name(self) -> str:
+        return f"codebook{self.bits}-row"
+
+    def bits_per_weight(self, in_features: int) -> float:
+        """Stored bits per weight, the table included."""
+        return self.bits + 16 * self.levels / in_features
+
+
+@dataclass(frozen=True)
+class CodebookGrid(Grid):
     """Fitted grid of a matrix [out, in = width]. values [out, levels] float32 holding float16, ascending in a row."""
 
     spec: CodebookSpec
     width: int
     values: Tensor
 
-    offset: ClassVar[None] = None  # what is added to scale * level
+    by_row: ClassVar[Mapping[str, str | None]] = {"values": "float16"}
 
     @property
     def table(self) -> Tensor:
-        """Levels of the codes [out, levels]: the values themselves."""
         return self.values
 
     @property
@@ -43,45 +72,76 @@ class CodebookGrid:
 
     @property
     def group_index(self) -> Tensor:
-        """[in] int64: the group of each input channel, of which there is one."""
         return torch.zeros(self.width, dtype=torch.int64, device=self.values.device)
 
     def levels(self, codes: Tensor) -> Tensor:
-        """Values float32 of codes [out, in]."""
         return self.values.gather(1, codes.long())
 
     def codes(self, levels: Tensor) -> Tensor:
-        """Codes uint8 of the values [out, in] nearest to `levels`."""
         return torch.searchsorted(between(self.values).contiguous(), levels.contiguous(), right=True).to(torch.uint8)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Values float32 of codes uint8 [out, in]."""
         return self.levels(codes)
 
     def encode(self, weight: Tensor) -> Tensor:
-        """Nearest codes uint8 of a whole matrix [out, in]."""
         return self.codes(weight)
 
     def stored(self) -> dict[str, Tensor]:
-        """Tensors that tell this grid from others of its spec, in small types; `restored` takes them back."""
-        return {"width": torch.tensor(self.width), "values": self.values.to(torch.float16)}
+        return {"width": torch.tensor(self.width), **super().stored()}
 
-    @classmethod
-    def restored(cls, spec: CodebookSpec, *, width: Tensor, values: Tensor) -> "CodebookGrid":
-        return cls(spec, int(width), values.to(torch.float32))
+    def refit(self, codes: Tensor, hessian: Tensor, target: Tensor, scale_dtype: torch.dtype) -> Coded:
+        """Better tables by least squares; rows that would not gain keep theirs.
 
-    def to(self, device: torch.device | str) -> "CodebookGrid":
-        """The same grid on another device."""
-        return replace(self, values=self.values.to(device))
+        With C the indicator of a row's codes [in, levels], the loss is t^T (C^T H C) t - 2 t^T C^T H w + const. The
+        codes of a row whose new values are in another order are renumbered.
+        """
+        rows, levels = self.values.shape
+        index = codes.long()
+        linear = target.new_zeros(rows, levels).scatter_add_(1, index, target)
+        square = target.new_zeros(rows, levels, levels)
+        for level in range(levels):
+            square[:, level].scatter_add_(1, index, (codes == level).to(hessian.dtype) @ hessian)
+        ridge = 1e-5 * square.diagonal(dim1=1, dim2=2).mean(dim=1).clamp_min(1e-30)  # values that no code stands for
+        eye = torch.eye(levels, device=codes.device)
+        solved = torch.linalg.solve(square + ridge[:, None, None] * eye, linear + ridge[:, None] * self.values)
+        values = float16(torch.where(torch.isfinite(solved), solved, self.values))
 
-    def rows(self, index: slice | Tensor) -> "CodebookGrid":
-        """The grid of some output rows."""
-        return replace(self, values=self.values[index])
+        def loss(t: Tensor) -> Tensor:
+            return (torch.einsum("rkl,rl->rk", square, t) - 2 * linear).mul_(t).sum(dim=1)
 
-    @classmethod
-    def stacked(cls, grids: "Sequence[CodebookGrid]") -> "CodebookGrid":
-        """The grid of matrices whose rows follow one another."""
-        return replace(grids[0], values=torch.cat([grid.values for grid in grids]))
+        values = torch.where((loss(values) < loss(self.values))[:, None], values, self.values)
+        ascending, order = values.sort(dim=1, stable=True)
+        places = torch.empty_like(order).scatter_(1, order, torch.arange(levels, device=codes.device).expand_as(order))
+        return Coded(places.gather(1, index).to(torch.uint8), replace(self, values=ascending))
+
+
+class Codebooks(GridType):
+    """A table of values for each output row."""
+
+    name = "codebook"
+    place = 3
+    values = "a table for each row"
+    pattern = r"codebook(\d)-row"
+    widths = CODEBOOK_BITS
+    formats = ("codebook",)
+
+    def named(self, found: re.Match[str]) -> Spec:
+        return CodebookSpec(int(found[1]))
+
+    def spec(self, asked: Asked) -> Spec:
+        return CodebookSpec(asked.bits)
+
+    def specs(self) -> list[Spec]:
+        return [CodebookSpec(bits) for bits in CODEBOOK_BITS]
+
+    def fit(self, weight: Tensor, spec: CodebookSpec, how: Fitting) -> CodebookGrid:
+        return fit(weight, spec, how.importance)
+
+    def restored(self, spec: CodebookSpec, width: int, parts: Mapping[str, Tensor]) -> CodebookGrid:
+        return CodebookGrid(spec, width, parts["values"].to(torch.float32))
+
+
+GRID = Codebooks()
 
 
 def fit(weight: Tensor, spec: CodebookSpec, importance: Tensor | None = None) -> CodebookGrid:

@@ -1,41 +1,142 @@
 """A quantised matrix: codes on their grid, whatever the grid."""
 
-from collections.abc import Mapping, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor
+import llmcompress.grids
+from llmcompress.grids.base import Spec
+from llmcompress.lazy import Tensor, torch
+from llmcompress.registry import discover
 
-from llmcompress.grids.base import (
-    BlockSpec,
-    CodebookSpec,
-    DenseSpec,
-    GridSpec,
-    Int8Spec,
-    Nf4Spec,
-    ProgressiveSpec,
-    Spec,
-)
-from llmcompress.grids.blocks import BlockGrid
-from llmcompress.grids.codebook import CodebookGrid
-from llmcompress.grids.dense import DenseGrid
-from llmcompress.grids.float8 import FloatGrid
-from llmcompress.grids.int8 import Int8Grid
-from llmcompress.grids.integer import IntegerGrid
-from llmcompress.grids.nf4 import Nf4Grid
-from llmcompress.grids.progressive import ProgressiveGrid
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
-Grid = IntegerGrid | FloatGrid | BlockGrid | Nf4Grid | CodebookGrid | Int8Grid | ProgressiveGrid
-_GRIDS: Mapping[type, Any] = {
-    DenseSpec: DenseGrid,
-    GridSpec: IntegerGrid,
-    BlockSpec: BlockGrid,
-    Nf4Spec: Nf4Grid,
-    CodebookSpec: CodebookGrid,
-    Int8Spec: Int8Grid,
-    ProgressiveSpec: ProgressiveGrid,
-}
+
+@dataclass(frozen=True)
+class Grid:
+    """The fitted grid of a matrix [out, in]: what its codes are decoded by.
+
+    Rounding by columns works on levels: what a code stands for in units of its group's scale, offset removed.
+    by_row, shared: fields that hold a tensor with a row for each output, or one for all of them; each with the small
+    type that it is stored in, None for its own.
+    """
+
+    by_row: ClassVar[Mapping[str, str | None]] = {}
+    shared: ClassVar[Mapping[str, str | None]] = {}
+    whole_levels: ClassVar[bool] = True
+    """Whether levels are whole numbers within `bounds`, where there is no `table`."""
+
+    if TYPE_CHECKING:  # fields or properties of the dataclasses
+
+        @property
+        def spec(self) -> Spec: ...
+
+        @property
+        def scale(self) -> Tensor:
+            """Scale of each group [out, groups]."""
+
+        @property
+        def group_index(self) -> Tensor:
+            """[in] int64: the group of each input channel."""
+
+        @property
+        def zero(self) -> Tensor:
+            """Zero point of each group [out, groups] float32, where the spec has `zero_points`."""
+
+        @property
+        def bounds(self) -> tuple[Tensor, Tensor]:
+            """Least and largest level of each group [out, groups], where there is no table."""
+
+    @property
+    def offset(self) -> Tensor | None:
+        """What is added to scale * level [out, groups], or None; a zero point is part of the level."""
+        return None
+
+    @property
+    def table(self) -> Tensor | None:
+        """Levels in ascending order, [levels] or [out, levels], where they are neither whole numbers nor floats."""
+        return None
+
+    def rounded_(self, values: Tensor) -> Tensor:
+        """Values in units of the scale to the nearest levels, whatever their bounds, in place."""
+        return values.round_()
+
+    def levels(self, codes: Tensor) -> Tensor:
+        """Levels float32 of codes [out, in]."""
+        raise NotImplementedError
+
+    def codes(self, levels: Tensor) -> Tensor:
+        """Codes uint8 of levels [out, in]."""
+        raise NotImplementedError
+
+    def encode(self, weight: Tensor) -> Tensor:
+        """Nearest codes of a whole matrix [out, in]."""
+        raise NotImplementedError
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Values float32 of codes [out, in]: the formula every engine uses."""
+        raise NotImplementedError
+
+    def numbers(self, codes: Tensor) -> bool:
+        """Whether all codes [out, in] stand for numbers."""
+        return True
+
+    def refit(self, codes: Tensor, hessian: Tensor, target: Tensor, scale_dtype: torch.dtype) -> Coded:
+        """Better scales or tables for fixed codes [out, in] on the full Gram matrix; no row gets worse.
+
+        hessian [in, in]: damped. target [out, in]: W H. scale_dtype: in which scales are stored.
+        """
+        raise NotImplementedError
+
+    def beside_outliers(self, codes: Tensor, index: Tensor, outliers: Tensor, width: int) -> Coded:
+        """The matrix [out, in = width] of which codes [out, in - n] are the rest.
+
+        index [k] int64: the outlier channels, ascending, then -1 in free places; n of them are not. outliers [out, n].
+        """
+        raise TypeError(f"{self.spec.name} has no place for outliers")
+
+    def stored(self) -> dict[str, Tensor]:
+        """Tensors that tell this grid from others of its spec, in small types; `GridType.restored` takes them back."""
+        found = {name: (getattr(self, name), kept) for name, kept in {**self.by_row, **self.shared}.items()}
+        return {
+            name: part if kept is None else part.to(getattr(torch, kept))
+            for name, (part, kept) in found.items()
+            if part is not None
+        }
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same grid on another device."""
+        return self._changed((*self.by_row, *self.shared), lambda part: part.to(device))
+
+    def rows(self, index: slice | Tensor) -> Self:
+        """The grid of some output rows."""
+        return self._changed(tuple(self.by_row), lambda part: part[index])
+
+    @classmethod
+    def stacked(cls, grids: Sequence[Self]) -> Self:
+        """The grid of matrices whose rows follow one another, or of parts of one matrix."""
+        first = grids[0]
+        joined = {
+            name: torch.cat([getattr(grid, name) for grid in grids])
+            for name in cls.by_row
+            if getattr(first, name) is not None
+        }
+        return replace(first, **joined)
+
+    def _changed(self, names: Sequence[str], change: Callable[[Tensor], Tensor]) -> Self:
+        parts = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: change(part) for name, part in parts.items() if part is not None})
+
+
+def wide(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Stored tensors in the types that grids compute in: indices int64, all else float32."""
+    return {
+        name: part.to(torch.int64 if part.dtype in (torch.int32, torch.int64) else torch.float32)
+        for name, part in parts.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -53,11 +154,11 @@ class Coded:
         """Values float32 [out, in]."""
         return self.grid.decode(self.codes)
 
-    def rows(self, index: slice | Tensor) -> "Coded":
+    def rows(self, index: slice | Tensor) -> Coded:
         """Some output rows."""
         return replace(self, codes=self.codes[index], grid=self.grid.rows(index))
 
-    def to(self, device: torch.device | str) -> "Coded":
+    def to(self, device: torch.device | str) -> Coded:
         """The same on another device."""
         scale = None if self.input_scale is None else self.input_scale.to(device)
         return Coded(self.codes.to(device), self.grid.to(device), scale)
@@ -68,18 +169,16 @@ class Coded:
         return {"codes": self.codes, **fixed, **self.grid.stored()}
 
     @classmethod
-    def restored(cls, spec: Spec, parts: Mapping[str, Tensor]) -> "Coded":
+    def restored(cls, spec: Spec, parts: Mapping[str, Tensor]) -> Coded:
         """KeyError or TypeError if parts lack something."""
         parts = dict(parts)
         codes, scale = parts.pop("codes"), parts.pop("input_scale", None)
-        if isinstance(spec, GridSpec) and spec.type == "fp8":
-            return cls(codes, FloatGrid.restored(spec, codes.shape[1], **parts), scale)
-        return cls(codes, _GRIDS[type(spec)].restored(spec, **parts), scale)
+        return cls(codes, discover(llmcompress.grids, "GRID")[spec.type].restored(spec, codes.shape[1], parts), scale)
 
     @classmethod
-    def stacked(cls, parts: "Sequence[Coded]") -> "Coded":
+    def stacked(cls, parts: Sequence[Coded]) -> Coded:
         """One matrix of parts of its rows, which have grids of one kind."""
         if len(parts) == 1:
             return parts[0]
-        grids: Sequence[Any] = [part.grid for part in parts]
+        grids = [part.grid for part in parts]
         return replace(parts[0], codes=torch.cat([part.codes for part in parts]), grid=grids[0].stacked(grids))

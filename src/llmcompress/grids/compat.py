@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmcompress.grids.base import BlockSpec
-from llmcompress.grids.blocks import BlockGrid
+from llmcompress.grids.blocks import BlockGrid, BlockSpec
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.compat_search import (
     Array,

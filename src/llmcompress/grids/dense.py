@@ -1,47 +1,71 @@
 """Weights that are not rounded to a grid: what pruning leaves, in the type they are stored in."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
-import torch
-from torch import Tensor
+from llmcompress.grids.base import PER_ROW, Spec
+from llmcompress.grids.coded import Grid
+from llmcompress.grids.grid_type import GridType
+from llmcompress.lazy import Tensor, torch
 
-from llmcompress.grids.base import DenseSpec
-
-TYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+TYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
 
 
 @dataclass(frozen=True)
-class DenseGrid:
+class DenseSpec(Spec):
+    """No grid: the values that a tensor of this type may hold. dtype: BF16, F16, F32 or F64."""
+
+    dtype: str
+
+    type: ClassVar[str] = "dense"
+    symmetric: ClassVar[bool] = True
+    group_size: ClassVar[int] = PER_ROW
+    rounds_at_once: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:
+        return f"dense-{self.dtype.lower()}"
+
+    @property
+    def bits(self) -> int:
+        return {"F32": 32, "F64": 64}.get(self.dtype, 16)
+
+    def bits_per_weight(self, in_features: int) -> float:
+        """Stored bits per weight; zeros take as much as any other."""
+        return float(self.bits)
+
+
+@dataclass(frozen=True)
+class DenseGrid(Grid):
     """Codes are the values themselves [out, in], in the type of the spec."""
 
     spec: DenseSpec
 
     def encode(self, weight: Tensor) -> Tensor:
-        """Nearest values of a matrix [out, in]."""
-        return weight.to(TYPES[self.spec.dtype])
+        found: Tensor = weight.to(getattr(torch, TYPES[self.spec.dtype]))
+        return found
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Values float32 of codes [out, in]."""
         return codes.to(torch.float32)
 
-    def stored(self) -> dict[str, Tensor]:
-        """Nothing is needed beside the codes."""
-        return {}
 
-    @classmethod
-    def restored(cls, spec: DenseSpec) -> "DenseGrid":
-        return cls(spec)
+class Dense(GridType):
+    """Values in the type that they are stored in."""
 
-    def to(self, device: torch.device | str) -> "DenseGrid":
-        """The same, whatever the device."""
-        return self
+    name = "dense"
+    place = 98
+    pattern = "dense-(bf16|f16|f32|f64)"
+    chosen = False
 
-    def rows(self, index: slice | Tensor) -> "DenseGrid":
-        """The grid of some output rows."""
-        return self
+    def named(self, found: re.Match[str]) -> Spec:
+        return DenseSpec(found[1].upper())
 
-    @classmethod
-    def stacked(cls, grids: "Sequence[DenseGrid]") -> "DenseGrid":
-        """The grid of matrices whose rows follow one another."""
-        return grids[0]
+    def restored(self, spec: DenseSpec, width: int, parts: Mapping[str, Tensor]) -> DenseGrid:
+        return DenseGrid(spec)
+
+
+GRID = Dense()

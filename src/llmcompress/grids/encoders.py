@@ -1,15 +1,12 @@
 """The three levels at which the scales of a block type are searched."""
 
-from typing import Literal
-
 from torch import Tensor
 
 from llmcompress.grids import compat, search
-from llmcompress.grids.base import BlockSpec
+from llmcompress.grids.base import Search
+from llmcompress.grids.blocks import BlockSpec
 from llmcompress.grids.coded import Coded
 from llmcompress.workers import Workers
-
-Search = Literal["compat", "fast", "best"]
 
 
 def encode(weight: Tensor, spec: BlockSpec, level: Search, workers: Workers, importance: Tensor | None = None) -> Coded:

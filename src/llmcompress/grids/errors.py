@@ -4,11 +4,12 @@ Tensors of rows are [rows, groups, group]. A measure gives the squared error of 
 that a least-squares scale is the quotient of.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-from torch import Tensor
+from llmcompress.lazy import Tensor, torch
 
 UNKNOWN = 1e-3  # share of the mean energy that every channel has at least, so that its weights keep a sensible scale
 
@@ -46,7 +47,7 @@ class ByOutput:
     blocks: Tensor
 
     @classmethod
-    def of(cls, gram: Tensor, group: int) -> "ByOutput":
+    def of(cls, gram: Tensor, group: int) -> ByOutput:
         """Of the Gram matrix of the inputs [in, in], the diagonal blocks of contiguous groups."""
         groups = gram.shape[0] // group
         blocks = torch.stack([gram[k * group : (k + 1) * group, k * group : (k + 1) * group] for k in range(groups)])

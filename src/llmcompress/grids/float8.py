@@ -5,16 +5,20 @@ the float; minus zero and the two that are no numbers are never chosen. Source: 
 arXiv:2209.05433, table 1.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
-from llmcompress.grids.base import GridSpec
-from llmcompress.grids.integer import SMALLEST_SCALE, Clip, natural_groups, storable
+from llmcompress.errors import RecipeError
+from llmcompress.grids.base import PER_ROW, Asked, Clip, InputSpec, Spec
+from llmcompress.grids.grid_type import Fitting, GridType
+from llmcompress.grids.integer import resolved
+from llmcompress.grids.scales import SMALLEST_SCALE, ScaledGrid, natural_groups, storable
 from llmcompress.hardware import at_once
+from llmcompress.lazy import Tensor, torch
 
 LARGEST = 448.0
 _NORMAL = 2.0**-6  # least value with all three bits of mantissa
@@ -25,6 +29,35 @@ _CHUNK = 1 << 17  # weights searched at once: the temporaries stay in the cache
 _FACTORS = tuple(2.0 ** (step / 8) for step in (*range(-3, 0), *range(1, 8)))
 
 
+@dataclass(frozen=True)
+class Float8Spec(Spec):
+    """w = scale * code, codes floats of the kind E4M3 (4 bits of exponent, 3 of mantissa, 448 at most).
+
+    One scale per output row. Raises RecipeError for widths, groups or zero points that do not exist.
+    """
+
+    bits: int = 8
+    group_size: int = PER_ROW
+    symmetric: bool = True
+
+    type: ClassVar[str] = "fp8"
+    scaled: ClassVar[bool] = True
+    name: ClassVar[str] = "fp8-row"
+
+    def __post_init__(self) -> None:
+        if self.bits != 8:
+            raise RecipeError(f"codes of type fp8 have 8 bits, not {self.bits}", "use --bits 8, or --type int")
+        if self.group_size != PER_ROW:
+            raise RecipeError(
+                f"codes of type fp8 have one scale per row, not per {self.group_size} inputs", "use --group-size -1"
+            )
+        if not self.symmetric:
+            raise RecipeError("codes of type fp8 have no zero points", "use --sym, or --type int")
+
+    def bits_per_weight(self, in_features: int) -> float:
+        return self.bits + 16 / in_features
+
+
 def rounded_(values: Tensor) -> Tensor:
     """Round float32 values of any shape to the nearest E4M3 floats, ties to even, in place; zero is never negative."""
     pin = (values.view(torch.int32) & _EXPONENT).view(torch.float32).clamp_(_NORMAL, 256.0).mul_(_PIN)
@@ -32,73 +65,86 @@ def rounded_(values: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class FloatGrid:
+class FloatGrid(ScaledGrid):
     """Fitted float grid of a matrix [out, in]: scale [out, 1] float32, values exact in the stored type."""
 
-    spec: GridSpec
+    spec: Float8Spec
     scale: Tensor
     group_index: Tensor
 
-    offset: ClassVar[None] = None
-    table: ClassVar[None] = None
-    rounded_ = staticmethod(rounded_)
+    by_row: ClassVar[Mapping[str, str | None]] = {"scale": None}
+    whole_levels: ClassVar[bool] = False
+
+    def rounded_(self, values: Tensor) -> Tensor:
+        return rounded_(values)
 
     @property
     def bounds(self) -> tuple[Tensor, Tensor]:
-        """Least and largest level of each row [out, 1]."""
         most = torch.full_like(self.scale, LARGEST)
         return -most, most
 
     def levels(self, codes: Tensor) -> Tensor:
-        """Levels float32 of codes uint8 [out, in]: the floats they are."""
         return codes.contiguous().view(torch.float8_e4m3fn).to(torch.float32)
 
     def codes(self, levels: Tensor) -> Tensor:
-        """Codes uint8 of the floats nearest to levels [out, in]."""
         nearest = rounded_(levels.to(torch.float32, copy=True))
         return nearest.to(torch.float8_e4m3fn).view(torch.uint8)
 
     def encode(self, weight: Tensor) -> Tensor:
-        """Nearest codes uint8 of a whole matrix [out, in]."""
         return self.codes(weight / self.scale)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Values float32 of codes [out, in]: the formula every engine uses."""
         return self.levels(codes) * self.scale
 
-    def stored(self) -> dict[str, Tensor]:
-        """Tensors that tell this grid from others of its spec; `restored` takes them back."""
-        return {"scale": self.scale}
+    def numbers(self, codes: Tensor) -> bool:
+        return not bool((codes & 0x7F == 0x7F).any())
 
-    @classmethod
-    def restored(cls, spec: GridSpec, in_features: int, *, scale: Tensor) -> "FloatGrid":
-        return cls(spec, scale, natural_groups(spec, in_features))
-
-    def to(self, device: torch.device | str) -> "FloatGrid":
-        """The same grid on another device."""
+    def to(self, device: torch.device | str) -> FloatGrid:
         return FloatGrid(self.spec, self.scale.to(device), self.group_index.to(device))
 
-    def rescaled(self, scale: Tensor, rows: Tensor, dtype: torch.dtype) -> "FloatGrid":
-        """The grid with other scales [out, 1], rounded to `storable` ones, where `rows` [out] is true."""
+    def rescaled(self, scale: Tensor, rows: Tensor, dtype: torch.dtype) -> FloatGrid:
         return replace(self, scale=torch.where(rows[:, None], storable(scale, dtype), self.scale))
 
-    def rows(self, index: slice | Tensor) -> "FloatGrid":
-        """The grid of some output rows."""
-        return replace(self, scale=self.scale[index])
 
-    @classmethod
-    def stacked(cls, grids: "Sequence[FloatGrid]") -> "FloatGrid":
-        """The grid of matrices whose rows follow one another."""
-        return replace(grids[0], scale=torch.cat([grid.scale for grid in grids]))
+class Floats8(GridType):
+    """Floats of 8 bits times a scale of their row."""
+
+    name = "fp8"
+    place = 1
+    values = "8-bit floats (E4M3) times a scale per row"
+    pattern = "fp8-row"
+    default_group = PER_ROW
+    formats = ("compressed-tensors", "gptq")
+
+    def named(self, found: re.Match[str]) -> Spec:
+        return Float8Spec()
+
+    def spec(self, asked: Asked) -> Spec:
+        return Float8Spec(asked.bits, resolved(asked), asked.sym)
+
+    def listed(self) -> list[tuple[str, str]]:
+        return [("fp8-row", "253 floats (E4M3); 8 bits per weight, and a scale per row")]
+
+    def label(self, asked: Asked, inputs: InputSpec | None) -> str:
+        return "fp8" if inputs is None else f"fp8-{inputs.name}"
+
+    def fit(self, weight: Tensor, spec: Float8Spec, how: Fitting) -> FloatGrid:
+        return fit(weight, spec, clip=how.clip, importance=how.importance, scale_dtype=how.scale_dtype)
+
+    def restored(self, spec: Float8Spec, width: int, parts: Mapping[str, Tensor]) -> FloatGrid:
+        return FloatGrid(spec, parts["scale"], natural_groups(spec, width))
 
 
-def fit_float8(
+GRID = Floats8()
+
+
+def fit(
     weight: Tensor,
-    spec: GridSpec,
+    spec: Float8Spec,
     *,
     clip: Clip = "search",
     importance: Tensor | None = None,
-    scale_dtype: torch.dtype = torch.float16,
+    scale_dtype: torch.dtype | None = None,
 ) -> FloatGrid:
     """Choose scales for weight [out, in] float32.
 
@@ -108,7 +154,7 @@ def fit_float8(
     """
     weigh = torch.ones(weight.shape[1], device=weight.device) if importance is None else importance.to(torch.float32)
     step = max(1, at_once(weight, _CHUNK) // weight.shape[1])
-    parts = [_scales(rows, weigh, clip, scale_dtype) for rows in torch.split(weight, step)]
+    parts = [_scales(rows, weigh, clip, scale_dtype or torch.float16) for rows in torch.split(weight, step)]
     return FloatGrid(spec, torch.cat(parts), natural_groups(spec, weight.shape[1]).to(weight.device))
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from llmcompress.grids.base import InputSpec
 from llmcompress.grids.float8 import LARGEST, rounded_
 from llmcompress.grids.int8_inputs import BesideOutliers, ByThreshold
-from llmcompress.grids.integer import SMALLEST_SCALE
+from llmcompress.grids.scales import SMALLEST_SCALE
 from llmcompress.stats.absmax import AbsMax
 from llmcompress.stats.magnitudes import Magnitudes
 
@@ -25,6 +25,11 @@ class InputGrid:
 
     spec: InputSpec
     scale: Tensor | None = None
+
+    @property
+    def integers(self) -> bool:
+        """Whether all inputs become whole numbers times a scale, which kernels multiply as they are."""
+        return self.spec.type == "int"
 
     def scales(self, x: Tensor) -> Tensor:
         """Scales float32 of an input [..., in]: [..., 1], or [1]."""

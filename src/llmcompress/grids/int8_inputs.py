@@ -5,6 +5,7 @@ an int8 kernel gives, up to the order of sums.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ class ByThreshold:
     """Channels [in] in which any |x| of an input reaches `threshold` stay as they are, as bitsandbytes has it."""
 
     threshold: float
+
+    integers: ClassVar[bool] = False
 
     def rounded(self, x: Tensor) -> Tensor:
         """x [..., in]; values that reach the threshold widen no token's step, the others of their channels do."""
@@ -34,6 +37,8 @@ class BesideOutliers:
     """The channels index [k] int64 stay as they are."""
 
     index: Tensor
+
+    integers: ClassVar[bool] = False
 
     def rounded(self, x: Tensor) -> Tensor:
         """x [..., in]; the channels that stay widen no token's step."""

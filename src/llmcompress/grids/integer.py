@@ -4,99 +4,177 @@ Symmetric grids are full range: codes -2^(b-1) ... 2^(b-1)-1 around the middle, 
 puts the entry of largest magnitude on the longer side. Every decoder multiplies by the scale: a negative one is free.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor
-
-from llmcompress.grids.base import PRODUCT_ROWS, GridSpec, ProgressiveSpec
-from llmcompress.grids.errors import UNKNOWN, ByChannel, ByOutput, Errors
+from llmcompress.errors import RecipeError
+from llmcompress.grids.base import PER_ROW, PRODUCT_ROWS, Asked, Clip, InputSpec, Spec
+from llmcompress.grids.coded import wide
+from llmcompress.grids.errors import ByChannel, ByOutput, Errors
+from llmcompress.grids.grid_type import Fitting, GridType
+from llmcompress.grids.scales import ScaledGrid, natural_groups, positive, storable
 from llmcompress.hardware import at_once
+from llmcompress.lazy import Tensor, torch
 
-Clip = Literal["minmax", "search", "output"]
+if TYPE_CHECKING:
+    from llmcompress.workers import Workers
 
-SMALLEST_SCALE = 2.0**-24  # smallest positive float16
+INTEGER_BITS = (2, 3, 4, 5, 6, 8)
 SEARCHED = 1 << 17  # weights searched at once: the temporaries stay in the cache
 _SHRINKS = {2: 24, 3: 24, 4: 20, 5: 14, 6: 10, 8: 6}
 _NARROWEST = {2: 0.30, 3: 0.45, 4: 0.60, 5: 0.70, 6: 0.80, 8: 0.90}
 
 
 @dataclass(frozen=True)
-class IntegerGrid:
+class IntegerSpec(Spec):
+    """w = scale * (code - zero_point), codes 0 ... 2^bits - 1.
+
+    group_size: input channels that share a scale; -1 for one scale per output row. symmetric: every zero point is
+    2^(bits-1). Raises RecipeError for widths or groups that do not exist.
+    """
+
+    bits: int
+    group_size: int
+    symmetric: bool = True
+
+    type: ClassVar[str] = "int"
+    affine: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.bits not in INTEGER_BITS:
+            raise RecipeError(
+                f"integer grids have {', '.join(map(str, INTEGER_BITS))} bits, not {self.bits}", "choose one of them"
+            )
+        if self.group_size != PER_ROW and self.group_size < 1:
+            raise RecipeError(
+                f"group size {self.group_size} is not a size", "use a positive number, or -1 for one per row"
+            )
+
+    @property
+    def name(self) -> str:
+        group = "row" if self.group_size == PER_ROW else f"g{self.group_size}"
+        return f"int{self.bits}-{group}-{'sym' if self.symmetric else 'asym'}"
+
+    def bits_per_weight(self, in_features: int, scale_bits: int = 16) -> float:
+        """Stored bits per weight, scales and zero points included."""
+        side = scale_bits + (0 if self.symmetric else self.bits)
+        return self.bits + side / self.width(in_features)
+
+    @property
+    def zero_points(self) -> tuple[int, int]:
+        return (self.middle, self.middle) if self.symmetric else (0, self.levels - 1)
+
+
+@dataclass(frozen=True)
+class IntegerGrid(ScaledGrid):
     """Fitted grid of a matrix [out, in].
 
     scale [out, groups] float32 holding values exact in the stored type; zero [out, groups] float32 whole numbers;
     group_index [in] int64: the group of each input channel (k // group_size unless groups follow the activation order).
     """
 
-    spec: GridSpec
+    spec: IntegerSpec
     scale: Tensor
     zero: Tensor
     group_index: Tensor
 
-    offset: ClassVar[None] = None  # what is added to scale * level; the zero point is part of the level here
-    table: ClassVar[None] = None  # of levels, where they are neither whole numbers one apart nor floats
-    rounded_ = staticmethod(torch.round_)  # values to levels, in place; their bounds are another matter
+    by_row: ClassVar[Mapping[str, str | None]] = {"scale": None, "zero": "uint8"}
+    shared: ClassVar[Mapping[str, str | None]] = {"group_index": "int32"}
 
     @property
     def bounds(self) -> tuple[Tensor, Tensor]:
-        """Least and largest level of each group [out, groups]."""
         return -self.zero, self.spec.levels - 1 - self.zero
 
     def levels(self, codes: Tensor) -> Tensor:
-        """Levels float32 of codes [out, in]: what they stand for, in units of the scale."""
         return codes.to(torch.float32) - self.zero[:, self.group_index]
 
     def codes(self, levels: Tensor) -> Tensor:
-        """Codes uint8 of levels [out, in]."""
         return (levels + self.zero[:, self.group_index]).to(torch.uint8)
 
     def encode(self, weight: Tensor) -> Tensor:
-        """Nearest codes uint8 of a whole matrix [out, in]."""
         scale, zero = self.scale[:, self.group_index], self.zero[:, self.group_index]
         return (weight / scale + zero).round_().clamp_(0, self.spec.levels - 1).to(torch.uint8)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Values float32 of codes [out, in]: the formula every engine uses."""
         return self.levels(codes) * self.scale[:, self.group_index]
 
-    def stored(self) -> dict[str, Tensor]:
-        """Tensors that tell this grid from others of its spec, in small types; `restored` takes them back."""
-        return {"scale": self.scale, "zero": self.zero.to(torch.uint8), "group_index": self.group_index.to(torch.int32)}
-
-    @classmethod
-    def restored(cls, spec: GridSpec, *, scale: Tensor, zero: Tensor, group_index: Tensor) -> "IntegerGrid":
-        return cls(spec, scale, zero.to(torch.float32), group_index.to(torch.int64))
-
-    def to(self, device: torch.device | str) -> "IntegerGrid":
-        """The same grid on another device."""
-        return IntegerGrid(self.spec, self.scale.to(device), self.zero.to(device), self.group_index.to(device))
-
-    def rescaled(self, scale: Tensor, rows: Tensor, dtype: torch.dtype) -> "IntegerGrid":
-        """The grid with other scales [out, groups], rounded to `storable` ones, where `rows` [out] is true."""
+    def rescaled(self, scale: Tensor, rows: Tensor, dtype: torch.dtype) -> IntegerGrid:
         return replace(self, scale=torch.where(rows[:, None], storable(scale, dtype), self.scale))
 
-    def rows(self, index: slice | Tensor) -> "IntegerGrid":
-        """The grid of some output rows."""
-        return replace(self, scale=self.scale[index], zero=self.zero[index])
 
-    @classmethod
-    def stacked(cls, grids: "Sequence[IntegerGrid]") -> "IntegerGrid":
-        """The grid of matrices whose rows follow one another."""
-        scale, zero = torch.cat([grid.scale for grid in grids]), torch.cat([grid.zero for grid in grids])
-        return replace(grids[0], scale=scale, zero=zero)
+class Integers(GridType):
+    """Whole numbers times a scale, with or without zero points."""
+
+    name = "int"
+    place = 0
+    values = "integers times a scale"
+    pattern = r"int(\d)-(?:row|g(\d+))-(a?)sym"
+    grouped = True
+    group_sizes = (256, 192, 128, 96, 64, 48, 32, 16)
+    per_row = True
+    output_clip = True
+    formats = ("compressed-tensors", "gptq")
+
+    def named(self, found: re.Match[str]) -> Spec:
+        return IntegerSpec(int(found[1]), int(found[2] or PER_ROW), not found[3])
+
+    def spec(self, asked: Asked) -> Spec:
+        return IntegerSpec(asked.bits, resolved(asked), asked.sym)
+
+    def listed(self) -> list[tuple[str, str]]:
+        said = "{} levels; {:.3f} bits per weight at groups of 128, symmetric"
+        return [(f"int{b}-{{row,gN}}-{{sym,asym}}", said.format(1 << b, b + 16 / 128)) for b in INTEGER_BITS]
+
+    def label(self, asked: Asked, inputs: InputSpec | None) -> str:
+        weights = f"w{asked.bits}"
+        if inputs is None:
+            return weights
+        return f"{weights}a8" if inputs.type == "int" else f"{weights}-{inputs.name}"
+
+    def group_label(self, asked: Asked) -> str:
+        size = asked.group_size
+        return "" if size is None else "row" if size < 0 else f"g{size}"
+
+    def fit(self, weight: Tensor, spec: IntegerSpec, how: Fitting) -> IntegerGrid:
+        return fit(
+            weight,
+            spec,
+            clip=how.clip,
+            importance=how.importance,
+            gram=how.gram,
+            scale_dtype=how.scale_dtype,
+            order=how.order,
+        )
+
+    def nearest(self, weight: Tensor, spec: IntegerSpec, workers: Workers) -> Tensor:
+        return covering(weight, spec)
+
+    def restored(self, spec: IntegerSpec, width: int, parts: Mapping[str, Tensor]) -> IntegerGrid:
+        return IntegerGrid(spec, **wide(parts))
 
 
-def fit_whole(weight: Tensor, spec: GridSpec, *, clip: Clip, scale_dtype: torch.dtype = torch.float16) -> IntegerGrid:
+GRID = Integers()
+
+
+def resolved(asked: Asked) -> int:
+    """The group size of a method, which must have been chosen."""
+    if asked.group_size is None:
+        raise RecipeError("the group size has not been resolved")
+    return asked.group_size
+
+
+def fit_whole(weight: Tensor, spec: IntegerSpec, *, clip: Clip, scale_dtype: torch.dtype | None = None) -> IntegerGrid:
     """One scale for all of weight [out, in], kept for every row of a grid with one scale per row."""
     grid = fit(weight.reshape(1, -1), spec, clip=clip, scale_dtype=scale_dtype)
     scale, zero = (part.expand(weight.shape[0], 1).contiguous() for part in (grid.scale, grid.zero))
     return replace(grid, scale=scale, zero=zero, group_index=natural_groups(spec, weight.shape[1]).to(weight.device))
 
 
-def covering(weight: Tensor, spec: GridSpec) -> Tensor:
+def covering(weight: Tensor, spec: IntegerSpec) -> Tensor:
     """Values float32 [out, in] of rounding weight to nearest on ranges that cover every weight, groups as stored."""
     block = weight.reshape(weight.shape[0], -1, spec.width(weight.shape[1]))
     grid = fit(weight, spec, clip="minmax")
@@ -105,31 +183,14 @@ def covering(weight: Tensor, spec: GridSpec) -> Tensor:
     return levels.mul_(scale).reshape(weight.shape)
 
 
-def storable(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round scales to values that `dtype` and float16 both hold exactly; float32 in, float32 out, sign kept.
-
-    bfloat16 first, float16 second: the same codes can then be written with either type of scale.
-    """
-    if dtype == torch.bfloat16:
-        scale = scale.to(torch.bfloat16).to(torch.float32)
-    scale = scale.clamp(-65504.0, 65504.0).to(torch.float16).to(torch.float32)
-    tiny = scale.abs() < SMALLEST_SCALE
-    return torch.where(tiny, torch.full_like(scale, SMALLEST_SCALE), scale)
-
-
-def natural_groups(spec: GridSpec | ProgressiveSpec, in_features: int) -> Tensor:
-    """group_index [in] of contiguous groups."""
-    return torch.arange(in_features) // spec.width(in_features)
-
-
 def fit(
     weight: Tensor,
-    spec: GridSpec,
+    spec: IntegerSpec,
     *,
     clip: Clip = "search",
     importance: Tensor | None = None,
     gram: Tensor | None = None,
-    scale_dtype: torch.dtype = torch.float16,
+    scale_dtype: torch.dtype | None = None,
     order: Tensor | None = None,
 ) -> IntegerGrid:
     """Choose scales and zero points for weight [out, in] float32.
@@ -170,13 +231,7 @@ def fit(
     return IntegerGrid(spec, torch.cat(scales), torch.cat(zeros), index)
 
 
-def positive(weigh: Tensor) -> Tensor:
-    """Channels that were never active still count a little, so that their weights keep a sensible scale."""
-    mean = weigh.mean()
-    return torch.ones_like(weigh) if mean <= 0 else weigh + UNKNOWN * mean
-
-
-def _loss(block: Tensor, errors: Errors, scale: Tensor, zero: Tensor, spec: GridSpec) -> tuple[Tensor, Tensor]:
+def _loss(block: Tensor, errors: Errors, scale: Tensor, zero: Tensor, spec: IntegerSpec) -> tuple[Tensor, Tensor]:
     """Squared error [rows, groups] of rounding block [rows, groups, group], and the centred codes."""
     scale, zero = scale.unsqueeze(-1), zero.unsqueeze(-1)
     centred = (block / scale).add_(zero).round_().clamp_(0, spec.levels - 1).sub_(zero)
@@ -189,7 +244,7 @@ def _refit(block: Tensor, errors: Errors, centred: Tensor, scale: Tensor) -> Ten
     return torch.where(square > 0, linear / square.clamp_min(1e-30), scale)
 
 
-def _shrinks(spec: GridSpec) -> list[float]:
+def _shrinks(spec: IntegerSpec) -> list[float]:
     count, low = _SHRINKS[spec.bits], _NARROWEST[spec.bits]
     return [1 - (1 - low) * i / count for i in range(1, count + 1)]
 
@@ -197,7 +252,9 @@ def _shrinks(spec: GridSpec) -> list[float]:
 class _Best:
     """Keeps per group the candidate of least loss; ties keep the earlier (wider) one."""
 
-    def __init__(self, block: Tensor, errors: Errors, spec: GridSpec, dtype: torch.dtype, scale: Tensor, zero: Tensor):
+    def __init__(
+        self, block: Tensor, errors: Errors, spec: IntegerSpec, dtype: torch.dtype | None, scale: Tensor, zero: Tensor
+    ):
         self.block, self.errors, self.spec, self.dtype = block, errors, spec, dtype
         self.scale, self.zero = storable(scale, dtype), zero
         self.loss, self.centred = _loss(block, errors, self.scale, zero, spec)
@@ -217,7 +274,7 @@ class _Best:
 
 
 def _fit_symmetric(
-    block: Tensor, errors: Errors, spec: GridSpec, clip: Clip, dtype: torch.dtype
+    block: Tensor, errors: Errors, spec: IntegerSpec, clip: Clip, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
     low, high = block.amin(-1), block.amax(-1)
     largest = torch.maximum(-low, high)
@@ -234,7 +291,7 @@ def _fit_symmetric(
 
 
 def _fit_asymmetric(
-    block: Tensor, errors: Errors, spec: GridSpec, clip: Clip, dtype: torch.dtype
+    block: Tensor, errors: Errors, spec: IntegerSpec, clip: Clip, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
     low, high = block.amin(-1).clamp_max(0), block.amax(-1).clamp_min(0)  # the range contains zero
     top = spec.levels - 1

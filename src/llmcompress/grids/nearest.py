@@ -2,10 +2,8 @@
 
 from torch import Tensor
 
-from llmcompress.grids.base import BlockSpec, GridSpec, Int8Spec, Nf4Spec, ProgressiveSpec, Spec
-from llmcompress.grids.encoders import encode
-from llmcompress.grids.fitting import fit
-from llmcompress.grids.integer import covering
+from llmcompress.grids.base import Spec
+from llmcompress.grids.grid_type import type_of
 from llmcompress.workers import Workers
 
 
@@ -14,18 +12,7 @@ def nearest(weight: Tensor, spec: Spec, workers: Workers) -> Tensor:
 
     Of grids with outliers, what lies beside them.
     """
-    if isinstance(spec, BlockSpec):
-        return encode(weight, spec, "fast", workers).decode()
-    if isinstance(spec, GridSpec) and spec.type == "int":
-        return covering(weight, spec)
-    grid = fit(weight, spec, clip="minmax")
-    return grid.decode(grid.encode(weight))
-
-
-def rounds_at_once(spec: Spec) -> bool:
-    """Whether plain rounding to a grid costs next to nothing, and is all there is to it: not tables, nor outliers."""
-    whole = isinstance(spec, Int8Spec) and spec.outliers == 0
-    return whole or isinstance(spec, BlockSpec | GridSpec | Nf4Spec | ProgressiveSpec)
+    return type_of(spec).nearest(weight, spec, workers)
 
 
 def some_rows(weight: Tensor, count: int) -> Tensor:

@@ -5,18 +5,21 @@ absmax is itself map[code] * nested + offset: a value of the dynamic 8-bit map (
 `dynamic_map`), the absmax of 256 of them in a row, counted through the whole matrix, and their mean.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
+from pydantic import Field
 
-from llmcompress.grids.base import Nf4Spec
-from llmcompress.grids.blocks import between
-from llmcompress.grids.integer import Clip, positive
+from llmcompress.grids.base import Clip, GridOptions, Spec
+from llmcompress.grids.grid_type import Fitting, GridType
+from llmcompress.grids.scales import ScaledGrid, between, positive
 from llmcompress.hardware import at_once
+from llmcompress.lazy import Tensor, torch
 
 LEVELS = (
     -1.0,
@@ -41,7 +44,35 @@ _CHUNK = 1 << 17  # weights searched at once: the temporaries stay in the cache
 
 
 @dataclass(frozen=True)
-class Nf4Grid:
+class Nf4Spec(Spec):
+    """NF4 (QLoRA, arXiv:2305.14314, section 3): 16 quantiles of a normal distribution times the block's absmax.
+
+    double: absmax is 8 bits of a nested block's, plus an offset of the whole matrix; else it is float32.
+    """
+
+    double: bool = True
+
+    type: ClassVar[str] = "nf4"
+    bits: ClassVar[int] = 4
+    symmetric: ClassVar[bool] = True
+    group_size: ClassVar[int] = 64
+    nested: ClassVar[int] = 256
+
+    @property
+    def name(self) -> str:
+        return "nf4-double" if self.double else "nf4"
+
+    @property
+    def joins_rows(self) -> bool:
+        return self.double
+
+    def bits_per_weight(self, in_features: int) -> float:
+        """Stored bits per weight; the offset of the matrix and a nested block that is part empty are not counted."""
+        return self.bits + ((8 + 32 / self.nested) if self.double else 32) / self.group_size
+
+
+@dataclass(frozen=True)
+class Nf4Grid(ScaledGrid):
     """Fitted grid of a matrix [out, in]. absmax [out, groups] float32: the scales.
 
     Doubly quantised, they are made of code [out, groups] uint8, nested [out, groups] float32, the absmax of the nested
@@ -54,33 +85,27 @@ class Nf4Grid:
     nested: Tensor | None = None
     common: Tensor | None = None
 
-    offset: ClassVar[None] = None  # what is added to scale * level
+    by_row: ClassVar[Mapping[str, str | None]] = dict.fromkeys(("absmax", "code", "nested", "common"))
 
     @property
     def scale(self) -> Tensor:
-        """Scale of each group [out, groups]."""
         return self.absmax
 
     @property
     def group_index(self) -> Tensor:
-        """[in] int64: the group of each input channel."""
         return torch.arange(self.absmax.shape[1], device=self.absmax.device).repeat_interleave(self.spec.group_size)
 
     @property
     def table(self) -> Tensor:
-        """Levels of the codes [16] float32."""
         return torch.tensor(LEVELS, dtype=torch.float32, device=self.absmax.device)
 
     def levels(self, codes: Tensor) -> Tensor:
-        """Levels float32 of codes [out, in]: what they stand for, in units of the scale."""
         return self.table[codes.long()]
 
     def codes(self, levels: Tensor) -> Tensor:
-        """Codes uint8 of the levels [out, in] nearest to values given in units of the scale."""
         return torch.bucketize(levels.contiguous(), between(self.table), right=True).to(torch.uint8)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Values float32 of codes uint8 [out, in]."""
         grouped = self.levels(codes).view(*self.absmax.shape, self.spec.group_size)
         return (grouped * self.absmax.unsqueeze(-1)).view(codes.shape)
 
@@ -90,54 +115,70 @@ class Nf4Grid:
         grouped = weight.view(*self.absmax.shape, self.spec.group_size) * inverse.unsqueeze(-1)
         return self.codes(grouped).view(weight.shape)
 
-    def rescaled(self, scale: Tensor, rows: Tensor, dtype: torch.dtype) -> "Nf4Grid":
+    def rescaled(self, scale: Tensor, rows: Tensor, dtype: torch.dtype) -> Nf4Grid:
         """The grid with other scales [out, groups] in the rows where `rows` [out] is true.
 
         Doubly quantised, they move to the nearest that the nested blocks have a code for. dtype: says nothing here.
         """
         moved = absmax_grid(scale) if self.code is None else self._requantised(scale)
-        keep = ~rows.unsqueeze(1)
-        parts = {name: torch.where(keep, old, moved.parts[name]) for name, old in self.parts.items()}
-        return Nf4Grid.restored(self.spec, **parts)
+        old, keep = self.stored(), ~rows.unsqueeze(1)
+        return restored(self.spec, **{n: torch.where(keep, old[n], new) for n, new in moved.stored().items()})
 
-    def _requantised(self, scale: Tensor) -> "Nf4Grid":
+    def _requantised(self, scale: Tensor) -> Nf4Grid:
         assert self.nested is not None
         assert self.common is not None
         code = _dynamic_codes(scale - self.common, self.nested)
-        return Nf4Grid.restored(self.spec, code=code, nested=self.nested, offset=self.common)
+        return restored(self.spec, code=code, nested=self.nested, offset=self.common)
 
-    @property
-    def parts(self) -> dict[str, Tensor]:
-        """The tensors that are stored, by name."""
+    def stored(self) -> dict[str, Tensor]:
         if self.code is None or self.nested is None or self.common is None:
             return {"absmax": self.absmax}
         return {"code": self.code, "nested": self.nested, "offset": self.common}
 
-    def stored(self) -> dict[str, Tensor]:
-        """Tensors that tell this grid from others of its spec; `restored` takes them back."""
-        return self.parts
 
-    @classmethod
-    def restored(cls, spec: Nf4Spec, **parts: Tensor) -> "Nf4Grid":
-        if not spec.double:
-            return cls(spec, parts["absmax"])
-        code, nested, offset = parts["code"], parts["nested"], parts["offset"]
-        absmax = dynamic_map().to(code.device)[code.long()] * nested + offset
-        return cls(spec, absmax, code, nested, offset)
+class Nf4Options(GridOptions):
+    """Options of nf4."""
 
-    def to(self, device: torch.device | str) -> "Nf4Grid":
-        """The same grid on another device."""
-        return self.restored(self.spec, **{name: part.to(device) for name, part in self.parts.items()})
+    double_quant: bool = Field(True, description="quantise the scales of nf4 in their turn")
 
-    def rows(self, index: slice | Tensor) -> "Nf4Grid":
-        """The grid of some output rows."""
-        return self.restored(self.spec, **{name: part[index] for name, part in self.parts.items()})
 
-    @classmethod
-    def stacked(cls, grids: "Sequence[Nf4Grid]") -> "Nf4Grid":
-        """The grid of matrices whose rows follow one another, or of parts of one matrix."""
-        parts = [grid.parts for grid in grids]
-        return cls.restored(grids[0].spec, **{name: torch.cat([part[name] for part in parts]) for name in parts[0]})
+class Nf4(GridType):
+    """16 quantiles of a normal distribution times a scale of their block."""
+
+    name = "nf4"
+    place = 2
+    values = "NF4 in blocks of 64"
+    pattern = "nf4(-double)?"
+    widths = (4,)
+    options = Nf4Options
+    formats = ("bitsandbytes",)
+
+    def named(self, found: re.Match[str]) -> Spec:
+        return Nf4Spec(bool(found[1]))
+
+    def spec(self, asked: Any) -> Spec:
+        return Nf4Spec(asked.double_quant)
+
+    def specs(self) -> list[Spec]:
+        return [Nf4Spec(), Nf4Spec(double=False)]
+
+    def fit(self, weight: Tensor, spec: Nf4Spec, how: Fitting) -> Nf4Grid:
+        return fit(weight, spec, clip=how.clip, importance=how.importance)
+
+    def restored(self, spec: Nf4Spec, width: int, parts: Mapping[str, Tensor]) -> Nf4Grid:
+        return restored(spec, **parts)
+
+
+GRID = Nf4()
+
+
+def restored(spec: Nf4Spec, **parts: Tensor) -> Nf4Grid:
+    """The grid of its stored tensors: absmax, or code, nested and offset, which the absmax is then made of."""
+    if not spec.double:
+        return Nf4Grid(spec, parts["absmax"])
+    code, nested, offset = parts["code"], parts["nested"], parts["offset"]
+    absmax = dynamic_map().to(code.device)[code.long()] * nested + offset
+    return Nf4Grid(spec, absmax, code, nested, offset)
 
 
 def absmax_grid(absmax: Tensor) -> Nf4Grid:
@@ -153,7 +194,7 @@ def doubled(absmax: Tensor) -> Nf4Grid:
     padded = torch.nn.functional.pad(moved, (0, -moved.numel() % spec.nested)).view(-1, spec.nested)
     nested = padded.abs().amax(dim=1).repeat_interleave(spec.nested)[: moved.numel()].view_as(absmax)
     code = _dynamic_codes(absmax - offset, nested)
-    return Nf4Grid.restored(spec, code=code, nested=nested, offset=offset.expand(absmax.shape[0], 1).contiguous())
+    return restored(spec, code=code, nested=nested, offset=offset.expand(absmax.shape[0], 1).contiguous())
 
 
 def fit(weight: Tensor, spec: Nf4Spec, *, clip: Clip = "search", importance: Tensor | None = None) -> Nf4Grid:

@@ -7,27 +7,64 @@ which rounding to a multiple of s1 makes 126 at most (121 where ties go to even)
 codes chosen in any other way, such as by error feedback, stay within -127 ... 127 as well.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
+from llmcompress.errors import RecipeError
 from llmcompress.grids import integer
-from llmcompress.grids.base import GridSpec, ProgressiveSpec
-from llmcompress.grids.integer import Clip, natural_groups, positive, storable
+from llmcompress.grids.base import Asked, Clip, InputSpec, Spec
+from llmcompress.grids.coded import Coded, Grid, wide
+from llmcompress.grids.grid_type import Fitting, GridType
+from llmcompress.grids.scales import natural_groups, positive, row_costs, scale_loss, storable
 from llmcompress.hardware import at_once
+from llmcompress.lazy import Tensor, torch
 
+PROGRESSIVE_GROUPS = (32, 64, 128)
 LIMIT = 119  # of whole numbers that weights are made to fill
 LARGEST = 127  # magnitude of a decoded whole number
 LARGEST_MULTIPLE = 16  # s1
 _FACTORS = (1.08, 1.04, 0.96, 0.92, 0.88, 0.84, 0.80, 0.76, 0.72)  # of the min-max s0, tried beside it
 _CHUNK = 1 << 17  # weights searched at once: the temporaries stay in the cache
+_ROUNDS = 2  # of descent on both scales
 
 
 @dataclass(frozen=True)
-class ProgressiveGrid:
+class ProgressiveSpec(Spec):
+    """4-bit codes of whole numbers of 8 bits (QServe, arXiv:2405.04532, section 4.1): w = (code - zero) * s1 * s0.
+
+    s0: float16 scale of a row. s1: whole scale of a group, 1 ... 16. zero: of a group, 0 ... 15. (code - zero) * s1
+    lies within -127 ... 127 whatever the code, so that a kernel's int8 never overflows.
+    """
+
+    group_size: int
+
+    type: ClassVar[str] = "progressive"
+    bits: ClassVar[int] = 4
+    symmetric: ClassVar[bool] = False
+    zero_points: ClassVar[tuple[int, int]] = (0, 15)
+
+    def __post_init__(self) -> None:
+        if self.group_size not in PROGRESSIVE_GROUPS:
+            raise RecipeError(
+                f"progressive grids have groups of {', '.join(map(str, PROGRESSIVE_GROUPS))}, not {self.group_size}",
+                "choose one of them",
+            )
+
+    @property
+    def name(self) -> str:
+        return f"progressive-g{self.group_size}"
+
+    def bits_per_weight(self, in_features: int) -> float:
+        """Stored bits per weight: a float16 for each row, two bytes for each group."""
+        return self.bits + 16 / self.group_size + 16 / in_features
+
+
+@dataclass(frozen=True)
+class ProgressiveGrid(Grid):
     """Fitted grid of a matrix [out, in].
 
     row_scale [out, 1] float32 holding float16 values: s0. multiple [out, groups] and zero [out, groups] float32 whole
@@ -40,9 +77,8 @@ class ProgressiveGrid:
     zero: Tensor
     group_index: Tensor
 
-    offset: ClassVar[None] = None  # what is added to scale * level; the zero point is part of the level here
-    table: ClassVar[None] = None  # of levels, where they are neither whole numbers one apart nor floats
-    rounded_ = staticmethod(torch.round_)
+    by_row: ClassVar[Mapping[str, str | None]] = {"row_scale": None, "multiple": "uint8", "zero": "uint8"}
+    shared: ClassVar[Mapping[str, str | None]] = {"group_index": "int32"}
 
     @property
     def scale(self) -> Tensor:
@@ -55,15 +91,12 @@ class ProgressiveGrid:
         return _bounds(self.multiple, self.zero)
 
     def levels(self, codes: Tensor) -> Tensor:
-        """Levels float32 of codes [out, in]: what they stand for, in units of the scale."""
         return codes.to(torch.float32) - self.zero[:, self.group_index]
 
     def codes(self, levels: Tensor) -> Tensor:
-        """Codes uint8 of levels [out, in]."""
         return (levels + self.zero[:, self.group_index]).to(torch.uint8)
 
     def encode(self, weight: Tensor) -> Tensor:
-        """Nearest codes uint8 of a whole matrix [out, in]."""
         low, high = (bound[:, self.group_index] for bound in self.bounds)
         return self.codes((weight / self.scale[:, self.group_index]).round_().clamp_(low, high))
 
@@ -72,40 +105,71 @@ class ProgressiveGrid:
         return (self.levels(codes) * self.multiple[:, self.group_index]).to(torch.int16)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Values float32 of codes [out, in]."""
         return self.levels(codes) * self.scale[:, self.group_index]
 
-    def stored(self) -> dict[str, Tensor]:
-        """Tensors that tell this grid from others of its spec, in small types; `restored` takes them back."""
-        return {
-            "row_scale": self.row_scale,
-            "multiple": self.multiple.to(torch.uint8),
-            "zero": self.zero.to(torch.uint8),
-            "group_index": self.group_index.to(torch.int32),
-        }
+    def refit(self, codes: Tensor, hessian: Tensor, target: Tensor, scale_dtype: torch.dtype) -> Coded:
+        """Better s0 and s1; rows that would not gain keep theirs.
 
-    @classmethod
-    def restored(
-        cls, spec: ProgressiveSpec, *, row_scale: Tensor, multiple: Tensor, zero: Tensor, group_index: Tensor
-    ) -> "ProgressiveGrid":
-        row_scale, multiple, zero = (part.to(torch.float32) for part in (row_scale, multiple, zero))
-        return cls(spec, row_scale, multiple, zero, group_index.to(torch.int64))
+        s0 has a closed form; each s1 is the whole number nearest to the best, the others held, so that neither raises
+        the loss but by rounding s0 to float16. Decoded whole numbers stay within -127 ... 127.
+        """
+        square, linear = scale_loss(codes, self, hessian, target)
+        most = most_multiples(self._magnitudes(codes))
+        diagonal = square.diagonal(dim1=1, dim2=2)
+        multiple, scale = self.multiple.clone(), self.row_scale
+        for _ in range(_ROUNDS):
+            scale = _row_scale(square, linear, multiple, scale)
+            product = torch.einsum("rgh,rh->rg", square, multiple)
+            for group in range(multiple.shape[1]):
+                old, curve = multiple[:, group].clone(), diagonal[:, group]
+                wish = old + (linear[:, group] / scale[:, 0] - product[:, group]) / curve.clamp_min(1e-30)
+                new = torch.where(curve > 0, torch.minimum(wish.round().clamp_min(1), most[:, group]), old)
+                product += square[:, :, group] * (new - old).unsqueeze(1)
+                multiple[:, group] = new
+        scale = _row_scale(square, linear, multiple, scale)
+        better = row_costs(square, linear, scale * multiple) < row_costs(square, linear, self.scale)
+        better = better.unsqueeze(1)
+        row_scale = torch.where(better, scale, self.row_scale)
+        return Coded(codes, replace(self, row_scale=row_scale, multiple=torch.where(better, multiple, self.multiple)))
 
-    def to(self, device: torch.device | str) -> "ProgressiveGrid":
-        """The same grid on another device."""
-        moved = (part.to(device) for part in (self.row_scale, self.multiple, self.zero, self.group_index))
-        return ProgressiveGrid(self.spec, *moved)
+    def _magnitudes(self, codes: Tensor) -> Tensor:
+        """The largest magnitude of a level in each group [out, groups]."""
+        index = self.group_index.expand_as(codes)
+        return torch.zeros_like(self.multiple).scatter_reduce_(1, index, self.levels(codes).abs(), "amax")
 
-    def rows(self, index: slice | Tensor) -> "ProgressiveGrid":
-        """The grid of some output rows."""
-        return replace(self, row_scale=self.row_scale[index], multiple=self.multiple[index], zero=self.zero[index])
 
-    @classmethod
-    def stacked(cls, grids: "Sequence[ProgressiveGrid]") -> "ProgressiveGrid":
-        """The grid of matrices whose rows follow one another."""
-        row_scale = torch.cat([grid.row_scale for grid in grids])
-        multiple, zero = torch.cat([grid.multiple for grid in grids]), torch.cat([grid.zero for grid in grids])
-        return replace(grids[0], row_scale=row_scale, multiple=multiple, zero=zero)
+class Progressive(GridType):
+    """Codes of 4 bits of whole numbers of 8 bits."""
+
+    name = "progressive"
+    place = 5
+    values = "4-bit codes of 8-bit integers as QServe has them, always with zero points"
+    pattern = r"progressive-g(\d+)"
+    widths = (4,)
+    grouped = True
+    group_sizes = PROGRESSIVE_GROUPS
+    formats = ("qoq",)
+
+    def named(self, found: re.Match[str]) -> Spec:
+        return ProgressiveSpec(int(found[1]))
+
+    def spec(self, asked: Asked) -> Spec:
+        return ProgressiveSpec(integer.resolved(asked))
+
+    def specs(self) -> list[Spec]:
+        return [ProgressiveSpec(size) for size in PROGRESSIVE_GROUPS]
+
+    def label(self, asked: Asked, inputs: InputSpec | None) -> str:
+        return "progressive" if inputs is None else f"progressive-{inputs.name}"
+
+    def fit(self, weight: Tensor, spec: ProgressiveSpec, how: Fitting) -> ProgressiveGrid:
+        return fit(weight, spec, clip=how.clip, importance=how.importance, order=how.order)
+
+    def restored(self, spec: ProgressiveSpec, width: int, parts: Mapping[str, Tensor]) -> ProgressiveGrid:
+        return ProgressiveGrid(spec, **wide(parts))
+
+
+GRID = Progressive()
 
 
 def fit(
@@ -170,7 +234,7 @@ def _covering(block: Tensor) -> Ranges:
 
 def _searched(part: Tensor, block: Tensor, weigh: Tensor, covering: Ranges) -> Ranges:
     """Ranges of part [rows, in], which is block [rows, groups, group] in groups. weigh [1, groups, group]."""
-    spec = GridSpec(4, block.shape[-1], symmetric=False)
+    spec = integer.IntegerSpec(4, block.shape[-1], symmetric=False)
     free = integer.fit(part, spec, clip="search", importance=weigh.flatten())  # as if scales were no multiples
     best = _Best(block, weigh, *covering)
     for factor in (1.0, *_FACTORS):
@@ -208,7 +272,7 @@ class _Best:
         self.multiple = torch.where(better, multiple, self.multiple)
         self.zero = torch.where(better, zero, self.zero)
 
-    def offer_rows(self, other: "_Best") -> None:
+    def offer_rows(self, other: _Best) -> None:
         """Take all of a row where it loses less."""
         better = (other.loss.sum(1) < self.loss.sum(1)).unsqueeze(1)
         self.loss = torch.where(better, other.loss, self.loss)
@@ -232,3 +296,10 @@ class _Best:
         """Weighted squared error [rows, groups]."""
         values = self._levels(multiple, zero).mul_((self.scale * multiple).unsqueeze(-1))
         return values.sub_(self.block).square_().mul_(self.weigh).sum(-1)
+
+
+def _row_scale(square: Tensor, linear: Tensor, multiple: Tensor, scale: Tensor) -> Tensor:
+    """s0 [out, 1] by least squares; the old one where it would not be positive."""
+    along = (linear * multiple).sum(1, keepdim=True)
+    curve = torch.einsum("rg,rgh,rh->r", multiple, square, multiple).unsqueeze(1)
+    return float16_scale(torch.where((along > 0) & (curve > 0), along / curve.clamp_min(1e-30), scale))

@@ -3,21 +3,15 @@
 import torch
 from torch import Tensor
 
-from llmcompress.grids.base import BlockSpec, Spec
-from llmcompress.grids.blocks import BlockGrid, float16
+from llmcompress.grids.base import Spec
+from llmcompress.grids.blocks import BlockGrid, BlockSpec
 from llmcompress.grids.coded import Coded
-from llmcompress.grids.integer import IntegerGrid
-from llmcompress.grids.progressive import ProgressiveGrid
+from llmcompress.grids.scales import float16
 
 _HALF_STEP = 2.0**-11  # of float16, relative
 
 
-def holds_codes(spec: Spec | None) -> bool:
-    """Whether a type has one scale per block and evenly spaced levels, so that it may hold codes of integer grids."""
-    return isinstance(spec, BlockSpec) and spec.multiples is None and not spec.curved
-
-
-def recode(coded: Coded, spec: BlockSpec) -> Coded | None:
+def recode(coded: Coded, spec: Spec) -> Coded | None:
     """The same matrix [out, in] in a block type; None where that has no place for its levels, scales or groups.
 
     Levels are kept. A type holds them if it has one scale per block, each of its blocks lies in one group, and levels
@@ -25,7 +19,9 @@ def recode(coded: Coded, spec: BlockSpec) -> Coded | None:
     where they are no such values; None where a scale has no float16 near it.
     """
     grid, width = coded.grid, coded.codes.shape[1]
-    if not isinstance(grid, IntegerGrid | ProgressiveGrid) or not holds_codes(spec) or width % spec.block_size:
+    if not isinstance(spec, BlockSpec) or not spec.holds_codes:
+        return None
+    if grid.spec.zero_points is None or width % spec.block_size:
         return None
     index = grid.group_index.view(-1, spec.block_size)
     if not torch.equal(index, index[:, :1].expand_as(index)):

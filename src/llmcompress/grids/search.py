@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from llmcompress.grids import block_trials
-from llmcompress.grids.base import BlockSpec
 from llmcompress.grids.block_fit import Chunk, Stored, fit_groups, round_groups
 from llmcompress.grids.block_refine import Candidate, fitted, neighbours, refine, refitted
-from llmcompress.grids.blocks import IQ4_LEVELS, BlockGrid
+from llmcompress.grids.blocks import IQ4_LEVELS, BlockGrid, BlockSpec
 from llmcompress.grids.coded import Coded
 from llmcompress.hardware import at_once
 from llmcompress.workers import Workers

@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmcompress.grids.base import BLOCK_TYPES, INPUT_SPECS, GridSpec, ProgressiveSpec, Spec
+from llmcompress.grids.base import INPUT_SPECS, Spec
+from llmcompress.grids.blocks import BLOCK_TYPES
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.fitting import fit
 from llmcompress.grids.inputs import InputGrid
+from llmcompress.grids.integer import IntegerSpec
+from llmcompress.grids.progressive import ProgressiveSpec
 from llmcompress.kernels.compile_errors import KernelsError
 from llmcompress.kernels.launch import Launcher
 from llmcompress.kernels.products import Products
@@ -42,12 +45,12 @@ class BenchWeight:
 
 
 SUBJECTS = (
-    BenchWeight("w4 g128", GridSpec(4, 128)),
-    BenchWeight("w4 g128 asym", GridSpec(4, 128, symmetric=False)),
-    BenchWeight("w3 g128", GridSpec(3, 128)),
-    BenchWeight("w2 g64", GridSpec(2, 64)),
-    BenchWeight("w8 g128", GridSpec(8, 128)),
-    BenchWeight("w8a8", GridSpec(8, -1), "int8-token"),
+    BenchWeight("w4 g128", IntegerSpec(4, 128)),
+    BenchWeight("w4 g128 asym", IntegerSpec(4, 128, symmetric=False)),
+    BenchWeight("w3 g128", IntegerSpec(3, 128)),
+    BenchWeight("w2 g64", IntegerSpec(2, 64)),
+    BenchWeight("w8 g128", IntegerSpec(8, 128)),
+    BenchWeight("w8a8", IntegerSpec(8, -1), "int8-token"),
     BenchWeight("w4a8 g128", ProgressiveSpec(128), "int8-token"),
     BenchWeight("Q4_K", BLOCK_TYPES["Q4_K"]),
     BenchWeight("Q6_K", BLOCK_TYPES["Q6_K"]),

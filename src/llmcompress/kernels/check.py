@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from llmcompress.errors import LlmcompressError
-from llmcompress.grids.base import BLOCK_TYPES, INPUT_SPECS, GridSpec, ProgressiveSpec, Spec
+from llmcompress.grids.base import INPUT_SPECS, Spec
+from llmcompress.grids.blocks import BLOCK_TYPES
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.fitting import fit
 from llmcompress.grids.inputs import InputGrid
+from llmcompress.grids.integer import IntegerSpec
+from llmcompress.grids.progressive import ProgressiveSpec
 from llmcompress.kernels.build import Builder
 from llmcompress.kernels.ggml_layout import TYPES
 from llmcompress.kernels.launch import Launcher
@@ -65,9 +68,9 @@ def cases() -> Iterator[KernelCase]:
     """Every family with the grids that it takes."""
     for dtype in (torch.float16, torch.bfloat16):
         for bits, group, symmetric in product((2, 3, 4, 8), (32, 64, 128, -1), (True, False)):
-            yield KernelCase(GridSpec(bits, group, symmetric), dtype)
+            yield KernelCase(IntegerSpec(bits, group, symmetric), dtype)
         for inputs in ("int8-token", "int8-tensor"):
-            yield KernelCase(GridSpec(8, -1), dtype, inputs)
+            yield KernelCase(IntegerSpec(8, -1), dtype, inputs)
         for group in (32, 64, 128):
             yield KernelCase(ProgressiveSpec(group), dtype, "int8-token")
         for name in TYPES:

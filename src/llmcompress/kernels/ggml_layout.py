@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, unflatten
 from torch.nn.functional import pad
 
-from llmcompress.grids.base import BlockSpec
+from llmcompress.grids.blocks import BlockSpec
 from llmcompress.kernels.compile_errors import TakesNotError
 from llmcompress.kernels.tensor_checks import ceil
 from llmcompress.packing.bits import pack

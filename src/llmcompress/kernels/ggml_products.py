@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from llmcompress.grids.base import BLOCK_TYPES, BlockSpec
+from llmcompress.grids.blocks import BLOCK_TYPES, BlockSpec
 from llmcompress.kernels.compile_errors import TakesNotError
 from llmcompress.kernels.ggml_layout import INPUTS, ROWS, TYPES, BlockWeight
 from llmcompress.kernels.launch import Kernel, Launch, Launcher

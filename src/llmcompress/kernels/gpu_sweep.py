@@ -8,7 +8,7 @@ from torch import Tensor
 
 from llmcompress.kernels.compile_errors import KernelsError
 from llmcompress.kernels.launch import Kernel, Launch, Launcher
-from llmcompress.solve.column_sweep import WholeSteps
+from llmcompress.solve.column_sweep import IntegerLevels
 
 COLUMNS = 128  # of a block
 _ROWS = 8  # of a thread block, one for each warp
@@ -33,7 +33,7 @@ class KernelSweeper:
         levels: Tensor,
         keep: Tensor | None,
         ahead: Tensor,
-        steps: WholeSteps,
+        steps: IntegerLevels,
         start: int,
         errors: Tensor,
     ) -> None:
@@ -49,7 +49,7 @@ class KernelSweeper:
         keep: Tensor | None,
         ahead: Tensor,
         curve: Tensor,
-        steps: WholeSteps,
+        steps: IntegerLevels,
         start: int,
         moves: Tensor,
     ) -> None:
@@ -77,7 +77,7 @@ def gpu_sweeper(device: torch.device, say: Callable[[str], None]) -> KernelSweep
     try:
         found = KernelSweeper(open_gpu(device, say), device)
         one = torch.ones(1, 1, device=device)
-        steps = WholeSteps(one, one, -one, one, None, torch.zeros(1, dtype=torch.int32, device=device))
+        steps = IntegerLevels(one, one, -one, one, None, torch.zeros(1, dtype=torch.int32, device=device))
         found.round_block(one, one.clone(), None, one, steps, 0, one.clone())
         found.move_block(one, one.clone(), None, one, one, steps, 0, one.clone())
     except KernelsError as error:

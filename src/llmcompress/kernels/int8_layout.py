@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from llmcompress.grids.coded import Coded
-from llmcompress.grids.integer import IntegerGrid
 from llmcompress.kernels.compile_errors import TakesNotError
 from llmcompress.kernels.tensor_checks import ceil, padded
 
@@ -42,7 +41,7 @@ def int8_of(coded: Coded) -> Int8Weight:
     """A matrix on a symmetric grid of 8 bits with one scale per row; TakesNotError for any other."""
     grid = coded.grid
     width = coded.codes.shape[1]
-    rows = isinstance(grid, IntegerGrid) and grid.spec.bits == 8 and grid.spec.symmetric
+    rows = grid.spec.affine and grid.spec.bits == 8 and grid.spec.symmetric
     if not rows or grid.spec.width(width) != width:
         raise TakesNotError(
             f"int8 products take symmetric codes of 8 bits with one scale per row, not {grid.spec.name}"

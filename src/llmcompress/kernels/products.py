@@ -1,15 +1,13 @@
 """Products with a matrix by kernels: which one, by its grid, how its inputs are rounded and the number of tokens."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from llmcompress.grids.blocks import BlockGrid
 from llmcompress.grids.coded import Coded
-from llmcompress.grids.inputs import InputGrid, Rounding
-from llmcompress.grids.integer import IntegerGrid
-from llmcompress.grids.progressive import ProgressiveGrid
+from llmcompress.grids.inputs import Rounding
 from llmcompress.kernels import dequantise, ggml_products, int8, matmul, progressive
 from llmcompress.kernels.compile_errors import TakesNotError
 from llmcompress.kernels.ggml_layout import ROWS, block_weight
@@ -36,18 +34,37 @@ class Products:
         """
         if dtype not in (torch.float16, torch.bfloat16):
             raise TakesNotError(f"kernels compute in 16 bits, not in {str(dtype).removeprefix('torch.')}")
-        whole = isinstance(inputs, InputGrid) and inputs.spec.type == "int"
-        if isinstance(coded.grid, ProgressiveGrid):
-            if not whole:
-                raise TakesNotError("progressive products take inputs in int8")
-            return ProgressiveProduct(coded, inputs, self), None
-        if isinstance(coded.grid, BlockGrid):
-            return BlockProduct(coded, dtype, self), inputs
-        if isinstance(coded.grid, IntegerGrid):
-            if whole and _one_scale_per_row(coded):
-                return Int8Product(coded, inputs, self), None
-            return TiledProduct(coded, dtype, self), inputs
-        raise TakesNotError(f"no kernel takes the grid {coded.grid.spec.name}")
+        made = _PRODUCTS.get(coded.grid.spec.type)
+        if made is None:
+            raise TakesNotError(f"no kernel takes the grid {coded.grid.spec.name}")
+        return made(coded, dtype, inputs, self)
+
+
+Made = tuple[nn.Module, Rounding | None]
+
+
+def _integers(coded: Coded, dtype: torch.dtype, inputs: Rounding | None, tools: Products) -> Made:
+    if inputs is not None and inputs.integers and _one_scale_per_row(coded):
+        return Int8Product(coded, inputs, tools), None
+    return TiledProduct(coded, dtype, tools), inputs
+
+
+def _progressive(coded: Coded, dtype: torch.dtype, inputs: Rounding | None, tools: Products) -> Made:
+    if inputs is None or not inputs.integers:
+        raise TakesNotError("progressive products take inputs in int8")
+    return ProgressiveProduct(coded, inputs, tools), None
+
+
+def _blocks(coded: Coded, dtype: torch.dtype, inputs: Rounding | None, tools: Products) -> Made:
+    return BlockProduct(coded, dtype, tools), inputs
+
+
+_PRODUCTS: Mapping[str, Callable[[Coded, torch.dtype, Rounding | None, Products], Made]] = {
+    "int": _integers,
+    "progressive": _progressive,
+    "ggml": _blocks,
+}
+"""What multiplies by a grid, by the grid's name."""
 
 
 def _one_scale_per_row(coded: Coded) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmcompress.grids.base import PROGRESSIVE_GROUPS
+from llmcompress.grids.progressive import PROGRESSIVE_GROUPS
 from llmcompress.kernels import int8
 from llmcompress.kernels.compile_errors import TakesNotError
 from llmcompress.kernels.int8 import Int8Inputs

@@ -1,12 +1,13 @@
 """Weights in progressive groups as `csrc/progressive.cuh` reads them."""
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from llmcompress.grids.coded import Coded
-from llmcompress.grids.progressive import ProgressiveGrid
+from llmcompress.grids.progressive import GRID, ProgressiveGrid
 from llmcompress.kernels.compile_errors import TakesNotError
 from llmcompress.kernels.int8_layout import MOST_INPUTS, TILE
 from llmcompress.kernels.tensor_checks import padded, up
@@ -35,9 +36,9 @@ class ProgressiveWeight:
 
 def progressive_of(coded: Coded) -> ProgressiveWeight:
     """A matrix on a progressive grid with groups in natural order; TakesNotError for any other."""
-    grid = coded.grid
-    if not isinstance(grid, ProgressiveGrid):
-        raise TakesNotError(f"progressive products take progressive groups, not {grid.spec.name}")
+    if coded.grid.spec.type != GRID.name:
+        raise TakesNotError(f"progressive products take progressive groups, not {coded.grid.spec.name}")
+    grid = cast("ProgressiveGrid", coded.grid)
     size, width = grid.spec.group_size, coded.codes.shape[1]
     if not torch.equal(grid.group_index, torch.arange(width, device=grid.group_index.device) // size):
         raise TakesNotError("progressive products take groups in natural order")

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from llmcompress.grids.base import GridSpec
 from llmcompress.grids.fitting import fit
+from llmcompress.grids.integer import IntegerSpec
 from llmcompress.kernels.compile_errors import KernelsError
 
 _LEAST_INT8 = 17  # tokens that _int_mm takes
@@ -44,7 +44,7 @@ def rivals(dense: Tensor, weight: Tensor, tokens: Sequence[int]) -> Iterator[Riv
 
 
 def _int4(dense: Tensor, weight: Tensor, tokens: Sequence[int]) -> Rival:
-    grid: Any = fit(weight, GridSpec(4, 128), clip="minmax")
+    grid: Any = fit(weight, IntegerSpec(4, 128), clip="minmax")
     codes = grid.encode(weight).to(dense.device)
     words = torch.ops.aten._convert_weight_to_int4pack((codes[:, ::2] << 4 | codes[:, 1::2]).contiguous(), 8)
     pairs = torch.stack([grid.scale, torch.zeros_like(grid.scale)], dim=-1).transpose(0, 1).contiguous()

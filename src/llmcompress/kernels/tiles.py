@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from llmcompress.grids.coded import Coded
-from llmcompress.grids.integer import IntegerGrid
+from llmcompress.grids.coded import Coded, Grid
 from llmcompress.kernels.compile_errors import TakesNotError
 from llmcompress.kernels.tensor_checks import bfloat, ceil
 
@@ -99,7 +98,7 @@ class TiledWeight:
 def tiled(coded: Coded) -> TiledWeight:
     """A quantised matrix in tiles. Raises TakesNotError for grids that the kernels do not take."""
     grid = coded.grid
-    if not isinstance(grid, IntegerGrid) or grid.spec.type != "int":
+    if not grid.spec.affine:
         raise TakesNotError(f"the kernels take grids of whole numbers, not {grid.spec.name}")
     outputs, inputs = coded.codes.shape
     width = grid.spec.width(inputs)
@@ -157,7 +156,7 @@ def _smallest(scale: Tensor) -> Tensor:
     return scale
 
 
-def _order(grid: IntegerGrid, width: int) -> Tensor | None:
+def _order(grid: Grid, width: int) -> Tensor | None:
     natural = torch.arange(len(grid.group_index), device=grid.group_index.device) // width
     if torch.equal(grid.group_index, natural):
         return None

@@ -3,27 +3,14 @@
 Methods see one weight and one Gram matrix. They know nothing of models, files, devices, processes or resuming.
 """
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from llmcompress.errors import RecipeError, RunError
-from llmcompress.grids.base import (
-    BLOCK_TYPES,
-    CODEBOOK_BITS,
-    INPUT_SPECS,
-    CodebookSpec,
-    GridSpec,
-    InputSpec,
-    Int8Spec,
-    Nf4Spec,
-    ProgressiveSpec,
-    Spec,
-    joins_rows,
-)
+from llmcompress.grids.base import INPUT_SPECS, InputSpec, Search, Spec
+from llmcompress.grids.grid_type import GridType, grid_types
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +27,6 @@ if TYPE_CHECKING:
     from llmcompress.stats.gram import Gram
 
 DEFAULT_GROUP_SIZES = (128, 64, 32)
-GROUPED_TYPES = ("int", "progressive")  # whose group size can be chosen
 
 
 def _plain(value: Any) -> Any:
@@ -87,42 +73,24 @@ class Solved:
     crowded_outliers: int = 0  # input channels that reached the threshold and found no place
 
 
-class GgufTypes(BaseModel):
-    """Types of GGUF in place of bits and groups.
-
-    type: a mixture such as Q4_K_M, or, for one matrix, a tensor type such as Q6_K. pure: its default type everywhere.
-    output, embedding: tensor types of the head and of the embedding. tensors: tensor types by pattern of GGUF names.
-    search: how scales are found (grids/encoders.py). allow_requantize: whether what is quantised already in a GGUF file
-    may be decoded and rounded anew.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    type: str
-    pure: bool = False
-    output: str | None = None
-    embedding: str | None = None
-    tensors: dict[str, str] = Field(default_factory=dict)
-    search: Literal["compat", "fast", "best"] = "best"
-    allow_requantize: bool = False
+def _values() -> str:
+    """The values of all grids that --type names, for help."""
+    *most, last = (f"{grid.name} ({grid.values})" for grid in grid_types().values() if grid.chosen)
+    return f"{', '.join(most)}, or {last}"
 
 
-class Method(BaseModel):
-    """Options of a weight quantiser (a frozen pydantic model) and its algorithm, `solve`.
+if TYPE_CHECKING:
+    TypeName = str
+else:
+    TypeName = Literal[tuple(name for name, grid in grid_types().items() if grid.chosen)]
 
-    A method file defines a subclass and names it `METHOD`; every field becomes an option of the command of that name.
-    """
+
+class CommonOptions(BaseModel):
+    """The options that all grids share: which one a method rounds to, and how its ranges are chosen."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    name: ClassVar[str]
-    summary: ClassVar[str]
 
-    type: Literal["int", "fp8", "nf4", "codebook", "int8", "progressive"] = Field(
-        "int",
-        description="values a weight may take: integers times a scale, 8-bit floats (E4M3) times a scale per row, NF4 "
-        "in blocks of 64, a table for each row, 8-bit integers of a row as LLM.int8() has them, or 4-bit codes of "
-        "8-bit integers as QServe has them (always with zero points)",
-    )
+    type: TypeName = Field("int", description=f"values a weight may take: {_values()}")
     bits: Literal[2, 3, 4, 5, 6, 8] = Field(4, description="bits per weight")
     group_size: int | None = Field(
         None,
@@ -148,13 +116,26 @@ class Method(BaseModel):
     activation_percentile: float = Field(
         99.99, gt=50, le=100, description="the percentile of --activation-clip percentile"
     )
-    double_quant: bool = Field(True, description="quantise the scales of nf4 in their turn")
-    outliers: Literal["none", "threshold", "topk"] = Field(
-        "none", description="input channels of int8 that stay in 16 bits: those that reach a threshold, or the largest"
-    )
-    outlier_threshold: float = Field(6.0, gt=0, description="magnitude that makes an input an outlier")
-    outlier_count: int = Field(16, ge=1, description="input channels that stay in 16 bits at most")
-    gguf: GgufTypes | None = Field(None, description="types of GGUF in place of bits and groups")
+
+
+if TYPE_CHECKING:
+    WithGridOptions = CommonOptions
+else:
+
+    class WithGridOptions(*(grid.options for grid in reversed(grid_types().values()) if grid.options), CommonOptions):
+        """The options of each grid after those that all share; a model takes the fields of its last base first."""
+
+
+class Method(WithGridOptions):
+    """Options of a weight quantiser (a frozen pydantic model) and its algorithm, `solve`.
+
+    A method file defines a subclass and names it `METHOD`; every field becomes an option of the command of that name.
+    Options of one grid are fields too, and are declared in the file of that grid, which alone reads them.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+
     set: dict[str, dict[str, Plain]] = Field(
         default_factory=dict,
         description="other options for modules matching a pattern, such as 'mlp.down_proj: {bits: 8}'",
@@ -163,26 +144,28 @@ class Method(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> "Method":
         """ValueError for options that contradict the type, which would else say nothing."""
-        if self.clip == "output" and self.type != "int":
+        chosen = grid_types()[self.type]
+        if self.clip == "output" and not chosen.output_clip:
             raise ValueError(f"clip: output searches ranges of integers, not of type {self.type}")
-        if self.outliers != "none" and self.type != "int8":
-            raise ValueError("outliers are kept beside type int8 only")
-        if self.gguf is not None and (self.type, self.outliers, self.activations) != ("int", "none", "none"):
-            raise ValueError("types of GGUF stand in place of type, outliers and activations")
-        bits = _BITS.get(self.type)
-        if bits is not None:
-            if self.bits not in bits:
-                raise ValueError(f"type {self.type} has {' or '.join(map(str, bits))} bits, not {self.bits}")
-            if self.type not in GROUPED_TYPES and (self.group_size is not None or not self.sym):
+        for said in filter(None, (grid.objection(self) for grid in grid_types().values())):
+            raise ValueError(said)
+        if chosen.widths is not None:
+            if self.bits not in chosen.widths:
+                raise ValueError(f"type {self.type} has {' or '.join(map(str, chosen.widths))} bits, not {self.bits}")
+            if not chosen.grouped and (self.group_size is not None or not self.sym):
                 raise ValueError(f"type {self.type} has neither group sizes nor zero points to choose")
         return self
 
     @property
+    def grid_type(self) -> GridType:
+        """The grid asked for, whatever its groups."""
+        known = grid_types()
+        return next((grid for grid in known.values() if grid.replaces(self)), known[self.type])
+
+    @property
     def grid(self) -> Spec:
         """The grid asked for; the group size, or the type of this very matrix, must have been resolved."""
-        if self.gguf is not None:
-            return BLOCK_TYPES[self.gguf.type]
-        return _SPECS[self.type](self)
+        return self.grid_type.spec(self)
 
     @property
     def inputs(self) -> InputSpec | None:
@@ -197,15 +180,17 @@ class Method(BaseModel):
     @property
     def label(self) -> str:
         """What codes it gives, for titles and file names: 'w4', 'w8a8', 'fp8', 'nf4-double'."""
-        weights = f"w{self.bits}" if self.type == "int" else _LABELS.get(self.type) or self.grid.name
-        if self.inputs is None:
-            return weights
-        return f"w{self.bits}a8" if self.inputs.type == self.type == "int" else f"{weights}-{self.activations}"
+        return self.grid_type.label(self, self.inputs)
 
     @property
-    def search(self) -> Literal["compat", "fast", "best"]:
+    def search(self) -> Search:
         """How the scales of a block type are found."""
-        return "best" if self.gguf is None else self.gguf.search
+        return self.grid_type.search(self)
+
+    @property
+    def needs_peaks(self) -> bool:
+        """Whether the largest magnitude of each input channel is measured, for channels that keep 16 bits."""
+        return self.grid_type.needs_peaks(self)
 
     @property
     def needs_gram(self) -> bool:
@@ -215,7 +200,7 @@ class Method(BaseModel):
     @property
     def needs_calibration(self) -> bool:
         """Whether text is run through the model: for the Gram matrix of inputs, their range, or their outliers."""
-        return self.needs_gram or self.fixed_inputs or self.outliers != "none"
+        return self.needs_gram or self.fixed_inputs or self.needs_peaks
 
     @property
     def inverts(self) -> bool:
@@ -225,7 +210,7 @@ class Method(BaseModel):
     @property
     def joins_rows(self) -> bool:
         """Whether rows of one matrix share what scales are made of, so that each matrix is solved by itself."""
-        return joins_rows(self.grid)
+        return self.grid.joins_rows
 
     @property
     def compensates(self) -> bool:
@@ -261,44 +246,6 @@ class Method(BaseModel):
         """
         raise TypeError(f"{self.name} has no algorithm")
 
-    def outlier_index(self, stats: Statistics) -> "tuple[Tensor | None, int]":
-        """The outlier channels (solve/outliers.py), None where none are asked for; how many found no place."""
-        if self.outliers == "none":
-            return None, 0
-        from llmcompress.solve.outliers import outlier_channels
-
-        if stats.peaks is None:
-            raise RunError("outliers cannot be told without statistics of the inputs")
-        most = stats.peaks.channels
-        if self.outliers == "topk":
-            return outlier_channels(most, self.outlier_count), 0
-        reached = int((most >= self.outlier_threshold).sum())
-        index = outlier_channels(most, self.outlier_count, self.outlier_threshold)
-        return index, max(0, reached - self.outlier_count)
-
-
-def _group_size(method: Method) -> int:
-    if method.group_size is None:
-        raise RecipeError("the group size has not been resolved")
-    return method.group_size
-
-
-def _scaled(method: Method) -> Spec:
-    return GridSpec(method.bits, _group_size(method), method.sym, "fp8" if method.type == "fp8" else "int")
-
-
-_SPECS: Mapping[str, Callable[[Method], Spec]] = {
-    "int": _scaled,
-    "fp8": _scaled,
-    "nf4": lambda method: Nf4Spec(method.double_quant),
-    "codebook": lambda method: CodebookSpec(method.bits),
-    "int8": lambda method: Int8Spec(0 if method.outliers == "none" else method.outlier_count),
-    "progressive": lambda method: ProgressiveSpec(_group_size(method)),
-}
-"""What each `type` stands for."""
-
-_BITS: Mapping[str, tuple[int, ...]] = {"nf4": (4,), "codebook": CODEBOOK_BITS, "int8": (8,), "progressive": (4,)}
-"""Widths of types that have no others to choose."""
-
-_LABELS: Mapping[str, str] = {"fp8": "fp8", "progressive": "progressive"}
-"""Labels of types whose grid depends on a group size that may not be known yet."""
+    def kept_channels(self, stats: Statistics) -> "tuple[Tensor | None, int]":
+        """Input channels that keep 16 bits (solve/outliers.py), None where none do; how many more found no place."""
+        return self.grid_type.kept_channels(self, stats.peaks)

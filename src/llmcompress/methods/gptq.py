@@ -77,7 +77,7 @@ class Gptq(Method):
         from llmcompress.solve.damping import inverse_factor
         from llmcompress.solve.gptq import gptq_codes
         from llmcompress.solve.masked_target import Held
-        from llmcompress.solve.outliers import beside, remaining
+        from llmcompress.solve.outliers import remaining, with_outliers
         from llmcompress.solve.prepared import Prepared, column_order
         from llmcompress.solve.prune import Pruned
         from llmcompress.solve.sparsegpt import Choice
@@ -85,7 +85,7 @@ class Gptq(Method):
         if stats.gram is None:
             raise RunError("gptq needs the statistics of its inputs")
         whole, drift, spec = stats.gram.finish(), stats.drift, self.grid
-        outliers, crowded = self.outlier_index(stats)
+        outliers, crowded = self.kept_channels(stats)
         rest = None if outliers is None else remaining(outliers, weight.shape[1])
         hessian = whole if rest is None else whole[rest][:, rest]
         if isinstance(pruned, Choice):
@@ -126,7 +126,7 @@ class Gptq(Method):
 
         coded = Coded.stacked(blocks.map(rows, aim))
         if outliers is not None:
-            coded = beside(coded, wanted, outliers, whole, pruned.keep if isinstance(pruned, Pruned) else None)
+            coded = with_outliers(coded, wanted, outliers, whole, pruned.keep if isinstance(pruned, Pruned) else None)
         return Solved(coded, factor.percdamp, factor.dead, crowded)
 
 

@@ -4,18 +4,18 @@ With `clip: output` ranges are chosen on calibration inputs; codes are still the
 """
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from pydantic import Field, model_validator
 
 from llmcompress.errors import RunError
-from llmcompress.grids.base import BlockSpec, GridSpec
 from llmcompress.methods.base import Method, Solved, Statistics
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from llmcompress.grids.integer import IntegerSpec
     from llmcompress.solve.prune import Pruned
     from llmcompress.solve.row_blocks import RowBlocks
     from llmcompress.solve.sparsegpt import Choice
@@ -46,7 +46,7 @@ class Rtn(Method):
 
     @property
     def needs_gram(self) -> bool:
-        return self.clip == "output" and self.gguf is None
+        return self.clip == "output" and self.grid_type.clips
 
     @property
     def inverts(self) -> bool:
@@ -61,24 +61,23 @@ class Rtn(Method):
         pruned: "Pruned | Choice | None" = None,
     ) -> Solved:
         from llmcompress.grids.coded import Coded
-        from llmcompress.grids.encoders import encode
         from llmcompress.grids.fitting import fit
         from llmcompress.grids.integer import fit_whole
-        from llmcompress.solve.outliers import beside, remaining
+        from llmcompress.solve.outliers import remaining, with_outliers
         from llmcompress.solve.prune import Pruned
 
         spec = self.grid
         weight = pruned.weight if isinstance(pruned, Pruned) else weight
-        if isinstance(spec, BlockSpec):
-            return Solved(encode(weight, spec, self.search, blocks.workers, stats.importance))
+        if found := self.grid_type.rounded(weight, spec, self.search, blocks.workers, stats.importance):
+            return Solved(found)
         if self.needs_gram and stats.gram is None:
             raise RunError("rtn with clip: output needs the statistics of its inputs")
         gram = stats.gram.finish() if self.needs_gram and stats.gram is not None else None
-        outliers, crowded = self.outlier_index(stats)
+        outliers, crowded = self.kept_channels(stats)
         rest = weight if outliers is None else weight[:, remaining(outliers, weight.shape[1])]
         fitted: Any = partial(fit, spec=spec, clip=self.clip, gram=gram, scale_dtype=scale_dtype)
-        if self.per_tensor and isinstance(spec, GridSpec):
-            fitted = partial(fit_whole, spec=spec, clip=self.clip, scale_dtype=scale_dtype)
+        if self.per_tensor:
+            fitted = partial(fit_whole, spec=cast("IntegerSpec", spec), clip=self.clip, scale_dtype=scale_dtype)
         common = fitted(rest) if self.joins_rows else None
 
         def rounded(part: slice) -> Coded:
@@ -86,7 +85,7 @@ class Rtn(Method):
             return Coded(grid.encode(rest[part]), grid)
 
         coded = Coded.stacked(blocks.map(rounded, rest))
-        return Solved(coded if outliers is None else beside(coded, weight, outliers), crowded_outliers=crowded)
+        return Solved(coded if outliers is None else with_outliers(coded, weight, outliers), crowded_outliers=crowded)
 
 
 METHOD = Rtn

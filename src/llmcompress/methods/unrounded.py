@@ -3,7 +3,8 @@
 from typing import TYPE_CHECKING, ClassVar
 
 from llmcompress.errors import RunError
-from llmcompress.grids.base import DenseSpec, Spec
+from llmcompress.grids.base import Spec
+from llmcompress.grids.dense import DenseSpec
 from llmcompress.methods.base import Method, Solved, Statistics
 
 if TYPE_CHECKING:
@@ -49,4 +50,4 @@ class Unrounded(Method):
         codes = grid.encode(pruned.weight if isinstance(pruned, Pruned) else weight)
         if not bool(torch.isfinite(codes).all()):
             raise RunError(f"weights overflow {self.dtype} once others have gone", "use a smaller --sparsity")
-        return Solved(Coded(codes, grid))  # type: ignore[arg-type]  # a grid that nothing is solved on
+        return Solved(Coded(codes, grid))

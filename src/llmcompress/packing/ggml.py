@@ -5,14 +5,13 @@ description. Source: the block structures of GGML, as GGUF files hold them (litt
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from llmcompress.errors import CheckpointError
-from llmcompress.grids.base import BlockSpec
-from llmcompress.grids.blocks import BlockGrid
+from llmcompress.grids.blocks import BlockGrid, BlockSpec
 from llmcompress.grids.coded import Coded
 
 _CHUNK = 1 << 19  # weights packed at once: the temporaries stay in the cache
@@ -121,8 +120,7 @@ LAYOUTS: dict[str, Layout] = {
 
 def pack(coded: Coded) -> Tensor:
     """Rows as a GGUF file holds them: uint8 [out, in / block_size * block_bytes]."""
-    grid = coded.grid
-    assert isinstance(grid, BlockGrid)
+    grid = cast("BlockGrid", coded.grid)
     rows, width = coded.codes.shape
     count = grid.d.shape[1] * grid.spec.block_bytes
     packed = torch.empty(rows, count, dtype=torch.uint8, device=coded.codes.device)
@@ -149,8 +147,7 @@ def _pieces(rows: int, width: int) -> list[slice]:
 
 
 def _pack(coded: Coded, packed: Tensor) -> None:
-    grid = coded.grid
-    assert isinstance(grid, BlockGrid)
+    grid = cast("BlockGrid", coded.grid)
     spec, layout = grid.spec, LAYOUTS[grid.spec.name]
     blocks = packed.view(*grid.d.shape, spec.block_bytes)
     _put_half(blocks, layout.d, grid.d)

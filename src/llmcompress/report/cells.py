@@ -7,7 +7,7 @@ from functools import cached_property
 
 from llmcompress.engine.write.report_schema import Linear
 from llmcompress.errors import CheckpointError
-from llmcompress.grids.base import spec_named
+from llmcompress.grids.grid_type import spec_named
 
 _PLACE = re.compile(r"(?:^|.*?\.)(\d+)\.(.+)")
 _EXPERT = re.compile(r"(^|\.)experts\.\d+(?=\.|$)")

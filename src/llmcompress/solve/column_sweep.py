@@ -51,7 +51,7 @@ def by_blocks(columns: Tensor, ahead: Tensor, decide: Callable[[int, Tensor], No
 
 
 @dataclass(frozen=True)
-class WholeSteps:
+class IntegerLevels:
     """A grid whose levels are whole numbers, as a `Sweeper` wants it.
 
     scale, inverse, low, high, offset [groups, out] float32: values are scale * level + offset, levels low ... high;
@@ -87,7 +87,7 @@ class Sweeper(Protocol):
         levels: Tensor,
         keep: Tensor | None,
         ahead: Tensor,
-        steps: WholeSteps,
+        steps: IntegerLevels,
         start: int,
         errors: Tensor,
     ) -> None:
@@ -101,7 +101,7 @@ class Sweeper(Protocol):
         keep: Tensor | None,
         ahead: Tensor,
         curve: Tensor,
-        steps: WholeSteps,
+        steps: IntegerLevels,
         start: int,
         moves: Tensor,
     ) -> None:

@@ -5,11 +5,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from llmcompress.grids.blocks import between
-from llmcompress.grids.codebook import CodebookGrid
 from llmcompress.grids.coded import Coded, Grid
-from llmcompress.grids.nf4 import Nf4Grid
-from llmcompress.solve.column_sweep import Sweeper, WholeSteps, by_blocks, obs_sweep
+from llmcompress.grids.scales import between
+from llmcompress.solve.column_sweep import IntegerLevels, Sweeper, by_blocks, obs_sweep
 from llmcompress.solve.damping import Factor
 from llmcompress.solve.sparsegpt import FixedMask
 
@@ -30,13 +28,13 @@ def gptq_codes(
     were is made up for like any rounding error. sweeper: decides whole blocks of the columns that it takes.
     """
     columns = weight.T[order].contiguous()
-    steps = Steps(grid)
+    rounder = ColumnRounder(grid)
     chosen = torch.empty_like(columns)
-    whole = steps.whole(order)
+    whole = rounder.integer_levels(order)
     if sweeper and sweeper.takes(columns) and whole is not None and (mask is None or type(mask) is FixedMask):
         decide = partial(sweeper.round_block, columns, chosen, None if mask is None else mask.keep, factor.ahead, whole)
         by_blocks(columns, factor.ahead, decide, sweeper.columns)
-        return steps.coded(chosen, order)
+        return rounder.coded(chosen, order)
     groups = grid.group_index[order].tolist()
     rows = chosen.unbind(0)
 
@@ -45,20 +43,20 @@ def gptq_codes(
     def choose(j: int, column: Tensor, error: Tensor) -> None:
         group, level = groups[j], rows[j]
         kept = None if mask is None else mask.at(j, columns)
-        value, offset = column, None if steps.offset is None else steps.offset[group]
+        value, offset = column, None if rounder.offset is None else rounder.offset[group]
         if offset is not None:
             column.sub_(offset)
         if kept is not None:
             value = column * kept if offset is None else torch.lerp(-offset, column, kept)
-        torch.mul(value, steps.inverse[group], out=level)
-        steps.snap(level, group)
-        torch.addcmul(column, level, steps.scale[group], value=-1, out=error)
+        torch.mul(value, rounder.inverse[group], out=level)
+        rounder.snap(level, group)
+        torch.addcmul(column, level, rounder.scale[group], value=-1, out=error)
 
     obs_sweep(columns, factor.ahead, choose, *sizes)
-    return steps.coded(chosen, order)
+    return rounder.coded(chosen, order)
 
 
-class Steps:
+class ColumnRounder:
     """A grid as column loops want it: per group, scale, its inverse, and what is added to scale * level (or None).
 
     Loops work on levels: what a code stands for, in units of the scale.
@@ -75,24 +73,23 @@ class Steps:
         self._table = grid.table
         if self._table is not None:
             self._between = between(self._table).contiguous()
-        elif not isinstance(grid, Nf4Grid | CodebookGrid):  # which always have a table
-            self._rounded_ = grid.rounded_
+        else:
             low, high = (bound.T.contiguous() for bound in grid.bounds)
             self._bounds = low, high
             self._low, self._high = low.unbind(0), high.unbind(0)
 
-    def whole(self, order: Tensor) -> WholeSteps | None:
+    def integer_levels(self, order: Tensor) -> IntegerLevels | None:
         """The same for columns in `order` [in], where levels are whole numbers; None where they are not."""
-        if self._table is not None or self._rounded_ is not torch.round_:
+        if self._table is not None or not self.grid.whole_levels:
             return None
         scale, inverse, offset = self._values
         low, high = self._bounds
-        return WholeSteps(scale, inverse, low, high, offset, self.grid.group_index[order].to(torch.int32))
+        return IntegerLevels(scale, inverse, low, high, offset, self.grid.group_index[order].to(torch.int32))
 
     def snap(self, level: Tensor, group: int) -> None:
         """Move values in units of the scale [out] to the nearest levels, in place."""
         if self._table is None:
-            torch.clamp(self._rounded_(level), self._low[group], self._high[group], out=level)
+            torch.clamp(self.grid.rounded_(level), self._low[group], self._high[group], out=level)
         elif self._table.dim() == 2:  # one for each row
             place = torch.searchsorted(self._between, level.unsqueeze(1), right=True)
             level.copy_(self._table.gather(1, place).squeeze(1))

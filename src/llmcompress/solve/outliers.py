@@ -4,20 +4,7 @@ import torch
 from torch import Tensor
 
 from llmcompress.grids.coded import Coded
-from llmcompress.grids.int8 import Int8Grid, beside_outliers
 from llmcompress.solve.damping import damped
-
-
-def outlier_channels(absmax: Tensor, count: int, threshold: float = 0.0) -> Tensor:
-    """The `count` channels of largest absmax [in] among those that reach `threshold`: [count] int64.
-
-    Ascending, then -1 in places that are free. Ties go to the lower channel.
-    """
-    ranked = torch.argsort(absmax, descending=True, stable=True)[:count]
-    held = ranked[absmax[ranked] >= threshold].sort().values
-    index = torch.full((count,), -1, dtype=torch.int64, device=absmax.device)
-    index[: held.numel()] = held
-    return index
 
 
 def remaining(index: Tensor, width: int) -> Tensor:
@@ -27,7 +14,7 @@ def remaining(index: Tensor, width: int) -> Tensor:
     return rest.nonzero()[:, 0]
 
 
-def beside(
+def with_outliers(
     coded: Coded, weight: Tensor, index: Tensor, hessian: Tensor | None = None, keep: Tensor | None = None
 ) -> Coded:
     """The matrix of which `coded` [out, in - n] is the rest; its outlier channels are those of weight [out, in].
@@ -43,5 +30,4 @@ def beside(
         outliers = outliers + torch.linalg.solve(known, pull.T).T
     if keep is not None:
         outliers = outliers * keep[:, held]
-    assert isinstance(coded.grid, Int8Grid)
-    return Coded(*beside_outliers(coded.codes, coded.grid, index, outliers, weight.shape[1]))
+    return coded.grid.beside_outliers(coded.codes, index, outliers, weight.shape[1])

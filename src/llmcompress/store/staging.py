@@ -25,8 +25,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from llmcompress.errors import PlanError, RunError
-from llmcompress.grids.base import spec_named
 from llmcompress.grids.coded import Coded
+from llmcompress.grids.grid_type import spec_named
 from llmcompress.store.files import bytes_of, create, file_mode, make_directory, writing
 from llmcompress.store.windows import Windows, WindowsWriter
 

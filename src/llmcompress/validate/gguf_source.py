@@ -14,7 +14,7 @@ from llmcompress.formats.gguf.metadata import architecture, metadata
 from llmcompress.formats.gguf.names import gguf_tensors
 from llmcompress.formats.gguf.tensors import GGUFTensor
 from llmcompress.formats.gguf.types import FILE_TYPES
-from llmcompress.grids.base import BLOCK_TYPES
+from llmcompress.grids.blocks import BLOCK_TYPES
 from llmcompress.grids.coded import Coded
 from llmcompress.packing.ggml import unpack
 from llmcompress.store.checkpoint import Checkpoint

@@ -1,11 +1,12 @@
 """Linears on packed weights on the CPU: torch's int4 and int8 products where they fit, else decode and multiply."""
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
-from llmcompress.grids.coded import Coded
+from llmcompress.grids.coded import Coded, Grid
 from llmcompress.grids.inputs import InputGrid, Rounding
-from llmcompress.grids.integer import IntegerGrid
 
 _INT4_GROUPS = (32, 64, 128, 256)
 _SUMMED = 1 << 17  # products of two codes of 8 bits that an int32 holds the sum of
@@ -22,12 +23,12 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = coded.codes.shape
         self.dtype, self.inputs = dtype, inputs
         self.bias = None if bias is None else nn.Parameter(bias.to(dtype), requires_grad=False)
-        if isinstance(coded.grid, IntegerGrid):
+        if coded.grid.spec.affine:
             self._integers(coded, coded.grid)
         else:
             self._decoding(coded)
 
-    def _integers(self, coded: Coded, grid: IntegerGrid) -> None:
+    def _integers(self, coded: Coded, grid: Grid) -> None:
         group = grid.spec.width(self.in_features)
         natural = bool((grid.group_index == torch.arange(self.in_features) // group).all())
         whole_rows = grid.spec.bits == 8 and group == self.in_features and grid.spec.symmetric
@@ -42,8 +43,7 @@ class PackedLinear(nn.Module):
             )
             self.group = group
         elif whole_rows:
-            integers = isinstance(self.inputs, InputGrid) and self.inputs.spec.type == "int"
-            both = integers and self.in_features < _SUMMED
+            both = self.inputs is not None and self.inputs.integers and self.in_features < _SUMMED
             self.kernel = "int8-int8" if both else "int8"
             self.register_buffer("words", (coded.codes.to(torch.int16) - grid.spec.middle).to(torch.int8))
             self.register_buffer("scale", grid.scale[:, 0].to(torch.float32 if both else self.dtype))
@@ -80,9 +80,9 @@ class PackedLinear(nn.Module):
 
     def _codes_by_codes(self, rows: Tensor) -> Tensor:
         """Exact sums of products of codes; the scales of token and row come last."""
-        assert isinstance(self.inputs, InputGrid)
-        scales = self.inputs.scales(rows)
-        codes = self.inputs.levels(rows, scales).to(torch.int8)
+        inputs = cast("InputGrid", self.inputs)
+        scales = inputs.scales(rows)
+        codes = inputs.levels(rows, scales).to(torch.int8)
         sums = torch._int_mm(codes, self.words.t())  # type: ignore[operator]
         return sums.to(torch.float32).mul_(scales).mul_(self.scale).to(self.dtype)  # type: ignore[arg-type]
 

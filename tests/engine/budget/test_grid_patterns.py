@@ -5,13 +5,13 @@ from hypothesis import strategies as st
 
 from llmcompress.engine.budget.patterns import patterns_of
 from llmcompress.engine.plan.matrix_options import resolve_matrix_options
-from llmcompress.grids.base import GridSpec
+from llmcompress.grids.integer import IntegerSpec
 from llmcompress.ledger import Ledger
 from llmcompress.methods.rtn import Rtn
 
 PLACES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "attn.c_proj", "mlp.c_proj", "dense", "mlp.dense")
 EXPERTS = ("mlp.experts.0.up_proj", "mlp.experts.1.up_proj", "mlp.experts.11.w1", "mlp.experts.2.w1")
-SMALL, LARGE, FINE = GridSpec(3, 128), GridSpec(8, 128), GridSpec(3, 32)
+SMALL, LARGE, FINE = IntegerSpec(3, 128), IntegerSpec(8, 128), IntegerSpec(3, 32)
 
 
 def modules(layers, places=PLACES + EXPERTS):

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from llmcompress.engine.process.exchange import packed, unpacked
-from llmcompress.grids.base import GridSpec
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.fitting import fit
+from llmcompress.grids.integer import IntegerSpec
 from llmcompress.solve.damping import Factor
 from llmcompress.stats.energy import Energy, energy
 
@@ -48,7 +48,7 @@ def test_tensors_are_the_same_to_the_bit_and_aligned(dtype):
 
 def test_codes_factors_and_energies_keep_their_kind():
     weight = torch.randn(6, 64, generator=torch.Generator().manual_seed(2))
-    grid = fit(weight, GridSpec(4, 32, True))
+    grid = fit(weight, IntegerSpec(4, 32, True))
     coded = Coded(grid.encode(weight), grid, torch.tensor([0.5]))
     factor = Factor(weight, weight[0], 0.01, 3)
     found, factor_found, seen = there_and_back([coded, factor, {"a": energy(weight)}])

@@ -5,8 +5,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from llmcompress.engine.run.rtn_ratio import COMPARED, against_rtn
-from llmcompress.grids.base import CodebookSpec, GridSpec, Int8Spec, Nf4Spec
-from llmcompress.grids.nearest import rounds_at_once
+from llmcompress.grids.codebook import CodebookSpec
+from llmcompress.grids.int8 import Int8Spec
+from llmcompress.grids.integer import IntegerSpec
+from llmcompress.grids.nf4 import Nf4Spec
 from llmcompress.workers import SERIAL
 from tinyruns import compress, recipe
 
@@ -35,7 +37,7 @@ def test_the_ratio_is_that_of_the_losses(calibrated):
         float((rows[::2].double() @ (inputs.T.double() if calibrated else torch.eye(64).double())).square().sum())
         for rows in (delta, plain)
     )
-    found = against_rtn(weight, delta, GridSpec(4, 32), hessian, SERIAL)
+    found = against_rtn(weight, delta, IntegerSpec(4, 32), hessian, SERIAL)
     assert found == pytest.approx(ours / theirs, rel=5e-3)  # scales are stored in 16 bits
 
 
@@ -50,11 +52,11 @@ def test_gptq_is_better_than_plain_rounding(tiny_model_dir, tmp_path):
 
 
 def test_grids_that_take_long_to_fit_or_keep_outliers_are_not_compared():
-    assert rounds_at_once(GridSpec(4, 32))
-    assert rounds_at_once(Nf4Spec())
-    assert rounds_at_once(Int8Spec())
-    assert not rounds_at_once(Int8Spec(16))
-    assert not rounds_at_once(CodebookSpec(3))
+    assert IntegerSpec(4, 32).rounds_at_once
+    assert Nf4Spec().rounds_at_once
+    assert Int8Spec().rounds_at_once
+    assert not Int8Spec(16).rounds_at_once
+    assert not CodebookSpec(3).rounds_at_once
 
 
 def test_a_matrix_without_error_has_no_ratio(tiny_model_dir, tmp_path):

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from llmcompress.engine.targets.table import TARGETS
 from llmcompress.engine.targets.verdicts import violations
 from llmcompress.formats.base import Entry, TensorSpec
-from llmcompress.grids.base import PER_ROW, GridSpec
+from llmcompress.grids.base import PER_ROW
+from llmcompress.grids.integer import IntegerSpec
 
 
 def whole_on_devices(target, tp, heads, kv, head, hidden, inter, bits, group, symmetric):
@@ -79,7 +80,7 @@ def test_what_is_accepted_lies_whole_on_every_device(
     heads = kv * share
     if not symmetric:
         bits = 4
-    entries = entries_of(hidden, inter, heads, kv, head, GridSpec(bits, group, symmetric))
+    entries = entries_of(hidden, inter, heads, kv, head, IntegerSpec(bits, group, symmetric))
     if any(entry.in_features % (1 if group == PER_ROW else group) for entry in entries):
         return  # no plan has such groups
     config = {"num_attention_heads": heads, "num_key_value_heads": kv}

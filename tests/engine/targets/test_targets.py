@@ -22,7 +22,8 @@ from llmcompress.engine.targets.table import TARGETS
 from llmcompress.engine.targets.verdicts import engine_notes, verdicts, violations
 from llmcompress.errors import PlanError, RecipeError
 from llmcompress.formats.base import Entry, TensorSpec
-from llmcompress.grids.base import PER_ROW, GridSpec
+from llmcompress.grids.base import PER_ROW
+from llmcompress.grids.integer import IntegerSpec
 from llmcompress.recipe import parse
 
 
@@ -226,8 +227,8 @@ def test_a_pattern_that_is_taken_is_extended_not_overridden(headers_of, tmp_path
     patterns = {"mlp.down_proj": {"bits": 8}, "layers.0.mlp.*": {"bits": 4}}
     held = planned(recipe(set=patterns), headers_of(inter=1536), tmp_path / "out", target="vllm", tp=8, repair=True)
     found = matrices(held)[1]
-    assert found["model.layers.0.mlp.down_proj"][0] == GridSpec(4, 64)
-    assert found["model.layers.1.mlp.down_proj"][0] == GridSpec(8, 64)
+    assert found["model.layers.0.mlp.down_proj"][0] == IntegerSpec(4, 64)
+    assert found["model.layers.1.mlp.down_proj"][0] == IntegerSpec(8, 64)
 
 
 def test_patterns_are_few_and_change_no_others(headers_of, tmp_path):
@@ -357,32 +358,32 @@ def test_the_default_is_read_by_every_engine(format_):
 @pytest.mark.parametrize(
     ("format_", "entries", "engines"),
     [
-        (GPTQ, model({"": GridSpec(2, 32)}), ["vLLM", "SGLang"]),
-        (GPTQ, model({"": GridSpec(3, 32)}), ["vLLM", "SGLang", "llama.cpp's converter"]),
-        (GPTQ, model({"": GridSpec(4, 32, symmetric=False)}), ["vLLM", "SGLang"]),
-        (GPTQ, model({"": GridSpec(4, 16)}), ["vLLM", "SGLang"]),
-        (GPTQ, [matrix("m", GridSpec(4, 48), (128, 384))], ["transformers", "GPTQModel", "vLLM", "SGLang"]),
-        (GPTQ, model({"down": GridSpec(8, 32)}), ["transformers", "llama.cpp's converter"]),
-        (GPTQ, model({"q_proj": GridSpec(8, 32)}), ["transformers", "vLLM", "SGLang", "llama.cpp's converter"]),
+        (GPTQ, model({"": IntegerSpec(2, 32)}), ["vLLM", "SGLang"]),
+        (GPTQ, model({"": IntegerSpec(3, 32)}), ["vLLM", "SGLang", "llama.cpp's converter"]),
+        (GPTQ, model({"": IntegerSpec(4, 32, symmetric=False)}), ["vLLM", "SGLang"]),
+        (GPTQ, model({"": IntegerSpec(4, 16)}), ["vLLM", "SGLang"]),
+        (GPTQ, [matrix("m", IntegerSpec(4, 48), (128, 384))], ["transformers", "GPTQModel", "vLLM", "SGLang"]),
+        (GPTQ, model({"down": IntegerSpec(8, 32)}), ["transformers", "llama.cpp's converter"]),
+        (GPTQ, model({"q_proj": IntegerSpec(8, 32)}), ["transformers", "vLLM", "SGLang", "llama.cpp's converter"]),
         (GPTQ, model({"q_proj": None}), ["vLLM", "SGLang"]),
         (GPTQ, model(permuted=True), ["vLLM"]),
-        (GPTQ, model({"": GridSpec(4, PER_ROW)}, permuted=True), []),
+        (GPTQ, model({"": IntegerSpec(4, PER_ROW)}, permuted=True), []),
         (GPTQ, model(head=True), ["transformers"]),
         (GPTQ, [matrix("m", W4, (36, 128))], ["transformers", "vLLM", "SGLang"]),
         (GPTQ, [matrix("m", W4, (64, 160))], ["SGLang"]),
         (GPTQ, [matrix("model.layers.0.mlp.experts.0.up_proj")], ["transformers"]),
-        (AWQ, model({"": GridSpec(4, 32, symmetric=False)}), []),
+        (AWQ, model({"": IntegerSpec(4, 32, symmetric=False)}), []),
         (AWQ, model(dtype="F16"), []),
         (AWQ, model(), ["vLLM", "SGLang"]),  # bfloat16 without zero points
-        (AWQ, model({"": GridSpec(4, PER_ROW)}, dtype="F16"), ["vLLM", "SGLang"]),
-        (AWQ, model({"": GridSpec(4, 16, symmetric=False)}), ["transformers", "GPTQModel", "vLLM", "SGLang"]),
-        (AWQ, [matrix("model.layers.0.mlp.experts.0.up_proj", GridSpec(4, 32, symmetric=False))], ["transformers"]),
-        (PACKED, model({"": GridSpec(4, 32, symmetric=False)}), ["transformers"]),
-        (PACKED, model({"": GridSpec(8, 32, symmetric=False)}), ["transformers", "vLLM"]),
-        (PACKED, model({"": GridSpec(2, 32)}), ["vLLM", "SGLang"]),
-        (PACKED, model({"": GridSpec(8, PER_ROW)}), ["llama.cpp's converter"]),
-        (PACKED, model({"": GridSpec(4, 16)}), ["vLLM", "SGLang"]),
-        (PACKED, model({"down": GridSpec(8, 32)}), ["llama.cpp's converter"]),
+        (AWQ, model({"": IntegerSpec(4, PER_ROW)}, dtype="F16"), ["vLLM", "SGLang"]),
+        (AWQ, model({"": IntegerSpec(4, 16, symmetric=False)}), ["transformers", "GPTQModel", "vLLM", "SGLang"]),
+        (AWQ, [matrix("model.layers.0.mlp.experts.0.up_proj", IntegerSpec(4, 32, symmetric=False))], ["transformers"]),
+        (PACKED, model({"": IntegerSpec(4, 32, symmetric=False)}), ["transformers"]),
+        (PACKED, model({"": IntegerSpec(8, 32, symmetric=False)}), ["transformers", "vLLM"]),
+        (PACKED, model({"": IntegerSpec(2, 32)}), ["vLLM", "SGLang"]),
+        (PACKED, model({"": IntegerSpec(8, PER_ROW)}), ["llama.cpp's converter"]),
+        (PACKED, model({"": IntegerSpec(4, 16)}), ["vLLM", "SGLang"]),
+        (PACKED, model({"down": IntegerSpec(8, 32)}), ["llama.cpp's converter"]),
         (PACKED, model({"gate": None}), ["vLLM", "SGLang"]),
         (PACKED, [matrix("model.layers.0.mlp.experts.0.up_proj")], []),
         (GPTQ, [matrix("h.0.attn.c_attn", transposed=True)], ["transformers"]),

@@ -16,8 +16,8 @@ from llmcompress.errors import PlanError
 from llmcompress.formats.gguf.file import Placed, padded
 from llmcompress.formats.gguf.mixture import Wishes, asked, is_quantised
 from llmcompress.formats.gguf.types import tensor_type
+from llmcompress.grids.ggml import GgufTypes, gguf_types
 from llmcompress.ledger import Ledger
-from llmcompress.methods.base import GgufTypes
 from llmcompress.recipe import Recipe
 from llmcompress.solve.knapsack import Choice, choose
 from llmcompress.store.output_file import is_single
@@ -46,8 +46,8 @@ def fitted_to_budget(
             "give types instead of a budget, or leave the step out",
         )
     assert step is not None
-    assert step.gguf is not None
-    wished = step.gguf
+    wished = gguf_types(step)
+    assert wished is not None
 
     def planned(**types: object) -> tuple[Recipe, Plan]:
         changed = step.model_copy(update={"gguf": wished.model_copy(update=types)})

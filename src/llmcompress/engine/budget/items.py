@@ -12,7 +12,8 @@ from llmcompress.engine.targets.verdicts import violations
 from llmcompress.errors import PlanError
 from llmcompress.formats.base import Entry, Format
 from llmcompress.formats.entry_checks import fused
-from llmcompress.grids.base import PER_ROW, GridSpec
+from llmcompress.grids.base import PER_ROW
+from llmcompress.grids.integer import IntegerSpec
 
 Patterns = Mapping[str, Mapping[str, Any]]
 
@@ -22,9 +23,9 @@ class Item:
     """Matrices that get the same grid, and the grids to choose from, fewest bits first."""
 
     matrices: tuple[MatrixPlan, ...]
-    grids: tuple[GridSpec, ...]
+    grids: tuple[IntegerSpec, ...]
 
-    def with_grid(self, grid: GridSpec) -> tuple[Entry, ...]:
+    def with_grid(self, grid: IntegerSpec) -> tuple[Entry, ...]:
         """Their entries on a grid."""
         return tuple(replace(matrix.entry, grid=grid) for matrix in self.matrices)
 
@@ -57,13 +58,13 @@ class Offer:
     group_sizes: Sequence[int]
     named: Patterns
 
-    def grids(self, members: Sequence[MatrixPlan]) -> list[GridSpec]:
+    def grids(self, members: Sequence[MatrixPlan]) -> list[IntegerSpec]:
         """Those for matrices that share one, smallest first: of groups that divide their inputs, else of whole rows."""
         bits = self._of("bits", members) or self.bits
         sizes = self._of("group_size", members) or self.group_sizes
         widths = {matrix.entry.in_features for matrix in members}
         dividing = [size for size in sizes if size == PER_ROW or not any(width % size for width in widths)]
-        made = {GridSpec(width, size, members[0].method.sym) for width in bits for size in dividing or (PER_ROW,)}
+        made = {IntegerSpec(width, size, members[0].method.sym) for width in bits for size in dividing or (PER_ROW,)}
         return sorted(made, key=lambda grid: (grid.bits, -grid.width(1 << 31)))
 
     def _of(self, option: str, members: Sequence[MatrixPlan]) -> list[int]:
@@ -120,12 +121,12 @@ def _refuse_unmixed(items: Sequence[Item], rules: Rules) -> None:
         raise PlanError(f"widths cannot be mixed: {refused[0]}", "use another --format or --target")
 
 
-def sized(item: Item, grid: GridSpec, format_: Format) -> int:
+def sized(item: Item, grid: IntegerSpec, format_: Format) -> int:
     """Bytes of an item's tensors in a format."""
     return sum(spec.nbytes for entry in item.with_grid(grid) for spec in format_.layout(entry))
 
 
-def stored_bits(item: Item, grid: GridSpec) -> int:
+def stored_bits(item: Item, grid: IntegerSpec) -> int:
     """Bits of an item's codes, scales and zero points."""
     return round(
         sum(

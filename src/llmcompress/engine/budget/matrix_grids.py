@@ -14,7 +14,8 @@ from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.targets.verdicts import requested_target
 from llmcompress.errors import PlanError
-from llmcompress.grids.base import PER_ROW, GridSpec
+from llmcompress.grids.base import PER_ROW
+from llmcompress.grids.integer import IntegerSpec
 from llmcompress.ledger import Ledger
 from llmcompress.recipe import Expected, Recipe, build
 from llmcompress.solve.knapsack import Choice, cheapest, choose, mirrored
@@ -46,7 +47,7 @@ class Fitted:
 
     recipe: Recipe
     plan: Plan
-    losses: list[tuple[Item, GridSpec, float]]
+    losses: list[tuple[Item, IntegerSpec, float]]
     ledger: Ledger
 
 
@@ -174,7 +175,9 @@ class _Fitting:
             for item, costs in zip(self.items, self.costs, strict=True)
         ]
 
-    def _taken(self, choices: Sequence[Sequence[Choice]], numbers: Sequence[int]) -> list[tuple[Item, GridSpec, float]]:
+    def _taken(
+        self, choices: Sequence[Sequence[Choice]], numbers: Sequence[int]
+    ) -> list[tuple[Item, IntegerSpec, float]]:
         return [
             (item, item.grids[number], options[number].loss)
             for item, options, number in zip(self.items, choices, numbers, strict=True)
@@ -182,7 +185,7 @@ class _Fitting:
 
     def least(
         self, losses: dict[str, dict[str, float]], smallest: Plan
-    ) -> tuple[list[tuple[Item, GridSpec, float]], Plan]:
+    ) -> tuple[list[tuple[Item, IntegerSpec, float]], Plan]:
         """The grids of least loss within the budget."""
         choices = self._choices(losses)
         least = sum(min(costs) for costs in self.costs)
@@ -194,7 +197,9 @@ class _Fitting:
         numbers, plan = allotted(attempt, least - self.excess(smallest), least, lambda made: self.excess(made[1]))
         return self._taken(choices, numbers), plan
 
-    def within(self, losses: dict[str, dict[str, float]], kl: float) -> tuple[list[tuple[Item, GridSpec, float]], Plan]:
+    def within(
+        self, losses: dict[str, dict[str, float]], kl: float
+    ) -> tuple[list[tuple[Item, IntegerSpec, float]], Plan]:
         """The smallest grids within a loss; PlanError if there are none, or none that also keep within the budget."""
         choices = self._choices(losses)
         turned = mirrored(choices)

@@ -6,19 +6,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from llmcompress.engine.plan.matrix_options import matches
-from llmcompress.grids.base import GridSpec
+from llmcompress.grids.integer import IntegerSpec
 
 Patterns = dict[str, dict[str, int]]
 
 
-def patterns_of(grids: Mapping[str, GridSpec], common: GridSpec) -> Patterns:
+def patterns_of(grids: Mapping[str, IntegerSpec], common: IntegerSpec) -> Patterns:
     """Patterns after which every module of `grids` has its bits and group size where a step has those of `common`.
 
     First what a place of a layer, such as mlp.down_proj, has in most layers, then layers that have something else,
     joined by their digits (layers.1[0-35].mlp.down_proj). Later patterns win. Modules that no such pattern can tell
     from others are named in full.
     """
-    places: dict[tuple[str, str], dict[int, GridSpec]] = {}
+    places: dict[tuple[str, str], dict[int, IntegerSpec]] = {}
     for module, grid in grids.items():
         layers, number, place = _parts(module)
         places.setdefault((layers, place), {})[number] = grid
@@ -33,7 +33,7 @@ def patterns_of(grids: Mapping[str, GridSpec], common: GridSpec) -> Patterns:
     return made | _corrections(grids, common, made)
 
 
-def _options(grid: GridSpec) -> dict[str, int]:
+def _options(grid: IntegerSpec) -> dict[str, int]:
     return {"bits": grid.bits, "group_size": grid.group_size}
 
 
@@ -46,10 +46,10 @@ def _parts(module: str) -> tuple[str, int, str]:
 
 
 def _joined(
-    places: Mapping[tuple[str, str], Mapping[int, GridSpec]],
-) -> Iterator[tuple[list[tuple[str, str]], Mapping[int, GridSpec]]]:
+    places: Mapping[tuple[str, str], Mapping[int, IntegerSpec]],
+) -> Iterator[tuple[list[tuple[str, str]], Mapping[int, IntegerSpec]]]:
     """Places with the same grids in all layers together; those whose names differ in one letter become one."""
-    alike: list[tuple[list[tuple[str, str]], Mapping[int, GridSpec]]] = []
+    alike: list[tuple[list[tuple[str, str]], Mapping[int, IntegerSpec]]] = []
     for name, table in places.items():
         names = next((names for names, other in alike if other == table), None)
         if names is None:
@@ -94,7 +94,7 @@ def _digits(units: Sequence[int]) -> str:
     return f"[{''.join(spelled)}]"
 
 
-def _corrections(grids: Mapping[str, GridSpec], common: GridSpec, made: Patterns) -> Patterns:
+def _corrections(grids: Mapping[str, IntegerSpec], common: IntegerSpec, made: Patterns) -> Patterns:
     """Full names of the modules that patterns give another grid than theirs."""
     wrong: Patterns = {}
     for module, grid in grids.items():

@@ -9,7 +9,7 @@ from torch import Tensor
 from llmcompress.formats.gguf.mixture import is_quantised
 from llmcompress.formats.gguf.tensors import GGUFTensor, Piece, Read, pieces
 from llmcompress.formats.gguf.types import tensor_type
-from llmcompress.grids.base import BLOCK_TYPES
+from llmcompress.grids.blocks import BLOCK_TYPES
 from llmcompress.grids.encoders import encode
 from llmcompress.stats.fisher import Fisher, expected_loss, sampled_rows
 from llmcompress.workers import SERIAL, Workers

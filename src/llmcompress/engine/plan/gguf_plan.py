@@ -16,8 +16,8 @@ from llmcompress.formats.gguf.rules import Facts
 from llmcompress.formats.gguf.tensors import GGUFTensor
 from llmcompress.formats.gguf.tokenizer import GgufTokenizer, read_tokenizer, write_tokenizer
 from llmcompress.formats.gguf.types import FileType, file_type
+from llmcompress.grids.ggml import GgufTypes
 from llmcompress.ledger import Ledger
-from llmcompress.methods.base import GgufTypes
 from llmcompress.store.headers import ModelHeaders, read_json
 from llmcompress.store.output_file import is_single
 

@@ -15,7 +15,8 @@ from llmcompress.formats.gguf.imatrix import Imatrix, ImatrixEntry, check, floor
 from llmcompress.formats.gguf.imatrix_file import read_imatrix
 from llmcompress.formats.gguf.keys import Key, text, u32
 from llmcompress.formats.gguf.mixture import is_quantised
-from llmcompress.grids.base import BLOCK_TYPES
+from llmcompress.grids.blocks import BLOCK_TYPES
+from llmcompress.grids.ggml import gguf_types
 from llmcompress.ledger import Ledger
 from llmcompress.recipe import Recipe
 
@@ -55,7 +56,7 @@ def refuse_useless_importance(recipe: Recipe) -> None:
             f"{recipe.transforms[0].name} changes channels that the importance matrix speaks of",
             "leave imatrix out, or the step",
         )
-    if step is None or step.gguf is None:
+    if step is None or gguf_types(step) is None:
         raise PlanError("an importance matrix is for types of GGUF only", "give types by gguf:, or leave imatrix out")
     if step.needs_calibration:
         raise PlanError(

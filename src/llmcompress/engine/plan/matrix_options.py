@@ -6,9 +6,10 @@ from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 from llmcompress.errors import PlanError, RecipeError
-from llmcompress.grids.base import BLOCK_TYPES, PER_ROW, PROGRESSIVE_GROUPS
+from llmcompress.grids.blocks import BLOCK_TYPES
+from llmcompress.grids.ggml import GgufTypes, gguf_types
 from llmcompress.ledger import Ledger
-from llmcompress.methods.base import DEFAULT_GROUP_SIZES, GROUPED_TYPES, GgufTypes, Method
+from llmcompress.methods.base import DEFAULT_GROUP_SIZES, Method
 from llmcompress.pruners.base import Pruner
 from llmcompress.recipe import build
 
@@ -31,7 +32,7 @@ def resolve_matrix_options(step: Method, modules: Mapping[str, int], ledger: Led
     width is taken. PlanError for a pattern that matches no module, and for a group size that does not divide a width.
     """
     _check_patterns(step, modules)
-    chosen = {module: _per_row(_options(step, module)) for module in modules}
+    chosen = {module: _own_group(_options(step, module)) for module in modules}
     unnamed = sorted({width for module, width in modules.items() if (item := chosen[module]) and _lacks_group(item)})
     default = _default_group(unnamed, ledger) if unnamed else None
     result: dict[str, Method | None] = {}
@@ -40,7 +41,7 @@ def resolve_matrix_options(step: Method, modules: Mapping[str, int], ledger: Led
         if item is not None:
             item = item.model_copy(update={"group_size": default}) if _lacks_group(item) else item
             _check_group(item, module, width)
-            _check_outliers(item, module, width)
+            item.grid_type.refuse(item, module, width)
         result[module] = item
     for module in [module for module, item in result.items() if item is None]:
         ledger.note("unquantised", module, "skipped as asked")
@@ -96,22 +97,22 @@ def _options(step: Step, module: str) -> Step | None:
 
 def _typed(item: Method | None, module: str, kind: str | None) -> Method | None:
     """A method with the GGUF type `kind` of its matrix; None where that type is not a grid of blocks."""
-    if item is None or item.gguf is None:
+    if item is None or gguf_types(item) is None:
         raise RecipeError(f"{module} can be given another type of GGUF, but not left out", "use tensors: of gguf")
     if kind not in BLOCK_TYPES:
         return None
     return item.model_copy(update={"gguf": GgufTypes(type=kind, search=item.search)})
 
 
-def _per_row(item: Method | None) -> Method | None:
-    """A method with one scale per row where no group size is given and its codes have no groups."""
-    if item is None or item.group_size is not None or item.type != "fp8":
+def _own_group(item: Method | None) -> Method | None:
+    """A method with the group size of its grid where none is given and the grid has no other."""
+    if item is None or item.group_size is not None or item.grid_type.default_group is None:
         return item
-    return item.model_copy(update={"group_size": PER_ROW})
+    return item.model_copy(update={"group_size": item.grid_type.default_group})
 
 
 def _lacks_group(item: Method) -> bool:
-    return item.type in GROUPED_TYPES and item.group_size is None
+    return item.grid_type.grouped and item.group_size is None
 
 
 def _default_group(widths: Iterable[int], ledger: Ledger) -> int:
@@ -130,32 +131,16 @@ def _default_group(widths: Iterable[int], ledger: Ledger) -> int:
     return -1
 
 
-def _check_outliers(item: Method, module: str, width: int) -> None:
-    if item.outliers != "none" and item.outlier_count >= width:
-        raise PlanError(
-            f"{item.outlier_count} outlier channels leave nothing to round of the {width} inputs of {module}",
-            f"use an outlier_count below {width}, or leave the matrix out: --set 'PATTERN: {{skip: true}}'",
-        )
-
-
 def _check_group(item: Method, module: str, width: int) -> None:
-    size = item.grid.width(width)
-    if width % size and item.type == "progressive" and any(width % group == 0 for group in PROGRESSIVE_GROUPS):
-        divisors = [str(group) for group in PROGRESSIVE_GROUPS if width % group == 0]
-        raise PlanError(
-            f"group size {size} does not divide the {width} inputs of {module}",
-            f"use --group-size {' or '.join(divisors)}",
-        )
-    if width % size and item.type != "int":
-        raise PlanError(
-            f"{item.grid.name} has blocks of {size}, which do not divide the {width} inputs of {module}",
-            "leave it out: --set 'PATTERN: {skip: true}'",
-        )
-    if width % size:
-        fitting = [g for g in (256, 192, 128, 96, 64, 48, 32, 16) if width % g == 0]
-        hint = (
-            f"use --group-size {' or '.join(map(str, fitting[:3]))}, or -1 (one scale per row)"
-            if fitting
-            else "use --group-size -1"
-        )
-        raise PlanError(f"group size {size} does not divide the {width} inputs of {module}", hint)
+    size, kind = item.grid.width(width), item.grid_type
+    if width % size == 0:
+        return
+    fitting = [group for group in kind.group_sizes if width % group == 0]
+    if kind.grouped and (fitting or kind.per_row):
+        sizes = " or ".join(map(str, fitting[:3]))
+        rows = "-1" if not fitting else f"{sizes}, or -1 (one scale per row)" if kind.per_row else sizes
+        raise PlanError(f"group size {size} does not divide the {width} inputs of {module}", f"use --group-size {rows}")
+    raise PlanError(
+        f"{item.grid.name} has blocks of {size}, which do not divide the {width} inputs of {module}",
+        "leave it out: --set 'PATTERN: {skip: true}'",
+    )

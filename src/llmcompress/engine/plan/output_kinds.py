@@ -30,9 +30,9 @@ from llmcompress.engine.source.tensor_names import Anatomy
 from llmcompress.errors import PlanError
 from llmcompress.formats.base import Entry, Format, TensorSpec
 from llmcompress.formats.gguf.file import GgufFile
-from llmcompress.grids.recode import holds_codes
+from llmcompress.grids.ggml import GgufTypes, gguf_types
 from llmcompress.ledger import Ledger
-from llmcompress.methods.base import GgufTypes, Method
+from llmcompress.methods.base import Method
 from llmcompress.recipe import Recipe
 from llmcompress.store.headers import ModelHeaders, read_headers
 from llmcompress.store.output import weights_nbytes
@@ -118,20 +118,19 @@ class SafetensorsOutput:
 
     def method_suffix(self, step: Method) -> str:
         """What the default name of the output says of the step that rounds."""
-        if step.gguf is not None:
-            return f"{step.name}-{step.gguf.type}"
-        size = None if step.type != "int" else step.group_size
-        return f"{step.name}-{step.label}{'' if size is None else 'row' if size < 0 else f'g{size}'}"
+        if types := gguf_types(step):
+            return f"{step.name}-{types.type}"
+        return f"{step.name}-{step.label}{step.grid_type.group_label(step)}"
 
     def contents(self, headers: ModelHeaders) -> Contents:
         """Headers and matrices of a model, transformed, and how the matrices get grids. Raises LlmcompressError."""
         matrices = matrices_of(headers, self.options.trust_remote_code, self.ledger)
         anatomy = Anatomy(headers, matrices.spec, matrices.prefix, matrices.layers)
         headers = transformed_headers(headers, self.recipe, anatomy, self.ledger)
-        step = self.recipe.method
-        if step is None or step.gguf is None:
+        types = gguf_types(self.recipe.method)
+        if types is None:
             return Contents(headers, matrices, GridsByOptions())
-        return self._typed(headers, matrices, step.gguf)
+        return self._typed(headers, matrices, types)
 
     def _typed(self, headers: ModelHeaders, matrices: Matrices, asked: GgufTypes) -> Contents:
         types = tensor_types(headers, tensors_of(headers), asked, self._measured, self.ledger)
@@ -161,7 +160,8 @@ class GgufOutput(SafetensorsOutput):
         return source_headers(model, self.ledger)
 
     def method_suffix(self, step: Method) -> str:
-        return super().method_suffix(step) if step.gguf is None else f"{step.gguf.type}.gguf"
+        types = gguf_types(step)
+        return super().method_suffix(step) if types is None else f"{types.type}.gguf"
 
     def contents(self, headers: ModelHeaders) -> Contents:
         if not isinstance(headers, GgufHeaders):
@@ -184,7 +184,7 @@ class GgufOutput(SafetensorsOutput):
         headers, model = contents.headers, contents.gguf
         assert model is not None  # the format refuses matrices without a GGUF type
         if isinstance(headers, DecodedHeaders):
-            coded = {entry.module for entry in entries if holds_codes(entry.grid)}
+            coded = {entry.module for entry in entries if entry.grid and entry.grid.holds_codes}
             note_decoded(headers, set() if self.recipe.transforms or self.recipe.pruner else coded, self.ledger)
         keys = () if importance is None else importance.keys
         files = gguf_files_of(model, headers, out, self.recipe.output.shard_size, keys)

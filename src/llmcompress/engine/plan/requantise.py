@@ -12,8 +12,9 @@ from llmcompress.formats.gguf.mixture import is_quantised
 from llmcompress.formats.gguf.rules import Facts
 from llmcompress.formats.gguf.tensors import GGUFTensor
 from llmcompress.formats.gguf.types import file_type
+from llmcompress.grids.ggml import GgufTypes, gguf_types
 from llmcompress.ledger import Ledger
-from llmcompress.methods.base import GgufTypes, Method
+from llmcompress.methods.base import Method
 from llmcompress.recipe import Output
 
 _HINT = "give the model directory that it was made from"
@@ -43,7 +44,7 @@ def file_model(headers: GgufHeaders, step: Method, output: Output, ledger: Ledge
     PlanError for what needs more than the file, and for tensors that would be rounded a second time, unless the step
     allows it.
     """
-    asked = step.gguf or GgufTypes(type="F32")
+    asked = gguf_types(step) or GgufTypes(type="F32")
     _refuse(headers, step, output)
     tensors = [GGUFTensor(name, item.shape, names_of(item)) for name, item in headers.gguf.tensors.items()]
     heads = headers.number("attention.head_count")

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmcompress.grids.base import spec_named
 from llmcompress.grids.coded import Coded
+from llmcompress.grids.grid_type import spec_named
 from llmcompress.solve.damping import Factor
 from llmcompress.stats.energy import Energy
 

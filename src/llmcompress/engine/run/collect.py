@@ -56,7 +56,7 @@ def collect(
     peaks = {
         space: AbsMax(plans[0].entry.in_features, device)
         for space, plans in wanted.items()
-        if any(plan.method.outliers != "none" for plan in plans)
+        if any(plan.method.needs_peaks for plan in plans)
     }
     paired = None if routed else original
     drifting = grams if paired is not None else {}

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from llmcompress.engine.plan.plan import Plan
+from llmcompress.grids.ggml import gguf_types
 from llmcompress.ledger import Ledger
-from llmcompress.methods.base import Method
 from llmcompress.store.statistics import Kept, keep, kept_in
 
 
@@ -46,7 +46,7 @@ def _needs_windows(plan: Plan) -> bool:
         plan.recipe.kv_cache is not None
         or plan.scales_channels
         or (plan.recipe.pruner is not None and plan.recipe.pruner.allocation != "uniform")
-        or any(matrix.method.fixed_inputs or matrix.method.outliers != "none" for matrix in matrices)
+        or any(matrix.method.fixed_inputs or matrix.method.needs_peaks for matrix in matrices)
     )
 
 
@@ -74,4 +74,5 @@ def _steps(plan: Plan) -> list[str]:
 
 
 def _label(step: Any) -> str:
-    return str(step.gguf.type if isinstance(step, Method) and step.gguf is not None else step.label)
+    types = gguf_types(step)
+    return str(step.label if types is None else types.type)

@@ -23,11 +23,9 @@ from llmcompress.engine.run.pruning import pruned, sparsity_record
 from llmcompress.engine.run.rtn_ratio import against_rtn, energies
 from llmcompress.engine.source.gguf_input import GgufHeaders
 from llmcompress.engine.source.quantised import DecodedHeaders
-from llmcompress.grids.base import BlockSpec
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.inputs import InputGrid
-from llmcompress.grids.nearest import rounds_at_once
-from llmcompress.grids.recode import holds_codes, recode
+from llmcompress.grids.recode import recode
 from llmcompress.ledger import Ledger, LedgerEntry
 from llmcompress.methods.base import Solved, Statistics
 from llmcompress.model.experts import Expert
@@ -162,7 +160,7 @@ class Compressor:
     ) -> tuple[MatrixPlan, Coded, dict[str, Any]] | None:
         """A matrix whose source is codes that its type holds, on no statistics at all; None for any other."""
         grid = plan.entry.grid
-        if plan.pruner is not None or not isinstance(grid, BlockSpec) or not holds_codes(grid):
+        if plan.pruner is not None or grid is None or not grid.holds_codes:
             return None  # as the plan has said
         source = self.checkpoint.coded(plan.module)
         if source is None:
@@ -277,7 +275,7 @@ def _record(
         record["loss"] = _significant(loss / max(energy, 1e-30))
         record["tokens"] = gram.tokens
         record["percdamp"] = solved.percdamp
-    if plan.pruner is None and plan.entry.grid is not None and rounds_at_once(plan.entry.grid):
+    if plan.pruner is None and plan.entry.grid is not None and plan.entry.grid.rounds_at_once:
         ratio = against_rtn(weight, delta, plan.entry.grid, hessian, workers)
         record["rtn_ratio"] = None if ratio is None else _significant(ratio)
     return record

@@ -8,7 +8,7 @@ from typing import Any
 from llmcompress.formats.base import Entry
 from llmcompress.formats.entry_checks import experts_of, fused, grids, named, quantised
 from llmcompress.formats.schemes import PACKED, kind
-from llmcompress.grids.base import PER_ROW, GridSpec
+from llmcompress.grids.base import PER_ROW, Spec
 from llmcompress.methods.base import DEFAULT_GROUP_SIZES
 
 Changes = Mapping[str, Mapping[str, Any]]
@@ -209,8 +209,7 @@ class Words(Fact):
     def _ragged(self, shard: DeviceLinear) -> bool:
         entry = shard.entries[0]
         grid = entry.grid
-        assert isinstance(grid, GridSpec)
-        if kind(grid, entry.inputs) != PACKED:
+        if grid is None or kind(grid, entry.inputs) != PACKED:
             return False
         zeros = self.zeros or not grid.symmetric
         return bool(shard.inputs * grid.bits % 32) or (zeros and any(rows * grid.bits % 32 for rows in shard.rows))
@@ -290,8 +289,8 @@ def _inputs(entry: Entry) -> str:
 def _towards(best: Entry, entry: Entry, static: bool) -> dict[str, Any]:
     """The options of a matrix that must change for it to have the scheme of `best`, and static groups if asked."""
     old, new = entry.grid, best.grid
-    assert isinstance(old, GridSpec)
-    assert isinstance(new, GridSpec)
+    assert old is not None
+    assert new is not None
     pairs: dict[str, tuple[Any, Any]] = {
         "bits": (old.bits, new.bits),
         "group_size": (old.group_size, new.group_size),
@@ -303,7 +302,7 @@ def _towards(best: Entry, entry: Entry, static: bool) -> dict[str, Any]:
     return {**change, "actorder": "static"} if static and entry.permuted else change
 
 
-def _richness(grid: GridSpec) -> tuple[int, int, bool]:
+def _richness(grid: Spec) -> tuple[int, int, bool]:
     """Orders grids by what they can express: bits, then finer groups, then a zero point."""
     return grid.bits, -grid.group_size if grid.group_size != PER_ROW else -(1 << 31), not grid.symmetric
 

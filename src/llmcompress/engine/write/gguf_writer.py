@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from llmcompress.engine.write.unquantised import unquantised_reader
 from llmcompress.formats.gguf.file import ENCODED_AT_ONCE, GgufFile, Placed, padded
 from llmcompress.formats.gguf.tensors import pieces
-from llmcompress.grids.base import BLOCK_TYPES
+from llmcompress.grids.blocks import BLOCK_TYPES
 from llmcompress.store.files import bytes_of
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from llmcompress.engine.plan.plan import Plan
-    from llmcompress.grids.encoders import Search
+    from llmcompress.grids.base import Search
     from llmcompress.store.checkpoint import Checkpoint
     from llmcompress.store.output import OutputDirectory
     from llmcompress.store.staging import Staging

@@ -15,7 +15,7 @@ from llmcompress.engine.write.run_report import report
 from llmcompress.engine.write.safetensors_writer import write_safetensors
 from llmcompress.errors import one_line
 from llmcompress.formats.card import model_card
-from llmcompress.grids.base import BlockSpec
+from llmcompress.grids.ggml import gguf_types
 from llmcompress.ledger import Ledger, LedgerEntry
 from llmcompress.methods.base import Method
 from llmcompress.pruners.base import Pruner
@@ -72,7 +72,7 @@ def card_facts(plan: Plan, result: dict[str, Any]) -> dict[str, Any]:
         "config": plan.headers.config,
         "source_readme": beginning_of(plan.headers.path / "README.md"),
         "grids": dict(sorted(Counter(item["grid"] for item in linears if item["grid"]).items())),
-        "bits": sorted({entry.grid.bits for entry in plan.entries if not isinstance(entry.grid, BlockSpec | None)}),
+        "bits": sorted({entry.grid.bits for entry in plan.entries if entry.grid and entry.grid.whole_width}),
         "inputs": 8 if any(entry.inputs is not None for entry in plan.entries) else 16,
         "methods": [
             *(step.name for step in plan.recipe.steps if not isinstance(step, Method)),
@@ -126,7 +126,7 @@ def _said(step: Method | Pruner | Transform) -> str:
         return step.name
     if isinstance(step, Pruner):
         return f"{step.name} {step.label}"
-    return f"{step.name} {step.label if step.gguf is None else step.gguf.type}"
+    return f"{step.name} {types.type if (types := gguf_types(step)) else step.label}"
 
 
 def finish(plan: Plan, staged: Staging, calibration: dict[str, Any] | None) -> dict[str, Any]:

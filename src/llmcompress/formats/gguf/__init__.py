@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 from llmcompress.formats import kv_cache
 from llmcompress.formats.base import Entry, Reader, TensorSpec
 from llmcompress.formats.entry_checks import Refusal, check_codes, rounded_inputs
-from llmcompress.grids.base import BlockSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,11 +19,12 @@ class Gguf:
 
     name = "gguf"
     summary = "one file for llama.cpp and all that reads its files, with the tokenizer in it"
+    holds = ("ggml",)
     marker = ""
 
     def refuses(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> Refusal | None:
         for entry in entries:
-            if entry.grid is not None and not isinstance(entry.grid, BlockSpec):
+            if entry.grid is not None and entry.grid.type not in self.holds:
                 return (
                     f"format gguf cannot hold {entry.grid.name} ({entry.module})",
                     "use `llmcompress gguf --type Q4_K_M`, or another type of GGUF",

@@ -1,0 +1,106 @@
+"""Tensor types of GGUF files as one grid of many names: which types a run is asked for, and who encodes them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from llmcompress.grids.base import Asked, GridOptions, InputSpec, Search, Spec
+from llmcompress.grids.blocks import BLOCK_TYPES, BlockGrid, BlockSpec
+from llmcompress.grids.coded import Coded, Grid, wide
+from llmcompress.grids.grid_type import Fitting, GridType
+from llmcompress.lazy import Tensor
+
+if TYPE_CHECKING:
+    from llmcompress.workers import Workers
+
+
+class GgufTypes(BaseModel):
+    """Types of GGUF in place of bits and groups.
+
+    type: a mixture such as Q4_K_M, or, for one matrix, a tensor type such as Q6_K. pure: its default type everywhere.
+    output, embedding: tensor types of the head and of the embedding. tensors: tensor types by pattern of GGUF names.
+    search: how scales are found (grids/encoders.py). allow_requantize: whether what is quantised already in a GGUF file
+    may be decoded and rounded anew.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    type: str
+    pure: bool = False
+    output: str | None = None
+    embedding: str | None = None
+    tensors: dict[str, str] = Field(default_factory=dict)
+    search: Literal["compat", "fast", "best"] = "best"
+    allow_requantize: bool = False
+
+
+class GgufOptions(GridOptions):
+    """What a method has for types of GGUF."""
+
+    gguf: GgufTypes | None = Field(None, description="types of GGUF in place of bits and groups")
+
+
+def gguf_types(method: object) -> GgufTypes | None:
+    """The types of GGUF that a method asks for; None where it asks for another grid."""
+    return getattr(method, "gguf", None)
+
+
+class Ggml(GridType):
+    """Tensor types of GGUF files."""
+
+    name = "ggml"
+    place = 99
+    pattern = "|".join(BLOCK_TYPES)
+    chosen = False
+    clips = False
+    options = GgufOptions
+    formats = ("gguf",)
+
+    def named(self, found: re.Match[str]) -> Spec:
+        return BLOCK_TYPES[found[0]]
+
+    def spec(self, asked: Any) -> Spec:
+        return BLOCK_TYPES[asked.gguf.type]
+
+    def listed(self) -> list[tuple[str, str]]:
+        said = "{} levels, groups of {}; {:g} bits per weight"
+        return [(s.name, said.format(s.levels, s.group_size, s.bits_per_weight(0))) for s in BLOCK_TYPES.values()]
+
+    def objection(self, asked: Any) -> str | None:
+        alone = asked.gguf is None or (asked.type, asked.outliers, asked.activations) == ("int", "none", "none")
+        return None if alone else "types of GGUF stand in place of type, outliers and activations"
+
+    def replaces(self, asked: Any) -> bool:
+        return asked.gguf is not None
+
+    def label(self, asked: Asked, inputs: InputSpec | None) -> str:
+        return f"w{asked.bits}"
+
+    def search(self, asked: Any) -> Search:
+        found: Search = asked.gguf.search
+        return found
+
+    def fit(self, weight: Tensor, spec: BlockSpec, how: Fitting) -> Grid:
+        from llmcompress.workers import SERIAL
+
+        return self.rounded(weight, spec, how.search, SERIAL, how.importance).grid  # who fits shares rows out
+
+    def rounded(
+        self, weight: Tensor, spec: BlockSpec, search: Search, workers: Workers, importance: Tensor | None
+    ) -> Coded:
+        from llmcompress.grids.encoders import encode
+
+        return encode(weight, spec, search, workers, importance)
+
+    def nearest(self, weight: Tensor, spec: BlockSpec, workers: Workers) -> Tensor:
+        return self.rounded(weight, spec, "fast", workers, None).decode()
+
+    def restored(self, spec: BlockSpec, width: int, parts: Mapping[str, Tensor]) -> BlockGrid:
+        return BlockGrid(spec, **wide(parts))
+
+
+GRID = Ggml()

@@ -1,0 +1,103 @@
+"""Scales of groups: in which values they can be stored, and which are best for codes that are fixed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from llmcompress.grids.coded import Coded, Grid
+from llmcompress.grids.errors import UNKNOWN
+from llmcompress.lazy import Tensor, torch
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from llmcompress.grids.base import Spec
+
+SMALLEST_SCALE = 2.0**-24  # smallest positive float16
+
+
+@dataclass(frozen=True)
+class ScaledGrid(Grid):
+    """A grid whose groups have one scale each, free to be any that can be stored."""
+
+    def rescaled(self, scale: Tensor, rows: Tensor, dtype: torch.dtype) -> Self:
+        """The grid with other scales [out, groups], moved to storable ones, in the rows where `rows` [out] is true.
+
+        dtype: in which scales are stored, if that is a matter of choice.
+        """
+        raise NotImplementedError
+
+    def refit(self, codes: Tensor, hessian: Tensor, target: Tensor, scale_dtype: torch.dtype) -> Coded:
+        """Least-squares scales of every row for its codes; rows that would not gain keep theirs."""
+        square, linear = scale_loss(codes, self, hessian, target)
+        rows, groups = linear.shape
+        ridge = 1e-4 * square.diagonal(dim1=1, dim2=2).mean(dim=1).clamp_min(1e-30)  # groups whose codes are all zero
+        eye = torch.eye(groups, device=codes.device)
+        solved = torch.linalg.solve(square + ridge[:, None, None] * eye, linear + ridge[:, None] * self.scale)
+        everywhere = torch.ones(rows, dtype=torch.bool, device=codes.device)
+        wanted = torch.where(torch.isfinite(solved), solved, self.scale)
+        scale = self.rescaled(wanted, everywhere, scale_dtype).scale
+        better = row_costs(square, linear, scale) < row_costs(square, linear, self.scale)
+        return Coded(codes, self.rescaled(scale, better, scale_dtype))
+
+
+def row_costs(square: Tensor, linear: Tensor, scale: Tensor) -> Tensor:
+    """s^T A s - 2 b^T s of every row [out]; square A [out, groups, groups], linear b and scale s [out, groups]."""
+    return (torch.einsum("rgh,rh->rg", square, scale) - 2 * linear).mul_(scale).sum(dim=1)
+
+
+def scale_loss(codes: Tensor, grid: Grid, hessian: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """A [out, groups, groups] and b [out, groups] of s^T A s - 2 b^T s, what a row's scales s [groups] cost.
+
+    With C the codes of a row spread over its groups [in, groups], A = C^T H C and b = C^T H w. target [out, in]: W H.
+    """
+    groups = grid.scale.shape[1]
+    centred = grid.levels(codes)
+    if bool((grid.group_index.diff() < 0).any()):  # groups in another order: columns of a group side by side
+        together = torch.argsort(grid.group_index, stable=True)
+        centred, target = centred[:, together], target[:, together]
+        hessian = hessian[together][:, together]
+    rows, width = centred.shape
+    size = width // groups
+    linear = (centred * target).view(rows, groups, size).sum(dim=2)  # [out, groups]
+    square = torch.empty(rows, groups, groups, device=centred.device)
+    for group in range(groups):
+        start = group * size
+        right = (centred[:, start : start + size] @ hessian[start : start + size, start:]).mul_(centred[:, start:])
+        square[:, group, group:] = right.view(rows, groups - group, size).sum(dim=2)
+        square[:, group:, group] = square[:, group, group:]
+    return square, linear
+
+
+def storable(scale: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Round scales to values that `dtype` and float16 both hold exactly; float32 in, float32 out, sign kept.
+
+    bfloat16 first, float16 second: the same codes can then be written with either type of scale.
+    """
+    if dtype == torch.bfloat16:
+        scale = scale.to(torch.bfloat16).to(torch.float32)
+    scale = scale.clamp(-65504.0, 65504.0).to(torch.float16).to(torch.float32)
+    tiny = scale.abs() < SMALLEST_SCALE
+    return torch.where(tiny, torch.full_like(scale, SMALLEST_SCALE), scale)
+
+
+def float16(value: Tensor) -> Tensor:
+    """Values rounded to float16, within its range, as float32."""
+    return value.clamp(-65504.0, 65504.0).to(torch.float16).to(torch.float32)
+
+
+def between(levels: Tensor) -> Tensor:
+    """Midpoints of levels that ascend along the last dimension: a value on one belongs to the level above."""
+    return (levels[..., 1:] + levels[..., :-1]) / 2
+
+
+def positive(weigh: Tensor) -> Tensor:
+    """Channels that were never active still count a little, so that their weights keep a sensible scale."""
+    mean = weigh.mean()
+    return torch.ones_like(weigh) if mean <= 0 else weigh + UNKNOWN * mean
+
+
+def natural_groups(spec: Spec, in_features: int) -> Tensor:
+    """group_index [in] of contiguous groups."""
+    return torch.arange(in_features) // spec.width(in_features)
