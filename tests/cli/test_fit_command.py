@@ -10,7 +10,7 @@ import yaml
 
 from llmcompress.api.fitting import size_in_bytes
 from llmcompress.cli import console
-from llmcompress.engine.budget import item_losses
+from llmcompress.engine.budget import group_losses
 from llmcompress.errors import RecipeError
 
 SHORT = ("--samples", 2, "--length", 32, "--group-size", "32,128", "--threads", 1)
@@ -87,7 +87,7 @@ def test_json_is_one_document_and_the_printed_recipe_is_yaml(tiny_model_dir, kep
 def test_what_cannot_be_is_one_line_and_writes_nothing(
     options, words, tiny_model_dir, tmp_path, main, capsys, monkeypatch
 ):
-    monkeypatch.setattr(item_losses, "measured_losses", None)
+    monkeypatch.setattr(group_losses, "measured_losses", None)
     given = (*options, *(() if "--length" in options else ("--length", 32)))
     kept, recipe = tmp_path / "kept.json", tmp_path / "recipe.yaml"
     assert main("fit", tiny_model_dir, *given, "--sensitivity", kept, "-o", recipe) == 2

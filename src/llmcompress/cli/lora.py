@@ -60,7 +60,7 @@ def lora(**values: Any) -> None:
     rank, by = values["rank"], values["by"]
     plan = plan_lora(values["original"], values["compressed"], rank, by, text_of(values), o.run_options(values))
     facts = {
-        "output": str(plan.subject.out),
+        "output": str(plan.opened.out),
         "matrices": len(plan.targets),
         "rank": rank,
         "by": by,

@@ -109,13 +109,13 @@ def register(app: typer.Typer) -> None:
 
 def depth(**values: Any) -> None:
     """Plan, choose layers, write, tell."""
-    from llmcompress.engine.structure.depth import Asked, plan_depth, prune_depth
+    from llmcompress.engine.structure.depth import DepthRequest, plan_depth, prune_depth
 
     by, drop = values["by"], values["drop"]
-    asked = Asked(drop, by, values["keep_first"], values["keep_last"], values["contiguous"])
+    asked = DepthRequest(drop, by, values["keep_first"], values["keep_last"], values["contiguous"])
     plan = plan_depth(values["model"], asked, depth_text(by, values), o.run_options(values))
     facts = {
-        "output": str(plan.subject.out),
+        "output": str(plan.opened.out),
         "layers": plan.layers,
         "drop": drop,
         "by": by,
@@ -133,12 +133,12 @@ def depth(**values: Any) -> None:
 
 def width(**values: Any) -> None:
     """Plan, choose channels, write, tell."""
-    from llmcompress.engine.structure.width import Asked, plan_width, prune_width
+    from llmcompress.engine.structure.width import WidthRequest, plan_width, prune_width
 
-    asked = Asked(*(values[name] for name in ("ffn", "ratio", "multiple_of", "by", "refit")))
+    asked = WidthRequest(*(values[name] for name in ("ffn", "ratio", "multiple_of", "by", "refit")))
     plan = plan_width(values["model"], asked, text_of(values), o.run_options(values))
     facts = {
-        "output": str(plan.subject.out),
+        "output": str(plan.opened.out),
         "channels": plan.before,
         "left": plan.width,
         "output_bytes": plan.derived.nbytes,

@@ -144,10 +144,10 @@ def _planned(variant: Variant, values: dict[str, Any], overwrite: bool) -> "Plan
 
 def _tokens(plans: "Sequence[Plan]", folder: Path) -> "Tensor | None":
     """The calibration that all runs share; None if none of them is calibrated."""
-    from llmcompress.engine.run.sweep_tokens import drawn_once
+    from llmcompress.engine.run.sweep_tokens import tokens_of_sweep
 
     calibrated = next((plan for plan in plans if plan.calibrated), None)
-    return None if calibrated is None else drawn_once(calibrated, folder)
+    return None if calibrated is None else tokens_of_sweep(calibrated, folder)
 
 
 def _run_of(variant: Variant, plan: "Plan", values: dict[str, Any], tokens: "Tensor | None") -> Run:

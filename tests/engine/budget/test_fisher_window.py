@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from llmcompress import arch
 from llmcompress.engine.budget.fisher_pass import fisher_information
-from llmcompress.engine.budget.fisher_window import ByWindow
+from llmcompress.engine.budget.fisher_window import WindowFisher
 from llmcompress.model.gradients import drawn
 from llmcompress.model.skeleton import load_config
 from llmcompress.model.streamed_model import StreamedModel
@@ -51,7 +51,7 @@ def measured(path, spaces, tmp_path):
     made = {}
 
     def gathering(number, workers):
-        made[number] = ByWindow(spaces, grams=True, fitted=FITTED, workers=workers)
+        made[number] = WindowFisher(spaces, grams=True, fitted=FITTED, workers=workers)
         return made[number]
 
     paths = [list(spaces)] * len(model.layers)
@@ -101,7 +101,7 @@ def test_experts_have_gradients_of_their_own_and_gram_matrices_together(random_m
 
 
 def test_without_compensation_no_gram_matrix_is_summed(random_model_dir):
-    gathered = ByWindow(SPACES["llama"], grams=False, fitted=1, workers=SERIAL)
+    gathered = WindowFisher(SPACES["llama"], grams=False, fitted=1, workers=SERIAL)
     x, gradient = torch.ones(1, 2, 3), torch.ones(1, 2, 4)
     gathered.add("mlp.down_proj", gathered.part(x, gradient), 0)
     assert gathered.finish()["mlp.down_proj"].outputs.tolist() == [12.0] * 4

@@ -8,10 +8,10 @@ import pytest
 import torch
 import yaml
 
-from llmcompress.engine.budget import item_losses
+from llmcompress.engine.budget import group_losses
 from llmcompress.engine.budget.fit_to_size import Budget
-from llmcompress.engine.budget.grid_losses import Held
-from llmcompress.engine.budget.matrix_grids import Asked, fitted_to_grids
+from llmcompress.engine.budget.grid_losses import WindowSplit
+from llmcompress.engine.budget.matrix_grids import GridFitRequest, fitted_to_grids
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
@@ -34,7 +34,7 @@ def fitted(
     model, made, tmp_path, kept=None, size=None, bpw=None, kl=None, bits=BITS, sizes=SIZES, threads=1, **resources
 ):
     options = Options(out=tmp_path / "out", threads=threads, **resources)
-    return fitted_to_grids(made, model, options, Asked(Budget(size, bpw), bits, sizes, kl, kept))
+    return fitted_to_grids(made, model, options, GridFitRequest(Budget(size, bpw), bits, sizes, kl, kept))
 
 
 def write(made, model, out):
@@ -58,7 +58,7 @@ def kept(tiny_model_dir, tmp_path_factory):
 @pytest.fixture
 def unmeasured(monkeypatch):
     """Whatever measures now fails."""
-    monkeypatch.setattr(item_losses, "measured_losses", None)
+    monkeypatch.setattr(group_losses, "measured_losses", None)
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +192,7 @@ def test_the_recipe_runs_as_it_is_and_repeats_itself(tiny_model_dir, kept, unmea
 
 
 def test_windows_are_held_back_and_what_is_expected_lies_between_both_kinds_of_loss():
-    assert [Held.of(windows, later) for windows, later in ((16, 128), (16, 16), (3, 3), (1, 1))] == [
+    assert [WindowSplit.of(windows, later) for windows, later in ((16, 128), (16, 16), (3, 3), (1, 1))] == [
         (12, 4, 128),
         (12, 4, 16),
         (2, 1, 3),
@@ -201,7 +201,7 @@ def test_windows_are_held_back_and_what_is_expected_lies_between_both_kinds_of_l
     true, gap = 5.0, 24.0  # l and c of l - c / n inside and l + c / n outside
     for later in (16, 64, 128):
         inside, outside = torch.tensor(true - gap / 12), torch.tensor(true + gap / 12)
-        assert float(Held.of(16, later).expected(inside, outside)) == pytest.approx(true + gap / later)
+        assert float(WindowSplit.of(16, later).expected(inside, outside)) == pytest.approx(true + gap / later)
 
 
 def test_what_is_expected_of_least_squares_is_what_it_misses_elsewhere():
@@ -214,7 +214,7 @@ def test_what_is_expected_of_least_squares_is_what_it_misses_elsewhere():
         half, full = (torch.linalg.lstsq(x[:n], y[:n]).solution for n in (fitted_to, later))
         missed = (x @ half - y).square()
         inside, outside = missed[:fitted_to].mean(), missed[later:].mean()
-        found += float(Held(fitted_to, later - fitted_to, later).expected(inside, outside)) / trials
+        found += float(WindowSplit(fitted_to, later - fitted_to, later).expected(inside, outside)) / trials
         truth += float((x[later:] @ full - y[later:]).square().mean()) / trials
     assert found == pytest.approx(truth, rel=0.02)
 

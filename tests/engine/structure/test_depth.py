@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from llmcompress import arch
 from llmcompress.engine.plan.run_options import Options
-from llmcompress.engine.structure.depth import Asked, plan_depth, prune_depth
+from llmcompress.engine.structure.depth import DepthRequest, plan_depth, prune_depth
 from llmcompress.errors import PlanError
 from llmcompress.recipe import Calibration, build
 from llmcompress.registry import discover
@@ -39,7 +39,7 @@ def depth(model, out, ids, drop, *, threads=1, overwrite=False, batch=None, **as
     text = build(Calibration, {"source": str(ids), "samples": SAMPLES, "length": LENGTH}, "here")
     options = Options(out=out, compute_dtype="float32", threads=threads, overwrite=overwrite, batch=batch)
     asked = {"keep_first": 0, "keep_last": 0, **asked}
-    return prune_depth(plan_depth(model, Asked(drop, **asked), text, options))
+    return prune_depth(plan_depth(model, DepthRequest(drop, **asked), text, options))
 
 
 def deep(random_model_dir, family, layers=6):

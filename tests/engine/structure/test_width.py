@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from llmcompress.engine.plan.run_options import Options
-from llmcompress.engine.structure.width import CHANNELS, Asked, plan_width, prune_width
+from llmcompress.engine.structure.width import CHANNELS, WidthRequest, plan_width, prune_width
 from llmcompress.errors import PlanError
 from llmcompress.recipe import Calibration, build
 from llmcompress.validate.verify import passed, verify
@@ -39,7 +39,7 @@ def ids(tmp_path):
 def width(model, out, ids, *, threads=1, **asked):
     text = build(Calibration, {"source": str(ids), "samples": SAMPLES, "length": LENGTH}, "here")
     options = Options(out=out, compute_dtype="float32", threads=threads)
-    return prune_width(plan_width(model, Asked(**{"multiple_of": 16, **asked}), text, options))
+    return prune_width(plan_width(model, WidthRequest(**{"multiple_of": 16, **asked}), text, options))
 
 
 def whole(path):
@@ -133,13 +133,17 @@ def test_repair_is_worth_it_and_the_result_goes_on_to_gguf(main, tiny_model_dir,
 
 def test_widths_are_rounded_to_what_kernels_like(tiny_model_dir, tmp_path):
     text = build(Calibration, {}, "here")
-    for asked, wanted in ((Asked(ratio=0.25), 384), (Asked(ratio=0.3, multiple_of=256), 256), (Asked(ffn=448), 448)):
+    for asked, wanted in (
+        (WidthRequest(ratio=0.25), 384),
+        (WidthRequest(ratio=0.3, multiple_of=256), 256),
+        (WidthRequest(ffn=448), 448),
+    ):
         assert plan_width(tiny_model_dir, asked, text, Options(out=tmp_path / "out")).width == wanted
 
 
 def test_the_plan_knows_the_size_to_the_byte(tiny_model_dir, tmp_path):
     text = build(Calibration, {"samples": 4, "length": 32}, "here")
-    plan = plan_width(tiny_model_dir, Asked(ratio=0.25), text, Options(out=tmp_path / "out"))
+    plan = plan_width(tiny_model_dir, WidthRequest(ratio=0.25), text, Options(out=tmp_path / "out"))
     prune_width(plan)
     assert plan.derived.nbytes == (tmp_path / "out" / "model.safetensors").stat().st_size
     before, after = (load_file(path / "model.safetensors") for path in (tiny_model_dir, tmp_path / "out"))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmcompress.engine.budget.fisher_window import ByToken, Gathering
+from llmcompress.engine.budget.fisher_window import FisherSum, TokenFisher
 from llmcompress.engine.plan.memory_model import HEAD_TOKENS
 from llmcompress.engine.process.process_memory import return_freed_memory
 from llmcompress.errors import RunError
@@ -27,17 +27,17 @@ ENTERING, GRADIENT = "entering", "gradient"
 
 Watch = Callable[[int], None]
 Found = dict[tuple[int, str] | str, Fisher]
-"""By layer and path of a matrix below it, or EMBEDDING or HEAD."""
+"""Fisher information by (layer, path of the matrix below the layer), or by EMBEDDING or HEAD."""
 
 
-class Finished:
-    """Which layers an earlier start has gone back through, from the last one on: none, where nothing is kept."""
+class FinishedLayers:
+    """The layers that an earlier start has finished, from the last layer backwards; here none, as nothing is kept."""
 
     def has(self, layer: int) -> bool:
         return False
 
     def add(self, layer: int) -> None:
-        """All that is asked of a layer has been found."""
+        """Remember that a layer is finished."""
 
 
 def fisher_information(
@@ -48,19 +48,20 @@ def fisher_information(
     folder: Path,
     workers: Workers,
     watch: Watch = lambda done: None,
-    gathering: Callable[[int, Workers], Gathering[Any]] = lambda number, workers: ByToken(),
-    finished: Finished | None = None,
+    gathering: Callable[[int, Workers], FisherSum[Any]] = lambda number, workers: TokenFisher(),
+    finished: FinishedLayers | None = None,
 ) -> Found:
     """Mean Fisher information per token of `tokens` [samples, length] for the matrices at `paths` of each layer.
 
-    The tokens that gradients are of are drawn by generators made from `seed` and a window's number. folder: for hidden
-    states and gradients, of all layers; where some may be `finished`, those of an earlier start are gone on with.
-    watch: told how many of 2 * layers + 1 steps are done, after each. The same numbers for any number of threads. A
-    matrix that no token came to is absent, and so are those of layers that were finished before. gathering: how that of
-    a layer's matrices is summed up. RunError for gradients that are not finite.
+    The gradients are those of the log-probabilities of drawn tokens; a generator made from `seed` and the number of a
+    window draws the tokens of that window. folder: for hidden states and gradients of all layers; where layers may be
+    `finished`, files of an earlier start are used again. watch: called after each of 2 * layers + 1 steps with how many
+    are done. gathering: how the information of a layer's matrices is summed up, by the layer's number. The numbers are
+    the same for any number of threads. Absent are matrices that no token came to, and layers that were finished
+    before. RunError for gradients that are not finite.
     """
     again, count = finished is not None, len(model.layers)
-    finished = finished or Finished()
+    finished = finished or FinishedLayers()
     left = next((number for number in range(count) if finished.has(number)), count)
     states = _forward(model, tokens, folder, workers, watch, left, again)
     return_freed_memory()
@@ -83,9 +84,9 @@ def fisher_information(
 
 
 class _States:
-    """Hidden states that enter layers, and gradients there, in files that appear whole.
+    """Files of the hidden states that enter each layer and of the gradients there; a file appears when it is whole.
 
-    shape: of each. again: whether files count that an earlier start has written.
+    shape: of the states of one layer. again: whether files that an earlier start has written are used.
     """
 
     def __init__(self, folder: Path, shape: tuple[int, ...], dtype: torch.dtype, again: bool) -> None:
@@ -98,7 +99,7 @@ class _States:
         return Windows(self._file(kind, layer), self.shape, self.dtype)
 
     def known(self, kind: str, layer: int) -> Windows | None:
-        """What an earlier start has written."""
+        """The file of an earlier start, if it is whole and may be used."""
         windows = self.of(kind, layer)
         whole = self.again and windows.file.exists() and windows.file.stat().st_size == windows.nbytes
         return windows if whole else None
@@ -110,7 +111,7 @@ class _States:
         return writer.finish(self._file(kind, layer))
 
     def drop(self, layer: int) -> None:
-        """What enters a layer that is finished, and the gradient at what leaves it, are needed no more."""
+        """Give up what enters a finished layer, and the gradient at what leaves the layer."""
         for kind, number in ((ENTERING, layer), (GRADIENT, layer + 1)):
             self._file(kind, number).replace(self.folder / f"record-{kind}.partial")  # to be written over next
 
@@ -118,7 +119,7 @@ class _States:
 def _forward(
     model: StreamedModel, tokens: Tensor, folder: Path, workers: Workers, watch: Watch, left: int, again: bool
 ) -> _States:
-    """With the hidden states that enter each of the `left` layers, and those that leave the last of all."""
+    """Write the hidden states that enter each of the first `left` layers, and those that leave the last layer."""
     with model.outer(embed=True, head=False):
         states = _States(folder, (*tokens.shape, model.prepare(tokens[:1])), model.dtype, again)
         known = states.known(GRADIENT, left)
@@ -135,7 +136,7 @@ def _forward(
 
 
 def _head(model: StreamedModel, states: _States, seed: int, found: Found) -> None:
-    """Adds what is found of the head; writes gradients at the last layer's outputs."""
+    """Add the information of the head to `found`, and write the gradients at the outputs of the last layer."""
     last = len(model.layers)
 
     def through(causal: torch.nn.Module) -> Iterator[Tensor]:
@@ -158,10 +159,10 @@ def _layer(
     states: _States,
     paths: Sequence[str],
     found: Found,
-    gathered: Gathering[Any],
+    gathered: FisherSum[Any],
     workers: Workers,
 ) -> None:
-    """Adds what is found of a layer's matrices; writes gradients at its inputs, from those at its outputs."""
+    """Add the information of the matrices of a layer to `found`; write the gradients at the inputs of the layer."""
     with model.layer(number) as layer:
         back = LayerGradient(model, number, layer, paths, gathered.part)
 

@@ -1,4 +1,4 @@
-"""From a plan to the losses of its tensors: windows of text, gradients on them, rounded samples."""
+"""Measuring the losses of a plan's tensors: windows of text, their gradients, and samples of rounded rows."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmcompress.engine.budget.fisher_pass import EMBEDDING, HEAD, Finished, Found, fisher_information
-from llmcompress.engine.budget.fisher_window import ByToken, Gathering
+from llmcompress.engine.budget.fisher_pass import EMBEDDING, HEAD, FinishedLayers, Found, fisher_information
+from llmcompress.engine.budget.fisher_window import FisherSum, TokenFisher
 from llmcompress.engine.budget.type_losses import Known, Losses, measured_losses
 from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.process.process_memory import keep_freed_memory
@@ -32,16 +32,16 @@ SAMPLES = 16  # windows, of those that a recipe asks for: sums over thousands of
 
 
 @dataclass(frozen=True)
-class Measuring:
-    """Windows of a plan's text run forward and their gradients back. tokens: [samples, length]; checkpoint: weights."""
+class FisherRun:
+    """Runs the windows of a plan's text forward and their gradients back. tokens: [samples, length]."""
 
     plan: Plan
     tokens: Tensor
     checkpoint: Checkpoint
 
     @classmethod
-    def of(cls, plan: Plan) -> "Measuring":
-        """On the text of a plan's recipe; PlanError where that is not to be had."""
+    def of(cls, plan: Plan) -> "FisherRun":
+        """With the text of the plan's recipe; PlanError where the text cannot be read."""
         text = plan.recipe.calibration
         text = text.model_copy(update={"samples": min(text.samples, SAMPLES)})
         tokens = tokens_for(text, plan.headers.path, "float32", plan.options.trust_remote_code)
@@ -53,12 +53,12 @@ class Measuring:
         paths: Sequence[Sequence[str]],
         folder: Path,
         watch: Callable[[int], None],
-        gathering: Callable[[int, Workers], Gathering[Any]] = lambda number, workers: ByToken(),
-        finished: Finished | None = None,
+        gathering: Callable[[int, Workers], FisherSum[Any]] = lambda number, workers: TokenFisher(),
+        finished: FinishedLayers | None = None,
     ) -> Iterator[tuple[Found, Workers]]:
-        """Fisher information of the matrices at `paths` of each layer, and threads as long as the context lasts.
+        """Fisher information of the matrices at `paths` of each layer, as `fisher_information` gives it in float32.
 
-        Layers run in float32. The rest as for `fisher_information`.
+        Within, threads share work.
         """
         plan, options = self.plan, self.plan.options
         model = StreamedModel(
@@ -77,9 +77,9 @@ class Measuring:
 
 
 def measure(plan: Plan, tensors: Sequence[GGUFTensor], ledger: Ledger, watch: Callable[[int, int], None]) -> Losses:
-    """Losses of a plan's matrices by every type, on the text of its recipe.
+    """Losses of a plan's tensors for every candidate type, measured on the text of the plan's recipe.
 
-    watch: told how many steps of all are done.
+    watch: called with how many steps are done, and of how many.
     """
     matrices = matrices_of(plan.headers, plan.options.trust_remote_code, Ledger())
     places = {f"{ref.module}.weight": (ref.layer, ref.path) for ref in matrices.refs}
@@ -88,22 +88,22 @@ def measure(plan: Plan, tensors: Sequence[GGUFTensor], ledger: Ledger, watch: Ca
         paths[layer].append(below)
     gradients = 2 * len(paths) + 1
     steps, of = count(gradients + 1), gradients + len(tensors)
-    measuring, beside = Measuring.of(plan), existing(plan.work.resolve().parent)
+    fisher_run, beside = FisherRun.of(plan), existing(plan.work.resolve().parent)
     with (
         writing(beside),
         TemporaryDirectory(prefix="gradients-", dir=beside) as scratch,
-        measuring.information(paths, Path(scratch), lambda done: watch(done, of)) as (found, workers),
+        fisher_run.information(paths, Path(scratch), lambda done: watch(done, of)) as (found, workers),
     ):
         known = _known(tensors, places, found, ledger)
         return measured_losses(
-            tensors, known, measuring.checkpoint.read_finite, workers, lambda: watch(next(steps), of)
+            tensors, known, fisher_run.checkpoint.read_finite, workers, lambda: watch(next(steps), of)
         )
 
 
 def _known(
     tensors: Sequence[GGUFTensor], places: Mapping[str, tuple[int, str]], found: Found, ledger: Ledger
 ) -> dict[str, Known]:
-    """Fisher information of the matrices of each tensor, as they are used."""
+    """Fisher information of the matrices of each tensor, for each use of a matrix."""
     tied = all(tensor.name != "output.weight" for tensor in tensors)
     outer: dict[str, Known] = {
         "token_embd.weight": [[found[EMBEDDING], found[HEAD]] if tied else [found[EMBEDDING]]],

@@ -13,9 +13,12 @@ from llmcompress.workers import Workers
 P = TypeVar("P")
 
 
-class Gathering(Protocol, Generic[P]):
-    """Of one layer. `part` is for any thread, of the input [..., in] of a matrix and the gradient [..., out] at its
-    output; `add` and `finish` are for one thread, in order of the windows' numbers."""
+class FisherSum(Protocol, Generic[P]):
+    """Sums up the Fisher information of one layer's matrices.
+
+    `part` takes the input [..., in] of a matrix and the gradient [..., out] at its output; any thread may call it.
+    `add` and `finish` are called by one thread, in order of the windows' numbers.
+    """
 
     def part(self, x: Tensor, gradient: Tensor) -> P: ...
 
@@ -24,8 +27,8 @@ class Gathering(Protocol, Generic[P]):
     def finish(self) -> dict[str, Fisher]: ...
 
 
-class ByToken:
-    """Each token by its own gradient."""
+class TokenFisher:
+    """Sums over tokens, each token with its own gradient."""
 
     def __init__(self) -> None:
         self._found: dict[str, Fisher] = {}
@@ -47,12 +50,12 @@ class Window(NamedTuple):
     gradient: Tensor
 
 
-class ByWindow:
-    """Tokens of a window together; Gram matrices beside, where errors are to be made up for in other columns.
+class WindowFisher:
+    """Sums over windows, the tokens of a window together; with Gram matrices, for methods that compensate errors.
 
-    spaces: space of each path. grams: whether Gram matrices are summed up, those of the experts of a layer together, as
-    single ones see too few tokens. fitted: windows, the first ones, whose inputs errors are made up for on; the others
-    tell what these then do to text that nothing was fitted to. workers: share the sums.
+    spaces: space of each path. grams: whether Gram matrices are summed up; experts of a layer share one, since a single
+    expert sees too few tokens. fitted: how many windows, from the first on, the method fits to; the other windows show
+    what the errors do to text that nothing was fitted to. workers: share the sums.
     """
 
     def __init__(self, spaces: Mapping[str, str], grams: bool, fitted: int, workers: Workers) -> None:
@@ -62,7 +65,7 @@ class ByWindow:
         self._owners = set({space: path for path, space in reversed(list(spaces.items()))}.values())
         self._found: dict[str, Fisher] = {}
         self._seen: dict[str, Gram] = {}
-        self._weighed: dict[bool, dict[str, Gram]] = {True: {}, False: {}}  # by whether they were fitted to
+        self._weighed: dict[bool, dict[str, Gram]] = {True: {}, False: {}}  # True: over the windows that were fitted to
 
     def part(self, x: Tensor, gradient: Tensor) -> Window:
         rows, slopes = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
@@ -98,5 +101,5 @@ class ByWindow:
 
 
 def _alike(path: str) -> str:
-    """The same for all experts."""
+    """The path with * for the number of an expert, so that all experts share a name."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)

@@ -1,4 +1,4 @@
-"""Choosing within a budget whose exact use only a plan tells."""
+"""Choosing options within a size budget, where only a plan tells how much of the budget a choice uses."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,22 +11,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Budget:
-    """What a result may take: bytes of all its weight files, or bits per weight. One of them is None at least."""
+    """How large a result may be: bytes of all weight files, or bits per weight. At least one of the two is None."""
 
     nbytes: int | None = None
     bits: float | None = None
 
     @property
     def asked(self) -> str:
-        """The option that says so."""
+        """The command line option that sets this budget."""
         return f"--size {self.nbytes / 1e9:g}" if self.nbytes is not None else f"--bpw {self.bits:g}"
 
 
 def allotted(attempt: Callable[[float], T], room: float, least: float, excess: Callable[[T], float]) -> T:
-    """The first attempt that exceeds nothing. attempt: made of options that cost at most so much together.
+    """The first attempt that keeps within the budget; room is reduced until one does.
 
-    room: what they may cost if what comes with them, such as headers, stays as it is with the cheapest ones, which cost
-    `least` and exceed nothing.
+    attempt: makes a result of options that together cost at most the given room. excess: by how much a result exceeds
+    the budget. room: what the options may cost if headers and the like stay as large as with the cheapest options,
+    which cost `least` and keep within the budget.
     """
     while True:
         made = attempt(room)
@@ -37,7 +38,7 @@ def allotted(attempt: Callable[[float], T], room: float, least: float, excess: C
 
 
 def impossible(budget: Budget, what: str, nbytes: int, bits: float) -> PlanError:
-    """That nothing so small can be made. what: the options, of which the smallest make `nbytes`, `bits` per weight."""
+    """The error for a budget below the smallest result. what: the options, whose smallest make `nbytes` and `bits`."""
     # rounded up, so that what is named is possible
     return PlanError(
         f"{budget.asked} is not possible: the smallest {what} make {nbytes:,} bytes, {_up(bits, 4)} bits per weight",

@@ -1,4 +1,4 @@
-"""Types of GGUF by a budget: what each tensor would lose by each type is measured, then a knapsack is packed."""
+"""Choosing GGUF types within a budget: the loss of each tensor by each type is measured, then a knapsack is packed."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -109,14 +109,14 @@ def _excess(budget: Budget, plan: Plan) -> int:
 def _losses(
     plan: Plan, matrices: list[Placed], kept: Path | None, ledger: Ledger, watch: Callable[[int, int], None]
 ) -> Losses:
-    """Measured before, or now."""
+    """The losses of the matrices: read from the file `kept` if it exists, else measured now."""
     tensors = [item.tensor for item in matrices]
     wanted = {tensor.name: candidates(tensor.shape[-1]) for tensor in tensors}
     return kept_losses(kept, {"model": plan.headers.contents}, wanted, lambda: measure(plan, tensors, ledger, watch))
 
 
 def _kinds(matrices: list[Placed], wished: GgufTypes) -> dict[str, tuple[str, ...]]:
-    """Types to choose from for each tensor: the one that was named, or all candidates."""
+    """The types to choose from for each tensor: the one type that the user named for it, or all candidates."""
     wishes = Wishes(output=wished.output, embedding=wished.embedding, tensors=wished.tensors)
     named = asked([item.tensor.name for item in matrices], wishes)
     return {
@@ -128,7 +128,7 @@ def _kinds(matrices: list[Placed], wished: GgufTypes) -> dict[str, tuple[str, ..
 def _chosen(
     matrices: list[Placed], kinds: Mapping[str, tuple[str, ...]], losses: Losses, room: float
 ) -> dict[str, str]:
-    """A type for each tensor, of at most `room` bytes together."""
+    """A type for each tensor, such that all tensors together take at most `room` bytes."""
     items = []
     for item in matrices:
         name, shape = item.tensor.name, item.tensor.shape
@@ -140,5 +140,5 @@ def _chosen(
 
 
 def _most(chosen: Mapping[str, str]) -> str:
-    """The type of most tensors, after which llama.cpp calls a file; the file type of the same name is its mixture."""
+    """The type of most tensors: llama.cpp names a file after it."""
     return Counter(chosen.values()).most_common(1)[0][0]

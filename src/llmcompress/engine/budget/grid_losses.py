@@ -1,12 +1,13 @@
 """What rounding each matrix to each grid would lose: the KL divergence that its errors cause, to second order.
 
-Errors are those of the method itself, on a sample of rows, as soon as the gradients of a layer are known: GPTQ's depend
-on one another and cost several times less than as many independent ones.
+Errors are those that the method itself makes on a sample of rows, as soon as the gradients of a layer are known. The
+errors of GPTQ depend on one another, and cost several times less than independent errors of the same size.
 
-GPTQ makes up for errors on windows of text, and does so better on these than on any other text: its loss there is too
-low by as much, to first order, as that on other text is higher than it would be with windows without end, and both
-differences are as one over the number of windows (Akaike, "Fitting autoregressive models for prediction", 1969). So
-some windows are held back, which gives both, and from both what a run is to expect that fits to as many as it will.
+GPTQ compensates errors on windows of text, and does so better on these windows than on any other text. Let l be the
+loss with endlessly many windows. To first order the loss on the windows that were fitted to is l - c/n, and the loss on
+other text is l + c/n, where n is the number of windows fitted to (Akaike, "Fitting autoregressive models for
+prediction", 1969). Some windows are held back, so that both losses are measured; together they give the loss that a run
+can expect that fits to another number of windows.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llmcompress.engine.budget.fisher_pass import Finished
-from llmcompress.engine.budget.fisher_run import Measuring
-from llmcompress.engine.budget.fisher_window import ByWindow
+from llmcompress.engine.budget.fisher_pass import FinishedLayers
+from llmcompress.engine.budget.fisher_run import FisherRun
+from llmcompress.engine.budget.fisher_window import WindowFisher
 from llmcompress.engine.budget.type_losses import Losses
 from llmcompress.engine.plan.matrix_plan import MatrixPlan
 from llmcompress.engine.plan.plan import Plan
@@ -38,34 +39,35 @@ from llmcompress.workers import Workers
 SAMPLED = 1 << 16  # weights of a matrix that are rounded to see what it loses
 
 Wanted = Mapping[str, Sequence[IntegerSpec]]
-"""Grids by module."""
+"""The grids to measure, by module."""
 
 
 def measured_losses(
     plan: Plan,
-    measuring: Measuring,
+    fisher_run: FisherRun,
     wanted: Wanted,
     staged: Staging,
     ledger: Ledger,
     watch: Callable[[int, int], None],
 ) -> Losses:
-    """Losses of the plan's matrices by the names of grids. watch: told how many steps of all are done.
+    """Losses of the plan's matrices, by module and name of grid.
 
-    staged: of these losses; layers that are finished there are not measured again.
+    staged: the work directory of these losses; layers that are finished there are not measured again. watch: called
+    with how many steps are done, and of how many.
     """
     paths = [[matrix.path for matrix in layer] for layer in plan.layers]
-    of, kept = 2 * len(paths) + 1, _Kept(staged)
-    windows = Held.of(measuring.tokens.shape[0], plan.recipe.calibration.samples)
-    tokens = measuring.tokens.numel()
+    of, kept = 2 * len(paths) + 1, _LossSections(staged)
+    windows = WindowSplit.of(fisher_run.tokens.shape[0], plan.recipe.calibration.samples)
+    tokens = fisher_run.tokens.numel()
 
     def gathering(number: int, workers: Workers) -> "_Rounding":
         losses = kept.losses[number] = {
             matrix.module: dict.fromkeys((grid.name for grid in wanted[matrix.module]), 0.0)
             for matrix in plan.layers[number]
         }
-        return _Rounding(plan.layers[number], measuring.checkpoint, wanted, windows, tokens, losses, workers)
+        return _Rounding(plan.layers[number], fisher_run.checkpoint, wanted, windows, tokens, losses, workers)
 
-    with measuring.information(paths, staged.path, lambda done: watch(done, of), gathering, kept):
+    with fisher_run.information(paths, staged.path, lambda done: watch(done, of), gathering, kept):
         pass
     losses: Losses = {}
     for number in range(len(paths)):
@@ -76,8 +78,8 @@ def measured_losses(
     return losses
 
 
-class _Kept(Finished):
-    """Losses of a layer are a section of the work directory; losses: of those that are found now, by layer."""
+class _LossSections(FinishedLayers):
+    """Writes the losses of each layer as a section of the work directory. losses: by layer, until they are written."""
 
     def __init__(self, staged: Staging) -> None:
         self.staged = staged
@@ -90,24 +92,24 @@ class _Kept(Finished):
         self.staged.write_section(layer, {}, self.losses.pop(layer))
 
 
-class Held(NamedTuple):
-    """Windows that a method fits to while it is measured, and later in the run, and how many are held back."""
+class WindowSplit(NamedTuple):
+    """Numbers of windows: fitted to while losses are measured, held back then, and fitted to later by the run."""
 
     fitted: int
     back: int
     later: int
 
     @classmethod
-    def of(cls, windows: int, later: int) -> "Held":
+    def of(cls, windows: int, later: int) -> "WindowSplit":
         """A quarter of the windows is held back; of a single one nothing can be."""
         back = min(max(1, windows // 4), windows - 1)
         return cls(windows - back, back, max(later, windows))
 
     def expected(self, inside: Tensor, outside: Tensor) -> Tensor:
-        """The loss on other text with `later` windows, or what it is a linear function of.
+        """The loss on other text when `later` windows are fitted to; or a matrix that the loss is linear in.
 
-        inside, outside: in the windows that were fitted to, and in those held back.
-        They are l - c / fitted and l + c / fitted with l for windows without end; sought is l + c / later.
+        inside: in the windows that were fitted to, which is l - c / fitted. outside: in the windows held back, which is
+        l + c / fitted. The result is l + c / later.
         """
         share = self.fitted / self.later
         return (inside * (1 - share) + outside * (1 + share)) / 2
@@ -121,15 +123,15 @@ class _Sample(NamedTuple):
     outputs: Tensor
 
 
-class _Rounding(ByWindow):
-    """Rounds the matrices of a layer when all windows have been through it, and notes what that loses per token."""
+class _Rounding(WindowFisher):
+    """Rounds the matrices of a layer once all windows have passed it, and notes the loss per token."""
 
     def __init__(
         self,
         layer: Sequence[MatrixPlan],
         checkpoint: Checkpoint,
         wanted: Wanted,
-        windows: Held,
+        windows: WindowSplit,
         tokens: int,
         losses: Losses,
         workers: Workers,
@@ -156,7 +158,7 @@ class _Rounding(ByWindow):
     def _lost(
         self, space: str, samples: Sequence[_Sample], found: Mapping[str, Fisher], grids: Sequence[IntegerSpec]
     ) -> Iterator[tuple[IntegerSpec, list[float]]]:
-        """What samples that read a space and have one method lose by each grid, summed over tokens."""
+        """For each grid the losses of samples that read one space and have one method, summed over tokens."""
         method = samples[0].matrix.method
         rows = torch.cat([sample.rows for sample in samples])
         dtype = DTYPES[samples[0].matrix.entry.source.dtype]
@@ -184,7 +186,10 @@ class _Rounding(ByWindow):
         yield from self.workers.in_order(lost, grids)
 
     def _judge(self, path: str) -> Tensor:
-        """What errors of a row count [in, in] in a run; linear in it as they are, both kinds of windows are one sum."""
+        """The matrix [in, in] by which a row's errors are judged, as a run can expect it.
+
+        The loss is linear in this matrix, so that `WindowSplit.expected` applies to the matrix itself.
+        """
         inside = self.weighed(path, True).cpu()
         if not self.windows.back:
             return inside
@@ -200,7 +205,7 @@ def _sample(matrix: MatrixPlan, fisher: Fisher, checkpoint: Checkpoint) -> _Samp
 
 
 def _compensated(method: Gptq, ready: Prepared, rows: Tensor, grid: IntegerSpec, dtype: torch.dtype) -> Tensor:
-    """Values float32 [rows, in] of rows as GPTQ rounds them."""
+    """The values [rows, in] float32 that GPTQ rounds rows to."""
     gram = ready.refiner.hessian if method.clip == "output" else None
     fitted = fit(rows, grid, clip=method.clip, importance=ready.cost, gram=gram, scale_dtype=dtype)
     coded = gptq_codes(rows, fitted, ready.factor, ready.order, method.block_size)
@@ -208,7 +213,7 @@ def _compensated(method: Gptq, ready: Prepared, rows: Tensor, grid: IntegerSpec,
 
 
 def _nearest(method: Method, rows: Tensor, grid: IntegerSpec, dtype: torch.dtype) -> Tensor:
-    """Values float32 [rows, in] of rows rounded to nearest."""
+    """The values [rows, in] float32 that rounding to nearest gives."""
     clip: Clip = "minmax" if method.clip == "minmax" else "search"  # near enough to the search by outputs
     fitted = fit(rows, grid, clip=clip, scale_dtype=dtype)
     return Coded(fitted.encode(rows), fitted).decode()

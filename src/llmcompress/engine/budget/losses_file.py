@@ -1,4 +1,4 @@
-"""Losses that were measured, kept as JSON: another size of the same model then needs none."""
+"""Measured losses as a JSON file, so that fitting the same model to another size measures nothing."""
 
 import json
 import math
@@ -18,7 +18,7 @@ _HINT = "give another file, or delete it to measure anew"
 def kept_losses(
     file: Path | None, of: Mapping[str, str], wanted: Mapping[str, Sequence[str]], measured: Callable[[], Losses]
 ) -> Losses:
-    """Those that `file` keeps, or what `measured` gives, which is then written there."""
+    """The losses in `file` if it exists; else those that `measured` returns, which are then written to `file`."""
     if file is not None and file.exists():
         return read_losses(file, of, wanted)
     if file is not None:
@@ -30,7 +30,7 @@ def kept_losses(
 
 
 def write_losses(file: Path, of: Mapping[str, str], losses: Losses) -> None:
-    """A new file. of: what tells them from others, such as the model's contents. RunError if the system refuses it."""
+    """Write a new file. of: what the losses were measured on, such as a hash of the model. RunError if refused."""
     data = json.dumps({**of, "losses": losses}, indent=1) + "\n"
     with writing(file):
         make_parent(file)
@@ -39,7 +39,7 @@ def write_losses(file: Path, of: Mapping[str, str], losses: Losses) -> None:
 
 
 def read_losses(file: Path, of: Mapping[str, str], wanted: Mapping[str, Sequence[str]]) -> Losses:
-    """The losses `wanted`, names to kinds; PlanError for a file that lacks some, or says other things in `of`."""
+    """The losses `wanted` (names to kinds); PlanError if the file lacks some or was measured on something else."""
     data = read_json(file)
     for key, value in of.items():
         if data.get(key) != value:

@@ -1,13 +1,21 @@
-"""A grid for every matrix by a budget: what each would lose is measured, then a knapsack is packed."""
+"""Choosing a grid for every matrix within a budget: losses by each grid are measured, then a knapsack is packed."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from llmcompress.engine.budget.fit_to_size import Budget, allotted, impossible
-from llmcompress.engine.budget.item_losses import losses_of, within
-from llmcompress.engine.budget.items import Item, Offer, Rules, items_of, sized, stored_bits
+from llmcompress.engine.budget.group_losses import losses_of, within_memory
+from llmcompress.engine.budget.matrix_groups import (
+    Destination,
+    MatrixGroup,
+    OfferedGrids,
+    matrix_groups,
+    sized,
+    stored_bits,
+)
 from llmcompress.engine.budget.patterns import patterns_of
 from llmcompress.engine.plan.make_plan import format_of, make_plan
 from llmcompress.engine.plan.plan import Plan
@@ -26,12 +34,12 @@ _CHOSEN = ("bits", "group_size")
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a fit is to keep within, and what it may choose from.
+class GridFitRequest:
+    """What a fit must keep within, and what it may choose from.
 
-    kl: the size is then the least whose expected KL divergence is at most this, within `budget` where that says
-    something. bits, group_sizes: of the grids. kept: file of losses measured before; where it is missing they are
-    measured and written there.
+    kl: if given, the smallest result whose expected KL divergence is at most this is sought, within `budget` if that
+    has a limit. bits, group_sizes: of the grids to choose from. kept: file of losses; where it does not exist, losses
+    are measured and written to it.
     """
 
     budget: Budget
@@ -41,13 +49,21 @@ class Asked:
     kept: Path | None = None
 
 
+class ChosenGrid(NamedTuple):
+    """Matrices, the grid they get, and the loss that is expected of it."""
+
+    group: MatrixGroup
+    grid: IntegerSpec
+    loss: float
+
+
 @dataclass(frozen=True)
-class Fitted:
-    """The recipe that was found and the plan of it. losses: expected of each item, with its matrices and grid."""
+class GridFit:
+    """The recipe that was found, and its plan. losses: the grid and expected loss of each group of matrices."""
 
     recipe: Recipe
     plan: Plan
-    losses: list[tuple[Item, IntegerSpec, float]]
+    losses: list[ChosenGrid]
     ledger: Ledger
 
 
@@ -55,31 +71,35 @@ def fitted_to_grids(
     recipe: Recipe,
     model: Path,
     options: Options,
-    wanted: Asked,
+    wanted: GridFitRequest,
     watch: Watch = lambda done, of: None,
     begin: Callable[[int], None] = lambda memory: None,
-) -> Fitted:
+) -> GridFit:
     """The recipe with bits and a group size for every matrix, chosen for the least expected KL divergence.
 
-    recipe: of a method of integer grids; what its `set` gives bits stays. options: `out` names a place that nothing is
-    written to; `work` is a directory for what is measured, with which a later start goes on, and gone in the end.
-    begin: told, before anything is measured, what memory it will take in bytes. watch: told how many steps of all are
-    done. PlanError for what cannot be, before anything is measured where that can be told.
+    recipe: of a method of integer grids; bits that its `set` gives to modules stay. options: nothing is written to
+    `out`; losses are measured in the directory `work`, which a later start goes on with and which is removed at the
+    end. begin: called before anything is measured with the memory in bytes that measuring will take. watch: called with
+    how many steps are done, and of how many. PlanError for what is impossible, where that can be told before anything
+    is measured.
     """
-    limit, options = options.max_memory, replace(options, max_memory=None)  # which is not that of the run
-    rules = _rules(recipe, model, options)
+    limit, options = (
+        options.max_memory,
+        replace(options, max_memory=None),
+    )  # the limit is for measuring, not for the run
+    destination = _destination(recipe, model, options)
     base = _base(recipe, model, options)
     step = recipe.method
     assert step is not None
-    items = items_of(
+    groups = matrix_groups(
         [matrix for layer in base.layers for matrix in layer],
-        Offer(wanted.bits, wanted.group_sizes, step.set),
-        replace(rules, config=base.headers.config),
+        OfferedGrids(wanted.bits, wanted.group_sizes, step.set),
+        replace(destination, config=base.headers.config),
     )
-    fitting = _Fitting(recipe, model, options, items, wanted.budget)
+    fitting = _Fitting(recipe, model, options, groups, wanted.budget)
     smallest = fitting.smallest()
     ledger = Ledger()
-    losses = losses_of(within(base, limit), items, wanted.kept, ledger, watch, begin)
+    losses = losses_of(within_memory(base, limit), groups, wanted.kept, ledger, watch, begin)
     chosen, plan = fitting.least(losses, smallest) if wanted.kl is None else fitting.within(losses, wanted.kl)
     kl = sum(loss for _, _, loss in chosen)
     estimate = plan.estimate
@@ -90,19 +110,19 @@ def fitted_to_grids(
         f"a KL divergence of {kl:.3g} nats per token is expected of rounding",
     )
     expected = Expected(kl=float(f"{kl:.6g}"), bits_per_weight=round(bits, 4), output_bytes=estimate.output_bytes)
-    return Fitted(plan.recipe.model_copy(update={"expected": expected}), plan, chosen, ledger)
+    return GridFit(plan.recipe.model_copy(update={"expected": expected}), plan, chosen, ledger)
 
 
-def _rules(recipe: Recipe, model: Path, options: Options) -> Rules:
-    """PlanError for what chooses its sizes elsewhere."""
+def _destination(recipe: Recipe, model: Path, options: Options) -> Destination:
+    """Who writes and reads the result; PlanError for GGUF, whose types another command chooses."""
     format_ = format_of(recipe)
     if format_.name == "gguf" or is_single(model):
         raise PlanError("types of GGUF are fitted to a size by another command", "use llmcompress gguf with --bpw")
-    return Rules(format_, {}, requested_target(options.target, options.tp, options.repair), options.tp)
+    return Destination(format_, {}, requested_target(options.target, options.tp, options.repair), options.tp)
 
 
 def _base(recipe: Recipe, model: Path, options: Options) -> Plan:
-    """A plan of the same matrices whose grids and format refuse nothing."""
+    """A plan of the same matrices with a grid and a format that refuse nothing."""
     step = recipe.method
     assert step is not None
     widest = step.model_copy(update={"bits": 8, "group_size": PER_ROW})
@@ -112,28 +132,30 @@ def _base(recipe: Recipe, model: Path, options: Options) -> Plan:
 
 
 class _Fitting:
-    """Recipes and plans of grids that were chosen for items, and which of them keep within a budget."""
+    """Makes recipes and plans of the grids chosen for groups, and compares their size with a budget."""
 
-    def __init__(self, recipe: Recipe, model: Path, options: Options, items: Sequence[Item], budget: Budget) -> None:
-        self.recipe, self.model, self.options, self.items, self.budget = recipe, model, options, items, budget
+    def __init__(
+        self, recipe: Recipe, model: Path, options: Options, groups: Sequence[MatrixGroup], budget: Budget
+    ) -> None:
+        self.recipe, self.model, self.options, self.groups, self.budget = recipe, model, options, groups, budget
         format_ = format_of(recipe)
-        self.costs = [[sized(item, grid, format_) for grid in item.grids] for item in items]
+        self.costs = [[sized(group, grid, format_) for grid in group.grids] for group in groups]
         alike = all(len(set(costs)) == 1 for costs in self.costs)
         if alike and budget.nbytes is not None:
             raise PlanError(f"files of format {format_.name} are of one size, whatever the grids", "use --bpw")
         if alike or budget.bits is not None:
-            self.costs = [[stored_bits(item, grid) for grid in item.grids] for item in items]
+            self.costs = [[stored_bits(group, grid) for grid in group.grids] for group in groups]
 
     def planned(self, numbers: Sequence[int]) -> Plan:
-        """The plan of one grid for each item, by its number."""
-        grids = [item.grids[number] for item, number in zip(self.items, numbers, strict=True)]
+        """The plan in which each group has the grid of the given number."""
+        grids = [group.grids[number] for group, number in zip(self.groups, numbers, strict=True)]
         modules = {
-            matrix.module: grid for item, grid in zip(self.items, grids, strict=True) for matrix in item.matrices
+            matrix.module: grid for group, grid in zip(self.groups, grids, strict=True) for matrix in group.matrices
         }
         common = Counter(modules.values()).most_common(1)[0][0]
         step = self.recipe.method
         assert step is not None
-        # what is said of bits and groups is said anew
+        # patterns keep their other options; bits and group sizes are given anew
         others = {name: {k: v for k, v in said.items() if k not in _CHOSEN} for name, said in step.set.items()}
         told = {name: {**others.get(name, {}), **options} for name, options in patterns_of(modules, common).items()}
         patterns = {name: options for name, options in {**others, **told}.items() if options}
@@ -143,7 +165,7 @@ class _Fitting:
         return make_plan(recipe, self.model, self.options)
 
     def excess(self, plan: Plan) -> float:
-        """By how much a plan exceeds the budget, in the units of costs; negative where there is room."""
+        """By how much a plan exceeds the budget, in bytes or bits as the costs are; negative where there is room."""
         if self.budget.nbytes is not None:
             return plan.estimate.output_bytes - self.budget.nbytes
         if self.budget.bits is None:
@@ -152,7 +174,7 @@ class _Fitting:
         return bits - self.budget.bits * weights
 
     def _stored(self, plan: Plan) -> tuple[int, int]:
-        """Bits of all codes with what belongs to them, and their number."""
+        """Bits of all codes with their scales and zero points, and the number of weights."""
         entries = [matrix.entry for layer in plan.layers for matrix in layer]
         sizes = [entry.out_features * entry.in_features for entry in entries]
         pairs = zip(entries, sizes, strict=True)
@@ -169,23 +191,19 @@ class _Fitting:
     def _choices(self, losses: dict[str, dict[str, float]]) -> list[list[Choice]]:
         return [
             [
-                Choice(cost, sum(losses[matrix.module][grid.name] for matrix in item.matrices))
-                for grid, cost in zip(item.grids, costs, strict=True)
+                Choice(cost, sum(losses[matrix.module][grid.name] for matrix in group.matrices))
+                for grid, cost in zip(group.grids, costs, strict=True)
             ]
-            for item, costs in zip(self.items, self.costs, strict=True)
+            for group, costs in zip(self.groups, self.costs, strict=True)
         ]
 
-    def _taken(
-        self, choices: Sequence[Sequence[Choice]], numbers: Sequence[int]
-    ) -> list[tuple[Item, IntegerSpec, float]]:
+    def _taken(self, choices: Sequence[Sequence[Choice]], numbers: Sequence[int]) -> list[ChosenGrid]:
         return [
-            (item, item.grids[number], options[number].loss)
-            for item, options, number in zip(self.items, choices, numbers, strict=True)
+            ChosenGrid(group, group.grids[number], options[number].loss)
+            for group, options, number in zip(self.groups, choices, numbers, strict=True)
         ]
 
-    def least(
-        self, losses: dict[str, dict[str, float]], smallest: Plan
-    ) -> tuple[list[tuple[Item, IntegerSpec, float]], Plan]:
+    def least(self, losses: dict[str, dict[str, float]], smallest: Plan) -> tuple[list[ChosenGrid], Plan]:
         """The grids of least loss within the budget."""
         choices = self._choices(losses)
         least = sum(min(costs) for costs in self.costs)
@@ -197,9 +215,7 @@ class _Fitting:
         numbers, plan = allotted(attempt, least - self.excess(smallest), least, lambda made: self.excess(made[1]))
         return self._taken(choices, numbers), plan
 
-    def within(
-        self, losses: dict[str, dict[str, float]], kl: float
-    ) -> tuple[list[tuple[Item, IntegerSpec, float]], Plan]:
+    def within(self, losses: dict[str, dict[str, float]], kl: float) -> tuple[list[ChosenGrid], Plan]:
         """The smallest grids within a loss; PlanError if there are none, or none that also keep within the budget."""
         choices = self._choices(losses)
         turned = mirrored(choices)

@@ -12,11 +12,11 @@ Patterns = dict[str, dict[str, int]]
 
 
 def patterns_of(grids: Mapping[str, IntegerSpec], common: IntegerSpec) -> Patterns:
-    """Patterns after which every module of `grids` has its bits and group size where a step has those of `common`.
+    """Patterns of `set` that give every module of `grids` its bits and group size, in a step with those of `common`.
 
-    First what a place of a layer, such as mlp.down_proj, has in most layers, then layers that have something else,
-    joined by their digits (layers.1[0-35].mlp.down_proj). Later patterns win. Modules that no such pattern can tell
-    from others are named in full.
+    The first patterns give a place in a layer, such as mlp.down_proj, the grid that it has in most layers. Then come
+    layers with another grid, joined by their digits (layers.1[0-35].mlp.down_proj). Later patterns win. Modules that no
+    such pattern can tell from others are named in full.
     """
     places: dict[tuple[str, str], dict[int, IntegerSpec]] = {}
     for module, grid in grids.items():
@@ -48,7 +48,7 @@ def _parts(module: str) -> tuple[str, int, str]:
 def _joined(
     places: Mapping[tuple[str, str], Mapping[int, IntegerSpec]],
 ) -> Iterator[tuple[list[tuple[str, str]], Mapping[int, IntegerSpec]]]:
-    """Places with the same grids in all layers together; those whose names differ in one letter become one."""
+    """Joins places that have the same grids in all layers; names that differ in one letter become one pattern."""
     alike: list[tuple[list[tuple[str, str]], Mapping[int, IntegerSpec]]] = []
     for name, table in places.items():
         names = next((names for names, other in alike if other == table), None)
@@ -95,7 +95,7 @@ def _digits(units: Sequence[int]) -> str:
 
 
 def _corrections(grids: Mapping[str, IntegerSpec], common: IntegerSpec, made: Patterns) -> Patterns:
-    """Full names of the modules that patterns give another grid than theirs."""
+    """Patterns that name in full those modules to which `made` gives a wrong grid."""
     wrong: Patterns = {}
     for module, grid in grids.items():
         merged: dict[str, Any] = _options(common)

@@ -18,7 +18,7 @@ Losses = dict[str, dict[str, float]]
 """Expected KL divergence per token in nats, by GGUF name and tensor type."""
 
 Known = Sequence[Sequence[Fisher]]
-"""Fisher information of each matrix of a tensor: several where it is used more than once, none where it never is."""
+"""Fisher information of each matrix of a tensor: one for each use of the matrix, none where it is never used."""
 
 _WIDE = ("Q2_K", "Q3_K", "IQ4_XS", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "F16")
 _NARROW = ("Q4_0", "IQ4_NL", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16")
@@ -40,7 +40,7 @@ def measured_losses(
 ) -> Losses:
     """Losses of the tensors that have a type to choose, each for all its candidates.
 
-    Of large matrices a sample of rows is rounded, by the encoder called `fast`. watch: told of each tensor.
+    Of large matrices a sample of rows is rounded, by the encoder called `fast`. watch: called after each tensor.
     """
     chosen = [tensor for tensor in tensors if is_quantised(tensor.name, tensor.shape)]
     losses = {tensor.name: dict.fromkeys(candidates(tensor.shape[-1]), 0.0) for tensor in chosen}
@@ -83,7 +83,7 @@ def _sample(name: str, piece: Piece, fisher: Fisher) -> _Sample | None:
 
 
 def _rounded(sample: _Sample) -> dict[str, float]:
-    """What a sample loses by each type."""
+    """The loss of a sample by each type."""
     found = {}
     for kind in candidates(sample.rows.shape[-1]):
         if kind in BLOCK_TYPES:

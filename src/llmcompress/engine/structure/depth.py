@@ -1,4 +1,4 @@
-"""Depth pruning: which decoder layers a model can best do without, and the model without them."""
+"""Depth pruning: finding the decoder layers that a model can best do without, and writing the model without them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from llmcompress.engine.plan.pass_memory import depth_memory
 from llmcompress.engine.plan.paths import check_room
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.source.header_checks import hidden_width
-from llmcompress.engine.structure.derived_model import Derived, calibration_facts, card
+from llmcompress.engine.structure.derived_model import DerivedModel, calibration_facts, card
 from llmcompress.engine.structure.layer_removal import Removal
 from llmcompress.engine.structure.renumber import kept_config, kept_headers
-from llmcompress.engine.structure.source_model import Subject, entering, open_subject
+from llmcompress.engine.structure.source_model import OpenModel, embedded_windows, open_model
 from llmcompress.errors import PlanError
 from llmcompress.recipe import Calibration
 from llmcompress.store.checkpoint import Checkpoint
@@ -26,7 +26,7 @@ Watch = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Asked:
+class DepthRequest:
     """drop: how many layers. by: the score. keep_first, keep_last: layers that stay. contiguous: only neighbours go."""
 
     drop: int
@@ -37,7 +37,7 @@ class Asked:
 
     @property
     def greedy(self) -> bool:
-        """Whether one layer goes after the other, those left being measured anew each time."""
+        """Whether layers are dropped one by one, and the scores of the others measured anew each time."""
         return self.by == "kl" and not self.contiguous
 
     @property
@@ -46,7 +46,7 @@ class Asked:
         return self.drop if self.contiguous else 1
 
     def starts(self, layers: int) -> range:
-        """Places among `layers` where what goes may begin."""
+        """The positions among so many layers at which the dropped layers may begin."""
         return range(self.keep_first, layers - self.keep_last - self.span + 1)
 
 
@@ -57,8 +57,8 @@ class DepthPlan:
     memory_bytes: an estimate.
     """
 
-    subject: Subject
-    asked: Asked
+    opened: OpenModel
+    request: DepthRequest
     layers: int
     layer_passes: int
     scratch_bytes: int
@@ -66,100 +66,103 @@ class DepthPlan:
 
     @property
     def passes(self) -> float:
-        """In passes through the whole model, beside the head's for every model that is compared."""
+        """Passes of the text through the whole model, without those of the head for every model that is compared."""
         return self.layer_passes / self.layers
 
 
-def plan_depth(model: Path, asked: Asked, text: Calibration, options: Options | None = None) -> DepthPlan:
+def plan_depth(model: Path, request: DepthRequest, text: Calibration, options: Options | None = None) -> DepthPlan:
     """Check a request from headers. Raises LlmcompressError."""
-    subject = open_subject(read_headers(model), text, options or Options(), f"depth{asked.drop}")
-    layers = subject.matrices.layers
-    free = max(0, layers - asked.keep_first - asked.keep_last)
-    if not 1 <= asked.drop <= free:
+    opened = open_model(read_headers(model), text, options or Options(), f"depth{request.drop}")
+    layers = opened.matrices.layers
+    free = max(0, layers - request.keep_first - request.keep_last)
+    if not 1 <= request.drop <= free:
         raise PlanError(
-            f"--drop {asked.drop} of {layers} layers, of which the first {asked.keep_first} and the last "
-            f"{asked.keep_last} are kept",
+            f"--drop {request.drop} of {layers} layers, of which the first {request.keep_first} and the last "
+            f"{request.keep_last} are kept",
             f"drop {free} at most" if free else "keep fewer",
         )
-    rounds = _rounds(asked, layers)
-    if asked.by == "kl":
-        passed = sum(count + sum(count - start - asked.span for start in asked.starts(count)) for count in rounds)
-        streams = 4 + len(asked.starts(layers))
+    rounds = _rounds(request, layers)
+    if request.by == "kl":
+        passed = sum(count + sum(count - start - request.span for start in request.starts(count)) for count in rounds)
+        streams = 4 + len(request.starts(layers))
     else:
-        passed, streams = layers, asked.span + 2
-    scratch = streams * text.samples * text.length * hidden_width(subject.headers) * subject.resources.item_bytes
-    check_room((subject.out, subject.headers.nbytes), (subject.out.parent, scratch))
+        passed, streams = layers, request.span + 2
+    scratch = streams * text.samples * text.length * hidden_width(opened.headers) * opened.resources.item_bytes
+    check_room((opened.out, opened.headers.nbytes), (opened.out.parent, scratch))
     kept_config(
-        subject.anatomy, range(layers - asked.drop), subject.options.trust_remote_code
+        opened.anatomy, range(layers - request.drop), opened.options.trust_remote_code
     )  # whether it can be said
-    memory = partial(depth_memory, subject.sizes, compared=asked.by == "kl")
-    subject = subject.within(memory)
-    return DepthPlan(subject, asked, layers, passed, scratch, memory(subject.resources).peak("host"))
+    memory = partial(depth_memory, opened.sizes, compared=request.by == "kl")
+    opened = opened.within_memory(memory)
+    return DepthPlan(opened, request, layers, passed, scratch, memory(opened.resources).peak("host"))
 
 
 def prune_depth(plan: DepthPlan, watch: Watch = lambda done, of: None) -> dict[str, Any]:
     """Choose the layers, write the model without them, and return its report."""
-    subject, asked = plan.subject, plan.asked
-    tokens = subject.tokens()
+    opened, request = plan.opened, plan.request
+    tokens = opened.tokens()
     removed, scores = _choose(plan, tokens, watch)
     kept = [number for number in range(plan.layers) if number not in removed]
-    config = kept_config(subject.anatomy, kept, subject.options.trust_remote_code)
-    headers = kept_headers(subject.anatomy, kept, config)
-    derived = Derived(config, [stored.spec for stored in headers.tensors.values()])
+    config = kept_config(opened.anatomy, kept, opened.options.trust_remote_code)
+    headers = kept_headers(opened.anatomy, kept, config)
+    derived = DerivedModel(config, [stored.spec for stored in headers.tensors.values()])
     checkpoint = Checkpoint(headers)
     calibration = calibration_facts(tokens)
     records = {
         "depth": {
-            "by": asked.by,
-            "contiguous": asked.contiguous,
-            "keep_first": asked.keep_first,
-            "keep_last": asked.keep_last,
+            "by": request.by,
+            "contiguous": request.contiguous,
+            "keep_first": request.keep_first,
+            "keep_last": request.keep_last,
             "layers": plan.layers,
             "removed": removed,
             "scores": scores,
         }
     }
-    with OutputDirectory(subject.out, overwrite=subject.options.overwrite) as out:
-        hashes = derived.write(subject, out, ((name, checkpoint.read_finite(name)) for name in checkpoint.names()))
-        report = derived.report(subject, calibration, hashes, records)
+    with OutputDirectory(opened.out, overwrite=opened.options.overwrite) as out:
+        hashes = derived.write(opened, out, ((name, checkpoint.read_finite(name)) for name in checkpoint.names()))
+        report = derived.report(opened, calibration, hashes, records)
         out.write_json("report.json", report)
-        out.write_text("README.md", card(subject, calibration, "depth pruning", _figures(plan, removed, derived)))
+        out.write_text("README.md", card(opened, calibration, "depth pruning", _figures(plan, removed, derived)))
         out.commit()
     return report
 
 
-def _rounds(asked: Asked, layers: int) -> list[int]:
-    """How many layers there are each time that scores are measured."""
-    return [layers - number for number in range(asked.drop)] if asked.greedy else [layers]
+def _rounds(request: DepthRequest, layers: int) -> list[int]:
+    """How many layers the model has each time that scores are measured."""
+    return [layers - number for number in range(request.drop)] if request.greedy else [layers]
 
 
 def _choose(plan: DepthPlan, tokens: Tensor, watch: Watch) -> tuple[list[int], list[dict[str, Any]]]:
-    """The layers that go, by number, and every score: of each round, by the first layer that would have gone."""
-    asked, subject = plan.asked, plan.subject
-    rounds = _rounds(asked, plan.layers)
+    """The numbers of the layers to drop, and the scores of each round by the first layer that would be dropped."""
+    request, opened = plan.request, plan.opened
+    rounds = _rounds(request, plan.layers)
     done = iter(range(1, sum(rounds) + 1))
-    with subject.working() as (folder, workers):
-        model = subject.model()
-        hidden = entering(model, tokens, subject.resources.batch, folder / "embedded.bin")
+    with opened.scratch_folder() as (folder, workers):
+        model = opened.model()
+        hidden = embedded_windows(model, tokens, opened.resources.batch, folder / "embedded.bin")
         removal = Removal(
-            model, hidden, subject.resources.batch, folder, workers, lambda: watch(next(done), sum(rounds))
+            model, hidden, opened.resources.batch, folder, workers, lambda: watch(next(done), sum(rounds))
         )
-        if asked.by == "kl":
-            return _by_divergence(removal, asked, plan.layers)
-        found = dict(enumerate(removal.similarities(asked.span)))
-    starts = sorted(asked.starts(plan.layers), key=lambda start: (-found[start], start))
-    gone = _stretch(starts[0], asked.drop) if asked.contiguous else sorted(starts[: asked.drop])
+        if request.by == "kl":
+            return _by_divergence(removal, request, plan.layers)
+        found = dict(enumerate(removal.similarities(request.span)))
+    starts = sorted(request.starts(plan.layers), key=lambda start: (-found[start], start))
+    gone = _stretch(starts[0], request.drop) if request.contiguous else sorted(starts[: request.drop])
     return gone, [{"measure": "cosine", "scores": _named(found), "removed": gone}]
 
 
-def _by_divergence(removal: Removal, asked: Asked, layers: int) -> tuple[list[int], list[dict[str, Any]]]:
-    """One by one, each time the layer without which the model is nearest to the original: neighbours are no sum."""
+def _by_divergence(removal: Removal, request: DepthRequest, layers: int) -> tuple[list[int], list[dict[str, Any]]]:
+    """Drop layer after layer, each time the one without which the model stays nearest to the original.
+
+    Scores are measured anew each time, since the divergences of two layers do not add up.
+    """
     left, gone, records = list(range(layers)), list[int](), []
     reference = None
-    while len(gone) < asked.drop:
-        costs, reference = removal.divergences(left, asked.starts(len(left)), asked.span, reference)
+    while len(gone) < request.drop:
+        costs, reference = removal.divergences(left, request.starts(len(left)), request.span, reference)
         best = min(costs, key=lambda place: (costs[place], place))
-        lost = left[best : best + asked.span]
+        lost = left[best : best + request.span]
         named = _named({left[place]: cost for place, cost in costs.items()})
         records.append({"measure": "kl", "scores": named, "removed": lost})
         gone += lost
@@ -175,11 +178,11 @@ def _named(scores: Mapping[int, float]) -> dict[str, float]:
     return {str(number): float(f"{value:.6g}") for number, value in scores.items()}
 
 
-def _figures(plan: DepthPlan, removed: Sequence[int], derived: Derived) -> dict[str, str]:
+def _figures(plan: DepthPlan, removed: Sequence[int], derived: DerivedModel) -> dict[str, str]:
     return {
         "layers": f"{plan.layers - len(removed)} of {plan.layers}",
         "layers of the original that are gone": ", ".join(map(str, removed)),
-        "chosen by": "KL divergence of the logits" if plan.asked.by == "kl" else "similarity of input and output",
+        "chosen by": "KL divergence of the logits" if plan.request.by == "kl" else "similarity of input and output",
         "bytes of weights": f"{derived.nbytes:,}",
-        "share of the source": f"{derived.nbytes / plan.subject.headers.nbytes:.1%}",
+        "share of the source": f"{derived.nbytes / plan.opened.headers.nbytes:.1%}",
     }

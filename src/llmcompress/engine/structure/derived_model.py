@@ -1,4 +1,4 @@
-"""Writing what a model became when its structure changed: weights, config, report and card, whole or not at all."""
+"""Writing a model whose structure has changed: weights, config, report and card, whole or not at all."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from llmcompress import __version__
 from llmcompress.calib.base import fingerprint
-from llmcompress.engine.structure.source_model import Subject
+from llmcompress.engine.structure.source_model import OpenModel
 from llmcompress.engine.write.publish import beginning_of, title_of
 from llmcompress.engine.write.run_report import source
 from llmcompress.formats.base import TensorSpec
@@ -17,8 +17,8 @@ from llmcompress.store.output import OutputDirectory, weights_nbytes
 
 
 @dataclass(frozen=True)
-class Derived:
-    """config: the new config.json. specs: of the tensors to be written, in order."""
+class DerivedModel:
+    """The files of the changed model. config: the new config.json. specs: of the tensors to write, in order."""
 
     config: Mapping[str, Any]
     specs: Sequence[TensorSpec]
@@ -29,50 +29,50 @@ class Derived:
         """Exact bytes of the weight files and their index."""
         return weights_nbytes(self.specs, self.shard_size)
 
-    def write(self, subject: Subject, out: OutputDirectory, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-        """Weights, config.json and side files; the tensors' SHA-256 by name."""
+    def write(self, opened: OpenModel, out: OutputDirectory, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+        """Write weights, config.json and side files; returns the SHA-256 of each tensor by name."""
         hashes = out.write_weights(self.specs, tensors, self.shard_size)
-        out.copy_side_files(subject.headers.path)
+        out.copy_side_files(opened.headers.path)
         out.write_json("config.json", dict(self.config))
         return hashes
 
     def report(
         self,
-        subject: Subject,
+        opened: OpenModel,
         calibration: Mapping[str, Any],
         hashes: Mapping[str, str],
         records: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """The content of report.json; records: what was done."""
+        """The content of report.json. records: the fields about what was done."""
         return {
             "llmcompress": __version__,
             "format": "dense",
-            "source": source(subject.headers),
+            "source": source(opened.headers),
             "calibration": dict(calibration),
-            "compute_dtype": subject.resources.dtype,
+            "compute_dtype": opened.resources.dtype,
             "output_bytes": self.nbytes,
             **records,
             "linears": [],
-            "ledger": subject.ledger.as_json(),
+            "ledger": opened.ledger.as_json(),
             "tensors": dict(hashes),
         }
 
 
 def calibration_facts(tokens: Tensor) -> dict[str, Any]:
-    """What a report says of the windows."""
+    """What a report says about the calibration windows."""
     return {"sha256": fingerprint(tokens), "samples": tokens.shape[0], "length": tokens.shape[1]}
 
 
-def card(subject: Subject, calibration: Mapping[str, Any], what: str, figures: Mapping[str, str]) -> str:
+def card(opened: OpenModel, calibration: Mapping[str, Any], what: str, figures: Mapping[str, str]) -> str:
     """The model card of a model that has lost parts. what: the method, in a few words."""
-    asked = subject.text.source
+    asked = opened.text.source
     facts: dict[str, Any] = {
-        "name": f"{title_of(subject.headers.config)} {what}",
+        "name": f"{title_of(opened.headers.config)} {what}",
         "format": "dense",
         "version": __version__,
         "change": "pruned",
-        "config": subject.headers.config,
-        "source_readme": beginning_of(subject.headers.path / "README.md"),
+        "config": opened.headers.config,
+        "source_readme": beginning_of(opened.headers.path / "README.md"),
         "methods": [what],
         "figures": figures,
         "calibration": {

@@ -1,4 +1,4 @@
-"""The feed-forward of a layer as its declaration has it: who writes its inner channels, who reads them."""
+"""The feed-forward of a layer: which tensors write its inner channels, and which matrix reads them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,10 +17,10 @@ _KEYS = ("ffn_dim", "n_inner", "intermediate_size")
 
 @dataclass(frozen=True)
 class FeedForward:
-    """Inner channels of one layer. reader: path of the matrix that reads them, whose weight is [in, out] if conv1d.
+    """The inner channels of one layer. reader: path of the matrix that reads them; its weight is [in, out] if conv1d.
 
-    writers: on-disk names of the tensors whose outputs they are, with the dimension of the outputs and how many
-    matrices of as many outputs lie one after the other in it (2 where gate and up are fused).
+    writers: on-disk names of the tensors that write the channels, each with the dimension of its outputs and how many
+    matrices lie one after the other in that dimension (2 where gate and up are fused).
     """
 
     reader: str
@@ -31,13 +31,13 @@ class FeedForward:
     writers: Mapping[str, tuple[int, int]]
 
     def cut(self, name: str, tensor: Tensor, kept: Tensor) -> Tensor:
-        """The tensor of a writer with the outputs `kept` alone."""
+        """The tensor of a writer with only the outputs `kept`."""
         axis, parts = self.writers[name]
         index = torch.cat([kept + part * self.width for part in range(parts)])
         return tensor.index_select(axis, index.to(tensor.device))
 
     def spec(self, spec: TensorSpec, width: int) -> TensorSpec:
-        """What becomes of a tensor's spec when `width` channels are left."""
+        """The spec of a tensor of the layer when `width` channels are left."""
         shape = list(spec.shape)
         if spec.name == self.weight:
             shape[0 if self.conv1d else 1] = width

@@ -1,4 +1,4 @@
-"""What a model loses with its layers: how little each changes its input, and how far the logits move without it.
+"""What a model loses with a layer: how little the layer changes its input, and how far the logits move without it.
 
 Layers are read one at a time, each once per pass, however many variants of the model run through it.
 """
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from llmcompress.engine.plan.memory_model import HEAD_TOKENS
-from llmcompress.engine.structure.source_model import onward
+from llmcompress.engine.structure.source_model import layer_outputs
 from llmcompress.errors import RunError
 from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.stats.similarity import Cosines, cosines
@@ -21,7 +21,10 @@ Watch = Callable[[], None]
 
 
 class Removal:
-    """A model and the windows that entered its first layer; files go into `folder`. watch: told of each layer read."""
+    """Scores the layers of a model. entering: the windows that enter the first layer. folder: for hidden states.
+
+    watch: called after each layer that was read.
+    """
 
     def __init__(
         self, model: StreamedModel, entering: Windows, batch: int, folder: Path, workers: Workers, watch: Watch
@@ -30,7 +33,7 @@ class Removal:
         self.workers, self.watch = workers, watch
 
     def similarities(self, span: int) -> list[float]:
-        """Mean cosine between what enters layer l and what leaves layer l + span - 1, for every l where that is.
+        """Mean cosine between what enters layer l and what leaves layer l + span - 1, for every l with such a layer.
 
         ShortGPT's block influence is 1 less this for a span of 1 (arXiv:2403.03853, equation 1); for longer ones it is
         the criterion of arXiv:2403.17887, up to the arc cosine. RunError for states that are not finite.
@@ -39,7 +42,7 @@ class Removal:
         for number in range(len(self.model.layers)):
             with self.model.layer(number) as layer:
                 file = self.folder / f"states-{number % (span + 1)}.bin"
-                passed.append(self._onward(number, layer, passed[-1], file))
+                passed.append(self._layer_outputs(number, layer, passed[-1], file))
             if len(passed) > span:
                 found.append(self._cosine(passed[-1 - span], passed[-1]))
                 passed.pop(0)
@@ -53,27 +56,28 @@ class Removal:
     ) -> tuple[dict[int, float], Windows]:
         """KL divergence (nats per token) of the model of `layers` without `span` of them from each place in `starts`.
 
-        It is taken from the model that `reference` left the last layer of, or from that of all `layers`; second is what
-        leaves the last of these. All variants pass a layer while it is in memory.
+        The divergence is from the model whose last hidden states are `reference`; without one, from the model of all
+        `layers`. Returned second are the last hidden states of that model. All variants pass a layer while it is in
+        memory.
         """
         main, variants = self.entering, dict[int, Windows]()
         for place, number in enumerate(layers):
             with self.model.layer(number) as layer:
                 for start, windows in variants.items():
                     if place >= start + span:
-                        variants[start] = self._onward(number, layer, windows, windows.file)
+                        variants[start] = self._layer_outputs(number, layer, windows, windows.file)
                 if place in starts:
                     copied = (self._read(main, part) for part in self._spans(main))
                     variants[place] = write_windows(copied, self.folder / f"without-{place}.bin", self.model.dtype)
-                main = self._onward(number, layer, main, self.folder / f"states-{place % 2}.bin")
+                main = self._layer_outputs(number, layer, main, self.folder / f"states-{place % 2}.bin")
             self.watch()
         if reference is None:
             main = reference = _renamed(main, self.folder / "reference.bin")
         found = dict(zip(variants, self._head(reference, list(variants.values())), strict=True))
         return found, reference
 
-    def _onward(self, number: int, layer: nn.Module, hidden: Windows, file: Path) -> Windows:
-        return onward(self.model, number, layer, hidden, self.batch, file, self.workers)
+    def _layer_outputs(self, number: int, layer: nn.Module, hidden: Windows, file: Path) -> Windows:
+        return layer_outputs(self.model, number, layer, hidden, self.batch, file, self.workers)
 
     def _spans(self, windows: Windows) -> list[slice]:
         count = windows.shape[0]

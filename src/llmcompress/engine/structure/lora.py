@@ -1,4 +1,4 @@
-"""Low-rank repair: what compression took from every matrix, as far as an adapter of low rank can give it back."""
+"""Low-rank repair: an adapter that gives back what it can of what compression took from every matrix."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,8 +13,8 @@ from llmcompress.engine.run.forward import Forward, Recording, Stream
 from llmcompress.engine.source.open import round_as_stored
 from llmcompress.engine.source.quantised import DecodedHeaders
 from llmcompress.engine.structure.derived_model import calibration_facts
-from llmcompress.engine.structure.lora_plan import LoraPlan, Target, bits_added, changed
-from llmcompress.engine.structure.source_model import entering
+from llmcompress.engine.structure.lora_plan import LoraPlan, RepairTarget, bits_added, changed_targets
+from llmcompress.engine.structure.source_model import embedded_windows
 from llmcompress.engine.write.run_report import source
 from llmcompress.model.adapted import adapt
 from llmcompress.model.streamed_model import StreamedModel
@@ -31,13 +31,14 @@ Watch = Callable[[int, int], None]
 
 def repair(plan: LoraPlan, watch: Watch = lambda done, of: None) -> dict[str, Any]:
     """Write the adapter and return its report. RunError, PlanError where there is nothing to repair."""
-    subject, options = plan.subject, plan.subject.options
-    targets = changed(plan)
-    tokens = subject.tokens() if plan.by == "outputs" else None
+    opened, options = plan.opened, plan.opened.options
+    targets = changed_targets(plan)
+    tokens = opened.tokens() if plan.by == "outputs" else None
     calibration = None if tokens is None else calibration_facts(tokens)
     specs = adapter_specs([(item.module, item.shape, item.dtype) for item in targets], plan.rank)
-    base = subject.headers.name
-    with AdapterDirectory(subject.out, overwrite=options.overwrite) as out, subject.working() as (folder, workers):
+    base = opened.headers.name
+    output = AdapterDirectory(opened.out, overwrite=options.overwrite)
+    with output as out, opened.scratch_folder() as (folder, workers):
         work = _Repair(plan, targets, watch, workers)
         made = work.by_weights() if tokens is None else work.by_outputs(tokens, folder)
         named = ((spec.name, tensor) for spec, tensor in zip(specs, made, strict=True))
@@ -54,9 +55,9 @@ def repair(plan: LoraPlan, watch: Watch = lambda done, of: None) -> dict[str, An
             "llmcompress": __version__,
             "format": "lora",
             "source": _facts(plan.original),
-            "base": _facts(subject.headers),
+            "base": _facts(opened.headers),
             "calibration": calibration,
-            "compute_dtype": subject.resources.dtype,
+            "compute_dtype": opened.resources.dtype,
             "output_bytes": sum(spec.nbytes for spec in specs),
             "lora": {
                 "rank": plan.rank,
@@ -64,7 +65,7 @@ def repair(plan: LoraPlan, watch: Watch = lambda done, of: None) -> dict[str, An
                 "bits_per_weight_added": round(bits_added(targets, plan.rank), 4),
                 "matrices": work.records,
             },
-            "ledger": subject.ledger.as_json(),
+            "ledger": opened.ledger.as_json(),
             "tensors": hashes,
         }
         out.write_json("report.json", report)
@@ -74,25 +75,28 @@ def repair(plan: LoraPlan, watch: Watch = lambda done, of: None) -> dict[str, An
 
 
 class _Repair:
-    """Solves the matrices of a plan in order of execution; records: what is known of each."""
+    """Solves the matrices of a plan in order of execution. records: what the report says of each matrix."""
 
-    def __init__(self, plan: LoraPlan, targets: Sequence[Target], watch: Watch, workers: Workers) -> None:
+    def __init__(self, plan: LoraPlan, targets: Sequence[RepairTarget], watch: Watch, workers: Workers) -> None:
         self.plan, self.targets, self.watch, self.workers = plan, targets, watch, workers
-        self.original, self.compressed = Checkpoint(plan.original), plan.subject.checkpoint
+        self.original, self.compressed = Checkpoint(plan.original), plan.opened.checkpoint
         self.records: list[dict[str, Any]] = []
 
     def by_weights(self) -> Iterator[Tensor]:
-        """a and b of each matrix, by the errors of weights."""
+        """The factors a and b of each matrix that make the error of the weights least."""
         for number, target in enumerate(self.targets):
             yield from self._tensors(self._solve([target], None, None)[0])
             self.watch(number + 1, len(self.targets))
 
     def by_outputs(self, tokens: Tensor, folder: Path) -> Iterator[Tensor]:
-        """a and b of each matrix, by the errors of outputs on `tokens`: each on inputs from repaired matrices."""
-        subject = self.plan.subject
-        model = subject.model()
+        """The factors a and b of each matrix that make the error of its outputs on `tokens` least.
+
+        The inputs of a matrix come from matrices that are repaired already.
+        """
+        opened = self.plan.opened
+        model = opened.model()
         round_as_stored(model, self.compressed)
-        hidden = entering(model, tokens, subject.resources.batch, folder / "0.bin")
+        hidden = embedded_windows(model, tokens, opened.resources.batch, folder / "0.bin")
         count = len(model.layers)
         for number in range(count):
             with model.layer(number) as layer:
@@ -105,13 +109,13 @@ class _Repair:
     def _layer(
         self, model: StreamedModel, number: int, layer: nn.Module, hidden: Windows, folder: Path
     ) -> tuple[list[LowRank], Windows]:
-        """What is found for the matrices of a layer, and what leaves it once they are repaired."""
-        stages: dict[str, list[Target]] = {}
+        """The factors of the matrices of a layer, and what leaves the layer once they are repaired."""
+        stages: dict[str, list[RepairTarget]] = {}
         for target in self.targets:
             if target.layer == number:
                 stages.setdefault(target.space, []).append(target)
         paths = {space: group[0].path for space, group in stages.items()}
-        batch = self.plan.subject.resources.batch
+        batch = self.plan.opened.resources.batch
         stream = Stream("compressed", layer, hidden)
         forward = Forward(model, number, stream, batch, self.workers, Recording(folder, paths))
         solved: dict[str, LowRank] = {}
@@ -122,7 +126,7 @@ class _Repair:
                 gram.update(seen[space])
             if gram.dropped:
                 why = f"{gram.dropped} tokens left out of its statistics"
-                self.plan.subject.ledger.note("nonfinite_inputs", group[0].name, why)
+                self.plan.opened.ledger.note("nonfinite_inputs", group[0].name, why)
             return_freed_memory()
             for target, found in zip(group, self._solve(group, gram.finish(), model.device), strict=True):
                 handles.append(adapt(layer.get_submodule(target.path), found.b, found.a))
@@ -133,10 +137,12 @@ class _Repair:
             handle.remove()
         return [solved[item.name] for item in self.targets if item.layer == number], hidden
 
-    def _solve(self, group: Sequence[Target], hessian: Tensor | None, device: torch.device | None) -> list[LowRank]:
-        """Of matrices that read one input; rounded to the type they are stored in."""
+    def _solve(
+        self, group: Sequence[RepairTarget], hessian: Tensor | None, device: torch.device | None
+    ) -> list[LowRank]:
+        """The factors of matrices that read one input, rounded to the type that they are stored in."""
 
-        def solve(target: Target) -> tuple[LowRank, dict[str, Any]]:
+        def solve(target: RepairTarget) -> tuple[LowRank, dict[str, Any]]:
             weight, delta = (tensor.to(device or "cpu") for tensor in self._difference(target))
             found = low_rank(delta, hessian, self.plan.rank).to(DTYPES[target.dtype])
             energy = max(output_energy(weight, hessian), 1e-30)
@@ -148,8 +154,8 @@ class _Repair:
         self.records += [record for _, record in solved]
         return [found for found, _ in solved]
 
-    def _difference(self, target: Target) -> tuple[Tensor, Tensor]:
-        """The original matrix [out, in], and what the compressed one lacks of it; float32."""
+    def _difference(self, target: RepairTarget) -> tuple[Tensor, Tensor]:
+        """The original matrix and its difference from the compressed one, both [out, in] float32."""
         name = f"{target.name}.weight"
         weight, other = (side.read_finite(name).to(torch.float32) for side in (self.original, self.compressed))
         delta = weight - other
@@ -165,8 +171,8 @@ def _facts(headers: ModelHeaders) -> dict[str, Any]:
     return {**source(headers), "contents_sha256": stored.contents}
 
 
-def _record(target: Target, before: float, after: float) -> dict[str, Any]:
-    """before, after: squared error as a share of the energy of the outputs, or of the weights."""
+def _record(target: RepairTarget, before: float, after: float) -> dict[str, Any]:
+    """The record of a matrix. before, after: squared error as a share of the energy of the outputs, or weights."""
     shape = list(target.shape)
     return {"name": target.name, "shape": shape, "before": float(f"{before:.6g}"), "after": float(f"{after:.6g}")}
 

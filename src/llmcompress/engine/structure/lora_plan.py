@@ -1,4 +1,4 @@
-"""What an adapter of low rank is to repair: the matrices in which a compressed model differs from its original."""
+"""Planning an adapter of low rank: which matrices of a compressed model differ from the original."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from llmcompress.engine.plan.pass_memory import lora_memory
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.source.matrix_refs import matrices_of
 from llmcompress.engine.source.quantised import DecodedHeaders, decoded_headers
-from llmcompress.engine.structure.source_model import Subject, open_subject
+from llmcompress.engine.structure.source_model import OpenModel, open_model
 from llmcompress.errors import CheckpointError, PlanError
 from llmcompress.formats.base import TensorSpec
 from llmcompress.ledger import Ledger
@@ -23,7 +23,7 @@ from llmcompress.store.headers import ModelHeaders, read_headers, read_json
 
 
 @dataclass(frozen=True)
-class Target:
+class RepairTarget:
     """A matrix that may be repaired. name: on disk. module: in transformers' model. path: below its layer."""
 
     layer: int
@@ -38,14 +38,16 @@ class Target:
 
 @dataclass(frozen=True)
 class LoraPlan:
-    """subject: the compressed model. original: headers of what it was made from. by: what is made least.
+    """What a run will do. opened: the compressed model. original: headers of the model it was made from.
+
+    by: the error that is made least.
 
     memory_bytes: an estimate.
     """
 
-    subject: Subject
+    opened: OpenModel
     original: ModelHeaders
-    targets: tuple[Target, ...]
+    targets: tuple[RepairTarget, ...]
     rank: int
     by: Literal["outputs", "weights"]
     memory_bytes: int
@@ -65,7 +67,7 @@ class LoraPlan:
         return bits_added(self.targets, self.rank)
 
 
-def bits_added(targets: Sequence[Target], rank: int) -> float:
+def bits_added(targets: Sequence[RepairTarget], rank: int) -> float:
     """rank (in + out) 16 / (in out), over all of `targets`."""
     weights = sum(rows * columns for rows, columns in (item.shape for item in targets))
     return 16 * rank * sum(sum(item.shape) for item in targets) / max(weights, 1)
@@ -84,43 +86,45 @@ def plan_lora(
     source = read_headers(original)
     matrices_of(source, options.trust_remote_code, Ledger())  # refuses what is no original
     headers = decoded_headers(read_headers(compressed))
-    subject = open_subject(headers, text, options, f"lora{rank}", AdapterDirectory)
+    opened = open_model(headers, text, options, f"lora{rank}", AdapterDirectory)
     _refuse_transformed(compressed)
-    targets = _targets(subject, source)
+    targets = _targets(opened, source)
     narrow = min(targets, key=lambda item: min(item.shape))
     if not 1 <= rank < min(narrow.shape):
         rows, columns = narrow.shape
         raise PlanError(f"--rank {rank} is no low rank for {narrow.name}, which is {rows} x {columns}")
-    memory = partial(lora_memory, subject.sizes, by_outputs=by == "outputs")
-    subject = subject.within(memory)
-    return LoraPlan(subject, source, targets, rank, by, memory(subject.resources).peak("host"))
+    memory = partial(lora_memory, opened.sizes, by_outputs=by == "outputs")
+    opened = opened.within_memory(memory)
+    return LoraPlan(opened, source, targets, rank, by, memory(opened.resources).peak("host"))
 
 
-def _targets(subject: Subject, source: ModelHeaders) -> tuple[Target, ...]:
-    """The matrices of the layers; CheckpointError unless the original has just the same."""
-    spec, headers = subject.matrices.spec, subject.headers
+def _targets(opened: OpenModel, source: ModelHeaders) -> tuple[RepairTarget, ...]:
+    """The matrices of the layers; CheckpointError unless the original has the same matrices."""
+    spec, headers = opened.matrices.spec, opened.headers
     there = {name for name in source.tensors if name not in headers.tensors and ".layers." in name}
     if there:
         raise _unlike(headers, source, f"the one has no {min(there)}, the other has")
     found = []
-    for ref in subject.matrices.refs:
+    for ref in opened.matrices.refs:
         name = f"{ref.module}.weight"
         if name not in source.tensors or source.tensors[name].spec.shape != headers.tensors[name].spec.shape:
             raise _unlike(headers, source, f"{name} is not the same size in both")
         if ref.expert is not None:
             why = "transformers keeps experts in 3-D parameters, which an adapter of linears does not fit"
-            subject.ledger.note("unrepaired", ref.module, why)
+            opened.ledger.note("unrepaired", ref.module, why)
             continue
         stored = source.tensors[name].spec
         shape = stored.shape[::-1] if ref.linear.conv1d else stored.shape
         runtime, size = f"{spec.layers}.{ref.layer}.{ref.path}", (shape[0], shape[1])
-        found.append(Target(ref.layer, ref.module, runtime, ref.path, ref.space, ref.linear.conv1d, size, stored.dtype))
+        found.append(
+            RepairTarget(ref.layer, ref.module, runtime, ref.path, ref.space, ref.linear.conv1d, size, stored.dtype)
+        )
     return tuple(found)
 
 
-def changed(plan: LoraPlan) -> list[Target]:
-    """The matrices that differ. CheckpointError if norms do, PlanError if nothing does."""
-    original, compressed, headers = Checkpoint(plan.original), plan.subject.checkpoint, plan.subject.headers
+def changed_targets(plan: LoraPlan) -> list[RepairTarget]:
+    """The matrices that differ from the original. CheckpointError if norms differ, PlanError if nothing does."""
+    original, compressed, headers = Checkpoint(plan.original), plan.opened.checkpoint, plan.opened.headers
     for name, stored in plan.original.tensors.items():
         norm = len(stored.spec.shape) == 1 and name.endswith("norm.weight") and name in headers.tensors
         if norm and not torch.equal(original.read(name).to(torch.float32), compressed.read(name).to(torch.float32)):
@@ -132,14 +136,14 @@ def changed(plan: LoraPlan) -> list[Target]:
         if target.name in packed or not torch.equal(original.read(name), compressed.read(name)):
             found.append(target)
         else:
-            plan.subject.ledger.note("unrepaired", target.name, "it is as it was")
+            plan.opened.ledger.note("unrepaired", target.name, "it is as it was")
     if not found:
         raise PlanError(f"{headers.path} has the matrices of {plan.original.path}: there is nothing to repair")
     return found
 
 
 def _refuse_transformed(compressed: Path) -> None:
-    """PlanError for a model whose channels were scaled or turned: its matrices are not near the original's."""
+    """PlanError for a model whose channels were scaled or rotated: its matrices are not near the original's."""
     file = compressed / "report.json"
     recipe = read_json(file).get("recipe") if file.is_file() else None
     steps = recipe.get("steps") if isinstance(recipe, Mapping) else None

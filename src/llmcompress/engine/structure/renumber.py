@@ -1,6 +1,7 @@
-"""A model without some of its decoder layers: the others renumbered, config.json told, and proof that they stay alike.
+"""Headers and config.json of a model without some of its decoder layers; the other layers get new numbers.
 
-Nothing is read but headers: the tensors are those of the source under other names.
+Only headers are read: the tensors are those of the source under other names. Every layer is checked to be built as it
+was.
 """
 
 from collections.abc import Mapping, Sequence
@@ -57,7 +58,8 @@ def kept_config(anatomy: Anatomy, kept: Sequence[int], trust_remote_code: bool =
 
 
 def _lists(resolved: Mapping[str, Any], config: Mapping[str, Any], kept: Sequence[int], count: int) -> dict[str, Any]:
-    """Lists with an element for each layer, also those that transformers makes by a rule, which may not hold now."""
+    """Lists with an element for each layer. Lists that transformers makes by a rule are written out, since the rule
+    may give something else for fewer layers."""
     found = {}
     for key, value in {**resolved, **config}.items():
         per_layer = key in PER_LAYER or (any(word in key for word in _LISTS) and key not in _INDICES)
@@ -69,7 +71,7 @@ def _lists(resolved: Mapping[str, Any], config: Mapping[str, Any], kept: Sequenc
 
 
 def _numbers(config: Mapping[str, Any], kept: Sequence[int], count: int) -> dict[str, Any]:
-    """What names layers by number."""
+    """Keys of config.json that name layers by number."""
     found: dict[str, Any] = {}
     dense = {number for key in _INDICES for number in config.get(key) or ()}
     step = config.get("decoder_sparse_step")
@@ -86,7 +88,7 @@ def _numbers(config: Mapping[str, Any], kept: Sequence[int], count: int) -> dict
 
 
 def _refuse_unlike(anatomy: Anatomy, before: Any, after: Any, kept: Sequence[int], trust_remote_code: bool) -> None:
-    """PlanError unless every layer that is kept is built as it was."""
+    """PlanError unless transformers builds every kept layer as it was."""
     old, new = (
         list(skeleton(config, anatomy.spec, trust_remote_code).get_submodule(anatomy.spec.layers).children())
         for config in (before, after)
@@ -103,7 +105,7 @@ def _refuse_unlike(anatomy: Anatomy, before: Any, after: Any, kept: Sequence[int
 
 
 def _traits(layer: nn.Module) -> dict[str, Any]:
-    """What modules and parameters a layer has, and all that is plainly set in them but for the layer's number."""
+    """Modules and parameters of a layer, and all plain attributes of them except the layer's number."""
     found: dict[str, Any] = {name: tuple(value.shape) for name, value in layer.named_parameters()}
     for path, module in layer.named_modules():
         found[path] = type(module).__name__

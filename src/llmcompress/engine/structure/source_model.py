@@ -1,4 +1,4 @@
-"""A model whose structure is to change: opened and checked from headers, run over text."""
+"""A model whose structure is to change: opened and checked from headers, then run over text."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,8 +35,8 @@ from llmcompress.workers import SERIAL, Workers
 
 
 @dataclass(frozen=True)
-class Subject:
-    """An original model, the text it is judged on, and where its successor goes."""
+class OpenModel:
+    """A model, the text it is measured on, and the place where the changed model is written."""
 
     headers: ModelHeaders
     matrices: Matrices
@@ -50,7 +50,7 @@ class Subject:
     def sizes(self) -> ModelSizes:
         return ModelSizes.of(self.headers, self.matrices.refs, self.text.length)
 
-    def within(self, memory_of: Callable[[Resources], MemoryModel]) -> "Subject":
+    def within_memory(self, memory_of: Callable[[Resources], MemoryModel]) -> "OpenModel":
         """With resources whose memory keeps within what options allow; PlanError if none do."""
         options = self.options
         free = options.threads is None, options.batch is None
@@ -80,7 +80,7 @@ class Subject:
         )
 
     @contextmanager
-    def working(self) -> Iterator[tuple[Path, Workers]]:
+    def scratch_folder(self) -> Iterator[tuple[Path, Workers]]:
         """A directory for hidden states beside the output, and threads, as long as the context lasts."""
         with writing(self.out):
             make_parent(self.out)
@@ -90,14 +90,14 @@ class Subject:
             yield Path(name), workers
 
 
-def open_subject(
+def open_model(
     headers: ModelHeaders,
     text: Calibration,
     options: Options,
     ending: str,
     output: type[OutputDirectory] = OutputDirectory,
-) -> Subject:
-    """A model by its headers. ending: of the default output's name. output: what will be written.
+) -> OpenModel:
+    """Open a model by its headers. ending: of the default output's name. output: the kind of directory to write.
 
     Raises LlmcompressError for what cannot be used.
     """
@@ -108,17 +108,17 @@ def open_subject(
         raise PlanError(f"{out} is called like a GGUF file, and a directory is written", "give another --output")
     output(out, overwrite=options.overwrite)  # refuses what it could not create or replace
     refuse_model_itself(out, headers.path)
-    return Subject(headers, matrices, text, options, usual_resources(options, text.length), out, ledger)
+    return OpenModel(headers, matrices, text, options, usual_resources(options, text.length), out, ledger)
 
 
-def entering(model: StreamedModel, tokens: Tensor, batch: int, file: Path) -> Windows:
-    """What enters the first layer, in `file`; the model is then ready to run its layers."""
+def embedded_windows(model: StreamedModel, tokens: Tensor, batch: int, file: Path) -> Windows:
+    """What enters the first layer, written to `file`. Makes the model ready to run its layers."""
     with model.outer(embed=True, head=False):
         model.prepare(tokens[:1])
         return write_windows(model.embedded(tokens, batch), file, model.dtype)
 
 
-def onward(
+def layer_outputs(
     model: StreamedModel,
     number: int,
     layer: torch.nn.Module,
@@ -127,7 +127,7 @@ def onward(
     file: Path,
     workers: Workers,
 ) -> Windows:
-    """What leaves a layer, in `file`, which may be the one that is read: windows are written after they are read."""
+    """What leaves a layer, written to `file`. That may be the file of `hidden`: windows are read before written."""
     forward = Forward(model, number, Stream("whole", layer, hidden), batch, workers)
     windows = write_windows(forward.outputs(), file, model.dtype)
     return_freed_memory()

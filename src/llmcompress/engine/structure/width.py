@@ -1,6 +1,7 @@
-"""Width pruning: channels of the feed-forward go, and the matrix that read them makes up for it by least squares.
+"""Width pruning: drop channels of the feed-forward, and fit the matrix that read them to those left by least squares.
 
-Layers are solved one after the other, each on what the pruned ones before it give, and written as they are solved.
+Layers are solved one after the other, each on the outputs of the pruned layers before it, and are written as they are
+solved.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,9 +20,9 @@ from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.process.process_memory import return_freed_memory
 from llmcompress.engine.run.forward import Forward, Recording, Stream
 from llmcompress.engine.source.header_checks import hidden_width, numbered
-from llmcompress.engine.structure.derived_model import Derived, calibration_facts, card
+from llmcompress.engine.structure.derived_model import DerivedModel, calibration_facts, card
 from llmcompress.engine.structure.feed_forward import FeedForward, feed_forward, narrowed_config
-from llmcompress.engine.structure.source_model import Subject, entering, open_subject
+from llmcompress.engine.structure.source_model import OpenModel, embedded_windows, open_model
 from llmcompress.errors import PlanError
 from llmcompress.formats.base import TensorSpec
 from llmcompress.model.streamed_model import StreamedModel
@@ -40,10 +41,10 @@ Watch = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Asked:
-    """ffn: channels to keep, or ratio: the share that goes. multiple_of: of which the width is one. by: the score.
+class WidthRequest:
+    """What the user asks for. ffn: channels to keep; or ratio: the share of channels to drop. by: the score.
 
-    repair: whether the reading matrix is fitted to what is left.
+    multiple_of: a number that divides the new width. repair: whether the reading matrix is fitted to what is left.
     """
 
     ffn: int | None = None
@@ -53,7 +54,7 @@ class Asked:
     repair: bool = True
 
     def width(self, before: int) -> int:
-        """Channels that stay of `before`; PlanError if that cannot be."""
+        """How many of `before` channels stay; PlanError if the request cannot be met."""
         if (self.ffn is None) == (self.ratio is None):
             raise PlanError("say how wide the feed-forward shall be", "give either --ffn or --ratio")
         if self.ratio is not None and not 0 < self.ratio < 1:
@@ -77,77 +78,75 @@ class WidthPlan:
     memory_bytes: an estimate.
     """
 
-    subject: Subject
-    asked: Asked
+    opened: OpenModel
+    request: WidthRequest
     layers: tuple[FeedForward, ...]
     width: int
     memory_bytes: int
-    derived: Derived = field(repr=False)
+    derived: DerivedModel = field(repr=False)
 
     @property
     def before(self) -> int:
         return self.layers[0].width
 
 
-def plan_width(model: Path, asked: Asked, text: Calibration, options: Options | None = None) -> WidthPlan:
+def plan_width(model: Path, request: WidthRequest, text: Calibration, options: Options | None = None) -> WidthPlan:
     """Check a request from headers. Raises LlmcompressError."""
-    subject = open_subject(read_headers(model), text, options or Options(), "width")
-    anatomy = subject.anatomy
+    opened = open_model(read_headers(model), text, options or Options(), "width")
+    anatomy = opened.anatomy
     layers = tuple(feed_forward(anatomy, number) for number in range(anatomy.layers))
     before = layers[0].width
-    width = asked.width(before)
+    width = request.width(before)
     if not 0 < width < before:
         raise PlanError(f"{width} channels are not fewer than the {before} of the feed-forward", "ask for fewer")
-    derived = Derived(narrowed_config(subject.headers.config, before, width), _specs(subject, layers, width))
-    tokens = text.samples * text.length * subject.resources.item_bytes
-    check_room(
-        (subject.out, derived.nbytes), (subject.out.parent, tokens * (4 * hidden_width(subject.headers) + before))
-    )
-    memory = partial(width_memory, subject.sizes, inner=before, width=width, inverse=asked.by == "cost")
-    subject = subject.within(memory)
-    return WidthPlan(subject, asked, layers, width, memory(subject.resources).peak("host"), derived)
+    derived = DerivedModel(narrowed_config(opened.headers.config, before, width), _specs(opened, layers, width))
+    tokens = text.samples * text.length * opened.resources.item_bytes
+    check_room((opened.out, derived.nbytes), (opened.out.parent, tokens * (4 * hidden_width(opened.headers) + before)))
+    memory = partial(width_memory, opened.sizes, inner=before, width=width, inverse=request.by == "cost")
+    opened = opened.within_memory(memory)
+    return WidthPlan(opened, request, layers, width, memory(opened.resources).peak("host"), derived)
 
 
 def prune_width(plan: WidthPlan, watch: Watch = lambda done, of: None) -> dict[str, Any]:
     """Choose the channels of every layer, write the model with those alone, and return its report."""
-    subject, asked = plan.subject, plan.asked
-    tokens = subject.tokens()
+    opened, request = plan.opened, plan.request
+    tokens = opened.tokens()
     calibration = calibration_facts(tokens)
-    output = OutputDirectory(subject.out, overwrite=subject.options.overwrite)
-    with output as out, subject.working() as (folder, workers):
+    output = OutputDirectory(opened.out, overwrite=opened.options.overwrite)
+    with output as out, opened.scratch_folder() as (folder, workers):
         work = _Narrowing(plan, watch, workers)
-        hashes = plan.derived.write(subject, out, work.tensors(tokens, folder))
+        hashes = plan.derived.write(opened, out, work.tensors(tokens, folder))
         records = {
             "width": {
                 "before": plan.before,
                 "after": plan.width,
-                "by": asked.by,
-                "repair": asked.repair,
+                "by": request.by,
+                "repair": request.repair,
                 "layers": work.records,
             }
         }
         out.write_arrays(CHANNELS, {str(number): kept.numpy() for number, kept in enumerate(work.kept)})
-        report = plan.derived.report(subject, calibration, hashes, records)
+        report = plan.derived.report(opened, calibration, hashes, records)
         out.write_json("report.json", report)
-        out.write_text("README.md", card(subject, calibration, "width pruning", _figures(plan, work.records)))
+        out.write_text("README.md", card(opened, calibration, "width pruning", _figures(plan, work.records)))
         out.commit()
     return report
 
 
 class _Narrowing:
-    """The tensors of a narrower model, made while text runs through it. kept: channels of each layer."""
+    """Makes the tensors of a narrower model while text runs through it. kept: channels that stay, of each layer."""
 
     def __init__(self, plan: WidthPlan, watch: Watch, workers: Workers) -> None:
         self.plan, self.watch, self.workers = plan, watch, workers
-        self.checkpoint = plan.subject.checkpoint
+        self.checkpoint = plan.opened.checkpoint
         self.kept: list[Tensor] = []
         self.records: list[dict[str, Any]] = []
 
     def tensors(self, tokens: Tensor, folder: Path) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor in the planned order: those outside of the layers, then layer by layer."""
-        subject, model = self.plan.subject, self.plan.subject.model()
-        hidden = entering(model, tokens, subject.resources.batch, folder / "0.bin")
-        pattern, solved = numbered(subject.anatomy.prefix), -1
+        """Every tensor in the planned order: first those outside of the layers, then layer by layer."""
+        opened, model = self.plan.opened, self.plan.opened.model()
+        hidden = embedded_windows(model, tokens, opened.resources.batch, folder / "0.bin")
+        pattern, solved = numbered(opened.anatomy.prefix), -1
         weight = torch.empty(0)
         for spec in self.plan.derived.specs:
             found = pattern.match(spec.name)
@@ -167,9 +166,9 @@ class _Narrowing:
             yield spec.name, part.cut(spec.name, tensor, self.kept[number]) if spec.name in part.writers else tensor
 
     def _solve(self, model: StreamedModel, number: int, hidden: Windows, folder: Path) -> tuple[Tensor, Windows]:
-        """What the reading matrix of a layer becomes, as it is stored, and what then leaves the layer."""
-        subject, part = self.plan.subject, self.plan.layers[number]
-        batch = subject.resources.batch
+        """The new reading matrix of a layer as it is stored, and the hidden states that then leave the layer."""
+        opened, part = self.plan.opened, self.plan.layers[number]
+        batch = opened.resources.batch
         with model.layer(number) as layer:
             stream, spaces = Stream("pruned", layer, hidden), {part.space: part.reader}
             forward = Forward(model, number, stream, batch, self.workers, Recording(folder, spaces))
@@ -177,9 +176,7 @@ class _Narrowing:
             for seen in forward.inputs(spaces):
                 gram.update(seen[part.space])
             if gram.dropped:
-                subject.ledger.note(
-                    "nonfinite_inputs", part.weight, f"{gram.dropped} tokens left out of its statistics"
-                )
+                opened.ledger.note("nonfinite_inputs", part.weight, f"{gram.dropped} tokens left out of its statistics")
             return_freed_memory()
             kept, stored = self._choose(number, gram.finish())
             _install(layer.get_submodule(part.reader), part, kept, stored)
@@ -189,16 +186,16 @@ class _Narrowing:
         return stored, hidden
 
     def _choose(self, number: int, hessian: Tensor) -> tuple[Tensor, Tensor]:
-        """The channels that stay, and the matrix that reads them as it is stored."""
-        part, asked = self.plan.layers[number], self.plan.asked
+        """The channels that stay, and the matrix that reads them, as it is stored."""
+        part, request = self.plan.layers[number], self.plan.request
         source = self.checkpoint.read_finite(part.weight)
         weight = (source.T if part.conv1d else source).to(hessian.device, torch.float32)
-        if asked.by == "energy":
+        if request.by == "energy":
             kept = strongest(weight, hessian, self.plan.width)
         else:
             kept = least_missed(weight, hessian, self.plan.width, _PERCDAMP)
         plain = weight[:, kept]
-        after = refitted(weight, hessian, kept, _PERCDAMP) if asked.repair else plain
+        after = refitted(weight, hessian, kept, _PERCDAMP) if request.repair else plain
         after = after.to(source.dtype)
         record = {
             "layer": number,
@@ -211,17 +208,17 @@ class _Narrowing:
 
 
 def _install(module: nn.Module, part: FeedForward, kept: Tensor, stored: Tensor) -> None:
-    """What is stored, in place: channels that are gone are read with zeros, so that what was recorded still fits."""
+    """Put the stored matrix into the layer; dropped channels get zeros, so that recorded inputs still fit."""
     weight: Any = module.weight
     weight.data.zero_()
     weight.data.index_copy_(0 if part.conv1d else 1, kept, stored.to(weight.device, weight.dtype))
 
 
-def _specs(subject: Subject, layers: tuple[FeedForward, ...], width: int) -> list[TensorSpec]:
-    """All tensors: those outside of the layers first, then those of each layer, as the pass gives them."""
-    pattern = numbered(subject.anatomy.prefix)
+def _specs(opened: OpenModel, layers: tuple[FeedForward, ...], width: int) -> list[TensorSpec]:
+    """Specs of all tensors, in the order in which the pass makes them: outside of the layers first, then by layer."""
+    pattern = numbered(opened.anatomy.prefix)
     placed = []
-    for order, stored in enumerate(subject.headers.tensors.values()):
+    for order, stored in enumerate(opened.headers.tensors.values()):
         found = pattern.match(stored.spec.name)
         number = -1 if found is None else int(found[1])
         placed.append((number, order, stored.spec if number < 0 else layers[number].spec(stored.spec, width)))
@@ -235,5 +232,5 @@ def _figures(plan: WidthPlan, records: list[dict[str, Any]]) -> dict[str, str]:
         "mean loss of a layer": f"{np.mean([item['loss'] for item in records]):.4f}",
         "the same without repair": f"{np.mean([item['cut'] for item in records]):.4f}",
         "bytes of weights": f"{nbytes:,}",
-        "share of the source": f"{nbytes / plan.subject.headers.nbytes:.1%}",
+        "share of the source": f"{nbytes / plan.opened.headers.nbytes:.1%}",
     }

@@ -19,20 +19,23 @@ Patterns = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Item:
-    """Matrices that get the same grid, and the grids to choose from, fewest bits first."""
+class MatrixGroup:
+    """Matrices that get the same grid, and the grids to choose from, smallest first."""
 
     matrices: tuple[MatrixPlan, ...]
     grids: tuple[IntegerSpec, ...]
 
     def with_grid(self, grid: IntegerSpec) -> tuple[Entry, ...]:
-        """Their entries on a grid."""
+        """The entries of the matrices on a grid."""
         return tuple(replace(matrix.entry, grid=grid) for matrix in self.matrices)
 
 
 @dataclass(frozen=True)
-class Rules:
-    """Who writes the result and who reads it. target: None where nothing is known of that. tp: its devices."""
+class Destination:
+    """The format that the result is written in, and the runtime that is to read it.
+
+    target: None where the runtime is not known. tp: number of devices that the runtime splits matrices over.
+    """
 
     format: Format
     config: Mapping[str, Any]
@@ -40,7 +43,7 @@ class Rules:
     tp: int
 
     def refusal(self, entries: Sequence[Entry]) -> tuple[str, str | None] | None:
-        """Why these cannot be, and a way out; None if they can."""
+        """Why the format or the runtime refuses these entries, and a way out; None if neither does."""
         if refused := self.format.refuses(entries, self.config):
             return refused
         if self.target is not None:
@@ -51,15 +54,15 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Offer:
-    """Widths in bits and group sizes to choose from. named: patterns of `set`, whose bits and group sizes stay."""
+class OfferedGrids:
+    """Bits and group sizes to choose from. named: patterns of `set`; the bits and group sizes they give stay."""
 
     bits: Sequence[int]
     group_sizes: Sequence[int]
     named: Patterns
 
     def grids(self, members: Sequence[MatrixPlan]) -> list[IntegerSpec]:
-        """Those for matrices that share one, smallest first: of groups that divide their inputs, else of whole rows."""
+        """Grids for matrices that share one, smallest first: groups that divide their inputs, else whole rows."""
         bits = self._of("bits", members) or self.bits
         sizes = self._of("group_size", members) or self.group_sizes
         widths = {matrix.entry.in_features for matrix in members}
@@ -68,7 +71,7 @@ class Offer:
         return sorted(made, key=lambda grid: (grid.bits, -grid.width(1 << 31)))
 
     def _of(self, option: str, members: Sequence[MatrixPlan]) -> list[int]:
-        """What `set` says of an option of one of the members."""
+        """The value of an option that `set` gives one of the members, in a list; empty where `set` gives none."""
         return [
             getattr(matrix.method, option)
             for matrix in members
@@ -76,20 +79,20 @@ class Offer:
         ][:1]
 
 
-def items_of(matrices: Sequence[MatrixPlan], offer: Offer, rules: Rules) -> list[Item]:
-    """The items of a model, with the grids that each may have.
+def matrix_groups(matrices: Sequence[MatrixPlan], offer: OfferedGrids, destination: Destination) -> list[MatrixGroup]:
+    """The groups of a model, with the grids that each may have.
 
-    PlanError where nothing can be chosen, as no grid fits or only one does, and where all must have the same.
+    PlanError where no grid fits a group, where every group has one grid only, and where all groups must have the same.
     """
-    items = [_item(members, offer, rules) for members in _sets(matrices, rules)]
-    _refuse_unmixed(items, rules)
-    return items
+    groups = [_group(members, offer, destination) for members in _sets(matrices, destination)]
+    _refuse_unmixed(groups, destination)
+    return groups
 
 
-def _sets(matrices: Sequence[MatrixPlan], rules: Rules) -> Iterable[list[MatrixPlan]]:
-    """Matrices that share a grid: what the runtime runs as one, and the same matrix of all experts of a layer."""
+def _sets(matrices: Sequence[MatrixPlan], destination: Destination) -> Iterable[list[MatrixPlan]]:
+    """Matrices that share a grid: those that the runtime fuses, and the same matrix of all experts of a layer."""
     wholes: dict[str, str] = {}
-    if rules.target is not None and rules.target.fuses:
+    if destination.target is not None and destination.target.fuses:
         joined = fused(matrix.entry for matrix in matrices)
         wholes = {entry.module: name for name, members in joined.items() for entry in members}
     sets: dict[str, list[MatrixPlan]] = {}
@@ -99,38 +102,38 @@ def _sets(matrices: Sequence[MatrixPlan], rules: Rules) -> Iterable[list[MatrixP
     return sets.values()
 
 
-def _item(members: Sequence[MatrixPlan], offer: Offer, rules: Rules) -> Item:
-    item = Item(tuple(members), tuple(offer.grids(members)))
-    refusals = {grid: rules.refusal(item.with_grid(grid)) for grid in item.grids}
+def _group(members: Sequence[MatrixPlan], offer: OfferedGrids, destination: Destination) -> MatrixGroup:
+    group = MatrixGroup(tuple(members), tuple(offer.grids(members)))
+    refusals = {grid: destination.refusal(group.with_grid(grid)) for grid in group.grids}
     fitting = tuple(grid for grid, refused in refusals.items() if refused is None)
     if not fitting:
         raise PlanError(*next(refused for refused in refusals.values() if refused is not None))
-    return replace(item, grids=fitting)
+    return replace(group, grids=fitting)
 
 
-def _refuse_unmixed(items: Sequence[Item], rules: Rules) -> None:
-    """PlanError unless items may have different grids: one with its last grid, others with the first, are tried."""
-    several = next((item for item in items if len(item.grids) > 1), None)
+def _refuse_unmixed(groups: Sequence[MatrixGroup], destination: Destination) -> None:
+    """PlanError unless groups may have different grids; tried with one group on its last grid, others on the first."""
+    several = next((group for group in groups if len(group.grids) > 1), None)
     if several is None:
         raise PlanError("there is only one grid for each matrix, so nothing is to be chosen", "offer more --bits")
     low, high = several.grids[0], several.grids[-1]
-    others = [item for item in items if item is not several and low in item.grids]
-    mixed = [*several.with_grid(high), *(entry for item in others for entry in item.with_grid(low))]
-    refused = rules.refusal(mixed) if others else None
+    others = [group for group in groups if group is not several and low in group.grids]
+    mixed = [*several.with_grid(high), *(entry for group in others for entry in group.with_grid(low))]
+    refused = destination.refusal(mixed) if others else None
     if refused is not None:
         raise PlanError(f"widths cannot be mixed: {refused[0]}", "use another --format or --target")
 
 
-def sized(item: Item, grid: IntegerSpec, format_: Format) -> int:
-    """Bytes of an item's tensors in a format."""
-    return sum(spec.nbytes for entry in item.with_grid(grid) for spec in format_.layout(entry))
+def sized(group: MatrixGroup, grid: IntegerSpec, format_: Format) -> int:
+    """Bytes of a group's tensors in a format."""
+    return sum(spec.nbytes for entry in group.with_grid(grid) for spec in format_.layout(entry))
 
 
-def stored_bits(item: Item, grid: IntegerSpec) -> int:
-    """Bits of an item's codes, scales and zero points."""
+def stored_bits(group: MatrixGroup, grid: IntegerSpec) -> int:
+    """Bits of a group's codes, scales and zero points."""
     return round(
         sum(
             entry.out_features * entry.in_features * grid.bits_per_weight(entry.in_features)
-            for entry in item.with_grid(grid)
+            for entry in group.with_grid(grid)
         )
     )

@@ -1,4 +1,5 @@
-"""Losses of the items that share a budget: measured in a work directory, kept in a file, bounded in memory."""
+"""Losses of the groups of matrices that share a budget: measured in a work directory, within a memory limit, kept in a
+file."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -6,10 +7,10 @@ from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
-from llmcompress.engine.budget.fisher_run import Measuring
+from llmcompress.engine.budget.fisher_run import FisherRun
 from llmcompress.engine.budget.grid_losses import SAMPLED, measured_losses
-from llmcompress.engine.budget.items import Item
 from llmcompress.engine.budget.losses_file import kept_losses
+from llmcompress.engine.budget.matrix_groups import MatrixGroup
 from llmcompress.engine.budget.type_losses import Losses
 from llmcompress.engine.plan.memory_model import MemoryModel
 from llmcompress.engine.plan.pass_memory import ModelSizes, fit_memory
@@ -20,35 +21,35 @@ from llmcompress.ledger import Ledger
 from llmcompress.store.staging import Staging
 
 
-def within(base: Plan, limit: int | None) -> Plan:
-    """With as many threads as the memory allows; PlanError if it is too little for one."""
+def within_memory(base: Plan, limit: int | None) -> Plan:
+    """The plan with as many threads as the memory `limit` allows; PlanError if it is too little for one thread."""
     free = base.options.threads is None, False
     return replace(base, resources=bounded(base.resources, host_limits(limit), partial(_memory, base), free))
 
 
 def losses_of(
     base: Plan,
-    items: Sequence[Item],
+    groups: Sequence[MatrixGroup],
     kept: Path | None,
     ledger: Ledger,
     watch: Callable[[int, int], None],
     begin: Callable[[int], None],
 ) -> Losses:
-    """By module and name of grid: measured before, as the file `kept` has it, or now.
+    """Losses by module and name of grid, read from the file `kept` if it exists, else measured now.
 
-    begin: told, before anything is measured, what memory it will take in bytes. Layers that are measured lie in the
-    plan's work directory until all are.
+    begin: called before anything is measured with the memory in bytes that measuring will take. Layers that have been
+    measured lie in the plan's work directory until all layers are measured.
     """
-    measuring = Measuring.of(base)
+    fisher_run = FisherRun.of(base)
     step = base.recipe.method
     assert step is not None
     of = {
         "model": base.headers.contents,
-        "text": sha256(measuring.tokens.numpy().tobytes()).hexdigest(),
+        "text": sha256(fisher_run.tokens.numpy().tobytes()).hexdigest(),
         "method": f"{step.name}, clip {step.clip}",
         "number of samples": str(base.recipe.calibration.samples),
     }
-    grids = {matrix.module: item.grids for item in items for matrix in item.matrices}
+    grids = {matrix.module: group.grids for group in groups for matrix in group.matrices}
     names = {module: [grid.name for grid in choices] for module, choices in grids.items()}
     staged: Staging | None = None
 
@@ -56,7 +57,7 @@ def losses_of(
         nonlocal staged
         begin(_memory(base, base.resources).peak("host"))
         staged = Staging(base.work, {**of, "seed": base.recipe.calibration.seed, "grids": names})
-        return measured_losses(base, measuring, grids, staged, ledger, watch)
+        return measured_losses(base, fisher_run, grids, staged, ledger, watch)
 
     losses = kept_losses(kept, of, names, measured)
     if staged is not None:
@@ -65,7 +66,7 @@ def losses_of(
 
 
 def _memory(base: Plan, resources: Resources) -> MemoryModel:
-    """What measuring takes."""
+    """The memory that measuring takes."""
     refs = matrices_of(base.headers, base.options.trust_remote_code, Ledger()).refs
     sizes = ModelSizes.of(base.headers, refs, base.recipe.calibration.length)
     step = base.recipe.method
