@@ -21,7 +21,7 @@ def problem(seed=0):
     x = torch.randn(400, WIDTH, generator=g) @ (torch.eye(WIDTH) + 0.2 * torch.randn(WIDTH, WIDTH, generator=g))
     gram = Gram(WIDTH, SERIAL)
     gram.update(x)
-    return torch.randn(ROWS, WIDTH, generator=g), Statistics(gram), x.double().T @ x.double() / len(x)
+    return torch.randn(ROWS, WIDTH, generator=g), Statistics({"gram": gram}), x.double().T @ x.double() / len(x)
 
 
 def covering(weight, bits, symmetric):
@@ -90,8 +90,8 @@ def test_what_is_not_rounded_is_what_its_type_holds(name, dtype):
 def test_what_cannot_be_solved_is_refused_by_name():
     weight, _, _ = problem()
     with pytest.raises(RunError, match="gptq needs the statistics"):
-        Gptq(bits=4, group_size=GROUP).solve(weight, Statistics(None), torch.float16, SERIAL_BLOCKS)
+        Gptq(bits=4, group_size=GROUP).solve(weight, Statistics(), torch.float16, SERIAL_BLOCKS)
     with pytest.raises(RunError, match="clip: output needs the statistics"):
-        Rtn(bits=4, group_size=GROUP, clip="output").solve(weight, Statistics(None), torch.float16, SERIAL_BLOCKS)
+        Rtn(bits=4, group_size=GROUP, clip="output").solve(weight, Statistics(), torch.float16, SERIAL_BLOCKS)
     with pytest.raises(RunError, match="overflow F16"):
-        Unrounded(dtype="F16").solve(weight * 1e6, Statistics(None), torch.float16, SERIAL_BLOCKS)
+        Unrounded(dtype="F16").solve(weight * 1e6, Statistics(), torch.float16, SERIAL_BLOCKS)

@@ -25,7 +25,7 @@ def problem(seed=0):
 def statistics(x):
     gram = Gram(WIDTH, SERIAL)
     gram.update(x)
-    return Statistics(gram)
+    return Statistics({"gram": gram})
 
 
 def magnitude(weight, x):

@@ -167,6 +167,14 @@ def test_outlier_weighed_layers_keep_the_mean_and_differ(tiny_model_dir, tmp_pat
     assert passed(verify(tmp_path / "out", tiny_model_dir))
 
 
+def test_a_pruner_that_needs_no_inputs_can_be_outlier_weighed(tiny_model_dir, tmp_path):
+    steps = [{"method": "magnitude", "compare": "row", "sparsity": 0.5, "allocation": "owl"}]
+    result = carry_out(tiny_model_dir, tmp_path / "out", steps)
+    found = [record["sparsity"] for record in result["linears"]]
+    assert np.mean(found) == pytest.approx(0.5, abs=0.02)
+    assert max(found) - min(found) > 0.02
+
+
 def test_a_pruning_run_that_stopped_goes_on_to_the_same_bytes(tiny_model_dir, tmp_path):
     steps = [{"method": "sparsegpt", "sparsity": 0.5, "allocation": "owl"}, GPTQ]
     plan = make_plan(recipe(steps, "compressed-tensors"), tiny_model_dir, Options(out=tmp_path / "parts"))

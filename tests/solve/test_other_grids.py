@@ -39,7 +39,7 @@ def problem(rows=24, width=128, tokens=2000, seed=0):
     gram.update(x)
     peaks = AbsMax(width)
     peaks.update(x)
-    return weight, Statistics(gram, peaks=peaks)
+    return weight, Statistics({"gram": gram, "peaks": peaks})
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

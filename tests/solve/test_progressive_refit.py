@@ -27,7 +27,7 @@ def problem(rows=24, width=128, tokens=2000, seed=0):
     x[:, :3] *= 10
     gram = Gram(width, SERIAL)
     gram.update(x)
-    return weight, Statistics(gram)
+    return weight, Statistics({"gram": gram})
 
 
 @pytest.mark.parametrize("more", [{}, {"actorder": "none"}, {"actorder": "group"}, {"clip": "minmax"}], ids=str)

@@ -19,7 +19,7 @@ from llmcompress.recipe import Recipe
 
 if TYPE_CHECKING:
     from llmcompress.engine.budget.fit_to_size import Budget
-    from llmcompress.engine.budget.matrix_grids import Asked
+    from llmcompress.engine.budget.matrix_grids import GridFitRequest
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def fit(
 def fitted_grids(
     recipe: Recipe,
     model: Path,
-    wanted: "Asked",
+    wanted: "GridFitRequest",
     work: Path,
     options: Options | None = None,
     progress: Watch | None = None,
@@ -135,15 +135,15 @@ def wanted_of(
     bits: str | Sequence[int],
     group_size: str | Sequence[int],
     losses: Path | None,
-) -> "Asked":
+) -> "GridFitRequest":
     """RecipeError unless one budget is given, or a divergence, and all numbers are some."""
-    from llmcompress.engine.budget.matrix_grids import Asked
+    from llmcompress.engine.budget.matrix_grids import GridFitRequest
 
     room = budget_of(size, bpw) if kl is not None else _some_budget(size, bpw)
     if kl is not None:
         _refuse_no_number("--kl", kl, 0.05)
     widths, groups = _numbers("--bits", bits, INTEGER_BITS), _numbers("--group-size", group_size, None)
-    return Asked(room, widths, groups, kl, losses)
+    return GridFitRequest(room, widths, groups, kl, losses)
 
 
 def _some_budget(size: int | str | None, bpw: float | None) -> "Budget":

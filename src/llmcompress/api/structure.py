@@ -53,9 +53,9 @@ def prune_depth(
     from llmcompress.engine.structure import depth
 
     refuse_several("prune_depth() of Python")
-    asked = depth.Asked(drop, by, keep_first, keep_last, contiguous)
+    asked = depth.DepthRequest(drop, by, keep_first, keep_last, contiguous)
     plan = depth.plan_depth(Path(model), asked, depth_text(by, settings), placed(options, output))
-    return restructured(plan.subject.out, lambda watch: depth.prune_depth(plan, watch), progress, stop)
+    return restructured(plan.opened.out, lambda watch: depth.prune_depth(plan, watch), progress, stop)
 
 
 def prune_width(
@@ -86,9 +86,9 @@ def prune_width(
     from llmcompress.engine.structure import width
 
     refuse_several("prune_width() of Python")
-    asked = width.Asked(ffn, ratio, multiple_of, by, repair)
+    asked = width.WidthRequest(ffn, ratio, multiple_of, by, repair)
     plan = width.plan_width(Path(model), asked, text_of(settings), placed(options, output))
-    return restructured(plan.subject.out, lambda watch: width.prune_width(plan, watch), progress, stop)
+    return restructured(plan.opened.out, lambda watch: width.prune_width(plan, watch), progress, stop)
 
 
 def repair_lora(
@@ -118,4 +118,4 @@ def repair_lora(
     refuse_several("repair_lora() of Python")
     means = placed(options, output)
     plan = plan_lora(Path(original), Path(compressed), rank, by, text_of(settings), means)
-    return restructured(plan.subject.out, lambda watch: repair(plan, watch), progress, stop)
+    return restructured(plan.opened.out, lambda watch: repair(plan, watch), progress, stop)

@@ -13,14 +13,16 @@ from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.process.process_memory import keep_freed_memory
 from llmcompress.engine.process.progress import Progress
 from llmcompress.engine.process.ranks import device_of
-from llmcompress.engine.run.kept_statistics import own, reusable
-from llmcompress.engine.run.loop import Sections, Stop, run_calibrated, run_uncalibrated
+from llmcompress.engine.run.kept_statistics import reusable_statistics, statistics_of_run
+from llmcompress.engine.run.loop import Sections, Stop, model_of, run_calibrated, run_uncalibrated
+from llmcompress.engine.run.owl import with_owl_sparsities
 from llmcompress.engine.run.tokens import calibration_tokens
 from llmcompress.engine.run.transformed import open_transformed
 from llmcompress.engine.write.publish import finish
 from llmcompress.errors import PlanError
 from llmcompress.hardware import exact_float32
 from llmcompress.solve.column_sweep import Sweeper
+from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.staging import Staging
 from llmcompress.store.statistics import Kept
 from llmcompress.workers import SERIAL, Workers
@@ -70,7 +72,7 @@ def run(
             if tokens is None or known is not None:
                 run_uncalibrated(plan, checkpoint, sections, known, sweeper)
             elif missing:
-                run_calibrated(plan, checkpoint, tokens, sections, keeping, sweeper)
+                _calibrate(plan, checkpoint, tokens, sections, keeping, sweeper)
 
         if workers.rank > 0:
             return {}
@@ -87,6 +89,20 @@ def run(
         return result
 
 
+def _calibrate(
+    plan: Plan,
+    checkpoint: Checkpoint,
+    tokens: Tensor,
+    sections: Sections,
+    keeping: Kept | None,
+    sweeper: Sweeper | None,
+) -> None:
+    """Settle what of the plan is measured, which are the sparsities of OWL; then compress layer by layer."""
+    model = model_of(plan, checkpoint)
+    settled = with_owl_sparsities(plan, model, tokens, sections.staged.path, sections.workers)
+    run_calibrated(settled, checkpoint, model, tokens, sections, keeping, sweeper)
+
+
 def _opened(plan: Plan, identity: dict[str, Any], workers: Workers) -> Staging:
     """The work directory, which rank 0 makes and holds."""
     made = workers.all_or_raise(lambda: Staging(plan.work, identity) if workers.rank == 0 else None)
@@ -99,8 +115,8 @@ def _statistics(plan: Plan, tokens: str | None, workers: Workers) -> tuple[Kept 
     def chosen() -> tuple[bool, str, dict[str, Any]] | None:
         if plan.options.stats is None or tokens is None:
             return None
-        known = reusable(plan, plan.options.stats, tokens)
-        held = known or own(plan, plan.options.stats, tokens)
+        known = reusable_statistics(plan, plan.options.stats, tokens)
+        held = known or statistics_of_run(plan, plan.options.stats, tokens)
         return known is not None, str(held.path), dict(held.about)
 
     found = workers.broadcast(chosen)

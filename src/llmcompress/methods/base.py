@@ -3,9 +3,10 @@
 Methods see one weight and one Gram matrix. They know nothing of models, files, devices, processes or resuming.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import isfinite
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -23,8 +24,9 @@ if TYPE_CHECKING:
     from llmcompress.solve.sparsegpt import Choice
     from llmcompress.stats.absmax import AbsMax
     from llmcompress.stats.drift import Drift
-    from llmcompress.stats.energy import Energy
+    from llmcompress.stats.energy import Energy, Squares
     from llmcompress.stats.gram import Gram
+    from llmcompress.stats.statistic import Accumulator, PairedAccumulator
 
 DEFAULT_GROUP_SIZES = (128, 64, 32)
 
@@ -41,19 +43,38 @@ Plain = Annotated[Any, AfterValidator(_plain)]
 
 @dataclass(frozen=True)
 class Statistics:
-    """What is known of an input: its Gram matrix, and its drift from the uncompressed model's; None where not asked.
+    """What is known of an input. found: accumulators of what was needed, by the name of the statistic (stats/).
 
-    importance: mean square of each input channel [in] by an importance matrix that the user gave. range: its
-    magnitudes, where its scale is fixed. peaks: the largest magnitude of each of its channels, where outliers are
-    looked for. squares: of its channels, where no more of the Gram matrix is asked for.
+    importance: mean square of each input channel [in] by an importance matrix that the user gave.
     """
 
-    gram: "Gram | None" = None
-    drift: "Drift | None" = None
+    found: "Mapping[str, Accumulator | PairedAccumulator]" = field(default_factory=dict)
     importance: "Tensor | None" = None
-    range: "Seen | None" = None
-    peaks: "AbsMax | None" = None
-    squares: "Energy | None" = None
+
+    @property
+    def gram(self) -> "Gram | None":
+        return cast("Gram | None", self.found.get("gram"))
+
+    @property
+    def drift(self) -> "Drift | None":
+        """How the input has drifted from the uncompressed model's."""
+        return cast("Drift | None", self.found.get("drift"))
+
+    @property
+    def range(self) -> "Seen | None":
+        """Magnitudes of the input, by which a fixed scale of it is chosen."""
+        return cast("Seen | None", self.found.get("magnitudes", self.found.get("absmax")))
+
+    @property
+    def peaks(self) -> "AbsMax | None":
+        """The largest magnitude of each channel, by which outliers are told."""
+        return cast("AbsMax | None", self.found.get("peaks"))
+
+    @property
+    def squares(self) -> "Energy | None":
+        """Squares of each channel, where no more of the Gram matrix is needed."""
+        squares = cast("Squares | None", self.found.get("squares"))
+        return None if squares is None else squares.energy
 
     @property
     def energy(self) -> "Tensor | None":
@@ -61,6 +82,11 @@ class Statistics:
         if self.gram is not None:
             return self.gram.finish().diagonal()
         return None if self.squares is None else self.squares.mean()
+
+    @property
+    def dropped(self) -> int:
+        """Tokens that the statistics of the input alone left out for inf or nan."""
+        return max((getattr(accumulator, "dropped", 0) for accumulator in self.found.values()), default=0)
 
 
 @dataclass(frozen=True)
@@ -198,9 +224,20 @@ class Method(WithGridOptions):
         return True
 
     @property
+    def needs(self) -> frozenset[str]:
+        """Names of the statistics of its inputs (stats/) that it goes by."""
+        asked = {
+            "gram": self.needs_gram,
+            "absmax": self.fixed_inputs and self.activation_clip == "absmax",
+            "magnitudes": self.fixed_inputs and self.activation_clip != "absmax",
+            "peaks": self.needs_peaks,
+        }
+        return frozenset(name for name, needed in asked.items() if needed)
+
+    @property
     def needs_calibration(self) -> bool:
-        """Whether text is run through the model: for the Gram matrix of inputs, their range, or their outliers."""
-        return self.needs_gram or self.fixed_inputs or self.needs_peaks
+        """Whether text is run through the model for it."""
+        return bool(self.needs)
 
     @property
     def inverts(self) -> bool:

@@ -109,9 +109,15 @@ class Pruner(BaseModel):
         return self.refit > 0
 
     @property
+    def needs(self) -> frozenset[str]:
+        """Names of the statistics of its inputs (stats/) that it goes by."""
+        asked = {"gram": self.needs_gram, "squares": self.needs_energy}
+        return frozenset(name for name, needed in asked.items() if needed)
+
+    @property
     def needs_calibration(self) -> bool:
         """Whether text is run through the model for it."""
-        return self.needs_gram or self.needs_energy or self.allocation == "owl"
+        return bool(self.needs) or self.allocation == "owl"
 
     @property
     def inverts(self) -> bool:

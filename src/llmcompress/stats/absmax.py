@@ -3,12 +3,14 @@
 import torch
 from torch import Tensor
 
+from llmcompress.stats.statistic import Statistic
+
 
 def after_first(x: Tensor) -> Tensor:
     """Tokens [tokens, in] of an input, without the first of each window where it is [windows, length, in].
 
-    The first token of a text enters many matrices with magnitudes a hundred times those of all others, at which it
-    serves as a place for attention to rest. Fixed ranges that held it would leave the others no resolution.
+    The first token of a text enters many matrices with magnitudes a hundred times those of all other tokens, since
+    attention uses it as a place to rest. A fixed range that held it would leave the other tokens no resolution.
     """
     later = x[:, 1:] if x.ndim == 3 else x
     return later.reshape(-1, x.shape[-1])
@@ -24,7 +26,7 @@ def finite_rows(rows: Tensor) -> Tensor:
 class AbsMax:
     """Accumulates max |x| over tokens, by channel [in], in float32; the first token of each window is left out.
 
-    tokens: that were looked at. dropped: left out for inf or nan.
+    tokens: how many were counted. dropped: how many were left out for inf or nan.
     """
 
     def __init__(self, size: int, device: torch.device | None = None) -> None:
@@ -51,3 +53,6 @@ class AbsMax:
     def peak(self) -> float:
         """The largest magnitude of all."""
         return float(self.channels.max())
+
+
+STATISTIC = Statistic("absmax", lambda size, workers, device, part: AbsMax(size, device), by_window=True)

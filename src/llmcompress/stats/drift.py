@@ -1,4 +1,4 @@
-"""How far an input has drifted from what the uncompressed model has in its place: sum of (x~ - x) x^T over tokens."""
+"""How far an input has drifted from its counterpart in the uncompressed model: sum of (x~ - x) x^T over tokens."""
 
 from functools import partial
 
@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from llmcompress.stats.finite import Count, only_finite
-from llmcompress.stats.gram import precision_of, product, products_of
+from llmcompress.stats.gram import Gram, precision_of, product, products_of
 from llmcompress.stats.panels import owners
+from llmcompress.stats.statistic import PairedStatistic
 from llmcompress.workers import WHOLE, Part, Workers
 
 _PANELS = 4
@@ -16,8 +17,8 @@ _PANELS = 4
 class Drift:
     """Accumulates sum((X~ - X)^T X) [in, in] in float32; X~ is the input in the uncompressed model, token by token.
 
-    hessian: mean x x^T of just these tokens, where they are fewer than those of the Gram matrix. part: of the panels,
-    those that are added up here (stats/panels.py); the threads of `workers` share them.
+    hessian: mean x x^T of the tokens that both models ran, where the Gram matrix has more tokens. part: which panels
+    this rank adds up (stats/panels.py); the threads of `workers` share them.
     """
 
     def __init__(self, size: int, workers: Workers, device: torch.device | None = None, part: Part = WHOLE) -> None:
@@ -45,16 +46,20 @@ class Drift:
         with precision_of(here):
             self._workers.together(partial(add, start, panel) for start, panel in self._panels(self.part.number))
 
+    def original_ended(self, beside: Gram) -> None:
+        """Keep the mean of x x^T of the tokens so far: the Gram matrix `beside` will go on without this one."""
+        self.hessian = beside.mean()
+
     @property
     def tokens(self) -> int:
         return self._seen - int(self._lost)
 
     def views(self, number: int) -> list[Tensor]:
-        """The rows of the sum that make a part."""
+        """The panels of the sum that belong to part `number`."""
         return [panel for _, panel in self._panels(number)]
 
     def _panels(self, number: int) -> list[tuple[int, Tensor]]:
-        """First row, and rows, of each panel of a part."""
+        """First row and rows of each panel of a part."""
         size = self.sum.shape[0]
         step = -(-size // _PANELS)
         starts = range(0, size, step)
@@ -74,7 +79,7 @@ class Drift:
         return self.sum.clone() if self._finished else self.sum / max(self.tokens, 1)
 
     def finish(self) -> Tensor:
-        """As `mean`, and the sum is given up for it: nothing more can be added."""
+        """As `mean`, but in the memory of the sum: nothing more can be added."""
         if not self._finished:
             self.sum.div_(max(self.tokens, 1))
             self._finished = True
@@ -82,3 +87,6 @@ class Drift:
         if self._last:
             self.sum, self.hessian = torch.empty(0, 0), None
         return mean
+
+
+STATISTIC = PairedStatistic("drift", Drift, beside="gram")

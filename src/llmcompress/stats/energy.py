@@ -5,9 +5,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from llmcompress.stats.statistic import Statistic
+
 
 class Energy(NamedTuple):
-    """sums: of squares of each channel [in], float64, on the CPU. tokens: counted. dropped: left out for inf or nan."""
+    """sums: of the squares of each channel [in], float64, on the CPU.
+
+    tokens: how many were counted. dropped: how many were left out for inf or nan.
+    """
 
     sums: Tensor
     tokens: int
@@ -15,7 +20,7 @@ class Energy(NamedTuple):
 
     @classmethod
     def none(cls, size: int) -> "Energy":
-        """Of no tokens."""
+        """The energy of no tokens."""
         return cls(torch.zeros(size, dtype=torch.float64), 0, 0)
 
     def mean(self) -> Tensor:
@@ -23,7 +28,7 @@ class Energy(NamedTuple):
         return (self.sums / max(self.tokens, 1)).to(torch.float32)
 
     def plus(self, other: "Energy") -> "Energy":
-        """Of the tokens of both."""
+        """The energy of the tokens of both."""
         return Energy(self.sums + other.sums, self.tokens + other.tokens, self.dropped + other.dropped)
 
 
@@ -36,3 +41,21 @@ def energy(x: Tensor) -> Energy:
         squares = squares[torch.isfinite(squares).all(dim=-1)]
         sums = squares.sum(dim=0)
     return Energy(sums.to("cpu", torch.float64), squares.shape[0], tokens - squares.shape[0])
+
+
+class Squares:
+    """Accumulates the energy of an input."""
+
+    def __init__(self, known: Energy) -> None:
+        self.energy = known
+
+    @property
+    def dropped(self) -> int:
+        return self.energy.dropped
+
+    def update(self, x: Tensor) -> None:
+        """Add an input [..., in] of any float type."""
+        self.energy = self.energy.plus(energy(x))
+
+
+STATISTIC = Statistic("squares", lambda size, workers, device, part: Squares(Energy.none(size)), unless="gram")

@@ -4,11 +4,14 @@ import torch
 from torch import Tensor
 
 Count = int | Tensor
-"""A number that may still lie on a GPU, where asking for it would wait for all work before it."""
+"""A count that may still be a tensor on a GPU: reading its value would wait for all work queued before it."""
 
 
 def only_finite(*rows: Tensor) -> tuple[list[Tensor], Count]:
-    """Tokens [tokens, in] that are finite in all of the tensors, and how many are not: left out, or on a GPU zeroed."""
+    """The tokens that are finite in every one of `rows` [tokens, in], and how many are not.
+
+    A token that is not finite is left out; on a GPU it becomes zeros, so that no count has to be waited for.
+    """
     if rows[0].is_cuda:
         keep = torch.stack([torch.isfinite(part.sum(dim=1, dtype=torch.float32)) for part in rows]).all(dim=0)
         return [part.where(keep.unsqueeze(1), 0.0) for part in rows], (~keep).sum()

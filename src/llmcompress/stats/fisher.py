@@ -22,31 +22,34 @@ class Fisher(NamedTuple):
     inputs: Tensor
 
     def plus(self, other: "Fisher") -> "Fisher":
-        """Of the tokens of both."""
+        """The information of the tokens of both."""
         return Fisher(self.outputs + other.outputs, self.inputs + other.inputs)
 
     def times(self, factor: float) -> "Fisher":
-        """All of it scaled, as to the mean over tokens."""
+        """Both sums times a factor, such as 1 over the number of tokens."""
         return Fisher(self.outputs * factor, self.inputs * factor)
 
 
 def of_matrix(x: Tensor, g: Tensor) -> Fisher:
-    """Of a matrix that reads x [..., in] and at whose outputs the gradient of the log-probability is g [..., out]."""
+    """The information of a matrix that reads x [..., in].
+
+    g: gradient of the log-probability at its outputs [..., out].
+    """
     return of_squares(_squares(x), _squares(g))
 
 
 def of_window(gradient: Tensor) -> Fisher:
-    """Of a matrix whose gradient over a window, of the log-probabilities of its drawn tokens, is `gradient` [out, in].
+    """The information of a matrix from its `gradient` [out, in] of the log-probabilities of a window's drawn tokens.
 
-    In expectation also of what errors at several tokens do to a later one together, which `of_matrix` leaves out: the
-    error of a matrix is the same at all of them, and early layers are several times as sensitive for it.
+    In expectation it also counts what errors at several tokens together do to a later token, which `of_matrix` leaves
+    out. The error of a matrix is the same at all tokens, and early layers are several times as sensitive for it.
     """
     squares = gradient.detach().square()
     return Fisher(squares.sum(dim=1, dtype=torch.float64).to("cpu"), squares.sum(dim=0, dtype=torch.float64).to("cpu"))
 
 
 def of_squares(x: Tensor, g: Tensor) -> Fisher:
-    """The same from squares, or their expected values: x [tokens, in], g [tokens, out]."""
+    """The same as `of_matrix` from squares or expected squares: x [tokens, in], g [tokens, out]."""
     return Fisher(
         (x.sum(dim=1, dtype=torch.float64).to(g.dtype) @ g).to("cpu", torch.float64),
         (g.sum(dim=1, dtype=torch.float64).to(x.dtype) @ x).to("cpu", torch.float64),
@@ -54,26 +57,26 @@ def of_squares(x: Tensor, g: Tensor) -> Fisher:
 
 
 def of_table(ids: Tensor, g: Tensor, rows: int) -> Fisher:
-    """Of a table [rows, width] of which the rows `ids` [tokens] were looked up, with gradients g [tokens, width]."""
+    """Information of a table [rows, width]: its rows `ids` [tokens] were looked up; gradients g [tokens, width]."""
     squares = _squares(g).to("cpu", torch.float64)
     outputs = torch.zeros(rows, dtype=torch.float64).index_add_(0, ids.cpu(), squares.sum(dim=1))
     return Fisher(outputs, squares.sum(dim=0))
 
 
 def expected_loss(error: Tensor, outputs: Tensor, inputs: Tensor) -> float:
-    """KL divergence that errors [rows, in] cause, for the Fisher information outputs [rows] times inputs [in]."""
+    """KL divergence that errors [rows, in] cause where the Fisher information is outputs [rows] times inputs [in]."""
     return float(error.square() @ inputs.to(error.dtype) @ outputs.to(error.dtype)) / 2
 
 
 def coupled_loss(error: Tensor, outputs: Tensor, inputs: Tensor) -> float:
-    """The same for inputs [in, in], where errors of a row depend on one another."""
+    """The same with a full matrix inputs [in, in], for errors that depend on one another within a row."""
     return float(((error @ inputs.to(error.dtype)) * error).sum(dim=1) @ outputs.to(error.dtype)) / 2
 
 
 def sampled_rows(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Rows that stand for all with weights [rows], and the weight of each of them: all rows, if those are `count`.
+    """At most `count` row numbers that stand for all rows, and a weight for each of them. weights: of all rows [rows].
 
-    Else `count` of them, evenly spread over the sum of the weights: heavy rows come more than once.
+    With more rows than `count`, the sample is spread evenly over the sum of weights: heavy rows come more than once.
     """
     if len(weights) <= count:
         return torch.arange(len(weights)), weights

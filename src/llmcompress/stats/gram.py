@@ -10,6 +10,7 @@ from torch import Tensor
 
 from llmcompress.stats.finite import Count, only_finite
 from llmcompress.stats.panels import owners
+from llmcompress.stats.statistic import Statistic
 from llmcompress.workers import SERIAL, WHOLE, Part, Workers
 
 _PANEL, PANELS = 192, 8  # columns in a panel at least, and panels at most
@@ -20,8 +21,8 @@ _EXACT = 16384  # tokens after which such products may be rounded
 class Gram:
     """Accumulates sum(X^T X) [in, in] in float32 and counts tokens; rows with inf or nan are dropped and counted.
 
-    sum: only its upper triangle is filled in. tokens: rows that entered; `shrink_towards` does not change it. part:
-    of the panels, those that are added up here (stats/panels.py); the threads of `workers` share them.
+    sum: only the upper triangle is filled in. tokens: rows that were added; `shrink_towards` does not change it. part:
+    which panels this rank adds up (stats/panels.py); the threads of `workers` share them.
     """
 
     def __init__(self, size: int, workers: Workers, device: torch.device | None = None, part: Part = WHOLE) -> None:
@@ -34,7 +35,7 @@ class Gram:
 
     @classmethod
     def of(cls, mean: Tensor, tokens: int) -> "Gram":
-        """The statistics whose mean [in, in] float32 is known; nothing more can be added."""
+        """A Gram matrix whose mean [in, in] float32 is known; nothing more can be added."""
         gram = cls(0, SERIAL, mean.device)
         gram.sum, gram._seen, gram._finished = mean, tokens, True
         return gram
@@ -72,7 +73,7 @@ class Gram:
             self._workers.together(partial(add, panel) for panel in self.views(self.part.number))
 
     def views(self, number: int) -> list[Tensor]:
-        """The panels of the sum's upper triangle that make a part: columns from their first row on."""
+        """The panels of the upper triangle that belong to part `number`; each begins at the column of its first row."""
         size = self.size
         step = max(_PANEL, -(-size // PANELS))
         starts = range(0, size, step)
@@ -88,20 +89,20 @@ class Gram:
         return self.sum if self._finished else self._averaged(self.sum.clone())
 
     def finish(self) -> Tensor:
-        """As `mean`, and the sum is given up for it: nothing more can be added."""
+        """As `mean`, but in the memory of the sum: nothing more can be added."""
         if not self._finished:
             self._averaged(self.sum)
             self._finished = True
         return self.sum
 
     def _averaged(self, total: Tensor) -> Tensor:
-        """Turn a sum of which the upper triangle counts into the symmetric mean, in place."""
+        """Turn a sum whose upper triangle is filled in into the symmetric mean, in place."""
         total.triu_()
         total += total.triu(1).T
         return total.div_((self.tokens + self._borrowed) or 1)
 
     def shrink_towards(self, prior: Tensor, weight: float) -> None:
-        """Add `weight` tokens' worth of another mean Gram matrix [in, in]."""
+        """Add another mean Gram matrix [in, in] with the weight of so many tokens."""
         self.sum += torch.triu(prior) * weight
         self._borrowed += weight
 
@@ -118,8 +119,8 @@ def products_of(rows: Tensor, exact: bool) -> Sequence[Tensor]:
 
     A GPU multiplies 16-bit floats as they are, exactly. On a processor products of bfloat16 are fastest where they may
     return bfloat16, rounded by 2^-9. Over many chunks these roundings average out, to some 2^-13 of the sum for the
-    usual 65,536 tokens. Of few tokens they would not, and a Gram matrix of few tokens has small eigenvalues to lose: so
-    where it matters, ask for exact ones.
+    usual 65,536 tokens. Over few tokens they do not average out, and a Gram matrix of few tokens has small eigenvalues
+    to lose: there `exact` products are asked for.
     """
     if rows.is_cuda and rows.dtype in (torch.bfloat16, torch.float16):
         return (rows,)
@@ -141,3 +142,6 @@ def precision_of(rows: Tensor) -> Iterator[None]:
         yield
     finally:
         backend.fp32_precision = before
+
+
+STATISTIC = Statistic("gram", Gram)

@@ -1,4 +1,4 @@
-"""What transforms want to know of an input: its Gram matrix, how large its channels are, and some of its tokens."""
+"""What transforms need to know of an input: its Gram matrix, how large its channels are, and some of its tokens."""
 
 from dataclasses import dataclass
 
@@ -12,10 +12,10 @@ from llmcompress.workers import WHOLE, Part, Workers
 
 @dataclass(frozen=True)
 class Inputs:
-    """An input over all calibration tokens.
+    """An input over all calibration tokens, in float32.
 
-    hessian [in, in]: mean of x x^T. mean [in]: of |x|. largest [in]: |x| at most, first tokens of windows left out.
-    tokens [n, in]: an even sample. All float32.
+    hessian [in, in]: mean of x x^T. mean [in]: mean of |x|. largest [in]: largest |x| without the first token of each
+    window. tokens [n, in]: an even sample.
     """
 
     hessian: Tensor
@@ -30,10 +30,10 @@ class Inputs:
 
 
 class InputStatistics:
-    """Accumulates `Inputs` of at most `sample` tokens or so; of fixed size, however many tokens come.
+    """Accumulates `Inputs` with a sample of about `sample` tokens; its memory does not grow with the tokens.
 
-    The first token of a window draws activations hundreds of times as large as any other (attention sinks): maxima
-    leave it out, sums do not.
+    The activations of the first token of a window are hundreds of times as large as any other (attention sinks):
+    maxima leave that token out, sums do not.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class InputStatistics:
         sample: int = 1024,
         part: Part = WHOLE,
     ) -> None:
-        """tokens: how many will come, for an even sample. part: of the Gram matrix, as there."""
+        """tokens: how many will be added, for an even sample. part: of the Gram matrix that this rank adds up."""
         self.gram = Gram(size, workers, device, part)
         self._sum = torch.zeros(size, dtype=torch.float64, device=device)
         self._largest = torch.zeros(size, device=device)

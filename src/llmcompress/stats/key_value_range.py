@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 class KeyValueRange:
-    """Largest magnitudes seen, [kv heads, dim] float32 each; None before the first `update`.
+    """The largest magnitudes of keys and of values, [kv heads, dim] float32 each; None before the first `update`.
 
-    Several threads may update at once: the order of maxima does not matter.
+    Several threads may update at once, since the order of maxima does not matter.
     """
 
     def __init__(self) -> None:

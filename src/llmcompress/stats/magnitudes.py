@@ -1,9 +1,10 @@
-"""How often each magnitude occurs in an input: a histogram whose size depends on nothing."""
+"""How often each magnitude occurs in an input: a histogram of fixed size."""
 
 import torch
 from torch import Tensor
 
 from llmcompress.stats.absmax import after_first, finite_rows
+from llmcompress.stats.statistic import Statistic
 
 _VALUES = 1 << 15  # of a bfloat16 without its sign
 
@@ -11,7 +12,8 @@ _VALUES = 1 << 15  # of a bfloat16 without its sign
 class Magnitudes:
     """Accumulates counts of |x|, rounded to bfloat16; the first token of each window is left out.
 
-    counts [32768] int64: by the bits of the magnitude, which are in ascending order. tokens, dropped: as of AbsMax.
+    counts [32768] int64: by the bits of the magnitude as bfloat16, which are in ascending order. tokens: how many were
+    counted. dropped: how many were left out for inf or nan.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -35,15 +37,18 @@ class Magnitudes:
         self.dropped += other.dropped
 
     def present(self) -> tuple[Tensor, Tensor]:
-        """Magnitudes that occur, ascending, float32, and how often, float64."""
+        """The magnitudes that occur, ascending, float32, and how often each occurs, float64."""
         found = self.counts.nonzero()[:, 0]
         return found.to(torch.int16).view(torch.bfloat16).to(torch.float32), self.counts[found].to(torch.float64)
 
     def percentile(self, share: float) -> float:
-        """The least magnitude that `share` per cent of all values do not exceed; 0 where there are none."""
+        """The smallest magnitude that `share` per cent of all values do not exceed; 0 where there are no values."""
         values, counts = self.present()
         if not values.numel():
             return 0.0
         below = counts.cumsum(0)
         place = int(torch.searchsorted(below, below[-1] * (share / 100)))
         return float(values[min(place, values.numel() - 1)])
+
+
+STATISTIC = Statistic("magnitudes", lambda size, workers, device, part: Magnitudes(device), by_window=True)

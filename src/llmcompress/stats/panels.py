@@ -1,25 +1,26 @@
-"""Sums whose panels are added up by different ranks, so that every number is the sum of all tokens in order."""
+"""Sums whose panels are shared out to ranks: each number is added up by one rank, over all tokens in order."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from llmcompress.workers import Part, Workers
 
 
+@runtime_checkable
 class Panelled(Protocol):
-    """A sum [in, in]. part: the one that is added up here."""
+    """A sum [in, in] that is cut into panels. part: the panels that this process adds up."""
 
     part: Part
 
     def views(self, number: int) -> list[Tensor]:
-        """Those panels of the sum that make part `number`."""
+        """The panels of the sum that belong to part `number`."""
         ...
 
 
 def owners(costs: Sequence[int], parts: int) -> list[int]:
-    """Which part each panel belongs to: dear ones first, each to the part that has least to do."""
+    """The part that each panel belongs to: the costliest panel first, each to the part with least to do so far."""
     load, chosen = [0] * parts, [0] * len(costs)
     for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
         chosen[number] = load.index(min(load))
@@ -28,7 +29,7 @@ def owners(costs: Sequence[int], parts: int) -> list[int]:
 
 
 def complete(sums: Sequence[Panelled], workers: Workers) -> None:
-    """Put into sums, in place, the panels that other ranks have added up."""
+    """Copy into the sums, in place, the panels that other ranks have added up."""
     if not sums or sums[0].part.of == 1:
         return
     own = [item.views(item.part.number) for item in sums]

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from llmcompress.errors import PlanError
 from llmcompress.methods.base import Statistics
-from llmcompress.stats.energy import Energy
+from llmcompress.stats.energy import Energy, Squares
 from llmcompress.stats.gram import Gram
 from llmcompress.store.files import file_mode, make_directory, writing
 
+STORED = frozenset({"gram", "squares"})  # names of the statistics (stats/) that a store holds
 _ABOUT = "about.json"
 
 
@@ -109,14 +110,14 @@ def stored(found: Mapping[str, Statistics]) -> dict[str, Tensor]:
 def _restored(file: Any, space: str, device: torch.device) -> Statistics:
     tokens = int(file.get_tensor(f"{space}/tokens"))
     if f"{space}/squares" in file.keys():  # noqa: SIM118
-        return Statistics(squares=Energy(file.get_tensor(f"{space}/squares") * 1.0, tokens, 0))
+        return Statistics({"squares": Squares(Energy(file.get_tensor(f"{space}/squares") * 1.0, tokens, 0))})
     stored = file.get_tensor(f"{space}/gram")
     size = int(((8 * stored.numel() + 1) ** 0.5 - 1) / 2 + 0.5)
     mean = torch.zeros(size, size)
     rows, columns = torch.triu_indices(size, size)
     mean[rows, columns] = stored
     mean.T[rows, columns] = stored
-    return Statistics(Gram.of(mean.to(device), tokens))
+    return Statistics({"gram": Gram.of(mean.to(device), tokens)})
 
 
 def kept_in(store: Path) -> list[Kept]:

@@ -35,22 +35,23 @@ class MatrixPlan:
         return self.method.grid
 
     @property
-    def needs_energy(self) -> bool:
-        """Whether mean squares of its inputs are wanted."""
-        return self.pruner is not None and self.pruner.needs_energy
-
-    @property
-    def needs_gram(self) -> bool:
-        """Whether the Gram matrix of its inputs is wanted; for experts also in place of mean squares.
+    def needs(self) -> frozenset[str]:
+        """Names of the statistics of its inputs (stats/) that its steps go by; for experts no squares without a Gram.
 
         An expert that few tokens come to goes by statistics of the whole layer too, which are Gram matrices.
         """
-        return any(step.needs_gram for step in self.steps) or (self.needs_energy and self.expert is not None)
+        needs = frozenset[str]().union(*(step.needs for step in self.steps))
+        return needs | {"gram"} if "squares" in needs and self.expert is not None else needs
+
+    @property
+    def needs_gram(self) -> bool:
+        """Whether the Gram matrix of its inputs is needed."""
+        return "gram" in self.needs
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether anything is to be known of its inputs."""
-        return self.needs_gram or any(step.needs_calibration for step in self.steps)
+        """Whether text is run through the model for it."""
+        return any(step.needs_calibration for step in self.steps)
 
     @property
     def inverts(self) -> bool:

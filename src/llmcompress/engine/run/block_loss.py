@@ -1,4 +1,4 @@
-"""What a scale costs in the output of the block that reads the channels: attention, or feed-forward."""
+"""What scaling channels costs: how far the output of the block that reads them moves once weights are rounded."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +19,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any], Tensor]
 
 
 class BlockLoss:
-    """Runs the blocks of a layer on their own, on a few windows, with weights scaled, rounded and scaled back."""
+    """Runs single blocks of a layer, attention or feed-forward, on a few windows with scaled and rounded weights."""
 
     def __init__(self, model: StreamedModel, number: int, stream: Stream, sites: list[Site], workers: Workers) -> None:
         self.layer, self.workers = stream.layer, workers
@@ -44,7 +44,10 @@ class BlockLoss:
 
     @torch.no_grad()
     def __call__(self, site: Site, readers: Mapping[str, Reader], scale: Tensor) -> float:
-        """Mean squared difference of a block's output. readers: by module path. scale [in]."""
+        """Mean squared error of a block's output when its readers are scaled, rounded, and scaled back.
+
+        readers: by module path. scale: of each input channel [in].
+        """
         args, kwargs, expected = self.calls[block_of(site)]
         before = {}
         try:

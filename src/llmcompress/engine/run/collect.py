@@ -1,26 +1,64 @@
 """Statistics of the inputs of a layer's matrices, over all calibration tokens."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from llmcompress import stats
 from llmcompress.engine.process.progress import Progress
 from llmcompress.engine.run.forward import Forward
+from llmcompress.engine.run.starved_experts import ExpertInputs
 from llmcompress.errors import RunError
 from llmcompress.methods.base import Statistics
-from llmcompress.stats.absmax import AbsMax
-from llmcompress.stats.drift import Drift
+from llmcompress.registry import discover
 from llmcompress.stats.energy import Energy, energy
-from llmcompress.stats.gram import Gram
-from llmcompress.stats.magnitudes import Magnitudes
-from llmcompress.stats.panels import complete
+from llmcompress.stats.panels import Panelled, complete
+from llmcompress.stats.statistic import Accumulator, PairedAccumulator, PairedStatistic
 from llmcompress.workers import Workers
 
 if TYPE_CHECKING:
     from llmcompress.engine.plan.matrix_plan import MatrixPlan
-    from llmcompress.grids.inputs import Seen
+
+
+class SpaceStatistics:
+    """The accumulators of one input: of the statistics that the steps of the matrices which read it need."""
+
+    def __init__(
+        self, plans: "Sequence[MatrixPlan]", workers: Workers, device: torch.device, turn: int, paired: bool
+    ) -> None:
+        """turn: number of the space, so that ranks take turns in shared sums. paired: whether both models run."""
+        known = discover(stats, "STATISTIC")
+        needs = frozenset[str]().union(*(plan.needs for plan in plans))
+        size, part = plans[0].entry.in_features, workers.part(turn)
+        chosen = [known[name] for name in sorted(needs) if known[name].unless not in needs]
+        beside = [item for item in known.values() if isinstance(item, PairedStatistic) and item.beside in needs]
+        self._by_window = {item.name for item in chosen if item.by_window}
+        self.alone: dict[str, Accumulator] = {item.name: item.make(size, workers, device, part) for item in chosen}
+        self.paired: dict[str, PairedAccumulator] = {
+            item.name: item.make(size, workers, device, part) for item in (beside if paired else [])
+        }
+        self._beside = {item.name: item.beside for item in beside}
+
+    def update(self, x: Tensor, original: Tensor | None, length: int | None) -> None:
+        """Add an input. original: that of the uncompressed model for the same tokens, unless its windows have ended.
+
+        length: tokens of a window; None where windows cannot be told.
+        """
+        for name, accumulator in self.alone.items():
+            accumulator.update(by_window(x, length) if length and name in self._by_window else x)
+        if original is not None:
+            for pair in self.paired.values():
+                pair.update(original, x)
+
+    def original_ended(self) -> None:
+        for name, pair in self.paired.items():
+            pair.original_ended(self.alone[self._beside[name]])
+
+    def shared_sums(self) -> list[Panelled]:
+        """Those accumulators of which each rank adds up a part."""
+        return [item for item in (*self.alone.values(), *self.paired.values()) if isinstance(item, Panelled)]
 
 
 def collect(
@@ -29,80 +67,55 @@ def collect(
     wanted: "Mapping[str, Sequence[MatrixPlan]]",
     device: torch.device,
     progress: Progress,
-    watch: "ExpertInputs | None" = None,
+    watch: ExpertInputs | None = None,
 ) -> dict[str, Statistics]:
     """Statistics of each space in `wanted` (space to the matrices that read it); `watch` sees what enters the experts.
 
-    A space has a Gram matrix where a method solves by one, a range where its scale is fixed, peaks where outliers are
-    looked for, squares where a pruner goes by no more. Experts have no drift, since the two models may send a token to
-    different ones.
+    Experts have no paired statistics, since the two models may send a token to different experts.
     """
     workers = compressed.workers
     paths = {space: plans[0].path for space, plans in wanted.items()}
     routed = any(plan.expert is not None for plans in wanted.values() for plan in plans)
-    grams = {
-        space: Gram(plans[0].entry.in_features, workers, device, workers.part(number))
-        for number, (space, plans) in enumerate(wanted.items())
-        if any(plan.needs_gram for plan in plans)
-    }
-    squares = {
-        space: Energy.none(plans[0].entry.in_features)
-        for space, plans in wanted.items()
-        if space not in grams and any(plan.needs_energy for plan in plans)
-    }
-    ranges = {
-        space: _range(plan, device) for space, plans in wanted.items() for plan in plans if plan.method.fixed_inputs
-    }
-    peaks = {
-        space: AbsMax(plans[0].entry.in_features, device)
-        for space, plans in wanted.items()
-        if any(plan.method.needs_peaks for plan in plans)
-    }
     paired = None if routed else original
-    drifting = grams if paired is not None else {}
-    drifts = {space: Drift(gram.size, workers, device, workers.part()) for space, gram in drifting.items()}
-    others = paired.inputs(paths) if paired is not None else iter(())
+    known = {
+        space: SpaceStatistics(plans, workers, device, number, paired is not None)
+        for number, (space, plans) in enumerate(wanted.items())
+    }
+    originals = paired.inputs(paths) if paired is not None else iter(())
     watched = {watch.path: watch.path} if watch is not None else {}
     for number, here in enumerate(compressed.inputs({**watched, **paths})):
         if watch is not None:
             watch.update(here.pop(watch.path))
-        if paired is not None and number == paired.batches:  # the original stream ends here
-            complete(list(grams.values()), workers)
-            for space, drift in drifts.items():
-                drift.hessian = grams[space].mean()
-        there = next(others, None)
-        for space in paths:
-            if space in here:
-                if space in grams:
-                    grams[space].update(here[space])
-                if space in squares:
-                    squares[space] = squares[space].plus(energy(here[space]))
-                if space in ranges:
-                    ranges[space].update(here[space] if routed else by_window(here[space], compressed.length))
-                if space in peaks:
-                    peaks[space].update(here[space].flatten(0, -2))  # all tokens: the first has the largest outliers
-            elif not routed:
-                raise RunError(f"a layer never reached {space}", "its declaration has another order")
-        for space, drift in drifts.items():
-            if there is not None:
-                drift.update(there[space], here[space])
+        if paired is not None and number == paired.batches:
+            _original_ended(list(known.values()), workers)
+        there = next(originals, None)
+        if not routed:
+            refuse_missing(paths, here)
+        for space, x in here.items():
+            known[space].update(x, None if there is None else there[space], None if routed else compressed.length)
         progress.tokens(sum(x.numel() // x.shape[-1] for x in here.values()))
-    for _ in others:
+    for _ in originals:
         raise RunError("the original stream has more windows than the compressed one")
-    complete([*grams.values(), *drifts.values(), *([] if watch is None else [watch.gram])], workers)
-    return {
-        space: Statistics(
-            grams.get(space),
-            drifts.get(space),
-            range=ranges.get(space),
-            peaks=peaks.get(space),
-            squares=squares.get(space),
-        )
-        for space in wanted
-    }
+    sums = [item for space in known.values() for item in space.shared_sums()]
+    complete(sums if watch is None else [*sums, watch.gram], workers)
+    return {space: Statistics({**item.alone, **item.paired}) for space, item in known.items()}
 
 
-def outputs_and_energy(forward: Forward, spaces: Mapping[str, str], found: dict[str, Energy]) -> Iterator[Tensor]:
+def _original_ended(spaces: Sequence[SpaceStatistics], workers: Workers) -> None:
+    """The compressed stream goes on alone: paired statistics keep what they want of those beside them."""
+    complete([item for space in spaces for item in space.alone.values() if isinstance(item, Panelled)], workers)
+    for space in spaces:
+        space.original_ended()
+
+
+def refuse_missing(paths: Mapping[str, str], inputs: Mapping[str, Tensor]) -> None:
+    """RunError where a pass did not reach one of the spaces `paths`."""
+    for space in paths:
+        if space not in inputs:
+            raise RunError(f"a layer never reached {space}", "its declaration has another order")
+
+
+def outputs_with_energy(forward: Forward, spaces: Mapping[str, str], found: dict[str, Energy]) -> Iterator[Tensor]:
     """What leaves a layer, batch by batch; `found` gathers the energy of `spaces` (see `Forward.inputs`) meanwhile."""
     for seen, left in forward.summaries_and_outputs(spaces, energy):
         for space, more in seen.items():
@@ -110,37 +123,9 @@ def outputs_and_energy(forward: Forward, spaces: Mapping[str, str], found: dict[
         yield left
 
 
-def _range(plan: "MatrixPlan", device: torch.device) -> "Seen":
-    """What a fixed scale is found by."""
-    return AbsMax(plan.entry.in_features, device) if plan.method.activation_clip == "absmax" else Magnitudes(device)
-
-
 def by_window(x: Tensor, length: int) -> Tensor:
     """Inputs [windows, length, in]: some families join the windows before they multiply."""
     return x.reshape(-1, length, x.shape[-1])
-
-
-class ExpertInputs:
-    """What enters a block of experts, whatever the routing: the Gram of all tokens, and an even sample of them."""
-
-    def __init__(self, path: str, block: nn.Module, device: torch.device, workers: Workers, limit: int = 2048) -> None:
-        """path: of the block, below the layer."""
-        first: Any = next(iter(block.children()))
-        self.path = path
-        self.gram = Gram(first.gate_proj.in_features, workers, device, workers.part())
-        self._parts: list[Tensor] = []
-        self._limit = limit
-
-    def update(self, x: Tensor) -> None:
-        """Add the inputs [..., hidden] of a batch."""
-        self.gram.update(x)
-        rows = x.reshape(-1, x.shape[-1])
-        self._parts.append(rows[:: max(1, rows.shape[0] // 64)].clone())
-
-    def sample(self) -> Tensor:
-        """At most `limit` tokens [tokens, hidden], evenly spread."""
-        rows = torch.cat(self._parts)
-        return rows[:: max(1, -(-rows.shape[0] // self._limit))]
 
 
 def stages_of(plans: "Sequence[MatrixPlan]") -> "list[list[MatrixPlan]]":

@@ -14,7 +14,7 @@ from llmcompress.workers import Workers
 COMPRESSED, ORIGINAL = "compressed", "original"  # the streams: the model as compressed so far, and as it was
 
 
-def entering(
+def starting_hidden_states(
     plan: Plan,
     model: StreamedModel,
     tokens: Tensor,
@@ -23,36 +23,39 @@ def entering(
     dtype: torch.dtype,
     workers: Workers,
 ) -> Hidden:
-    """Hidden states to go on from: the newest kept ones, or the embedded tokens. missing: the first such section."""
+    """Hidden states that the loop starts from: the newest ones on disk that help, or else the embedded tokens.
+
+    missing: number of the first section that is not on disk.
+    """
     samples = {COMPRESSED: tokens.shape[0]}
     if plan.original_samples:
         samples[ORIGINAL] = plan.original_samples
     with model.outer(embed=True, head=False):
         width = model.prepare(tokens[:1])
         if workers.rank > 0:
-            return _of_rank_0(staged, dtype, None, workers)
+            return _from_rank_0(staged, dtype, None, workers)
         shapes = {name: (rows, tokens.shape[1], width) for name, rows in samples.items()}
         found = staged.hidden(shapes, dtype, missing) or staged.keep_hidden(
             0, dtype, {name: model.embedded(tokens[:rows], plan.batch) for name, rows in samples.items()}
         )
-        return _of_rank_0(staged, dtype, found, workers)
+        return _from_rank_0(staged, dtype, found, workers)
 
 
-def kept(
+def keep_hidden_states(
     staged: Staging, position: int, dtype: torch.dtype, streams: Mapping[str, Iterator[Tensor]], workers: Workers
 ) -> Hidden:
-    """Hidden states that enter section `position`, from batches of all ranks."""
+    """Write the hidden states that enter section `position`, batch by batch; rank 0 writes."""
     hidden = None
     if workers.rank == 0:
         hidden = staged.keep_hidden(position, dtype, streams)
     else:
         for batches in streams.values():
             deque(batches, maxlen=0)
-    return _of_rank_0(staged, dtype, hidden, workers)
+    return _from_rank_0(staged, dtype, hidden, workers)
 
 
-def _of_rank_0(staged: Staging, dtype: torch.dtype, hidden: Hidden | None, workers: Workers) -> Hidden:
-    """Hidden states that rank 0 has, for all ranks."""
+def _from_rank_0(staged: Staging, dtype: torch.dtype, hidden: Hidden | None, workers: Workers) -> Hidden:
+    """Open in every rank the hidden states whose files rank 0 has written."""
     places = workers.all_gather(None if hidden is None else hidden.places())[0]
     assert places is not None  # it has them
     return hidden or staged.open_hidden(places[0], dtype, places[1])

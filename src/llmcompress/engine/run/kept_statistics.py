@@ -1,4 +1,4 @@
-"""A run and a store of statistics: what it may go by instead of running text, and where it keeps its own."""
+"""Statistics that runs share through a store: which ones a run may use instead of text, and where it keeps its own."""
 
 from pathlib import Path
 from typing import Any
@@ -6,21 +6,21 @@ from typing import Any
 from llmcompress.engine.plan.plan import Plan
 from llmcompress.grids.ggml import gguf_types
 from llmcompress.ledger import Ledger
-from llmcompress.store.statistics import Kept, keep, kept_in
+from llmcompress.store.statistics import STORED, Kept, keep, kept_in
 
 
-def own(plan: Plan, store: Path, tokens: str) -> Kept:
-    """Where a run on tokens of this hash keeps its statistics."""
+def statistics_of_run(plan: Plan, store: Path, tokens: str) -> Kept:
+    """The place in the store where this run keeps its statistics. tokens: hash of the calibration tokens."""
     return keep(store, _about(plan, tokens) | {"steps": _steps(plan), "options": _options(plan)})
 
 
-def reusable(plan: Plan, store: Path, tokens: str) -> Kept | None:
-    """Statistics of another run that this one can go by; None if it has to gather its own.
+def reusable_statistics(plan: Plan, store: Path, tokens: str) -> Kept | None:
+    """Statistics of another run that this run can use; None if this run has to gather its own.
 
-    They are of the same model, tokens and transforms, and hold every input that is asked for. A run that was done
-    before is done again as it was, so that it gives the same bytes.
+    The other run had the same model, tokens and transforms, and its statistics hold every input that this run needs. A
+    run whose own statistics are in the store gathers them again, so that it gives the same bytes as before.
     """
-    if _needs_windows(plan):
+    if _needs_text(plan):
         return None
     about = _about(plan, tokens)
     candidates = [kept for kept in kept_in(store) if {key: kept.about.get(key) for key in about} == about]
@@ -32,21 +32,21 @@ def reusable(plan: Plan, store: Path, tokens: str) -> Kept | None:
 
 
 def note_reuse(plan: Plan, kept: Kept, ledger: Ledger) -> None:
-    """Say what going by another run's statistics leaves out."""
+    """Note in the ledger what is lost by using the statistics of another run."""
     why = f"inputs as they were while {' and '.join(kept.steps)} was at work, not this run: close to its own"
     if plan.original_samples:
         why += "; the error of earlier matrices is not made up for"
     ledger.note("statistics", kept.key, why)
 
 
-def _needs_windows(plan: Plan) -> bool:
-    """Whether more is asked of the text than a store holds."""
+def _needs_text(plan: Plan) -> bool:
+    """Whether the run needs something from the text that no store holds."""
     matrices = [matrix for layer in plan.layers for matrix in layer]
     return (
         plan.recipe.kv_cache is not None
         or plan.scales_channels
         or (plan.recipe.pruner is not None and plan.recipe.pruner.allocation != "uniform")
-        or any(matrix.method.fixed_inputs or matrix.method.needs_peaks for matrix in matrices)
+        or any(matrix.needs - STORED for matrix in matrices)
     )
 
 
@@ -62,13 +62,13 @@ def _about(plan: Plan, tokens: str) -> dict[str, Any]:
 
 
 def _options(plan: Plan) -> list[dict[str, Any]]:
-    """All there is to the steps that change matrices."""
+    """Names and all options of the steps that change matrices."""
     steps = (plan.recipe.pruner, plan.recipe.method)
     return [{"method": step.name, **step.model_dump()} for step in steps if step is not None]
 
 
 def _steps(plan: Plan) -> list[str]:
-    """The same as people say it."""
+    """The same steps as people call them."""
     steps = (plan.recipe.pruner, plan.recipe.method)
     return [f"{step.name} {_label(step)}" for step in steps if step is not None]
 

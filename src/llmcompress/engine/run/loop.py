@@ -1,4 +1,4 @@
-"""The loop: section by section, each on disk before the next begins; then the output, whole or not at all."""
+"""The loop over the layers: each layer becomes a section of the work directory before the next layer begins."""
 
 import time
 from collections.abc import Callable
@@ -14,11 +14,10 @@ from llmcompress.engine.process.process_memory import return_freed_memory
 from llmcompress.engine.process.progress import Progress
 from llmcompress.engine.process.ranks import device_of
 from llmcompress.engine.run.forward import NOT_RECORDED, Forward, Recording, Stream
-from llmcompress.engine.run.hidden_states import COMPRESSED, ORIGINAL, entering, kept
+from llmcompress.engine.run.hidden_states import COMPRESSED, ORIGINAL, keep_hidden_states, starting_hidden_states
 from llmcompress.engine.run.layer import Compressor, install
-from llmcompress.engine.run.owl import allocated, outlier_weighed
-from llmcompress.engine.run.scaling import Scaled, Scaler
-from llmcompress.engine.run.transformed import add_factors
+from llmcompress.engine.run.scaling import Scaler, SiteFactors
+from llmcompress.engine.run.transformed import fold_factors
 from llmcompress.engine.source.open import config_of
 from llmcompress.errors import StoppedError
 from llmcompress.grids.coded import Coded
@@ -34,23 +33,26 @@ Stop = Callable[[int], bool]
 
 
 class Sections:
-    """The sections of a run, each made at a safe point and on disk before the next."""
+    """The sections of a run. A run can be stopped before each section and goes on after the last one on disk."""
 
     def __init__(
         self, plan: Plan, staged: Staging, progress: Progress, stop: Stop, missing: list[int], workers: Workers
     ) -> None:
-        """missing: numbers of those that were not there, ascending."""
+        """missing: numbers of the sections that are not on disk, ascending."""
         self.plan, self.staged, self.progress, self.stop, self.missing = plan, staged, progress, stop, missing
         self.workers = workers
-        self.finished = 0  # by this start
+        self.finished = 0  # sections, by this start of the run
 
     def make(
         self,
         number: int,
         work: Callable[[], tuple[dict[str, Coded], dict[str, Any]]],
-        scaled: Scaled | None = None,
+        scaled: SiteFactors | None = None,
     ) -> None:
-        """Keep what `work` gives as section `number`, and its scales; StoppedError if the run is to stop before."""
+        """Write what `work` returns as section `number`, with the factors in `scaled`.
+
+        StoppedError if the run is to stop before this section.
+        """
         if any(self.workers.all_gather(self.stop(self.finished))):
             raise StoppedError(
                 "stopped at a safe point",
@@ -70,44 +72,48 @@ class Sections:
 def run_uncalibrated(
     plan: Plan, checkpoint: Checkpoint, sections: Sections, known: Kept | None, sweeper: Sweeper | None
 ) -> None:
+    """Make the missing sections without text: on no statistics, or on those that another run has kept."""
     compressor = Compressor(plan, checkpoint, None, sections.progress, sweeper, known)
     made = sections.workers.map_ranks([partial(compressor.layer, number) for number in sections.missing])
     for number in sections.missing:
-        _expect(plan, checkpoint, number + 1)
+        _read_ahead(plan, checkpoint, number + 1)
         sections.make(number, partial(next, made))
+
+
+def model_of(plan: Plan, checkpoint: Checkpoint) -> StreamedModel:
+    """The plan's model, run section by section with the tensors of `checkpoint`."""
+    return StreamedModel(
+        checkpoint,
+        config_of(plan.headers, plan.options.trust_remote_code),
+        plan.spec,
+        dtype=getattr(torch, plan.dtype),
+        device=device_of(plan.options.device),
+        trust_remote_code=plan.options.trust_remote_code,
+        tiled_attention=True,
+    )
 
 
 def run_calibrated(
     plan: Plan,
     checkpoint: Checkpoint,
+    model: StreamedModel,
     tokens: Tensor,
     sections: Sections,
     keeping: Kept | None,
     sweeper: Sweeper | None,
 ) -> None:
-    count, staged, workers = len(plan.layers), sections.staged, sections.workers
-    dtype = getattr(torch, plan.dtype)
-    model = StreamedModel(
-        checkpoint,
-        config_of(plan.headers, plan.options.trust_remote_code),
-        plan.spec,
-        dtype=dtype,
-        device=device_of(plan.options.device),
-        trust_remote_code=plan.options.trust_remote_code,
-        tiled_attention=True,
-    )
-    if plan.recipe.pruner is not None and plan.recipe.pruner.allocation == "owl":
-        plan = allocated(plan, outlier_weighed(plan, checkpoint, model, tokens, staged.path, workers))
+    """Make the missing sections on statistics of calibration text, layer by layer."""
+    count, staged, workers, dtype = len(plan.layers), sections.staged, sections.workers, model.dtype
     compressor = Compressor(plan, checkpoint, model, sections.progress, sweeper, keeping=keeping)
-    hidden = entering(plan, model, tokens, staged, sections.missing[0], dtype, workers)
+    hidden = starting_hidden_states(plan, model, tokens, staged, sections.missing[0], dtype, workers)
     return_freed_memory()
-    scaler = _scaler(plan, checkpoint, model, sections.progress, workers)
+    scaler = _scaler_of(plan, checkpoint, model, sections.progress, workers)
     for number in range(hidden.position, count):
         done = number not in sections.missing
         if done:
-            add_factors(plan, checkpoint, number, staged.read_factors(number))
+            fold_factors(plan, checkpoint, number, staged.read_factors(number))
         with model.layer(number) as layer:
-            _expect(plan, checkpoint, number + 1)
+            _read_ahead(plan, checkpoint, number + 1)
             scaled = None
             if scaler is not None and not done:
                 stream = Stream("whole", layer, hidden.streams[COMPRESSED])
@@ -121,7 +127,7 @@ def run_calibrated(
                     Stream(name, layer if name == COMPRESSED else deepcopy(layer), windows),  # before codes come in
                     plan.batch,
                     workers,
-                    NOT_RECORDED if done else Recording(staged.path, _spaces(plan, number)),
+                    NOT_RECORDED if done else Recording(staged.path, _recorded_spaces(plan, number)),
                     watches_cache=name == COMPRESSED and not done and plan.recipe.kv_cache is not None,
                 )
                 for name, windows in hidden.streams.items()
@@ -135,29 +141,29 @@ def run_calibrated(
                 sections.make(number, partial(compressor.layer, number, workers, layer, *streams), scaled)
             if number + 1 < count:
                 onward = {name: forward.outputs() for name, forward in under_way.items()}
-                hidden = kept(staged, number + 1, dtype, onward, workers)
+                hidden = keep_hidden_states(staged, number + 1, dtype, onward, workers)
         return_freed_memory()
 
 
-def _expect(plan: Plan, checkpoint: Checkpoint, number: int) -> None:
-    """Have a layer's matrices read from disk while others are worked on."""
+def _read_ahead(plan: Plan, checkpoint: Checkpoint, number: int) -> None:
+    """Start reading the matrices of a layer from disk while another layer is worked on."""
     if number < len(plan.layers):
         checkpoint.expect(matrix.entry.source.name for matrix in plan.layers[number])
 
 
-def _scaler(
+def _scaler_of(
     plan: Plan, checkpoint: Checkpoint, model: StreamedModel, progress: Progress, workers: Workers
 ) -> Scaler | None:
-    """What chooses the factors of scaling steps, if there are any."""
+    """The object that chooses the factors of scaling steps; None if the recipe has no such steps."""
     if isinstance(checkpoint, FoldedCheckpoint) and plan.scales_channels:
         return Scaler(plan, checkpoint, model, progress, workers)
     return None
 
 
-def _spaces(plan: Plan, number: int) -> dict[str, str]:
-    """The spaces whose statistics a layer's methods ask for, each with a matrix that reads it; experts' apart."""
+def _recorded_spaces(plan: Plan, number: int) -> dict[str, str]:
+    """The spaces whose statistics the steps of a layer need, each with a matrix that reads it; without experts."""
     spaces: dict[str, str] = {}
     for matrix in plan.layers[number]:
-        if matrix.needs_calibration and matrix.expert is None:
+        if matrix.needs and matrix.expert is None:
             spaces.setdefault(matrix.space, matrix.path)
     return spaces

@@ -1,4 +1,4 @@
-"""Measuring an importance matrix: the original model, one layer after the other, each run once over all windows."""
+"""Measuring an importance matrix: every layer of the original model is run once over all windows."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from llmcompress.engine.plan.resources import usual_resources
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.process.process_memory import keep_freed_memory, return_freed_memory
 from llmcompress.engine.process.ranks import device_of
-from llmcompress.engine.run.collect import outputs_and_energy
+from llmcompress.engine.run.collect import outputs_with_energy
 from llmcompress.engine.run.forward import Forward, Stream
 from llmcompress.engine.run.tokens import tokens_for
 from llmcompress.engine.source.matrix_refs import Matrices, matrices_of
@@ -51,9 +51,10 @@ def measure_imatrix(
 ) -> Imatrix:
     """The importance matrix of a model directory on the windows that `text` asks for.
 
-    scratch: a directory for hidden states while it runs. watch: told after each layer how many of all are done. Of
-    every matrix of a layer the sum of squares of its input over tokens, in GGUF's names, experts by the tokens routed
-    to them; the same numbers for any number of threads. Raises LlmcompressError.
+    For every matrix of a layer it holds the sum over tokens of its squared input, under GGUF's names; for the matrix of
+    an expert, over the tokens that were routed to the expert. The numbers are the same for any number of threads.
+    scratch: a directory for hidden states meanwhile. watch: called after each layer with the numbers of layers done
+    and of all layers. Raises LlmcompressError.
     """
     headers = directory_headers(model, ledger)
     matrices = matrices_of(headers, options.trust_remote_code, ledger)
@@ -84,7 +85,7 @@ def measure_imatrix(
             with streamed.layer(number) as layer:
                 forward = Forward(streamed, number, Stream("original", layer, hidden), resources.batch, workers)
                 hidden = write_windows(
-                    outputs_and_energy(forward, {row.space: row.path for row in rows}, found),
+                    outputs_with_energy(forward, {row.space: row.path for row in rows}, found),
                     folder / f"{(number + 1) % 2}.bin",
                     streamed.dtype,
                 )
@@ -98,7 +99,7 @@ def measure_imatrix(
 
 
 def _rows(headers: ModelHeaders, matrices: Matrices) -> tuple[dict[str, ImatrixEntry], list[list[_Row]]]:
-    """Entries to be filled, by GGUF name, and of each layer which matrix fills which row."""
+    """Empty entries by GGUF name, and for each layer which matrix fills which row of which entry."""
     entries: dict[str, ImatrixEntry] = {}
     places: dict[str, tuple[ImatrixEntry, int]] = {}
     for tensor in gguf_tensors(headers.config, [(name, item.spec.shape) for name, item in headers.tensors.items()]):
@@ -116,7 +117,7 @@ def _rows(headers: ModelHeaders, matrices: Matrices) -> tuple[dict[str, ImatrixE
 
 
 def _fill(rows: list[_Row], found: dict[str, Energy], ledger: Ledger) -> None:
-    """Put what was found into the entries."""
+    """Copy the energies of a layer's spaces into the entries."""
     for row in rows:
         part = found.get(row.space)
         if part is None and not row.routed:

@@ -1,4 +1,8 @@
-"""How sparse each layer becomes, where layers with many outliers are to keep more weights (OWL)."""
+"""How sparse each layer becomes, where layers with many outliers are to keep more weights (OWL).
+
+OWL (Yin et al., 2023, arXiv:2310.05175, section 3.2) is measured on the uncompressed model, before the first layer is
+compressed: what it gives is a plan.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,28 +15,36 @@ from torch import Tensor, nn
 from llmcompress.engine.plan.matrix_plan import MatrixPlan
 from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.process.process_memory import return_freed_memory
-from llmcompress.engine.run.collect import outputs_and_energy
+from llmcompress.engine.run.collect import outputs_with_energy
 from llmcompress.engine.run.forward import Forward, Stream
 from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.stats.energy import Energy
-from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.windows import write_windows
 from llmcompress.workers import Workers
 
 WINDOWS = 16  # of the calibration set: shares of hundreds of thousands of weights need no more
 
 
-def outlier_weighed(
-    plan: Plan, checkpoint: Checkpoint, model: StreamedModel, tokens: Tensor, scratch: Path, workers: Workers
-) -> list[float]:
-    """Sparsity of each layer, by the share of outliers among |w| |x| of its matrices in the uncompressed model.
+def with_owl_sparsities(plan: Plan, model: StreamedModel, tokens: Tensor, scratch: Path, workers: Workers) -> Plan:
+    """The plan with the sparsity of each layer as OWL measures it; the plan itself where its pruner does not ask.
 
-    OWL (Yin et al., 2023, arXiv:2310.05175, section 3.2): an outlier is larger than `owl_threshold` times the mean of
-    its matrix; shares are spread linearly over twice `owl_span` around the wanted mean, and more outliers become less
-    sparsity. scratch: a directory for hidden states meanwhile.
+    scratch: a directory for hidden states meanwhile.
     """
     pruner = plan.recipe.pruner
-    assert pruner is not None
+    if pruner is None or pruner.allocation != "owl":
+        return plan
+    shares = _outlier_shares(plan, model, tokens, scratch, pruner.owl_threshold, workers)
+    weights = [_pruned_weights(matrices) for matrices in plan.layers]
+    return with_layer_sparsities(plan, layer_sparsities(shares, weights, pruner.share, pruner.owl_span))
+
+
+def _outlier_shares(
+    plan: Plan, model: StreamedModel, tokens: Tensor, scratch: Path, threshold: float, workers: Workers
+) -> list[float]:
+    """Of each layer the share of outliers among |w| |x| of its matrices.
+
+    An outlier is larger than `threshold` times the mean of its matrix.
+    """
     shares: list[float] = []
     with TemporaryDirectory(prefix="owl-", dir=scratch) as name:
         folder = Path(name)
@@ -45,14 +57,16 @@ def outlier_weighed(
                 forward = Forward(model, number, Stream("dense", layer, hidden), plan.batch, workers)
                 spaces = {matrix.space: matrix.path for matrix in matrices}
                 hidden = write_windows(
-                    outputs_and_energy(forward, spaces, found), folder / f"{(number + 1) % 2}.bin", model.dtype
+                    outputs_with_energy(forward, spaces, found), folder / f"{(number + 1) % 2}.bin", model.dtype
                 )
-                shares.append(_outliers(matrices, layer, found, pruner.owl_threshold))
+                shares.append(_outlier_share(matrices, layer, found, threshold))
             return_freed_memory()
-    return spread(shares, [_weights(matrices) for matrices in plan.layers], pruner.share, pruner.owl_span)
+    return shares
 
 
-def _outliers(matrices: Sequence[MatrixPlan], layer: nn.Module, found: Mapping[str, Energy], threshold: float) -> float:
+def _outlier_share(
+    matrices: Sequence[MatrixPlan], layer: nn.Module, found: Mapping[str, Energy], threshold: float
+) -> float:
     """Share of a layer's weights that are outliers; an expert that no token came to has none."""
     outliers = total = 0
     for matrix in matrices:
@@ -67,15 +81,19 @@ def _outliers(matrices: Sequence[MatrixPlan], layer: nn.Module, found: Mapping[s
     return outliers / max(total, 1)
 
 
-def spread(outliers: Sequence[float], weights: Sequence[int], sparsity: float, span: float) -> list[float]:
-    """Sparsity of each layer: `sparsity` on the mean over `weights`, within `span` of it before that is seen to."""
+def layer_sparsities(outliers: Sequence[float], weights: Sequence[int], sparsity: float, span: float) -> list[float]:
+    """Sparsity of each layer: the more outliers, the less sparsity, linearly in their share.
+
+    weights: of each layer. The sparsities are spread over twice `span`, then moved together until their mean over all
+    weights is `sparsity`.
+    """
     least, most = min(outliers), max(outliers)
     scaled = [2 * span * (share - least) / (most - least or 1.0) for share in outliers]
     middle = sum(s * n for s, n in zip(scaled, weights, strict=True)) / (sum(weights) or 1)
     return [min(max(sparsity - s + middle, 0.0), 0.999) for s in scaled]
 
 
-def allocated(plan: Plan, sparsities: Sequence[float]) -> Plan:
+def with_layer_sparsities(plan: Plan, sparsities: Sequence[float]) -> Plan:
     """The plan with a sparsity for each layer, of those matrices that no pattern of `set` gave another."""
     pruner = plan.recipe.pruner
     assert pruner is not None
@@ -92,5 +110,5 @@ def allocated(plan: Plan, sparsities: Sequence[float]) -> Plan:
     return replace(plan, layers=layers)
 
 
-def _weights(matrices: Sequence[MatrixPlan]) -> int:
+def _pruned_weights(matrices: Sequence[MatrixPlan]) -> int:
     return sum(matrix.entry.out_features * matrix.entry.in_features for matrix in matrices if matrix.pruner)

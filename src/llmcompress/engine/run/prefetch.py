@@ -1,4 +1,4 @@
-"""Windows on their way to where a layer runs: on a GPU the next ones are fetched while some run."""
+"""Reading windows to the device where a layer runs: a GPU fetches the next batches while it runs one."""
 
 from collections.abc import Sequence
 
@@ -11,10 +11,10 @@ from llmcompress.store.windows import Windows
 
 
 class Prefetch:
-    """Batches of windows as tensors of their own memory, on a device."""
+    """Reads batches of windows as tensors on a device."""
 
     def __init__(self, windows: Windows, spans: Sequence[slice], device: torch.device) -> None:
-        """spans: of the windows in each batch, in the order in which they will be asked for."""
+        """spans: the windows of each batch, in the order in which `read` will be called."""
         self._windows, self._device = windows, device
         self._ahead = None
         if device.type == "cuda":
@@ -22,17 +22,17 @@ class Prefetch:
             self._ahead = Ahead(self._fetch, [(span.start, span.stop) for span in spans], FETCHED)
 
     def read(self, span: slice) -> Tensor:
-        """Windows [span]."""
+        """The windows [span], in memory of their own."""
         if self._ahead is None:
             return self._windows.read(span).to(self._device)
         there, copied = self._ahead.take((span.start, span.stop))
         now = torch.cuda.current_stream(self._device)
         now.wait_event(copied)
-        there.record_stream(now)  # whose memory is the other stream's
+        there.record_stream(now)  # the memory belongs to the other stream
         return there
 
     def _fetch(self, span: tuple[int, int]) -> tuple[Tensor, torch.cuda.Event]:
-        """Windows [start, stop) through pinned memory, and what to wait for before they are used."""
+        """Windows [start, stop), copied through pinned memory, and the event to wait for before they are used."""
         with torch.cuda.stream(self._stream):
             there = self._windows.read(slice(*span), pinned=True).to(self._device, non_blocking=True)
             return there, self._stream.record_event()

@@ -1,4 +1,4 @@
-"""Where pruning meets the matrices of a layer: what is handed to the step that rounds, and what is recorded."""
+"""Pruning the matrices of a layer: what is handed to the step that rounds, and what the report says of zeros."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from llmcompress.workers import Workers
 SPARSE = 0.05  # share of zeros above which a matrix has been pruned, so that they are held
 
 
-def pruned(
+def pruned_group(
     group: Sequence[MatrixPlan],
     weights: Sequence[Tensor],
     stats: Statistics,
@@ -24,10 +24,10 @@ def pruned(
     rounded: bool,
     workers: Workers,
 ) -> Pruned | Choice | None:
-    """What a pruner makes of matrices [out, in] that share input and options, or made of them before this run.
+    """What pruning makes of matrices [out, in] that share input and options, whether in this run or before it.
 
-    None where hardly anything is zero; a Choice where the pruner leaves it to the step that rounds. rounded: whether
-    the source was codes, of which zeros are nobody's decision.
+    None where the matrices have hardly any zeros; a Choice where the step that rounds chooses the weights to drop.
+    rounded: whether the source was quantised, so that its zeros are not the result of pruning.
     """
     pruner = group[0].pruner
     if pruner is None:
@@ -42,7 +42,7 @@ def pruned(
 
 
 def sparsity_record(plan: MatrixPlan, weight: Tensor, decoded: Tensor, ledger: Ledger, rounded: bool) -> dict[str, Any]:
-    """What the report says about zeros. weight [out, in]: of the source. decoded: what became of it."""
+    """What the report says about zeros. weight: of the source [out, in]. decoded: the compressed weight [out, in]."""
     pruner, zeros = plan.pruner, _zeros(decoded)
     before = 0.0 if rounded else _zeros(weight)
     share = before if pruner is None else pruner.share

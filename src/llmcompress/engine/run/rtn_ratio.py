@@ -1,4 +1,4 @@
-"""Energies of outputs: what errors in a matrix do to what it computes, and how that compares with plain rounding."""
+"""The error of a matrix's output, and how it compares with the error that plain rounding makes."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -12,24 +12,24 @@ from llmcompress.workers import Workers
 COMPARED = 256  # rows of a matrix on which its error is compared with that of plain rounding
 
 
-def energies(matrices: Sequence[Tensor], hessian: Tensor, workers: Workers) -> list[float]:
-    """tr(R H R^T) of each matrix R [out, in]: its outputs, squared and summed, for inputs of Gram matrix H [in, in]."""
-    return workers.distribute(partial(_energy, rows, hessian) for rows in matrices)
+def output_energies(matrices: Sequence[Tensor], hessian: Tensor, workers: Workers) -> list[float]:
+    """tr(R H R^T) of each matrix R [out, in]: its squared output, summed, for inputs of Gram matrix H [in, in]."""
+    return workers.distribute(partial(_output_energy, rows, hessian) for rows in matrices)
 
 
 def against_rtn(weight: Tensor, delta: Tensor, spec: Spec, hessian: Tensor | None, workers: Workers) -> float | None:
-    """The energy of errors [out, in] as a share of that of plain rounding, on some rows; None where that errs nowhere.
+    """The output energy of the errors `delta` [out, in] as a share of that of plain rounding, on a sample of rows.
 
-    Without hessian, errors of the weights themselves.
+    Without hessian [in, in], the energy of the errors themselves. None where plain rounding makes no error.
     """
     weight, delta = (some_rows(rows, COMPARED) for rows in (weight, delta))
     plain = nearest(weight, spec, workers) - weight
     if hessian is None:
         ours, theirs = (float(rows.square().sum()) for rows in (delta, plain))
     else:
-        ours, theirs = workers.together(partial(_energy, rows, hessian) for rows in (delta, plain))
+        ours, theirs = workers.together(partial(_output_energy, rows, hessian) for rows in (delta, plain))
     return ours / theirs if theirs > 0 else None
 
 
-def _energy(rows: Tensor, hessian: Tensor) -> float:
+def _output_energy(rows: Tensor, hessian: Tensor) -> float:
     return float((rows @ hessian).mul_(rows).sum())

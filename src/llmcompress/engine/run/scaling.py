@@ -1,4 +1,4 @@
-"""Choosing the factors of a layer's sites, before any of its matrices is rounded."""
+"""Choosing the factors by which a layer's channels are scaled, before any of its matrices is rounded."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +15,7 @@ from llmcompress.engine.process.progress import Progress
 from llmcompress.engine.run.block_loss import BlockLoss
 from llmcompress.engine.run.collect import by_window
 from llmcompress.engine.run.forward import Forward
-from llmcompress.engine.run.layer import STARVED
+from llmcompress.engine.run.starved_experts import STARVED
 from llmcompress.engine.source.folding import held, scaled
 from llmcompress.errors import RunError
 from llmcompress.ledger import Ledger
@@ -30,8 +30,8 @@ from llmcompress.workers import Workers
 
 
 @dataclass(frozen=True)
-class Scaled:
-    """Factors of a layer's sites by space, and what the report says of them."""
+class SiteFactors:
+    """Factors of a layer's sites by space, with their records and notes for the report."""
 
     factors: dict[str, Tensor] = field(default_factory=dict)
     records: list[dict[str, Any]] = field(default_factory=list)
@@ -48,15 +48,15 @@ class Scaler:
         self.workers = workers
         self.steps = [step for step in plan.recipe.transforms if isinstance(step, Scaling | SmoothAttention)]
 
-    def layer(self, number: int, layer: nn.Module, forward: Forward) -> Scaled:
-        """Choose, fold, and load what has changed into `layer`."""
+    def layer(self, number: int, layer: nn.Module, forward: Forward) -> SiteFactors:
+        """Choose the factors, fold them into the checkpoint, and load the changed tensors into `layer`."""
         sites = [
             site
             for site in self.plan.anatomy.sites(number)
             if any(isinstance(step, Scaling) and step.wants(site.norm is not None) for step in self.steps)
         ]
         known = self._inputs(sites, layer, forward) if sites else {}
-        found = Scaled()
+        found = SiteFactors()
         matrices = {matrix.path: matrix for matrix in self.plan.layers[number]}
         for step in self.steps:
             if isinstance(step, SmoothAttention):
@@ -84,7 +84,7 @@ class Scaler:
         known: dict[str, Inputs],
         matrices: dict[str, MatrixPlan],
         blocks: BlockLoss | None,
-        found: Scaled,
+        found: SiteFactors,
     ) -> None:
         index = None if site.spread is None else torch.from_numpy(site.spread).to(known[site.space].mean.device)
         readers = {part.path: self._reader(number, part.path, matrices) for part in site.readers}
@@ -104,8 +104,8 @@ class Scaler:
         known[site.space] = known[site.space].divided(seen)
         self._fold(number, site, step, factors, found)
 
-    def _smooth(self, number: int, step: SmoothAttention, forward: Forward, found: Scaled) -> None:
-        """Scale keys against queries, by how large keys are in the layer as it stands."""
+    def _smooth(self, number: int, step: SmoothAttention, forward: Forward, found: SiteFactors) -> None:
+        """Scale keys down and queries up, by how large the keys of the layer are now."""
         site = self.plan.anatomy.scores(number)
         peaks = forward.key_value_range_now().key
         if site is None or peaks is None:
@@ -119,7 +119,7 @@ class Scaler:
         real = held(self.plan.anatomy, number, site, factors.reshape(-1)[: site.channels], self.checkpoint)
         self._fold(number, site, step, real, found)
 
-    def _fold(self, number: int, site: Site, step: Transform, factors: Tensor, found: Scaled) -> None:
+    def _fold(self, number: int, site: Site, step: Transform, factors: Tensor, found: SiteFactors) -> None:
         self.checkpoint.fold(scaled(self.plan.anatomy, number, site.parts, factors))
         found.factors[site.space] = factors * found.factors.get(site.space, 1.0)
         found.records.append(
@@ -140,7 +140,7 @@ class Scaler:
         return Reader(weight, matrices[path].entry.grid if path in matrices else None)
 
     def _inputs(self, sites: list[Site], layer: nn.Module, forward: Forward) -> dict[str, Inputs]:
-        """Statistics of the input of every site, by space; without those of experts with too few tokens."""
+        """Statistics of the input of every site, by space; experts that too few tokens came to are absent."""
         tokens = self.plan.recipe.calibration.samples * self.plan.recipe.calibration.length
         sums = {
             site.space: InputStatistics(
@@ -166,6 +166,6 @@ class Scaler:
 
 
 def _probe(site: Site, layer: nn.Module) -> str:
-    """A module that every token of a site's space enters."""
+    """Path of a module that every token of the site's space enters."""
     modules = dict(layer.named_modules())
     return next(part.path for part in site.readers if part.path in modules)

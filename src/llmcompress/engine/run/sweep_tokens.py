@@ -1,4 +1,4 @@
-"""What the runs of a sweep share: the windows they are calibrated on."""
+"""The calibration windows that all runs of a sweep share."""
 
 import hashlib
 import json
@@ -13,10 +13,10 @@ from llmcompress.engine.run.tokens import calibration_tokens
 from llmcompress.store.files import make_directory, writing
 
 
-def drawn_once(plan: Plan, folder: Path) -> Tensor:
+def tokens_of_sweep(plan: Plan, folder: Path) -> Tensor:
     """Token ids [samples, length] int64 of a plan's calibration.
 
-    Text that the model itself writes takes minutes: it is kept in `folder`, for the next start of the same sweep.
+    Text that the model writes itself takes minutes to sample, so `folder` keeps it for the next start of the sweep.
     """
     if plan.recipe.calibration.source != "self":
         return calibration_tokens(plan)

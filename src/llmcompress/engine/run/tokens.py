@@ -1,4 +1,4 @@
-"""The tokens of a run: asked of the recipe's source, checked against the model's vocabulary."""
+"""The calibration tokens of a run, from the source that the recipe names."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,10 @@ def calibration_tokens(plan: "Plan") -> Tensor:
 
 
 def tokens_for(asked: Calibration, model: Path, dtype: str, trust_remote_code: bool = False) -> Tensor:
-    """Token ids [samples, length] int64 as `asked`, for the model directory `model`."""
+    """Token ids [samples, length] int64 of the calibration `asked`, for the model directory `model`.
+
+    PlanError for windows longer than the model's positions.
+    """
     headers = read_headers(model)
     check_numbers(headers)
     limit = headers.config.get("max_position_embeddings") or headers.config.get("n_positions")
@@ -47,7 +50,7 @@ def tokens_for(asked: Calibration, model: Path, dtype: str, trust_remote_code: b
 
 
 def _whole_model(model: Path, dtype: str, trust_remote_code: bool) -> Any:
-    """The original model, all of it in memory: sampling a token needs every layer."""
+    """The original model with all layers in memory, since sampling a token needs every layer."""
     from transformers import AutoModelForCausalLM
 
     if (model / "adapter_config.json").exists():  # transformers would follow it to a model elsewhere

@@ -1,4 +1,4 @@
-"""A recipe's transforms on tensors: folded into the checkpoint that the run reads."""
+"""The transforms of a recipe, folded into the checkpoint that the run reads."""
 
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def open_transformed(plan: "Plan") -> Checkpoint:
-    """The tensors of the model that is quantised, with what is known of its changes before the run."""
+    """The checkpoint that the run reads: the source with those transforms folded in that need no calibration."""
     base = open_checkpoint(plan.headers)
     if not plan.recipe.transforms:
         return base
@@ -30,8 +30,8 @@ def open_transformed(plan: "Plan") -> Checkpoint:
     return checkpoint
 
 
-def add_factors(plan: "Plan", checkpoint: Checkpoint, layer: int, factors: dict[str, Tensor]) -> None:
-    """Scale a layer's sites by factors, by space."""
+def fold_factors(plan: "Plan", checkpoint: Checkpoint, layer: int, factors: dict[str, Tensor]) -> None:
+    """Fold factors into the checkpoint that earlier starts have chosen for a layer's sites. factors: by space."""
     if isinstance(checkpoint, FoldedCheckpoint):
         for site in (*plan.anatomy.sites(layer), plan.anatomy.scores(layer)):
             if site is not None and site.space in factors:

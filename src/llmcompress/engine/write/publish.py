@@ -8,7 +8,7 @@ from typing import Any
 from llmcompress import __version__
 from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.plan.resources import usual_threads
-from llmcompress.engine.run.transformed import add_factors, open_transformed
+from llmcompress.engine.run.transformed import fold_factors, open_transformed
 from llmcompress.engine.write.gguf_writer import write_gguf
 from llmcompress.engine.write.kv_scales import recorded
 from llmcompress.engine.write.run_report import report
@@ -137,7 +137,7 @@ def finish(plan: Plan, staged: Staging, calibration: dict[str, Any] | None) -> d
     checkpoint = open_transformed(plan)
     for number in range(len(plan.layers)):
         records = staged.records(number)
-        add_factors(plan, checkpoint, number, staged.read_factors(number))
+        fold_factors(plan, checkpoint, number, staged.read_factors(number))
         linears += records["linears"]
         sites += records.get("sites", [])
         ledger.extend(LedgerEntry(**entry) for entry in records["ledger"])

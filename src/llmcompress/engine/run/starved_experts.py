@@ -1,0 +1,79 @@
+"""Experts that few tokens or none were sent to: which statistics stand in for their own."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llmcompress.engine.plan.matrix_plan import MatrixPlan
+from llmcompress.ledger import Ledger
+from llmcompress.methods.base import Statistics
+from llmcompress.model.experts import Expert
+from llmcompress.stats.gram import Gram
+from llmcompress.workers import Workers
+
+STARVED = 4  # tokens per input channel below which an expert's Gram is blended with the layer's
+
+
+class ExpertInputs:
+    """What enters a block of experts before routing: the Gram matrix of all tokens, and an even sample of tokens."""
+
+    def __init__(self, path: str, block: nn.Module, device: torch.device, workers: Workers, limit: int = 2048) -> None:
+        """path: of the block, below the layer. limit: most tokens of the sample."""
+        first: Any = next(iter(block.children()))
+        self.path = path
+        self.gram = Gram(first.gate_proj.in_features, workers, device, workers.part())
+        self._parts: list[Tensor] = []
+        self._limit = limit
+
+    def update(self, x: Tensor) -> None:
+        """Add the inputs [..., hidden] of a batch."""
+        self.gram.update(x)
+        rows = x.reshape(-1, x.shape[-1])
+        self._parts.append(rows[:: max(1, rows.shape[0] // 64)].clone())
+
+    def sample(self) -> Tensor:
+        """At most `limit` tokens [tokens, hidden], evenly spread."""
+        rows = torch.cat(self._parts)
+        return rows[:: max(1, -(-rows.shape[0] // self._limit))]
+
+
+def blend_starved(
+    gram: Gram, plan: MatrixPlan, watch: ExpertInputs, layer: nn.Module, ledger: Ledger, workers: Workers
+) -> None:
+    """Shrink the Gram matrix of an expert with too few tokens towards a prior from all tokens that entered the block.
+
+    For gate and up the prior is the Gram matrix of the block's input. For down it is that of a sample of the block's
+    input, pushed through the expert whatever the router says: both priors lie in the space that the matrix reads.
+    """
+    needed = STARVED * gram.size
+    seen = gram.tokens
+    if seen >= needed:
+        return
+    weight = needed - seen
+    if plan.path.endswith("down_proj"):
+        expert = layer.get_submodule(plan.path.rpartition(".")[0])
+        assert isinstance(expert, Expert)
+        prior = Gram(gram.size, workers, gram.sum.device)
+        with torch.no_grad():
+            prior.update(expert.inner(watch.sample()))
+    else:
+        prior = watch.gram
+    gram.shrink_towards(prior.mean(), float(weight))
+    ledger.note(
+        "starved_expert", plan.module, f"{seen} tokens for {gram.size} inputs: blended with the layer's statistics"
+    )
+
+
+def lend_ranges(found: Mapping[str, Statistics], needing: Mapping[str, list[MatrixPlan]], ledger: Ledger) -> None:
+    """Give experts that no token was sent to the range of the same matrix of all other experts."""
+    for space, statistics in found.items():
+        seen, plan = statistics.range, needing[space][0]
+        if seen is None or seen.tokens:
+            continue
+        leaf = plan.path.rpartition(".")[2]
+        for other, theirs in found.items():
+            if other != space and theirs.range is not None and needing[other][0].path.endswith(f".{leaf}"):
+                seen.merge(theirs.range)  # type: ignore[arg-type]
+        ledger.note("starved_expert", plan.module, "no tokens: the range of its inputs is that of all experts")
