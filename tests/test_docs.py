@@ -131,6 +131,9 @@ def test_pages_fetch_nothing_while_they_are_read():
 
 
 def test_the_first_page_passes_ten_places_that_exist():
+    drawn = set(re.findall(r'monospace" fill="#\w+">([a-z_/]+\.py)<', (INDEX.parent / "one-weight.svg").read_text()))
+    assert len(drawn) == 10
+    assert all(f"`{file}`" in INDEX.read_text() for file in drawn)
     stations = re.findall(
         r"^\d+\. \*\*\w+\.\*\* (.*?)(?=^\d+\. |^\[)", INDEX.read_text(), flags=re.MULTILINE | re.DOTALL
     )
