@@ -104,14 +104,14 @@ def _misused(error: Exception) -> int:
     context = getattr(error, "ctx", None)
     if type(error).__name__ == "NoArgsIsHelpError":  # the help is printed already
         return RecipeError.exit_code
-    if not log.active and _said(sys.argv, "--log-format", "json"):  # which was not read for what came before it
+    if not log.active and _has_option(sys.argv, "--log-format", "json"):  # which was not read for what came before it
         log.open()
     message = error.format_message()  # type: ignore[attr-defined]
     hint = None if context is None else f"see `{context.command_path} --help`"
     return _failed(RecipeError(f"{message[:1].lower()}{message[1:].rstrip('.')}", hint))
 
 
-def _said(words: list[str], option: str, value: str) -> bool:
+def _has_option(words: list[str], option: str, value: str) -> bool:
     return f"{option}={value}" in words or (option, value) in pairwise(words)
 
 

@@ -10,7 +10,7 @@ import typer
 
 from llmcompress.api import verification
 from llmcompress.cli import console
-from llmcompress.cli import options as o
+from llmcompress.cli import options as flags
 from llmcompress.cli.gates import GateCase, gated
 
 if TYPE_CHECKING:
@@ -30,9 +30,9 @@ def register(app: typer.Typer) -> None:
 def verify(
     out: Annotated[Path, typer.Argument(help="A directory or GGUF file llmcompress wrote.", show_default=False)],
     source: Annotated[Path | None, typer.Option("--source", help="The original model, to compare with.")] = None,
-    json_: o.Json = False,
-    junit: o.Junit = None,
-    log_format: o.LogFormat = "text",
+    json_: flags.Json = False,
+    junit: flags.Junit = None,
+    log_format: flags.LogFormat = "text",
 ) -> None:
     """Reopen an output with a reader of its own and prove it complete, finite, on its grid and true to its report."""
     with gated("verify", junit) as gates:
@@ -59,7 +59,7 @@ def inspect(
         Path, typer.Argument(help="A model directory, original or compressed, or a GGUF file.", show_default=False)
     ],
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
-    json_: o.Json = False,
+    json_: flags.Json = False,
 ) -> None:
     """What a checkpoint holds, from its headers alone: nothing is loaded."""
     from llmcompress.store.headers import read_headers
@@ -180,7 +180,7 @@ def list_(
     what: Annotated[
         str, typer.Argument(help="methods, grids, formats, archs, sources, targets or ledger.", show_default=False)
     ],
-    json_: o.Json = False,
+    json_: flags.Json = False,
 ) -> None:
     """What is built in."""
     from llmcompress.cli.catalogue import catalogue

@@ -26,8 +26,8 @@ from llmcompress.cli import (
     structured,
     sweep,
 )
-from llmcompress.cli import options as o
-from llmcompress.cli.jobs import Flags, Job
+from llmcompress.cli import options as flags
+from llmcompress.cli.jobs import Execution, Job
 from llmcompress.cli.running import start
 from llmcompress.methods.base import Method
 from llmcompress.pruners.base import Pruner
@@ -41,30 +41,32 @@ def register(app: typer.Typer) -> list[str]:
     )
     steps: dict[str, type[Method] | type[Pruner]] = {**methods(), **pruners()}
     for name, step in steps.items():
-        given = {"model": (o.Model, ...), **o.field_options(step), **o.RUN_OPTIONS, **o.MEANS}
+        given = {"model": (flags.Model, ...), **flags.field_options(step), **flags.RUN_OPTIONS, **flags.MEANS}
         if issubclass(step, Pruner):
-            given["format_"] = (o.Format, "dense")
+            given["format_"] = (flags.Format, "dense")
         doc = f"{step.summary}\n\n{step.__doc__ or ''}"
-        app.command(name, rich_help_panel="Compress")(o.command(_step(name), given, name, doc))
-        plan.command(name)(o.command(_step(name, dry=True), given, name, f"Plan {name} without computing anything."))
+        app.command(name, rich_help_panel="Compress")(flags.command(_step(name), given, name, doc))
+        plan.command(name)(
+            flags.command(_step(name, dry=True), given, name, f"Plan {name} without computing anything.")
+        )
     for parent, dry in ((app, False), (plan, True)):
         panel = None if dry else "Compress"
-        parent.command("gguf", rich_help_panel=panel)(o.command(gguf.command(dry), gguf.OPTIONS, "gguf", gguf.DOC))
+        parent.command("gguf", rich_help_panel=panel)(flags.command(gguf.command(dry), gguf.OPTIONS, "gguf", gguf.DOC))
         for preset in PRESETS.values():
             parent.command(preset.name, rich_help_panel=panel)(
-                o.command(_step(preset.name, dry), presets.options(preset), preset.name, preset.doc)
+                flags.command(_step(preset.name, dry), presets.options(preset), preset.name, preset.doc)
             )
     given = {
         "recipe": (RecipeFile, ...),
-        "model": (o.Model, ...),
-        "out": o.RUN_OPTIONS["out"],
-        "overwrite": o.RUN_OPTIONS["overwrite"],
+        "model": (flags.Model, ...),
+        "out": flags.RUN_OPTIONS["out"],
+        "overwrite": flags.RUN_OPTIONS["overwrite"],
     }
-    given |= {"format_": (o.FormatOverride, None), **o.MEANS}
+    given |= {"format_": (flags.FormatOverride, None), **flags.MEANS}
     app.command("run", rich_help_panel="Compress")(
-        o.command(_recipe(False), given, "run", "Run a recipe file on a model.")
+        flags.command(_recipe(False), given, "run", "Run a recipe file on a model.")
     )
-    plan.command("run")(o.command(_recipe(True), given, "run", "Plan a recipe file without computing anything."))
+    plan.command("run")(flags.command(_recipe(True), given, "run", "Plan a recipe file without computing anything."))
     app.command("export", rich_help_panel="Compress")(export)
     fit.register(app)
     app.add_typer(plan, name="plan", rich_help_panel="Compress")
@@ -93,15 +95,15 @@ RecipeFile = Annotated[
 
 def _step(name: str, dry: bool = False) -> Callable[..., None]:
     def run(**values: Any) -> None:
-        start(Job.of(name, values), flags=Flags.of(values), dry=dry)
+        start(Job.of(name, values), execution=Execution.of(values), dry=dry)
 
     return run
 
 
 def _recipe(dry: bool) -> Callable[..., None]:
     def run(**values: Any) -> None:
-        recipe = as_recipe(values["recipe"], None, o.format_setting(values))
-        start(Job.of(recipe, values), flags=Flags.of(values), dry=dry)
+        recipe = as_recipe(values["recipe"], None, flags.format_setting(values))
+        start(Job.of(recipe, values), execution=Execution.of(values), dry=dry)
 
     return run
 
@@ -113,9 +115,9 @@ def export(
         Path | None,
         typer.Option("--output", "-o", help="Directory to write; with several formats their names are appended."),
     ] = None,
-    overwrite: o.Overwrite = False,
-    json_: o.Json = False,
-    log_format: o.LogFormat = "text",
+    overwrite: flags.Overwrite = False,
+    json_: flags.Json = False,
+    log_format: flags.LogFormat = "text",
 ) -> None:
     """Write other formats from a finished run's work directory, without computing anything again."""
     done = compression.export(work, formats, out, overwrite=overwrite)

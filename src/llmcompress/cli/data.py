@@ -7,7 +7,7 @@ import typer
 
 from llmcompress.api.settings import text_of
 from llmcompress.cli import console
-from llmcompress.cli import options as o
+from llmcompress.cli import options as flags
 
 
 def register(app: typer.Typer) -> None:
@@ -17,16 +17,16 @@ def register(app: typer.Typer) -> None:
 
 
 def pack(
-    model: o.Model,
+    model: flags.Model,
     out: Annotated[Path, typer.Option("--output", "-o", help="File to write (.safetensors).", show_default=False)],
-    calibration: o.Source = "default",
-    field: o.Field = None,
-    samples: o.Samples = 128,
-    length: o.Length = 512,
-    seed: o.Seed = 0,
-    trust_remote_code: o.Trust = False,
-    json_: o.Json = False,
-    log_format: o.LogFormat = "text",
+    calibration: flags.Source = "default",
+    field: flags.Field = None,
+    samples: flags.Samples = 128,
+    length: flags.Length = 512,
+    seed: flags.Seed = 0,
+    trust_remote_code: flags.Trust = False,
+    json_: flags.Json = False,
+    log_format: flags.LogFormat = "text",
 ) -> None:
     """Tokenise with a model's tokenizer and write exactly the windows a run would use, for --calibration FILE."""
     from llmcompress.calib.base import fingerprint
@@ -34,8 +34,8 @@ def pack(
     from llmcompress.engine.run.tokens import tokens_for
 
     given = {"calibration": calibration, "field": field, "samples": samples, "length": length, "seed": seed}
-    asked = text_of(given)
-    tokens = tokens_for(asked, model, "float32", trust_remote_code)
+    text = text_of(given)
+    tokens = tokens_for(text, model, "float32", trust_remote_code)
     save(tokens, out)
     facts = {"path": str(out), "samples": tokens.shape[0], "length": tokens.shape[1], "sha256": fingerprint(tokens)}
     if json_:

@@ -8,7 +8,7 @@ import typer
 
 from llmcompress.api.evaluation import evaluated, refuse_unmeasured_gates
 from llmcompress.cli import console, drafting, runtime_table
-from llmcompress.cli import options as o
+from llmcompress.cli import options as flags
 from llmcompress.cli.gates import gated
 from llmcompress.cli.log import log
 from llmcompress.cli.stopping import Stop
@@ -63,7 +63,7 @@ def evaluate(
         ),
     ] = None,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Windows run at once.")] = 4,
-    device: o.Device = "auto",
+    device: flags.Device = "auto",
     backend: Annotated[
         Literal["auto", "kernels", "torch"] | None,
         typer.Option(
@@ -114,12 +114,12 @@ def evaluate(
         typer.Option("--output", "-o", help="Save the whole result as JSON, for `report`."),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file of --output if it exists.")] = False,
-    trust_remote_code: o.Trust = False,
-    deadline: o.Deadline = None,
-    json_: o.Json = False,
-    junit: o.Junit = None,
-    log_format: o.LogFormat = "text",
-    quiet: o.Quiet = False,
+    trust_remote_code: flags.Trust = False,
+    deadline: flags.Deadline = None,
+    json_: flags.Json = False,
+    junit: flags.Junit = None,
+    log_format: flags.LogFormat = "text",
+    quiet: flags.Quiet = False,
 ) -> None:
     """Perplexity, and divergence from the original, with confidence intervals.
 
@@ -133,9 +133,20 @@ def evaluate(
     from llmcompress.validate.session import continuations
 
     subject = _subject(model, draft)
-    asked = CacheOptions(kv_bits, kv_type)
+    cache_options = CacheOptions(kv_bits, kv_type)
     request = Request(
-        subject, ref, text, length, windows, batch, device, compute_dtype, trust_remote_code, adapter, asked, backend
+        subject,
+        ref,
+        text,
+        length,
+        windows,
+        batch,
+        device,
+        compute_dtype,
+        trust_remote_code,
+        adapter,
+        cache_options,
+        backend,
     )
     with gated("eval", junit) as gates:
         if draft is not None:

@@ -10,7 +10,7 @@ from llmcompress.api.fitting import FitResult, fitted_grids, wanted_of
 from llmcompress.api.recipes import method_recipe
 from llmcompress.api.settings import TEXT_SETTINGS
 from llmcompress.cli import budget, console
-from llmcompress.cli import options as o
+from llmcompress.cli import options as flags
 from llmcompress.cli.log import log
 from llmcompress.cli.stopping import Stop
 from llmcompress.cli.structured import tell_plan
@@ -35,10 +35,10 @@ Kl = Annotated[
 ]
 Out = Annotated[
     Path | None,
-    typer.Option("--output", "-o", help="Recipe to write. Default: print it.", rich_help_panel=o.OUTPUT),
+    typer.Option("--output", "-o", help="Recipe to write. Default: print it.", rich_help_panel=flags.OUTPUT),
 ]
 Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace the recipe that is there.", rich_help_panel=o.OUTPUT)
+    bool, typer.Option("--overwrite", help="Replace the recipe that is there.", rich_help_panel=flags.OUTPUT)
 ]
 MethodName = Annotated[
     Literal["gptq", "rtn"], typer.Option("--method", help="How weights are rounded, for which errors are measured.")
@@ -55,7 +55,7 @@ Work = Annotated[
     typer.Option(
         "--work",
         help="Work directory while measuring, with which the next start goes on. Default: RECIPE.work.",
-        rich_help_panel=o.RUNNING,
+        rich_help_panel=flags.RUNNING,
     ),
 ]
 Patterns = Annotated[
@@ -68,28 +68,28 @@ Patterns = Annotated[
 ]
 
 OPTIONS: dict[str, tuple[Any, Any]] = {
-    "model": (o.Model, ...),
+    "model": (flags.Model, ...),
     **budget.options("what is quantised, scales included", kept="sensitivity"),
     "kl": (Kl, None),
     "method": (MethodName, "gptq"),
     "bits": (Bits, ",".join(map(str, INTEGER_BITS))),
     "group_size": (GroupSizes, "32,64,128"),
-    "sym": (o.field_options(methods()["gptq"])["sym"][0], True),
+    "sym": (flags.field_options(methods()["gptq"])["sym"][0], True),
     "set": (Patterns, None),
     "out": (Out, None),
     "overwrite": (Overwrite, False),
-    "format_": (o.Format, DEFAULT_FORMAT),
-    "shard_size": o.RUN_OPTIONS["shard_size"],
-    **o.taken("calibration", "field", "samples", "length", "seed"),
-    **o.taken("target", "tp", "device", "threads", "max_memory"),
+    "format_": (flags.Format, DEFAULT_FORMAT),
+    "shard_size": flags.RUN_OPTIONS["shard_size"],
+    **flags.taken("calibration", "field", "samples", "length", "seed"),
+    **flags.taken("target", "tp", "device", "threads", "max_memory"),
     "work": (Work, None),
-    **o.taken("deadline", "trust_remote_code", "json_", "junit", "log_format", "quiet"),
+    **flags.taken("deadline", "trust_remote_code", "json_", "junit", "log_format", "quiet"),
 }
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command("fit", rich_help_panel="Compress")(o.command(fit, OPTIONS, "fit", DOC))
+    app.command("fit", rich_help_panel="Compress")(flags.command(fit, OPTIONS, "fit", DOC))
 
 
 def fit(**values: Any) -> None:
@@ -104,7 +104,7 @@ def fit(**values: Any) -> None:
             values["model"],
             wanted,
             _work(values),
-            o.run_options(values),
+            flags.run_options(values),
             steps.at,
             Stop(values["deadline"]),
             lambda memory: tell_plan({"memory_bytes": memory}, quiet),
@@ -124,7 +124,7 @@ def _work(values: dict[str, Any]) -> Path:
 def recipe_of(values: dict[str, Any]) -> Recipe:
     """What the options say, but for the bits."""
     names = ("sym", "set", "format_", "shard_size", *TEXT_SETTINGS)
-    return method_recipe(values["method"], o.recipe_settings({name: values[name] for name in names}))
+    return method_recipe(values["method"], flags.recipe_settings({name: values[name] for name in names}))
 
 
 def _refuse_place(out: Path | None, overwrite: bool) -> None:

@@ -28,19 +28,19 @@ class GateCase:
 
 
 class Gates:
-    """The tests of a command: its own work first, then what it was asked to hold to. In order, one of each name."""
+    """The tests of a command, in order and by name: its own work first, then its gates."""
 
     def __init__(self, suite: str) -> None:
         self.suite = suite
         self.cases: dict[str, GateCase] = {suite: GateCase(suite, "passed")}
 
     def expect(self, names: Iterable[str]) -> None:
-        """Gates that will be judged; those that never are, are skipped."""
+        """Name gates that are to be judged. A gate that is never judged counts as skipped."""
         for name in names:
             self.cases.setdefault(name, GateCase(name, "skipped", "not reached"))
 
     def judge(self, name: str, passed: bool, measured: object, bound: object, message: str) -> None:
-        """What came of a gate. message: why it failed, if it did."""
+        """Record whether a gate passed. message: why the gate failed, if it did."""
         detail = one_line(f"measured: {measured}") + "\n" + one_line(f"bound: {bound}")
         self.add(GateCase(name, "passed" if passed else "failed", "" if passed else message, detail))
         log.event("gate", name=name, passed=passed, measured=measured, bound=bound)
@@ -60,13 +60,13 @@ class Gates:
         self.cases[case.name] = case
 
     def ended(self, state: State, message: str) -> None:
-        """The command's own work did not end well."""
+        """Record how the command's own work ended, where it did not pass."""
         self.add(replace(self.cases[self.suite], state=state, message=message))
 
 
 @contextmanager
 def gated(suite: str, file: Path | None) -> Iterator[Gates]:
-    """The gates of a command, written to `file` however it ends, if there is one.
+    """The gates of a command. They are written to `file`, if one is given, however the command ends.
 
     PlanError, before anything else, for a file that cannot be written.
     """

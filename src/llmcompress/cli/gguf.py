@@ -10,8 +10,8 @@ from llmcompress.api.fitting import budget_of, fitted_types, type_recipe
 from llmcompress.api.recipes import GGUF, method_recipe
 from llmcompress.api.settings import TEXT_SETTINGS
 from llmcompress.cli import budget, console
-from llmcompress.cli import options as o
-from llmcompress.cli.jobs import Flags, Job
+from llmcompress.cli import options as flags
+from llmcompress.cli.jobs import Execution, Job
 from llmcompress.cli.running import start
 from llmcompress.cli.stopping import Stop
 from llmcompress.engine.process.ranks import refuse_several
@@ -77,17 +77,18 @@ Imatrix = Annotated[
     typer.Option(
         "--imatrix",
         help="Importance matrix of this model, by `llmcompress imatrix` or llama-imatrix, to round by.",
-        rich_help_panel=o.CALIBRATION,
+        rich_help_panel=flags.CALIBRATION,
     ),
 ]
 Pre = Annotated[
     str | None,
     typer.Option(
-        "--pre", help="llama.cpp's name of the pre-tokenizer, where it is not recognised.", rich_help_panel=o.OUTPUT
+        "--pre", help="llama.cpp's name of the pre-tokenizer, where it is not recognised.", rich_help_panel=flags.OUTPUT
     ),
 ]
 Modelfile = Annotated[
-    bool, typer.Option("--modelfile", help="Write a Modelfile for Ollama beside the file.", rich_help_panel=o.OUTPUT)
+    bool,
+    typer.Option("--modelfile", help="Write a Modelfile for Ollama beside the file.", rich_help_panel=flags.OUTPUT),
 ]
 File = Annotated[
     Path | None,
@@ -95,13 +96,13 @@ File = Annotated[
         "--output",
         "-o",
         help="File to write, or a directory if not called .gguf. Default: beside the model, named after the type.",
-        rich_help_panel=o.OUTPUT,
+        rich_help_panel=flags.OUTPUT,
     ),
 ]
 SplitSize = Annotated[
     float | None,
     typer.Option(
-        "--split-max-size", help="Split into files of so many GB (10^9 bytes) at most.", rich_help_panel=o.OUTPUT
+        "--split-max-size", help="Split into files of so many GB (10^9 bytes) at most.", rich_help_panel=flags.OUTPUT
     ),
 ]
 
@@ -124,11 +125,11 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "split_max_size": (SplitSize, None),
     "pre": (Pre, None),
     "modelfile": (Modelfile, False),
-    "overwrite": (o.Overwrite, False),
-    "calibration": (o.OptionalSource, None),
+    "overwrite": (flags.Overwrite, False),
+    "calibration": (flags.OptionalSource, None),
     "imatrix": (Imatrix, None),
-    **{name: o.RUN_OPTIONS[name] for name in ("field", "samples", "length", "seed")},
-    **{name: option for name, option in o.MEANS.items() if name not in ("target", "tp", "repair")},
+    **{name: flags.RUN_OPTIONS[name] for name in ("field", "samples", "length", "seed")},
+    **{name: option for name, option in flags.MEANS.items() if name not in ("target", "tp", "repair")},
 }
 
 
@@ -137,12 +138,12 @@ def command(dry: bool) -> Callable[..., None]:
 
     def run(**values: Any) -> None:
         _refuse_contradiction(values)
-        flags = Flags.of(values)
+        execution = Execution.of(values)
         if values["type_"]:
-            start(*_typed(values), flags=flags, dry=dry)
+            start(*_typed(values), execution=execution, dry=dry)
         else:
             job, stop = _budgeted({**values, "out": values["out"] or _named(values)})
-            start(job, flags=flags, dry=dry, stop=stop)
+            start(job, execution=execution, dry=dry, stop=stop)
 
     return run
 
@@ -154,7 +155,7 @@ def _typed(values: dict[str, Any]) -> list[Job]:
     for kind in kinds:
         places = {} if len(kinds) == 1 else {name: _appended(values[name], kind) for name in ("out", "work")}
         given = {**values, "type_": kind, **places}
-        jobs.append(Job(method_recipe(GGUF, _settings(given)), values["model"], o.run_options(given)))
+        jobs.append(Job(method_recipe(GGUF, _settings(given)), values["model"], flags.run_options(given)))
     return jobs
 
 
@@ -162,7 +163,7 @@ def _settings(values: dict[str, Any]) -> dict[str, Any]:
     """The values of options that the recipe is made from."""
     settings = {name.rstrip("_"): values[name] for name in _OF_RECIPE}
     settings["tensor_type"] = _patterns(values["tensor_type"])
-    settings["shard_size"] = o.gigabytes("--split-max-size", values["split_max_size"])
+    settings["shard_size"] = flags.gigabytes("--split-max-size", values["split_max_size"])
     return settings
 
 
@@ -175,15 +176,15 @@ def _appended(place: Path | None, kind: str) -> Path | None:
 
 def _refuse_contradiction(values: dict[str, Any]) -> None:
     """RecipeError unless exactly one thing says how large the result is."""
-    said = [option for option, name in _SIZES.items() if values[name] not in (None, [])]
-    if len(said) != 1:
-        which = f"{' and '.join(said)} both say" if said else "nothing says"
+    given = [option for option, name in _SIZES.items() if values[name] not in (None, [])]
+    if len(given) != 1:
+        which = f"{' and '.join(given)} both say" if given else "nothing says"
         raise RecipeError(f"{which} how large the result is to be", "give one of --type, --bpw and --size")
-    if said == ["--type"] and values["losses"] is not None:
+    if given == ["--type"] and values["losses"] is not None:
         raise RecipeError("--losses is of use with --bpw or --size only", "leave it out")
-    if said != ["--type"] and values["pure"]:
+    if given != ["--type"] and values["pure"]:
         raise RecipeError(
-            f"--pure asks for one type everywhere, {said[0]} for the best of each", "leave one of them out"
+            f"--pure asks for one type everywhere, {given[0]} for the best of each", "leave one of them out"
         )
 
 
@@ -200,7 +201,7 @@ def _budgeted(values: dict[str, Any]) -> tuple[Job, Stop]:
     """The job of a budget, for which types are chosen first by what they lose on text, and its deadline."""
     refuse_several("choosing types by a size")
     wanted = budget_of(values["size"], values["bpw"])
-    recipe, options = type_recipe(_settings(values)), o.run_options(values)
+    recipe, options = type_recipe(_settings(values)), flags.run_options(values)
     stop = Stop(values["deadline"])
     with console.Steps("measuring", values["quiet"] or values["json_"]) as steps:
         # the deadline does not stop measuring, of which nothing would be kept: a later start would get no further

@@ -9,7 +9,7 @@ from llmcompress.api.quiet import quiet_libraries
 from llmcompress.api.settings import text_of
 from llmcompress.api.steps import watched
 from llmcompress.cli import console
-from llmcompress.cli import options as o
+from llmcompress.cli import options as flags
 from llmcompress.cli.log import log
 from llmcompress.cli.stopping import Stop
 from llmcompress.errors import PlanError
@@ -31,24 +31,24 @@ def register(app: typer.Typer) -> None:
 
 
 def measure(
-    model: o.Model,
+    model: flags.Model,
     out: Out,
-    calibration: o.Source = "default",
-    field: o.Field = None,
-    samples: o.Samples = 128,
-    length: o.Length = 512,
-    seed: o.Seed = 0,
+    calibration: flags.Source = "default",
+    field: flags.Field = None,
+    samples: flags.Samples = 128,
+    length: flags.Length = 512,
+    seed: flags.Seed = 0,
     legacy: Legacy = False,
     overwrite: Overwrite = False,
-    device: o.Device = "auto",
-    compute_dtype: o.ComputeDtype = "auto",
-    batch: o.Batch = None,
-    threads: o.Threads = None,
-    trust_remote_code: o.Trust = False,
-    deadline: o.Deadline = None,
-    json_: o.Json = False,
-    log_format: o.LogFormat = "text",
-    quiet: o.Quiet = False,
+    device: flags.Device = "auto",
+    compute_dtype: flags.ComputeDtype = "auto",
+    batch: flags.Batch = None,
+    threads: flags.Threads = None,
+    trust_remote_code: flags.Trust = False,
+    deadline: flags.Deadline = None,
+    json_: flags.Json = False,
+    log_format: flags.LogFormat = "text",
+    quiet: flags.Quiet = False,
 ) -> None:
     """Measure how much each input of every matrix matters: the sums of its squares over text, as llama-imatrix does."""
     from llmcompress.engine.plan.run_options import Options
@@ -81,8 +81,8 @@ def merge(
     out: Out,
     legacy: Legacy = False,
     overwrite: Overwrite = False,
-    json_: o.Json = False,
-    log_format: o.LogFormat = "text",
+    json_: flags.Json = False,
+    log_format: flags.LogFormat = "text",
 ) -> None:
     """Add up importance matrices of one model: that of all their texts together."""
     from llmcompress.formats.gguf import imatrix

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from llmcompress.api.recipes import method_recipe
-from llmcompress.cli import options as o
+from llmcompress.cli import options as flags
 from llmcompress.cli.gates import Gates
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.ledger import LedgerEntry
@@ -26,12 +26,12 @@ class Job:
     def of(cls, recipe: Recipe | str, values: Mapping[str, Any]) -> "Job":
         """The job of a recipe, or of a method and its options, with the values of a command's options."""
         if isinstance(recipe, str):
-            recipe = method_recipe(recipe, o.recipe_settings(values))
-        return cls(recipe, values["model"], o.run_options(values))
+            recipe = method_recipe(recipe, flags.recipe_settings(values))
+        return cls(recipe, values["model"], flags.run_options(values))
 
 
 @dataclass(frozen=True)
-class Flags:
+class Execution:
     """How a command carries its jobs out, and what it tells of them; see the options of these names."""
 
     gates: Gates
@@ -44,7 +44,7 @@ class Flags:
     quiet: bool
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> "Flags":
+    def of(cls, values: Mapping[str, Any]) -> "Execution":
         return cls(
             values["gates"],
             tuple(values["strict"] or ()),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from llmcompress.cli import console
-from llmcompress.cli import options as o
+from llmcompress.cli import options as flags
 from llmcompress.errors import GateError, RecipeError
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ def register(app: typer.Typer) -> None:
 def check(
     build: Annotated[bool, typer.Option("--build/--no-build", help="First compile every variant there is.")] = True,
     cache: CacheDirectory = None,
-    json_: o.Json = False,
-    quiet: o.Quiet = False,
+    json_: flags.Json = False,
+    quiet: flags.Quiet = False,
 ) -> None:
     """Compile all kernels for the GPU at hand, run each family on it, and compare with float64."""
     from llmcompress.kernels.check import build_all, cases
@@ -102,7 +102,7 @@ def bench(
         list[str] | None, typer.Option("--only", help="Time these of our kernels alone, such as 'w4 g128'. Repeatable.")
     ] = None,
     cache: CacheDirectory = None,
-    json_: o.Json = False,
+    json_: flags.Json = False,
 ) -> None:
     """Time all kernels on the GPU at hand, cold caches, beside cuBLAS and what else torch has for the same."""
     from llmcompress.kernels.bench import SHAPES, SUBJECTS
@@ -141,7 +141,7 @@ def bench(
 def cache(
     clear: Annotated[bool, typer.Option("--clear", help="Remove all of them.")] = False,
     cache: CacheDirectory = None,
-    json_: o.Json = False,
+    json_: flags.Json = False,
 ) -> None:
     """What compiled kernels are kept."""
     from llmcompress.kernels.build_cache import Cache, directory_of

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from llmcompress.api.settings import text_of
-from llmcompress.cli import options as o
+from llmcompress.cli import options as flags
 from llmcompress.cli.structured import COMMON, carry_out
 
 Original = Annotated[Path, typer.Argument(help="The model before compression.", show_default=False)]
@@ -18,11 +18,11 @@ Compressed = Annotated[
 Out = Annotated[
     Path | None,
     typer.Option(
-        "--output", "-o", help="Directory to write. Default: beside the compressed model.", rich_help_panel=o.OUTPUT
+        "--output", "-o", help="Directory to write. Default: beside the compressed model.", rich_help_panel=flags.OUTPUT
     ),
 ]
 Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace the adapter that is there.", rich_help_panel=o.OUTPUT)
+    bool, typer.Option("--overwrite", help="Replace the adapter that is there.", rich_help_panel=flags.OUTPUT)
 ]
 Rank = Annotated[int, typer.Option("--rank", min=1, help="Rank of the correction of every matrix.")]
 By = Annotated[
@@ -49,7 +49,7 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
 
 
 def register(app: typer.Typer) -> None:
-    app.command("lora", rich_help_panel="Compress")(o.command(lora, OPTIONS, "lora", DOC))
+    app.command("lora", rich_help_panel="Compress")(flags.command(lora, OPTIONS, "lora", DOC))
 
 
 def lora(**values: Any) -> None:
@@ -58,7 +58,7 @@ def lora(**values: Any) -> None:
     from llmcompress.engine.structure.lora_plan import plan_lora
 
     rank, by = values["rank"], values["by"]
-    plan = plan_lora(values["original"], values["compressed"], rank, by, text_of(values), o.run_options(values))
+    plan = plan_lora(values["original"], values["compressed"], rank, by, text_of(values), flags.run_options(values))
     facts = {
         "output": str(plan.opened.out),
         "matrices": len(plan.targets),

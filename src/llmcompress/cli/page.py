@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from llmcompress.cli import console
-from llmcompress.cli import options as o
+from llmcompress.cli import options as flags
 from llmcompress.errors import RecipeError
 from llmcompress.registry import suggest
 
@@ -34,7 +34,7 @@ def report(
     evaluation: Evaluations = None,
     timings: TimingsFiles = None,
     overwrite: Overwrite = False,
-    json_: o.Json = False,
+    json_: flags.Json = False,
 ) -> None:
     """Write one HTML page about outputs, side by side: needs no network and nothing beside it.
 

@@ -5,18 +5,22 @@ from typing import Annotated, Any
 import typer
 
 from llmcompress.api.presets import Preset
-from llmcompress.cli import options as o
+from llmcompress.cli import options as flags
 
 Format = Annotated[
     str | None,
-    typer.Option("--format", help="Checkpoint format; see `llmcompress list formats`.", rich_help_panel=o.OUTPUT),
+    typer.Option("--format", help="Checkpoint format; see `llmcompress list formats`.", rich_help_panel=flags.OUTPUT),
 ]
 
 
 def options(preset: Preset) -> dict[str, tuple[Any, Any]]:
     """Options of a preset's command: name to (annotation, default)."""
-    found: dict[str, tuple[Any, Any]] = {"model": (o.Model, ...), **o.fields_as_options(preset.fields), **o.RUN_OPTIONS}
-    found["format_"] = (Format, None) if preset.beside else (o.Format, preset.format)
+    found: dict[str, tuple[Any, Any]] = {
+        "model": (flags.Model, ...),
+        **flags.fields_as_options(preset.fields),
+        **flags.RUN_OPTIONS,
+    }
+    found["format_"] = (Format, None) if preset.beside else (flags.Format, preset.format)
     if preset.calibrated is not None:
-        found["calibration"] = (o.OptionalSource, None)
-    return found | o.MEANS
+        found["calibration"] = (flags.OptionalSource, None)
+    return found | flags.MEANS

@@ -7,7 +7,7 @@ import typer
 
 from llmcompress.api.recipes import packaged_recipes, recipe_file
 from llmcompress.cli import console
-from llmcompress.cli import options as o
+from llmcompress.cli import options as flags
 from llmcompress.errors import RecipeError
 from llmcompress.recipe import load
 
@@ -31,7 +31,7 @@ def register(app: typer.Typer) -> None:
     app.add_typer(recipe, name="recipe", rich_help_panel="Look")
 
 
-def list_(json_: o.Json = False) -> None:
+def list_(json_: flags.Json = False) -> None:
     """The recipes that come with llmcompress, and when to use each."""
     rows = [(item.name, item.comment) for item in packaged_recipes().values()]
     if json_:
@@ -40,7 +40,7 @@ def list_(json_: o.Json = False) -> None:
         console.table(None, ("recipe", "when to use it"), rows)
 
 
-def show(recipe: Name, json_: o.Json = False) -> None:
+def show(recipe: Name, json_: flags.Json = False) -> None:
     """Print a recipe with its comment, to use as it is or to change."""
     file = recipe_file(recipe)
     if json_:
@@ -50,7 +50,7 @@ def show(recipe: Name, json_: o.Json = False) -> None:
     typer.echo(file.read_text(encoding="utf-8"), nl=False)
 
 
-def check(recipe: Name, model: OptionalModel = None, json_: o.Json = False) -> None:
+def check(recipe: Name, model: OptionalModel = None, json_: flags.Json = False) -> None:
     """Look for everything that is wrong with a recipe; exit code 2 if anything is.
 
     Without a model: keys, options and the order of steps. With one the recipe is planned on it as well, which reads

@@ -10,7 +10,7 @@ from llmcompress.api import compression
 from llmcompress.api.results import Result, noted_error, refuse_unknown_kinds, timed
 from llmcompress.cli import console
 from llmcompress.cli.gates import Gates
-from llmcompress.cli.jobs import Flags, Job
+from llmcompress.cli.jobs import Execution, Job
 from llmcompress.cli.log import log
 from llmcompress.cli.plan_table import show_plans
 from llmcompress.cli.stopping import Stop
@@ -28,26 +28,29 @@ if TYPE_CHECKING:
     """A plan, and the report of its output if an earlier start has finished it."""
 
 
-def start(*jobs: Job, flags: Flags, dry: bool = False, stop: Stop | None = None) -> None:
-    """Plan all jobs before the first is carried out. stop: where the clock of the deadline runs already."""
-    refuse_unknown_kinds(flags.strict)
+def start(*jobs: Job, execution: Execution, dry: bool = False, stop: Stop | None = None) -> None:
+    """Plan all jobs, then carry them out one after another. dry: print the plans and stop.
+
+    stop: of a command that has worked before its first plan, so that the clock of its deadline runs already.
+    """
+    refuse_unknown_kinds(execution.strict)
     options = jobs[0].options
-    dry = dry or flags.dry_run or flags.print_recipe
+    dry = dry or execution.dry_run or execution.print_recipe
     if dry:
         refuse_several("a plan")
-    if flags.print_recipe and not options.repair:
-        _print_recipes([job.recipe for job in jobs], flags.json)
+    if execution.print_recipe and not options.repair:
+        _print_recipes([job.recipe for job in jobs], execution.json)
         return
     if stop is None and not dry:
-        stop = Stop(flags.deadline)
+        stop = Stop(execution.deadline)
     with joined(options.device) as workers:
         planned = workers.all_or_raise(lambda: [_planned(job, len(jobs) > 1 and not dry) for job in jobs])
-        if flags.print_recipe:
-            _print_recipes([plan.recipe for plan, _ in planned], flags.json)
+        if execution.print_recipe:
+            _print_recipes([plan.recipe for plan, _ in planned], execution.json)
         elif dry or stop is None:
-            show_plans([plan for plan, _ in planned], flags.json)
+            show_plans([plan for plan, _ in planned], execution.json)
         else:
-            _run_all(planned, flags, stop, workers)
+            _run_all(planned, execution, stop, workers)
 
 
 def _print_recipes(recipes: Sequence[Recipe], as_json: bool) -> None:
@@ -68,28 +71,28 @@ def _planned(job: Job, several: bool) -> "Planned":
     return plan.with_notes(job.notes), report
 
 
-def _run_all(planned: "Sequence[Planned]", flags: Flags, stop: Stop, workers: "Workers") -> None:
+def _run_all(planned: "Sequence[Planned]", execution: Execution, stop: Stop, workers: "Workers") -> None:
     from llmcompress.engine.write.timings import refuse_place
 
-    if flags.timings is not None:
+    if execution.timings is not None:
         for plan, _ in planned:
-            refuse_place(flags.timings, plan)
+            refuse_place(execution.timings, plan)
     results: dict[Path, Result] = {}
-    strict = strict_gates(flags.strict, [plan.out for plan, _ in planned])
-    flags.gates.expect(name for _, _, name in strict)
-    quiet = flags.quiet or (flags.json and not log.active) or not leads()
+    strict = strict_gates(execution.strict, [plan.out for plan, _ in planned])
+    execution.gates.expect(name for _, _, name in strict)
+    quiet = execution.quiet or (execution.json and not log.active) or not leads()
     for plan, report in planned:
-        timings = flags.timings if leads() else None
+        timings = execution.timings if leads() else None
         results[plan.out] = carry_out(plan, stop, quiet, report, workers, timings=timings)
         stop.before += report is None
-        if leads() and (log.active or not flags.json):
-            tell(plan, results[plan.out], flags.quiet)
+        if leads() and (log.active or not execution.json):
+            tell(plan, results[plan.out], execution.quiet)
     if not leads():
         return
-    if flags.json:
+    if execution.json:
         found = [result.as_data() for result in results.values()]
         console.print_json(found[0] if len(found) == 1 else found)
-    broken = [judge_strict(results[out], kind, name, flags.gates) for out, kind, name in strict]
+    broken = [judge_strict(results[out], kind, name, execution.gates) for out, kind, name in strict]
     for error in filter(None, broken):
         raise error
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from llmcompress.cli import console
-from llmcompress.cli import options as o
+from llmcompress.cli import options as flags
 from llmcompress.errors import PlanError
 
 Store = Annotated[Path, typer.Argument(help="Directory that runs were given as --stats.", show_default=False)]
@@ -19,7 +19,7 @@ def register(app: typer.Typer) -> None:
     app.add_typer(stats, name="stats", rich_help_panel="Look")
 
 
-def list_(store: Store, json_: o.Json = False) -> None:
+def list_(store: Store, json_: flags.Json = False) -> None:
     """List kept statistics: of what model and text, gathered during what, and how large."""
     from llmcompress.store.statistics import kept_in
 
@@ -62,7 +62,7 @@ def prune(
         bool, typer.Option("--incomplete", help="Remove those of runs that did not come to their end.")
     ] = False,
     all_: Annotated[bool, typer.Option("--all", help="Remove every one.")] = False,
-    json_: o.Json = False,
+    json_: flags.Json = False,
 ) -> None:
     """Remove kept statistics."""
     from llmcompress.store.statistics import kept_in

@@ -10,7 +10,7 @@ import typer
 from llmcompress.api.settings import FEW_WINDOWS, depth_text, text_of
 from llmcompress.api.structure import restructured
 from llmcompress.cli import console
-from llmcompress.cli import options as o
+from llmcompress.cli import options as flags
 from llmcompress.cli.log import log
 from llmcompress.cli.stopping import Stop
 from llmcompress.recipe import Calibration
@@ -35,7 +35,7 @@ DepthSamples = Annotated[
         "--samples",
         min=1,
         help=f"Windows of text. Default: {Calibration().samples}, and {FEW_WINDOWS} by kl.",
-        rich_help_panel=o.CALIBRATION,
+        rich_help_panel=flags.CALIBRATION,
     ),
 ]
 Ffn = Annotated[int | None, typer.Option("--ffn", min=1, help="Channels that stay, such as 1024.")]
@@ -58,8 +58,8 @@ Score = Annotated[
 Refit = Annotated[bool, typer.Option("--repair/--no-repair", help="Fit what reads the channels to those that stay.")]
 
 
-_TEXT = o.taken("calibration", "field", "samples", "length", "seed")
-_MEANS = o.taken(
+_TEXT = flags.taken("calibration", "field", "samples", "length", "seed")
+_MEANS = flags.taken(
     "device", "compute_dtype", "batch", "threads", "max_memory", "deadline", "trust_remote_code", "dry_run",
     "json_", "junit", "log_format", "quiet",
 )  # fmt: skip
@@ -71,13 +71,13 @@ DEPTH = """Drop whole decoder layers: those that the model misses least.
 The result is a plain model with fewer layers, which anything loads that loads the original, and which every other \
 command takes. Dropping hurts more than rounding: expect to fine-tune afterwards."""
 DEPTH_OPTIONS: dict[str, tuple[Any, Any]] = {
-    "model": (o.Model, ...),
+    "model": (flags.Model, ...),
     "drop": (Drop, ...),
     "by": (By, "similarity"),
     "keep_first": (KeepFirst, 2),
     "keep_last": (KeepLast, 1),
     "contiguous": (Contiguous, False),
-    **o.taken("out", "overwrite"),
+    **flags.taken("out", "overwrite"),
     **COMMON,
     "samples": (DepthSamples, None),
 }
@@ -88,13 +88,13 @@ A channel is a row of gate and up and a column of down. Those that add least to 
 fitted by least squares to what is left, on text that has passed the pruned layers before. The result is a plain \
 model with another intermediate_size."""
 WIDTH_OPTIONS: dict[str, tuple[Any, Any]] = {
-    "model": (o.Model, ...),
+    "model": (flags.Model, ...),
     "ffn": (Ffn, None),
     "ratio": (Ratio, None),
     "multiple_of": (MultipleOf, 64),
     "by": (Score, "energy"),
     "refit": (Refit, True),
-    **o.taken("out", "overwrite"),
+    **flags.taken("out", "overwrite"),
     **COMMON,
 }
 
@@ -104,7 +104,7 @@ def register(app: typer.Typer) -> None:
         ("depth", depth, DEPTH_OPTIONS, DEPTH),
         ("width", width, WIDTH_OPTIONS, WIDTH),
     ):
-        app.command(name, rich_help_panel="Compress")(o.command(work, options, name, doc))
+        app.command(name, rich_help_panel="Compress")(flags.command(work, options, name, doc))
 
 
 def depth(**values: Any) -> None:
@@ -112,8 +112,8 @@ def depth(**values: Any) -> None:
     from llmcompress.engine.structure.depth import DepthRequest, plan_depth, prune_depth
 
     by, drop = values["by"], values["drop"]
-    asked = DepthRequest(drop, by, values["keep_first"], values["keep_last"], values["contiguous"])
-    plan = plan_depth(values["model"], asked, depth_text(by, values), o.run_options(values))
+    request = DepthRequest(drop, by, values["keep_first"], values["keep_last"], values["contiguous"])
+    plan = plan_depth(values["model"], request, depth_text(by, values), flags.run_options(values))
     facts = {
         "output": str(plan.opened.out),
         "layers": plan.layers,
@@ -135,8 +135,8 @@ def width(**values: Any) -> None:
     """Plan, choose channels, write, tell."""
     from llmcompress.engine.structure.width import WidthRequest, plan_width, prune_width
 
-    asked = WidthRequest(*(values[name] for name in ("ffn", "ratio", "multiple_of", "by", "refit")))
-    plan = plan_width(values["model"], asked, text_of(values), o.run_options(values))
+    request = WidthRequest(*(values[name] for name in ("ffn", "ratio", "multiple_of", "by", "refit")))
+    plan = plan_width(values["model"], request, text_of(values), flags.run_options(values))
     facts = {
         "output": str(plan.opened.out),
         "channels": plan.before,

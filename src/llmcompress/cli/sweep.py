@@ -11,7 +11,7 @@ from llmcompress.api.recipes import as_recipe
 from llmcompress.api.results import refuse_unknown_kinds
 from llmcompress.api.steps import watched
 from llmcompress.cli import console
-from llmcompress.cli import options as o
+from llmcompress.cli import options as flags
 from llmcompress.cli.gates import GateCase, Gates
 from llmcompress.cli.log import log
 from llmcompress.cli.plan_table import show_plans
@@ -59,7 +59,7 @@ GroupSizes = Annotated[
 Out = Annotated[
     Path,
     typer.Option(
-        "--output", "-o", help="Directory to write all outputs to.", show_default=False, rich_help_panel=o.OUTPUT
+        "--output", "-o", help="Directory to write all outputs to.", show_default=False, rich_help_panel=flags.OUTPUT
     ),
 ]
 Evaluate = Annotated[
@@ -78,7 +78,7 @@ EvalWindows = Annotated[
 ]
 OPTIONS: dict[str, tuple[Any, Any]] = {
     "recipe": (RecipeName, ...),
-    "model": (o.Model, ...),
+    "model": (flags.Model, ...),
     "out": (Out, ...),
     "methods": (Methods, None),
     "bits": (Bits, None),
@@ -86,14 +86,14 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "evaluate": (Evaluate, None),
     "eval_length": (EvalLength, 512),
     "eval_windows": (EvalWindows, None),
-    "format_": (o.FormatOverride, None),
-    "overwrite": (o.Overwrite, False),
-    **{name: option for name, option in o.MEANS.items() if name not in _NAMES},
+    "format_": (flags.FormatOverride, None),
+    "overwrite": (flags.Overwrite, False),
+    **{name: option for name, option in flags.MEANS.items() if name not in _NAMES},
 }
 
 
 def register(app: typer.Typer) -> None:
-    app.command("sweep", rich_help_panel="Compress")(o.command(sweep, OPTIONS, "sweep", DOC))
+    app.command("sweep", rich_help_panel="Compress")(flags.command(sweep, OPTIONS, "sweep", DOC))
 
 
 def sweep(**values: Any) -> None:
@@ -102,7 +102,7 @@ def sweep(**values: Any) -> None:
 
     refuse_unknown_kinds(values["strict"] or [])
     wanted = variants(
-        as_recipe(values["recipe"], None, o.format_setting(values)),
+        as_recipe(values["recipe"], None, flags.format_setting(values)),
         listed("--method", values["methods"], str),
         listed("--bits", values["bits"], int),
         listed("--group-size", values["group_size"], int),
@@ -137,7 +137,7 @@ def _planned(variant: Variant, values: dict[str, Any], overwrite: bool) -> "Plan
 
     given = {**values, "out": values["out"] / variant.name, "work": None, "overwrite": overwrite}
     try:
-        return make_plan(variant.recipe, values["model"], o.run_options(given))
+        return make_plan(variant.recipe, values["model"], flags.run_options(given))
     except LlmcompressError as error:
         raise type(error)(f"{variant.name}: {error.message}", error.hint) from None
 
@@ -199,7 +199,7 @@ def _one(run: Run, values: dict[str, Any], stop: Stop, tokens: "Tensor | None") 
     from llmcompress.validate.kept import evaluate_once
     from llmcompress.validate.request import Request
 
-    asked = Request(
+    request = Request(
         run.plan.out,
         values["model"],
         values["evaluate"],
@@ -213,4 +213,4 @@ def _one(run: Run, values: dict[str, Any], stop: Stop, tokens: "Tensor | None") 
     # figures are kept once all are there: the deadline waits for them, unless this start has got somewhere already
     with quiet_libraries(), console.Steps(f"evaluating {run.variant.name}", quiet) as steps:
         watch = watched(steps.at, lambda done: stop(0), _AGAIN)
-        run.figures = evaluate_once(asked, values["out"] / f"{run.variant.name}.eval.json", watch)
+        run.figures = evaluate_once(request, values["out"] / f"{run.variant.name}.eval.json", watch)

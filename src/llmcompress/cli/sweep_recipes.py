@@ -48,9 +48,9 @@ def variants(
     widths: Sequence[int | None] = bits or [None]
     sizes: Sequence[int | None] = group_sizes or [None]
     for method, width, size in product(names or [step.name], widths, sizes):
-        asked = {key: value for key, value in (("bits", width), ("group_size", size)) if value is not None}
-        name = "-".join((method, *(_LABELS[key](value) for key, value in asked.items())))
-        found.append(Variant(name, method, _changed(recipe, step, method, asked)))
+        changes = {key: value for key, value in (("bits", width), ("group_size", size)) if value is not None}
+        name = "-".join((method, *(_LABELS[key](value) for key, value in changes.items())))
+        found.append(Variant(name, method, _changed(recipe, step, method, changes)))
     return found
 
 
@@ -60,25 +60,25 @@ _LABELS: dict[str, Callable[[int], str]] = {
 }
 
 
-def _changed(recipe: Recipe, step: Method, name: str, asked: dict[str, Any]) -> Recipe:
+def _changed(recipe: Recipe, step: Method, name: str, changes: dict[str, Any]) -> Recipe:
     if name in _PRESETS:
-        return _preset(recipe, step, _PRESETS[name], asked)
+        return _preset(recipe, step, _PRESETS[name], changes)
     known = methods()
     if name not in known:
         raise RecipeError(f"--method {name!r} is not known", suggest(name, [*known, *_PRESETS]))
     kind = known[name]
     shared = {key: value for key, value in step.model_dump(exclude_unset=True).items() if key in kind.model_fields}
-    new = build(kind, {**shared, **asked}, name)
+    new = build(kind, {**shared, **changes}, name)
     return recipe.model_copy(update={"steps": tuple(new if item is step else item for item in recipe.steps)})
 
 
-def _preset(recipe: Recipe, step: Method, preset: Preset, asked: dict[str, Any]) -> Recipe:
-    fixed = [key for key in asked if key not in preset.offered]
+def _preset(recipe: Recipe, step: Method, preset: Preset, changes: dict[str, Any]) -> Recipe:
+    fixed = [key for key in changes if key not in preset.offered]
     if fixed:
         raise RecipeError(f"{preset.name} has its own {fixed[0].replace('_', ' ')}", f"sweep {preset.name} apart")
     said = step.model_dump(exclude_unset=True)
     shared: dict[str, Any] = {key: said[key] for key in ("bits", "group_size") if key in said and key in preset.offered}
-    *scalings, method = preset.steps({**shared, **asked})
+    *scalings, method = preset.steps({**shared, **changes})
     pruner = () if recipe.pruner is None else (recipe.pruner,)
     steps = (*scalings, *pruner, method.model_copy(update={"set": step.set}))
     return recipe.model_copy(update={"steps": steps})

@@ -35,7 +35,7 @@ def evaluate_once(request: Request, kept: Path, watch: Callable[[int, int], None
 def _identity(request: Request) -> dict[str, Any]:
     """What the figures depend on, but for the machine."""
     asked = asdict(request)
-    for place in ("model", "ref", "text", "cache"):
+    for place in ("model", "ref", "text", "cache", "timing"):
         del asked[place]
     digest = hashlib.sha256()
     for file in texts(request.text):
