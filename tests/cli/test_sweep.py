@@ -10,7 +10,7 @@ import pytest
 
 import llmcompress.engine.execute
 import llmcompress.engine.run.sweep_tokens
-import llmcompress.validate.kept
+import llmcompress.validate.evaluation_cache
 from llmcompress.cli.sweep_recipes import listed, variants
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
@@ -49,7 +49,7 @@ def counted(monkeypatch):
     real, draw, evaluate = (
         llmcompress.engine.execute.run,
         llmcompress.engine.run.sweep_tokens.calibration_tokens,
-        llmcompress.validate.kept.evaluate_paths,
+        llmcompress.validate.evaluation_cache.evaluate_paths,
     )
 
     def counting_run(plan, *arguments):
@@ -67,7 +67,7 @@ def counted(monkeypatch):
     monkeypatch.setattr(llmcompress.engine.execute, "run", counting_run)
     monkeypatch.setattr(llmcompress.engine.run.sweep_tokens, "calibration_tokens", counting_draw)
     monkeypatch.setattr(llmcompress.engine.execute, "calibration_tokens", lambda plan: pytest.fail("drawn again"))
-    monkeypatch.setattr(llmcompress.validate.kept, "evaluate_paths", counting_evaluation)
+    monkeypatch.setattr(llmcompress.validate.evaluation_cache, "evaluate_paths", counting_evaluation)
     return counts
 
 

@@ -9,7 +9,7 @@ from llmcompress.engine.plan.run_options import Options
 from llmcompress.recipe import parse
 from llmcompress.validate.evaluate import measure
 from llmcompress.validate.load import open_streamed
-from llmcompress.validate.token_statistics import figures
+from llmcompress.validate.token_statistics import token_figures
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def divergence(tiny_model_dir, held_out_ids, tmp_path_factory):
                 }
             )
             run(make_plan(recipe, tiny_model_dir, Options(out=out)))
-            known[key] = figures(measure(open_streamed(out, dtype=torch.float32), reference, ids))
+            known[key] = token_figures(measure(open_streamed(out, dtype=torch.float32), reference, ids))
         return known[key]
 
     return measured

@@ -222,10 +222,10 @@ def test_what_is_foreseen_grows_with_what_is_asked(made, tiny_model_dir):
     assert need(length=1 << 16) > need()
     plain = sum(value.numel() for value in load_whole(tiny_model_dir, dtype=torch.bfloat16).parameters()) * 2
     headers = device_memory.directory_headers(tiny_model_dir, device_memory.Ledger())
-    assert device_memory.resident(headers, torch.bfloat16) == plain
+    assert device_memory.resident_bytes(headers, torch.bfloat16) == plain
     packed = device_memory.directory_headers(made(), device_memory.Ledger())
     model = load_whole(made(), dtype=torch.bfloat16)
-    assert device_memory.resident(packed, torch.bfloat16) == pytest.approx(backed._bytes_of(model), rel=0.1)
+    assert device_memory.resident_bytes(packed, torch.bfloat16) == pytest.approx(backed._bytes_of(model), rel=0.1)
 
 
 def test_running_out_of_memory_all_the_same_is_one_line():
@@ -237,7 +237,7 @@ def test_running_out_of_memory_all_the_same_is_one_line():
 
 def test_a_constant_in_the_logits_is_no_error_and_scaling_is():
     logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
-    assert float(agreement.distance(logits + 3, logits).max()) < 1e-5
-    assert agreement.distance(logits * 1.5, logits).tolist() == pytest.approx([0.5] * 5, rel=1e-4)
-    found = agreement.figures(np.array([[0.3, 0.4]]), torch.bfloat16, 4, False)
+    assert float(agreement.logits_errors(logits + 3, logits).max()) < 1e-5
+    assert agreement.logits_errors(logits * 1.5, logits).tolist() == pytest.approx([0.5] * 5, rel=1e-4)
+    found = agreement.agreement_figures(np.array([[0.3, 0.4]]), torch.bfloat16, 4, False)
     assert found == {"logits_error": 0.3536, "logits_error_max": 0.4, "logits_bound": 0.03125}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from llmcompress.validate.evaluation import Evaluation, evaluation
-from llmcompress.validate.token_statistics import Tokens, figures
+from llmcompress.validate.token_statistics import Tokens, token_figures
 
 SMALL = ["--length", 32, "--windows", 3, "--quiet"]
 
@@ -67,7 +67,7 @@ def test_means_are_over_the_right_side(tmp_path):
     tokens = Tokens(values, values + 1, values / 10, values / 10, np.ones((2, 3)))
     ids = np.arange(8).reshape(2, 4)
     found = evaluation(
-        tmp_path, None, str(tmp_path / "t.txt"), ids, "float32", {**figures(tokens), "kv_cache": None}, tokens
+        tmp_path, None, str(tmp_path / "t.txt"), ids, "float32", {**token_figures(tokens), "kv_cache": None}, tokens
     )
     assert found["by_window"] == {"nll": [1, 4], "ref_nll": [2, 5], "kl": [0.1, 0.4]}
     assert found["by_position"] == {"nll": [1.5, 2.5, 3.5], "ref_nll": [2.5, 3.5, 4.5], "kl": [0.15, 0.25, 0.35]}

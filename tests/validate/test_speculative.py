@@ -11,7 +11,7 @@ from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.recipe import parse
 from llmcompress.validate.load import load_whole
-from llmcompress.validate.speculative import Drafted, distances, report, speculate
+from llmcompress.validate.speculative import Drafted, acceptance_figures, speculate, total_variations
 
 PROMPT = torch.tensor([[5, 6, 7]])
 
@@ -35,7 +35,7 @@ def test_a_model_accepts_all_that_its_twin_drafts(target, tiny_model_dir):
     assert found.accepted == found.proposed == [4, 4, 4, 4, 1]
     assert found.starts == [0, 5, 10, 15, 20]
     assert found.ids.shape == (25,)
-    figures = report(found, distances(target, twin, found))
+    figures = acceptance_figures(found, total_variations(target, twin, found))
     assert figures["acceptance"] == figures["acceptance_expected"] == 1
     assert figures["accepted_per_step"] == figures["accepted_per_step_expected"] == 17 / 5
     assert figures["tokens_per_step_expected"]["2"] == pytest.approx((20 * 3 + 3 + 2) / 22, rel=1e-5)
@@ -48,7 +48,7 @@ def test_what_is_accepted_is_what_total_variation_says(target, coarse):
     assert torch.equal(torch.random.get_rng_state(), before[0])
     assert (target.generation_config, draft.generation_config) == before[1:]
     assert sum(count + 1 for count in found.accepted) == 200
-    figures = report(found, distances(target, draft, found))
+    figures = acceptance_figures(found, total_variations(target, draft, found))
     assert 0.3 < figures["acceptance_expected"] < 0.9
     assert abs(figures["acceptance"] - figures["acceptance_expected"]) < 4 * figures["acceptance_se"]
     apart = abs(figures["accepted_per_step"] - figures["accepted_per_step_expected"])
@@ -60,7 +60,7 @@ def test_what_is_accepted_is_what_total_variation_says(target, coarse):
 def test_distances_are_total_variation_at_each_prefix(target, coarse):
     draft = load_whole(coarse, dtype=torch.float32)
     ids = torch.tensor([5, 6, 7, 8, 9])
-    found = distances(target, draft, Drafted(ids, 3, [1], [1], 0.0))
+    found = total_variations(target, draft, Drafted(ids, 3, [1], [1], 0.0))
     with torch.no_grad():
         for number, length in enumerate((3, 4)):
             p, q = (model(ids[None, :length]).logits[0, -1].double().softmax(-1) for model in (target, draft))
@@ -80,7 +80,7 @@ def test_expected_tokens_are_sums_over_all_ways_to_be_rejected():
             total += accepted * likely
         return total
 
-    figures = report(Drafted(torch.zeros(8), 3, [1, 2], [3, 2], 0.0), 1 - chance)
+    figures = acceptance_figures(Drafted(torch.zeros(8), 3, [1, 2], [3, 2], 0.0), 1 - chance)
     assert figures["accepted_per_step_expected"] == pytest.approx((mean(0, 3) + mean(2, 2)) / 2, rel=1e-5)
     wanted = 1 + np.mean([mean(start, 4) for start in range(5)])
     assert figures["tokens_per_step_expected"]["4"] == pytest.approx(wanted, rel=1e-5)

@@ -6,7 +6,7 @@ import torch
 
 from llmcompress.errors import CalibrationError, RecipeError
 from llmcompress.validate.evaluate import _compare, cut_windows, parse_gate, refuse_unmeasured
-from llmcompress.validate.token_statistics import ALONE, COMPARED, Tokens, figures
+from llmcompress.validate.token_statistics import ALONE, COMPARED, Tokens, token_figures
 
 
 def test_measurements_are_those_of_the_definitions():
@@ -37,7 +37,7 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say():
     covered = 0
     for _ in range(60):
         per_window = rng.normal(1.0, 0.3, size=(40, 1)) + rng.normal(0, 0.5, size=(40, 20))
-        low, high = figures(Tokens(nll=per_window))["perplexity_ci"]
+        low, high = token_figures(Tokens(nll=per_window))["perplexity_ci"]
         covered += low <= np.e <= high
     assert 50 <= covered <= 60
 
@@ -46,16 +46,16 @@ def test_all_published_names_are_there_and_repeat():
     rng = np.random.default_rng(1)
     nll, kl = rng.random((6, 10)), rng.random((6, 10))
     tokens = Tokens(nll, nll, kl, kl, (kl > 0.5).astype(float))
-    found = figures(tokens)
+    found = token_figures(tokens)
     for name in ("perplexity", "ref_perplexity", "kl", "kl_p99", "top1", "tv"):
         low, high = found[f"{name}_ci"]
         assert low <= found[name] <= high
     assert found["tokens"] == 60
     assert found["perplexity"] == pytest.approx(np.exp(nll.mean()), rel=1e-5)
     assert found["perplexity_ratio_ci"] == [1.0, 1.0]
-    assert found == figures(tokens)
+    assert found == token_figures(tokens)
     assert {name for name in found if not name.endswith("_ci")} == {*ALONE, *COMPARED}
-    assert {name for name in figures(Tokens(nll)) if not name.endswith("_ci")} == set(ALONE)
+    assert {name for name in token_figures(Tokens(nll)) if not name.endswith("_ci")} == set(ALONE)
 
 
 def test_windows_are_disjoint_and_never_fewer_than_asked():

@@ -102,10 +102,10 @@ def inspect(
 
 def _inspect_gguf(file: Path, tensors: bool, json_: bool) -> None:
     from llmcompress.store.gguf_model import read_gguf
-    from llmcompress.validate.gguf_facts import facts
+    from llmcompress.validate.gguf_facts import gguf_facts
 
     header = read_gguf(file)
-    found = facts(header)
+    found = gguf_facts(header)
     rows = [(t.name, t.type, t.shape, t.nbytes, t.file.name) for t in header.tensors.values()]
     if json_:
         console.print_json({**found, **({"tensor_list": _tensor_list(rows)} if tensors else {})})

@@ -29,7 +29,7 @@ def run(
     as_json: bool,
 ) -> None:
     """Draft, count, show and judge. RecipeError for what does not go with a draft."""
-    from llmcompress.validate.drafting import FIGURES, drafted
+    from llmcompress.validate.drafting import FIGURES, speculative_figures
     from llmcompress.validate.evaluate import parse_gate, refuse_other_figures
 
     if request.ref is None or prompt is None:
@@ -40,7 +40,7 @@ def run(
     conditions = {text: parse_gate(text) for text in fail_if}
     gates.expect(f"--fail-if {text}" for text in conditions)
     refuse_other_figures(conditions.values(), FIGURES)
-    found = drafted(request, prompt, tokens, guesses, console.say)
+    found = speculative_figures(request, prompt, tokens, guesses, console.say)
     log.event("figures", **{name: found[name] for name in FIGURES})
     if as_json:
         console.print_json(found)

@@ -196,7 +196,7 @@ def _one(run: Run, values: dict[str, Any], stop: Stop, tokens: "Tensor | None") 
         tell(run.plan, run.result, values["quiet"])
     if values["evaluate"] is None:
         return
-    from llmcompress.validate.kept import evaluate_once
+    from llmcompress.validate.evaluation_cache import cached_figures
     from llmcompress.validate.request import Request
 
     request = Request(
@@ -213,4 +213,4 @@ def _one(run: Run, values: dict[str, Any], stop: Stop, tokens: "Tensor | None") 
     # figures are kept once all are there: the deadline waits for them, unless this start has got somewhere already
     with quiet_libraries(), console.Steps(f"evaluating {run.variant.name}", quiet) as steps:
         watch = watched(steps.at, lambda done: stop(0), _AGAIN)
-        run.figures = evaluate_once(request, values["out"] / f"{run.variant.name}.eval.json", watch)
+        run.figures = cached_figures(request, values["out"] / f"{run.variant.name}.eval.json", watch)

@@ -1,4 +1,4 @@
-"""Running a model with a LoRA adapter, whoever made it."""
+"""Adding the corrections of a LoRA adapter, ours or another's, to a model."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,7 @@ _HINT = "an adapter serves only the model it was made for"
 
 
 def adapt_streamed(model: StreamedModel, adapter: Path, path: Path) -> None:
-    """As `adapt_whole`, of a model that is run section by section."""
+    """`adapt_whole` for a model that runs section by section."""
 
     def find(name: str) -> nn.Module:
         number, _, below = name.removeprefix(f"{model.spec.layers}.").partition(".")
@@ -27,9 +27,9 @@ def adapt_streamed(model: StreamedModel, adapter: Path, path: Path) -> None:
 
 
 def adapt_whole(model: nn.Module, adapter: Path, path: Path, device: torch.device | None = None) -> None:
-    """From now on the linears of the model at `path` are corrected by an adapter.
+    """Make the linears of the model at `path` add the corrections of an adapter.
 
-    CheckpointError if it is of another model: by its report, or by modules and sizes.
+    CheckpointError if the adapter's report, module names or sizes are those of another model.
     """
     _adapt(model.get_submodule, adapter, path, device or torch.device("cpu"))
 
@@ -55,14 +55,14 @@ def _adapt(find: Callable[[str], nn.Module], adapter: Path, path: Path, device: 
 
 
 def _size(module: nn.Module) -> tuple[int, int] | None:
-    """Outputs and inputs of a linear; None for what is none."""
+    """Outputs and inputs of a linear; None for any other module."""
     rows = getattr(module, "out_features", getattr(module, "nf", None))  # nf, nx: of a Conv1D
     columns = getattr(module, "in_features", getattr(module, "nx", None))
     return (rows, columns) if isinstance(rows, int) and isinstance(columns, int) else None
 
 
 def _refuse_other_base(adapter: Path, path: Path) -> None:
-    """CheckpointError if the adapter's report, where it has one of ours, speaks of other weights than `path` holds."""
+    """CheckpointError if the adapter has a report of ours that names other weights than those of `path`."""
     file = adapter / "report.json"
     base = read_json(file).get("base") if file.is_file() and gguf_in(path) is None else None
     stated = base.get("contents_sha256") if isinstance(base, dict) else None

@@ -1,6 +1,6 @@
-"""awq checkpoints as `verify` sees them: words, and what each engine takes from the config. See `matrices`.
+"""The words of awq checkpoints, and how each engine reads their config, for `verify`.
 
-A second reader: imports nothing that takes part in writing, on purpose.
+A second reader (see `matrices`): imports nothing that takes part in writing, on purpose.
 """
 
 import re
@@ -12,7 +12,7 @@ import numpy as np
 from llmcompress.validate.stored import Array
 
 KEYS = ("bits", "group_size", "zero_point", "version", "modules_to_not_convert")
-_SHIFTS = np.array([0, 16, 4, 20, 8, 24, 12, 28], np.uint32)  # of the eight outputs of a word
+_SHIFTS = np.array([0, 16, 4, 20, 8, 24, 12, 28], np.uint32)  # bit offsets of a word's eight outputs
 
 
 def nibbles(words: Array) -> Array:
@@ -23,7 +23,7 @@ def nibbles(words: Array) -> Array:
 
 
 def skipped(module: str, settings: Mapping[str, Any]) -> set[bool]:
-    """Whether a linear is left out: {True} or {False} where all engines agree, else both."""
+    """Whether engines leave a linear unquantised: {True} or {False} where all engines agree, else both."""
     listed = settings["modules_to_not_convert"]
     said = {
         any(name in module for name in listed),  # vLLM, SGLang, AutoAWQ
@@ -36,7 +36,7 @@ def skipped(module: str, settings: Mapping[str, Any]) -> set[bool]:
 
 
 def config_wrongs(settings: Mapping[str, Any], linears: Iterable[str]) -> list[str]:
-    """What is wrong with a quantization_config, given the names of all linears."""
+    """Faults of a quantization_config, given the names of all linears."""
     wrong = [f"quantization_config has no {key!r}" for key in KEYS if key not in settings]
     if wrong:
         return wrong

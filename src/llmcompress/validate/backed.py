@@ -1,7 +1,7 @@
 """A validation run: the whole packed model on one device, its linears run by kernels or by torch.
 
-Its figures are those of its own arithmetic. Beside it the same checkpoint, decoded, runs in float32, one section at a
-time, which says whether the logits are what the codes say.
+The figures are those of the packed model. The decoded checkpoint runs beside it in float32, one section at a time;
+comparing the logits of the two shows whether the packed model computes what its codes say.
 """
 
 import gc
@@ -28,14 +28,14 @@ from llmcompress.validate.key_value_cache import cache_of
 from llmcompress.validate.load import load_whole, open_streamed, refuse_other_vocabulary
 from llmcompress.validate.request import Request
 from llmcompress.validate.speed import speeds
-from llmcompress.validate.token_statistics import Array, Tokens, figures
+from llmcompress.validate.token_statistics import Array, Tokens, token_figures
 
-_REFERENCE = torch.bfloat16  # the type the original is timed in
+_REFERENCE = torch.bfloat16  # type in which the original is timed
 
 
 @dataclass(frozen=True)
 class Validated:
-    """figures: of the model, and of how its logits agree with its codes. runtime: `Runtime` of evaluation.py."""
+    """figures: of the model and of the agreement of its logits with its codes. runtime: `Runtime` of evaluation.py."""
 
     figures: dict[str, Any]
     runtime: dict[str, Any]
@@ -45,7 +45,7 @@ class Validated:
 
 
 def validate(request: Request, windows: Tensor, watch: Watch, say: Say) -> Validated:
-    """Run a model on windows [windows, length] int64 as `request` asks for. say: told of what kernels do not take.
+    """Run a model on windows [windows, length] int64 as `request` asks. say: told which linears kernels do not take.
 
     KernelsError where kernels cannot run, PlanError where the GPU has too little memory, RunError where it runs out.
     """
@@ -67,7 +67,7 @@ def _validated(
         adapt_whole(model, request.adapter, request.model, backend.device)
     decoded, reference = _beside(request, backend.device, cache)
     tokens, errors = _measured(model, cache, decoded, reference, windows, request.batch, watch)
-    found = agreement.figures(errors, dtype, len(decoded.layers), _rounds_inputs(model))
+    found = agreement.agreement_figures(errors, dtype, len(decoded.layers), _rounds_inputs(model))
     timing = replace(request.timing, prompt=min(request.timing.prompt, windows.shape[1]))
     runtime = {
         "backend": backend.name,
@@ -84,7 +84,7 @@ def _validated(
         original = _whole(request.ref, request, backend.device, _REFERENCE, linear=None)
         runtime["reference_weights_bytes"] = _bytes_of(original)
         runtime["reference_speed"] = speeds(original, backend.device, timing)
-    return Validated({**figures(tokens), **found}, runtime, tokens, str(dtype).removeprefix("torch."), cache)
+    return Validated({**token_figures(tokens), **found}, runtime, tokens, str(dtype).removeprefix("torch."), cache)
 
 
 def _whole(path: Path, request: Request, device: torch.device, dtype: torch.dtype, linear: Any) -> nn.Module:
@@ -100,7 +100,7 @@ def _whole(path: Path, request: Request, device: torch.device, dtype: torch.dtyp
 
 
 def _beside(request: Request, device: torch.device, cache: Change | None) -> tuple[StreamedModel, StreamedModel | None]:
-    """The decoded checkpoint, changed as the packed one is, and any reference, in float32 section by section."""
+    """The decoded checkpoint with the same adapter and cache, and any reference: float32, section by section."""
     opening = {"dtype": torch.float32, "device": device, "trust_remote_code": request.trust_remote_code}
     decoded = open_streamed(request.model, source=request.ref, **opening)  # type: ignore[arg-type]
     if request.adapter is not None:
@@ -123,20 +123,20 @@ def _measured(
     batch: int,
     watch: Watch,
 ) -> tuple[Tokens, Array]:
-    """Per-token figures of a model, and how far its logits [windows, length] are from those of the decoded one."""
+    """Per-token figures of a model, and relative errors [windows, length] of its logits to the decoded model's."""
     beside = [item for item in (decoded, reference) if item is not None]
     collected, errors = Collected(), []
     for ids, (wanted, *original) in zip(windows, lockstep(beside, windows, batch, watch), strict=True):
         kept = {} if cache is None else {"past_key_values": ChangingCache(model.config, cache)}
         logits = model(ids[None].to(wanted.device), use_cache=cache is not None, **kept).logits[0].to(torch.float32)
-        errors.append(agreement.distance(logits, wanted).to("cpu", torch.float64).numpy())
+        errors.append(agreement.logits_errors(logits, wanted).to("cpu", torch.float64).numpy())
         collected.add([logits, *original], ids)
     return collected.tokens(), np.stack(errors)
 
 
 @contextmanager
 def _memory_of(device: torch.device) -> Iterator[None]:
-    """RunError where a GPU runs out of memory within."""
+    """RunError if the GPU runs out of memory inside this context."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     try:
@@ -146,7 +146,7 @@ def _memory_of(device: torch.device) -> Iterator[None]:
 
 
 def _kernels(model: nn.Module) -> Iterator[str]:
-    """What multiplies, of each linear on codes."""
+    """The name of the kernel that multiplies, for each linear on codes."""
     return (str(item.kernel) for item in model.modules() if hasattr(item, "kernel") and hasattr(item, "in_features"))
 
 
@@ -155,7 +155,7 @@ def _rounds_inputs(model: nn.Module) -> bool:
 
 
 def _bytes_of(model: nn.Module) -> int:
-    """Bytes of parameters and buffers, what is shared once, and of what else linears on codes keep."""
+    """Bytes of parameters and buffers, shared ones once, and of the other tensors that linears on codes keep."""
     held = {tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
     return sum(held.values()) + sum(getattr(item, "packed_bytes", 0) for item in model.modules())
 

@@ -1,4 +1,4 @@
-"""What runs the linears of a checkpoint that is validated: our kernels on a GPU, or torch on any device."""
+"""The choice of what runs the linears of a validated checkpoint: our kernels on a GPU, or torch on any device."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,21 +20,21 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Backend:
-    """name: "kernels" or "torch". launcher: runs kernels, and counts what it ran; None for torch."""
+    """name: "kernels" or "torch". launcher: runs kernels and counts their launches; None for torch."""
 
     name: str
     device: torch.device
     launcher: Any = None
 
     def linears(self, say: Say) -> MakeLinear:
-        """A maker of linears of this backend. say: told, once for each reason, what kernels do not take."""
+        """A maker of linears of this backend. say: told, once for each reason, which linears kernels do not take."""
         if self.launcher is None and self.device.type == "cpu":
             return PackedLinear
         return Linears(self.device, self.launcher, say)
 
     @property
     def launches(self) -> dict[str, int]:
-        """How often each kernel ran so far, by the name of its function."""
+        """Launches of each kernel so far, by the name of the kernel's function."""
         found: dict[str, int] = {}
         for kernel, count in self.launcher.counts.items() if self.launcher is not None else ():
             found[kernel.name] = found.get(kernel.name, 0) + count
@@ -42,9 +42,9 @@ class Backend:
 
 
 def open_backend(asked: BackendChoice, device: str, say: Say) -> Backend:
-    """kernels: KernelsError where they cannot run. auto: torch in their place, and `say` is told why.
+    """The backend that is asked for. device: cpu, cuda or auto.
 
-    device: cpu, cuda or auto.
+    Where kernels cannot run, "kernels" raises KernelsError, and "auto" takes torch and tells `say` why.
     """
     if asked == "torch":
         return Backend("torch", device_of(device))
@@ -63,7 +63,7 @@ def open_backend(asked: BackendChoice, device: str, say: Say) -> Backend:
 
 
 def compute_dtype(asked: str | None, backend: Backend | None) -> torch.dtype:
-    """The type a model runs in, float32 unless something else is asked for; kernels take types of 16 bits."""
+    """The type in which a model runs: the one asked for, else bfloat16 with kernels and float32 without."""
     if backend is None or backend.name != "kernels":
         return getattr(torch, asked or "float32")  # type: ignore[no-any-return]
     if asked == "float32":

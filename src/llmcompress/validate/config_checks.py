@@ -18,7 +18,7 @@ _WEIGHT_KEYS = {"num_bits", "type", "symmetric", "strategy", "group_size", "dyna
 
 
 def config_wrongs(directory: Directory) -> list[str]:
-    """What config.json lacks, or says otherwise than tensors and report; DamageError for a file that cannot be read."""
+    """Keys that config.json lacks, and disagreements with tensors or report; DamageError for an unreadable file."""
     recorded = {name: record["grid"] for name, record in directory.records.items() if record["grid"]}
     if directory.form == "dense":
         absent = [name for name in recorded if f"{name}.weight" not in directory.tensors]

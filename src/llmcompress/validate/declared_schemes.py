@@ -1,4 +1,4 @@
-"""What config.json says of the quantised matrices of a directory.
+"""The schemes that config.json declares for the quantised matrices of a directory.
 
 Part of the second reader: imports nothing that takes part in writing (formats, packing, grids, store), on purpose.
 """
@@ -18,11 +18,11 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "compressed-tensors": ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "input_scale"),
     **TABLE_PARTS,
 }
-STORED = {INTEGERS: "I8", FLOATS: "F8_E4M3"}  # type of codes that lie one in a byte
+STORED = {INTEGERS: "I8", FLOATS: "F8_E4M3"}  # stored type of codes of one byte each
 
 
 def format_of(config: Mapping[str, Any]) -> str:
-    """Name of the format by config.json; DamageError if it is none that is known."""
+    """Name of the format that config.json declares; DamageError for an unknown format."""
     settings = config.get("quantization_config")
     if settings is None:
         return "dense"
@@ -34,7 +34,7 @@ def format_of(config: Mapping[str, Any]) -> str:
 
 
 def scheme_of(module: str, config: Mapping[str, Any]) -> Scheme | None:
-    """What config.json says of a linear: how it is quantised, or None for not at all."""
+    """The scheme that config.json declares for a linear; None if the linear is not quantised."""
     settings = config["quantization_config"]
     schemes = {"gptq": _gptq_scheme, "awq": _awq_scheme, "compressed-tensors": _packed_scheme}
     return schemes.get(settings["quant_method"], table_scheme)(module, settings)
@@ -98,7 +98,7 @@ def _inputs_said(module: str, said: Mapping[str, Any] | None) -> str | None:
 
 
 def missing_parts(module: str, parts: set[str], config: Mapping[str, Any]) -> list[str]:
-    """Tensors that a module should have, beside those in `parts`, by what config.json says of it."""
+    """Tensors that the module's declared scheme asks for and that `parts` lacks."""
     form = format_of(config)
     if form in TABLE_PARTS:
         return sorted(missing_table_parts(form, parts))

@@ -1,4 +1,4 @@
-"""GPU memory that validating a model takes, foreseen from headers, beside what is free."""
+"""GPU memory that validating a model will take, estimated from headers, and its comparison with the free memory."""
 
 from collections.abc import Mapping
 from math import prod
@@ -21,12 +21,12 @@ from llmcompress.validate.request import Timing
 def validation_memory(
     model: Path, ref: Path | None, dtype: torch.dtype, windows: int, length: int, timing: Timing | None = None
 ) -> MemoryModel:
-    """Of a GPU, while two models are compared, and while the model, and after it the reference, is timed."""
+    """GPU memory in three phases: comparing both models, timing the model, then timing the reference."""
     timing = timing or Timing()
     headers = directory_headers(model if ref is None or gguf_in(model) is None else ref, Ledger())
     file, config = gguf_in(model), headers.config
-    subject = file.stat().st_size if file is not None else resident(headers, dtype)
-    again = 0 if ref is None else resident(directory_headers(ref, Ledger()), torch.bfloat16)
+    subject = file.stat().st_size if file is not None else resident_bytes(headers, dtype)
+    again = 0 if ref is None else resident_bytes(directory_headers(ref, Ledger()), torch.bfloat16)
     width, vocabulary = _number(config, "hidden_size", "n_embd"), _number(config, "vocab_size")
     layers, compared = _number(config, "num_hidden_layers", "n_layer"), 1 + (ref is not None)
     layer = 4 * sum(prod(item.spec.shape) for item in headers.tensors.values()) // max(layers, 1)
@@ -44,8 +44,8 @@ def validation_memory(
     return MemoryModel(phase("", context=CUDA_CONTEXT, decoded=DECODED).terms, [comparing, timed])
 
 
-def resident(headers: ModelHeaders, dtype: torch.dtype) -> int:
-    """Bytes of a whole model: what is packed as its files have it, all else in `dtype`."""
+def resident_bytes(headers: ModelHeaders, dtype: torch.dtype) -> int:
+    """Bytes of a whole model in memory: packed tensors as in the files, all other tensors in `dtype`."""
     if not isinstance(headers, DecodedHeaders):
         return sum(prod(item.spec.shape) for item in headers.tensors.values()) * dtype.itemsize
     packed = {f"{module}.weight" for module in headers.packed}
@@ -55,7 +55,7 @@ def resident(headers: ModelHeaders, dtype: torch.dtype) -> int:
 
 
 def refuse_beyond(need: int, device: torch.device) -> None:
-    """PlanError if a GPU has fewer bytes of memory free than are needed; nothing for other devices."""
+    """PlanError if a GPU has fewer free bytes than `need`; other devices are not checked."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
     if free is not None and need > free:
         raise PlanError(

@@ -13,14 +13,14 @@ from numpy.lib import format as format_
 from llmcompress.validate.matrix import StoredMatrix
 from llmcompress.validate.stored import Array, DamageError, Tensor
 
-ROWS = 512  # of a matrix, compared at once
+ROWS = 512  # rows of a matrix compared at once
 HEADS = {"lm_head", "embed_out"}
 CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")  # store matrices [in, out]
 
 
 @dataclass(frozen=True)
 class Directory:
-    """form: name of its format. report: that of the run, empty if it is of no use."""
+    """form: name of the format. report: the run's report.json, empty if it cannot be used."""
 
     path: Path
     config: Mapping[str, Any]
@@ -30,21 +30,21 @@ class Directory:
 
     @property
     def records(self) -> dict[str, Mapping[str, Any]]:
-        """What the report says of each linear, by its on-disk name."""
+        """The report's record of each linear, by on-disk name."""
         return {record["name"]: record for record in self.report.get("linears", ())}
 
     @property
     def rotated(self) -> bool:
-        """Whether its channels are no longer those of the source."""
+        """Whether a rotation mixed the source's channels."""
         return is_rotated(self.report)
 
     @cached_property
     def scales(self) -> Mapping[str, Array]:
-        """By tensor of the source and axis, what it was multiplied by before it was written; DamageError."""
+        """Factors that multiplied a source tensor before writing, by tensor and axis; DamageError."""
         return read_scales(self.path / "transforms.npz")
 
     def original(self, tensor: Tensor, part: slice = slice(None), *, transposed: bool = False) -> Array:
-        """Values of a tensor of the source, scaled as they were: some rows, or columns as rows, in float32."""
+        """Rows, or columns as rows, of a source tensor times its recorded factors, in float32."""
         values = tensor.floats(part, transposed=transposed)
         offset = self.scales.get(f"{tensor.name}/offset", np.float64(0))
         along, across = (1, 0) if transposed else (0, 1)
@@ -59,7 +59,7 @@ class Directory:
         return (wide - offset).astype(np.float32)
 
     def transposed(self, record: Mapping[str, Any], original: Tensor, written: StoredMatrix | Tensor) -> bool:
-        """Whether the source stores a linear as [in, out]. record: what the report says of it."""
+        """Whether the source stores a linear as [in, out]. record: the linear's record in the report."""
         if "transposed" in record:
             return bool(record["transposed"])
         if isinstance(written, StoredMatrix) and written.rows != written.width:
@@ -68,7 +68,7 @@ class Directory:
 
 
 def is_rotated(report: Mapping[str, Any]) -> bool:
-    """Whether a run turned the channels of its model."""
+    """Whether a run rotated the channels of its model."""
     recipe = report.get("recipe")
     steps = recipe.get("steps") if isinstance(recipe, Mapping) else None
     found = steps if isinstance(steps, list) else []

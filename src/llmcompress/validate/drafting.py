@@ -13,7 +13,7 @@ from llmcompress.validate.backend import Backend, Say, compute_dtype, open_backe
 from llmcompress.validate.key_value_cache import CacheOptions
 from llmcompress.validate.load import load_whole, refuse_other_vocabulary
 from llmcompress.validate.request import Request
-from llmcompress.validate.speculative import distances, report, sample, speculate
+from llmcompress.validate.speculative import acceptance_figures, sample, speculate, total_variations
 
 FIGURES = (
     "new_tokens",
@@ -26,10 +26,10 @@ FIGURES = (
 _SEED = 0
 
 
-def drafted(request: Request, prompt: str, tokens: int, guesses: int, say: Say) -> dict[str, Any]:
-    """What came of `tokens` tokens that request.ref sampled and request.model drafted, `guesses` at a time.
+def speculative_figures(request: Request, prompt: str, tokens: int, guesses: int, say: Say) -> dict[str, Any]:
+    """Sample `tokens` tokens of request.ref after `prompt`, drafted by request.model `guesses` at a time.
 
-    Figures are those of validate/speculative.py; beside them the text and the speeds.
+    Returns the figures of validate/speculative.py, the text and the speeds.
     """
     ref = request.ref
     assert ref is not None
@@ -56,7 +56,7 @@ def drafted(request: Request, prompt: str, tokens: int, guesses: int, say: Say) 
     found = speculate(target, draft, ids, tokens, guesses, _SEED)
     alone = sample(target, ids, tokens, _SEED)
     return {
-        **report(found, distances(target, draft, found)),
+        **acceptance_figures(found, total_variations(target, draft, found)),
         "draft_tokens": guesses,
         "generated": tokenizer.decode(found.ids[found.prompt :], skip_special_tokens=True),
         "speed": {"drafted": tokens / found.seconds, "alone": tokens / alone},
@@ -64,7 +64,7 @@ def drafted(request: Request, prompt: str, tokens: int, guesses: int, say: Say) 
 
 
 def _backend(request: Request, say: Say) -> Backend:
-    """The one that is asked for; torch where none is."""
+    """The backend that `request` asks for; torch if it names none."""
     if request.backend is None:
         return Backend("torch", device_of(request.device))
     return open_backend(request.backend, request.device, say)

@@ -54,7 +54,7 @@ class Collected:
         self._found: dict[str, list[Array]] = {}
 
     def add(self, logits: list[Tensor], ids: Tensor) -> None:
-        """Of a window [length]: logits float32 [length, vocabulary] of the subject and of any reference."""
+        """Measure a window. ids [length]; logits: float32 [length, vocabulary] of the subject and of any reference."""
         logs = [values[:-1].log_softmax(dim=-1) for values in logits]
         for name, value in _compare(logs, ids[1:].to(logs[0].device)).items():
             self._found.setdefault(name, []).append(value.to("cpu", torch.float64).numpy())
@@ -123,13 +123,13 @@ class Gate:
         return OPERATORS[self.operator](float(figures[self.key]), self.bound)
 
     def broken(self, figures: Mapping[str, Any]) -> str:
-        """What to say where it fails."""
+        """The message for figures that fail."""
         bound = f"{self.key} {self.operator} {self.bound:g}"
         return f"{self.key} is {figures[self.key]:.5g}, the gate was {bound}"
 
 
 def refuse_unmeasured(gates: Iterable[Gate], compared: bool, more: Iterable[str] = ()) -> None:
-    """RecipeError for a gate of what will not be measured. compared: whether there is a reference. more: figures."""
+    """RecipeError for a gate of an unmeasured figure. compared: whether there is a reference. more: other figures."""
     gates, known = list(gates), [*ALONE, *(COMPARED if compared else ()), *more]
     for gate in gates:
         if gate.key in COMPARED and not compared:

@@ -1,4 +1,4 @@
-"""The whole result of an evaluation, as a document of its own: figures, and what they were made of along the text."""
+"""The JSON document of an evaluation: its figures, and their means along the text."""
 
 from hashlib import sha256
 from pathlib import Path

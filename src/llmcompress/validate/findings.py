@@ -1,4 +1,4 @@
-"""What a look at an output found, and how damage that stops a look becomes a finding."""
+"""The outcome of each check of an output; damage that stops a check becomes a failed check."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -9,13 +9,13 @@ from llmcompress.validate.stored import DamageError
 
 AGREEMENT = 1e-3  # relative difference between a recorded and a measured error
 
-# what settings of types and sizes that no writer gives them lead to
+# errors that settings of unexpected types and sizes cause
 _MISFITS = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError, re.error)
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at. warning: a failure is worth knowing, but the directory is not wrong."""
+    """One property that was checked. warning: a failure is worth knowing, but the output is still good."""
 
     name: str
     ok: bool
@@ -24,7 +24,7 @@ class Check:
 
 
 def summary(name: str, wrong: Sequence[str], right: str) -> Check:
-    """A check that is ok if nothing is `wrong`; else the first three of what is."""
+    """A check that is ok if `wrong` is empty; otherwise its detail names the first three faults."""
     if not wrong:
         return Check(name, True, right)
     more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
@@ -32,7 +32,7 @@ def summary(name: str, wrong: Sequence[str], right: str) -> Check:
 
 
 def guarded(name: str, look: Callable[[], Check]) -> Check:
-    """Damage that stops a look is a failed check; so are settings of types that no config should have."""
+    """The check that `look` returns; a failed check if damage or a setting of an unexpected type stops `look`."""
     try:
         return look()
     except LlmcompressError as error:
@@ -44,6 +44,6 @@ def guarded(name: str, look: Callable[[], Check]) -> Check:
 
 
 def guarded_list(look: Callable[[], list[str]]) -> list[str]:
-    """What a look finds wrong, or the damage that stopped it."""
+    """The faults that `look` finds, or the damage that stopped `look`."""
     check = guarded("", lambda: summary("", look(), ""))
     return [] if check.ok else [check.detail]

@@ -1,4 +1,4 @@
-"""What a GGUF file says of itself, from its header alone: no tensor is read, no torch needed."""
+"""Facts about a GGUF file from its header alone: no tensor is read, and torch is not needed."""
 
 import math
 from collections.abc import Mapping
@@ -10,20 +10,20 @@ _SPECIAL = ("tokenizer.ggml.", "_token_id")
 _IMATRIX = "quantize.imatrix."
 
 
-def facts(header: GgufHeader) -> dict[str, Any]:
-    """Facts by name, ready for JSON; None for what the file does not say."""
-    arch = scalar(header, "general.architecture")
+def gguf_facts(header: GgufHeader) -> dict[str, Any]:
+    """Facts by name, ready for JSON; None for a fact that the header does not state."""
+    arch = scalar_value(header, "general.architecture")
     stored = sum(tensor.nbytes for tensor in header.tensors.values())
     parameters = sum(math.prod(tensor.shape) for tensor in header.tensors.values())
     return {
         "path": str(header.path),
         "gguf_version": header.version,
         "architecture": arch,
-        "name": scalar(header, "general.name"),
-        "file_type": _file_type(scalar(header, "general.file_type")),
-        "layers": scalar(header, f"{arch}.block_count"),
-        "hidden_size": scalar(header, f"{arch}.embedding_length"),
-        "context_length": scalar(header, f"{arch}.context_length"),
+        "name": scalar_value(header, "general.name"),
+        "file_type": _file_type(scalar_value(header, "general.file_type")),
+        "layers": scalar_value(header, f"{arch}.block_count"),
+        "hidden_size": scalar_value(header, f"{arch}.embedding_length"),
+        "context_length": scalar_value(header, f"{arch}.context_length"),
         "vocab_size": _count(header, "tokenizer.ggml.tokens"),
         "tied_embeddings": "output.weight" not in header.tensors,
         "files": len(header.files),
@@ -34,14 +34,14 @@ def facts(header: GgufHeader) -> dict[str, Any]:
         "types": _types(header),
         "tokenizer": _tokenizer(header),
         "imatrix": {
-            key.removeprefix(_IMATRIX): scalar(header, key) for key in header.fields if key.startswith(_IMATRIX)
+            key.removeprefix(_IMATRIX): scalar_value(header, key) for key in header.fields if key.startswith(_IMATRIX)
         },
         "alignment": header.alignment,
     }
 
 
-def scalar(header: GgufHeader, key: str) -> int | float | str | None:
-    """The value of a key; None where there is none, or an array."""
+def scalar_value(header: GgufHeader, key: str) -> int | float | str | None:
+    """The value of a key; None if the key is absent or holds an array."""
     field = header.fields.get(key)
     return None if field is None or isinstance(field.value, GgufArray) else field.value
 
@@ -74,15 +74,15 @@ def _types(header: GgufHeader) -> Mapping[str, Mapping[str, int]]:
 def _tokenizer(header: GgufHeader) -> Mapping[str, Any]:
     begin, end = _SPECIAL
     special = {
-        key.removeprefix(begin).removesuffix(end): scalar(header, key)
+        key.removeprefix(begin).removesuffix(end): scalar_value(header, key)
         for key in header.fields
         if key.startswith(begin) and key.endswith(end)
     }
     return {
-        "model": scalar(header, f"{begin}model"),
-        "pre": scalar(header, f"{begin}pre"),
+        "model": scalar_value(header, f"{begin}model"),
+        "pre": scalar_value(header, f"{begin}pre"),
         "special_ids": special,
-        "add_bos": scalar(header, f"{begin}add_bos_token"),
-        "add_eos": scalar(header, f"{begin}add_eos_token"),
+        "add_bos": scalar_value(header, f"{begin}add_bos_token"),
+        "add_eos": scalar_value(header, f"{begin}add_eos_token"),
         "chat_template": "tokenizer.chat_template" in header.fields,
     }

@@ -1,4 +1,4 @@
-"""Which GGUF file is meant by a path."""
+"""Finding the GGUF file that a path names."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from llmcompress.store.output_file import is_single
 
 
 def gguf_in(path: Path) -> Path | None:
-    """The GGUF file that is meant by `path`: itself, or the model in a directory without config.json; None for none.
+    """The GGUF file that `path` is, or that a directory without config.json holds; None if there is none.
 
     CheckpointError if a directory holds several models.
     """

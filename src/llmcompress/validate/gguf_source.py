@@ -1,4 +1,4 @@
-"""A GGUF file beside the checkpoint it was made from: what of it belongs to which tensor of that."""
+"""A GGUF file compared with its source checkpoint: which rows of the file hold which source tensor."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,15 +21,15 @@ from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.gguf_header import GgufHeader
 from llmcompress.store.gguf_model import decoded, rows_of, tensor_bytes
 from llmcompress.store.headers import ModelHeaders
-from llmcompress.validate.gguf_facts import scalar
+from llmcompress.validate.gguf_facts import scalar_value
 
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 
 
 def expected_tensors(header: GgufHeader, source: ModelHeaders) -> list[GGUFTensor]:
-    """The tensors that a GGUF file of `source` has; CheckpointError if there can be none.
+    """The tensors of a GGUF file made from `source`; CheckpointError if `source` cannot become a GGUF file.
 
-    header: of the file, which says to how many rows an embedding is cut.
+    header: the file's header, which tells how many rows of the embedding remain.
     """
     embedding = header.tensors.get(_EMBEDDING)
     rows = None if embedding is None else embedding.shape[0]
@@ -43,15 +43,15 @@ def expected_tensors(header: GgufHeader, source: ModelHeaders) -> list[GGUFTenso
 
 
 def expected_keys(source: ModelHeaders, tensors: Sequence[GGUFTensor]) -> list[Key]:
-    """The hyperparameters that a GGUF file of `source` has."""
+    """The hyperparameters of a GGUF file made from `source`."""
     prefix = f"{architecture(source.config)}."
     keys = metadata(source.config, tensors, FILE_TYPES["F32"], "model")
     return [key for key in keys if key.name.startswith(prefix)]
 
 
-def misfits(header: GgufHeader, source: ModelHeaders, tensors: Sequence[GGUFTensor]) -> list[str]:
-    """Why a file cannot have been made from `source`: another architecture, tensors, shapes or hyperparameters."""
-    arch, said = architecture(source.config), scalar(header, "general.architecture")
+def source_mismatches(header: GgufHeader, source: ModelHeaders, tensors: Sequence[GGUFTensor]) -> list[str]:
+    """Differences in architecture, tensors, shapes or hyperparameters that rule `source` out as a file's source."""
+    arch, said = architecture(source.config), scalar_value(header, "general.architecture")
     if arch != said:
         return [f"its architecture is {said}, not {arch}"]
     shapes = {tensor.name: tensor.shape for tensor in tensors}
@@ -63,7 +63,7 @@ def misfits(header: GgufHeader, source: ModelHeaders, tensors: Sequence[GGUFTens
         if name in shapes and _extents(stored.shape) != _extents(shapes[name])
     ]
     for key in expected_keys(source, tensors):
-        value = scalar(header, key.name)
+        value = scalar_value(header, key.name)
         expected = float(np.float32(key.value)) if isinstance(key.value, float) else key.value
         if key.name in header.fields and value != expected:
             wrong.append(f"{key.name} is {value}, not {expected}")
@@ -71,14 +71,14 @@ def misfits(header: GgufHeader, source: ModelHeaders, tensors: Sequence[GGUFTens
 
 
 def _extents(shape: Sequence[int]) -> tuple[int, ...]:
-    """A shape as GGUF files keep it: without leading ones."""
+    """A shape without its leading ones, which GGUF files do not keep."""
     first = next((at for at, extent in enumerate(shape) if extent != 1), len(shape) - 1)
     return tuple(shape[first:])
 
 
 @dataclass(frozen=True)
 class EncodedRows:
-    """What one source of a tensor became: rows `begin` to `end` of the tensor seen as a matrix."""
+    """Rows `begin` to `end` of a GGUF tensor, which hold one source tensor of that shape."""
 
     tensor: GGUFTensor
     shape: tuple[int, ...]
@@ -86,7 +86,7 @@ class EncodedRows:
     end: int
 
     def values(self, header: GgufHeader) -> Tensor:
-        """Its values as stored in the file, float32."""
+        """The stored values of the rows, float32."""
         return torch.from_numpy(decoded(header, self.tensor.name, self.begin, self.end)).reshape(self.shape)
 
 
@@ -99,16 +99,16 @@ def parts_of(header: GgufHeader, tensor: GGUFTensor) -> list[EncodedRows]:
 
 
 class GgufWeights:
-    """The tensors of `source` by on-disk name, as a GGUF file made from it has them; implements `Weights`.
+    """The tensors of `source` by on-disk name, with values from a GGUF file made from `source`; implements `Weights`.
 
-    Rows are put back in order, offsets taken off, experts unstacked. Rows of an embedding that the file lacks, because
-    no token has them, are the source's. CheckpointError if the file was made from another model.
+    Rows are put back in order, offsets subtracted, experts unstacked. Embedding rows without a token, which the file
+    lacks, come from the source. CheckpointError if the file was made from another model.
     """
 
     def __init__(self, header: GgufHeader, source: Checkpoint) -> None:
         self.header, self.source = header, source
         tensors = expected_tensors(header, source.headers)
-        if wrong := misfits(header, source.headers, tensors):
+        if wrong := source_mismatches(header, source.headers, tensors):
             raise CheckpointError(
                 f"{header.path} was not made from {source.path}: {wrong[0]}",
                 "give the model it was made from as --ref",
@@ -119,7 +119,7 @@ class GgufWeights:
         for tensor in tensors:
             names = tensor.sources
             if tensor.name == _HEAD and (names == embedding.sources or names[0] not in self._shapes):
-                names = (f"{find(source.headers.config).head}.weight",)  # a head of its own, whatever the source has
+                names = (f"{find(source.headers.config).head}.weight",)  # the file's head, tied in the source or not
                 self._shapes[names[0]] = self._shapes[embedding.sources[0]]
             for name, part in zip(names, parts_of(header, tensor), strict=False):
                 self._parts.setdefault(name, []).append(part)
@@ -128,7 +128,7 @@ class GgufWeights:
         return name in self._parts
 
     def coded(self, module: str) -> Coded | None:
-        """Codes [out, in] of a matrix that is one tensor of a block type, by its module; None for any other."""
+        """Codes [out, in] of a module's matrix if the matrix is one tensor of a block type; else None."""
         name = f"{module}.weight"
         parts = self._parts.get(name, [])
         if len(parts) != 1 or len(parts[0].shape) != 2 or parts[0].shape != self._shapes[name]:
@@ -146,7 +146,7 @@ class GgufWeights:
         """No GGUF file rounds the inputs of a matrix."""
 
     def read(self, name: str) -> Tensor:
-        """A tensor in the shape it has in the source, float32."""
+        """A tensor in its source's shape, float32."""
         if name not in self._parts:
             raise CheckpointError(f"tensor {name} is not in {self.header.path}")
         parts, shape = self._parts[name], self._shapes[name]
@@ -162,5 +162,5 @@ class GgufWeights:
 
 
 def _rows(tensor: GGUFTensor, count: int) -> Tensor:
-    """For each row of a tensor the number of the row in its source, which has `count`: int64 [rows]."""
+    """The source row of each row of a tensor, int64 [rows]; the source has `count` rows."""
     return torch.arange(count) if tensor.rows is None else tensor.rows.index()

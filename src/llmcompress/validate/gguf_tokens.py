@@ -1,4 +1,4 @@
-"""What a GGUF file says of its tokenizer: whole in itself, and that of the model it was made from."""
+"""Checks of a GGUF file's tokenizer: complete by itself, and the same as the source model's."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ import numpy as np
 from llmcompress.formats.gguf.chattemplates import DEFAULT, read_templates
 from llmcompress.store.gguf_header import GgufHeader
 from llmcompress.store.headers import read_json
-from llmcompress.validate.gguf_facts import scalar
+from llmcompress.validate.gguf_facts import scalar_value
 
 _KEY = "tokenizer.ggml"
 _TEMPLATE = "tokenizer.chat_template"
@@ -23,7 +23,7 @@ def tokens_of(header: GgufHeader) -> list[str]:
 
 
 def token_wrongs(header: GgufHeader) -> list[str]:
-    """What is wrong with the tokenizer of a file, as llama.cpp would find out or, worse, would not."""
+    """Faults of a file's tokenizer, including faults that llama.cpp would not notice."""
     tokens, rows = tokens_of(header), header.tensors["token_embd.weight"].shape[0]
     wrong = [] if len(tokens) == rows else [f"{len(tokens)} tokens, but {rows} rows of the embedding"]
     if len(set(tokens)) < len(tokens) or "" in tokens:
@@ -31,7 +31,7 @@ def token_wrongs(header: GgufHeader) -> list[str]:
     types = np.asarray(header.value(f"{_KEY}.token_type"))
     if len(types) != len(tokens) or not np.isin(types, _TYPES).all():
         wrong.append("the types of tokens do not fit them")
-    model = scalar(header, f"{_KEY}.model")
+    model = scalar_value(header, f"{_KEY}.model")
     if model == "gpt2":
         merges = header.value(f"{_KEY}.merges")
         if not isinstance(merges, list) or not all(merge.count(" ") == 1 for merge in merges):
@@ -44,18 +44,18 @@ def token_wrongs(header: GgufHeader) -> list[str]:
         wrong.append(f"tokenizer model {model!r} is not known")
     special = [key for key in header.fields if key.startswith(f"{_KEY}.") and key.endswith("_token_id")]
     for key in sorted({f"{_KEY}.bos_token_id", f"{_KEY}.eos_token_id", *special}):
-        number = scalar(header, key)
+        number = scalar_value(header, key)
         if not isinstance(number, int) or not 0 <= number < len(tokens):
             wrong.append(f"{key} is {number}, which is no token")
     return wrong
 
 
 def against_source(header: GgufHeader, model_dir: Path) -> list[str]:
-    """Where texts of tokens, merges or the chat template are not those in the files of `model_dir`."""
+    """Differences of token texts, merges and chat template from the tokenizer files of `model_dir`."""
     wrong = []
     settings = model_dir / "tokenizer_config.json"
     template = read_templates(model_dir, read_json(settings) if settings.exists() else {}).get(DEFAULT)
-    if scalar(header, _TEMPLATE) != template:
+    if scalar_value(header, _TEMPLATE) != template:
         wrong.append("the chat template is not that of the source")
     file = model_dir / "tokenizer.json"
     if not file.exists():
@@ -76,5 +76,5 @@ def against_source(header: GgufHeader, model_dir: Path) -> list[str]:
 
 
 def _pair(merge: str | Sequence[Any]) -> str:
-    """A merge as GGUF has it; older files have it so, newer ones as two texts."""
+    """A merge as one text, as in GGUF; newer tokenizer.json files hold two texts."""
     return merge if isinstance(merge, str) else " ".join(part.replace(" ", "Ġ") for part in merge)

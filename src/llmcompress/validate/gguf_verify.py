@@ -37,14 +37,14 @@ from llmcompress.store.gguf_model import decoded, read_gguf, rows_of, tensor_byt
 from llmcompress.store.output_file import beside, report_of
 from llmcompress.validate.directory import is_rotated, read_scales
 from llmcompress.validate.findings import AGREEMENT, Check, guarded, guarded_list, summary
-from llmcompress.validate.gguf_facts import scalar
-from llmcompress.validate.gguf_source import EncodedRows, expected_keys, expected_tensors, misfits, parts_of
+from llmcompress.validate.gguf_facts import scalar_value
+from llmcompress.validate.gguf_source import EncodedRows, expected_keys, expected_tensors, parts_of, source_mismatches
 from llmcompress.validate.gguf_tokens import against_source, token_wrongs
 from llmcompress.validate.stored import DamageError, read_json
 
 _AT_ONCE = 1 << 22  # values compared at once
-_HALF_STEP = {"F32": (0.0, 0.0), "F16": (2.0**-11, 2.0**-25), "BF16": (2.0**-8, 2.0**-134)}  # relative, and near zero
-_GRIDS = {  # values that share a scale, and steps by which it spans them; of IQ4 the widest
+_HALF_STEP = {"F32": (0.0, 0.0), "F16": (2.0**-11, 2.0**-25), "BF16": (2.0**-8, 2.0**-134)}  # relative, absolute
+_GRIDS = {  # values that share a scale, and steps across their range; for IQ4 the widest step counts
     "Q8_0": (32, 254), "Q6_K": (16, 63), "Q5_0": (32, 31), "Q5_1": (32, 31), "Q5_K": (32, 31), "Q4_0": (32, 15),
     "Q4_1": (32, 15), "Q4_K": (32, 15), "IQ4_NL": (32, 10), "IQ4_XS": (32, 10), "Q3_K": (16, 7),
 }  # fmt: skip
@@ -52,9 +52,9 @@ _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 
 
 def verify_gguf(file: Path, source: Path | None = None) -> list[Check]:
-    """Look at everything in a GGUF file (or its shards), and compare it with the model it was made from.
+    """Check a whole GGUF file (or its shards), and compare the file with `source`, if given.
 
-    The file is good if every check that is no warning is ok. Never raises for damage in it, nor in `source`.
+    The file is good if every check that is not a warning is ok. Never raises for damage in the file or in `source`.
     """
     try:
         header = read_gguf(file)
@@ -75,7 +75,7 @@ def verify_gguf(file: Path, source: Path | None = None) -> list[Check]:
 
 
 def _report(header: GgufHeader) -> Mapping[str, Any]:
-    """The report that was written with a file; empty if it is not there."""
+    """The report beside a file; empty if there is none."""
     for path in (report_of(header.path), header.path.with_name("report.json")):
         try:
             report = read_json(path)
@@ -87,8 +87,8 @@ def _report(header: GgufHeader) -> Mapping[str, Any]:
 
 
 def _key_wrongs(header: GgufHeader) -> list[str]:
-    arch = scalar(header, "general.architecture")
-    width, rows = scalar(header, f"{arch}.embedding_length"), scalar(header, f"{arch}.vocab_size")
+    arch = scalar_value(header, "general.architecture")
+    width, rows = scalar_value(header, f"{arch}.embedding_length"), scalar_value(header, f"{arch}.vocab_size")
     wrong = []
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None or embedding.shape != (rows, width):
@@ -98,11 +98,11 @@ def _key_wrongs(header: GgufHeader) -> list[str]:
     for name in header.tensors:
         if found := _LAYER.fullmatch(name):
             layers.setdefault(int(found[1]), set()).add(found[2])
-    if sorted(layers) != list(range(len(layers))) or len(layers) != scalar(header, f"{arch}.block_count"):
+    if sorted(layers) != list(range(len(layers))) or len(layers) != scalar_value(header, f"{arch}.block_count"):
         wrong.append(f"there are {len(layers)} layers, {arch}.block_count is {scalar(header, f'{arch}.block_count')}")
     wrong += [f"layer {number} has not the tensors of layer 0" for number in layers if layers[number] != layers.get(0)]
     if any(tensor.type not in _HALF_STEP for tensor in header.tensors.values()):
-        version = scalar(header, "general.quantization_version")
+        version = scalar_value(header, "general.quantization_version")
         wrong += [] if version == 2 else [f"general.quantization_version is {version}, not 2"]
     return wrong
 
@@ -119,7 +119,7 @@ def _infinite(header: GgufHeader) -> list[str]:
 
 
 def _panels(header: GgufHeader, name: str, begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Rows `begin` to `end` of a tensor in stretches of bounded size."""
+    """Rows `begin` to `end` of a tensor in ranges of bounded size."""
     step = max(1, _AT_ONCE // (header.tensors[name].shape or (1,))[-1])
     for at in range(begin, end, step):
         yield at, min(at + step, end)
@@ -139,7 +139,7 @@ def _against(header: GgufHeader, report: Mapping[str, Any], source: Path) -> lis
     try:
         checkpoint = open_checkpoint(directory_headers(source, Ledger()))
         tensors = expected_tensors(header, checkpoint.headers)
-        wrong = misfits(header, checkpoint.headers, tensors)
+        wrong = source_mismatches(header, checkpoint.headers, tensors)
         keys = [key.name for key in expected_keys(checkpoint.headers, tensors)]
     except LlmcompressError as error:
         return [Check("source", False, f"the source cannot be read: {error.message}")]
@@ -160,7 +160,7 @@ def _against(header: GgufHeader, report: Mapping[str, Any], source: Path) -> lis
 
 
 def _as_scaled(header: GgufHeader, report: Mapping[str, Any], checkpoint: Checkpoint) -> Checkpoint:
-    """The source, scaled as the run recorded."""
+    """The source times the factors that the run recorded."""
     recorded = read_scales(beside(header.path, "transforms.npz"))
     if not report_of(header.path).exists():
         recorded = read_scales(header.path.with_name("transforms.npz"))
@@ -189,7 +189,7 @@ def _bound_wrongs(
 def _part_wrongs(
     header: GgufHeader, part: EncodedRows, theirs: NDArray[np.float32], source: str, record: Mapping[str, Any] | None
 ) -> Iterator[str]:
-    """What is wrong with rows of a tensor, which are `theirs` in the source, as float32 [rows, width]."""
+    """Faults of a part's values beside `theirs`, the source's values, float32 [rows, width]."""
     name = part.tensor.name
     kind = header.tensors[name].type
     error, norm, far = 0.0, 0.0, 0

@@ -1,4 +1,4 @@
-"""The cache a model is evaluated with: the scales a checkpoint brings, or one asked for."""
+"""The key-value cache of an evaluated model: quantised by the checkpoint's scales or as the user asks."""
 
 import re
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ _KINDS: dict[Code, tuple[str, int]] = {"fp8": ("float", 8), "int8": ("int", 8)}
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """What a user said of the cache. bits: 16 for none that is quantised; None, None: as the checkpoint says."""
+    """The user's choice of a cache. bits: 16 for an unquantised cache; both None: as the checkpoint declares."""
 
     bits: int | None = None
     type: Literal["int", "fp8"] | None = None
@@ -35,7 +35,7 @@ class CacheOptions:
 
 @dataclass(frozen=True)
 class TokenCodes:
-    """Integers with scale and lowest value per token and head, found as tokens come."""
+    """Integers with a scale and a lowest value per token and head, computed as each token arrives."""
 
     bits: int
 
@@ -48,7 +48,7 @@ class TokenCodes:
 
 @dataclass(frozen=True)
 class ByScale:
-    """Codes under scales known beforehand, by layer; 1 for layers without, which is what engines take."""
+    """Codes under static scales by layer; like engines, 1 for layers without scales."""
 
     code: Code
     scales: dict[int, tuple[Tensor, Tensor]]
@@ -65,10 +65,10 @@ class ByScale:
 
 
 def cache_of(path: Path, asked: CacheOptions) -> TokenCodes | ByScale | None:
-    """The cache to simulate for the model at `path`; None for one that is not quantised.
+    """The cache to simulate for the model at `path`; None for an unquantised cache.
 
-    What is asked for goes before what the checkpoint says; fp8 takes the checkpoint's scales where it has them, else 1.
-    CheckpointError for scales that cannot be made sense of.
+    The user's choice overrides the checkpoint's; fp8 takes the checkpoint's scales if there are any, else 1.
+    CheckpointError for invalid scales.
     """
     if asked.bits == 16:
         return None
@@ -81,7 +81,7 @@ def cache_of(path: Path, asked: CacheOptions) -> TokenCodes | ByScale | None:
 
 
 def stored_cache(path: Path) -> ByScale | None:
-    """The static scales of a compressed-tensors directory, None where its config speaks of none."""
+    """The static scales of a compressed-tensors directory; None if its config declares none."""
     headers = read_headers(path)
     settings = headers.config.get("quantization_config")
     scheme = settings.get("kv_cache_scheme") if isinstance(settings, dict) else None

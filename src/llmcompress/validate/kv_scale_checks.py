@@ -1,7 +1,7 @@
-"""Scales of cached keys and values in a directory, looked at by numpy alone.
+"""Scales of cached keys and values in a directory, checked by numpy alone.
 
-Proved: config.json and the tensors agree that there are any, every attention has both, each is a positive number of
-shape [1], and each is the largest magnitude that report.json recorded over what the code can express.
+Proved: config.json and the tensors agree on whether there are scales, every attention has both, each is a positive
+number of shape [1], and each is the largest magnitude recorded in report.json divided by the code's largest value.
 """
 
 import re
@@ -24,7 +24,7 @@ def cache_scales(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def cache_wrongs(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], report: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the scales of keys and values, by quantization_config, all tensors and report.json."""
+    """Faults of the scales of keys and values, given quantization_config, all tensors and report.json."""
     scheme, held = settings.get("kv_cache_scheme"), cache_scales(tensors)
     if scheme is None:
         return [f"{name} is there, and config.json has no kv_cache_scheme" for name in held]

@@ -1,4 +1,4 @@
-"""Whatever we write, and originals, back into something that runs, without other projects' runtimes."""
+"""Loading our outputs and original checkpoints as models that run, without other projects' runtimes."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -37,9 +37,9 @@ def open_streamed(
     trust_remote_code: bool = False,
     source: Path | None = None,
 ) -> StreamedModel:
-    """A directory or a GGUF file as a model run section by section, inputs rounded where the checkpoint says so.
+    """Open a directory or GGUF file as a model run section by section, its inputs rounded as the checkpoint declares.
 
-    source: the directory that a GGUF file was made from, which has the config that the file lacks.
+    source: the directory that a GGUF file was made from, for the config that the file lacks.
     """
     file = gguf_in(path)
     if file is not None and source is None:
@@ -71,10 +71,10 @@ def load_whole(
     trust_remote_code: bool = False,
     source: Path | None = None,
 ) -> nn.Module:
-    """A directory or GGUF file as a whole transformers model in memory.
+    """Load a directory or GGUF file as a whole transformers model in memory.
 
-    linear: makes the linears of what is stored as codes, on `device`, without their weights ever being decoded as a
-    whole; None to decode them. A bias that it is given has no memory yet. source: as of `open_streamed`.
+    linear: makes a linear on `device` from stored codes without decoding the whole weight; None decodes the weights.
+    The bias that `linear` is given has no memory yet. source: as in `open_streamed`.
     """
     streamed = open_streamed(path, dtype=dtype, device=device, trust_remote_code=trust_remote_code, source=source)
     if linear is not None:
@@ -83,7 +83,7 @@ def load_whole(
 
 
 def refuse_other_vocabulary(model: Path, config: Any, ref: Path, original: Any) -> None:
-    """CheckpointError for two models whose tokens are not the same, by their configs."""
+    """CheckpointError if the configs of two models declare different vocabularies."""
     if config.vocab_size != original.vocab_size:
         raise CheckpointError(
             f"{model} has {config.vocab_size} tokens, {ref} has {original.vocab_size}",
@@ -92,7 +92,7 @@ def refuse_other_vocabulary(model: Path, config: Any, ref: Path, original: Any) 
 
 
 def _pack(model: StreamedModel, linear: MakeLinear) -> None:
-    """Put linears on codes in the places of those whose weights the files hold as codes."""
+    """Replace each linear whose weight is stored as codes by a linear on codes."""
     weights: Any = model.weights
     for number, layer in enumerate(model.layers):
         for name, before in linears_of(layer):

@@ -15,7 +15,7 @@ from llmcompress.validate.matrix import FLOATS, INTEGERS, PACKED, Scheme, Stored
 from llmcompress.validate.stored import Array, DamageError, Tensor, unpack, words_for
 from llmcompress.validate.table_codes import MARKERS, TABLE_PARTS, read_table
 
-_E4M3: Array = np.array(  # values of all codes; those of 0x7F and 0xFF are no numbers, which `read_matrix` looks for
+_E4M3: Array = np.array(  # values of all codes; `read_matrix` rejects 0x7F and 0xFF, which are NaN
     [
         (-1.0) ** (code >> 7)
         * ((code & 7) / 512 if code & 0x78 == 0 else (8 + (code & 7)) * 2.0 ** ((code >> 3 & 15) - 10))
@@ -27,9 +27,9 @@ _E4M3: Array = np.array(  # values of all codes; those of 0x7F and 0xFF are no n
 
 @dataclass(frozen=True)
 class AffineMatrix(StoredMatrix):
-    """scale and zero [out, groups] float32, index [in] the group of each input, words of codes.
+    """scale and zero [out, groups] float32, index [in]: the group of each input, words: packed codes.
 
-    layout: how codes lie in the words: streams along the inputs, of an output per row or column, or eight outputs each.
+    layout: a word holds codes along the inputs, with an output per row or per column, or codes of eight outputs (awq).
     """
 
     scale: Array
@@ -40,7 +40,7 @@ class AffineMatrix(StoredMatrix):
     input_scale: float | None = None
 
     def codes(self, rows: slice) -> tuple[Array, bool]:
-        """Codes uint8 [rows, in], and whether their padding is zero."""
+        """Codes uint8 [rows, in], and whether the padding bits are zero."""
         words = self.words.array()
         if self.scheme.stored != PACKED:
             raw = words[rows].view(np.uint8)
@@ -60,11 +60,11 @@ class AffineMatrix(StoredMatrix):
         return values
 
     def reach(self, rows: slice, weight: Array) -> Array:
-        """How far rounding to the nearest code can take each weight: half a step, and what the grid does not cover."""
+        """The largest error of rounding each weight to its nearest code: half a step plus its distance to the range."""
         step = np.abs(self.scale[rows])[:, self.index]
         if self.scheme.stored == FLOATS:
             low, high = -448 * step, 448 * step
-            _, exponent = np.frexp(np.abs(weight) / step)  # of a value in [2^(exponent-1), 2^exponent)
+            _, exponent = np.frexp(np.abs(weight) / step)  # the value lies in [2^(exponent-1), 2^exponent)
             step = step * np.exp2(np.clip(exponent - 1, -6, 8) - 3)
         else:
             scale, zero = self.scale[rows], self.zero[rows]
@@ -76,7 +76,7 @@ class AffineMatrix(StoredMatrix):
 
 
 def quantised_modules(tensors: Mapping[str, Tensor], form: str) -> dict[str, set[str]]:
-    """Modules that have any part that only quantised matrices have -> the parts they have."""
+    """The parts of every module that has a part which only quantised matrices have, by module."""
     parts = PARTS.get(form, ())
     marks = MARKERS.get(form, parts)
     modules = {name[: -len(mark) - 1] for mark in marks for name in tensors if name.endswith(f".{mark}")}
@@ -86,7 +86,7 @@ def quantised_modules(tensors: Mapping[str, Tensor], form: str) -> dict[str, set
 def read_matrix(
     module: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]
 ) -> tuple[StoredMatrix, list[str]]:
-    """The matrix of a module and what is wrong with it; DamageError where it cannot be decoded at all."""
+    """The matrix of a module and the matrix's faults; DamageError if the matrix cannot be decoded."""
     scheme = scheme_of(module, config)
     if scheme is None:
         raise DamageError(f"{module} is quantised, and config.json says that it is not")
@@ -204,7 +204,7 @@ def _read_bytes(module: str, scheme: Scheme, tensors: Mapping[str, Tensor], fixe
 
 
 def _input_scale(module: str, scheme: Scheme, tensors: Mapping[str, Tensor]) -> tuple[float | None, list[str]]:
-    """The fixed scale of the inputs of a module, None where it has none, and what is wrong with it."""
+    """The fixed scale of a module's inputs, None if there is none, and the scale's faults."""
     stored = tensors.get(f"{module}.input_scale")
     fixed = scheme.inputs is not None and scheme.inputs.endswith("-tensor")
     if stored is None or not fixed:

@@ -1,4 +1,4 @@
-"""What `verify` knows of any quantised matrix, however it is stored."""
+"""Quantised matrices as `verify` reads them, independent of the format."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -14,10 +14,10 @@ _BLOCK = 1 << 22  # weights decoded at once
 
 @dataclass(frozen=True)
 class Scheme:
-    """What a config says of a module; size -1 is one group per row. order: groups may follow the activation order.
+    """The scheme that a config declares for a module. size: of a group, -1 for a row. order: by activation order.
 
-    stored: how codes lie in the file. inputs: how inputs are rounded, as in int8-token, None for not at all. kind: the
-    name of the grid where it is not affine.
+    stored: storage of the codes. inputs: rounding of the inputs, such as int8-token, or None. kind: name of a grid that
+    is not affine.
     """
 
     bits: int
@@ -49,16 +49,16 @@ class StoredMatrix(ABC):
 
     @abstractmethod
     def reach(self, rows: slice, weight: Array) -> Array:
-        """How far rounding to the nearest value can take each weight [rows, in], with ties decided in float32."""
+        """The largest error of rounding each weight [rows, in] to the nearest value, with ties decided in float32."""
 
     def blocks(self) -> Iterator[slice]:
-        """Slices of rows that fit in memory together with their decoded values."""
+        """Slices of rows whose decoded values fit in memory."""
         step = max(1, _BLOCK // self.width)
         return (slice(start, min(start + step, self.rows)) for start in range(0, self.rows, step))
 
 
 def nearest(weight: Array, values: Iterator[Array]) -> Array:
-    """Distance of each weight from the nearest of some values, each an array that broadcasts to weight's shape."""
+    """Distance of each weight to the nearest of `values`; each value is an array that broadcasts to weight's shape."""
     least: Array = np.full(weight.shape, np.inf, np.float32)
     for value in values:
         np.minimum(least, np.abs(weight - value), out=least)
@@ -66,7 +66,7 @@ def nearest(weight: Array, values: Iterator[Array]) -> Array:
 
 
 def shaped(tensor: Tensor, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> Tensor:
-    """The tensor; DamageError unless it is of one of these types and of this shape."""
+    """`tensor`; DamageError unless the tensor has one of `dtypes` and `shape`."""
     if tensor.dtype not in dtypes or tensor.shape != shape:
         raise DamageError(
             f"{tensor.name} is {tensor.dtype} {list(tensor.shape)} and should be {dtypes[0]} {list(shape)}"

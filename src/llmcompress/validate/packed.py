@@ -9,7 +9,7 @@ from llmcompress.grids.coded import Coded, Grid
 from llmcompress.grids.inputs import InputGrid, Rounding
 
 _INT4_GROUPS = (32, 64, 128, 256)
-_SUMMED = 1 << 17  # products of two codes of 8 bits that an int32 holds the sum of
+_SUMMED = 1 << 17  # terms: an int32 holds the sum of this many products of 8-bit codes
 
 
 class PackedLinear(nn.Module):

@@ -13,7 +13,7 @@ from llmcompress.validate.matrix import Scheme, StoredMatrix, shaped
 from llmcompress.validate.stored import Array, DamageError, Tensor
 
 PROGRESSIVE_PARTS = ("qweight", "scale_row", "scale_group", "zero_group")
-_SHIFTS = np.array([0, 8, 16, 24, 4, 12, 20, 28], np.uint32)  # of the eight codes of a word
+_SHIFTS = np.array([0, 8, 16, 24, 4, 12, 20, 28], np.uint32)  # bit offsets of a word's eight codes
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Progressive(StoredMatrix):
     zero: Array
 
     def whole(self, rows: slice) -> Array:
-        """What lies between the two scales, int16 [rows, in]."""
+        """Values after the group's multiple and before the row's scale, int16 [rows, in]."""
         words = np.ascontiguousarray(self.words.array()[rows]).view("<u4")
         codes = (words[:, :, None] >> _SHIFTS & 15).astype(np.int16).reshape(words.shape[0], -1)
         value: Array = (codes - self._spread(self.zero[rows])) * self._spread(self.multiple[rows])
@@ -37,7 +37,7 @@ class Progressive(StoredMatrix):
         return values
 
     def reach(self, rows: slice, weight: Array) -> Array:
-        """Half a step, and what the 16 codes of a group within -127 ... 127 do not cover."""
+        """Half a step plus the distance from the range of the group's 16 codes within -127 ... 127."""
         multiple, zero, scale = self.multiple[rows], self.zero[rows], self.scale[rows, None]
         below, above = (np.minimum(reached, 127 // multiple) * multiple for reached in (zero, 15 - zero))
         outside = np.maximum(weight - self._spread(above) * scale, -self._spread(below) * scale - weight)
@@ -50,7 +50,7 @@ class Progressive(StoredMatrix):
 
 
 def progressive_scheme(module: str, said: Mapping[str, Any]) -> Scheme:
-    """What config.json says of a module; DamageError for inputs that the format does not know."""
+    """The scheme that config.json declares for a module; DamageError for an unknown rounding of inputs."""
     size, inputs = int(said["group_size"]), said["inputs"]
     if inputs not in (None, "int8-token"):
         raise DamageError(f"{module} has inputs of {inputs!r}")
@@ -58,7 +58,7 @@ def progressive_scheme(module: str, said: Mapping[str, Any]) -> Scheme:
 
 
 def read_progressive(module: str, scheme: Scheme, part: Mapping[str, Tensor]) -> tuple[StoredMatrix, list[str]]:
-    """The matrix of a module and what is wrong with it; DamageError where it cannot be decoded at all."""
+    """The matrix of a module and the matrix's faults; DamageError if the matrix cannot be decoded."""
     words = part["qweight"]
     if words.dtype != "I32" or len(words.shape) != 2:
         raise DamageError(f"{words.name} is {words.dtype} {list(words.shape)} and should be a matrix of I32")

@@ -1,4 +1,4 @@
-"""What an evaluation is asked to be."""
+"""The request of an evaluation: models, text, windows and how to run."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,9 +9,9 @@ from llmcompress.validate.key_value_cache import CacheOptions
 
 @dataclass(frozen=True)
 class Timing:
-    """What the speed of a whole model is measured on: sequences at once, tokens of each prompt, and new ones of each.
+    """How speed is measured. batches: sequences at once; prompt, new: tokens read and generated in each sequence.
 
-    repeats: how often a prompt is read; the median counts.
+    repeats: how often the prompt is read; the median counts.
     """
 
     batches: tuple[int, ...] = (1, 8)
@@ -34,7 +34,7 @@ class Request:
     windows: int | None
     batch: int
     device: str
-    dtype: str | None  # None for the one that goes with the backend
+    dtype: str | None  # None for the backend's default
     trust_remote_code: bool = False
     adapter: Path | None = None  # of the model
     cache: CacheOptions = field(default_factory=CacheOptions)  # of the model; the reference has none that is quantised

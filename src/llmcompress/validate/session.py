@@ -24,7 +24,7 @@ from llmcompress.validate.key_value_cache import ByScale, TokenCodes, cache_of
 from llmcompress.validate.load import load_whole, open_streamed, refuse_other_vocabulary
 from llmcompress.validate.packed import PackedLinear
 from llmcompress.validate.request import Request
-from llmcompress.validate.token_statistics import Tokens, figures
+from llmcompress.validate.token_statistics import Tokens, token_figures
 
 DEFAULT_WINDOWS = 80
 _DTYPE = "float32"
@@ -39,9 +39,9 @@ def evaluate_paths(request: Request, watch: Callable[[int, int], None]) -> dict[
 def evaluate_whole(
     request: Request, watch: Callable[[int, int], None], say: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
-    """The evaluation of a model (validate/evaluation.py), against a reference if one is given.
+    """The evaluation document of a model, against a reference if `request` has one.
 
-    say: told of what a backend does otherwise than it was asked to. Refuses models of different vocabularies.
+    say: told where a backend does not do what was asked. CheckpointError for models of different vocabularies.
     """
     _check(request)
     windows = _windows(request)
@@ -54,14 +54,14 @@ def evaluate_whole(
         found = {**run.figures, **expected, "kv_cache": run.cache and str(run.cache)}
         return evaluation(*about, windows.numpy(), run.dtype, found, run.tokens, run.runtime)
     tokens, cache = _streamed(request, windows, watch)
-    found = {**figures(tokens), **expected, "kv_cache": cache and str(cache)}
+    found = {**token_figures(tokens), **expected, "kv_cache": cache and str(cache)}
     return evaluation(*about, windows.numpy(), request.dtype or _DTYPE, found, tokens)
 
 
 def _windows(request: Request) -> Tensor:
     """The tokens to score: windows [windows, length]."""
     tokenizer = load_tokenizer(request.ref or request.model, request.trust_remote_code)
-    ids = [token for file in texts(request.text) for token in encode(tokenizer, read_text(file), str(file))]
+    ids = [token for file in evaluated_files(request.text) for token in encode(tokenizer, read_text(file), str(file))]
     wanted = request.windows or (
         min(DEFAULT_WINDOWS, len(ids) // request.length) if request.text == "default" else DEFAULT_WINDOWS
     )
@@ -71,7 +71,7 @@ def _windows(request: Request) -> Tensor:
 def _streamed(
     request: Request, windows: Tensor, watch: Callable[[int, int], None]
 ) -> tuple[Tokens, TokenCodes | ByScale | None]:
-    """Per-token measurements of a model that is run one section at a time, and what its cache was."""
+    """Per-token measurements of a model that runs one section at a time, and the simulated cache."""
     opening = {
         "dtype": getattr(torch, request.dtype or _DTYPE),
         "device": device_of(request.device),
@@ -88,7 +88,7 @@ def _streamed(
 
 
 def _expected(model: Path) -> dict[str, float]:
-    """The KL divergence that the recipe of a result was fitted for, where its report says so."""
+    """The KL divergence that a budget's recipe expected, as the model's report recorded it; empty without a budget."""
     report = report_of(model) if is_single(model) else model / "report.json"
     recipe = read_json(report).get("recipe") if report.is_file() else None
     expected = recipe.get("expected") if isinstance(recipe, dict) else None
@@ -96,16 +96,16 @@ def _expected(model: Path) -> dict[str, float]:
     return {"kl_expected": float(kl)} if isinstance(kl, int | float) else {}
 
 
-def texts(text: str) -> list[Path]:
+def evaluated_files(text: str) -> list[Path]:
     """The files of a text to evaluate on: 'default', a file, or a folder."""
     place = shipped("eval_data") if text == "default" else Path(text)
     return text_files(place, suffixes=(".txt",)) if place.is_dir() else [place]
 
 
 def _check(request: Request) -> None:
-    """CheckpointError for an adapter alone, and for a GGUF file without, or as, a reference.
+    """CheckpointError for an adapter as the model, a GGUF file without a reference, or a GGUF file as the reference.
 
-    Such a file has neither config.json nor tokenizer files.
+    A GGUF file has neither config.json nor tokenizer files.
     """
     for path in filter(None, (request.model, request.ref)):
         refuse_adapter(path)

@@ -1,4 +1,4 @@
-"""Whether a written directory holds its source: all of it, unchanged or as near as the report says."""
+"""Checks that a directory holds every tensor of its source, unchanged or with the error that the report recorded."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,11 +9,18 @@ import numpy as np
 
 from llmcompress.validate.declared_schemes import PARTS
 from llmcompress.validate.directory import HEADS, ROWS, Directory
-from llmcompress.validate.fewer_layers import drops_layers, left_of, speaks_of_layers
 from llmcompress.validate.findings import AGREEMENT, Check, guarded_list, summary
 from llmcompress.validate.kv_scale_checks import cache_scales
 from llmcompress.validate.matrix import StoredMatrix
-from llmcompress.validate.narrower import cut, narrower_wrongs, narrows, tells_width
+from llmcompress.validate.removed_parts import (
+    cut_tensors,
+    depends_on_depth,
+    drops_layers,
+    holds_cut_width,
+    narrower_wrongs,
+    narrows,
+    renumbered_tensors,
+)
 from llmcompress.validate.stored import DamageError, Tensor, read_json, read_tensors
 
 _ROUNDING = {"BF16": 2.0**-8, "F16": 2.0**-11, "F32": 2.0**-24, "F64": 2.0**-53}
@@ -21,18 +28,18 @@ _MAY_DIFFER = {"quantization_config", "dtype", "torch_dtype", "tie_word_embeddin
 
 
 def against_source(directory: Directory, matrices: Mapping[str, StoredMatrix], source: Path) -> list[Check]:
-    """Compare with the model that a directory was made from. matrices: those of it that could be decoded."""
+    """Compare a directory with its source model. matrices: the directory's decodable matrices."""
     try:
         originals = read_tensors(source)
         config = read_json(source / "config.json")
         shallow = drops_layers(directory.report)
-        originals = left_of(directory.report, originals) if shallow else originals
+        originals = renumbered_tensors(directory.report, originals) if shallow else originals
     except (DamageError, OSError) as error:
         return [Check("source", False, f"the source cannot be read: {error}")]
     keys = (config.keys() | directory.config.keys()) - _MAY_DIFFER
-    keys = {key for key in keys if not (shallow and speaks_of_layers(key))}
+    keys = {key for key in keys if not (shallow and depends_on_depth(key))}
     narrow = narrows(directory.report)
-    keys = {key for key in keys if not (narrow and tells_width(directory, config, key))}
+    keys = {key for key in keys if not (narrow and holds_cut_width(directory, config, key))}
     changed = sorted(key for key in keys if config.get(key) != directory.config.get(key))
     wrong = [f"config.json has another {key!r} than the source" for key in changed]
     if narrow:
@@ -50,8 +57,8 @@ def against_source(directory: Directory, matrices: Mapping[str, StoredMatrix], s
 
 
 def _uncut(directory: Directory, originals: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Directory]:
-    """Both without the tensors of which channels were taken out."""
-    names = cut(directory, originals)
+    """The source's tensors and the directory without the tensors whose channels were removed."""
+    names = cut_tensors(directory, originals)
     left = {name: tensor for name, tensor in directory.tensors.items() if name not in names}
     return {name: tensor for name, tensor in originals.items() if name not in names}, replace(directory, tensors=left)
 
@@ -86,13 +93,13 @@ def _completeness(
             or name.rpartition(".")[0] in matrices
             or any(directory.tensors[name].equals(table) for other, table in originals.items() if "emb" in other)
         )
-        if not head:  # a head untied from the embedding
+        if not head:  # the head was untied from the embedding
             wrong.append(f"{name} does not come from the source")
     return wrong
 
 
 def _as_scaled(directory: Directory, written: Tensor, original: Tensor) -> bool:
-    """Whether a tensor is the source's times its recorded scales, to rounding; of a rotated one the shape alone."""
+    """Whether a tensor equals the source's times the recorded scales, to rounding; a rotation leaves only the shape."""
     if (written.dtype, written.shape) != (original.dtype, original.shape):
         return False
     if directory.rotated:

@@ -1,4 +1,4 @@
-"""Whether what was pruned is zero in what was written: as many weights as recorded, in the recorded pattern."""
+"""Checks that pruned matrices have the recorded number of zeros in the recorded pattern."""
 
 import re
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ _AGREEMENT = 1e-5  # shares are recorded with six digits
 
 
 def sparsity(directory: Directory, matrices: Mapping[str, StoredMatrix]) -> Check | None:
-    """The zeros of every matrix that is recorded to have some; None where none is."""
+    """The check of all matrices with recorded sparsity; None if there are none."""
     recorded = {name: record for name, record in directory.records.items() if "sparsity" in record}
     if not recorded:
         return None
@@ -51,7 +51,7 @@ def _wrongs(
 
 
 def _pattern(module: str, record: Mapping[str, Any]) -> tuple[int, int]:
-    """n and m of n:m; zeros where there is no pattern."""
+    """n and m of an n:m pattern; zeros without a pattern."""
     if record.get("pattern") is None:
         return 0, 0
     found = re.fullmatch(r"(\d+):(\d+)", str(record["pattern"]))

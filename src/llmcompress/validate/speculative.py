@@ -1,8 +1,8 @@
 """Speculative decoding for real: a compressed model drafts tokens that its original accepts or rejects.
 
 A token of the draft q is accepted with probability sum_x min(p, q) = 1 - TV(p, q) by a target p (Leviathan et al.,
-arXiv:2211.17192, section 3.2). transformers' assisted generation draws and judges; here it is counted, and compared
-with what the total variation at every prefix of the target's own text promises.
+arXiv:2211.17192, section 3.2). transformers' assisted generation draws and judges tokens; this module counts the
+accepted tokens and compares them with the acceptance that the total variation at every prefix promises.
 """
 
 import time
@@ -18,12 +18,12 @@ from transformers.generation import BaseStreamer
 
 from llmcompress.validate.token_statistics import Array
 
-GUESSES = (2, 3, 4, 5, 6, 7, 8)  # draft lengths whose tokens per step are foretold
+GUESSES = (2, 3, 4, 5, 6, 7, 8)  # draft lengths for which tokens per step are predicted
 
 
 @dataclass(frozen=True)
 class Drafted:
-    """ids [prompt + new] int64. prompt: tokens of it. accepted, proposed: tokens of the draft in each step."""
+    """ids [prompt + new] int64. prompt: number of its tokens. accepted, proposed: draft tokens in each step."""
 
     ids: Tensor
     prompt: int
@@ -33,12 +33,12 @@ class Drafted:
 
     @property
     def starts(self) -> list[int]:
-        """The new token, counted from 0, that each step begins with."""
+        """The number, from 0, of the first new token of each step."""
         return list(accumulate((count + 1 for count in self.accepted[:-1]), initial=0))
 
 
 class _Steps(BaseStreamer):  # type: ignore[misc]
-    """Tokens that each step gave, as a streamer is told of them: the accepted ones, and one of the target's own."""
+    """A streamer that counts the tokens of each step: the accepted draft tokens and one token of the target."""
 
     def __init__(self) -> None:
         self.told: list[int] = []
@@ -51,9 +51,9 @@ class _Steps(BaseStreamer):  # type: ignore[misc]
 
 
 def speculate(target: nn.Module, draft: nn.Module, prompt: Tensor, tokens: int, guesses: int, seed: int) -> Drafted:
-    """Sample `tokens` new tokens of the target's own distribution after prompt [1, length], `guesses` drafted at once.
+    """Sample `tokens` new tokens from the target's distribution after prompt [1, length], drafting `guesses` at once.
 
-    The end of a text does not end it, so that every step counts. Global random state is left as it was.
+    An end-of-text token does not stop sampling, so that every step counts. Global random state is restored.
     """
     plain = draft.generation_config
     steps = _Steps()
@@ -66,25 +66,25 @@ def speculate(target: nn.Module, draft: nn.Module, prompt: Tensor, tokens: int, 
         seconds = time.perf_counter() - begun
     finally:
         draft.generation_config = plain
-    accepted = [count - 1 for count in steps.told[1:]]  # the first thing a streamer is told is the prompt
+    accepted = [count - 1 for count in steps.told[1:]]  # the first count is the prompt
     done = accumulate((count + 1 for count in accepted[:-1]), initial=0)
     return Drafted(ids, prompt.shape[1], accepted, [min(guesses, tokens - count - 1) for count in done], seconds)
 
 
 def sample(target: nn.Module, prompt: Tensor, tokens: int, seed: int) -> float:
-    """Seconds that as many tokens take the target alone."""
+    """Seconds that the target takes to sample `tokens` tokens without a draft."""
     begun = time.perf_counter()
     _sampled(target, prompt, tokens, seed)
     return time.perf_counter() - begun
 
 
 def _sampled(target: nn.Module, prompt: Tensor, tokens: int, seed: int, **options: Any) -> Tensor:
-    """prompt [1, length] and what is sampled after it [length + tokens], nothing of the distribution cut off."""
+    """prompt [1, length] followed by tokens sampled from the full distribution: [length + tokens]."""
     own: Any = target.generation_config
     asked = GenerationConfig(
         do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=tokens, pad_token_id=own.pad_token_id or 0
     )
-    target.generation_config = asked  # or else what the checkpoint's own says is mixed in
+    target.generation_config = asked  # otherwise generate mixes in the checkpoint's settings
     devices = [prompt.device] if prompt.device.type == "cuda" else []
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=devices):
@@ -98,7 +98,7 @@ def _sampled(target: nn.Module, prompt: Tensor, tokens: int, seed: int, **option
 
 
 @torch.no_grad()
-def distances(target: nn.Module, draft: nn.Module, drafted: Drafted) -> Array:
+def total_variations(target: nn.Module, draft: nn.Module, drafted: Drafted) -> Array:
     """Total variation [new] between both models at the prefix of every new token."""
     ids = drafted.ids[None]
     first = drafted.prompt - 1
@@ -109,10 +109,10 @@ def distances(target: nn.Module, draft: nn.Module, drafted: Drafted) -> Array:
     return found
 
 
-def report(drafted: Drafted, tv: Array) -> dict[str, Any]:
-    """Figures of a drafted text: measured ones, and what tv [new] promised for the same steps.
+def acceptance_figures(drafted: Drafted, tv: Array) -> dict[str, Any]:
+    """Figures of a drafted text: as measured, and as tv [new] predicts for the same steps.
 
-    acceptance: share of judged tokens that were accepted; those after the first rejected one of a step are not judged.
+    acceptance: share of judged tokens that were accepted; tokens after a step's first rejected token are not judged.
     """
     accepted, proposed = np.array(drafted.accepted), np.array(drafted.proposed)
     judged = accepted + (accepted < proposed)
@@ -139,7 +139,7 @@ def report(drafted: Drafted, tv: Array) -> dict[str, Any]:
 
 
 def _accepted(chance: Array, start: int, count: int) -> float:
-    """Tokens accepted, in the mean, of `count` drafted from `start` on, each with its own chance [new]."""
+    """Expected accepted tokens of `count` tokens drafted from `start` on. chance [new]: acceptance of each token."""
     return float(np.cumprod(chance[start : start + count]).sum())
 
 

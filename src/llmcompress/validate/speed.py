@@ -1,4 +1,4 @@
-"""How fast a whole model reads a prompt and goes on from it. On a GPU a step of decoding is a captured CUDA graph."""
+"""The speed of a whole model in reading a prompt and in decoding. On a GPU a decoding step is a CUDA graph."""
 
 import time
 from collections.abc import Callable
@@ -11,13 +11,13 @@ from transformers import DynamicCache, StaticCache
 
 from llmcompress.validate.request import Timing
 
-_WARM = 3  # steps before a capture, on a stream of their own
+_WARM = 3  # steps on a side stream before a capture
 
 
 def speeds(model: nn.Module, device: torch.device, timing: Timing) -> list[dict[str, Any]]:
-    """Tokens per second of all sequences together, at each batch, after a first run that is not timed.
+    """Tokens per second of all sequences together, at each batch, after an untimed first run.
 
-    model: a transformers causal model. New tokens are the most likely ones.
+    model: a transformers causal model. Decoding is greedy.
     """
     return [_speed(model, device, batch, timing) for batch in timing.batches]
 
@@ -61,7 +61,7 @@ def _speed(model: Any, device: torch.device, batch: int, timing: Timing) -> dict
 
 
 def _captured(step: Callable[[], None]) -> tuple[Callable[[], None], bool]:
-    """A step as a CUDA graph; as it is where something in it cannot be captured."""
+    """A step as a CUDA graph and True; the step itself and False if the step cannot be captured."""
     aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):
@@ -79,7 +79,7 @@ def _captured(step: Callable[[], None]) -> tuple[Callable[[], None], bool]:
 
 
 def _timed(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds, until the device is done too."""
+    """Seconds of `work`, including what the device still has to do."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     begun = time.perf_counter()

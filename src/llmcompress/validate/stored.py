@@ -1,4 +1,4 @@
-"""Tensors of a safetensors directory by numpy alone: a second reader, so that a mistake of the writer's shows.
+"""Tensors of a safetensors directory by numpy alone: an independent reader, so that a mistake of the writer shows.
 
 Imports nothing that takes part in writing (formats, packing, grids, store), on purpose.
 """
@@ -43,16 +43,16 @@ _NUMPY = {
     "F8_E4M3": "u1",
     "BOOL": "?",
 }
-_CHUNK = 1 << 24  # bytes looked at once
+_CHUNK = 1 << 24  # bytes read at once
 
 
 class DamageError(Exception):
-    """A file is not what it should be; the message says which and how."""
+    """A file is damaged; the message names the file and the damage."""
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """Type, shape and bytes of one tensor; nothing is read before it is asked for."""
+    """Type, shape and bytes of one tensor; bytes are read on demand."""
 
     name: str
     dtype: str
@@ -62,24 +62,24 @@ class Tensor:
     nbytes: int
 
     def raw(self) -> Array:
-        """Its bytes, mapped."""
+        """The tensor's bytes, mapped."""
         if self.nbytes == 0:
             return np.zeros(0, np.uint8)
         return np.memmap(self.file, np.uint8, "r", offset=self.begin, shape=(self.nbytes,))
 
     def array(self) -> Array:
-        """Its values in the stored type, mapped; bfloat16 and float8 as the integers that hold their bits."""
+        """Values in the stored type, mapped; bfloat16 and float8 as the integers that hold their bits."""
         return self.raw().view(_NUMPY[self.dtype]).reshape(self.shape)
 
     def floats(self, part: slice = slice(None), *, transposed: bool = False) -> Array:
-        """Values as float32: some rows, or of a matrix stored the other way round some columns, as rows."""
+        """The rows `part` as float32; if `transposed`, the columns `part` as rows."""
         values = self.array()[:, part].T if transposed else self.array()[part]
         if self.dtype == "BF16":
             return (values.astype(np.uint32) << 16).view(np.float32)
         return values.astype(np.float32)
 
     def chunks(self) -> Iterator[Array]:
-        """Its bytes in pieces of bounded size."""
+        """The tensor's bytes in pieces of bounded size."""
         raw = self.raw()
         for begin in range(0, self.nbytes, _CHUNK):
             yield raw[begin : begin + _CHUNK]
@@ -157,7 +157,7 @@ def _file(path: Path) -> dict[str, Tensor]:
     if not path.is_file():  # a pipe would block for ever
         raise DamageError(f"{path.name} is not a file")
     folder, target = path.parent.resolve(), path.resolve()
-    blobs = folder.parent.parent / "blobs"  # where the links of a download cache lead
+    blobs = folder.parent.parent / "blobs"  # target of the links of a download cache
     cached = folder.parent.name == "snapshots" and blobs in target.parents
     if folder not in target.parents and not cached:
         raise DamageError(f"{path.name} is a link that leaves its directory")
@@ -200,7 +200,7 @@ def _tensor(path: Path, data: int, name: str, item: Mapping[str, Any]) -> Tensor
 
 
 def unpack(words: Array, bits: int, count: int) -> tuple[Array, bool]:
-    """Rows of int32 words as streams of bits, lowest first: values uint8 [rows, count]; whether the rest is zero."""
+    """Unpack rows of int32 words, lowest bits first: values uint8 [rows, count], and whether the rest is zero."""
     stream = np.unpackbits(np.ascontiguousarray(words).astype("<i4").view(np.uint8), axis=1, bitorder="little")
     values = stream[:, : count * bits].reshape(words.shape[0], count, bits)
     return np.packbits(values, axis=2, bitorder="little")[:, :, 0], not stream[:, count * bits :].any()

@@ -1,4 +1,4 @@
-"""NF4, codebooks and LLM.int8() decoded by numpy alone: the part of `verify`'s second reader for grids of their own.
+"""NF4, codebooks and LLM.int8() decoded by numpy alone: the part of `verify`'s second reader for grids with tables.
 
 Imports nothing that takes part in writing (formats, packing, grids, store), on purpose.
 """
@@ -33,7 +33,7 @@ MARKERS = {
 }
 
 _BLOCK, _NESTED = 64, 256
-_SLACK = 1e-6  # relative: products and ties are float32
+_SLACK = 1e-6  # relative error of float32 products and ties
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Int8(StoredMatrix):
 
 
 def table_scheme(module: str, settings: Mapping[str, Any]) -> Scheme | None:
-    """What config.json says of a linear that is stored in one of these ways."""
+    """The scheme that config.json declares for a linear of these formats; None if the linear is not quantised."""
     if settings["quant_method"] == "bitsandbytes":
         if any(module == name or module.endswith(f".{name}") for name in settings["llm_int8_skip_modules"]):
             return None
@@ -116,7 +116,7 @@ def table_scheme(module: str, settings: Mapping[str, Any]) -> Scheme | None:
 
 
 def missing_table_parts(form: str, parts: set[str]) -> set[str]:
-    """Parts that a module lacks which has these."""
+    """Parts that a quantised module needs besides `parts`."""
     needed = set(TABLE_PARTS[form])
     if form == "bitsandbytes":
         eight = {"SCB", "weight_format"}
@@ -126,7 +126,7 @@ def missing_table_parts(form: str, parts: set[str]) -> set[str]:
 
 
 def read_table(module: str, scheme: Scheme, tensors: Mapping[str, Tensor], form: str) -> tuple[StoredMatrix, list[str]]:
-    """The matrix of a module and what is wrong with it; DamageError where it cannot be decoded at all."""
+    """The matrix of a module and the matrix's faults; DamageError if the matrix cannot be decoded."""
     part = {name: tensors[f"{module}.{name}"] for name in TABLE_PARTS[form] if f"{module}.{name}" in tensors}
     if form == "qoq":
         return read_progressive(module, scheme, part)
@@ -213,9 +213,9 @@ def _read_int8(module: str, scheme: Scheme, part: Mapping[str, Tensor]) -> tuple
 
 
 def _normal_levels() -> Array:
-    """The levels of NF4 from their definition: quantiles of a normal distribution, seven below zero and eight above.
+    """The levels of NF4 by definition: quantiles of a normal distribution, seven below zero and eight above.
 
-    The outermost is that of 1 - (1/32 + 1/30) / 2, in the middle between what 15 and 16 steps would have.
+    The outermost level is the quantile of 1 - (1/32 + 1/30) / 2, midway between those of 15 and 16 steps.
     """
     quantile, last = NormalDist().inv_cdf, 1 - (1 / 32 + 1 / 30) / 2
     above = [quantile(float(share)) for share in np.linspace(last, 0.5, 9)[:-1]]

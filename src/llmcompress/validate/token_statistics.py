@@ -30,7 +30,7 @@ class Tokens:
     top1: Array | None = None
 
 
-def figures(tokens: Tokens, seed: int = 0) -> dict[str, float | int | list[float]]:
+def token_figures(tokens: Tokens, seed: int = 0) -> dict[str, float | int | list[float]]:
     """All figures by their published names, each with its `_ci` companion [low, high] where it applies."""
     windows = tokens.nll.shape[0]
     draws = np.random.default_rng(seed).integers(0, windows, size=(_RESAMPLES, windows))

@@ -42,9 +42,9 @@ _GRID = re.compile(r"int(\d)-(?:row|g(\d+))-(?:sym|asym)|fp8-row")
 
 
 def verify(out: Path, source: Path | None = None) -> list[Check]:
-    """Look at everything in `out`, and compare it with the model it was made from if `source` is given.
+    """Check everything in `out`, and compare `out` with `source`, the model it was made from, if given.
 
-    The artifact is good if every check that is no warning is ok. Never raises for damage in `out`.
+    `out` is good if every check that is not a warning is ok. Never raises for damage in `out`.
     """
     try:
         tensors = read_tensors(out)
@@ -116,7 +116,7 @@ def _hashes(directory: Directory) -> Check:
 
 
 def _read_all(directory: Directory, matrices: dict[str, StoredMatrix]) -> list[str]:
-    """Decode every quantised matrix into `matrices`; what is wrong with them."""
+    """Decode every quantised matrix into `matrices`; returns the faults."""
     wrong: list[str] = []
     for module, parts in quantised_modules(directory.tensors, directory.form).items():
 
@@ -131,7 +131,7 @@ def _read_all(directory: Directory, matrices: dict[str, StoredMatrix]) -> list[s
 
 
 def _unlike_scales(matrices: Mapping[str, StoredMatrix]) -> list[str]:
-    """Engines that run linears as one keep one fixed scale of their input, that of whichever they load last."""
+    """Faults of fixed input scales: an engine that fuses linears keeps only the scale of the last one loaded."""
     wrong = []
     for parent in dict.fromkeys(module.rpartition(".")[0] for module in matrices):
         for leaves in _FUSED:
@@ -143,7 +143,7 @@ def _unlike_scales(matrices: Mapping[str, StoredMatrix]) -> list[str]:
 
 
 def _fused(directory: Directory, matrices: Mapping[str, StoredMatrix]) -> Check:
-    """vLLM and SGLang run some linears as one, which needs one scheme for all of them."""
+    """Whether linears that vLLM and SGLang fuse share one scheme, which fusing needs."""
     wrong = []
     for parent in sorted({module.rpartition(".")[0] for module in matrices}):
         for leaves in _FUSED:
@@ -156,9 +156,9 @@ def _fused(directory: Directory, matrices: Mapping[str, StoredMatrix]) -> Check:
 
 
 def _too_many_values(directory: Directory) -> list[str]:
-    """Decoded weights: modules with a group that holds more different values than its grid has.
+    """Modules of decoded weights with a group that holds more different values than the grid has.
 
-    Where groups may follow the activation order they are not known here, and a row may hold the values of all of them.
+    Groups in activation order are unknown here: then a whole row is counted, with the values of all its groups.
     """
     wrong = []
     for module, record in directory.records.items():

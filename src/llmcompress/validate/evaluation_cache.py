@@ -1,4 +1,4 @@
-"""Figures of an evaluation, kept beside what was evaluated: a sweep that goes on need not measure it again."""
+"""Figures of an evaluation saved in a file, so that a resumed sweep does not measure a candidate again."""
 
 import hashlib
 import json
@@ -10,11 +10,11 @@ from typing import Any
 from llmcompress import __version__
 from llmcompress.store.files import create, writing
 from llmcompress.validate.request import Request
-from llmcompress.validate.session import evaluate_paths, texts
+from llmcompress.validate.session import evaluate_paths, evaluated_files
 
 
-def evaluate_once(request: Request, kept: Path, watch: Callable[[int, int], None]) -> dict[str, Any]:
-    """Figures as `evaluate_paths` has them, of a directory with a report.json; from `kept` if they are of the same."""
+def cached_figures(request: Request, kept: Path, watch: Callable[[int, int], None]) -> dict[str, Any]:
+    """Figures of `evaluate_paths` for a directory with a report.json, read from `kept` if saved for the same request."""
     asked = _identity(request)
     try:
         found = json.loads(kept.read_text(encoding="utf-8"))
@@ -33,14 +33,14 @@ def evaluate_once(request: Request, kept: Path, watch: Callable[[int, int], None
 
 
 def _identity(request: Request) -> dict[str, Any]:
-    """What the figures depend on, but for the machine."""
+    """Everything except the machine that the figures depend on."""
     asked = asdict(request)
     for place in ("model", "ref", "text", "cache", "timing"):
         del asked[place]
     digest = hashlib.sha256()
-    for file in texts(request.text):
+    for file in evaluated_files(request.text):
         digest.update(file.read_bytes())
     report = hashlib.sha256(
         (request.model / "report.json").read_bytes()
-    ).hexdigest()  # has the hashes of the source too
+    ).hexdigest()  # the report also holds the hashes of the source
     return {**asked, "llmcompress": __version__, "report": report, "text": digest.hexdigest()}

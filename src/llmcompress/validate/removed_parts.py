@@ -1,6 +1,7 @@
-"""A source beside a model whose feed-forward is narrower: which channels stayed, and whether these are the source's."""
+"""The source of a model that lost layers or channels of the feed-forward: what stayed must equal the source."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,34 +14,64 @@ CHANNELS = "channels.npz"
 _WIDTHS = ("intermediate_size", "ffn_dim", "n_inner")
 
 
+def drops_layers(report: Mapping[str, Any]) -> bool:
+    """Whether a run left whole layers out."""
+    return isinstance(report.get("depth"), Mapping)
+
+
+def depends_on_depth(key: str) -> bool:
+    """Whether removing layers may change this key of config.json."""
+    return "layer" in key or key == "decoder_sparse_step"
+
+
+def renumbered_tensors(report: Mapping[str, Any], originals: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The source's tensors without removed layers, renumbered; DamageError if the report lacks the layers' numbers.
+
+    The number of a layer is the first in a tensor's name.
+    """
+    removed = report["depth"].get("removed")
+    if not isinstance(removed, list) or not all(isinstance(number, int) for number in removed):
+        raise DamageError("report.json does not say which layers were removed")
+    left = {}
+    for name, tensor in originals.items():
+        parts = name.split(".")
+        place = next((place for place, part in enumerate(parts) if part.isdecimal()), None)
+        if place is None:
+            left[name] = tensor
+        elif (number := int(parts[place])) not in removed:
+            parts[place] = str(number - sum(other < number for other in removed))
+            left[".".join(parts)] = replace(tensor, name=".".join(parts))
+    return left
+
+
 def narrows(report: Mapping[str, Any]) -> bool:
-    """Whether a run left channels of the feed-forward out."""
+    """Whether a run removed channels of the feed-forward."""
     return isinstance(report.get("width"), Mapping)
 
 
-def tells_width(directory: Directory, config: Mapping[str, Any], key: str) -> bool:
-    """Whether a key of config.json is the width of the feed-forward, the source's before and the output's after."""
+def holds_cut_width(directory: Directory, config: Mapping[str, Any], key: str) -> bool:
+    """Whether a key of config.json is the feed-forward's width, and changed as report.json recorded."""
     said, width = directory.report["width"], directory.config.get(key)
     return key in _WIDTHS and config.get(key) in (said.get("before"), None) and width == said.get("after")
 
 
-def cut(directory: Directory, originals: Mapping[str, Tensor]) -> set[str]:
-    """Names of tensors that have another shape than in the source."""
+def cut_tensors(directory: Directory, originals: Mapping[str, Tensor]) -> set[str]:
+    """Names of tensors whose shape differs from the source's."""
     return {name for name, tensor in directory.tensors.items()
             if name in originals and tensor.shape != originals[name].shape}  # fmt: skip
 
 
 def narrower_wrongs(directory: Directory, originals: Mapping[str, Tensor]) -> list[str]:
-    """What is wrong with the tensors that were cut, which in each layer are several written to, and one that reads.
+    """Faults of the cut tensors: in each layer several that write the channels, and one that reads the channels.
 
-    Those written to, such as gate and up, are rows of the source, to the bit. The one that reads may have been fitted
-    anew: then it differs from the source's columns, by less than there was. DamageError for channels that are not said.
+    Tensors that write channels, such as gate and up, must equal rows of the source. The one that reads channels may
+    have been refitted: its columns then differ by less than their norm. DamageError if channels are not recorded.
     """
     said = directory.report["width"]
     kept = _channels(directory, said)
     wrong: list[str] = []
     readers: dict[int, int] = dict.fromkeys(kept, 0)
-    for name in sorted(cut(directory, originals)):
+    for name in sorted(cut_tensors(directory, originals)):
         layer = next((int(part) for part in name.split(".") if part.isdecimal()), None)
         if layer is None or layer not in kept:
             wrong.append(f"{name} has another shape than in the source, and is of no layer that was cut")
@@ -74,7 +105,7 @@ def _fitted_wrongs(name: str, there: Array, expected: Array, original: Tensor) -
 
 
 def _axis(written: Tensor, original: Tensor, before: int, after: int) -> int | None:
-    """The one dimension that was cut."""
+    """The only dimension that was cut; None if there is no such dimension."""
     if len(written.shape) != len(original.shape):
         return None
     axes = [axis for axis, (new, old) in enumerate(zip(written.shape, original.shape, strict=True)) if new != old]
