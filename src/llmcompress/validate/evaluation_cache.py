@@ -14,7 +14,7 @@ from llmcompress.validate.session import evaluate_paths, evaluated_files
 
 
 def cached_figures(request: Request, kept: Path, watch: Callable[[int, int], None]) -> dict[str, Any]:
-    """Figures of `evaluate_paths` for a directory with a report.json, read from `kept` if saved for the same request."""
+    """Figures of `evaluate_paths` for a directory with a report.json; from `kept` if saved for an equal request."""
     asked = _identity(request)
     try:
         found = json.loads(kept.read_text(encoding="utf-8"))

@@ -98,8 +98,9 @@ def _key_wrongs(header: GgufHeader) -> list[str]:
     for name in header.tensors:
         if found := _LAYER.fullmatch(name):
             layers.setdefault(int(found[1]), set()).add(found[2])
-    if sorted(layers) != list(range(len(layers))) or len(layers) != scalar_value(header, f"{arch}.block_count"):
-        wrong.append(f"there are {len(layers)} layers, {arch}.block_count is {scalar(header, f'{arch}.block_count')}")
+    count = scalar_value(header, f"{arch}.block_count")
+    if sorted(layers) != list(range(len(layers))) or len(layers) != count:
+        wrong.append(f"there are {len(layers)} layers, {arch}.block_count is {count}")
     wrong += [f"layer {number} has not the tensors of layer 0" for number in layers if layers[number] != layers.get(0)]
     if any(tensor.type not in _HALF_STEP for tensor in header.tensors.values()):
         version = scalar_value(header, "general.quantization_version")
