@@ -553,8 +553,18 @@ def test_fused_linears_on_different_grids_are_a_warning(copy_of):
 
 def test_the_reader_shares_no_code_with_the_writer():
     folder = Path(module.__file__).parent
-    checks = ("verify", "check", "directory", "config_checks", "source_checks", "removed_parts", "sparsity")
-    own = (*checks, "kv_cache", "schemes", "awq", "progressive", "tables", "matrix", "matrices", "stored")
+    checks = ("verify", "findings", "directory", "config_checks", "source_checks", "removed_parts", "sparsity")
+    own = (
+        *checks,
+        "kv_scale_checks",
+        "declared_schemes",
+        "awq",
+        "progressive",
+        "table_codes",
+        "matrix",
+        "matrices",
+        "stored",
+    )
     allowed = {"llmcompress.errors", *(f"llmcompress.validate.{name}" for name in own)}
     for name in own:
         for node in ast.walk(ast.parse((folder / f"{name}.py").read_text())):
