@@ -17,18 +17,17 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from llmcompress.errors import CheckpointError
-from llmcompress.formats.base import Entry, Reader, TensorSpec
+from llmcompress.formats.base import Config, Entry, Reader, Specs
 from llmcompress.formats.entry_checks import (
     Refusal,
-    common_refusal,
+    affine_grid,
     grids,
-    integer_grid,
     left_alone,
     quantised,
-    rounded_inputs,
     stored_scale,
     treatments,
 )
+from llmcompress.formats.packed_format import PackedFormat, Part, matrix_shape
 from llmcompress.grids.base import Spec
 from llmcompress.grids.integer import IntegerSpec
 
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from llmcompress.grids.coded import Coded
-    from llmcompress.grids.inputs import Rounding
 
 BITS = 4
 OUTPUTS = 32  # AutoAWQ's allocator and kernels on a CPU take multiples of it
@@ -47,19 +45,21 @@ SCALED_ACTIVATIONS = frozenset(
 _HEAD = "lm_head"
 
 
-class Awq:
-    """The checkpoint family of AutoAWQ; implements `Format`."""
+class Awq(PackedFormat):
+    """The checkpoint family of AutoAWQ."""
 
     name = "awq"
     summary = "4 bits; read by vLLM, SGLang, transformers and GPTQModel"
     holds = ("int",)
     marker = "qweight"
+    quant_method = "awq"
+    required = ("qweight", "qzeros", "scales")
 
-    def refuses(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> Refusal | None:
+    def refuses(self, entries: Sequence[Entry], config: Config) -> Refusal | None:
         misfit = next((pair for pair in quantised(entries) if pair[1].type not in self.holds), None)
         if misfit is not None:
             return _cannot_hold(*misfit)
-        if refusal := common_refusal(self.name, entries, config, self.holds) or rounded_inputs(self.name, entries):
+        if refusal := super().refuses(entries, config):
             return refusal
         if config.get("model_type") in SCALED_ACTIVATIONS:
             return (
@@ -80,37 +80,34 @@ class Awq:
                 return refusal
         return None
 
-    def layout(self, entry: Entry) -> list[TensorSpec]:
-        if entry.grid is None:
-            return [entry.source]
+    def parts(self, entry: Entry, grid: Spec) -> list[Part]:
         width, rows = entry.in_features, entry.out_features
-        groups = entry.grid.groups(width)
+        groups = grid.groups(width)
         return [
-            TensorSpec(f"{entry.module}.qweight", "I32", (width, rows // 8)),
-            TensorSpec(f"{entry.module}.qzeros", "I32", (groups, rows // 8)),
-            TensorSpec(f"{entry.module}.scales", "F16", (groups, rows)),
+            ("qweight", "I32", (width, rows // 8)),
+            ("qzeros", "I32", (groups, rows // 8)),
+            ("scales", "F16", (groups, rows)),
         ]
 
-    def encode(self, entry: Entry, coded: "Coded") -> "dict[str, Tensor]":
+    def packed(self, entry: Entry, coded: "Coded") -> "dict[str, Tensor]":
         import torch
 
         from llmcompress.packing.awq import pack_awq
 
-        grid = integer_grid(entry, coded)
+        grid = affine_grid(entry, coded)
         return {
-            f"{entry.module}.qweight": pack_awq(coded.codes.t()),
-            f"{entry.module}.qzeros": pack_awq(grid.zero.t().to(torch.int64)),
-            f"{entry.module}.scales": stored_scale(entry, coded, "F16").t().contiguous(),
+            "qweight": pack_awq(coded.codes.t()),
+            "qzeros": pack_awq(grid.zero.t().to(torch.int64)),
+            "scales": stored_scale(entry, coded, "F16").t(),
         }
 
-    def config(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    def settings(self, entries: Sequence[Entry], config: Config) -> dict[str, Any]:
         common = grids(entries)[0]
         skipped = [name for name, grid in treatments(entries).items() if grid is None]
         outside = [entry.module for entry in left_alone(entries) if not entry.block]
         if _HEAD not in outside:  # a tied one has no tensor, and loaders may see a linear in it
             outside.append(_HEAD)
         settings: dict[str, Any] = {
-            "quant_method": "awq",
             "bits": common.bits,
             "group_size": common.group_size,
             "zero_point": not common.symmetric,
@@ -119,25 +116,17 @@ class Awq:
         }
         if skipped:
             settings["dynamic"] = {f"-:^{re.escape(name)}$": {} for name in skipped}
-        return {"config.json": {"quantization_config": settings}}
+        return settings
 
-    def recognises(self, config: Mapping[str, Any]) -> bool:
-        settings = config.get("quantization_config")
-        return (
-            isinstance(settings, Mapping)
-            and settings.get("quant_method") == "awq"
-            and str(settings.get("version", "gemm")).lower() == "gemm"
-        )
+    def recognises(self, config: Config) -> bool:
+        known = super().recognises(config)
+        return known and str(config["quantization_config"].get("version", "gemm")).lower() == "gemm"
 
-    def shape(
-        self, module: str, specs: Mapping[str, TensorSpec], read: Reader, config: Mapping[str, Any]
-    ) -> tuple[int, int] | None:
-        words = specs.get(f"{module}.qweight")
-        if words is None or len(words.shape) != 2:
-            return None
-        return words.shape[1] * 8, words.shape[0]
+    def shape(self, module: str, specs: Specs, read: Reader, config: Config) -> tuple[int, int] | None:
+        words = matrix_shape(specs, f"{module}.qweight")
+        return None if words is None else (words[1] * 8, words[0])
 
-    def decode(self, module: str, read: Reader, config: Mapping[str, Any]) -> "Coded | None":
+    def unpacked(self, module: str, tensors: "list[Tensor]", read: Reader, settings: Config) -> "Coded":
         import torch
 
         from llmcompress.grids.coded import Coded
@@ -145,11 +134,8 @@ class Awq:
         from llmcompress.grids.scales import natural_groups
         from llmcompress.packing.awq import unpack_awq
 
-        try:
-            words, zeros, scales = (read(f"{module}.{part}") for part in ("qweight", "qzeros", "scales"))
-        except KeyError:
-            return None
-        spec = _spec(config["quantization_config"])
+        words, zeros, scales = tensors
+        spec = _spec(settings)
         width, rows = words.shape[0], words.shape[1] * 8
         groups = spec.groups(width)
         shapes = tuple(zeros.shape), tuple(scales.shape)
@@ -161,9 +147,6 @@ class Awq:
         scale = scales.t().to(torch.float32).contiguous()
         codes = unpack_awq(words).t().contiguous()
         return Coded(codes, IntegerGrid(spec, scale, points, natural_groups(spec, width)))
-
-    def inputs(self, module: str, read: Reader, config: Mapping[str, Any]) -> "Rounding | None":
-        return None
 
 
 def _cannot_hold(entry: Entry, grid: Spec) -> Refusal:

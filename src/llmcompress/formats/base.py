@@ -1,9 +1,10 @@
 """What a checkpoint format is: which tensors it writes for a matrix, which grids it can hold."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from llmcompress.grids.base import InputSpec, Spec
 from llmcompress.grids.blocks import BLOCK_TYPES
@@ -85,8 +86,14 @@ class Entry:
 Reader = Callable[[str], "Tensor"]
 """Reads a tensor of a checkpoint by name; KeyError where there is none of that name."""
 
+Config = Mapping[str, Any]
+"""config.json, or the part of it that speaks of quantisation."""
 
-class Format(Protocol):
+Specs = Mapping[str, TensorSpec]
+"""The specs of all tensors of a checkpoint by name."""
+
+
+class Format(ABC):
     """One checkpoint format; a module of `formats` offers an instance as `FORMAT`.
 
     Everything about what will be written is answered from entries alone, before any tensor is read.
@@ -95,41 +102,39 @@ class Format(Protocol):
     name: str
     summary: str
     holds: Container[str] | None  # names of the grids whose codes it has a place for; None: it stores decoded values
-    marker: str | tuple[str, ...]  # the tensor (one of those) that a quantised module alone has, such as "qweight"
+    marker: str | tuple[str, ...]  # the tensor (one of those) that quantised modules alone have: "qweight"
 
-    def refuses(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> tuple[str, str] | None:
+    @abstractmethod
+    def refuses(self, entries: Sequence[Entry], config: Config) -> tuple[str, str] | None:
         """(what cannot be held and why, the way out), or None."""
-        ...
 
+    @abstractmethod
     def layout(self, entry: Entry) -> list[TensorSpec]:
         """The tensors written for one entry, in the order `encode` gives them."""
-        ...
 
+    @abstractmethod
     def encode(self, entry: Entry, coded: "Coded") -> dict[str, "Tensor"]:
         """The tensors of a quantised entry; names, types and shapes are those of `layout`."""
-        ...
 
-    def config(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    @abstractmethod
+    def config(self, entries: Sequence[Entry], config: Config) -> dict[str, dict[str, Any]]:
         """JSON files to change or add: {"config.json": {keys to set}, "quantize_config.json": {...}}."""
-        ...
 
-    def recognises(self, config: Mapping[str, Any]) -> bool:
+    def recognises(self, config: Config) -> bool:
         """Whether a checkpoint with this config.json is of this format."""
-        ...
+        return False
 
-    def shape(
-        self, module: str, specs: Mapping[str, TensorSpec], read: Reader, config: Mapping[str, Any]
-    ) -> tuple[int, int] | None:
+    def shape(self, module: str, specs: Specs, read: Reader, config: Config) -> tuple[int, int] | None:
         """[out, in] of the matrix that `decode` gives, from the specs of all tensors; None if it is not quantised.
 
         read: for a tensor that holds a shape, and no other.
         """
-        ...
+        return None
 
-    def decode(self, module: str, read: Reader, config: Mapping[str, Any]) -> "Coded | None":
+    def decode(self, module: str, read: Reader, config: Config) -> "Coded | None":
         """The matrix of a module back from its tensors, or None if the module is not quantised."""
-        ...
+        return None
 
-    def inputs(self, module: str, read: Reader, config: Mapping[str, Any]) -> "Rounding | None":
+    def inputs(self, module: str, read: Reader, config: Config) -> "Rounding | None":
         """How the inputs of a module are rounded while the model runs; None if they are not."""
-        ...
+        return None

@@ -23,7 +23,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from llmcompress.errors import CheckpointError
-from llmcompress.formats.base import Entry, Reader, TensorSpec
+from llmcompress.formats.base import Config, Entry, Reader, Specs
 from llmcompress.formats.bitsandbytes_tensors import (
     STATE,
     TYPES,
@@ -34,7 +34,9 @@ from llmcompress.formats.bitsandbytes_tensors import (
     decode_nf4,
     read_state,
 )
-from llmcompress.formats.entry_checks import Refusal, check_codes, common_refusal, left_alone, rounded_inputs
+from llmcompress.formats.entry_checks import Refusal, left_alone
+from llmcompress.formats.packed_format import PackedFormat, Part
+from llmcompress.grids.base import Spec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,58 +45,54 @@ if TYPE_CHECKING:
     from llmcompress.grids.inputs import Rounding
 
 
-class BitsAndBytes:
-    """What `load_in_4bit` and `load_in_8bit` of transformers save; implements `Format`."""
+class BitsAndBytes(PackedFormat):
+    """What `load_in_4bit` and `load_in_8bit` of transformers save."""
 
     name = "bitsandbytes"
     summary = "nf4 and int8; read by transformers with bitsandbytes"
     holds: Mapping[str, Tensors] = {"nf4": Nf4Tensors(), "int8": Int8Tensors()}
     marker = ("weight.absmax", "SCB")
+    quant_method = "bitsandbytes"
 
-    def refuses(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> Refusal | None:
-        if refusal := common_refusal(self.name, entries, config, self.holds):
+    def refuses(self, entries: Sequence[Entry], config: Config) -> Refusal | None:
+        if refusal := super().refuses(entries, config):
             return refusal
-        if refusal := rounded_inputs(self.name, entries):
-            return refusal
-        coded = [entry for entry in entries if entry.grid is not None]
-        for entry in coded:
-            if entry.grid is not None and entry.grid.outliers:
-                return (
-                    f"bitsandbytes finds outliers at run time and stores none ({entry.module})",
-                    "leave --outliers out, or use --format int8-outliers",
-                )
-            if entry.transposed:
-                return f"{entry.module} is a Conv1D, whose codes bitsandbytes does not read back", "use --format dense"
-            if entry.source.dtype not in TYPES:
-                return (
-                    f"{entry.source.name} is stored as {entry.source.dtype}, in which bitsandbytes computes nothing",
-                    "convert the model to float16 or bfloat16 first",
-                )
-            if not entry.block:
-                return f"{entry.module} is a head, which loaders leave unquantised", "leave it in its source type"
-        if len({entry.grid for entry in coded}) > 1:
-            names = " and ".join(sorted({entry.grid.name for entry in coded if entry.grid is not None}))
+        grids = {entry.grid for entry in entries if entry.grid is not None}
+        if len(grids) > 1:
+            names = " and ".join(sorted({grid.name for grid in grids}))
             return f"a bitsandbytes checkpoint has one type as a whole, not {names}", "use one type for all modules"
         return None
 
-    def layout(self, entry: Entry) -> list[TensorSpec]:
-        if entry.grid is None:
-            return [entry.source]
-        return self.holds[entry.grid.type].layout(entry)
+    def misfit(self, entry: Entry, grid: Spec) -> Refusal | None:
+        if grid.outliers:
+            return (
+                f"bitsandbytes finds outliers at run time and stores none ({entry.module})",
+                "leave --outliers out, or use --format int8-outliers",
+            )
+        if entry.transposed:
+            return f"{entry.module} is a Conv1D, whose codes bitsandbytes does not read back", "use --format dense"
+        if entry.source.dtype not in TYPES:
+            return (
+                f"{entry.source.name} is stored as {entry.source.dtype}, in which bitsandbytes computes nothing",
+                "convert the model to float16 or bfloat16 first",
+            )
+        if not entry.block:
+            return f"{entry.module} is a head, which loaders leave unquantised", "leave it in its source type"
+        return None
 
-    def encode(self, entry: Entry, coded: "Coded") -> "dict[str, Tensor]":
-        check_codes(entry, coded)
-        tensors = self.holds[coded.grid.spec.type].encode(entry, coded)
-        return {f"{entry.module}.{name}": tensor.contiguous() for name, tensor in tensors.items()}
+    def parts(self, entry: Entry, grid: Spec) -> list[Part]:
+        return self.holds[grid.type].parts(entry)
 
-    def config(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    def packed(self, entry: Entry, coded: "Coded") -> "dict[str, Tensor]":
+        return self.holds[coded.grid.spec.type].packed(entry, coded)
+
+    def settings(self, entries: Sequence[Entry], config: Config) -> dict[str, Any]:
         coded = [entry for entry in entries if entry.grid is not None]
         skipped = [entry.module for entry in left_alone(entries)]
         heads = ["embed_out", "lm_head"] if config.get("model_type") == "gpt_neox" else ["lm_head"]
         skipped += [name for name in heads if name not in skipped]  # also a tied one, which has no tensor
         own = {} if coded[0].grid is None else self.holds[coded[0].grid.type].settings(coded[0])
         settings: dict[str, Any] = {
-            "quant_method": "bitsandbytes",
             "load_in_4bit": bool(own),
             "load_in_8bit": not own,
             "llm_int8_threshold": 6.0,
@@ -102,15 +100,9 @@ class BitsAndBytes:
             "llm_int8_enable_fp32_cpu_offload": False,
             "llm_int8_has_fp16_weight": False,
         }
-        return {"config.json": {"quantization_config": settings | own}}
+        return settings | own
 
-    def recognises(self, config: Mapping[str, Any]) -> bool:
-        settings = config.get("quantization_config")
-        return isinstance(settings, Mapping) and settings.get("quant_method") == "bitsandbytes"
-
-    def shape(
-        self, module: str, specs: Mapping[str, TensorSpec], read: Reader, config: Mapping[str, Any]
-    ) -> tuple[int, int] | None:
+    def shape(self, module: str, specs: Specs, read: Reader, config: Config) -> tuple[int, int] | None:
         weight = specs.get(f"{module}.weight")
         if weight is None:
             return None
@@ -123,7 +115,7 @@ class BitsAndBytes:
             raise CheckpointError(f"{module}.weight does not hold {rows} x {width} codes")
         return rows, width
 
-    def decode(self, module: str, read: Reader, config: Mapping[str, Any]) -> "Coded | None":
+    def decode(self, module: str, read: Reader, config: Config) -> "Coded | None":
         def part(name: str) -> "Tensor | None":
             try:
                 return read(f"{module}.{name}")
@@ -136,7 +128,7 @@ class BitsAndBytes:
             return decode_nf4(module, read, absmax)
         return None
 
-    def inputs(self, module: str, read: Reader, config: Mapping[str, Any]) -> "Rounding | None":
+    def inputs(self, module: str, read: Reader, config: Config) -> "Rounding | None":
         from llmcompress.grids.int8_inputs import ByThreshold
 
         settings = config["quantization_config"]

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from llmcompress.errors import CheckpointError, RunError
-from llmcompress.formats.base import Entry, Reader, TensorSpec
+from llmcompress.formats.base import Entry, Reader
+from llmcompress.formats.packed_format import Part
 from llmcompress.grids.int8 import Int8Spec
 from llmcompress.grids.nf4 import Nf4Spec
 
@@ -24,10 +25,10 @@ _OFFSET_DIGITS = 26  # what a number takes in JSON at most; the rest of it is sp
 class Tensors(Protocol):
     """How matrices on one grid are stored; names are those behind the module's."""
 
-    def layout(self, entry: Entry) -> list[TensorSpec]:
-        """The tensors of a matrix, by their full names."""
+    def parts(self, entry: Entry) -> list[Part]:
+        """The tensors of a matrix."""
 
-    def encode(self, entry: Entry, coded: "Coded") -> "dict[str, Tensor]":
+    def packed(self, entry: Entry, coded: "Coded") -> "dict[str, Tensor]":
         """Those tensors, by name."""
 
     def settings(self, entry: Entry) -> dict[str, Any]:
@@ -37,15 +38,11 @@ class Tensors(Protocol):
 class Int8Tensors:
     """Rows of LLM.int8()."""
 
-    def layout(self, entry: Entry) -> list[TensorSpec]:
-        module, rows, width = entry.module, entry.out_features, entry.in_features
-        return [
-            TensorSpec(f"{module}.weight", "I8", (rows, width)),
-            TensorSpec(f"{module}.SCB", "F32", (rows,)),
-            TensorSpec(f"{module}.weight_format", "U8", ()),
-        ]
+    def parts(self, entry: Entry) -> list[Part]:
+        rows, width = entry.out_features, entry.in_features
+        return [("weight", "I8", (rows, width)), ("SCB", "F32", (rows,)), ("weight_format", "U8", ())]
 
-    def encode(self, entry: Entry, coded: "Coded") -> "dict[str, Tensor]":
+    def packed(self, entry: Entry, coded: "Coded") -> "dict[str, Tensor]":
         import torch
 
         grid = cast("Int8Grid", coded.grid)
@@ -62,21 +59,20 @@ class Int8Tensors:
 class Nf4Tensors:
     """NF4, its absmax as it is or quantised again."""
 
-    def layout(self, entry: Entry) -> list[TensorSpec]:
+    def parts(self, entry: Entry) -> list[Part]:
         grid, rows, width = cast("Nf4Spec", entry.grid), entry.out_features, entry.in_features
         blocks = rows * grid.groups(width)
-        specs = [
-            TensorSpec("", "U8", (rows * width // 2, 1)),
-            TensorSpec(".absmax", "U8" if grid.double else "F32", (blocks,)),
-            TensorSpec(".quant_map", "F32", (grid.levels,)),
+        parts: list[Part] = [
+            ("weight", "U8", (rows * width // 2, 1)),
+            ("weight.absmax", "U8" if grid.double else "F32", (blocks,)),
+            ("weight.quant_map", "F32", (grid.levels,)),
         ]
         if grid.double:
-            specs.append(TensorSpec(".nested_absmax", "F32", (-(-blocks // grid.nested),)))
-            specs.append(TensorSpec(".nested_quant_map", "F32", (256,)))
-        specs.append(TensorSpec(f".{STATE}", "U8", (len(packed_state(entry, 0.0)),)))
-        return [TensorSpec(f"{entry.module}.weight{spec.name}", spec.dtype, spec.shape) for spec in specs]
+            parts.append(("weight.nested_absmax", "F32", (-(-blocks // grid.nested),)))
+            parts.append(("weight.nested_quant_map", "F32", (256,)))
+        return [*parts, (f"weight.{STATE}", "U8", (len(packed_state(entry, 0.0)),))]
 
-    def encode(self, entry: Entry, coded: "Coded") -> "dict[str, Tensor]":
+    def packed(self, entry: Entry, coded: "Coded") -> "dict[str, Tensor]":
         import torch
 
         from llmcompress.grids.nf4 import dynamic_map

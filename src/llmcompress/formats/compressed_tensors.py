@@ -19,20 +19,14 @@ Only widths that fill a word without straddling are written (2, 4, 8 bits): vers
 Weights of 8 bits without rounded inputs are packed, since engines refuse them unpacked.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from llmcompress.errors import CheckpointError
 from llmcompress.formats import kv_cache
-from llmcompress.formats.base import FLOAT_TYPES, Entry, Reader, TensorSpec
-from llmcompress.formats.entry_checks import (
-    Refusal,
-    check_codes,
-    common_refusal,
-    left_alone,
-    quantised,
-    stored_type,
-)
+from llmcompress.formats.base import FLOAT_TYPES, Config, Entry, Reader, Specs
+from llmcompress.formats.entry_checks import Refusal, left_alone, quantised, stored_type
+from llmcompress.formats.packed_format import PackedFormat, Part, matrix_shape, stored_extents
 from llmcompress.formats.scheme_tensors import byte_tensors, packed_tensors, read_bytes, read_packed, words_for
 from llmcompress.formats.schemes import (
     FLOATS,
@@ -59,8 +53,8 @@ BITS = (2, 4, 8)
 SCHEMA = "0.19.0"  # informational: the version of the library whose schema the config follows
 
 
-class CompressedTensors:
-    """What llm-compressor writes and vLLM prefers; implements `Format`."""
+class CompressedTensors(PackedFormat):
+    """What llm-compressor writes and vLLM prefers."""
 
     name = "compressed-tensors"
     summary = (
@@ -68,63 +62,57 @@ class CompressedTensors:
     )
     holds = HOLDS
     marker = "weight_scale"
+    quant_method = "compressed-tensors"
+    required = ("weight_scale",)
+    tells_inputs = True
 
-    def refuses(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> Refusal | None:
-        if refusal := common_refusal(self.name, entries, config, self.holds):
+    def misfit(self, entry: Entry, grid: Spec) -> Refusal | None:
+        if grid.bits not in BITS:
+            return (
+                f"format compressed-tensors cannot hold {grid.name} ({entry.module})",
+                "it holds 2, 4 and 8 bits, --format gptq also 3, --format dense every grid",
+            )
+        if refusal := unholdable(entry, grid):
             return refusal
-        for entry, grid in quantised(entries):
-            if grid.bits not in BITS:
-                return (
-                    f"format compressed-tensors cannot hold {grid.name} ({entry.module})",
-                    "it holds 2, 4 and 8 bits, --format gptq also 3, --format dense every grid",
-                )
-            if refusal := unholdable(entry, grid):
-                return refusal
-            if entry.permuted:
-                return (
-                    f"compressed-tensors no longer knows groups in activation order ({entry.module})",
-                    "use static groups, or --format gptq",
-                )
-            if entry.transposed:
-                return (
-                    f"{entry.module} is a Conv1D, which no reader of compressed-tensors quantises",
-                    "use --format gptq or dense",
-                )
-            if entry.source.dtype not in FLOAT_TYPES:
-                return (
-                    f"{entry.source.name} is stored as {entry.source.dtype}, which cannot hold scales",
-                    "convert the model to float16 or bfloat16 first",
-                )
+        if entry.permuted:
+            return (
+                f"compressed-tensors no longer knows groups in activation order ({entry.module})",
+                "use static groups, or --format gptq",
+            )
+        if entry.transposed:
+            return (
+                f"{entry.module} is a Conv1D, which no reader of compressed-tensors quantises",
+                "use --format gptq or dense",
+            )
+        if entry.source.dtype not in FLOAT_TYPES:
+            return (
+                f"{entry.source.name} is stored as {entry.source.dtype}, which cannot hold scales",
+                "convert the model to float16 or bfloat16 first",
+            )
         return None
 
-    def layout(self, entry: Entry) -> list[TensorSpec]:
-        if entry.grid is None:
-            return [entry.source]
-        width, rows, bits = entry.in_features, entry.out_features, entry.grid.bits
-        groups, how = entry.grid.groups(width), kind(entry.grid, entry.inputs)
-        scale = TensorSpec(f"{entry.module}.weight_scale", entry.source.dtype, (rows, groups))
+    def parts(self, entry: Entry, grid: Spec) -> list[Part]:
+        width, rows, bits = entry.in_features, entry.out_features, grid.bits
+        groups, how = grid.groups(width), kind(grid, entry.inputs)
+        scale: Part = ("weight_scale", entry.source.dtype, (rows, groups))
         if how == PACKED:
-            packed = TensorSpec(f"{entry.module}.weight_packed", "I32", (rows, words_for(width, bits)))
-            specs = [packed, scale, TensorSpec(f"{entry.module}.weight_shape", "I64", (2,))]
+            parts = [("weight_packed", "I32", (rows, words_for(width, bits))), scale, ("weight_shape", "I64", (2,))]
         else:
-            stored = "F8_E4M3" if how == FLOATS else "I8"
-            specs = [TensorSpec(f"{entry.module}.weight", stored, (rows, width)), scale]
-        if not entry.grid.symmetric:  # next to symmetric weights vLLM takes it for a stray tensor
-            specs.append(TensorSpec(f"{entry.module}.weight_zero_point", "I32", (words_for(rows, bits), groups)))
+            parts = [("weight", "F8_E4M3" if how == FLOATS else "I8", (rows, width)), scale]
+        if not grid.symmetric:  # next to symmetric weights vLLM takes it for a stray tensor
+            parts.append(("weight_zero_point", "I32", (words_for(rows, bits), groups)))
         if entry.inputs is not None and not entry.inputs.dynamic:
-            specs.append(TensorSpec(f"{entry.module}.input_scale", entry.source.dtype, (1,)))
-        return specs
+            parts.append(("input_scale", entry.source.dtype, (1,)))
+        return parts
 
-    def encode(self, entry: Entry, coded: "Coded") -> "dict[str, Tensor]":
-        check_codes(entry, coded)
+    def packed(self, entry: Entry, coded: "Coded") -> "dict[str, Tensor]":
         how = kind(coded.grid.spec, entry.inputs)
         tensors = packed_tensors(entry, coded) if how == PACKED else byte_tensors(entry, coded, how)
         if coded.input_scale is not None:
-            scale = stored_type(entry, coded.input_scale, entry.source.dtype)
-            tensors[f"{entry.module}.input_scale"] = scale
+            tensors["input_scale"] = stored_type(entry, coded.input_scale, entry.source.dtype)
         return tensors
 
-    def config(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    def settings(self, entries: Sequence[Entry], config: Config) -> dict[str, Any]:
         schemes: dict[tuple[Spec, str | None, InputSpec | None], list[str]] = {}
         for entry, grid in quantised(entries):
             # the library knows an order only together with groups
@@ -148,8 +136,7 @@ class CompressedTensors:
             heads = ["embed_out", "lm_head"] if config.get("model_type") == "gpt_neox" else ["lm_head"]
             ignored += [name for name in heads if name not in ignored]
         code = kv_cache.code_of(entries)
-        settings = {
-            "quant_method": "compressed-tensors",
+        return {
             "format": kinds.pop() if len(kinds) == 1 else MIXED,
             "quantization_status": "compressed",
             "config_groups": groups,
@@ -160,39 +147,23 @@ class CompressedTensors:
             "transform_config": {},
             "version": SCHEMA,
         }
-        return {"config.json": {"quantization_config": settings}}
 
-    def recognises(self, config: Mapping[str, Any]) -> bool:
-        settings = config.get("quantization_config")
-        return (
-            isinstance(settings, Mapping)
-            and settings.get("quant_method") == "compressed-tensors"
-            and settings.get("format") in READ
-        )
+    def recognises(self, config: Config) -> bool:
+        return super().recognises(config) and config["quantization_config"].get("format") in READ
 
-    def shape(
-        self, module: str, specs: Mapping[str, TensorSpec], read: Reader, config: Mapping[str, Any]
-    ) -> tuple[int, int] | None:
+    def shape(self, module: str, specs: Specs, read: Reader, config: Config) -> tuple[int, int] | None:
         if f"{module}.weight_packed" not in specs:
             plain = specs.get(f"{module}.weight")
-            fits = plain is not None and plain.dtype in ("I8", "F8_E4M3") and len(plain.shape) == 2
-            return (plain.shape[0], plain.shape[1]) if plain is not None and fits else None
+            coded = plain is not None and plain.dtype in ("I8", "F8_E4M3")
+            return matrix_shape(specs, f"{module}.weight") if coded else None
         if f"{module}.weight_g_idx" in specs:
             raise CheckpointError(
                 f"{module} has groups in activation order, which are read from gptq checkpoints alone"
             )
-        stored = specs.get(f"{module}.weight_shape")
-        if stored is None or stored.shape != (2,):
-            raise CheckpointError(f"{module}.weight_shape does not hold the two extents of a matrix")
-        rows, width = (int(extent) for extent in read(f"{module}.weight_shape"))
-        return rows, width
+        return stored_extents(module, specs, read)
 
-    def decode(self, module: str, read: Reader, config: Mapping[str, Any]) -> "Coded | None":
-        try:
-            scale = read(f"{module}.weight_scale")
-        except KeyError:
-            return None
-        spec = grid_of(module, config["quantization_config"])
+    def unpacked(self, module: str, tensors: "list[Tensor]", read: Reader, settings: Config) -> "Coded":
+        (scale,), spec = tensors, grid_of(module, settings)
         try:
             words, shape = read(f"{module}.weight_packed"), read(f"{module}.weight_shape")
         except KeyError:
@@ -201,7 +172,7 @@ class CompressedTensors:
         points = None if spec.symmetric else read(f"{module}.weight_zero_point")
         return read_packed(module, spec, (rows, width), words, scale, points)
 
-    def inputs(self, module: str, read: Reader, config: Mapping[str, Any]) -> "InputGrid | None":
+    def inputs(self, module: str, read: Reader, config: Config) -> "InputGrid | None":
         import torch
 
         from llmcompress.grids.inputs import InputGrid

@@ -3,30 +3,29 @@
 The decoded value scale * (code - zero_point) is rounded once, to the type the matrix had; everything else is copied.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from llmcompress.errors import RunError
 from llmcompress.formats import kv_cache
-from llmcompress.formats.base import Entry, Reader, TensorSpec
+from llmcompress.formats.base import Config, Entry, Format, TensorSpec
 from llmcompress.formats.entry_checks import Refusal, check_codes, rounded_inputs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from llmcompress.grids.coded import Coded
-    from llmcompress.grids.inputs import Rounding
 
 
-class Dense:
-    """Checkpoints that look like their source; implements `Format`."""
+class Dense(Format):
+    """Checkpoints that look like their source."""
 
     name = "dense"
     summary = "decoded weights in the source's type, for any loader; as large as the source"
     holds = None
     marker = "weight"
 
-    def refuses(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> Refusal | None:
+    def refuses(self, entries: Sequence[Entry], config: Config) -> Refusal | None:
         for entry in entries:
             if entry.grid is not None and entry.source.dtype not in ("F16", "BF16", "F32", "F64"):
                 return (
@@ -48,22 +47,11 @@ class Dense:
             raise RunError(f"decoded values of {entry.module} overflow {entry.source.dtype}")
         return {entry.source.name: (weight.t() if entry.transposed else weight).contiguous()}
 
-    def config(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    def config(self, entries: Sequence[Entry], config: Config) -> dict[str, dict[str, Any]]:
         return {"config.json": {}}
 
-    def recognises(self, config: Mapping[str, Any]) -> bool:
+    def recognises(self, config: Config) -> bool:
         return "quantization_config" not in config
-
-    def shape(
-        self, module: str, specs: Mapping[str, TensorSpec], read: Reader, config: Mapping[str, Any]
-    ) -> tuple[int, int] | None:
-        return None
-
-    def decode(self, module: str, read: Reader, config: Mapping[str, Any]) -> "Coded | None":
-        return None
-
-    def inputs(self, module: str, read: Reader, config: Mapping[str, Any]) -> "Rounding | None":
-        return None
 
 
 FORMAT = Dense()

@@ -179,9 +179,8 @@ def check_codes(entry: Entry, coded: "Coded") -> None:
         raise RunError(f"{entry.module} {'lacks' if fixed else 'has'} a scale of its inputs, which was not planned")
 
 
-def integer_grid(entry: Entry, coded: "Coded") -> "Grid":
-    """The grid of an entry with whole zero points, checked as `check_codes` does."""
-    check_codes(entry, coded)
+def affine_grid(entry: Entry, coded: "Coded") -> "Grid":
+    """The grid of an entry; RunError if it has no whole zero points."""
     if not coded.grid.spec.affine:
         raise RunError(f"{entry.module} was coded on {coded.grid.spec.name}, which has no zero points")
     return coded.grid

@@ -20,20 +20,20 @@ from typing import TYPE_CHECKING, Any
 
 from llmcompress import __version__
 from llmcompress.errors import CheckpointError
-from llmcompress.formats.base import Entry, Reader, TensorSpec
+from llmcompress.formats.base import Config, Entry, Reader, Specs
 from llmcompress.formats.entry_checks import (
     HEADS,
     Refusal,
-    common_refusal,
+    affine_grid,
     grids,
-    integer_grid,
     left_alone,
     named,
     quantised,
-    rounded_inputs,
     stored_scale,
     treatments,
 )
+from llmcompress.formats.packed_format import PackedFormat, Part, matrix_shape
+from llmcompress.formats.scheme_tensors import words_for
 from llmcompress.grids.base import Spec
 from llmcompress.grids.integer import IntegerSpec
 
@@ -41,20 +41,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from llmcompress.grids.coded import Coded
-    from llmcompress.grids.inputs import Rounding
 
 BITS = (2, 3, 4, 8)
 
 
-class GptqFormat:
-    """The checkpoint family of AutoGPTQ and GPTQModel; implements `Format`."""
+class GptqFormat(PackedFormat):
+    """The checkpoint family of AutoGPTQ and GPTQModel."""
 
     name = "gptq"
     summary = "2, 3, 4, 8 bits; read by GPTQModel, transformers, vLLM, SGLang and llama.cpp's converter"
     holds = ("int",)
     marker = "qweight"
+    quant_method = "gptq"
+    required = ("qweight", "qzeros", "scales")
 
-    def refuses(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> Refusal | None:
+    def refuses(self, entries: Sequence[Entry], config: Config) -> Refusal | None:
         coded = quantised(entries)
         for entry, grid in coded:
             if grid.type not in self.holds:
@@ -62,26 +63,8 @@ class GptqFormat:
                     f"format gptq holds integers, not {grid.name} ({entry.module})",
                     "use --format compressed-tensors, or --type int",
                 )
-        if refusal := common_refusal(self.name, entries, config, self.holds) or rounded_inputs(self.name, entries):
+        if refusal := super().refuses(entries, config):
             return refusal
-        for entry, grid in coded:
-            if grid.bits not in BITS:
-                return (
-                    f"format gptq cannot hold {grid.name} ({entry.module})",
-                    "gptq holds 2, 3, 4 and 8 bits; --format dense holds every grid",
-                )
-            # every reader unpacks 3-bit words in threes, 32 values at a time; words of other widths may be part empty
-            if grid.bits == 3 and (entry.in_features % 32 or entry.out_features % 32):
-                return (
-                    f"3-bit gptq needs multiples of 32 on both sides, and {entry.module} is "
-                    f"{entry.out_features} x {entry.in_features}",
-                    "use 2 or 4 bits for this module, or --format dense",
-                )
-            if not entry.block and entry.module.rpartition(".")[2] not in HEADS:
-                return (
-                    f"no engine reads gptq codes outside of decoder layers and head ({entry.module})",
-                    "leave it in its source type",
-                )
         if len({grid.symmetric for _, grid in coded}) > 1:
             asymmetric = [entry.module for entry, grid in coded if not grid.symmetric]
             return (
@@ -90,40 +73,61 @@ class GptqFormat:
             )
         return None
 
-    def layout(self, entry: Entry) -> list[TensorSpec]:
-        if entry.grid is None:
-            return [entry.source]
-        width, rows, bits = entry.in_features, entry.out_features, entry.grid.bits
-        groups = entry.grid.groups(width)
+    def misfit(self, entry: Entry, grid: Spec) -> Refusal | None:
+        if grid.bits not in BITS:
+            return (
+                f"format gptq cannot hold {grid.name} ({entry.module})",
+                "gptq holds 2, 3, 4 and 8 bits; --format dense holds every grid",
+            )
+        # every reader unpacks 3-bit words in threes, 32 values at a time; words of other widths may be part empty
+        if grid.bits == 3 and (entry.in_features % 32 or entry.out_features % 32):
+            return (
+                f"3-bit gptq needs multiples of 32 on both sides, and {entry.module} is "
+                f"{entry.out_features} x {entry.in_features}",
+                "use 2 or 4 bits for this module, or --format dense",
+            )
+        if not entry.block and entry.module.rpartition(".")[2] not in HEADS:
+            return (
+                f"no engine reads gptq codes outside of decoder layers and head ({entry.module})",
+                "leave it in its source type",
+            )
+        return None
+
+    def parts(self, entry: Entry, grid: Spec) -> list[Part]:
+        width, rows, bits = entry.in_features, entry.out_features, grid.bits
+        groups = grid.groups(width)
         return [
-            TensorSpec(f"{entry.module}.qweight", "I32", (_words(width, bits), rows)),
-            TensorSpec(f"{entry.module}.qzeros", "I32", (groups, _words(rows, bits))),
-            TensorSpec(f"{entry.module}.scales", "F16", (groups, rows)),
-            TensorSpec(f"{entry.module}.g_idx", "I32", (width,)),
+            ("qweight", "I32", (words_for(width, bits), rows)),
+            ("qzeros", "I32", (groups, words_for(rows, bits))),
+            ("scales", "F16", (groups, rows)),
+            ("g_idx", "I32", (width,)),
         ]
 
-    def encode(self, entry: Entry, coded: "Coded") -> "dict[str, Tensor]":
+    def packed(self, entry: Entry, coded: "Coded") -> "dict[str, Tensor]":
         import torch
 
         from llmcompress.packing.bits import pack
 
-        grid, spec = integer_grid(entry, coded), coded.grid.spec
+        grid, spec = affine_grid(entry, coded), coded.grid.spec
         zeros = grid.zero.t().to(torch.int64)
         if spec.symmetric:  # checkpoint format v1
             zeros = zeros - 1
         return {
-            f"{entry.module}.qweight": pack(coded.codes, spec.bits).t().contiguous(),
-            f"{entry.module}.qzeros": pack(zeros, spec.bits),
-            f"{entry.module}.scales": stored_scale(entry, coded, "F16").t().contiguous(),
-            f"{entry.module}.g_idx": grid.group_index.to(torch.int32),
+            "qweight": pack(coded.codes, spec.bits).t(),
+            "qzeros": pack(zeros, spec.bits),
+            "scales": stored_scale(entry, coded, "F16").t(),
+            "g_idx": grid.group_index.to(torch.int32),
         }
 
-    def config(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    def config(self, entries: Sequence[Entry], config: Config) -> dict[str, dict[str, Any]]:
+        files = super().config(entries, config)
+        return {**files, "quantize_config.json": files["config.json"]["quantization_config"]}
+
+    def settings(self, entries: Sequence[Entry], config: Config) -> dict[str, Any]:
         coded = quantised(entries)
         common, *others = grids(entries)
         version = "gptq" if common.symmetric else "gptq_v2"
         settings: dict[str, Any] = {
-            "quant_method": "gptq",
             "bits": common.bits,
             "group_size": common.group_size,
             "sym": common.symmetric,
@@ -145,24 +149,18 @@ class GptqFormat:
             settings["dynamic"] = _dynamic(entries, common)
             settings["modules_in_block_to_quantize"] = [[entry.module for entry, _ in coded if entry.block]]
         settings["meta"] = {"quantizer": [f"llmcompress:{__version__}"]}
-        return {"config.json": {"quantization_config": settings}, "quantize_config.json": settings}
+        return settings
 
-    def recognises(self, config: Mapping[str, Any]) -> bool:
-        settings = config.get("quantization_config")
-        return isinstance(settings, Mapping) and settings.get("quant_method") == "gptq"
-
-    def shape(
-        self, module: str, specs: Mapping[str, TensorSpec], read: Reader, config: Mapping[str, Any]
-    ) -> tuple[int, int] | None:
-        words, scales = specs.get(f"{module}.qweight"), specs.get(f"{module}.scales")
-        if words is None or scales is None or len(words.shape) != 2 or len(scales.shape) != 2:
+    def shape(self, module: str, specs: Specs, read: Reader, config: Config) -> tuple[int, int] | None:
+        words, scales = matrix_shape(specs, f"{module}.qweight"), matrix_shape(specs, f"{module}.scales")
+        if words is None or scales is None:
             return None
         index = specs.get(f"{module}.g_idx")
         spec = _spec(module, config["quantization_config"])
-        width = words.shape[0] * 32 // spec.bits if index is None or not index.shape else index.shape[0]
-        return scales.shape[1], width
+        width = words[0] * 32 // spec.bits if index is None or not index.shape else index.shape[0]
+        return scales[1], width
 
-    def decode(self, module: str, read: Reader, config: Mapping[str, Any]) -> "Coded | None":
+    def unpacked(self, module: str, tensors: "list[Tensor]", read: Reader, settings: Config) -> "Coded":
         """Both zero-point conventions, any order of groups, settings of its own through `dynamic`."""
         import torch
 
@@ -170,11 +168,8 @@ class GptqFormat:
         from llmcompress.grids.integer import IntegerGrid
         from llmcompress.packing.bits import unpack
 
-        try:
-            words, zeros, scales = (read(f"{module}.{part}") for part in ("qweight", "qzeros", "scales"))
-        except KeyError:
-            return None
-        spec = _spec(module, config["quantization_config"])
+        words, zeros, scales = tensors
+        spec = _spec(module, settings)
         rows = scales.shape[1]
         try:
             index = read(f"{module}.g_idx").to(torch.int64)
@@ -183,22 +178,15 @@ class GptqFormat:
         width = index.numel()
         shapes = (tuple(words.shape), tuple(zeros.shape), scales.shape[0])
         groups = spec.groups(width)
-        if shapes != ((_words(width, spec.bits), rows), (groups, _words(rows, spec.bits)), groups):
+        if shapes != ((words_for(width, spec.bits), rows), (groups, words_for(rows, spec.bits)), groups):
             raise CheckpointError(f"tensors of {module} do not have the shapes of {spec.name}")
         if int(index.min()) < 0 or int(index.max()) >= groups:
             raise CheckpointError(f"{module}.g_idx names a group that does not exist")
         points = unpack(zeros, spec.bits, rows).to(torch.float32)
-        if _version(config["quantization_config"]) == "gptq":
+        if _version(settings) == "gptq":
             points = (points + 1) % spec.levels
         grid = IntegerGrid(spec, scales.t().to(torch.float32).contiguous(), points.t().contiguous(), index)
         return Coded(unpack(words.t().contiguous(), spec.bits, width), grid)
-
-    def inputs(self, module: str, read: Reader, config: Mapping[str, Any]) -> "Rounding | None":
-        return None
-
-
-def _words(count: int, bits: int) -> int:
-    return -(-count * bits // 32)
 
 
 def _dynamic(entries: Sequence[Entry], common: Spec) -> dict[str, dict[str, Any]]:

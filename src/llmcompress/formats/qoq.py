@@ -11,13 +11,14 @@ with W[n, k] = (code[n, k] - zero_group[n, k/g]) * scale_group[n, k/g] * scale_r
 within -127 ... 127. Inputs are rounded to int8 token by token, or not at all, which config.json says of each module.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from llmcompress.errors import CheckpointError, RunError
-from llmcompress.formats.base import Entry, Reader, TensorSpec
-from llmcompress.formats.entry_checks import Refusal, check_codes, common_refusal, stored_type
-from llmcompress.grids.base import INPUT_SPECS
+from llmcompress.formats.base import Config, Entry, Reader, Specs
+from llmcompress.formats.entry_checks import Refusal, stored_type
+from llmcompress.formats.packed_format import PackedFormat, Part, matrix_shape
+from llmcompress.grids.base import INPUT_SPECS, Spec
 from llmcompress.grids.progressive import ProgressiveSpec
 
 if TYPE_CHECKING:
@@ -27,65 +28,61 @@ if TYPE_CHECKING:
     from llmcompress.grids.inputs import Rounding
     from llmcompress.grids.progressive import ProgressiveGrid
 
-METHOD = "llmcompress-qoq"
 INPUTS = "int8-token"
 _LANES = 8
 
 
-class Qoq:
-    """Codes of whole numbers of rows; implements `Format`."""
+class Qoq(PackedFormat):
+    """Codes of whole numbers of rows."""
 
     name = "qoq"
     summary = "4-bit codes of 8-bit integers with inputs in int8 (QServe's W4A8); read by llmcompress alone"
     holds = ("progressive",)
     marker = "scale_group"
+    quant_method = "llmcompress-qoq"
+    required = ("qweight", "scale_row", "scale_group", "zero_group")
+    tells_inputs = True
 
-    def refuses(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> Refusal | None:
-        if refusal := common_refusal(self.name, entries, config, self.holds):
-            return refusal
-        for entry in entries:
-            if entry.inputs is not None and entry.inputs.name != INPUTS:
-                return (
-                    f"format {self.name} cannot say that inputs are rounded to {entry.inputs.name} ({entry.module})",
-                    f"use --activations {INPUTS} or none",
-                )
-            if entry.grid is not None and entry.permuted:
-                return (
-                    f"format {self.name} has no place for groups in activation order ({entry.module})",
-                    "use --actorder static, or --format dense",
-                )
+    def misfit(self, entry: Entry, grid: Spec) -> Refusal | None:
+        if entry.inputs is not None and entry.inputs.name != INPUTS:
+            return (
+                f"format {self.name} cannot say that inputs are rounded to {entry.inputs.name} ({entry.module})",
+                f"use --activations {INPUTS} or none",
+            )
+        if entry.permuted:
+            return (
+                f"format {self.name} has no place for groups in activation order ({entry.module})",
+                "use --actorder static, or --format dense",
+            )
         return None
 
-    def layout(self, entry: Entry) -> list[TensorSpec]:
-        if entry.grid is None:
-            return [entry.source]
+    def parts(self, entry: Entry, grid: Spec) -> list[Part]:
         rows, width = entry.out_features, entry.in_features
-        groups = entry.grid.groups(width)
+        groups = grid.groups(width)
         return [
-            TensorSpec(f"{entry.module}.qweight", "I32", (rows, width // _LANES)),
-            TensorSpec(f"{entry.module}.scale_row", "F16", (rows,)),
-            TensorSpec(f"{entry.module}.scale_group", "U8", (rows, groups)),
-            TensorSpec(f"{entry.module}.zero_group", "U8", (rows, groups)),
+            ("qweight", "I32", (rows, width // _LANES)),
+            ("scale_row", "F16", (rows,)),
+            ("scale_group", "U8", (rows, groups)),
+            ("zero_group", "U8", (rows, groups)),
         ]
 
-    def encode(self, entry: Entry, coded: "Coded") -> "dict[str, Tensor]":
+    def packed(self, entry: Entry, coded: "Coded") -> "dict[str, Tensor]":
         import torch
 
         from llmcompress.grids.progressive import LARGEST
         from llmcompress.packing.lanes import pack_lanes
 
-        check_codes(entry, coded)
         grid = cast("ProgressiveGrid", coded.grid)
         if int(grid.whole(coded.codes).abs().max()) > LARGEST:
             raise RunError(f"codes of {entry.module} leave the protective range")
         return {
-            f"{entry.module}.qweight": pack_lanes(coded.codes),
-            f"{entry.module}.scale_row": stored_type(entry, grid.row_scale[:, 0].contiguous(), "F16"),
-            f"{entry.module}.scale_group": grid.multiple.to(torch.uint8).contiguous(),
-            f"{entry.module}.zero_group": grid.zero.to(torch.uint8).contiguous(),
+            "qweight": pack_lanes(coded.codes),
+            "scale_row": stored_type(entry, grid.row_scale[:, 0], "F16"),
+            "scale_group": grid.multiple.to(torch.uint8),
+            "zero_group": grid.zero.to(torch.uint8),
         }
 
-    def config(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    def settings(self, entries: Sequence[Entry], config: Config) -> dict[str, Any]:
         modules = {
             entry.module: {
                 "group_size": entry.grid.group_size,
@@ -94,21 +91,15 @@ class Qoq:
             for entry in entries
             if entry.grid is not None
         }
-        return {"config.json": {"quantization_config": {"quant_method": METHOD, "modules": modules}}}
+        return {"modules": modules}
 
-    def recognises(self, config: Mapping[str, Any]) -> bool:
-        settings = config.get("quantization_config")
-        return isinstance(settings, Mapping) and settings.get("quant_method") == METHOD
-
-    def shape(
-        self, module: str, specs: Mapping[str, TensorSpec], read: Reader, config: Mapping[str, Any]
-    ) -> tuple[int, int] | None:
-        words = specs.get(f"{module}.qweight")
-        if words is None or words.dtype != "I32" or len(words.shape) != 2:
+    def shape(self, module: str, specs: Specs, read: Reader, config: Config) -> tuple[int, int] | None:
+        words = matrix_shape(specs, f"{module}.qweight")
+        if words is None or specs[f"{module}.qweight"].dtype != "I32":
             return None
-        return words.shape[0], words.shape[1] * _LANES
+        return words[0], words[1] * _LANES
 
-    def decode(self, module: str, read: Reader, config: Mapping[str, Any]) -> "Coded | None":
+    def unpacked(self, module: str, tensors: "list[Tensor]", read: Reader, settings: Config) -> "Coded":
         import torch
 
         from llmcompress.grids.coded import Coded
@@ -116,12 +107,8 @@ class Qoq:
         from llmcompress.grids.scales import natural_groups
         from llmcompress.packing.lanes import unpack_lanes
 
-        try:
-            words, row_scale = read(f"{module}.qweight"), read(f"{module}.scale_row")
-            multiple, zero = read(f"{module}.scale_group"), read(f"{module}.zero_group")
-        except KeyError:
-            return None
-        spec = ProgressiveSpec(int(config["quantization_config"]["modules"][module]["group_size"]))
+        words, row_scale, multiple, zero = tensors
+        spec = ProgressiveSpec(int(settings["modules"][module]["group_size"]))
         rows, width = words.shape[0], words.shape[1] * _LANES
         shape = (rows, spec.groups(width))
         if width % spec.group_size or row_scale.shape != (rows,) or not multiple.shape == zero.shape == shape:
@@ -136,7 +123,7 @@ class Qoq:
             raise CheckpointError(f"codes of {module} leave the range of int8")
         return Coded(codes, grid)
 
-    def inputs(self, module: str, read: Reader, config: Mapping[str, Any]) -> "Rounding | None":
+    def inputs(self, module: str, read: Reader, config: Config) -> "Rounding | None":
         from llmcompress.grids.inputs import InputGrid
 
         said = config["quantization_config"]["modules"][module]["inputs"]

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, cast
 
 from llmcompress.errors import CheckpointError
 from llmcompress.formats.base import Entry
-from llmcompress.formats.entry_checks import integer_grid, stored_scale
+from llmcompress.formats.entry_checks import affine_grid, stored_scale
 from llmcompress.formats.schemes import FLOATS
 from llmcompress.grids.base import Spec
 from llmcompress.grids.float8 import Float8Spec
@@ -22,32 +22,31 @@ def words_for(count: int, bits: int) -> int:
 
 
 def packed_tensors(entry: Entry, coded: "Coded") -> "dict[str, Tensor]":
-    """Tensors of a matrix whose codes are packed into words."""
+    """Tensors of a matrix whose codes are packed into words, by their names behind the module's."""
     import torch
 
     from llmcompress.packing.bits import pack
 
-    grid, bits = integer_grid(entry, coded), coded.grid.spec.bits
+    grid, bits = affine_grid(entry, coded), coded.grid.spec.bits
     tensors = {
-        f"{entry.module}.weight_packed": pack(coded.codes, bits),
-        f"{entry.module}.weight_scale": stored_scale(entry, coded, entry.source.dtype).contiguous(),
-        f"{entry.module}.weight_shape": torch.tensor([entry.out_features, entry.in_features], dtype=torch.int64),
+        "weight_packed": pack(coded.codes, bits),
+        "weight_scale": stored_scale(entry, coded, entry.source.dtype),
+        "weight_shape": torch.tensor([entry.out_features, entry.in_features], dtype=torch.int64),
     }
     if not grid.spec.symmetric:
-        packed = pack(grid.zero.t().to(torch.int64), bits)
-        tensors[f"{entry.module}.weight_zero_point"] = packed.t().contiguous()
+        tensors["weight_zero_point"] = pack(grid.zero.t().to(torch.int64), bits).t()
     return tensors
 
 
 def byte_tensors(entry: Entry, coded: "Coded", how: str) -> "dict[str, Tensor]":
-    """Tensors of a matrix with one code a byte, stored as `how` says."""
+    """Tensors of a matrix with one code a byte, stored as `how` says, by their names behind the module's."""
     import torch
 
     codes = coded.codes.contiguous()
     weight = codes.view(torch.float8_e4m3fn) if how == FLOATS else (codes ^ 0x80).view(torch.int8)  # code - 128
     return {
-        f"{entry.module}.weight": weight,
-        f"{entry.module}.weight_scale": stored_scale(entry, coded, entry.source.dtype).contiguous(),
+        "weight": weight,
+        "weight_scale": stored_scale(entry, coded, entry.source.dtype),
     }
 
 

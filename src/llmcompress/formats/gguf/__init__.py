@@ -1,28 +1,27 @@
 """GGUF: one file with weights in llama.cpp's types, tokenizer and all else that a runtime needs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from llmcompress.formats import kv_cache
-from llmcompress.formats.base import Entry, Reader, TensorSpec
+from llmcompress.formats.base import Config, Entry, Format, TensorSpec
 from llmcompress.formats.entry_checks import Refusal, check_codes, rounded_inputs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from llmcompress.grids.coded import Coded
-    from llmcompress.grids.inputs import Rounding
 
 
-class Gguf:
-    """Files for llama.cpp; implements `Format`. What stands around the matrices is decided in `engine/gguf.py`."""
+class Gguf(Format):
+    """Files for llama.cpp. What stands around the matrices is decided in `engine/gguf.py`."""
 
     name = "gguf"
     summary = "one file for llama.cpp and all that reads its files, with the tokenizer in it"
     holds = ("ggml",)
     marker = ""
 
-    def refuses(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> Refusal | None:
+    def refuses(self, entries: Sequence[Entry], config: Config) -> Refusal | None:
         for entry in entries:
             if entry.grid is not None and entry.grid.type not in self.holds:
                 return (
@@ -42,22 +41,8 @@ class Gguf:
         check_codes(entry, coded)
         return {entry.source.name: pack(coded)}
 
-    def config(self, entries: Sequence[Entry], config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    def config(self, entries: Sequence[Entry], config: Config) -> dict[str, dict[str, Any]]:
         return {}
-
-    def recognises(self, config: Mapping[str, Any]) -> bool:
-        return False
-
-    def shape(
-        self, module: str, specs: Mapping[str, TensorSpec], read: Reader, config: Mapping[str, Any]
-    ) -> tuple[int, int] | None:
-        return None
-
-    def decode(self, module: str, read: Reader, config: Mapping[str, Any]) -> "Coded | None":
-        return None
-
-    def inputs(self, module: str, read: Reader, config: Mapping[str, Any]) -> "Rounding | None":
-        return None
 
 
 FORMAT = Gguf()
