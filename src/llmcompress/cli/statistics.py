@@ -21,7 +21,7 @@ def register(app: typer.Typer) -> None:
 
 def list_(store: Store, json_: flags.Json = False) -> None:
     """List kept statistics: of what model and text, gathered during what, and how large."""
-    from llmcompress.store.statistics import kept_in
+    from llmcompress.store.statistics import all_statistics
 
     facts: list[dict[str, Any]] = [
         {
@@ -33,7 +33,7 @@ def list_(store: Store, json_: flags.Json = False) -> None:
             "complete": kept.complete,
             "bytes": kept.nbytes,
         }
-        for kept in kept_in(_existing(store))
+        for kept in all_statistics(_existing(store))
     ]
     if json_:
         console.print_json(facts)
@@ -65,9 +65,9 @@ def prune(
     json_: flags.Json = False,
 ) -> None:
     """Remove kept statistics."""
-    from llmcompress.store.statistics import kept_in
+    from llmcompress.store.statistics import all_statistics
 
-    found = kept_in(_existing(store))
+    found = all_statistics(_existing(store))
     unknown = sorted(set(keys or ()) - {kept.key for kept in found})
     if unknown:
         raise PlanError(f"{store} has no statistics {unknown[0]}", "see `llmcompress stats list`")

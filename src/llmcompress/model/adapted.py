@@ -7,9 +7,9 @@ from torch.utils.hooks import RemovableHandle
 
 
 def adapt(module: nn.Module, b: Tensor, a: Tensor) -> RemovableHandle:
-    """From now on a module's output [..., out] for an input x [..., in] is more by (x a^T) b^T.
+    """Add (x a^T) b^T to a module's output [..., out] for an input x [..., in], in every call from now on.
 
-    b [out, rank] and a [rank, in] are on the module's device. The result's `remove` takes it off again.
+    b [out, rank] and a [rank, in] are on the module's device. `remove` of the returned handle undoes the change.
     """
 
     def hook(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ def tiled_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """query [batch, heads, length, dim], key and value [batch, kv heads, length, dim] to [batch, length, heads, dim].
 
-    What it is not made for (other types and devices, caches, further options) torch's own kernel does.
+    torch's own kernel computes all other cases: other types and devices, caches, further options.
     """
     known = {"scaling", "dropout", "is_causal", "sliding_window", "position_ids", "use_cache", "output_attentions"}
     odd = any(item is not None for name, item in options.items() if name not in known)

@@ -1,4 +1,4 @@
-"""What attention reads in place of the keys and values it would keep: a cache that changes what passes through it."""
+"""A key-value cache that changes the keys and values that attention stores and reads."""
 
 import inspect
 from collections.abc import Callable
@@ -12,11 +12,11 @@ from llmcompress.errors import CheckpointError
 Change = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Number of a layer, its keys (after rotation) and values [batch, kv heads, length, dim] -> those that are read."""
 
-_NAMES = ("past_key_values", "past_key_value", "layer_past")  # by which layers of transformers know their cache
+_NAMES = ("past_key_values", "past_key_value", "layer_past")  # arguments of transformers' layers that hold the cache
 
 
 class _Passage:
-    """Takes the place of a cache in the call of one layer; keeps nothing."""
+    """A cache for the call of one layer: changes keys and values, and keeps nothing."""
 
     def __init__(self, number: int, change: Change) -> None:
         self.number, self.change = number, change
@@ -33,7 +33,7 @@ class _Passage:
 def call_through(
     layer: nn.Module, number: int, change: Change, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, bool]:
-    """What a layer returns, called with a cache that changes keys and values; whether it gave any to its cache."""
+    """Call a layer with a cache that changes keys and values; its result, and whether the layer used the cache."""
     signature = inspect.signature(layer.forward)
     bound = signature.bind(*args, **kwargs)
     passage = _Passage(number, change)
@@ -44,7 +44,7 @@ def call_through(
 
 
 class ChangingCache(DynamicCache):  # type: ignore[misc]
-    """transformers' own cache for generation, which keeps keys and values as `change` gives them back."""
+    """transformers' own cache for generation, which keeps the keys and values that `change` returns."""
 
     def __init__(self, config: Any, change: Change) -> None:
         super().__init__(config=config)

@@ -20,7 +20,7 @@ class Expert(nn.Module):
         return out
 
     def inner(self, x: Tensor) -> Tensor:
-        """What down_proj reads: [tokens, intermediate]."""
+        """The input of down_proj: [tokens, intermediate]."""
         gated: Tensor = self.activation(self.gate_proj(x)) * self.up_proj(x)
         return gated
 

@@ -65,16 +65,16 @@ class LayerGradient(Generic[P]):
         paths: Sequence[str],
         part: Callable[[Tensor, Tensor], P],
     ) -> None:
-        """paths: of the matrices below the layer that are looked at.
+        """paths: of the watched matrices below the layer.
 
-        part: what is kept of the input [..., in] of one and of the gradient [..., out] at its output.
+        part: reduces a matrix's input [..., in] and the gradient [..., out] at its output to the value to keep.
         """
         self.model, self.number, self.layer, self.paths, self.part = model, number, layer, paths, part
         self._local = threading.local()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Within, calls see the matrices."""
+        """A context in which calls watch the matrices."""
         handles = [self.layer.get_submodule(path).register_forward_hook(self._see(path)) for path in self.paths]
         try:
             yield
@@ -85,7 +85,7 @@ class LayerGradient(Generic[P]):
     def __call__(self, hidden: Tensor, gradient: Tensor) -> tuple[dict[str, list[P]], Tensor]:
         """Parts by path, one for each time that a matrix was used, and the gradient at `hidden`.
 
-        gradient: at the layer's output. A matrix that no token came to, as that of an expert, is absent.
+        gradient: at the layer's output. A matrix that no token reached, such as an expert's, is absent.
         """
         found: dict[str, list[P]] = {}
         self._local.found = found

@@ -1,4 +1,4 @@
-"""An architecture that has no declaration, found out by running its layers once on weights that are all zero.
+"""The architecture of an undeclared model, observed by running its layers once on weights that are all zero.
 
 Hooks see in which order a layer's matrices run and which of them are handed the very same tensor. That is enough to
 compress weights one by one and to share statistics. Zeros take no memory (one number, repeated), and unlike the meta
@@ -60,7 +60,7 @@ def observe(config: Any, trust_remote_code: bool = False) -> ArchSpec:
     return replace(
         model.spec,
         linears=tuple(Linear(path, reads=spaces[path], conv1d=path in conv1d) for path in paths),
-        never=tuple(Linear(path, reads="") for path in sorted(never)),  # what they read was not looked at
+        never=tuple(Linear(path, reads="") for path in sorted(never)),  # their inputs were not observed
         left_out={path: why for path, why in left_out.items() if path not in paths},
     )
 
@@ -79,7 +79,7 @@ class _Zeros:
 
 
 def _outline(model: nn.Module, model_type: str) -> tuple[ArchSpec, dict[str, torch.Size]]:
-    """Where the layers, the embedding and the head are, and the shapes of all parameters."""
+    """The paths of layers, embedding and head, and the shapes of all parameters."""
     names = {id(module): name for name, module in model.named_modules()}
     lists = {
         name: sum(parameter.numel() for parameter in module.parameters())
@@ -132,7 +132,7 @@ def _running(
 
 
 def _distinct(layers: list[nn.Module]) -> Iterator[int]:
-    """Numbers of the layers, those left out that are built like one before."""
+    """Numbers of the layers that are not built like an earlier layer."""
     known = set()
     for number, layer in enumerate(layers):
         kinds = tuple((path, type(module).__name__) for path, module in layer.named_modules())
@@ -143,9 +143,9 @@ def _distinct(layers: list[nn.Module]) -> Iterator[int]:
 
 
 class _Seen:
-    """What was seen of one layer, by paths below it.
+    """Observations of one layer, by path below the layer.
 
-    widths: output width of each matrix, in the order in which they ran. inputs: for each, what stands for its input.
+    widths: output width of each matrix, in order of execution. inputs: an identity of each matrix's input tensor.
     ranked: numbers of candidates that a top-k chose from.
     """
 
@@ -160,7 +160,7 @@ class _Seen:
             path: module for path, module in layer.named_modules() if isinstance(module, nn.Linear | Conv1D)
         }
         self.conv1d = {path for path, module in self.matrices.items() if isinstance(module, Conv1D)}
-        self._alive: list[Tensor] = []  # a tensor that lives on keeps its memory, and so its address, to itself
+        self._alive: list[Tensor] = []  # no other tensor can take the address of a living one
 
     @property
     def unseen(self) -> list[str]:
@@ -182,7 +182,7 @@ class _Seen:
 
 
 class _TopK(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes from how many candidates every top-k within chooses."""
+    """A context that records the number of candidates of every top-k."""
 
     def __init__(self, ranked: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

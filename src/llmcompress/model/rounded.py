@@ -8,7 +8,7 @@ from llmcompress.grids.inputs import Rounding
 
 
 def round_inputs(module: nn.Module, grid: Rounding) -> None:
-    """From now on a module sees its input [..., in] rounded to the codes of `grid`, as an engine would."""
+    """Round a module's input [..., in] to the codes of `grid` in every call from now on, as an engine would."""
 
     def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (grid.rounded(args[0]), *args[1:])

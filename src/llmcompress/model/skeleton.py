@@ -1,4 +1,4 @@
-"""transformers' own modules for a config, without their weights: parameters on the meta device, buffers for real."""
+"""transformers' own modules for a config, without weights: parameters on the meta device, buffers computed."""
 
 import copy
 import math
@@ -34,7 +34,7 @@ UNUSABLE = (
 
 
 class _LargeOnMeta(TorchFunctionMode):
-    """Within, memory that only a parameter can want is not even reserved: some systems refuse what they do not have."""
+    """A context that puts large tensors, only ever parameters, on meta: some systems refuse to reserve that memory."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -49,7 +49,7 @@ class _LargeOnMeta(TorchFunctionMode):
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Within, new parameters go to the meta device at once; buffers (rotary tables) are computed for real."""
+    """A context in which new parameters go to the meta device at once; buffers (rotary tables) are computed."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

@@ -21,7 +21,7 @@ from llmcompress.model.skeleton import skeleton
 
 
 class Weights(Protocol):
-    """Where a model's tensors come from, by on-disk name: a checkpoint, or one that is decoded while it is read."""
+    """The source of a model's tensors by on-disk name: a checkpoint, possibly decoded while it is read."""
 
     def __contains__(self, name: str) -> bool: ...
 
@@ -29,13 +29,13 @@ class Weights(Protocol):
 
 
 class _Recorded(Exception):  # noqa: N818 (control flow, not an error)
-    """Raised by a recorder when the forward has given all that was wanted."""
+    """Raised by a recorder to end a forward that has reached everything to record."""
 
 
 class _Recorder(nn.Module):
-    """Takes a layer's place: keeps what the layer was called with and hands the hidden states on.
+    """Stands in for a layer: keeps the arguments of the layer's call and passes the hidden states on.
 
-    What else a model may ask a layer for, such as the kind of its attention, it answers like the layer.
+    Attributes that a model asks a layer for, such as the kind of attention, are the layer's.
     """
 
     def __init__(self, layer: nn.Module, outputs: int) -> None:
@@ -78,7 +78,7 @@ class StreamedModel:
     ) -> None:
         """tiled_attention: faster, with scores in the compute type (model/attention.py), for declared families."""
         self.weights, self.spec, self.dtype = weights, spec, dtype
-        self.cache: Change | None = None  # what every layer's keys and values become before they are read
+        self.cache: Change | None = None  # applied to every layer's keys and values before attention reads them
         self.device = device or torch.device("cpu")
         self.config = config
         tiled = tiled_attention and not spec.observed
@@ -95,7 +95,7 @@ class StreamedModel:
         self._recorders = [_Recorder(layer, spec.outputs) for layer in self.layers]
         parent_path, _, name = spec.layers.rpartition(".")
         setattr(self.causal.get_submodule(parent_path), name, nn.ModuleList(self._recorders))
-        self._outer: set[str] | None = None  # what is loaded outside of the layers
+        self._outer: set[str] | None = None  # loaded parameters outside the layers
         self._calls: dict[tuple[int, int], list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}
 
     # -- names ------------------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ class StreamedModel:
         return f"{self.spec.disk_path(module)}{dot}{leaf}"
 
     def _found(self, name: str) -> str:
-        """The name as the file has it, or CheckpointError."""
+        """The name in the file; CheckpointError if the file lacks the tensor."""
         found = self._lookup(name)
         if found is None:
             raise CheckpointError(
@@ -122,7 +122,7 @@ class StreamedModel:
         return found
 
     def _lookup(self, name: str) -> str | None:
-        """The name as the file has it, if it does: some checkpoints lack the prefix of the base model."""
+        """The name in the file, or None; some checkpoints lack the prefix of the base model."""
         short = name.removeprefix(f"{getattr(self.causal, 'base_model_prefix', '')}.")
         return name if name in self.weights else short if short in self.weights else None
 
@@ -147,15 +147,15 @@ class StreamedModel:
             _empty(layer)
 
     def refill(self, number: int, layer: nn.Module) -> None:
-        """Read all weights of a layer, also where they are in memory: they may have changed."""
+        """Read all weights of a layer again, since those in memory may have changed."""
         for path, owner in layer.named_modules():
             self._fill(owner, lambda leaf, path=path: self._below(number, f"{path}.{leaf}" if path else leaf))  # type: ignore[misc]
 
     @contextmanager
     def outer(self, *, embed: bool, head: bool) -> Iterator[nn.Module]:
-        """Everything outside the layers, without the embedding table or the head where those are not wanted.
+        """Load everything outside the layers; the embedding table and the head only if asked for.
 
-        Within another one that holds as much, nothing is read again.
+        Inside another `outer` that holds as much, nothing is read again.
         """
         asked = {name for name, wanted in (("embed", embed), ("head", head)) if wanted}
         if self._outer is not None and self._outer >= asked:
@@ -183,7 +183,7 @@ class StreamedModel:
     def head_is_tied(self) -> bool:
         """Whether the head is the embedding: it has no tensor of its own, or config.json says so and none disagrees.
 
-        As transformers 5 has it: two different tensors are never tied, whatever config.json says.
+        As in transformers 5, two different tensors are never tied, whatever config.json says.
         """
         head, embedding = self._lookup(self._head), self._lookup(self._embedding)
         if head is None or embedding is None:
@@ -320,7 +320,7 @@ class StreamedModel:
                 recorder.hidden = recorder.call = None
 
     def _placeholder(self, batch: int, length: int) -> Tensor:
-        """What stands for embedded tokens where only their number matters."""
+        """A placeholder for embedded tokens of which only the number matters."""
         return torch.zeros(batch, length, self.embedding_width, dtype=self.dtype, device=self.device)
 
     @property
@@ -329,7 +329,7 @@ class StreamedModel:
 
 
 def _empty(module: nn.Module) -> None:
-    """Give the memory of a section back."""
+    """Free the memory of a section."""
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
             if parameter is not None and not parameter.is_meta:

@@ -8,7 +8,7 @@ from llmcompress.model.streamed_model import StreamedModel
 
 
 def whole_model(model: StreamedModel) -> nn.Module:
-    """transformers' causal model with every weight loaded and its layers back in their place; `model` is used up."""
+    """transformers' causal model with all weights loaded and its layers put back; `model` is unusable afterwards."""
     with ExitStack() as stack:
         stack.enter_context(model.outer(embed=True, head=True))
         for number in range(len(model.layers)):

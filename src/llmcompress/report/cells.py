@@ -15,8 +15,8 @@ _EXPERT = re.compile(r"(^|\.)experts\.\d+(?=\.|$)")
 
 @dataclass(frozen=True)
 class Metric:
-    """Something that is known of matrices. colour, logarithmic: how it is coloured; middle: the value that is neither
-    good nor bad, where there is one."""
+    """A figure that a page shows for every matrix. colour, logarithmic: its scale of colours; middle: the value that is
+    neither good nor bad, if any."""
 
     key: str
     title: str
@@ -28,7 +28,7 @@ class Metric:
 
 
 def _bits(linear: Linear) -> float | None:
-    """Bits per weight that a matrix takes; None where its grid has none of its own."""
+    """Bits per weight of a matrix; None if the matrix's grid declares none."""
     if linear.grid is None:
         return None
     try:
@@ -80,7 +80,7 @@ class Cells:
         return list(dict.fromkeys(linear for _, linear in self.matrices))
 
     def value(self, metric: Metric, layer: int, linear: str) -> float | None:
-        """The mean over the matrices of a cell; None where nothing is known."""
+        """The mean of a metric over the matrices of a cell; None if no matrix has a value."""
         values = [metric.value(found) for found in self.matrices.get((layer, linear), ())]
         known = [value for value in values if value is not None]
         return sum(known) / len(known) if known else None

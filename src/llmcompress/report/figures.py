@@ -1,4 +1,4 @@
-"""Plots, as what plotly.js draws. Colours of text and lines are the page's, so that they follow light and dark."""
+"""Plots as JSON for plotly.js. Text and lines have the page's colours, so that they follow its light or dark theme."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -70,7 +70,7 @@ def heat_map(cells: Cells, metric: Metric, within: tuple[float, float]) -> Figur
 
 
 def size_against_kl(outputs: Sequence[ReportedOutput]) -> Figure:
-    """A point for every evaluation, its interval upright."""
+    """A point for every evaluation, with the interval of its KL as a vertical bar."""
     traces = []
     sizes = [output.report.output_bytes / 1e6 for output in outputs]
     middle = 1e6 * (min(sizes) + max(sizes)) / 2
@@ -121,7 +121,7 @@ def size_against_kl(outputs: Sequence[ReportedOutput]) -> Figure:
 
 
 def lines(series: Series, x: str, y: str, *, bars: bool = False) -> Figure:
-    """A line for each series, or bars side by side; of layers, where x is one."""
+    """A line for each series, or bars side by side; the axis counts layers if `x` names layers."""
     traces: list[Any] = []
     for number, (name, across, up) in enumerate(series):
         colour, named = COLOURS[number % len(COLOURS)], escape(name, quote=False)
@@ -158,7 +158,7 @@ def binned(values: Sequence[float]) -> tuple[list[float], list[float]]:
 def as_json(figures: Mapping[str, Figure]) -> str:
     """Figures by the id of their place, as JSON that may stand in a page."""
     text = json.dumps(figures, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c")  # nothing ends the element it stands in
+    return text.replace("<", "\\u003c")  # no text can close the HTML element that holds it
 
 
 def _figure(traces: Sequence[Any], x: str, y: str = "", *, height: int) -> Any:
@@ -193,7 +193,7 @@ def _rising(name: str) -> list[tuple[float, str]]:
 
 
 def _around(low: float, high: float) -> list[tuple[float, str]]:
-    """Colours around nought: the further from it, the stronger, and as strong on either side."""
+    """Colours around zero: equally strong at equal distances on either side."""
     reach, middle = max(-low, high), -low / (high - low)
     return [(0.0, _mixed(BETTER, -low / reach)), (middle, _mixed(ALIKE, 1.0)), (1.0, _mixed(WORSE, high / reach))]
 
@@ -211,14 +211,14 @@ def _by_layer(layers: Sequence[float]) -> dict[str, Any]:
 
 
 def _position(value: float | None, metric: Metric) -> float | None:
-    """Where a value stands on its scale of colours."""
+    """The position of a value on the metric's scale of colours."""
     if value is None:
         return None
     return round(log10(max(value, 1e-12)), 6) if metric.logarithmic else value
 
 
 def _ticks(low: float, high: float, metric: Metric) -> dict[str, Any]:
-    """Places on a scale of colours, and the values that they stand for."""
+    """Positions on a scale of colours, and the values at these positions."""
     if not metric.logarithmic:
         return {"nticks": 5}
     powers = range(floor(low) - 1, floor(high) + 2)

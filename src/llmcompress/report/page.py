@@ -1,4 +1,4 @@
-"""One HTML page that needs nothing else: data for tables, figures, and a template that escapes all of it."""
+"""One self-contained HTML page: data for tables and figures, and a template that escapes all data."""
 
 import base64
 from collections.abc import Mapping, Sequence
@@ -63,7 +63,7 @@ def _content(outputs: Sequence[ReportedOutput], drawn: dict[str, figures.Figure]
 
 
 def _about(output: ReportedOutput) -> dict[str, Any]:
-    """What the page says of one output in words."""
+    """The text of the page about one output."""
     return {
         "name": output.name,
         "facts": tables.facts(output),
@@ -73,7 +73,7 @@ def _about(output: ReportedOutput) -> dict[str, Any]:
 
 
 def _maps(outputs: Sequence[ReportedOutput], drawn: dict[str, figures.Figure]) -> list[Mapping[str, Any]]:
-    """Draw the heat maps of each metric, outputs side by side; what the page says of each."""
+    """Draw the heat maps of each metric, outputs side by side; the titles and places of all maps."""
     cells = [cells_of(output.report.linears) for output in outputs]
     result: list[Mapping[str, Any]] = []
     for metric in METRICS:
@@ -90,7 +90,7 @@ def _maps(outputs: Sequence[ReportedOutput], drawn: dict[str, figures.Figure]) -
 
 
 def _within(cells: Sequence[Cells], metric: Metric) -> tuple[float, float]:
-    """Least and largest value of a metric over all outputs, so that colours mean the same in all."""
+    """Least and largest value of a metric over all outputs, so that all maps share one scale of colours."""
     values = [value for own in cells for row in own.rows(metric) for value in row if value is not None]
     if metric.logarithmic:
         values = [value for value in values if value > 0] or values
@@ -98,7 +98,7 @@ def _within(cells: Sequence[Cells], metric: Metric) -> tuple[float, float]:
 
 
 def _against(outputs: Sequence[ReportedOutput], drawn: dict[str, figures.Figure]) -> bool:
-    """Draw size against KL where there is a choice; whether there is."""
+    """Draw size against KL if there is more than one point; returns whether the figure was drawn."""
     measured = [found for output in outputs for found in output.evaluations if found.figures.kl is not None]
     if len(measured) > 1:
         drawn["size-kl"] = figures.size_against_kl(outputs)
@@ -107,7 +107,7 @@ def _against(outputs: Sequence[ReportedOutput], drawn: dict[str, figures.Figure]
 
 
 def _along(outputs: Sequence[ReportedOutput], drawn: dict[str, figures.Figure]) -> list[Mapping[str, Any]]:
-    """Draw KL along the text, by window and by position; what the page says of each."""
+    """Draw KL along the text, by window and by position; the titles and places of the figures."""
     windows, positions = [], []
     for output in outputs:
         for found in output.evaluations:
@@ -132,7 +132,7 @@ def _along(outputs: Sequence[ReportedOutput], drawn: dict[str, figures.Figure]) 
 
 
 def _spent(outputs: Sequence[ReportedOutput], drawn: dict[str, figures.Figure]) -> list[Mapping[str, Any]]:
-    """Draw time and memory by layer; what the page says of each."""
+    """Draw time and memory by layer; the titles and places of the figures."""
     seconds, memory = [], []
     for output in outputs:
         layers = sorted(output.timed.layers.items()) if output.timed is not None else []

@@ -1,4 +1,4 @@
-"""What a page is made of: outputs by their reports, evaluations by the hash of a report, timings by the run."""
+"""The inputs of a page: reports of outputs, evaluations matched by hash of a report, timings matched by run."""
 
 import json
 from collections import Counter
@@ -25,7 +25,7 @@ _LARGEST = 1 << 28  # bytes of a file of timings
 
 @dataclass
 class Timed:
-    """Times of a run, over all its starts; a start from nothing forgets those before. layers: by number."""
+    """Times of a run over all its starts; a start from nothing discards earlier times. layers: by number."""
 
     layers: dict[int, LayerDone] = field(default_factory=dict)
     end: Finished | None = None
@@ -40,19 +40,19 @@ class Timed:
 
     @property
     def seconds(self) -> float:
-        """Of all layers and of writing."""
+        """Seconds of all layers and of writing."""
         return sum(layer.seconds for layer in self.layers.values()) + (self.end.writing if self.end else 0.0)
 
     @property
     def peak(self) -> int:
-        """Most memory of the process, in bytes."""
+        """Peak memory of the process in bytes."""
         lines: list[LayerDone | Finished] = [*self.layers.values(), *([self.end] if self.end else [])]
         return max((line.peak_memory_bytes for line in lines), default=0)
 
 
 @dataclass(frozen=True)
 class ReportedOutput:
-    """An output and what is known of it. name: its directory or file; sha256: of its report.json."""
+    """An output with its evaluations and times. name: its directory or file; sha256: of its report.json."""
 
     name: str
     sha256: str
@@ -62,7 +62,7 @@ class ReportedOutput:
 
 
 def read_outputs(paths: Sequence[Path], evaluations: Sequence[Path], timings: Sequence[Path]) -> list[ReportedOutput]:
-    """Outputs with their evaluations and times. CheckpointError for what cannot be read, or belongs to none of them."""
+    """Outputs with their evaluations and times. CheckpointError for an unreadable file, or one of no output."""
     found = [_read_report(path) for path in paths]
     twice = [str(path) for path, count in Counter(path.resolve() for path in paths).items() if count > 1]
     if twice:
@@ -77,7 +77,7 @@ def read_outputs(paths: Sequence[Path], evaluations: Sequence[Path], timings: Se
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """What each output is called; numbered where several are called alike."""
+    """A name for each output; outputs of one name are numbered."""
     names = [path.resolve().name for path in paths]
     seen, result = Counter[str](), []
     for name in names:
@@ -87,7 +87,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 def _read_report(path: Path) -> tuple[str, str, Report]:
-    """SHA-256 of a report, that of its run, and the report."""
+    """SHA-256 of a report, SHA-256 of the report's run, and the report."""
     file = report_beside(gguf_in(path) or path)
     if not file.is_file():
         raise CheckpointError(
@@ -140,7 +140,7 @@ def _lines(file: Path) -> Iterator[Start | LayerDone | Finished]:
 
 
 def _read(file: Path, model: type[Model], hint: str) -> tuple[dict[str, Any], Model]:
-    """The data of a JSON file and the document; CheckpointError for another version, or none at all."""
+    """The data of a JSON file and the document; CheckpointError for another version, or no version."""
     data = read_json(file)
     version, written = data.get("schema_version"), data.get("llmcompress")
     if "llmcompress" in data and version != 1:
@@ -150,7 +150,7 @@ def _read(file: Path, model: type[Model], hint: str) -> tuple[dict[str, Any], Mo
 
 
 def read_document(file: Path, model: type[Model], hint: str) -> Model:
-    """A JSON file without a version of its own; CheckpointError if it is not what it should be."""
+    """A JSON document without a version; CheckpointError if the file does not fit `model`."""
     return _validated(file, read_json(file), model, hint)
 
 
@@ -163,7 +163,7 @@ def _validated(file: Path, data: dict[str, Any], model: type[Model], hint: str) 
 
 
 def _first(error: ValidationError) -> str:
-    """The first thing that is wrong, and where."""
+    """The first fault and its place in the document."""
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"])
     return f"{place}: {first['msg'].lower()}" if place else first["msg"].lower()

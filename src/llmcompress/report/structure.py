@@ -73,7 +73,7 @@ class _Lora(_Part):
 
 
 class _Changed(_Part):
-    """report.json of such an output."""
+    """report.json of an output of depth, width or lora."""
 
     model_config = ConfigDict(title="report")
 
@@ -90,7 +90,7 @@ class _Changed(_Part):
 
 @dataclass(frozen=True)
 class Structural:
-    """What a page says of one output. figures: a title, and the table of it."""
+    """The content of a page about one output. figures: titles with their tables."""
 
     name: str
     facts: Sequence[tuple[str, str]]
@@ -105,7 +105,7 @@ def is_structural(path: Path) -> bool:
 
 
 def read_structural(paths: Sequence[Path], evaluations: Sequence[Path]) -> list[Structural]:
-    """Outputs with their evaluations; CheckpointError for what cannot be read, or is of another kind."""
+    """Outputs with their evaluations; CheckpointError for an output that is unreadable or of another kind."""
     other = next((path for path in paths if not is_structural(path)), None)
     if other is not None:
         raise CheckpointError(
@@ -161,7 +161,7 @@ def _about(name: str, report: _Changed, evaluations: Sequence[Evaluation]) -> St
 
 
 def _of_depth(depth: _Depth) -> list[tuple[str, Table]]:
-    """Every round of scores, by the first layer that would have gone."""
+    """The scores of every round, by the first layer that would be removed."""
     what = {"cosine": "Similarity of what enters and leaves", "kl": "KL divergence without the layer, nats"}
     found = []
     for number, each in enumerate(depth.scores, 1):

@@ -1,4 +1,4 @@
-"""Tables, as rows of text: they hold what the plots show, for print and for those who do not see plots."""
+"""Tables as rows of text: the values of the plots, for print and for readers who cannot see plots."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,12 +11,12 @@ from llmcompress.report.page_inputs import ReportedOutput
 from llmcompress.report.words import duration, figure, size
 from llmcompress.validate.evaluation import Evaluation
 
-_SUBJECTS = 3  # of a kind in the ledger that are named
+_SUBJECTS = 3  # subjects named for each kind in the ledger
 
 
 @dataclass(frozen=True)
 class Table:
-    """heads: of the columns; rows: each with its own head first."""
+    """heads: of the columns; rows: each begins with the row's head."""
 
     heads: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -24,7 +24,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Value:
-    """A figure and, below it, lines with its interval or what else belongs to it."""
+    """A figure as text and, below the figure, lines with its interval or a note."""
 
     text: str
     below: Sequence[str] = ()
@@ -98,7 +98,7 @@ def ledger(report: Report) -> Table:
 
 
 def decisions(entries: Sequence[LedgerEntry]) -> Table:
-    """Entries of a ledger by kind and reason, with what they concern."""
+    """Entries of a ledger by kind and reason, with the names of their subjects."""
     grouped: dict[tuple[str, str], list[str]] = {}
     for entry in entries:
         grouped.setdefault((entry.kind, entry.why), []).append(entry.subject)
@@ -111,7 +111,7 @@ def decisions(entries: Sequence[LedgerEntry]) -> Table:
 
 
 def facts(output: ReportedOutput) -> list[tuple[str, str]]:
-    """What was done, in a few lines."""
+    """The facts of a run in a few lines."""
     report = output.report
     grids = Counter(linear.grid or "not rounded" for linear in report.linears)
     found = [("Matrices", ", ".join(f"{count} {grid}" for grid, count in grids.items()) or "none")]

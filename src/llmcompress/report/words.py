@@ -1,4 +1,4 @@
-"""Numbers and names as a page says them."""
+"""Numbers and names as text on a page."""
 
 from collections.abc import Sequence
 
@@ -29,7 +29,7 @@ def size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time for people."""
+    """A readable time from seconds."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -38,6 +38,6 @@ def duration(seconds: float) -> str:
 
 
 def label(output: ReportedOutput, found: Evaluation, outputs: Sequence[ReportedOutput]) -> str:
-    """An output's name; with the text where the page speaks of several."""
+    """An output's name, with the text's name if the page has evaluations on several texts."""
     texts = {other.text.tokens_sha256 for each in outputs for other in each.evaluations}
     return output.name if len(texts) == 1 else f"{output.name}, {found.text.name}"

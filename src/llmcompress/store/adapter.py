@@ -17,7 +17,7 @@ from llmcompress.store.output import OutputDirectory
 CONFIG, STEM = "adapter_config.json", "adapter_model"
 _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
-# keys of a config, and the only values that are understood
+# keys of a config, and the only supported values
 _ONLY: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
@@ -31,14 +31,14 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
 
 
 class AdapterDirectory(OutputDirectory):
-    """An adapter in the making; only another adapter is ever overwritten."""
+    """An adapter directory that is being written; it overwrites only another adapter."""
 
     told_by = (CONFIG,)
 
 
 @dataclass(frozen=True)
 class Correction:
-    """A module of transformers' model, and what is added to it: b [out, rank] times a [rank, in], times scale."""
+    """A module of transformers' model, and the tensor names of its correction scale * b [out, rank] * a [rank, in]."""
 
     module: str
     a: str
@@ -46,10 +46,10 @@ class Correction:
 
 
 class Adapter:
-    """An adapter that lies on disk. corrections: of its modules, in order of names. scale: of all their products."""
+    """An adapter on disk. corrections: in order of module names. scale: the factor of every product b a."""
 
     def __init__(self, path: Path) -> None:
-        """CheckpointError for what is no LoRA adapter, damaged, or of a kind that is not known here."""
+        """CheckpointError if `path` is no LoRA adapter, is damaged, or uses unsupported settings."""
         if not (path / CONFIG).is_file():
             raise CheckpointError(f"{path} holds no adapter ({CONFIG})", "give a directory as PEFT saves it")
         self.path = path
@@ -79,12 +79,12 @@ class Adapter:
         return sorted(found, key=lambda item: item.module)
 
     def shape(self, item: Correction) -> tuple[int, int]:
-        """[out, in] of the matrix that a correction is for."""
+        """Shape [out, in] of the corrected matrix."""
         tensors = self._weights.headers.tensors
         return tensors[item.b].spec.shape[0], tensors[item.a].spec.shape[1]
 
     def read(self, item: Correction) -> tuple[Tensor, Tensor]:
-        """b [out, rank], scaled, and a [rank, in]; CheckpointError if they do not fit each other."""
+        """b [out, rank] times scale, and a [rank, in]; CheckpointError if their ranks differ."""
         b, a = self._weights.read_finite(item.b), self._weights.read_finite(item.a)
         if b.shape[1] != a.shape[0] or a.shape[0] != self.rank:
             raise CheckpointError(f"{self.path}: {item.module} has lora_A of {a.shape[0]} rows, r is {self.rank}")
@@ -105,9 +105,9 @@ def adapter_specs(modules: Iterable[tuple[str, tuple[int, int], str]], rank: int
 def adapter_config(
     base: str, rank: int, adapted: Sequence[str], present: Sequence[str], conv1d: bool
 ) -> dict[str, Any]:
-    """adapter_config.json with a scaling of 1. base: what the model is called. adapted: the modules that are corrected,
-    of those that are `present`: told by the last part of their names where all of that name are. conv1d: whether
-    they are stored [in, out]."""
+    """adapter_config.json with a scaling of 1. base: name of the model. adapted: the corrected modules among those
+    `present`: named by the last part of their names if all modules of that last part are corrected. conv1d: whether
+    matrices are stored [in, out]."""
     wanted = set(adapted)
     partial = {_leaf(module) for module in present if module not in wanted}
     targets = {_leaf(module) if _leaf(module) not in partial else module for module in adapted}

@@ -1,4 +1,4 @@
-"""Reading tensors of a checkpoint lazily by name; only what is asked for is ever in memory."""
+"""Reading tensors of a checkpoint lazily by name; only requested tensors are in memory."""
 
 import os
 import struct
@@ -30,7 +30,7 @@ DTYPES = {
 
 
 class WeightsError(CheckpointError):
-    """Weights that turn out to be unusable when they are read: work has begun by then, and what was finished stays."""
+    """Weights that prove unusable while they are read, after the run began; finished work is kept."""
 
     exit_code = EXIT_FAILED
 
@@ -46,23 +46,23 @@ class Checkpoint:
         return name in self.headers.tensors
 
     def coded(self, module: str) -> Coded | None:
-        """Codes of a matrix that is stored as such, by its module; None for any other."""
+        """Codes of a module's matrix if the checkpoint stores codes; else None."""
         return None
 
     def stored(self, name: str, kind: str) -> Iterator[memoryview] | None:
-        """The bytes of a tensor by its GGUF name, in pieces, if they lie here in that type of codes; None otherwise."""
+        """The bytes of the tensor of a GGUF name, in pieces, if the checkpoint stores type `kind`; else None."""
         return None
 
     def inputs(self, module: str) -> Rounding | None:
-        """How the inputs of a matrix are rounded while the model runs, by its module; None for not at all."""
+        """The rounding of the inputs of a module's matrix while the model runs; None if inputs are not rounded."""
         return None
 
     def read(self, name: str) -> Tensor:
-        """A tensor of its own memory, in its stored type; nothing of the file stays open or mapped."""
+        """A tensor in its stored type, in memory of its own; the file is closed again and not mapped."""
         stored = self.headers.tensors.get(name)
         if stored is None:
             raise CheckpointError(f"tensor {name} is missing from {self.path}", "the config does not fit the weights")
-        # straight into the tensor's memory: a mapped file would be copied, and would count as memory of its own
+        # read into the tensor's memory: a mapped file would be copied and counted as further memory
         data = torch.empty(stored.end - stored.begin, dtype=torch.uint8)
         try:
             with stored.file.open("rb", buffering=0) as file:
@@ -81,7 +81,7 @@ class Checkpoint:
         return data.view(DTYPES[stored.spec.dtype]).reshape(stored.spec.shape)
 
     def expect(self, names: Iterable[str]) -> None:
-        """Have the system read these tensors from disk meanwhile, into memory that it may take back."""
+        """Ask the system to prefetch these tensors into its page cache."""
         for name in names:
             stored = self.headers.tensors.get(name)
             if stored is not None and hasattr(os, "posix_fadvise"):
@@ -90,11 +90,11 @@ class Checkpoint:
                     os.posix_fadvise(file.fileno(), start, stored.end - stored.begin, os.POSIX_FADV_WILLNEED)
 
     def read_finite(self, name: str, device: torch.device | None = None) -> Tensor:
-        """As `read`, on a device, refusing weights that are not finite."""
+        """`read` to a device; WeightsError for weights that are not finite."""
         tensor = self.read(name)
         tensor = tensor if device is None else tensor.to(device)
         if tensor.is_floating_point() and tensor.numel():
-            # extremes carry nan and inf along and, unlike isfinite, need no second tensor of this size
+            # minimum and maximum propagate nan and inf and, unlike isfinite, need no second tensor
             low, high = torch.aminmax(tensor.float() if tensor.element_size() == 1 else tensor)
             if not bool(torch.isfinite(low) & torch.isfinite(high)):
                 file = self.headers.tensors[name].file

@@ -1,4 +1,4 @@
-"""Reading forward through a binary file that may lie about itself: nothing is believed before it is seen to fit."""
+"""Reading forward through an untrusted binary file: every count and length is checked before it is used."""
 
 import mmap
 import os
@@ -9,18 +9,18 @@ from typing import Any
 
 from llmcompress.errors import CheckpointError
 
-_FACTOR, _ALLOWANCE = 4, 1 << 19  # what may be allocated while reading: this many times the file, and bytes on top
-_PER_BYTE_OF_TEXT = 6  # the bytes, and a text of them while one wide character makes all of them wide
+_FACTOR, _ALLOWANCE = 4, 1 << 19  # memory that reading may allocate: a multiple of the file's size, plus bytes
+_PER_BYTE_OF_TEXT = 6  # the bytes, and their str, in which one wide character widens all
 _struct = cache(lambda code: struct.Struct(f"<{code}"))
 
 
 def mapped(path: Path) -> memoryview:
-    """The bytes of a file, read-only and only read where they are looked at; CheckpointError if there is none."""
+    """The bytes of a file, mapped read-only; CheckpointError if there is no such file."""
     try:
         if path.exists() and not path.is_file():  # a pipe would block for ever
             raise CheckpointError(f"{path} is not a file")
         with path.open("rb") as handle:
-            if os.fstat(handle.fileno()).st_size == 0:  # which cannot be mapped
+            if os.fstat(handle.fileno()).st_size == 0:  # an empty file cannot be mapped
                 return memoryview(b"")
             return memoryview(mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ))
     except FileNotFoundError:
@@ -33,7 +33,7 @@ def mapped(path: Path) -> memoryview:
 class Cursor:
     """A place in `data` that moves forward only and not beyond byte `limit`. Little-endian.
 
-    Every method raises ValueError with what is wrong, before it allocates.
+    Every method raises ValueError that names the fault before it allocates memory.
     """
 
     def __init__(self, data: memoryview, limit: int) -> None:
@@ -43,7 +43,7 @@ class Cursor:
         self._left = _FACTOR * len(data) + _ALLOWANCE
 
     def skip(self, nbytes: int) -> int:
-        """Move on by `nbytes`; where they begin."""
+        """Move on by `nbytes`; returns their first position."""
         begin = self.position
         if not 0 <= nbytes <= self.limit - begin:
             raise ValueError(f"the {nbytes:,} bytes announced at byte {begin:,} pass the end at byte {self.limit:,}")
@@ -51,7 +51,7 @@ class Cursor:
         return begin
 
     def number(self, code: str) -> Any:
-        """One number, by its letter in `struct`."""
+        """One number of the `struct` format letter `code`."""
         number = _struct(code)
         return number.unpack_from(self._data, self.skip(number.size))[0]
 
@@ -62,11 +62,11 @@ class Cursor:
         return self._decoded(begin)
 
     def texts(self, count: int) -> list[str]:
-        """`count` texts, each after its u64 length. Not accounted for: whoever asks for a vocabulary gets all of it."""
+        """`count` texts, each after its u64 length. Not charged: a caller who asks for a vocabulary gets all of it."""
         return [self._decoded(self.skip(self.number("Q"))) for _ in range(count)]
 
     def skip_texts(self, count: int) -> int:
-        """Move on by `count` texts, each after its u64 length; where they begin."""
+        """Move on by `count` texts, each after its u64 length; returns their first position."""
         begin = at = self.position
         length = _struct("Q")
         for _ in range(count):
@@ -76,7 +76,7 @@ class Cursor:
         return self.skip(at - begin)
 
     def charge(self, nbytes: int) -> None:
-        """Account for what a reader is about to keep: not many times the file, such as for a million empty names."""
+        """Count bytes that a reader will keep; refuses many times the file's size, as for a million empty names."""
         self._left -= nbytes
         if self._left < 0:
             raise ValueError("it would take many times its size")

@@ -1,5 +1,5 @@
-"""Files as they are written here: with the permissions of the umask, but never for everybody to change, and with the
-system's refusals, such as a full disk, as errors that name the file."""
+"""Writing files: with the permissions of the umask, but never writable by everybody; a refusal of the system, such as
+a full disk, becomes an error that names the file."""
 
 import os
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ _EVERYBODY = 0o002
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """RunError for what the system, or the safetensors library in its name, refuses while `path` is written."""
+    """RunError if the system or the safetensors library fails to write `path`."""
     try:
         yield
     except Exception as error:
@@ -28,8 +28,8 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def file_mode() -> int:
-    """What a new file gets. For files that a library made, some of which it keeps to their owner."""
-    umask = os.umask(0o077)  # the only way to ask for it
+    """Permissions of a new file; for files of libraries that restrict them to their owner."""
+    umask = os.umask(0o077)  # the umask can be read only by setting it
     os.umask(umask)
     return 0o666 & ~umask & ~_EVERYBODY
 
@@ -40,7 +40,7 @@ def create(path: Path) -> BinaryIO:
 
 
 def write_whole(file: Path, content: bytes, overwrite: bool) -> None:
-    """A file that appears whole or not at all; as `refuse_existing`, and RunError if the system refuses it."""
+    """Write a file that appears whole or not at all; errors of `refuse_existing`, and RunError if the system fails."""
     refuse_existing(file, overwrite)
     partial = file.with_name(f"{file.name}.partial")
     with writing(file):
@@ -52,7 +52,7 @@ def write_whole(file: Path, content: bytes, overwrite: bool) -> None:
 
 
 def refuse_existing(file: Path, overwrite: bool) -> None:
-    """PlanError for a file that is there, and is not to be replaced or is none."""
+    """PlanError if `file` exists and may not be replaced, or is not a file."""
     if file.exists() and not overwrite:
         raise PlanError(f"{file} already exists", "give another file, or --overwrite")
     if file.exists() and not file.is_file():
@@ -60,24 +60,24 @@ def refuse_existing(file: Path, overwrite: bool) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """A new directory, and those above it that are missing; FileExistsError if there is one."""
+    """Make a directory and missing parents; FileExistsError if the directory exists."""
     make_parent(path)
     path.mkdir(0o777 & ~_EVERYBODY)
 
 
 def make_parent(path: Path) -> None:
-    """The directory that `path` lies in, and those above it, as far as they are missing."""
+    """Make the missing parents of `path`."""
     if not path.parent.exists():
         make_directory(path.parent)
 
 
 def existing(path: Path) -> Path:
-    """A path if it is there, else the nearest directory above it that is."""
+    """`path` if it exists, else its nearest existing parent."""
     return next(place for place in (path, *path.resolve().parents) if place.exists())
 
 
 def bytes_of(tensor: "Tensor") -> memoryview:
-    """The bytes of a tensor, row by row: its own memory, not a copy, where it is contiguous and not on a device."""
+    """The bytes of a tensor, row by row; not copied if the tensor is contiguous and on the CPU."""
     import torch
 
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

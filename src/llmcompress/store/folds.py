@@ -17,18 +17,18 @@ from llmcompress.grids.coded import Coded
 from llmcompress.solve.hadamard import Rotation
 from llmcompress.store.checkpoint import DTYPES, Checkpoint
 
-TURNED_ROWS = 1024  # at once
+TURNED_ROWS = 1024  # rows rotated at once
 
 
 class Fold(Protocol):
-    """A change of one stored tensor, in float32 or float64, which may be written over."""
+    """A change of one stored tensor `x`, float32 or float64; the call may overwrite `x`."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class Scaled:
-    """x * factor along an axis, of the entries `at`, or of all. offset: what the tensor lacks of what is scaled."""
+    """(x + offset) * factor - offset along an axis, for the entries `at`, or for all."""
 
     factor: Tensor
     axis: int = 0
@@ -61,7 +61,7 @@ class Filled:
 
 @dataclass(frozen=True)
 class Turned:
-    """Every vector along an axis times a rotation; of the entries `at`, in runs as long as the rotation is wide."""
+    """Every vector along an axis times a rotation, in runs of the rotation's width; only entries `at`, if given."""
 
     rotation: Rotation
     axis: int = 0
@@ -96,14 +96,14 @@ class FoldedCheckpoint(Checkpoint):
         self._folds: dict[str, list[Fold]] = {}
 
     def fold(self, folds: Mapping[str, Sequence[Fold]]) -> None:
-        """Add changes, by on-disk tensor."""
+        """Add folds by on-disk tensor name."""
         for name, changes in folds.items():
             self._folds.setdefault(name, []).extend(changes)
 
     def scales(self) -> dict[str, NDArray[np.float64]]:
-        """What tensors were multiplied by, for those that were scaled and no more.
+        """The factors of tensors that were only scaled.
 
-        By "NAME/0" and "NAME/1" the factors along an axis, by "NAME/offset" what was added before and taken off after.
+        "NAME/0" and "NAME/1": factors along an axis; "NAME/offset": added before scaling and subtracted after.
         """
         found: dict[str, NDArray[np.float64]] = {}
         for name, changes in sorted(self._folds.items()):

@@ -1,4 +1,4 @@
-"""What a GGUF file holds, from its header alone: no tensor is read, and nothing the header says is believed unchecked.
+"""The contents of a GGUF file from its header alone: no tensor is read, and every statement of the header is checked.
 
 GGUF 2 and 3, little-endian: `GGUF`, u32 version, u64 tensors, u64 key-values; the key-values; of each tensor its name,
 u32 dimensions, u64 extents (fastest first), type, u64 offset; then, aligned, the data without gaps, in the same order.
@@ -20,7 +20,7 @@ from llmcompress.store.cursor import Cursor, mapped
 _MAX_HEADER = 1 << 27  # that of the largest vocabulary known has some 20 MB
 _MAX_KEY, _MAX_NAME, _MAX_DIMS = 65_535, 63, 4  # bytes, bytes, extents: what ggml reads
 _DEFAULT_ALIGNMENT = 32
-_COST = 1000  # bytes that a key-value or a tensor takes here, at most, besides its texts
+_COST = 1000  # most bytes of memory for a key-value or a tensor, besides its texts
 _AGAIN = "fetch the file again"
 
 # value types in the order of their ids, with their letter in `struct` and numpy
@@ -32,7 +32,7 @@ _NAMES = tuple(_CODES)
 
 @dataclass(frozen=True, slots=True)
 class GgufArray:
-    """Where the elements of an array lie in the file: `GgufHeader.value` reads them."""
+    """The place of an array's elements in the file; `GgufHeader.value` reads the elements."""
 
     type: str
     count: int
@@ -42,7 +42,7 @@ class GgufArray:
 
 @dataclass(frozen=True, slots=True)
 class GgufField:
-    """A value with the name of its type as in `gguf.GGUFValueType`; of an array (type ARRAY) only its place."""
+    """A value with its type's name in `gguf.GGUFValueType`; for an array (type ARRAY) only the array's place."""
 
     type: str
     value: int | float | str | GgufArray
@@ -67,7 +67,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """One GGUF file, or several that are shards of one: then the key-values are those of the first."""
+    """One GGUF file, or all shards of a model with the key-values of the first shard."""
 
     path: Path
     version: int
@@ -102,7 +102,7 @@ class GgufHeader:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """The header of one GGUF file; CheckpointError names the file and what is wrong with it.
+    """The header of one GGUF file; CheckpointError names the file and the fault.
 
     Checked: counts, lengths and texts; types; every tensor within the file, in order, without gap or overlap.
     """
@@ -135,7 +135,7 @@ def _version(path: Path, prefix: bytes) -> int:
 
 
 def _text(cursor: Cursor, longest: int) -> str:
-    """A name: without control characters, which no program that saves models writes into names."""
+    """A name; refuses control characters, which no program that saves models writes into names."""
     nbytes = cursor.number("Q")
     if not 0 < nbytes <= longest:
         raise ValueError(f"a name of {nbytes:,} bytes before byte {cursor.position:,}; 1 to {longest:,} are allowed")

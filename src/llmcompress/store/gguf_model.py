@@ -1,4 +1,4 @@
-"""A GGUF model as a whole: the shards it is split into, and the bytes and values of its tensors."""
+"""A whole GGUF model: all its shards, and the bytes and values of its tensors."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _DECODED_AT_ONCE = 1 << 20  # values
 
 
 def read_gguf(path: Path) -> GgufHeader:
-    """The header of a whole model: where `path` is one of several shards, of all that lie beside it.
+    """The header of a whole model; if `path` is one shard of several, the headers of all shards joined.
 
     CheckpointError if one is missing or belongs to another model.
     """
@@ -63,7 +63,7 @@ def decodable(tensor: GgufTensor) -> bool:
 
 
 def rows_of(header: GgufHeader, name: str) -> int:
-    """Rows of a tensor seen as a matrix whose rows are its last extent: those of all experts together."""
+    """Rows of a tensor seen as a matrix with rows of the last extent: the rows of all experts together."""
     return math.prod(header.tensors[name].shape[:-1])
 
 
@@ -93,7 +93,7 @@ def decoded(header: GgufHeader, name: str, begin: int = 0, end: int | None = Non
 
 
 def _split(header: GgufHeader) -> tuple[int, ...]:
-    """Number of this shard from 0, shards, tensors in all of them."""
+    """The number of this shard from 0, the count of shards, and the count of tensors in all shards."""
     found = []
     for key, default in (("split.no", 0), ("split.count", 0), ("split.tensors.count", len(header.tensors))):
         field = header.fields.get(key, GgufField("INT32", default))
@@ -104,7 +104,7 @@ def _split(header: GgufHeader) -> tuple[int, ...]:
 
 
 def _joined(shards: Sequence[GgufHeader]) -> GgufHeader:
-    """All tensors, with the key-values of the first shard, which alone has those of the model."""
+    """All tensors, with the key-values of the first shard, the only shard that holds the model's key-values."""
     tensors: dict[str, GgufTensor] = {}
     total = _split(shards[0])[2]
     for number, shard in enumerate(shards):

@@ -1,4 +1,4 @@
-"""What the name of a GGUF file says: what its model is called, and which shard of it the file is."""
+"""The name of the model and the number of the shard, from the name of a GGUF file."""
 
 import re
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ class SplitFile:
 
 
 def shard_of(file: Path) -> SplitFile | None:
-    """Which shard a file is by its name; None for one that holds a whole model."""
+    """The shard that a file's name declares; None for a file of a whole model."""
     named = _SHARD.fullmatch(file.name)
     return None if named is None else SplitFile(named[1], int(named[2]), int(named[3]))
 
 
 def stem_of(file: Path) -> str:
-    """What the model in a file is called: as the file, or the link to it, that was named."""
+    """The name of a file's model: that of the file or of the link to the file."""
     shard = shard_of(file)
     return file.stem if shard is None else shard.stem

@@ -1,4 +1,4 @@
-"""What a model directory holds, from its JSON files and safetensors headers alone: no tensor is read, no torch needed.
+"""The contents of a model directory from JSON files and safetensors headers: no tensor is read, no torch is needed.
 
 A safetensors file is a little-endian u64 (header length), that many bytes of JSON, then the data without gaps.
 """
@@ -20,8 +20,8 @@ from llmcompress.formats.base import ITEM_SIZE, TensorSpec
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-_MAX_HEADER = 100_000_000  # the limit of the safetensors library itself, for us that of any JSON
-_SAMPLES = 64  # places per file at which `contents` looks
+_MAX_HEADER = 100_000_000  # the safetensors library's limit, used here for any JSON
+_SAMPLES = 64  # spans per file that `contents` reads
 _SAMPLE_BYTES = 4096
 _AGAIN = "fetch the file again"
 
@@ -60,7 +60,7 @@ SIDE_FILES = (
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor lies: its spec, its file, and the byte range within the file's data."""
+    """The place of a tensor: its spec, its file, and its byte range within the file's data."""
 
     spec: TensorSpec
     file: Path
@@ -83,12 +83,12 @@ class ModelHeaders:
 
     @property
     def name(self) -> str:
-        """What the model is called: as its directory."""
+        """The name of the model: that of its directory."""
         return self.path.resolve().name
 
     @property
     def place(self) -> Path:
-        """The file of the weights, or the directory where there are several."""
+        """The file of the weights, or the directory if there are several files."""
         return self.files[0] if len(self.files) == 1 else self.path
 
     @cached_property
@@ -119,7 +119,7 @@ class ModelHeaders:
 
 
 def read_headers(path: Path) -> ModelHeaders:
-    """Headers of the model directory `path`; CheckpointError names the file and what is wrong with it."""
+    """Headers of the model directory `path`; CheckpointError names the file and the fault."""
     if not path.is_dir():
         _refuse_non_directory(path)
     refuse_links(path)
@@ -245,12 +245,12 @@ def _entry(file: Path, name: str, item: Any) -> Stored:
 
 
 def _are_sizes(values: Iterable[Any]) -> bool:
-    """Whether all are whole numbers that a u64 holds; true and false are not, though Python counts with them."""
+    """Whether all values are integers that fit a u64; true and false, ints in Python, are refused."""
     return all(isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 64 for value in values)
 
 
 def _shown(name: str) -> str:
-    """A name from a file as it may be printed."""
+    """A name from a file, made safe to print."""
     return name if name.isprintable() else ascii(name)
 
 
@@ -339,7 +339,7 @@ def refuse_adapter(path: Path) -> None:
 
 
 def _is_read(name: str) -> bool:
-    """Whether a file of a model directory is looked at, by us or by transformers; weights are checked where used."""
+    """Whether we or transformers read a file of a model directory; weights are checked when they are used."""
     patterns = ("*.json", "*.py", "*.jinja", "README.md", "additional_chat_templates", *SIDE_FILES)
     return not name.startswith(".") and any(fnmatchcase(name, pattern) for pattern in patterns)
 

@@ -1,8 +1,8 @@
 """Writing a model directory so that it appears whole or not at all.
 
 Everything is written to OUT.partial beside OUT; `commit` makes it durable and renames it. Weights are safetensors whose
-headers are known before the first tensor, so that tensors pass through memory one by one. What the system refuses on
-the way, such as a full disk, is a RunError that names the file.
+headers are known before the first tensor, so that tensors pass through memory one by one. If the system refuses a
+write, as on a full disk, a RunError names the file.
 """
 
 import ast
@@ -57,9 +57,9 @@ class WeightFile:
 
 
 def shards(specs: Sequence[TensorSpec], shard_bytes: int | None = None, stem: str = "model") -> list[WeightFile]:
-    """The weight files for `specs`: filled in order, a new one where the next tensor would pass `shard_bytes`.
+    """The weight files for `specs`, filled in order; a file ends before the tensor that would exceed `shard_bytes`.
 
-    stem: what their names begin with.
+    stem: the beginning of the files' names.
     """
     shard_bytes = shard_bytes or SHARD_BYTES
     names = [spec.name for spec in specs]
@@ -85,11 +85,11 @@ def weights_nbytes(specs: Sequence[TensorSpec], shard_bytes: int | None = None) 
 
 
 class OutputDirectory:
-    """A directory in the making; use as a context manager and `commit` at the end, or nothing remains.
+    """A directory that is being written; use as a context manager and `commit` at the end, or nothing remains.
 
-    path: where it shall appear. It must not exist, unless `overwrite`: then the model directory there is replaced at
-    the moment of `commit` and not before. Permissions are those the umask of the process gives, less what would let
-    everybody write. told_by: files by any of which a directory that may be replaced is known.
+    path: the final place. It must not exist, unless `overwrite`: then `commit` replaces the model directory there.
+    Permissions follow the umask of the process, but never let everybody write. told_by: files any of which marks a
+    directory as one that may be replaced.
     """
 
     told_by: tuple[str, ...] = ("config.json", "llmcompress.yaml")  # the second alone beside GGUF files
@@ -181,7 +181,7 @@ class OutputDirectory:
         self._write(name, text.encode(errors="backslashreplace"))
 
     def write_arrays(self, name: str, arrays: "Mapping[str, NDArray[Any]]") -> None:
-        """Arrays as numpy's .npz, which no loader of models takes for weights."""
+        """Write arrays as numpy's .npz, which no loader of models takes for weights."""
         import numpy as np
 
         whole = io.BytesIO()
@@ -189,7 +189,7 @@ class OutputDirectory:
         self._write(name, whole.getvalue())
 
     def write_pieces(self, name: str, pieces: "Iterable[bytes | memoryview]") -> None:
-        """A file of pieces that come one by one."""
+        """Write a file from pieces that arrive one by one."""
         with writing(self.partial / name), create(self.partial / name) as handle:
             for piece in pieces:
                 handle.write(piece)
@@ -216,7 +216,7 @@ class OutputDirectory:
         return sorted(str(file.relative_to(source)) for file in found)
 
     def commit(self) -> Path:
-        """Make everything durable, then let it appear at `path` by one rename."""
+        """Flush everything to disk, then rename the directory to `path`; returns `path`."""
         self._refuse_existing()
         with writing(self.path):
             return self._appear()
@@ -238,13 +238,13 @@ class OutputDirectory:
                 replaced.rename(self.path)
             raise
         flush(self.path.parent)
-        _unmark(self.path)  # only now: without its mark nothing would clear away what a kill leaves
+        _unmark(self.path)  # last: only a marked directory is cleared away after a kill
         if replaced.exists():
             shutil.rmtree(replaced)
         return self.path
 
     def _refuse_existing(self) -> None:
-        if os.path.lexists(self.path / _MARK):  # cut off right after the rename: it is whole
+        if os.path.lexists(self.path / _MARK):  # killed right after the rename: the directory is whole
             _unmark(self.path)
         if not os.path.lexists(self.path):
             return
@@ -308,7 +308,7 @@ def _json(value: Any) -> bytes:
 
 
 def _raw(spec: TensorSpec, tensor: "Tensor") -> memoryview:
-    """The bytes of a tensor as safetensors stores them, or RunError if it is not what was announced."""
+    """The bytes of a tensor as safetensors stores them, or RunError if the tensor does not fit its spec."""
     dtype = _TORCH_NAMES.get(str(tensor.dtype), str(tensor.dtype))
     if dtype != spec.dtype or tuple(tensor.shape) != spec.shape:
         announced = f"{spec.dtype} {list(spec.shape)}"
@@ -349,7 +349,7 @@ def _siblings(file: Path) -> list[str]:
 
 
 def _remove_partial(partial: Path) -> None:
-    """Delete a directory in the making, its mark after all else; one that is still empty needs none."""
+    """Delete an unfinished directory, its mark last; an empty directory needs no mark."""
     mark = partial / _MARK
     if not mark.is_file() and (partial.is_symlink() or not partial.is_dir() or any(partial.iterdir())):
         raise PlanError(f"{partial} is in the way and was not made by a run of this tool", "move it away")

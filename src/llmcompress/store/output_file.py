@@ -7,11 +7,11 @@ from llmcompress.errors import PlanError
 from llmcompress.store.output import OutputDirectory, flush
 
 _MAGIC = b"GGUF"
-_BESIDE = ("report.json", "transforms.npz", "Modelfile")  # stand next to a single file, under its name and theirs
+_BESIDE = ("report.json", "transforms.npz", "Modelfile")  # written beside a single file as NAME.<this name>
 
 
 class OutputFile(OutputDirectory):
-    """As its base class, but of the directory in the making only the file called like `path` appears, and _BESIDE."""
+    """An output directory of which only the GGUF file named like `path` and the files of _BESIDE appear."""
 
     def _appear(self) -> Path:
         made = self.partial / self.path.name
@@ -21,7 +21,7 @@ class OutputFile(OutputDirectory):
                 flush(self.partial / name)
                 (self.partial / name).replace(beside(self.path, name))
             else:
-                beside(self.path, name).unlink(missing_ok=True)  # of the file that is replaced
+                beside(self.path, name).unlink(missing_ok=True)  # left by the replaced file
         made.replace(self.path)  # last: a report alone misleads nobody
         flush(self.path.parent)
         return self.path
@@ -44,17 +44,17 @@ def is_single(path: Path) -> bool:
 
 
 def output_of(path: Path, format_: str, overwrite: bool) -> OutputDirectory:
-    """The output in the making at `path`, in a format of that name."""
+    """The output to be written at `path` in a format of that name."""
     if is_single(path) and format_ != "gguf":
         raise PlanError(f"{path} is called like a GGUF file, format {format_} is a directory", "give another --output")
     return (OutputFile if is_single(path) else OutputDirectory)(path, overwrite=overwrite)
 
 
 def report_of(path: Path) -> Path:
-    """Where the report of a single file lies."""
+    """The path of a single file's report."""
     return beside(path, "report.json")
 
 
 def beside(path: Path, name: str) -> Path:
-    """Where one of _BESIDE lies that belongs to the single file `path`."""
+    """The path of a file of _BESIDE that belongs to the single file `path`."""
     return path.with_name(f"{path.name}.{name}")

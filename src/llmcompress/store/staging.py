@@ -62,7 +62,7 @@ class Staging:
                 f"{path} is not seen by every machine", "use a --work directory on a file system that they share"
             )
         else:
-            begun = stored.with_suffix(".partial")  # all there is of a run that was killed as it began
+            begun = stored.with_suffix(".partial")  # the only file of a run that was killed as it began
             if path.exists() and any(file != begun for file in path.iterdir()):
                 raise PlanError(f"{path} is not empty and not a work directory", "use another --work directory")
             with writing(path):
@@ -78,7 +78,7 @@ class Staging:
         self._lock = os.open(stored, os.O_RDONLY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:  # some network file systems know no locks: then there is none
+        except OSError as error:  # some network file systems have no locks: run without one
             self.close()
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 raise PlanError(
@@ -86,7 +86,7 @@ class Staging:
                 ) from None
 
     def close(self) -> None:
-        """Let another run have the work directory."""
+        """Release the work directory to other runs."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -95,7 +95,7 @@ class Staging:
         self.close()
 
     def remember_place(self, model: Path, **facts: Any) -> None:
-        """Where the model lies and what else `export` needs; not part of what the run is."""
+        """Save the model's place and further facts for `export`; they are not part of the run's identity."""
         place = {"model": str(model.absolute()), **facts}
         _write_atomically(self.path / "place.json", json.dumps(place, indent=1).encode())
 
@@ -114,9 +114,9 @@ class Staging:
         records: Mapping[str, Any],
         factors: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Keep a finished section: matrices by on-disk module name, and records (plain data) about them.
+        """Write a finished section: matrices by on-disk module name, and records (plain data) about the matrices.
 
-        factors: by space, those that its channels were scaled with.
+        factors: by space, the scales of the space's channels.
         """
         tensors = {f"{_FACTORS}{space}": factor.contiguous() for space, factor in (factors or {}).items()}
         specs = {}
@@ -131,7 +131,7 @@ class Staging:
         }
         with writing(target):
             save_file(tensors, partial, metadata={**facts, "crc": json.dumps(sums)})
-            partial.chmod(file_mode())  # the library keeps what it saves to its owner
+            partial.chmod(file_mode())  # the library lets only the owner read its files
             _publish(partial, target)
 
     def read_section(self, number: int) -> dict[str, Coded]:
@@ -178,7 +178,7 @@ class Staging:
             raise RunError(f"{self._section(number)} is damaged: {error}", "remove this file and run again") from None
 
     def records(self, number: int) -> dict[str, Any]:
-        """What was recorded about a finished section."""
+        """The records of a finished section."""
         try:
             with safe_open(self._section(number), framework="pt") as file:
                 facts, _ = _checked(file.metadata())
@@ -191,7 +191,7 @@ class Staging:
     def hidden(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, last: int) -> "Hidden | None":
         """The newest hidden states that are whole for every stream in `shapes`, or None; damaged ones are removed.
 
-        last: the first section that is missing; what enters later ones is of no use.
+        last: the first missing section; states that enter later sections are not used.
         """
         positions: dict[int, dict[str, Windows]] = {}
         for file in sorted(self.path.glob("hidden-*.bin")):
@@ -207,7 +207,7 @@ class Staging:
     def open_hidden(
         self, position: int, dtype: torch.dtype, places: Mapping[str, tuple[str, tuple[int, ...]]]
     ) -> "Hidden":
-        """What another process has kept, as its `places` say."""
+        """The hidden states of another process, by its `places`."""
         return Hidden(
             position, {name: Windows(self.path / file, shape, dtype) for name, (file, shape) in places.items()}
         )
@@ -235,7 +235,7 @@ class Staging:
             "hidden-*.bin",
             "record-*.bin",
             "*.partial",
-            "plan.json",  # last: without it the rest would be nobody's
+            "plan.json",  # last: plan.json tells whose the other files are
         ):
             for file in self.path.glob(pattern):
                 file.unlink()
@@ -245,13 +245,13 @@ class Staging:
 
 @dataclass(frozen=True)
 class Hidden:
-    """What enters section `position`: hidden states [samples, length, hidden] by stream."""
+    """Hidden states [samples, length, hidden] that enter section `position`, by stream."""
 
     position: int
     streams: Mapping[str, Windows]
 
     def places(self) -> tuple[int, dict[str, tuple[str, tuple[int, ...]]]]:
-        """Position, and by stream the name of its file, and its shape: what another process opens."""
+        """The position, and by stream the file's name and shape, for another process to open."""
         return self.position, {name: (item.file.name, tuple(item.shape)) for name, item in self.streams.items()}
 
 
@@ -273,7 +273,7 @@ def _difference(old: Any, new: Any, key: str = "") -> tuple[str, Any, Any] | Non
 
 
 def _checked(metadata: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, int]]:
-    """What a section's header says, and the checksums; ValueError if it is not what was written."""
+    """The records and the checksums in a section's header; ValueError if the header is damaged."""
     sums: dict[str, int] = json.loads(metadata["crc"])
     facts = {}
     for name in ("grids", "records"):
@@ -305,7 +305,7 @@ def _write_atomically(target: Path, data: bytes) -> None:
 
 
 def _publish(partial: Path, target: Path) -> None:
-    """Make a finished file visible under its name; it survives a power cut from then on."""
+    """Rename a finished file to its name and flush it, so that it survives a power cut."""
     handle = os.open(partial, os.O_RDONLY)
     try:
         os.fsync(handle)

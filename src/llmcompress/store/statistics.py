@@ -1,4 +1,4 @@
-"""Statistics of inputs that outlive a run: other methods and widths can go by them without running text again.
+"""Statistics of inputs, stored for later runs: other methods and widths can use them without running text again.
 
 DIR/<key>/about.json                  of what model and tokens, and which steps were at work when they were gathered
 DIR/<key>/layer-00007.safetensors     by space: the upper triangle of the mean Gram matrix, or the squares; its tokens
@@ -42,7 +42,7 @@ class Kept:
 
     @property
     def steps(self) -> list[str]:
-        """What was at work when they were gathered, as people say it."""
+        """The names of the steps that were active when the statistics were gathered."""
         return [str(step) for step in self.about.get("steps", [])]
 
     @property
@@ -58,7 +58,7 @@ class Kept:
         return self.path / f"layer-{number:05d}.safetensors"
 
     def write(self, number: int, tensors: Mapping[str, Tensor]) -> None:
-        """Keep what is known of a layer's inputs, as `stored` gives it."""
+        """Write the tensors of a layer's input statistics, which `packed_statistics` returns."""
         target = self._file(number)
         partial = target.with_suffix(".partial")
         with writing(target):
@@ -67,7 +67,7 @@ class Kept:
             partial.replace(target)
 
     def read(self, number: int, device: torch.device) -> dict[str, Statistics]:
-        """What is known of a layer's inputs, by space. PlanError for a damaged file."""
+        """Statistics of a layer's inputs by space; PlanError for a damaged file."""
         try:
             with safe_open(self._file(number), framework="pt") as file:
                 spaces = sorted({name.rpartition("/")[0] for name in file.keys()})  # noqa: SIM118
@@ -76,7 +76,7 @@ class Kept:
             raise PlanError(f"{self._file(number)} is damaged: {error}", f"remove {self.path}") from None
 
     def has(self, number: int, spaces: Mapping[str, bool]) -> bool:
-        """Whether a layer's statistics hold these spaces, with a Gram matrix where it says True."""
+        """Whether a layer's statistics hold these spaces, with a Gram matrix for spaces of value True."""
         try:
             with safe_open(self._file(number), framework="pt") as file:
                 names = set(file.keys())
@@ -87,14 +87,14 @@ class Kept:
         return all(space in (grams if gram else known) for space, gram in spaces.items())
 
     def remove(self) -> None:
-        """Delete it; only files that are its own."""
+        """Delete the statistics, and no other files."""
         for file in [*self.path.glob("layer-*"), self.path / _ABOUT]:
             file.unlink(missing_ok=True)
         self.path.rmdir()
 
 
-def stored(found: Mapping[str, Statistics]) -> dict[str, Tensor]:
-    """What is kept of the statistics of inputs, by space: Gram matrices, or the squares where there are none."""
+def packed_statistics(found: Mapping[str, Statistics]) -> dict[str, Tensor]:
+    """The tensors to store for input statistics by space: a Gram matrix's triangle, or else squares."""
     tensors: dict[str, Tensor] = {}
     for space, statistics in found.items():
         if statistics.gram is not None:
@@ -120,7 +120,7 @@ def _restored(file: Any, space: str, device: torch.device) -> Statistics:
     return Statistics({"gram": Gram.of(mean.to(device), tokens)})
 
 
-def kept_in(store: Path) -> list[Kept]:
+def all_statistics(store: Path) -> list[Kept]:
     """All statistics in a directory, in order of their keys; PlanError for one that is damaged."""
     found = []
     for file in sorted(store.glob(f"*/{_ABOUT}")):
@@ -133,8 +133,8 @@ def kept_in(store: Path) -> list[Kept]:
     return found
 
 
-def keep(store: Path, about: Mapping[str, Any]) -> Kept:
-    """The place in a store for statistics `about` something, made unless it is there."""
+def statistics_entry(store: Path, about: Mapping[str, Any]) -> Kept:
+    """The entry of a store for statistics `about` a run, created unless it exists."""
     key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
     path = store / key
     if not (path / _ABOUT).exists():

@@ -1,4 +1,4 @@
-"""Tensors of all calibration windows in a file, of which a few windows at a time are in memory."""
+"""Tensors of all calibration windows in a file, with a few windows at a time in memory."""
 
 import os
 import zlib
@@ -14,7 +14,7 @@ from llmcompress.errors import RunError
 from llmcompress.store.files import bytes_of, create, writing
 from llmcompress.workers import Part
 
-_WAITING = 2  # batches from a GPU
+_WAITING = 2  # batches from a GPU that may wait for writing
 
 
 class Windows:
@@ -57,9 +57,9 @@ class WindowsShare(Windows):
 class WindowsWriter:
     """Writes windows batch by batch into `file`.
 
-    A file that is there already is written over: its pages are in memory, which is many times faster than to ask the
-    file system for new ones. crc: CRC-32 of what was written, where `checked` asks for it, once it is finished. Batches
-    on a GPU are written by threads of their own, while it goes on.
+    An existing file is overwritten in place: its pages are in memory, which is many times faster than asking the file
+    system for new pages. crc: CRC-32 of the bytes after `finish`, if `checked`. Threads write batches from a GPU
+    while the GPU continues.
     """
 
     def __init__(self, file: Path, dtype: torch.dtype, checked: bool = False) -> None:
@@ -111,7 +111,7 @@ class WindowsWriter:
         self._writing = None
 
     def finish(self, name: Path | None = None) -> Windows:
-        """What was written, under the file's final name if it has another."""
+        """The written windows, under the file's final name `name` if given."""
         self._wait()
         self._handle.truncate()
         self._handle.close()
@@ -120,7 +120,7 @@ class WindowsWriter:
         return Windows(name or self.file, self._shape, self.dtype)
 
     def abandon(self) -> None:
-        """Write no more."""
+        """Stop writing."""
         self._wait()
         self._handle.close()
 

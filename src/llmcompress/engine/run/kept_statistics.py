@@ -6,12 +6,12 @@ from typing import Any
 from llmcompress.engine.plan.plan import Plan
 from llmcompress.grids.ggml import gguf_types
 from llmcompress.ledger import Ledger
-from llmcompress.store.statistics import STORED, Kept, keep, kept_in
+from llmcompress.store.statistics import STORED, Kept, all_statistics, statistics_entry
 
 
 def statistics_of_run(plan: Plan, store: Path, tokens: str) -> Kept:
     """The place in the store where this run keeps its statistics. tokens: hash of the calibration tokens."""
-    return keep(store, _about(plan, tokens) | {"steps": _steps(plan), "options": _options(plan)})
+    return statistics_entry(store, _about(plan, tokens) | {"steps": _steps(plan), "options": _options(plan)})
 
 
 def reusable_statistics(plan: Plan, store: Path, tokens: str) -> Kept | None:
@@ -23,7 +23,7 @@ def reusable_statistics(plan: Plan, store: Path, tokens: str) -> Kept | None:
     if _needs_text(plan):
         return None
     about = _about(plan, tokens)
-    candidates = [kept for kept in kept_in(store) if {key: kept.about.get(key) for key in about} == about]
+    candidates = [kept for kept in all_statistics(store) if {key: kept.about.get(key) for key in about} == about]
     if any(kept.about.get("options") == _options(plan) for kept in candidates):
         return None
     wanted = [{m.space: m.needs_gram for m in layer if m.needs_calibration} for layer in plan.layers]

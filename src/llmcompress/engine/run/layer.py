@@ -34,7 +34,7 @@ from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.solve.column_sweep import Sweeper
 from llmcompress.solve.row_blocks import RowBlocks
 from llmcompress.store.checkpoint import DTYPES, Checkpoint
-from llmcompress.store.statistics import Kept, stored
+from llmcompress.store.statistics import Kept, packed_statistics
 from llmcompress.workers import Workers
 
 
@@ -82,7 +82,7 @@ class Compressor:
             stage = [plan for plan in stage if plan.module not in {found[0].module for found in kept}]
             statistics = known or self._statistics(layer, compressed, original, stage, ledger)
             if self.keeping is not None:
-                gathered |= stored(statistics)
+                gathered |= packed_statistics(statistics)
             return_freed_memory()  # what the windows took, before the matrices of the solvers come
             groups = _solved_as_one(stage, apart=self.plan.importance is not None)
             solutions = self._solutions(groups, statistics, ledger, workers)

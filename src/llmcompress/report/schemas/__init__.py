@@ -19,6 +19,6 @@ def schema_text(name: str) -> str:
 
 
 def made(name: str) -> str:
-    """What the published schema of a document has to be."""
+    """The schema generated from the code, which the published schema must equal."""
     found = TypeAdapter(SCHEMAS[name]).json_schema()
     return json.dumps({"$schema": DIALECT, **found}, indent=2) + "\n"
