@@ -1,4 +1,4 @@
-"""How fast products run on a GPU, beside what torch has for the same and beside a copy of as many bytes.
+"""The speed of products on a GPU, compared with torch's products and with a copy of as many bytes.
 
 Every launch reads a weight that no cache holds: copies of it lie in more than 150 MB, one after another in turn. Times
 are medians of CUDA events, each around one pass over all copies, whose launches follow one another without a wait.
@@ -37,7 +37,7 @@ Work = Callable[[int], object]
 
 @dataclass(frozen=True)
 class BenchWeight:
-    """A kind of weight. inputs: how its inputs are rounded."""
+    """A kind of weight. inputs: the rounding of its inputs, or None."""
 
     name: str
     spec: Spec
@@ -101,7 +101,7 @@ class Clock:
         return float(median(found))
 
     def captured(self, work: Work, copies: int) -> float:
-        """As `seconds`, with all copies in one CUDA graph: without what a launch costs the host."""
+        """`seconds` with all copies in one CUDA graph, which leaves out the host's cost of a launch."""
         aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
@@ -163,7 +163,7 @@ def _of_shape(
 
 
 def _products(launcher: Launcher, device: torch.device, weight: Tensor, subject: BenchWeight) -> list[Any]:
-    """Copies of a weight, as many as make it cold."""
+    """Copies of a weight, enough that no cache holds the next copy."""
     spec: Any = subject.spec
     grid = fit(weight, spec, clip="minmax", search="fast")
     coded = Coded(grid.encode(weight), grid).to(device)

@@ -1,4 +1,4 @@
-"""Kernels to cubins: out of the cache, or compiled and kept there."""
+"""Building cubins of kernels: read from the cache, or compiled and cached."""
 
 from collections.abc import Callable
 from hashlib import sha256
@@ -12,7 +12,7 @@ Say = Callable[[str], None]
 
 
 class Builder:
-    """Builds kernels for one architecture. say: told, once, that nothing can be kept.
+    """Builds kernels for one architecture. say: told, once, that the cache cannot be written.
 
     compiled, cached: how many were compiled, and found in the cache.
     """

@@ -1,7 +1,7 @@
-"""Compiled kernels on disk, each a file named by the hash of all that it was made from.
+"""Compiled kernels on disk, each in a file named by the hash of everything the kernel was made from.
 
-A file is a line of JSON, which says what it is and holds the hash of the rest, and the cubin. One that is not what it
-says is as good as none: it is made anew.
+A file is a line of JSON, with the kernel's description and the hash of the cubin, then the cubin. A file that does not
+match its description is ignored, and its kernel compiled again.
 """
 
 import json
@@ -17,13 +17,13 @@ from llmcompress.errors import PlanError
 from llmcompress.kernels.compilers import Defines
 
 VARIABLE = "LLMCOMPRESS_KERNEL_CACHE"
-_FORMAT = 1  # raised when files look otherwise, or compilers get other options
+_FORMAT = 1  # raised when the layout of files or the options of compilers change
 _SUFFIX = ".cubin"
 
 
 @dataclass(frozen=True)
 class Made:
-    """What a cubin was made from. source_sha256: of the text with all that it includes."""
+    """The inputs of a cubin's compilation. source_sha256: of the text with everything it includes."""
 
     source: str
     source_sha256: str
@@ -39,7 +39,7 @@ class Made:
 
 @dataclass(frozen=True)
 class CachedBuild:
-    """A file of the cache. about: what it says of itself; None for a damaged one."""
+    """A file of the cache. about: the file's description; None for a damaged file."""
 
     file: Path
     bytes: int
@@ -68,7 +68,7 @@ class Cache:
         return None if found is None else found[1]
 
     def write(self, made: Made, cubin: bytes) -> None:
-        """Keep a cubin: whole or not at all, also where other processes write the same. OSError if that cannot be."""
+        """Write a cubin whole or not at all, even if other processes write the same one. OSError if writing fails."""
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         about = {"format": _FORMAT, **asdict(made), "sha256": sha256(cubin).hexdigest()}
         handle, partial = tempfile.mkstemp(prefix=made.key, suffix=".partial", dir=self.directory)
@@ -106,7 +106,7 @@ class Cache:
 
 
 def _read(file: Path) -> tuple[dict[str, Any], bytes] | None:
-    """What a file says of itself and its cubin; None for no file, or one that does not hold what it says."""
+    """A file's description and cubin; None if there is no file, or its cubin does not match the description."""
     try:
         line, _, cubin = file.read_bytes().partition(b"\n")
         about = json.loads(line)

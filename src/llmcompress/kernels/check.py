@@ -1,4 +1,4 @@
-"""Whether kernels compute what they should, on the device at hand: products of every family beside float64."""
+"""Checks of kernels on this machine's device: products of every family compared with float64."""
 
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -49,7 +49,7 @@ class KernelCase:
 
 @dataclass(frozen=True)
 class Checked:
-    """What came of a case. error: the largest, as a share of its bound. launches: names of the kernels that ran."""
+    """The outcome of a case. error: the largest, as a share of its bound. launches: names of the kernels that ran."""
 
     grid: str
     inputs: str | None
@@ -117,7 +117,7 @@ def check(case: KernelCase, launcher: Launcher, device: torch.device) -> Iterato
 
 
 class _Counting:
-    """Hands launches on and keeps the names of their kernels."""
+    """A launcher that passes launches on and records the names of their kernels."""
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher, self.names = launcher, list[str]()

@@ -1,4 +1,4 @@
-"""Why kernels do not run."""
+"""Errors of kernels that cannot be compiled or run."""
 
 from llmcompress.errors import EXIT_FAILED, PlanError
 

@@ -16,7 +16,7 @@ from llmcompress.kernels.compilers import find_compiler
 from llmcompress.kernels.launch import Kernel, Launch
 
 OLDEST = (8, 0)  # compute capability: cp.async and mma.sync of bf16
-_STATIC_SHARED = 48 << 10  # bytes of shared memory that need no asking for
+_STATIC_SHARED = 48 << 10  # bytes of shared memory available without a request
 
 
 class CudaLauncher:
@@ -86,8 +86,8 @@ def open_gpu(
 ) -> CudaLauncher:
     """A launcher for a GPU, the current one if none is named.
 
-    KernelsError says why kernels cannot run here. say: told of what is less than it could be. cache: directory of what
-    is compiled, in place of the usual one.
+    KernelsError says why kernels cannot run here. say: told that the cache cannot be written. cache:
+    directory of compiled kernels, in place of the usual one.
     """
     device = usable(device)
     major, minor = torch.cuda.get_device_capability(device)

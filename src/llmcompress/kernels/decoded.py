@@ -1,4 +1,4 @@
-"""Products with weights that are decoded by torch while they are used: what stands in for a kernel on any device."""
+"""Products with weights that torch decodes on use: the replacement of a kernel on any device."""
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,6 @@ class DecodedProduct(nn.Module):
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of what the grid has, beside the codes."""
+        """Bytes of the grid's tensors, without the codes."""
         parts = vars(self.grid).values()
         return sum(part.nbytes for part in parts if isinstance(part, Tensor))

@@ -1,4 +1,4 @@
-"""A tiled matrix to a dense one, by `csrc/dequantise.cu`: for products with more rows than the kernels take."""
+"""Decoding a tiled matrix to a dense one by `csrc/dequantise.cu`, for products with more rows than kernels take."""
 
 from collections.abc import Iterator
 

@@ -157,7 +157,7 @@ def _splits(tile: Int8Tile, tokens: int, channels: int, width: int, launcher: La
 
 
 def _time(tile: Int8Tile, tokens: int, channels: int, width: int, launcher: Launcher) -> float:
-    """What the busiest multiprocessor multiplies."""
+    """The relative time of the busiest multiprocessor's products."""
     splits = _splits(tile, tokens, channels, width, launcher)
     blocks = ceil(tokens, tile.tokens) * ceil(channels, tile.channels) * splits
     return ceil(blocks, launcher.multiprocessors) * tile.tokens * tile.channels * tile.cost / splits

@@ -10,7 +10,7 @@ from llmcompress.kernels.compile_errors import TakesNotError
 from llmcompress.kernels.tensor_checks import ceil, padded
 
 TILE = 128  # inputs
-MOST_INPUTS = (1 << 31) // (128 * 128) - 1  # whose products of codes int32 holds the sum of
+MOST_INPUTS = (1 << 31) // (128 * 128) - 1  # int32 holds the sum of this many products of codes
 
 
 @dataclass(frozen=True)

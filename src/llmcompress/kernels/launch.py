@@ -1,4 +1,4 @@
-"""What the kernels are to those who launch them: a piece of source to compile, a grid to run, and someone to run it."""
+"""The interface of kernels: source to compile, a grid to run, and a launcher."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Kernel:
-    """What is compiled, once per source, defines and architecture.
+    """A kernel, compiled once per source, defines and architecture.
 
     source: file of csrc/, such as "matmul.cu". name: its extern "C" __global__ function. defines: macros and values.
     """
@@ -38,4 +38,4 @@ class Launcher(Protocol):
     multiprocessors: int
 
     def __call__(self, launch: Launch, *arguments: Tensor | int | float) -> None:
-        """A Tensor is handed on as the pointer to its data, an int as int32, a float as float32."""
+        """Run a launch: a Tensor is passed as the pointer to its data, an int as int32, a float as float32."""

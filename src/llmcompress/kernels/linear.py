@@ -17,10 +17,10 @@ Say = Callable[[str], None]
 
 
 class CodedLinear(nn.Module):
-    """y = x W^T + b with W in the packed form of `product`, and x rounded to `inputs` first where that is given.
+    """y = x W^T + b with W in the packed form of `product`, and x first rounded to `inputs`, if given.
 
-    product: of x [tokens, in] and W, by a kernel or by torch; it rounds what it rounds itself (`rounds`). bias: may be
-    without memory, for who fills it later.
+    product: multiplies x [tokens, in] by W, with a kernel or torch, and may round x itself (`rounds`). bias: may be on
+    the meta device, to be filled later.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class CodedLinear(nn.Module):
 
     @property
     def kernel(self) -> str:
-        """What multiplies."""
+        """The name of the product that multiplies."""
         name: Any = self.product.name
         return str(name)
 
@@ -57,7 +57,7 @@ class CodedLinear(nn.Module):
 class Linears:
     """Makes linears for one device. launcher: runs kernels; None to have torch do everything.
 
-    say: told, once for each reason, what no kernel takes.
+    say: told, once for each reason, which matrices no kernel takes.
     """
 
     def __init__(self, device: torch.device, launcher: Launcher | None, say: Say) -> None:
@@ -68,14 +68,14 @@ class Linears:
     def __call__(
         self, coded: Coded, bias: Tensor | None, dtype: torch.dtype, inputs: Rounding | None = None
     ) -> CodedLinear:
-        """A linear of codes that lie anywhere."""
+        """A linear of codes on any device."""
         coded = coded.to(self.device)
         inputs = None if inputs is None else inputs.to(self.device)
         product, rounding = self._product(coded, dtype, inputs)
         return CodedLinear(product, (coded.codes.shape[0], coded.codes.shape[1]), bias, dtype, rounding)
 
     def _product(self, coded: Coded, dtype: torch.dtype, inputs: Rounding | None) -> tuple[nn.Module, Rounding | None]:
-        """A product, and the rounding of inputs that is left to be done before it."""
+        """A product, and the rounding of inputs that must come before the product; None if the product rounds."""
         if self.products is not None:
             try:
                 return self.products(coded, dtype, inputs)

@@ -1,4 +1,4 @@
-"""Which variant of `csrc/matmul.cu` runs, on which grid: the cheapest by a simple model of a multiprocessor.
+"""The choice of a variant of `csrc/matmul.cu` and its grid: the cheapest by a simple model of a multiprocessor.
 
 Units of work are shared out evenly, so that no multiprocessor waits for another; or, where that is cheaper, every tile
 of outputs is one block's, so that no sums need to be brought together.
@@ -14,7 +14,7 @@ from llmcompress.kernels.tiles import INPUTS, OUTPUTS, TileSpec
 SHAPES = ((1, 2, 4), (1, 4, 2), (1, 8, 1), (2, 4, 2), (2, 8, 1), (4, 8, 1), (8, 8, 1))
 """Tiles of 8 rows, warps along outputs, warps along inputs."""
 MOST_STAGES = 6
-_RESERVED = 1024  # bytes of shared memory that a block takes besides what it asks for
+_RESERVED = 1024  # bytes of shared memory that a block takes beyond its request
 
 # what an H200 offers one multiprocessor, per ns; only the order of costs matters
 _FROM_MEMORY = 4300 / 132  # bytes, the rate of a copy
