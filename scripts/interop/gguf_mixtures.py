@@ -24,7 +24,8 @@ import torch
 from gguf import GGUFWriter
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from llmcompress.formats.gguf.metadata import architecture, write_metadata
+from llmcompress.formats.gguf.keys import write
+from llmcompress.formats.gguf.metadata import architecture, metadata
 from llmcompress.formats.gguf.mixture import visiting_order
 from llmcompress.formats.gguf.names import gguf_tensors
 from llmcompress.formats.gguf.types import FILE_TYPES
@@ -145,7 +146,7 @@ def answers(name: str, quantizer: Path, folder: Path, importance: Path) -> dict:
 def write_sparse(file: Path, config: dict, tensors: list) -> None:
     """A GGUF file whose tensors are all zeros that take no space on disk."""
     writer = GGUFWriter(file, architecture(config))
-    write_metadata(writer, config, tensors, FILE_TYPES["F32"], name="model")
+    write(writer, metadata(config, tensors, FILE_TYPES["F32"], name="model"))
     for tensor in tensors:
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), 4 * prod(tensor.shape))
     writer.write_header_to_file()

@@ -1,13 +1,14 @@
 """Qwen3 MoE: Qwen3 attention with a mixture of experts in the layers that config.json does not make dense."""
 
 from llmcompress.arch.spec import (
+    EXPERT_FLOW,
+    EXPERT_LINEARS,
+    EXPERT_NORMS,
     LLAMA_FINAL,
     LLAMA_FLOWS,
+    ROUTER,
     ArchSpec,
     Experts,
-    Flow,
-    Linear,
-    Norm,
     Scores,
     attention_and_mlp,
 )
@@ -15,19 +16,11 @@ from llmcompress.arch.spec import (
 ARCH = ArchSpec(
     name="qwen3_moe",
     model_types=("qwen3_moe",),
-    linears=(
-        *attention_and_mlp(),
-        Linear("mlp.experts.{e}.gate_proj", reads="expert_in.{e}"),
-        Linear("mlp.experts.{e}.up_proj", reads="expert_in.{e}"),
-        Linear("mlp.experts.{e}.down_proj", reads="expert_hidden.{e}", adds=True),
-    ),
+    linears=(*attention_and_mlp(), *EXPERT_LINEARS),
     experts=Experts(path="mlp.experts", count="num_experts"),
-    never=(Linear("mlp.gate", reads="mlp_in"),),
-    norms=(
-        Norm("input_layernorm", ("attn_in",)),
-        Norm("post_attention_layernorm", ("mlp_in", "expert_in.{e}")),
-    ),
-    flows=(*LLAMA_FLOWS, Flow("mlp.experts.{e}.up_proj", "expert_hidden.{e}")),
+    never=(ROUTER,),
+    norms=EXPERT_NORMS,
+    flows=(*LLAMA_FLOWS, EXPERT_FLOW),
     scores=Scores(norms=("self_attn.q_norm", "self_attn.k_norm")),
     final=LLAMA_FINAL,
     tiny={

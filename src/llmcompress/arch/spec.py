@@ -203,3 +203,13 @@ def attention_and_mlp() -> tuple[Linear, ...]:
 LLAMA_NORMS = (Norm("input_layernorm", ("attn_in",)), Norm("post_attention_layernorm", ("mlp_in",)))
 LLAMA_FLOWS = (Flow("self_attn.v_proj", "attn_out", heads=True), Flow("mlp.up_proj", "mlp_hidden"))
 LLAMA_FINAL = Norm("model.norm", ("head",))
+
+EXPERT_LINEARS = (
+    Linear("mlp.experts.{e}.gate_proj", reads="expert_in.{e}"),
+    Linear("mlp.experts.{e}.up_proj", reads="expert_in.{e}"),
+    Linear("mlp.experts.{e}.down_proj", reads="expert_hidden.{e}", adds=True),
+)
+"""The matrices of a mixture of experts in a Llama-like layer; what follows belongs to it."""
+ROUTER = Linear("mlp.gate", reads="mlp_in")
+EXPERT_NORMS = (Norm("input_layernorm", ("attn_in",)), Norm("post_attention_layernorm", ("mlp_in", "expert_in.{e}")))
+EXPERT_FLOW = Flow("mlp.experts.{e}.up_proj", "expert_hidden.{e}")

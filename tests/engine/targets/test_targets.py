@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from entries import AWQ, DENSE, GPTQ, PACKED, W4, matrix, model
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
-from llmcompress.engine.targets.input_facts import Devices
+from llmcompress.engine.targets.facts import Devices
 from llmcompress.engine.targets.table import TARGETS
 from llmcompress.engine.targets.verdicts import engine_notes, verdicts, violations
 from llmcompress.errors import PlanError, RecipeError

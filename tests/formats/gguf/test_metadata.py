@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from llmcompress.errors import CheckpointError
-from llmcompress.formats.gguf.metadata import architecture, facts, metadata, notes, write_metadata
+from llmcompress.formats.gguf.keys import write
+from llmcompress.formats.gguf.metadata import architecture, facts, metadata, notes
 from llmcompress.formats.gguf.names import gguf_tensors
 from llmcompress.formats.gguf.rules import Facts
 from llmcompress.formats.gguf.types import file_type
@@ -46,7 +47,7 @@ def written(path, model, **more):
     """Keys of a file as the gguf package reads them: (value, type)."""
     config = GOLDEN[model]["config"]
     writer = gguf.GGUFWriter(path, architecture(config))
-    write_metadata(writer, config, tensors_of(model), file_type("F32"), NAME, **more)
+    write(writer, metadata(config, tensors_of(model), file_type("F32"), NAME, **more))
     writer.add_tensor("token_embd.weight", np.zeros((1, 32), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -111,7 +112,7 @@ def test_the_card_is_read_as_the_gguf_package_reads_it(tmp_path):
     total = sum(int(np.prod(tensor.shape)) for tensor in tensors_of("llama"))
     gguf.Metadata.load(None, folder, None, total).set_gguf_meta_model(theirs)
     ours = gguf.GGUFWriter(tmp_path / "ours", "llama")
-    write_metadata(ours, GOLDEN["llama"]["config"], tensors_of("llama"), file_type("F32"), NAME, README)
+    write(ours, metadata(GOLDEN["llama"]["config"], tensors_of("llama"), file_type("F32"), NAME, README))
     for name, value in theirs.kv_data[0].items():
         assert ours.kv_data[0][name].value == value.value
         assert ours.kv_data[0][name].type == value.type

@@ -9,7 +9,7 @@ from llmcompress.errors import PlanError
 from llmcompress.formats.gguf.family import find
 from llmcompress.formats.gguf.file import GgufFile, Placed, gguf_files
 from llmcompress.formats.gguf.keys import Key, write
-from llmcompress.formats.gguf.metadata import architecture, notes, write_metadata
+from llmcompress.formats.gguf.metadata import architecture, metadata, notes
 from llmcompress.formats.gguf.mixture import TypeChoice, Wishes, mixture
 from llmcompress.formats.gguf.names import gguf_tensors
 from llmcompress.formats.gguf.rules import Facts
@@ -119,8 +119,7 @@ def _description(headers: ModelHeaders, types: TensorTypes, tokenizer: GgufToken
     readme, generation = headers.path / "README.md", headers.path / "generation_config.json"
 
     def describe(writer: "GGUFWriter") -> None:
-        write_metadata(
-            writer,
+        keys = metadata(
             headers.config,
             [placed.tensor for placed in types.tensors],
             types.kind,
@@ -128,6 +127,7 @@ def _description(headers: ModelHeaders, types: TensorTypes, tokenizer: GgufToken
             _beginning(readme) if readme.is_file() else "",
             read_json(generation) if generation.is_file() else None,
         )
+        write(writer, keys)
         write_tokenizer(writer, tokenizer)
 
     return describe

@@ -8,7 +8,7 @@ from typing import Any
 from llmcompress.formats.base import Entry
 from llmcompress.formats.entry_checks import experts_of, fused, grids, named, quantised
 from llmcompress.formats.schemes import PACKED, kind
-from llmcompress.grids.base import PER_ROW, Spec
+from llmcompress.grids.base import INPUT_SPECS, PER_ROW, Spec
 from llmcompress.methods.base import DEFAULT_GROUP_SIZES
 
 Changes = Mapping[str, Mapping[str, Any]]
@@ -338,3 +338,45 @@ class Unread(Fact):
         looked = [entry for entry in case.entries if entry.grid is not None or not self.quantised]
         names = tuple(entry.module for entry in looked if self.which(entry))
         return [Violation(self.why, names, self.by_hand)] if names else []
+
+
+@dataclass(frozen=True)
+class RoundedInputs(Fact):
+    """Ways to store weights (`formats.schemes`) that are multiplied by rounded inputs."""
+
+    kinds: tuple[str, ...]
+
+    def violations(self, case: LoadCase) -> list[Violation]:
+        wrong = [
+            entry
+            for entry, grid in quantised(case.entries)
+            if entry.inputs is not None and kind(grid, entry.inputs) not in self.kinds
+        ]
+        if not wrong:
+            return []
+        names = tuple(entry.module for entry in wrong)
+        changes = {name: {"activations": "none"} for name in names}
+        what = f"{self.why}, not {scheme_name(wrong[0])}"
+        return [Violation(what, names, "use --activations none", changes, "leave inputs as they are")]
+
+
+@dataclass(frozen=True)
+class ScalesByToken(Fact):
+    """Inputs have no fixed scale."""
+
+    def violations(self, case: LoadCase) -> list[Violation]:
+        fixed = {e.module: e.inputs for e in case.entries if e.inputs is not None and not e.inputs.dynamic}
+        if not fixed:
+            return []
+        other = {spec.type: name for name, spec in INPUT_SPECS.items() if spec.dynamic}
+        changes = {name: {"activations": other[spec.type]} for name, spec in fixed.items()}
+        new = next(iter(changes.values()))["activations"]
+        return [Violation(self.why, tuple(fixed), f"use --activations {new}", changes, f"use {new}")]
+
+
+@dataclass(frozen=True)
+class Devices(Fact):
+    """Which devices run a scheme: to be known, but nothing that a checkpoint could break."""
+
+    def violations(self, case: LoadCase) -> list[Violation]:
+        return []

@@ -7,16 +7,18 @@ from llmcompress.engine.targets.facts import (
     Alike,
     Asymmetric,
     BitWidths,
+    Devices,
     Fact,
     Groups,
     Multiples,
     NaturalOrder,
     OneScheme,
+    RoundedInputs,
+    ScalesByToken,
     Symmetric,
     Unread,
     Words,
 )
-from llmcompress.engine.targets.input_facts import Devices, RoundedInputs, ScalesByToken
 from llmcompress.formats.entry_checks import HEADS, experts_of
 from llmcompress.formats.kv_cache import OPTION
 from llmcompress.formats.schemes import FLOATS, INTEGERS

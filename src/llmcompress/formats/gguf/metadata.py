@@ -1,35 +1,16 @@
 """The keys of a GGUF file: what the model is, its hyperparameters, how it is quantised. The tokenizer has its own."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llmcompress.formats.gguf.family import Family, find
 from llmcompress.formats.gguf.general import general_keys
 from llmcompress.formats.gguf.hyper import Hyper
-from llmcompress.formats.gguf.keys import Key, f32, u32, write
+from llmcompress.formats.gguf.keys import Key, f32, u32
 from llmcompress.formats.gguf.rope import Rope, scaling_keys
 from llmcompress.formats.gguf.rules import Facts
 from llmcompress.formats.gguf.tensors import GGUFTensor
 from llmcompress.formats.gguf.types import FileType
-
-if TYPE_CHECKING:
-    from gguf import GGUFWriter
-
-
-def write_metadata(
-    writer: "GGUFWriter",
-    config: Mapping[str, Any],
-    tensors: Sequence[GGUFTensor],
-    kind: FileType,
-    name: str,
-    readme: str = "",
-    generation: Mapping[str, Any] | None = None,
-) -> None:
-    """Write all keys but those of the tokenizer to a gguf.GGUFWriter of the model's architecture.
-
-    Its arguments and errors are those of `metadata`. general.architecture is written by the writer itself.
-    """
-    write(writer, metadata(config, tensors, kind, name, readme, generation))
 
 
 def metadata(
