@@ -1,4 +1,4 @@
-"""Bytes of GGML's block types: what a row of a quantised tensor in a GGUF file looks like.
+"""Bytes of GGML's block types: the layout of a quantised tensor's rows in a GGUF file.
 
 Every type is described by where the bits of its codes, multiples and minima lie; packing and unpacking both follow the
 description. Source: the block structures of GGML, as GGUF files hold them (little-endian).
@@ -168,7 +168,7 @@ def _pack(coded: Coded, packed: Tensor) -> None:
 
 
 def _put(target: Tensor, values: Tensor, bits: Bits, *, fresh: bool) -> None:
-    """Write the planes of `values` into their bits of `target`; the first to come to a byte sets it."""
+    """Write the planes of `values` into their bits of `target`; the first write to a byte sets the byte."""
     outer, planes, inner = bits.view
     values = values.view(*values.shape[:2], *bits.view)
     merged = torch.empty(*values.shape[:2], outer, inner, dtype=torch.uint8, device=values.device)

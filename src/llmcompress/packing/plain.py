@@ -1,4 +1,4 @@
-"""Types of GGUF that need no search: floats, and what the gguf package encodes."""
+"""GGUF types whose encoding needs no search: floats and types that the gguf package encodes."""
 
 import torch
 from torch import Tensor

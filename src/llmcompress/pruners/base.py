@@ -1,4 +1,4 @@
-"""What a pruner is: options a user sets, and a way to choose which weights of a matrix become zero."""
+"""The base of pruners: options that a user sets, and the choice of the weights of a matrix that become zero."""
 
 import re
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ class Pruner(BaseModel):
     @field_validator("pattern")
     @classmethod
     def _known(cls, value: str | None) -> str | None:
-        """ValueError for what is no n:m pattern."""
+        """ValueError unless the value is an n:m pattern."""
         if value is not None:
             found = re.fullmatch(r"(\d{1,2}):(\d{1,2})", value)
             if not found or not 0 < int(found[1]) < int(found[2]) <= 64:
@@ -86,7 +86,7 @@ class Pruner(BaseModel):
 
     @property
     def share(self) -> float:
-        """Of all weights, those that become zero."""
+        """The share of weights that become zero."""
         if self.sparsity is not None:
             return self.sparsity
         runs = self.runs
@@ -95,43 +95,43 @@ class Pruner(BaseModel):
 
     @property
     def label(self) -> str:
-        """What it leaves, for titles and file names: '2:4', '50%'."""
+        """The pattern or sparsity for titles and file names: '2:4', '50%'."""
         return self.pattern or f"{100 * self.share:g}%"
 
     @property
     def needs_energy(self) -> bool:
-        """Whether it goes by the mean square of every input channel."""
+        """Whether the pruner needs the mean square of every input channel."""
         return False
 
     @property
     def needs_gram(self) -> bool:
-        """Whether it goes by the Gram matrix of its inputs."""
+        """Whether the pruner needs the Gram matrix of the inputs."""
         return self.refit > 0
 
     @property
     def needs(self) -> frozenset[str]:
-        """Names of the statistics of its inputs (stats/) that it goes by."""
+        """Names of the input statistics (stats/) that the pruner needs."""
         asked = {"gram": self.needs_gram, "squares": self.needs_energy}
         return frozenset(name for name, needed in asked.items() if needed)
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether text is run through the model for it."""
+        """Whether the pruner needs text to run through the model."""
         return bool(self.needs) or self.allocation == "owl"
 
     @property
     def inverts(self) -> bool:
-        """Whether it inverts the Gram matrix of its inputs."""
+        """Whether the pruner inverts the Gram matrix of the inputs."""
         return False
 
     @property
     def within(self) -> "Choice | None":
-        """How the step that rounds is to choose in this one's stead; None where it is not."""
+        """The choice of weights to be made by the rounding step instead; None if the pruner chooses by itself."""
         return None
 
     @property
     def original_samples(self) -> int:
-        """On how many windows the inputs of the uncompressed model are wanted beside those of the compressed one."""
+        """The number of windows on which the pruner also needs the inputs of the uncompressed model."""
         return 0
 
     def prune(self, weights: "Sequence[Tensor]", stats: Statistics, workers: "Workers") -> "list[Pruned]":

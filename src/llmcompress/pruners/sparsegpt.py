@@ -43,7 +43,7 @@ class SparseGpt(Pruner):
 
     @property
     def choice(self) -> "Choice":
-        """How masks are chosen."""
+        """The choice of masks, as options of the solver."""
         from llmcompress.solve.sparsegpt import Choice
 
         return Choice(self.share, self.runs, self.block_size)

@@ -1,1 +1,1 @@
-"""Methods that change where errors fall before anything is rounded, and leave what the model computes as it is."""
+"""Changes before rounding that move rounding errors and leave the function of the model as it is."""

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from llmcompress.workers import Workers
 
 _WORK = 1 << 27  # multiplications that a candidate may take at a site, on some rows of its matrices
-_SHORTLIST = 5  # candidates that are then measured on all rows
+_SHORTLIST = 5  # candidates measured on all rows next
 _PERCDAMP = 0.01  # of the Gram matrix that GPTQ will invert
-_MEASURED = 3  # candidates that are then measured in the block
+_MEASURED = 3  # candidates measured in the block last
 
 
 class AwqScale(Scaling):
@@ -128,7 +128,7 @@ def _loss(site: Scalable, scale: "Tensor", cost: "Tensor | None", rows: int = 1 
 
 
 def _ascending(losses: list[float]) -> list[int]:
-    """Places of losses, the least first; of equals the earlier one."""
+    """Indices of losses in ascending order; the earlier of equal losses comes first."""
     return sorted(range(len(losses)), key=losses.__getitem__)
 
 

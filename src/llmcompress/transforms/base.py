@@ -1,4 +1,4 @@
-"""What a transform is: options, and for those that scale channels, a way to choose the factors of one site."""
+"""The base of transforms: options and, for transforms that scale channels, the choice of a site's factors."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from llmcompress.stats.inputs import Inputs
     from llmcompress.workers import Workers
 
-WIDEST = 1e4  # a factor at most, and the inverse of one at least: gains are stored in 16 bits
+WIDEST = 1e4  # largest factor, and inverse of the smallest: gains are stored in 16 bits
 
 
 class Transform(BaseModel):
@@ -31,7 +31,7 @@ class Transform(BaseModel):
 
 @dataclass(frozen=True)
 class Reader:
-    """A matrix that reads the channels. weight [out, in] float32; grid: what it is rounded to, None if it is not."""
+    """A matrix that reads the channels. weight [out, in] float32; grid: None if the weight is not rounded."""
 
     weight: "Tensor"
     grid: Spec | None
@@ -86,12 +86,12 @@ class Scaling(Transform):
         return False
 
     def factors(self, site: Scalable, workers: "Workers") -> "Tensor":
-        """Positive finite factors [channels] float32, 1 where nothing is to be gained; `workers` share the search."""
+        """Positive finite factors [channels] float32, 1 where scaling gains nothing; `workers` share the search."""
         raise TypeError(f"{self.name} scales nothing")
 
 
 def usable(factors: "Tensor", alive: "Tensor") -> "Tensor":
-    """Factors [channels] fit for use: about 1 in the geometric middle of their extremes, 1 for channels not `alive`."""
+    """Factors [channels] over the geometric mean of their extremes, clamped to WIDEST; 1 for channels not `alive`."""
     import torch
 
     alive = alive & torch.isfinite(factors) & (factors > 0)
