@@ -27,6 +27,8 @@ from llmcompress.store.staging import Staging
 from llmcompress.store.statistics import Kept
 from llmcompress.workers import SERIAL, Workers
 
+_SAMPLED_TOKENS = "tokens.safetensors"  # sampling takes minutes, and depends on nothing but model and recipe
+
 
 def run(
     plan: Plan,
@@ -48,23 +50,15 @@ def run(
     device_of(plan.options.device)  # refuses one that is not there
     _check_shares(plan, workers.size)
     checkpoint = open_transformed(plan)
-    sampled = plan.recipe.calibration.source == "self"
-    place = plan.work / "tokens.safetensors"  # sampling takes minutes, and depends on nothing but model and recipe
-
-    def chosen() -> Tensor | None:
-        if tokens is not None or not plan.calibrated:
-            return tokens if plan.calibrated else None
-        return load_file(place)["input_ids"] if sampled and place.exists() else calibration_tokens(plan)
-
-    tokens = workers.broadcast(chosen)
+    tokens = workers.broadcast(lambda: _tokens(plan, tokens))
     identity = {**plan.identity, "tokens": fingerprint(tokens) if tokens is not None else None}
     known, keeping = _statistics(plan, identity["tokens"], workers)
     if known is not None:
         identity["statistics"] = known.key
     with closing(_opened(plan, identity, workers)) as staged:
-        if tokens is not None and sampled and workers.rank == 0:
-            save(tokens, place)
-        missing = workers.broadcast(lambda: [number for number in range(len(plan.layers)) if not staged.has(number)])
+        if tokens is not None and plan.recipe.calibration.source == "self" and workers.rank == 0:
+            save(tokens, plan.work / _SAMPLED_TOKENS)
+        missing = workers.broadcast(lambda: staged.missing(len(plan.layers)))
         progress.start(len(plan.layers), len(plan.layers) - len(missing))
         keep_freed_memory()
         with workers.with_threads(plan.resources.threads) as threaded, exact_float32():
@@ -101,6 +95,16 @@ def _calibrate(
     model = model_of(plan, checkpoint)
     settled = with_owl_sparsities(plan, model, tokens, sections.staged.path, sections.workers)
     run_calibrated(settled, checkpoint, model, tokens, sections, keeping, sweeper)
+
+
+def _tokens(plan: Plan, drawn: Tensor | None) -> Tensor | None:
+    """The calibration tokens [samples, length] of a plan, None where it needs none. drawn: by the caller."""
+    if not plan.calibrated or drawn is not None:
+        return drawn if plan.calibrated else None
+    sampled = plan.work / _SAMPLED_TOKENS
+    if plan.recipe.calibration.source == "self" and sampled.exists():
+        return load_file(sampled)["input_ids"]
+    return calibration_tokens(plan)
 
 
 def _opened(plan: Plan, identity: dict[str, Any], workers: Workers) -> Staging:

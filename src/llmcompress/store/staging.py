@@ -104,6 +104,10 @@ class Staging:
     def _section(self, number: int) -> Path:
         return self.path / f"section-{number:05d}.safetensors"
 
+    def missing(self, layers: int) -> list[int]:
+        """The numbers of those of `layers` sections that are not staged yet."""
+        return [number for number in range(layers) if not self.has(number)]
+
     def has(self, number: int) -> bool:
         return self._section(number).exists()
 

@@ -2,7 +2,7 @@
 changed recipe is the one that is carried out and written, and each change is a ledger entry."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 from llmcompress.engine.plan.matrix_options import matches
@@ -92,14 +92,11 @@ def repaired_recipe(recipe: Recipe, entries: Sequence[Entry], changes: Changes) 
     if options["group_size"] is None and any({"group_size", "skip"} & set(change) for change in left.values()):
         # else the default would be chosen anew among what remains
         options["group_size"] = _default_group(patterns, planned)
-    done = []
-    for key, value in dict.fromkeys((key, value) for change in left.values() for key, value in change.items()):
-        if key != "skip" and all(left.get(m, {}).get(key, _now(e, key)) == value for m, e in planned.items()):
-            options[key] = value
-            patterns = {name: {k: v for k, v in pattern.items() if k != key} for name, pattern in patterns.items()}
-            left = {module: {k: v for k, v in change.items() if k != key} for module, change in left.items()}
-            done.append((_EVERYWHERE, f"{key}: {_shown(value)}"))
-    patterns = {name: pattern for name, pattern in patterns.items() if pattern}
+    shared = _shared_options(left, planned)
+    done = [(_EVERYWHERE, f"{key}: {_shown(value)}") for key, value in shared.items()]
+    options |= shared
+    left = _without(left, shared)
+    patterns = {name: pattern for name, pattern in _without(patterns, shared).items() if pattern}
     for change, modules in _alike(left):
         for pattern in _patterns(modules, change, planned, patterns):
             kept = _in_force(pattern, planned, patterns) if pattern in patterns else None
@@ -108,6 +105,21 @@ def repaired_recipe(recipe: Recipe, entries: Sequence[Entry], changes: Changes) 
             done.append((pattern, ", ".join(f"{key}: {_shown(value)}" for key, value in change.items())))
     new = build(type(step), {**options, "set": patterns}, f"the repaired step {step.name}")
     return recipe.model_copy(update={"steps": (*recipe.transforms, new), "expected": None}), done
+
+
+def _shared_options(changes: Changes, planned: Mapping[str, Entry]) -> dict[str, Any]:
+    """The changed options that all planned matrices have in common once the changes are made."""
+    return {
+        key: value
+        for key, value in dict.fromkeys((key, value) for change in changes.values() for key, value in change.items())
+        if key != "skip"
+        and all(changes.get(module, {}).get(key, _now(entry, key)) == value for module, entry in planned.items())
+    }
+
+
+def _without(options: Mapping[str, Mapping[str, Any]], keys: Container[str]) -> dict[str, dict[str, Any]]:
+    """Options by module or pattern, without those of the given keys."""
+    return {name: {key: value for key, value in item.items() if key not in keys} for name, item in options.items()}
 
 
 def _default_group(patterns: Mapping[str, Mapping[str, Any]], planned: Mapping[str, Entry]) -> int | None:

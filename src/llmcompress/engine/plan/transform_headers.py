@@ -34,15 +34,20 @@ def check_order(recipe: Recipe) -> None:
         if isinstance(step, Rotate) and number and not isinstance(recipe.steps[number - 1], Rotate):
             before = recipe.steps[number - 1].name
             raise PlanError(f"{place} comes after {before}, whose channels it would turn", f"put it before {before}")
-        if isinstance(step, Pruner) and step.within is not None and not (recipe.method and recipe.method.compensates):
-            raise PlanError(
-                f"{place} is to choose within a step that makes up for errors, and none follows",
-                "add the step gptq after it, or leave joint out",
-            )
-        if isinstance(step, Scaling) and recipe.method is None:
-            raise PlanError(
-                f"{step.name} makes weights fit for rounding, and no step rounds them", "add one, such as rtn, after it"
-            )
+        _check_method(step, place, recipe.method)
+
+
+def _check_method(step: Transform | Pruner | Method, place: str, method: Method | None) -> None:
+    """PlanError for a step that needs a certain step to round after it. place: of the step, for a message."""
+    if isinstance(step, Pruner) and step.within is not None and not (method and method.compensates):
+        raise PlanError(
+            f"{place} is to choose within a step that makes up for errors, and none follows",
+            "add the step gptq after it, or leave joint out",
+        )
+    if isinstance(step, Scaling) and method is None:
+        raise PlanError(
+            f"{step.name} makes weights fit for rounding, and no step rounds them", "add one, such as rtn, after it"
+        )
 
 
 def _kind(step: Transform | Pruner | Method) -> type:

@@ -102,16 +102,8 @@ def gguf_headers(path: "Path") -> GgufHeaders:
             f"{path} holds a model of architecture {arch!r}, which is not known here",
             f"known: {', '.join(sorted(known_architectures()))}",
         )
-    numbers = {int(found[1]) for name in header.tensors if (found := _LAYER.match(name))}
-    stated = header.fields.get(f"{arch}.block_count")
-    if stated is None or numbers != set(range(len(numbers))) or stated.value != len(numbers):
-        said = None if stated is None else stated.value
-        raise CheckpointError(f"{path} holds {len(numbers)} layers, {arch}.block_count is {said}", "fetch it again")
-    for tensor in header.tensors.values():
-        if len(tensor.shape) > 2 and tensor.shape[0] > _MOST_EXPERTS:
-            raise CheckpointError(f"{path}: tensor {tensor.name} holds {tensor.shape[0]} experts, which no model has")
-        if tensor.type not in FLOAT_TYPES and not decodable(tensor):
-            raise CheckpointError(f"{path}: tensor {tensor.name} has type {tensor.type}, which cannot be decoded here")
+    layers = _layer_count(path, header, str(arch))
+    _check_tensors(path, header)
     tensors: dict[str, Stored] = {}
     parts: dict[str, tuple[str, int]] = {}
     for tensor in header.tensors.values():
@@ -119,10 +111,28 @@ def gguf_headers(path: "Path") -> GgufHeaders:
             spec = TensorSpec(name, tensor.type if tensor.type in FLOAT_TYPES else "F32", shape)
             tensors[name] = Stored(spec, tensor.file, tensor.position, tensor.position + tensor.nbytes)
             parts[name] = tensor.name, number
-    config = {"model_type": arch, "num_hidden_layers": len(numbers)}
+    config = {"model_type": arch, "num_hidden_layers": layers}
     if (named := header.fields.get("general.name")) is not None and isinstance(named.value, str):
         config["_name_or_path"] = named.value
     return GgufHeaders(path, config, tensors, header.files, header, parts)
+
+
+def _layer_count(path: "Path", header: GgufHeader, arch: str) -> int:
+    """The number of layers; CheckpointError unless keys and tensors agree on it."""
+    numbers = {int(found[1]) for name in header.tensors if (found := _LAYER.match(name))}
+    field = header.fields.get(f"{arch}.block_count")
+    stated = None if field is None else field.value
+    if stated != len(numbers) or numbers != set(range(len(numbers))):
+        raise CheckpointError(f"{path} holds {len(numbers)} layers, {arch}.block_count is {stated}", "fetch it again")
+    return len(numbers)
+
+
+def _check_tensors(path: "Path", header: GgufHeader) -> None:
+    for tensor in header.tensors.values():
+        if len(tensor.shape) > 2 and tensor.shape[0] > _MOST_EXPERTS:
+            raise CheckpointError(f"{path}: tensor {tensor.name} holds {tensor.shape[0]} experts, which no model has")
+        if tensor.type not in FLOAT_TYPES and not decodable(tensor):
+            raise CheckpointError(f"{path}: tensor {tensor.name} has type {tensor.type}, which cannot be decoded here")
 
 
 def names_of(tensor: StoredTensor) -> tuple[str, ...]:

@@ -60,6 +60,12 @@ def check_names(headers: ModelHeaders, spec: ArchSpec, prefix: str, count: int) 
         raise CheckpointError(
             f"{headers.path / 'config.json'} speaks of {stated} layers, {headers.place} holds {count}", _HINT
         )
+    _check_layers_alike(headers, spec, prefix, count)
+    _check_outside(headers, spec)
+
+
+def _check_layers_alike(headers: ModelHeaders, spec: ArchSpec, prefix: str, count: int) -> None:
+    """CheckpointError unless all layers hold tensors of the same names and shapes, but for those of experts."""
     held: dict[int, dict[str, Stored]] = {number: {} for number in range(count)}
     for number, name, stored in _below(headers, prefix):
         if spec.experts is None or not name.startswith(("mlp.", "block_sparse_moe.")):
@@ -78,6 +84,10 @@ def check_names(headers: ModelHeaders, spec: ArchSpec, prefix: str, count: int) 
                     f"in layer 0 {list(held[0][name].spec.shape)}",
                     "fetch the file again",
                 )
+
+
+def _check_outside(headers: ModelHeaders, spec: ArchSpec) -> None:
+    """CheckpointError unless the embedding, the head and whatever else stands outside of the layers is there."""
     tied = headers.config.get("tie_word_embeddings") is not False
     head, embedding = _outside(headers, spec, spec.head), _outside(headers, spec, spec.embed)
     lacking = [module for module in spec.outside if _outside(headers, spec, module) is None]

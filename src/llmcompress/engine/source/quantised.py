@@ -4,7 +4,7 @@ Which formats there are, and what lies in their files, is known to `formats` alo
 """
 
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -51,26 +51,41 @@ def decoded_headers(stored: ModelHeaders, spec: ArchSpec | None = None) -> Model
     if found is None:
         return stored
     spec = spec or find(str(stored.config.get("model_type")))
-    conv1d = tuple(f".{linear.path}" for linear in spec.linears if linear.conv1d) if spec is not None else ()
     specs = {name: item.spec for name, item in stored.tensors.items()}
-    markers = (found.marker,) if isinstance(found.marker, str) else found.marker
-    marked = {name: name[: -len(mark) - 1] for mark in markers for name in specs if name.endswith(f".{mark}")}
-    modules = list(marked.values())
-    packed = frozenset(modules)
-    transposed = frozenset(module for module in modules if module.endswith(conv1d or ("\0",)))
+    marked = _marked(found, specs)
+    packed = frozenset(marked.values())
+    transposed = _transposed(packed, spec)
     reader = Checkpoint(stored)
     tensors: dict[str, Stored] = {}
     for name, item in stored.tensors.items():
-        module, kind = _owner(name)
         if name in marked:
-            shape = _shape(found, module, specs, reader)
-            shape = shape[::-1] if module in transposed else shape
+            module, _ = _owner(name)
+            rows, columns = _shape(found, module, specs, reader)
+            shape = (columns, rows) if module in transposed else (rows, columns)
             weight = TensorSpec(f"{module}.weight", "F32", shape)
             tensors[weight.name] = Stored(weight, item.file, item.begin, item.end)
-        elif (module not in packed or kind == "bias") and kind not in PARTS:
+        elif _outlives(name, packed):
             tensors[name] = item
     config = {key: value for key, value in stored.config.items() if key != "quantization_config"}
     return DecodedHeaders(stored.path, config, tensors, stored.files, stored, found, packed, transposed)
+
+
+def _marked(found: Format, names: Iterable[str]) -> dict[str, str]:
+    """The module of every tensor by whose name the format marks that a module is packed."""
+    markers = (found.marker,) if isinstance(found.marker, str) else found.marker
+    return {name: name[: -len(mark) - 1] for mark in markers for name in names if name.endswith(f".{mark}")}
+
+
+def _transposed(modules: Iterable[str], spec: ArchSpec | None) -> frozenset[str]:
+    """The modules whose weights a declaration says to be [in, out]."""
+    conv1d = tuple(f".{linear.path}" for linear in spec.linears if linear.conv1d) if spec is not None else ()
+    return frozenset(module for module in modules if conv1d and module.endswith(conv1d))
+
+
+def _outlives(name: str, packed: Container[str]) -> bool:
+    """Whether the decoded model has a tensor of that name: not where it is a part of a code, or a scale of a cache."""
+    module, kind = _owner(name)
+    return (module not in packed or kind == "bias") and kind not in PARTS
 
 
 def _owner(name: str) -> tuple[str, str]:

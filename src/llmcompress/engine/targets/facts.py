@@ -145,6 +145,9 @@ class Groups(Fact):
     def violations(self, case: LoadCase) -> list[Violation]:
         coded = [(entry, grid) for entry, grid in quantised(case.entries) if kind(grid, entry.inputs) == PACKED]
         sizes = {entry.module: grid.group_size for entry, grid in coded}
+        return self._unknown_sizes(coded, sizes) + self._split_groups(case, sizes)
+
+    def _unknown_sizes(self, coded: Sequence[tuple[Entry, GridSpec]], sizes: Mapping[str, int]) -> list[Violation]:
         found = []
         for size in dict.fromkeys(size for size in sizes.values() if not self._takes(size)):
             names = tuple(name for name in sizes if sizes[name] == size)
@@ -152,6 +155,10 @@ class Groups(Fact):
             # one new size for all of them, as a loader may know only one
             widths = {entry.in_features for entry, grid in coded if grid.group_size == size}
             found.append(self._mended(what, names, size, widths))
+        return found
+
+    def _split_groups(self, case: LoadCase, sizes: Mapping[str, int]) -> list[Violation]:
+        found = []
         inputs = {entry.module: shard.inputs for shard in case.shards for entry in shard.entries}
         for width, size in dict.fromkeys((inputs[name], size) for name, size in sizes.items()):
             if size != PER_ROW and self._takes(size) and width % size:

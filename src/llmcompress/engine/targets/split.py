@@ -57,22 +57,20 @@ def unsplittable(entries: Iterable[Entry], config: Mapping[str, Any], tp: int) -
             return [Violation(f"{keys} key-value heads cannot be shared out to {tp} devices")]
     found: dict[str, list[str]] = {}
     for entry in entries:
-        if not (entry.linear and entry.block):
-            continue
-        leaf = _leaf(entry)
-        if leaf in _BY_INPUTS:
-            if entry.in_features % tp:
-                found.setdefault(f"{entry.in_features} inputs cannot be split over {tp} devices", []).append(
-                    entry.module
-                )
-        elif leaf in _BY_OUTPUTS:
-            if any(rows % pieces for rows, pieces in _rows(entry, heads, tp)):
-                found.setdefault(f"{entry.out_features} outputs cannot be split over {tp} devices", []).append(
-                    entry.module
-                )
-        elif entry.grid is not None:
-            found.setdefault("it is not known how a linear of this name is split", []).append(entry.module)
+        if entry.linear and entry.block and (why := _unsplittable_linear(entry, heads, tp)) is not None:
+            found.setdefault(why, []).append(entry.module)
     return [Violation(what, tuple(names)) for what, names in found.items()]
+
+
+def _unsplittable_linear(entry: Entry, heads: tuple[int, int] | None, tp: int) -> str | None:
+    """Why a linear of a layer cannot be split over `tp` devices, None where it can."""
+    leaf = _leaf(entry)
+    if leaf in _BY_INPUTS:
+        return f"{entry.in_features} inputs cannot be split over {tp} devices" if entry.in_features % tp else None
+    if leaf in _BY_OUTPUTS:
+        ragged = any(rows % pieces for rows, pieces in _rows(entry, heads, tp))
+        return f"{entry.out_features} outputs cannot be split over {tp} devices" if ragged else None
+    return None if entry.grid is None else "it is not known how a linear of this name is split"
 
 
 def _leaf(entry: Entry) -> str:

@@ -53,7 +53,7 @@ def export_work(work: Path, formats: Sequence[str], out: Path | None, overwrite:
     done = []
     for plan in plans:
         with closing(Staging(work, {**plan.identity, **run_of})) as staged:
-            missing = [number for number in range(len(plan.layers)) if not staged.has(number)]
+            missing = staged.missing(len(plan.layers))
             if missing:
                 raise PlanError(
                     f"{work} lacks layer {missing[0]} of {len(plan.layers)}", "finish the run first: repeat its command"

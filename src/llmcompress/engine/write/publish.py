@@ -1,7 +1,7 @@
 """From staged codes to a checkpoint directory that appears whole or not at all."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,41 +62,50 @@ def write_output(
 
 def card_facts(plan: Plan, result: dict[str, Any]) -> dict[str, Any]:
     """What the model card is made of: facts of the plan and of the finished report."""
-    linears, cost = result["linears"], plan.estimate
-    calibration = result["calibration"]
-    error = sum(item["relative_error"] for item in linears)
-    facts: dict[str, Any] = {
+    linears = result["linears"]
+    return {
         "name": _title(plan),
         "format": plan.format.name,
         "version": __version__,
         "config": plan.headers.config,
         "source_readme": beginning_of(plan.headers.path / "README.md"),
         "grids": dict(sorted(Counter(item["grid"] for item in linears if item["grid"]).items())),
-        "bits": sorted({entry.grid.bits for entry in plan.entries if entry.grid and entry.grid.whole_width}),
+        "bits": _bits(plan),
         "inputs": 8 if any(entry.inputs is not None for entry in plan.entries) else 16,
         "methods": [
             *(step.name for step in plan.recipe.steps if not isinstance(step, Method)),
             *dict.fromkeys(item["method"] for item in linears),
         ],
-        "figures": {
-            "bytes of weights": f"{cost.output_bytes:,}",
-            "share of the source": f"{cost.output_bytes / cost.source_bytes:.1%}",
-            "bits per quantised weight": f"{cost.bits_per_weight:.3f}",
-            "mean relative error of a matrix": f"{error / max(len(linears), 1):.4f}",
-        },
+        "figures": _figures(plan, [item["relative_error"] for item in linears]),
         "notes": [entry["why"] for entry in result["ledger"] if entry["kind"] == "engine"],
         "unquantised": [entry["subject"] for entry in result["ledger"] if entry["kind"] == "unquantised"],
         "recipe": plan.recipe.as_yaml(),
+        **({} if result["calibration"] is None else {"calibration": _calibration_facts(plan, result["calibration"])}),
     }
-    if calibration is not None:
-        asked = plan.recipe.calibration
-        source = asked.source if asked.source in ("default", "self") else "a text of the user's"
-        facts["calibration"] = {
-            "source": source,
-            "windows": f"{calibration['samples']} of {calibration['length']} tokens",
-            "sha256 of the tokens": calibration["sha256"],
-        }
-    return facts
+
+
+def _bits(plan: Plan) -> list[int]:
+    """The widths of codes in bits; block types of GGUF have names instead."""
+    return sorted({entry.grid.bits for entry in plan.entries if entry.grid and entry.grid.whole_width})
+
+
+def _figures(plan: Plan, errors: Sequence[float]) -> dict[str, str]:
+    cost = plan.estimate
+    return {
+        "bytes of weights": f"{cost.output_bytes:,}",
+        "share of the source": f"{cost.output_bytes / cost.source_bytes:.1%}",
+        "bits per quantised weight": f"{cost.bits_per_weight:.3f}",
+        "mean relative error of a matrix": f"{sum(errors) / max(len(errors), 1):.4f}",
+    }
+
+
+def _calibration_facts(plan: Plan, calibration: Mapping[str, Any]) -> dict[str, str]:
+    source = plan.recipe.calibration.source
+    return {
+        "source": source if source in ("default", "self") else "a text of the user's",
+        "windows": f"{calibration['samples']} of {calibration['length']} tokens",
+        "sha256 of the tokens": calibration["sha256"],
+    }
 
 
 def beginning_of(file: Path) -> str:
