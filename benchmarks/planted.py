@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from llmcompress.engine.source.folding import scaled
+from llmcompress.engine.source.folding import scaling_folds
 from llmcompress.engine.source.matrix_refs import matrices_of
 from llmcompress.engine.source.tensor_names import Anatomy
 from llmcompress.ledger import Ledger
@@ -34,7 +34,7 @@ def plant(model: Path, out: Path, channels: int, factor: float) -> None:
             if site.norm is not None:
                 factors = torch.ones(site.channels, dtype=torch.float64)
                 factors[torch.arange(channels) * (site.channels // channels) + 5] = 1 / factor
-                checkpoint.fold(scaled(anatomy, layer, site.parts, factors))
+                checkpoint.fold(scaling_folds(anatomy, layer, site.parts, factors))
     out.mkdir(parents=True)
     tensors = {name: checkpoint.read(name).float().contiguous() for name in headers.tensors}
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})

@@ -7,11 +7,11 @@ EXIT_GATE = 3
 EXIT_STOPPED = 75
 
 
-_LONGEST = 2000  # characters of a message: it may quote what a file says
+_LONGEST = 2000  # characters of a message, which may quote a file
 
 
 def printable(text: str) -> str:
-    """`text` as a terminal may have it: files may hold escape codes and half characters. Line breaks stay."""
+    """`text` with escape codes and broken characters, which files may hold, spelled out. Line breaks stay."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
@@ -32,7 +32,7 @@ class LlmcompressError(Exception):
     """
 
     exit_code = EXIT_FAILED
-    rank: int | None = None  # of the process that says it, where several had to agree on one
+    rank: int | None = None  # of the process whose error this is, in a run of several processes
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message)
@@ -86,7 +86,7 @@ class StoppedError(LlmcompressError):
 
 
 class ElsewhereError(LlmcompressError):
-    """Another process of the run has met an error and said so; this one ends without a word."""
+    """Another process of the run has reported an error, so that this process ends without a message."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__("another process of this run has failed")

@@ -1,4 +1,4 @@
-"""The ledger: every decision the tool took without being told to, so that nothing happens in silence."""
+"""The ledger: every decision that the tool took without being told to, so that nothing happens in silence."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -28,7 +28,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """One decision: its kind (a key of KINDS), what it concerns, and one sentence why."""
+    """One decision. kind: a key of KINDS. subject: what the decision concerns. why: one sentence."""
 
     kind: str
     subject: str

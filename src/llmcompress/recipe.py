@@ -1,4 +1,4 @@
-"""The recipe: all a run is told, as strict data. Command lines build one, YAML files hold one, results carry one."""
+"""The recipe: everything that a user asks of a run, as strict data. Commands build it, YAML files hold it."""
 
 from pathlib import Path
 from reprlib import Repr
@@ -20,7 +20,7 @@ from llmcompress.yamlfile import SIZE, read_yaml
 
 DEFAULT_FORMAT = "compressed-tensors"
 
-_shown = Repr()  # of a value in a message: it may be anything that fits into a file
+_shown = Repr()  # shortens values in messages, which may be anything that fits into a file
 _shown.maxstring = _shown.maxother = _shown.maxlong = 100
 _shown.maxlevel = 3
 
@@ -128,11 +128,11 @@ class Recipe(_Strict):
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether text is run through the model for more than its method: for factors, or ranges of keys and values."""
+        """Whether anything but the method needs text: factors of transforms, or ranges of keys and values."""
         return self.kv_cache is not None or any(step.needs_calibration for step in self.transforms)
 
     def as_data(self) -> dict[str, Any]:
-        """Plain data that `parse` takes back; defaults are written out, so that they may change later."""
+        """The recipe as plain data, which `parse` reads. Defaults are written out: later versions may change them."""
         return {
             "calibration": self.calibration.model_dump(),
             "steps": [{"method": step.name, **step.model_dump()} for step in self.steps],
@@ -163,12 +163,12 @@ def build(model: type[BaseModel], options: dict[str, Any], where: str) -> Any:
 
 
 def _optional(model: type[BaseModel], data: dict[str, Any], key: str, where: str) -> Any:
-    """The options object under a key, None where there is none."""
+    """The options object under a key; None where the data has no such key."""
     return None if data.get(key) is None else build(model, _mapping(data, key, where), f"{key} of {where}")
 
 
 def parse(data: Any, where: str = "recipe") -> Recipe:
-    """A recipe from plain data, every unknown key refused."""
+    """A recipe from plain data; RecipeError for an unknown key and for whatever is not a recipe."""
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
         raise RecipeError(f"{where} is not a mapping of calibration, steps and output")
     unknown = [key for key in data if key not in Recipe.model_fields]
@@ -201,7 +201,7 @@ def load(path: Path) -> Recipe:
 
 
 def read(path: Path) -> Any:
-    """The plain data of a YAML file, whatever it says."""
+    """The plain data of a YAML file, not yet checked; RecipeError for a file that cannot be read."""
     try:
         if path.exists() and not path.is_file():  # a pipe would block for ever
             raise RecipeError(f"recipe {path} is not a file")

@@ -1,4 +1,4 @@
-"""Extension points by file: every public module of a package offers one object under an agreed name."""
+"""Extension points: a module of a package is found by the one object that it offers under an agreed name."""
 
 import importlib
 import importlib.util
@@ -12,10 +12,9 @@ from typing import Any
 
 @cache
 def discover(package: ModuleType, attribute: str) -> dict[str, Any]:
-    """Objects named `attribute` of all modules in `package` that have one, by their `name`, in alphabetical order.
+    """The objects called `attribute` in the modules of `package`, by their `name`, in alphabetical order.
 
-    Modules without the attribute are plain parts of the package, and are not imported. Two objects of one name are a
-    programming error.
+    Modules without the attribute are not imported. RuntimeError for two objects of one name, a programming error.
     """
     found: dict[str, Any] = {}
     for info in sorted(pkgutil.iter_modules(package.__path__), key=lambda info: info.name):
@@ -34,7 +33,7 @@ def discover(package: ModuleType, attribute: str) -> dict[str, Any]:
 
 
 def suggest(word: str, known: list[str]) -> str:
-    """A hint for an unknown word: the nearest known one, and all of them."""
+    """A hint for an unknown word: the nearest known word, and all known words."""
     near = get_close_matches(word, known, n=1)
     listing = "known: " + ", ".join(sorted(known))
     return f"did you mean {near[0]!r}? {listing}" if near else listing

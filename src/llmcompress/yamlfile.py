@@ -1,7 +1,7 @@
-"""YAML of strangers: plain data only, in bounded time and memory.
+"""Reading YAML that nobody vouches for: plain data only, in bounded time and memory.
 
-A YAML text of a few lines can stand for billions of nodes, by aliases of aliases, or nest without end. The stream of
-events is looked at first, in which nothing is expanded yet.
+A YAML text of a few lines can stand for billions of nodes, by aliases of aliases, or nest without end. So the stream
+of events is checked first, in which no alias is expanded yet.
 """
 
 from typing import Any
@@ -9,16 +9,16 @@ from typing import Any
 import yaml
 
 SIZE = 1_000_000  # characters of a text
-_SCALAR = 10_000  # characters of a value: some numbers take time that grows with the square of their length
+_SCALAR = 10_000  # characters of a value: reading some numbers takes time quadratic in their length
 _NODES = 50_000  # with aliases expanded
 _DEPTH = 32
 
-# libyaml where PyYAML was built with it: it is many times as fast. It may not recurse deeply, which is made sure here
+# libyaml is many times as fast, where PyYAML was built with it. It must not recurse deeply, which _DEPTH ensures
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def read_yaml(text: str) -> Any:
-    """Plain data from a YAML text; ValueError, saying why, if it is none or out of all proportion."""
+    """Plain data from a YAML text; ValueError, which says why, for a text that is not YAML or is too large."""
     if len(text) > SIZE:
         raise ValueError(f"it has more than {SIZE:,} characters")
     try:

@@ -8,7 +8,7 @@ import torch
 from llmcompress import arch
 from llmcompress.arch.spec import RESIDUAL
 from llmcompress.engine.plan.transform_headers import transformed_headers
-from llmcompress.engine.source.folding import rotated, scaled
+from llmcompress.engine.source.folding import rotation_folds, scaling_folds
 from llmcompress.engine.source.matrix_refs import matrices_of
 from llmcompress.engine.source.open import config_of
 from llmcompress.engine.source.tensor_names import Anatomy
@@ -89,7 +89,7 @@ def random_scales(anatomy, skip=None):
         for number, site in enumerate(anatomy.sites(layer)):
             factors = torch.rand(site.channels, dtype=torch.float64, generator=generator) * 1.5 + 0.5
             parts = [part for n, part in enumerate(site.parts) if (number, n) != skip]
-            yield scaled(anatomy, layer, parts, factors)
+            yield scaling_folds(anatomy, layer, parts, factors)
 
 
 def error(found, reference):
@@ -130,9 +130,9 @@ def test_scaling_keys_against_queries_leaves_the_logits_as_they_were(random_mode
         heads = max(site.heads, 1)
         half = torch.rand(heads, 1, site.channels // heads // 2, dtype=torch.float64, generator=generator) + 0.5
         factors = half.expand(-1, 2, -1).reshape(-1)  # both channels of a rotated pair alike
-        folds.append(scaled(anatomy, layer, site.parts, factors))
-        keys.append(scaled(anatomy, layer, [site.writer], factors))
-        queries.append(scaled(anatomy, layer, site.readers, factors))
+        folds.append(scaling_folds(anatomy, layer, site.parts, factors))
+        keys.append(scaling_folds(anatomy, layer, [site.writer], factors))
+        queries.append(scaling_folds(anatomy, layer, site.readers, factors))
     assert error(run(folds), reference) < 1e-9
     assert error(run(keys), reference) > 1e-6
     assert error(run(queries), reference) > 1e-6
@@ -152,7 +152,7 @@ def rotation(anatomy, **options):
     anatomy = replace(anatomy, headers=headers)
     head, embedding = anatomy.outer(anatomy.spec.head), anatomy.outer(anatomy.spec.embed)
     shared = {head: embedding} if head is not None and headers.tensors[head].end == 0 else {}
-    return anatomy, rotated(anatomy, recipe.transforms[0], folding(headers, shared)), shared
+    return anatomy, rotation_folds(anatomy, recipe.transforms[0], folding(headers, shared)), shared
 
 
 @pytest.mark.parametrize(("family", "options"), CASES, ids=NAMES)

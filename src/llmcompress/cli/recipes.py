@@ -56,10 +56,10 @@ def check(recipe: Name, model: OptionalModel = None, json_: flags.Json = False) 
     Without a model: keys, options and the order of steps. With one the recipe is planned on it as well, which reads
     headers and computes nothing.
     """
-    from llmcompress.engine.plan.recipe_check import problems
+    from llmcompress.engine.plan.recipe_check import recipe_problems
 
     file = recipe_file(recipe)
-    found = problems(file, model)
+    found = recipe_problems(file, model)
     if json_:
         console.print_json({"recipe": recipe, "ok": not found, "problems": [_facts(item) for item in found]})
     else:

@@ -1,4 +1,4 @@
-"""A plan carried out: the calibrated loop section by section, then the output, whole or not at all."""
+"""Execution of a plan: the calibrated loop runs section by section, then the output appears, whole or not at all."""
 
 from contextlib import closing
 from pathlib import Path
@@ -108,7 +108,7 @@ def _tokens(plan: Plan, drawn: Tensor | None) -> Tensor | None:
 
 
 def _opened(plan: Plan, identity: dict[str, Any], workers: Workers) -> Staging:
-    """The work directory, which rank 0 makes and holds."""
+    """The work directory, which rank 0 makes and locks."""
     made = workers.all_or_raise(lambda: Staging(plan.work, identity) if workers.rank == 0 else None)
     return workers.all_or_raise(lambda: made or Staging(plan.work, identity, leads=False))
 

@@ -3,7 +3,7 @@
 import jinja2
 import pytest
 
-from llmcompress.engine.plan.modelfile import find_template, modelfile
+from llmcompress.engine.plan.modelfile import find_template, modelfile_text
 
 SIMPLE = "{% for m in messages %}TURN{% endfor %}{% if add_generation_prompt %}PROMPT{% endif %}"
 
@@ -72,7 +72,7 @@ def test_what_cannot_be_said_is_left_out(text):
 
 
 def test_modelfile_of_the_tiny_model(tiny_model_dir):
-    text, notes = modelfile(tiny_model_dir, "tiny.gguf", add_bos=True)
+    text, notes = modelfile_text(tiny_model_dir, "tiny.gguf", add_bos=True)
     assert notes == []
     assert text.startswith('FROM ./tiny.gguf\nTEMPLATE """{{ if .System }}<|im_start|>system\n{{ .System }}<|im_end|>')
     assert '{{ .Prompt }}<|im_end|>\n<|im_start|>assistant\n{{ .Response }}<|im_end|>\n"""' in text

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gguf import GGUFWriter
 
 
-_README = 1_000_000  # characters in which its front matter is looked for
+_README = 1_000_000  # characters of a README in which the front matter is looked for
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from llmcompress.grids.ggml import gguf_types
 from llmcompress.ledger import Ledger
 from llmcompress.recipe import Recipe
 
-_PLAIN = "Q8_0"  # the one block type that is not searched for
+_PLAIN = "Q8_0"  # the one block type whose scales are not searched for
 _LONGEST = 127  # bytes of a text that llama-quantize writes
 
 

@@ -1,4 +1,4 @@
-"""From a step and its patterns to the options of every matrix."""
+"""The options of every matrix, from the options of a step and the patterns in its `set`."""
 
 import re
 from collections.abc import Iterable, Mapping

@@ -1,4 +1,4 @@
-"""What becomes of one matrix: its steps, and what they want to know of its inputs."""
+"""The plan of one matrix: the steps that change it, and the statistics of its inputs that these steps need."""
 
 from dataclasses import dataclass
 
@@ -10,9 +10,9 @@ from llmcompress.pruners.base import Pruner
 
 @dataclass(frozen=True)
 class MatrixPlan:
-    """One matrix to be changed. path: module path below the layer; module: on-disk name; space: what it reads.
+    """One matrix to be changed. path: module path below the layer. module: on-disk name. space: the input it reads.
 
-    pruner: what chooses the weights that become zero, if anything does, before `method` rounds the others.
+    pruner: chooses the weights that become zero, before `method` rounds the other weights; None where nothing prunes.
     """
 
     layer: int
@@ -31,14 +31,14 @@ class MatrixPlan:
 
     @property
     def grid(self) -> Spec:
-        """What its values are stored as, where they are not rounded as well."""
+        """The grid of the stored values; of values that nothing rounds, their floating-point type."""
         return self.method.grid
 
     @property
     def needs(self) -> frozenset[str]:
-        """Names of the statistics of its inputs (stats/) that its steps go by; for experts no squares without a Gram.
+        """Names of the statistics of the inputs (stats/) that the steps need; experts need no squares without a Gram matrix.
 
-        An expert that few tokens come to goes by statistics of the whole layer too, which are Gram matrices.
+        The statistics of an expert that few tokens reach are completed by those of the whole layer: Gram matrices.
         """
         needs = frozenset[str]().union(*(step.needs for step in self.steps))
         return needs | {"gram"} if "squares" in needs and self.expert is not None else needs
@@ -50,20 +50,20 @@ class MatrixPlan:
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether text is run through the model for it."""
+        """Whether a step needs text to be run through the model."""
         return any(step.needs_calibration for step in self.steps)
 
     @property
     def inverts(self) -> bool:
-        """Whether the Gram matrix of its inputs is inverted."""
+        """Whether a step inverts the Gram matrix of the inputs."""
         return any(step.inverts for step in self.steps)
 
     @property
     def original_samples(self) -> int:
-        """Windows on which its inputs in the uncompressed model are wanted."""
+        """Number of windows whose inputs in the uncompressed model a step needs."""
         return max(step.original_samples for step in self.steps)
 
     @property
     def settings(self) -> str:
-        """Options of its steps; matrices that share input and settings are solved as one."""
+        """The options of the steps as text; matrices that share an input and these settings are solved together."""
         return "\n".join(step.model_dump_json() for step in self.steps)

@@ -1,6 +1,7 @@
-"""A Modelfile, from which Ollama makes a model of a GGUF file: its chat template in Go's language, and parameters.
+"""A Modelfile, from which Ollama makes a model of a GGUF file: the chat template in Go's language, and parameters.
 
-Ollama's template is found by rendering the model's own with known texts in it, and looking at what stands around them.
+The template for Ollama is found by rendering the model's own template with known texts, and cutting out what stands
+around those texts.
 """
 
 import json
@@ -34,9 +35,9 @@ Render = Callable[[Sequence[Message], bool], str]
 
 @dataclass(frozen=True)
 class Template:
-    """What stands before and after each part of a conversation. default: the system text where none is given.
+    """What stands before and after each part of a conversation.
 
-    system is None where the template knows no such part.
+    system: None where the template has no system part. default: the system text of a conversation that gives none.
     """
 
     system: tuple[str, str] | None
@@ -45,7 +46,7 @@ class Template:
     default: str = ""
 
     def go(self) -> str:
-        """In Go's template language, as Ollama repeats it for every turn."""
+        """The template in Go's template language; Ollama repeats it for every turn of a conversation."""
         parts = [f"{self.ask[0]}{{{{ .Prompt }}}}{self.ask[1]}{self.answer[0]}{{{{ .Response }}}}{self.answer[1]}"]
         if self.system is not None:
             parts.insert(0, f"{{{{ if .System }}}}{self.system[0]}{{{{ .System }}}}{self.system[1]}{{{{ end }}}}")
@@ -53,12 +54,12 @@ class Template:
 
     @property
     def sayable(self) -> bool:
-        """Whether no part would be taken for something else in a Modelfile."""
+        """Whether a Modelfile can hold every part literally: no part has a mark that Go or Ollama would interpret."""
         parts = [*(self.system or ()), *self.ask, *self.answer, self.default]
         return not any(mark in part for part in parts for mark in ("{{", "}}", '"""'))
 
     def render(self, messages: Sequence[Message], prompt: bool) -> str:
-        """What Ollama makes of a conversation."""
+        """The text that Ollama makes of a conversation. prompt: whether the beginning of an answer follows."""
         around = {"system": self.system or ("", ""), "user": self.ask, "assistant": self.answer}
         if self.default and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.default}, *messages]
@@ -66,7 +67,7 @@ class Template:
         return "".join(said) + (self.answer[0] if prompt else "")
 
 
-def modelfile(model: Path, file: str, add_bos: bool, trust_remote_code: bool = False) -> tuple[str, list[str]]:
+def modelfile_text(model: Path, file: str, add_bos: bool, trust_remote_code: bool = False) -> tuple[str, list[str]]:
     """The text of a Modelfile for the GGUF file called `file`, and notes on what could not be said in it.
 
     add_bos: whether the runtime puts the token that begins a text before every prompt.
@@ -96,9 +97,9 @@ def modelfile(model: Path, file: str, add_bos: bool, trust_remote_code: bool = F
 
 
 def find_template(render: Render) -> Template | None:
-    """The parts of a template that `render` renders; None if it is not made of such parts.
+    """The parts of the template behind `render`; None if the template is not made of such parts.
 
-    render(messages, prompt): the text of a conversation, and with `prompt` of the beginning of an answer.
+    render(messages, prompt): the text of a conversation, with `prompt` followed by the beginning of an answer.
     """
     ask, again = {"role": "user", "content": _ASK}, {"role": "user", "content": _AGAIN}
     answer, system = {"role": "assistant", "content": _ANSWER}, {"role": "system", "content": _SYSTEM}
@@ -128,7 +129,7 @@ def find_template(render: Render) -> Template | None:
 
 
 def _heading(one: str, other: str) -> str:
-    """What introduces a question, where both texts end in it: from the last tag on that names the user's role."""
+    """The introduction of a question, in which both texts end: it begins at the last tag that names the user's role."""
     shared = commonprefix([one[::-1], other[::-1]])[::-1]  # noqa: RUF071 (letter by letter it shall be)
     tags = [
         found.start()

@@ -18,7 +18,7 @@ from llmcompress.engine.plan.gguf_plan import (
 )
 from llmcompress.engine.plan.importance import Importance, given_importance, refuse_useless_importance
 from llmcompress.engine.plan.matrix_options import resolve_matrix_options, resolve_typed_options
-from llmcompress.engine.plan.modelfile import modelfile
+from llmcompress.engine.plan.modelfile import modelfile_text
 from llmcompress.engine.plan.requantise import file_matrices, file_model
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.plan.transform_headers import transformed_headers
@@ -198,7 +198,7 @@ class GgufOutput(SafetensorsOutput):
     def _modelfile(self, model: GgufModel, directory: Path, file: str) -> str | None:
         if not self.recipe.output.modelfile or model.tokenizer is None:
             return None
-        written, notes = modelfile(directory, file, model.tokenizer.add_bos, self.options.trust_remote_code)
+        written, notes = modelfile_text(directory, file, model.tokenizer.add_bos, self.options.trust_remote_code)
         for note in notes:
             self.ledger.note("engine", "ollama", note)
         return written

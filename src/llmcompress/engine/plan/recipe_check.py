@@ -1,4 +1,4 @@
-"""Everything that is wrong with a recipe file, instead of the first thing alone."""
+"""All problems of a recipe file, where planning would stop at the first problem."""
 
 import os
 import re
@@ -15,23 +15,23 @@ from llmcompress.errors import LlmcompressError, RecipeError
 from llmcompress.recipe import Recipe, formats, parse, read
 from llmcompress.registry import suggest
 
-_SOUND = [{"method": "rtn"}]  # steps to look at everything else with
+_SOUND = [{"method": "rtn"}]  # valid steps, beside which every other section is checked
 
 
 @dataclass(frozen=True)
 class RecipeProblem:
-    """What is wrong, at which step (from 1) if it is of one, and the way out."""
+    """What is wrong, and the way out. step: the number of the step that is wrong, from 1; None for anything else."""
 
     step: int | None
     message: str
     hint: str | None = None
 
 
-def problems(file: Path, model: Path | None = None) -> list[RecipeProblem]:
-    """What is wrong with the recipe in `file`: of every step and section the first thing, then the order of steps.
+def recipe_problems(file: Path, model: Path | None = None) -> list[RecipeProblem]:
+    """The first problem of every section and of every step of the recipe in `file`; if none, of the order of steps.
 
-    Where nothing is, and there is a model, the recipe is planned on it: headers are read, nothing is computed. The
-    place of the output is not looked at.
+    A recipe without problems is planned on `model`, if one is given: headers are read, nothing is computed. Where the
+    output would be written is not checked.
     """
     try:
         data = read(file)
@@ -52,7 +52,7 @@ def problems(file: Path, model: Path | None = None) -> list[RecipeProblem]:
 
 
 def _of_parts(data: Any) -> Iterator[RecipeProblem]:
-    """What cannot be understood, section by section."""
+    """The problems of parsing, section by section."""
     if not isinstance(data, dict):
         yield from _wrong(data)
         return
@@ -79,7 +79,7 @@ def _problem(error: LlmcompressError, step: int | None = None) -> RecipeProblem:
 
 
 def _said(message: str) -> int | None:
-    """The step that a message speaks of."""
+    """The number of the step that a message names."""
     found = re.match(r"step (\d+)\b", message)
     return None if found is None else int(found[1])
 
@@ -91,6 +91,6 @@ def _refuse_unknown_format(recipe: Recipe) -> None:
 
 
 def _nowhere(model: Path) -> Path:
-    """A place for an output that nothing is written to, on the model's disk if that may be written to."""
+    """A path for an output that is never written: on the disk of the model, if the user may write there."""
     beside = model.resolve().parent
     return (beside if os.access(beside, os.W_OK) else Path(tempfile.gettempdir())) / ".llmcompress-check"

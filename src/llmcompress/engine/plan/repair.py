@@ -1,5 +1,7 @@
-"""A recipe changed so that a target loads its result: options of named modules, or the format. Nothing is hidden: the
-changed recipe is the one that is carried out and written, and each change is a ledger entry."""
+"""Repair: a recipe is changed so that a target loads the result. Options of modules change, or the format does.
+
+The changed recipe is the one that is carried out and written, and each change is an entry of the ledger.
+"""
 
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -16,7 +18,7 @@ from llmcompress.formats.entry_checks import named, quantised
 from llmcompress.ledger import LedgerEntry
 from llmcompress.recipe import Recipe, build, formats
 
-_ROUNDS = 20  # a repair may bring up the next violation; no recipe needs as many
+_ROUNDS = 20  # a repair may cause the next violation; no recipe needs so many rounds
 _EVERYWHERE = "all matrices"
 
 
@@ -79,9 +81,10 @@ def other_format(
 
 
 def repaired_recipe(recipe: Recipe, entries: Sequence[Entry], changes: Changes) -> tuple[Recipe, list[tuple[str, str]]]:
-    """A recipe that gives modules other options and leaves all others as they are planned; (subject, what) of each.
+    """A recipe that makes `changes` and leaves all other matrices as planned; and (subject, what) of every change.
 
-    entries: what `recipe` plans. An option that all matrices then share becomes the step's; others become patterns.
+    entries: of the plan of `recipe`. An option that all matrices then share becomes an option of the step; any other
+    option becomes a pattern.
     """
     step = recipe.method
     assert step is not None  # only what a step rounds can be repaired
@@ -123,7 +126,7 @@ def _without(options: Mapping[str, Mapping[str, Any]], keys: Container[str]) -> 
 
 
 def _default_group(patterns: Mapping[str, Mapping[str, Any]], planned: Mapping[str, Entry]) -> int | None:
-    """The group size that the step's default came to, if any matrix has it."""
+    """The group size that planning chose as the default, if any matrix has the default."""
     for module, entry in planned.items():
         named_ = any("group_size" in options and matches(pattern, module) for pattern, options in patterns.items())
         if not named_ and entry.grid is not None:
@@ -132,13 +135,13 @@ def _default_group(patterns: Mapping[str, Mapping[str, Any]], planned: Mapping[s
 
 
 def _now(entry: Entry, key: str) -> Any:
-    """An option of a matrix as planned, as far as its grid tells."""
+    """The planned value of an option of a matrix; None for an option that the grid does not tell."""
     assert entry.grid is not None
     return {"bits": entry.grid.bits, "group_size": entry.grid.group_size, "sym": entry.grid.symmetric}.get(key)
 
 
 def _alike(changes: Changes) -> list[tuple[dict[str, Any], list[str]]]:
-    """Modules by what is changed of them."""
+    """Every distinct change, with the modules that it is made to."""
     grouped: dict[tuple[tuple[str, Any], ...], list[str]] = {}
     for module, change in changes.items():
         if change:
@@ -152,7 +155,8 @@ def _patterns(
     planned: Mapping[str, Entry],
     taken: Mapping[str, Mapping[str, Any]],
 ) -> list[str]:
-    """Patterns for a change of modules that change no others: by place in a layer, by layer and place, full names."""
+    """Patterns that match `modules` and no module that `change` would alter: by path below a layer, by layer and path,
+    and at last by full name."""
     found, left = [], list(modules)
     for spelling in (r"^.*?\.\d+\.", r"^(.*?\.\d+\.)"):
         places: dict[str, list[str]] = {}
@@ -172,7 +176,10 @@ def _patterns(
 def _in_force(
     pattern: str, planned: Mapping[str, Entry], patterns: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any] | None:
-    """What a pattern's options came to in the end; None if not the same for all it matches. It can then be moved."""
+    """The options that are in force where `pattern` matches; None if they differ from module to module.
+
+    A pattern whose options are the same everywhere can be moved to the end.
+    """
     ends = []
     for module in planned:
         if matches(pattern, module):

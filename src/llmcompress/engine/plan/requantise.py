@@ -2,7 +2,7 @@
 
 from llmcompress.arch.spec import ArchSpec, Linear
 from llmcompress.engine.plan.gguf_plan import GgufModel, TensorTypes, choose_types
-from llmcompress.engine.source.gguf_input import GgufHeaders, carried, names_of
+from llmcompress.engine.source.gguf_input import GgufHeaders, carried_keys, names_of
 from llmcompress.engine.source.matrix_refs import Matrices
 from llmcompress.engine.source.tensor_names import MatrixRef
 from llmcompress.errors import PlanError
@@ -63,7 +63,7 @@ def file_model(headers: GgufHeaders, step: Method, output: Output, ledger: Ledge
     _note_requantised(headers, placed, asked.allow_requantize, ledger)
     copied = [item.tensor for item in placed if headers.gguf.tensors[item.tensor.name].type == item.type.name]
     names = frozenset(name for tensor in copied for name in tensor.sources)
-    return GgufModel(TensorTypes(kind, placed, headers.arch, names), carried(headers, kind.id))
+    return GgufModel(TensorTypes(kind, placed, headers.arch, names), carried_keys(headers, kind.id))
 
 
 def _refuse(headers: GgufHeaders, step: Method, output: Output) -> None:

@@ -1,4 +1,4 @@
-"""A recipe's transforms on headers: their order is checked, and the tensors that they will change are described."""
+"""Transforms on headers: the order of a recipe's steps is checked, and changed tensors get their new descriptions."""
 
 from dataclasses import replace
 
@@ -55,9 +55,9 @@ def _kind(step: Transform | Pruner | Method) -> type:
 
 
 def transformed_headers(headers: ModelHeaders, recipe: Recipe, anatomy: Anatomy, ledger: Ledger) -> ModelHeaders:
-    """The headers of the transformed model: a rotation makes a tied head a tensor of its own.
+    """The headers of the transformed model, in which a rotated model has a head of its own, no longer tied.
 
-    PlanError for an architecture that a transform would change the function of.
+    PlanError for an architecture whose function a transform would change.
     """
     for step in recipe.transforms:
         if not anatomy.spec.norms:

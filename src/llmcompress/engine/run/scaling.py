@@ -16,7 +16,7 @@ from llmcompress.engine.run.block_loss import BlockLoss
 from llmcompress.engine.run.collect import by_window
 from llmcompress.engine.run.forward import Forward
 from llmcompress.engine.run.starved_experts import STARVED
-from llmcompress.engine.source.folding import held, scaled
+from llmcompress.engine.source.folding import factors_as_stored, scaling_folds
 from llmcompress.errors import RunError
 from llmcompress.ledger import Ledger
 from llmcompress.model.streamed_model import StreamedModel
@@ -99,7 +99,7 @@ class Scaler:
             measured=measured,
         )
         chosen = self.workers.all_gather(step.factors(view, self.workers).cpu())[0]  # other ranks might choose others
-        factors = held(self.plan.anatomy, number, site, chosen, self.checkpoint)
+        factors = factors_as_stored(self.plan.anatomy, number, site, chosen, self.checkpoint)
         seen = view.spread_out(factors.to(known[site.space].mean))
         known[site.space] = known[site.space].divided(seen)
         self._fold(number, site, step, factors, found)
@@ -116,11 +116,11 @@ class Scaler:
         factors = smoothing(
             peaks.cpu(), rotary, rotated=rotated, alpha=step.alpha, shared=site.channels == peaks.shape[1]
         )
-        real = held(self.plan.anatomy, number, site, factors.reshape(-1)[: site.channels], self.checkpoint)
+        real = factors_as_stored(self.plan.anatomy, number, site, factors.reshape(-1)[: site.channels], self.checkpoint)
         self._fold(number, site, step, real, found)
 
     def _fold(self, number: int, site: Site, step: Transform, factors: Tensor, found: SiteFactors) -> None:
-        self.checkpoint.fold(scaled(self.plan.anatomy, number, site.parts, factors))
+        self.checkpoint.fold(scaling_folds(self.plan.anatomy, number, site.parts, factors))
         found.factors[site.space] = factors * found.factors.get(site.space, 1.0)
         found.records.append(
             {

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from llmcompress.engine.source.folding import rotated, scaled
+from llmcompress.engine.source.folding import rotation_folds, scaling_folds
 from llmcompress.engine.source.open import open_checkpoint
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.folds import FoldedCheckpoint
@@ -26,7 +26,7 @@ def open_transformed(plan: "Plan") -> Checkpoint:
     checkpoint = FoldedCheckpoint(base, exact, {str(head): str(embedding)} if shared else {})
     for step in plan.recipe.transforms:
         if isinstance(step, Rotate):
-            checkpoint.fold(rotated(anatomy, step, checkpoint))
+            checkpoint.fold(rotation_folds(anatomy, step, checkpoint))
     return checkpoint
 
 
@@ -35,4 +35,4 @@ def fold_factors(plan: "Plan", checkpoint: Checkpoint, layer: int, factors: dict
     if isinstance(checkpoint, FoldedCheckpoint):
         for site in (*plan.anatomy.sites(layer), plan.anatomy.scores(layer)):
             if site is not None and site.space in factors:
-                checkpoint.fold(scaled(plan.anatomy, layer, site.parts, factors[site.space]))
+                checkpoint.fold(scaling_folds(plan.anatomy, layer, site.parts, factors[site.space]))

@@ -1,4 +1,4 @@
-"""From factors and rotations to changes of stored tensors."""
+"""Folds: the changes of stored tensors that factors of channels and rotations amount to."""
 
 from collections.abc import Iterable, Iterator
 
@@ -15,8 +15,8 @@ from llmcompress.transforms.rotate import Rotate
 Folds = dict[str, list[Fold]]
 
 
-def scaled(anatomy: Anatomy, layer: int, parts: Iterable[SitePart], factors: Tensor) -> Folds:
-    """What factors [channels] do to the tensors of parts of a site."""
+def scaling_folds(anatomy: Anatomy, layer: int, parts: Iterable[SitePart], factors: Tensor) -> Folds:
+    """The changes that factors [channels] make to the tensors of some parts of a site."""
     folds: Folds = {}
     for part in parts:
         factor = factors if part.spread is None else factors[torch.from_numpy(part.spread)]
@@ -26,11 +26,11 @@ def scaled(anatomy: Anatomy, layer: int, parts: Iterable[SitePart], factors: Ten
     return folds
 
 
-def held(anatomy: Anatomy, layer: int, site: Site, factors: Tensor, checkpoint: Checkpoint) -> Tensor:
-    """The factors [channels] by which a norm's gain really changes, once it is stored in its own type.
+def factors_as_stored(anatomy: Anatomy, layer: int, site: Site, factors: Tensor, checkpoint: Checkpoint) -> Tensor:
+    """The factors [channels] by which the gain of a norm changes once the gain is rounded to its stored type.
 
-    What reads the channels is multiplied by the same, so that storing a gain costs nothing. Of a matrix, which is
-    rounded anyway, the factors as they are.
+    The matrices that read the channels are multiplied by these factors, so that rounding the gain costs nothing. Where
+    a matrix writes the channels, the factors are returned as they are, since the matrix is rounded anyway.
     """
     name = anatomy.tensor(layer, site.writer.path)
     if name is None or len(anatomy.headers.tensors[name].spec.shape) > 1:
@@ -42,8 +42,8 @@ def held(anatomy: Anatomy, layer: int, site: Site, factors: Tensor, checkpoint: 
     return torch.where(torch.isfinite(real) & (real > 0), real, torch.ones_like(real))
 
 
-def rotated(anatomy: Anatomy, step: Rotate, checkpoint: Checkpoint) -> Folds:
-    """What a rotation does to all tensors of a model, its norms folded into what they feed."""
+def rotation_folds(anatomy: Anatomy, step: Rotate, checkpoint: Checkpoint) -> Folds:
+    """The changes that a rotation makes to all tensors of a model; gains of norms go into the matrices they feed."""
     folds: Folds = {}
     for layer in range(anatomy.layers) if step.values else ():
         _turn_values(folds, anatomy, layer, step.seed + 1)
@@ -52,7 +52,7 @@ def rotated(anatomy: Anatomy, step: Rotate, checkpoint: Checkpoint) -> Folds:
             for site in anatomy.sites(layer):
                 if site.norm is not None:
                     gain = _gain(checkpoint, anatomy.tensor(layer, site.norm.path), site.norm.offset)
-                    _merge(folds, scaled(anatomy, layer, site.readers, gain))
+                    _merge(folds, scaling_folds(anatomy, layer, site.readers, gain))
                     _merge(folds, {_known(anatomy.tensor(layer, site.norm.path)): [Filled(1 - site.norm.offset)]})
         _turn_residual(folds, anatomy, checkpoint, step.seed)
     return folds
@@ -87,7 +87,7 @@ def _turn_residual(folds: Folds, anatomy: Anatomy, checkpoint: Checkpoint, seed:
 
 
 def _tensors(anatomy: Anatomy, layer: int, part: SitePart) -> Iterator[tuple[str, int, float]]:
-    """(on-disk tensor, axis, offset) of what a part changes."""
+    """(on-disk tensor, axis, offset) of every tensor that a part changes."""
     weight, bias = anatomy.tensor(layer, part.path), anatomy.tensor(layer, part.path, "bias")
     if weight is not None:
         yield weight, int(part.inputs) ^ int(anatomy.transposed(part.path)), part.offset

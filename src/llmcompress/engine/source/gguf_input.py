@@ -1,4 +1,4 @@
-"""A GGUF file as the source of another: its tensors by name as those of a checkpoint, its keys carried over."""
+"""A GGUF file as the source of another: tensors are read by name as from a checkpoint, keys are copied."""
 
 import hashlib
 import re
@@ -33,15 +33,16 @@ _OWN = re.compile(
     r"general\.(architecture|alignment|file_type|quantization_version)|split\.(no|count|tensors\.count)"
     r"|quantize\.imatrix\..*"
 )
-"""Keys that are written anew, or not at all."""
+"""Keys that are not copied: the writer makes them anew, or leaves them out."""
 
 
 @dataclass(frozen=True)
 class GgufHeaders(ModelHeaders):
-    """A GGUF file by its header. tensors: by GGUF name, float32 where they are stored as codes.
+    """The header of a GGUF file. tensors: by GGUF name, float32 where the file stores codes.
 
-    Experts are tensors of their own, `blk.0.ffn_up_exps.7.weight`. parts: of each tensor its name in the file, and its
-    number there among the experts. config: as much of a config.json as a GGUF file says.
+    Every expert has a tensor of its own, such as `blk.0.ffn_up_exps.7.weight`. parts: for each tensor, the name of the
+    tensor of the file that holds it, and its number among the experts there. config: what the file says of the keys
+    that a config.json would have.
     """
 
     gguf: GgufHeader
@@ -76,9 +77,9 @@ class GgufHeaders(ModelHeaders):
         return int(self.config["num_hidden_layers"])
 
     def number(self, key: str, default: int | None = None) -> int:
-        """A whole number below the architecture's name, of the first layer where each has its own.
+        """The whole number under a key of the architecture; of a list by layer, the first number above 0.
 
-        CheckpointError if there is none and no default.
+        CheckpointError if the file has no such number and there is no default.
         """
         name = f"{self.arch}.{key}"
         field = self.gguf.fields.get(name)
@@ -136,12 +137,12 @@ def _check_tensors(path: "Path", header: GgufHeader) -> None:
 
 
 def names_of(tensor: StoredTensor) -> tuple[str, ...]:
-    """The names here of what a tensor of a file holds: its own, or one of each expert."""
+    """The names under which a tensor of a file is read: its own name, or one name for each expert."""
     return tuple(name for name, _ in _matrices(tensor))
 
 
 def _matrices(tensor: StoredTensor) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of what a tensor holds."""
+    """Name and shape of every matrix that a tensor holds."""
     if len(tensor.shape) == 3 and is_quantised(tensor.name, tensor.shape):
         stem = tensor.name.removesuffix(".weight")
         for number in range(tensor.shape[0]):
@@ -151,7 +152,7 @@ def _matrices(tensor: StoredTensor) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 class GgufCheckpoint(Checkpoint):
-    """Its tensors, decoded by the gguf package where they are codes."""
+    """The tensors of a GGUF file; the gguf package decodes codes."""
 
     headers: GgufHeaders
 
@@ -175,8 +176,8 @@ class GgufCheckpoint(Checkpoint):
         return (raw[at : at + _AT_ONCE].data for at in range(0, tensor.nbytes, _AT_ONCE))
 
 
-def carried(headers: GgufHeaders, file_type: int) -> "Callable[[GGUFWriter], None]":
-    """Writes the keys of a file to another: all as they are, but for those of the quantisation."""
+def carried_keys(headers: GgufHeaders, file_type: int) -> "Callable[[GGUFWriter], None]":
+    """A function that writes the keys of a file to another file; keys about quantisation are made anew."""
     from gguf import GGML_QUANT_VERSION, GGUFValueType
 
     def describe(writer: "GGUFWriter") -> None:

@@ -1,6 +1,6 @@
-"""Whether config.json and the weights are of one model, as far as headers tell.
+"""Checks that config.json and the weights belong to one model, as far as headers tell.
 
-What does not fit would otherwise be noticed after hours, when its layer is loaded, or never, where no layer is run.
+Without these checks a misfit would be noticed after hours, when the layer is loaded, or never, where no layer is run.
 """
 
 import re
@@ -26,7 +26,7 @@ _HINT = "the config does not fit the weights"
 def check_numbers(headers: ModelHeaders) -> None:
     """CheckpointError unless counts and sizes in config.json are numbers that the weights can have.
 
-    Whatever is built from them is built from what this has seen: no config makes a loop or a table without end.
+    Later code builds loops and tables of these numbers: after this check no config makes them endless.
     """
     tensors = [stored.spec for stored in headers.tensors.values()]
     widest = max((max(spec.shape, default=1) for spec in tensors), default=1)
@@ -49,9 +49,10 @@ def check_numbers(headers: ModelHeaders) -> None:
 
 
 def check_names(headers: ModelHeaders, spec: ArchSpec, prefix: str, count: int) -> None:
-    """CheckpointError unless all layers of a declared family hold the same tensors, and what is around them is there.
+    """CheckpointError unless all layers of a declared family hold the same tensors, and no tensor outside is missing.
 
-    prefix, count: of the layers' names on disk. Dense and sparse blocks may alternate in a mixture of experts.
+    prefix: on-disk name of the list of layers; count: number of layers. In a mixture of experts, dense and sparse
+    blocks may alternate.
     """
     if spec.observed:
         return
@@ -131,7 +132,7 @@ def check_shapes(headers: ModelHeaders, spec: ArchSpec, matrices: Sequence[Matri
 
 
 def vocabulary_size(headers: ModelHeaders) -> int:
-    """Tokens of the model, by config.json."""
+    """The number of tokens in the vocabulary, by config.json; CheckpointError where config.json does not say it."""
     text = headers.config.get("text_config")
     for config in (headers.config, text if isinstance(text, Mapping) else {}):
         size = config.get("vocab_size")
@@ -159,7 +160,7 @@ def _first(config: Mapping[str, Any], *keys: str) -> int | None:
 
 
 def _projected(config: Mapping[str, Any], leaf: str) -> int | None:
-    """Outputs of a projection of queries, keys or values, where config.json gives the size of a head."""
+    """Number of outputs of a projection of queries, keys or values; None where config.json gives no size of a head."""
     heads, size = attention_heads(config), _first(config, "head_dim")
     if heads is None or size is None:
         return None

@@ -1,4 +1,4 @@
-"""Which matrices a checkpoint holds, from headers alone: its family, and what that declares."""
+"""The matrices of a checkpoint, found from headers alone, by the declaration of its family."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,9 +15,10 @@ from llmcompress.store.headers import ModelHeaders
 
 @dataclass(frozen=True)
 class Matrices:
-    """Every declared matrix in order of execution. widths: how many inputs it has, by on-disk module.
+    """Every declared matrix, in order of execution. widths: number of inputs (in_features) by on-disk module.
 
-    prefix: on-disk name of the list of layers; empty where a file has names of its own. layers: how many there are.
+    prefix: on-disk name of the list of layers; empty for GGUF files, which have names of their own. layers: number of
+    layers; 0 for GGUF files.
     """
 
     spec: ArchSpec
@@ -89,7 +90,7 @@ def _matrix_refs(headers: ModelHeaders, spec: ArchSpec, prefix: str, count: int)
 
 
 def _layer_prefix(headers: ModelHeaders, spec: ArchSpec) -> tuple[str, int]:
-    """The layers' on-disk prefix (some checkpoints lack the base model's) and their number."""
+    """The on-disk prefix of the layers, and their number. Some checkpoints lack the name of the base model."""
     short = spec.layers.partition(".")[2]
     for prefix in (spec.layers, short):
         pattern = numbered(prefix)

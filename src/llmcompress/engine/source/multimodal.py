@@ -1,4 +1,4 @@
-"""The part of a multimodal model that reads and writes text, as a model of its own."""
+"""The language model inside a multimodal model, as a model of its own."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -8,7 +8,7 @@ from llmcompress.formats.gguf.family import known_types
 from llmcompress.ledger import Ledger
 from llmcompress.store.headers import ModelHeaders, Stored
 
-# of names on disk, and what they begin with in the model of the text alone
+# beginnings of on-disk names in the multimodal model, and in the language model alone
 _PREFIXES = (
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
@@ -18,9 +18,9 @@ _PREFIXES = (
 
 
 def text_part(headers: ModelHeaders, ledger: Ledger) -> ModelHeaders:
-    """Headers of the language model in a multimodal one, as the ledger says; `headers` themselves of any other.
+    """Headers of the language model inside a multimodal model, which the ledger notes; else `headers` unchanged.
 
-    Language models are looked for that are of a family of which GGUF files can be written.
+    Only language models count whose family can be written as GGUF files.
     """
     text = headers.config.get("text_config")
     if not isinstance(text, Mapping) or text.get("model_type") not in known_types():
@@ -43,7 +43,7 @@ def text_part(headers: ModelHeaders, ledger: Ledger) -> ModelHeaders:
 
 
 def _text_config(headers: ModelHeaders) -> dict[str, Any]:
-    """What config.json says of the text, with what it leaves to defaults."""
+    """The config of the language model, defaults written out."""
     from llmcompress.model.skeleton import load_config, plain
 
     config = {**plain(load_config(headers.path).get_text_config())}

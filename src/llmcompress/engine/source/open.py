@@ -1,4 +1,4 @@
-"""What a GGUF file can be made of: a model directory, also a quantised one, the text part of one, or a GGUF file."""
+"""Sources of GGUF files: a model directory, quantised or not, the language model inside one, or a GGUF file."""
 
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ from llmcompress.store.output_file import is_single
 
 
 def source_headers(path: Path, ledger: Ledger) -> ModelHeaders:
-    """Headers of what lies at `path`, as those of an original model: decoded, text only, with float tensors by name.
+    """The headers of the model at `path` as if it were an original language model: codes count as float32 tensors.
 
-    CheckpointError for what is damaged, or in a format that is not known here.
+    CheckpointError for a damaged model, and for a format that is not known here.
     """
     if is_single(path) and path.is_file():
         return gguf_headers(path)
@@ -28,18 +28,18 @@ def source_headers(path: Path, ledger: Ledger) -> ModelHeaders:
 
 
 def directory_headers(path: Path, ledger: Ledger) -> ModelHeaders:
-    """As `source_headers`, of a directory."""
+    """The same as `source_headers`, for a directory."""
     return decoded_headers(text_part(read_headers(path), ledger))
 
 
 def config_of(headers: ModelHeaders, trust_remote_code: bool) -> Any:
-    """transformers' config of the model that headers speak of."""
+    """The transformers config of the model that the headers describe."""
     config = load_config(headers.path, trust_remote_code)
     return config if config.model_type == headers.config.get("model_type") else config.get_text_config()
 
 
 def open_checkpoint(headers: ModelHeaders) -> Checkpoint:
-    """The tensors that headers speak of."""
+    """A reader of the tensors that the headers describe."""
     if isinstance(headers, DecodedHeaders):
         return DecodedCheckpoint(headers)
     if isinstance(headers, GgufHeaders):
@@ -48,7 +48,7 @@ def open_checkpoint(headers: ModelHeaders) -> Checkpoint:
 
 
 def round_as_stored(model: StreamedModel, checkpoint: Checkpoint) -> None:
-    """From now on the linears of a model see their inputs rounded, where the checkpoint says so."""
+    """Make the linears of a model round their inputs, where the checkpoint says so."""
     for number, layer in enumerate(model.layers):
         for name, module in linears_of(layer):
             grid = checkpoint.inputs(disk_module(model, number, name))
@@ -57,10 +57,10 @@ def round_as_stored(model: StreamedModel, checkpoint: Checkpoint) -> None:
 
 
 def linears_of(layer: nn.Module) -> list[tuple[str, nn.Linear]]:
-    """Linears of a layer with their paths below it."""
+    """The linears of a layer, each with its module path below the layer."""
     return [(name, module) for name, module in layer.named_modules() if isinstance(module, nn.Linear)]
 
 
 def disk_module(model: StreamedModel, number: int, name: str) -> str:
-    """The on-disk module of a linear `name` of a layer."""
+    """The on-disk module of the linear at path `name` of layer `number`."""
     return model.disk_name(number, f"{name}.weight").removesuffix(".weight")

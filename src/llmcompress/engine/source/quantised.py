@@ -1,6 +1,6 @@
-"""A quantised checkpoint of a known format, as if it had never been quantised: weights are decoded when they are read.
+"""A quantised checkpoint of a known format, read as if it had never been quantised: reading a weight decodes it.
 
-Which formats there are, and what lies in their files, is known to `formats` alone.
+The package `formats` alone knows which formats there are and what their files hold.
 """
 
 import re
@@ -21,15 +21,15 @@ from llmcompress.recipe import formats
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.headers import ModelHeaders, Stored
 
-# what a config that lies leads to
+# the errors that a wrong config can cause
 _DAMAGED = (ArithmeticError, AttributeError, LookupError, RecipeError, TypeError, ValueError, re.error)
 
 
 @dataclass(frozen=True)
 class DecodedHeaders(ModelHeaders):
-    """The headers of the decoded model, in float32. stored: those of its files. packed: modules that are codes there.
+    """The headers of the decoded model, float32. stored: the headers of its files. packed: modules stored as codes.
 
-    transposed: those of them whose weights are [in, out] where they are not quantised.
+    transposed: the packed modules whose unquantised weights are [in, out].
     """
 
     stored: ModelHeaders
@@ -43,9 +43,9 @@ class DecodedHeaders(ModelHeaders):
 
 
 def decoded_headers(stored: ModelHeaders, spec: ArchSpec | None = None) -> ModelHeaders:
-    """The headers of a quantised model once decoded; `stored` itself where no format that we know recognises it.
+    """The headers of a quantised model once it is decoded; `stored` itself where no known format recognises the model.
 
-    spec: of the family, where that is not declared. CheckpointError if the tensors are not those of the format.
+    spec: the declaration of a family that `arch` does not know. CheckpointError if the tensors do not fit the format.
     """
     found = _format_of(stored)
     if found is None:
@@ -89,7 +89,7 @@ def _outlives(name: str, packed: Container[str]) -> bool:
 
 
 def _owner(name: str) -> tuple[str, str]:
-    """The module of a tensor, and what it is called there; parts of a weight belong to the module of the weight."""
+    """The module of a tensor, and the name of the tensor below the module. Parts of a weight belong to its module."""
     module, inside, part = name.partition(".weight.")
     if inside:
         return module, f"weight.{part}"
@@ -98,9 +98,9 @@ def _owner(name: str) -> tuple[str, str]:
 
 
 def note_decoded(headers: DecodedHeaders, coded: Container[str], ledger: Ledger) -> None:
-    """Say of how many packed modules no codes are kept whatever they are: of those that are not `coded`.
+    """Note how many packed modules are decoded and rounded anew: all that are not `coded`.
 
-    And that scales of cached keys and values are left out, if there are any.
+    Scales of cached keys and values are left out of the result, which is noted as well.
     """
     if count := sum(module not in coded for module in headers.packed):
         ledger.note(
@@ -111,7 +111,7 @@ def note_decoded(headers: DecodedHeaders, coded: Container[str], ledger: Ledger)
 
 
 class DecodedCheckpoint(Checkpoint):
-    """Its tensors; of packed modules the decoded weights, float32, in the shape they had."""
+    """The tensors of a quantised checkpoint. A packed module gives its decoded weight [original shape] float32."""
 
     headers: DecodedHeaders
 

@@ -25,8 +25,10 @@ class MatrixRef:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """A model's headers read with its declaration. prefix: on-disk name of the list of layers; empty
-    where there is no declaration to read with."""
+    """The headers of a model, read with its declaration. prefix: on-disk name of the list of layers; empty without one.
+
+    layers: number of layers.
+    """
 
     headers: ModelHeaders
     spec: ArchSpec
@@ -69,14 +71,14 @@ class Anatomy:
             yield from self.spec.scores.norms
 
     def sites(self, layer: int) -> list[Site]:
-        """Where channels of a layer can be scaled."""
+        """The sites of a layer: where factors of channels can be moved between matrices."""
         return sites(self.spec, self.headers.config, self.shapes(layer))
 
     def scores(self, layer: int) -> Site | None:
-        """Where queries and keys of a layer can be scaled against each other."""
+        """The site of a layer where queries and keys can be scaled against each other, if the architecture has one."""
         return scores_site(self.spec, self.headers.config, self.shapes(layer))
 
     def residual(self, layer: int) -> tuple[list[str], list[str]]:
-        """Module paths of what reads the hidden states of a layer through norms, and of what adds to them."""
+        """Module paths of the matrices that read a layer's hidden states, and of those that add to them."""
         config, shapes = self.headers.config, self.shapes(layer)
         return residual_readers(self.spec, config, shapes), residual_writers(self.spec, config, shapes)

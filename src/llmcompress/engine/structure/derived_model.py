@@ -9,8 +9,8 @@ from torch import Tensor
 from llmcompress import __version__
 from llmcompress.calib.base import fingerprint
 from llmcompress.engine.structure.source_model import OpenModel
-from llmcompress.engine.write.publish import beginning_of, title_of
-from llmcompress.engine.write.run_report import source
+from llmcompress.engine.write.publish import beginning_of_readme, model_title
+from llmcompress.engine.write.run_report import source_record
 from llmcompress.formats.base import TensorSpec
 from llmcompress.formats.card import model_card
 from llmcompress.store.output import OutputDirectory, weights_nbytes
@@ -47,7 +47,7 @@ class DerivedModel:
         return {
             "llmcompress": __version__,
             "format": "dense",
-            "source": source(opened.headers),
+            "source": source_record(opened.headers),
             "calibration": dict(calibration),
             "compute_dtype": opened.resources.dtype,
             "output_bytes": self.nbytes,
@@ -67,12 +67,12 @@ def card(opened: OpenModel, calibration: Mapping[str, Any], what: str, figures: 
     """The model card of a model that has lost parts. what: the method, in a few words."""
     asked = opened.text.source
     facts: dict[str, Any] = {
-        "name": f"{title_of(opened.headers.config)} {what}",
+        "name": f"{model_title(opened.headers.config)} {what}",
         "format": "dense",
         "version": __version__,
         "change": "pruned",
         "config": opened.headers.config,
-        "source_readme": beginning_of(opened.headers.path / "README.md"),
+        "source_readme": beginning_of_readme(opened.headers.path / "README.md"),
         "methods": [what],
         "figures": figures,
         "calibration": {

@@ -15,7 +15,7 @@ from llmcompress.engine.source.quantised import DecodedHeaders
 from llmcompress.engine.structure.derived_model import calibration_facts
 from llmcompress.engine.structure.lora_plan import LoraPlan, RepairTarget, bits_added, changed_targets
 from llmcompress.engine.structure.source_model import embedded_windows
-from llmcompress.engine.write.run_report import source
+from llmcompress.engine.write.run_report import source_record
 from llmcompress.model.adapted import adapt
 from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.solve.low_rank import LowRank, low_rank, output_energy
@@ -168,7 +168,7 @@ class _Repair:
 
 def _facts(headers: ModelHeaders) -> dict[str, Any]:
     stored = headers.stored if isinstance(headers, DecodedHeaders) else headers
-    return {**source(headers), "contents_sha256": stored.contents}
+    return {**source_record(headers), "contents_sha256": stored.contents}
 
 
 def _record(target: RepairTarget, before: float, after: float) -> dict[str, Any]:

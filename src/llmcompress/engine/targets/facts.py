@@ -1,4 +1,4 @@
-"""Kinds of facts about a runtime. Each finds what breaks it in a checkpoint, and the options that would mend it."""
+"""Kinds of facts about runtimes. A fact finds the modules that violate it, and options that mend them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ from llmcompress.grids.base import INPUT_SPECS, PER_ROW, Spec
 from llmcompress.methods.base import DEFAULT_GROUP_SIZES
 
 Changes = Mapping[str, Mapping[str, Any]]
-"""Module -> options it should have instead; {"skip": True} leaves it unquantised."""
+"""By module, the options that the module should have instead; {"skip": True} leaves the module unquantised."""
 
 SKIP: Mapping[str, Any] = {"skip": True}
 _SKIP_BY_HAND = "skip by hand: --set 'PATTERN: {skip: true}'"
@@ -22,7 +22,8 @@ _SKIP_BY_HAND = "skip by hand: --set 'PATTERN: {skip: true}'"
 class DeviceLinear:
     """One linear as one device runs it: several matrices where the runtime fuses them.
 
-    rows: outputs on one device, of each matrix and of each part of one that is stored joined. inputs: likewise.
+    rows: number of outputs on the device, of each matrix, or of each part of a matrix that joins several. inputs:
+    number of inputs on the device.
     """
 
     entries: tuple[Entry, ...]
@@ -36,7 +37,7 @@ class DeviceLinear:
 
 @dataclass(frozen=True)
 class LoadCase:
-    """What a runtime would load: all tensors, and the quantised linears as one device runs them."""
+    """A checkpoint as a runtime loads it. entries: all tensors. shards: quantised linears as one device runs them."""
 
     entries: Sequence[Entry]
     shards: Sequence[DeviceLinear]
@@ -44,9 +45,10 @@ class LoadCase:
 
 @dataclass(frozen=True)
 class Violation:
-    """What a runtime does not take. what: the fact and the value that breaks it. modules: those concerned.
+    """Why a runtime does not load a checkpoint. what: the fact, and the value that violates it. modules: their names.
 
-    by_hand: what a user may do. changes: options that mend it, empty where none does. mending: what they amount to.
+    by_hand: what a user may do. changes: options that mend the violation, empty where no option does. mending: the
+    changes in words.
     """
 
     what: str
@@ -67,12 +69,12 @@ class Fact(ABC):
 
     @abstractmethod
     def violations(self, case: LoadCase) -> list[Violation]:
-        """What of `case` the runtime does not take."""
+        """What the runtime does not accept of a checkpoint."""
 
 
 @dataclass(frozen=True)
 class BitWidths(Fact):
-    """Widths in bits that are taken."""
+    """The runtime accepts these widths in bits."""
 
     bits: tuple[int, ...]
 
@@ -91,7 +93,7 @@ class BitWidths(Fact):
 
 @dataclass(frozen=True)
 class Asymmetric(Fact):
-    """Widths in bits of which asymmetric grids are taken."""
+    """The runtime accepts asymmetric grids of these widths in bits only."""
 
     bits: tuple[int, ...] = ()
 
@@ -114,7 +116,7 @@ class Asymmetric(Fact):
 
 @dataclass(frozen=True)
 class Symmetric(Fact):
-    """Types of weights of which symmetric grids are taken, in groups; of others, asymmetric ones alone."""
+    """The runtime accepts symmetric grids in groups, for weights of these types; all other grids must be asymmetric."""
 
     dtypes: tuple[str, ...] = ()
 
@@ -132,8 +134,10 @@ class Symmetric(Fact):
 
 @dataclass(frozen=True)
 class Groups(Fact):
-    """Group sizes of packed codes that are taken (None: all), whether one scale per row is, and that no group spans two
-    devices."""
+    """The runtime accepts packed codes in groups of these sizes (None: of any size), and no group on two devices.
+
+    rows: whether it accepts one scale per row.
+    """
 
     sizes: tuple[int, ...] | None
     rows: bool = True
@@ -171,7 +175,7 @@ class Groups(Fact):
         return self.rows if size == PER_ROW else self.sizes is None or size in self.sizes
 
     def _mended(self, what: str, names: tuple[str, ...], asked: int, widths: set[int]) -> Violation:
-        """The next finer size that is taken and divides all widths, else the next coarser, else one scale per row."""
+        """A change to the next smaller size that divides all widths, else the next larger, else one scale per row."""
         fitting = [size for size in self.sizes or DEFAULT_GROUP_SIZES if all(width % size == 0 for width in widths)]
         finer = [size for size in fitting if asked == PER_ROW or size < asked]
         new = max(finer) if finer else min(fitting) if fitting else PER_ROW if self.rows else None
@@ -184,9 +188,9 @@ class Groups(Fact):
 
 @dataclass(frozen=True)
 class Multiples(Fact):
-    """Outputs and inputs of a device that kernels take are multiples of these; of experts or of all other linears.
+    """The numbers of outputs and inputs on a device are multiples of these, of experts or of all other linears.
 
-    Kernels that multiply codes by rounded inputs are others.
+    The fact is about kernels for 16-bit inputs: linears with rounded inputs run by other kernels.
     """
 
     outputs: int
@@ -206,9 +210,9 @@ class Multiples(Fact):
 
 @dataclass(frozen=True)
 class Words(Fact):
-    """Codes along the inputs fill whole 32-bit words, and zero points along the outputs where they are stored."""
+    """Codes along the inputs fill whole 32-bit words; so do stored zero points along the outputs."""
 
-    zeros: bool  # whether zero points are stored of symmetric grids too
+    zeros: bool  # whether symmetric grids have stored zero points too
 
     def violations(self, case: LoadCase) -> list[Violation]:
         return _left_out(self.why, [s for s in case.shards if self._ragged(s)], case, self._shape)
@@ -228,7 +232,7 @@ class Words(Fact):
 def _left_out(
     why: str, ragged: Sequence[DeviceLinear], case: LoadCase, shape: Callable[[DeviceLinear], str]
 ) -> list[Violation]:
-    """Linears of the wrong shape can only stay as they are; all of them cannot, or nothing would be compressed."""
+    """Linears of the wrong shape load unquantised only; leaving out all of them would compress nothing."""
     if not ragged:
         return []
     names = tuple(entry.module for shard in ragged for entry in shard.entries)
@@ -246,7 +250,7 @@ def _left_out(
 
 @dataclass(frozen=True)
 class NaturalOrder(Fact):
-    """Groups lie as stored; one scale per row has no order."""
+    """Groups are runs of neighbouring inputs. One scale per row has no order of groups."""
 
     def violations(self, case: LoadCase) -> list[Violation]:
         permuted = tuple(entry.module for entry, _ in quantised(case.entries) if entry.permuted)
@@ -258,7 +262,7 @@ class NaturalOrder(Fact):
 
 @dataclass(frozen=True)
 class Alike(Fact):
-    """Matrices that run as one (`formats.checks.fused`) have one scheme."""
+    """Matrices that the runtime fuses (`formats.entry_checks.fused`) have one scheme."""
 
     def violations(self, case: LoadCase) -> list[Violation]:
         found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
@@ -273,7 +277,7 @@ class Alike(Fact):
         return [Violation(what, tuple(changes), by_hand, changes, mend) for (what, mend), changes in found.items()]
 
     def _mended(self, members: Sequence[Entry]) -> tuple[str, dict[str, dict[str, Any]]]:
-        """The scheme with the most bits for all: no quantisation if one has none, else the richest grid."""
+        """The same scheme for all members: none if one member has none, else the grid that expresses the most."""
         coded = quantised(members)
         if len(coded) < len(members):
             return "leave all parts unquantised", {entry.module: dict(SKIP) for entry, _ in coded}
@@ -284,7 +288,7 @@ class Alike(Fact):
 
 
 def scheme_name(entry: Entry) -> str:
-    """The grid of a matrix, and what becomes of its inputs."""
+    """The name of the grid of a matrix, and of the rounding of its inputs."""
     grid = entry.grid.name if entry.grid else "16 bits"
     return grid if entry.inputs is None else f"{grid} with {entry.inputs.name} inputs"
 
@@ -294,7 +298,7 @@ def _inputs(entry: Entry) -> str:
 
 
 def _towards(best: Entry, entry: Entry, static: bool) -> dict[str, Any]:
-    """The options of a matrix that must change for it to have the scheme of `best`, and static groups if asked."""
+    """The options that give a matrix the scheme of `best`. static: whether the matrix also gets static groups."""
     old, new = entry.grid, best.grid
     assert old is not None
     assert new is not None
@@ -310,13 +314,13 @@ def _towards(best: Entry, entry: Entry, static: bool) -> dict[str, Any]:
 
 
 def _richness(grid: Spec) -> tuple[int, int, bool]:
-    """Orders grids by what they can express: bits, then finer groups, then a zero point."""
+    """A sort key of grids by what they can express: more bits, then smaller groups, then a zero point."""
     return grid.bits, -grid.group_size if grid.group_size != PER_ROW else -(1 << 31), not grid.symmetric
 
 
 @dataclass(frozen=True)
 class OneScheme(Fact):
-    """All quantised matrices share one scheme, and one order of rounding where the file says it."""
+    """All quantised matrices share one scheme. order: whether they also share one activation order."""
 
     order: bool = False
 
@@ -335,7 +339,7 @@ class OneScheme(Fact):
 
 @dataclass(frozen=True)
 class Unread(Fact):
-    """Modules whose codes are not read, or whose presence breaks the loading of others (`quantised=False`)."""
+    """Modules that the runtime does not load. which: finds them. quantised: whether unquantised modules load."""
 
     which: Callable[[Entry], bool]
     quantised: bool = True

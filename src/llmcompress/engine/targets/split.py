@@ -1,7 +1,8 @@
 """Tensor parallelism: which part of a linear one device holds, and when a model cannot be split at all.
 
-As in vLLM 0.33 and SGLang 0.5.23: what enters attention or MLP is split by outputs (column parallel), what leaves it by
-inputs (row parallel); attention is split by whole heads, and devices beyond the key-value heads hold copies of one.
+As in vLLM 0.33 and SGLang 0.5.23: the first matrices of attention and MLP are split by outputs (column parallel), the
+last ones by inputs (row parallel). Attention is split by whole heads; where there are more devices than key-value
+heads, several devices hold a copy of one head.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +26,7 @@ _BY_INPUTS = frozenset({"o_proj", "out_proj", "down_proj", "w2", "fc2", "c_proj"
 
 
 def shards(entries: Sequence[Entry], config: Mapping[str, Any], tp: int, fuses: bool) -> list[DeviceLinear]:
-    """Quantised linears as one of `tp` devices runs them. The model must be splittable (`unsplittable`)."""
+    """The quantised linears as one of `tp` devices runs them, of a model for which `unsplittable` is empty."""
     heads = attention_heads(config)
     coded = [entry for entry, _ in quantised(entries)]
     merged: dict[str, tuple[Entry, ...]] = {}
@@ -45,7 +46,7 @@ def shards(entries: Sequence[Entry], config: Mapping[str, Any], tp: int, fuses: 
 
 
 def unsplittable(entries: Iterable[Entry], config: Mapping[str, Any], tp: int) -> list[Violation]:
-    """Why a model cannot be split over `tp` devices, quantised or not; nothing but another number mends it."""
+    """Why a model, quantised or not, cannot be split over `tp` devices. Only another number of devices mends that."""
     if tp == 1:
         return []
     heads = attention_heads(config)
@@ -78,7 +79,7 @@ def _leaf(entry: Entry) -> str:
 
 
 def _rows(entry: Entry, heads: tuple[int, int] | None, tp: int) -> list[tuple[int, int]]:
-    """(outputs, devices that share them out) of each part of a matrix."""
+    """For each part of a matrix: its number of outputs, and the number of devices that divide them."""
     leaf, rows = _leaf(entry), entry.out_features
     keys = tp if heads is None else min(tp, heads[1])
     if leaf in _KEYS_VALUES:

@@ -1,4 +1,4 @@
-"""Does a runtime load what a plan would write? Asked of one target, or of all for the ledger and for `plan --json`."""
+"""Verdicts: which runtimes load what a plan would write, for one target, for the ledger and for `plan --json`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,11 +10,11 @@ from llmcompress.errors import PlanError, RecipeError
 from llmcompress.formats.base import Entry
 from llmcompress.registry import suggest
 
-_MOST = 1024  # devices that a hint may propose
+_MOST = 1024  # the most devices that a hint proposes
 
 
 def requested_target(name: str | None, tp: int, repair: bool) -> Target | None:
-    """The target of --target; RecipeError for an unknown one, PlanError for --tp or --repair that say nothing."""
+    """The target of --target, if any; RecipeError for an unknown name, PlanError for --tp or --repair without use."""
     if name is not None and name not in TARGETS:
         raise RecipeError(f"unknown target {name!r}", suggest(name, list(TARGETS)))
     split = [target.name for target in TARGETS.values() if target.tensor_parallel]
@@ -31,14 +31,14 @@ def requested_target(name: str | None, tp: int, repair: bool) -> Target | None:
 
 
 def label(target: Target, tp: int) -> str:
-    """A target for people: 'vllm', or 'vllm (tp 2)'."""
+    """The name of a target in messages: 'vllm', or 'vllm (tp 2)'."""
     return f"{target.name} (tp {tp})" if tp > 1 and target.tensor_parallel else target.name
 
 
 def violations(
     target: Target, format_: str, entries: Sequence[Entry], config: Mapping[str, Any], tp: int = 1
 ) -> list[Violation]:
-    """What keeps a target from loading `entries` in a format, on `tp` devices; empty if nothing is known to."""
+    """What keeps a target from loading `entries` in a format on `tp` devices; empty if nothing known does."""
     facts = target.formats.get(format_)
     if facts is None:
         return [Violation(f"it does not read format {format_}", (), f"use --format {' or '.join(target.formats)}")]
@@ -53,7 +53,7 @@ def violations(
 def verdicts(
     format_: str, entries: Sequence[Entry], config: Mapping[str, Any], tp: int = 1
 ) -> dict[str, str | list[str]]:
-    """For every target "ok", or what keeps it from loading the result."""
+    """For every target, "ok" or the reasons why it does not load the result."""
     return {
         name: [str(item) for item in violations(target, format_, entries, config, tp)] or "ok"
         for name, target in TARGETS.items()
@@ -61,12 +61,12 @@ def verdicts(
 
 
 def labels(found: Mapping[str, str | list[str]], tp: int, only: str | None = None) -> list[str]:
-    """Targets that `verdicts` calls ok, for people; of one target alone where it is named."""
+    """The labels of all targets that `verdicts` calls "ok". only: the one target that counts."""
     return [label(TARGETS[name], tp) for name, verdict in found.items() if verdict == "ok" and only in (None, name)]
 
 
 def engine_notes(format_: str, entries: Sequence[Entry], config: Mapping[str, Any]) -> list[str]:
-    """One sentence per runtime that reads the format, and yet not this checkpoint, on one device."""
+    """One sentence for each runtime that reads the format and does not load this checkpoint on one device."""
     found = {
         target.title: violations(target, format_, entries, config)
         for target in TARGETS.values()

@@ -1,4 +1,4 @@
-"""Calibrate once, emit many: other formats from the staged codes of a finished run."""
+"""Export: other formats are written from the staged codes of a finished run, without calibrating again."""
 
 import json
 from collections.abc import Sequence

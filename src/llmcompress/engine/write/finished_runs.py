@@ -1,4 +1,4 @@
-"""Outputs that an earlier start has finished: a command of several runs goes on after them."""
+"""Outputs that an earlier start has finished. A command of several runs does not repeat finished runs."""
 
 import json
 from dataclasses import replace
@@ -13,7 +13,7 @@ from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.run.tokens import calibration_tokens
-from llmcompress.engine.write.run_report import source
+from llmcompress.engine.write.run_report import source_record
 from llmcompress.recipe import Recipe
 from llmcompress.store.output_file import is_single, report_of
 
@@ -21,9 +21,9 @@ from llmcompress.store.output_file import is_single, report_of
 def planned_or_finished(
     recipe: Recipe, model: Path, options: Options, tokens: Tensor | None = None
 ) -> tuple[Plan, dict[str, Any] | None]:
-    """A plan, and the report of its output if that is there and is what the plan would write.
+    """A plan, and the report of an existing output that is what the plan would write; None if there is no such output.
 
-    Any other output that is there is refused as ever. tokens: of the calibration, where they are drawn already.
+    Any other existing output is refused, as always. tokens: the calibration tokens, where they are drawn already.
     """
     over = make_plan(recipe, model, replace(options, overwrite=True))
     report = finished_report(over, tokens)
@@ -40,7 +40,7 @@ def finished_report(plan: Plan, tokens: Tensor | None = None) -> dict[str, Any] 
     facts = {"llmcompress": __version__, "recipe": plan.recipe.as_data(), "compute_dtype": plan.dtype}
     if not isinstance(report, dict) or any(report.get(key) != value for key, value in facts.items()):
         return None
-    if report.get("source") != source(plan.headers):
+    if report.get("source") != source_record(plan.headers):
         return None
     drawn = None
     if plan.calibrated:

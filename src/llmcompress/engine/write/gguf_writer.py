@@ -1,4 +1,4 @@
-"""The bytes of GGUF files: codes from the work directory, all other tensors from the checkpoint."""
+"""Writing GGUF files: codes come from the work directory, all other tensors from the checkpoint."""
 
 import hashlib
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ def _file_pieces(file: GgufFile, data: "_Data", hashes: dict[str, str]) -> Itera
 
 
 class _Data:
-    """The bytes of tensors: codes from the work directory, all else from the checkpoint."""
+    """The bytes of every tensor of a plan."""
 
     def __init__(self, plan: "Plan", checkpoint: "Checkpoint", staged: "Staging", workers: "Workers") -> None:
         self.plan, self.checkpoint, self.staged, self.workers = plan, checkpoint, staged, workers
@@ -75,7 +75,7 @@ class _Data:
             yield from (bytes_of(part) for part in self.plan.format.encode(matrix.entry, coded).values())
 
     def _encoded(self, placed: Placed) -> Iterator[memoryview]:
-        """A tensor that no method was asked to round: norms, biases, the embedding, the head."""
+        """The bytes of a tensor that no method rounds: a norm, a bias, the embedding, the head."""
         costs = None if self.plan.importance is None else self.plan.importance.tensors.get(placed.tensor.name)
         for number, piece in enumerate(pieces(placed.tensor, self.read)):
             importance = None if costs is None else costs[number]

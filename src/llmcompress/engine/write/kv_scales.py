@@ -1,4 +1,4 @@
-"""Static scales of cached keys and values, made of the measured magnitudes when all is written."""
+"""Static scales of cached keys and values, computed from the measured magnitudes when the output is written."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 _SIDES = {"k_scale": "key", "v_scale": "value"}
 
 
-def recorded(plan: "Plan", staged: Staging) -> dict[str, Any] | None:
-    """What the report says: the code, and by layer the largest magnitudes that scales were made of."""
+def kv_scale_record(plan: "Plan", staged: Staging) -> dict[str, Any] | None:
+    """The part of the report on cached keys and values: the code, and the largest measured magnitudes of each layer."""
     if plan.recipe.kv_cache is None:
         return None
     layers = [staged.records(number)["kv_cache"] for number in range(len(plan.layers))]
     return {"code": plan.recipe.kv_cache.code, "largest": layers}
 
 
-def scales(plan: "Plan", staged: Staging) -> dict[str, Tensor]:
-    """Every scale by the name of its tensor."""
-    found = recorded(plan, staged)
+def kv_scale_tensors(plan: "Plan", staged: Staging) -> dict[str, Tensor]:
+    """Every static scale, by the name of its tensor."""
+    found = kv_scale_record(plan, staged)
     if found is None or plan.recipe.kv_cache is None:
         return {}
     made = [entry.source for entry in plan.entries if OPTION in entry.options]

@@ -1,4 +1,4 @@
-"""From staged codes to a checkpoint directory that appears whole or not at all."""
+"""Publishing: staged codes become an output directory or file, which appears whole or not at all."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,8 +10,8 @@ from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.plan.resources import usual_threads
 from llmcompress.engine.run.transformed import fold_factors, open_transformed
 from llmcompress.engine.write.gguf_writer import write_gguf
-from llmcompress.engine.write.kv_scales import recorded
-from llmcompress.engine.write.run_report import report
+from llmcompress.engine.write.kv_scales import kv_scale_record
+from llmcompress.engine.write.run_report import build_report
 from llmcompress.engine.write.safetensors_writer import write_safetensors
 from llmcompress.errors import one_line
 from llmcompress.formats.card import model_card
@@ -47,7 +47,7 @@ def write_output(
         hashes = _WRITERS[plan.output_kind](plan, checkpoint, staged, out, workers)
         if isinstance(checkpoint, FoldedCheckpoint) and (factors := checkpoint.scales()):
             out.write_arrays("transforms.npz", factors)
-        result = report(plan, records, ledger, calibration, hashes, recorded(plan, staged))
+        result = build_report(plan, records, ledger, calibration, hashes, kv_scale_record(plan, staged))
         for name, changes in plan.format.config(plan.entries, plan.headers.config).items():
             content = {**plan.headers.config, **changes} if name == "config.json" else changes
             out.write_json(name, content)
@@ -55,20 +55,20 @@ def write_output(
         out.write_json("report.json", result)
         if plan.modelfile is not None:
             out.write_text("Modelfile", plan.modelfile)
-        out.write_text("README.md", model_card(card_facts(plan, result)))
+        out.write_text("README.md", model_card(model_card_facts(plan, result)))
         out.commit()
     return result
 
 
-def card_facts(plan: Plan, result: dict[str, Any]) -> dict[str, Any]:
-    """What the model card is made of: facts of the plan and of the finished report."""
+def model_card_facts(plan: Plan, result: dict[str, Any]) -> dict[str, Any]:
+    """The facts of the model card, from the plan and the finished report."""
     linears = result["linears"]
     return {
         "name": _title(plan),
         "format": plan.format.name,
         "version": __version__,
         "config": plan.headers.config,
-        "source_readme": beginning_of(plan.headers.path / "README.md"),
+        "source_readme": beginning_of_readme(plan.headers.path / "README.md"),
         "grids": dict(sorted(Counter(item["grid"] for item in linears if item["grid"]).items())),
         "bits": _bits(plan),
         "inputs": 8 if any(entry.inputs is not None for entry in plan.entries) else 16,
@@ -108,8 +108,8 @@ def _calibration_facts(plan: Plan, calibration: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def beginning_of(file: Path) -> str:
-    """The part of a README in which its front matter is; nothing of one that is not there."""
+def beginning_of_readme(file: Path) -> str:
+    """The first part of a README, which holds the front matter; empty where there is no README."""
     if not file.is_file():
         return ""
     with file.open(encoding="utf-8", errors="replace") as handle:
@@ -117,13 +117,13 @@ def beginning_of(file: Path) -> str:
 
 
 def _title(plan: Plan) -> str:
-    """A title that depends on the model and the recipe, not on where they lie."""
+    """The title of the model card. It depends on the model and the recipe, not on their paths."""
     steps = " ".join(_said(step) for step in plan.recipe.steps)
-    return f"{title_of(plan.headers.config)} {steps} ({plan.format.name})"
+    return f"{model_title(plan.headers.config)} {steps} ({plan.format.name})"
 
 
-def title_of(config: Mapping[str, Any]) -> str:
-    """What a model is called, wherever it lies."""
+def model_title(config: Mapping[str, Any]) -> str:
+    """The name of a model by its config, whatever its directory is called."""
     named = str(config.get("_name_or_path") or "").rpartition("/")[2]
     architectures = config.get("architectures")
     first = architectures[0] if isinstance(architectures, list) and architectures else config["model_type"]
@@ -139,7 +139,7 @@ def _said(step: Method | Pruner | Transform) -> str:
 
 
 def finish(plan: Plan, staged: Staging, calibration: dict[str, Any] | None) -> dict[str, Any]:
-    """Write the output of a run whose sections are all staged; its report."""
+    """Write the output of a run whose sections are all staged, and return the report."""
     ledger = Ledger(plan.ledger)
     linears: list[dict[str, Any]] = []
     sites: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""report.json and the facts of the model card: what was done, to what, with what result. No times, no paths."""
+"""The content of report.json: what was done, to which model, with what result. It holds no times and no paths."""
 
 import hashlib
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from llmcompress.engine.plan.plan import Plan
 
 
-def report(
+def build_report(
     plan: "Plan",
     records: Mapping[str, list[dict[str, Any]]],
     ledger: Ledger,
@@ -22,13 +22,16 @@ def report(
     tensors: Mapping[str, str],
     kv_cache: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The content of report.json; the same inputs give the same bytes. records: lists about parts of the model."""
+    """The content of report.json; the same inputs give the same bytes.
+
+    records: lists of records on matrices and sites. tensors: SHA-256 (hex) of each tensor of the output by its name.
+    """
     return {
         "schema_version": REPORT_SCHEMA,
         "llmcompress": __version__,
         "format": plan.format.name,
         "recipe": plan.recipe.as_data(),
-        "source": source(plan.headers),
+        "source": source_record(plan.headers),
         "calibration": dict(calibration) if calibration is not None else None,
         "imatrix": None
         if plan.importance is None
@@ -43,8 +46,8 @@ def report(
     }
 
 
-def source(headers: ModelHeaders) -> dict[str, Any]:
-    """What the report says of the model a run began with: hashes that tell it from any other."""
+def source_record(headers: ModelHeaders) -> dict[str, Any]:
+    """The record of the source model in the report: hashes that tell the model from any other."""
     config = headers.path / "config.json"
     return {
         "headers_sha256": headers.fingerprint,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from llmcompress.engine.plan.plan import Plan
-from llmcompress.engine.write.kv_scales import scales
+from llmcompress.engine.write.kv_scales import kv_scale_tensors
 from llmcompress.engine.write.unquantised import unquantised_reader
 from llmcompress.store.checkpoint import DTYPES, Checkpoint
 from llmcompress.store.output import OutputDirectory
@@ -28,7 +28,7 @@ def write_safetensors(
 def _tensors(plan: Plan, checkpoint: Checkpoint, staged: Staging) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the output in its planned order, one at a time."""
     matrices = {matrix.entry.source.name: matrix for layer in plan.layers for matrix in layer}
-    kv_scales = scales(plan, staged)
+    kv_scales = kv_scale_tensors(plan, staged)
     read = unquantised_reader(plan, checkpoint, staged)
     for entry in plan.entries:
         name = entry.source.name

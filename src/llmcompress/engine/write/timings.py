@@ -1,4 +1,5 @@
-"""Time and memory of each layer, as lines of JSON in a file of its own: reports must not depend on either."""
+"""Timings: time and memory of each layer, as lines of JSON. They have a file of their own, since a report must not
+depend on either."""
 
 import json
 import time
@@ -20,15 +21,15 @@ if TYPE_CHECKING:
 
 
 def run_sha256(headers_sha256: str, recipe: Mapping[str, Any], compute_dtype: str) -> str:
-    """SHA-256 (hex) of what makes one run another than the next: all three stand in its report."""
+    """SHA-256 (hex) that identifies a run by its model, recipe and compute type, which its report holds as well."""
     said = json.dumps([headers_sha256, recipe, compute_dtype], sort_keys=True)
     return sha256(said.encode()).hexdigest()
 
 
 class Timings(Progress):
-    """Appends a line per start, finished layer and end to a file; passes everything on to another Progress.
+    """Appends a line to a file at each start, finished layer and end, and passes every call on to another Progress.
 
-    RunError if the system refuses the file.
+    RunError if the system does not let the file be written.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Timings(Progress):
         self.watch.writing(total_bytes)
 
     def end(self) -> None:
-        """The output is in its place."""
+        """Say that the output is complete."""
         now = self.clock()
         self._append(event="end", seconds=now - self.begun, writing=now - self.written, **_memory())
 
@@ -92,7 +93,7 @@ class Timings(Progress):
 
 
 def refuse_place(file: Path, plan: "Plan") -> None:
-    """PlanError for a file that would lie in what a run writes, or that is none."""
+    """PlanError for a file inside the output or the work directory, and for a path that is not a file."""
     for place in (plan.out, plan.work):
         if file.resolve() == place.resolve() or place.resolve() in file.resolve().parents:
             raise PlanError(f"--timings {file} lies in {place}, which holds no times", "give a file elsewhere")
