@@ -43,7 +43,7 @@ def _reports_are_as_published() -> Iterator[None]:
     from llmcompress.report.schemas import schema_text
 
     published = Draft202012Validator(json.loads(schema_text("report")))
-    report = write.report
+    report = write.build_report
 
     def checked(*arguments: Any) -> dict[str, Any]:
         result = report(*arguments)
@@ -56,7 +56,7 @@ def _reports_are_as_published() -> Iterator[None]:
         return result
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(write, "report", checked)
+        patch.setattr(write, "build_report", checked)
         yield
 
 

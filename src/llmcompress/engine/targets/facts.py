@@ -151,7 +151,7 @@ class Groups(Fact):
         sizes = {entry.module: grid.group_size for entry, grid in coded}
         return self._unknown_sizes(coded, sizes) + self._split_groups(case, sizes)
 
-    def _unknown_sizes(self, coded: Sequence[tuple[Entry, GridSpec]], sizes: Mapping[str, int]) -> list[Violation]:
+    def _unknown_sizes(self, coded: Sequence[tuple[Entry, Spec]], sizes: Mapping[str, int]) -> list[Violation]:
         found = []
         for size in dict.fromkeys(size for size in sizes.values() if not self._takes(size)):
             names = tuple(name for name in sizes if sizes[name] == size)
