@@ -23,8 +23,8 @@ COMMANDS = {
     "statistics",
     "structure",
 }
-STILL_SHARED_CLASSES = {"Asked", "Choice", "Fitted", "Held", "Scaled", "Steps", "Stored", "Target"}
-STILL_SHARED_MODULES = {"errors", "inputs", "int8", "progressive"}  # of grids, which are to be members of an axis
+STILL_SHARED_CLASSES = {"Asked", "Scaled", "Target"}
+STILL_SHARED_MODULES = {"errors", "inputs"}
 
 
 def shared(pairs):

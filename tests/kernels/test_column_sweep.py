@@ -28,7 +28,7 @@ from llmcompress.solve.gptq import ColumnRounder, gptq_codes
 from llmcompress.solve.prepared import Prepared, column_order
 from llmcompress.solve.refine import row_loss
 from llmcompress.solve.row_blocks import SOLVED_ROWS, RowBlocks
-from llmcompress.solve.sparsegpt import Choice, FixedMask
+from llmcompress.solve.sparsegpt import FixedMask, MaskChoice
 from llmcompress.stats.gram import Gram
 from llmcompress.workers import SERIAL
 
@@ -142,7 +142,7 @@ def test_what_the_kernel_does_not_know_is_left_to_torch():
     by = sweeper()
     fp8 = fit(weight, Float8Spec())
     curved = fit(weight, BLOCK_TYPES["IQ4_XS"])
-    chosen = Choice(0.5, None).mask(ready.factor.pivots, 8)
+    chosen = MaskChoice(0.5, None).mask(ready.factor.pivots, 8)
     whole = fit(weight, IntegerSpec(4, 32))
     for grid, mask in ((fp8, None), (curved, None), (whole, chosen)):
         gptq_codes(weight, grid, ready.factor, ready.order, mask=mask, sweeper=by)

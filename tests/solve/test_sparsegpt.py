@@ -9,7 +9,7 @@ import torch
 from llmcompress.solve.damping import damped, inverse_factor
 from llmcompress.solve.masked import refitted
 from llmcompress.solve.prune import Pattern, pruned_mask
-from llmcompress.solve.sparsegpt import Choice, FixedMask, sparse_weights
+from llmcompress.solve.sparsegpt import FixedMask, MaskChoice, sparse_weights
 
 ROWS, WIDTH = 24, 160
 
@@ -54,7 +54,7 @@ def reference(weight, hessian, percdamp, choose):
 @pytest.mark.parametrize("pattern", [Pattern(2, 4), Pattern(4, 8), Pattern(3, 5), Pattern(1, 32)], ids=str)
 def test_patterns_are_those_of_the_published_algorithm(problem, pattern):
     weight, hessian = problem
-    choice = Choice(0.5, pattern)
+    choice = MaskChoice(0.5, pattern)
     order = choice.order(hessian.diagonal())
     assert order.tolist() == list(range(WIDTH))
     factor = inverse_factor(hessian, 0.01)
@@ -77,7 +77,7 @@ def test_patterns_are_those_of_the_published_algorithm(problem, pattern):
 
 def test_shares_are_exact_in_every_block_and_the_sweep_beats_wanda(problem):
     weight, hessian = problem
-    choice = Choice(0.5, None, 32)
+    choice = MaskChoice(0.5, None, 32)
     order = choice.order(hessian.diagonal())
     factor = inverse_factor(hessian[order][:, order], 0.01)
     found = sparse_weights(weight, factor, order, choice.mask(factor.pivots, ROWS))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from llmcompress.grids.coded import Coded
 
 
-class Dense(Format):
+class DenseFormat(Format):
     """Checkpoints that look like their source."""
 
     name = "dense"
@@ -54,4 +54,4 @@ class Dense(Format):
         return "quantization_config" not in config
 
 
-FORMAT = Dense()
+FORMAT = DenseFormat()

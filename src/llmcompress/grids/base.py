@@ -139,7 +139,7 @@ class GridOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Asked(Protocol):
+class GridRequest(Protocol):
     """The options of a method that all grids share; those of a grid's own `options` are there as well."""
 
     @property

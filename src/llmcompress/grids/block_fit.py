@@ -152,7 +152,7 @@ def fit_groups(chunk: Chunk, trials: Sequence[Trial]) -> tuple[Affine, Sums]:
 
 
 @dataclass
-class Stored:
+class BlockParameters:
     """What a block stores: d, dmin [blocks] (float16 values) and multiples, minima [groups per block, blocks].
 
     Multiples and minima of types that store none are all one.
@@ -168,17 +168,17 @@ class Stored:
         least = None if self.dmin is None or self.minima is None else self.dmin * self.minima
         return Affine(self.d * self.multiples, least)
 
-    def where(self, mask: Tensor, other: "Stored") -> "Stored":
+    def where(self, mask: Tensor, other: "BlockParameters") -> "BlockParameters":
         """This where mask [blocks] is set, the other elsewhere."""
 
         def pick(mine: Tensor | None, theirs: Tensor | None) -> Tensor | None:
             return None if mine is None or theirs is None else torch.where(mask, mine, theirs)
 
         d, multiples = torch.where(mask, self.d, other.d), torch.where(mask, self.multiples, other.multiples)
-        return Stored(d, multiples, pick(self.dmin, other.dmin), pick(self.minima, other.minima))
+        return BlockParameters(d, multiples, pick(self.dmin, other.dmin), pick(self.minima, other.minima))
 
 
-def round_groups(chunk: Chunk, fit: Affine, sums: Sums, steps: Sequence[float]) -> Stored:
+def round_groups(chunk: Chunk, fit: Affine, sums: Sums, steps: Sequence[float]) -> BlockParameters:
     """Round the scales and minima of groups to multiples of a unit per block.
 
     The cost of moving a scale is the curvature of the error for the levels that `sums` are of; minima are fitted to
@@ -187,15 +187,15 @@ def round_groups(chunk: Chunk, fit: Affine, sums: Sums, steps: Sequence[float]) 
     if chunk.spec.multiples is None:
         ones = torch.ones_like(fit.scale)
         dmin = None if fit.least is None else float16(fit.least[0])
-        return Stored(float16(fit.scale[0]), ones, dmin, None if dmin is None else ones)
+        return BlockParameters(float16(fit.scale[0]), ones, dmin, None if dmin is None else ones)
     if fit.least is None or sums.level is None:
-        return Stored(*_round(fit.scale, sums.square, chunk.spec.multiples, steps))
+        return BlockParameters(*_round(fit.scale, sums.square, chunk.spec.multiples, steps))
     weights = chunk.w_sum.clamp_min(TINY)
     curvature = sums.square - (fit.least > 0) * (sums.level * sums.level / weights)  # minima make up for some of it
     curvature = torch.maximum(curvature, 1e-3 * sums.square)
     d, multiples = _round(fit.scale, curvature, chunk.spec.multiples, steps)
     least = ((d * multiples * sums.level - chunk.x_sum) / weights).clamp_min_(0)
-    return Stored(d, multiples, *_round(least, weights, chunk.spec.multiples, steps))
+    return BlockParameters(d, multiples, *_round(least, weights, chunk.spec.multiples, steps))
 
 
 def _round(value: Tensor, curvature: Tensor, within: tuple[int, int], steps: Sequence[float]) -> tuple[Tensor, Tensor]:

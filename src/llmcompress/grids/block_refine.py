@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from llmcompress.grids.block_fit import TINY, Chunk, Stored, reciprocal
+from llmcompress.grids.block_fit import TINY, BlockParameters, Chunk, reciprocal
 from llmcompress.grids.scales import float16
 
 _APART = 1e-4  # below this the codes do not tell scale and minimum apart
@@ -19,11 +19,11 @@ _APART = 1e-4  # below this the codes do not tell scale and minimum apart
 class Candidate:
     """What blocks might store, and the error of each group [groups per block, blocks]."""
 
-    stored: Stored
+    stored: BlockParameters
     error: Tensor
 
     @classmethod
-    def of(cls, chunk: Chunk, stored: Stored) -> "Candidate":
+    def of(cls, chunk: Chunk, stored: BlockParameters) -> "Candidate":
         fit = stored.affine
         return cls(stored, chunk.error(chunk.moved(fit.least), fit.scale, reciprocal(fit.scale)))
 
@@ -46,7 +46,7 @@ def fitted(chunk: Chunk, candidate: Candidate) -> Candidate:
     return candidate.or_better(Candidate.of(chunk, refitted(chunk, candidate.stored)))
 
 
-def refitted(chunk: Chunk, stored: Stored) -> Stored:
+def refitted(chunk: Chunk, stored: BlockParameters) -> BlockParameters:
     """d and dmin by least squares for the codes nearest to what is stored; worse only by their rounding."""
     sums, whole = chunk.sums(chunk.levels(stored.affine)), stored.multiples
     square, along = (whole * whole * sums.square).sum(0), (whole * sums.along).sum(0)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 from llmcompress.errors import RecipeError
-from llmcompress.grids.base import PER_ROW, Asked, Spec
+from llmcompress.grids.base import PER_ROW, GridRequest, Spec
 from llmcompress.grids.coded import Coded, Grid
 from llmcompress.grids.grid_type import Fitting, GridType
 from llmcompress.grids.scales import between, float16, positive
@@ -128,7 +128,7 @@ class Codebooks(GridType):
     def named(self, found: re.Match[str]) -> Spec:
         return CodebookSpec(int(found[1]))
 
-    def spec(self, asked: Asked) -> Spec:
+    def spec(self, asked: GridRequest) -> Spec:
         return CodebookSpec(asked.bits)
 
     def specs(self) -> list[Spec]:

@@ -40,7 +40,7 @@ _MIN_RANGES = {  # inverse scales tried around (levels - 1) / range without impo
 _WEIGHTED_RANGE = (-0.9, 0.05, 36)
 
 
-class Fitted(NamedTuple):
+class CompatFit(NamedTuple):
     """Codes [positions, groups] and what BlockGrid holds, per block or group."""
 
     codes: Array
@@ -124,29 +124,29 @@ def _flat(value: Array) -> Array:
     return np.ascontiguousarray(value.T).reshape(-1)
 
 
-def _single(weight: Array, x: Array, weigh: _Weights, spec: BlockSpec) -> Fitted:
+def _single(weight: Array, x: Array, weigh: _Weights, spec: BlockSpec) -> CompatFit:
     """Types of one group per block. Codes belong to the scale before it is rounded."""
     top = F(spec.levels - 1)
     if spec.name == "Q8_0":
         unit = np.abs(x).max(axis=0) / F(127)
         units = x * inverse(unit)
-        return Fitted(np.trunc(units + np.copysign(F(0.5), units)) + 128, _half(unit))
+        return CompatFit(np.trunc(units + np.copysign(F(0.5), units)) + 128, _half(unit))
     if weigh.importance is None and spec.minima:
         low = x.min(axis=0)
         unit = (x.max(axis=0) - low) / top
-        return Fitted(np.minimum(np.trunc((x - low) * inverse(unit) + F(0.5)), top), _half(unit), dmin=-_half(low))
+        return CompatFit(np.minimum(np.trunc((x - low) * inverse(unit) + F(0.5)), top), _half(unit), dmin=-_half(low))
     if weigh.importance is None:
         unit = extreme(x) / F(-spec.middle)
-        return Fitted(np.minimum(np.trunc(x * inverse(unit) + F(spec.middle + 0.5)), top), _half(unit))
+        return CompatFit(np.minimum(np.trunc(x * inverse(unit) + F(spec.middle + 0.5)), top), _half(unit))
     weights = weigh.with_energy(1)
     if spec.minima:
         codes, unit, least = asymmetric(x, weights, spec.levels - 1, *_WEIGHTED_RANGE)
-        return Fitted(codes, _half(unit), dmin=_half(least))
+        return CompatFit(codes, _half(unit), dmin=_half(least))
     codes, unit = symmetric(x, weights, spec.middle)
-    return Fitted(codes, _half(unit))
+    return CompatFit(codes, _half(unit))
 
 
-def _with_minima(x: Array, weigh: _Weights, spec: BlockSpec) -> Fitted:
+def _with_minima(x: Array, weigh: _Weights, spec: BlockSpec) -> CompatFit:
     """Q2_K, Q4_K, Q5_K: scales and minima are rounded each on their own, then codes are chosen again."""
     assert spec.multiples is not None
     top, most = spec.levels - 1, spec.multiples[1]
@@ -163,7 +163,7 @@ def _with_minima(x: Array, weigh: _Weights, spec: BlockSpec) -> Fitted:
     d, dmin = _half(d), _half(dmin)
     scale, offset = _flat(d * multiples), _flat(dmin * minima)
     chosen = np.clip(nearest((x + offset) / scale), 0, top)
-    return Fitted(np.where(scale != 0, chosen, codes), d, _flat(multiples), dmin, _flat(minima))
+    return CompatFit(np.where(scale != 0, chosen, codes), d, _flat(multiples), dmin, _flat(minima))
 
 
 def _by_largest(value: Array, most: int) -> tuple[Array, Array]:
@@ -174,7 +174,7 @@ def _by_largest(value: Array, most: int) -> tuple[Array, Array]:
     return largest / F(most), multiples
 
 
-def _with_signs(x: Array, weigh: _Weights, spec: BlockSpec) -> Fitted:
+def _with_signs(x: Array, weigh: _Weights, spec: BlockSpec) -> CompatFit:
     """Q3_K, Q6_K: scales of either sign, then codes are chosen again."""
     assert spec.multiples is not None
     middle, summed = spec.middle, None
@@ -195,7 +195,7 @@ def _with_signs(x: Array, weigh: _Weights, spec: BlockSpec) -> Fitted:
     d = _half(d)
     scale = _flat(d * multiples)
     chosen = np.clip(nearest(x / scale), -middle, middle - 1) + F(middle)
-    return Fitted(np.where(scale != 0, chosen, codes), d, _flat(multiples))
+    return CompatFit(np.where(scale != 0, chosen, codes), d, _flat(multiples))
 
 
 def _by_extreme(value: Array, least: int, most: int) -> tuple[Array, Array]:
@@ -208,14 +208,14 @@ def _by_extreme(value: Array, least: int, most: int) -> tuple[Array, Array]:
     return np.where(none, F(0), F(1) / per_unit), np.where(none, empty, multiples)
 
 
-def _curved(x: Array, weigh: _Weights, spec: BlockSpec) -> Fitted:
+def _curved(x: Array, weigh: _Weights, spec: BlockSpec) -> CompatFit:
     """IQ4_NL, IQ4_XS: codes belong to scales whose unit is not yet rounded to float16."""
     weights = x * x if weigh.importance is None else weigh.with_energy(2)
     unit = curved(x, weights)
     if spec.multiples is None:
-        return Fitted(curved_codes(x * inverse(unit)), _half(unit))
+        return CompatFit(curved_codes(x * inverse(unit)), _half(unit))
     units = _by_block(unit, spec)
     d = -extreme(units) / F(32)
     multiples = np.clip(nearest(inverse(d) * units), *spec.multiples)
     scale = _flat(d * multiples)
-    return Fitted(curved_codes(x * inverse(scale)), _half(d), _flat(multiples))
+    return CompatFit(curved_codes(x * inverse(scale)), _half(d), _flat(multiples))

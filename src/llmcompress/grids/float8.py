@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from llmcompress.errors import RecipeError
-from llmcompress.grids.base import PER_ROW, Asked, Clip, InputSpec, Spec
+from llmcompress.grids.base import PER_ROW, Clip, GridRequest, InputSpec, Spec
 from llmcompress.grids.grid_type import Fitting, GridType
 from llmcompress.grids.integer import resolved
 from llmcompress.grids.scales import SMALLEST_SCALE, ScaledGrid, natural_groups, storable
@@ -119,13 +119,13 @@ class Floats8(GridType):
     def named(self, found: re.Match[str]) -> Spec:
         return Float8Spec()
 
-    def spec(self, asked: Asked) -> Spec:
+    def spec(self, asked: GridRequest) -> Spec:
         return Float8Spec(asked.bits, resolved(asked), asked.sym)
 
     def listed(self) -> list[tuple[str, str]]:
         return [("fp8-row", "253 floats (E4M3); 8 bits per weight, and a scale per row")]
 
-    def label(self, asked: Asked, inputs: InputSpec | None) -> str:
+    def label(self, asked: GridRequest, inputs: InputSpec | None) -> str:
         return "fp8" if inputs is None else f"fp8-{inputs.name}"
 
     def fit(self, weight: Tensor, spec: Float8Spec, how: Fitting) -> FloatGrid:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from llmcompress.grids.base import Asked, GridOptions, InputSpec, Search, Spec
+from llmcompress.grids.base import GridOptions, GridRequest, InputSpec, Search, Spec
 from llmcompress.grids.blocks import BLOCK_TYPES, BlockGrid, BlockSpec
 from llmcompress.grids.coded import Coded, Grid, wide
 from llmcompress.grids.grid_type import Fitting, GridType
@@ -77,7 +77,7 @@ class Ggml(GridType):
     def replaces(self, asked: Any) -> bool:
         return asked.gguf is not None
 
-    def label(self, asked: Asked, inputs: InputSpec | None) -> str:
+    def label(self, asked: GridRequest, inputs: InputSpec | None) -> str:
         return f"w{asked.bits}"
 
     def search(self, asked: Any) -> Search:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import llmcompress.grids
-from llmcompress.grids.base import Asked, Clip, GridOptions, InputSpec, Search, Spec
+from llmcompress.grids.base import Clip, GridOptions, GridRequest, InputSpec, Search, Spec
 from llmcompress.registry import discover
 
 if TYPE_CHECKING:
@@ -88,12 +88,12 @@ class GridType:
         """Whether this grid's own options ask for it, whatever `--type` says."""
         return False
 
-    def label(self, asked: Asked, inputs: InputSpec | None) -> str:
+    def label(self, asked: GridRequest, inputs: InputSpec | None) -> str:
         """What a method on the grid is called in titles and file names."""
         name = self.spec(asked).name
         return name if inputs is None else f"{name}-{inputs.name}"
 
-    def group_label(self, asked: Asked) -> str:
+    def group_label(self, asked: GridRequest) -> str:
         """What the label leaves open about groups."""
         return ""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from llmcompress.errors import RecipeError
-from llmcompress.grids.base import PER_ROW, PRODUCT_ROWS, Asked, Clip, InputSpec, Spec
+from llmcompress.grids.base import PER_ROW, PRODUCT_ROWS, Clip, GridRequest, InputSpec, Spec
 from llmcompress.grids.coded import wide
 from llmcompress.grids.errors import ByChannel, ByOutput, Errors
 from llmcompress.grids.grid_type import Fitting, GridType
@@ -122,20 +122,20 @@ class Integers(GridType):
     def named(self, found: re.Match[str]) -> Spec:
         return IntegerSpec(int(found[1]), int(found[2] or PER_ROW), not found[3])
 
-    def spec(self, asked: Asked) -> Spec:
+    def spec(self, asked: GridRequest) -> Spec:
         return IntegerSpec(asked.bits, resolved(asked), asked.sym)
 
     def listed(self) -> list[tuple[str, str]]:
         said = "{} levels; {:.3f} bits per weight at groups of 128, symmetric"
         return [(f"int{b}-{{row,gN}}-{{sym,asym}}", said.format(1 << b, b + 16 / 128)) for b in INTEGER_BITS]
 
-    def label(self, asked: Asked, inputs: InputSpec | None) -> str:
+    def label(self, asked: GridRequest, inputs: InputSpec | None) -> str:
         weights = f"w{asked.bits}"
         if inputs is None:
             return weights
         return f"{weights}a8" if inputs.type == "int" else f"{weights}-{inputs.name}"
 
-    def group_label(self, asked: Asked) -> str:
+    def group_label(self, asked: GridRequest) -> str:
         size = asked.group_size
         return "" if size is None else "row" if size < 0 else f"g{size}"
 
@@ -160,7 +160,7 @@ class Integers(GridType):
 GRID = Integers()
 
 
-def resolved(asked: Asked) -> int:
+def resolved(asked: GridRequest) -> int:
     """The group size of a method, which must have been chosen."""
     if asked.group_size is None:
         raise RecipeError("the group size has not been resolved")

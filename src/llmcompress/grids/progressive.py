@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from llmcompress.errors import RecipeError
 from llmcompress.grids import integer
-from llmcompress.grids.base import Asked, Clip, InputSpec, Spec
+from llmcompress.grids.base import Clip, GridRequest, InputSpec, Spec
 from llmcompress.grids.coded import Coded, Grid, wide
 from llmcompress.grids.grid_type import Fitting, GridType
 from llmcompress.grids.scales import natural_groups, positive, row_costs, scale_loss, storable
@@ -153,13 +153,13 @@ class Progressive(GridType):
     def named(self, found: re.Match[str]) -> Spec:
         return ProgressiveSpec(int(found[1]))
 
-    def spec(self, asked: Asked) -> Spec:
+    def spec(self, asked: GridRequest) -> Spec:
         return ProgressiveSpec(integer.resolved(asked))
 
     def specs(self) -> list[Spec]:
         return [ProgressiveSpec(size) for size in PROGRESSIVE_GROUPS]
 
-    def label(self, asked: Asked, inputs: InputSpec | None) -> str:
+    def label(self, asked: GridRequest, inputs: InputSpec | None) -> str:
         return "progressive" if inputs is None else f"progressive-{inputs.name}"
 
     def fit(self, weight: Tensor, spec: ProgressiveSpec, how: Fitting) -> ProgressiveGrid:

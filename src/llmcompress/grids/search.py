@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from llmcompress.grids import block_trials
-from llmcompress.grids.block_fit import Chunk, Stored, fit_groups, round_groups
+from llmcompress.grids.block_fit import BlockParameters, Chunk, fit_groups, round_groups
 from llmcompress.grids.block_refine import Candidate, fitted, neighbours, refine, refitted
 from llmcompress.grids.blocks import IQ4_LEVELS, BlockGrid, BlockSpec
 from llmcompress.grids.coded import Coded
@@ -67,7 +67,7 @@ class _Piece:
         return energy if self.spec.bits == 2 else energy.mul_(2)
 
 
-def _fast(piece: _Piece) -> tuple[Chunk, Stored]:
+def _fast(piece: _Piece) -> tuple[Chunk, BlockParameters]:
     spec, weighted = piece.spec, piece.importance is not None
     chunk = Chunk(spec, piece.x, _by_magnitude(piece))
     stored = round_groups(chunk, *fit_groups(chunk, block_trials.quick(spec, weighted=weighted)), block_trials.UNITS)
@@ -77,7 +77,7 @@ def _fast(piece: _Piece) -> tuple[Chunk, Stored]:
     return chunk, neighbours(chunk, Candidate(start, torch.full_like(start.multiples, torch.inf)), 1, 0).stored
 
 
-def _best(piece: _Piece) -> tuple[Chunk, Stored]:
+def _best(piece: _Piece) -> tuple[Chunk, BlockParameters]:
     spec = piece.spec
     weights = torch.ones_like(piece.x) if piece.importance is None else piece.importance
     quick, chunk = _fast(piece)[1], Chunk(spec, piece.x, weights)
@@ -105,7 +105,7 @@ def _search(
     spec: BlockSpec,
     workers: Workers,
     importance: Tensor | None,
-    choose: Callable[[_Piece], tuple[Chunk, Stored]],
+    choose: Callable[[_Piece], tuple[Chunk, BlockParameters]],
 ) -> Coded:
     rows, width = weight.shape
     step = max(1, at_once(weight, _CHUNK) // width)
@@ -122,7 +122,7 @@ def _search(
     return Coded.stacked(list(workers.in_order(search, range(0, max(rows, 1), step))))
 
 
-def _coded(chunk: Chunk, stored: Stored, shape: torch.Size) -> Coded:
+def _coded(chunk: Chunk, stored: BlockParameters, shape: torch.Size) -> Coded:
     spec, rows = chunk.spec, shape[0]
 
     def by_row(value: Tensor | None, size: int) -> Tensor | None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from llmcompress.grids.inputs import Seen
     from llmcompress.solve.prune import Pruned
     from llmcompress.solve.row_blocks import RowBlocks
-    from llmcompress.solve.sparsegpt import Choice
+    from llmcompress.solve.sparsegpt import MaskChoice
     from llmcompress.stats.absmax import AbsMax
     from llmcompress.stats.drift import Drift
     from llmcompress.stats.energy import Energy, Squares
@@ -274,7 +274,7 @@ class Method(WithGridOptions):
         stats: Statistics,
         scale_dtype: "torch.dtype",
         blocks: "RowBlocks",
-        pruned: "Pruned | Choice | None" = None,
+        pruned: "Pruned | MaskChoice | None" = None,
     ) -> Solved:
         """Codes of weight [out, in] float32 whose inputs have the statistics `stats`.
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from llmcompress.solve.prune import Pruned
     from llmcompress.solve.row_blocks import RowBlocks
-    from llmcompress.solve.sparsegpt import Choice
+    from llmcompress.solve.sparsegpt import MaskChoice
 
 
 class Gptq(Method):
@@ -67,7 +67,7 @@ class Gptq(Method):
         stats: Statistics,
         scale_dtype: "torch.dtype",
         blocks: "RowBlocks",
-        pruned: "Pruned | Choice | None" = None,
+        pruned: "Pruned | MaskChoice | None" = None,
     ) -> Solved:
         import torch
 
@@ -76,11 +76,11 @@ class Gptq(Method):
         from llmcompress.solve.correct import corrected
         from llmcompress.solve.damping import inverse_factor
         from llmcompress.solve.gptq import gptq_codes
-        from llmcompress.solve.masked_target import Held
+        from llmcompress.solve.masked_target import MaskedTarget
         from llmcompress.solve.outliers import remaining, with_outliers
         from llmcompress.solve.prepared import Prepared, column_order
         from llmcompress.solve.prune import Pruned
-        from llmcompress.solve.sparsegpt import Choice
+        from llmcompress.solve.sparsegpt import MaskChoice
 
         if stats.gram is None:
             raise RunError("gptq needs the statistics of its inputs")
@@ -88,7 +88,7 @@ class Gptq(Method):
         outliers, crowded = self.kept_channels(stats)
         rest = None if outliers is None else remaining(outliers, weight.shape[1])
         hessian = whole if rest is None else whole[rest][:, rest]
-        if isinstance(pruned, Choice):
+        if isinstance(pruned, MaskChoice):
             order = pruned.order(hessian.diagonal())
         else:
             order = column_order(hessian, by_energy=self.actorder != "none")
@@ -104,7 +104,7 @@ class Gptq(Method):
         aim, sparse = wanted, pruned
         if rest is not None:
             aim, sparse = wanted[:, rest], pruned.columns(rest) if isinstance(pruned, Pruned) else pruned
-        held = Held(aim, sparse, factor, order, ready.refiner.hessian, blocks)
+        held = MaskedTarget(aim, sparse, factor, order, ready.refiner.hessian, blocks)
         fitted = partial(
             fit,
             spec=spec,

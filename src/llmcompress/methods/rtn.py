@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from llmcompress.grids.integer import IntegerSpec
     from llmcompress.solve.prune import Pruned
     from llmcompress.solve.row_blocks import RowBlocks
-    from llmcompress.solve.sparsegpt import Choice
+    from llmcompress.solve.sparsegpt import MaskChoice
 
 
 class Rtn(Method):
@@ -58,7 +58,7 @@ class Rtn(Method):
         stats: Statistics,
         scale_dtype: "torch.dtype",
         blocks: "RowBlocks",
-        pruned: "Pruned | Choice | None" = None,
+        pruned: "Pruned | MaskChoice | None" = None,
     ) -> Solved:
         from llmcompress.grids.coded import Coded
         from llmcompress.grids.fitting import fit

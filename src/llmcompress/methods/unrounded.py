@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from llmcompress.solve.prune import Pruned
     from llmcompress.solve.row_blocks import RowBlocks
-    from llmcompress.solve.sparsegpt import Choice
+    from llmcompress.solve.sparsegpt import MaskChoice
 
 
 class Unrounded(Method):
@@ -38,7 +38,7 @@ class Unrounded(Method):
         stats: Statistics,
         scale_dtype: "torch.dtype",
         blocks: "RowBlocks",
-        pruned: "Pruned | Choice | None" = None,
+        pruned: "Pruned | MaskChoice | None" = None,
     ) -> Solved:
         import torch
 

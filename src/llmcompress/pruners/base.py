@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from llmcompress.solve.prune import Pattern, Pruned
-    from llmcompress.solve.sparsegpt import Choice
+    from llmcompress.solve.sparsegpt import MaskChoice
     from llmcompress.workers import Workers
 
 
@@ -125,7 +125,7 @@ class Pruner(BaseModel):
         return False
 
     @property
-    def within(self) -> "Choice | None":
+    def within(self) -> "MaskChoice | None":
         """The choice of weights to be made by the rounding step instead; None if the pruner chooses by itself."""
         return None
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from llmcompress.solve.prune import Pruned
-    from llmcompress.solve.sparsegpt import Choice
+    from llmcompress.solve.sparsegpt import MaskChoice
     from llmcompress.workers import Workers
 
 
@@ -42,14 +42,14 @@ class SparseGpt(Pruner):
     qep_samples: int = Field(16, ge=1, description="windows of the calibration set on which that error is measured")
 
     @property
-    def choice(self) -> "Choice":
+    def choice(self) -> "MaskChoice":
         """The choice of masks, as options of the solver."""
-        from llmcompress.solve.sparsegpt import Choice
+        from llmcompress.solve.sparsegpt import MaskChoice
 
-        return Choice(self.share, self.runs, self.block_size)
+        return MaskChoice(self.share, self.runs, self.block_size)
 
     @property
-    def within(self) -> "Choice | None":
+    def within(self) -> "MaskChoice | None":
         return self.choice if self.joint else None
 
     @property

@@ -7,13 +7,13 @@ from llmcompress.solve.damping import Factor
 from llmcompress.solve.masked import refitted
 from llmcompress.solve.prune import Pruned
 from llmcompress.solve.row_blocks import RowBlocks
-from llmcompress.solve.sparsegpt import Choice, FixedMask
+from llmcompress.solve.sparsegpt import FixedMask, MaskChoice
 
 _STEPS = 10  # of conjugate gradients: then the error is within a hundredth or so of the least
 _ROWS = 512  # refitted at once
 
 
-class Held:
+class MaskedTarget:
     """Weights [out, in] on their way to codes, some of which are gone already, or will be chosen to go meanwhile.
 
     aim [out, in]: what is rounded; where weights are gone, the others have made up for them. ranged [out, in]: whose
@@ -23,7 +23,7 @@ class Held:
     def __init__(
         self,
         wanted: Tensor,
-        sparse: Pruned | Choice | None,
+        sparse: Pruned | MaskChoice | None,
         factor: Factor,
         order: Tensor,
         hessian: Tensor,
@@ -43,7 +43,7 @@ class Held:
 
     def mask(self, part: slice) -> FixedMask | None:
         """Of some rows, which weights stay; None where all do."""
-        if isinstance(self._sparse, Choice):
+        if isinstance(self._sparse, MaskChoice):
             return self._sparse.mask(self._factor.pivots, len(self.aim[part]))
         return None if self._keep is None else FixedMask(self._keep[:, part].contiguous())
 

@@ -31,7 +31,7 @@ class ChosenMask(FixedMask):
     The score of a weight is w^2 / U_jj^2, the error that is left when the columns after it make up for it (equation 3).
     """
 
-    def __init__(self, choice: "Choice", pivots: Tensor, rows: int) -> None:
+    def __init__(self, choice: "MaskChoice", pivots: Tensor, rows: int) -> None:
         super().__init__(torch.empty(len(pivots), rows, device=pivots.device))
         self.choice, self.pivots = choice, pivots
         run = 1 if choice.pattern is None else choice.pattern.of
@@ -56,7 +56,7 @@ class ChosenMask(FixedMask):
 
 
 @dataclass(frozen=True)
-class Choice:
+class MaskChoice:
     """How masks are chosen: of `block_size` columns the share `sparsity` of all their weights goes, or by pattern."""
 
     sparsity: float

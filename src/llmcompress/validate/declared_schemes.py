@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmcompress.validate.awq import skipped
-from llmcompress.validate.matrix import FLOATS, INTEGERS, PACKED, Scheme
+from llmcompress.validate.matrix import FLOATS, INTEGERS, PACKED, StoredScheme
 from llmcompress.validate.stored import DamageError
 from llmcompress.validate.table_codes import TABLE_PARTS, missing_table_parts, table_scheme
 
@@ -33,14 +33,14 @@ def format_of(config: Mapping[str, Any]) -> str:
     return form
 
 
-def scheme_of(module: str, config: Mapping[str, Any]) -> Scheme | None:
+def scheme_of(module: str, config: Mapping[str, Any]) -> StoredScheme | None:
     """The scheme that config.json declares for a linear; None if the linear is not quantised."""
     settings = config["quantization_config"]
     schemes = {"gptq": _gptq_scheme, "awq": _awq_scheme, "compressed-tensors": _packed_scheme}
     return schemes.get(settings["quant_method"], table_scheme)(module, settings)
 
 
-def _gptq_scheme(module: str, settings: Mapping[str, Any]) -> Scheme | None:
+def _gptq_scheme(module: str, settings: Mapping[str, Any]) -> StoredScheme | None:
     merged = dict(settings)
     for rule, values in (settings.get("dynamic") or {}).items():
         if re.match(rule[2:] if rule[:2] in ("-:", "+:") else rule, module):
@@ -51,16 +51,16 @@ def _gptq_scheme(module: str, settings: Mapping[str, Any]) -> Scheme | None:
     if not re.search(r"(^|\.)\d+\.", module) and not settings.get("lm_head"):
         return None
     order = bool(settings.get("desc_act"))
-    return Scheme(int(merged["bits"]), int(merged["group_size"]), bool(merged["sym"]), order)
+    return StoredScheme(int(merged["bits"]), int(merged["group_size"]), bool(merged["sym"]), order)
 
 
-def _awq_scheme(module: str, settings: Mapping[str, Any]) -> Scheme | None:
+def _awq_scheme(module: str, settings: Mapping[str, Any]) -> StoredScheme | None:
     if True in skipped(module, settings):
         return None
-    return Scheme(int(settings["bits"]), int(settings["group_size"]), not settings["zero_point"])
+    return StoredScheme(int(settings["bits"]), int(settings["group_size"]), not settings["zero_point"])
 
 
-def _packed_scheme(module: str, settings: Mapping[str, Any]) -> Scheme | None:
+def _packed_scheme(module: str, settings: Mapping[str, Any]) -> StoredScheme | None:
     def names(target: str) -> bool:
         return bool(re.match(target[3:], module)) if target.startswith("re:") else target == module
 
@@ -77,7 +77,7 @@ def _packed_scheme(module: str, settings: Mapping[str, Any]) -> Scheme | None:
     size = weights["group_size"] if weights["strategy"] == "group" else -1
     inputs = _inputs_said(module, chosen[0].get("input_activations"))
     kind = "fp8-row" if stored == FLOATS else ""
-    scheme = Scheme(int(weights["num_bits"]), int(size), bool(weights["symmetric"]), False, stored, inputs, kind)
+    scheme = StoredScheme(int(weights["num_bits"]), int(size), bool(weights["symmetric"]), False, stored, inputs, kind)
     if stored != PACKED and (scheme.bits, scheme.size, scheme.symmetric) != (8, -1, True):
         raise DamageError(f"{module} is {stored}, and its weights are not of 8 bits with one symmetric scale per row")
     if stored not in (PACKED, *STORED) or (stored == FLOATS) != (weights["type"] == "float"):

@@ -11,7 +11,7 @@ import numpy as np
 
 from llmcompress.validate.awq import nibbles
 from llmcompress.validate.declared_schemes import PARTS, STORED, format_of, scheme_of
-from llmcompress.validate.matrix import FLOATS, INTEGERS, PACKED, Scheme, StoredMatrix, shaped
+from llmcompress.validate.matrix import FLOATS, INTEGERS, PACKED, StoredScheme, StoredMatrix, shaped
 from llmcompress.validate.stored import Array, DamageError, Tensor, unpack, words_for
 from llmcompress.validate.table_codes import MARKERS, TABLE_PARTS, read_table
 
@@ -109,7 +109,7 @@ def read_matrix(
     return matrix, wrong
 
 
-def _groups(module: str, scheme: Scheme, width: int) -> int:
+def _groups(module: str, scheme: StoredScheme, width: int) -> int:
     size = width if scheme.size == -1 else scheme.size
     if size < 1 or width % size:
         raise DamageError(f"{module} has {width} inputs, which groups of {size} do not divide")
@@ -117,7 +117,7 @@ def _groups(module: str, scheme: Scheme, width: int) -> int:
 
 
 def _read_gptq(
-    module: str, scheme: Scheme, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
+    module: str, scheme: StoredScheme, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
 ) -> tuple[AffineMatrix, list[str]]:
     words, zeros, scales, order = (tensors[f"{module}.{part}"] for part in PARTS["gptq"])
     if len(order.shape) != 1 or len(words.shape) != 2:
@@ -146,7 +146,7 @@ def _read_gptq(
 
 
 def _read_awq(
-    module: str, scheme: Scheme, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
+    module: str, scheme: StoredScheme, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
 ) -> tuple[AffineMatrix, list[str]]:
     words, zeros, scales = (tensors[f"{module}.{part}"] for part in PARTS["awq"])
     if len(words.shape) != 2 or scheme.bits != 4:
@@ -163,7 +163,7 @@ def _read_awq(
 
 
 def _read_packed(
-    module: str, scheme: Scheme, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
+    module: str, scheme: StoredScheme, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
 ) -> tuple[AffineMatrix, list[str]]:
     fixed, wrong = _input_scale(module, scheme, tensors)
     if scheme.stored != PACKED:
@@ -191,7 +191,7 @@ def _read_packed(
     return AffineMatrix(module, scheme, rows, width, scales.floats(), zero, index, words, "rows", fixed), wrong
 
 
-def _read_bytes(module: str, scheme: Scheme, tensors: Mapping[str, Tensor], fixed: float | None) -> AffineMatrix:
+def _read_bytes(module: str, scheme: StoredScheme, tensors: Mapping[str, Tensor], fixed: float | None) -> AffineMatrix:
     codes, scales = tensors[f"{module}.weight"], tensors[f"{module}.weight_scale"]
     if len(codes.shape) != 2:
         raise DamageError(f"{codes.name} is no matrix")
@@ -203,7 +203,7 @@ def _read_bytes(module: str, scheme: Scheme, tensors: Mapping[str, Tensor], fixe
     return AffineMatrix(module, scheme, rows, width, scales.floats(), zero, index, codes, "rows", fixed)
 
 
-def _input_scale(module: str, scheme: Scheme, tensors: Mapping[str, Tensor]) -> tuple[float | None, list[str]]:
+def _input_scale(module: str, scheme: StoredScheme, tensors: Mapping[str, Tensor]) -> tuple[float | None, list[str]]:
     """The fixed scale of a module's inputs, None if there is none, and the scale's faults."""
     stored = tensors.get(f"{module}.input_scale")
     fixed = scheme.inputs is not None and scheme.inputs.endswith("-tensor")

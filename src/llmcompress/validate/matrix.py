@@ -13,7 +13,7 @@ _BLOCK = 1 << 22  # weights decoded at once
 
 
 @dataclass(frozen=True)
-class Scheme:
+class StoredScheme:
     """The scheme that a config declares for a module. size: of a group, -1 for a row. order: by activation order.
 
     stored: storage of the codes. inputs: rounding of the inputs, such as int8-token, or None. kind: name of a grid that
@@ -39,7 +39,7 @@ class StoredMatrix(ABC):
     """A quantised matrix [rows, width]."""
 
     module: str
-    scheme: Scheme
+    scheme: StoredScheme
     rows: int
     width: int
 

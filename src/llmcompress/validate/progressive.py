@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from llmcompress.validate.matrix import Scheme, StoredMatrix, shaped
+from llmcompress.validate.matrix import StoredScheme, StoredMatrix, shaped
 from llmcompress.validate.stored import Array, DamageError, Tensor
 
 PROGRESSIVE_PARTS = ("qweight", "scale_row", "scale_group", "zero_group")
@@ -17,7 +17,7 @@ _SHIFTS = np.array([0, 8, 16, 24, 4, 12, 20, 28], np.uint32)  # bit offsets of a
 
 
 @dataclass(frozen=True)
-class Progressive(StoredMatrix):
+class ProgressiveMatrix(StoredMatrix):
     """words [rows, width/8] of codes; scale float32 [rows]; multiple and zero int16 [rows, groups]."""
 
     words: Tensor
@@ -49,15 +49,15 @@ class Progressive(StoredMatrix):
         return np.repeat(values, self.scheme.size, axis=1)
 
 
-def progressive_scheme(module: str, said: Mapping[str, Any]) -> Scheme:
+def progressive_scheme(module: str, said: Mapping[str, Any]) -> StoredScheme:
     """The scheme that config.json declares for a module; DamageError for an unknown rounding of inputs."""
     size, inputs = int(said["group_size"]), said["inputs"]
     if inputs not in (None, "int8-token"):
         raise DamageError(f"{module} has inputs of {inputs!r}")
-    return Scheme(4, size, False, inputs=inputs, kind=f"progressive-g{size}")
+    return StoredScheme(4, size, False, inputs=inputs, kind=f"progressive-g{size}")
 
 
-def read_progressive(module: str, scheme: Scheme, part: Mapping[str, Tensor]) -> tuple[StoredMatrix, list[str]]:
+def read_progressive(module: str, scheme: StoredScheme, part: Mapping[str, Tensor]) -> tuple[StoredMatrix, list[str]]:
     """The matrix of a module and the matrix's faults; DamageError if the matrix cannot be decoded."""
     words = part["qweight"]
     if words.dtype != "I32" or len(words.shape) != 2:
@@ -77,7 +77,7 @@ def read_progressive(module: str, scheme: Scheme, part: Mapping[str, Tensor]) ->
         wrong.append(f"{module}.zero_group is not within 0 ... 15")
     if not (np.isfinite(scale) & (scale > 0)).all():
         wrong.append(f"{module}.scale_row has values that are not positive and finite")
-    matrix = Progressive(module, scheme, rows, width, words, scale, multiple, zero)
+    matrix = ProgressiveMatrix(module, scheme, rows, width, words, scale, multiple, zero)
     if not all((np.abs(matrix.whole(block)) <= 127).all() for block in matrix.blocks()):
         wrong.append(f"{module} has codes that leave -127 ... 127")
     return matrix, wrong

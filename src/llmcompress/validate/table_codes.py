@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from llmcompress.validate.matrix import Scheme, StoredMatrix, nearest, shaped
+from llmcompress.validate.matrix import StoredScheme, StoredMatrix, nearest, shaped
 from llmcompress.validate.progressive import PROGRESSIVE_PARTS, progressive_scheme, read_progressive
 from llmcompress.validate.stored import Array, DamageError, Tensor, unpack, words_for
 
@@ -37,7 +37,7 @@ _SLACK = 1e-6  # relative error of float32 products and ties
 
 
 @dataclass(frozen=True)
-class Nf4(StoredMatrix):
+class Nf4Matrix(StoredMatrix):
     """packed uint8 [rows, in/2], the first of two codes in the high bits; levels [16]; scale [rows, in/64] float32."""
 
     packed: Array
@@ -77,7 +77,7 @@ class CodebookMatrix(StoredMatrix):
 
 
 @dataclass(frozen=True)
-class Int8(StoredMatrix):
+class Int8Matrix(StoredMatrix):
     """codes int8 [rows, in]; scale [rows] float32, absmax not yet divided; index [k] of outliers float32 [rows, k]."""
 
     codes: Array
@@ -97,22 +97,22 @@ class Int8(StoredMatrix):
         return far
 
 
-def table_scheme(module: str, settings: Mapping[str, Any]) -> Scheme | None:
+def table_scheme(module: str, settings: Mapping[str, Any]) -> StoredScheme | None:
     """The scheme that config.json declares for a linear of these formats; None if the linear is not quantised."""
     if settings["quant_method"] == "bitsandbytes":
         if any(module == name or module.endswith(f".{name}") for name in settings["llm_int8_skip_modules"]):
             return None
         if settings["load_in_8bit"]:
-            return Scheme(8, -1, True, kind="int8-absmax")
-        return Scheme(4, _BLOCK, True, kind="nf4-double" if settings["bnb_4bit_use_double_quant"] else "nf4")
+            return StoredScheme(8, -1, True, kind="int8-absmax")
+        return StoredScheme(4, _BLOCK, True, kind="nf4-double" if settings["bnb_4bit_use_double_quant"] else "nf4")
     size = settings["modules"].get(module)
     if size is None:
         return None
     if settings["quant_method"].endswith("qoq"):
         return progressive_scheme(module, size)
     if settings["quant_method"].endswith("codebook"):
-        return Scheme(int(size), -1, True, kind=f"codebook{size}-row")
-    return Scheme(8, -1, True, kind=f"int8-absmax-o{size}")
+        return StoredScheme(int(size), -1, True, kind=f"codebook{size}-row")
+    return StoredScheme(8, -1, True, kind=f"int8-absmax-o{size}")
 
 
 def missing_table_parts(form: str, parts: set[str]) -> set[str]:
@@ -125,7 +125,7 @@ def missing_table_parts(form: str, parts: set[str]) -> set[str]:
     return needed - parts
 
 
-def read_table(module: str, scheme: Scheme, tensors: Mapping[str, Tensor], form: str) -> tuple[StoredMatrix, list[str]]:
+def read_table(module: str, scheme: StoredScheme, tensors: Mapping[str, Tensor], form: str) -> tuple[StoredMatrix, list[str]]:
     """The matrix of a module and the matrix's faults; DamageError if the matrix cannot be decoded."""
     part = {name: tensors[f"{module}.{name}"] for name in TABLE_PARTS[form] if f"{module}.{name}" in tensors}
     if form == "qoq":
@@ -135,7 +135,7 @@ def read_table(module: str, scheme: Scheme, tensors: Mapping[str, Tensor], form:
     return _read_nf4(module, scheme, part) if "SCB" not in part else _read_int8(module, scheme, part)
 
 
-def _read_nf4(module: str, scheme: Scheme, part: Mapping[str, Tensor]) -> tuple[StoredMatrix, list[str]]:
+def _read_nf4(module: str, scheme: StoredScheme, part: Mapping[str, Tensor]) -> tuple[StoredMatrix, list[str]]:
     state = json.loads(part[_STATE].array().tobytes())
     rows, width = (int(extent) for extent in state["shape"])
     if rows < 1 or width < 1 or width % _BLOCK:
@@ -163,10 +163,10 @@ def _read_nf4(module: str, scheme: Scheme, part: Mapping[str, Tensor]) -> tuple[
         scale = values[stored.array()] * spread + np.float32(state["nested_offset"])
     if not np.isfinite(scale).all():
         wrong.append(f"{module} has scales that are not finite")
-    return Nf4(module, scheme, rows, width, packed, levels, scale.reshape(rows, -1)), wrong
+    return Nf4Matrix(module, scheme, rows, width, packed, levels, scale.reshape(rows, -1)), wrong
 
 
-def _read_codebook(module: str, scheme: Scheme, part: Mapping[str, Tensor]) -> tuple[StoredMatrix, list[str]]:
+def _read_codebook(module: str, scheme: StoredScheme, part: Mapping[str, Tensor]) -> tuple[StoredMatrix, list[str]]:
     rows, width = (int(extent) for extent in shaped(part["weight_shape"], ("I64",), (2,)).array())
     if rows < 1 or width < 1:
         raise DamageError(f"{module} is {rows} x {width}")
@@ -181,7 +181,7 @@ def _read_codebook(module: str, scheme: Scheme, part: Mapping[str, Tensor]) -> t
     return matrix, wrong
 
 
-def _read_int8(module: str, scheme: Scheme, part: Mapping[str, Tensor]) -> tuple[StoredMatrix, list[str]]:
+def _read_int8(module: str, scheme: StoredScheme, part: Mapping[str, Tensor]) -> tuple[StoredMatrix, list[str]]:
     weight = part["weight"]
     if weight.dtype != "I8" or len(weight.shape) != 2:
         raise DamageError(f"{weight.name} is {weight.dtype} {list(weight.shape)} and should be a matrix of I8")
@@ -209,7 +209,7 @@ def _read_int8(module: str, scheme: Scheme, part: Mapping[str, Tensor]) -> tuple
         (weight.array()[block] != -128).all() for block in (slice(at, at + 4096) for at in range(0, rows, 4096))
     ):
         wrong.append(f"{module} has codes of -128")
-    return Int8(module, scheme, rows, width, weight.array(), scale, index, outliers), wrong
+    return Int8Matrix(module, scheme, rows, width, weight.array(), scale, index, outliers), wrong
 
 
 def _normal_levels() -> Array:

@@ -10,7 +10,7 @@ from llmcompress.engine.plan.matrix_plan import MatrixPlan
 from llmcompress.ledger import Ledger
 from llmcompress.methods.base import Statistics
 from llmcompress.solve.prune import Pruned
-from llmcompress.solve.sparsegpt import Choice
+from llmcompress.solve.sparsegpt import MaskChoice
 from llmcompress.workers import Workers
 
 SPARSE = 0.05  # share of zeros above which a matrix has been pruned, so that they are held
@@ -23,7 +23,7 @@ def pruned_group(
     ledger: Ledger,
     rounded: bool,
     workers: Workers,
-) -> Pruned | Choice | None:
+) -> Pruned | MaskChoice | None:
     """What pruning makes of matrices [out, in] that share input and options, whether in this run or before it.
 
     None where the matrices have hardly any zeros; a Choice where the step that rounds chooses the weights to drop.
