@@ -11,7 +11,7 @@ import numpy as np
 
 from llmcompress.validate.awq import nibbles
 from llmcompress.validate.declared_schemes import PARTS, STORED, format_of, scheme_of
-from llmcompress.validate.matrix import FLOATS, INTEGERS, PACKED, StoredScheme, StoredMatrix, shaped
+from llmcompress.validate.matrix import FLOATS, INTEGERS, PACKED, StoredMatrix, StoredScheme, shaped
 from llmcompress.validate.stored import Array, DamageError, Tensor, unpack, words_for
 from llmcompress.validate.table_codes import MARKERS, TABLE_PARTS, read_table
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from llmcompress.validate.matrix import StoredScheme, StoredMatrix, shaped
+from llmcompress.validate.matrix import StoredMatrix, StoredScheme, shaped
 from llmcompress.validate.stored import Array, DamageError, Tensor
 
 PROGRESSIVE_PARTS = ("qweight", "scale_row", "scale_group", "zero_group")

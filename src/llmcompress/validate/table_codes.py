@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from llmcompress.validate.matrix import StoredScheme, StoredMatrix, nearest, shaped
+from llmcompress.validate.matrix import StoredMatrix, StoredScheme, nearest, shaped
 from llmcompress.validate.progressive import PROGRESSIVE_PARTS, progressive_scheme, read_progressive
 from llmcompress.validate.stored import Array, DamageError, Tensor, unpack, words_for
 
@@ -125,7 +125,9 @@ def missing_table_parts(form: str, parts: set[str]) -> set[str]:
     return needed - parts
 
 
-def read_table(module: str, scheme: StoredScheme, tensors: Mapping[str, Tensor], form: str) -> tuple[StoredMatrix, list[str]]:
+def read_table(
+    module: str, scheme: StoredScheme, tensors: Mapping[str, Tensor], form: str
+) -> tuple[StoredMatrix, list[str]]:
     """The matrix of a module and the matrix's faults; DamageError if the matrix cannot be decoded."""
     part = {name: tensors[f"{module}.{name}"] for name in TABLE_PARTS[form] if f"{module}.{name}" in tensors}
     if form == "qoq":

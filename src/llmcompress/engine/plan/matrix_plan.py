@@ -36,7 +36,7 @@ class MatrixPlan:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Names of the statistics of the inputs (stats/) that the steps need; experts need no squares without a Gram matrix.
+        """Names of the statistics of the inputs (stats/) that the steps need; an expert needs no squares alone.
 
         The statistics of an expert that few tokens reach are completed by those of the whole layer: Gram matrices.
         """
