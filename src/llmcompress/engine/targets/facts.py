@@ -353,7 +353,7 @@ class Unread(Fact):
 
 @dataclass(frozen=True)
 class RoundedInputs(Fact):
-    """Ways to store weights (`formats.schemes`) that are multiplied by rounded inputs."""
+    """The runtime rounds inputs for weights of these kinds of storage (`formats.schemes`) only."""
 
     kinds: tuple[str, ...]
 
@@ -373,7 +373,7 @@ class RoundedInputs(Fact):
 
 @dataclass(frozen=True)
 class ScalesByToken(Fact):
-    """Inputs have no fixed scale."""
+    """The runtime finds scales of inputs token by token, and reads no fixed scale."""
 
     def violations(self, case: LoadCase) -> list[Violation]:
         fixed = {e.module: e.inputs for e in case.entries if e.inputs is not None and not e.inputs.dynamic}
@@ -387,7 +387,7 @@ class ScalesByToken(Fact):
 
 @dataclass(frozen=True)
 class Devices(Fact):
-    """Which devices run a scheme: to be known, but nothing that a checkpoint could break."""
+    """The devices that run a scheme. A user should know them, and no checkpoint can violate the fact."""
 
     def violations(self, case: LoadCase) -> list[Violation]:
         return []
