@@ -42,6 +42,7 @@ from llmcompress.formats.schemes import (
     weights_said,
 )
 from llmcompress.grids.base import PER_ROW, InputSpec, Spec
+from llmcompress.grids.grid_type import type_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,6 +94,8 @@ class CompressedTensors(PackedFormat):
 
     def parts(self, entry: Entry, grid: Spec) -> list[Part]:
         width, rows, bits = entry.in_features, entry.out_features, grid.bits
+        if own := grid.parts(rows, width):
+            return [(name, *about) for name, about in own.items()]
         groups, how = grid.groups(width), kind(grid, entry.inputs)
         scale: Part = ("weight_scale", entry.source.dtype, (rows, groups))
         if how == PACKED:
@@ -106,6 +109,8 @@ class CompressedTensors(PackedFormat):
         return parts
 
     def packed(self, entry: Entry, coded: "Coded") -> "dict[str, Tensor]":
+        if HOLDS[coded.grid.spec.type].own:
+            return coded.grid.packed(coded.codes)
         how = kind(coded.grid.spec, entry.inputs)
         tensors = packed_tensors(entry, coded) if how == PACKED else byte_tensors(entry, coded, how)
         if coded.input_scale is not None:
@@ -160,10 +165,15 @@ class CompressedTensors(PackedFormat):
             raise CheckpointError(
                 f"{module} has groups in activation order, which are read from gptq checkpoints alone"
             )
+        words = specs[f"{module}.weight_packed"]
+        if words.dtype == "U8":  # bytes of a grid of its own: no row is filled up
+            return words.shape[0], words.shape[1] * 8 // grid_of(module, config["quantization_config"]).bits
         return stored_extents(module, specs, read)
 
     def unpacked(self, module: str, tensors: "list[Tensor]", read: Reader, settings: Config) -> "Coded":
         (scale,), spec = tensors, grid_of(module, settings)
+        if HOLDS[spec.type].own:
+            return type_of(spec).unpacked(spec, {name: read(f"{module}.{name}") for name in spec.parts(1, 1)})
         try:
             words, shape = read(f"{module}.weight_packed"), read(f"{module}.weight_shape")
         except KeyError:

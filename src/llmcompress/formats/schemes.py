@@ -9,18 +9,17 @@ A scheme is stored in one of three ways, by `kind`:
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from llmcompress.errors import CheckpointError
 from llmcompress.formats.base import Entry
 from llmcompress.grids.base import PER_ROW, InputSpec, Spec
 from llmcompress.grids.float8 import Float8Spec
+from llmcompress.grids.grid_type import grid_types
 from llmcompress.grids.integer import IntegerSpec
 
 PACKED, INTEGERS, FLOATS, MIXED = "pack-quantized", "int-quantized", "float-quantized", "mixed-precision"
-READ = (PACKED, INTEGERS, FLOATS, MIXED, "naive-quantized")
-"""What a config may call the whole; naive-quantized is either of the two without packing."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,8 @@ class Scheme:
     """How codes of a grid are told.
 
     number: what QuantizationArgs call their type. packed, plain: how they are stored, the second where weights of 8
-    bits meet rounded inputs. inputs: those that engines multiply them by; others: another way out.
+    bits meet rounded inputs. inputs: those that engines multiply them by; others: another way out. more: what
+    QuantizationArgs say beside. own: the tensors are those of the grid (`Spec.parts`), which the kind alone names.
     """
 
     number: str
@@ -36,6 +36,8 @@ class Scheme:
     plain: str
     inputs: str
     others: str = ""
+    more: Mapping[str, Any] = field(default_factory=dict)
+    own: bool = False
 
 
 HOLDS: Mapping[str, Scheme] = {
@@ -43,6 +45,9 @@ HOLDS: Mapping[str, Scheme] = {
     "fp8": Scheme("float", FLOATS, FLOATS, "fp8-token"),
 }
 """The grids that a checkpoint can hold, by name."""
+
+READ = (PACKED, INTEGERS, FLOATS, MIXED, "naive-quantized", *(scheme.packed for scheme in HOLDS.values() if scheme.own))
+"""What a config may call the whole; naive-quantized is either of the two without packing."""
 
 _NUMBERS = {"int": "int", "fp8": "float"}  # types of inputs
 
@@ -84,6 +89,7 @@ def weights_said(grid: Spec, order: str | None) -> dict[str, Any]:
         "group_size": None if per_row else grid.group_size,
         "dynamic": False,
         "actorder": order,
+        **HOLDS[grid.type].more,
     }
 
 
@@ -125,7 +131,11 @@ def scheme_of(module: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def grid_of(module: str, settings: Mapping[str, Any]) -> Spec:
     """The grid of one module; one scale for a whole matrix is as good as one per row."""
-    weights = scheme_of(module, settings)["weights"]
+    scheme = scheme_of(module, settings)
+    weights, stored = scheme["weights"], scheme.get("format", settings.get("format"))
+    for name, held in HOLDS.items():
+        if held.own and held.packed == stored:
+            return grid_types()[name].specs()[0]
     said, strategy = weights.get("type", "int"), weights.get("strategy")
     if said not in ("int", "float") or strategy not in ("group", "channel", "tensor"):
         raise CheckpointError(f"{module} is stored in a scheme other than codes by group, channel or tensor")

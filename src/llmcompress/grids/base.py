@@ -6,6 +6,7 @@ of a matrix on a grid are in `coded`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
@@ -103,6 +104,13 @@ class Spec:
     def whole_width(self) -> bool:
         """Whether `bits` is the width that people call the grid by; types of GGUF have names instead."""
         return True
+
+    def parts(self, rows: int, width: int) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        """Tensors that hold a matrix [rows, width], by name: their types in safetensors and shapes.
+
+        None for grids whose tensors are a matter of formats; `Grid.packed` makes them.
+        """
+        return {}
 
     @property
     def holds_codes(self) -> bool:

@@ -98,6 +98,10 @@ class Grid:
         """
         raise TypeError(f"{self.spec.name} has no place for outliers")
 
+    def packed(self, codes: Tensor) -> dict[str, Tensor]:
+        """The tensors of codes [out, in] and this grid that `Spec.parts` names; `GridType.unpacked` takes them back."""
+        raise NotImplementedError
+
     def stored(self) -> dict[str, Tensor]:
         """Tensors that tell this grid from others of its spec, in small types; `GridType.restored` takes them back."""
         found = {name: (getattr(self, name), kept) for name, kept in {**self.by_row, **self.shared}.items()}

@@ -114,7 +114,7 @@ class Floats8(GridType):
     values = "8-bit floats (E4M3) times a scale per row"
     pattern = "fp8-row"
     default_group = PER_ROW
-    formats = ("compressed-tensors", "gptq")
+    formats = ("compressed-tensors",)
 
     def named(self, found: re.Match[str]) -> Spec:
         return Float8Spec()

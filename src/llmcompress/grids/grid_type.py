@@ -134,6 +134,10 @@ class GridType:
         """The grid [out, in = width] of what `Grid.stored` gave; KeyError or TypeError if parts lack something."""
         raise NotImplementedError
 
+    def unpacked(self, spec: Any, parts: Mapping[str, Tensor]) -> Coded:
+        """The matrix of what `Grid.packed` gave."""
+        raise NotImplementedError
+
 
 def grid_types() -> dict[str, GridType]:
     """All grids by name, in the order of help and messages."""

@@ -1,0 +1,135 @@
+"""Every grid goes through all methods, a format that holds it, `verify` and the report: a new one as well."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from llmcompress.engine.plan.make_plan import make_plan
+from llmcompress.formats.base import TensorSpec
+from llmcompress.grids.fitting import fit
+from llmcompress.grids.grid_type import grid_types, spec_named
+from llmcompress.recipe import formats, methods, parse
+from llmcompress.validate.verify import passed, verify
+from tinyruns import compress
+
+TYPES = {
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+}
+CHOSEN = [name for name, grid in grid_types().items() if grid.chosen]
+STEPS = {"rtn": [{"method": "rtn"}], "gptq": [{"method": "gptq", "qep_alpha": 0}]}
+STEPS["awq"] = [{"method": "awq"}, *STEPS["rtn"]]
+
+
+def options(name):
+    """The options that ask for a grid in its first width, and in small groups where those can be chosen."""
+    grid = grid_types()[name]
+    bits = 4 if name == "int" else (grid.widths or (8,))[-1]
+    return {"type": name, "bits": bits, **({"group_size": 32} if grid.grouped else {})}
+
+
+def made(name, steps, format_):
+    calibration = {"samples": 2, "length": 32}
+    return parse(
+        {
+            "calibration": calibration,
+            "steps": [*steps[:-1], {**steps[-1], **options(name)}],
+            "output": {"format": format_},
+        }
+    )
+
+
+def holders(name):
+    """Formats that have a place for codes of a grid."""
+    return [item.name for item in formats().values() if item.holds is not None and name in item.holds]
+
+
+def held(name):
+    """A format that holds what `options` asks for; the grids that checkpoints have options for hold it first."""
+    return grid_types()[name].formats[0]
+
+
+@pytest.mark.parametrize("method", STEPS)
+@pytest.mark.parametrize("name", CHOSEN)
+def test_a_grid_goes_through_a_method_to_a_checkpoint_that_verifies(name, method, tiny_model_dir, tmp_path):
+    grid, out = grid_types()[name], tmp_path / "out"
+    report = compress(tiny_model_dir, out, made(name, STEPS[method], held(name)))
+    names = {linear["grid"] for linear in report["linears"]}
+    assert len(names) == 1
+    spec = spec_named(names.pop())
+    assert (spec.type, spec.name) == (name, report["linears"][0]["grid"])
+    assert json.loads((out / "report.json").read_text())["linears"] == report["linears"]
+    checks = verify(out, tiny_model_dir)
+    assert passed(checks), [check for check in checks if not check.ok]
+    assert grid.label(methods()["rtn"](**options(name)), None) in ("w4", name, spec.name)
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_a_checkpoint_is_read_as_what_was_written(name, tiny_model_dir, tmp_path):
+    """Values are those that the same codes have in `dense`, but for its type of 16 bits."""
+    for format_ in (held(name), "dense"):
+        compress(tiny_model_dir, tmp_path / format_, made(name, STEPS["rtn"], format_))
+    packed, dense = (load_file(tmp_path / item / "model.safetensors") for item in (held(name), "dense"))
+    config, module = json.loads((tmp_path / held(name) / "config.json").read_text()), "model.layers.1.mlp.up_proj"
+    form = formats()[held(name)]
+    coded = form.decode(module, packed.__getitem__, config)
+    specs = {item: TensorSpec(item, TYPES[tensor.dtype], tuple(tensor.shape)) for item, tensor in packed.items()}
+    assert form.shape(module, specs, packed.__getitem__, config) == tuple(coded.codes.shape)
+    assert torch.equal(coded.decode().to(torch.bfloat16), dense[f"{module}.weight"])
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_formats_to_suggest_are_formats_that_hold_the_grid(name):
+    assert set(grid_types()[name].formats) <= set(holders(name))
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_whoever_asks_a_grid_gets_an_answer(name):
+    """What methods, formats and loops ask of any grid, on a matrix of two groups."""
+    method = methods()["rtn"](**options(name))
+    method = (
+        method
+        if method.group_size or not method.grid_type.default_group
+        else method.model_copy(update={"group_size": method.grid_type.default_group})
+    )
+    spec = method.grid
+    assert spec_named(spec.name) == spec
+    assert spec.groups(256) * spec.width(256) == 256
+    assert spec.bits < spec.bits_per_weight(256) < spec.bits + 8
+    weight = torch.randn(24, 256, generator=torch.Generator().manual_seed(0))
+    hessian = torch.eye(256) + 0.1
+    grid = fit(weight, spec)
+    codes = grid.encode(weight)
+    assert torch.equal(grid.encode(grid.decode(codes)), codes)
+    assert torch.equal(grid.codes(grid.levels(codes)), codes)
+    again = grid.refit(codes, hessian, weight @ hessian, torch.float16)
+
+    def lost(values):
+        return (((values - weight) @ hessian) * (values - weight)).sum(1)
+
+    assert (lost(again.decode()) <= lost(grid.decode(codes)) * (1 + 1e-4)).all()
+    assert torch.equal(
+        grid.stacked([grid.rows(slice(0, 9)), grid.rows(slice(9, 24))]).decode(codes), grid.decode(codes)
+    )
+    rounded, plain = (fit(weight, spec, clip=clip) for clip in ("search", "minmax"))
+    best, worst = ((item.decode(item.encode(weight)) - weight).square().sum() for item in (rounded, plain))
+    assert best <= worst
+
+
+def test_a_grid_that_cannot_be_held_is_refused_with_formats_that_hold_it(tiny_model_dir, tmp_path):
+    from llmcompress.engine.plan.run_options import Options
+    from llmcompress.errors import LlmcompressError
+
+    for name in CHOSEN:
+        for format_ in set(formats()) - {"dense", "gguf", *holders(name)}:
+            with pytest.raises(LlmcompressError) as found:
+                make_plan(made(name, STEPS["rtn"], format_), tiny_model_dir, Options(out=tmp_path / "out"))
+            assert found.value.hint
