@@ -43,6 +43,7 @@ class Scheme:
 HOLDS: Mapping[str, Scheme] = {
     "int": Scheme("int", PACKED, INTEGERS, "int8-token", ", or --type fp8 --bits 8"),
     "fp8": Scheme("float", FLOATS, FLOATS, "fp8-token"),
+    "mxfp4": Scheme("float", "mxfp4-pack-quantized", "", "none", more={"scale_dtype": "torch.uint8"}, own=True),
 }
 """The grids that a checkpoint can hold, by name."""
 

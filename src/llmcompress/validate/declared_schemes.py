@@ -9,6 +9,7 @@ from typing import Any
 
 from llmcompress.validate.awq import skipped
 from llmcompress.validate.matrix import FLOATS, INTEGERS, PACKED, StoredScheme
+from llmcompress.validate.mxfp4 import MXFP4, MXFP4_PARTS, mxfp4_scheme
 from llmcompress.validate.stored import DamageError
 from llmcompress.validate.table_codes import TABLE_PARTS, missing_table_parts, table_scheme
 
@@ -76,6 +77,8 @@ def _packed_scheme(module: str, settings: Mapping[str, Any]) -> StoredScheme | N
     weights, stored = chosen[0]["weights"], chosen[0]["format"]
     size = weights["group_size"] if weights["strategy"] == "group" else -1
     inputs = _inputs_said(module, chosen[0].get("input_activations"))
+    if stored == MXFP4:
+        return mxfp4_scheme(module, weights, inputs)
     kind = "fp8-row" if stored == FLOATS else ""
     scheme = StoredScheme(int(weights["num_bits"]), int(size), bool(weights["symmetric"]), False, stored, inputs, kind)
     if stored != PACKED and (scheme.bits, scheme.size, scheme.symmetric) != (8, -1, True):
@@ -105,7 +108,9 @@ def missing_parts(module: str, parts: set[str], config: Mapping[str, Any]) -> li
     wanted = set(PARTS[form]) - {"weight_zero_point", "input_scale"}
     scheme = scheme_of(module, config) if form == "compressed-tensors" else None
     if scheme is not None:
-        if scheme.stored != PACKED:
+        if scheme.stored == MXFP4:
+            wanted = set(MXFP4_PARTS)
+        elif scheme.stored != PACKED:
             wanted = {"weight_scale"}
         if scheme.inputs is not None and scheme.inputs.endswith("-tensor"):
             wanted.add("input_scale")

@@ -12,6 +12,7 @@ import numpy as np
 from llmcompress.validate.awq import nibbles
 from llmcompress.validate.declared_schemes import PARTS, STORED, format_of, scheme_of
 from llmcompress.validate.matrix import FLOATS, INTEGERS, PACKED, StoredMatrix, StoredScheme, shaped
+from llmcompress.validate.mxfp4 import MXFP4, read_mxfp4
 from llmcompress.validate.stored import Array, DamageError, Tensor, unpack, words_for
 from llmcompress.validate.table_codes import MARKERS, TABLE_PARTS, read_table
 
@@ -92,6 +93,8 @@ def read_matrix(
         raise DamageError(f"{module} is quantised, and config.json says that it is not")
     if (form := format_of(config)) in TABLE_PARTS:
         return read_table(module, scheme, tensors, form)
+    if scheme.stored == MXFP4:
+        return read_mxfp4(module, scheme, tensors)
     settings = config["quantization_config"]
     readers = {"gptq": _read_gptq, "awq": _read_awq, "compressed-tensors": _read_packed}
     matrix, wrong = readers[form](module, scheme, tensors, settings)

@@ -178,6 +178,12 @@ _VLLM = Target(
     tensor_parallel=True,
     fuses=True,
 )
+
+
+def _mxfp4(why: str) -> Unread:
+    return Unread(lambda entry: entry.grid is not None and entry.grid.type == "mxfp4", why=why)
+
+
 _SGLANG = Target(
     "sglang",
     "SGLang",
@@ -188,6 +194,7 @@ _SGLANG = Target(
             _MARLIN_GROUPS,
             _FUSED,
             *_MARLIN_SHAPES,
+            _mxfp4("of mxfp4 in compressed-tensors it reads experts alone"),
             _ROUNDED,
             Devices(why="it multiplies int8 by int8 from compute capability 8.0 on"),
             Devices(why=_FLOAT_DEVICES),
@@ -214,6 +221,7 @@ _LLAMA_CPP = Target(
         "compressed-tensors": (
             BitWidths((2, 4, 8), why="it reads 2, 4 and 8 bits"),
             OneScheme(order=True, why="it takes one config group"),
+            _mxfp4("it knows no mxfp4-pack-quantized"),
             Groups(None, rows=False, why="it needs groups"),
             ScalesByToken(why="it has no place for a scale of inputs"),
             Unread(
