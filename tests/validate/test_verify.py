@@ -560,6 +560,7 @@ def test_the_reader_shares_no_code_with_the_writer():
         "declared_schemes",
         "awq",
         "progressive",
+        "mxfp4",
         "table_codes",
         "matrix",
         "matrices",
