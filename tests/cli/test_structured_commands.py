@@ -70,14 +70,14 @@ def test_a_deadline_stops_after_a_step_and_leaves_nothing(command, main, capsys,
 
 
 def test_sigterm_stops_at_the_next_step(command, main, capsys, tmp_path, monkeypatch):
-    at = console.ColumnRounder.at
+    at = console.Steps.at
 
     def terminated(steps, done, of):
         if done == 2:
             os.kill(os.getpid(), signal.SIGTERM)
         at(steps, done, of)
 
-    monkeypatch.setattr(console.ColumnRounder, "at", terminated)
+    monkeypatch.setattr(console.Steps, "at", terminated)
     assert main(*command) == 75
     assert "2 of 4 steps done" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
