@@ -81,7 +81,8 @@ def test_codes_are_those_of_the_plain_sweep_but_for_the_order_of_sums(name, mask
         solved(weight, ready, grid, mask, by), solved(weight, ready, grid, mask, None), strict=True
     ):
         levels = grid.levels(kernel.codes) - grid.levels(plain.codes)
-        assert int((levels != 0).sum()) <= 12  # of 12,288: an exact tie, once in a while, and what follows it
+        # of 48 rows: where two levels are equally near, the order of sums decides, and the rest of the row follows
+        assert int((levels != 0).any(dim=1).sum()) <= 3
         torch.testing.assert_close(
             row_loss(weight, kernel, ready.refiner.hessian).sum(),
             row_loss(weight, plain, ready.refiner.hessian).sum(),
