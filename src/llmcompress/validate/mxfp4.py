@@ -19,7 +19,7 @@ _SIGNED: Array = np.array([s * m for s in (1, -1) for m in (0, 0.5, 1, 1.5, 2, 3
 
 
 @dataclass(frozen=True)
-class Mxfp4(StoredMatrix):
+class StoredMxfp4(StoredMatrix):
     """packed uint8 [rows, in/2], the first of two codes in the low bits; exponent e uint8 [rows, in/32]: 2^(e-127)."""
 
     packed: Array
@@ -59,4 +59,4 @@ def read_mxfp4(module: str, scheme: StoredScheme, tensors: Mapping[str, Tensor])
     shaped(packed, ("U8",), (rows, width // 2))
     exponent = shaped(scale, ("U8",), (rows, width // _GROUP)).array()
     wrong = [f"{scale.name} has scales that are no numbers"] if (exponent == 255).any() else []
-    return Mxfp4(module, scheme, rows, width, packed.array(), exponent), wrong
+    return StoredMxfp4(module, scheme, rows, width, packed.array(), exponent), wrong
