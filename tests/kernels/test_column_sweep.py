@@ -108,7 +108,7 @@ def test_a_block_is_what_float64_makes_of_it_by_hand():
     """Column by column on one row, no blocks: errors and levels of round_block, values and levels of move_block."""
     weight, ready = problem(5, 128)
     grid = fit(weight, IntegerSpec(4, 32), importance=ready.cost)
-    steps = ColumnRounder(grid).whole(ready.order)
+    steps = ColumnRounder(grid).integer_levels(ready.order)
     columns = weight.T[ready.order].contiguous()
     levels, errors = torch.full_like(columns, torch.nan), torch.full_like(columns, torch.nan)
     sweeper().round_block(columns, levels, None, ready.factor.ahead, steps, 0, errors)
@@ -179,7 +179,7 @@ def test_kernels_are_tried_before_a_run_goes_by_them(monkeypatch):
 @pytest.mark.parametrize("count", [1, 2])
 def test_every_block_of_rows_goes_by_the_kernels_in_whichever_thread(count):
     weight, ready = problem(2 * SOLVED_ROWS + 8, 32)
-    by, stats = sweeper(), Statistics(Gram.of(ready.refiner.hessian, 1 << 10))
+    by, stats = sweeper(), Statistics({"gram": Gram.of(ready.refiner.hessian, 1 << 10)})
     method = Gptq(group_size=32, sym=True, clip="minmax")
     with SERIAL.with_threads(count) as workers:
         method.solve(weight, stats, torch.float16, RowBlocks(workers, sweeper=by))
