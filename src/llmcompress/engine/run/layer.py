@@ -79,7 +79,8 @@ class Compressor:
         for stage in stages_of(self.plan.layers[number]):
             self.progress.stage(stage[0].space, len(stage))
             kept = [found for plan in stage if (found := recoded(plan, self.checkpoint, ledger, workers)) is not None]
-            stage = [plan for plan in stage if plan.module not in {found[0].module for found in kept}]
+            taken = {plan.module for plan, *_ in kept}
+            stage = [plan for plan in stage if plan.module not in taken]
             statistics = known or self._statistics(layer, compressed, original, stage, ledger)
             if self.keeping is not None:
                 gathered |= packed_statistics(statistics)
