@@ -5,6 +5,7 @@ import torch
 
 from llmcompress.grids.blocks import BLOCK_TYPES, IQ4_LEVELS, BlockGrid
 from llmcompress.grids.coded import Coded
+from llmcompress.grids.grid_type import restored
 from llmcompress.grids.scales import float16
 
 ALL = pytest.mark.parametrize("spec", BLOCK_TYPES.values(), ids=BLOCK_TYPES)
@@ -82,7 +83,7 @@ def test_rows_and_stacks_and_what_is_stored(spec):
     codes = grid.encode(torch.randn(5, 2 * spec.block_size, generator=torch.Generator().manual_seed(3)))
     coded = Coded(codes, grid)
     halves = Coded.stacked([coded.rows(slice(0, 2)), coded.rows(slice(2, 5))])
-    again = Coded.restored(spec, coded.stored())
+    again = restored(spec, coded.stored())
     for other in (halves, again, coded.to("cpu")):
         assert torch.equal(other.codes, codes)
         assert torch.equal(other.decode(), coded.decode())

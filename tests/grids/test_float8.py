@@ -7,7 +7,7 @@ import torch
 from llmcompress.errors import RecipeError
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.float8 import Float8Spec, fit, rounded_
-from llmcompress.grids.grid_type import spec_named
+from llmcompress.grids.grid_type import restored, spec_named
 from llmcompress.solve.damping import inverse_factor
 from llmcompress.solve.gptq import gptq_codes
 from llmcompress.solve.refine import Refiner, row_loss
@@ -81,7 +81,7 @@ def test_codes_are_stored_and_found_again():
     weight = torch.randn(8, 32, generator=torch.Generator().manual_seed(2))
     grid = fit(weight, SPEC)
     coded = Coded(grid.encode(weight), grid, torch.tensor([0.5]))
-    again = Coded.restored(spec_named(SPEC.name), coded.stored())
+    again = restored(spec_named(SPEC.name), coded.stored())
     assert torch.equal(again.decode(), coded.decode())
     assert again.input_scale.item() == 0.5
     assert torch.equal(again.rows(slice(2, 5)).decode(), coded.decode()[2:5])

@@ -3,6 +3,7 @@
 import torch
 
 from llmcompress.grids.coded import Coded
+from llmcompress.grids.grid_type import restored
 from llmcompress.grids.int8 import Int8Spec, fit
 
 WEIGHT = torch.randn(10, 40, generator=torch.Generator().manual_seed(0)) * 0.1
@@ -41,7 +42,7 @@ def test_outliers_neither_widen_a_row_nor_leave_codes():
     assert torch.equal(value[:, [3, 17]], weight[:, [3, 17]].half().float())
     assert (codes[:, [3, 17]] == 128).all()
     assert torch.equal(grid.encode(weight), codes)
-    assert torch.equal(Coded.restored(grid.spec, coded.stored()).decode(), value)
+    assert torch.equal(restored(grid.spec, coded.stored()).decode(), value)
     assert torch.equal(Coded.stacked([coded.rows(slice(0, 4)), coded.rows(slice(4, 10))]).decode(), value)
 
 

@@ -5,7 +5,7 @@ import torch
 
 from llmcompress.errors import RecipeError
 from llmcompress.grids.coded import Coded
-from llmcompress.grids.grid_type import spec_named
+from llmcompress.grids.grid_type import restored, spec_named
 from llmcompress.grids.integer import IntegerSpec
 from llmcompress.grids.integer import fit as fit_integer
 from llmcompress.grids.progressive import LIMIT, ProgressiveGrid, ProgressiveSpec, fit, most_multiples
@@ -127,7 +127,7 @@ def test_a_grid_comes_back_from_its_parts_rows_and_names():
     grid = fit(weight, SPEC)
     coded = Coded(grid.encode(weight), grid)
     assert spec_named(SPEC.name) == SPEC
-    again = Coded.restored(SPEC, coded.stored())
+    again = restored(SPEC, coded.stored())
     assert torch.equal(again.decode(), coded.decode())
     parts = [coded.rows(slice(start, start + 5)) for start in range(0, 12, 5)]
     assert torch.equal(Coded.stacked(parts).decode(), coded.decode())

@@ -1,5 +1,6 @@
 """What formats have in common that store the codes of a matrix beside its scales and name themselves in config.json."""
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -47,25 +48,25 @@ class PackedFormat(Format):
         parts = self.parts(entry, entry.grid)
         return [TensorSpec(f"{entry.module}.{name}", dtype, shape) for name, dtype, shape in parts]
 
+    @abstractmethod
     def parts(self, entry: Entry, grid: Spec) -> list[Part]:
         """The tensors of a quantised matrix."""
-        raise NotImplementedError
 
     def encode(self, entry: Entry, coded: "Coded") -> "dict[str, Tensor]":
         check_codes(entry, coded)
         return {f"{entry.module}.{name}": part.contiguous() for name, part in self.packed(entry, coded).items()}
 
+    @abstractmethod
     def packed(self, entry: Entry, coded: "Coded") -> "dict[str, Tensor]":
         """The tensors of `parts` by name, of codes that were checked."""
-        raise NotImplementedError
 
     def config(self, entries: Sequence[Entry], config: Config) -> dict[str, dict[str, Any]]:
         settings = {"quant_method": self.quant_method, **self.settings(entries, config)}
         return {"config.json": {"quantization_config": settings}}
 
+    @abstractmethod
     def settings(self, entries: Sequence[Entry], config: Config) -> dict[str, Any]:
         """What quantization_config says besides the quant_method."""
-        raise NotImplementedError
 
     def recognises(self, config: Config) -> bool:
         settings = config.get("quantization_config")
@@ -79,8 +80,11 @@ class PackedFormat(Format):
         return self.unpacked(module, tensors, read, config["quantization_config"])
 
     def unpacked(self, module: str, tensors: "list[Tensor]", read: Reader, settings: Config) -> "Coded":
-        """The matrix whose `required` tensors these are; CheckpointError if they do not fit together."""
-        raise NotImplementedError
+        """The matrix whose `required` tensors these are; CheckpointError if they do not fit together.
+
+        A format that decodes by itself has none: TypeError.
+        """
+        raise TypeError(f"format {self.name} does not decode by its required tensors")
 
 
 def matrix_shape(specs: Specs, name: str) -> tuple[int, int] | None:

@@ -6,6 +6,7 @@ of a matrix on a grid are in `coded`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
@@ -21,7 +22,7 @@ CodeType = Literal["int", "fp8"]
 """What the codes of inputs are: whole numbers, or floats of 8 bits."""
 
 
-class Spec:
+class Spec(ABC):
     """A grid as plain data: a frozen dataclass with its width in bits, its groups and its name.
 
     Callers ask for what a grid can do by the properties below, never for its class.
@@ -66,9 +67,9 @@ class Spec:
         """Groups in a row of `in_features` channels."""
         return in_features // self.width(in_features)
 
+    @abstractmethod
     def bits_per_weight(self, in_features: int) -> float:
         """Stored bits per weight, scales and all else that codes are decoded by included."""
-        raise NotImplementedError
 
     @property
     def affine(self) -> bool:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-import llmcompress.grids
 from llmcompress.grids.base import Spec
 from llmcompress.lazy import Tensor, torch
-from llmcompress.registry import discover
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
 @dataclass(frozen=True)
-class Grid:
+class Grid(ABC):
     """The fitted grid of a matrix [out, in]: what its codes are decoded by.
 
     Rounding by columns works on levels: what a code stands for in units of its group's scale, offset removed.
@@ -65,20 +64,20 @@ class Grid:
         return values.round_()
 
     def levels(self, codes: Tensor) -> Tensor:
-        """Levels float32 of codes [out, in]."""
-        raise NotImplementedError
+        """Levels float32 of codes [out, in]; TypeError for a grid whose codes are the values themselves."""
+        raise TypeError(f"{self.spec.name} has no levels")
 
     def codes(self, levels: Tensor) -> Tensor:
-        """Codes uint8 of levels [out, in]."""
-        raise NotImplementedError
+        """Codes uint8 of levels [out, in]; TypeError where there are no levels."""
+        raise TypeError(f"{self.spec.name} has no levels")
 
+    @abstractmethod
     def encode(self, weight: Tensor) -> Tensor:
         """Nearest codes of a whole matrix [out, in]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def decode(self, codes: Tensor) -> Tensor:
         """Values float32 of codes [out, in]: the formula every engine uses."""
-        raise NotImplementedError
 
     def numbers(self, codes: Tensor) -> bool:
         """Whether all codes [out, in] stand for numbers."""
@@ -87,9 +86,10 @@ class Grid:
     def refit(self, codes: Tensor, hessian: Tensor, target: Tensor, scale_dtype: torch.dtype) -> Coded:
         """Better scales or tables for fixed codes [out, in] on the full Gram matrix; no row gets worse.
 
-        hessian [in, in]: damped. target [out, in]: W H. scale_dtype: in which scales are stored.
+        hessian [in, in]: damped. target [out, in]: W H. scale_dtype: in which scales are stored. TypeError for a grid
+        without scales.
         """
-        raise NotImplementedError
+        raise TypeError(f"{self.spec.name} has no scales")
 
     def beside_outliers(self, codes: Tensor, index: Tensor, outliers: Tensor, width: int) -> Coded:
         """The matrix [out, in = width] of which codes [out, in - n] are the rest.
@@ -100,7 +100,7 @@ class Grid:
 
     def packed(self, codes: Tensor) -> dict[str, Tensor]:
         """The tensors of codes [out, in] and this grid that `Spec.parts` names; `GridType.unpacked` takes them back."""
-        raise NotImplementedError
+        raise TypeError(f"{self.spec.name} leaves its tensors to formats")
 
     def stored(self) -> dict[str, Tensor]:
         """Tensors that tell this grid from others of its spec, in small types; `GridType.restored` takes them back."""
@@ -168,16 +168,9 @@ class Coded:
         return Coded(self.codes.to(device), self.grid.to(device), scale)
 
     def stored(self) -> dict[str, Tensor]:
-        """Tensors that, with the grid's spec, are all there is to it; `restored` takes them back."""
+        """Tensors that, with the grid's spec, are all there is to it; `grid_type.restored` takes them back."""
         fixed = {} if self.input_scale is None else {"input_scale": self.input_scale}
         return {"codes": self.codes, **fixed, **self.grid.stored()}
-
-    @classmethod
-    def restored(cls, spec: Spec, parts: Mapping[str, Tensor]) -> Coded:
-        """KeyError or TypeError if parts lack something."""
-        parts = dict(parts)
-        codes, scale = parts.pop("codes"), parts.pop("input_scale", None)
-        return cls(codes, discover(llmcompress.grids, "GRID")[spec.type].restored(spec, codes.shape[1], parts), scale)
 
     @classmethod
     def stacked(cls, parts: Sequence[Coded]) -> Coded:

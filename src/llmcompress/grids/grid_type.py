@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import llmcompress.grids
 from llmcompress.grids.base import Clip, GridOptions, GridRequest, InputSpec, Search, Spec
+from llmcompress.grids.coded import Coded, Grid
 from llmcompress.registry import discover
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from llmcompress.grids.coded import Coded, Grid
     from llmcompress.stats.absmax import AbsMax
     from llmcompress.workers import Workers
 
@@ -36,7 +37,7 @@ class Fitting:
     order: Tensor | None = None
 
 
-class GridType:
+class GridType(ABC):
     """A grid by the name that recipes and `--type` give it; a grid's file defines a subclass and offers one as `GRID`.
 
     place: where it stands among others in help and messages. values: which values those are, for help. widths: bits it
@@ -63,13 +64,13 @@ class GridType:
     pattern: ClassVar[str]
     """Of the names of its specs, for `re.fullmatch`."""
 
+    @abstractmethod
     def named(self, found: re.Match[str]) -> Spec:
         """The spec whose name matches `pattern`."""
-        raise NotImplementedError
 
     def spec(self, asked: Any) -> Spec:
         """The spec that the options of a method stand for, once their group size is known."""
-        raise NotImplementedError
+        raise TypeError(f"{self.name} is not asked for by options")
 
     def specs(self) -> list[Spec]:
         """All its specs, where they are few."""
@@ -97,7 +98,7 @@ class GridType:
         """What the label leaves open about groups."""
         return ""
 
-    def refuse(self, asked: Any, module: str, width: int) -> None:
+    def refuse(self, asked: Any, module: str, width: int) -> None:  # noqa: B027 (most grids refuse nothing)
         """PlanError where a matrix [out, in = width] cannot have what is asked for, whatever its groups."""
 
     def search(self, asked: Any) -> Search:
@@ -114,7 +115,7 @@ class GridType:
 
     def fit(self, weight: Tensor, spec: Any, how: Fitting) -> Grid:
         """Scales or tables for weight [out, in] float32; outliers apart, which must have been taken out of it."""
-        raise NotImplementedError
+        raise TypeError(f"{self.name} has nothing to fit")
 
     def rounded(
         self, weight: Tensor, spec: Any, search: Search, workers: Workers, importance: Tensor | None
@@ -130,13 +131,13 @@ class GridType:
         grid = self.fit(weight, spec, Fitting(clip="minmax"))
         return grid.decode(grid.encode(weight))
 
+    @abstractmethod
     def restored(self, spec: Any, width: int, parts: Mapping[str, Tensor]) -> Grid:
         """The grid [out, in = width] of what `Grid.stored` gave; KeyError or TypeError if parts lack something."""
-        raise NotImplementedError
 
     def unpacked(self, spec: Any, parts: Mapping[str, Tensor]) -> Coded:
         """The matrix of what `Grid.packed` gave."""
-        raise NotImplementedError
+        raise TypeError(f"{self.name} leaves its tensors to formats")
 
 
 def grid_types() -> dict[str, GridType]:
@@ -157,3 +158,10 @@ def spec_named(name: str) -> Spec:
         if found := re.fullmatch(grid.pattern, name):
             return grid.named(found)
     raise ValueError(f"no grid is called {name!r}")
+
+
+def restored(spec: Spec, parts: Mapping[str, Tensor]) -> Coded:
+    """The matrix of what `Coded.stored` gave; KeyError or TypeError if parts lack something."""
+    parts = dict(parts)
+    codes, scale = parts.pop("codes"), parts.pop("input_scale", None)
+    return Coded(codes, type_of(spec).restored(spec, codes.shape[1], parts), scale)

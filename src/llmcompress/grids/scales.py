@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,12 +22,12 @@ SMALLEST_SCALE = 2.0**-24  # smallest positive float16
 class ScaledGrid(Grid):
     """A grid whose groups have one scale each, free to be any that can be stored."""
 
+    @abstractmethod
     def rescaled(self, scale: Tensor, rows: Tensor, dtype: torch.dtype) -> Self:
         """The grid with other scales [out, groups], moved to storable ones, in the rows where `rows` [out] is true.
 
         dtype: in which scales are stored, if that is a matter of choice.
         """
-        raise NotImplementedError
 
     def refit(self, codes: Tensor, hessian: Tensor, target: Tensor, scale_dtype: torch.dtype) -> Coded:
         """Least-squares scales of every row for its codes; rows that would not gain keep theirs."""

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from llmcompress.errors import PlanError, RunError
 from llmcompress.grids.coded import Coded
-from llmcompress.grids.grid_type import spec_named
+from llmcompress.grids.grid_type import restored, spec_named
 from llmcompress.store.files import bytes_of, create, file_mode, make_directory, writing
 from llmcompress.store.windows import Windows, WindowsWriter
 
@@ -162,7 +162,7 @@ class Staging:
                         continue
                     names = [name for name in sums if name.rpartition(".")[0] == module]
                     parts = {name.rpartition(".")[2]: tensor(name) for name in names}
-                    yield module, Coded.restored(spec_named(spec), parts)
+                    yield module, restored(spec_named(spec), parts)
         except (SafetensorError, OSError, KeyError, ValueError) as error:
             raise RunError(f"{self._section(number)} is damaged: {error}", "remove this file and run again") from None
 

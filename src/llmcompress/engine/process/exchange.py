@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from llmcompress.grids.coded import Coded
-from llmcompress.grids.grid_type import spec_named
+from llmcompress.grids.grid_type import restored, spec_named
 from llmcompress.solve.damping import Factor
 from llmcompress.stats.energy import Energy
 
@@ -83,7 +83,7 @@ def _restored(said: Any, tensors: "_Reader") -> Any:
     if kind == "tensor":
         return tensors.next(*inner)
     if kind == "coded":
-        return Coded.restored(spec_named(inner[0]), _restored(inner[1], tensors))
+        return restored(spec_named(inner[0]), _restored(inner[1], tensors))
     if kind == "dict":
         return {key: _restored(item, tensors) for key, item in inner}
     items = [_restored(item, tensors) for item in inner]
