@@ -14,7 +14,8 @@ from llmcompress.engine.process.process_memory import keep_freed_memory
 from llmcompress.engine.process.progress import Progress
 from llmcompress.engine.process.ranks import device_of
 from llmcompress.engine.run.kept_statistics import reusable_statistics, statistics_of_run
-from llmcompress.engine.run.loop import Sections, Stop, model_of, run_calibrated, run_uncalibrated
+from llmcompress.engine.run.loop import Sections, Stop, run_calibrated, run_uncalibrated
+from llmcompress.engine.run.opened_model import opened_model
 from llmcompress.engine.run.owl import with_owl_sparsities
 from llmcompress.engine.run.tokens import calibration_tokens
 from llmcompress.engine.run.transformed import open_transformed
@@ -92,7 +93,7 @@ def _calibrate(
     sweeper: Sweeper | None,
 ) -> None:
     """Settle what of the plan is measured, which are the sparsities of OWL; then compress layer by layer."""
-    model = model_of(plan, checkpoint)
+    model = opened_model(checkpoint, plan.spec, plan.dtype, plan.options)
     settled = with_owl_sparsities(plan, model, tokens, sections.staged.path, sections.workers)
     run_calibrated(settled, checkpoint, model, tokens, sections, keeping, sweeper)
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from llmcompress.engine.budget.fisher_pass import EMBEDDING, HEAD, FinishedLayers, Found, fisher_information
@@ -16,14 +15,13 @@ from llmcompress.engine.budget.fisher_window import FisherSum, TokenFisher
 from llmcompress.engine.budget.type_losses import Known, Losses, measured_losses
 from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.process.process_memory import keep_freed_memory
-from llmcompress.engine.process.ranks import device_of
+from llmcompress.engine.run.opened_model import opened_model
 from llmcompress.engine.run.tokens import tokens_for
 from llmcompress.engine.source.matrix_refs import matrices_of
-from llmcompress.engine.source.open import config_of, open_checkpoint
+from llmcompress.engine.source.open import open_checkpoint
 from llmcompress.formats.gguf.imatrix import numbered
 from llmcompress.formats.gguf.tensors import GGUFTensor
 from llmcompress.ledger import Ledger
-from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.files import existing, writing
 from llmcompress.workers import SERIAL, Workers
@@ -61,14 +59,7 @@ class FisherRun:
         Within, threads share work.
         """
         plan, options = self.plan, self.plan.options
-        model = StreamedModel(
-            self.checkpoint,
-            config_of(plan.headers, options.trust_remote_code),
-            plan.spec,
-            dtype=torch.float32,
-            device=device_of(options.device),
-            trust_remote_code=options.trust_remote_code,
-        )
+        model = opened_model(self.checkpoint, plan.spec, "float32", options, tiled_attention=False)
         keep_freed_memory()
         seed = plan.recipe.calibration.seed
         with writing(folder), SERIAL.with_threads(plan.resources.threads) as workers:

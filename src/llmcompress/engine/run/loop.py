@@ -6,19 +6,16 @@ from copy import deepcopy
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.process.process_memory import return_freed_memory
 from llmcompress.engine.process.progress import Progress
-from llmcompress.engine.process.ranks import device_of
 from llmcompress.engine.run.forward import NOT_RECORDED, Forward, Recording, Stream
 from llmcompress.engine.run.hidden_states import COMPRESSED, ORIGINAL, keep_hidden_states, starting_hidden_states
 from llmcompress.engine.run.layer import Compressor, install
 from llmcompress.engine.run.scaling import Scaler, SiteFactors
 from llmcompress.engine.run.transformed import fold_factors
-from llmcompress.engine.source.open import config_of
 from llmcompress.errors import StoppedError
 from llmcompress.grids.coded import Coded
 from llmcompress.model.streamed_model import StreamedModel
@@ -78,19 +75,6 @@ def run_uncalibrated(
     for number in sections.missing:
         _read_ahead(plan, checkpoint, number + 1)
         sections.make(number, partial(next, made))
-
-
-def model_of(plan: Plan, checkpoint: Checkpoint) -> StreamedModel:
-    """The plan's model, run section by section with the tensors of `checkpoint`."""
-    return StreamedModel(
-        checkpoint,
-        config_of(plan.headers, plan.options.trust_remote_code),
-        plan.spec,
-        dtype=getattr(torch, plan.dtype),
-        device=device_of(plan.options.device),
-        trust_remote_code=plan.options.trust_remote_code,
-        tiled_attention=True,
-    )
 
 
 def run_calibrated(

@@ -6,22 +6,20 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
-import torch
 
 from llmcompress.engine.plan.resources import usual_resources
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.process.process_memory import keep_freed_memory, return_freed_memory
-from llmcompress.engine.process.ranks import device_of
 from llmcompress.engine.run.collect import outputs_with_energy
 from llmcompress.engine.run.forward import Forward, Stream
+from llmcompress.engine.run.opened_model import opened_model
 from llmcompress.engine.run.tokens import tokens_for
 from llmcompress.engine.source.matrix_refs import Matrices, matrices_of
-from llmcompress.engine.source.open import config_of, directory_headers, open_checkpoint
+from llmcompress.engine.source.open import directory_headers, open_checkpoint
 from llmcompress.errors import RunError
 from llmcompress.formats.gguf.imatrix import Imatrix, ImatrixEntry, numbered
 from llmcompress.formats.gguf.names import gguf_tensors
 from llmcompress.ledger import Ledger
-from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.recipe import Calibration
 from llmcompress.stats.energy import Energy
 from llmcompress.store.headers import ModelHeaders
@@ -61,15 +59,7 @@ def measure_imatrix(
     entries, layers = _rows(headers, matrices)
     resources = usual_resources(options, text.length)
     tokens = tokens_for(text, model, resources.dtype, options.trust_remote_code)
-    streamed = StreamedModel(
-        open_checkpoint(headers),
-        config_of(headers, options.trust_remote_code),
-        matrices.spec,
-        dtype=getattr(torch, resources.dtype),
-        device=device_of(options.device),
-        trust_remote_code=options.trust_remote_code,
-        tiled_attention=True,
-    )
+    streamed = opened_model(open_checkpoint(headers), matrices.spec, resources.dtype, options)
     keep_freed_memory()
     with (
         TemporaryDirectory(prefix="imatrix-", dir=scratch) as name,

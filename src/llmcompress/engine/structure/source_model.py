@@ -15,11 +15,11 @@ from llmcompress.engine.plan.paths import path_beside, refuse_model_itself
 from llmcompress.engine.plan.resources import Resources, bounded, host_limits, usual_resources
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.process.process_memory import keep_freed_memory, return_freed_memory
-from llmcompress.engine.process.ranks import device_of
 from llmcompress.engine.run.forward import Forward, Stream
+from llmcompress.engine.run.opened_model import opened_model
 from llmcompress.engine.run.tokens import tokens_for
 from llmcompress.engine.source.matrix_refs import Matrices, matrices_of
-from llmcompress.engine.source.open import config_of, open_checkpoint
+from llmcompress.engine.source.open import open_checkpoint
 from llmcompress.engine.source.tensor_names import Anatomy
 from llmcompress.errors import PlanError
 from llmcompress.ledger import Ledger
@@ -69,15 +69,7 @@ class OpenModel:
         return tokens_for(self.text, self.headers.path, self.resources.dtype, self.options.trust_remote_code)
 
     def model(self) -> StreamedModel:
-        return StreamedModel(
-            self.checkpoint,
-            config_of(self.headers, self.options.trust_remote_code),
-            self.matrices.spec,
-            dtype=getattr(torch, self.resources.dtype),
-            device=device_of(self.options.device),
-            trust_remote_code=self.options.trust_remote_code,
-            tiled_attention=True,
-        )
+        return opened_model(self.checkpoint, self.matrices.spec, self.resources.dtype, self.options)
 
     @contextmanager
     def scratch_folder(self) -> Iterator[tuple[Path, Workers]]:

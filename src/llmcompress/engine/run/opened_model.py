@@ -1,0 +1,28 @@
+"""A model that runs text, opened as the engine runs every model: one section of it in memory at a time."""
+
+import torch
+
+from llmcompress.arch.spec import ArchSpec
+from llmcompress.engine.plan.run_options import Options
+from llmcompress.engine.process.ranks import device_of
+from llmcompress.engine.source.open import config_of
+from llmcompress.model.streamed_model import StreamedModel
+from llmcompress.store.checkpoint import Checkpoint
+
+
+def opened_model(
+    checkpoint: Checkpoint, spec: ArchSpec, dtype: str, options: Options, tiled_attention: bool = True
+) -> StreamedModel:
+    """The model of a checkpoint, its layers in `dtype` on the device that the options name.
+
+    tiled_attention: whether layers may use the faster attention of model/attention.py.
+    """
+    return StreamedModel(
+        checkpoint,
+        config_of(checkpoint.headers, options.trust_remote_code),
+        spec,
+        dtype=getattr(torch, dtype),
+        device=device_of(options.device),
+        trust_remote_code=options.trust_remote_code,
+        tiled_attention=tiled_attention,
+    )
