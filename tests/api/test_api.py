@@ -6,6 +6,7 @@ import inspect
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -157,6 +158,20 @@ def test_python_refuses_what_the_command_refuses_in_its_words(main, capsys, tiny
 def test_what_is_no_request_is_refused_before_the_model_is_opened(settings, words, tmp_path):
     with pytest.raises(llmcompress.RecipeError, match=words):
         llmcompress.compress(tmp_path / "nothing", **settings)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        (llmcompress.prune_depth, {"drop": 1}),
+        (llmcompress.prune_width, {"ratio": 0.25}),
+        (partial(llmcompress.repair_lora, compressed="nothing"), {}),
+        (partial(llmcompress.fit, bpw=4.5), {}),
+    ],
+)
+def test_a_setting_that_there_is_not_is_refused_and_not_passed_over(function, arguments, tmp_path):
+    with pytest.raises(llmcompress.RecipeError, match="unknown option 'sample'"):
+        function(tmp_path / "nothing", **arguments, sample=3)
 
 
 def test_a_recipe_may_be_data_a_file_or_an_object(tiny_model_dir, tmp_path):

@@ -95,10 +95,10 @@ def fitted_grids(
     """The recipe with bits and a group size for every matrix. begin: told what memory it will take, in bytes."""
     from llmcompress.engine.budget.matrix_grids import fitted_to_grids
 
-    means = replace(options or Options(), out=work / "out", work=work, overwrite=False)
+    inside = replace(options or Options(), out=work / "out", work=work, overwrite=False)
     watch = watched(progress, stop, f"finished layers are kept in {work}; run the same command again to go on")
     with quiet_libraries():
-        found = fitted_to_grids(recipe, model, means, wanted, watch, begin)
+        found = fitted_to_grids(recipe, model, inside, wanted, watch, begin)
     losses = [([matrix.module for matrix in item.matrices], grid.name, loss) for item, grid, loss in found.losses]
     return FitResult(found.recipe, tuple(found.ledger.entries), losses)
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from llmcompress.api.compression import placed
 from llmcompress.api.quiet import quiet_libraries
 from llmcompress.api.results import Result, timed
-from llmcompress.api.settings import depth_text, text_of
+from llmcompress.api.settings import TEXT_SETTINGS, depth_text, refuse_unknown, text_of
 from llmcompress.api.steps import Watch, watched
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.process.ranks import refuse_several
@@ -53,6 +53,7 @@ def prune_depth(
     from llmcompress.engine.structure import depth
 
     refuse_several("prune_depth() of Python")
+    refuse_unknown(settings, TEXT_SETTINGS, "the options of depth")
     asked = depth.DepthRequest(drop, by, keep_first, keep_last, contiguous)
     plan = depth.plan_depth(Path(model), asked, depth_text(by, settings), placed(options, output))
     return restructured(plan.opened.out, lambda watch: depth.prune_depth(plan, watch), progress, stop)
@@ -86,6 +87,7 @@ def prune_width(
     from llmcompress.engine.structure import width
 
     refuse_several("prune_width() of Python")
+    refuse_unknown(settings, TEXT_SETTINGS, "the options of width")
     asked = width.WidthRequest(ffn, ratio, multiple_of, by, repair)
     plan = width.plan_width(Path(model), asked, text_of(settings), placed(options, output))
     return restructured(plan.opened.out, lambda watch: width.prune_width(plan, watch), progress, stop)
@@ -116,6 +118,6 @@ def repair_lora(
     from llmcompress.engine.structure.lora_plan import plan_lora
 
     refuse_several("repair_lora() of Python")
-    means = placed(options, output)
-    plan = plan_lora(Path(original), Path(compressed), rank, by, text_of(settings), means)
+    refuse_unknown(settings, TEXT_SETTINGS, "the options of lora")
+    plan = plan_lora(Path(original), Path(compressed), rank, by, text_of(settings), placed(options, output))
     return restructured(plan.opened.out, lambda watch: repair(plan, watch), progress, stop)
