@@ -1,10 +1,15 @@
 """Proof that an output is what it claims to be: what `verify` does."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from llmcompress.errors import GateError
-from llmcompress.validate.findings import Check
+
+if TYPE_CHECKING:
+    from llmcompress.validate.findings import Check
 
 
 @dataclass(frozen=True)
