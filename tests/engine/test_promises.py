@@ -6,7 +6,6 @@ imports done, which saves seconds each.
 
 import hashlib
 import json
-import multiprocessing
 import os
 import random
 import runpy
@@ -23,6 +22,7 @@ import pytest
 import torch
 import yaml
 
+from forkserver import PROCESSES
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
@@ -36,16 +36,6 @@ GPTQ = ["--bits", 4, "--group-size", 64, "--samples", SAMPLES, "--length", LENGT
 KILLED = -signal.SIGKILL
 STOPPED = 75
 REFERENCE = os.environ.get("LLMCOMPRESS_REFERENCE_MODEL")
-
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(
-    [
-        "llmcompress.cli.commands",
-        "llmcompress.engine.execute",
-        "transformers.models.auto.tokenization_auto",
-        "transformers.models.llama.modeling_llama",
-    ]
-)
 
 
 # -- starting and ending runs ---------------------------------------------------------------------------------------

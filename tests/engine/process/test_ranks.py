@@ -7,7 +7,6 @@ connections they open are the library's own, to this machine.
 import hashlib
 import importlib
 import json
-import multiprocessing
 import os
 import re
 import runpy
@@ -22,6 +21,7 @@ import torch
 from torch import distributed
 from torch.distributed import TCPStore
 
+from forkserver import PROCESSES
 from llmcompress.engine.process import ranks
 from llmcompress.errors import PlanError
 
@@ -29,16 +29,6 @@ rendezvous_module = importlib.import_module("torch.distributed.rendezvous")  # t
 
 SMALL = ["--samples", 6, "--length", 32, "--batch", 2, "--threads", 1]
 GPTQ = ["--group-size", 32, *SMALL]
-
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(
-    [
-        "llmcompress.cli.commands",
-        "llmcompress.engine.execute",
-        "transformers.models.auto.tokenization_auto",
-        "transformers.models.llama.modeling_llama",
-    ]
-)
 
 
 class Started:
