@@ -41,7 +41,12 @@ def register(app: typer.Typer) -> list[str]:
     )
     steps: dict[str, type[Method] | type[Pruner]] = {**methods(), **pruners()}
     for name, step in steps.items():
-        given = {"model": (flags.Model, ...), **flags.field_options(step), **flags.RUN_OPTIONS, **flags.MEANS}
+        given = {
+            "model": (flags.Model, ...),
+            **flags.field_options(step),
+            **flags.RUN_OPTIONS,
+            **flags.RESOURCE_OPTIONS,
+        }
         if issubclass(step, Pruner):
             given["format_"] = (flags.Format, "dense")
         doc = f"{step.summary}\n\n{step.__doc__ or ''}"
@@ -62,7 +67,7 @@ def register(app: typer.Typer) -> list[str]:
         "out": flags.RUN_OPTIONS["out"],
         "overwrite": flags.RUN_OPTIONS["overwrite"],
     }
-    given |= {"format_": (flags.FormatOverride, None), **flags.MEANS}
+    given |= {"format_": (flags.FormatOverride, None), **flags.RESOURCE_OPTIONS}
     app.command("run", rich_help_panel="Compress")(
         flags.command(_recipe(False), given, "run", "Run a recipe file on a model.")
     )

@@ -129,7 +129,7 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "calibration": (flags.OptionalSource, None),
     "imatrix": (Imatrix, None),
     **{name: flags.RUN_OPTIONS[name] for name in ("field", "samples", "length", "seed")},
-    **{name: option for name, option in flags.MEANS.items() if name not in ("target", "tp", "repair")},
+    **{name: option for name, option in flags.RESOURCE_OPTIONS.items() if name not in ("target", "tp", "repair")},
 }
 
 

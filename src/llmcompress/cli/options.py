@@ -252,7 +252,7 @@ RUN_OPTIONS: dict[str, tuple[Any, Any]] = {
     "length": (Length, Calibration().length),
     "seed": (Seed, Calibration().seed),
 }
-MEANS: dict[str, tuple[Any, Any]] = {
+RESOURCE_OPTIONS: dict[str, tuple[Any, Any]] = {
     "target": (Target, None),
     "tp": (TensorParallel, 1),
     "repair": (Repair, False),
@@ -280,7 +280,7 @@ MEANS: dict[str, tuple[Any, Any]] = {
 
 def taken(*names: str) -> dict[str, tuple[Any, Any]]:
     """Some of the options of runs, for a command that is none."""
-    both = {**RUN_OPTIONS, **MEANS}
+    both = {**RUN_OPTIONS, **RESOURCE_OPTIONS}
     return {name: both[name] for name in names}
 
 
@@ -352,7 +352,7 @@ def gigabytes(option: str, value: float | None) -> int | None:
     return int(value * 1e9)
 
 
-_NO_SETTINGS = {"model", "out", "overwrite", "gates", *MEANS}  # of a recipe
+_NO_SETTINGS = {"model", "out", "overwrite", "gates", *RESOURCE_OPTIONS}  # of a recipe
 
 
 def recipe_settings(values: Mapping[str, Any]) -> dict[str, Any]:

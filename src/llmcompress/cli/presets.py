@@ -23,4 +23,4 @@ def options(preset: Preset) -> dict[str, tuple[Any, Any]]:
     found["format_"] = (Format, None) if preset.beside else (flags.Format, preset.format)
     if preset.calibrated is not None:
         found["calibration"] = (flags.OptionalSource, None)
-    return found | flags.MEANS
+    return found | flags.RESOURCE_OPTIONS

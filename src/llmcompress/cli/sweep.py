@@ -88,7 +88,7 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "eval_windows": (EvalWindows, None),
     "format_": (flags.FormatOverride, None),
     "overwrite": (flags.Overwrite, False),
-    **{name: option for name, option in flags.MEANS.items() if name not in _NAMES},
+    **{name: option for name, option in flags.RESOURCE_OPTIONS.items() if name not in _NAMES},
 }
 
 
