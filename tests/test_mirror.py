@@ -5,7 +5,7 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 SOURCE = ROOT / "src" / "llmcompress"
-BY_KIND = {"fuzz", "interop"}  # sorted by what they do, since each test passes through many packages
+BY_KIND = {"attack", "fuzz", "interop"}  # sorted by what they do, since each test passes through many packages
 
 
 def folders_of_tests() -> set[str]:

@@ -1,0 +1,42 @@
+"""The attack as a fixture, and its table of attempts at the end."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+from attempts import Attempt, Servers, Tally
+from attempts import attack as make
+
+_TALLY = pytest.StashKey[Tally]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_TALLY] = Tally()
+
+
+@pytest.fixture(scope="session")
+def servers() -> Iterator[Servers]:
+    started = Servers()
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def attack(
+    request: pytest.FixtureRequest, tmp_path: Path, servers: Servers
+) -> Callable[[str, Sequence[Attempt]], None]:
+    """attack(class, attempts): make them all; the test fails if one of them breaks a promise."""
+    return partial(make, folder=tmp_path / "attempts", tally=request.config.stash[_TALLY], servers=servers)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> Iterator[None]:
+    tally = config.stash[_TALLY]
+    if tally.attempts:
+        terminalreporter.section("attempts")
+        for kind, count in tally.attempts.items():
+            terminalreporter.line(f"{kind:<32} {count:>6} attempts {len(tally.broken[kind]):>5} broken promises")
+        total, broken = sum(tally.attempts.values()), sum(map(len, tally.broken.values()))
+        terminalreporter.line(f"{'all':<32} {total:>6} attempts {broken:>5} broken promises")
+    return (yield)
