@@ -1,7 +1,8 @@
 """Attempts on the command line as a hostile user would make them, each in a process of its own.
 
 An attempt is a command line and what is laid in its way. `attack` runs many of them, two at a time, in processes that
-are forked from one with everything imported (`server.py`), and says of each which promise it broke. What every command promises:
+are forked from one with everything imported (`server.py`), and says of each which promise it broke. What every command
+promises:
 
 - The exit code is one of those documented, and no signal ends the process.
 - A failure is one error line, perhaps with a hint, and no traceback or panic.

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 import traceback
+from pathlib import Path
 from typing import Any, TextIO
 
 
@@ -67,8 +68,7 @@ def child(request: dict[str, Any], answer: int) -> int:
         os.dup2(file, number)
         os.close(file)
     sys.stdout, sys.stderr = _stream(1), _stream(2)
-    with open("/proc/self/statm", encoding="ascii") as file:
-        held = int(file.read().split()[1]) * resource.getpagesize()
+    held = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
     limited(request["closed"], request["limits"])
     code = command(request["words"])
     facts = {"grown": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - held, "verified": 0}
@@ -84,7 +84,7 @@ def child(request: dict[str, Any], answer: int) -> int:
 
 
 def _stream(number: int) -> TextIO:
-    return open(number, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
+    return os.fdopen(number, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
 def fork(request: dict[str, Any]) -> dict[str, Any]:
