@@ -8,6 +8,7 @@ import pytest
 
 from llmcompress.cli.gates import GateCase, Gates, gated, write_junit
 from llmcompress.errors import GateError, PlanError, RunError, StoppedError
+from tinyruns import digest
 
 RTN = ["--bits", 8, "--group-size", 32]
 EVAL = ["--length", 16, "--windows", 2]
@@ -75,14 +76,19 @@ def test_a_run_that_passes_fails_its_gate_is_refused_stops_and_fails(main, rando
     assert main(*command) == 2
     assert cases(file)["rtn"][0] == "error"
     assert "already exists" in cases(file)["rtn"][1]
-    assert main(*command, "--overwrite", "--set", "o_proj: {skip: true}", "--strict", "unquantised",
-                "--strict", "damping") == 3  # fmt: skip
+    before = digest(out)
+    skipping = [*command, "--overwrite", "--set", "o_proj: {skip: true}"]
+    assert main(*skipping, "--strict", "unquantised", "--strict", "damping") == 3
+    assert digest(out) == before
     found = cases(file)
     assert found["rtn"][0] == found["--strict damping"][0] == "passed"
     assert found["--strict unquantised"][0] == "failure"
     assert "skipped as asked" in found["--strict unquantised"][1]
     assert found["--strict unquantised"][2] == "measured: 2\nbound: 0"
     assert list(tmp_path.glob("*.partial")) == []
+    assert main(*skipping) == 0  # from the work that is there
+    assert digest(out) != before
+    assert not (tmp_path / "out.work").exists()
 
 
 def test_every_gate_of_eval_is_a_case(main, capsys, tiny_model_dir, tmp_path):

@@ -211,10 +211,36 @@ def test_gates_of_every_run(swept, tmp_path):
     (tmp_path / "recipe.yaml").write_text(TEXT.replace("percdamp: 0.02", "set: {o_proj: {skip: true}}"))
     code, found = swept("--strict", "unquantised", "--junit", tmp_path / "a.xml", lists=("--bits", "4,8"))
     assert code == 3
-    assert [row["state"] for row in found["runs"]] == ["done", "done"]
+    assert [row["state"] for row in found["runs"]] == ["failed", "failed"]
     failed = [case.get("name") for case in ElementTree.parse(tmp_path / "a.xml").iter("testcase") if len(case)
               and case[0].tag == "failure"]  # fmt: skip
-    assert failed == ["gptq-w4: --strict unquantised", "gptq-w8: --strict unquantised"]
+    gates = ["gptq-w4: --strict unquantised", "gptq-w8: --strict unquantised"]
+    assert failed == ["gptq-w4", "gptq-w8", *gates]
+    assert not list(tmp_path.glob("out/*/report.json"))
+    code, found = swept(lists=("--bits", "4,8"))
+    assert [row["state"] for row in found["runs"]] == ["done", "done"]
+    code, found = swept("--strict", "unquantised", lists=("--bits", "4,8"))
+    assert code == 3  # of outputs that are there
+
+
+def test_figures_that_are_not_finite_fail_the_sweep(swept, main, capsys, monkeypatch, recipe, tiny_model_dir, tmp_path):
+    nothing = {"perplexity": float("nan"), "ref_perplexity": 3.0, "kl": float("nan"), "kl_ci": [float("nan")] * 2}
+    monkeypatch.setattr(llmcompress.validate.evaluation_cache, "evaluate_paths", lambda *_: nothing)
+    code, found = swept(*EVALUATE, "--junit", tmp_path / "a.xml", lists=("--bits", "4"))
+    assert code == 3
+    (row,) = found["runs"]
+    assert (row["state"], row["error"]) == ("failed", "figures of the model are not finite")
+    assert row["figures"]["kl"] is row["figures"]["kl_ci"][0] is None
+    cases = {
+        case.get("name"): [child.tag for child in case]
+        for case in ElementTree.parse(tmp_path / "a.xml").iter("testcase")
+    }
+    assert cases == {"sweep": [], "gptq-w4": ["failure"]}
+    assert not (tmp_path / "out" / "gptq-w4.eval.json").exists()
+    assert (
+        main("sweep", recipe, tiny_model_dir, "--bits", 4, "-o", tmp_path / "out", "--format", "dense", *EVALUATE) == 3
+    )
+    assert "failed: figures of the model are not finite" in capsys.readouterr().out
 
 
 def test_gguf_files_are_swept_and_found_again(main, capsys, tiny_model_dir, tmp_path):

@@ -2,13 +2,19 @@
 
 import hashlib
 import json
+import shutil
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
+from llmcompress.api.evaluation import evaluate
+from llmcompress.errors import GateError
 from llmcompress.validate.evaluation import Evaluation, evaluation
-from llmcompress.validate.token_statistics import Tokens, token_figures
+from llmcompress.validate.token_statistics import Tokens, not_finite, token_figures
 
+EVAL = ["--length", 16, "--windows", 2]
 SMALL = ["--length", 32, "--windows", 3, "--quiet"]
 
 
@@ -60,6 +66,70 @@ def test_a_failed_gate_still_leaves_the_result(main, out, tiny_model_dir, tmp_pa
     file = tmp_path / "result.json"
     assert main("eval", out, "--ref", tiny_model_dir, *SMALL, "-o", file, "--fail-if", "kl > 0") == 3
     assert json.loads(file.read_text())["figures"]["kl"] > 0
+
+
+@pytest.fixture
+def broken(tiny_model_dir, tmp_path):
+    """A model whose logits are no numbers."""
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "broken")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("which", "whose"),
+    [("subject", "the model"), ("reference", "the reference"), ("both", "the model and of the reference")],
+)
+def test_no_gate_passes_on_what_is_not_finite(which, whose, main, capsys, broken, tiny_model_dir, tmp_path):
+    subject = broken if which != "reference" else tiny_model_dir
+    reference = broken if which != "subject" else tiny_model_dir
+    file, saved = tmp_path / "eval.xml", tmp_path / "eval.json"
+    eval_ = ["eval", subject, "--ref", reference, *EVAL, "-q", "-o", saved, "--junit", file]
+    gates = [f"{figure} {operator} {bound}" for figure in ("kl", "top1", "tv", "kl_p99", "perplexity_ratio")
+             for operator, bound in ((">", 1e9), ("<", -1), (">=", 1e9), ("<=", -1))]  # fmt: skip
+    assert main(*eval_, "--json", *(word for gate in gates for word in ("--fail-if", gate))) == 3
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found["kl"] is found["top1"] is found["kl_ci"][0] is None
+    failed = [case.get("name") for case in ElementTree.parse(file).iter("testcase") if len(case.findall("failure"))]
+    assert failed == [f"--fail-if {gate}" for gate in gates]
+    assert not saved.exists()
+    assert main(*eval_) == 3  # without a gate, too
+    shown = capsys.readouterr()
+    assert f"figures of {whose} are not finite" in " ".join(shown.out.split())
+    assert f"error: figures of {whose} are not finite" in shown.err
+    failures = [case.get("name") for case in ElementTree.parse(file).iter("testcase") if len(case.findall("failure"))]
+    assert failures == ["eval"]
+
+
+@pytest.mark.parametrize("backend", [[], ["--backend", "torch"]])
+def test_a_model_alone_whose_figures_are_not_finite_fails(backend, main, capsys, broken):
+    assert main("eval", broken, *EVAL, *backend, "-q") == 3
+    assert "not finite" in capsys.readouterr().out
+    with pytest.raises(GateError, match="not finite"):
+        evaluate(broken, windows=2, length=16).fail_if()
+
+
+def test_a_draft_from_which_nothing_can_be_drawn_fails(main, capsys, broken, tiny_model_dir, tmp_path):
+    command = ["--generate", "Once", "--max-new-tokens", 4, "-q", "--junit", tmp_path / "eval.xml"]
+    for draft, reference in ((broken, tiny_model_dir), (tiny_model_dir, broken)):
+        assert main("eval", "--draft", draft, "--ref", reference, *command) == 3
+        assert f"{broken} gives logits that are not finite" in capsys.readouterr().err
+        assert "<failure" in (tmp_path / "eval.xml").read_text()
+
+
+@pytest.mark.parametrize("bound", ["1e999", "-1e999", "nan", "inf"])
+def test_a_bound_is_finite(bound, main, capsys, tiny_model_dir):
+    assert main("eval", tiny_model_dir, *EVAL, "--fail-if", f"perplexity > {bound}") == 2
+    assert "is not a condition" in capsys.readouterr().err
+
+
+def test_perplexity_beyond_all_numbers_is_not_finite():
+    found = token_figures(Tokens(np.full((2, 3), 1e4)))
+    assert not_finite(found) == "figures of the model are not finite"
+    assert not_finite({"kl": 0.5, "windows": 2, "kv_cache": None}) is None
+    assert not_finite({"logits_error": float("nan"), "tv": 1.0}) == "logits_error: not finite"
 
 
 def test_means_are_over_the_right_side(tmp_path):

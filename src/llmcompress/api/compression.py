@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from llmcompress.engine.plan.plan import Plan
     from llmcompress.engine.write.export_work import Exported
+    from llmcompress.ledger import LedgerEntry
     from llmcompress.solve.column_sweep import Sweeper
     from llmcompress.workers import Workers
 
@@ -112,11 +113,12 @@ def carried_out(
     tokens: Tensor | None = None,
     workers: Workers | None = None,
     say: Callable[[str], None] = lambda line: None,
+    judge: Callable[[Sequence[LedgerEntry]], None] = lambda entries: None,
 ) -> Result:
     """The result of a plan that one process carries out, or several.
 
     tokens [samples, length]: of the calibration, where they are drawn already. workers: the ranks that share the run;
-    None for this process alone. say: told why a GPU does not use a kernel of its own.
+    None for this process alone. say: told why a GPU does not use a kernel of its own. judge: see `execute.run`.
     """
     from llmcompress.engine import execute
     from llmcompress.engine.write.timings import Timings, refuse_place
@@ -131,7 +133,8 @@ def carried_out(
     def work() -> dict[str, Any]:
         with quiet_libraries():
             stop_when = stop or (lambda finished: False)
-            report = execute.run(plan, timer or watch, stop_when, tokens, workers or SERIAL, _sweeper(plan, say))
+            ranks, sweeper = workers or SERIAL, _sweeper(plan, say)
+            report = execute.run(plan, timer or watch, stop_when, tokens, ranks, sweeper, judge)
         if timer is not None:
             timer.end()
         return report

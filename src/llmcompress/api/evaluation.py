@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from llmcompress.api.quiet import quiet_libraries
 from llmcompress.api.steps import Watch, watched
 from llmcompress.engine.process.ranks import refuse_several
-from llmcompress.errors import GateError
+from llmcompress.errors import NOT_FINITE_HINT, GateError
 
 if TYPE_CHECKING:
     from llmcompress.validate.evaluate import Gate
@@ -51,7 +51,9 @@ class EvaluationResult:
         return self.figures.get("top1")
 
     def fail_if(self, *conditions: str) -> None:
-        """GateError for the first condition that is true. RecipeError for one of a figure that was not measured.
+        """GateError for figures that are not finite, or for the first condition that is true.
+
+        RecipeError for a condition on a figure that was not measured.
 
         >>> evaluation.fail_if("kl > 5", "top1 < 0.01")
         """
@@ -59,6 +61,7 @@ class EvaluationResult:
 
         gates = [parse_gate(text) for text in conditions]
         refuse_unmeasured_gates(self.request, gates)
+        self._fail_if_not_finite()
         for gate in gates:
             if gate.fails(self.figures):
                 raise GateError(gate.broken(self.figures))
@@ -66,12 +69,21 @@ class EvaluationResult:
     def save(self, file: str | Path, *, overwrite: bool = False) -> None:
         """Write the document as JSON, for `llmcompress report`. PlanError for a file that exists, without `overwrite`.
 
+        GateError for figures that are not finite, which JSON cannot say.
+
         >>> evaluation.save("model-w4.eval.json")
         """
         from llmcompress.store.files import refuse_existing, write_whole
 
+        self._fail_if_not_finite()
         refuse_existing(Path(file), overwrite)
         write_whole(Path(file), json.dumps(self.document, indent=1).encode() + b"\n", overwrite)
+
+    def _fail_if_not_finite(self) -> None:
+        from llmcompress.validate.token_statistics import not_finite
+
+        if (said := not_finite(self.figures)) is not None:
+            raise GateError(said, NOT_FINITE_HINT)
 
 
 def refuse_unmeasured_gates(request: "Request", gates: "Iterable[Gate]") -> None:

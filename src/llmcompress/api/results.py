@@ -1,6 +1,6 @@
 """What a run has written, as a value."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -54,13 +54,14 @@ class Result:
         """
         refuse_unknown_kinds(kinds)
         for kind in kinds:
-            broken = self.noted(kind)
+            broken = noted(self.ledger, kind)
             if broken:
-                raise noted_error(broken, self.output)
+                raise noted_error(broken, f"the output was written to {self.output}; see its report.json")
 
-    def noted(self, kind: str) -> list[LedgerEntry]:
-        """The entries of a kind, or all of them for "any"."""
-        return [entry for entry in self.ledger if kind in ("any", entry.kind)]
+
+def noted(entries: Iterable[LedgerEntry], kind: str) -> list[LedgerEntry]:
+    """The entries of a kind, or all of them for "any"."""
+    return [entry for entry in entries if kind in ("any", entry.kind)]
 
 
 def refuse_unknown_kinds(kinds: tuple[str, ...] | list[str]) -> None:
@@ -70,11 +71,11 @@ def refuse_unknown_kinds(kinds: tuple[str, ...] | list[str]) -> None:
             raise RecipeError(f"--strict {kind!r} is not a kind of ledger entry", suggest(kind, [*KINDS, "any"]))
 
 
-def noted_error(broken: list[LedgerEntry], output: Path) -> GateError:
+def noted_error(broken: list[LedgerEntry], hint: str) -> GateError:
     """The error for entries that a gate does not allow."""
     first = broken[0]
     message = f"{len(broken)} ledger entries, first {first.kind}: {first.subject}: {first.why}"
-    return GateError(f"--strict: {message}", f"the output was written to {output}; see its report.json")
+    return GateError(f"--strict: {message}", hint)
 
 
 def timed(output: Path, work: Callable[[], Mapping[str, Any]]) -> Result:

@@ -50,12 +50,14 @@ def run(
 
 
 def _show(request: "Request", found: dict[str, Any]) -> None:
+    from llmcompress.validate.token_statistics import shown
+
     console.table(
         f"{request.model} drafts {found['draft_tokens']} tokens at a time for {request.ref}: {found['new_tokens']} "
         f"tokens in {found['steps']} steps",
         ("", "measured", "+-", "by total variation"),
         [
-            (label, f"{found[name]:.4g}", f"{found[f'{name}_se']:.2g}", f"{found[expected]:.4g}")
+            (label, shown(found[name], 4), shown(found[f"{name}_se"], 2), shown(found[expected], 4))
             for name, label, expected in _ROWS
         ],
         right=(1, 2, 3),
@@ -64,7 +66,7 @@ def _show(request: "Request", found: dict[str, Any]) -> None:
     console.table(
         "tokens per step by total variation, with so many drafted",
         tuple(foretold),
-        [tuple(f"{value:.3g}" for value in foretold.values())],
+        [tuple(shown(value, 3) for value in foretold.values())],
         right=tuple(range(len(foretold))),
     )
     speed = found["speed"]

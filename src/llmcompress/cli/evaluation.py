@@ -1,6 +1,7 @@
 """`eval`: how faithful a compressed model is."""
 
 from collections.abc import Mapping
+from math import isfinite, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -131,6 +132,7 @@ def evaluate(
     from llmcompress.validate.key_value_cache import CacheOptions
     from llmcompress.validate.request import Request
     from llmcompress.validate.session import continuations
+    from llmcompress.validate.token_statistics import not_finite
 
     subject = _subject(model, draft)
     cache_options = CacheOptions(kv_bits, kv_type)
@@ -159,7 +161,7 @@ def evaluate(
         refuse_unmeasured_gates(request, conditions.values())
         with console.Steps("layers", quiet or (json_ and not log.active)) as steps:
             result = evaluated(request, steps.at, Stop(deadline), console.say)
-        if output is not None:
+        if output is not None and not_finite(result.figures) is None:
             result.save(output, overwrite=overwrite)
         log.event("figures", **result.figures)
         samples = continuations(request, generate, max_new_tokens) if generate is not None else None
@@ -183,15 +185,17 @@ def _show(request: "Request", found: Mapping[str, Any], samples: dict[str, str] 
         more = {"runtime": runtime, "generated": samples}
         console.print_json({**figures, **{name: value for name, value in more.items() if value is not None}})
         return
+    from llmcompress.validate.token_statistics import not_finite, shown
+
     rows = []
     for key, label in _ROWS:
         if key in figures:
-            low, high = figures.get(f"{key}_ci", (None, None))
-            rows.append((label, f"{figures[key]:.5g}", "" if low is None else f"{low:.5g} ... {high:.5g}"))
+            low, high = figures.get(f"{key}_ci", (nan, nan))
+            rows.append((label, shown(figures[key]), f"{low:.5g} ... {high:.5g}" if isfinite(low + high) else ""))
     cached = f", keys and values {figures['kv_cache']}" if figures["kv_cache"] else ""
     console.table(
         f"{request.model}: {figures['windows']} windows of {request.length} tokens, {figures['tokens']} scored, "
-        f"{found['compute_dtype']}{cached}",
+        f"{found['compute_dtype']}{cached}{'' if (said := not_finite(figures)) is None else f'; {said}'}",
         ("", "value", "95% interval"),
         rows,
         right=(1, 2),

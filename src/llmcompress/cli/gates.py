@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from llmcompress.cli.log import log
-from llmcompress.errors import GateError, LlmcompressError, PlanError, StoppedError, one_line
+from llmcompress.errors import NOT_FINITE_HINT, GateError, LlmcompressError, PlanError, StoppedError, one_line
 from llmcompress.store.files import create, writing
 
 if TYPE_CHECKING:
@@ -46,15 +46,20 @@ class Gates:
         log.event("gate", name=name, passed=passed, measured=measured, bound=bound)
 
     def judge_figures(self, figures: Mapping[str, Any], conditions: "Mapping[str, Gate]") -> None:
-        """Judge every condition on figures, by its text; then GateError for the first one that is true."""
+        """Judge every condition on figures, by its text; then GateError for figures that are not finite, whether
+        a condition speaks of them or not, or for the first condition that is true."""
+        from llmcompress.validate.token_statistics import not_finite
+
         broken = []
+        if (said := not_finite(figures)) is not None:
+            broken.append(said)
         for text, gate in conditions.items():
             message, bound = gate.broken(figures), f"not {gate.key} {gate.operator} {gate.bound:g}"
             failed = gate.fails(figures)
             self.judge(f"--fail-if {text}", not failed, figures[gate.key], bound, message)
             broken += [message] * failed
         if broken:
-            raise GateError(broken[0])
+            raise GateError(broken[0], None if said is None else NOT_FINITE_HINT)
 
     def add(self, case: GateCase) -> None:
         self.cases[case.name] = case
@@ -75,7 +80,9 @@ def gated(suite: str, file: Path | None) -> Iterator[Gates]:
     gates = Gates(suite)
     try:
         yield gates
-    except GateError:
+    except GateError as error:
+        if not any(case.state == "failed" for case in gates.cases.values()):
+            gates.ended("failed", error.message)
         raise
     except StoppedError as error:
         gates.ended("skipped", error.message)

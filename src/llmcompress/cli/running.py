@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from llmcompress.api import compression
-from llmcompress.api.results import Result, noted_error, refuse_unknown_kinds, timed
+from llmcompress.api.results import Result, noted, noted_error, refuse_unknown_kinds, timed
 from llmcompress.cli import console
 from llmcompress.cli.gates import Gates
 from llmcompress.cli.jobs import Execution, Job
@@ -16,6 +16,7 @@ from llmcompress.cli.plan_table import show_plans
 from llmcompress.cli.stopping import Stop
 from llmcompress.engine.process.ranks import joined, leads, refuse_several
 from llmcompress.errors import GateError
+from llmcompress.ledger import LedgerEntry
 from llmcompress.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -78,23 +79,26 @@ def _run_all(planned: "Sequence[Planned]", execution: Execution, stop: Stop, wor
         for plan, _ in planned:
             refuse_place(execution.timings, plan)
     results: dict[Path, Result] = {}
-    strict = strict_gates(execution.strict, [plan.out for plan, _ in planned])
-    execution.gates.expect(name for _, _, name in strict)
+    strict = Strict(execution.strict, [plan.out for plan, _ in planned], execution.gates)
     quiet = execution.quiet or (execution.json and not log.active) or not leads()
+    broken: list[GateError] = []
     for plan, report in planned:
         timings = execution.timings if leads() else None
-        results[plan.out] = carry_out(plan, stop, quiet, report, workers, timings=timings)
+        try:
+            results[plan.out] = carry_out(plan, stop, quiet, report, workers, strict, timings=timings)
+        except GateError as error:  # nothing of this output was published; the others have gates of their own
+            broken.append(error)
+            continue
         stop.before += report is None
         if leads() and (log.active or not execution.json):
             tell(plan, results[plan.out], execution.quiet)
     if not leads():
         return
-    if execution.json:
+    if execution.json and results:
         found = [result.as_data() for result in results.values()]
-        console.print_json(found[0] if len(found) == 1 else found)
-    broken = [judge_strict(results[out], kind, name, execution.gates) for out, kind, name in strict]
-    for error in filter(None, broken):
-        raise error
+        console.print_json(found[0] if len(planned) == 1 else found)
+    if broken:
+        raise broken[0]
 
 
 def carry_out(
@@ -103,19 +107,25 @@ def carry_out(
     quiet: bool,
     report: dict[str, Any] | None,
     workers: "Workers",
+    strict: "Strict",
     tokens: "Tensor | None" = None,
     timings: Path | None = None,
 ) -> Result:
-    """Run a plan and show its progress. workers: the ranks of the run.
+    """Run a plan and show its progress. workers: the ranks of the run. strict: judges its ledger; GateError.
 
     report: of its output, if an earlier start has finished it: nothing is run.
     """
     _log_plan(plan, report is not None)
     if report is not None:
-        return timed(plan.out, lambda: report)
+        found = timed(plan.out, lambda: report)
+        strict.judge(plan.out, found.ledger, f"the output is that of an earlier start: {plan.out}")
+        return found
+    unpublished = f"nothing was written; the same command without it goes on from {plan.work}"
     with console.watching(quiet) as watch:
         say = (lambda line: None) if quiet else console.say
-        return compression.carried_out(plan, watch, stop, timings, tokens, workers, say)
+        return compression.carried_out(
+            plan, watch, stop, timings, tokens, workers, say, lambda noted: strict.judge(plan.out, noted, unpublished)
+        )
 
 
 def _log_plan(plan: "Plan", finished: bool) -> None:
@@ -160,19 +170,24 @@ def tell(plan: "Plan", result: Result, quiet: bool) -> None:
     console.say(f"{plan.out}: {written}, {cost.bits_per_weight:.2f} bits per weight; {took}")
 
 
-def strict_gates(kinds: Sequence[str], outputs: Sequence[Path]) -> list[tuple[Path, str, str]]:
-    """Every gate that --strict asks for: output, kind, and what it is called."""
-    several = len(outputs) > 1
-    return [(out, kind, f"{out.name}: --strict {kind}" if several else f"--strict {kind}")
-            for out in outputs for kind in kinds]  # fmt: skip
+class Strict:
+    """The gates that --strict asks for: of every output, no ledger entries of some kinds."""
 
+    def __init__(self, kinds: Sequence[str], outputs: Sequence[Path], gates: Gates) -> None:
+        self.kinds, self.gates, self._several = kinds, gates, len(outputs) > 1
+        gates.expect(self._name(out, kind) for out in outputs for kind in kinds)
 
-def judge_strict(result: Result, kind: str, name: str, gates: Gates) -> GateError | None:
-    """The error for ledger entries that --strict does not allow, if there are any."""
-    broken = result.noted(kind)
-    if not broken:
-        gates.judge(name, True, 0, 0, "")
-        return None
-    error = noted_error(broken, result.output)
-    gates.judge(name, False, len(broken), 0, error.message.removeprefix("--strict: "))
-    return error
+    def _name(self, out: Path, kind: str) -> str:
+        return f"{out.name}: --strict {kind}" if self._several else f"--strict {kind}"
+
+    def judge(self, out: Path, entries: Sequence[LedgerEntry], hint: str) -> None:
+        """GateError with `hint` for entries that are not allowed, once every kind is judged."""
+        errors = []
+        for kind in self.kinds:
+            broken = noted(entries, kind)
+            error = noted_error(broken, hint) if broken else None
+            message = "" if error is None else error.message.removeprefix("--strict: ")
+            self.gates.judge(self._name(out, kind), error is None, len(broken), 0, message)
+            errors += [] if error is None else [error]
+        if errors:
+            raise errors[0]

@@ -15,11 +15,11 @@ from llmcompress.cli import options as flags
 from llmcompress.cli.gates import GateCase, Gates
 from llmcompress.cli.log import log
 from llmcompress.cli.plan_table import show_plans
-from llmcompress.cli.running import carry_out, judge_strict, strict_gates, tell
+from llmcompress.cli.running import Strict, carry_out, tell
 from llmcompress.cli.stopping import Stop
 from llmcompress.cli.sweep_recipes import Variant, listed, variants
 from llmcompress.cli.sweep_table import Run, show_runs
-from llmcompress.errors import LlmcompressError, RunError, StoppedError
+from llmcompress.errors import NOT_FINITE_HINT, GateError, LlmcompressError, RunError, StoppedError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -117,19 +117,16 @@ def sweep(**values: Any) -> None:
     tokens = _tokens(plans, values["out"])
     runs = [_run_of(variant, plan, values, tokens) for variant, plan in zip(wanted, plans, strict=True)]
     gates: Gates = values["gates"]
-    strict = strict_gates(values["strict"] or [], [run.plan.out for run in runs])
-    gates.expect([*(run.variant.name for run in runs), *(name for _, _, name in strict)])
-    stopped = _all(runs, values, stop, tokens, gates)
+    gates.expect(run.variant.name for run in runs)
+    strict = Strict(values["strict"] or [], [run.plan.out for run in runs], gates)
+    stopped = _all(runs, values, stop, tokens, strict)
     show_runs(runs, values["model"], values["json_"], measured=values["evaluate"] is not None)
-    judged = [judge_strict(run.result, kind, name, gates)
-              for run in runs for out, kind, name in strict if out == run.plan.out and run.result]  # fmt: skip
     failed = [run for run in runs if run.state == "failed"]
     if stopped is not None:
         raise stopped
     if failed:
-        raise RunError(f"{len(failed)} of {len(runs)} runs failed, first {failed[0].variant.name}: {failed[0].error}")
-    for error in filter(None, judged):
-        raise error
+        kind = GateError if all(run.gated for run in failed) else RunError
+        raise kind(f"{len(failed)} of {len(runs)} runs failed, first {failed[0].variant.name}: {failed[0].error}")
 
 
 def _planned(variant: Variant, values: dict[str, Any], overwrite: bool) -> "Plan":
@@ -159,16 +156,17 @@ def _run_of(variant: Variant, plan: "Plan", values: dict[str, Any], tokens: "Ten
 
 
 def _all(
-    runs: Sequence[Run], values: dict[str, Any], stop: Stop, tokens: "Tensor | None", gates: Gates
+    runs: Sequence[Run], values: dict[str, Any], stop: Stop, tokens: "Tensor | None", strict: Strict
 ) -> StoppedError | None:
     """Carry runs out, whatever becomes of the others; the error that stopped them, if one did."""
+    gates = strict.gates
     for number, run in enumerate(runs, 1):
         name = run.variant.name
         try:
             if stop(0):
                 raise StoppedError(f"stopped before {name}", _AGAIN)
             log.event("run", name=name, number=number, of=len(runs))
-            _one(run, values, stop, tokens)
+            _one(run, values, stop, tokens, strict)
         except StoppedError as error:
             run.state = "stopped"
             gates.add(GateCase(name, "skipped", error.message))
@@ -176,7 +174,8 @@ def _all(
         except (LlmcompressError, MemoryError, OSError, RuntimeError) as error:
             run.state = "failed"
             run.error = error.message if isinstance(error, LlmcompressError) else f"{type(error).__name__}: {error}"
-            gates.add(GateCase(name, "error", run.error))
+            run.gated = isinstance(error, GateError)
+            gates.add(GateCase(name, "failed" if run.gated else "error", run.error))
             console.say(f"{name} failed: {run.error}")
         else:
             run.state = "done"
@@ -184,13 +183,13 @@ def _all(
     return None
 
 
-def _one(run: Run, values: dict[str, Any], stop: Stop, tokens: "Tensor | None") -> None:
-    """Carry one run out, and measure it."""
+def _one(run: Run, values: dict[str, Any], stop: Stop, tokens: "Tensor | None", strict: Strict) -> None:
+    """Carry one run out, and measure it. GateError for a ledger that is not allowed, or figures that are not finite."""
     from llmcompress.workers import SERIAL
 
     quiet = values["quiet"] or (values["json_"] and not log.active)
     text = tokens if run.plan.calibrated else None
-    run.result = carry_out(run.plan, stop, quiet, run.report, SERIAL, text, values["timings"])
+    run.result = carry_out(run.plan, stop, quiet, run.report, SERIAL, strict, text, values["timings"])
     stop.before += run.report is None
     if log.active or not values["json_"]:
         tell(run.plan, run.result, values["quiet"])
@@ -198,6 +197,7 @@ def _one(run: Run, values: dict[str, Any], stop: Stop, tokens: "Tensor | None") 
         return
     from llmcompress.validate.evaluation_cache import cached_figures
     from llmcompress.validate.request import Request
+    from llmcompress.validate.token_statistics import not_finite
 
     request = Request(
         run.plan.out,
@@ -214,3 +214,5 @@ def _one(run: Run, values: dict[str, Any], stop: Stop, tokens: "Tensor | None") 
     with quiet_libraries(), console.Steps(f"evaluating {run.variant.name}", quiet) as steps:
         watch = watched(steps.at, lambda done: stop(0), _AGAIN)
         run.figures = cached_figures(request, values["out"] / f"{run.variant.name}.eval.json", watch)
+    if (said := not_finite(run.figures)) is not None:
+        raise GateError(said, NOT_FINITE_HINT)

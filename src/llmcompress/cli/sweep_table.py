@@ -16,13 +16,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class Run:
-    """A run of a sweep and what came of it. report: of an output that an earlier start has finished."""
+    """A run of a sweep and what came of it. report: of an output that an earlier start has finished.
+
+    gated: whether it failed a gate, and nothing else.
+    """
 
     variant: Variant
     plan: "Plan"
     report: dict[str, Any] | None = None
     state: Literal["not begun", "done", "failed", "stopped"] = "not begun"
     error: str | None = None
+    gated: bool = False
     result: Result | None = None
     figures: dict[str, Any] = field(default_factory=dict)
 
@@ -39,14 +43,16 @@ def show_runs(runs: Sequence[Run], model: Path, as_json: bool, measured: bool) -
 
 def _figures(run: Run, measured: bool) -> list[str]:
     cost, found = run.plan.estimate, run.figures
-    shown = [console.size(cost.output_bytes), f"{cost.bits_per_weight:.3f}"]
+    columns = [console.size(cost.output_bytes), f"{cost.bits_per_weight:.3f}"]
     if not measured:
-        return shown
+        return columns
     if not found:
-        return [*shown, "", ""]
+        return [*columns, "", ""]
+    from llmcompress.validate.token_statistics import shown
+
     low, high = found.get("kl_ci", (None, None))
-    interval = "" if low is None else f" ({low:.4g} to {high:.4g})"
-    return [*shown, f"{found['perplexity']:.5g}", f"{found['kl']:.4g}{interval}"]
+    interval = "" if low is None else f" ({shown(low, 4)} to {shown(high, 4)})"
+    return [*columns, shown(found["perplexity"]), f"{shown(found['kl'], 4)}{interval}"]
 
 
 def _came_of(run: Run) -> str:

@@ -19,7 +19,7 @@ from llmcompress.engine.run.opened_model import opened_model
 from llmcompress.engine.run.owl import with_owl_sparsities
 from llmcompress.engine.run.tokens import calibration_tokens
 from llmcompress.engine.run.transformed import open_transformed
-from llmcompress.engine.write.publish import finish
+from llmcompress.engine.write.publish import Judge, finish
 from llmcompress.errors import PlanError
 from llmcompress.hardware import exact_float32
 from llmcompress.solve.column_sweep import Sweeper
@@ -38,6 +38,7 @@ def run(
     tokens: Tensor | None = None,
     workers: Workers = SERIAL,
     sweeper: Sweeper | None = None,
+    judge: Judge = lambda entries: None,
 ) -> dict[str, Any]:
     """Carry a plan out and return its report. A rerun goes on after the last finished section.
 
@@ -45,7 +46,8 @@ def run(
     returns True, the run ends with StoppedError, and a later start can go on with it. tokens: the calibration tokens
     [samples, length], where the caller has drawn them already. workers: the ranks of the run, to which the threads of
     the plan are added; rank 0 writes the output and returns the report, every other rank returns an empty dict.
-    sweeper: what decides blocks of columns on the plan's device; None for torch.
+    sweeper: what decides blocks of columns on the plan's device; None for torch. judge: sees the whole ledger before
+    anything is published, and may raise; the work stays for the next start.
     """
     progress = progress or Progress()
     device_of(plan.options.device)  # refuses one that is not there
@@ -78,7 +80,7 @@ def run(
             model=plan.headers.path, calibration=calibration, trust_remote_code=plan.options.trust_remote_code
         )
         progress.writing(plan.estimate.output_bytes)
-        result = finish(plan, staged, calibration)
+        result = finish(plan, staged, calibration, judge)
         if not plan.options.keep_work:
             staged.remove()
         return result

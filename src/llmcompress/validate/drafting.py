@@ -1,12 +1,14 @@
 """A compressed model as the draft of its original, as the command line asks for it."""
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from llmcompress.engine.process.ranks import device_of
 from llmcompress.engine.source.text_tokenizer import load_tokenizer
-from llmcompress.errors import RecipeError
+from llmcompress.errors import NOT_FINITE_HINT, GateError, RecipeError
 from llmcompress.store.headers import refuse_adapter
 from llmcompress.validate.adapted_model import adapt_whole
 from llmcompress.validate.backend import Backend, Say, compute_dtype, open_backend
@@ -50,6 +52,8 @@ def speculative_figures(request: Request, prompt: str, tokens: int, guesses: int
     }
     draft: Any = load_whole(request.model, linear=backend.linears(say), source=ref, **common)
     target: Any = load_whole(ref, **common, linear=backend.linears(say))
+    for path, model in ((request.model, draft), (ref, target)):
+        model.register_forward_hook(partial(_refuse_not_finite, path))
     refuse_other_vocabulary(request.model, draft.config, ref, target.config)
     if request.adapter is not None:
         adapt_whole(draft, request.adapter, request.model, backend.device)
@@ -61,6 +65,12 @@ def speculative_figures(request: Request, prompt: str, tokens: int, guesses: int
         "generated": tokenizer.decode(found.ids[found.prompt :], skip_special_tokens=True),
         "speed": {"drafted": tokens / found.seconds, "alone": tokens / alone},
     }
+
+
+def _refuse_not_finite(path: Path, _: Any, __: Any, out: Any) -> None:
+    """GateError for logits from which nothing can be drawn."""
+    if not bool(out.logits[:, -1].isfinite().all()):
+        raise GateError(f"{path} gives logits that are not finite", NOT_FINITE_HINT)
 
 
 def _backend(request: Request, say: Say) -> Backend:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 from llmcompress.errors import CalibrationError, RecipeError
 from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.registry import suggest
-from llmcompress.validate.token_statistics import ALONE, COMPARED, OPERATORS, Array, Tokens
+from llmcompress.validate.token_statistics import ALONE, COMPARED, OPERATORS, Array, Tokens, shown
 
 Watch = Callable[[int, int], None]
 
@@ -95,19 +96,24 @@ def _advance(model: StreamedModel, number: int, states: Tensor, batch: int) -> N
 
 
 def _compare(logs: list[Tensor], truth: Tensor) -> dict[str, Tensor]:
-    """Measurements [length - 1] from log-probabilities [length - 1, vocabulary] of the subject and any reference."""
+    """Measurements [length - 1] from log-probabilities [length - 1, vocabulary] of the subject and any reference.
+
+    Where a model gives no numbers, neither is what is compared with it: two maxima of nothing would agree.
+    """
     subject = logs[0]
     nll = -subject.gather(1, truth[:, None])[:, 0]
     if len(logs) == 1:
         return {"nll": nll}
     reference = logs[1]
     chance, compressed = reference.exp(), subject.exp()
+    tv = (chance - compressed).abs().sum(dim=-1) / 2
+    same = (reference.argmax(dim=-1) == subject.argmax(dim=-1)).float()
     return {
         "nll": nll,
         "ref_nll": -reference.gather(1, truth[:, None])[:, 0],
         "kl": (chance * (reference - subject)).sum(dim=-1).clamp_min(0),
-        "tv": (chance - compressed).abs().sum(dim=-1) / 2,
-        "top1": (reference.argmax(dim=-1) == subject.argmax(dim=-1)).float(),
+        "tv": tv,
+        "top1": same.where(tv.isfinite(), tv),
     }
 
 
@@ -120,12 +126,13 @@ class Gate:
     bound: float
 
     def fails(self, figures: Mapping[str, Any]) -> bool:
-        return OPERATORS[self.operator](float(figures[self.key]), self.bound)
+        """Whether the condition is true, or the figure is not finite, so that nothing was measured."""
+        value = float(figures[self.key])
+        return not isfinite(value) or OPERATORS[self.operator](value, self.bound)
 
     def broken(self, figures: Mapping[str, Any]) -> str:
         """The message for figures that fail."""
-        bound = f"{self.key} {self.operator} {self.bound:g}"
-        return f"{self.key} is {figures[self.key]:.5g}, the gate was {bound}"
+        return f"{self.key} is {shown(figures[self.key])}, the gate was {self.key} {self.operator} {self.bound:g}"
 
 
 def refuse_unmeasured(gates: Iterable[Gate], compared: bool, more: Iterable[str] = ()) -> None:
@@ -150,7 +157,7 @@ def parse_gate(text: str) -> Gate:
     """A gate from its text; RecipeError if it is not `key operator number`."""
     match = re.fullmatch(r"\s*(\w+)\s*(>=|<=|>|<)\s*([0-9.eE+-]+)\s*", text)
     try:
-        if match is None:
+        if match is None or not isfinite(float(match[3])):
             raise ValueError
         return Gate(match[1], match[2], float(match[3]))
     except ValueError:

@@ -11,6 +11,7 @@ from llmcompress import __version__
 from llmcompress.store.files import create, writing
 from llmcompress.validate.request import Request
 from llmcompress.validate.session import evaluate_paths, evaluated_files
+from llmcompress.validate.token_statistics import not_finite
 
 
 def cached_figures(request: Request, kept: Path, watch: Callable[[int, int], None]) -> dict[str, Any]:
@@ -23,6 +24,8 @@ def cached_figures(request: Request, kept: Path, watch: Callable[[int, int], Non
     if isinstance(found, dict) and found.get("of") == asked and isinstance(found.get("figures"), dict):
         return found["figures"]  # type: ignore[no-any-return]
     figures = evaluate_paths(request, watch)
+    if not_finite(figures) is not None:  # JSON cannot say it
+        return figures
     partial = kept.with_name(f"{kept.name}.partial")
     with writing(kept):
         partial.unlink(missing_ok=True)

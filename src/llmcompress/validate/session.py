@@ -1,5 +1,6 @@
 """An evaluation as the command line asks for it: two models, a text, a protocol."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,7 @@ def _expected(model: Path) -> dict[str, float]:
     recipe = read_json(report).get("recipe") if report.is_file() else None
     expected = recipe.get("expected") if isinstance(recipe, dict) else None
     kl = expected.get("kl") if isinstance(expected, dict) else None
-    return {"kl_expected": float(kl)} if isinstance(kl, int | float) else {}
+    return {"kl_expected": float(kl)} if isinstance(kl, int | float) and math.isfinite(kl) else {}
 
 
 def evaluated_files(text: str) -> list[Path]:

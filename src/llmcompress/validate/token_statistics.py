@@ -6,6 +6,8 @@ its own. Two models are measured on the same windows, so their figures are paire
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import isfinite
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +32,7 @@ class Tokens:
     top1: Array | None = None
 
 
+@np.errstate(over="ignore", invalid="ignore")  # what is not finite is said as a figure, not as a warning
 def token_figures(tokens: Tokens, seed: int = 0) -> dict[str, float | int | list[float]]:
     """All figures by their published names, each with its `_ci` companion [low, high] where it applies."""
     windows = tokens.nll.shape[0]
@@ -68,6 +71,22 @@ def token_figures(tokens: Tokens, seed: int = 0) -> dict[str, float | int | list
 def _rounded(value: float) -> float:
     return float(f"{value:.6g}")
 
+
+def shown(value: float, digits: int = 5) -> str:
+    """A figure for people."""
+    return f"{value:.{digits}g}" if isfinite(value) else "not finite"
+
+
+def not_finite(figures: Mapping[str, Any]) -> str | None:
+    """What is to be said of figures that are not finite, and whose they are; None where all are finite."""
+    broken = [name for name, value in figures.items() if isinstance(value, float) and not isfinite(value)]
+    owners = [who for name, who in _OWNERS.items() if name in broken]
+    if not broken:
+        return None
+    return f"figures of {' and of '.join(owners)} are not finite" if owners else f"{', '.join(broken)}: not finite"
+
+
+_OWNERS = {"perplexity": "the model", "ref_perplexity": "the reference"}
 
 ALONE = ("perplexity", "tokens", "windows")  # figures that need no reference
 COMPARED = ("ref_perplexity", "perplexity_ratio", "kl", "kl_median", "kl_p99", "kl_p999", "kl_max", "top1", "tv")

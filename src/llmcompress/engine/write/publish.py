@@ -1,7 +1,7 @@
 """Publishing: staged codes become an output directory or file, which appears whole or not at all."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from llmcompress.store.output_file import output_of
 from llmcompress.store.staging import Staging
 from llmcompress.transforms.base import Transform
 from llmcompress.workers import SERIAL, Workers
+
+Judge = Callable[[Sequence[LedgerEntry]], None]
 
 _FRONT_MATTER = 1_000_000  # characters
 _WRITERS = {"safetensors": write_safetensors, "gguf": write_gguf}  # by the kind of output of a plan
@@ -138,8 +140,13 @@ def _said(step: Method | Pruner | Transform) -> str:
     return f"{step.name} {types.type if (types := gguf_types(step)) else step.label}"
 
 
-def finish(plan: Plan, staged: Staging, calibration: dict[str, Any] | None) -> dict[str, Any]:
-    """Write the output of a run whose sections are all staged, and return the report."""
+def finish(
+    plan: Plan, staged: Staging, calibration: dict[str, Any] | None, judge: Judge = lambda entries: None
+) -> dict[str, Any]:
+    """Write the output of a run whose sections are all staged, and return the report.
+
+    judge: sees the whole ledger before anything is written, and may raise.
+    """
     ledger = Ledger(plan.ledger)
     linears: list[dict[str, Any]] = []
     sites: list[dict[str, Any]] = []
@@ -150,6 +157,7 @@ def finish(plan: Plan, staged: Staging, calibration: dict[str, Any] | None) -> d
         linears += records["linears"]
         sites += records.get("sites", [])
         ledger.extend(LedgerEntry(**entry) for entry in records["ledger"])
+    judge(ledger.entries)
     count = (plan.options.threads or usual_threads()) if plan.resources.gpu else plan.resources.threads
     known = {"linears": linears, "sites": sites}
     with SERIAL.with_threads(count) as workers:  # packing is for processors
