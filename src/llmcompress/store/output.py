@@ -89,7 +89,7 @@ class OutputDirectory:
 
     path: the final place. It must not exist, unless `overwrite`: then `commit` replaces the model directory there.
     Permissions follow the umask of the process, but never let everybody write. told_by: files any of which marks a
-    directory as one that may be replaced.
+    directory as one that may be replaced. files: what report.json will say of each file written so far.
     """
 
     told_by: tuple[str, ...] = ("config.json", "llmcompress.yaml")  # the second alone beside GGUF files
@@ -100,6 +100,7 @@ class OutputDirectory:
         self.path = path
         self.partial = path.with_name(path.name + ".partial")
         self.overwrite = overwrite
+        self.files: dict[str, dict[str, Any]] = {}
         self._refuse_existing()
         refuse_unwritable(self.partial)
 
@@ -169,6 +170,8 @@ class OutputDirectory:
                 self._write(file.name, file.header)
             if path.stat().st_size != file.nbytes:
                 raise RunError(f"{path.name} has {path.stat().st_size} bytes instead of {file.nbytes}")
+            # tensors come in another order than they lie in, so a hash of the whole would read the file again
+            self.files[file.name] = {"bytes": file.nbytes, "header_sha256": _sha256(file.header)}
         if len(files) > 1:
             self._write(f"{stem}.safetensors.index.json", _index(files, specs))
         return hashes
@@ -190,9 +193,13 @@ class OutputDirectory:
 
     def write_pieces(self, name: str, pieces: "Iterable[bytes | memoryview]") -> None:
         """Write a file from pieces that arrive one by one."""
+        digest, nbytes = hashlib.sha256(), 0
         with writing(self.partial / name), create(self.partial / name) as handle:
             for piece in pieces:
                 handle.write(piece)
+                digest.update(piece)
+                nbytes += memoryview(piece).nbytes
+        self.files[name] = {"bytes": nbytes, "sha256": digest.hexdigest()}
 
     def _write(self, name: str, data: bytes) -> None:
         self.write_pieces(name, (data,))
@@ -214,6 +221,17 @@ class OutputDirectory:
                 raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
             self._write(name, data)
         return sorted(str(file.relative_to(source)) for file in found)
+
+    def write_report(self, report: Mapping[str, Any]) -> dict[str, Any]:
+        """Write report.json, after all other files: it records them, and a digest of its own text; returns it."""
+        whole = {**report, "files": dict(sorted(self._recorded().items()))}
+        whole["sha256"] = _sha256(_json(whole))
+        self.write_json("report.json", whole)
+        return whole
+
+    def _recorded(self) -> dict[str, dict[str, Any]]:
+        """What the report says of the files that will appear."""
+        return self.files
 
     def commit(self) -> Path:
         """Flush everything to disk, then rename the directory to `path`; returns `path`."""
@@ -301,6 +319,10 @@ def _index(files: Sequence[WeightFile], specs: Sequence[TensorSpec]) -> bytes:
     weight_map = {name: file.name for file in files for name in file.begins}
     total = sum(spec.nbytes for spec in specs)
     return _json({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _json(value: Any) -> bytes:

@@ -2,21 +2,23 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 from llmcompress.errors import PlanError
 from llmcompress.store.output import OutputDirectory, flush
 
 _MAGIC = b"GGUF"
-_BESIDE = ("report.json", "transforms.npz", "Modelfile")  # written beside a single file as NAME.<this name>
+BESIDE = ("report.json", "transforms.npz", "Modelfile")  # written beside a single file as NAME.<this name>
+SINGLE_FILE = "model.gguf"  # what its own report calls a single file, whose name its owner may change
 
 
 class OutputFile(OutputDirectory):
-    """An output directory of which only the GGUF file named like `path` and the files of _BESIDE appear."""
+    """An output directory of which only the GGUF file named like `path` and the files of BESIDE appear."""
 
     def _appear(self) -> Path:
         made = self.partial / self.path.name
         flush(made)
-        for name in _BESIDE:
+        for name in BESIDE:
             if (self.partial / name).exists():
                 flush(self.partial / name)
                 (self.partial / name).replace(beside(self.path, name))
@@ -25,6 +27,10 @@ class OutputFile(OutputDirectory):
         made.replace(self.path)  # last: a report alone misleads nobody
         flush(self.path.parent)
         return self.path
+
+    def _recorded(self) -> dict[str, dict[str, Any]]:
+        appearing = {name: self.files[name] for name in BESIDE if name in self.files}
+        return {SINGLE_FILE: self.files[self.path.name], **appearing}
 
     def _refuse_existing(self) -> None:
         if not os.path.lexists(self.path):
@@ -56,5 +62,5 @@ def report_of(path: Path) -> Path:
 
 
 def beside(path: Path, name: str) -> Path:
-    """The path of a file of _BESIDE that belongs to the single file `path`."""
+    """The path of a file of BESIDE that belongs to the single file `path`."""
     return path.with_name(f"{path.name}.{name}")

@@ -6,9 +6,11 @@ What is proved, in words:
 - keys: architecture and sizes are there and are those of the tensors; every layer has the same tensors.
 - tokens: as many as the embedding has rows, each another text; types, scores, merges and special ids fit them.
 - finite: every decoded value is, so every scale is.
-- hashes: every tensor has the SHA-256 that the report beside the file recorded.
-- source: the tensors and hyperparameters are those llama.cpp asks for, of these shapes, and no others; texts of tokens
-  and the chat template are the source's.
+- report: it is, to the byte, what its digest was made of; a file without one is good only beside its source.
+- file, directory: the file, and what belongs to it, has the SHA-256 that the report recorded; nothing else is there.
+- hashes: every tensor has the SHA-256 that the report recorded.
+- source: the tensors and hyperparameters are those llama.cpp asks for, of these shapes, and no others; every key has
+  the value that the source gives, tokens and chat template included. The source may be a GGUF file.
 - bound: of every matrix the relative error ||W - W'|| / ||W|| (Frobenius), rows in GGUF's order, is the one recorded in
   the report, to 0.1%, and below that of the worst data its type can meet with the nearest codes of scales that span a
   group: sqrt(group) / steps. F32 is exact; F16 and BF16 are off by their rounding at most.
@@ -26,7 +28,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llmcompress.engine.source.open import directory_headers, open_checkpoint
+from llmcompress.engine.source.gguf_input import GgufHeaders, names_of
+from llmcompress.engine.source.open import open_checkpoint, source_headers
 from llmcompress.errors import CheckpointError, LlmcompressError
 from llmcompress.formats.gguf.tensors import GGUFTensor, convert
 from llmcompress.ledger import Ledger
@@ -34,13 +37,15 @@ from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.folds import FoldedCheckpoint, Scaled
 from llmcompress.store.gguf_header import GgufHeader
 from llmcompress.store.gguf_model import decoded, read_gguf, rows_of, tensor_bytes
+from llmcompress.store.headers import ModelHeaders
 from llmcompress.store.output_file import beside, report_of
 from llmcompress.validate.directory import is_rotated, read_scales
 from llmcompress.validate.findings import AGREEMENT, Check, guarded, guarded_list, summary
 from llmcompress.validate.gguf_facts import scalar_value
-from llmcompress.validate.gguf_source import EncodedRows, expected_keys, expected_tensors, parts_of, source_mismatches
+from llmcompress.validate.gguf_keys import key_wrongs
+from llmcompress.validate.gguf_report import report_checks
+from llmcompress.validate.gguf_source import EncodedRows, expected_tensors, parts_of, source_mismatches
 from llmcompress.validate.gguf_tokens import against_source, token_wrongs
-from llmcompress.validate.stored import DamageError, read_json
 
 _AT_ONCE = 1 << 22  # values compared at once
 _HALF_STEP = {"F32": (0.0, 0.0), "F16": (2.0**-11, 2.0**-25), "BF16": (2.0**-8, 2.0**-134)}  # relative, absolute
@@ -61,10 +66,10 @@ def verify_gguf(file: Path, source: Path | None = None) -> list[Check]:
     except CheckpointError as error:
         return [Check("files", False, error.message)]
     nbytes = sum(tensor.nbytes for tensor in header.tensors.values())
-    report = _report(header)
+    report, proven = report_checks(header, source is not None)
     checks = [
         Check("files", True, f"{len(header.tensors)} tensors, {nbytes} bytes"),
-        Check("report", bool(report), "beside the file" if report else "none of this file beside it", warning=True),
+        *proven,
         guarded("keys", lambda: summary("keys", _key_wrongs(header), "sizes are those of the tensors")),
         guarded("tokens", lambda: summary("tokens", token_wrongs(header), "one for each row of the embedding")),
         guarded("finite", lambda: summary("finite", _infinite(header), "every value")),
@@ -72,18 +77,6 @@ def verify_gguf(file: Path, source: Path | None = None) -> list[Check]:
     if report:
         checks.append(guarded("hashes", lambda: summary("hashes", _hash_wrongs(header, report), "as recorded")))
     return checks if source is None else checks + _against(header, report, source)
-
-
-def _report(header: GgufHeader) -> Mapping[str, Any]:
-    """The report beside a file; empty if there is none."""
-    for path in (report_of(header.path), header.path.with_name("report.json")):
-        try:
-            report = read_json(path)
-        except DamageError:
-            continue
-        if report.get("format") == "gguf":
-            return report
-    return {}
 
 
 def _key_wrongs(header: GgufHeader) -> list[str]:
@@ -138,18 +131,18 @@ def _hash_wrongs(header: GgufHeader, report: Mapping[str, Any]) -> list[str]:
 
 def _against(header: GgufHeader, report: Mapping[str, Any], source: Path) -> list[Check]:
     try:
-        checkpoint = open_checkpoint(directory_headers(source, Ledger()))
-        tensors = expected_tensors(header, checkpoint.headers)
-        wrong = source_mismatches(header, checkpoint.headers, tensors)
-        keys = [key.name for key in expected_keys(checkpoint.headers, tensors)]
+        checkpoint = open_checkpoint(source_headers(source, Ledger()))
+        tensors, wrong = _from_source(header, checkpoint.headers)
     except LlmcompressError as error:
         return [Check("source", False, f"the source cannot be read: {error.message}")]
-    wrong += [f"there is no {key}" for key in keys if key not in header.fields]
     checks = [summary("source", wrong, f"{len(tensors)} tensors, each that of the source")]
     if wrong:
         return checks  # what follows reads tensors that may be missing
-    tokens = guarded_list(lambda: against_source(header, source))
-    checks.append(summary("source tokens", tokens, "texts, merges and chat template are the source's"))
+    keys = guarded_list(lambda: key_wrongs(header, checkpoint.headers, report))
+    checks.append(summary("source keys", keys, "hyperparameters, tokenizer and all others are the source's"))
+    if not isinstance(checkpoint.headers, GgufHeaders):
+        tokens = guarded_list(lambda: against_source(header, source))
+        checks.append(summary("source tokens", tokens, "texts, merges and chat template are the source's"))
     if is_rotated(report):
         there = "rotated as recorded: whether values are near the source's is for `eval` to say"
         return [*checks, Check("bound", True, there)]
@@ -158,6 +151,19 @@ def _against(header: GgufHeader, report: Mapping[str, Any], source: Path) -> lis
         *checks,
         summary("bound", bound, "every tensor as near to the source as its type can be and the report says"),
     ]
+
+
+def _from_source(header: GgufHeader, source: ModelHeaders) -> tuple[list[GGUFTensor], list[str]]:
+    """The tensors that a file made of `source` holds, and what rules `source` out; CheckpointError."""
+    if not isinstance(source, GgufHeaders):
+        tensors = expected_tensors(header, source)
+        return tensors, source_mismatches(header, source, tensors)
+    tensors = [GGUFTensor(name, item.shape, names_of(item)) for name, item in source.gguf.tensors.items()]
+    theirs = {name: item.shape for name, item in source.gguf.tensors.items()}
+    ours = {name: item.shape for name, item in header.tensors.items()}
+    wrong = [f"tensor {name} is not as in the source" for name in sorted(theirs.keys() | ours.keys())
+             if theirs.get(name) != ours.get(name)]  # fmt: skip
+    return tensors, wrong
 
 
 def _as_scaled(header: GgufHeader, report: Mapping[str, Any], checkpoint: Checkpoint) -> Checkpoint:

@@ -21,27 +21,26 @@ from llmcompress.validate.removed_parts import (
     narrows,
     renumbered_tensors,
 )
-from llmcompress.validate.stored import DamageError, Tensor, read_json, read_tensors
+from llmcompress.validate.source_files import config_differences, side_file_wrongs
+from llmcompress.validate.stored import DamageError, Tensor, read_json, read_source
 
 _ROUNDING = {"BF16": 2.0**-8, "F16": 2.0**-11, "F32": 2.0**-24, "F64": 2.0**-53}
-_MAY_DIFFER = {"quantization_config", "dtype", "torch_dtype", "tie_word_embeddings"}
 
 
 def against_source(directory: Directory, matrices: Mapping[str, StoredMatrix], source: Path) -> list[Check]:
     """Compare a directory with its source model. matrices: the directory's decodable matrices."""
     try:
-        originals = read_tensors(source)
+        originals = read_source(source)
         config = read_json(source / "config.json")
         shallow = drops_layers(directory.report)
         originals = renumbered_tensors(directory.report, originals) if shallow else originals
     except (DamageError, OSError) as error:
         return [Check("source", False, f"the source cannot be read: {error}")]
-    keys = (config.keys() | directory.config.keys()) - _MAY_DIFFER
-    keys = {key for key in keys if not (shallow and depends_on_depth(key))}
     narrow = narrows(directory.report)
-    keys = {key for key in keys if not (narrow and holds_cut_width(directory, config, key))}
-    changed = sorted(key for key in keys if config.get(key) != directory.config.get(key))
-    wrong = [f"config.json has another {key!r} than the source" for key in changed]
+    changed = {key for key in config_differences(directory, config) if not (shallow and depends_on_depth(key))}
+    changed = {key for key in changed if not (narrow and holds_cut_width(directory, config, key))}
+    wrong = [f"config.json has another {key!r} than the source" for key in sorted(changed)]
+    wrong += guarded_list(lambda: side_file_wrongs(directory, source))
     if narrow:
         wrong += guarded_list(lambda: narrower_wrongs(directory, originals))
         originals, directory = _uncut(directory, originals)

@@ -44,6 +44,7 @@ _NUMPY = {
     "BOOL": "?",
 }
 _CHUNK = 1 << 24  # bytes read at once
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class DamageError(Exception):
@@ -123,43 +124,76 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """All tensors of a model directory by name, every length, offset and index entry checked; or DamageError."""
-    index = directory / "model.safetensors.index.json"
+    """All tensors of an output by name, every length, offset and index entry checked; or DamageError.
+
+    A weight file that the index does not name, or a second one without an index, is damage.
+    """
     present = sorted(file.name for file in directory.glob("*.safetensors"))
-    if not index.exists():
+    weight_map, metadata = _index(directory)
+    if weight_map is None:
         if len(present) != 1:
-            raise DamageError(f"{len(present)} weight files and no {index.name}")
+            raise DamageError(f"{len(present)} weight files and no {INDEX}")
         return _file(directory / present[0])
-    entries = read_json(index)
-    weight_map = entries.get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise DamageError(f"{index.name} has no weight_map")
     named = sorted(set(map(str, weight_map.values())))
     if named != present:
-        raise DamageError(f"{index.name} names {', '.join(named)}; present are {', '.join(present) or 'none'}")
-    tensors: dict[str, Tensor] = {}
-    for name in named:
-        for tensor in _file(directory / name).values():
-            if weight_map.get(tensor.name) != name or tensor.name in tensors:
-                raise DamageError(f"{tensor.name} lies in {name}, and {index.name} does not say so")
-            tensors[tensor.name] = tensor
-    if missing := sorted(weight_map.keys() - tensors.keys()):
-        raise DamageError(f"{missing[0]} is named by {index.name} and lies in no file")
-    metadata = entries.get("metadata")
+        raise DamageError(f"{INDEX} names {', '.join(named)}; present are {', '.join(present) or 'none'}")
+    tensors = _indexed(directory, weight_map)
+    if unnamed := sorted(tensors.keys() - weight_map.keys()):
+        raise DamageError(f"{unnamed[0]} lies in {tensors[unnamed[0]].file.name}, and {INDEX} does not say so")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     held = sum(tensor.nbytes for tensor in tensors.values())
     if total is not None and total != held:
-        raise DamageError(f"{index.name} speaks of {total} bytes, the tensors have {held}")
+        raise DamageError(f"{INDEX} speaks of {total} bytes, the tensors have {held}")
     return tensors
+
+
+def read_source(directory: Path) -> dict[str, Tensor]:
+    """The tensors that a run reads of a model, by name: of the files that its index names, whatever lies beside them.
+
+    Without an index these are of model.safetensors, or of the only file. DamageError.
+    """
+    weight_map, _ = _index(directory)
+    if weight_map is not None:
+        return _indexed(directory, weight_map)
+    files = [directory / SINGLE] if (directory / SINGLE).exists() else sorted(directory.glob("*.safetensors"))
+    if len(files) != 1:
+        raise DamageError(f"{len(files)} weight files and no {INDEX}")
+    return _file(files[0])
+
+
+def _index(directory: Path) -> tuple[dict[str, Any] | None, Any]:
+    """The file of every tensor, None without an index, and the index's metadata."""
+    if not (directory / INDEX).exists():
+        return None, None
+    entries = read_json(directory / INDEX)
+    weight_map = entries.get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise DamageError(f"{INDEX} has no weight_map")
+    return weight_map, entries.get("metadata")
+
+
+def _indexed(directory: Path, weight_map: Mapping[str, Any]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for name in sorted(set(map(str, weight_map.values()))):
+        for tensor in _file(directory / name).values():
+            if weight_map.get(tensor.name, name) != name or tensor.name in tensors:
+                raise DamageError(f"{tensor.name} lies in {name}, and {INDEX} does not say so")
+            tensors[tensor.name] = tensor
+    if missing := sorted(weight_map.keys() - tensors.keys()):
+        raise DamageError(f"{missing[0]} is named by {INDEX} and lies in no file")
+    return tensors
+
+
+def is_blob(file: Path) -> bool:
+    """Whether a file is a link into the blobs of the download cache that its directory belongs to."""
+    folder = file.parent.resolve()
+    return folder.parent.name == "snapshots" and folder.parent.parent / "blobs" in file.resolve().parents
 
 
 def _file(path: Path) -> dict[str, Tensor]:
     if not path.is_file():  # a pipe would block for ever
         raise DamageError(f"{path.name} is not a file")
-    folder, target = path.parent.resolve(), path.resolve()
-    blobs = folder.parent.parent / "blobs"  # target of the links of a download cache
-    cached = folder.parent.name == "snapshots" and blobs in target.parents
-    if folder not in target.parents and not cached:
+    if path.parent.resolve() not in path.resolve().parents and not is_blob(path):
         raise DamageError(f"{path.name} is a link that leaves its directory")
     size = path.stat().st_size
     with path.open("rb") as handle:

@@ -3,7 +3,11 @@
 What is proved, in words:
 
 - files: headers, index and lengths agree; no gap, no overlap, no stray weight file.
+- report: it is, to the byte, what its digest was made of.
+- directory: every file is there with the SHA-256 that report.json recorded, nothing else is. A changed model card
+  (README.md) is a warning, and so is what hubs add to a download.
 - config: the keys engines need are there, and they say of every linear what its tensors say.
+- plan: config.json and the headers pass the checks by which a plan refuses a model.
 - hashes: every tensor has the SHA-256 that report.json recorded when it was written.
 - finite, matrices: every value is finite; scales are finite and not zero, padding bits are zero, zero points are the
   middle where the grid is symmetric, group indices are in range, shapes are those of the grid. A decoded value then
@@ -12,7 +16,8 @@ What is proved, in words:
 - sparsity: matrices that were pruned have as many zeros as report.json recorded, in the recorded pattern.
 - cache: every attention has scales of keys and values, if config.json speaks of them, as report.json recorded them.
 - source: every tensor of the source is there byte for byte, or quantised, or a tied head left out; nothing else is. Of
-  a narrower feed-forward, what writes channels holds those of the source, and what reads them was fitted anew.
+  a narrower feed-forward, what writes channels holds those of the source, and what reads them was fitted anew. Values
+  of config.json are those of the source, but for what the run changes; tokenizer and other side files its bytes.
 - bound: of every matrix, the relative error ||W - W'|| / ||W|| (Frobenius) is the one that report.json recorded, to
   0.1%, and below 1, which is what zeroing the matrix would give. Decoded weights are rounded once more to their stored
   type, which may add or hide as much as the rounding can be. For method rtn without pruning, element by
@@ -33,10 +38,14 @@ from llmcompress.validate.findings import Check, guarded, guarded_list, summary
 from llmcompress.validate.kv_scale_checks import cache_scales, cache_wrongs
 from llmcompress.validate.matrices import AffineMatrix, quantised_modules, read_matrix
 from llmcompress.validate.matrix import StoredMatrix
+from llmcompress.validate.plan_checks import plan_wrongs
+from llmcompress.validate.published import REPORT, directory_checks, report_edits
 from llmcompress.validate.source_checks import against_source
 from llmcompress.validate.sparsity import sparsity
 from llmcompress.validate.stored import DamageError, read_json, read_tensors
 
+_ADAPTER = "adapter_config.json"
+_KEYS = ("format", "linears", "tensors")
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _GRID = re.compile(r"int(\d)-(?:row|g(\d+))-(?:sym|asym)|fp8-row")
 
@@ -46,28 +55,34 @@ def verify(out: Path, source: Path | None = None) -> list[Check]:
 
     `out` is good if every check that is not a warning is ok. Never raises for damage in `out`.
     """
+    adapter = (out / _ADAPTER).is_file() and not (out / "config.json").exists()
     try:
         tensors = read_tensors(out)
-        config = read_json(out / "config.json")
-        form = format_of(config)
+        config = read_json(out / (_ADAPTER if adapter else "config.json"))
+        form = "lora" if adapter else format_of(config)
     except (DamageError, OSError) as error:
         return [Check("files", False, str(error))]
     checks = [
         Check("files", True, f"{len(tensors)} tensors, {sum(tensor.nbytes for tensor in tensors.values())} bytes")
     ]
     try:
-        report = read_json(out / "report.json")
+        report = read_json(out / REPORT)
         unusable = _report_wrongs(report, form)
-        checks.append(summary("report", unusable, "names this format and every linear"))
+        edited = guarded_list(lambda: report_edits((out / REPORT).read_bytes()))
+        checks.append(summary("report", unusable + edited, "names this format and every linear, and is as written"))
         report = {} if unusable else report
     except DamageError as error:
         report = {}
         checks.append(Check("report", False, str(error)))
+    checks += directory_checks(out, report)
     directory = Directory(out, config, form, tensors, report)
-    checks.append(guarded("config", lambda: summary("config", config_wrongs(directory), "keys and tensors agree")))
     checks.append(guarded("hashes", lambda: _hashes(directory)))
     infinite = [f"{name} holds values that are not finite" for name, tensor in tensors.items() if not tensor.finite()]
     checks.append(summary("finite", infinite, "every value"))
+    if adapter:  # what it corrects is another directory's, and for `eval --adapter` to judge
+        return checks
+    checks.append(guarded("config", lambda: summary("config", config_wrongs(directory), "keys and tensors agree")))
+    checks.append(guarded("plan", lambda: summary("plan", plan_wrongs(out), "config.json fits the headers")))
     matrices: dict[str, StoredMatrix] = {}
     wrong = _read_all(directory, matrices)
     if form == "dense":
@@ -91,7 +106,7 @@ def passed(checks: Sequence[Check]) -> bool:
 
 
 def _report_wrongs(report: Mapping[str, Any], form: str) -> list[str]:
-    wrong = [f"report.json has no {key!r}" for key in ("format", "linears", "tensors") if key not in report]
+    wrong = [f"report.json has no {key!r}" for key in _KEYS if key not in report and (form, key) != ("lora", "linears")]
     if report.get("format", form) != form:
         wrong.append(f"report.json says format {report['format']}, config.json says {form}")
     linears = report.get("linears", [])

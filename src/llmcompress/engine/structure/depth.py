@@ -122,8 +122,8 @@ def prune_depth(plan: DepthPlan, watch: Watch = lambda done, of: None) -> dict[s
     with OutputDirectory(opened.out, overwrite=opened.options.overwrite) as out:
         hashes = derived.write(opened, out, ((name, checkpoint.read_finite(name)) for name in checkpoint.names()))
         report = derived.report(opened, calibration, hashes, records)
-        out.write_json("report.json", report)
         out.write_text("README.md", card(opened, calibration, "depth pruning", _figures(plan, removed, derived)))
+        report = out.write_report(report)
         out.commit()
     return report
 

@@ -68,8 +68,8 @@ def repair(plan: LoraPlan, watch: Watch = lambda done, of: None) -> dict[str, An
             "ledger": opened.ledger.as_json(),
             "tensors": hashes,
         }
-        out.write_json("report.json", report)
         out.write_text("README.md", _card(base, plan.rank, report))
+        report = out.write_report(report)
         out.commit()
     return report
 

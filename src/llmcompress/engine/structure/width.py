@@ -127,8 +127,8 @@ def prune_width(plan: WidthPlan, watch: Watch = lambda done, of: None) -> dict[s
         }
         out.write_arrays(CHANNELS, {str(number): kept.numpy() for number, kept in enumerate(work.kept)})
         report = plan.derived.report(opened, calibration, hashes, records)
-        out.write_json("report.json", report)
         out.write_text("README.md", card(opened, calibration, "width pruning", _figures(plan, work.records)))
+        report = out.write_report(report)
         out.commit()
     return report
 

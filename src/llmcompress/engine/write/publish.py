@@ -54,10 +54,10 @@ def write_output(
             content = {**plan.headers.config, **changes} if name == "config.json" else changes
             out.write_json(name, content)
         out.write_text("llmcompress.yaml", plan.recipe.as_yaml())
-        out.write_json("report.json", result)
         if plan.modelfile is not None:
             out.write_text("Modelfile", plan.modelfile)
         out.write_text("README.md", model_card(model_card_facts(plan, result)))
+        result = out.write_report(result)
         out.commit()
     return result
 

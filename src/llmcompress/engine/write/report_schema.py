@@ -123,6 +123,16 @@ class LedgerEntry(Document):
     why: str
 
 
+class WrittenFile(Document):
+    """One file of the output: its size, and one hash."""
+
+    bytes: Count
+    sha256: Sha256 | None = Field(None, description="of the whole file")
+    header_sha256: Sha256 | None = Field(
+        None, description="of a safetensors file of weights: of all that comes before the data; tensors have their own"
+    )
+
+
 class Report(Document):
     """report.json: what was done, to what, with what result. No times and no paths: same inputs, same bytes."""
 
@@ -143,6 +153,11 @@ class Report(Document):
     sites: list[ScaledSite]
     ledger: list[LedgerEntry]
     tensors: dict[str, Sha256] = Field(description="SHA-256 of each tensor's bytes, by its name in the output")
+    files: dict[str, WrittenFile] = Field(
+        default_factory=dict,
+        description="every file of the output but this one, by name; a single GGUF file is called model.gguf",
+    )
+    sha256: Sha256 | None = Field(None, description="of the text of this document without this key")
 
 
 Run = Annotated[Sha256, Field(description="SHA-256 of the headers of the model, the recipe and the compute type")]
