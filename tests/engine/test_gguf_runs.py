@@ -159,8 +159,11 @@ def test_a_directory_gets_the_same_file_with_its_papers(narrow, tmp_path):
     folder = write(narrow, tmp_path / "folder", "Q4_0")
     assert (folder / "model-Q4_0.gguf").read_bytes() == file.read_bytes()
     assert {"README.md", "llmcompress.yaml", "report.json"} < set(inside(folder))
-    single = tmp_path / "single.gguf.report.json"
-    assert (folder / "report.json").read_bytes() == single.read_bytes()
+    reports = [json.loads(path.read_text()) for path in (folder / "report.json", tmp_path / "single.gguf.report.json")]
+    names = [sorted(report.pop("files")) for report in reports]
+    assert names == [["README.md", "llmcompress.yaml", "model-Q4_0.gguf"], ["model.gguf"]]
+    assert [len(report.pop("sha256")) for report in reports] == [64, 64]
+    assert reports[0] == reports[1]
 
 
 def test_types_may_be_chosen_by_name_of_tensor(narrow, tmp_path):

@@ -112,6 +112,8 @@ class Tensor:
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    if path.exists() and not path.is_file():  # a pipe would block for ever
+        raise DamageError(f"{path.name} is not a file")
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:

@@ -16,6 +16,7 @@ from llmcompress.errors import PlanError
 from llmcompress.recipe import Calibration, build
 from llmcompress.registry import discover
 from llmcompress.validate.verify import passed, verify
+from resealed import reseal
 
 SAMPLES, LENGTH = 4, 24
 SPECS = discover(arch, "ARCH")
@@ -190,7 +191,7 @@ def test_a_layer_in_the_place_of_another_is_found_out(random_model_dir, ids, tmp
     model, out = deep(random_model_dir, "llama"), tmp_path / "out"
     report = depth(model, out, ids[0], 2)
     others = [number for number in range(6) if number not in report["depth"]["removed"]][:2]
-    (out / "report.json").write_text(json.dumps({**report, "depth": {**report["depth"], "removed": others}}))
+    reseal(out, depth={**report["depth"], "removed": others})
     wrong = [check for check in verify(out, model) if not check.ok and not check.warning]
     assert [check.name for check in wrong] == ["source"]
     assert "differs from the source" in wrong[0].detail
