@@ -172,6 +172,9 @@ EARLY = {
     "an odd value in a pattern": (nothing, [*RTN, "--set", "mlp.*: {bits: [1]}"], ["set.mlp.*.bits = [1]"]),
     "a kind nobody knows": (nothing, [*RTN, "--strict", "dampin"], ["did you mean 'damping'"]),
     "a size that is none": (nothing, [*RTN, "--shard-size", "nan"], ["--shard-size nan"]),
+    "a variable that is not set": (nothing, [*RTN, "--stats", ""], ["an empty value follows --stats"]),
+    "a value left out": (nothing, [*RTN, "--work="], ["an empty value follows --work"]),
+    "a type that is a path": (nothing, ["gguf", "MODEL", "--type", "/dev/null"], ["type = '/dev/null'"]),
     "more windows than can be": (nothing, [*GPTQ, "--samples", str(10**400)], ["samples = "]),
     "no windows": (nothing, ["calib", "pack", "MODEL", "--samples", "0"], ["samples = 0"]),
     "windows too long": (

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Sequence
 from itertools import pairwise
 
 import typer
@@ -66,6 +67,7 @@ def main() -> None:
 def _run() -> int:
     """The exit code of the command."""
     try:
+        _refuse_empty(sys.argv[1:])
         code = app(standalone_mode=False)
     except LlmcompressError as error:
         return _failed(error)
@@ -83,6 +85,14 @@ def _run() -> int:
     if not code:
         log.event("done", exit_code=EXIT_OK)
     return code if isinstance(code, int) else EXIT_OK
+
+
+def _refuse_empty(words: Sequence[str]) -> None:
+    """RecipeError for a value without a character, which would be the current directory where a path is wanted."""
+    for before, word in pairwise(["the command line", *words]):
+        if not word or (word.startswith("--") and word.endswith("=")):
+            where = word.rstrip("=") or before
+            raise RecipeError(f"an empty value follows {where}", "is a variable of the shell not set?")
 
 
 def _unforeseen(error: Exception) -> int:
@@ -104,8 +114,6 @@ def _misused(error: Exception) -> int:
     context = getattr(error, "ctx", None)
     if type(error).__name__ == "NoArgsIsHelpError":  # the help is printed already
         return RecipeError.exit_code
-    if not log.active and _has_option(sys.argv, "--log-format", "json"):  # which was not read for what came before it
-        log.open()
     message = error.format_message()  # type: ignore[attr-defined]
     hint = None if context is None else f"see `{context.command_path} --help`"
     return _failed(RecipeError(f"{message[:1].lower()}{message[1:].rstrip('.')}", hint))
@@ -116,6 +124,8 @@ def _has_option(words: list[str], option: str, value: str) -> bool:
 
 
 def _failed(error: LlmcompressError) -> int:
+    if not log.active and _has_option(sys.argv, "--log-format", "json"):  # which was not read for what came before it
+        log.open()
     if says(error):
         console.fail(error)
     return error.exit_code

@@ -29,7 +29,7 @@ class GgufTypes(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    type: str
+    type: str = Field(pattern=r"^\w+$")  # the default name of the output ends with it
     pure: bool = False
     output: str | None = None
     embedding: str | None = None
