@@ -203,7 +203,10 @@ def test_a_file_that_cannot_be_replaced_stays_whole(tmp_path, monkeypatch):
     before = (tmp_path / "a.xml").read_bytes()
     gates.add(GateCase("more", "passed"))
     (tmp_path / "a.xml.partial").mkdir()
-    with pytest.raises(RunError, match="cannot be written"):
+    (tmp_path / "a.xml.partial" / "letters").touch()
+    with pytest.raises(PlanError, match="is in the way"), gated("work", tmp_path / "a.xml"):
+        pass
+    with pytest.raises(PlanError, match="is in the way"):
         write_junit(tmp_path / "a.xml", gates)
     assert (tmp_path / "a.xml").read_bytes() == before
     shutil.rmtree(tmp_path / "a.xml.partial")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from llmcompress.engine.write.export_work import Exported
     from llmcompress.ledger import LedgerEntry
     from llmcompress.solve.column_sweep import Sweeper
+    from llmcompress.store.output import OutputDirectory
     from llmcompress.workers import Workers
 
 RecipeLike = Recipe | Mapping[str, Any] | str | Path
@@ -114,11 +115,13 @@ def carried_out(
     workers: Workers | None = None,
     say: Callable[[str], None] = lambda line: None,
     judge: Callable[[Sequence[LedgerEntry]], None] = lambda entries: None,
+    output: OutputDirectory | None = None,
 ) -> Result:
     """The result of a plan that one process carries out, or several.
 
     tokens [samples, length]: of the calibration, where they are drawn already. workers: the ranks that share the run;
-    None for this process alone. say: told why a GPU does not use a kernel of its own. judge: see `execute.run`.
+    None for this process alone. say: told why a GPU does not use a kernel of its own. judge: see `execute.run`. output:
+    the plan's, where it is claimed already.
     """
     from llmcompress.engine import execute
     from llmcompress.engine.write.timings import Timings, refuse_place
@@ -134,7 +137,7 @@ def carried_out(
         with quiet_libraries():
             stop_when = stop or (lambda finished: False)
             ranks, sweeper = workers or SERIAL, _sweeper(plan, say)
-            report = execute.run(plan, timer or watch, stop_when, tokens, ranks, sweeper, judge)
+            report = execute.run(plan, timer or watch, stop_when, tokens, ranks, sweeper, judge, output)
         if timer is not None:
             timer.end()
         return report

@@ -73,7 +73,8 @@ class EvaluationResult:
 
         >>> evaluation.save("model-w4.eval.json")
         """
-        from llmcompress.store.files import refuse_existing, write_whole
+        from llmcompress.store.files import refuse_existing
+        from llmcompress.store.unfinished import write_whole
 
         self._fail_if_not_finite()
         refuse_existing(Path(file), overwrite)

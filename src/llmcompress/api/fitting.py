@@ -35,7 +35,8 @@ class FitResult:
 
     def save(self, file: str | Path, *, overwrite: bool = False) -> None:
         """Write the recipe as YAML. PlanError for a file that exists, without `overwrite`."""
-        from llmcompress.store.files import refuse_existing, write_whole
+        from llmcompress.store.files import refuse_existing
+        from llmcompress.store.unfinished import write_whole
 
         refuse_existing(Path(file), overwrite)
         write_whole(Path(file), self.recipe.as_yaml().encode(), overwrite)
@@ -111,13 +112,14 @@ def fitted_types(
     options: Options,
     progress: Watch | None = None,
     stop: Callable[[int], bool] | None = None,
+    begin: Callable[[], object] = lambda: None,
 ) -> FitResult:
-    """The recipe with a type of GGUF for every tensor."""
+    """The recipe with a type of GGUF for every tensor. begin: called once the budget is known to be possible."""
     from llmcompress.engine.budget.gguf_types import fitted_to_budget
 
     kept = "losses are kept by --losses once all are measured; run the same command again"
     with quiet_libraries():
-        found, ledger = fitted_to_budget(recipe, model, options, budget, losses, watched(progress, stop, kept))
+        found, ledger = fitted_to_budget(recipe, model, options, budget, losses, watched(progress, stop, kept), begin)
     return FitResult(found, tuple(ledger.entries))
 
 

@@ -1,7 +1,6 @@
 """From what a user names to a source, and from its tokens to a file that the source `ids` reads."""
 
 import json
-import os
 import re
 from difflib import get_close_matches
 from pathlib import Path
@@ -15,7 +14,7 @@ from llmcompress.calib.documents import unreadable
 from llmcompress.calib.ids import KEY, SUFFIX
 from llmcompress.errors import CalibrationError
 from llmcompress.registry import discover, suggest
-from llmcompress.store.files import create
+from llmcompress.store.unfinished import claimed, put_in_place
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,18 +90,12 @@ def save(tokens: "Tensor", path: Path) -> None:
     metadata = {"format": "pt", "sha256": fingerprint(ids)}
     header = json.dumps({"__metadata__": metadata, KEY: entry}, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    content = len(header).to_bytes(8, "little") + header + ids.numpy().astype("<i8").tobytes()
     try:
-        partial.unlink(missing_ok=True)
-        with create(partial) as file:
-            file.write(len(header).to_bytes(8, "little") + header)
-            file.write(ids.numpy().astype("<i8").tobytes())
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
+        path.parent.stat()  # is not made
+        with claimed(path) as claim:
+            put_in_place(claim, path, content)
     except OSError as error:
         raise CalibrationError(
             f"cannot write {path}: {error.strerror or error}", "name a file in a folder that exists"
         ) from None
-    finally:
-        partial.unlink(missing_ok=True)

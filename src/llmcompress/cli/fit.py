@@ -1,5 +1,6 @@
 """`fit`: a recipe that gives every matrix the bits it needs, within a size."""
 
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -83,7 +84,7 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     **flags.taken("calibration", "field", "samples", "length", "seed"),
     **flags.taken("target", "tp", "device", "threads", "max_memory"),
     "work": (Work, None),
-    **flags.taken("deadline", "trust_remote_code", "json_", "junit", "log_format", "quiet"),
+    **flags.taken("restart", "deadline", "trust_remote_code", "json_", "junit", "log_format", "quiet"),
 }
 
 
@@ -94,22 +95,28 @@ def register(app: typer.Typer) -> None:
 
 def fit(**values: Any) -> None:
     """Measure, choose, write, tell."""
+    from llmcompress.store.unfinished import claimed, put_in_place
+
     names = ("size", "bpw", "kl", "bits", "group_size", "sensitivity")
     wanted, recipe, out = wanted_of(*(values[name] for name in names)), recipe_of(values), values["out"]
     _refuse_place(out, values["overwrite"])
     quiet = values["quiet"] or (values["json_"] and not log.active)
-    with console.Steps("measuring", quiet) as steps:
-        found = fitted_grids(
-            recipe,
-            values["model"],
-            wanted,
-            _work(values),
-            flags.run_options(values),
-            steps.at,
-            Stop(values["deadline"]),
-            lambda memory: tell_plan({"memory_bytes": memory}, quiet),
-        )
-    _write(out, found.recipe.as_yaml(), values["overwrite"])
+    with ExitStack() as stack:
+        if out is not None:
+            claim = stack.enter_context(claimed(out))
+        with console.Steps("measuring", quiet) as steps:
+            found = fitted_grids(
+                recipe,
+                values["model"],
+                wanted,
+                _work(values),
+                flags.run_options(values),
+                steps.at,
+                Stop(values["deadline"]),
+                lambda memory: tell_plan({"memory_bytes": memory}, quiet),
+            )
+        if out is not None:
+            put_in_place(claim, out, found.recipe.as_yaml().encode())
     _tell(found, values)
 
 
@@ -130,6 +137,7 @@ def recipe_of(values: dict[str, Any]) -> Recipe:
 def _refuse_place(out: Path | None, overwrite: bool) -> None:
     from llmcompress.errors import PlanError
     from llmcompress.store.output import refuse_unwritable
+    from llmcompress.store.unfinished import refuse_foreign
 
     if out is None:
         return
@@ -137,19 +145,7 @@ def _refuse_place(out: Path | None, overwrite: bool) -> None:
         hint = "give another file, or --overwrite" if out.is_file() else "give the name of a file"
         raise PlanError(f"{out} already exists", hint)
     refuse_unwritable(out)
-
-
-def _write(out: Path | None, text: str, overwrite: bool) -> None:
-    from llmcompress.store.files import create, make_parent, writing
-
-    if out is None:
-        return
-    with writing(out):
-        make_parent(out)
-        if overwrite:
-            out.unlink(missing_ok=True)
-        with create(out) as handle:
-            handle.write(text.encode())
+    refuse_foreign(out)
 
 
 def _tell(found: FitResult, values: dict[str, Any]) -> None:

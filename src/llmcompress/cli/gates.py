@@ -1,5 +1,6 @@
 """Gates of a command, and what came of them as JUnit XML, which CI systems show as tests."""
 
+import io
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from llmcompress.cli.log import log
 from llmcompress.errors import NOT_FINITE_HINT, GateError, LlmcompressError, PlanError, StoppedError, one_line
-from llmcompress.store.files import create, writing
 
 if TYPE_CHECKING:
     from llmcompress.validate.evaluate import Gate
@@ -102,6 +102,8 @@ def write_junit(file: Path, gates: Gates) -> None:
     """The tests as JUnit XML, whole or not at all; what was there is replaced. Without times: the same every time."""
     from junitparser import Error, Failure, JUnitXml, Skipped, TestCase, TestSuite
 
+    from llmcompress.store.unfinished import write_whole
+
     suite = TestSuite(f"llmcompress {gates.suite}")
     for case in gates.cases.values():
         item = TestCase(one_line(case.name), classname=f"llmcompress.{gates.suite}")
@@ -113,19 +115,18 @@ def write_junit(file: Path, gates: Gates) -> None:
         suite.add_testcase(item)
     document = JUnitXml()
     document.add_testsuite(suite)
-    partial = file.with_name(f"{file.name}.partial")
-    with writing(file):
-        partial.unlink(missing_ok=True)
-        create(partial).close()
-        document.write(str(partial), pretty=True)
-        partial.replace(file)
+    text = io.BytesIO()
+    document.write(text, pretty=True)
+    write_whole(file, text.getvalue(), overwrite=True)
 
 
 def _refuse_place(file: Path) -> None:
     from llmcompress.store.output import refuse_unwritable
+    from llmcompress.store.unfinished import refuse_foreign
 
     if not file.parent.is_dir():  # made here, it could be the output that a stopped run is to write later
         raise PlanError(f"--junit {file}: there is no directory {file.parent}", "make it first")
     refuse_unwritable(file)
+    refuse_foreign(file)
     if os.path.lexists(file) and (file.is_symlink() or not file.is_file()):
         raise PlanError(f"--junit {file} is not a file, so it is not replaced", "give another name")

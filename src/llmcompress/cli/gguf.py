@@ -1,6 +1,7 @@
 """`llmcompress gguf`: a recipe from a file type of GGUF, calibrated or not."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,7 +17,7 @@ from llmcompress.cli.running import start
 from llmcompress.cli.stopping import Stop
 from llmcompress.engine.process.ranks import refuse_several
 from llmcompress.errors import RecipeError
-from llmcompress.store.output_file import is_single
+from llmcompress.store.output_file import is_single, output_of
 
 TYPES = "Types"
 DOC = """Write a GGUF file for llama.cpp from safetensors or from another one, in any of its types from Q2_K to Q8_0.
@@ -142,8 +143,12 @@ def command(dry: bool) -> Callable[..., None]:
         if values["type_"]:
             start(*_typed(values), execution=execution, dry=dry)
         else:
-            job, stop = _budgeted({**values, "out": values["out"] or _named(values)})
-            start(job, execution=execution, dry=dry, stop=stop)
+            out = values["out"] or _named(values)
+            computes = not (dry or execution.dry_run or execution.print_recipe)
+            with ExitStack() as stack:
+                output = output_of(out, GGUF, values["overwrite"])
+                job, stop = _budgeted({**values, "out": out}, lambda: computes and stack.enter_context(output))
+                start(job, execution=execution, dry=dry, stop=stop, output=output if computes else None)
 
     return run
 
@@ -197,15 +202,20 @@ def _named(values: dict[str, Any]) -> Path:
     return path_beside(values["model"], f"{size}.gguf")
 
 
-def _budgeted(values: dict[str, Any]) -> tuple[Job, Stop]:
-    """The job of a budget, for which types are chosen first by what they lose on text, and its deadline."""
+def _budgeted(values: dict[str, Any], begin: Callable[[], object]) -> tuple[Job, Stop]:
+    """The job of a budget, for which types are chosen first by what they lose on text, and its deadline.
+
+    begin: called once the budget is known to be possible.
+    """
     refuse_several("choosing types by a size")
     wanted = budget_of(values["size"], values["bpw"])
     recipe, options = type_recipe(_settings(values)), flags.run_options(values)
     stop = Stop(values["deadline"])
     with console.Steps("measuring", values["quiet"] or values["json_"]) as steps:
         # the deadline does not stop measuring, of which nothing would be kept: a later start would get no further
-        found = fitted_types(recipe, values["model"], wanted, values["losses"], options, steps.at, lambda done: stop(0))
+        found = fitted_types(
+            recipe, values["model"], wanted, values["losses"], options, steps.at, lambda done: stop(0), begin
+        )
     return Job(found.recipe, values["model"], options, found.ledger), stop
 
 

@@ -53,8 +53,9 @@ def measure(
     """Measure how much each input of every matrix matters: the sums of its squares over text, as llama-imatrix does."""
     from llmcompress.engine.plan.run_options import Options
     from llmcompress.engine.run.measure_imatrix import measure_imatrix
-    from llmcompress.formats.gguf.imatrix_file import refuse_place
+    from llmcompress.formats.gguf.imatrix_file import refuse_place, write_imatrix, write_legacy
     from llmcompress.ledger import Ledger
+    from llmcompress.store.unfinished import claimed
 
     given = {"calibration": calibration, "field": field, "samples": samples, "length": length, "seed": seed}
     text = text_of(given)
@@ -67,10 +68,12 @@ def measure(
         trust_remote_code=trust_remote_code,
     )
     ledger = Ledger()
-    with quiet_libraries(), console.Steps("layers", quiet or (json_ and not log.active)) as steps:
-        watch = watched(steps.at, Stop(deadline), _NOTHING_KEPT)
-        found = measure_imatrix(model, text, _folder(out), resources, ledger, watch)
-    _write(out, found, legacy, overwrite)
+    quiet_steps = quiet or (json_ and not log.active)
+    with claimed(out) as claim:
+        with quiet_libraries(), console.Steps("layers", quiet_steps) as steps:
+            watch = watched(steps.at, Stop(deadline), _NOTHING_KEPT)
+            found = measure_imatrix(model, text, claim, resources, ledger, watch)
+        (write_legacy if legacy else write_imatrix)(out, found, overwrite, claim)
     if log.active or not (quiet or json_):
         console.ledger(ledger.as_json())
     _tell(out, found, json_, ledger=ledger.as_json())
@@ -86,30 +89,14 @@ def merge(
 ) -> None:
     """Add up importance matrices of one model: that of all their texts together."""
     from llmcompress.formats.gguf import imatrix
-    from llmcompress.formats.gguf.imatrix_file import read_imatrix, refuse_place
+    from llmcompress.formats.gguf.imatrix_file import read_imatrix, refuse_place, write_imatrix, write_legacy
 
     if len(files) < 2:
         raise PlanError("there is nothing to merge with a single file", "give two or more")
     refuse_place(out, overwrite)
     found = imatrix.merge([read_imatrix(file) for file in files])
-    _folder(out)
-    _write(out, found, legacy, overwrite)
-    _tell(out, found, json_)
-
-
-def _folder(out: Path) -> Path:
-    """The directory of a file, which is made if it is missing."""
-    from llmcompress.store.files import make_parent, writing
-
-    with writing(out):
-        make_parent(out)
-    return out.parent
-
-
-def _write(out: Path, found: "Imatrix", legacy: bool, overwrite: bool) -> None:
-    from llmcompress.formats.gguf.imatrix_file import write_imatrix, write_legacy
-
     (write_legacy if legacy else write_imatrix)(out, found, overwrite)
+    _tell(out, found, json_)
 
 
 def _tell(out: Path, found: "Imatrix", as_json: bool, **more: Any) -> None:

@@ -153,6 +153,14 @@ Stats = Annotated[
 KeepWork = Annotated[
     bool, typer.Option("--keep-work", help="Keep the work directory, for `export`.", rich_help_panel=RUNNING)
 ]
+Restart = Annotated[
+    bool,
+    typer.Option(
+        "--restart",
+        help="Throw away what an earlier start has left in the work directory.",
+        rich_help_panel=RUNNING,
+    ),
+]
 Deadline = Annotated[
     float | None,
     typer.Option(
@@ -265,6 +273,7 @@ RESOURCE_OPTIONS: dict[str, tuple[Any, Any]] = {
     "stats": (Stats, None),
     "work": (Work, None),
     "keep_work": (KeepWork, False),
+    "restart": (Restart, False),
     "deadline": (Deadline, None),
     "timings": (Timings, None),
     "strict": (Strict, None),

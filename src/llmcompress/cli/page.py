@@ -44,7 +44,8 @@ def report(
     from llmcompress.report.page import render
     from llmcompress.report.page_inputs import read_outputs
     from llmcompress.report.structure import is_structural, read_structural, render_structural
-    from llmcompress.store.files import refuse_existing, write_whole
+    from llmcompress.store.files import refuse_existing
+    from llmcompress.store.unfinished import write_whole
 
     refuse_existing(page, overwrite)
     if any(is_structural(path) for path in outputs):

@@ -1,6 +1,8 @@
 """Carry jobs out for the command line: print their plans or recipes, or run them, and tell what came of them."""
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,16 +25,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from llmcompress.engine.plan.plan import Plan
+    from llmcompress.store.output import OutputDirectory
     from llmcompress.workers import Workers
 
     Planned = tuple[Plan, dict[str, Any] | None]
     """A plan, and the report of its output if an earlier start has finished it."""
 
 
-def start(*jobs: Job, execution: Execution, dry: bool = False, stop: Stop | None = None) -> None:
+def start(
+    *jobs: Job,
+    execution: Execution,
+    dry: bool = False,
+    stop: Stop | None = None,
+    output: "OutputDirectory | None" = None,
+) -> None:
     """Plan all jobs, then carry them out one after another. dry: print the plans and stop.
 
-    stop: of a command that has worked before its first plan, so that the clock of its deadline runs already.
+    stop, output: of a command that has worked before its only plan, so that the clock of its deadline runs already, and
+    the output is claimed.
     """
     refuse_unknown_kinds(execution.strict)
     options = jobs[0].options
@@ -51,7 +61,7 @@ def start(*jobs: Job, execution: Execution, dry: bool = False, stop: Stop | None
         elif dry or stop is None:
             show_plans([plan for plan, _ in planned], execution.json)
         else:
-            _run_all(planned, execution, stop, workers)
+            _run_all(planned, execution, stop, workers, output)
 
 
 def _print_recipes(recipes: Sequence[Recipe], as_json: bool) -> None:
@@ -72,7 +82,13 @@ def _planned(job: Job, several: bool) -> "Planned":
     return plan.with_notes(job.notes), report
 
 
-def _run_all(planned: "Sequence[Planned]", execution: Execution, stop: Stop, workers: "Workers") -> None:
+def _run_all(
+    planned: "Sequence[Planned]",
+    execution: Execution,
+    stop: Stop,
+    workers: "Workers",
+    output: "OutputDirectory | None",
+) -> None:
     from llmcompress.engine.write.timings import refuse_place
 
     if execution.timings is not None:
@@ -82,16 +98,18 @@ def _run_all(planned: "Sequence[Planned]", execution: Execution, stop: Stop, wor
     strict = Strict(execution.strict, [plan.out for plan, _ in planned], execution.gates)
     quiet = execution.quiet or (execution.json and not log.active) or not leads()
     broken: list[GateError] = []
-    for plan, report in planned:
-        timings = execution.timings if leads() else None
-        try:
-            results[plan.out] = carry_out(plan, stop, quiet, report, workers, strict, timings=timings)
-        except GateError as error:  # nothing of this output was published; the others have gates of their own
-            broken.append(error)
-            continue
-        stop.before += report is None
-        if leads() and (log.active or not execution.json):
-            tell(plan, results[plan.out], execution.quiet)
+    with ExitStack() as claims:
+        outputs = workers.all_or_raise(lambda: [output or _claimed(claims, *item) for item in planned])
+        for (plan, report), out in zip(planned, outputs, strict=True):
+            timings = execution.timings if leads() else None
+            try:
+                results[plan.out] = carry_out(plan, stop, quiet, report, workers, strict, timings=timings, output=out)
+            except GateError as error:  # nothing of this output was published; the others have gates of their own
+                broken.append(error)
+                continue
+            stop.before += report is None
+            if leads() and (log.active or not execution.json):
+                tell(plan, results[plan.out], execution.quiet)
     if not leads():
         return
     if execution.json and results:
@@ -99,6 +117,15 @@ def _run_all(planned: "Sequence[Planned]", execution: Execution, stop: Stop, wor
         console.print_json(found[0] if len(planned) == 1 else found)
     if broken:
         raise broken[0]
+
+
+def _claimed(claims: ExitStack, plan: "Plan", report: dict[str, Any] | None) -> "OutputDirectory | None":
+    """The output of a plan that is still to be carried out, claimed before anything is computed."""
+    from llmcompress.store.output_file import output_of
+
+    if report is not None or not leads():
+        return None
+    return claims.enter_context(output_of(plan.out, plan.format.name, plan.options.overwrite))
 
 
 def carry_out(
@@ -110,8 +137,11 @@ def carry_out(
     strict: "Strict",
     tokens: "Tensor | None" = None,
     timings: Path | None = None,
+    output: "OutputDirectory | None" = None,
 ) -> Result:
     """Run a plan and show its progress. workers: the ranks of the run. strict: judges its ledger; GateError.
+
+    output: the plan's, if it is claimed already.
 
     report: of its output, if an earlier start has finished it: nothing is run.
     """
@@ -123,9 +153,8 @@ def carry_out(
     unpublished = f"nothing was written; the same command without it goes on from {plan.work}"
     with console.watching(quiet) as watch:
         say = (lambda line: None) if quiet else console.say
-        return compression.carried_out(
-            plan, watch, stop, timings, tokens, workers, say, lambda noted: strict.judge(plan.out, noted, unpublished)
-        )
+        judge = partial(strict.judge, plan.out, hint=unpublished)
+        return compression.carried_out(plan, watch, stop, timings, tokens, workers, say, judge, output)
 
 
 def _log_plan(plan: "Plan", finished: bool) -> None:

@@ -99,6 +99,7 @@ def register(app: typer.Typer) -> None:
 def sweep(**values: Any) -> None:
     """Plan all runs, carry them out, and compare them."""
     from llmcompress.engine.write.timings import refuse_place
+    from llmcompress.store.unfinished import claimed
 
     refuse_unknown_kinds(values["strict"] or [])
     wanted = variants(
@@ -114,6 +115,12 @@ def sweep(**values: Any) -> None:
     if values["dry_run"]:
         show_plans(plans, values["json_"])
         return
+    with claimed(values["out"]):
+        _carried_out(wanted, plans, values, stop)
+
+
+def _carried_out(wanted: Sequence[Variant], plans: "Sequence[Plan]", values: dict[str, Any], stop: Stop) -> None:
+    """Carry the plans out in the directory that this sweep has claimed, and compare them."""
     tokens = _tokens(plans, values["out"])
     runs = [_run_of(variant, plan, values, tokens) for variant, plan in zip(wanted, plans, strict=True)]
     gates: Gates = values["gates"]

@@ -1,14 +1,12 @@
 """Execution of a plan: the calibrated loop runs section by section, then the output appears, whole or not at all."""
 
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
 from torch import Tensor
 
 from llmcompress.calib.base import fingerprint
-from llmcompress.calib.pack import save
 from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.process.process_memory import keep_freed_memory
 from llmcompress.engine.process.progress import Progress
@@ -24,11 +22,11 @@ from llmcompress.errors import PlanError
 from llmcompress.hardware import exact_float32
 from llmcompress.solve.column_sweep import Sweeper
 from llmcompress.store.checkpoint import Checkpoint
-from llmcompress.store.staging import Staging
-from llmcompress.store.statistics import Kept
+from llmcompress.store.output import OutputDirectory
+from llmcompress.store.output_file import output_of
+from llmcompress.store.staging import Staging, kept_tokens
+from llmcompress.store.statistics import Kept, kept_statistics
 from llmcompress.workers import SERIAL, Workers
-
-_SAMPLED_TOKENS = "tokens.safetensors"  # sampling takes minutes, and depends on nothing but model and recipe
 
 
 def run(
@@ -39,6 +37,7 @@ def run(
     workers: Workers = SERIAL,
     sweeper: Sweeper | None = None,
     judge: Judge = lambda entries: None,
+    output: OutputDirectory | None = None,
 ) -> dict[str, Any]:
     """Carry a plan out and return its report. A rerun goes on after the last finished section.
 
@@ -47,11 +46,33 @@ def run(
     [samples, length], where the caller has drawn them already. workers: the ranks of the run, to which the threads of
     the plan are added; rank 0 writes the output and returns the report, every other rank returns an empty dict.
     sweeper: what decides blocks of columns on the plan's device; None for torch. judge: sees the whole ledger before
-    anything is published, and may raise; the work stays for the next start.
+    anything is published, and may raise; the work stays for the next start. output: the plan's, where the caller has
+    claimed it already.
     """
-    progress = progress or Progress()
     device_of(plan.options.device)  # refuses one that is not there
     _check_shares(plan, workers.size)
+    with ExitStack() as stack:
+
+        def claimed() -> OutputDirectory | None:
+            if output is not None or workers.rank > 0:
+                return output
+            return stack.enter_context(output_of(plan.out, plan.format.name, plan.options.overwrite))
+
+        out = workers.all_or_raise(claimed)
+        return _run(plan, progress or Progress(), stop, tokens, workers, sweeper, judge, out)
+
+
+def _run(
+    plan: Plan,
+    progress: Progress,
+    stop: Stop,
+    tokens: Tensor | None,
+    workers: Workers,
+    sweeper: Sweeper | None,
+    judge: Judge,
+    out: OutputDirectory | None,
+) -> dict[str, Any]:
+    """`run` with the claimed output of rank 0."""
     checkpoint = open_transformed(plan)
     tokens = workers.broadcast(lambda: _tokens(plan, tokens))
     identity = {**plan.identity, "tokens": fingerprint(tokens) if tokens is not None else None}
@@ -60,7 +81,7 @@ def run(
         identity["statistics"] = known.key
     with closing(_opened(plan, identity, workers)) as staged:
         if tokens is not None and plan.recipe.calibration.source == "self" and workers.rank == 0:
-            save(tokens, plan.work / _SAMPLED_TOKENS)
+            staged.keep_tokens(tokens)  # sampling takes minutes, and depends on nothing but model and recipe
         missing = workers.broadcast(lambda: staged.missing(len(plan.layers)))
         progress.start(len(plan.layers), len(plan.layers) - len(missing))
         keep_freed_memory()
@@ -71,7 +92,7 @@ def run(
             elif missing:
                 _calibrate(plan, checkpoint, tokens, sections, keeping, sweeper)
 
-        if workers.rank > 0:
+        if out is None:
             return {}
         calibration = None
         if tokens is not None:
@@ -80,7 +101,7 @@ def run(
             model=plan.headers.path, calibration=calibration, trust_remote_code=plan.options.trust_remote_code
         )
         progress.writing(plan.estimate.output_bytes)
-        result = finish(plan, staged, calibration, judge)
+        result = finish(plan, staged, calibration, out, judge)
         if not plan.options.keep_work:
             staged.remove()
         return result
@@ -96,7 +117,7 @@ def _calibrate(
 ) -> None:
     """Settle what of the plan is measured, which are the sparsities of OWL; then compress layer by layer."""
     model = opened_model(checkpoint, plan.spec, plan.dtype, plan.options)
-    settled = with_owl_sparsities(plan, model, tokens, sections.staged.path, sections.workers)
+    settled = with_owl_sparsities(plan, model, tokens, sections.staged.folder, sections.workers)
     run_calibrated(settled, checkpoint, model, tokens, sections, keeping, sweeper)
 
 
@@ -104,33 +125,35 @@ def _tokens(plan: Plan, drawn: Tensor | None) -> Tensor | None:
     """The calibration tokens [samples, length] of a plan, None where it needs none. drawn: by the caller."""
     if not plan.calibrated or drawn is not None:
         return drawn if plan.calibrated else None
-    sampled = plan.work / _SAMPLED_TOKENS
-    if plan.recipe.calibration.source == "self" and sampled.exists():
-        return load_file(sampled)["input_ids"]
-    return calibration_tokens(plan)
+    known = None
+    if plan.recipe.calibration.source == "self" and not plan.options.restart:
+        known = kept_tokens(plan.work)
+    return calibration_tokens(plan) if known is None else known
 
 
 def _opened(plan: Plan, identity: dict[str, Any], workers: Workers) -> Staging:
     """The work directory, which rank 0 makes and locks."""
-    made = workers.all_or_raise(lambda: Staging(plan.work, identity) if workers.rank == 0 else None)
+    restart = plan.options.restart
+    made = workers.all_or_raise(lambda: Staging(plan.work, identity, restart=restart) if workers.rank == 0 else None)
     return workers.all_or_raise(lambda: made or Staging(plan.work, identity, leads=False))
 
 
 def _statistics(plan: Plan, tokens: str | None, workers: Workers) -> tuple[Kept | None, Kept | None]:
     """Statistics of another run to go by, and where this one keeps its own: rank 0 chooses, and keeps."""
 
-    def chosen() -> tuple[bool, str, dict[str, Any]] | None:
+    keeping = None
+
+    def chosen() -> str | None:
+        nonlocal keeping
         if plan.options.stats is None or tokens is None:
             return None
         known = reusable_statistics(plan, plan.options.stats, tokens)
-        held = known or statistics_of_run(plan, plan.options.stats, tokens)
-        return known is not None, str(held.path), dict(held.about)
+        if known is None:
+            keeping = statistics_of_run(plan, plan.options.stats, tokens)
+        return None if known is None else str(known.path)
 
     found = workers.broadcast(chosen)
-    if found is None:
-        return None, None
-    held = Kept(Path(found[1]), found[2])
-    return (held, None) if found[0] else (None, held if workers.rank == 0 else None)
+    return None if found is None else kept_statistics(Path(found)), keeping
 
 
 def _check_shares(plan: Plan, size: int) -> None:

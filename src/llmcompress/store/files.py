@@ -12,11 +12,11 @@ from llmcompress.errors import PlanError, RunError
 if TYPE_CHECKING:
     from torch import Tensor
 
-_EVERYBODY = 0o002
+EVERYBODY = 0o002  # who may write: this bit of a mode
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def writing(path: object) -> Iterator[None]:
     """RunError if the system or the safetensors library fails to write `path`."""
     try:
         yield
@@ -31,24 +31,12 @@ def file_mode() -> int:
     """Permissions of a new file; for files of libraries that restrict them to their owner."""
     umask = os.umask(0o077)  # the umask can be read only by setting it
     os.umask(umask)
-    return 0o666 & ~umask & ~_EVERYBODY
+    return 0o666 & ~umask & ~EVERYBODY
 
 
 def create(path: Path) -> BinaryIO:
     """A new file open for writing; FileExistsError if there is one."""
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 & ~_EVERYBODY), "wb")
-
-
-def write_whole(file: Path, content: bytes, overwrite: bool) -> None:
-    """Write a file that appears whole or not at all; errors of `refuse_existing`, and RunError if the system fails."""
-    refuse_existing(file, overwrite)
-    partial = file.with_name(f"{file.name}.partial")
-    with writing(file):
-        make_parent(file)
-        partial.unlink(missing_ok=True)
-        with create(partial) as handle:
-            handle.write(content)
-        partial.replace(file)
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 & ~EVERYBODY), "wb")
 
 
 def refuse_existing(file: Path, overwrite: bool) -> None:
@@ -62,7 +50,7 @@ def refuse_existing(file: Path, overwrite: bool) -> None:
 def make_directory(path: Path) -> None:
     """Make a directory and missing parents; FileExistsError if the directory exists."""
     make_parent(path)
-    path.mkdir(0o777 & ~_EVERYBODY)
+    path.mkdir(0o777 & ~EVERYBODY)
 
 
 def make_parent(path: Path) -> None:

@@ -1,8 +1,13 @@
 """Writing a model directory so that it appears whole or not at all.
 
-Everything is written to OUT.partial beside OUT; `commit` makes it durable and renames it. Weights are safetensors whose
-headers are known before the first tensor, so that tensors pass through memory one by one. If the system refuses a
-write, as on a full disk, a RunError names the file.
+OUT.partial beside OUT is claimed before anything is computed (store/unfinished.py), and holds all that is unfinished:
+
+files/      what becomes OUT; `commit` makes it durable and renames it
+replaced/   what was OUT before, for the moment between two renames
+scratch/    hidden states of commands that keep nothing for a later start
+
+Weights are safetensors whose headers are known before the first tensor, so that tensors pass through memory one by one.
+If the system refuses a write, as on a full disk, a RunError names the file.
 """
 
 import ast
@@ -11,7 +16,6 @@ import io
 import json
 import os
 import re
-import shutil
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,15 +25,17 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from llmcompress.errors import CheckpointError, PlanError, RunError
 from llmcompress.formats.base import ITEM_SIZE, TensorSpec
-from llmcompress.store.files import bytes_of, create, make_directory, make_parent, writing
+from llmcompress.store.files import bytes_of, create, make_parent, writing
+from llmcompress.store.folder import Folder
 from llmcompress.store.headers import SIDE_FILES, inside, read_json
+from llmcompress.store.unfinished import claimed, refuse_foreign, unfinished
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
 SHARD_BYTES = 5_000_000_000
-_MARK = ".llmcompress-partial"  # only a directory that carries it is ever deleted
+_FILES, _REPLACED, _DELETED, _SCRATCH = "files", "replaced", "deleted", "scratch"
 
 _TORCH_NAMES = {
     "torch.float64": "F64",
@@ -98,26 +104,37 @@ class OutputDirectory:
         if path.name in ("", ".."):
             raise PlanError(f"{path} is not a name for a new directory", "give another directory")
         self.path = path
-        self.partial = path.with_name(path.name + ".partial")
+        self.partial = unfinished(path) / _FILES
         self.overwrite = overwrite
         self.files: dict[str, dict[str, Any]] = {}
         self._refuse_existing()
-        refuse_unwritable(self.partial)
+        refuse_unwritable(unfinished(path))
+        refuse_foreign(path)
 
     def __enter__(self) -> "OutputDirectory":
+        """Claim the path. PlanError if another run has it, or if it must not be written to."""
         self._refuse_existing()
-        if os.path.lexists(self.partial):
-            _remove_partial(self.partial)
         with writing(self.partial):
-            make_directory(self.partial)
-            create(self.partial / _MARK).close()
+            self.claim = claimed(self.path)
+            try:
+                self._put_back()
+                self.claim.clear(but=self.claim.mark)
+                self._refuse_existing()
+                self.claim.made(_FILES).close()
+            except BaseException:
+                self.claim.remove()
+                raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if os.path.lexists(self.partial):
-            _remove_partial(self.partial)
+        self._put_back()
+        self.claim.remove()
+
+    def scratch(self) -> Folder:
+        """A new directory for what is of no use to a later start."""
+        return self.claim.made(_SCRATCH)
 
     def write_weights(
         self,
@@ -244,26 +261,24 @@ class OutputDirectory:
             for file in files:
                 flush(Path(directory) / file)
             flush(Path(directory))
-        replaced = self.path.with_name(self.path.name + ".replaced")
-        if self.path.exists():
-            if os.path.lexists(replaced):
-                raise RunError(f"{replaced} is in the way", "it is what an interrupted overwrite left; remove it")
-            self.path.rename(replaced)
-        try:
-            self.partial.rename(self.path)
-        except OSError:
-            if replaced.exists():
-                replaced.rename(self.path)
-            raise
+        if not self.claim.linked():
+            raise RunError(f"{self.partial} was taken away meanwhile", "run the same command again")
+        inside = self.claim.fd
+        replaces = self.path.exists()
+        if replaces:
+            os.rename(self.path, _REPLACED, dst_dir_fd=inside)
+        os.rename(_FILES, self.path, src_dir_fd=inside)
         flush(self.path.parent)
-        _unmark(self.path)  # last: only a marked directory is cleared away after a kill
-        if replaced.exists():
-            shutil.rmtree(replaced)
+        if replaces:  # what is half deleted is not put back
+            os.rename(_REPLACED, _DELETED, src_dir_fd=inside, dst_dir_fd=inside)
         return self.path
 
+    def _put_back(self) -> None:
+        """Give what was to be replaced its name again, where nothing took its place."""
+        if _REPLACED in self.claim.names() and not os.path.lexists(self.path):
+            os.rename(_REPLACED, self.path, src_dir_fd=self.claim.fd)
+
     def _refuse_existing(self) -> None:
-        if os.path.lexists(self.path / _MARK):  # killed right after the rename: the directory is whole
-            _unmark(self.path)
         if not os.path.lexists(self.path):
             return
         if not self.overwrite:
@@ -368,26 +383,6 @@ def _siblings(file: Path) -> list[str]:
         if isinstance(node, ast.ImportFrom) and node.level == 1:
             found += [node.module] if node.module else [alias.name for alias in node.names]
     return found
-
-
-def _remove_partial(partial: Path) -> None:
-    """Delete an unfinished directory, its mark last; an empty directory needs no mark."""
-    mark = partial / _MARK
-    if not mark.is_file() and (partial.is_symlink() or not partial.is_dir() or any(partial.iterdir())):
-        raise PlanError(f"{partial} is in the way and was not made by a run of this tool", "move it away")
-    with writing(partial):
-        for item in partial.iterdir():
-            if item.is_dir() and not item.is_symlink():
-                shutil.rmtree(item)
-            elif item != mark:
-                item.unlink()
-        mark.unlink(missing_ok=True)
-        partial.rmdir()
-
-
-def _unmark(path: Path) -> None:
-    (path / _MARK).unlink()
-    flush(path)
 
 
 def flush(path: Path) -> None:

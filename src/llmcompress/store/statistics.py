@@ -15,26 +15,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from llmcompress.errors import PlanError
+from llmcompress.errors import PlanError, RunError
 from llmcompress.methods.base import Statistics
 from llmcompress.stats.energy import Energy, Squares
 from llmcompress.stats.gram import Gram
-from llmcompress.store.files import file_mode, make_directory, writing
+from llmcompress.store.claim import Claim, ClaimedError
+from llmcompress.store.files import writing
+from llmcompress.store.folder import Folder, HeldFile
+from llmcompress.store.tensor_file import CheckedTensors, checked_tensors, write_tensors
 
 STORED = frozenset({"gram", "squares"})  # names of the statistics (stats/) that a store holds
-_ABOUT = "about.json"
+_ABOUT, _MARK = "about.json", ".llmcompress-stats"
 
 
 @dataclass(frozen=True)
 class Kept:
     """Statistics in a store. about: what they are of; steps: what had been done to the matrices before."""
 
-    path: Path
+    folder: Folder
     about: Mapping[str, Any]
+
+    @property
+    def path(self) -> Path:
+        return self.folder.path
 
     @property
     def key(self) -> str:
@@ -47,49 +52,49 @@ class Kept:
 
     @property
     def nbytes(self) -> int:
-        return sum(file.stat().st_size for file in self.path.iterdir())
+        return sum((self.folder / name).stat().st_size for name in self.folder.names())
 
     @property
     def complete(self) -> bool:
         """Whether every layer is there."""
         return all(self._file(number).exists() for number in range(int(self.about["layers"])))
 
-    def _file(self, number: int) -> Path:
-        return self.path / f"layer-{number:05d}.safetensors"
+    def _file(self, number: int) -> HeldFile:
+        return self.folder / f"layer-{number:05d}.safetensors"
 
     def write(self, number: int, tensors: Mapping[str, Tensor]) -> None:
         """Write the tensors of a layer's input statistics, which `packed_statistics` returns."""
-        target = self._file(number)
-        partial = target.with_suffix(".partial")
-        with writing(target):
-            save_file(dict(tensors), partial)
-            partial.chmod(file_mode())
-            partial.replace(target)
+        with writing(self._file(number)):
+            write_tensors(self._file(number), self.key, tensors, {})
 
     def read(self, number: int, device: torch.device) -> dict[str, Statistics]:
-        """Statistics of a layer's inputs by space; PlanError for a damaged file."""
+        """Statistics of a layer's inputs by space; RunError for a damaged file."""
         try:
-            with safe_open(self._file(number), framework="pt") as file:
-                spaces = sorted({name.rpartition("/")[0] for name in file.keys()})  # noqa: SIM118
+            with checked_tensors(self._file(number), self.key) as file:
+                spaces = sorted({name.rpartition("/")[0] for name in file.names})
                 return {space: _restored(file, space, device) for space in spaces}
-        except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-            raise PlanError(f"{self._file(number)} is damaged: {error}", f"remove {self.path}") from None
+        except (OSError, ValueError, RuntimeError) as error:
+            raise RunError(f"{self._file(number)} is damaged: {error}", f"remove {self.path}") from None
 
     def has(self, number: int, spaces: Mapping[str, bool]) -> bool:
-        """Whether a layer's statistics hold these spaces, with a Gram matrix for spaces of value True."""
+        """Whether a layer's statistics hold these spaces, with a Gram matrix for spaces of value True.
+
+        PlanError for a file that is damaged so that it does not tell.
+        """
         try:
-            with safe_open(self._file(number), framework="pt") as file:
-                names = set(file.keys())
-        except (SafetensorError, OSError):
-            return False
+            with checked_tensors(self._file(number), self.key) as file:
+                names = set(file.names)
+        except (OSError, ValueError) as error:
+            raise PlanError(f"{self._file(number)} is damaged: {error}", f"remove {self.path}") from None
         grams = {name.rpartition("/")[0] for name in names if name.endswith("/gram")}
         known = grams | {name.rpartition("/")[0] for name in names if name.endswith("/squares")}
         return all(space in (grams if gram else known) for space, gram in spaces.items())
 
     def remove(self) -> None:
         """Delete the statistics, and no other files."""
-        for file in [*self.path.glob("layer-*"), self.path / _ABOUT]:
-            file.unlink(missing_ok=True)
+        for name in self.folder.names():
+            if name.startswith((_ABOUT, "layer-")) or name == _MARK:
+                (self.folder / name).unlink()
         self.path.rmdir()
 
 
@@ -107,11 +112,11 @@ def packed_statistics(found: Mapping[str, Statistics]) -> dict[str, Tensor]:
     return tensors
 
 
-def _restored(file: Any, space: str, device: torch.device) -> Statistics:
-    tokens = int(file.get_tensor(f"{space}/tokens"))
-    if f"{space}/squares" in file.keys():  # noqa: SIM118
-        return Statistics({"squares": Squares(Energy(file.get_tensor(f"{space}/squares") * 1.0, tokens, 0))})
-    stored = file.get_tensor(f"{space}/gram")
+def _restored(file: CheckedTensors, space: str, device: torch.device) -> Statistics:
+    tokens = int(file.read(f"{space}/tokens"))
+    if f"{space}/squares" in file.names:
+        return Statistics({"squares": Squares(Energy(file.read(f"{space}/squares") * 1.0, tokens, 0))})
+    stored = file.read(f"{space}/gram")
     size = int(((8 * stored.numel() + 1) ** 0.5 - 1) / 2 + 0.5)
     mean = torch.zeros(size, size)
     rows, columns = torch.triu_indices(size, size)
@@ -121,27 +126,40 @@ def _restored(file: Any, space: str, device: torch.device) -> Statistics:
 
 
 def all_statistics(store: Path) -> list[Kept]:
-    """All statistics in a directory, in order of their keys; PlanError for one that is damaged."""
-    found = []
-    for file in sorted(store.glob(f"*/{_ABOUT}")):
+    """All statistics in a directory, in order of their keys; PlanError for one that is damaged, or of another user."""
+    if not store.exists():
+        return []
+    Folder(store).close()  # refuses what is not this user's own
+    return [kept_statistics(file.parent) for file in sorted(store.glob(f"*/{_ABOUT}"))]
+
+
+def kept_statistics(path: Path) -> Kept:
+    """The statistics in a directory of a store. PlanError if they are damaged, or of another user."""
+    folder = Folder(path)
+    try:
+        about = json.loads((folder / _ABOUT).read_bytes())
+        if _key(about) != path.name:
+            raise ValueError
+        int(about["layers"])
+    except RunError as error:
+        raise PlanError(error.message, error.hint) from None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        raise PlanError(f"{path / _ABOUT} is damaged", f"remove {path}") from None
+    return Kept(folder, about)
+
+
+def statistics_entry(store: Path, about: Mapping[str, Any]) -> Kept | None:
+    """The entry of a store for statistics `about` a run, created unless it exists; None while another run fills it."""
+    with writing(store):
+        if store.exists():
+            Folder(store).close()
         try:
-            about = json.loads(file.read_text(encoding="utf-8"))
-            int(about["layers"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            raise PlanError(f"{file} is damaged", f"remove {file.parent}") from None
-        found.append(Kept(file.parent, about))
-    return found
+            entry = Claim(store / _key(about), _MARK, f"{store} is filled by", "wait for it")
+        except ClaimedError:
+            return None
+        (entry / _ABOUT).write_whole([json.dumps(about, indent=1, sort_keys=True).encode()])
+    return Kept(entry, about)
 
 
-def statistics_entry(store: Path, about: Mapping[str, Any]) -> Kept:
-    """The entry of a store for statistics `about` a run, created unless it exists."""
-    key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
-    path = store / key
-    if not (path / _ABOUT).exists():
-        with writing(path):
-            if not path.exists():
-                make_directory(path)
-            partial = path / "about.partial"
-            partial.write_text(json.dumps(about, indent=1, sort_keys=True), encoding="utf-8")
-            partial.replace(path / _ABOUT)
-    return Kept(path, about)
+def _key(about: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]

@@ -4,14 +4,14 @@ import os
 import zlib
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from llmcompress.background import Behind
 from llmcompress.errors import RunError
-from llmcompress.store.files import bytes_of, create, writing
+from llmcompress.store.files import bytes_of, writing
+from llmcompress.store.folder import HeldFile
 from llmcompress.workers import Part
 
 _WAITING = 2  # batches from a GPU that may wait for writing
@@ -20,7 +20,7 @@ _WAITING = 2  # batches from a GPU that may wait for writing
 class Windows:
     """A tensor [samples, ...] in a file, read by slices of samples; any number of threads may read."""
 
-    def __init__(self, file: Path, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def __init__(self, file: HeldFile, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.file, self.shape, self.dtype = file, shape, dtype
         self._sample = torch.Size(shape[1:]).numel() * dtype.itemsize
         self.nbytes = shape[0] * self._sample
@@ -30,13 +30,25 @@ class Windows:
         out = torch.empty(span.stop - span.start, *self.shape[1:], dtype=self.dtype, pin_memory=pinned)
         rest = bytes_of(out)
         place = span.start * self._sample
-        with self.file.open("rb", buffering=0) as handle:
+        descriptor = self.file.open()
+        try:
             while rest:
-                count = os.preadv(handle.fileno(), [rest], place)
+                count = os.preadv(descriptor, [rest], place)
                 if not count:
                     raise RunError(f"{self.file} is truncated", "run the same command again")
                 rest, place = rest[count:], place + count
+        finally:
+            os.close(descriptor)
         return out
+
+    def crc(self, seed: int) -> int | None:
+        """CRC-32 of the bytes in the file, begun with `seed`; None if there are more or fewer than there should be."""
+        with os.fdopen(self.file.open(), "rb") as handle:
+            if os.fstat(handle.fileno()).st_size != self.nbytes:
+                return None
+            while chunk := handle.read(1 << 24):
+                seed = zlib.crc32(chunk, seed)
+        return seed
 
 
 class WindowsShare(Windows):
@@ -58,18 +70,17 @@ class WindowsWriter:
     """Writes windows batch by batch into `file`.
 
     An existing file is overwritten in place: its pages are in memory, which is many times faster than asking the file
-    system for new pages. crc: CRC-32 of the bytes after `finish`, if `checked`. Threads write batches from a GPU
-    while the GPU continues.
+    system for new pages. seed: what the CRC-32 of the bytes is begun with, which `crc` is after `finish`; None for
+    none. Threads write batches from a GPU while the GPU continues.
     """
 
-    def __init__(self, file: Path, dtype: torch.dtype, checked: bool = False) -> None:
-        self.file, self.dtype, self.checked = file, dtype, checked
-        self.crc = 0
+    def __init__(self, file: HeldFile, dtype: torch.dtype, seed: int | None = None) -> None:
+        self.file, self.dtype, self.crc = file, dtype, seed
         self._shape: tuple[int, ...] = (0,)
         with writing(file):
             if not file.exists():
-                create(file).close()
-            self._handle = file.open("r+b", buffering=0)
+                file.create().close()
+            self._handle = os.fdopen(file.open(os.O_RDWR), "r+b", buffering=0)
         self._writing: tuple[Behind, Behind] | None = None
 
     def append(self, batch: Tensor) -> None:
@@ -97,7 +108,7 @@ class WindowsWriter:
             behind.add(partial(do, what))
 
     def _sum(self, rest: memoryview) -> None:
-        if self.checked:
+        if self.crc is not None:
             self.crc = zlib.crc32(rest, self.crc)
 
     def _write(self, rest: memoryview) -> None:
@@ -110,14 +121,13 @@ class WindowsWriter:
             behind.finish()
         self._writing = None
 
-    def finish(self, name: Path | None = None) -> Windows:
-        """The written windows, under the file's final name `name` if given."""
+    def finish(self, name: Callable[[int | None], str] = lambda crc: "") -> Windows:
+        """The written windows, in a file of the name that `name` makes of their CRC-32, if it makes one."""
         self._wait()
         self._handle.truncate()
         self._handle.close()
-        if name is not None:
-            self.file.replace(name)
-        return Windows(name or self.file, self._shape, self.dtype)
+        named = name(self.crc)
+        return Windows(self.file.rename(named) if named else self.file, self._shape, self.dtype)
 
     def abandon(self) -> None:
         """Stop writing."""
@@ -125,7 +135,7 @@ class WindowsWriter:
         self._handle.close()
 
 
-def write_windows(batches: Iterable[Tensor], file: Path, dtype: torch.dtype) -> Windows:
+def write_windows(batches: Iterable[Tensor], file: HeldFile, dtype: torch.dtype) -> Windows:
     """All batches [n, ...] in `file`, in `dtype`; RunError if the system refuses it."""
     writer = WindowsWriter(file, dtype)
     for batch in batches:

@@ -1,14 +1,14 @@
 """Figures of an evaluation saved in a file, so that a resumed sweep does not measure a candidate again."""
 
 import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from llmcompress import __version__
-from llmcompress.store.files import create, writing
+from llmcompress.store.sealed import sealed, unsealed
+from llmcompress.store.unfinished import write_whole
 from llmcompress.validate.request import Request
 from llmcompress.validate.session import evaluate_paths, evaluated_files
 from llmcompress.validate.token_statistics import not_finite
@@ -18,20 +18,15 @@ def cached_figures(request: Request, kept: Path, watch: Callable[[int, int], Non
     """Figures of `evaluate_paths` for a directory with a report.json; from `kept` if saved for an equal request."""
     asked = _identity(request)
     try:
-        found = json.loads(kept.read_text(encoding="utf-8"))
+        found = unsealed(kept.read_bytes())
     except (OSError, ValueError):
-        found = None
-    if isinstance(found, dict) and found.get("of") == asked and isinstance(found.get("figures"), dict):
+        found = {}
+    if found.get("of") == asked and isinstance(found.get("figures"), dict):
         return found["figures"]  # type: ignore[no-any-return]
     figures = evaluate_paths(request, watch)
     if not_finite(figures) is not None:  # JSON cannot say it
         return figures
-    partial = kept.with_name(f"{kept.name}.partial")
-    with writing(kept):
-        partial.unlink(missing_ok=True)
-        with create(partial) as handle:
-            handle.write(json.dumps({"of": asked, "figures": figures}, indent=1).encode())
-        partial.replace(kept)
+    write_whole(kept, sealed({"of": asked, "figures": figures}), overwrite=True)
     return figures
 
 

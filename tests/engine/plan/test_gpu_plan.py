@@ -15,6 +15,7 @@ from llmcompress.engine.run import prefetch
 from llmcompress.errors import PlanError
 from llmcompress.hardware import GpuMemory
 from llmcompress.solve.row_blocks import solved_rows
+from llmcompress.store.folder import Folder
 from llmcompress.store.windows import write_windows
 
 RUN = ("--samples", 4, "--length", 32, "--group-size", 32, "--bits", 4)
@@ -98,7 +99,7 @@ def test_out_of_gpu_memory_ends_in_a_line_and_the_same_command_goes_on(
 def test_windows_reach_a_gpu_through_pinned_memory_ahead_of_their_turn(monkeypatch, tmp_path):
     """With a stand-in for CUDA's streams: which waits for which, and that the windows are those of the file."""
     states = torch.randn(7, 5, 3)
-    windows = write_windows(iter(states.split(2)), tmp_path / "hidden.bin", torch.float32)
+    windows = write_windows(iter(states.split(2)), Folder(tmp_path) / "hidden.bin", torch.float32)
     log = []
 
     class Stream:

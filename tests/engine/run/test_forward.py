@@ -27,7 +27,7 @@ def ready(tiny_model_dir, tmp_path):
     states = model.embed(ids)
     staged = Staging(tmp_path / "work", {})
     hidden = staged.keep_hidden(0, torch.float32, {"compressed": iter(states.split(BATCH))})
-    return model, hidden.streams["compressed"], tmp_path
+    return model, hidden.streams["compressed"], staged.folder
 
 
 def forward(ready, layer, number=1, spaces=SPACES, workers=SERIAL):

@@ -18,6 +18,7 @@ from llmcompress.formats.gguf.imatrix import Imatrix, ImatrixEntry
 from llmcompress.formats.gguf.imatrix_file import read_imatrix, write_imatrix
 from llmcompress.ledger import Ledger
 from llmcompress.recipe import Calibration, build, parse
+from llmcompress.store.folder import Folder
 from llmcompress.validate.session import Request, evaluate_paths
 
 SAMPLES, LENGTH = 6, 48
@@ -46,7 +47,9 @@ def text(file, **given):
 
 def measured(model, file, tmp_path, ledger=None, threads=1, **given):
     options = Options(compute_dtype="float32", threads=threads)
-    return measure_imatrix(model, text(file, **given), tmp_path, options, Ledger() if ledger is None else ledger)
+    return measure_imatrix(
+        model, text(file, **given), Folder(tmp_path), options, Ledger() if ledger is None else ledger
+    )
 
 
 def energies(model, tokens, modules):
@@ -156,7 +159,7 @@ def plan(model, out, imatrix, kind="Q2_K", method="rtn", **step):
 def tiny_imatrix(tiny_model_dir, tmp_path_factory):
     folder = tmp_path_factory.mktemp("imatrix")
     given = build(Calibration, {"samples": 32, "length": 128}, "here")
-    write_imatrix(folder / "tiny.gguf", measure_imatrix(tiny_model_dir, given, folder, Options(), Ledger()))
+    write_imatrix(folder / "tiny.gguf", measure_imatrix(tiny_model_dir, given, Folder(folder), Options(), Ledger()))
     return folder / "tiny.gguf"
 
 

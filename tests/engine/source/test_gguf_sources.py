@@ -20,6 +20,7 @@ from llmcompress.formats.gguf.imatrix_file import write_imatrix
 from llmcompress.ledger import Ledger
 from llmcompress.recipe import Calibration, parse
 from llmcompress.registry import discover
+from llmcompress.store.folder import Folder
 from llmcompress.store.gguf_model import decoded, read_gguf, tensor_bytes
 from llmcompress.validate.gguf_verify import verify_gguf
 from llmcompress.validate.session import Request, evaluate_paths
@@ -286,7 +287,7 @@ def test_half_floats_give_the_same_too_with_every_search_and_an_importance_matri
     file = tmp_path / "f16.gguf"
     write(model, file, "F16")
     asked = Calibration(samples=4, length=32)
-    write_imatrix(tmp_path / "imatrix.gguf", measure_imatrix(model, asked, tmp_path, Options(), Ledger()))
+    write_imatrix(tmp_path / "imatrix.gguf", measure_imatrix(model, asked, Folder(tmp_path), Options(), Ledger()))
     for imatrix in (None, tmp_path / "imatrix.gguf"):
         types = {"search": search, "embedding": "Q6_K", "tensors": {"ffn_down": "Q5_1"}, "imatrix": imatrix}
         place = tmp_path / ("with" if imatrix else "without")

@@ -6,7 +6,6 @@ the head, through each layer anew, to the embedding.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from llmcompress.errors import RunError
 from llmcompress.model.gradients import LayerGradient, embedding_gradient, head_gradient
 from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.stats.fisher import Fisher
+from llmcompress.store.folder import Folder
 from llmcompress.store.windows import Windows, WindowsWriter
 from llmcompress.workers import Workers
 
@@ -33,6 +33,10 @@ Found = dict[tuple[int, str] | str, Fisher]
 class FinishedLayers:
     """The layers that an earlier start has finished, from the last layer backwards; here none, as nothing is kept."""
 
+    def seed(self, name: str) -> int:
+        """What the CRC-32 of a file begins with."""
+        return 0
+
     def has(self, layer: int) -> bool:
         return False
 
@@ -45,7 +49,7 @@ def fisher_information(
     tokens: Tensor,
     paths: Sequence[Sequence[str]],
     seed: int,
-    folder: Path,
+    folder: Folder,
     workers: Workers,
     watch: Watch = lambda done: None,
     gathering: Callable[[int, Workers], FisherSum[Any]] = lambda number, workers: TokenFisher(),
@@ -60,19 +64,20 @@ def fisher_information(
     the same for any number of threads. Absent are matrices that no token came to, and layers that were finished
     before. RunError for gradients that are not finite.
     """
-    again, count = finished is not None, len(model.layers)
-    finished = finished or FinishedLayers()
-    left = next((number for number in range(count) if finished.has(number)), count)
-    states = _forward(model, tokens, folder, workers, watch, left, again)
+    count, past = len(model.layers), finished or FinishedLayers()
+    left = next((number for number in range(count) if past.has(number)), count)
+    with model.outer(embed=True, head=False):
+        states = _States(folder, (*tokens.shape, model.prepare(tokens[:1])), model.dtype, finished)
+    _forward(model, tokens, states, workers, watch, left)
     return_freed_memory()
     found: Found = {}
-    if states.known(GRADIENT, left) is None:
+    if not states.known(GRADIENT, left):
         _head(model, states, seed, found)
         watch(count + 1)
     for number in reversed(range(left)):
         return_freed_memory()
         _layer(model, number, states, paths[number], found, gathering(number, workers), workers)
-        finished.add(number)
+        past.add(number)
         states.drop(number)
         watch(2 * count + 1 - number)
     return_freed_memory()
@@ -86,53 +91,69 @@ def fisher_information(
 class _States:
     """Files of the hidden states that enter each layer and of the gradients there; a file appears when it is whole.
 
-    shape: of the states of one layer. again: whether files that an earlier start has written are used.
+    shape: of the states of one layer. finished: by an earlier start, whose files are used again; None for no such.
     """
 
-    def __init__(self, folder: Path, shape: tuple[int, ...], dtype: torch.dtype, again: bool) -> None:
-        self.folder, self.shape, self.dtype, self.again = folder, shape, dtype, again
-
-    def _file(self, kind: str, layer: int) -> Path:
-        return self.folder / f"record-{kind}-{layer:05d}.bin"
+    def __init__(
+        self, folder: Folder, shape: tuple[int, ...], dtype: torch.dtype, finished: FinishedLayers | None
+    ) -> None:
+        self.folder, self.shape, self.dtype, self.finished = folder, shape, dtype, finished
+        self._found: dict[tuple[str, int], Windows] = {}
 
     def of(self, kind: str, layer: int) -> Windows:
-        return Windows(self._file(kind, layer), self.shape, self.dtype)
+        return self._found[kind, layer]
 
-    def known(self, kind: str, layer: int) -> Windows | None:
-        """The file of an earlier start, if it is whole and may be used."""
-        windows = self.of(kind, layer)
-        whole = self.again and windows.file.exists() and windows.file.stat().st_size == windows.nbytes
-        return windows if whole else None
+    def known(self, kind: str, layer: int) -> bool:
+        """Whether there is such a file, or one that an earlier start has written as a whole."""
+        for name in self.folder.names() if self.finished and (kind, layer) not in self._found else ():
+            stem, _, crc = name.removesuffix(".bin").rpartition("-")
+            windows = Windows(self.folder / name, self.shape, self.dtype)
+            if stem == self._stem(kind, layer) and f"{windows.crc(self._seed(stem)) or 0:08x}" == crc:
+                self._found[kind, layer] = windows
+        return (kind, layer) in self._found
 
-    def write(self, kind: str, layer: int, batches: Iterable[Tensor]) -> Windows:
-        writer = WindowsWriter(self.folder / f"record-{kind}.partial", self.dtype)
+    def write(self, kind: str, layer: int, batches: Iterable[Tensor]) -> None:
+        stem = self._stem(kind, layer)
+        writer = WindowsWriter(self.folder / f"record-{kind}.partial", self.dtype, self._seed(stem))
         for batch in batches:
             writer.append(batch)
-        return writer.finish(self._file(kind, layer))
+        self._found[kind, layer] = writer.finish(lambda crc: f"{stem}-{crc or 0:08x}.bin")
 
     def drop(self, layer: int) -> None:
         """Give up what enters a finished layer, and the gradient at what leaves the layer."""
         for kind, number in ((ENTERING, layer), (GRADIENT, layer + 1)):
-            self._file(kind, number).replace(self.folder / f"record-{kind}.partial")  # to be written over next
+            self._found.pop((kind, number)).file.rename(f"record-{kind}.partial")  # to be written over next
+
+    def _stem(self, kind: str, layer: int) -> str:
+        return f"record-{kind}-{layer:05d}"
+
+    def _seed(self, stem: str) -> int:
+        return (self.finished or FinishedLayers()).seed(stem)
 
 
-def _forward(
-    model: StreamedModel, tokens: Tensor, folder: Path, workers: Workers, watch: Watch, left: int, again: bool
-) -> _States:
-    """Write the hidden states that enter each of the first `left` layers, and those that leave the last layer."""
-    with model.outer(embed=True, head=False):
-        states = _States(folder, (*tokens.shape, model.prepare(tokens[:1])), model.dtype, again)
-        known = states.known(GRADIENT, left)
-        if known is None and states.known(ENTERING, 0) is None:
+def _forward(model: StreamedModel, tokens: Tensor, states: _States, workers: Workers, watch: Watch, left: int) -> None:
+    """Write the hidden states that enter each of the first `left` layers, and those that leave the last layer.
+
+    The latter are not needed where the gradient at the last of these layers is known.
+    """
+    known = states.known(GRADIENT, left)
+    if left < len(model.layers) and not known:
+        raise RunError(
+            f"{states.folder.path} lacks the gradients at layer {left}, or they are damaged",
+            "start anew with --restart",
+        )
+    last = left - 1 if known else left
+    if last >= 0 and not states.known(ENTERING, 0):
+        with model.outer(embed=True, head=False):
             states.write(ENTERING, 0, model.embedded(tokens, 1))
     model.prepare_batch(1, tokens.shape[1])
-    for number in range(0 if known is not None else len(model.layers)):
-        if states.known(ENTERING, number + 1) is None:
+    for number in range(last):
+        if not states.known(ENTERING, number + 1):
             with model.layer(number) as layer:
                 before = _on(model, states.of(ENTERING, number))
                 states.write(ENTERING, number + 1, workers.in_order(partial(model.call, number, layer), before))
+        if not known:
             watch(number + 1)
-    return states
 
 
 def _head(model: StreamedModel, states: _States, seed: int, found: Found) -> None:

@@ -4,8 +4,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import Tensor
@@ -23,9 +21,12 @@ from llmcompress.formats.gguf.imatrix import numbered
 from llmcompress.formats.gguf.tensors import GGUFTensor
 from llmcompress.ledger import Ledger
 from llmcompress.store.checkpoint import Checkpoint
-from llmcompress.store.files import existing, writing
+from llmcompress.store.claim import Claim
+from llmcompress.store.files import writing
+from llmcompress.store.folder import Folder
 from llmcompress.workers import SERIAL, Workers
 
+_MARK = ".llmcompress-gradients"
 SAMPLES = 16  # windows, of those that a recipe asks for: sums over thousands of weights need few
 
 
@@ -49,7 +50,7 @@ class FisherRun:
     def information(
         self,
         paths: Sequence[Sequence[str]],
-        folder: Path,
+        folder: Folder,
         watch: Callable[[int], None],
         gathering: Callable[[int, Workers], FisherSum[Any]] = lambda number, workers: TokenFisher(),
         finished: FinishedLayers | None = None,
@@ -62,7 +63,7 @@ class FisherRun:
         model = opened_model(self.checkpoint, plan.spec, "float32", options, tiled_attention=False)
         keep_freed_memory()
         seed = plan.recipe.calibration.seed
-        with writing(folder), SERIAL.with_threads(plan.resources.threads) as workers:
+        with writing(folder.path), SERIAL.with_threads(plan.resources.threads) as workers:
             found = fisher_information(model, self.tokens, paths, seed, folder, workers, watch, gathering, finished)
             yield found, workers
 
@@ -79,11 +80,12 @@ def measure(plan: Plan, tensors: Sequence[GGUFTensor], ledger: Ledger, watch: Ca
         paths[layer].append(below)
     gradients = 2 * len(paths) + 1
     steps, of = count(gradients + 1), gradients + len(tensors)
-    fisher_run, beside = FisherRun.of(plan), existing(plan.work.resolve().parent)
+    beside = plan.work.with_name(f"{plan.work.name}.gradients")
+    scratch = Claim(beside, _MARK, f"{beside} is in use by", "wait for it, or use another --work directory")
+    fisher_run = FisherRun.of(plan)
     with (
-        writing(beside),
-        TemporaryDirectory(prefix="gradients-", dir=beside) as scratch,
-        fisher_run.information(paths, Path(scratch), lambda done: watch(done, of)) as (found, workers),
+        scratch,
+        fisher_run.information(paths, scratch, lambda done: watch(done, of)) as (found, workers),
     ):
         known = _known(tensors, places, found, ledger)
         return measured_losses(

@@ -32,12 +32,14 @@ def fitted_to_budget(
     budget: Budget,
     kept: Path | None = None,
     watch: Callable[[int, int], None] = lambda done, of: None,
+    begin: Callable[[], object] = lambda: None,
 ) -> tuple[Recipe, Ledger]:
     """The recipe with a type for every tensor, chosen for least loss within `budget`, and notes on how.
 
     recipe: of a method with types of GGUF; those that its `tensors`, `output` and `embedding` name stay. kept: file of
     losses measured before; where it is missing they are measured and written there. watch: told how many steps of all
-    are done. PlanError for a GGUF file, and for a budget below the smallest possible size, before anything is measured.
+    are done. begin: called before measuring. PlanError for a GGUF file, and for a budget below the smallest possible
+    size, before anything is measured.
     """
     step = recipe.method
     if recipe.transforms:
@@ -62,6 +64,7 @@ def fitted_to_budget(
     _, smallest = planned(type=SMALLEST, pure=True)
     if _excess(budget, smallest) > 0:
         raise impossible(budget, "types", smallest.estimate.output_bytes, _bits(smallest))
+    begin()
     ledger = Ledger()
     matrices = [item for item in _placed(smallest) if is_quantised(item.tensor.name, item.tensor.shape)]
     losses = _losses(smallest, matrices, kept, ledger, watch)

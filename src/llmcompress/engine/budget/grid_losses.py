@@ -67,7 +67,7 @@ def measured_losses(
         }
         return _Rounding(plan.layers[number], fisher_run.checkpoint, wanted, windows, tokens, losses, workers)
 
-    with fisher_run.information(paths, staged.path, lambda done: watch(done, of), gathering, kept):
+    with fisher_run.information(paths, staged.folder, lambda done: watch(done, of), gathering, kept):
         pass
     losses: Losses = {}
     for number in range(len(paths)):
@@ -84,6 +84,9 @@ class _LossSections(FinishedLayers):
     def __init__(self, staged: Staging) -> None:
         self.staged = staged
         self.losses: dict[int, Losses] = {}
+
+    def seed(self, name: str) -> int:
+        return self.staged.seed(name)
 
     def has(self, layer: int) -> bool:
         return self.staged.has(layer)

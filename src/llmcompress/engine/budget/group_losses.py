@@ -56,7 +56,9 @@ def losses_of(
     def measured() -> Losses:
         nonlocal staged
         begin(_memory(base, base.resources).peak("host"))
-        staged = Staging(base.work, {**of, "seed": base.recipe.calibration.seed, "grids": names})
+        staged = Staging(
+            base.work, {**of, "seed": base.recipe.calibration.seed, "grids": names}, restart=base.options.restart
+        )
         return measured_losses(base, fisher_run, grids, staged, ledger, watch)
 
     losses = kept_losses(kept, of, names, measured)

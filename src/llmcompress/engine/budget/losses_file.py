@@ -1,6 +1,5 @@
 """Measured losses as a JSON file, so that fitting the same model to another size measures nothing."""
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -8,9 +7,10 @@ from typing import Any
 
 from llmcompress.engine.budget.type_losses import Losses
 from llmcompress.errors import PlanError
-from llmcompress.store.files import create, make_parent, writing
 from llmcompress.store.headers import read_json
 from llmcompress.store.output import refuse_unwritable
+from llmcompress.store.sealed import sealed, unsealed
+from llmcompress.store.unfinished import refuse_foreign, write_whole
 
 _HINT = "give another file, or delete it to measure anew"
 
@@ -23,6 +23,7 @@ def kept_losses(
         return read_losses(file, of, wanted)
     if file is not None:
         refuse_unwritable(file)
+        refuse_foreign(file)
     losses = measured()
     if file is not None:
         write_losses(file, of, losses)
@@ -31,16 +32,16 @@ def kept_losses(
 
 def write_losses(file: Path, of: Mapping[str, str], losses: Losses) -> None:
     """Write a new file. of: what the losses were measured on, such as a hash of the model. RunError if refused."""
-    data = json.dumps({**of, "losses": losses}, indent=1) + "\n"
-    with writing(file):
-        make_parent(file)
-        with create(file) as handle:
-            handle.write(data.encode())
+    write_whole(file, sealed({**of, "losses": losses}), overwrite=False)
 
 
 def read_losses(file: Path, of: Mapping[str, str], wanted: Mapping[str, Sequence[str]]) -> Losses:
     """The losses `wanted` (names to kinds); PlanError if the file lacks some or was measured on something else."""
-    data = read_json(file)
+    read_json(file)  # refuses what is none, or far too large
+    try:
+        data = unsealed(file.read_bytes())
+    except ValueError as error:
+        raise PlanError(f"{file} is damaged: {error}", _HINT) from None
     for key, value in of.items():
         if data.get(key) != value:
             raise PlanError(f"{file} holds no losses of this {key}", _HINT)

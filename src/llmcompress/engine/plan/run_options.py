@@ -19,6 +19,7 @@ class Options:
     threads: int | None = None
     overwrite: bool = False
     keep_work: bool = False
+    restart: bool = False
     trust_remote_code: bool = False
     target: str | None = None
     tp: int = 1

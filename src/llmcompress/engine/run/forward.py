@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from llmcompress.engine.run.kv_ranges import KeyValueWatch
 from llmcompress.engine.run.prefetch import Prefetch
 from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.stats.key_value_range import KeyValueRange
+from llmcompress.store.folder import Folder
 from llmcompress.store.windows import Windows, WindowsShare, WindowsWriter
 from llmcompress.workers import WHOLE, Workers
 
@@ -42,11 +42,11 @@ class Stream:
 class Recording:
     """Where the inputs of which spaces may be recorded. spaces: space to the module path of a matrix that reads it."""
 
-    folder: Path
+    folder: Folder | None
     spaces: Mapping[str, str]
 
 
-NOT_RECORDED = Recording(Path(), {})
+NOT_RECORDED = Recording(None, {})
 
 
 class Forward:
@@ -91,6 +91,7 @@ class Forward:
         whose = stream.name if own == WHOLE else f"{own.number}-{stream.name}"  # processes may share the folder
 
         def writer(space: str, side: str) -> WindowsWriter:
+            assert recording.folder is not None
             return WindowsWriter(recording.folder / f"record-{whose}-{space}-{side}.bin", model.dtype)
 
         self.bypasses = Bypasses(stream.layer, found, writer, self._current)

@@ -9,8 +9,11 @@ from llmcompress.ledger import Ledger
 from llmcompress.store.statistics import STORED, Kept, all_statistics, statistics_entry
 
 
-def statistics_of_run(plan: Plan, store: Path, tokens: str) -> Kept:
-    """The place in the store where this run keeps its statistics. tokens: hash of the calibration tokens."""
+def statistics_of_run(plan: Plan, store: Path, tokens: str) -> Kept | None:
+    """The place in the store where this run keeps its statistics; None while an equal run keeps them there.
+
+    tokens: hash of the calibration tokens.
+    """
     return statistics_entry(store, _about(plan, tokens) | {"steps": _steps(plan), "options": _options(plan)})
 
 

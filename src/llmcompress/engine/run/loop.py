@@ -111,7 +111,7 @@ def run_calibrated(
                     Stream(name, layer if name == COMPRESSED else deepcopy(layer), windows),  # before codes come in
                     plan.batch,
                     workers,
-                    NOT_RECORDED if done else Recording(staged.path, _recorded_spaces(plan, number)),
+                    NOT_RECORDED if done else Recording(staged.folder, _recorded_spaces(plan, number)),
                     watches_cache=name == COMPRESSED and not done and plan.recipe.kv_cache is not None,
                 )
                 for name, windows in hidden.streams.items()

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 
@@ -22,6 +21,7 @@ from llmcompress.formats.gguf.names import gguf_tensors
 from llmcompress.ledger import Ledger
 from llmcompress.recipe import Calibration
 from llmcompress.stats.energy import Energy
+from llmcompress.store.folder import Folder
 from llmcompress.store.headers import ModelHeaders
 from llmcompress.store.windows import write_windows
 from llmcompress.workers import SERIAL
@@ -42,7 +42,7 @@ class _Row:
 def measure_imatrix(
     model: Path,
     text: Calibration,
-    scratch: Path,
+    scratch: Folder,
     options: Options,
     ledger: Ledger,
     watch: Callable[[int, int], None] = lambda done, of: None,
@@ -51,7 +51,7 @@ def measure_imatrix(
 
     For every matrix of a layer it holds the sum over tokens of its squared input, under GGUF's names; for the matrix of
     an expert, over the tokens that were routed to the expert. The numbers are the same for any number of threads.
-    scratch: a directory for hidden states meanwhile. watch: called after each layer with the numbers of layers done
+    scratch: for hidden states meanwhile. watch: called after each layer with the numbers of layers done
     and of all layers. Raises LlmcompressError.
     """
     headers = directory_headers(model, ledger)
@@ -61,14 +61,10 @@ def measure_imatrix(
     tokens = tokens_for(text, model, resources.dtype, options.trust_remote_code)
     streamed = opened_model(open_checkpoint(headers), matrices.spec, resources.dtype, options)
     keep_freed_memory()
-    with (
-        TemporaryDirectory(prefix="imatrix-", dir=scratch) as name,
-        SERIAL.with_threads(resources.threads) as workers,
-    ):
-        folder = Path(name)
+    with SERIAL.with_threads(resources.threads) as workers:
         with streamed.outer(embed=True, head=False):
             streamed.prepare(tokens[:1])
-            hidden = write_windows(streamed.embedded(tokens, resources.batch), folder / "0.bin", streamed.dtype)
+            hidden = write_windows(streamed.embedded(tokens, resources.batch), scratch / "0.bin", streamed.dtype)
         for number, rows in enumerate(layers):
             return_freed_memory()
             found: dict[str, Energy] = {}
@@ -76,7 +72,7 @@ def measure_imatrix(
                 forward = Forward(streamed, number, Stream("original", layer, hidden), resources.batch, workers)
                 hidden = write_windows(
                     outputs_with_energy(forward, {row.space: row.path for row in rows}, found),
-                    folder / f"{(number + 1) % 2}.bin",
+                    scratch / f"{(number + 1) % 2}.bin",
                     streamed.dtype,
                 )
             _fill(rows, found, ledger)

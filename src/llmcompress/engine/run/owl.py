@@ -6,8 +6,6 @@ compressed: what it gives is a plan.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor, nn
@@ -19,16 +17,17 @@ from llmcompress.engine.run.collect import outputs_with_energy
 from llmcompress.engine.run.forward import Forward, Stream
 from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.stats.energy import Energy
+from llmcompress.store.folder import Folder
 from llmcompress.store.windows import write_windows
 from llmcompress.workers import Workers
 
 WINDOWS = 16  # of the calibration set: shares of hundreds of thousands of weights need no more
 
 
-def with_owl_sparsities(plan: Plan, model: StreamedModel, tokens: Tensor, scratch: Path, workers: Workers) -> Plan:
+def with_owl_sparsities(plan: Plan, model: StreamedModel, tokens: Tensor, scratch: Folder, workers: Workers) -> Plan:
     """The plan with the sparsity of each layer as OWL measures it; the plan itself where its pruner does not ask.
 
-    scratch: a directory for hidden states meanwhile.
+    scratch: for hidden states meanwhile.
     """
     pruner = plan.recipe.pruner
     if pruner is None or pruner.allocation != "owl":
@@ -39,28 +38,31 @@ def with_owl_sparsities(plan: Plan, model: StreamedModel, tokens: Tensor, scratc
 
 
 def _outlier_shares(
-    plan: Plan, model: StreamedModel, tokens: Tensor, scratch: Path, threshold: float, workers: Workers
+    plan: Plan, model: StreamedModel, tokens: Tensor, scratch: Folder, threshold: float, workers: Workers
 ) -> list[float]:
     """Of each layer the share of outliers among |w| |x| of its matrices.
 
     An outlier is larger than `threshold` times the mean of its matrix.
     """
     shares: list[float] = []
-    with TemporaryDirectory(prefix="owl-", dir=scratch) as name:
-        folder = Path(name)
+    files = [scratch / f"record-owl-{number}.bin" for number in range(2)]
+    try:
         with model.outer(embed=True, head=False):
             model.prepare(tokens[:1])
-            hidden = write_windows(model.embedded(tokens[:WINDOWS], plan.batch), folder / "0.bin", model.dtype)
+            hidden = write_windows(model.embedded(tokens[:WINDOWS], plan.batch), files[0], model.dtype)
         for number, matrices in enumerate(plan.layers):
             found: dict[str, Energy] = {}
             with model.layer(number) as layer:
                 forward = Forward(model, number, Stream("dense", layer, hidden), plan.batch, workers)
                 spaces = {matrix.space: matrix.path for matrix in matrices}
                 hidden = write_windows(
-                    outputs_with_energy(forward, spaces, found), folder / f"{(number + 1) % 2}.bin", model.dtype
+                    outputs_with_energy(forward, spaces, found), files[(number + 1) % 2], model.dtype
                 )
                 shares.append(_outlier_share(matrices, layer, found, threshold))
             return_freed_memory()
+    finally:
+        for file in files:
+            file.unlink()
     return shares
 
 

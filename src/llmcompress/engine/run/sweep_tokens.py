@@ -2,15 +2,16 @@
 
 import hashlib
 import json
+from contextlib import closing
 from pathlib import Path
 
-from safetensors.torch import load_file
 from torch import Tensor
 
-from llmcompress.calib.pack import save
 from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.run.tokens import calibration_tokens
 from llmcompress.store.files import make_directory, writing
+from llmcompress.store.folder import Folder
+from llmcompress.store.tensor_file import read_tokens, write_tokens
 
 
 def tokens_of_sweep(plan: Plan, folder: Path) -> Tensor:
@@ -21,12 +22,13 @@ def tokens_of_sweep(plan: Plan, folder: Path) -> Tensor:
     if plan.recipe.calibration.source != "self":
         return calibration_tokens(plan)
     what = [plan.headers.contents, plan.recipe.calibration.model_dump(), plan.dtype]
-    kept = folder / f"tokens-{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]}.safetensors"
-    if kept.exists():
-        return load_file(kept)["input_ids"]
-    tokens = calibration_tokens(plan)
     with writing(folder):
         if not folder.exists():
             make_directory(folder)
-    save(tokens, kept)
+    with closing(Folder(folder)) as held:
+        kept = held / f"tokens-{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]}.safetensors"
+        tokens = read_tokens(kept)
+        if tokens is None:
+            tokens = calibration_tokens(plan)
+            write_tokens(kept, tokens)
     return tokens

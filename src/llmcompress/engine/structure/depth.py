@@ -100,26 +100,26 @@ def plan_depth(model: Path, request: DepthRequest, text: Calibration, options: O
 def prune_depth(plan: DepthPlan, watch: Watch = lambda done, of: None) -> dict[str, Any]:
     """Choose the layers, write the model without them, and return its report."""
     opened, request = plan.opened, plan.request
-    tokens = opened.tokens()
-    removed, scores = _choose(plan, tokens, watch)
-    kept = [number for number in range(plan.layers) if number not in removed]
-    config = kept_config(opened.anatomy, kept, opened.options.trust_remote_code)
-    headers = kept_headers(opened.anatomy, kept, config)
-    derived = DerivedModel(config, [stored.spec for stored in headers.tensors.values()])
-    checkpoint = Checkpoint(headers)
-    calibration = calibration_facts(tokens)
-    records = {
-        "depth": {
-            "by": request.by,
-            "contiguous": request.contiguous,
-            "keep_first": request.keep_first,
-            "keep_last": request.keep_last,
-            "layers": plan.layers,
-            "removed": removed,
-            "scores": scores,
-        }
-    }
     with OutputDirectory(opened.out, overwrite=opened.options.overwrite) as out:
+        tokens = opened.tokens()
+        removed, scores = _choose(plan, tokens, out, watch)
+        kept = [number for number in range(plan.layers) if number not in removed]
+        config = kept_config(opened.anatomy, kept, opened.options.trust_remote_code)
+        headers = kept_headers(opened.anatomy, kept, config)
+        derived = DerivedModel(config, [stored.spec for stored in headers.tensors.values()])
+        checkpoint = Checkpoint(headers)
+        calibration = calibration_facts(tokens)
+        records = {
+            "depth": {
+                "by": request.by,
+                "contiguous": request.contiguous,
+                "keep_first": request.keep_first,
+                "keep_last": request.keep_last,
+                "layers": plan.layers,
+                "removed": removed,
+                "scores": scores,
+            }
+        }
         hashes = derived.write(opened, out, ((name, checkpoint.read_finite(name)) for name in checkpoint.names()))
         report = derived.report(opened, calibration, hashes, records)
         out.write_text("README.md", card(opened, calibration, "depth pruning", _figures(plan, removed, derived)))
@@ -133,12 +133,14 @@ def _rounds(request: DepthRequest, layers: int) -> list[int]:
     return [layers - number for number in range(request.drop)] if request.greedy else [layers]
 
 
-def _choose(plan: DepthPlan, tokens: Tensor, watch: Watch) -> tuple[list[int], list[dict[str, Any]]]:
+def _choose(
+    plan: DepthPlan, tokens: Tensor, out: OutputDirectory, watch: Watch
+) -> tuple[list[int], list[dict[str, Any]]]:
     """The numbers of the layers to drop, and the scores of each round by the first layer that would be dropped."""
     request, opened = plan.request, plan.opened
     rounds = _rounds(request, plan.layers)
     done = iter(range(1, sum(rounds) + 1))
-    with opened.scratch_folder() as (folder, workers):
+    with opened.scratch_folder(out) as (folder, workers):
         model = opened.model()
         hidden = embedded_windows(model, tokens, opened.resources.batch, folder / "embedded.bin")
         removal = Removal(

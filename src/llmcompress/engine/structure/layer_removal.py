@@ -4,7 +4,6 @@ Layers are read one at a time, each once per pass, however many variants of the 
 """
 
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +13,7 @@ from llmcompress.engine.structure.source_model import layer_outputs
 from llmcompress.errors import RunError
 from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.stats.similarity import Cosines, cosines
+from llmcompress.store.folder import Folder, HeldFile
 from llmcompress.store.windows import Windows, write_windows
 from llmcompress.workers import Workers
 
@@ -27,7 +27,7 @@ class Removal:
     """
 
     def __init__(
-        self, model: StreamedModel, entering: Windows, batch: int, folder: Path, workers: Workers, watch: Watch
+        self, model: StreamedModel, entering: Windows, batch: int, folder: Folder, workers: Workers, watch: Watch
     ) -> None:
         self.model, self.entering, self.batch, self.folder = model, entering, batch, folder
         self.workers, self.watch = workers, watch
@@ -76,7 +76,7 @@ class Removal:
         found = dict(zip(variants, self._head(reference, list(variants.values())), strict=True))
         return found, reference
 
-    def _layer_outputs(self, number: int, layer: nn.Module, hidden: Windows, file: Path) -> Windows:
+    def _layer_outputs(self, number: int, layer: nn.Module, hidden: Windows, file: HeldFile) -> Windows:
         return layer_outputs(self.model, number, layer, hidden, self.batch, file, self.workers)
 
     def _spans(self, windows: Windows) -> list[slice]:
@@ -118,6 +118,5 @@ class Removal:
         return self.model.logits(causal, hidden).to(torch.float32).log_softmax(dim=-1)
 
 
-def _renamed(windows: Windows, file: Path) -> Windows:
-    windows.file.replace(file)
-    return Windows(file, windows.shape, windows.dtype)
+def _renamed(windows: Windows, file: HeldFile) -> Windows:
+    return Windows(windows.file.rename(file.name), windows.shape, windows.dtype)

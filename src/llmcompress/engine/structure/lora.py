@@ -1,7 +1,6 @@
 """Low-rank repair: an adapter that gives back what it can of what compression took from every matrix."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from llmcompress.solve.low_rank import LowRank, low_rank, output_energy
 from llmcompress.stats.gram import Gram
 from llmcompress.store.adapter import CONFIG, STEM, AdapterDirectory, adapter_config, adapter_specs
 from llmcompress.store.checkpoint import DTYPES, Checkpoint
+from llmcompress.store.folder import Folder
 from llmcompress.store.headers import ModelHeaders
 from llmcompress.store.windows import Windows, write_windows
 from llmcompress.workers import Workers
@@ -32,13 +32,13 @@ Watch = Callable[[int, int], None]
 def repair(plan: LoraPlan, watch: Watch = lambda done, of: None) -> dict[str, Any]:
     """Write the adapter and return its report. RunError, PlanError where there is nothing to repair."""
     opened, options = plan.opened, plan.opened.options
-    targets = changed_targets(plan)
-    tokens = opened.tokens() if plan.by == "outputs" else None
-    calibration = None if tokens is None else calibration_facts(tokens)
-    specs = adapter_specs([(item.module, item.shape, item.dtype) for item in targets], plan.rank)
     base = opened.headers.name
     output = AdapterDirectory(opened.out, overwrite=options.overwrite)
-    with output as out, opened.scratch_folder() as (folder, workers):
+    with output as out, opened.scratch_folder(out) as (folder, workers):
+        targets = changed_targets(plan)
+        tokens = opened.tokens() if plan.by == "outputs" else None
+        calibration = None if tokens is None else calibration_facts(tokens)
+        specs = adapter_specs([(item.module, item.shape, item.dtype) for item in targets], plan.rank)
         work = _Repair(plan, targets, watch, workers)
         made = work.by_weights() if tokens is None else work.by_outputs(tokens, folder)
         named = ((spec.name, tensor) for spec, tensor in zip(specs, made, strict=True))
@@ -88,7 +88,7 @@ class _Repair:
             yield from self._tensors(self._solve([target], None, None)[0])
             self.watch(number + 1, len(self.targets))
 
-    def by_outputs(self, tokens: Tensor, folder: Path) -> Iterator[Tensor]:
+    def by_outputs(self, tokens: Tensor, folder: Folder) -> Iterator[Tensor]:
         """The factors a and b of each matrix that make the error of its outputs on `tokens` least.
 
         The inputs of a matrix come from matrices that are repaired already.
@@ -107,7 +107,7 @@ class _Repair:
             self.watch(number + 1, count)
 
     def _layer(
-        self, model: StreamedModel, number: int, layer: nn.Module, hidden: Windows, folder: Path
+        self, model: StreamedModel, number: int, layer: nn.Module, hidden: Windows, folder: Folder
     ) -> tuple[list[LowRank], Windows]:
         """The factors of the matrices of a layer, and what leaves the layer once they are repaired."""
         stages: dict[str, list[RepairTarget]] = {}

@@ -1,10 +1,9 @@
 """A model whose structure is to change: opened and checked from headers, then run over text."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ from llmcompress.ledger import Ledger
 from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.recipe import Calibration
 from llmcompress.store.checkpoint import Checkpoint
-from llmcompress.store.files import make_parent, writing
+from llmcompress.store.folder import Folder, HeldFile
 from llmcompress.store.headers import ModelHeaders
 from llmcompress.store.output import OutputDirectory
 from llmcompress.store.output_file import is_single
@@ -72,14 +71,12 @@ class OpenModel:
         return opened_model(self.checkpoint, self.matrices.spec, self.resources.dtype, self.options)
 
     @contextmanager
-    def scratch_folder(self) -> Iterator[tuple[Path, Workers]]:
-        """A directory for hidden states beside the output, and threads, as long as the context lasts."""
-        with writing(self.out):
-            make_parent(self.out)
+    def scratch_folder(self, out: OutputDirectory) -> Iterator[tuple[Folder, Workers]]:
+        """A directory for hidden states within the claimed output, and threads, as long as the context lasts."""
         keep_freed_memory()
-        scratch = TemporaryDirectory(prefix=f"{self.out.name}.", dir=self.out.parent)
-        with scratch as name, SERIAL.with_threads(self.resources.threads) as workers:
-            yield Path(name), workers
+        with closing(out.scratch()) as folder, SERIAL.with_threads(self.resources.threads) as workers:
+            yield folder, workers
+            folder.clear()
 
 
 def open_model(
@@ -103,7 +100,7 @@ def open_model(
     return OpenModel(headers, matrices, text, options, usual_resources(options, text.length), out, ledger)
 
 
-def embedded_windows(model: StreamedModel, tokens: Tensor, batch: int, file: Path) -> Windows:
+def embedded_windows(model: StreamedModel, tokens: Tensor, batch: int, file: HeldFile) -> Windows:
     """What enters the first layer, written to `file`. Makes the model ready to run its layers."""
     with model.outer(embed=True, head=False):
         model.prepare(tokens[:1])
@@ -116,7 +113,7 @@ def layer_outputs(
     layer: torch.nn.Module,
     hidden: Windows,
     batch: int,
-    file: Path,
+    file: HeldFile,
     workers: Workers,
 ) -> Windows:
     """What leaves a layer, written to `file`. That may be the file of `hidden`: windows are read before written."""

@@ -29,6 +29,7 @@ from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.recipe import Calibration
 from llmcompress.solve.narrowing import least_missed, narrowing_loss, refitted, strongest
 from llmcompress.stats.gram import Gram
+from llmcompress.store.folder import Folder
 from llmcompress.store.headers import read_headers
 from llmcompress.store.output import OutputDirectory
 from llmcompress.store.windows import Windows, write_windows
@@ -110,10 +111,10 @@ def plan_width(model: Path, request: WidthRequest, text: Calibration, options: O
 def prune_width(plan: WidthPlan, watch: Watch = lambda done, of: None) -> dict[str, Any]:
     """Choose the channels of every layer, write the model with those alone, and return its report."""
     opened, request = plan.opened, plan.request
-    tokens = opened.tokens()
-    calibration = calibration_facts(tokens)
     output = OutputDirectory(opened.out, overwrite=opened.options.overwrite)
-    with output as out, opened.scratch_folder() as (folder, workers):
+    with output as out, opened.scratch_folder(out) as (folder, workers):
+        tokens = opened.tokens()
+        calibration = calibration_facts(tokens)
         work = _Narrowing(plan, watch, workers)
         hashes = plan.derived.write(opened, out, work.tensors(tokens, folder))
         records = {
@@ -142,7 +143,7 @@ class _Narrowing:
         self.kept: list[Tensor] = []
         self.records: list[dict[str, Any]] = []
 
-    def tensors(self, tokens: Tensor, folder: Path) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, tokens: Tensor, folder: Folder) -> Iterator[tuple[str, Tensor]]:
         """Every tensor in the planned order: first those outside of the layers, then layer by layer."""
         opened, model = self.plan.opened, self.plan.opened.model()
         hidden = embedded_windows(model, tokens, opened.resources.batch, folder / "0.bin")
@@ -165,7 +166,7 @@ class _Narrowing:
             tensor = self.checkpoint.read_finite(spec.name)
             yield spec.name, part.cut(spec.name, tensor, self.kept[number]) if spec.name in part.writers else tensor
 
-    def _solve(self, model: StreamedModel, number: int, hidden: Windows, folder: Path) -> tuple[Tensor, Windows]:
+    def _solve(self, model: StreamedModel, number: int, hidden: Windows, folder: Folder) -> tuple[Tensor, Windows]:
         """The new reading matrix of a layer as it is stored, and the hidden states that then leave the layer."""
         opened, part = self.plan.opened, self.plan.layers[number]
         batch = opened.resources.batch

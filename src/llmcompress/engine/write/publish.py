@@ -21,7 +21,7 @@ from llmcompress.methods.base import Method
 from llmcompress.pruners.base import Pruner
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.folds import FoldedCheckpoint
-from llmcompress.store.output_file import output_of
+from llmcompress.store.output import OutputDirectory
 from llmcompress.store.staging import Staging
 from llmcompress.transforms.base import Transform
 from llmcompress.workers import SERIAL, Workers
@@ -40,25 +40,25 @@ def write_output(
     ledger: Ledger,
     calibration: dict[str, Any] | None,
     workers: Workers,
+    out: OutputDirectory,
 ) -> dict[str, Any]:
     """Write weights, configs, side files, recipe, report and model card; the report.
 
     records: lists of what is known of matrices, and of scaled sites. workers: threads that encode.
     """
-    with output_of(plan.out, plan.format.name, plan.options.overwrite) as out:
-        hashes = _WRITERS[plan.output_kind](plan, checkpoint, staged, out, workers)
-        if isinstance(checkpoint, FoldedCheckpoint) and (factors := checkpoint.scales()):
-            out.write_arrays("transforms.npz", factors)
-        result = build_report(plan, records, ledger, calibration, hashes, kv_scale_record(plan, staged))
-        for name, changes in plan.format.config(plan.entries, plan.headers.config).items():
-            content = {**plan.headers.config, **changes} if name == "config.json" else changes
-            out.write_json(name, content)
-        out.write_text("llmcompress.yaml", plan.recipe.as_yaml())
-        if plan.modelfile is not None:
-            out.write_text("Modelfile", plan.modelfile)
-        out.write_text("README.md", model_card(model_card_facts(plan, result)))
-        result = out.write_report(result)
-        out.commit()
+    hashes = _WRITERS[plan.output_kind](plan, checkpoint, staged, out, workers)
+    if isinstance(checkpoint, FoldedCheckpoint) and (factors := checkpoint.scales()):
+        out.write_arrays("transforms.npz", factors)
+    result = build_report(plan, records, ledger, calibration, hashes, kv_scale_record(plan, staged))
+    for name, changes in plan.format.config(plan.entries, plan.headers.config).items():
+        content = {**plan.headers.config, **changes} if name == "config.json" else changes
+        out.write_json(name, content)
+    out.write_text("llmcompress.yaml", plan.recipe.as_yaml())
+    if plan.modelfile is not None:
+        out.write_text("Modelfile", plan.modelfile)
+    out.write_text("README.md", model_card(model_card_facts(plan, result)))
+    result = out.write_report(result)
+    out.commit()
     return result
 
 
@@ -141,9 +141,13 @@ def _said(step: Method | Pruner | Transform) -> str:
 
 
 def finish(
-    plan: Plan, staged: Staging, calibration: dict[str, Any] | None, judge: Judge = lambda entries: None
+    plan: Plan,
+    staged: Staging,
+    calibration: dict[str, Any] | None,
+    out: OutputDirectory,
+    judge: Judge = lambda entries: None,
 ) -> dict[str, Any]:
-    """Write the output of a run whose sections are all staged, and return the report.
+    """Write the claimed output of a run whose sections are all staged, and return the report.
 
     judge: sees the whole ledger before anything is written, and may raise.
     """
@@ -161,4 +165,4 @@ def finish(
     count = (plan.options.threads or usual_threads()) if plan.resources.gpu else plan.resources.threads
     known = {"linears": linears, "sites": sites}
     with SERIAL.with_threads(count) as workers:  # packing is for processors
-        return write_output(plan, checkpoint, staged, known, ledger, calibration, workers)
+        return write_output(plan, checkpoint, staged, known, ledger, calibration, workers, out)

@@ -3,13 +3,19 @@
 GGUF: three keys `imatrix.*`, and two float32 tensors of each entry, `NAME.in_sum2` [n_mat, n_in] and `NAME.counts`
 [n_mat, 1]. Legacy, all little-endian: i32 entries; of each i32 length and name, i32 calls, i32 values, and as float32
 the mean squares times the calls; then i32 chunks, i32 length and name of the text, which old files lack.
+
+Files written here have a checksum, which other programs pass over: the key `llmcompress.sha256`, or 8 bytes at the end.
 """
 
+import json
 import math
 import os
 import struct
+import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -17,16 +23,20 @@ from numpy.typing import NDArray
 
 from llmcompress.errors import CalibrationError, LlmcompressError, PlanError
 from llmcompress.formats.gguf.imatrix import Imatrix, ImatrixEntry
+from llmcompress.store.claim import Claim
 from llmcompress.store.cursor import Cursor, mapped
-from llmcompress.store.files import create, writing
+from llmcompress.store.files import writing
 from llmcompress.store.gguf_header import GgufHeader, read_header
 from llmcompress.store.gguf_model import tensor_bytes
-from llmcompress.store.output import refuse_unwritable
+from llmcompress.store.output import flush, refuse_unwritable
+from llmcompress.store.unfinished import claimed, refuse_foreign
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 _CHUNK = 512  # tokens: what llama-imatrix takes unless told otherwise; a legacy file does not say
 _MOST_CALLS = 2**31 - 1
 _LEAST = 17  # bytes of a legacy entry
+_SHA256 = "llmcompress.sha256"  # a key: of all that the file says
+_SUM = b"CRC\0"  # before the CRC-32 of all bytes before it, at the end of a legacy file
 _COST = 1000  # bytes that an entry takes here, at most, besides its values
 _AGAIN = "collect it again with llama-imatrix, or fetch the file again"
 
@@ -49,6 +59,7 @@ def read_imatrix(path: Path) -> Imatrix:
 def refuse_place(path: Path, overwrite: bool = False) -> None:
     """PlanError if no importance matrix may be written to `path`; one may replace another where `overwrite` says so."""
     refuse_unwritable(path)
+    refuse_foreign(path)
     if not os.path.lexists(path):
         return
     if not overwrite:
@@ -61,15 +72,20 @@ def refuse_place(path: Path, overwrite: bool = False) -> None:
         raise PlanError(f"{path} is no importance matrix, so it is not overwritten", "give another name") from None
 
 
-def write_imatrix(path: Path, imatrix: Imatrix, overwrite: bool = False) -> None:
-    """A new GGUF file, the same bytes for the same values. As `refuse_place`; RunError if the system refuses it."""
+def write_imatrix(path: Path, imatrix: Imatrix, overwrite: bool = False, claim: Claim | None = None) -> None:
+    """A new GGUF file, the same bytes for the same values. As `refuse_place`; RunError if the system refuses it.
+
+    claim: on `path`, where the caller has it already.
+    """
     import gguf
 
-    with _appearing(path, overwrite) as partial:
+    imatrix = replace(imatrix, datasets=imatrix.datasets or ("unknown",))  # none would not be written
+    with _appearing(path, overwrite, claim) as partial:
         writer = gguf.GGUFWriter(partial, "")
         writer.kv_data[0].clear()  # the architecture, which these files do not have
         writer.add_type("imatrix")
-        writer.add_array("imatrix.datasets", list(imatrix.datasets) or ["unknown"])  # none would not be written
+        writer.add_string(_SHA256, _hash(imatrix))
+        writer.add_array("imatrix.datasets", list(imatrix.datasets))
         writer.add_uint32("imatrix.chunk_count", imatrix.chunk_count)
         writer.add_uint32("imatrix.chunk_size", imatrix.chunk_size)
         for name, entry in sorted(imatrix.entries.items()):
@@ -83,19 +99,20 @@ def write_imatrix(path: Path, imatrix: Imatrix, overwrite: bool = False) -> None
             writer.close()
 
 
-def write_legacy(path: Path, imatrix: Imatrix, overwrite: bool = False) -> None:
+def write_legacy(path: Path, imatrix: Imatrix, overwrite: bool = False, claim: Claim | None = None) -> None:
     """A new file of the legacy kind, which holds means only: experts without data get ones. Errors as `write_imatrix`.
 
     Of several datasets the last is named.
     """
-    with _appearing(path, overwrite) as partial, partial.open("wb") as handle:
-        handle.write(struct.pack("<i", len(imatrix.entries)))
-        for name, entry in sorted(imatrix.entries.items()):
-            calls = min(max(math.ceil(float(entry.counts.max()) / imatrix.chunk_size), 1), _MOST_CALLS)
-            values = np.where(entry.counts[:, None] > 0, entry.importance, np.float32(1)) * np.float32(calls)
-            handle.write(_packed(name) + struct.pack("<ii", calls, values.size))
-            handle.write(values.astype("<f4").tobytes())
-        handle.write(struct.pack("<i", imatrix.chunk_count) + _packed((imatrix.datasets or ("unknown",))[-1]))
+    pieces = [struct.pack("<i", len(imatrix.entries))]
+    for name, entry in sorted(imatrix.entries.items()):
+        calls = min(max(math.ceil(float(entry.counts.max()) / imatrix.chunk_size), 1), _MOST_CALLS)
+        values = np.where(entry.counts[:, None] > 0, entry.importance, np.float32(1)) * np.float32(calls)
+        pieces += [_packed(name), struct.pack("<ii", calls, values.size), values.astype("<f4").tobytes()]
+    pieces += [struct.pack("<i", imatrix.chunk_count), _packed((imatrix.datasets or ("unknown",))[-1])]
+    whole = b"".join(pieces)
+    with _appearing(path, overwrite, claim) as partial, partial.open("wb") as handle:
+        handle.write(whole + _SUM + struct.pack("<I", zlib.crc32(whole)))
 
 
 def _of_gguf(header: GgufHeader) -> Imatrix:
@@ -116,7 +133,20 @@ def _of_gguf(header: GgufHeader) -> Imatrix:
         entries[name] = ImatrixEntry(sum2.reshape(-1, sum2.shape[-1]), counts)
     if not entries:
         raise ValueError(f"it has no tensor *{_SUMS}")
-    return Imatrix(entries, tuple(datasets), count, size)
+    found = Imatrix(entries, tuple(datasets), count, size)
+    if _SHA256 in header.fields and header.value(_SHA256) != _hash(found):
+        raise ValueError("it is not what was written")
+    return found
+
+
+def _hash(imatrix: Imatrix) -> str:
+    """SHA-256 (hex) of all that an importance matrix says."""
+    said = [imatrix.datasets, imatrix.chunk_count, imatrix.chunk_size]
+    digest = sha256(json.dumps(said).encode())
+    for name, entry in sorted(imatrix.entries.items()):
+        digest.update(json.dumps([name, entry.sum2.shape]).encode())
+        digest.update(entry.sum2.astype("<f4").tobytes() + entry.counts.astype("<f4").tobytes())
+    return digest.hexdigest()
 
 
 def _floats(header: GgufHeader, name: str) -> NDArray[np.float32]:
@@ -149,6 +179,11 @@ def _of_legacy(data: memoryview) -> Imatrix:
         return Imatrix(entries, (), most, _CHUNK)
     chunks = cursor.number("i")
     dataset = cursor.text(cursor.number("i"))
+    whole = cursor.position
+    if bytes(data[whole : whole + len(_SUM)]) == _SUM:
+        cursor.skip(len(_SUM))
+        if cursor.number("I") != zlib.crc32(data[:whole]):
+            raise ValueError("it is not what was written")
     if cursor.position != len(data):
         raise ValueError(f"{len(data) - cursor.position:,} bytes follow its end")
     return Imatrix(entries, (dataset,), chunks, _CHUNK)
@@ -160,17 +195,12 @@ def _packed(text: str) -> bytes:
 
 
 @contextmanager
-def _appearing(path: Path, overwrite: bool) -> Iterator[Path]:
+def _appearing(path: Path, overwrite: bool, claim: Claim | None) -> Iterator[Path]:
     """A new file to write to, which is given the name `path` when it is whole."""
-    refuse_place(path, overwrite)
-    partial = path.with_name(f"{path.name}.partial")
-    with writing(path):
-        partial.unlink(missing_ok=True)
-        create(partial).close()
-        try:
-            yield partial
-            with partial.open("rb") as handle:
-                os.fsync(handle.fileno())
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+    with writing(path), nullcontext(claim) if claim else claimed(path) as held:
+        refuse_place(path, overwrite)
+        made = held / path.name
+        made.create().close()
+        yield held.path / path.name
+        flush(held.path / path.name)
+        os.replace(path.name, path, src_dir_fd=held.fd)
