@@ -47,9 +47,9 @@ def text(file, **given):
 
 def measured(model, file, tmp_path, ledger=None, threads=1, **given):
     options = Options(compute_dtype="float32", threads=threads)
-    return measure_imatrix(
-        model, text(file, **given), Folder(tmp_path), options, Ledger() if ledger is None else ledger
-    )
+    (tmp_path / "scratch").mkdir(exist_ok=True)
+    scratch = Folder(tmp_path / "scratch")
+    return measure_imatrix(model, text(file, **given), scratch, options, Ledger() if ledger is None else ledger)
 
 
 def energies(model, tokens, modules):
@@ -124,7 +124,7 @@ def test_bytes_do_not_depend_on_threads(random_model_dir, ids, tmp_path):
         write_imatrix(path, measured(model, file, tmp_path, threads=threads))
         made.append(path.read_bytes())
     assert made[0] == made[1]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["1.gguf", "2.gguf", "ids.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1.gguf", "2.gguf", "ids.safetensors", "scratch"]
 
 
 def test_what_is_merged_is_what_all_the_text_gives(random_model_dir, ids, tmp_path, main):

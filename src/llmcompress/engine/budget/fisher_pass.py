@@ -104,11 +104,11 @@ class _States:
         return self._found[kind, layer]
 
     def known(self, kind: str, layer: int) -> bool:
-        """Whether there is such a file, or one that an earlier start has written as a whole."""
+        """Whether there is such a file: of this start, or one of an earlier start that is whole."""
+        stem = self._stem(kind, layer)
         for name in self.folder.names() if self.finished and (kind, layer) not in self._found else ():
-            stem, _, crc = name.removesuffix(".bin").rpartition("-")
             windows = Windows(self.folder / name, self.shape, self.dtype)
-            if stem == self._stem(kind, layer) and f"{windows.crc(self._seed(stem)) or 0:08x}" == crc:
+            if name.startswith(stem) and name == f"{stem}-{windows.crc(self._seed(stem)) or 0:08x}.bin":
                 self._found[kind, layer] = windows
         return (kind, layer) in self._found
 
@@ -152,8 +152,8 @@ def _forward(model: StreamedModel, tokens: Tensor, states: _States, workers: Wor
             with model.layer(number) as layer:
                 before = _on(model, states.of(ENTERING, number))
                 states.write(ENTERING, number + 1, workers.in_order(partial(model.call, number, layer), before))
-        if not known:
-            watch(number + 1)
+            if not known:
+                watch(number + 1)
 
 
 def _head(model: StreamedModel, states: _States, seed: int, found: Found) -> None:
