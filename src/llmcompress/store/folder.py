@@ -161,7 +161,7 @@ class HeldFile:
             os.unlink(self.name, dir_fd=self.folder.fd)
 
     def _own(self, found: os.stat_result) -> bool:
-        return stat.S_ISREG(found.st_mode) and found.st_uid == self.folder.owner and found.st_nlink == 1
+        return stat.S_ISREG(found.st_mode) and found.st_uid == self.folder.owner and found.st_nlink <= 1
 
     def _planted(self) -> RunError:
         return RunError(f"{self} is a link, or not a file of this user alone", "remove it, then run again")

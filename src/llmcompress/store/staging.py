@@ -44,7 +44,7 @@ _OWN = re.compile(
 )
 _HIDDEN = re.compile(r"hidden-(\w+)-(\d{5,})-([0-9a-f]{8})\.bin")
 _TOKENS = "tokens.safetensors"
-_SHOWN, _SHORT = 6, 40  # keys that differ, and characters of their values
+_SHOWN, _SHORT = 6, 100  # keys that differ, and characters of their values
 
 
 class Staging:
@@ -295,5 +295,6 @@ def _leaves(data: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 def _change(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     """A key, with what it was and what it is, where that is short."""
-    said = [json.dumps(side[key]) if key in side else "not there" for side in (old, new)]
+    values = [side.get(key, "not there") for side in (old, new)]
+    said = [value if isinstance(value, str) else json.dumps(value) for value in values]
     return f"{key} was {said[0]}, now {said[1]}" if max(map(len, said)) < _SHORT else key
