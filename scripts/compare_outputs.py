@@ -929,6 +929,8 @@ class Case:
     def normal(self, data: Any) -> Any:
         """Data without what is measured, paths of this machine and the version."""
         if isinstance(data, dict):
+            if data.keys() >= {"tensors", "files", "sha256"}:  # a report: its hashes are of files recorded themselves
+                data = {key: value for key, value in data.items() if key not in ("files", "sha256")}
             return {
                 self.text(key): "<measured>"
                 if key in MEASURED and _numbers(value)
