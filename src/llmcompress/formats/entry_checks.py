@@ -156,7 +156,10 @@ def stored_type(entry: Entry, scale: "Tensor", dtype: str) -> "Tensor":
         raise RunError(f"scales of {entry.module} cannot be stored as {dtype}", "convert the model to float16 first")
     stored = scale.to(types[dtype])
     if not torch.equal(stored.to(torch.float32), scale.to(torch.float32)) or not bool(torch.isfinite(scale).all()):
-        raise RunError(f"scales of {entry.module} are not exact in {dtype}: codes and stored scales would disagree")
+        raise RunError(
+            f"scales of {entry.module} are not exact in {dtype}: codes and stored scales would disagree",
+            "leave the matrix as it is: --set 'PATTERN: {skip: true}'",
+        )
     return stored
 
 

@@ -110,6 +110,11 @@ def skeleton(
                 parent = layer.get_submodule(parent_path)
                 if hasattr(parent, name):
                     setattr(parent, name, UnfusedExperts.like(getattr(parent, name)))
+    for name, buffer in model.named_buffers():
+        if name.endswith("inv_freq") and not bool(buffer.isfinite().all()):
+            raise CheckpointError(
+                f"the rotary embedding of config.json is not finite ({name})", "look at rope_theta and rope_scaling"
+            )
     return model.eval()
 
 

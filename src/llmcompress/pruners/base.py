@@ -99,6 +99,11 @@ class Pruner(BaseModel):
         return self.pattern or f"{100 * self.share:g}%"
 
     @property
+    def by_row(self) -> bool:
+        """Whether every row loses the same share."""
+        return getattr(self, "compare", None) == "row"
+
+    @property
     def needs_energy(self) -> bool:
         """Whether the pruner needs the mean square of every input channel."""
         return False

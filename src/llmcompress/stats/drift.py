@@ -51,6 +51,10 @@ class Drift:
         self.hessian = beside.mean()
 
     @property
+    def dropped(self) -> int:
+        return int(self._lost)
+
+    @property
     def tokens(self) -> int:
         return self._seen - int(self._lost)
 

@@ -50,6 +50,14 @@ class Squares:
         self.energy = known
 
     @property
+    def sums(self) -> Tensor:
+        return self.energy.sums
+
+    @property
+    def tokens(self) -> int:
+        return self.energy.tokens
+
+    @property
     def dropped(self) -> int:
         return self.energy.dropped
 

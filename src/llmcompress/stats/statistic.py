@@ -15,21 +15,28 @@ from torch import Tensor
 from llmcompress.workers import Part, Workers
 
 
-class Accumulator(Protocol):
-    """Adds something up over the tokens of one input. dropped: tokens that were left out for inf or nan.
+class Counted(Protocol):
+    """Knows of how many tokens it was made. dropped: tokens that were left out for inf or nan, and are not counted."""
 
-    One whose sum is shared out to ranks is `Panelled` too (stats/panels.py).
-    """
+    @property
+    def tokens(self) -> int: ...
 
     @property
     def dropped(self) -> int: ...
+
+
+class Accumulator(Counted, Protocol):
+    """Adds something up over the tokens of one input.
+
+    One whose sum is shared out to ranks is `Panelled` too (stats/panels.py).
+    """
 
     def update(self, x: Tensor) -> None:
         """Add an input [..., in] of any float type; [windows, length, in] where the statistic is `by_window`."""
         ...
 
 
-class PairedAccumulator(Protocol):
+class PairedAccumulator(Counted, Protocol):
     """Adds something up over the tokens of one input and over the same tokens in the uncompressed model."""
 
     def update(self, original: Tensor, x: Tensor) -> None:

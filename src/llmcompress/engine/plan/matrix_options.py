@@ -71,6 +71,11 @@ def resolve_pruner_options(step: Pruner, modules: Mapping[str, int]) -> dict[str
                 f"{item.pattern} does not divide the {modules[module]} inputs of {module}",
                 "use another --pattern, or leave it out: --set 'PATTERN: {skip: true}'",
             )
+        if item is not None and item.by_row and round(item.share * modules[module]) == modules[module]:
+            raise PlanError(
+                f"a sparsity of {item.share:g} leaves none of the {modules[module]} inputs of {module}",
+                "use a lower --sparsity",
+            )
     return chosen
 
 

@@ -9,13 +9,14 @@ from torch import Tensor
 from llmcompress import stats
 from llmcompress.engine.process.progress import Progress
 from llmcompress.engine.run.forward import Forward
+from llmcompress.engine.run.overflow import refuse_overflow
 from llmcompress.engine.run.starved_experts import ExpertInputs
 from llmcompress.errors import RunError
 from llmcompress.methods.base import Statistics
 from llmcompress.registry import discover
 from llmcompress.stats.energy import Energy, energy
 from llmcompress.stats.panels import Panelled, complete
-from llmcompress.stats.statistic import Accumulator, PairedAccumulator, PairedStatistic
+from llmcompress.stats.statistic import Accumulator, Counted, PairedAccumulator, PairedStatistic
 from llmcompress.workers import Workers
 
 if TYPE_CHECKING:
@@ -98,6 +99,9 @@ def collect(
         raise RunError("the original stream has more windows than the compressed one")
     sums = [item for space in known.values() for item in space.shared_sums()]
     complete(sums if watch is None else [*sums, watch.gram], workers)
+    for space, item in known.items():
+        accumulators: list[Counted] = [*item.alone.values(), *item.paired.values()]
+        refuse_overflow(wanted[space][0].module, accumulators, compressed.model.dtype, routed)
     return {space: Statistics({**item.alone, **item.paired}) for space, item in known.items()}
 
 

@@ -19,7 +19,7 @@ from llmcompress.engine.run.forward import Forward
 from llmcompress.engine.run.input_scales import input_scale
 from llmcompress.engine.run.kept_statistics import note_reuse
 from llmcompress.engine.run.kv_ranges import largest_magnitudes
-from llmcompress.engine.run.matrix_record import matrix_record
+from llmcompress.engine.run.matrix_record import matrix_record, refuse_extremes
 from llmcompress.engine.run.pruning import pruned_group, sparsity_record
 from llmcompress.engine.run.recoding import recoded
 from llmcompress.engine.run.starved_experts import ExpertInputs, blend_starved, lend_ranges
@@ -195,6 +195,7 @@ class Compressor:
     def _weight(self, plan: MatrixPlan) -> Tensor:
         """The source matrix [out, in] in float32 on the run's device."""
         weight = self.checkpoint.read_finite(plan.entry.source.name, self.device).to(torch.float32)
+        refuse_extremes(plan, weight)
         return weight.T.contiguous() if plan.conv1d else weight
 
 

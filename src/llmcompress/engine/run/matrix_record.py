@@ -1,15 +1,20 @@
 """What the report says about a matrix once its codes are chosen."""
 
+from math import isfinite
 from typing import Any
 
 from torch import Tensor
 
 from llmcompress.engine.plan.matrix_plan import MatrixPlan
 from llmcompress.engine.run.rtn_ratio import against_rtn, output_energies
+from llmcompress.errors import RunError
 from llmcompress.grids.coded import Coded
+from llmcompress.grids.ggml import gguf_types
 from llmcompress.methods.base import Solved
 from llmcompress.stats.gram import Gram
 from llmcompress.workers import Workers
+
+_LEAST, _MOST = 2.0**-40, 2.0**40  # of the largest magnitude of a matrix that is compressed
 
 
 def matrix_record(
@@ -23,6 +28,7 @@ def matrix_record(
 ) -> dict[str, Any]:
     """The record of a matrix in the report. loss: squared output error per token as a share of the output's energy."""
     delta = coded.decode() - weight
+    error = _significant(float(delta.norm() / weight.norm().clamp_min(1e-30)))
     record: dict[str, Any] = {
         "name": plan.module,
         "method": plan.method.name,
@@ -30,7 +36,7 @@ def matrix_record(
         "shape": [plan.entry.out_features, plan.entry.in_features],
         "permuted": plan.entry.permuted,
         "transposed": plan.entry.transposed,
-        "relative_error": _significant(float(delta.norm() / weight.norm().clamp_min(1e-30))),
+        "relative_error": error,
     }
     if plan.entry.inputs is not None:
         record["inputs"] = plan.entry.inputs.name
@@ -38,13 +44,32 @@ def matrix_record(
         record["input_scale"] = _significant(float(coded.input_scale))
     if gram is not None and hessian is not None:
         loss, energy = output_energies((delta, weight), hessian, workers)
-        record["loss"] = _significant(loss / max(energy, 1e-30))
+        record["loss"] = _significant(loss / (energy or 1.0))
         record["tokens"] = gram.tokens
         record["percdamp"] = solved.percdamp
+    if not isfinite(record.get("loss", 0)):
+        raise RunError(f"outputs of {plan.module} are too large for their error to be measured", _way_out(plan))
+    if not (error < 1 or record.get("loss", 1) < 1):
+        what = "becomes zeros" if error == 1 else f"is no nearer to the source than zeros (relative error {error:.3g})"
+        raise RunError(f"{plan.module} on {plan.grid.name} {what}", _way_out(plan))
     if plan.pruner is None and plan.entry.grid is not None and plan.entry.grid.rounds_at_once:
         ratio = against_rtn(weight, delta, plan.entry.grid, hessian, workers)
         record["rtn_ratio"] = None if ratio is None else _significant(ratio)
     return record
+
+
+def refuse_extremes(plan: MatrixPlan, weight: Tensor) -> None:
+    """RunError for a matrix whose squares float32 does not hold, so that no error of it can be measured."""
+    peak = float(weight.abs().max())
+    if peak and not _LEAST <= peak <= _MOST:
+        raise RunError(
+            f"weights of {plan.module} reach {peak:.3g}, too far from 1 to be compressed in float32", _way_out(plan)
+        )
+
+
+def _way_out(plan: MatrixPlan) -> str:
+    option = "--tensor-type PATTERN=F32" if gguf_types(plan.method) else "--set 'PATTERN: {skip: true}'"
+    return f"leave it as it is: {option}"
 
 
 def _significant(value: float) -> float:

@@ -12,6 +12,7 @@ from llmcompress.engine.process.process_memory import keep_freed_memory, return_
 from llmcompress.engine.run.collect import outputs_with_energy
 from llmcompress.engine.run.forward import Forward, Stream
 from llmcompress.engine.run.opened_model import opened_model
+from llmcompress.engine.run.overflow import refuse_overflow
 from llmcompress.engine.run.tokens import tokens_for
 from llmcompress.engine.source.matrix_refs import Matrices, matrices_of
 from llmcompress.engine.source.open import directory_headers, open_checkpoint
@@ -75,6 +76,9 @@ def measure_imatrix(
                     scratch / f"{(number + 1) % 2}.bin",
                     streamed.dtype,
                 )
+            for row in rows:
+                if row.space in found:
+                    refuse_overflow(row.module, [found[row.space]], streamed.dtype, row.routed)
             _fill(rows, found, ledger)
             watch(number + 1, len(layers))
     for name, entry in entries.items():

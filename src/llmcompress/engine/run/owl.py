@@ -15,6 +15,7 @@ from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.process.process_memory import return_freed_memory
 from llmcompress.engine.run.collect import outputs_with_energy
 from llmcompress.engine.run.forward import Forward, Stream
+from llmcompress.engine.run.overflow import refuse_overflow
 from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.stats.energy import Energy
 from llmcompress.store.folder import Folder
@@ -58,6 +59,9 @@ def _outlier_shares(
                 hidden = write_windows(
                     outputs_with_energy(forward, spaces, found), files[(number + 1) % 2], model.dtype
                 )
+                for matrix in matrices:
+                    if matrix.space in found:
+                        refuse_overflow(matrix.module, [found[matrix.space]], model.dtype, matrix.expert is not None)
                 shares.append(_outlier_share(matrices, layer, found, threshold))
             return_freed_memory()
     finally:

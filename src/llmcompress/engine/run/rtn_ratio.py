@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from math import isfinite
 
 from torch import Tensor
 
@@ -28,7 +29,7 @@ def against_rtn(weight: Tensor, delta: Tensor, spec: Spec, hessian: Tensor | Non
         ours, theirs = (float(rows.square().sum()) for rows in (delta, plain))
     else:
         ours, theirs = workers.together(partial(_output_energy, rows, hessian) for rows in (delta, plain))
-    return ours / theirs if theirs > 0 else None
+    return ours / theirs if theirs > 0 and isfinite(ours / theirs) else None
 
 
 def _output_energy(rows: Tensor, hessian: Tensor) -> float:

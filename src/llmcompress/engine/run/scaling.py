@@ -15,6 +15,8 @@ from llmcompress.engine.process.progress import Progress
 from llmcompress.engine.run.block_loss import BlockLoss
 from llmcompress.engine.run.collect import by_window
 from llmcompress.engine.run.forward import Forward
+from llmcompress.engine.run.kv_ranges import largest_magnitudes
+from llmcompress.engine.run.overflow import refuse_overflow
 from llmcompress.engine.run.starved_experts import STARVED
 from llmcompress.engine.source.folding import factors_as_stored, scaling_folds
 from llmcompress.errors import RunError
@@ -107,9 +109,11 @@ class Scaler:
     def _smooth(self, number: int, step: SmoothAttention, forward: Forward, found: SiteFactors) -> None:
         """Scale keys down and queries up, by how large the keys of the layer are now."""
         site = self.plan.anatomy.scores(number)
-        peaks = forward.key_value_range_now().key
+        seen = forward.key_value_range_now()
+        peaks = seen.key
         if site is None or peaks is None:
             raise RunError(f"layer {number} keeps no keys", "leave smoothattention out")
+        largest_magnitudes(seen, number)  # refuses what is not finite
         scores, config = self.plan.spec.scores, self.plan.headers.config
         rotary: Rotary = "half" if scores is not None and scores.rotary else "none"
         rotated = int(peaks.shape[1] * rotated_share(config))
@@ -158,8 +162,9 @@ class Scaler:
         complete([statistics.gram for statistics in sums.values()], self.workers)
         found = {}
         for space, statistics in sums.items():
-            if space not in routed and statistics.gram.tokens == 0:
-                raise RunError(f"a layer never reached {space}", "its declaration has another order")
+            refuse_overflow(
+                f"{paths[space]} of layer {forward.number}", [statistics.gram], self.model.dtype, space in routed
+            )
             if space not in routed or statistics.gram.tokens >= STARVED * statistics.gram.size:
                 found[space] = statistics.finish()
         return found

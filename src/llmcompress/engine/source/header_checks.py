@@ -5,6 +5,8 @@ Without these checks a misfit would be noticed after hours, when the layer is lo
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from math import inf, isfinite
 from typing import Any
 
 from llmcompress.arch import find
@@ -20,6 +22,12 @@ _WIDTHS = ("hidden_size", "n_embd", "d_model", "vocab_size", "word_embed_proj_di
 PER_LAYER = ("intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner", "head_dim", "num_attention_heads",
          "n_head", "num_key_value_heads")  # fmt: skip
 _POSITIONS = ("max_position_embeddings", "n_positions")
+# of what these are called, a norm or a rotation divides by them or takes a power of them
+_POSITIVE = ("*eps", "*epsilon", "*theta", "rotary_emb_base", "rotary_pct", "partial_rotary_factor", "factor",
+             "low_freq_factor", "high_freq_factor", "short_factor", "long_factor", "attention_factor",
+             "query_pre_attn_scalar", "*softcapping", "attention_multiplier", "logits_scaling")  # fmt: skip
+_UNBOUNDED = ("time_step_limit",)  # of state space models, infinite as they are published
+_WORDS = ("NaN", "Infinity", "-Infinity")
 _HINT = "the config does not fit the weights"
 
 
@@ -46,6 +54,33 @@ def check_numbers(headers: ModelHeaders) -> None:
                     raise CheckpointError(
                         f"{headers.path / 'config.json'}: {key} is {item!r}, which these weights cannot have", _HINT
                     )
+
+
+def check_hyperparameters(headers: ModelHeaders) -> None:
+    """CheckpointError for numbers in config.json that are not finite, or that a norm or rotation cannot have.
+
+    With either, text that runs through the model becomes no numbers, and nothing could be measured.
+    """
+    for key, value in _numbers("", headers.config):
+        positive = any(fnmatchcase(key, pattern) for pattern in _POSITIVE)
+        if key not in _UNBOUNDED and not (0 < value < inf if positive else isfinite(value)):
+            raise CheckpointError(
+                f"{headers.path / 'config.json'}: {key} is {value}, with which no text can run", "fetch the file again"
+            )
+
+
+def _numbers(key: str, value: Any) -> Iterator[tuple[str, float]]:
+    """The numbers of a config, each with the key that it, or the list around it, stands under."""
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _numbers(key if name == "__float__" else name, item)  # as transformers writes infinities
+    elif isinstance(value, list):
+        for item in value:
+            yield from _numbers(key, item)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield key, value
+    elif value in _WORDS:
+        yield key, float(value)
 
 
 def check_names(headers: ModelHeaders, spec: ArchSpec, prefix: str, count: int) -> None:

@@ -5,7 +5,13 @@ from dataclasses import dataclass
 
 from llmcompress.arch import find
 from llmcompress.arch.spec import ArchSpec
-from llmcompress.engine.source.header_checks import check_names, check_numbers, check_shapes, numbered
+from llmcompress.engine.source.header_checks import (
+    check_hyperparameters,
+    check_names,
+    check_numbers,
+    check_shapes,
+    numbered,
+)
 from llmcompress.engine.source.tensor_names import MatrixRef
 from llmcompress.errors import CheckpointError
 from llmcompress.formats.base import FLOAT_TYPES
@@ -32,6 +38,7 @@ def matrices_of(headers: ModelHeaders, trust_remote_code: bool, ledger: Ledger) 
     """The matrices of an original model. CheckpointError unless config.json and weights fit and can be worked on."""
     _check_source(headers, trust_remote_code)
     check_numbers(headers)
+    check_hyperparameters(headers)
     spec = _spec(headers, trust_remote_code, ledger)
     prefix, count = _layer_prefix(headers, spec)
     refs = _matrix_refs(headers, spec, prefix, count)

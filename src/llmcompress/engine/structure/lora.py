@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from llmcompress import __version__
 from llmcompress.engine.process.process_memory import return_freed_memory
 from llmcompress.engine.run.forward import Forward, Recording, Stream
+from llmcompress.engine.run.overflow import refuse_overflow
 from llmcompress.engine.source.open import round_as_stored
 from llmcompress.engine.source.quantised import DecodedHeaders
 from llmcompress.engine.structure.derived_model import calibration_facts
@@ -124,6 +125,7 @@ class _Repair:
             gram = Gram(group[0].shape[1], self.workers, model.device)
             for seen in forward.inputs({space: paths[space]}):
                 gram.update(seen[space])
+            refuse_overflow(group[0].name, [gram], model.dtype)
             if gram.dropped:
                 why = f"{gram.dropped} tokens left out of its statistics"
                 self.plan.opened.ledger.note("nonfinite_inputs", group[0].name, why)

@@ -19,6 +19,7 @@ from llmcompress.engine.plan.paths import check_room
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.process.process_memory import return_freed_memory
 from llmcompress.engine.run.forward import Forward, Recording, Stream
+from llmcompress.engine.run.overflow import refuse_overflow
 from llmcompress.engine.source.header_checks import hidden_width, numbered
 from llmcompress.engine.structure.derived_model import DerivedModel, calibration_facts, card
 from llmcompress.engine.structure.feed_forward import FeedForward, feed_forward, narrowed_config
@@ -176,6 +177,7 @@ class _Narrowing:
             gram = Gram(part.width, self.workers, model.device)
             for seen in forward.inputs(spaces):
                 gram.update(seen[part.space])
+            refuse_overflow(part.weight, [gram], model.dtype)
             if gram.dropped:
                 opened.ledger.note("nonfinite_inputs", part.weight, f"{gram.dropped} tokens left out of its statistics")
             return_freed_memory()

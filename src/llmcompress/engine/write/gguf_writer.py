@@ -1,10 +1,13 @@
 """Writing GGUF files: codes come from the work directory, all other tensors from the checkpoint."""
 
 import hashlib
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from llmcompress.engine.write.unquantised import unquantised_reader
+from llmcompress.errors import RunError
+from llmcompress.formats.gguf.bounds import farthest
 from llmcompress.formats.gguf.file import ENCODED_AT_ONCE, GgufFile, Placed, padded
 from llmcompress.formats.gguf.tensors import pieces
 from llmcompress.grids.blocks import BLOCK_TYPES
@@ -80,9 +83,20 @@ class _Data:
         for number, piece in enumerate(pieces(placed.tensor, self.read)):
             importance = None if costs is None else costs[number]
             step = max(1, ENCODED_AT_ONCE // piece.shape[-1]) if len(piece.shape) > 1 else len(piece)
+            lost = whole = 0.0
             for start in range(0, len(piece), step):
                 values = piece.rows(start, start + step)
-                yield bytes_of(encoded(values, placed.type.name, self.search, self.workers, importance))
+                found, decoded = encoded(values, placed.type.name, self.search, self.workers, importance)
+                lost += float((decoded - values).double().square().sum())
+                whole += float(values.double().square().sum())
+                yield bytes_of(found)
+            if lost and not math.sqrt(lost / (whole or 1.0)) < farthest(
+                placed.type.name, whole, math.prod(piece.shape)
+            ):
+                raise RunError(
+                    f"{placed.type.name} does not hold the values of {placed.tensor.name}",
+                    f"give it a wider type, such as --tensor-type {placed.tensor.name.removesuffix('.weight')}=F32",
+                )
 
 
 def encoded(
@@ -91,8 +105,11 @@ def encoded(
     search: "Search",
     workers: "Workers",
     importance: "NDArray[np.float32] | None" = None,
-) -> "Tensor":
-    """Rows float32 [rows, width] in a type of GGML: uint8 [rows, bytes]. importance: of the inputs [width]."""
+) -> "tuple[Tensor, Tensor]":
+    """Rows float32 [rows, width] in a type of GGML: uint8 [rows, bytes], and the values that these stand for.
+
+    importance: of the inputs [width].
+    """
     import torch
 
     from llmcompress.grids.encoders import encode
@@ -101,5 +118,6 @@ def encoded(
 
     if kind in BLOCK_TYPES:
         costs = None if importance is None else torch.from_numpy(importance)
-        return pack(encode(values, BLOCK_TYPES[kind], search, workers, costs))
+        coded = encode(values, BLOCK_TYPES[kind], search, workers, costs)
+        return pack(coded), coded.decode()
     return plain(values, kind)
