@@ -196,3 +196,10 @@ def test_the_source_is_read_as_the_run_read_it(source, made, tmp_path):
 def test_names_of_strays_are_printable(copy):
     (copy / "out" / "a\x1b[2J").write_text("x")
     assert said(copy / "out") == {"directory": "'a\\x1b[2J' was not written by the run"}
+
+
+@pytest.mark.parametrize("name", ["config.json", "report.json", "tokenizer.json", "model.safetensors"])
+def test_a_file_without_end_is_not_read(name, copy):
+    (copy / "out" / name).write_bytes((1 << 40).to_bytes(8, "little"))
+    os.truncate(copy / "out" / name, 1 << 41)
+    assert said(copy / "out")

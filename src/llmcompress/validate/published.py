@@ -17,7 +17,7 @@ from llmcompress.validate.stored import DamageError, is_blob
 REPORT = "report.json"
 CARD = "README.md"
 _HUB = ".cache/huggingface/"  # where hub clients keep what they know of a download
-_FROM_OTHERS = {".gitattributes", ".llmcompress-partial"}  # of hubs, and of a run that was killed at its very end
+_ATTRIBUTES = ".gitattributes"  # that they add
 _CHANGED = "is not what was written"
 _CHUNK = 1 << 22
 
@@ -61,7 +61,7 @@ def _directory_wrongs(path: Path, report: Mapping[str, Any], told: list[str]) ->
             found = _misfit(path / name) if name == REPORT else content_wrong(path / name, recorded[name])
             (told if name == CARD and found == _CHANGED else wrong).extend([f"{name} {found}"] if found else [])
         else:
-            other = name in _FROM_OTHERS or name.startswith(_HUB)
+            other = name == _ATTRIBUTES or name.startswith(_HUB)
             (told if other else wrong).append(f"{_shown(name)} was not written by the run")
     return wrong
 

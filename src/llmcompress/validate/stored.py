@@ -44,6 +44,7 @@ _NUMPY = {
     "BOOL": "?",
 }
 _CHUNK = 1 << 24  # bytes read at once
+_MAX_JSON = 100_000_000  # bytes
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -115,7 +116,9 @@ def read_json(path: Path) -> dict[str, Any]:
     if path.exists() and not path.is_file():  # a pipe would block for ever
         raise DamageError(f"{path.name} is not a file")
     try:
-        value = json.loads(path.read_bytes())
+        if path.stat().st_size > _MAX_JSON:
+            raise DamageError(f"{path.name} has {path.stat().st_size:,} bytes, {_MAX_JSON:,} at most are read")
+        value = _parsed(path.read_bytes())
     except FileNotFoundError:
         raise DamageError(f"{path.name} is missing") from None
     except (ValueError, OSError, RecursionError) as error:
@@ -123,6 +126,13 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DamageError(f"{path.name} does not hold an object")
     return value
+
+
+def _parsed(raw: bytes) -> Any:
+    """JSON from bytes; ValueError for what would take many times its size, such as a million empty lists."""
+    if 64 * (raw.count(b"[") + raw.count(b"{")) + 36 * raw.count(b",") > 16 * len(raw) + (1 << 20):
+        raise ValueError("it would take many times its size")
+    return json.loads(raw)
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
@@ -201,11 +211,11 @@ def _file(path: Path) -> dict[str, Tensor]:
     with path.open("rb") as handle:
         prefix = handle.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
-        if length > size - 8:
+        if length > min(size - 8, _MAX_JSON):
             raise DamageError(f"{path.name} is cut off within its header ({size} bytes)")
         text = handle.read(length)
     try:
-        header = json.loads(text)
+        header = _parsed(text)
         header.pop("__metadata__", None)
         tensors = sorted((_tensor(path, 8 + length, name, item) for name, item in header.items()), key=_position)
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
