@@ -3,16 +3,31 @@
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import get_args
 
+import annotated_types
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import llmcompress.calib
 from llmcompress.engine.plan.matrix_options import matches, resolve_matrix_options
 from llmcompress.errors import LlmcompressError, PlanError, RecipeError
+from llmcompress.grids.grid_type import grid_types
 from llmcompress.ledger import Ledger
-from llmcompress.recipe import load, methods, parse
+from llmcompress.recipe import (
+    Calibration,
+    Expected,
+    KvCache,
+    Output,
+    load,
+    methods,
+    parse,
+    pruners,
+    transforms,
+)
+from llmcompress.registry import discover
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 
@@ -134,3 +149,42 @@ def test_a_named_group_size_that_does_not_fit_is_refused_with_ones_that_do():
     assert "128 does not divide the 576 inputs of layers.0.q_proj" in refused.value.message
     assert "192" in refused.value.hint
     assert "64" in refused.value.hint
+
+
+# -- bounds ---------------------------------------------------------------------------------------------------------
+
+
+def options_of_recipes():
+    """Every numeric field that a recipe may hold: (owner, name, field)."""
+    grids = {f"grid {grid.name}": grid.options for grid in grid_types().values() if grid.options}
+    parts = {kind.__name__: kind for kind in (Calibration, Output, KvCache, Expected)}
+    owners = {**methods(), **pruners(), **transforms(), **discover(llmcompress.calib, "SOURCE"), **grids, **parts}
+    for owner, model in owners.items():
+        for name, field in model.model_fields.items():
+            if {field.annotation, *get_args(field.annotation)} & {int, float}:
+                yield owner, name, field
+
+
+@pytest.mark.parametrize(("owner", "name", "field"), list(options_of_recipes()), ids=lambda item: str(item)[:30])
+def test_every_number_of_a_recipe_is_bounded_on_both_sides(owner, name, field):
+    held = {type(bound) for bound in field.metadata}
+    assert held & {annotated_types.Ge, annotated_types.Gt}, f"{owner}: {name} has no lower bound"
+    assert held & {annotated_types.Le, annotated_types.Lt}, f"{owner}: {name} has no upper bound"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("steps: [{method: rtn}]\nsteps: [{method: gptq}]\n", 2),
+        ("calibration: {samples: 4, length: 8, samples: 5}\nsteps: [{method: rtn}]\n", 1),
+        ("steps:\n- method: rtn\n  bits: 4\n  bits: 3\n", 4),
+        ("steps:\n- method: rtn\n  set:\n    mlp.*: {bits: 8}\n    mlp.*: {bits: 2}\n", 5),
+        ("steps:\n- {method: rtn, 'bits': 4, bits: 3}\n", 2),
+        ("a: &a {x: 1}\nsteps:\n- {method: rtn}\na: *a\n", 4),
+        ("? steps\n: [{method: rtn}]\n? steps\n: []\n", 3),
+    ],
+)
+def test_a_key_that_stands_twice_is_refused_with_its_line(text, line, tmp_path):
+    (tmp_path / "recipe.yaml").write_text(text)
+    with pytest.raises(RecipeError, match=rf"stands twice.*line {line}\b"):
+        load(tmp_path / "recipe.yaml")

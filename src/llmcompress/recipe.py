@@ -36,8 +36,8 @@ class Calibration(_Strict):
         "default", description="'default' (calib_data), 'self', or a path: text, folder, jsonl, parquet, ids"
     )
     options: dict[str, Plain] = Field(default_factory=dict, description="options of the source, such as field")
-    samples: int = Field(128, ge=1, le=1_000_000_000, description="windows of text")
-    length: int = Field(512, ge=2, le=1_000_000_000, description="tokens per window")
+    samples: int = Field(128, ge=1, le=1_000_000, description="windows of text")
+    length: int = Field(512, ge=2, le=1 << 24, description="tokens per window")
     seed: int = Field(0, ge=0, lt=1 << 63, description="which windows are drawn")
     imatrix: str | None = Field(None, description="importance matrix that a method without calibration goes by")
 
@@ -62,9 +62,9 @@ class KvCache(_Strict):
 class Expected(_Strict):
     """What was expected of a recipe when it was made to fit a budget; it says nothing about how to carry it out."""
 
-    kl: float = Field(ge=0, description="KL divergence from the original, nats per token")
-    bits_per_weight: float = Field(gt=0, description="stored bits per quantised weight, scales included")
-    output_bytes: int = Field(gt=0, description="bytes of all weight files")
+    kl: float = Field(ge=0, le=1e9, description="KL divergence from the original, nats per token")
+    bits_per_weight: float = Field(gt=0, le=64, description="stored bits per quantised weight, scales included")
+    output_bytes: int = Field(gt=0, lt=1 << 63, description="bytes of all weight files")
 
 
 def methods() -> dict[str, type[Method]]:

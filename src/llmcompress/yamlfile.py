@@ -23,6 +23,7 @@ def read_yaml(text: str) -> Any:
         raise ValueError(f"it has more than {SIZE:,} characters")
     try:
         _refuse_bombs(text)
+        _refuse_repetition(text)
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
@@ -58,3 +59,22 @@ def _refuse_bombs(text: str) -> None:
                 sizes[anchor] = nodes - before
         if nodes > _NODES:
             raise ValueError(f"it holds more than {_NODES:,} values once aliases are expanded")
+
+
+def _refuse_repetition(text: str) -> None:
+    """ValueError for a key that stands twice in one mapping: YAML forbids it, and the parser takes the last one."""
+    stack: list[tuple[set[str] | None, bool]] = []  # of open collections: keys of a mapping, and whether one is due
+    for event in yaml.parse(text, Loader=_Loader):
+        keys, due = stack[-1] if stack else (None, False)
+        if isinstance(event, yaml.CollectionEndEvent):
+            stack.pop()
+            continue
+        if keys is not None and isinstance(event, yaml.NodeEvent):
+            stack[-1] = keys, not due
+            if due and isinstance(event, yaml.ScalarEvent):
+                if event.value in keys:
+                    line = event.start_mark.line + 1 if event.start_mark else 0
+                    raise ValueError(f"key {event.value!r} stands twice in one mapping, again in line {line}")
+                keys.add(event.value)
+        if isinstance(event, yaml.CollectionStartEvent):
+            stack.append((set(), True) if isinstance(event, yaml.MappingStartEvent) else (None, False))

@@ -82,11 +82,12 @@ def test_keys_that_a_table_fills_with_none_stay_undefined(source, ask, ids_of):
 
 def test_templates_see_no_keys_of_none_under_any_transformers(source, ask, make_tokenizer, monkeypatch):
     spied = make_tokenizer(chat_template="x")
-    seen = []
-    monkeypatch.setattr(spied, "apply_chat_template", lambda given, **_: seen.extend(given) or "text")
+    monkeypatch.setattr(spied, "apply_chat_template", lambda given, **_: repr(given))
     message = {"role": "u", "content": "a"}
-    source([{"messages": [message, {"role": "u", "content": None, "tool": "t"}]}]).tokens(ask(1, 2, tokenizer=spied))
-    assert seen == [message, {"role": "u", "tool": "t"}]
+    expected = spied(repr([message, {"role": "u", "tool": "t"}]))["input_ids"]
+    asked = ask(1, len(expected), tokenizer=spied)
+    found = source([{"messages": [message, {"role": "u", "content": None, "tool": "t"}]}]).tokens(asked)
+    assert found.tolist() == [expected]
 
 
 def test_templates_that_write_the_date_give_the_same_ids_every_day(source, ask, ids_of, make_tokenizer):

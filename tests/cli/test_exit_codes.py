@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from llmcompress import errors
+from llmcompress.cli.app import app
 
 DOCS = Path(__file__).parents[2] / "docs" / "ci.md"
 COMMAND = [sys.executable, "-m", "llmcompress"]
@@ -99,3 +100,40 @@ def test_a_reader_that_has_gone_ends_a_command_quietly():
     done = subprocess.run(["bash", "-o", "pipefail", "-c", script], capture_output=True, text=True, check=False)
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
+
+
+NUMBERS_CHECKED_LATER = {"--bpw", "--kl", "--shard-size", "--split-max-size"}  # by what reads sizes and budgets
+
+
+def numeric_options():
+    """Every numeric option of a command that no recipe holds: (command, option, lowest, highest)."""
+    import typer
+    from every import all_commands
+
+    from test_recipe import options_of_recipes
+
+    recipes = {name for _, name, _ in options_of_recipes()} | {"bits", "kv_bits"}  # these two are one of some numbers
+    commands = all_commands()
+    for words in commands:
+        command = typer.main.get_command(app)
+        for word in words:
+            command = command.commands[word]
+        for option in command.params:
+            kind = getattr(getattr(option, "type_descriptor", None), "annotation", None)
+            bounded = getattr(option, "max", None) is not None and option.min is not None
+            if kind in (int, float) and not bounded and option.name not in recipes:
+                yield " ".join(words), option.opts[0]
+
+
+def test_every_number_of_a_command_is_bounded_on_both_sides():
+    assert {option for _, option in numeric_options()} == NUMBERS_CHECKED_LATER
+
+
+@pytest.mark.parametrize("value", ["1e300", "nan", "inf", "-1"])
+@pytest.mark.parametrize(
+    "words", [["fit", "M", "-o", "x", "--bpw"], ["fit", "M", "-o", "x", "--kl"], ["rtn", "M", "--shard-size"],
+              ["gguf", "M", "--split-max-size"], ["rtn", "M", "--tp"], ["rtn", "M", "--deadline"]],
+)  # fmt: skip
+def test_absurd_numbers_are_refused(words, value, main, tiny_model_dir, capsys):
+    assert main(*(tiny_model_dir if word == "M" else word for word in words), value) == 2
+    assert capsys.readouterr().err.count("error: ") == 1

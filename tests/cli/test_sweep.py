@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 import llmcompress.engine.execute
+import llmcompress.engine.run.start
 import llmcompress.engine.run.sweep_tokens
 import llmcompress.validate.evaluation_cache
 from llmcompress.cli.sweep_recipes import listed, variants
@@ -66,7 +67,7 @@ def counted(monkeypatch):
 
     monkeypatch.setattr(llmcompress.engine.execute, "run", counting_run)
     monkeypatch.setattr(llmcompress.engine.run.sweep_tokens, "calibration_tokens", counting_draw)
-    monkeypatch.setattr(llmcompress.engine.execute, "calibration_tokens", lambda plan: pytest.fail("drawn again"))
+    monkeypatch.setattr(llmcompress.engine.run.start, "calibration_tokens", lambda plan: pytest.fail("drawn again"))
     monkeypatch.setattr(llmcompress.validate.evaluation_cache, "evaluate_paths", counting_evaluation)
     return counts
 
@@ -89,7 +90,7 @@ def test_runs_share_a_calibration_and_are_what_they_would_be_alone(swept, counte
     alone = load(recipe)
     step = alone.steps[0].model_copy(update={"bits": 3})
     alone = alone.model_copy(update={"steps": (step,), "output": alone.output.model_copy(update={"format": "dense"})})
-    llmcompress.engine.execute.calibration_tokens = llmcompress.engine.run.tokens.calibration_tokens
+    llmcompress.engine.run.start.calibration_tokens = llmcompress.engine.run.tokens.calibration_tokens
     run(make_plan(alone, tiny_model_dir, Options(out=tmp_path / "alone")))
     for file in (tmp_path / "alone").iterdir():
         assert (tmp_path / "out" / "gptq-w3" / file.name).read_bytes() == file.read_bytes(), file.name

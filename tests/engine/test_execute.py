@@ -248,6 +248,6 @@ def test_windows_sampled_from_the_model_are_kept_for_the_next_start(tiny_model_d
     whole = compress(tiny_model_dir, tmp_path / "whole", made)
     with pytest.raises(StoppedError):
         compress(tiny_model_dir, tmp_path / "out", made, stop=after(1))
-    monkeypatch.setattr("llmcompress.engine.execute.calibration_tokens", lambda plan: pytest.fail("sampled again"))
+    monkeypatch.setattr("llmcompress.engine.run.start.calibration_tokens", lambda plan: pytest.fail("sampled again"))
     assert compress(tiny_model_dir, tmp_path / "out", made)["tensors"] == whole["tensors"]
     assert not (tmp_path / "out.work").exists()

@@ -58,7 +58,9 @@ def compress(
         True
     """
     refuse_several("compress() of Python")
-    planned = plan(model, recipe, output, method=method, options=options, **settings)
+    from llmcompress.engine.plan.make_plan import make_plan
+
+    planned = make_plan(as_recipe(recipe, method, settings), Path(model), placed(options, output))
     return run(planned, progress=progress, stop=stop)
 
 
@@ -82,9 +84,13 @@ def plan(
         True
     """
     from llmcompress.engine.plan.make_plan import make_plan
+    from llmcompress.engine.run.start import refuse_start
 
     chosen = as_recipe(recipe, method, settings)
-    return make_plan(chosen, Path(model), placed(options, output))
+    planned = make_plan(chosen, Path(model), placed(options, output))
+    with quiet_libraries():
+        refuse_start(planned)
+    return planned
 
 
 def run(

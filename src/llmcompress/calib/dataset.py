@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from llmcompress.calib.base import Source, TokenRequest, windows
-from llmcompress.calib.documents import encode_row
+from llmcompress.calib.documents import Document, token_ids
 from llmcompress.errors import CalibrationError
 
 if TYPE_CHECKING:
@@ -32,7 +32,16 @@ class Dataset(Source):
         return is_saved(path) or (path.is_file() and path.suffix.lower() == ".parquet")
 
     def tokens(self, request: TokenRequest) -> "Tensor":
-        with TemporaryDirectory(prefix="llmcompress-") as cache, _quiet():
+        with TemporaryDirectory(prefix="llmcompress-") as cache:
+            files = [self.path] if self.path.is_file() else [file for file in self.path.rglob("*") if file.is_file()]
+            size = sum(file.stat().st_size for file in files)
+            return windows(
+                token_ids(request.tokenizer, self._rows(cache), f"{self.path}", size), request, f"{self.path}"
+            )
+
+    def _rows(self, cache: str) -> Iterator[Document]:
+        """The rows. A table is opened where it is read: small files can unpack to large tables."""
+        with _quiet():
             table = self._open(cache)
             columns = [name for name in dict.fromkeys((self.field, "messages")) if name in table.column_names]
             if not columns:
@@ -41,9 +50,8 @@ class Dataset(Source):
                     "say which field holds the text",
                 )
             # only these: a column of images would be decoded row by row
-            rows = enumerate(table.select_columns(columns))
-            documents = (encode_row(request.tokenizer, row, self.field, f"{self.path} row {at}") for at, row in rows)
-            return windows(documents, request, f"{self.path}")
+            for at, row in enumerate(table.select_columns(columns)):
+                yield Document(f"{self.path} row {at}", row, self.field)
 
     def _open(self, cache: str) -> Any:
         """The table of the split asked for, or of the only one; what `datasets` writes on the way stays in `cache`."""

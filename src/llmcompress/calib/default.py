@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmcompress.calib.base import Source, TokenRequest, windows
-from llmcompress.calib.documents import encode
-from llmcompress.calib.text import read_text, text_files
+from llmcompress.calib.documents import Document, token_ids
+from llmcompress.calib.text import text_files
 from llmcompress.errors import CalibrationError
 
 if TYPE_CHECKING:
@@ -23,7 +23,8 @@ class Default(Source):
     def tokens(self, request: TokenRequest) -> "Tensor":
         # .txt alone: the folder's README is about the texts, not one of them
         files = text_files(shipped("calib_data"), suffixes=(".txt",))
-        return windows((encode(request.tokenizer, read_text(file), str(file)) for file in files), request, "calib_data")
+        documents = (Document(str(file), file) for file in files)
+        return windows(token_ids(request.tokenizer, documents, "calib_data"), request, "calib_data")
 
 
 def shipped(name: str) -> Path:

@@ -1,11 +1,15 @@
 """From files and rows to the token ids of a document; shared by the sources that read text."""
 
-from collections.abc import Mapping
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from llmcompress.errors import CalibrationError
+from llmcompress.isolation import Limit, isolated
+
+_LARGEST = 1_000_000_000  # bytes of a file of text
 
 # some chat templates write today's date through this function; a macro of its name keeps the ids the same on every day
 DATE = datetime(2025, 1, 1)
@@ -35,6 +39,30 @@ def decode(data: bytes, path: Path, offset: int = 0) -> str:
     return text.removeprefix("\ufeff").replace("\r\n", "\n")
 
 
+def read_text(path: Path) -> str:
+    """The text of `path`; an empty file is refused, since the set would be smaller than its file list says."""
+    readable_size(path)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise unreadable(path, error) from None
+    text = decode(data, path)
+    if not text.strip():
+        raise CalibrationError(f"{path} holds no text", "remove the file or fill it")
+    return text
+
+
+def readable_size(path: Path) -> int:
+    """The size of a file of text; CalibrationError for one that is too large to be read at once."""
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise unreadable(path, error) from None
+    if size > _LARGEST:
+        raise CalibrationError(f"{path} has {size:,} bytes, {_LARGEST:,} at most are read at once", "split the file")
+    return size
+
+
 def encode(tokenizer: Any, text: str, where: str, *, special_tokens: bool = True) -> list[int]:
     """Token ids of `text` with the special tokens that the tokenizer itself adds; none for blank text.
 
@@ -51,10 +79,65 @@ def encode(tokenizer: Any, text: str, where: str, *, special_tokens: bool = True
         ) from None
     try:
         return list(tokenizer(text, add_special_tokens=special_tokens, verbose=False)["input_ids"])
+    except MemoryError:  # which says nothing
+        raise
     except Exception as error:  # the tokenizers library raises nothing more special
         raise CalibrationError(
             f"the model's tokenizer fails on {where}: {error}", "copy the tokenizer files of the original model"
         ) from None
+
+
+class Document(NamedTuple):
+    """A text, a file of text, or a row that holds a text in its `field` or as messages. where: its place, in words."""
+
+    where: str
+    content: str | Path | Mapping[str, Any]
+    field: str = "text"
+
+    @property
+    def nbytes(self) -> int:
+        """About how large it is."""
+        if isinstance(self.content, Path):
+            return readable_size(self.content)
+        return len(self.content) if isinstance(self.content, str) else len(repr(self.content))
+
+    def encoded(self, tokenizer: Any) -> list[int]:
+        """Its token ids, as `encode` and `encode_row` give them."""
+        if isinstance(self.content, Path):
+            return encode(tokenizer, read_text(self.content), self.where)
+        if isinstance(self.content, str):
+            return encode(tokenizer, self.content, self.where)
+        return encode_row(tokenizer, self.content, self.field, self.where)
+
+
+def token_ids(tokenizer: Any, documents: Iterable[Document], origin: str, mapped: int = 0) -> Iterator["array[int]"]:
+    """The token ids of each document. Documents are read and encoded in a process of their own, within limits.
+
+    A tokenizer or a chat template is a program of whoever made the checkpoint. mapped: bytes of files that reading the
+    documents keeps in its address space, and unpacks.
+    """
+    held = mapped // 5
+    place = [origin]
+
+    def work(limit: Limit) -> Iterator[bytes]:
+        limit(held)
+        for document in documents:
+            yield document.where.encode(errors="surrogateescape")
+            limit(held + document.nbytes)
+            ids = array("q", document.encoded(tokenizer)).tobytes()
+            limit(held)
+            yield ids
+
+    def failed(reason: str) -> CalibrationError:
+        return CalibrationError(
+            f"the model's tokenizer or chat template fails on {place[0]}: {reason}",
+            "copy the tokenizer files of the original model, or give another text",
+        )
+
+    found = isolated(work, failed)
+    for where in found:
+        place[0] = where.decode(errors="surrogateescape")
+        yield array("q", next(found))
 
 
 def encode_row(tokenizer: Any, row: Mapping[str, Any], field: str, where: str) -> list[int]:
@@ -99,6 +182,8 @@ def _chat(tokenizer: Any, messages: list[Any], what: str) -> str:
         dated = FIXED_DATE + template if "strftime_now" in template else template
         text: str = tokenizer.apply_chat_template(given, chat_template=dated, tokenize=False)
     # a template is a program of the checkpoint's; transformers runs it in a sandbox, where it may still fail in any way
+    except MemoryError:  # which says nothing
+        raise
     except Exception as error:
         raise CalibrationError(
             f"the chat template refuses {what}: {error}", "change or remove the row, or use a field with text"

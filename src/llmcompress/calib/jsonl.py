@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from llmcompress.calib.base import Source, TokenRequest, windows
-from llmcompress.calib.documents import decode, encode_row, unreadable
+from llmcompress.calib.documents import Document, decode, token_ids, unreadable
 from llmcompress.errors import CalibrationError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+_LONGEST_ROW = 50_000_000  # bytes
 
 
 class Jsonl(Source):
@@ -29,8 +32,8 @@ class Jsonl(Source):
         return path.is_file() and path.suffix.lower() == ".jsonl"
 
     def tokens(self, request: TokenRequest) -> "Tensor":
-        documents = (encode_row(request.tokenizer, row, self.field, where) for where, row in _rows(self.path))
-        return windows(documents, request, f"{self.path}")
+        documents = (Document(where, row, self.field) for where, row in _rows(self.path))
+        return windows(token_ids(request.tokenizer, documents, f"{self.path}"), request, f"{self.path}")
 
 
 def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -41,7 +44,9 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise unreadable(path, error) from None
     offset = 0
     with file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(iter(lambda: file.readline(_LONGEST_ROW + 1), b""), start=1):
+            if len(line) > _LONGEST_ROW:
+                raise CalibrationError(f"{path} line {number} has more than {_LONGEST_ROW:,} bytes", "split the row")
             text = decode(line, path, offset)
             offset += len(line)
             if text.strip():

@@ -29,7 +29,7 @@ class Sampled(Source):
     accepts = "'self' (text sampled from the model)"
 
     temperature: float = Field(1.5, ge=1, le=10, description="temperature of the first token; it falls to 1")
-    batch_size: int = Field(32, ge=1, description="rows sampled at once; speed and memory only")
+    batch_size: int = Field(32, ge=1, le=65_536, description="rows sampled at once; speed and memory only")
 
     def tokens(self, request: TokenRequest) -> "Tensor":
         import torch

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from llmcompress.calib.base import Source, TokenRequest, windows
 from llmcompress.calib.dataset import is_saved
-from llmcompress.calib.documents import decode, encode, unreadable
+from llmcompress.calib.documents import Document, token_ids
 from llmcompress.errors import CalibrationError
 
 if TYPE_CHECKING:
@@ -30,9 +30,8 @@ class Text(Source):
 
     def tokens(self, request: TokenRequest) -> "Tensor":
         files = text_files(self.path) if self.path.is_dir() else [self.path]
-        return windows(
-            (encode(request.tokenizer, read_text(file), str(file)) for file in files), request, f"{self.path}"
-        )
+        documents = (Document(str(file), file) for file in files)
+        return windows(token_ids(request.tokenizer, documents, f"{self.path}"), request, f"{self.path}")
 
 
 def text_files(folder: Path, suffixes: tuple[str, ...] = SUFFIXES) -> list[Path]:
@@ -49,18 +48,6 @@ def text_files(folder: Path, suffixes: tuple[str, ...] = SUFFIXES) -> list[Path]
             f"no {' or '.join(suffixes)} file in {folder} or below", "give a folder of texts, or a single file"
         )
     return [found[parts] for parts in sorted(found)]
-
-
-def read_text(path: Path) -> str:
-    """The text of `path`; an empty file is refused, since the set would be smaller than its file list says."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise unreadable(path, error) from None
-    text = decode(data, path)
-    if not text.strip():
-        raise CalibrationError(f"{path} holds no text", "remove the file or fill it")
-    return text
 
 
 SOURCE = Text

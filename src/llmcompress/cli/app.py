@@ -2,7 +2,9 @@
 
 import os
 import sys
+import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
 
 import typer
@@ -11,7 +13,7 @@ from llmcompress import __version__
 from llmcompress.cli import console
 from llmcompress.cli.log import log
 from llmcompress.engine.process.ranks import refuse_several, says
-from llmcompress.errors import EXIT_OK, LlmcompressError, RecipeError, RunError
+from llmcompress.errors import EXIT_OK, LlmcompressError, PlanError, RecipeError, RunError
 
 SHARED: set[str] = set()  # commands that several processes may share, as torchrun starts them
 
@@ -26,6 +28,7 @@ app = typer.Typer(
 )
 _USAGE = typer.BadParameter.__mro__[2]  # the base of all that is wrong with a command line
 _INTERRUPTED = 130
+_TRACEBACK = "LLMCOMPRESS_TRACEBACK"
 
 
 def _version(wanted: bool) -> None:
@@ -53,6 +56,7 @@ def options(
 
 def main() -> None:
     """Entry point: run the command, turn errors into one line and an exit code."""
+    _open_streams()
     from llmcompress.cli import commands
 
     if not app.registered_commands:
@@ -60,14 +64,29 @@ def main() -> None:
     try:
         code = _run()
     finally:
-        log.close()
-    sys.exit(code)
+        with suppress(OSError, ValueError):
+            log.close()
+    sys.exit(_flushed(code))
+
+
+def _open_streams() -> None:
+    """Put nothing in the place of streams that are closed: else a file would get their number, and what they print."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+    if sys.stdout is None:
+        _silence_stdout()
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123
 
 
 def _run() -> int:
     """The exit code of the command."""
     try:
         _refuse_empty(sys.argv[1:])
+        _refuse_no_place()
         code = app(standalone_mode=False)
     except LlmcompressError as error:
         return _failed(error)
@@ -76,9 +95,13 @@ def _run() -> int:
     except MemoryError:
         return _failed(RunError("out of memory", "try a smaller --batch"))
     except BrokenPipeError:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123 (else Python complains as it ends)
+        _silence_stdout()
         return _failed(RunError("what reads this command's output has gone"))
     except Exception as error:
+        return _unforeseen(error)
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of libraries in Rust; others end the process on purpose
+            raise
         return _unforeseen(error)
     if code == _INTERRUPTED:  # Typer's own answer to Ctrl-C
         return _failed(_InterruptError("interrupted", "finished layers are kept; the same command goes on"))
@@ -95,8 +118,36 @@ def _refuse_empty(words: Sequence[str]) -> None:
             raise RecipeError(f"an empty value follows {where}", "is a variable of the shell not set?")
 
 
-def _unforeseen(error: Exception) -> int:
-    """The exit code of an error that no part of this program has put into words. What is a bug is raised."""
+def _flushed(code: int) -> int:
+    """The exit code, once what was printed has gone out: a result that nobody got is a failure."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError) as error:
+        _silence_stdout()
+        if code == EXIT_OK:
+            return _failed(RunError(f"the output of this command cannot be written: {error}"))
+    return code
+
+
+def _refuse_no_place() -> None:
+    """PlanError where the current directory is gone: libraries would end the process."""
+    try:
+        os.getcwd()  # noqa: PTH109
+    except OSError as error:
+        raise PlanError(
+            f"the current directory cannot be used: {error.strerror}", "change to one that is there"
+        ) from None
+
+
+def _silence_stdout() -> None:
+    """Without this Python complains of a stdout that is gone as it ends."""
+    sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123
+
+
+def _unforeseen(error: BaseException) -> int:
+    """The exit code of an error that no part of this program has put into words."""
+    if os.environ.get(_TRACEBACK) == "1":
+        traceback.print_exception(error)
     if isinstance(error, _USAGE):
         return _misused(error)
     if type(error).__name__ == "OutOfMemoryError":  # torch's, for the memory of a GPU
@@ -105,11 +156,11 @@ def _unforeseen(error: Exception) -> int:
     if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
         # the system's own words, such as a full disk, where nothing nearer knew what was being written
         return _failed(RunError(str(error), "finished layers are kept; the same command goes on"))
-    log.end(RunError(f"{type(error).__name__}: {error}", "this is a bug in llmcompress; please report it"))
-    raise error
+    what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return _failed(RunError(what, f"this is a bug in llmcompress; please report it, with what {_TRACEBACK}=1 shows"))
 
 
-def _misused(error: Exception) -> int:
+def _misused(error: BaseException) -> int:
     """The exit code of a command line that cannot be understood."""
     context = getattr(error, "ctx", None)
     if type(error).__name__ == "NoArgsIsHelpError":  # the help is printed already
@@ -127,7 +178,8 @@ def _failed(error: LlmcompressError) -> int:
     if not log.active and _has_option(sys.argv, "--log-format", "json"):  # which was not read for what came before it
         log.open()
     if says(error):
-        console.fail(error)
+        with suppress(OSError, ValueError):  # nobody hears it where stderr is gone
+            console.fail(error)
     return error.exit_code
 
 

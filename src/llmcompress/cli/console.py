@@ -17,7 +17,7 @@ from llmcompress.engine.process.progress import Progress as RunProgress
 from llmcompress.errors import LlmcompressError, printable
 
 # a file or a pipe has no width: nothing is cut off; `:name:` in a path is no emoji
-out = Console(width=None if sys.stdout.isatty() else 240, emoji=False)
+out = Console(width=None if sys.stdout is not None and sys.stdout.isatty() else 240, emoji=False)
 err = Console(stderr=True, emoji=False)
 _document: TextIO | None = None  # stdout, where it is kept for one JSON document
 

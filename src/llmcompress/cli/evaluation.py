@@ -56,14 +56,17 @@ def evaluate(
     text: Annotated[
         str, typer.Option("--text", help="Text file to evaluate on; default: text shipped with llmcompress.")
     ] = "default",
-    length: Annotated[int, typer.Option("--length", min=2, help="Tokens per window.")] = 512,
+    length: Annotated[int, typer.Option("--length", min=2, max=1 << 24, help="Tokens per window.")] = 512,
     windows: Annotated[
         int | None,
         typer.Option(
-            "--windows", min=1, help="Windows, from the start of the text. Default: 80, or all of the shipped text."
+            "--windows",
+            min=1,
+            max=1_000_000,
+            help="Windows, from the start of the text. Default: 80, or all of the shipped text.",
         ),
     ] = None,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Windows run at once.")] = 4,
+    batch: Annotated[int, typer.Option("--batch", min=1, max=1_000_000, help="Windows run at once.")] = 4,
     device: flags.Device = "auto",
     backend: Annotated[
         Literal["auto", "kernels", "torch"] | None,
@@ -81,7 +84,7 @@ def evaluate(
             "is accepted.",
         ),
     ] = None,
-    draft_tokens: Annotated[int, typer.Option("--draft-tokens", min=1, help="Tokens drafted at a time.")] = 4,
+    draft_tokens: Annotated[int, typer.Option("--draft-tokens", min=1, max=1000, help="Tokens drafted at a time.")] = 4,
     compute_dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
         typer.Option(
@@ -94,7 +97,9 @@ def evaluate(
     generate: Annotated[
         str | None, typer.Option("--generate", help="Continue this prompt with each model, side by side.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Tokens of each continuation.")] = 48,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", min=1, max=1_000_000, help="Tokens of each continuation.")
+    ] = 48,
     kv_bits: Annotated[
         int | None,
         typer.Option(

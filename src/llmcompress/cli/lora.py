@@ -24,7 +24,7 @@ Out = Annotated[
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace the adapter that is there.", rich_help_panel=flags.OUTPUT)
 ]
-Rank = Annotated[int, typer.Option("--rank", min=1, help="Rank of the correction of every matrix.")]
+Rank = Annotated[int, typer.Option("--rank", min=1, max=1 << 20, help="Rank of the correction of every matrix.")]
 By = Annotated[
     Literal["outputs", "weights"],
     typer.Option(
@@ -74,4 +74,4 @@ def lora(**values: Any) -> None:
         made = report["lora"]
         return f"{len(made['matrices'])} matrices, {made['bits_per_weight_added']:.2f} bits per weight more"
 
-    carry_out(facts, values, partial(repair, plan), summary)
+    carry_out(plan.opened, facts, values, partial(repair, plan), summary)

@@ -89,7 +89,10 @@ Target = Annotated[
     ),
 ]
 TensorParallel = Annotated[
-    int, typer.Option("--tp", help="Devices over which the target splits every matrix.", rich_help_panel=OUTPUT)
+    int,
+    typer.Option(
+        "--tp", min=1, max=1 << 16, help="Devices over which the target splits every matrix.", rich_help_panel=OUTPUT
+    ),
 ]
 Repair = Annotated[
     bool,
@@ -111,13 +114,21 @@ ComputeDtype = Annotated[
 Batch = Annotated[
     int | None,
     typer.Option(
-        "--batch", min=1, help="Windows run through a layer at once. Default: 1024 tokens.", rich_help_panel=RUNNING
+        "--batch",
+        min=1,
+        max=1_000_000,
+        help="Windows run through a layer at once. Default: 1024 tokens.",
+        rich_help_panel=RUNNING,
     ),
 ]
 Threads = Annotated[
     int | None,
     typer.Option(
-        "--threads", min=1, help="Threads to compute with. Results do not depend on it.", rich_help_panel=RUNNING
+        "--threads",
+        min=1,
+        max=1024,
+        help="Threads to compute with. Results do not depend on it.",
+        rich_help_panel=RUNNING,
     ),
 ]
 MaxMemory = Annotated[
@@ -125,6 +136,7 @@ MaxMemory = Annotated[
     typer.Option(
         "--max-memory",
         min=0,
+        max=1e9,
         help="Resident memory not to exceed, in GB (10^9 bytes): fewer threads and smaller batches, or a refusal.",
         rich_help_panel=RUNNING,
     ),
@@ -134,6 +146,7 @@ MaxGpuMemory = Annotated[
     typer.Option(
         "--max-gpu-memory",
         min=0,
+        max=1e9,
         help="GPU memory of tensors not to exceed, in GB (10^9 bytes): smaller batches, or a refusal.",
         rich_help_panel=RUNNING,
     ),
@@ -166,6 +179,7 @@ Deadline = Annotated[
     typer.Option(
         "--deadline",
         min=0,
+        max=1e9,
         help="Stop after so many seconds and one layer at least, at a safe point, exit code 75.",
         rich_help_panel=RUNNING,
     ),

@@ -55,7 +55,7 @@ def start(
     if stop is None and not dry:
         stop = Stop(execution.deadline)
     with joined(options.device) as workers:
-        planned = workers.all_or_raise(lambda: [_planned(job, len(jobs) > 1 and not dry) for job in jobs])
+        planned = workers.all_or_raise(lambda: [_planned(job, len(jobs) > 1, dry) for job in jobs])
         if execution.print_recipe:
             _print_recipes([plan.recipe for plan, _ in planned], execution.json)
         elif dry or stop is None:
@@ -72,12 +72,18 @@ def _print_recipes(recipes: Sequence[Recipe], as_json: bool) -> None:
         typer.echo("---\n".join(recipe.as_yaml() for recipe in recipes), nl=False)
 
 
-def _planned(job: Job, several: bool) -> "Planned":
-    """The plan of a job; of `several`, with the report of what an earlier start has finished."""
-    if not several:
+def _planned(job: Job, several: bool, dry: bool) -> "Planned":
+    """The plan of a job; of `several`, with the report of what an earlier start has finished.
+
+    dry: nothing is run, so that the plan itself has to refuse what a run would refuse.
+    """
+    if dry:
         return compression.plan(job.model, job.recipe, options=job.options).with_notes(job.notes), None
+    from llmcompress.engine.plan.make_plan import make_plan
     from llmcompress.engine.write.finished_runs import planned_or_finished
 
+    if not several:
+        return make_plan(job.recipe, job.model, job.options).with_notes(job.notes), None
     plan, report = planned_or_finished(job.recipe, job.model, job.options)
     return plan.with_notes(job.notes), report
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -15,7 +15,10 @@ from llmcompress.cli.log import log
 from llmcompress.cli.stopping import Stop
 from llmcompress.recipe import Calibration
 
-Drop = Annotated[int, typer.Option("--drop", min=1, help="Layers to drop.", show_default=False)]
+if TYPE_CHECKING:
+    from llmcompress.engine.structure.source_model import OpenModel
+
+Drop = Annotated[int, typer.Option("--drop", min=1, max=1_000_000, help="Layers to drop.", show_default=False)]
 By = Annotated[
     Literal["similarity", "kl"],
     typer.Option(
@@ -25,8 +28,8 @@ By = Annotated[
         "dropped.",
     ),
 ]
-KeepFirst = Annotated[int, typer.Option("--keep-first", min=0, help="First layers that always stay.")]
-KeepLast = Annotated[int, typer.Option("--keep-last", min=0, help="Last layers that always stay.")]
+KeepFirst = Annotated[int, typer.Option("--keep-first", min=0, max=1_000_000, help="First layers that always stay.")]
+KeepLast = Annotated[int, typer.Option("--keep-last", min=0, max=1_000_000, help="Last layers that always stay.")]
 Contiguous = Annotated[bool, typer.Option("--contiguous", help="Drop layers that follow one another, judged together.")]
 
 DepthSamples = Annotated[
@@ -34,17 +37,21 @@ DepthSamples = Annotated[
     typer.Option(
         "--samples",
         min=1,
+        max=1_000_000,
         help=f"Windows of text. Default: {Calibration().samples}, and {FEW_WINDOWS} by kl.",
         rich_help_panel=flags.CALIBRATION,
     ),
 ]
-Ffn = Annotated[int | None, typer.Option("--ffn", min=1, help="Channels that stay, such as 1024.")]
-Ratio = Annotated[float | None, typer.Option("--ratio", help="Share of the channels that goes, such as 0.25.")]
+Ffn = Annotated[int | None, typer.Option("--ffn", min=1, max=1 << 24, help="Channels that stay, such as 1024.")]
+Ratio = Annotated[
+    float | None, typer.Option("--ratio", min=0, max=1, help="Share of the channels that goes, such as 0.25.")
+]
 MultipleOf = Annotated[
     int,
     typer.Option(
         "--multiple-of",
         min=1,
+        max=1 << 20,
         help="Of which the width is a multiple: 256 for K-quants of GGUF, 64 or 128 for kernels.",
     ),
 ]
@@ -128,7 +135,7 @@ def depth(**values: Any) -> None:
         gone = ", ".join(map(str, report["depth"]["removed"]))
         return f"{plan.layers - drop} of {plan.layers} layers, without {gone}"
 
-    carry_out(facts, values, partial(prune_depth, plan), summary)
+    carry_out(plan.opened, facts, values, partial(prune_depth, plan), summary)
 
 
 def width(**values: Any) -> None:
@@ -145,10 +152,12 @@ def width(**values: Any) -> None:
         "passes": 1,
         "memory_bytes": plan.memory_bytes,
     }
-    carry_out(facts, values, partial(prune_width, plan), lambda _: f"{plan.width} of {plan.before} channels")
+    summary = f"{plan.width} of {plan.before} channels"
+    carry_out(plan.opened, facts, values, partial(prune_width, plan), lambda _: summary)
 
 
 def carry_out(
+    opened: "OpenModel",
     facts: dict[str, Any],
     values: dict[str, Any],
     work: Callable[[Callable[[int, int], None]], dict[str, Any]],
@@ -156,6 +165,8 @@ def carry_out(
 ) -> None:
     """Tell the plan's `facts` and stop there, or do the `work` and tell of its report, in short by `summary`."""
     if values["dry_run"]:
+        if facts["passes"]:
+            opened.refuse_text()
         _show(facts, values["json_"])
         return
     quiet = values["quiet"] or (values["json_"] and not log.active)

@@ -71,10 +71,12 @@ Evaluate = Annotated[
     ),
 ]
 EvalLength = Annotated[
-    int, typer.Option("--eval-length", min=2, help="Tokens per window of --evaluate.", rich_help_panel=_ROOM)
+    int,
+    typer.Option("--eval-length", min=2, max=1 << 24, help="Tokens per window of --evaluate.", rich_help_panel=_ROOM),
 ]
 EvalWindows = Annotated[
-    int | None, typer.Option("--eval-windows", min=1, help="Windows of --evaluate.", rich_help_panel=_ROOM)
+    int | None,
+    typer.Option("--eval-windows", min=1, max=1_000_000, help="Windows of --evaluate.", rich_help_panel=_ROOM),
 ]
 OPTIONS: dict[str, tuple[Any, Any]] = {
     "recipe": (RecipeName, ...),

@@ -10,21 +10,19 @@ from llmcompress.calib.base import fingerprint
 from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.process.process_memory import keep_freed_memory
 from llmcompress.engine.process.progress import Progress
-from llmcompress.engine.process.ranks import device_of
 from llmcompress.engine.run.kept_statistics import reusable_statistics, statistics_of_run
 from llmcompress.engine.run.loop import Sections, Stop, run_calibrated, run_uncalibrated
 from llmcompress.engine.run.opened_model import opened_model
 from llmcompress.engine.run.owl import with_owl_sparsities
-from llmcompress.engine.run.tokens import calibration_tokens
+from llmcompress.engine.run.start import refuse_early, tokens_of
 from llmcompress.engine.run.transformed import open_transformed
 from llmcompress.engine.write.publish import Judge, finish
-from llmcompress.errors import PlanError
 from llmcompress.hardware import exact_float32
 from llmcompress.solve.column_sweep import Sweeper
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.output import OutputDirectory
 from llmcompress.store.output_file import output_of
-from llmcompress.store.staging import Staging, kept_tokens
+from llmcompress.store.staging import Staging
 from llmcompress.store.statistics import Kept, kept_statistics
 from llmcompress.workers import SERIAL, Workers
 
@@ -49,8 +47,7 @@ def run(
     anything is published, and may raise; the work stays for the next start. output: the plan's, where the caller has
     claimed it already.
     """
-    device_of(plan.options.device)  # refuses one that is not there
-    _check_shares(plan, workers.size)
+    refuse_early(plan, workers.size)
     with ExitStack() as stack:
 
         def claimed() -> OutputDirectory | None:
@@ -73,9 +70,9 @@ def _run(
     out: OutputDirectory | None,
 ) -> dict[str, Any]:
     """`run` with the claimed output of rank 0."""
-    checkpoint = open_transformed(plan)
-    tokens = workers.broadcast(lambda: _tokens(plan, tokens))
+    tokens = workers.broadcast(lambda: tokens_of(plan, tokens))
     identity = {**plan.identity, "tokens": fingerprint(tokens) if tokens is not None else None}
+    checkpoint = open_transformed(plan)
     known, keeping = _statistics(plan, identity["tokens"], workers)
     if known is not None:
         identity["statistics"] = known.key
@@ -121,16 +118,6 @@ def _calibrate(
     run_calibrated(settled, checkpoint, model, tokens, sections, keeping, sweeper)
 
 
-def _tokens(plan: Plan, drawn: Tensor | None) -> Tensor | None:
-    """The calibration tokens [samples, length] of a plan, None where it needs none. drawn: by the caller."""
-    if not plan.calibrated or drawn is not None:
-        return drawn if plan.calibrated else None
-    known = None
-    if plan.recipe.calibration.source == "self" and not plan.options.restart:
-        known = kept_tokens(plan.work)
-    return calibration_tokens(plan) if known is None else known
-
-
 def _opened(plan: Plan, identity: dict[str, Any], workers: Workers) -> Staging:
     """The work directory, which rank 0 makes and locks."""
     restart = plan.options.restart
@@ -154,13 +141,3 @@ def _statistics(plan: Plan, tokens: str | None, workers: Workers) -> tuple[Kept 
 
     found = workers.broadcast(chosen)
     return None if found is None else kept_statistics(Path(found)), keeping
-
-
-def _check_shares(plan: Plan, size: int) -> None:
-    """PlanError where some of `size` ranks would have no windows."""
-    batches = -(-plan.recipe.calibration.samples // plan.batch)
-    if plan.calibrated and size > batches:
-        raise PlanError(
-            f"windows make fewer batches ({batches}) than there are processes ({size})",
-            "start fewer, or use more --samples or a smaller --batch",
-        )

@@ -129,8 +129,8 @@ class Int8Options(GridOptions):
     outliers: Literal["none", "threshold", "topk"] = Field(
         "none", description="input channels of int8 that stay in 16 bits: those that reach a threshold, or the largest"
     )
-    outlier_threshold: float = Field(6.0, gt=0, description="magnitude that makes an input an outlier")
-    outlier_count: int = Field(16, ge=1, description="input channels that stay in 16 bits at most")
+    outlier_threshold: float = Field(6.0, gt=0, le=1e9, description="magnitude that makes an input an outlier")
+    outlier_count: int = Field(16, ge=1, le=1 << 20, description="input channels that stay in 16 bits at most")
 
 
 class Int8(GridType):

@@ -120,6 +120,7 @@ class CommonOptions(BaseModel):
     bits: Literal[2, 3, 4, 5, 6, 8] = Field(4, description="bits per weight")
     group_size: int | None = Field(
         None,
+        ge=-1,
         lt=1 << 31,
         description="input channels per scale; -1: one scale per row; default 128, or 64 or 32 where that divides",
     )

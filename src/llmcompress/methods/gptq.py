@@ -31,15 +31,19 @@ class Gptq(Method):
         description="order of rounding: by input energy with groups as stored; the same with groups in that order "
         "(desc_act, needs g_idx); or as stored",
     )
-    block_size: int = Field(128, ge=1, description="columns between two updates of the rest; speed only")
+    block_size: int = Field(128, ge=1, le=1 << 20, description="columns between two updates of the rest; speed only")
     qep_alpha: float = Field(
         0.5,
         ge=0,
         le=1,
         description="share of the error of earlier matrices to make up for (asymmetric calibration); 0: none, faster",
     )
-    qep_samples: int = Field(16, ge=1, description="windows of the calibration set on which that error is measured")
-    descent: int = Field(1, ge=0, description="rounds of re-fitting scales and codes after the sweep; 0: plain GPTQ")
+    qep_samples: int = Field(
+        16, ge=1, le=1_000_000, description="windows of the calibration set on which that error is measured"
+    )
+    descent: int = Field(
+        1, ge=0, le=1000, description="rounds of re-fitting scales and codes after the sweep; 0: plain GPTQ"
+    )
 
     @property
     def compensates(self) -> bool:

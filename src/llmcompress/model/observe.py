@@ -22,24 +22,36 @@ from transformers.pytorch_utils import Conv1D
 
 from llmcompress.arch.spec import ArchSpec, Linear
 from llmcompress.errors import CheckpointError
+from llmcompress.isolation import probe
+from llmcompress.model.rehearsal import LENGTH, ZeroProducts, Zeros, distinct
 from llmcompress.model.skeleton import UNUSABLE, first_line, plain, skeleton
 from llmcompress.model.streamed_model import StreamedModel
 
-_LENGTH = 7  # tokens; a top-k over positions must not look like one over experts
 _HINT = "declare the architecture in a file of llmcompress/arch"
 _FUSED = "a 3-D parameter, such as experts in one, which nothing tells how to take apart"
 _LISTED = "an expert's matrix, which sees few tokens and needs a declared architecture"
 _UNSEEN = "a matrix that did not run when the layer was observed"
+_SIZE = 1_000_000  # bounds processor time and memory as for so many bytes: building what may be a large model
 _ROUTER = "a router, or as narrow as one"
 
 
 def observe(config: Any, trust_remote_code: bool = False) -> ArchSpec:
     """The architecture of transformers' `config`, observed; CheckpointError if it has no layers that can be run."""
     model_type = str(getattr(config, "model_type", "unknown"))
+
+    def failed(reason: str) -> CheckpointError:
+        return CheckpointError(f"a {model_type!r} model of this config cannot be run: {reason}", _HINT)
+
+    if not trust_remote_code:  # which may do all that we may do
+        probe(lambda: _observed(config, model_type, False), failed, _SIZE)
+    return _observed(config, model_type, trust_remote_code)
+
+
+def _observed(config: Any, model_type: str, trust_remote_code: bool) -> ArchSpec:
     spec, shapes = _outline(skeleton(config, None, trust_remote_code), model_type)
     try:
         model, hidden = _running(spec, shapes, config, trust_remote_code)
-        seen = [_watch(model, number, hidden) for number in _distinct(model.layers)]
+        seen = [_watch(model, number, hidden) for number in distinct(model.layers)]
     except UNUSABLE as error:
         raise CheckpointError(
             f"the layers of a {model_type!r} model could not be run to observe them: {first_line(error)}", _HINT
@@ -63,19 +75,6 @@ def observe(config: Any, trust_remote_code: bool = False) -> ArchSpec:
         never=tuple(Linear(path, reads="") for path in sorted(never)),  # their inputs were not observed
         left_out={path: why for path, why in left_out.items() if path not in paths},
     )
-
-
-class _Zeros:
-    """Weights of the right shapes that are all zero and take no memory."""
-
-    def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
-        self._shapes = shapes
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._shapes
-
-    def read(self, name: str) -> Tensor:
-        return torch.zeros(()).expand(self._shapes[name])
 
 
 def _outline(model: nn.Module, model_type: str) -> tuple[ArchSpec, dict[str, torch.Size]]:
@@ -114,14 +113,14 @@ def _running(
     found = CheckpointError("")
     for outputs in (1, 2):
         model = StreamedModel(
-            _Zeros(shapes),
+            Zeros(shapes),
             config,
             replace(spec, outputs=outputs),
             dtype=torch.float32,
             trust_remote_code=trust_remote_code,
         )
         try:
-            return model, model.embed(torch.zeros(1, _LENGTH, dtype=torch.int64))
+            return model, model.embed(torch.zeros(1, LENGTH, dtype=torch.int64))
         except UNUSABLE as error:
             found = CheckpointError(
                 f"a {spec.name!r} model cannot be run without its layers: {first_line(error)}", _HINT
@@ -129,17 +128,6 @@ def _running(
         except CheckpointError as error:
             found = error
     raise found
-
-
-def _distinct(layers: list[nn.Module]) -> Iterator[int]:
-    """Numbers of the layers that are not built like an earlier layer."""
-    known = set()
-    for number, layer in enumerate(layers):
-        kinds = tuple((path, type(module).__name__) for path, module in layer.named_modules())
-        shapes = tuple((path, parameter.shape) for path, parameter in layer.named_parameters())
-        if (kinds, shapes) not in known:
-            known.add((kinds, shapes))
-            yield number
 
 
 class _Seen:
@@ -204,6 +192,7 @@ def _watch(model: StreamedModel, number: int, hidden: Tensor) -> _Seen:
             stack.callback(module.register_forward_pre_hook(seen.hook(path, module)).remove)
         stack.enter_context(torch.no_grad())
         stack.enter_context(_TopK(seen.ranked))
+        stack.enter_context(ZeroProducts())
         model.call(number, layer, hidden.clone())
     return seen
 

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmcompress.arch.spec import ArchSpec
 from llmcompress.errors import CheckpointError
+from llmcompress.isolation import probe
 from llmcompress.model.experts import UnfusedExperts
 
 _LARGE = 1 << 24  # elements; no buffer of a language model has as many
@@ -70,15 +71,22 @@ def load_config(path: Path, trust_remote_code: bool = False) -> Any:
 
     Nor does a config choose code from elsewhere: which implementation of attention runs is not a property of a model.
     """
+
+    def failed(reason: str) -> CheckpointError:
+        return CheckpointError(f"{path / 'config.json'} is not a config transformers can use: {reason}")
+
+    def load() -> Any:
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+
+    if not trust_remote_code:  # which may do all that we may do
+        probe(load, failed)  # some counts become lists as long
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+        config = load()
         asked = config._attn_implementation
         config._attn_implementation = asked if asked in ("eager", "sdpa") else None  # others may be a hub's kernels
         return config
     except UNUSABLE as error:
-        raise CheckpointError(
-            f"{path / 'config.json'} is not a config transformers can use: {first_line(error)}"
-        ) from None
+        raise failed(first_line(error)) from None
 
 
 def skeleton(

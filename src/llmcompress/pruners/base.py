@@ -41,11 +41,17 @@ class Pruner(BaseModel):
         "calibration text)",
     )
     owl_threshold: float = Field(
-        5.0, gt=0, description="times the mean of |w| * |x| of its matrix, above which a weight is an outlier to OWL"
+        5.0,
+        gt=0,
+        le=1e6,
+        description="times the mean of |w| * |x| of its matrix, above which a weight is an outlier to OWL",
     )
     owl_span: float = Field(0.08, gt=0, lt=0.5, description="how far the sparsity of a layer may be from the mean")
     refit: int = Field(
-        0, ge=0, description="steps of conjugate gradients by which kept weights make up for those that are gone"
+        0,
+        ge=0,
+        le=1000,
+        description="steps of conjugate gradients by which kept weights make up for those that are gone",
     )
     percdamp: float = Field(
         0.01, gt=0, lt=1, description="added to the Hessian's diagonal, as a share of its mean, where it is used"

@@ -25,11 +25,12 @@ class SparseGpt(Pruner):
     summary: ClassVar[str] = "SparseGPT: drop weights and make up for them in those that are kept; as costly as GPTQ."
 
     refit: int = Field(
-        10, ge=0, description="steps of conjugate gradients that refine the kept weights; 0: plain SparseGPT"
+        10, ge=0, le=1000, description="steps of conjugate gradients that refine the kept weights; 0: plain SparseGPT"
     )
     block_size: int = Field(
         128,
         ge=16,
+        le=1 << 20,
         multiple_of=16,
         description="columns of which a share goes, chosen when all columns before them are decided",
     )
@@ -39,7 +40,9 @@ class SparseGpt(Pruner):
     qep_alpha: float = Field(
         0.5, ge=0, le=1, description="share of the error of earlier matrices to make up for; 0: none, faster"
     )
-    qep_samples: int = Field(16, ge=1, description="windows of the calibration set on which that error is measured")
+    qep_samples: int = Field(
+        16, ge=1, le=1_000_000, description="windows of the calibration set on which that error is measured"
+    )
 
     @property
     def choice(self) -> "MaskChoice":

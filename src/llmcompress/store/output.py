@@ -10,12 +10,10 @@ Weights are safetensors whose headers are known before the first tensor, so that
 If the system refuses a write, as on a full disk, a RunError names the file.
 """
 
-import ast
 import hashlib
 import io
 import json
 import os
-import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,11 +21,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from llmcompress.errors import CheckpointError, PlanError, RunError
+from llmcompress.errors import PlanError, RunError
 from llmcompress.formats.base import ITEM_SIZE, TensorSpec
 from llmcompress.store.files import bytes_of, create, make_parent, writing
 from llmcompress.store.folder import Folder
-from llmcompress.store.headers import SIDE_FILES, inside, read_json
+from llmcompress.store.side_files import read_side_file, side_files
 from llmcompress.store.unfinished import claimed, refuse_foreign, unfinished
 
 if TYPE_CHECKING:
@@ -226,18 +224,12 @@ class OutputDirectory:
 
         Returns the names, sorted. Links are followed, but not out of the model directory.
         """
-        found = {file for pattern in SIDE_FILES for file in source.glob(pattern) if file.is_file()}
-        found |= _custom_code(source)
-        for file in found:
-            name = str(file.relative_to(source))
+        found = [str(file.relative_to(source)) for file in side_files(source)]
+        for name in found:
             with writing(self.partial / name):
                 make_parent(self.partial / name)
-            try:
-                data = inside(source, file).read_bytes()
-            except OSError as error:
-                raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
-            self._write(name, data)
-        return sorted(str(file.relative_to(source)) for file in found)
+            self._write(name, read_side_file(source, source / name))
+        return found
 
     def write_report(self, report: Mapping[str, Any]) -> dict[str, Any]:
         """Write report.json, after all other files: it records them, and a digest of its own text; returns it."""
@@ -351,38 +343,6 @@ def _raw(spec: TensorSpec, tensor: "Tensor") -> memoryview:
         announced = f"{spec.dtype} {list(spec.shape)}"
         raise RunError(f"tensor {spec.name} is {dtype} {list(tensor.shape)}, announced was {announced}")
     return bytes_of(tensor)
-
-
-def _custom_code(source: Path) -> set[Path]:
-    """Python files that `auto_map` names, and those they import from beside them."""
-    waiting: list[str] = []
-    for name in ("config.json", "tokenizer_config.json", "processor_config.json"):
-        auto_map = read_json(source / name).get("auto_map") if (source / name).exists() else None
-        for value in auto_map.values() if isinstance(auto_map, dict) else ():
-            for item in value if isinstance(value, list) else [value]:
-                if isinstance(item, str) and re.fullmatch(r"\w+\.\w+", item):  # "repo--module.Class" is elsewhere
-                    waiting.append(item.partition(".")[0])
-    found: set[Path] = set()
-    while waiting:
-        file = source / f"{waiting.pop()}.py"
-        if file in found or not file.is_file():
-            continue
-        found.add(file)
-        waiting += _siblings(file)
-    return found
-
-
-def _siblings(file: Path) -> list[str]:
-    """Modules that a Python file imports relative to itself; none if it cannot be parsed."""
-    try:
-        tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError):
-        return []
-    found: list[str] = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.level == 1:
-            found += [node.module] if node.module else [alias.name for alias in node.names]
-    return found
 
 
 def flush(path: Path) -> None:

@@ -33,6 +33,9 @@ class OutputFile(OutputDirectory):
         return {SINGLE_FILE: self.files[self.path.name], **appearing}
 
     def _refuse_existing(self) -> None:
+        for file in (beside(self.path, name) for name in BESIDE):
+            if os.path.lexists(file) and (file.is_symlink() or not file.is_file()):
+                raise PlanError(f"{file} is in the way and is not a file", "move it away")
         if not os.path.lexists(self.path):
             return
         if not self.overwrite:

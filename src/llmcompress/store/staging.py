@@ -13,9 +13,10 @@ Checksums are made with the run and the name of the file, so that a file of anot
 """
 
 import json
+import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
@@ -28,7 +29,7 @@ from torch import Tensor
 from llmcompress.errors import PlanError, RunError
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.grid_type import restored, spec_named
-from llmcompress.store.claim import Claim
+from llmcompress.store.claim import Claim, refuse_other
 from llmcompress.store.files import writing
 from llmcompress.store.folder import Folder, HeldFile
 from llmcompress.store.sealed import sealed, unsealed
@@ -62,10 +63,10 @@ class Staging:
         self._of = sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
         self.folder = self._claimed() if leads else self._followed()
         try:
-            self._refuse_planted()
+            _refuse_planted(self.folder)
             if restart and leads:
                 self._clear()
-            self.resumed = self._is_same(said)
+            self.resumed = _is_same(self.folder, said)
             if not self.resumed:
                 self._write(PLAN, identity)
         except BaseException:
@@ -80,33 +81,6 @@ class Staging:
             return Folder(self.path)
         raise PlanError(
             f"{self.path} is not seen by every machine", "use a --work directory on a file system that they share"
-        )
-
-    def _refuse_planted(self) -> None:
-        """PlanError for a file that this user cannot have written, under a name that work has."""
-        try:
-            for name in self.folder.names():
-                if _OWN.fullmatch(name):
-                    (self.folder / name).exists()
-        except RunError as error:
-            raise PlanError(error.message, error.hint) from None
-
-    def _is_same(self, said: Any) -> bool:
-        """Whether this run is staged here already; False where none is."""
-        try:
-            before = unsealed((self.folder / PLAN).read_bytes())
-        except FileNotFoundError:
-            return False
-        except ValueError:
-            raise PlanError(f"{self.path / PLAN} is damaged", "start afresh with --restart") from None
-        if before == said:
-            return True
-        old, new = dict(_leaves(before)), dict(_leaves(said))
-        keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-        more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
-        raise PlanError(
-            f"{self.path} holds another run: {', '.join(_change(key, old, new) for key in keys[:_SHOWN])}{more}",
-            "use --restart to throw it away, or another --work directory",
         )
 
     def close(self) -> None:
@@ -253,6 +227,45 @@ class Hidden:
     def places(self) -> tuple[int, dict[str, tuple[str, tuple[int, ...]]]]:
         """The position, and by stream the file's name and shape, for another process to open."""
         return self.position, {name: (item.file.name, tuple(item.shape)) for name, item in self.streams.items()}
+
+
+def refuse_other_work(path: Path, identity: Mapping[str, Any], restart: bool, unknown: Collection[str] = ()) -> None:
+    """PlanError where a run of this identity could not use a work directory. unknown: keys that are not compared."""
+    if os.path.lexists(path):
+        with closing(Folder(path)) as folder:
+            refuse_other(folder, _MARK)
+            _refuse_planted(folder)
+            if not restart:
+                _is_same(folder, json.loads(json.dumps(identity)), unknown)
+
+
+def _refuse_planted(folder: Folder) -> None:
+    """PlanError for a file that this user cannot have written, under a name that work has."""
+    try:
+        for name in folder.names():
+            if _OWN.fullmatch(name):
+                (folder / name).exists()
+    except RunError as error:
+        raise PlanError(error.message, error.hint) from None
+
+
+def _is_same(folder: Folder, said: Any, unknown: Collection[str] = ()) -> bool:
+    """Whether this run is staged here already; False where none is. unknown: keys of it that are not compared."""
+    try:
+        before = unsealed((folder / PLAN).read_bytes())
+    except FileNotFoundError:
+        return False
+    except ValueError:
+        raise PlanError(f"{folder.path / PLAN} is damaged", "start afresh with --restart") from None
+    old, new = (dict(_leaves(side)) for side in (before, said))
+    keys = [key for key in {**old, **new} if old.get(key) != new.get(key) and key not in unknown]
+    if not keys:
+        return True
+    more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+    raise PlanError(
+        f"{folder.path} holds another run: {', '.join(_change(key, old, new) for key in keys[:_SHOWN])}{more}",
+        "use --restart to throw it away, or another --work directory",
+    )
 
 
 def kept_work(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

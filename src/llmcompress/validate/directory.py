@@ -86,8 +86,13 @@ def read_arrays(file: Path) -> dict[str, Array]:
         raise DamageError(f"{file.name} is not a file")
     try:
         with zipfile.ZipFile(file) as arrays:
+            # runs store arrays as they are: what is packed, or stands in two places, could unpack to anything
+            items = arrays.infolist()
+            stored = all(item.compress_type == zipfile.ZIP_STORED for item in items)
+            if not stored or sum(item.file_size for item in items) > file.stat().st_size:
+                raise DamageError(f"{file.name} is packed, which no run writes")
             return {name.removesuffix(".npy"): _array(arrays, name) for name in arrays.namelist()}
-    except (ValueError, OSError, zipfile.BadZipFile, KeyError, EOFError) as error:
+    except (ValueError, OSError, zipfile.BadZipFile, KeyError, EOFError, MemoryError) as error:
         raise DamageError(f"{file.name} cannot be read: {error}") from None
 
 

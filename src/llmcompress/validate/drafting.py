@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from llmcompress.calib.documents import Document, token_ids
 from llmcompress.engine.process.ranks import device_of
 from llmcompress.engine.source.text_tokenizer import load_tokenizer
 from llmcompress.errors import NOT_FINITE_HINT, GateError, RecipeError
@@ -42,7 +43,8 @@ def speculative_figures(request: Request, prompt: str, tokens: int, guesses: int
     backend = _backend(request, say)
     dtype = compute_dtype(request.dtype, backend)
     tokenizer = load_tokenizer(ref, request.trust_remote_code)
-    ids = torch.tensor([tokenizer(prompt)["input_ids"]], device=backend.device, dtype=torch.int64)
+    asked = next(token_ids(tokenizer, [Document("the prompt", prompt)], "the prompt"))
+    ids = torch.tensor([asked.tolist()], device=backend.device, dtype=torch.int64)
     if ids.numel() == 0:
         raise RecipeError("the prompt of --generate has no tokens", "give some text")
     common: dict[str, Any] = {

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from llmcompress.calib.default import shipped
-from llmcompress.calib.documents import encode
-from llmcompress.calib.text import read_text, text_files
+from llmcompress.calib.documents import Document, token_ids
+from llmcompress.calib.text import text_files
 from llmcompress.engine.process.ranks import device_of
 from llmcompress.engine.source.text_tokenizer import load_tokenizer
-from llmcompress.errors import CheckpointError
+from llmcompress.errors import CheckpointError, RecipeError
 from llmcompress.model.changing_cache import ChangingCache
 from llmcompress.store.headers import read_json, refuse_adapter
 from llmcompress.store.output_file import is_single, report_of
@@ -62,7 +62,8 @@ def evaluate_whole(
 def _windows(request: Request) -> Tensor:
     """The tokens to score: windows [windows, length]."""
     tokenizer = load_tokenizer(request.ref or request.model, request.trust_remote_code)
-    ids = [token for file in evaluated_files(request.text) for token in encode(tokenizer, read_text(file), str(file))]
+    documents = (Document(str(file), file) for file in evaluated_files(request.text))
+    ids = [token for found in token_ids(tokenizer, documents, str(request.text)) for token in found]
     wanted = request.windows or (
         min(DEFAULT_WINDOWS, len(ids) // request.length) if request.text == "default" else DEFAULT_WINDOWS
     )
@@ -119,7 +120,9 @@ def _check(request: Request) -> None:
 def continuations(request: Request, prompt: str, max_new_tokens: int) -> dict[str, str]:
     """Greedy continuations of a prompt by each model, the compressed one on its packed weights."""
     tokenizer = load_tokenizer(request.ref or request.model, request.trust_remote_code)
-    ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+    ids = torch.tensor([next(token_ids(tokenizer, [Document("the prompt", prompt)], "the prompt")).tolist()])
+    if ids.numel() == 0:
+        raise RecipeError("the prompt of --generate has no tokens", "give some text")
     result = {}
     for path in (request.model, request.ref):
         if path is None:

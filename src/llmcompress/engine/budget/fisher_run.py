@@ -13,7 +13,7 @@ from llmcompress.engine.budget.fisher_window import FisherSum, TokenFisher
 from llmcompress.engine.budget.type_losses import Known, Losses, measured_losses
 from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.process.process_memory import keep_freed_memory
-from llmcompress.engine.run.opened_model import opened_model
+from llmcompress.engine.run.opened_model import check_model, opened_model
 from llmcompress.engine.run.tokens import tokens_for
 from llmcompress.engine.source.matrix_refs import matrices_of
 from llmcompress.engine.source.open import open_checkpoint
@@ -43,6 +43,7 @@ class FisherRun:
         """With the text of the plan's recipe; PlanError where the text cannot be read."""
         text = plan.recipe.calibration
         text = text.model_copy(update={"samples": min(text.samples, SAMPLES)})
+        check_model(plan.headers, plan.spec, plan.options, tiled_attention=False)
         tokens = tokens_for(text, plan.headers.path, "float32", plan.options.trust_remote_code)
         return cls(plan, tokens, open_checkpoint(plan.headers))
 

@@ -8,7 +8,7 @@ from typing import Any
 from llmcompress.engine.plan.entries import kv_scale_entries, planned_matrices, source_entries
 from llmcompress.engine.plan.estimate import estimate
 from llmcompress.engine.plan.matrix_plan import MatrixPlan
-from llmcompress.engine.plan.output_kinds import Contents, output_kind
+from llmcompress.engine.plan.output_kinds import Contents, SafetensorsOutput, output_kind
 from llmcompress.engine.plan.paths import check_disk, output_and_work
 from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.plan.repair import repaired_plan
@@ -22,6 +22,7 @@ from llmcompress.formats.base import Entry, Format
 from llmcompress.ledger import Ledger
 from llmcompress.recipe import Recipe, formats
 from llmcompress.registry import suggest
+from llmcompress.store.side_files import side_files
 
 
 def make_plan(recipe: Recipe, model: Path, options: Options | None = None) -> Plan:
@@ -44,6 +45,8 @@ def _plan_for_any_target(recipe: Recipe, model: Path, options: Options) -> Plan:
     out, work = output_and_work(recipe, model, options, kind.method_suffix)
     if out.resolve() in {file.resolve() for file in source.files}:
         raise PlanError(f"{out} is a part of the model itself", "choose another --output")
+    if kind.name == SafetensorsOutput.name:
+        side_files(model)  # refuses what could not be copied
     contents = kind.contents(source)
     headers, spec = contents.headers, contents.matrices.spec
     importance = contents.grids.importance(recipe, ledger)

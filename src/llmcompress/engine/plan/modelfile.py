@@ -6,13 +6,15 @@ around those texts.
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
 from llmcompress.engine.source.text_tokenizer import load_tokenizer
+from llmcompress.errors import CheckpointError
+from llmcompress.isolation import Limit, isolated
 from llmcompress.store.headers import read_json
 
 _SYSTEM, _ASK, _ANSWER, _AGAIN = (
@@ -72,7 +74,19 @@ def modelfile_text(model: Path, file: str, add_bos: bool, trust_remote_code: boo
 
     add_bos: whether the runtime puts the token that begins a text before every prompt.
     """
+
+    def failed(reason: str) -> CheckpointError:
+        return CheckpointError(f"the chat template of {model} cannot be put into a Modelfile: {reason}")
+
+    def work(limit: Limit) -> Iterator[bytes]:  # a template is a program of whoever made the checkpoint
+        yield json.dumps(_written(tokenizer, model, file, add_bos)).encode()
+
     tokenizer = load_tokenizer(model, trust_remote_code)
+    text, notes = json.loads(b"".join(isolated(work, failed)))
+    return text, notes
+
+
+def _written(tokenizer: Any, model: Path, file: str, add_bos: bool) -> tuple[str, list[str]]:
     generation = read_json(model / "generation_config.json") if (model / "generation_config.json").exists() else {}
     lines, notes = [f"FROM ./{file}"], []
     if tokenizer.chat_template:

@@ -11,7 +11,7 @@ from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.process.process_memory import keep_freed_memory, return_freed_memory
 from llmcompress.engine.run.collect import outputs_with_energy
 from llmcompress.engine.run.forward import Forward, Stream
-from llmcompress.engine.run.opened_model import opened_model
+from llmcompress.engine.run.opened_model import check_model, opened_model
 from llmcompress.engine.run.overflow import refuse_overflow
 from llmcompress.engine.run.tokens import tokens_for
 from llmcompress.engine.source.matrix_refs import Matrices, matrices_of
@@ -58,6 +58,7 @@ def measure_imatrix(
     headers = directory_headers(model, ledger)
     matrices = matrices_of(headers, options.trust_remote_code, ledger)
     entries, layers = _rows(headers, matrices)
+    check_model(headers, matrices.spec, options)
     resources = usual_resources(options, text.length)
     tokens = tokens_for(text, model, resources.dtype, options.trust_remote_code)
     streamed = opened_model(open_checkpoint(headers), matrices.spec, resources.dtype, options)

@@ -6,8 +6,17 @@ from llmcompress.arch.spec import ArchSpec
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.process.ranks import device_of
 from llmcompress.engine.source.open import config_of
+from llmcompress.model.rehearsal import rehearse
 from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.store.checkpoint import Checkpoint
+from llmcompress.store.headers import ModelHeaders
+
+
+def check_model(headers: ModelHeaders, spec: ArchSpec, options: Options, tiled_attention: bool = True) -> None:
+    """CheckpointError unless the tensors that headers tell of are those of a model that runs. No tensor is read."""
+    shapes = {name: stored.spec.shape for name, stored in headers.tensors.items()}
+    trusted = options.trust_remote_code
+    rehearse(shapes, config_of(headers, trusted), spec, trust_remote_code=trusted, tiled_attention=tiled_attention)
 
 
 def opened_model(

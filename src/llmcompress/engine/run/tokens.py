@@ -1,5 +1,6 @@
 """The calibration tokens of a run, from the source that the recipe names."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,18 @@ def calibration_tokens(plan: "Plan") -> Tensor:
 
 
 def tokens_for(asked: Calibration, model: Path, dtype: str, trust_remote_code: bool = False) -> Tensor:
-    """Token ids [samples, length] int64 of the calibration `asked`, for the model directory `model`.
+    """Token ids [samples, length] int64 of the calibration `asked`, for the model directory `model`."""
+    return _drawing(asked, model, dtype, trust_remote_code)()
+
+
+def tokens_without_model(asked: Calibration, model: Path, dtype: str, trust_remote_code: bool = False) -> Tensor | None:
+    """The same where no tensor has to be read for it, else None. Raises what drawing them would raise."""
+    draw = _drawing(asked, model, dtype, trust_remote_code)
+    return None if asked.source == "self" else draw()
+
+
+def _drawing(asked: Calibration, model: Path, dtype: str, trust_remote_code: bool) -> Callable[[], Tensor]:
+    """What draws the token ids of the calibration `asked`, once model, tokenizer and source are found to be of use.
 
     PlanError for windows longer than the model's positions.
     """
@@ -38,6 +50,8 @@ def tokens_for(asked: Calibration, model: Path, dtype: str, trust_remote_code: b
         )
     tokens = vocabulary_size(headers)
     source = resolve(asked.source, **asked.options)
+    if source.name == "self":
+        _sampled_config(model, trust_remote_code)
     request = TokenRequest(
         tokenizer=load_tokenizer(model, trust_remote_code) if source.needs_tokenizer else None,
         samples=asked.samples,
@@ -46,13 +60,25 @@ def tokens_for(asked: Calibration, model: Path, dtype: str, trust_remote_code: b
         vocab_size=tokens,
         model=lambda: _whole_model(model, dtype, trust_remote_code),
     )
-    return source.tokens(request)
+    return lambda: source.tokens(request)
 
 
 def _whole_model(model: Path, dtype: str, trust_remote_code: bool) -> Any:
     """The original model with all layers in memory, since sampling a token needs every layer."""
     from transformers import AutoModelForCausalLM
 
+    return AutoModelForCausalLM.from_pretrained(
+        model,
+        config=_sampled_config(model, trust_remote_code),
+        dtype=getattr(torch, dtype),
+        local_files_only=True,
+        use_safetensors=True,
+        trust_remote_code=trust_remote_code,
+    ).eval()
+
+
+def _sampled_config(model: Path, trust_remote_code: bool) -> Any:
+    """The config of a model that text can be sampled from; CheckpointError for any other model."""
     if (model / "adapter_config.json").exists():  # transformers would follow it to a model elsewhere
         raise CheckpointError(f"{model} holds an adapter (adapter_config.json)", "merge it into the model first")
     config = load_config(model, trust_remote_code)
@@ -61,11 +87,4 @@ def _whole_model(model: Path, dtype: str, trust_remote_code: bool) -> Any:
             f"{model} is quantised or multimodal, and text is sampled from original models of text alone",
             "give a text as --calibration",
         )
-    return AutoModelForCausalLM.from_pretrained(
-        model,
-        config=config,
-        dtype=getattr(torch, dtype),
-        local_files_only=True,
-        use_safetensors=True,
-        trust_remote_code=trust_remote_code,
-    ).eval()
+    return config

@@ -89,13 +89,15 @@ def check_names(headers: ModelHeaders, spec: ArchSpec, prefix: str, count: int) 
     prefix: on-disk name of the list of layers; count: number of layers. In a mixture of experts, dense and sparse
     blocks may alternate.
     """
+    text = headers.config.get("text_config")
+    configs = (headers.config, text if isinstance(text, Mapping) else {})
+    stated = [config[key] for config in configs for key in LAYER_COUNTS if config.get(key) is not None]
+    if stated and count not in (stated if spec.observed else stated[:1]):
+        raise CheckpointError(
+            f"{headers.path / 'config.json'} speaks of {stated[0]} layers, {headers.place} holds {count}", _HINT
+        )
     if spec.observed:
         return
-    stated = next((headers.config[key] for key in LAYER_COUNTS if headers.config.get(key) is not None), count)
-    if stated != count:
-        raise CheckpointError(
-            f"{headers.path / 'config.json'} speaks of {stated} layers, {headers.place} holds {count}", _HINT
-        )
     _check_layers_alike(headers, spec, prefix, count)
     _check_outside(headers, spec)
 

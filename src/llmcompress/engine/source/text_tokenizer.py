@@ -4,18 +4,27 @@ from pathlib import Path
 from typing import Any
 
 from llmcompress.errors import CheckpointError
+from llmcompress.isolation import probe
 from llmcompress.store.headers import refuse_links
+from llmcompress.store.side_files import tokenizer_size
 
 
 def load_tokenizer(path: Path, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a model directory, read from disk alone."""
+    """The tokenizer of a model directory, read from disk alone, where it loads and encodes a letter within limits."""
     from transformers import AutoTokenizer
 
-    refuse_links(path)
-    try:
+    def failed(reason: str) -> CheckpointError:
+        return CheckpointError(
+            f"{path} has no usable tokenizer: {reason}", "copy the tokenizer files of the original model"
+        )
+
+    def load() -> Any:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+
+    refuse_links(path)
+    if not trust_remote_code:  # which may do all that we may do
+        probe(lambda: load()("a"), failed, tokenizer_size(path))
+    try:
+        return load()
     except Exception as error:  # the tokenizers library raises nothing more special
-        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(
-            f"{path} has no usable tokenizer: {line}", "copy the tokenizer files of the original model"
-        ) from None
+        raise failed(next(iter(str(error).strip().splitlines()), type(error).__name__)) from None

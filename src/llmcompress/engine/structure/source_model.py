@@ -15,8 +15,8 @@ from llmcompress.engine.plan.resources import Resources, bounded, host_limits, u
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.process.process_memory import keep_freed_memory, return_freed_memory
 from llmcompress.engine.run.forward import Forward, Stream
-from llmcompress.engine.run.opened_model import opened_model
-from llmcompress.engine.run.tokens import tokens_for
+from llmcompress.engine.run.opened_model import check_model, opened_model
+from llmcompress.engine.run.tokens import tokens_for, tokens_without_model
 from llmcompress.engine.source.matrix_refs import Matrices, matrices_of
 from llmcompress.engine.source.open import open_checkpoint
 from llmcompress.engine.source.tensor_names import Anatomy
@@ -29,6 +29,7 @@ from llmcompress.store.folder import Folder, HeldFile
 from llmcompress.store.headers import ModelHeaders
 from llmcompress.store.output import OutputDirectory
 from llmcompress.store.output_file import is_single
+from llmcompress.store.side_files import side_files
 from llmcompress.store.windows import Windows, write_windows
 from llmcompress.workers import SERIAL, Workers
 
@@ -67,6 +68,11 @@ class OpenModel:
         """Token ids [samples, length] int64."""
         return tokens_for(self.text, self.headers.path, self.resources.dtype, self.options.trust_remote_code)
 
+    def refuse_text(self) -> None:
+        """CalibrationError or another where `tokens` would raise one."""
+        trusted = self.options.trust_remote_code
+        tokens_without_model(self.text, self.headers.path, self.resources.dtype, trusted)
+
     def model(self) -> StreamedModel:
         return opened_model(self.checkpoint, self.matrices.spec, self.resources.dtype, self.options)
 
@@ -97,6 +103,8 @@ def open_model(
         raise PlanError(f"{out} is called like a GGUF file, and a directory is written", "give another --output")
     output(out, overwrite=options.overwrite)  # refuses what it could not create or replace
     refuse_model_itself(out, headers.path)
+    side_files(headers.path)  # refuses what could not be copied
+    check_model(headers, matrices.spec, options)
     return OpenModel(headers, matrices, text, options, usual_resources(options, text.length), out, ledger)
 
 

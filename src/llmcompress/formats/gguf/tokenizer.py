@@ -7,6 +7,7 @@ directory with nothing but tokenizer.model is read without it.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,9 @@ from llmcompress.formats.gguf.bpe import read_vocabulary
 from llmcompress.formats.gguf.chattemplates import DEFAULT, read_templates
 from llmcompress.formats.gguf.sentencepiece import MODEL, read_model, true_scores, vocabulary_of
 from llmcompress.formats.gguf.vocabulary import UNUSED, Vocabulary, refuse_pre
+from llmcompress.isolation import probe
 from llmcompress.store.headers import read_json, refuse_links
+from llmcompress.store.side_files import tokenizer_size
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -134,11 +137,15 @@ def _judged(model_dir: Path) -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        file = model_dir / "tokenizer.json"
-        raise CheckpointError(
-            f"{file if file.exists() else model_dir} is no usable tokenizer: {line}",
-            "copy the tokenizer files of the original model",
-        ) from None
+        raise _unusable(model_dir, line) from None
+
+
+def _unusable(model_dir: Path, reason: str) -> CheckpointError:
+    file = model_dir / "tokenizer.json"
+    return CheckpointError(
+        f"{file if file.exists() else model_dir} is no usable tokenizer: {reason}",
+        "copy the tokenizer files of the original model",
+    )
 
 
 def _from_transformers(
@@ -147,8 +154,12 @@ def _from_transformers(
     """Vocabulary, special ids, and whether bos and eos are put around a text."""
     from transformers import AutoTokenizer
 
+    def load() -> Any:
+        return AutoTokenizer.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+
+    probe(lambda: load()("a"), partial(_unusable, model_dir), tokenizer_size(model_dir))
     with _judged(model_dir):
-        loaded = AutoTokenizer.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+        loaded = load()
         named = {name: getattr(loaded, f"{name}_token_id") for name in SPECIAL}
     if not hasattr(loaded, "backend_tokenizer"):
         raise CheckpointError(

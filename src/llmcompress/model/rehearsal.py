@@ -1,0 +1,97 @@
+"""Whether the tensors of a checkpoint are those of transformers' model, found before any of them is read.
+
+The model is run once on weights that are all zero, named and shaped as the headers say: what is missing on disk, has
+another shape, or cannot be run, shows within a second instead of in the middle of a run.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from llmcompress.arch.spec import ArchSpec
+from llmcompress.errors import CheckpointError
+from llmcompress.isolation import probe
+from llmcompress.model.streamed_model import StreamedModel
+
+LENGTH = 7  # tokens; a top-k over positions must not look like one over experts
+
+
+class Zeros:
+    """Weights of the right shapes that are all zero and take no memory: one number, repeated."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._shapes = shapes
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._shapes
+
+    def read(self, name: str) -> Tensor:
+        return torch.zeros(()).expand(self._shapes[name])
+
+
+class ZeroProducts(TorchFunctionMode):
+    """A context in which the product with a matrix of zeros is not computed: a library would copy the whole matrix."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is nn.functional.linear and len(args) > 1 and args[1].shape[1:] == args[0].shape[-1:]:
+            return args[0].new_zeros(*args[0].shape[:-1], args[1].shape[0])
+        return func(*args, **(kwargs or {}))
+
+
+def rehearse(
+    shapes: Mapping[str, tuple[int, ...]],
+    config: Any,
+    spec: ArchSpec,
+    *,
+    trust_remote_code: bool = False,
+    tiled_attention: bool = False,
+) -> None:
+    """CheckpointError unless a model of `config` finds all its parameters among `shapes`, by on-disk name, and runs."""
+    size = 500 * len(shapes) + max(map(math.prod, shapes.values()), default=0) // 50
+
+    def failed(reason: str) -> CheckpointError:
+        return CheckpointError(
+            f"a {spec.name!r} model of this config cannot be run: {reason}",
+            "give a config.json and weights as transformers saves them",
+        )
+
+    probe(lambda: _run(shapes, config, spec, trust_remote_code, tiled_attention), failed, size)
+
+
+def _run(
+    shapes: Mapping[str, tuple[int, ...]], config: Any, spec: ArchSpec, trust_remote_code: bool, tiled_attention: bool
+) -> None:
+    model = StreamedModel(
+        Zeros(shapes),
+        config,
+        spec,
+        dtype=torch.float32,
+        trust_remote_code=trust_remote_code,
+        tiled_attention=tiled_attention,
+    )
+    with ZeroProducts(), torch.no_grad():
+        hidden = model.embed(torch.zeros(2, LENGTH, dtype=torch.int64))  # two: batches are called otherwise than one
+        with model.outer(embed=True, head=True):
+            pass
+        different = set(distinct(model.layers))
+        for number in range(len(model.layers)):
+            with model.layer(number) as layer:
+                if number in different:
+                    model.call(number, layer, hidden.clone())
+
+
+def distinct(layers: list[nn.Module]) -> Iterator[int]:
+    """Numbers of the layers that are not built like an earlier layer."""
+    known = set()
+    for number, layer in enumerate(layers):
+        kinds = tuple((path, type(module).__name__) for path, module in layer.named_modules())
+        shapes = tuple((path, parameter.shape) for path, parameter in layer.named_parameters())
+        if (kinds, shapes) not in known:
+            known.add((kinds, shapes))
+            yield number
