@@ -126,7 +126,7 @@ def numeric_options():
 
 
 def test_every_number_of_a_command_is_bounded_on_both_sides():
-    assert {option for _, option in numeric_options()} == NUMBERS_CHECKED_LATER
+    assert {option for _, option in numeric_options()} <= NUMBERS_CHECKED_LATER
 
 
 @pytest.mark.parametrize("value", ["1e300", "nan", "inf", "-1"])

@@ -122,6 +122,7 @@ def token_ids(tokenizer: Any, documents: Iterable[Document], origin: str, mapped
     def work(limit: Limit) -> Iterator[bytes]:
         limit(held)
         for document in documents:
+            place[0] = document.where
             yield document.where.encode(errors="surrogateescape")
             limit(held + document.nbytes)
             ids = array("q", document.encoded(tokenizer)).tobytes()
