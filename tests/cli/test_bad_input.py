@@ -397,7 +397,7 @@ def test_a_full_disk_ends_a_run_that_then_goes_on(main, tiny_model_dir, tmp_path
     for limit, words in (
         (10_000, ["hidden"]),  # what enters the first layer
         (300_000, ["section"]),  # the first finished layer
-        (1_500_000, ["out.partial/model.safetensors cannot be written"]),
+        (1_500_000, ["out.partial/files/model.safetensors cannot be written"]),
     ):
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
         try:

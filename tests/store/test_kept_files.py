@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmcompress.engine.budget.losses_file import read_losses, write_losses
+from llmcompress.engine.budget.losses_file import kept_losses, read_losses
 from llmcompress.errors import LlmcompressError, PlanError, RunError
 from llmcompress.formats.gguf.imatrix import Imatrix, ImatrixEntry
 from llmcompress.formats.gguf.imatrix_file import read_imatrix, write_imatrix, write_legacy
@@ -97,9 +97,9 @@ def make_legacy(folder):
 
 def make_losses(folder):
     losses = {"a": {"int4": 0.25, "int8": 0.0625}, "b": {"int4": 1 / 3, "int8": 1e-9}}
-    write_losses(folder / "losses.json", {"model": "m", "text": "t"}, losses)
-    wanted = {name: ["int4", "int8"] for name in losses}
-    return folder, lambda: read_losses(folder / "losses.json", {"model": "m", "text": "t"}, wanted)
+    of, wanted = {"model": "m", "text": "t"}, {name: ["int4", "int8"] for name in losses}
+    kept_losses(folder / "losses.json", of, wanted, lambda: losses)
+    return folder, lambda: read_losses(folder / "losses.json", of, wanted)
 
 
 def make_statistics(folder):

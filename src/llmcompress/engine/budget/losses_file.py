@@ -7,10 +7,11 @@ from typing import Any
 
 from llmcompress.engine.budget.type_losses import Losses
 from llmcompress.errors import PlanError
+from llmcompress.store.files import writing
 from llmcompress.store.headers import read_json
 from llmcompress.store.output import refuse_unwritable
 from llmcompress.store.sealed import sealed, unsealed
-from llmcompress.store.unfinished import refuse_foreign, write_whole
+from llmcompress.store.unfinished import claimed, put_in_place
 
 _HINT = "give another file, or delete it to measure anew"
 
@@ -18,21 +19,22 @@ _HINT = "give another file, or delete it to measure anew"
 def kept_losses(
     file: Path | None, of: Mapping[str, str], wanted: Mapping[str, Sequence[str]], measured: Callable[[], Losses]
 ) -> Losses:
-    """The losses in `file` if it exists; else those that `measured` returns, which are then written to `file`."""
-    if file is not None and file.exists():
+    """The losses in `file` if it exists; else those that `measured` returns, which are then written to `file`.
+
+    of: what the losses are measured on, such as a hash of the model. PlanError where another run writes to `file`.
+    """
+    if file is None:
+        return measured()
+    refuse_unwritable(file)
+    if file.exists():
         return read_losses(file, of, wanted)
-    if file is not None:
-        refuse_unwritable(file)
-        refuse_foreign(file)
-    losses = measured()
-    if file is not None:
-        write_losses(file, of, losses)
+    with claimed(file) as claim:
+        if file.exists():  # written in the last moment
+            return read_losses(file, of, wanted)
+        losses = measured()
+        with writing(file):
+            put_in_place(claim, file, sealed({**of, "losses": losses}))
     return losses
-
-
-def write_losses(file: Path, of: Mapping[str, str], losses: Losses) -> None:
-    """Write a new file. of: what the losses were measured on, such as a hash of the model. RunError if refused."""
-    write_whole(file, sealed({**of, "losses": losses}), overwrite=False)
 
 
 def read_losses(file: Path, of: Mapping[str, str], wanted: Mapping[str, Sequence[str]]) -> Losses:

@@ -2,6 +2,7 @@
 depend on either."""
 
 import json
+import os
 import time
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -14,7 +15,7 @@ from llmcompress.engine.process.process_memory import peak_device_memory, peak_m
 from llmcompress.engine.process.progress import Progress
 from llmcompress.engine.write.report_schema import TIMINGS_SCHEMA
 from llmcompress.errors import PlanError
-from llmcompress.store.files import make_parent, writing
+from llmcompress.store.files import EVERYBODY, make_parent, writing
 
 if TYPE_CHECKING:
     from llmcompress.engine.plan.plan import Plan
@@ -88,7 +89,8 @@ class Timings(Progress):
         said["run"] = self.run  # runs side by side may share a file
         with writing(self.file):
             make_parent(self.file)
-            with self.file.open("ab") as handle:
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW  # whoever planted a link there
+            with os.fdopen(os.open(self.file, flags, 0o666 & ~EVERYBODY), "ab") as handle:
                 handle.write(json.dumps(said).encode() + b"\n")
 
 
@@ -97,7 +99,7 @@ def refuse_place(file: Path, plan: "Plan") -> None:
     for place in (plan.out, plan.work):
         if file.resolve() == place.resolve() or place.resolve() in file.resolve().parents:
             raise PlanError(f"--timings {file} lies in {place}, which holds no times", "give a file elsewhere")
-    if file.exists() and not file.is_file():
+    if os.path.lexists(file) and (file.is_symlink() or not file.is_file()):
         raise PlanError(f"--timings {file} is not a file", "give another one")
 
 
