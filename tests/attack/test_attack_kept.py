@@ -21,9 +21,9 @@ KEPT = {
               ["gptq", "model", "--bits", "3", *SHORT, "-o", "out", "--stats", "stats"]),
     "export": ([*GPTQ, "-o", "first", "--work", "kept", "--keep-work"], "kept",
                ["export", "kept", "--format", "gptq", "-o", "out"]),
-    "imatrix": (["imatrix", "model", "-o", "im/a", *SHORT], "im", 
+    "imatrix": (["imatrix", "model", "-o", "im/a", *SHORT], "im",
                ["gguf", "model", "--type", "Q4_K_M", "--imatrix", "im/a", "-o", "out"]),
-    "legacy": (["imatrix", "model", "-o", "im/a", "--legacy", *SHORT], "im", 
+    "legacy": (["imatrix", "model", "-o", "im/a", "--legacy", *SHORT], "im",
                ["gguf", "model", "--type", "Q4_K_M", "--imatrix", "im/a", "-o", "out"]),
     "losses": (
         ["gguf", "model", "--bpw", "6", "--losses", "kept/a.json", "-o", "first.gguf", *SHORT],
