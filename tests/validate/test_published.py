@@ -152,6 +152,19 @@ def test_a_gguf_file_without_its_report_is_proved_by_its_source_alone(copy, sour
     assert list(said(copy / "m.gguf", source)) == ["report"]
 
 
+def test_a_directory_of_gguf_files_has_its_report(source, tmp_path):
+    compress(source, tmp_path / "out", GGUF)
+    assert said(tmp_path / "out", source) == {}
+    (tmp_path / "out" / "report.json").unlink()
+    assert said(tmp_path / "out", source) == {"report": "report.json is missing"}
+
+
+def test_a_report_that_is_a_link_is_found(copy):
+    (copy / "m.gguf.report.json").rename(copy / "elsewhere")
+    (copy / "m.gguf.report.json").symlink_to("elsewhere")
+    assert said(copy / "m.gguf") == {"report": "m.gguf.report.json is a link"}
+
+
 def test_keys_of_a_gguf_file_are_those_of_its_source(copy, source):
     file = copy / "m.gguf"
     (copy / "m.gguf.report.json").unlink()

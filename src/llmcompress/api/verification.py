@@ -46,7 +46,7 @@ def verify(output: str | Path, source: str | Path | None = None) -> Verification
 
         >>> verification = llmcompress.verify("model-w4", source="model")
         >>> verification.ok, len(verification.checks)
-        (True, 9)
+        (True, 11)
     """
     from llmcompress.validate.gguf_file import gguf_in
     from llmcompress.validate.gguf_verify import verify_gguf

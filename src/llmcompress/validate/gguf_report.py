@@ -8,8 +8,10 @@ from typing import Any
 from llmcompress.store.gguf_header import GgufHeader
 from llmcompress.store.output_file import BESIDE, SINGLE_FILE, beside, report_of
 from llmcompress.validate.findings import Check, guarded, summary
-from llmcompress.validate.published import REPORT, content_wrong, directory_checks, recorded_files, report_edits
+from llmcompress.validate.published import REPORT, content_wrong, directory_checks, misfit, recorded_files, report_edits
 from llmcompress.validate.stored import DamageError, read_json
+
+_RECIPE = "llmcompress.yaml"
 
 
 def report_checks(header: GgufHeader, has_source: bool) -> tuple[Mapping[str, Any], list[Check]]:
@@ -19,6 +21,8 @@ def report_checks(header: GgufHeader, has_source: bool) -> tuple[Mapping[str, An
     """
     own, shared = report_of(header.path), header.path.with_name(REPORT)
     file = next((path for path in (own, shared) if os.path.lexists(path)), None)
+    if file is None and header.path.with_name(_RECIPE).exists():  # of a directory, which is more than its GGUF files
+        return {}, [Check("report", False, f"{REPORT} is missing")]
     if file is None:
         missing = "none beside the file, which only its source can prove then (--source)"
         return {}, [Check("report", False, missing, warning=has_source)]
@@ -29,7 +33,8 @@ def report_checks(header: GgufHeader, has_source: bool) -> tuple[Mapping[str, An
     tensors, linears = report.get("tensors"), report.get("linears")
     if report.get("format") != "gguf" or not isinstance(tensors, dict) or not isinstance(linears, list):
         return {}, [Check("report", False, f"{file.name} is not that of a GGUF file")]
-    edited = guarded("report", lambda: summary("report", report_edits(file.read_bytes()), "as it was written"))
+    wrong = [f"{file.name} {found}"] if (found := misfit(file)) else report_edits(file.read_bytes())
+    edited = summary("report", wrong, "as it was written")
     if file == shared:
         return report, [edited, *directory_checks(header.path.parent, report)]
     right = "as recorded, and what lies beside it"

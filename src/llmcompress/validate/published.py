@@ -58,7 +58,7 @@ def _directory_wrongs(path: Path, report: Mapping[str, Any], told: list[str]) ->
     wrong = [f"{name} is missing" for name in sorted(recorded.keys() - present)]
     for name in sorted(present):
         if name == REPORT or name in recorded:
-            found = _misfit(path / name) if name == REPORT else content_wrong(path / name, recorded[name])
+            found = misfit(path / name) if name == REPORT else content_wrong(path / name, recorded[name])
             (told if name == CARD and found == _CHANGED else wrong).extend([f"{name} {found}"] if found else [])
         else:
             other = name == _ATTRIBUTES or name.startswith(_HUB)
@@ -66,7 +66,7 @@ def _directory_wrongs(path: Path, report: Mapping[str, Any], told: list[str]) ->
     return wrong
 
 
-def _misfit(file: Path) -> str | None:
+def misfit(file: Path) -> str | None:
     """What is wrong with a file whatever it holds; None where nothing is."""
     if file.is_symlink() and not is_blob(file):
         return "is a link"
@@ -75,8 +75,8 @@ def _misfit(file: Path) -> str | None:
 
 def content_wrong(file: Path, record: Mapping[str, Any]) -> str | None:
     """What is wrong with a file by its record in the report; None where nothing is."""
-    if misfit := _misfit(file):
-        return misfit
+    if found := misfit(file):
+        return found
     whole, header = record.get("sha256"), record.get("header_sha256")
     if not isinstance(whole or (file.suffix == ".safetensors" and header), str):
         return "has no hash in report.json"
