@@ -82,7 +82,7 @@ def read_scales(file: Path) -> Mapping[str, Array]:
 
 def read_arrays(file: Path) -> dict[str, Array]:
     """All arrays of an .npz; DamageError."""
-    if not file.is_file():  # a pipe would block for ever
+    if file.exists() and not file.is_file():  # a pipe would block for ever
         raise DamageError(f"{file.name} is not a file")
     try:
         with zipfile.ZipFile(file) as arrays:
