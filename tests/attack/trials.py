@@ -27,17 +27,12 @@ class Command:
     needs: Sequence[str] = ("model",)
     more: Sequence[str] = ()  # what it writes besides
 
-    @property
-    def overwrites(self) -> bool:
-        """Whether it takes --overwrite."""
-        return self.name != "pack"
-
 
 COMMANDS = [
     Command("gptq", ["gptq", "model", "-o", "out", "--bits", "4", *SHORT], "out"),
     Command("stats", ["gptq", "model", "-o", "out", "--bits", "4", "--stats", "stats", *SHORT], "out", more=["stats"]),
     Command("awq", ["awq", "model", "-o", "out", *SHORT], "out"),
-    Command("self", ["rtn", "model", "-o", "out", "--activations", "fp8-tensor", *SHORT], "out"),
+    Command("self", ["gptq", "model", "-o", "out", "--bits", "4", "--calibration", "self", *SHORT], "out"),
     Command("owl", ["wanda", "model", "-o", "out", "--sparsity", "0.5", "--allocation", "owl", *SHORT], "out"),
     Command("gguf", ["gguf", "model", "-o", "out.gguf", "--type", "Q4_0"], "out.gguf", more=["out.gguf.report.json"]),
     Command(

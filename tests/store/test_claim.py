@@ -302,6 +302,23 @@ def test_whole_files_appear_at_once_and_one_writer_has_them(tmp_path):
     assert not (tmp_path / "link").is_symlink()
 
 
+def test_a_place_where_a_disk_is_mounted_is_refused_before_anything_is_computed(tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: path == tmp_path / "out")
+    with pytest.raises(PlanError, match="a disk is mounted"):
+        OutputDirectory(tmp_path / "out", overwrite=True)
+
+
+def test_a_claim_that_finds_the_disk_full_leaves_nothing(system, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(RunError, match="cannot be written"):
+        claimed(tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_planning_makes_nothing(tmp_path):
     OutputDirectory(tmp_path / "deep" / "out")
     refuse_foreign(tmp_path / "out")

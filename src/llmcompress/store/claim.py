@@ -68,8 +68,13 @@ class Claim(Folder):
                 raise self._refusal() from None
         if not self.linked() or not os.path.samestat(os.fstat(self._lock), mark.stat()):
             return False
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, f"{os.getpid()} {platform.node()} {secrets.token_hex(8)}\n".encode(), 0)
+        try:
+            os.ftruncate(self._lock, 0)
+            os.pwrite(self._lock, f"{os.getpid()} {platform.node()} {secrets.token_hex(8)}\n".encode(), 0)
+        except OSError:  # such as a full disk
+            if new:
+                self.remove()
+            raise
         return True
 
     def _inherited(self) -> bool:

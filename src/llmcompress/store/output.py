@@ -279,6 +279,10 @@ class OutputDirectory:
             raise PlanError(f"{self.path} is not a directory, so it is not overwritten", "give another directory")
         if any(self.path.iterdir()) and not any((self.path / name).exists() for name in self.told_by):
             raise PlanError(f"{self.path} does not hold a model, so it is not overwritten", "give another directory")
+        if os.path.ismount(self.path):
+            raise PlanError(
+                f"{self.path} is where a disk is mounted, so it cannot be replaced", "give a directory in it"
+            )
 
 
 def refuse_unwritable(path: Path) -> None:

@@ -2,6 +2,7 @@
 file."""
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
@@ -51,20 +52,21 @@ def losses_of(
     }
     grids = {matrix.module: group.grids for group in groups for matrix in group.matrices}
     names = {module: [grid.name for grid in choices] for module, choices in grids.items()}
-    staged: Staging | None = None
+    identity = {**of, "seed": base.recipe.calibration.seed, "grids": names}
+    done: list[Staging] = []
+    with ExitStack() as stack:
 
-    def measured() -> Losses:
-        nonlocal staged
-        begin(_memory(base, base.resources).peak("host"))
-        staged = Staging(
-            base.work, {**of, "seed": base.recipe.calibration.seed, "grids": names}, restart=base.options.restart
-        )
-        return measured_losses(base, fisher_run, grids, staged, ledger, watch)
+        def measured() -> Losses:
+            begin(_memory(base, base.resources).peak("host"))
+            staged = stack.enter_context(closing(Staging(base.work, identity, restart=base.options.restart)))
+            found = measured_losses(base, fisher_run, grids, staged, ledger, watch)
+            done.append(staged)
+            return found
 
-    losses = kept_losses(kept, of, names, measured)
-    if staged is not None:
-        staged.remove()
-    return losses
+        losses = kept_losses(kept, of, names, measured)
+        for staged in done:
+            staged.remove()
+        return losses
 
 
 def _memory(base: Plan, resources: Resources) -> MemoryModel:
