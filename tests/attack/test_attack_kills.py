@@ -15,7 +15,7 @@ from trials import COMMANDS, SHORT, Ground, digest, left, make, orderly
 pytestmark = pytest.mark.slow
 
 KILLS = 4  # of every command, and as many where it overwrites
-RACES = 16
+RACES = 200
 
 
 @pytest.fixture
