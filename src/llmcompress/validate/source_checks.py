@@ -24,6 +24,7 @@ from llmcompress.validate.removed_parts import (
 from llmcompress.validate.source_files import config_differences, side_file_wrongs
 from llmcompress.validate.stored import DamageError, Tensor, read_json, read_source
 
+_FOLDED = 8 * 2.0**-24  # relative: factors are multiplied one after the other in float32
 _ROUNDING = {"BF16": 2.0**-8, "F16": 2.0**-11, "F32": 2.0**-24, "F64": 2.0**-53}
 
 
@@ -107,7 +108,7 @@ def _as_scaled(directory: Directory, written: Tensor, original: Tensor) -> bool:
         return False
     expected = directory.original(original).astype(np.float64)
     offset = float(directory.scales.get(f"{original.name}/offset", np.float64(0)))
-    slack = _ROUNDING[written.dtype] * (np.abs(expected) + offset) + 1e-30
+    slack = (_ROUNDING[written.dtype] + _FOLDED) * (np.abs(expected) + offset) + 1e-30
     return bool((np.abs(written.floats() - expected) <= 1.01 * slack).all())
 
 

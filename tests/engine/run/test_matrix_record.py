@@ -88,3 +88,12 @@ def test_a_tensor_beyond_its_type_in_gguf_is_refused(main, capsys, tiny_model_di
     wider = ["--type", "Q8_0", "--tensor-type", "token_embd=F32"]
     assert main("gguf", folder, "-o", tmp_path / "out.gguf", *wider, "-q") == 0
     assert main("verify", tmp_path / "out.gguf", "--source", folder) == 0
+
+
+@pytest.mark.parametrize("command", ["awq", "smoothquant"])
+def test_scaled_norms_of_float32_are_the_sources_times_their_factors(command, main, tiny_model_dir, tmp_path):
+    folder, out = shutil.copytree(tiny_model_dir, tmp_path / "model"), tmp_path / "out"
+    tensors = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert main(command, folder, "-o", out, "--samples", 2, "--length", 16, "-q") == 0
+    assert main("verify", out, "--source", folder) == 0

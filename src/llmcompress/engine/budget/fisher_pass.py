@@ -218,4 +218,4 @@ def _refuse_infinite(found: Found) -> None:
     for name, part in found.items():
         if not bool(torch.isfinite(part.outputs.sum() + part.inputs.sum())):
             where = name if isinstance(name, str) else f"{name[1]} of layer {name[0]}"
-            raise RunError(f"the gradients of {where} are not finite", "choose types with --type")
+            raise RunError(f"the gradients of {where} are not finite", "look at its weights, and at config.json")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from llmcompress.engine.budget.type_losses import Losses
-from llmcompress.errors import PlanError
+from llmcompress.errors import PlanError, RunError
 from llmcompress.store.files import writing
 from llmcompress.store.headers import read_json
 from llmcompress.store.output import refuse_unwritable
@@ -21,19 +21,28 @@ def kept_losses(
 ) -> Losses:
     """The losses in `file` if it exists; else those that `measured` returns, which are then written to `file`.
 
-    of: what the losses are measured on, such as a hash of the model. PlanError where another run writes to `file`.
+    of: what the losses are measured on, such as a hash of the model. PlanError where another run writes to `file`;
+    RunError for measured losses that are not finite, of which none could be chosen.
     """
     if file is None:
-        return measured()
+        return _finite(measured())
     refuse_unwritable(file)
     if file.exists():
         return read_losses(file, of, wanted)
     with claimed(file) as claim:
         if file.exists():  # written in the last moment
             return read_losses(file, of, wanted)
-        losses = measured()
+        losses = _finite(measured())
         with writing(file):
             put_in_place(claim, file, sealed({**of, "losses": losses}))
+    return losses
+
+
+def _finite(losses: Losses) -> Losses:
+    for name, found in losses.items():
+        for kind, loss in found.items():
+            if not math.isfinite(loss):
+                raise RunError(f"what {name} loses on {kind} is not finite", "look at its weights, and at config.json")
     return losses
 
 
