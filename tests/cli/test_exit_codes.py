@@ -137,3 +137,50 @@ def test_every_number_of_a_command_is_bounded_on_both_sides():
 def test_absurd_numbers_are_refused(words, value, main, tiny_model_dir, capsys):
     assert main(*(tiny_model_dir if word == "M" else word for word in words), value) == 2
     assert capsys.readouterr().err.count("error: ") == 1
+
+
+class PanicException(BaseException):
+    pass
+
+
+@pytest.mark.parametrize(
+    "error", [PanicException("index out of bounds"), ValueError("a\nb"), KeyError("x"), AssertionError()]
+)
+def test_what_nobody_foresaw_is_one_line(error, main, monkeypatch, capsys):
+    monkeypatch.setattr("llmcompress.cli.app._refuse_no_place", lambda: (_ for _ in ()).throw(error))
+    assert main("list", "methods") == 1
+    said = capsys.readouterr().err
+    assert [line[:7] for line in said.splitlines()] == ["error: ", "  hint:"]
+    assert type(error).__name__ in said
+    monkeypatch.setenv("LLMCOMPRESS_TRACEBACK", "1")
+    assert main("list", "methods") == 1
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [SystemExit(7), GeneratorExit()])
+def test_what_ends_a_process_on_purpose_does(error, main, monkeypatch):
+    monkeypatch.setattr("llmcompress.cli.app._refuse_no_place", lambda: (_ for _ in ()).throw(error))
+    if isinstance(error, SystemExit):
+        assert main("list", "methods") == 7
+    else:
+        with pytest.raises(GeneratorExit):
+            main("list", "methods")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-", "> /dev/full"])
+@pytest.mark.parametrize(("words", "code"), [("list methods", 0), ("rtn nowhere", 2)])
+def test_streams_that_are_closed_or_full(closed, words, code):
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m llmcompress {words} {closed}"], capture_output=True, text=True, check=False
+    )
+    assert "Traceback" not in done.stderr
+    assert done.returncode == (1 if "full" in closed and code == 0 else code)
+
+
+def test_a_place_that_is_gone(tmp_path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    code = f"import os; os.chdir({str(gone)!r}); os.rmdir({str(gone)!r}); from llmcompress.cli.app import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, "list"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "the current directory cannot be used" in done.stderr
