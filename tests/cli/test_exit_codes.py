@@ -114,8 +114,9 @@ def numeric_options():
 
     recipes = {name for _, name, _ in options_of_recipes()} | {"bits", "kv_bits"}  # these two are one of some numbers
     commands = all_commands()
+    whole = typer.main.get_command(app)
     for words in commands:
-        command = typer.main.get_command(app)
+        command = whole
         for word in words:
             command = command.commands[word]
         for option in command.params:
