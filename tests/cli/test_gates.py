@@ -171,7 +171,7 @@ def test_a_place_that_cannot_be_is_refused_before_anything_runs(place, words, ma
         (PlanError("refused"), "error"),
         (MemoryError(), "error"),
         (KeyboardInterrupt(), "error"),
-        (GateError("gate"), "passed"),
+        (GateError("gate"), "failure"),  # of no gate that was judged
     ],
 )
 def test_it_is_written_however_a_command_ends(error, state, tmp_path):

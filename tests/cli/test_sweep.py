@@ -179,7 +179,7 @@ def test_a_run_that_fails_does_not_stop_the_others(swept, main, capsys, monkeypa
     [
         (["--bits", "3,x"], "is not a list"),
         (["--bits", "3,,4"], "is not a list"),
-        (["--bits", ""], "is not a list"),
+        (["--bits", ""], "an empty value"),
         (["--bits", "4,4"], "names something twice"),
         (["--bits", "4,7"], "bits = 7"),
         (["--method", "gptq,gptqq"], "did you mean 'gptq'"),
