@@ -11,10 +11,10 @@ import pytest
 import tokenizers
 import torch  # noqa: F401 (once, before anything is measured)
 import transformers
-from mutations import tracing
 
 import llmcompress.engine.run.tokens
 import llmcompress.validate.session  # noqa: F401
+from mutations import tracing
 
 
 @pytest.fixture(autouse=True)

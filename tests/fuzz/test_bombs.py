@@ -5,13 +5,13 @@ import struct
 from pathlib import Path
 
 import pytest
-from mutations import ALLOWANCE, FACTOR, measured
 
 from llmcompress.cli.options import parse_set
 from llmcompress.errors import LlmcompressError
 from llmcompress.formats.card import model_card
 from llmcompress.recipe import load
 from llmcompress.store.headers import read_file_header, read_headers, read_json
+from mutations import ALLOWANCE, FACTOR, measured
 
 MB = 1_000_000
 JSON = {

@@ -4,12 +4,12 @@ import json
 import tracemalloc
 
 import pytest
-from mutations import INPUTS, SCALARS, fuzz, measured, mutated, spoilt
 
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.model.skeleton import load_config, skeleton
 from llmcompress.recipe import parse
+from mutations import INPUTS, SCALARS, fuzz, measured, mutated, spoilt
 
 KEYS = [
     "quantization_config", "auto_map", "text_config", "num_experts", "num_local_experts", "n_layer", "n_embd",

@@ -5,12 +5,12 @@ import struct
 import gguf
 import numpy as np
 import pytest
-from mutations import INPUTS, damaged, fuzz, measured
 
 from llmcompress.formats.gguf.imatrix import Imatrix, ImatrixEntry, floored
 from llmcompress.formats.gguf.imatrix_file import read_imatrix, write_imatrix, write_legacy
 from llmcompress.store.gguf_header import read_header
 from llmcompress.store.gguf_model import decoded, read_gguf, rows_of
+from mutations import INPUTS, damaged, fuzz, measured
 
 NUMBERS = [0, 1, 2, 3, 4, 5, 7, 8, 9, 12, 13, 31, 32, 33, 64, 255, 2**16, 2**27, 2**31 - 1, 2**31, 2**32 - 1, 2**32]
 NUMBERS += [2**40, 2**48, 2**62, 2**63 - 1, 2**63, 2**64 - 32, 2**64 - 1]

@@ -2,14 +2,13 @@
 
 import json
 
-from mutations import INPUTS, SCALARS, YAML, damaged, fuzz, measured, mutated, spoilt
-
 from llmcompress.calib.base import TokenRequest
 from llmcompress.calib.jsonl import Jsonl
 from llmcompress.cli.options import parse_set
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.recipe import load, parse
+from mutations import INPUTS, SCALARS, YAML, damaged, fuzz, measured, mutated, spoilt
 
 RECIPE = {
     "calibration": {"source": "default", "options": {"field": "text"}, "samples": 8, "length": 64, "seed": 0},

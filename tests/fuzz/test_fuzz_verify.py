@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from mutations import SCALARS, fuzz, measured, spoilt
 
 from llmcompress.cli.checks import inspect
 from llmcompress.engine.execute import run
@@ -13,6 +12,7 @@ from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.recipe import parse
 from llmcompress.validate.verify import verify
+from mutations import SCALARS, fuzz, measured, spoilt
 
 KEYS = ["quantization_config", "config_groups", "weights", "targets", "ignore", "bits", "sym", "linears", "tensors",
         "name", "grid", "method", "relative_error", "permuted", "transposed", "format", "quant_method"]  # fmt: skip

@@ -4,7 +4,6 @@ import json
 import struct
 
 import pytest
-from mutations import INPUTS, SCALARS, damaged, fuzz, measured, mutated, spoilt, text, tree
 
 from llmcompress.calib.ids import _read as read_ids
 from llmcompress.engine.plan.make_plan import make_plan
@@ -12,6 +11,7 @@ from llmcompress.engine.plan.run_options import Options
 from llmcompress.recipe import parse
 from llmcompress.store.headers import read_file_header, read_headers
 from llmcompress.validate.stored import DamageError, read_tensors
+from mutations import INPUTS, SCALARS, damaged, fuzz, measured, mutated, spoilt, text, tree
 
 KEYS = ["dtype", "shape", "data_offsets", "__metadata__", "format", "model.embed_tokens.weight", "input_ids"]
 

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from llmcompress.grids.e2m1 import LEVELS
 from llmcompress.grids.grid_type import spec_named
-from llmcompress.grids.mxfp4 import GRID, LEVELS, Mxfp4Grid, Mxfp4Spec, fit
+from llmcompress.grids.mxfp4 import GRID, Mxfp4Grid, Mxfp4Spec, fit
 from llmcompress.solve.damping import damped
 
 # of a matrix 4 x 128 of bfloat16: row 0 is sin(0.37 i) (1 + i / 64), row 1 is 0.02 cos(0.11 i) exp(-i / 90) but for a 3

@@ -59,6 +59,14 @@ def test_symmetric_weights_load_in_plain_transformers(compress, family, dtype, n
     compare(compressed, load(compress(family, dtype, "dense", **options)))
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_floats_of_4_bits_load_in_plain_transformers(compress, family, name):
+    """In bfloat16: the package decodes to nothing else."""
+    compressed = load(compress(family, "bfloat16", "compressed-tensors", type=name))
+    compare(compressed, load(compress(family, "bfloat16", "dense", type=name)))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize("name", ASYMMETRIC)

@@ -564,7 +564,7 @@ def test_the_reader_shares_no_code_with_the_writer():
         "declared_schemes",
         "awq",
         "progressive",
-        "mxfp4",
+        "float4",
         "table_codes",
         "matrix",
         "matrices",

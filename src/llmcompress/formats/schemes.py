@@ -44,6 +44,14 @@ HOLDS: Mapping[str, Scheme] = {
     "int": Scheme("int", PACKED, INTEGERS, "int8-token", ", or --type fp8 --bits 8"),
     "fp8": Scheme("float", FLOATS, FLOATS, "fp8-token"),
     "mxfp4": Scheme("float", "mxfp4-pack-quantized", "", "none", more={"scale_dtype": "torch.uint8"}, own=True),
+    "nvfp4": Scheme(
+        "float",
+        "nvfp4-pack-quantized",
+        "",
+        "none",
+        more={"scale_dtype": "torch.float8_e4m3fn", "strategy": "tensor_group"},
+        own=True,
+    ),
 }
 """The grids that a checkpoint can hold, by name."""
 

@@ -97,6 +97,11 @@ class Spec(ABC):
         return False
 
     @property
+    def joins_matrices(self) -> bool:
+        """Whether matrices that read one input share what their scales are made of, as engines that fuse them need."""
+        return False
+
+    @property
     def rounds_at_once(self) -> bool:
         """Whether plain rounding costs next to nothing, and is all there is to it: not tables, nor outliers."""
         return True

@@ -106,7 +106,8 @@ class Grid(ABC):
         """Tensors that tell this grid from others of its spec, in small types; `GridType.restored` takes them back."""
         found = {name: (getattr(self, name), kept) for name, kept in {**self.by_row, **self.shared}.items()}
         return {
-            name: part if kept is None else part.to(getattr(torch, kept))
+            # matrices may share what their rows share, and files may not
+            name: part.to(part.dtype if kept is None else getattr(torch, kept), copy=name in self.shared)
             for name, (part, kept) in found.items()
             if part is not None
         }

@@ -247,7 +247,7 @@ class Method(WithGridOptions):
 
     @property
     def joins_rows(self) -> bool:
-        """Whether rows of one matrix share what scales are made of, so that each matrix is solved by itself."""
+        """Whether rows share what scales are made of, so that the scales of a matrix are fitted at once."""
         return self.grid.joins_rows
 
     @property

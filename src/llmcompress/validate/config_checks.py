@@ -7,9 +7,9 @@ from typing import Any
 from llmcompress.validate import awq
 from llmcompress.validate.declared_schemes import scheme_of
 from llmcompress.validate.directory import HEADS, Directory
+from llmcompress.validate.float4 import FLOAT4_PARTS
 from llmcompress.validate.matrices import quantised_modules
 from llmcompress.validate.matrix import FLOATS, INTEGERS, PACKED
-from llmcompress.validate.mxfp4 import MXFP4
 from llmcompress.validate.stored import Tensor, read_json
 
 _GPTQ_KEYS = ("bits", "group_size", "sym", "desc_act", "lm_head", "checkpoint_format")
@@ -112,7 +112,7 @@ def _packed_wrongs(directory: Directory, settings: Mapping[str, Any]) -> list[st
         wrong.append(f"quantization_status is {settings['quantization_status']!r}, so loaders ignore the codes")
     ways = {group.get("format") for group in settings["config_groups"].values()}
     whole = next(iter(ways)) if len(ways) == 1 else "mixed-precision"
-    if settings["format"] != whole or not ways <= {PACKED, INTEGERS, FLOATS, MXFP4}:
+    if settings["format"] != whole or not ways <= {PACKED, INTEGERS, FLOATS, *FLOAT4_PARTS}:
         wrong.append(f"format is {settings['format']!r}, those of config_groups come to {whole!r}")
     if not settings["config_groups"]:
         wrong.append("config_groups is empty")

@@ -8,15 +8,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmcompress.validate.awq import skipped
+from llmcompress.validate.float4 import FLOAT4_PARTS, float4_scheme
 from llmcompress.validate.matrix import FLOATS, INTEGERS, PACKED, StoredScheme
-from llmcompress.validate.mxfp4 import MXFP4, MXFP4_PARTS, mxfp4_scheme
 from llmcompress.validate.stored import DamageError
 from llmcompress.validate.table_codes import TABLE_PARTS, missing_table_parts, table_scheme
 
 PARTS: Mapping[str, tuple[str, ...]] = {
     "gptq": ("qweight", "qzeros", "scales", "g_idx"),
     "awq": ("qweight", "qzeros", "scales"),
-    "compressed-tensors": ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "input_scale"),
+    "compressed-tensors": (
+        "weight_packed",
+        "weight_scale",
+        "weight_shape",
+        "weight_zero_point",
+        "weight_global_scale",
+        "input_scale",
+    ),
     **TABLE_PARTS,
 }
 STORED = {INTEGERS: "I8", FLOATS: "F8_E4M3"}  # stored type of codes of one byte each
@@ -77,8 +84,8 @@ def _packed_scheme(module: str, settings: Mapping[str, Any]) -> StoredScheme | N
     weights, stored = chosen[0]["weights"], chosen[0]["format"]
     size = weights["group_size"] if weights["strategy"] == "group" else -1
     inputs = _inputs_said(module, chosen[0].get("input_activations"))
-    if stored == MXFP4:
-        return mxfp4_scheme(module, weights, inputs)
+    if stored in FLOAT4_PARTS:
+        return float4_scheme(module, stored, weights, inputs)
     kind = "fp8-row" if stored == FLOATS else ""
     scheme = StoredScheme(int(weights["num_bits"]), int(size), bool(weights["symmetric"]), False, stored, inputs, kind)
     if stored != PACKED and (scheme.bits, scheme.size, scheme.symmetric) != (8, -1, True):
@@ -105,11 +112,11 @@ def missing_parts(module: str, parts: set[str], config: Mapping[str, Any]) -> li
     form = format_of(config)
     if form in TABLE_PARTS:
         return sorted(missing_table_parts(form, parts))
-    wanted = set(PARTS[form]) - {"weight_zero_point", "input_scale"}
+    wanted = set(PARTS[form]) - {"weight_zero_point", "weight_global_scale", "input_scale"}
     scheme = scheme_of(module, config) if form == "compressed-tensors" else None
     if scheme is not None:
-        if scheme.stored == MXFP4:
-            wanted = set(MXFP4_PARTS)
+        if scheme.stored in FLOAT4_PARTS:
+            wanted = set(FLOAT4_PARTS[scheme.stored])
         elif scheme.stored != PACKED:
             wanted = {"weight_scale"}
         if scheme.inputs is not None and scheme.inputs.endswith("-tensor"):

@@ -11,19 +11,10 @@ import numpy as np
 
 from llmcompress.validate.awq import nibbles
 from llmcompress.validate.declared_schemes import PARTS, STORED, format_of, scheme_of
-from llmcompress.validate.matrix import FLOATS, INTEGERS, PACKED, StoredMatrix, StoredScheme, shaped
-from llmcompress.validate.mxfp4 import MXFP4, read_mxfp4
+from llmcompress.validate.float4 import FLOAT4_PARTS, read_float4
+from llmcompress.validate.matrix import E4M3, FLOATS, INTEGERS, PACKED, StoredMatrix, StoredScheme, shaped
 from llmcompress.validate.stored import Array, DamageError, Tensor, unpack, words_for
 from llmcompress.validate.table_codes import MARKERS, TABLE_PARTS, read_table
-
-_E4M3: Array = np.array(  # values of all codes; `read_matrix` rejects 0x7F and 0xFF, which are NaN
-    [
-        (-1.0) ** (code >> 7)
-        * ((code & 7) / 512 if code & 0x78 == 0 else (8 + (code & 7)) * 2.0 ** ((code >> 3 & 15) - 10))
-        for code in range(256)
-    ],
-    np.float32,
-)
 
 
 @dataclass(frozen=True)
@@ -56,7 +47,7 @@ class AffineMatrix(StoredMatrix):
     def decode(self, rows: slice) -> Array:
         """Values float32 [rows, in]."""
         codes = self.codes(rows)[0]
-        levels = _E4M3[codes] if self.scheme.stored == FLOATS else codes.astype(np.float32)
+        levels = E4M3[codes] if self.scheme.stored == FLOATS else codes.astype(np.float32)
         values: Array = (levels - self.zero[rows][:, self.index]) * self.scale[rows][:, self.index]
         return values
 
@@ -93,8 +84,8 @@ def read_matrix(
         raise DamageError(f"{module} is quantised, and config.json says that it is not")
     if (form := format_of(config)) in TABLE_PARTS:
         return read_table(module, scheme, tensors, form)
-    if scheme.stored == MXFP4:
-        return read_mxfp4(module, scheme, tensors)
+    if scheme.stored in FLOAT4_PARTS:
+        return read_float4(module, scheme, tensors)
     settings = config["quantization_config"]
     readers = {"gptq": _read_gptq, "awq": _read_awq, "compressed-tensors": _read_packed}
     matrix, wrong = readers[form](module, scheme, tensors, settings)

@@ -9,6 +9,14 @@ import numpy as np
 from llmcompress.validate.stored import Array, DamageError, Tensor
 
 PACKED, INTEGERS, FLOATS = "pack-quantized", "int-quantized", "float-quantized"
+E4M3: Array = np.array(  # values of all codes; 0x7F and 0xFF are NaN, and read as 480
+    [
+        (-1.0) ** (code >> 7)
+        * ((code & 7) / 512 if code & 0x78 == 0 else (8 + (code & 7)) * 2.0 ** ((code >> 3 & 15) - 10))
+        for code in range(256)
+    ],
+    np.float32,
+)
 _BLOCK = 1 << 22  # weights decoded at once
 
 

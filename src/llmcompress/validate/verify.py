@@ -35,6 +35,7 @@ from llmcompress.validate.config_checks import config_wrongs
 from llmcompress.validate.declared_schemes import format_of, missing_parts
 from llmcompress.validate.directory import ROWS, Directory
 from llmcompress.validate.findings import Check, guarded, guarded_list, summary
+from llmcompress.validate.float4 import StoredFloat4
 from llmcompress.validate.kv_scale_checks import cache_scales, cache_wrongs
 from llmcompress.validate.matrices import AffineMatrix, quantised_modules, read_matrix
 from llmcompress.validate.matrix import StoredMatrix
@@ -146,14 +147,17 @@ def _read_all(directory: Directory, matrices: dict[str, StoredMatrix]) -> list[s
 
 
 def _unlike_scales(matrices: Mapping[str, StoredMatrix]) -> list[str]:
-    """Faults of fixed input scales: an engine that fuses linears keeps only the scale of the last one loaded."""
+    """Scales that engines keep only one of where they fuse linears, of the inputs or global ones, and that differ."""
     wrong = []
     for parent in dict.fromkeys(module.rpartition(".")[0] for module in matrices):
         for leaves in _FUSED:
-            found = (matrices.get(f"{parent}.{leaf}") for leaf in leaves)
-            held = [matrix for matrix in found if isinstance(matrix, AffineMatrix)]
-            if len({matrix.input_scale for matrix in held if matrix.input_scale is not None}) > 1:
-                wrong.append(f"{', '.join(matrix.module for matrix in held)} have different scales of one input")
+            found = [matrix for leaf in leaves if (matrix := matrices.get(f"{parent}.{leaf}")) is not None]
+            names = ", ".join(matrix.module for matrix in found)
+            scales = {matrix.input_scale for matrix in found if isinstance(matrix, AffineMatrix)}
+            if len(scales - {None}) > 1:
+                wrong.append(f"{names} have different scales of one input")
+            if len({matrix.divisor for matrix in found if isinstance(matrix, StoredFloat4)}) > 1:
+                wrong.append(f"{names} have different global scales")
     return wrong
 
 

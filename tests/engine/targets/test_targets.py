@@ -69,7 +69,7 @@ SIZES = {
 }
 
 
-def headers_only(folder, family="llama", **sizes):
+def headers_only(folder, family="llama", dtype="BF16", **sizes):
     """A model directory as transformers would save it, with a file of the right size and no data in it."""
     from transformers import AutoConfig
 
@@ -85,7 +85,7 @@ def headers_only(folder, family="llama", **sizes):
     header, end = {}, 0
     for name, tensor in skeleton(config, spec).named_parameters():
         begin, end = end, end + 2 * tensor.numel()
-        header[on_disk(name, spec)] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header[on_disk(name, spec)] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
     data = json.dumps(header).encode()
     with (folder / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", len(data)) + data)

@@ -211,11 +211,12 @@ def install(layer: nn.Module, plan: MatrixPlan, coded: Coded) -> None:
 def _solved_as_one(stage: list[MatrixPlan], apart: bool) -> list[list[MatrixPlan]]:
     """Groups of the matrices of a stage that are solved as one: same space, options and source type.
 
-    apart: every matrix is a group of its own. So is a matrix whose scales are quantised in their turn by something that
-    all its rows share.
+    apart: every matrix is a group of its own. So is a matrix whose rows share what their scales are made of, unless
+    matrices that read one input share it as well.
     """
     groups: dict[tuple[str, str, str], list[MatrixPlan]] = {}
     for plan in stage:
-        space = plan.path if apart or plan.method.joins_rows else plan.space
+        alone = apart or (plan.method.joins_rows and not plan.method.grid.joins_matrices)
+        space = plan.path if alone else plan.space
         groups.setdefault((space, plan.settings, plan.entry.source.dtype), []).append(plan)
     return list(groups.values())

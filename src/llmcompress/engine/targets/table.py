@@ -79,6 +79,11 @@ _ONLY_FP8 = Unread(
     why="of scales for keys and values it takes those of fp8",
 )
 
+
+def _mxfp4(why: str) -> Unread:
+    return Unread(lambda entry: entry.grid is not None and entry.grid.type == "mxfp4", why=why)
+
+
 _TRANSFORMERS = Target(
     "transformers",
     "transformers",
@@ -89,6 +94,13 @@ _TRANSFORMERS = Target(
             Asymmetric(
                 why="with compressed-tensors 0.18 or later it takes asymmetric weights only with "
                 "quantization_config=CompressedTensorsConfig(dequantize=True)"
+            ),
+            Unread(
+                lambda entry: (
+                    entry.grid is not None and entry.grid.type in ("mxfp4", "nvfp4") and entry.source.dtype == "F16"
+                ),
+                by_hand="convert the model to bfloat16 first",
+                why="it decodes 4-bit floats to bfloat16, and does not multiply them by float16",
             ),
         ),
         "gptq": (
@@ -178,10 +190,6 @@ _VLLM = Target(
     tensor_parallel=True,
     fuses=True,
 )
-
-
-def _mxfp4(why: str) -> Unread:
-    return Unread(lambda entry: entry.grid is not None and entry.grid.type == "mxfp4", why=why)
 
 
 _SGLANG = Target(

@@ -1,0 +1,144 @@
+"""NVFP4: floats of 4 bits (E2M1) in groups of 16 that share a float of 8 bits (E4M3), and a factor of the matrix.
+
+A weight is level * scale / divisor. All matrices that read one input have one divisor, because engines that multiply
+them as one take the largest they find for all of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from llmcompress.grids.base import Clip, GridRequest, Spec
+from llmcompress.grids.coded import Coded
+from llmcompress.grids.e2m1 import LARGEST, E2m1Grid, best_scale, by_blocks, paired, unpaired
+from llmcompress.grids.grid_type import Fitting, GridType
+from llmcompress.lazy import Tensor, torch
+
+_LARGEST_SCALE = 448.0
+_HEADROOM = 256.0  # the scale that covers the largest weight, where a search may choose larger ones
+_LEAST, _MOST = 1, 0x7E  # bytes of the smallest and the largest positive scale
+_OF_ZEROS = 0.125  # the scale of a group whose own is rounded to zero, as compressed-tensors has it
+_TRIED = (0, -1, -2, -3, 1, 2, 3, 4, 5, 6)  # bytes beside the one that covers a group
+_SMALL = 2.0**-100  # largest magnitudes below it are taken for it: a divisor must be a float32
+
+
+@dataclass(frozen=True)
+class Nvfp4Spec(Spec):
+    """E2M1 codes times an E4M3 scale for each 16 input channels of a row, over one divisor."""
+
+    type: ClassVar[str] = "nvfp4"
+    name: ClassVar[str] = "nvfp4"
+    bits: ClassVar[int] = 4
+    group_size: ClassVar[int] = 16
+    symmetric: ClassVar[bool] = True
+    scaled: ClassVar[bool] = True
+    joins_rows: ClassVar[bool] = True
+    joins_matrices: ClassVar[bool] = True
+
+    def bits_per_weight(self, in_features: int) -> float:
+        """Stored bits per weight; the divisor of the matrix is not counted."""
+        return self.bits + 8 / self.group_size
+
+    def parts(self, rows: int, width: int) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        return {
+            "weight_packed": ("U8", (rows, width // 2)),
+            "weight_scale": ("F8_E4M3", (rows, self.groups(width))),
+            "weight_global_scale": ("F32", (1,)),
+        }
+
+
+@dataclass(frozen=True)
+class Nvfp4Grid(E2m1Grid):
+    """Fitted grid of a matrix [out, in]: small [out, groups] float32, values of E4M3; divisor [1] float32."""
+
+    spec: Nvfp4Spec
+    small: Tensor
+    divisor: Tensor
+
+    by_row: ClassVar[Mapping[str, str | None]] = {"small": "float8_e4m3fn"}
+    shared: ClassVar[Mapping[str, str | None]] = {"divisor": None}
+
+    @property
+    def scale(self) -> Tensor:
+        return self.small / self.divisor
+
+    def tried(self, old: Tensor, wanted: Tensor) -> Sequence[Tensor]:
+        return [_rounded(wanted * self.divisor) / self.divisor]
+
+    def rescaled(self, scale: Tensor, rows: Tensor) -> Nvfp4Grid:
+        return replace(self, small=torch.where(rows[:, None], _rounded(scale * self.divisor), self.small))
+
+    def packed(self, codes: Tensor) -> dict[str, Tensor]:
+        return {
+            "weight_packed": paired(codes),
+            "weight_scale": self.small.to(torch.float8_e4m3fn),
+            "weight_global_scale": self.divisor,
+        }
+
+
+class Nvfp4(GridType):
+    """Floats of 4 bits times a float of 8 bits of their group."""
+
+    name = "nvfp4"
+    place = 7
+    values = "4-bit floats (E2M1) times an 8-bit float (E4M3) in blocks of 16"
+    pattern = "nvfp4"
+    widths = (4,)
+    formats = ("compressed-tensors",)
+
+    def named(self, found: re.Match[str]) -> Spec:
+        return Nvfp4Spec()
+
+    def spec(self, asked: GridRequest) -> Spec:
+        return Nvfp4Spec()
+
+    def specs(self) -> list[Spec]:
+        return [Nvfp4Spec()]
+
+    def fit(self, weight: Tensor, spec: Nvfp4Spec, how: Fitting) -> Nvfp4Grid:
+        return fit(weight, how.clip, how.importance)
+
+    def restored(self, spec: Nvfp4Spec, width: int, parts: Mapping[str, Tensor]) -> Nvfp4Grid:
+        return Nvfp4Grid(spec, parts["small"].to(torch.float32), parts["divisor"])
+
+    def unpacked(self, spec: Nvfp4Spec, parts: Mapping[str, Tensor]) -> Coded:
+        small = parts["weight_scale"].to(torch.float32)
+        return Coded(unpaired(parts["weight_packed"]), Nvfp4Grid(spec, small, parts["weight_global_scale"]))
+
+
+GRID = Nvfp4()
+
+
+def fit(weight: Tensor, clip: Clip = "search", importance: Tensor | None = None) -> Nvfp4Grid:
+    """Choose the scales and the divisor for weight [out, in] float32.
+
+    minmax: scales that cover each group, rounded to nearest, as compressed-tensors does. search: of ten neighbouring
+    scales the one of least squared error, each input channel weighted by importance [in]; some are larger than cover
+    the group, since the levels are denser below 4 than beyond (Cook et al., 2025, arXiv:2512.02010).
+    """
+    top = _LARGEST_SCALE if clip == "minmax" else _HEADROOM
+    divisor = (top * LARGEST / weight.abs().amax().clamp_min(_SMALL)).reshape(1)
+
+    def smalls(block: Tensor, weigh: Tensor) -> Tensor:
+        covering = (divisor * block.abs().amax(-1) / LARGEST).to(torch.float8_e4m3fn)
+        if clip == "minmax":
+            found = covering.to(torch.float32)
+            return torch.where(found == 0, _OF_ZEROS, found)
+        at = covering.view(torch.uint8).to(torch.int16)
+        scales = [_of_byte(at + step) / divisor for step in _TRIED]
+        return _rounded(best_scale(block, weigh, scales) * divisor)
+
+    return Nvfp4Grid(Nvfp4Spec(), by_blocks(weight, Nvfp4Spec.group_size, importance, smalls), divisor)
+
+
+def _of_byte(byte: Tensor) -> Tensor:
+    """Positive scales float32 of bytes int16, those beyond the ends taken for the ends."""
+    return byte.clamp(_LEAST, _MOST).to(torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)
+
+
+def _rounded(small: Tensor) -> Tensor:
+    """Scales rounded to positive values of E4M3."""
+    return small.clamp(2.0**-9, _LARGEST_SCALE).to(torch.float8_e4m3fn).to(torch.float32)
