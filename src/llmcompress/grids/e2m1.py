@@ -24,6 +24,7 @@ LARGEST = MAGNITUDES[-1]
 LEVELS = (*(-level for level in MAGNITUDES[:0:-1]), *MAGNITUDES)  # in ascending order, zero once
 _CODES = (*range(15, 8, -1), *range(8))  # of those levels
 _ROUNDS = 2  # of descent on scales
+_SQUARES = 1 << 24  # numbers at once of how the scales of a row act on one another: groups are many
 _CHUNK = 1 << 17  # weights searched at once: the temporaries stay in the cache
 
 
@@ -67,6 +68,12 @@ class E2m1Grid(Grid):
 
     def refit(self, codes: Tensor, hessian: Tensor, target: Tensor, scale_dtype: torch.dtype) -> Coded:
         """Better scales, one moved after another where that lowers the loss; no row gets worse."""
+        rows, groups = self.scale.shape
+        step = max(1, _SQUARES // groups**2)
+        parts = (slice(start, start + step) for start in range(0, rows, step))
+        return Coded.stacked([self.rows(part)._refit(codes[part], hessian, target[part]) for part in parts])
+
+    def _refit(self, codes: Tensor, hessian: Tensor, target: Tensor) -> Coded:
         square, linear = scale_loss(codes, self, hessian, target)
         before = self.scale
         scale, bend = before.clone(), square.diagonal(dim1=1, dim2=2)
