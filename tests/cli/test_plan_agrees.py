@@ -220,6 +220,7 @@ REFUSED = {
     "an unknown activation": (config(hidden_act="gelo"), GPTQ),
     "rotary tables of no kind": (config(rope_parameters={"rope_type": "none"}), GPTQ),
     "rotary tables in words": (config(rope_parameters={"rope_type": "default", "rope_theta": "much"}), GPTQ),
+    "a million numbers": (config(rope_parameters={"long_factor": [1.0] * 10**6}), GPTQ),
     "half a head": (config(head_dim=7), GPTQ),
     "an odd number of heads": (config(num_attention_heads=3), GPTQ),
     "an epsilon in words": (config(rms_norm_eps="small"), GPTQ),

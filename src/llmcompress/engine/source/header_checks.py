@@ -6,6 +6,7 @@ Without these checks a misfit would be noticed after hours, when the layer is lo
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import islice
 from math import inf, isfinite
 from typing import Any
 
@@ -28,6 +29,7 @@ _POSITIVE = ("*eps", "*epsilon", "*theta", "rotary_emb_base", "rotary_pct", "par
              "query_pre_attn_scalar", "*softcapping", "attention_multiplier", "logits_scaling")  # fmt: skip
 _UNBOUNDED = ("time_step_limit",)  # of state space models, infinite as they are published
 _WORDS = ("NaN", "Infinity", "-Infinity")
+_MOST_NUMBERS = 50_000  # transformers takes minutes over lists of millions
 _HINT = "the config does not fit the weights"
 
 
@@ -36,6 +38,8 @@ def check_numbers(headers: ModelHeaders) -> None:
 
     Later code builds loops and tables of these numbers: after this check no config makes them endless.
     """
+    if next(islice(_numbers("", headers.config), _MOST_NUMBERS, None), None) is not None:
+        raise CheckpointError(f"{headers.path / 'config.json'} holds more than {_MOST_NUMBERS:,} numbers", _HINT)
     tensors = [stored.spec for stored in headers.tensors.values()]
     widest = max((max(spec.shape, default=1) for spec in tensors), default=1)
     limits = dict.fromkeys((*LAYER_COUNTS, *_EXPERTS), len(tensors)) | dict.fromkeys(
