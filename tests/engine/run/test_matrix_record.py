@@ -29,7 +29,12 @@ def outlier(weight):
     return weight
 
 
-BAD = {"huge": lambda w: w * 1e30, "tiny": lambda w: w * 1e-30, "denormal": lambda w: w * 1e-39}
+BAD = {
+    "huge": lambda w: w * 1e30,
+    "tiny": lambda w: w * 1e-30,
+    "denormal": lambda w: w * 1e-39,
+    "beyond float16": lambda w: w * 1e6,
+}
 GOOD = {
     "zero": torch.zeros_like,
     "minus zero": lambda w: -torch.zeros_like(w),
@@ -49,7 +54,7 @@ COMMANDS = {
 
 @pytest.mark.parametrize("how", BAD)
 @pytest.mark.parametrize("what", COMMANDS)
-def test_what_float32_cannot_square_is_refused(how, what, main, capsys, changed, tmp_path):
+def test_what_floats_cannot_hold_is_refused(how, what, main, capsys, changed, tmp_path):
     command, *options = COMMANDS[what]
     assert main(command, changed(BAD[how]), "-o", tmp_path / "out", *options, "-q") == 1
     error = capsys.readouterr().err

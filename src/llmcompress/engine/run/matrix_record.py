@@ -14,7 +14,7 @@ from llmcompress.methods.base import Solved
 from llmcompress.stats.gram import Gram
 from llmcompress.workers import Workers
 
-_LEAST, _MOST = 2.0**-40, 2.0**40  # of the largest magnitude of a matrix that is compressed
+_LEAST, _MOST = 2.0**-40, 2.0**15  # of the largest magnitude: squares stay within float32, weights within float16
 
 
 def matrix_record(
@@ -59,12 +59,10 @@ def matrix_record(
 
 
 def refuse_extremes(plan: MatrixPlan, weight: Tensor) -> None:
-    """RunError for a matrix whose squares float32 does not hold, so that no error of it can be measured."""
+    """RunError for a matrix whose squares float32 does not hold, or whose weights and scales float16 does not."""
     peak = float(weight.abs().max())
     if peak and not _LEAST <= peak <= _MOST:
-        raise RunError(
-            f"weights of {plan.module} reach {peak:.3g}, too far from 1 to be compressed in float32", _way_out(plan)
-        )
+        raise RunError(f"weights of {plan.module} reach {peak:.3g}, too far from 1 to be compressed", _way_out(plan))
 
 
 def _way_out(plan: MatrixPlan) -> str:
