@@ -161,11 +161,12 @@ def test_inspect_and_list_look_without_loading(compressed, tiny_model_dir):
     one_line_error(call("list", "format"), 2, "did you mean 'formats'")
 
 
-def test_a_strict_kind_ends_with_3_after_writing(random_model_dir, tmp_path):
+def test_a_strict_kind_ends_with_3_before_writing(random_model_dir, tmp_path):
     out = tmp_path / "out"
     done = call("rtn", random_model_dir("llama"), "-o", out, "--format", "dense", "--strict", "group_size")
-    one_line_error(done, 3, "--strict", "group_size")
-    assert (out / "report.json").exists()
+    assert done.returncode == 3
+    assert "error: --strict: 1 ledger entries, first group_size" in done.stderr
+    assert not out.exists()
 
 
 def test_sigterm_and_deadline_stop_at_a_safe_point_and_the_same_command_goes_on(compressed, tiny_model_dir, tmp_path):

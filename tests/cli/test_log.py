@@ -19,6 +19,7 @@ def events(main, capsys):
     """events(*arguments): the exit code and all events of a command."""
 
     def run(*arguments):
+        capsys.readouterr()  # what making a model printed
         code = main(*arguments, "--log-format", "json")
         return code, [json.loads(line) for line in capsys.readouterr().err.splitlines()]
 
@@ -56,7 +57,8 @@ def test_decisions_gates_and_failures_are_events(events, random_model_dir, tmp_p
     gate = next(event for event in found if event["event"] == "gate")
     assert (gate["passed"], gate["bound"]) == (False, 0)
     assert (found[-1]["event"], found[-1]["exit_code"]) == ("failed", 3)
-    code, found = events(*command)
+    assert events(*command, "--format", "dense")[0] == 0
+    code, found = events(*command, "--format", "dense")
     assert code == 2
     assert [event["event"] for event in found] == ["started", "failed"]
     assert "already exists" in found[-1]["message"]

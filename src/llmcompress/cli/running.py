@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from llmcompress.cli.plan_table import show_plans
 from llmcompress.cli.stopping import Stop
 from llmcompress.engine.process.ranks import joined, leads, refuse_several
 from llmcompress.errors import GateError
-from llmcompress.ledger import LedgerEntry
+from llmcompress.ledger import LedgerEntry, as_json
 from llmcompress.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -157,9 +156,17 @@ def carry_out(
         strict.judge(plan.out, found.ledger, f"the output is that of an earlier start: {plan.out}")
         return found
     unpublished = f"nothing was written; the same command without it goes on from {plan.work}"
+
+    def judge(entries: "Sequence[LedgerEntry]") -> None:
+        try:
+            strict.judge(plan.out, entries, unpublished)
+        except GateError:
+            if not quiet:
+                console.ledger(as_json(entries))
+            raise
+
     with console.watching(quiet) as watch:
         say = (lambda line: None) if quiet else console.say
-        judge = partial(strict.judge, plan.out, hint=unpublished)
         return compression.carried_out(plan, watch, stop, timings, tokens, workers, say, judge, output)
 
 
