@@ -25,6 +25,7 @@ from llmcompress.engine.run.recoding import recoded
 from llmcompress.engine.run.starved_experts import ExpertInputs, blend_starved, lend_ranges
 from llmcompress.engine.source.gguf_input import GgufHeaders
 from llmcompress.engine.source.quantised import DecodedHeaders
+from llmcompress.errors import RunError
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.inputs import InputGrid
 from llmcompress.ledger import Ledger, LedgerEntry
@@ -138,7 +139,11 @@ class Compressor:
         if any(plan.expert is not None for plan in solved) and self.plan.spec.experts is not None:
             path = self.plan.spec.experts.path
             watch = ExpertInputs(path, layer.get_submodule(path), self.model.device, compressed.workers)
-        found = collect(compressed, original, needing, self.model.device, self.progress, watch)
+        try:
+            found = collect(compressed, original, needing, self.model.device, self.progress, watch)
+        except RunError:
+            self._refuse_infinite_weights(stage[0])  # which would be the cause
+            raise
         for space, statistics in found.items():
             first, gram = needing[space][0], statistics.gram
             if statistics.dropped:
@@ -147,6 +152,13 @@ class Compressor:
                 blend_starved(gram, first, watch, layer, ledger, compressed.workers)
         lend_ranges(found, needing, ledger)
         return found
+
+    def _refuse_infinite_weights(self, plan: MatrixPlan) -> None:
+        """WeightsError for a tensor of the layer of a matrix that holds values that are not finite."""
+        layer = plan.module.removesuffix(plan.path)
+        for name in self.checkpoint.names():
+            if name.startswith(layer):
+                self.checkpoint.read_finite(name)
 
     def _importance_of(self, plan: MatrixPlan) -> Statistics:
         """Statistics that hold the importance of a matrix's inputs, where the user gave an importance matrix."""
