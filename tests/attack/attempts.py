@@ -27,6 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+ROUNDS = int(os.environ.get("LLMCOMPRESS_ATTACK_ROUNDS", "1"))  # ten take about an hour
 CODES = frozenset({0, 1, 2, 3})
 SECONDS = 60.0  # after which an attempt is killed, and counts as broken
 MEMORY = 600_000_000  # bytes that the process may hold beyond what it held at its start

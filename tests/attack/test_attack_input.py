@@ -11,7 +11,7 @@ import shutil
 import struct
 
 import pytest
-from attempts import Attempt
+from attempts import ROUNDS, Attempt
 
 from mutations import Dice, damaged, mutated
 
@@ -83,18 +83,18 @@ def in_header(data, dice):
 @pytest.mark.parametrize(
     ("name", "change", "commands", "count"),
     [
-        ("config.json", as_tree, RUNS, 160),
-        ("config.json", as_tree, PLANS, 200),
-        ("tokenizer.json", as_tree, [GPTQ, EVAL, GGUF], 60),
-        ("tokenizer_config.json", as_tree, [GPTQ, EVAL, GGUF], 60),
-        ("generation_config.json", as_tree, [RTN, GGUF], 40),
-        ("chat_template.jinja", damaged, [GPTQ, RTN], 40),
-        ("model.safetensors", in_header, PLANS, 120),
-        ("model.safetensors", damaged, RUNS, 60),
+        ("config.json", as_tree, RUNS, 80),
+        ("config.json", as_tree, PLANS, 160),
+        ("tokenizer.json", as_tree, [GPTQ, EVAL, GGUF], 24),
+        ("tokenizer_config.json", as_tree, [GPTQ, EVAL, GGUF], 24),
+        ("generation_config.json", as_tree, [RTN, GGUF], 16),
+        ("chat_template.jinja", damaged, [GPTQ, RTN], 16),
+        ("model.safetensors", in_header, PLANS, 100),
+        ("model.safetensors", damaged, RUNS, 32),
     ],
 )
 def test_models(attack, tiny_model_dir, name, change, commands, count):
-    attack(f"models: {name}", list(attempts(tiny_model_dir, name, change, commands, count)))
+    attack(f"models: {name}", list(attempts(tiny_model_dir, name, change, commands, count * ROUNDS)))
 
 
 RECIPE = {
@@ -139,7 +139,7 @@ def test_recipes(attack, tiny_model_dir, words):
             seconds=120,
         )
 
-    attack("recipes", [attempt(seed) for seed in range(60 if words == ["run"] else 100)])
+    attack("recipes", [attempt(seed) for seed in range(24 if words == ["run"] else 100)])
 
 
 def test_texts(attack, tiny_model_dir):
@@ -193,7 +193,7 @@ def test_gguf_files(attack, tiny_model_dir, servers, tmp_path):
             lambda place: (place / "in.gguf").write_bytes(damaged(whole[:half], rolls(seed)) + whole[half:]),
         )
 
-    attack("GGUF files", [attempt(seed) for seed in range(150)])
+    attack("GGUF files", [attempt(seed) for seed in range(120)])
 
 
 def test_outputs(attack, tiny_model_dir, servers, tmp_path):
@@ -222,7 +222,7 @@ def test_outputs(attack, tiny_model_dir, servers, tmp_path):
         words = lines[1] if name.startswith("work") else lines[seed // len(files) % 5]
         return Attempt(f"{words[0]} {name} {seed}", words, prepare, left=("made", "page.html"))
 
-    attack("outputs", [attempt(seed) for seed in range(140)])
+    attack("outputs", [attempt(seed) for seed in range(80)])
 
 
 LIMITS = {"RLIMIT_FSIZE": (0, 3_000_000), "RLIMIT_NOFILE": (3, 60)}
@@ -245,4 +245,4 @@ def test_resources(attack, tiny_model_dir, limit):
             limits={limit: draw.randrange(low, high)},
         )
 
-    attack(f"resources: {limit}", [attempt(seed) for seed in range(60)])
+    attack(f"resources: {limit}", [attempt(seed) for seed in range(24)])

@@ -6,11 +6,12 @@ import shutil
 from functools import partial
 
 import pytest
+from attempts import ROUNDS
 from trials import SHORT, Ground, digest, make
 
 pytestmark = pytest.mark.slow
 
-FLIPS = 16  # of each kind of file
+FLIPS = 2 * ROUNDS  # of each kind of file
 GPTQ = ["gptq", "model", "--bits", "4", *SHORT]
 FIT = ["fit", "model", "--bpw", "5", "--bits", "4,8", *SHORT]
 # what makes the files; the folder that holds them; the command that reads them

@@ -10,12 +10,13 @@ import time
 from functools import partial
 
 import pytest
+from attempts import ROUNDS
 from trials import COMMANDS, SHORT, Ground, digest, left, make, orderly
 
 pytestmark = pytest.mark.slow
 
-KILLS = 4  # of every command, and as many where it overwrites
-RACES = 200
+KILLS = ROUNDS  # of every command, and as many where it overwrites
+RACES = 20 * ROUNDS
 
 
 @pytest.fixture
