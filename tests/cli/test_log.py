@@ -126,12 +126,16 @@ def test_whatever_is_printed_is_an_event(capsys):
     assert next(event for event in found if event["event"] == "figures")["value"] is None
 
 
-def test_a_bug_is_an_event_and_a_traceback(main, capsys, monkeypatch, tiny_model_dir):
+def test_a_bug_is_an_event_and_on_request_a_traceback(main, capsys, monkeypatch, tiny_model_dir):
     def broken(*_):
         raise ZeroDivisionError("by a bug")
 
     monkeypatch.setattr("llmcompress.engine.plan.make_plan.make_plan", broken)
-    with pytest.raises(ZeroDivisionError):
-        main("rtn", tiny_model_dir, "--log-format", "json")
-    last = json.loads(capsys.readouterr().err.splitlines()[-1])
+    assert main("rtn", tiny_model_dir, "--log-format", "json") == 1
+    shown = capsys.readouterr().err
+    assert "Traceback" not in shown
+    last = json.loads(shown.splitlines()[-1])
     assert (last["event"], last["exit_code"], last["message"]) == ("failed", 1, "ZeroDivisionError: by a bug")
+    monkeypatch.setenv("LLMCOMPRESS_TRACEBACK", "1")
+    assert main("rtn", tiny_model_dir, "--log-format", "json") == 1
+    assert "Traceback" in capsys.readouterr().err
