@@ -13,6 +13,7 @@ from llmcompress.model.skeleton import load_config
 from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.stats.fisher import of_matrix
 from llmcompress.store.checkpoint import Checkpoint
+from llmcompress.store.folder import Folder
 from llmcompress.workers import SERIAL
 
 SEED, LENGTH, SAMPLES = 5, 12, 3
@@ -31,7 +32,7 @@ def measured(path, paths, tmp_path, count=1):
     steps = []
     every = [paths] * len(model.layers)
     with SERIAL.with_threads(count) as workers:
-        found = fisher_information(model, TOKENS, every, SEED, tmp_path, workers, steps.append)
+        found = fisher_information(model, TOKENS, every, SEED, Folder(tmp_path), workers, steps.append)
     assert len(steps) == 2 * len(model.layers) + 1
     return found
 

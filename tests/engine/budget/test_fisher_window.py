@@ -11,6 +11,7 @@ from llmcompress.model.gradients import drawn
 from llmcompress.model.skeleton import load_config
 from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.store.checkpoint import Checkpoint
+from llmcompress.store.folder import Folder
 from llmcompress.workers import SERIAL
 
 SEED, LENGTH, SAMPLES, FITTED = 5, 12, 3, 2
@@ -55,7 +56,7 @@ def measured(path, spaces, tmp_path):
         return made[number]
 
     paths = [list(spaces)] * len(model.layers)
-    return fisher_information(model, TOKENS, paths, SEED, tmp_path, SERIAL, gathering=gathering), made
+    return fisher_information(model, TOKENS, paths, SEED, Folder(tmp_path), SERIAL, gathering=gathering), made
 
 
 def test_sums_are_those_of_the_gradients_of_whole_windows(random_model_dir, tmp_path):
