@@ -18,6 +18,7 @@ from llmcompress.engine.plan.run_options import Options
 from llmcompress.errors import PlanError
 from llmcompress.formats.entry_checks import fused
 from llmcompress.recipe import load, parse
+from llmcompress.store.sealed import sealed, unsealed
 from llmcompress.validate.session import Request, evaluate_paths
 from madetokenizers import byte_level, save
 
@@ -142,12 +143,12 @@ def test_the_best_combination_is_found_among_those_that_the_runtime_can_fuse(ran
     kept, made = tmp_path / "kept.json", recipe("compressed-tensors", samples=4)
     resources = {"target": "vllm", "kept": kept, "bits": (4, 8), "sizes": (32, 128)}
     fitted(model, made, tmp_path, bpw=8, **resources)
-    data = json.loads(kept.read_text())
+    data = unsealed(kept.read_bytes())
     noise = torch.Generator().manual_seed(3)
     for losses in data["losses"].values():  # of random weights all are alike
         factor = 10 ** (2 * float(torch.rand(1, generator=noise)))
         losses.update({grid: loss * factor for grid, loss in losses.items()})
-    kept.write_text(json.dumps(data))
+    kept.write_bytes(sealed(data))
     grids = {"int4-g32-sym": 4.5, "int4-g128-sym": 4.125, "int8-g32-sym": 8.5, "int8-g128-sym": 8.125}
     leaves = [["q", "k", "v"], ["o"], ["gate", "up"], ["down"]]
     names = [[name for name in data["losses"] if name.split(".")[-1][:-5] in part] for part in leaves]
@@ -284,7 +285,7 @@ def test_dense_files_know_no_size_but_bits(tiny_model_dir, kept, unmeasured, tmp
 
 @pytest.mark.parametrize("damage", ["model", "text", "a matrix", "a grid", "a number"])
 def test_sensitivities_of_something_else_are_refused(damage, tiny_model_dir, kept, unmeasured, tmp_path):
-    data = json.loads(kept.read_text())
+    data = unsealed(kept.read_bytes())
     name = "model.layers.1.mlp.up_proj"
     if damage in data:
         data[damage] = "0" * 64
@@ -295,6 +296,6 @@ def test_sensitivities_of_something_else_are_refused(damage, tiny_model_dir, kep
     else:
         data["losses"][name]["int3-g32-sym"] = float("nan")
     file = tmp_path / "kept.json"
-    file.write_text(json.dumps(data))
+    file.write_bytes(sealed(data))
     with pytest.raises(PlanError, match=r"kept\.json (holds no losses of this|lacks losses of)"):
         fitted(tiny_model_dir, recipe(), tmp_path, file, bpw=4)
