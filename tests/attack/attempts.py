@@ -27,7 +27,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROUNDS = int(os.environ.get("LLMCOMPRESS_ATTACK_ROUNDS", "1"))  # ten take about an hour
+import pytest
+
+ROUNDS = int(os.environ.get("LLMCOMPRESS_ATTACK_ROUNDS", "1"))  # of the cheap attempts
+LONG = pytest.mark.skipif(ROUNDS < 2, reason="takes long: set LLMCOMPRESS_ATTACK_ROUNDS to 2 or more")
 CODES = frozenset({0, 1, 2, 3})
 SECONDS = 60.0  # after which an attempt is killed, and counts as broken
 MEMORY = 600_000_000  # bytes that the process may hold beyond what it held at its start

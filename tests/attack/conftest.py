@@ -1,5 +1,6 @@
 """The attack as a fixture, and its table of attempts at the end."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def servers() -> Iterator[Servers]:
-    started = Servers()
+    started = Servers(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
     yield started
     started.close()
 

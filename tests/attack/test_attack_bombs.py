@@ -6,7 +6,7 @@ import shutil
 import zipfile
 
 import pytest
-from attempts import Attempt
+from attempts import LONG, Attempt
 
 pytestmark = pytest.mark.slow
 
@@ -146,6 +146,7 @@ def test_configs(attack, tiny_model_dir):
     ])  # fmt: skip
 
 
+@LONG
 def test_templates(attack, tiny_model_dir):
     def change(text):
         def write(place):
@@ -160,6 +161,7 @@ def test_templates(attack, tiny_model_dir):
     ])  # fmt: skip
 
 
+@LONG
 def test_files_without_end(attack, tiny_model_dir):
     attack("files without end", [
         attempt for name in ENDLESS
@@ -169,6 +171,7 @@ def test_files_without_end(attack, tiny_model_dir):
     ])  # fmt: skip
 
 
+@LONG
 def test_texts_without_end(attack, tiny_model_dir):
     def one(name, begin, place):
         shutil.copytree(tiny_model_dir, place / "model")
@@ -184,6 +187,7 @@ def test_texts_without_end(attack, tiny_model_dir):
     ])  # fmt: skip
 
 
+@LONG
 def test_archives(attack, tiny_model_dir):
     def packed(place, kind, repeats):
         shutil.copytree(tiny_model_dir, place / "model")

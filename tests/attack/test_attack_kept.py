@@ -6,10 +6,10 @@ import shutil
 from functools import partial
 
 import pytest
-from attempts import ROUNDS
+from attempts import LONG, ROUNDS
 from trials import SHORT, Ground, digest, make
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, LONG]
 
 FLIPS = 2 * ROUNDS  # of each kind of file
 GPTQ = ["gptq", "model", "--bits", "4", *SHORT]

@@ -10,10 +10,10 @@ import time
 from functools import partial
 
 import pytest
-from attempts import ROUNDS
+from attempts import LONG, ROUNDS
 from trials import COMMANDS, SHORT, Ground, digest, left, make, orderly
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, LONG]
 
 KILLS = ROUNDS  # of every command, and as many where it overwrites
 RACES = 20 * ROUNDS

@@ -5,7 +5,7 @@ import shutil
 from functools import partial
 
 import pytest
-from attempts import Attempt
+from attempts import LONG, Attempt
 from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.slow
@@ -63,6 +63,7 @@ def attempt(name, command, change, model, *more, **expected):
     return Attempt(name, words, prepare, source="model", output="out", left=["out.work"], **expected)
 
 
+@LONG
 def test_odd_weights(attack, tiny_model_dir):
     attack(
         "odd weights",
@@ -75,6 +76,7 @@ def test_odd_weights(attack, tiny_model_dir):
     )
 
 
+@LONG
 def test_overflow_in_every_stage(attack, tiny_model_dir):
     places = {"embed_tokens": 1e4, "up_proj": 1e4, "layers.1.mlp.down_proj": 1e6, "v_proj": 1e6, "k_proj": 1e5}
     kinds = ("float16", "bfloat16", "float32")

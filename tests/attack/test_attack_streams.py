@@ -4,9 +4,9 @@ import os
 import shutil
 
 import pytest
-from attempts import Attempt
+from attempts import LONG, Attempt
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, LONG]
 
 SHORT = ["--samples", "2", "--length", "16"]
 COMMANDS = {

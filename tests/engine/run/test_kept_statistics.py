@@ -8,7 +8,7 @@ from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.process.progress import Progress
-from llmcompress.errors import PlanError
+from llmcompress.errors import LlmcompressError, PlanError
 from llmcompress.recipe import parse
 from llmcompress.validate.verify import passed, verify
 from tinyruns import kl
@@ -112,8 +112,11 @@ def test_squares_alone_do_for_wanda_and_not_for_gptq(tiny_model_dir, tmp_path):
 def test_a_damaged_store_is_named(tiny_model_dir, tmp_path, store):
     file = next(store.glob("*/layer-00002.safetensors"))
     file.write_bytes(file.read_bytes()[:-40])
+    with pytest.raises(LlmcompressError, match=r"layer-00002.safetensors is damaged"):
+        carry_out(tiny_model_dir, tmp_path / "out", [{**GPTQ, "bits": 3}], store)
+    file.unlink()
     _, seen = carry_out(tiny_model_dir, tmp_path / "out", [{**GPTQ, "bits": 3}], store)
-    assert seen > 0  # its header says that it is not whole, so that it counts for nothing
+    assert seen > 0  # measured anew
     about = next(store.glob("*/about.json"))
     about.write_text("{")
     with pytest.raises(PlanError, match=r"about.json is damaged"):
