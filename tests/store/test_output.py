@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from llmcompress.errors import CheckpointError, PlanError, RunError
 from llmcompress.formats.base import TensorSpec
 from llmcompress.store.headers import INDEX
-from llmcompress.store.output import OutputDirectory, shards, weights_nbytes
+from llmcompress.store.output import OutputDirectory
+from llmcompress.store.weight_files import shards, weights_nbytes
 
 TYPES = {
     "F64": torch.float64,

@@ -1,6 +1,5 @@
 """From what a user names to a source, and from its tokens to a file that the source `ids` reads."""
 
-import json
 import re
 from difflib import get_close_matches
 from pathlib import Path
@@ -13,8 +12,10 @@ from llmcompress.calib.base import Source, fingerprint
 from llmcompress.calib.documents import unreadable
 from llmcompress.calib.ids import KEY, SUFFIX
 from llmcompress.errors import CalibrationError
+from llmcompress.formats.base import TensorSpec
 from llmcompress.registry import discover, suggest
 from llmcompress.store.unfinished import claimed, put_in_place
+from llmcompress.store.weight_files import weight_file
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,12 +86,9 @@ def save(tokens: "Tensor", path: Path) -> None:
     if tokens.dim() != 2 or tokens.is_floating_point():
         raise TypeError(f"tokens are {tokens.dtype} {list(tokens.shape)}, not integers [samples, length]")
     ids = tokens.detach().to("cpu", torch.int64).contiguous()
-    # written by hand: the library orders two metadata keys at random
-    entry = {"dtype": "I64", "shape": list(ids.shape), "data_offsets": [0, ids.numel() * 8]}
-    metadata = {"format": "pt", "sha256": fingerprint(ids)}
-    header = json.dumps({"__metadata__": metadata, KEY: entry}, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
-    content = len(header).to_bytes(8, "little") + header + ids.numpy().astype("<i8").tobytes()
+    specs = [TensorSpec(KEY, "I64", tuple(ids.shape))]
+    header = weight_file(path.name, specs, {"format": "pt", "sha256": fingerprint(ids)}).header
+    content = header + ids.numpy().astype("<i8").tobytes()
     try:
         path.parent.stat()  # is not made
         with claimed(path) as claim:

@@ -136,16 +136,14 @@ def recipe_of(values: dict[str, Any]) -> Recipe:
 
 def _refuse_place(out: Path | None, overwrite: bool) -> None:
     from llmcompress.errors import PlanError
-    from llmcompress.store.output import refuse_unwritable
-    from llmcompress.store.unfinished import refuse_foreign
+    from llmcompress.store.unfinished import refuse_unclaimable
 
     if out is None:
         return
     if out.exists() and not (overwrite and out.is_file()):
         hint = "give another file, or --overwrite" if out.is_file() else "give the name of a file"
         raise PlanError(f"{out} already exists", hint)
-    refuse_unwritable(out)
-    refuse_foreign(out)
+    refuse_unclaimable(out)
 
 
 def _tell(found: FitResult, values: dict[str, Any]) -> None:

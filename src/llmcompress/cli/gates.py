@@ -121,12 +121,10 @@ def write_junit(file: Path, gates: Gates) -> None:
 
 
 def _refuse_place(file: Path) -> None:
-    from llmcompress.store.output import refuse_unwritable
-    from llmcompress.store.unfinished import refuse_foreign
+    from llmcompress.store.unfinished import refuse_unclaimable
 
     if not file.parent.is_dir():  # made here, it could be the output that a stopped run is to write later
         raise PlanError(f"--junit {file}: there is no directory {file.parent}", "make it first")
-    refuse_unwritable(file)
-    refuse_foreign(file)
+    refuse_unclaimable(file)
     if os.path.lexists(file) and (file.is_symlink() or not file.is_file()):
         raise PlanError(f"--junit {file} is not a file, so it is not replaced", "give another name")

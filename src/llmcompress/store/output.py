@@ -12,27 +12,24 @@ If the system refuses a write, as on a full disk, a RunError names the file.
 
 import hashlib
 import io
-import json
 import os
-import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from llmcompress.errors import PlanError, RunError
-from llmcompress.formats.base import ITEM_SIZE, TensorSpec
-from llmcompress.store.files import bytes_of, create, make_parent, writing
+from llmcompress.formats.base import TensorSpec
+from llmcompress.store.files import bytes_of, create, json_bytes, make_parent, refuse_unwritable, writing
 from llmcompress.store.folder import Folder
 from llmcompress.store.side_files import read_side_file, side_files
 from llmcompress.store.unfinished import claimed, refuse_foreign, unfinished
+from llmcompress.store.weight_files import WeightFile, index_bytes, shards
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-SHARD_BYTES = 5_000_000_000
 _FILES, _REPLACED, _DELETED, _SCRATCH = "files", "replaced", "deleted", "scratch"
 
 _TORCH_NAMES = {
@@ -48,44 +45,6 @@ _TORCH_NAMES = {
     "torch.uint8": "U8",
     "torch.bool": "BOOL",
 }
-
-
-@dataclass(frozen=True)
-class WeightFile:
-    """One weight file: its name, the raw header, and where in the file each tensor begins."""
-
-    name: str
-    header: bytes
-    begins: Mapping[str, int]
-    nbytes: int
-
-
-def shards(specs: Sequence[TensorSpec], shard_bytes: int | None = None, stem: str = "model") -> list[WeightFile]:
-    """The weight files for `specs`, filled in order; a file ends before the tensor that would exceed `shard_bytes`.
-
-    stem: the beginning of the files' names.
-    """
-    shard_bytes = shard_bytes or SHARD_BYTES
-    names = [spec.name for spec in specs]
-    if len(set(names)) != len(names):
-        raise RunError(f"tensor {next(name for name in names if names.count(name) > 1)} would be written twice")
-    parts: list[list[TensorSpec]] = [[]]
-    filled = 0
-    for spec in specs:
-        if parts[-1] and filled + spec.nbytes > shard_bytes:
-            parts.append([])
-            filled = 0
-        parts[-1].append(spec)
-        filled += spec.nbytes
-    if len(parts) == 1:
-        return [_shard(f"{stem}.safetensors", parts[0])]
-    return [_shard(f"{stem}-{n:05d}-of-{len(parts):05d}.safetensors", part) for n, part in enumerate(parts, start=1)]
-
-
-def weights_nbytes(specs: Sequence[TensorSpec], shard_bytes: int | None = None) -> int:
-    """Exact bytes of the weight files and their index, from specs alone."""
-    files = shards(specs, shard_bytes)
-    return sum(file.nbytes for file in files) + (len(_index(files, specs)) if len(files) > 1 else 0)
 
 
 class OutputDirectory:
@@ -188,12 +147,12 @@ class OutputDirectory:
             # tensors come in another order than they lie in, so a hash of the whole would read the file again
             self.files[file.name] = {"bytes": file.nbytes, "header_sha256": _sha256(file.header)}
         if len(files) > 1:
-            self._write(f"{stem}.safetensors.index.json", _index(files, specs))
+            self._write(f"{stem}.safetensors.index.json", index_bytes(files, specs))
         return hashes
 
     def write_json(self, name: str, value: Any) -> None:
         """JSON with an indent of 2 and a newline at the end; keys keep their order."""
-        self._write(name, _json(value))
+        self._write(name, json_bytes(value))
 
     def write_text(self, name: str, text: str) -> None:
         self._write(name, text.encode(errors="backslashreplace"))
@@ -234,7 +193,7 @@ class OutputDirectory:
     def write_report(self, report: Mapping[str, Any]) -> dict[str, Any]:
         """Write report.json, after all other files: it records them, and a digest of its own text; returns it."""
         whole = {**report, "files": dict(sorted(self._recorded().items()))}
-        whole["sha256"] = _sha256(_json(whole))
+        whole["sha256"] = _sha256(json_bytes(whole))
         self.write_json("report.json", whole)
         return whole
 
@@ -285,59 +244,8 @@ class OutputDirectory:
             )
 
 
-def refuse_unwritable(path: Path) -> None:
-    """PlanError if `path` could not be created: no directory above it, one that may not be written to, or the name.
-
-    A directory that is there already has been created before.
-    """
-    if os.path.isdir(path):  # noqa: PTH112 (pathlib raises for names that are too long)
-        return
-    missing, above = [path.absolute()], path.absolute().parent
-    try:
-        while not os.path.lexists(above):
-            missing.append(above)
-            above = above.parent
-        if not above.is_dir():
-            raise PlanError(f"{path} cannot be created: {above} is not a directory", "give another directory")
-        if not os.access(above, os.W_OK | os.X_OK):
-            raise PlanError(f"{path} cannot be created: {above} is not writable", "give another directory")
-        if max(len(os.fsencode(part.name)) for part in missing) > os.pathconf(above, "PC_NAME_MAX"):
-            raise PlanError(f"{path} cannot be created: a name in it is too long", "give another directory")
-    except (OSError, ValueError) as error:
-        raise PlanError(f"{path} cannot be created: {error}", "give another directory") from None
-
-
-def _shard(name: str, specs: Sequence[TensorSpec]) -> WeightFile:
-    """Tensors of wide items first: each then begins at a multiple of its item size, as readers in place need it."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offsets: dict[str, int] = {}
-    end = 0
-    for spec in sorted(specs, key=lambda spec: -ITEM_SIZE[spec.dtype]):
-        offsets[spec.name] = end
-        end += spec.nbytes
-        header[spec.name] = {
-            "dtype": spec.dtype,
-            "shape": list(spec.shape),
-            "data_offsets": [offsets[spec.name], end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    raw = struct.pack("<Q", len(text)) + text
-    return WeightFile(name, raw, {tensor: len(raw) + begin for tensor, begin in offsets.items()}, len(raw) + end)
-
-
-def _index(files: Sequence[WeightFile], specs: Sequence[TensorSpec]) -> bytes:
-    weight_map = {name: file.name for file in files for name in file.begins}
-    total = sum(spec.nbytes for spec in specs)
-    return _json({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
-
-
 def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-def _json(value: Any) -> bytes:
-    return (json.dumps(value, indent=2) + "\n").encode()
 
 
 def _raw(spec: TensorSpec, tensor: "Tensor") -> memoryview:

@@ -6,7 +6,6 @@ not taken for the right one either.
 
 import json
 import os
-import struct
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,9 +16,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from llmcompress.errors import RunError
+from llmcompress.formats.base import TensorSpec
 from llmcompress.store.checkpoint import DTYPES
 from llmcompress.store.files import bytes_of, writing
 from llmcompress.store.folder import HeldFile
+from llmcompress.store.weight_files import weight_file
 
 _TOKENS = "input_ids"
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -47,17 +48,12 @@ class CheckedTensors:
 
 def write_tensors(file: HeldFile, of: str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
     """Write a file that appears whole or not at all. of: whose it is. facts: plain data."""
-    seed, header, end = _seed(file, of), dict[str, Any](), 0
+    seed = _seed(file, of)
     sums = {name: _sum_of(tensor, seed) for name, tensor in tensors.items()}
-    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))  # so that all are aligned
-    for name, tensor in ordered.items():
-        begin, end = end, end + tensor.numel() * tensor.dtype.itemsize
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps({**facts, "tensors": sums})
-    metadata = {"facts": text, "crc": f"{zlib.crc32(text.encode(), seed):08x}"}
-    raw = json.dumps({"__metadata__": metadata, **header}).encode()
-    raw += b" " * (-len(raw) % 8)
-    file.write_whole(chain([struct.pack("<Q", len(raw)) + raw], map(bytes_of, ordered.values())))
+    specs = [TensorSpec(name, _NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()]
+    made = weight_file(file.name, specs, {"facts": text, "crc": f"{zlib.crc32(text.encode(), seed):08x}"})
+    file.write_whole(chain([made.header], (bytes_of(tensors[name]) for name in made.begins)))
 
 
 @contextmanager

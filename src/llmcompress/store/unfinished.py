@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 from llmcompress.store.claim import Claim, refuse_other
-from llmcompress.store.files import refuse_existing, writing
+from llmcompress.store.files import refuse_existing, refuse_unwritable, writing
 from llmcompress.store.folder import Folder
 
 _MARK = ".llmcompress-partial"  # only a directory that carries it is ever deleted
@@ -24,6 +24,12 @@ def claimed(path: Path) -> Claim:
     """The claim on an output, a file or a directory. ClaimedError if another run has it."""
     hint = "wait for it, or give another --output"
     return Claim(unfinished(path), _MARK, f"{path} is being written by", hint)
+
+
+def refuse_unclaimable(path: Path) -> None:
+    """PlanError where an output could not be created, or not be claimed."""
+    refuse_unwritable(path)
+    refuse_foreign(path)
 
 
 def refuse_foreign(path: Path) -> None:

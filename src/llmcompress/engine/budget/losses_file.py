@@ -7,9 +7,8 @@ from typing import Any
 
 from llmcompress.engine.budget.type_losses import Losses
 from llmcompress.errors import PlanError, RunError
-from llmcompress.store.files import writing
+from llmcompress.store.files import refuse_unwritable, writing
 from llmcompress.store.headers import read_json
-from llmcompress.store.output import refuse_unwritable
 from llmcompress.store.sealed import sealed, unsealed
 from llmcompress.store.unfinished import claimed, put_in_place
 

@@ -35,7 +35,7 @@ from llmcompress.ledger import Ledger
 from llmcompress.methods.base import Method
 from llmcompress.recipe import Recipe
 from llmcompress.store.headers import ModelHeaders, read_headers
-from llmcompress.store.output import weights_nbytes
+from llmcompress.store.weight_files import weights_nbytes
 
 
 class GridChoice(Protocol):

@@ -9,9 +9,8 @@ from llmcompress.engine.plan.run_options import Options
 from llmcompress.errors import PlanError
 from llmcompress.methods.base import Method
 from llmcompress.recipe import Recipe
-from llmcompress.store.files import existing
+from llmcompress.store.files import existing, refuse_unwritable
 from llmcompress.store.gguf_name import stem_of
-from llmcompress.store.output import refuse_unwritable
 from llmcompress.store.output_file import is_single, output_of
 
 

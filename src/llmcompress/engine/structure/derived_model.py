@@ -13,7 +13,8 @@ from llmcompress.engine.write.publish import beginning_of_readme, model_title
 from llmcompress.engine.write.run_report import source_record
 from llmcompress.formats.base import TensorSpec
 from llmcompress.formats.card import model_card
-from llmcompress.store.output import OutputDirectory, weights_nbytes
+from llmcompress.store.output import OutputDirectory
+from llmcompress.store.weight_files import weights_nbytes
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ from llmcompress.store.cursor import Cursor, mapped
 from llmcompress.store.files import writing
 from llmcompress.store.gguf_header import GgufHeader, read_header
 from llmcompress.store.gguf_model import tensor_bytes
-from llmcompress.store.output import flush, refuse_unwritable
-from llmcompress.store.unfinished import claimed, refuse_foreign
+from llmcompress.store.output import flush
+from llmcompress.store.unfinished import claimed, refuse_unclaimable
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 _CHUNK = 512  # tokens: what llama-imatrix takes unless told otherwise; a legacy file does not say
@@ -58,8 +58,7 @@ def read_imatrix(path: Path) -> Imatrix:
 
 def refuse_place(path: Path, overwrite: bool = False) -> None:
     """PlanError if no importance matrix may be written to `path`; one may replace another where `overwrite` says so."""
-    refuse_unwritable(path)
-    refuse_foreign(path)
+    refuse_unclaimable(path)
     if not os.path.lexists(path):
         return
     if not overwrite:
