@@ -7,8 +7,6 @@ EXIT_GATE = 3
 EXIT_STOPPED = 75
 
 
-NOT_FINITE_HINT = "nothing was measured: try --compute-dtype float32, and look at the weights and config.json"
-
 _LONGEST = 2000  # characters of a message, which may quote a file
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from llmcompress.api.quiet import quiet_libraries
 from llmcompress.api.steps import Watch, watched
 from llmcompress.engine.process.ranks import refuse_several
-from llmcompress.errors import NOT_FINITE_HINT, GateError
+from llmcompress.errors import GateError
 
 if TYPE_CHECKING:
     from llmcompress.validate.evaluate import Gate
@@ -58,10 +58,11 @@ class EvaluationResult:
         >>> evaluation.fail_if("kl > 5", "top1 < 0.01")
         """
         from llmcompress.validate.evaluate import parse_gate
+        from llmcompress.validate.token_statistics import refuse_not_finite
 
         gates = [parse_gate(text) for text in conditions]
         refuse_unmeasured_gates(self.request, gates)
-        self._fail_if_not_finite()
+        refuse_not_finite(self.figures)
         for gate in gates:
             if gate.fails(self.figures):
                 raise GateError(gate.broken(self.figures))
@@ -75,16 +76,11 @@ class EvaluationResult:
         """
         from llmcompress.store.files import refuse_existing
         from llmcompress.store.unfinished import write_whole
+        from llmcompress.validate.token_statistics import refuse_not_finite
 
-        self._fail_if_not_finite()
+        refuse_not_finite(self.figures)
         refuse_existing(Path(file), overwrite)
         write_whole(Path(file), json.dumps(self.document, indent=1).encode() + b"\n", overwrite)
-
-    def _fail_if_not_finite(self) -> None:
-        from llmcompress.validate.token_statistics import not_finite
-
-        if (said := not_finite(self.figures)) is not None:
-            raise GateError(said, NOT_FINITE_HINT)
 
 
 def refuse_unmeasured_gates(request: "Request", gates: "Iterable[Gate]") -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from llmcompress.cli.log import log
-from llmcompress.errors import NOT_FINITE_HINT, GateError, LlmcompressError, PlanError, StoppedError, one_line
+from llmcompress.errors import GateError, LlmcompressError, PlanError, StoppedError, one_line
 
 if TYPE_CHECKING:
     from llmcompress.validate.evaluate import Gate
@@ -48,7 +48,7 @@ class Gates:
     def judge_figures(self, figures: Mapping[str, Any], conditions: "Mapping[str, Gate]") -> None:
         """Judge every condition on figures, by its text; then GateError for figures that are not finite, whether
         a condition speaks of them or not, or for the first condition that is true."""
-        from llmcompress.validate.token_statistics import not_finite
+        from llmcompress.validate.token_statistics import NOT_FINITE_HINT, not_finite
 
         broken = []
         if (said := not_finite(figures)) is not None:

@@ -19,7 +19,7 @@ from llmcompress.cli.running import Strict, carry_out, tell
 from llmcompress.cli.stopping import Stop
 from llmcompress.cli.sweep_recipes import Variant, listed, variants
 from llmcompress.cli.sweep_table import Run, show_runs
-from llmcompress.errors import NOT_FINITE_HINT, GateError, LlmcompressError, RunError, StoppedError
+from llmcompress.errors import GateError, LlmcompressError, RunError, StoppedError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -206,7 +206,7 @@ def _one(run: Run, values: dict[str, Any], stop: Stop, tokens: "Tensor | None", 
         return
     from llmcompress.validate.evaluation_cache import cached_figures
     from llmcompress.validate.request import Request
-    from llmcompress.validate.token_statistics import not_finite
+    from llmcompress.validate.token_statistics import refuse_not_finite
 
     request = Request(
         run.plan.out,
@@ -223,5 +223,4 @@ def _one(run: Run, values: dict[str, Any], stop: Stop, tokens: "Tensor | None", 
     with quiet_libraries(), console.Steps(f"evaluating {run.variant.name}", quiet) as steps:
         watch = watched(steps.at, lambda done: stop(0), _AGAIN)
         run.figures = cached_figures(request, values["out"] / f"{run.variant.name}.eval.json", watch)
-    if (said := not_finite(run.figures)) is not None:
-        raise GateError(said, NOT_FINITE_HINT)
+    refuse_not_finite(run.figures)

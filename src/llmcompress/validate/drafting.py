@@ -9,7 +9,7 @@ import torch
 from llmcompress.calib.documents import Document, token_ids
 from llmcompress.engine.process.ranks import device_of
 from llmcompress.engine.source.text_tokenizer import load_tokenizer
-from llmcompress.errors import NOT_FINITE_HINT, GateError, RecipeError
+from llmcompress.errors import GateError, RecipeError
 from llmcompress.store.headers import refuse_adapter
 from llmcompress.validate.adapted_model import adapt_whole
 from llmcompress.validate.backend import Backend, Say, compute_dtype, open_backend
@@ -17,6 +17,7 @@ from llmcompress.validate.key_value_cache import CacheOptions
 from llmcompress.validate.load import load_whole, refuse_other_vocabulary
 from llmcompress.validate.request import Request
 from llmcompress.validate.speculative import acceptance_figures, sample, speculate, total_variations
+from llmcompress.validate.token_statistics import NOT_FINITE_HINT
 
 FIGURES = (
     "new_tokens",

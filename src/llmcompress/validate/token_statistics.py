@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from llmcompress.errors import GateError
+
 Array = npt.NDArray[np.float64]
 
 _RESAMPLES = 500
@@ -86,8 +88,15 @@ def not_finite(figures: Mapping[str, Any]) -> str | None:
     return f"figures of {' and of '.join(owners)} are not finite" if owners else f"{', '.join(broken)}: not finite"
 
 
+def refuse_not_finite(figures: Mapping[str, Any]) -> None:
+    """GateError for figures that are not finite."""
+    if (said := not_finite(figures)) is not None:
+        raise GateError(said, NOT_FINITE_HINT)
+
+
 _OWNERS = {"perplexity": "the model", "ref_perplexity": "the reference"}
 
+NOT_FINITE_HINT = "nothing was measured: try --compute-dtype float32, and look at the weights and config.json"
 ALONE = ("perplexity", "tokens", "windows")  # figures that need no reference
 COMPARED = ("ref_perplexity", "perplexity_ratio", "kl", "kl_median", "kl_p99", "kl_p999", "kl_max", "top1", "tv")
 
