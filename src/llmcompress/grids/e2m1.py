@@ -6,12 +6,15 @@ Two codes lie in a byte, the first in the low bits.
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
+from llmcompress.grids.base import GridRequest, Spec
 from llmcompress.grids.coded import Coded, Grid
+from llmcompress.grids.grid_type import GridType
 from llmcompress.grids.scales import between, natural_groups, positive, row_costs, scale_loss
 from llmcompress.hardware import at_once
 from llmcompress.lazy import Tensor, torch
@@ -90,6 +93,23 @@ class E2m1Grid(Grid):
                 slope = slope - square[:, :, group] * (best - old).unsqueeze(1)
                 scale[:, group] = best
         return Coded(codes, self.rescaled(scale, row_costs(square, linear, scale) < row_costs(square, linear, before)))
+
+
+class E2m1Type(GridType):
+    """Floats of 4 bits, of which there is one spec. made: that spec."""
+
+    widths = (4,)
+    formats = ("compressed-tensors",)
+    made: ClassVar[Spec]
+
+    def named(self, found: re.Match[str]) -> Spec:
+        return self.made
+
+    def spec(self, asked: GridRequest) -> Spec:
+        return self.made
+
+    def specs(self) -> list[Spec]:
+        return [self.made]
 
 
 def paired(codes: Tensor) -> Tensor:

@@ -5,15 +5,14 @@ A group's scale is 2^(e - 127), stored as the byte e.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from llmcompress.grids.base import Clip, GridRequest, Spec
+from llmcompress.grids.base import Clip, Spec
 from llmcompress.grids.coded import Coded
-from llmcompress.grids.e2m1 import LARGEST, E2m1Grid, best_scale, by_blocks, paired, unpaired
-from llmcompress.grids.grid_type import Fitting, GridType
+from llmcompress.grids.e2m1 import LARGEST, E2m1Grid, E2m1Type, best_scale, by_blocks, paired, unpaired
+from llmcompress.grids.grid_type import Fitting
 from llmcompress.lazy import Tensor, torch
 
 _BIAS = 127
@@ -63,24 +62,14 @@ class Mxfp4Grid(E2m1Grid):
         return {"weight_packed": paired(codes), "weight_scale": (self.exponent + _BIAS).to(torch.uint8)}
 
 
-class Mxfp4(GridType):
+class Mxfp4(E2m1Type):
     """Floats of 4 bits times a power of two of their group."""
 
     name = "mxfp4"
     place = 6
     values = "4-bit floats (E2M1) times a power of two in blocks of 32"
     pattern = "mxfp4"
-    widths = (4,)
-    formats = ("compressed-tensors",)
-
-    def named(self, found: re.Match[str]) -> Spec:
-        return Mxfp4Spec()
-
-    def spec(self, asked: GridRequest) -> Spec:
-        return Mxfp4Spec()
-
-    def specs(self) -> list[Spec]:
-        return [Mxfp4Spec()]
+    made = Mxfp4Spec()
 
     def fit(self, weight: Tensor, spec: Mxfp4Spec, how: Fitting) -> Mxfp4Grid:
         return fit(weight, how.clip, how.importance)

@@ -6,20 +6,21 @@ them as one take the largest they find for all of them.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from llmcompress.grids.base import Clip, GridRequest, Spec
+from llmcompress.grids.base import Clip, Spec
 from llmcompress.grids.coded import Coded
-from llmcompress.grids.e2m1 import LARGEST, E2m1Grid, best_scale, by_blocks, paired, unpaired
-from llmcompress.grids.grid_type import Fitting, GridType
+from llmcompress.grids.e2m1 import LARGEST, E2m1Grid, E2m1Type, best_scale, by_blocks, paired, unpaired
+from llmcompress.grids.float8 import LARGEST as LARGEST_SCALE
+from llmcompress.grids.float8 import rounded_
+from llmcompress.grids.grid_type import Fitting
 from llmcompress.lazy import Tensor, torch
 
-_LARGEST_SCALE = 448.0
 _HEADROOM = 256.0  # the scale that covers the largest weight, where a search may choose larger ones
-_LEAST, _MOST = 1, 0x7E  # bytes of the smallest and the largest positive scale
+_SMALLEST_SCALE = 2.0**-9
+_LEAST, _MOST = 1, 0x7E  # bytes of the smallest and of the largest scale
 _OF_ZEROS = 0.125  # the scale of a group whose own is rounded to zero, as compressed-tensors has it
 _TRIED = (0, -1, -2, -3, 1, 2, 3, 4, 5, 6)  # bytes beside the one that covers a group
 _SMALL = 2.0**-100  # largest magnitudes below it are taken for it: a divisor must be a float32
@@ -79,24 +80,14 @@ class Nvfp4Grid(E2m1Grid):
         }
 
 
-class Nvfp4(GridType):
+class Nvfp4(E2m1Type):
     """Floats of 4 bits times a float of 8 bits of their group."""
 
     name = "nvfp4"
     place = 7
     values = "4-bit floats (E2M1) times an 8-bit float (E4M3) in blocks of 16"
     pattern = "nvfp4"
-    widths = (4,)
-    formats = ("compressed-tensors",)
-
-    def named(self, found: re.Match[str]) -> Spec:
-        return Nvfp4Spec()
-
-    def spec(self, asked: GridRequest) -> Spec:
-        return Nvfp4Spec()
-
-    def specs(self) -> list[Spec]:
-        return [Nvfp4Spec()]
+    made = Nvfp4Spec()
 
     def fit(self, weight: Tensor, spec: Nvfp4Spec, how: Fitting) -> Nvfp4Grid:
         return fit(weight, how.clip, how.importance)
@@ -119,7 +110,7 @@ def fit(weight: Tensor, clip: Clip = "search", importance: Tensor | None = None)
     scales the one of least squared error, each input channel weighted by importance [in]; some are larger than cover
     the group, since the levels are denser below 4 than beyond (Cook et al., 2025, arXiv:2512.02010).
     """
-    top = _LARGEST_SCALE if clip == "minmax" else _HEADROOM
+    top = LARGEST_SCALE if clip == "minmax" else _HEADROOM
     divisor = (top * LARGEST / weight.abs().amax().clamp_min(_SMALL)).reshape(1)
 
     def smalls(block: Tensor, weigh: Tensor) -> Tensor:
@@ -141,4 +132,4 @@ def _of_byte(byte: Tensor) -> Tensor:
 
 def _rounded(small: Tensor) -> Tensor:
     """Scales rounded to positive values of E4M3."""
-    return small.clamp(2.0**-9, _LARGEST_SCALE).to(torch.float8_e4m3fn).to(torch.float32)
+    return rounded_(small.clamp_min(_SMALLEST_SCALE))
