@@ -51,6 +51,7 @@ class Squares:
 
     @property
     def sums(self) -> Tensor:
+        """Sums of the squares of the channels [in]."""
         return self.energy.sums
 
     @property

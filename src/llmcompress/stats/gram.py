@@ -45,6 +45,11 @@ class Gram:
         return self.sum.shape[0]
 
     @property
+    def sums(self) -> Tensor:
+        """Sums of the squares of the channels [in]."""
+        return self.sum.diagonal()
+
+    @property
     def tokens(self) -> int:
         return self._seen - int(self._lost)
 

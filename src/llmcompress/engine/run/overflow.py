@@ -5,7 +5,6 @@ from collections.abc import Iterable
 import torch
 
 from llmcompress.errors import RunError
-from llmcompress.stats.gram import Gram
 from llmcompress.stats.statistic import Counted
 
 _LARGEST = 2.0**80  # mean square of a channel, beyond which losses overflow float32
@@ -20,7 +19,7 @@ def refuse_overflow(name: str, found: Iterable[Counted], dtype: torch.dtype, rou
         kept, lost = item.tokens, item.dropped
         if lost > kept or not (kept or routed):
             _refuse(f"{lost} of {kept + lost} tokens that enter {name} are not finite", dtype)
-        squares = item.sum.diagonal() if isinstance(item, Gram) else getattr(item, "sums", None)
+        squares = getattr(item, "sums", None)  # of channels, where a statistic holds them
         if squares is None:
             continue
         if not bool((squares <= _LARGEST * max(kept, 1)).all()):
