@@ -16,9 +16,13 @@ def sealed(data: Mapping[str, Any]) -> bytes:
 def unsealed(raw: bytes) -> dict[str, Any]:
     """The data of sealed JSON; ValueError if it is not what was written."""
     try:
-        data = json.loads(raw)
+        return content_of(json.loads(raw))
     except RecursionError:
         raise ValueError("it nests too deeply") from None
+
+
+def content_of(data: Any) -> dict[str, Any]:
+    """The data of sealed JSON that is parsed already; ValueError if it is not what was written."""
     if not isinstance(data, dict) or data.pop(_KEY, None) != _hash(data):
         raise ValueError("it is not what was written")
     return data

@@ -9,7 +9,7 @@ from llmcompress.engine.budget.type_losses import Losses
 from llmcompress.errors import PlanError, RunError
 from llmcompress.store.files import refuse_unwritable, writing
 from llmcompress.store.headers import read_json
-from llmcompress.store.sealed import sealed, unsealed
+from llmcompress.store.sealed import content_of, sealed
 from llmcompress.store.unfinished import claimed, put_in_place
 
 _HINT = "give another file, or delete it to measure anew"
@@ -47,9 +47,8 @@ def _finite(losses: Losses) -> Losses:
 
 def read_losses(file: Path, of: Mapping[str, str], wanted: Mapping[str, Sequence[str]]) -> Losses:
     """The losses `wanted` (names to kinds); PlanError if the file lacks some or was measured on something else."""
-    read_json(file)  # refuses what is none, or far too large
     try:
-        data = unsealed(file.read_bytes())
+        data = content_of(read_json(file))
     except ValueError as error:
         raise PlanError(f"{file} is damaged: {error}", _HINT) from None
     for key, value in of.items():
