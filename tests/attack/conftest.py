@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from attempts import Attempt, Servers, Tally
 from attempts import attack as make
+from trials import Ground
 
 _TALLY = pytest.StashKey[Tally]()
 
@@ -24,11 +25,20 @@ def servers() -> Iterator[Servers]:
 
 
 @pytest.fixture
-def attack(
-    request: pytest.FixtureRequest, tmp_path: Path, servers: Servers
-) -> Callable[[str, Sequence[Attempt]], None]:
+def tally(request: pytest.FixtureRequest) -> Tally:
+    """The counts of this session."""
+    return request.config.stash[_TALLY]
+
+
+@pytest.fixture
+def attack(tmp_path: Path, tally: Tally, servers: Servers) -> Callable[[str, Sequence[Attempt]], None]:
     """attack(class, attempts): make them all; the test fails if one of them breaks a promise."""
-    return partial(make, folder=tmp_path / "attempts", tally=request.config.stash[_TALLY], servers=servers)
+    return partial(make, folder=tmp_path / "attempts", tally=tally, servers=servers)
+
+
+@pytest.fixture
+def ground(tmp_path: Path, servers: Servers, tiny_model_dir: Path) -> Ground:
+    return Ground(tmp_path / "ground", tiny_model_dir, servers)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 from attempts import LONG, ROUNDS
-from trials import SHORT, Ground, digest, make
+from trials import SHORT, digest, make
 
 pytestmark = [pytest.mark.slow, LONG]
 
@@ -37,16 +37,6 @@ KEPT = {
         ["fit", "model", "--bpw", "6", "--bits", "4,8", "--sensitivity", "kept/a.json", "-o", "out", *SHORT],
     ),
 }  # fmt: skip
-
-
-@pytest.fixture
-def ground(tmp_path, servers, tiny_model_dir):
-    return Ground(tmp_path / "ground", tiny_model_dir, servers)
-
-
-@pytest.fixture
-def tally(attack):
-    return attack.keywords["tally"]
 
 
 @pytest.fixture

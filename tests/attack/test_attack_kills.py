@@ -11,22 +11,12 @@ from functools import partial
 
 import pytest
 from attempts import LONG, ROUNDS
-from trials import COMMANDS, SHORT, Ground, digest, left, make, orderly
+from trials import COMMANDS, SHORT, digest, left, make, orderly
 
 pytestmark = [pytest.mark.slow, LONG]
 
 KILLS = ROUNDS  # of every command, and as many where it overwrites
 RACES = 20 * ROUNDS
-
-
-@pytest.fixture
-def ground(tmp_path, servers, tiny_model_dir):
-    return Ground(tmp_path / "ground", tiny_model_dir, servers)
-
-
-@pytest.fixture
-def tally(attack):
-    return attack.keywords["tally"]
 
 
 def killed(ground, command, after, old, place):

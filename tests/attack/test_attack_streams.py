@@ -4,9 +4,9 @@ import os
 import shutil
 
 import pytest
-from attempts import LONG, Attempt
+from attempts import Attempt
 
-pytestmark = [pytest.mark.slow, LONG]
+pytestmark = pytest.mark.slow
 
 SHORT = ["--samples", "2", "--length", "16"]
 COMMANDS = {
@@ -22,7 +22,7 @@ COMMANDS = {
     "refused": ["rtn", "nowhere"],
     "unknown": ["nothing"],
     "eval": ["eval", "model", "--length", "16", "--windows", "1"],
-    "log": ["rtn", "model", "-o", "out", "--bits", "4", "--group-size", "64", "--log-format", "json"],
+    "log": ["rtn", "model", "-o", "out", "--bits", "4", "--group-size", "64", "-q", "--log-format", "json"],
 }
 WRITING = ("rtn", "gptq", "gguf", "depth", "log")
 CLOSED = [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2)]
