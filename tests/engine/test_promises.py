@@ -92,11 +92,13 @@ def at_change(asked):
 
     def hook(event, arguments):
         if event == "open":  # path, mode, flags
-            changes = bool(arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+            written = bool(arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+            changes = written and not isinstance(arguments[0], int)  # a number is a file that was opened before
         else:
             changes = event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir")
-        if changes and str(arguments[0]).startswith(folder):
-            left[0] -= 1
+        if changes:
+            path = str(arguments[0])
+            left[0] -= path.startswith(folder) or not os.path.isabs(path)  # or relative to an open directory
             if left[0] == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
 

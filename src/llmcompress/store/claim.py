@@ -33,7 +33,7 @@ class Claim(Folder):
 
     def __init__(self, path: Path, mark: str, busy: str, hint: str) -> None:
         """busy, hint: what to say where another run holds it."""
-        self.mark, self._lock = mark, -1
+        self.mark, self._lock, self._locked = mark, -1, False
         self._busy, self._hint = busy, hint
         self._made = [parent for parent in path.parents if not parent.exists()]
         with writing(path):
@@ -63,6 +63,7 @@ class Claim(Folder):
                 raise PlanError(error.message, error.hint) from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._locked = True
         except OSError as error:
             if error.errno in _HELD or not (new or self._inherited()):
                 raise self._refusal() from None
@@ -119,8 +120,11 @@ class Claim(Folder):
 
     def close(self) -> None:
         if self._lock >= 0:
+            if self._locked:  # what stays says nothing of process and machine
+                with suppress(OSError):
+                    os.ftruncate(self._lock, 0)
             os.close(self._lock)
-            self._lock = -1
+            self._lock, self._locked = -1, False
         super().close()
 
 

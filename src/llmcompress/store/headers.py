@@ -21,6 +21,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 _MAX_HEADER = 100_000_000  # the safetensors library's limit, used here for any JSON
+_DIGITS = 300  # of an integer: a float holds no larger one
 _SAMPLES = 64  # spans per file that `contents` reads
 _SAMPLE_BYTES = 4096
 _AGAIN = "fetch the file again"
@@ -150,7 +151,7 @@ def read_json(path: Path) -> dict[str, Any]:
             raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes, {_MAX_HEADER:,} at most are read")
         raw = path.read_bytes()
         _refuse_bombs(raw)
-        value = json.loads(raw)
+        value = json.loads(raw, parse_int=_integer)
     except FileNotFoundError:
         raise CheckpointError(
             f"{path.name} is missing in {path.parent}", "give a directory as transformers saves it"
@@ -164,6 +165,13 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a JSON {type(value).__name__}, not an object")
     return value
+
+
+def _integer(digits: str) -> int:
+    """A number of JSON; ValueError for one that no float can hold, which every use would have to expect."""
+    if len(digits) > _DIGITS:
+        raise ValueError(f"a number has {len(digits)} digits, {_DIGITS} at most are read")
+    return int(digits)
 
 
 def read_file_header(file: Path) -> dict[str, Stored]:

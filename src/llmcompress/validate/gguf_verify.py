@@ -47,6 +47,7 @@ from llmcompress.validate.gguf_keys import key_wrongs
 from llmcompress.validate.gguf_report import report_checks
 from llmcompress.validate.gguf_source import EncodedRows, expected_tensors, parts_of, source_mismatches
 from llmcompress.validate.gguf_tokens import against_source, token_wrongs
+from llmcompress.validate.stored import DamageError
 
 _AT_ONCE = 1 << 22  # values compared at once
 _HALF_STEP = {"F32": (0.0, 0.0), "F16": (2.0**-11, 2.0**-25), "BF16": (2.0**-8, 2.0**-134)}  # relative, absolute
@@ -173,6 +174,9 @@ def _as_scaled(header: GgufHeader, report: Mapping[str, Any], checkpoint: Checkp
     for key, factor in recorded.items():
         name, _, axis = key.rpartition("/")
         if axis != "offset":
+            tensor = checkpoint.headers.tensors.get(name)
+            if tensor is None or factor.shape != (tensor.spec.shape[int(axis)],):
+                raise DamageError(f"transforms.npz: {key} has {factor.size} factors, which the source's tensor has not")
             offset = float(recorded.get(f"{name}/offset", np.float64(0)))
             scaled.fold({name: [Scaled(torch.from_numpy(factor), int(axis), offset=offset)]})
     return scaled

@@ -79,6 +79,8 @@ class _Data:
 
     def _encoded(self, placed: Placed) -> Iterator[memoryview]:
         """The bytes of a tensor that no method rounds: a norm, a bias, the embedding, the head."""
+        from torch.linalg import vector_norm as norm
+
         costs = None if self.plan.importance is None else self.plan.importance.tensors.get(placed.tensor.name)
         for number, piece in enumerate(pieces(placed.tensor, self.read)):
             importance = None if costs is None else costs[number]
@@ -87,8 +89,10 @@ class _Data:
             for start in range(0, len(piece), step):
                 values = piece.rows(start, start + step)
                 found, decoded = encoded(values, placed.type.name, self.search, self.workers, importance)
-                lost += float((decoded - values).double().square().sum())
-                whole += float(values.double().square().sum())
+                if placed.type.name != "F32":  # of which the decoded values are the values themselves
+                    lost += float(norm(decoded.sub_(values))) ** 2
+                    whole += float(norm(values)) ** 2
+                del values, decoded
                 yield bytes_of(found)
             if lost and not math.sqrt(lost / (whole or 1.0)) < farthest(
                 placed.type.name, whole, math.prod(piece.shape)
