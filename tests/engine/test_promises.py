@@ -98,7 +98,7 @@ def at_change(asked):
             changes = event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir")
         if changes:
             path = str(arguments[0])
-            left[0] -= path.startswith(folder) or not os.path.isabs(path)  # or relative to an open directory
+            left[0] -= path.startswith(folder) or path[0] != "/"  # or relative to an open directory
             if left[0] == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
 
