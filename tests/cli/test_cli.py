@@ -12,6 +12,7 @@ import typer
 from typer import rich_utils
 from typer.testing import CliRunner
 
+from forkserver import call
 from llmcompress.cli.commands import register
 from llmcompress.cli.options import field_options
 from llmcompress.grids.grid_type import grid_types
@@ -19,10 +20,6 @@ from llmcompress.recipe import methods
 
 COMMAND = [sys.executable, "-m", "llmcompress"]
 SMALL = ["--bits", "4", "--group-size", "64", "--samples", "4", "--length", "32"]
-
-
-def call(*arguments, **options):
-    return subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, check=False, **options)
 
 
 def one_line_error(done, code, *words):

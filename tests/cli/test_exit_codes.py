@@ -11,16 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from forkserver import call
 from llmcompress import errors
 from llmcompress.cli.app import app
 
 DOCS = Path(__file__).parents[2] / "docs" / "ci.md"
 COMMAND = [sys.executable, "-m", "llmcompress"]
 SHORT = ["--bits", "4", "--group-size", "64", "--samples", "2", "--length", "16"]
-
-
-def call(*arguments, **options):
-    return subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, check=False, **options)
 
 
 def test_the_documented_codes_are_those_of_the_program():
@@ -64,7 +61,13 @@ def test_1_failed_then_75_stopped_then_0(random_model_dir, tmp_path):
     """A disk that is full in the middle, a deadline, then enough of both: the same command each time."""
     command = ["rtn", random_model_dir("llama"), "-o", tmp_path / "out", "--bits", "8", "--group-size", "32"]
     limits = (20_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
-    done = call(*command, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits))
+    done = subprocess.run(
+        [*COMMAND, *map(str, command)],
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits),
+    )
     assert (done.returncode, done.stdout) == (1, "")
     assert "cannot be written" in done.stderr
     assert "File too large" in done.stderr

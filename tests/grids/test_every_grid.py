@@ -26,7 +26,7 @@ TYPES = {
 }
 CHOSEN = [name for name, grid in grid_types().items() if grid.chosen]
 STEPS = {"rtn": [{"method": "rtn"}], "gptq": [{"method": "gptq", "qep_alpha": 0}]}
-STEPS["awq"] = [{"method": "awq"}, *STEPS["rtn"]]
+STEPS["awq"] = [{"method": "awq", "steps": 2}, *STEPS["rtn"]]
 
 
 def options(name):

@@ -3,8 +3,6 @@
 import json
 import re
 import struct
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from entries import AWQ, DENSE, GPTQ, PACKED, W4, matrix, model
+from forkserver import call
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.targets.facts import Devices
@@ -402,12 +401,6 @@ def test_engines_that_read_the_format_but_not_this_are_named_once_each(format_, 
 
 
 # --- the command line ---
-
-
-def call(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "llmcompress", *map(str, arguments)], capture_output=True, text=True, check=False
-    )
 
 
 def test_a_target_on_the_command_line(headers_of, tmp_path):
