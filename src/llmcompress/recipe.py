@@ -83,8 +83,23 @@ def transforms() -> dict[str, type[Transform]]:
 
 
 def formats() -> dict[str, Any]:
-    """All formats by name."""
+    """All formats that can be written, by name."""
+    return {name: item for name, item in stored_formats().items() if item.writes}
+
+
+def stored_formats() -> dict[str, Any]:
+    """All formats that sources may have, by name; `formats` are those of them that can be written."""
     return discover(llmcompress.formats, "FORMAT")
+
+
+def format_named(name: str) -> Any:
+    """The format of an output; RecipeError if none of that name can be written."""
+    known = formats()
+    if name in stored_formats() and name not in known:
+        raise RecipeError(f"format {name} is read and not written", f"known: {', '.join(known)}")
+    if name not in known:
+        raise RecipeError(f"unknown format {name!r}", suggest(name, list(known)))
+    return known[name]
 
 
 def _step(value: Any) -> Any:

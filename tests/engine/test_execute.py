@@ -200,12 +200,14 @@ def test_an_existing_output_is_refused_or_replaced_whole(tiny_model_dir, tmp_pat
     assert not (out / "mine.txt").exists()
 
 
-def test_quantised_sources_and_foreign_code_are_refused(tiny_model_dir, finished, tmp_path):
-    with pytest.raises(CheckpointError, match="already quantised"):
-        make_plan(recipe(), finished, Options(out=tmp_path / "out"))
+def test_foreign_code_and_codes_of_unknown_formats_are_refused(tiny_model_dir, tmp_path):
     own_code = tmp_path / "model"
     shutil.copytree(tiny_model_dir, own_code)
     config = json.loads((own_code / "config.json").read_text())
+    unknown = {**config, "quantization_config": {"quant_method": "aqlm"}}
+    (own_code / "config.json").write_text(json.dumps(unknown))
+    with pytest.raises(CheckpointError, match=r"already quantised \(aqlm\)"):
+        make_plan(recipe(), own_code, Options(out=tmp_path / "out"))
     (own_code / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoModelForCausalLM": "evil.Model"}}))
     with pytest.raises(CheckpointError, match="trust-remote-code"):
         make_plan(recipe(), own_code, Options(out=tmp_path / "out"))

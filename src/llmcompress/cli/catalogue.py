@@ -11,7 +11,7 @@ from llmcompress.errors import RecipeError
 from llmcompress.formats.gguf.types import ALIASES, FILE_TYPES, tensor_type
 from llmcompress.grids.grid_type import grid_types
 from llmcompress.ledger import KINDS
-from llmcompress.recipe import formats, methods
+from llmcompress.recipe import methods, stored_formats
 from llmcompress.registry import discover, suggest
 
 Kind = TypeVar("Kind", bound=Fact)
@@ -30,7 +30,7 @@ def _methods() -> Listing:
 
 
 def _formats() -> Listing:
-    return ("format", "what it is"), [(name, item.summary) for name, item in formats().items()]
+    return ("format", "what it is"), [(name, item.summary) for name, item in stored_formats().items()]
 
 
 def _archs() -> Listing:

@@ -21,6 +21,8 @@ ITEM_SIZE = {
     "F16": 2,
     "BF16": 2,
     "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
     "I64": 8,
     "I32": 4,
     "I16": 2,
@@ -96,11 +98,13 @@ Specs = Mapping[str, TensorSpec]
 class Format(ABC):
     """One checkpoint format; a module of `formats` offers an instance as `FORMAT`.
 
+    writes: whether runs can write it; others' formats may be read alone (`read_only`).
     Everything about what will be written is answered from entries alone, before any tensor is read.
     """
 
     name: str
     summary: str
+    writes: bool = True
     holds: Container[str] | None  # names of the grids whose codes it has a place for; None: it stores decoded values
     marker: str | tuple[str, ...]  # the tensor (one of those) that quantised modules alone have: "qweight"
 
@@ -129,6 +133,10 @@ class Format(ABC):
 
         read: for a tensor that holds a shape, and no other.
         """
+        return None
+
+    def grid(self, module: str, config: Config) -> Spec | None:
+        """The grid of what `decode` gives of a module, if config.json alone tells it; None where it does not."""
         return None
 
     def decode(self, module: str, read: Reader, config: Config) -> "Coded | None":

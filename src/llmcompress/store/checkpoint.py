@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from llmcompress.errors import EXIT_FAILED, CheckpointError
+from llmcompress.grids.base import Spec
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.inputs import Rounding
 from llmcompress.store.headers import ModelHeaders, read_headers
@@ -20,6 +21,8 @@ DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -47,6 +50,10 @@ class Checkpoint:
 
     def coded(self, module: str) -> Coded | None:
         """Codes of a module's matrix if the checkpoint stores codes; else None."""
+        return None
+
+    def code_grid(self, module: str) -> Spec | None:
+        """The grid of a module's codes, where the checkpoint tells it without reading them; else None."""
         return None
 
     def stored(self, name: str, kind: str) -> Iterator[memoryview] | None:

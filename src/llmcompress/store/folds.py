@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from llmcompress.grids.base import Spec
 from llmcompress.grids.coded import Coded
 from llmcompress.solve.hadamard import Rotation
 from llmcompress.store.checkpoint import DTYPES, Checkpoint
@@ -118,6 +119,9 @@ class FoldedCheckpoint(Checkpoint):
 
     def coded(self, module: str) -> Coded | None:
         return None if f"{module}.weight" in self._folds else self.base.coded(module)
+
+    def code_grid(self, module: str) -> Spec | None:
+        return None if f"{module}.weight" in self._folds else self.base.code_grid(module)
 
     def read(self, name: str) -> Tensor:
         work = self.base.read(self.shared.get(name, name))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from llmcompress.validate.declared_schemes import PARTS
+from llmcompress.validate.decoded_source import source_tensors
 from llmcompress.validate.directory import HEADS, ROWS, Directory
 from llmcompress.validate.findings import AGREEMENT, Check, guarded_list, summary
 from llmcompress.validate.kv_scale_checks import cache_scales
@@ -22,7 +23,7 @@ from llmcompress.validate.removed_parts import (
     renumbered_tensors,
 )
 from llmcompress.validate.source_files import config_differences, side_file_wrongs
-from llmcompress.validate.stored import DamageError, Tensor, read_json, read_source
+from llmcompress.validate.stored import DamageError, Tensor, read_json
 
 _FOLDED = 8 * 2.0**-24  # relative: factors are multiplied one after the other in float32
 _ROUNDING = {"BF16": 2.0**-8, "F16": 2.0**-11, "F32": 2.0**-24, "F64": 2.0**-53}
@@ -31,7 +32,7 @@ _ROUNDING = {"BF16": 2.0**-8, "F16": 2.0**-11, "F32": 2.0**-24, "F64": 2.0**-53}
 def against_source(directory: Directory, matrices: Mapping[str, StoredMatrix], source: Path) -> list[Check]:
     """Compare a directory with its source model. matrices: the directory's decodable matrices."""
     try:
-        originals = read_source(source)
+        originals = source_tensors(source)
         config = read_json(source / "config.json")
         shallow = drops_layers(directory.report)
         originals = renumbered_tensors(directory.report, originals) if shallow else originals

@@ -17,11 +17,10 @@ from llmcompress.engine.plan.run_memory import memory_of_run
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.plan.transform_headers import check_order
 from llmcompress.engine.targets.verdicts import engine_notes, requested_target
-from llmcompress.errors import PlanError, RecipeError
+from llmcompress.errors import PlanError
 from llmcompress.formats.base import Entry, Format
 from llmcompress.ledger import Ledger
-from llmcompress.recipe import Recipe, formats
-from llmcompress.registry import suggest
+from llmcompress.recipe import Recipe, format_named
 from llmcompress.store.side_files import side_files
 
 
@@ -113,7 +112,4 @@ def _by_layer(planned: Mapping[str, MatrixPlan], contents: Contents) -> tuple[tu
 
 def format_of(recipe: Recipe) -> Format:
     """The format of a recipe's output; RecipeError if there is none of its name."""
-    known = formats()
-    if recipe.output.format not in known:
-        raise RecipeError(f"unknown format {recipe.output.format!r}", suggest(recipe.output.format, list(known)))
-    return known[recipe.output.format]  # type: ignore[no-any-return]
+    return format_named(recipe.output.format)  # type: ignore[no-any-return]

@@ -24,17 +24,18 @@ from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.plan.transform_headers import transformed_headers
 from llmcompress.engine.source.gguf_input import GgufHeaders
 from llmcompress.engine.source.matrix_refs import Matrices, matrices_of
-from llmcompress.engine.source.open import source_headers
-from llmcompress.engine.source.quantised import DecodedHeaders, note_decoded
+from llmcompress.engine.source.open import checkpoint_headers, source_headers
+from llmcompress.engine.source.quantised import DecodedHeaders, code_grid, note_decoded
 from llmcompress.engine.source.tensor_names import Anatomy
 from llmcompress.errors import PlanError
 from llmcompress.formats.base import Entry, Format, TensorSpec
 from llmcompress.formats.gguf.file import GgufFile
+from llmcompress.grids.base import Spec
 from llmcompress.grids.ggml import GgufTypes, gguf_types
 from llmcompress.ledger import Ledger
 from llmcompress.methods.base import Method
 from llmcompress.recipe import Recipe
-from llmcompress.store.headers import ModelHeaders, read_headers
+from llmcompress.store.headers import ModelHeaders
 from llmcompress.store.weight_files import weights_nbytes
 
 
@@ -114,7 +115,7 @@ class SafetensorsOutput:
 
     def open(self, model: Path) -> ModelHeaders:
         """The headers of what lies at `model`; CheckpointError for what this kind of output cannot be made of."""
-        return read_headers(model)
+        return checkpoint_headers(model)
 
     def method_suffix(self, step: Method) -> str:
         """What the default name of the output says of the step that rounds."""
@@ -146,9 +147,20 @@ class SafetensorsOutput:
         self, contents: Contents, entries: Sequence[Entry], out: Path, importance: Importance | None
     ) -> OutputLayout:
         """The files that hold the entries of a plan, which the format does not refuse."""
+        if isinstance(contents.headers, DecodedHeaders):
+            self._note_decoded(contents.headers, entries)
         stored = ([entry.source] if entry.grid is None else self.format.layout(entry) for entry in entries)
         tensors = tuple(spec for specs in stored for spec in specs)
         return OutputLayout(tensors, weights_nbytes(tensors, self.recipe.output.shard_size))
+
+    def _note_decoded(self, headers: DecodedHeaders, entries: Sequence[Entry]) -> None:
+        coded = {entry.module for entry in entries if entry.grid and self._keeps(headers, entry, entry.grid)}
+        note_decoded(headers, set() if self.recipe.transforms or self.recipe.pruner else coded, self.ledger)
+
+    def _keeps(self, headers: DecodedHeaders, entry: Entry, grid: Spec) -> bool:
+        """Whether a matrix keeps the codes that its source has."""
+        fixed = entry.inputs is not None and not entry.inputs.dynamic
+        return not fixed and not entry.permuted and code_grid(headers, entry.module) == grid
 
 
 class GgufOutput(SafetensorsOutput):
@@ -184,8 +196,7 @@ class GgufOutput(SafetensorsOutput):
         headers, model = contents.headers, contents.gguf
         assert model is not None  # the format refuses matrices without a GGUF type
         if isinstance(headers, DecodedHeaders):
-            coded = {entry.module for entry in entries if entry.grid and entry.grid.holds_codes}
-            note_decoded(headers, set() if self.recipe.transforms or self.recipe.pruner else coded, self.ledger)
+            self._note_decoded(headers, entries)
         keys = () if importance is None else importance.keys
         files = gguf_files_of(model, headers, out, self.recipe.output.shard_size, keys)
         return OutputLayout(
@@ -194,6 +205,9 @@ class GgufOutput(SafetensorsOutput):
             files,
             self._modelfile(model, headers.path, files[0].name),
         )
+
+    def _keeps(self, headers: DecodedHeaders, entry: Entry, grid: Spec) -> bool:
+        return grid.holds_codes
 
     def _modelfile(self, model: GgufModel, directory: Path, file: str) -> str | None:
         if not self.recipe.output.modelfile or model.tokenizer is None:

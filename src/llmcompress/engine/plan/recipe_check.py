@@ -12,8 +12,7 @@ from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.plan.transform_headers import check_order
 from llmcompress.errors import LlmcompressError, RecipeError
-from llmcompress.recipe import Recipe, formats, parse, read
-from llmcompress.registry import suggest
+from llmcompress.recipe import Recipe, format_named, parse, read
 
 _SOUND = [{"method": "rtn"}]  # valid steps, beside which every other section is checked
 
@@ -85,9 +84,7 @@ def _said(message: str) -> int | None:
 
 
 def _refuse_unknown_format(recipe: Recipe) -> None:
-    name, known = recipe.output.format, list(formats())
-    if name not in known:
-        raise RecipeError(f"unknown format {name!r}", suggest(name, known))
+    format_named(recipe.output.format)
 
 
 def _nowhere(model: Path) -> Path:

@@ -8,6 +8,7 @@ from llmcompress.engine.plan.matrix_plan import MatrixPlan
 from llmcompress.engine.plan.memory_model import Device, MemoryModel, Phase, Term
 from llmcompress.engine.plan.resources import Resources
 from llmcompress.engine.source.header_checks import hidden_width
+from llmcompress.engine.source.quantised import DecodedHeaders
 from llmcompress.formats.gguf.file import ENCODED_AT_ONCE
 from llmcompress.grids.base import PRODUCT_ROWS
 from llmcompress.grids.integer import SEARCHED
@@ -33,7 +34,7 @@ class RunMemory:
 
     calibrated: whether text runs through the layers. counted: the same, but on a GPU what transforms measure is not
     counted. paired: whether text runs through the uncompressed layers too. largest: tensor of the model. tokens: of a
-    batch. item: bytes of a value.
+    batch. item: bytes of a value. decoded: weights of the largest matrix that the source stores as codes.
     """
 
     device: Device = "host"
@@ -47,6 +48,8 @@ class RunMemory:
         self.counted = measured if resources.gpu else self.calibrated
         self.paired = any(plan.original_samples for plan in self.matrices)
         self.largest = max((stored.spec for stored in headers.tensors.values()), key=lambda spec: spec.nbytes)
+        packed = headers.packed if isinstance(headers, DecodedHeaders) else ()
+        self.decoded = max((prod(headers.tensors[f"{module}.weight"].spec.shape) for module in packed), default=0)
         self.hidden, self.tokens = hidden_width(headers), resources.batch * recipe.calibration.length
         self.gguf = recipe.output.format == "gguf"
         self.scaled = any(isinstance(step, Scaling) for step in recipe.transforms) and not resources.gpu
@@ -56,6 +59,7 @@ class RunMemory:
         phases = [Phase("largest tensor", list(self.table()))]
         for layer in filter(None, self.layers):
             loaded = [self.term("layer", _weights(layer) * self.item * (1 + self.paired))] if self.counted else []
+            phases += [Phase("decoding", [*loaded, *self.decoding()])] if self.decoded else []
             phases += [Phase("running", [*loaded, *self.running(layer)])] if self.counted else []
             phases += [Phase("scaling", [*loaded, *terms]) for terms in self.scaling(layer)] if self.scaled else []
             phases += [Phase("solving", [*loaded, *terms]) for terms in self.solving(layer)]
@@ -88,6 +92,10 @@ class RunMemory:
         one, experts = _squares(layer)
         yield self._batches(layer)
         yield Term("statistics", max((3 if self.paired else 1) * one, experts))
+
+    def decoding(self) -> Iterator[Term]:
+        """The largest matrix that the source stores as codes, as it is read."""
+        yield Term("matrix being decoded", memory.BEING_DECODED * self.decoded)
 
     def solving(self, layer: Layer) -> Iterator[list[Term]]:
         """Each stage: its statistics and those of experts, its weights, and a dozen tensors of the rows at work."""

@@ -79,7 +79,11 @@ class Compressor:
             note_reuse(self.plan, self.known, ledger)
         for stage in stages_of(self.plan.layers[number]):
             self.progress.stage(stage[0].space, len(stage))
-            kept = [found for plan in stage if (found := recoded(plan, self.checkpoint, ledger, workers)) is not None]
+            kept = [
+                found
+                for plan in stage
+                if (found := recoded(plan, self.plan.format, self.checkpoint, ledger, workers)) is not None
+            ]
             taken = {plan.module for plan, *_ in kept}
             stage = [plan for plan in stage if plan.module not in taken]
             statistics = known or self._statistics(layer, compressed, original, stage, ledger)

@@ -1,4 +1,4 @@
-"""Sources of GGUF files: a model directory, quantised or not, the language model inside one, or a GGUF file."""
+"""Sources of runs: a model directory, quantised or not, the language model inside one, or a GGUF file."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ from torch import nn
 
 from llmcompress.engine.source.gguf_input import GgufCheckpoint, GgufHeaders, gguf_headers
 from llmcompress.engine.source.multimodal import text_part
-from llmcompress.engine.source.quantised import DecodedCheckpoint, DecodedHeaders, decoded_headers
+from llmcompress.engine.source.quantised import DecodedCheckpoint, DecodedHeaders, decoded_headers, in_own_type
 from llmcompress.ledger import Ledger
 from llmcompress.model.rounded import round_inputs
 from llmcompress.model.skeleton import load_config
@@ -30,6 +30,14 @@ def source_headers(path: Path, ledger: Ledger) -> ModelHeaders:
 def directory_headers(path: Path, ledger: Ledger) -> ModelHeaders:
     """The same as `source_headers`, for a directory."""
     return decoded_headers(text_part(read_headers(path), ledger))
+
+
+def checkpoint_headers(path: Path) -> ModelHeaders:
+    """The headers of a directory as if it had never been quantised, every matrix in the model's own type.
+
+    CheckpointError for a damaged model; a format that is not known here stays as it is.
+    """
+    return in_own_type(decoded_headers(read_headers(path)))
 
 
 def config_of(headers: ModelHeaders, trust_remote_code: bool) -> Any:

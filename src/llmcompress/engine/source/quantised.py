@@ -4,25 +4,30 @@ The package `formats` alone knows which formats there are and what their files h
 """
 
 import re
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from llmcompress.arch import find
 from llmcompress.arch.spec import ArchSpec
 from llmcompress.errors import CheckpointError, RecipeError
-from llmcompress.formats.base import Format, TensorSpec
+from llmcompress.formats.base import FLOAT_TYPES, Format, TensorSpec
 from llmcompress.formats.kv_cache import PARTS
+from llmcompress.grids.base import Spec
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.inputs import Rounding
 from llmcompress.ledger import Ledger
-from llmcompress.recipe import formats
+from llmcompress.recipe import stored_formats
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.headers import ModelHeaders, Stored
 
 # the errors that a wrong config can cause
 _DAMAGED = (ArithmeticError, AttributeError, LookupError, RecipeError, TypeError, ValueError, re.error)
+_SMALL_FLOATS = "F8_"  # how the names of types begin that are values only together with a scale
+_AT_ONCE = 1 << 22  # weights decoded at once, so that what decoding needs beside its result stays small
 
 
 @dataclass(frozen=True)
@@ -66,8 +71,35 @@ def decoded_headers(stored: ModelHeaders, spec: ArchSpec | None = None) -> Model
             tensors[weight.name] = Stored(weight, item.file, item.begin, item.end)
         elif _outlives(name, packed):
             tensors[name] = item
+    _check_decoded(stored, found, packed, tensors)
     config = {key: value for key, value in stored.config.items() if key != "quantization_config"}
     return DecodedHeaders(stored.path, config, tensors, stored.files, stored, found, packed, transposed)
+
+
+def in_own_type(headers: ModelHeaders) -> ModelHeaders:
+    """The same headers, decoded matrices in the type that the model has: that of most tensors that are no codes."""
+    if not isinstance(headers, DecodedHeaders):
+        return headers
+    weights = {f"{module}.weight" for module in headers.packed}
+    kinds = Counter(item.spec.dtype for name, item in headers.tensors.items() if name not in weights)
+    dtype = max(FLOAT_TYPES, key=lambda kind: kinds[kind])
+    tensors = {
+        name: replace(item, spec=replace(item.spec, dtype=dtype)) if name in weights else item
+        for name, item in headers.tensors.items()
+    }
+    return replace(headers, tensors=tensors)
+
+
+def _check_decoded(stored: ModelHeaders, found: Format, packed: Container[str], tensors: Mapping[str, Stored]) -> None:
+    """CheckpointError unless something is packed, and nothing that is left needs a scale to be a value."""
+    if not packed:
+        raise CheckpointError(
+            f"{stored.path} is already quantised ({found.name}), by its config.json, and no tensor is stored so",
+            "fetch the files again",
+        )
+    for name, item in tensors.items():
+        if item.spec.dtype.startswith(_SMALL_FLOATS):
+            raise CheckpointError(f"{stored.path}: {name} is {item.spec.dtype}, and no scale of it is stored beside it")
 
 
 def _marked(found: Format, names: Iterable[str]) -> dict[str, str]:
@@ -128,6 +160,9 @@ class DecodedCheckpoint(Checkpoint):
         except _DAMAGED as error:
             raise _unlike(self.headers.stored, self.headers.format, module, error) from None
 
+    def code_grid(self, module: str) -> Spec | None:
+        return code_grid(self.headers, module)
+
     def inputs(self, module: str) -> Rounding | None:
         if module not in self.headers.packed:
             return None
@@ -141,7 +176,7 @@ class DecodedCheckpoint(Checkpoint):
         coded = self.coded(module) if name.endswith(".weight") else None
         if coded is None:
             return self._stored.read(name)
-        value = coded.decode()
+        value = _decoded(coded)
         return value.t().contiguous() if module in self.headers.transposed else value
 
     def _part(self, name: str) -> Tensor:
@@ -151,10 +186,32 @@ class DecodedCheckpoint(Checkpoint):
         return self._stored.read(name)
 
 
+def code_grid(headers: DecodedHeaders, module: str) -> Spec | None:
+    """The grid that a packed module is stored on, if config.json tells it; None for any other module."""
+    if module not in headers.packed or module in headers.transposed:
+        return None
+    try:
+        return headers.format.grid(module, headers.stored.config)
+    except _DAMAGED as error:
+        raise _unlike(headers.stored, headers.format, module, error) from None
+
+
+def _decoded(coded: Coded) -> Tensor:
+    """Values float32 [out, in], decoded some rows at a time."""
+    count, width = coded.codes.shape
+    step = max(1, _AT_ONCE // width)
+    if count <= step:
+        return coded.decode()
+    value = torch.empty(count, width)
+    for start in range(0, count, step):
+        value[start : start + step] = coded.rows(slice(start, start + step)).decode()
+    return value
+
+
 def _format_of(stored: ModelHeaders) -> Format | None:
     if "quantization_config" not in stored.config:
         return None
-    return next((item for item in formats().values() if item.recognises(stored.config)), None)
+    return next((item for item in stored_formats().values() if item.recognises(stored.config)), None)
 
 
 def _shape(found: Format, module: str, specs: Mapping[str, TensorSpec], reader: Checkpoint) -> tuple[int, int]:

@@ -1,0 +1,67 @@
+"""The tensors of a source as a run read them: those of its files, and matrices that it stores as codes, decoded."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from llmcompress.engine.source.open import checkpoint_headers, open_checkpoint
+from llmcompress.engine.source.quantised import DecodedHeaders
+from llmcompress.errors import LlmcompressError
+from llmcompress.store.checkpoint import DTYPES, Checkpoint
+from llmcompress.validate.stored import Array, DamageError, Tensor, read_source
+
+
+class DecodedMatrices:
+    """Decoded matrices of a source by name; the one that was asked for last is kept."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self._last: tuple[str, torch.Tensor] | None = None
+
+    def values(self, name: str) -> torch.Tensor:
+        """Values float32; DamageError."""
+        if self._last is None or self._last[0] != name:
+            try:
+                self._last = name, self.checkpoint.read(name).to(torch.float32)
+            except LlmcompressError as error:
+                raise DamageError(error.message) from None
+        return self._last[1]
+
+
+@dataclass(frozen=True)
+class DecodedMatrix(Tensor):
+    """A matrix that a source stores as codes. Its bytes are its values rounded to the model's own type."""
+
+    matrices: DecodedMatrices
+
+    def raw(self) -> Array:
+        rounded = self.matrices.values(self.name).to(DTYPES[self.dtype])
+        return rounded.contiguous().view(torch.uint8).numpy().reshape(-1)
+
+    def floats(self, part: slice = slice(None), *, transposed: bool = False) -> Array:
+        values = self.matrices.values(self.name).numpy()
+        found: Array = np.ascontiguousarray(values[:, part].T if transposed else values[part])
+        return found
+
+
+def source_tensors(source: Path) -> dict[str, Tensor]:
+    """The tensors that a run reads of a model, by name; DamageError."""
+    try:
+        headers = checkpoint_headers(source)
+    except LlmcompressError as error:
+        raise DamageError(error.message) from None
+    originals = read_source(source)
+    if not isinstance(headers, DecodedHeaders):
+        return originals
+    matrices = DecodedMatrices(open_checkpoint(headers))
+    packed = {f"{module}.weight" for module in headers.packed}
+    found: dict[str, Tensor] = {}
+    for name, stored in headers.tensors.items():
+        spec = stored.spec
+        if name in packed:
+            found[name] = DecodedMatrix(name, spec.dtype, spec.shape, stored.file, 0, spec.nbytes, matrices)
+        else:
+            found[name] = originals[name]
+    return found
