@@ -143,9 +143,14 @@ def test_one_scale_for_a_whole_matrix_is_read_too():
 
 
 def test_ways_to_round_inputs_that_are_not_known_are_refused():
-    said = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128, "dynamic": True}
+    said = {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "token", "dynamic": True}
     with pytest.raises(CheckpointError, match="rounded in a way other"):
         PACKED.inputs("m", {}.__getitem__, group(inputs={"input_activations": said}))
+
+
+def test_inputs_rounded_by_groups_are_left_as_they_are():
+    said = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128, "dynamic": True}
+    assert PACKED.inputs("m", {}.__getitem__, group(inputs={"input_activations": said})) is None
 
 
 @pytest.mark.parametrize("value", [float("nan"), 0.0, -1.0])

@@ -17,6 +17,9 @@ The format speaks of signed codes and signed zero points; packed with their offs
 Only widths that fill a word without straddling are written (2, 4, 8 bits): versions of the library up to 0.17 and from
 0.18 on pack the others differently, and neither reads the other's. Groups in activation order are refused since 0.19.
 Weights of 8 bits without rounded inputs are packed, since engines refuse them unpacked.
+
+Read are also checkpoints of others: groups in activation order (M.weight_g_idx), 8-bit floats by blocks or groups, and
+codes a byte by groups and with zero points.
 """
 
 from collections.abc import Sequence
@@ -26,8 +29,16 @@ from llmcompress.errors import CheckpointError
 from llmcompress.formats import kv_cache
 from llmcompress.formats.base import FLOAT_TYPES, Config, Entry, Reader, Specs
 from llmcompress.formats.entry_checks import Refusal, left_alone, quantised, stored_type
+from llmcompress.formats.float8_tensors import float8_shape, read_float8, tile_of
 from llmcompress.formats.packed_format import PackedFormat, Part, matrix_shape, stored_extents
-from llmcompress.formats.scheme_tensors import byte_tensors, packed_tensors, read_bytes, read_packed, words_for
+from llmcompress.formats.scheme_tensors import (
+    byte_tensors,
+    check_shapes,
+    packed_tensors,
+    read_bytes,
+    read_packed,
+    words_for,
+)
 from llmcompress.formats.schemes import (
     FLOATS,
     HOLDS,
@@ -38,6 +49,7 @@ from llmcompress.formats.schemes import (
     inputs_of,
     inputs_said,
     kind,
+    reordered,
     unholdable,
     weights_said,
 )
@@ -157,30 +169,48 @@ class CompressedTensors(PackedFormat):
         return super().recognises(config) and config["quantization_config"].get("format") in READ
 
     def shape(self, module: str, specs: Specs, read: Reader, config: Config) -> tuple[int, int] | None:
-        if f"{module}.weight_packed" not in specs:
+        spec = grid_of(module, config["quantization_config"])
+        words = specs.get(f"{module}.weight_packed")
+        if words is None:
             plain = specs.get(f"{module}.weight")
-            coded = plain is not None and plain.dtype in ("I8", "F8_E4M3")
-            return matrix_shape(specs, f"{module}.weight") if coded else None
-        if f"{module}.weight_g_idx" in specs:
-            raise CheckpointError(
-                f"{module} has groups in activation order, which are read from gptq checkpoints alone"
-            )
-        words = specs[f"{module}.weight_packed"]
-        if words.dtype == "U8":  # bytes of a grid of its own: no row is filled up
-            return words.shape[0], words.shape[1] * 8 // grid_of(module, config["quantization_config"]).bits
-        return stored_extents(module, specs, read)
+            if plain is None or plain.dtype not in ("I8", "F8_E4M3"):
+                return None
+            if not spec.affine:
+                return float8_shape(module, specs, "weight_scale", tile_of(spec))
+            shape = matrix_shape(specs, f"{module}.weight")
+        elif words.dtype == "U8":  # bytes of a grid of its own: no row is filled up
+            shape = words.shape[0], words.shape[1] * 8 // spec.bits
+        else:
+            shape = stored_extents(module, specs, read)
+        if shape is not None:
+            check_shapes(module, spec, shape, specs)
+        return shape
+
+    def grid(self, module: str, config: Config) -> Spec | None:
+        settings = config["quantization_config"]
+        return None if reordered(module, settings) else grid_of(module, settings)
 
     def unpacked(self, module: str, tensors: "list[Tensor]", read: Reader, settings: Config) -> "Coded":
+        def part(name: str) -> "Tensor | None":
+            try:
+                return read(f"{module}.{name}")
+            except KeyError:
+                return None
+
         (scale,), spec = tensors, grid_of(module, settings)
-        if HOLDS[spec.type].own:
-            return type_of(spec).unpacked(spec, {name: read(f"{module}.{name}") for name in spec.parts(1, 1)})
-        try:
-            words, shape = read(f"{module}.weight_packed"), read(f"{module}.weight_shape")
-        except KeyError:
-            return read_bytes(module, spec, read(f"{module}.weight"), scale)
-        rows, width = (int(extent) for extent in shape)
+        if own := spec.parts(1, 1):
+            coded = type_of(spec).unpacked(spec, {name: read(f"{module}.{name}") for name in own})
+            if not bool(coded.grid.scale.isfinite().all()):
+                raise CheckpointError(f"{module} has scales that are not finite")
+            return coded
+        if not spec.affine:
+            return read_float8(module, read(f"{module}.weight"), scale, tile_of(spec))
         points = None if spec.symmetric else read(f"{module}.weight_zero_point")
-        return read_packed(module, spec, (rows, width), words, scale, points)
+        words = part("weight_packed")
+        if words is None:
+            return read_bytes(module, spec, read(f"{module}.weight"), scale, points)
+        rows, width = (int(extent) for extent in read(f"{module}.weight_shape"))
+        return read_packed(module, spec, (rows, width), words, scale, points, part("weight_g_idx"))
 
     def inputs(self, module: str, read: Reader, config: Config) -> "InputGrid | None":
         import torch

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from llmcompress.errors import CheckpointError
 from llmcompress.formats.base import Specs
 from llmcompress.formats.packed_format import matrix_shape
+from llmcompress.grids.base import Spec
+from llmcompress.grids.tiled_floats import TiledFloatSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,6 +24,11 @@ _SCALES = ("F32", "F16", "BF16", "U8", "F8_E8M0")
 def tiles(shape: Tile, tile: Tile) -> Tile:
     """How many tiles cover a matrix, along its rows and along its columns."""
     return -(-shape[0] // tile[0]), -(-shape[1] // tile[1])
+
+
+def tile_of(spec: Spec) -> Tile | None:
+    """Rows and columns of the tiles of a grid of 8-bit floats; None where it has a scale for each row."""
+    return (spec.rows, spec.columns) if isinstance(spec, TiledFloatSpec) else None
 
 
 def float8_shape(module: str, specs: Specs, scale: str, tile: Tile | None) -> tuple[int, int]:
@@ -66,7 +73,7 @@ def read_float8(module: str, weight: "Tensor", scale: "Tensor", tile: Tile | Non
     from llmcompress.grids.coded import Coded
     from llmcompress.grids.float8 import Float8Spec, FloatGrid
     from llmcompress.grids.scales import natural_groups
-    from llmcompress.grids.tiled_floats import TiledFloatGrid, TiledFloatSpec
+    from llmcompress.grids.tiled_floats import TiledFloatGrid
 
     rows, width = weight.shape
     codes, values = weight.view(torch.uint8), scale_values(module, scale)

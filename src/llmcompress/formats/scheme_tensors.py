@@ -1,13 +1,13 @@
 """Codes of a matrix to and from the tensors of compressed-tensors checkpoints (`compressed_tensors` says which)."""
 
+from math import prod
 from typing import TYPE_CHECKING, cast
 
 from llmcompress.errors import CheckpointError
-from llmcompress.formats.base import Entry
+from llmcompress.formats.base import Entry, Specs
 from llmcompress.formats.entry_checks import affine_grid, stored_scale
 from llmcompress.formats.schemes import FLOATS
 from llmcompress.grids.base import Spec
-from llmcompress.grids.float8 import Float8Spec
 from llmcompress.grids.integer import IntegerSpec
 
 if TYPE_CHECKING:
@@ -50,10 +50,61 @@ def byte_tensors(entry: Entry, coded: "Coded", how: str) -> "dict[str, Tensor]":
     }
 
 
+def check_shapes(module: str, spec: Spec, shape: tuple[int, int], specs: Specs) -> None:
+    """CheckpointError unless scales, and codes that are packed, have the shapes of a matrix [out, in] on a grid."""
+    rows, width = shape
+    if own := spec.parts(rows, width):
+        for name, (dtype, extents) in own.items():
+            part = specs.get(f"{module}.{name}")
+            if part is None or part.dtype != dtype or prod(part.shape) != prod(extents):
+                raise CheckpointError(f"{module}.{name} is not {dtype} {list(extents)}, as {spec.name} has it")
+        return
+    scale = specs[f"{module}.weight_scale"]
+    if width % spec.width(width) or (scale.shape != (rows, spec.groups(width)) and prod(scale.shape) != 1):
+        raise CheckpointError(
+            f"{module}.weight_scale is {list(scale.shape)}, which are not the scales of {rows} x {width} weights on "
+            f"{spec.name}"
+        )
+    words = specs.get(f"{module}.weight_packed")
+    if words is not None and words.shape != (rows, words_for(width, spec.bits)):
+        raise CheckpointError(
+            f"{module}.weight_packed is {list(words.shape)}, which does not hold {rows} x {width} codes of {spec.name}"
+        )
+
+
 def read_packed(
-    module: str, spec: Spec, shape: tuple[int, int], words: "Tensor", scale: "Tensor", points: "Tensor | None"
+    module: str,
+    spec: Spec,
+    shape: tuple[int, int],
+    words: "Tensor",
+    scale: "Tensor",
+    points: "Tensor | None",
+    order: "Tensor | None" = None,
 ) -> "Coded":
-    """The inverse of `packed_tensors`, for a matrix of `shape`; CheckpointError for tensors of other shapes."""
+    """The inverse of `packed_tensors`, for a matrix of `shape`; CheckpointError for tensors of other shapes.
+
+    points: packed, or one signed a byte, as older files have them. order [in]: the group of each input channel.
+    """
+    from llmcompress.packing.bits import unpack
+
+    rows, width = shape
+    if tuple(words.shape) != (rows, words_for(width, spec.bits)):
+        raise CheckpointError(f"tensors of {module} do not have the shapes of {spec.name}")
+    return _integers(module, spec, unpack(words, spec.bits, width), scale, points, order)
+
+
+def read_bytes(module: str, spec: Spec, weight: "Tensor", scale: "Tensor", points: "Tensor | None") -> "Coded":
+    """The inverse of `byte_tensors` for integers; CheckpointError for tensors of other types or shapes."""
+    import torch
+
+    if weight.dtype != torch.int8 or spec.bits != 8:
+        raise CheckpointError(f"{module}.weight does not hold codes of {spec.name}")
+    return _integers(module, spec, weight.view(torch.uint8) ^ 0x80, scale, points, None)
+
+
+def _integers(
+    module: str, spec: Spec, codes: "Tensor", scale: "Tensor", points: "Tensor | None", order: "Tensor | None"
+) -> "Coded":
     import torch
 
     from llmcompress.grids.coded import Coded
@@ -61,42 +112,24 @@ def read_packed(
     from llmcompress.grids.scales import natural_groups
     from llmcompress.packing.bits import unpack
 
-    rows, width = shape
+    rows, width = codes.shape
     groups = spec.groups(width)
-    if tuple(words.shape) != (rows, words_for(width, spec.bits)) or tuple(scale.shape) != (rows, groups):
+    scale = scale.reshape(1, 1).expand(rows, groups) if scale.numel() == 1 else scale  # of the whole matrix
+    if tuple(scale.shape) != (rows, groups):
         raise CheckpointError(f"tensors of {module} do not have the shapes of {spec.name}")
     zero = torch.full((rows, groups), float(spec.middle))
-    if points is not None:
+    if points is not None and points.dtype == torch.int8:
+        if points.numel() not in (1, rows * groups):
+            raise CheckpointError(f"zero points of {module} do not have the shape of {spec.name}")
+        zero = zero + (points.reshape(-1, 1) if points.numel() == 1 else points.reshape(rows, groups))
+    elif points is not None:
         if tuple(points.shape) != (words_for(rows, spec.bits), groups):
             raise CheckpointError(f"zero points of {module} do not have the shape of {spec.name}")
         zero = unpack(points.t().contiguous(), spec.bits, rows).t().to(torch.float32).contiguous()
-    grid = IntegerGrid(cast("IntegerSpec", spec), scale.to(torch.float32), zero, natural_groups(spec, width))
-    return Coded(unpack(words, spec.bits, width), grid)
-
-
-def read_bytes(module: str, spec: Spec, weight: "Tensor", scale: "Tensor") -> "Coded":
-    """The inverse of `byte_tensors`; CheckpointError for tensors of other types or shapes."""
-    import torch
-
-    from llmcompress.grids.coded import Coded
-    from llmcompress.grids.float8 import FloatGrid
-    from llmcompress.grids.integer import IntegerGrid
-    from llmcompress.grids.scales import natural_groups
-
-    rows, width = weight.shape
-    groups = spec.groups(width)
-    if weight.dtype != (torch.int8 if spec.affine else torch.float8_e4m3fn) or not spec.symmetric:
-        raise CheckpointError(f"{module}.weight does not hold codes of {spec.name}")
-    if scale.numel() == 1:  # of the whole matrix
-        scale = scale.reshape(1, 1).expand(rows, groups)
-    if tuple(scale.shape) != (rows, groups):
-        raise CheckpointError(f"tensors of {module} do not have the shapes of {spec.name}")
-    scale, index = scale.to(torch.float32).contiguous(), natural_groups(spec, width)
-    codes = weight.view(torch.uint8)
-    if not spec.affine:
-        floats = FloatGrid(cast("Float8Spec", spec), scale, index)
-        if not floats.numbers(codes):
-            raise CheckpointError(f"{module}.weight holds values that are no numbers")
-        return Coded(codes, floats)
-    zero = torch.full((rows, groups), float(spec.middle))
-    return Coded(codes ^ 0x80, IntegerGrid(cast("IntegerSpec", spec), scale, zero, index))
+    index = natural_groups(spec, width) if order is None else order.to(torch.int64)
+    if index.shape != (width,) or bool((index < 0).any()) or bool((index >= groups).any()):
+        raise CheckpointError(f"{module}.weight_g_idx does not name one of {groups} groups for each of {width} inputs")
+    values = scale.to(torch.float32).contiguous()
+    if not bool(values.isfinite().all()):
+        raise CheckpointError(f"{module} has scales that are not finite")
+    return Coded(codes, IntegerGrid(cast("IntegerSpec", spec), values, zero, index))

@@ -5,6 +5,8 @@ A scheme is stored in one of three ways, by `kind`:
     pack-quantized    packed integers; inputs in 16 bits, or rounded beside less than 8 bits of weights
     int-quantized     weights I8 and inputs of 8 bits: what engines multiply as they are
     float-quantized   weights F8_E4M3; inputs likewise, or in 16 bits
+
+Schemes of others are read as well: 8-bit floats by blocks or groups, integers of 8 bits by groups.
 """
 
 import re
@@ -18,8 +20,10 @@ from llmcompress.grids.base import PER_ROW, InputSpec, Spec
 from llmcompress.grids.float8 import Float8Spec
 from llmcompress.grids.grid_type import grid_types
 from llmcompress.grids.integer import IntegerSpec
+from llmcompress.grids.tiled_floats import TiledFloatSpec
 
 PACKED, INTEGERS, FLOATS, MIXED = "pack-quantized", "int-quantized", "float-quantized", "mixed-precision"
+_OTHERS = ("naive-quantized", "mxfp8-quantized")  # codes that are not packed, as others call them
 
 
 @dataclass(frozen=True)
@@ -55,8 +59,8 @@ HOLDS: Mapping[str, Scheme] = {
 }
 """The grids that a checkpoint can hold, by name."""
 
-READ = (PACKED, INTEGERS, FLOATS, MIXED, "naive-quantized", *(scheme.packed for scheme in HOLDS.values() if scheme.own))
-"""What a config may call the whole; naive-quantized is either of the two without packing."""
+READ = (PACKED, INTEGERS, FLOATS, MIXED, *_OTHERS, *(scheme.packed for scheme in HOLDS.values() if scheme.own))
+"""What a config may call the whole."""
 
 _NUMBERS = {"int": "int", "fp8": "float"}  # types of inputs
 
@@ -117,7 +121,10 @@ def inputs_said(inputs: InputSpec | None) -> dict[str, Any] | None:
 
 
 def scheme_of(module: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config group of one module: a target that names it, else a pattern that matches, else the class Linear."""
+    """The config group of one module: a target that names it, else a pattern that matches, else the class Linear.
+
+    Where there is one group alone, whatever is stored as codes is of it: other classes may stand in its targets.
+    """
 
     def rank(target: str) -> int:
         if target == module:
@@ -126,13 +133,11 @@ def scheme_of(module: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
             return 1 if re.match(target[3:], module) else 3
         return 2 if target == "Linear" else 3
 
-    ranked: list[tuple[int, Mapping[str, Any]]] = [
-        (rank(target), scheme)
-        for scheme in settings["config_groups"].values()
-        for target in scheme["targets"]
-        if scheme.get("weights")
-    ]
-    best = min(ranked, key=lambda pair: pair[0], default=(3, {}))
+    coding: list[Mapping[str, Any]] = [scheme for scheme in settings["config_groups"].values() if scheme.get("weights")]
+    if len(coding) == 1:
+        return coding[0]
+    ranked = [(rank(target), scheme) for scheme in coding for target in scheme["targets"]]
+    best: tuple[int, Mapping[str, Any]] = min(ranked, key=lambda pair: pair[0], default=(3, {}))
     if best[0] == 3:
         raise CheckpointError(f"no config group of quantization_config names {module}, which is quantised")
     return best[1]
@@ -143,21 +148,40 @@ def grid_of(module: str, settings: Mapping[str, Any]) -> Spec:
     scheme = scheme_of(module, settings)
     weights, stored = scheme["weights"], scheme.get("format", settings.get("format"))
     for name, held in HOLDS.items():
-        if held.own and held.packed == stored:
+        if held.own and stored in (held.packed, None, MIXED) and _says(weights, held, grid_types()[name].specs()[0]):
             return grid_types()[name].specs()[0]
-    said, strategy = weights.get("type", "int"), weights.get("strategy")
-    if said not in ("int", "float") or strategy not in ("group", "channel", "tensor"):
-        raise CheckpointError(f"{module} is stored in a scheme other than codes by group, channel or tensor")
-    size = weights["group_size"] if strategy == "group" else PER_ROW
+    said, strategy, bits = weights.get("type", "int"), weights.get("strategy"), int(weights["num_bits"])
     symmetric = bool(weights.get("symmetric", True))
-    made = IntegerSpec if said == "int" else Float8Spec
-    return made(int(weights["num_bits"]), int(size), symmetric)
+    if said == "float" and bits == 8 and strategy in ("block", "group") and symmetric:
+        rows, columns = (1, weights["group_size"]) if strategy == "group" else _block(weights["block_structure"])
+        return TiledFloatSpec(int(rows), int(columns))
+    if said not in ("int", "float") or strategy not in ("group", "channel", "tensor"):
+        raise CheckpointError(f"{module} is stored in a scheme other than codes by block, group, channel or tensor")
+    size = int(weights["group_size"]) if strategy == "group" else PER_ROW
+    return IntegerSpec(bits, size, symmetric) if said == "int" else Float8Spec(bits, size, symmetric)
+
+
+def _says(weights: Mapping[str, Any], held: Scheme, grid: Spec) -> bool:
+    """Whether QuantizationArgs tell a grid that has tensors of its own."""
+    said = (weights.get("type"), weights.get("num_bits"), weights.get("group_size"), weights.get("symmetric", True))
+    return said == (held.number, grid.bits, grid.group_size, True)
+
+
+def _block(said: Any) -> tuple[int, int]:
+    """Rows and columns of a block; older files write them as text."""
+    rows, columns = said.split("x") if isinstance(said, str) else said
+    return int(rows), int(columns)
+
+
+def reordered(module: str, settings: Mapping[str, Any]) -> bool:
+    """Whether groups of a module follow the activation order, so that an index of theirs is stored."""
+    return scheme_of(module, settings)["weights"].get("actorder") in ("group", True)
 
 
 def inputs_of(module: str, settings: Mapping[str, Any]) -> InputSpec | None:
-    """How the inputs of one module are rounded."""
+    """How the inputs of one module are rounded; None if they are not, or by groups, which nothing here does."""
     said = scheme_of(module, settings).get("input_activations")
-    if said is None:
+    if said is None or said.get("strategy") in ("group", "tensor_group"):
         return None
     dynamic, strategy = said.get("dynamic", False), said.get("strategy")
     known = said.get("type", "int") in ("int", "float") and (strategy, dynamic) in (("token", True), ("tensor", False))

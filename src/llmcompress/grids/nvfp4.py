@@ -97,7 +97,7 @@ class Nvfp4(E2m1Type):
 
     def unpacked(self, spec: Nvfp4Spec, parts: Mapping[str, Tensor]) -> Coded:
         small = parts["weight_scale"].to(torch.float32)
-        return Coded(unpaired(parts["weight_packed"]), Nvfp4Grid(spec, small, parts["weight_global_scale"]))
+        return Coded(unpaired(parts["weight_packed"]), Nvfp4Grid(spec, small, parts["weight_global_scale"].reshape(1)))
 
 
 GRID = Nvfp4()

@@ -21,7 +21,7 @@ from llmcompress.engine.run.kept_statistics import note_reuse
 from llmcompress.engine.run.kv_ranges import largest_magnitudes
 from llmcompress.engine.run.matrix_record import matrix_record, refuse_extremes
 from llmcompress.engine.run.pruning import pruned_group, sparsity_record
-from llmcompress.engine.run.recoding import recoded
+from llmcompress.engine.run.recoding import kept_together, recoded
 from llmcompress.engine.run.starved_experts import ExpertInputs, blend_starved, lend_ranges
 from llmcompress.engine.source.gguf_input import GgufHeaders
 from llmcompress.engine.source.quantised import DecodedHeaders
@@ -84,6 +84,7 @@ class Compressor:
                 for plan in stage
                 if (found := recoded(plan, self.plan.format, self.checkpoint, ledger, workers)) is not None
             ]
+            kept = kept_together(stage, kept, ledger)
             taken = {plan.module for plan, *_ in kept}
             stage = [plan for plan in stage if plan.module not in taken]
             statistics = known or self._statistics(layer, compressed, original, stage, ledger)

@@ -1,5 +1,6 @@
 """Matrices whose source is quantised already, taken over code by code where the wanted type holds their values."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from llmcompress.engine.plan.matrix_plan import MatrixPlan
@@ -36,6 +37,33 @@ def recoded(
     if record["relative_error"]:
         ledger.note("requantised", name, f"its codes are kept in {wanted}, scales and minima rounded to float16")
     return plan, found, {**record, "method": "recoded"}
+
+
+def kept_together(
+    stage: Sequence[MatrixPlan], kept: Sequence[tuple[MatrixPlan, Coded, dict[str, Any]]], ledger: Ledger
+) -> list[tuple[MatrixPlan, Coded, dict[str, Any]]]:
+    """Those of the matrices of a stage that keep their codes beside matrices that share what scales are made of.
+
+    Where matrices that read one input must share it, all of them keep their codes, or none.
+    """
+    found = {plan.module: coded for plan, coded, _ in kept}
+    apart: set[str] = set()
+    for plan in stage:
+        if plan.entry.grid is None or not plan.entry.grid.joins_matrices:
+            continue
+        others = [other for other in stage if (other.space, other.settings) == (plan.space, plan.settings)]
+        shared = [_shared(found[other.module]) for other in others if other.module in found]
+        if plan.module in found and (len(shared) < len(others) or any(item != shared[0] for item in shared)):
+            apart.add(plan.module)
+            ledger.note(
+                "requantised", plan.module, f"its codes on {plan.grid.name} have a scale that its neighbours lack"
+            )
+    return [item for item in kept if item[0].module not in apart]
+
+
+def _shared(coded: Coded) -> list[list[float]]:
+    """What all rows of a matrix have in common."""
+    return [getattr(coded.grid, name).reshape(-1).tolist() for name in coded.grid.shared]
 
 
 def _fits(plan: MatrixPlan, format_: Format, source: Coded) -> bool:
