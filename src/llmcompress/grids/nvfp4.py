@@ -80,6 +80,22 @@ class Nvfp4Grid(E2m1Grid):
         }
 
 
+@dataclass(frozen=True)
+class FactoredGrid(Nvfp4Grid):
+    """The same with a factor [1] float32 in place of the divisor, as some store it: a reciprocal is not always exact.
+
+    divisor: the reciprocal, by which other formats tell the codes.
+    """
+
+    factor: Tensor
+
+    shared: ClassVar[Mapping[str, str | None]] = {"divisor": None, "factor": None}
+
+    @property
+    def scale(self) -> Tensor:
+        return self.small * self.factor
+
+
 class Nvfp4(E2m1Type):
     """Floats of 4 bits times a float of 8 bits of their group."""
 

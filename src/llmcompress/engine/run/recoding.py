@@ -8,6 +8,7 @@ from llmcompress.engine.run.matrix_record import matrix_record
 from llmcompress.errors import RunError
 from llmcompress.formats.base import Format
 from llmcompress.grids.coded import Coded
+from llmcompress.grids.grid_type import restored
 from llmcompress.grids.recode import recode
 from llmcompress.ledger import Ledger
 from llmcompress.methods.base import Solved
@@ -29,12 +30,12 @@ def recoded(
     if source is None:
         return None
     name, wanted = source.grid.spec.name, grid.name
-    found = (source if _fits(plan, format_, source) else None) if same else recode(source, grid)
+    found = _same(plan, format_, source) if same else recode(source, grid)
     if found is None:
         ledger.note("requantised", name, f"decoded and rounded anew to {wanted}, which does not hold its values")
         return None
     record = matrix_record(plan, source.decode(), found, None, None, Solved(found), workers)
-    if record["relative_error"]:
+    if record["relative_error"] and not same:
         ledger.note("requantised", name, f"its codes are kept in {wanted}, scales and minima rounded to float16")
     return plan, found, {**record, "method": "recoded"}
 
@@ -66,10 +67,13 @@ def _shared(coded: Coded) -> list[list[float]]:
     return [getattr(coded.grid, name).reshape(-1).tolist() for name in coded.grid.shared]
 
 
-def _fits(plan: MatrixPlan, format_: Format, source: Coded) -> bool:
-    """Whether a format stores a matrix on its grid without a loss: scales may have a type of the source's own."""
+def _same(plan: MatrixPlan, format_: Format, source: Coded) -> Coded | None:
+    """A matrix as work directories keep it; None where a format stores its scales in another type, or not its order."""
+    if source.grid.spec != plan.entry.grid:
+        return None
+    found = restored(source.grid.spec, source.stored())
     try:
-        format_.encode(plan.entry, source)
+        format_.encode(plan.entry, found)
     except RunError:
-        return False
-    return True
+        return None
+    return found

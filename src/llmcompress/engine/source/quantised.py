@@ -22,10 +22,11 @@ from llmcompress.grids.inputs import Rounding
 from llmcompress.ledger import Ledger
 from llmcompress.recipe import stored_formats
 from llmcompress.store.checkpoint import Checkpoint
-from llmcompress.store.headers import ModelHeaders, Stored
+from llmcompress.store.headers import ModelHeaders, Stored, read_json
 
 # the errors that a wrong config can cause
 _DAMAGED = (ArithmeticError, AttributeError, LookupError, RecipeError, TypeError, ValueError, re.error)
+SETTINGS = "hf_quant_config.json"  # where ModelOpt says what may also stand in config.json
 _SMALL_FLOATS = "F8_"  # how the names of types begin that are values only together with a scale
 _AT_ONCE = 1 << 22  # weights decoded at once, so that what decoding needs beside its result stays small
 
@@ -52,6 +53,7 @@ def decoded_headers(stored: ModelHeaders, spec: ArchSpec | None = None) -> Model
 
     spec: the declaration of a family that `arch` does not know. CheckpointError if the tensors do not fit the format.
     """
+    stored = _with_settings(stored)
     found = _format_of(stored)
     if found is None:
         return stored
@@ -74,6 +76,17 @@ def decoded_headers(stored: ModelHeaders, spec: ArchSpec | None = None) -> Model
     _check_decoded(stored, found, packed, tensors)
     config = {key: value for key, value in stored.config.items() if key != "quantization_config"}
     return DecodedHeaders(stored.path, config, tensors, stored.files, stored, found, packed, transposed)
+
+
+def _with_settings(stored: ModelHeaders) -> ModelHeaders:
+    """The same headers with what a file of its own says of quantisation, where config.json says nothing."""
+    file = stored.path / SETTINGS
+    if "quantization_config" in stored.config or not file.exists():
+        return stored
+    settings = read_json(file).get("quantization")
+    if not isinstance(settings, Mapping) or not settings.get("quant_algo"):
+        return stored
+    return replace(stored, config={**stored.config, "quantization_config": {"quant_method": "modelopt", **settings}})
 
 
 def in_own_type(headers: ModelHeaders) -> ModelHeaders:
