@@ -18,8 +18,13 @@ def ids(samples=3):
 
 def streamed(path, **options):
     config = load_config(path)
-    options = {"dtype": torch.float32, **options}
-    return StreamedModel(Checkpoint(path), config, arch.find(config.model_type) or observe(config), **options)
+    spec = arch.find(config.model_type) or observed(path)
+    return StreamedModel(Checkpoint(path), config, spec, **{"dtype": torch.float32, **options})
+
+
+def observed(path):
+    """What is seen of the model at `path`, whether its family is declared or not."""
+    return observe(load_config(path), Checkpoint(path).names())
 
 
 @torch.no_grad()

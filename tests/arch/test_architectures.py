@@ -228,7 +228,7 @@ def test_nothing_global_changes(random_model_dir):
     before = copy.deepcopy(config.to_dict()), torch.get_rng_state(), nn.Module.register_parameter
     assert torch.get_default_dtype() == torch.float32
     streamed_logits(StreamedModel(Checkpoint(path), config, arch.find("qwen3_moe"), dtype=torch.bfloat16), ids())
-    observe(config)
+    observe(config, ())
     assert config.to_dict() == before[0]
     assert config._attn_implementation_internal is None
     assert torch.equal(torch.get_rng_state(), before[1])

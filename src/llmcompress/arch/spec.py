@@ -87,11 +87,13 @@ class Scores:
 class Experts:
     """A mixture-of-experts block whose experts transformers keeps as 3-D parameters.
 
-    path: the block's module path below the layer. count: config key that holds the number of experts.
+    path: the block's module path below the layer. count: config key that holds the number of experts. number: how many
+    there are, where that was observed and not declared.
     """
 
     path: str
-    count: str
+    count: str = ""
+    number: int | None = None
 
 
 @dataclass(frozen=True)
@@ -100,12 +102,13 @@ class ArchSpec:
 
     layers, embed, head: module paths in transformers' causal model. outside: those of other modules outside of the
     layers, such as the last norm, without whose weight no checkpoint is whole. disk: module paths, below a layer or of
-    what stands outside the layers, that are called otherwise on disk; `{e}` stands for an expert's number. never:
-    matrices that are never quantised (routers). norms, flows: those of a layer; without, nothing can be scaled or
-    rotated. scores: where queries and keys come from. final: the norm that feeds
-    the head. positions: module path of learned positions. attention: implementation
-    to ask transformers for where its default would change the function. outputs: how many values a layer returns, the
-    hidden states first; a tuple if more than one.
+    what stands outside the layers, that are called otherwise on disk; `{e}` stands for an expert's number. Of an
+    observed family also paths of parameters, and that of the list of layers. joined: parameter paths, below a layer or
+    of what stands outside, with the on-disk paths of the parts that follow one another along the first dimension.
+    never: matrices that are never quantised (routers). norms, flows: those of a layer; without, nothing can be scaled
+    or rotated. scores: where queries and keys come from. final: the norm that feeds the head. positions: module path of
+    learned positions. attention: implementation to ask transformers for where its default would change the function.
+    outputs: how many values a layer returns, the hidden states first; a tuple if more than one.
     grouped_queries: whether attention may have fewer key-value heads than query heads; without, a count of them in
     config.json means nothing.
     observed: found by running the model, not declared; `linears` are then those of all layers together, and a layer may
@@ -122,6 +125,7 @@ class ArchSpec:
     outside: tuple[str, ...] = ("model.norm",)
     experts: Experts | None = None
     disk: Mapping[str, str] = field(default_factory=dict)
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     never: tuple[Linear, ...] = ()
     norms: tuple[Norm, ...] = ()
     flows: tuple[Flow, ...] = ()
@@ -146,6 +150,8 @@ class ArchSpec:
         """Experts per layer by config.json, 0 for a dense family."""
         if self.experts is None:
             return 0
+        if self.experts.number is not None:
+            return self.experts.number
         for key in (self.experts.count, *_EXPERT_COUNTS):
             if isinstance(config.get(key), int):
                 return int(config[key])
@@ -168,6 +174,11 @@ class ArchSpec:
             pattern = f"{self.experts.path}.{{e}}.{name}"
             return self.disk.get(pattern, pattern).format(e=expert)
         return path
+
+    def disk_parameter(self, path: str) -> str:
+        """On-disk path of a parameter, both below the layer, or both of what stands outside the layers."""
+        module, dot, leaf = path.rpartition(".")
+        return self.disk.get(path) or f"{self.disk_path(module)}{dot}{leaf}"
 
 
 def attention_heads(config: Mapping[str, Any]) -> tuple[int, int] | None:

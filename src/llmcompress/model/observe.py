@@ -2,15 +2,17 @@
 
 Hooks see in which order a layer's matrices run and which of them are handed the very same tensor. That is enough to
 compress weights one by one and to share statistics. Zeros take no memory (one number, repeated), and unlike the meta
-device they let code run that looks at values, such as routing. Names on disk are taken to be the module paths.
+device they let code run that looks at values, such as routing. What parameters are called on disk, transformers says
+(`disk_names.py`).
 
 Routers, which decide between experts, are recognised by what they are: a matrix whose output is as wide as what a top-k
 ranks or as config.json counts experts. In doubt a matrix is taken for a router, which costs a few bits and no quality.
-Experts stay as they are, whether each is a module or all are one 3-D parameter: `left_out` names them and says why.
+Experts that transformers keeps as 3-D parameters become separate linears (`experts.py`) where they are separate on
+disk. Others stay as they are: `left_out` names them and says why.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -20,14 +22,17 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
-from llmcompress.arch.spec import ArchSpec, Linear
+from llmcompress.arch.spec import ArchSpec, Experts, Linear
 from llmcompress.errors import CheckpointError
 from llmcompress.isolation import probe
+from llmcompress.model.disk_names import disk_names
+from llmcompress.model.experts import UnfusedExperts, layout_of, unfuse
 from llmcompress.model.rehearsal import LENGTH, ZeroProducts, Zeros, distinct
 from llmcompress.model.skeleton import UNUSABLE, first_line, plain, skeleton
 from llmcompress.model.streamed_model import StreamedModel
 
 _HINT = "declare the architecture in a file of llmcompress/arch"
+_STACKED = "experts that are one tensor on disk"
 _FUSED = "a 3-D parameter, such as experts in one, which nothing tells how to take apart"
 _LISTED = "an expert's matrix, which sees few tokens and needs a declared architecture"
 _UNSEEN = "a matrix that did not run when the layer was observed"
@@ -35,50 +40,57 @@ _SIZE = 1_000_000  # bounds processor time and memory as for so many bytes: buil
 _ROUTER = "a router, or as narrow as one"
 
 
-def observe(config: Any, trust_remote_code: bool = False) -> ArchSpec:
-    """The architecture of transformers' `config`, observed; CheckpointError if it has no layers that can be run."""
+def observe(config: Any, names: Collection[str], trust_remote_code: bool = False) -> ArchSpec:
+    """The architecture of transformers' `config`, observed; CheckpointError if it has no layers that can be run.
+
+    names: of the tensors on disk.
+    """
     model_type = str(getattr(config, "model_type", "unknown"))
 
     def failed(reason: str) -> CheckpointError:
         return CheckpointError(f"a {model_type!r} model of this config cannot be run: {reason}", _HINT)
 
     if not trust_remote_code:  # which may do all that we may do
-        probe(lambda: _observed(config, model_type, False), failed, _SIZE)
-    return _observed(config, model_type, trust_remote_code)
+        probe(lambda: _observed(config, names, model_type, False), failed, _SIZE + 1000 * len(names))
+    return _observed(config, names, model_type, trust_remote_code)
 
 
-def _observed(config: Any, model_type: str, trust_remote_code: bool) -> ArchSpec:
-    spec, shapes = _outline(skeleton(config, None, trust_remote_code), model_type)
+def _observed(config: Any, names: Collection[str], model_type: str, trust_remote_code: bool) -> ArchSpec:
+    model = skeleton(config, None, trust_remote_code)
+    spec, fused = _named(model, _outline(model, model_type), names)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
     try:
-        model, hidden = _running(spec, shapes, config, trust_remote_code)
-        seen = [_watch(model, number, hidden) for number in distinct(model.layers)]
+        running, hidden = _running(spec, shapes, config, trust_remote_code)
+        seen = [_watch(running, number, hidden) for number in distinct(running.layers)]
     except UNUSABLE as error:
         raise CheckpointError(
             f"the layers of a {model_type!r} model could not be run to observe them: {first_line(error)}", _HINT
         ) from None
 
-    counts = _expert_counts(plain(model.causal.config))
-    never = {path for layer in seen for path, width in layer.widths.items() if width in counts | layer.ranked}
-    experts = {path for layer in model.layers for path in _listed_experts(layer, counts)}
+    counts = _expert_counts(plain(running.causal.config))
+    narrow = {path for layer in seen for path, width in layer.widths.items() if width in counts | layer.ranked}
+    never = {path for path in narrow if "{e}" not in path}
+    experts = {path for layer in running.layers for path in _listed_experts(layer, counts)}
     paths = [path for path in _merged([list(layer.widths) for layer in seen]) if path not in never | experts]
     if not paths:
         raise CheckpointError(f"no matrices were found in the layers of a {model_type!r} model", _HINT)
     spaces = _spaces(paths, seen)
     conv1d = {path for layer in seen for path in layer.conv1d}
-    left_out = {path: _FUSED for layer in seen for path in layer.fused}
+    left_out = {path: fused for layer in seen for path in layer.fused}
     left_out |= {path: _UNSEEN for layer in seen for path in layer.unseen}
     left_out |= dict.fromkeys(sorted(experts), _LISTED)
     left_out |= dict.fromkeys(sorted(never), _ROUTER)
     return replace(
-        model.spec,
+        spec,
+        outputs=running.spec.outputs,
         linears=tuple(Linear(path, reads=spaces[path], conv1d=path in conv1d) for path in paths),
         never=tuple(Linear(path, reads="") for path in sorted(never)),  # their inputs were not observed
         left_out={path: why for path, why in left_out.items() if path not in paths},
     )
 
 
-def _outline(model: nn.Module, model_type: str) -> tuple[ArchSpec, dict[str, torch.Size]]:
-    """The paths of layers, embedding and head, and the shapes of all parameters."""
+def _outline(model: nn.Module, model_type: str) -> ArchSpec:
+    """The paths of layers, embedding and head."""
     names = {id(module): name for name, module in model.named_modules()}
     lists = {
         name: sum(parameter.numel() for parameter in module.parameters())
@@ -94,7 +106,7 @@ def _outline(model: nn.Module, model_type: str) -> tuple[ArchSpec, dict[str, tor
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
     if id(embedding) not in names or id(head) not in names:
         raise CheckpointError(f"the embedding or the head of a {model_type!r} model was not found", _HINT)
-    spec = ArchSpec(
+    return ArchSpec(
         name=model_type,
         model_types=(model_type,),
         linears=(),
@@ -103,7 +115,24 @@ def _outline(model: nn.Module, model_type: str) -> tuple[ArchSpec, dict[str, tor
         head=names[id(head)],
         observed=True,
     )
-    return spec, {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
+def _named(model: nn.Module, spec: ArchSpec, names: Collection[str]) -> tuple[ArchSpec, str]:
+    """The spec with names on disk, and with experts where those can be taken apart, which they then are in `model`.
+
+    Also why experts that stay fused do.
+    """
+    layers = list(model.get_submodule(spec.layers).children())
+    blocks = {path: layout for layer in layers for path, part in layer.named_modules() if (layout := layout_of(part))}
+    path, layout = next(iter(blocks.items()), (None, None))
+    found = disk_names(model, spec.layers, names, path, layout)
+    experts = None
+    if path is not None and layout is not None and found.separate:
+        experts = Experts(path, number=layout.count)
+        for layer in layers:
+            unfuse(layer, path)
+    spec = replace(spec, experts=experts, disk=found.disk, joined=found.joined)
+    return spec, _STACKED if found.stacked else _FUSED
 
 
 def _running(
@@ -115,12 +144,13 @@ def _running(
         model = StreamedModel(
             Zeros(shapes),
             config,
-            replace(spec, outputs=outputs),
+            replace(spec, outputs=outputs, disk={}, joined={}),
             dtype=torch.float32,
             trust_remote_code=trust_remote_code,
         )
         try:
-            return model, model.embed(torch.zeros(1, LENGTH, dtype=torch.int64))
+            hidden = model.embed(torch.zeros(1, LENGTH, dtype=torch.int64))
+            return model, hidden
         except UNUSABLE as error:
             found = CheckpointError(
                 f"a {spec.name!r} model cannot be run without its layers: {first_line(error)}", _HINT
@@ -131,13 +161,14 @@ def _running(
 
 
 class _Seen:
-    """Observations of one layer, by path below the layer.
+    """Observations of one layer, by path below the layer, with `{e}` for the number of whatever expert runs first.
 
     widths: output width of each matrix, in order of execution. inputs: an identity of each matrix's input tensor.
     ranked: numbers of candidates that a top-k chose from.
     """
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, experts: Experts | None) -> None:
+        self._experts = experts.path if experts is not None else None
         self.widths: dict[str, int] = {}
         self.inputs: dict[str, object] = {}
         self.ranked: set[int] = set()
@@ -152,10 +183,17 @@ class _Seen:
 
     @property
     def unseen(self) -> list[str]:
-        return [path for path in self.matrices if path not in self.widths]
+        return [path for path in dict.fromkeys(map(self.general, self.matrices)) if path not in self.widths]
+
+    def general(self, path: str) -> str:
+        """A path with `{e}` in place of an expert's number."""
+        if self._experts is None or not path.startswith(f"{self._experts}."):
+            return path
+        return f"{self._experts}.{{e}}.{path.removeprefix(f'{self._experts}.').partition('.')[2]}"
 
     def hook(self, path: str, module: nn.Module) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         width = int(module.weight.shape[1 if path in self.conv1d else 0])  # type: ignore[index]
+        path = self.general(path)
 
         def see(_: nn.Module, args: tuple[Any, ...]) -> None:
             if path not in self.widths and args:
@@ -185,7 +223,7 @@ class _TopK(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _watch(model: StreamedModel, number: int, hidden: Tensor) -> _Seen:
-    seen = _Seen(model.layers[number])
+    seen = _Seen(model.layers[number], model.spec.experts)
     with ExitStack() as stack:
         layer = stack.enter_context(model.layer(number))
         for path, module in seen.matrices.items():
@@ -200,7 +238,8 @@ def _watch(model: StreamedModel, number: int, hidden: Tensor) -> _Seen:
 def _listed_experts(layer: nn.Module, counts: set[int]) -> Iterator[str]:
     """Paths of the matrices of experts that are modules of their own, in a list as long as there are experts."""
     for path, module in layer.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) > 1 and len(module) in counts:
+        listed = isinstance(module, nn.ModuleList) and not isinstance(module, UnfusedExperts)
+        if listed and 1 < len(module) in counts:
             for below, matrix in module.named_modules():
                 if isinstance(matrix, nn.Linear | Conv1D):
                     yield f"{path}.{below}"
@@ -245,5 +284,6 @@ def _spaces(paths: list[str], seen: list[_Seen]) -> dict[str, str]:
     members: dict[str, list[str]] = {}
     for path in paths:
         space = next((space for space, others in members.items() if all(agree(path, other) for other in others)), None)
-        members.setdefault(space or f"input of {path}", []).append(path)
+        own = f"input of {path.replace('.{e}', '')}" + (".{e}" if "{e}" in path else "")
+        members.setdefault(space or own, []).append(path)
     return {path: space for space, group in members.items() for path in group}

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from llmcompress.arch.spec import ArchSpec
 from llmcompress.errors import CheckpointError
 from llmcompress.isolation import probe
-from llmcompress.model.experts import UnfusedExperts
+from llmcompress.model.experts import unfuse
 
 _LARGE = 1 << 24  # elements; no buffer of a language model has as many
 
@@ -114,16 +114,19 @@ def skeleton(
             ) from None
         if spec is not None and spec.experts is not None:
             for layer in model.get_submodule(spec.layers).children():
-                parent_path, _, name = spec.experts.path.rpartition(".")
-                parent = layer.get_submodule(parent_path)
-                if hasattr(parent, name):
-                    setattr(parent, name, UnfusedExperts.like(getattr(parent, name)))
+                unfuse(layer, spec.experts.path)
     for name, buffer in model.named_buffers():
         if name.endswith("inv_freq") and not bool(buffer.isfinite().all()):
             raise CheckpointError(
                 f"the rotary embedding of config.json is not finite ({name})", "look at rope_theta and rope_scaling"
             )
     return model.eval()
+
+
+def kept_in_float32(model: Any, dtype: torch.dtype) -> tuple[str, ...]:
+    """Parts of the names of what transformers keeps in float32 where a model computes in `dtype`."""
+    kinds = ("", "_strict") if dtype == torch.float16 else ("_strict",)
+    return tuple(name for kind in kinds for name in getattr(model, f"_keep_in_fp32_modules{kind}", None) or ())
 
 
 def first_line(error: BaseException) -> str:

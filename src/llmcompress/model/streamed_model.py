@@ -5,7 +5,7 @@ replaced by recorders, so that embeddings, positions, masks, rotary tables, the 
 the code that will serve the model, for every architecture alike.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ from llmcompress.arch.spec import ArchSpec
 from llmcompress.errors import CheckpointError
 from llmcompress.model import attention
 from llmcompress.model.changing_cache import Change, call_through
-from llmcompress.model.skeleton import skeleton
+from llmcompress.model.skeleton import kept_in_float32, skeleton
 
 
 class Weights(Protocol):
@@ -88,10 +88,13 @@ class StreamedModel:
         self.layers: list[nn.Module] = list(self.causal.get_submodule(spec.layers).children())
         if not self.layers:
             raise CheckpointError("config.json asks for a model without layers")
-        for owner in self.causal.modules():  # not .to(): parameters on meta cannot be moved
+        single = kept_in_float32(self.causal, dtype)
+        for path, owner in self.causal.named_modules():  # not .to(): parameters on meta cannot be moved
             for name, buffer in owner._buffers.items():
                 if buffer is not None:
-                    owner._buffers[name] = buffer.to(self.device)
+                    stored = name not in owner._non_persistent_buffers_set and buffer.is_floating_point()
+                    compute = spec.observed and stored and not any(part in f"{path}.{name}" for part in single)
+                    owner._buffers[name] = buffer.to(self.device, dtype if compute else buffer.dtype)
         self._recorders = [_Recorder(layer, spec.outputs) for layer in self.layers]
         parent_path, _, name = spec.layers.rpartition(".")
         setattr(self.causal.get_submodule(parent_path), name, nn.ModuleList(self._recorders))
@@ -105,12 +108,10 @@ class StreamedModel:
         return self._found(self._below(layer, path))
 
     def _below(self, layer: int, path: str) -> str:
-        return f"{self.spec.layers}.{layer}.{self._on_disk(path)}"
+        return f"{self._prefix(layer)}{self.spec.disk_parameter(path)}"
 
-    def _on_disk(self, path: str) -> str:
-        """The name that files use for a parameter `path`, below a layer or outside of the layers."""
-        module, dot, leaf = path.rpartition(".")
-        return f"{self.spec.disk_path(module)}{dot}{leaf}"
+    def _prefix(self, layer: int) -> str:
+        return f"{self.spec.disk_path(self.spec.layers)}.{layer}."
 
     def _found(self, name: str) -> str:
         """The name in the file; CheckpointError if the file lacks the tensor."""
@@ -128,11 +129,11 @@ class StreamedModel:
 
     @property
     def _embedding(self) -> str:
-        return self._on_disk(f"{self.spec.embed}.weight")
+        return self.spec.disk_parameter(f"{self.spec.embed}.weight")
 
     @property
     def _head(self) -> str:
-        return self._on_disk(f"{self.spec.head}.weight")
+        return self.spec.disk_parameter(f"{self.spec.head}.weight")
 
     # -- sections ---------------------------------------------------------------------------------------------------
 
@@ -149,7 +150,7 @@ class StreamedModel:
     def refill(self, number: int, layer: nn.Module) -> None:
         """Read all weights of a layer again, since those in memory may have changed."""
         for path, owner in layer.named_modules():
-            self._fill(owner, lambda leaf, path=path: self._below(number, f"{path}.{leaf}" if path else leaf))  # type: ignore[misc]
+            self._fill(owner, self._prefix(number), path)
 
     @contextmanager
     def outer(self, *, embed: bool, head: bool) -> Iterator[nn.Module]:
@@ -171,7 +172,7 @@ class StreamedModel:
                 without: tuple[str, ...] = ()
                 if (owner is output and tied) or (owner is embedding and not (embed or (head and tied))):
                     without = ("weight",)
-                self._fill(owner, lambda leaf, path=path: self._on_disk(f"{path}.{leaf}" if path else leaf), without)  # type: ignore[misc]
+                self._fill(owner, "", path, without)
             if head and tied:
                 output._parameters["weight"] = embedding._parameters["weight"]
             yield self.causal
@@ -192,17 +193,24 @@ class StreamedModel:
             return False
         return torch.equal(self.weights.read(head), self.weights.read(embedding))
 
-    def _fill(self, owner: nn.Module, name_of: Callable[[str], str], without: tuple[str, ...] = ()) -> None:
-        """Read a module's own parameters, and those of its buffers that checkpoints hold."""
+    def _fill(self, owner: nn.Module, prefix: str, path: str, without: tuple[str, ...] = ()) -> None:
+        """Read the parameters of the module at `path` below `prefix`, and its buffers that checkpoints hold."""
+        below = f"{path}." if path else ""
         for leaf, parameter in list(owner._parameters.items()):
             if parameter is not None and leaf not in without:
-                value = self._read(self._disk_name_of(name_of(leaf)), parameter)
+                value = self._read(self._disk_names_of(prefix, f"{below}{leaf}"), parameter)
                 owner._parameters[leaf] = nn.Parameter(value.to(self.device, self.dtype), requires_grad=False)
         for leaf, buffer in list(owner._buffers.items()):
             if buffer is not None and leaf not in owner._non_persistent_buffers_set:
-                found = self._lookup(name_of(leaf))
+                found = self._lookup(f"{prefix}{self.spec.disk_parameter(f'{below}{leaf}')}")
                 if found is not None:  # such as the routing bias of DeepSeek
-                    owner._buffers[leaf] = self._read(found, buffer).to(buffer.device, buffer.dtype)
+                    owner._buffers[leaf] = self._read([found], buffer).to(buffer.device, buffer.dtype)
+
+    def _disk_names_of(self, prefix: str, path: str) -> list[str]:
+        """The tensors that are a parameter, one behind the other."""
+        if path in self.spec.joined:
+            return [self._found(f"{prefix}{part}") for part in self.spec.joined[path]]
+        return [self._disk_name_of(f"{prefix}{self.spec.disk_parameter(path)}")]
 
     def _disk_name_of(self, name: str) -> str:
         """The tensor of a parameter; a tied embedding may be stored under the head's name alone."""
@@ -210,8 +218,10 @@ class StreamedModel:
             return self._lookup(self._head) or self._found(name)
         return self._found(name)
 
-    def _read(self, name: str, like: Tensor) -> Tensor:
+    def _read(self, names: list[str], like: Tensor) -> Tensor:
+        name, *more = names
         value = self.weights.read(name)
+        value = torch.cat([value, *map(self.weights.read, more)]) if more else value
         if value.shape != like.shape:
             raise CheckpointError(
                 f"tensor {name} has shape {list(value.shape)}, config.json asks for {list(like.shape)}",

@@ -48,7 +48,8 @@ def open_streamed(
     stored = text_part(read_headers(directory), Ledger())
     check_numbers(stored)
     config = config_of(stored, trust_remote_code)
-    spec = find(str(stored.config.get("model_type"))) or observe(config, trust_remote_code)
+    spec = find(str(stored.config.get("model_type")))
+    spec = spec or observe(config, decoded_headers(stored).tensors, trust_remote_code)
     headers = decoded_headers(stored, spec)
     if headers is stored and "quantization_config" in stored.config:
         raise CheckpointError(

@@ -4,7 +4,9 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
+from llmcompress.engine.run.bypass import find_bypasses
 from llmcompress.engine.run.forward import Forward, Recording, Stream
 from llmcompress.store.staging import Staging
 from llmcompress.validate.load import open_streamed
@@ -106,3 +108,17 @@ def test_a_module_that_does_more_after_its_matrix_is_run_in_full(ready):
         run = forward(ready, layer)
         assert {bypass.module for bypass in run.bypasses.found} == {"mlp"}
         del attention.forward
+
+
+def test_a_module_that_joins_windows_before_it_multiplies_is_run_again():
+    class Flat(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.flat, self.whole = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4))
+
+        def forward(self, x):
+            return self.flat(x.reshape(-1, 4)).view(x.shape) + self.whole(x)
+
+    layer = Flat()
+    found = find_bypasses(layer, {"a": "flat.0", "b": "whole.0"}, lambda: layer(torch.ones(1, 3, 4)))
+    assert [bypass.module for bypass in found] == ["whole"]

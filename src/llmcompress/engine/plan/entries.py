@@ -78,7 +78,7 @@ def source_entries(
     """An entry for every tensor of the source; the ledger names each matrix of a layer that no declaration knows."""
     spec = matrices.spec
     conv1d = {ref.module: ref.linear.conv1d for ref in matrices.refs}
-    layers = f".{spec.layers.rpartition('.')[2]}."
+    layers = f".{(matrices.prefix or spec.layers).rpartition('.')[2]}."
     entries = []
     for name, stored in headers.tensors.items():
         module = name.removesuffix(".weight")
@@ -98,7 +98,8 @@ def _why_left(name: str, spec: ArchSpec) -> str:
     if any(name.endswith(f".{spec.disk_path(linear.path)}.weight") for linear in spec.never):
         return "a router is never quantised"
     below = re.sub(r"^.*?\.\d+\.", "", name).removesuffix(".weight")
-    return spec.left_out.get(below, "not a matrix that the architecture declares")
+    whys = (why for path, why in spec.left_out.items() if below in (spec.disk_path(path), spec.disk_parameter(path)))
+    return next(whys, "not a matrix that the architecture declares")
 
 
 def kv_scale_entries(recipe: Recipe, headers: ModelHeaders, spec: ArchSpec) -> tuple[Entry, ...]:

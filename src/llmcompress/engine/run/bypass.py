@@ -126,7 +126,8 @@ def find_bypasses(layer: nn.Module, spaces: Mapping[str, str], run: Callable[[],
         if path in returned and parent in returned:
             (out, untouched), (end, _) = returned[path], returned[parent]
             values = end if isinstance(end, tuple) else (end,)
-            if untouched is not None and _is_same(values, out, untouched):
+            # a record is read by windows, which a module that joins them before it multiplies no longer tells apart
+            if untouched is not None and untouched.ndim == 3 and _is_same(values, out, untouched):
                 found.append(Bypass(space, parent, path, len(values) if isinstance(end, tuple) else 0))
     return found
 

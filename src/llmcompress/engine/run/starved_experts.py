@@ -23,7 +23,7 @@ class ExpertInputs:
         """path: of the block, below the layer. limit: most tokens of the sample."""
         first: Any = next(iter(block.children()))
         self.path = path
-        self.gram = Gram(first.gate_proj.in_features, workers, device, workers.part())
+        self.gram = Gram(first.up_proj.in_features, workers, device, workers.part())
         self._parts: list[Tensor] = []
         self._limit = limit
 

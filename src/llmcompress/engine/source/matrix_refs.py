@@ -70,7 +70,7 @@ def _spec(headers: ModelHeaders, trust_remote_code: bool, ledger: Ledger) -> Arc
     from llmcompress.model.observe import observe
     from llmcompress.model.skeleton import load_config
 
-    observed = observe(load_config(headers.path, trust_remote_code), trust_remote_code)
+    observed = observe(load_config(headers.path, trust_remote_code), headers.tensors, trust_remote_code)
     ledger.note("architecture", model_type, "no declaration: the order of its matrices was observed in a dry run")
     return observed
 
@@ -98,15 +98,16 @@ def _matrix_refs(headers: ModelHeaders, spec: ArchSpec, prefix: str, count: int)
 
 def _layer_prefix(headers: ModelHeaders, spec: ArchSpec) -> tuple[str, int]:
     """The on-disk prefix of the layers, and their number. Some checkpoints lack the name of the base model."""
-    short = spec.layers.partition(".")[2]
-    for prefix in (spec.layers, short):
+    whole = spec.disk_path(spec.layers)
+    short = whole.partition(".")[2]
+    for prefix in (whole, short):
         pattern = numbered(prefix)
         numbers = {int(found[1]) for name in headers.tensors if prefix and (found := pattern.match(name))}
         if numbers:
             if max(numbers) >= len(headers.tensors):
                 raise CheckpointError(f"{headers.place} has no matrices of most layers below {prefix}.{max(numbers)}")
             return prefix, max(numbers) + 1
-    raise CheckpointError(f"{headers.place} has no tensors under {spec.layers}", "the config does not fit the weights")
+    raise CheckpointError(f"{headers.place} has no tensors under {whole}", "the config does not fit the weights")
 
 
 def _shape(headers: ModelHeaders, ref: MatrixRef) -> tuple[int, int]:

@@ -37,12 +37,12 @@ class Anatomy:
 
     def tensor(self, layer: int, path: str, leaf: str = "weight") -> str | None:
         """On-disk name of a parameter of a module below a layer, if there is one."""
-        return self._present(f"{self.prefix}.{layer}.{self.spec.disk_path(path)}.{leaf}")
+        return self._present(f"{self.prefix}.{layer}.{self.spec.disk_parameter(f'{path}.{leaf}')}")
 
     def outer(self, path: str, leaf: str = "weight") -> str | None:
         """On-disk name of a parameter of a module outside of the layers, if there is one."""
-        name = f"{self.spec.disk_path(path)}.{leaf}"
-        whole = self.prefix == self.spec.layers  # else names lack the base model's
+        name = self.spec.disk_parameter(f"{path}.{leaf}")
+        whole = self.prefix == self.spec.disk_path(self.spec.layers)  # else names lack the base model's
         return self._present(name if whole or path == self.spec.head else name.partition(".")[2])
 
     def _present(self, name: str) -> str | None:

@@ -1,0 +1,55 @@
+"""Families of experts that nobody declared: every expert is calibrated, quantised, reported and verified."""
+
+import shutil
+
+import pytest
+from safetensors import safe_open
+
+from llmcompress.validate.verify import verify
+from tinyruns import compress, recipe
+
+FEW = {"samples": 2}  # so few tokens that every expert borrows from its layer
+SMALL = {"num_attention_heads": 4, "num_key_value_heads": 2}
+FAMILIES = {
+    "qwen2_moe": ({**SMALL, "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+                   "shared_expert_intermediate_size": 64},
+                  "mlp.experts.{e}", ("gate_proj", "up_proj", "down_proj")),
+    "minimax_m2": ({**SMALL, "num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8},
+                   "block_sparse_moe.experts.{e}", ("w1", "w2", "w3")),
+    "nemotron_h": ({**SMALL, "layers_block_type": ["full_attention", "moe"], "n_routed_experts": 3, "head_dim": 16,
+                    "num_experts_per_tok": 2, "moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64,
+                    "n_group": 1, "topk_group": 1},
+                   "mixer.experts.{e}", ("up_proj", "down_proj")),
+}  # fmt: skip
+
+
+@pytest.fixture
+def model(request, random_model_dir, tiny_model_dir, tmp_path):
+    path = tmp_path / "model"
+    shutil.copytree(random_model_dir(request.param, vocab_size=1200, **FAMILIES[request.param][0]), path)
+    for file in tiny_model_dir.iterdir():
+        if file.suffix in (".json", ".jinja") and file.name != "config.json" and not (path / file.name).exists():
+            shutil.copy(file, path)
+    return request.param, path
+
+
+@pytest.mark.parametrize("model", FAMILIES, indirect=True)
+def test_every_expert_of_an_undeclared_family_is_quantised_under_its_own_name(model, tmp_path):
+    family, source = model
+    _, block, parts = FAMILIES[family]
+    report = compress(source, tmp_path / "out", recipe(calibration=FEW, group_size=32))
+    stored = set(safe_open(source / "model.safetensors", "pt").keys())
+    written = set(safe_open(tmp_path / "out" / "model.safetensors", "pt").keys())
+    recorded = {record["name"]: record for record in report["linears"]}
+    starved = {note["subject"] for note in report["ledger"] if note["kind"] == "starved_expert"}
+    experts = {name.removesuffix(".weight") for name in stored if ".experts." in name}
+    assert {f"{block.format(e=e)}.{part}" for e in range(3) for part in parts} == {
+        name.partition("layers.1.")[2] for name in experts if "layers.1." in name
+    }
+    for name in experts:
+        assert f"{name}.weight_packed" in written
+        assert recorded[name]["relative_error"] < 0.3
+        assert name in starved or ".gate_proj" in name or ".up_proj" in name or ".w1" in name or ".w3" in name
+    untouched = {name for name in stored & written if "router" in name or ".gate." in name}
+    assert untouched
+    assert not [check for check in verify(tmp_path / "out", source) if not check.ok]
