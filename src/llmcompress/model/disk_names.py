@@ -22,7 +22,7 @@ from transformers.core_model_loading import (
 )
 
 from llmcompress.errors import CheckpointError
-from llmcompress.model.experts import Layout
+from llmcompress.model.experts import ExpertLayout
 
 _NUMBERED = re.compile(r"(.*?)\.([0-9]{1,9})\.(.*)")
 
@@ -52,7 +52,7 @@ class _Source:
 
 
 def disk_names(
-    model: nn.Module, layers: str, names: Collection[str], experts: str | None, layout: Layout | None
+    model: nn.Module, layers: str, names: Collection[str], experts: str | None, layout: ExpertLayout | None
 ) -> DiskNames:
     """Names of a checkpoint's tensors for transformers' `model`, its experts fused.
 
@@ -118,7 +118,7 @@ def _below(name: str, number: str | None) -> tuple[str, str]:
     return (place[1], place[3]) if place and place[2] == number else ("", name)
 
 
-def _has_separate(names: Collection[str], experts: str | None, layout: Layout | None) -> bool:
+def _has_separate(names: Collection[str], experts: str | None, layout: ExpertLayout | None) -> bool:
     """Whether experts are on disk under the names that they have as separate modules."""
     if layout is None:
         return False
@@ -126,7 +126,7 @@ def _has_separate(names: Collection[str], experts: str | None, layout: Layout | 
 
 
 def _of_experts(
-    rule: WeightConverter | None, local: Mapping[str, list[str]], layout: Layout, leaf: str
+    rule: WeightConverter | None, local: Mapping[str, list[str]], layout: ExpertLayout, leaf: str
 ) -> Iterator[tuple[str, str]]:
     """Path below an expert and on-disk name, with `{e}` for its number, of the parts of one parameter of a block."""
     if rule is None:
@@ -138,7 +138,7 @@ def _of_experts(
             yield path, general
 
 
-def _tried(rule: WeightConverter, tiny: Layout, leaf: str) -> Iterator[tuple[str, str]]:
+def _tried(rule: WeightConverter, tiny: ExpertLayout, leaf: str) -> Iterator[tuple[str, str]]:
     """Path below an expert of what each pattern of a rule becomes; only of what is neither turned nor reordered."""
     shape = (tiny.hidden, tiny.inner) if leaf.startswith("down") else (tiny.inner, tiny.hidden)
     size = shape[0] * shape[1]

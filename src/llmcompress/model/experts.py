@@ -18,7 +18,7 @@ _ROUTED = 3  # arguments of a block that routes: the tokens, which experts they 
 
 
 @dataclass(frozen=True)
-class Layout:
+class ExpertLayout:
     """How a block keeps its experts.
 
     gated: gate and up are one parameter, else there is only up. bias: every parameter has one. transposed: matrices are
@@ -57,7 +57,7 @@ class Layout:
             yield f"up_proj.{leaf}", rows[:, half:]
 
 
-def layout_of(block: nn.Module) -> Layout | None:
+def layout_of(block: nn.Module) -> ExpertLayout | None:
     """How a module keeps experts in 3-D parameters, None if it is no such block or not of a layout known here."""
     own = {name: value for name, value in block._parameters.items() if value is not None}
     gated = GATE_UP in own
@@ -78,7 +78,7 @@ def layout_of(block: nn.Module) -> Layout | None:
     if said is None:
         return None
     hidden, inner = (down.shape[2], down.shape[1]) if said["transposed"] else (down.shape[1], down.shape[2])
-    return Layout(down.shape[0], hidden, inner, gated, bias, **said)
+    return ExpertLayout(down.shape[0], hidden, inner, gated, bias, **said)
 
 
 def _said(block: Any, gated: bool, bias: bool) -> dict[str, bool] | None:
@@ -108,7 +108,10 @@ class Expert(nn.Module):
     """
 
     def __init__(
-        self, layout: Layout, activation: Callable[[Tensor], Tensor] | None, combine: Callable[[Tensor], Tensor] | None
+        self,
+        layout: ExpertLayout,
+        activation: Callable[[Tensor], Tensor] | None,
+        combine: Callable[[Tensor], Tensor] | None,
     ) -> None:
         super().__init__()
         if layout.gated:
@@ -138,12 +141,12 @@ class Expert(nn.Module):
 class UnfusedExperts(nn.ModuleList):
     """Stands in for a block of fused experts; same call, same function, summed in order of the experts' numbers."""
 
-    def __init__(self, layout: Layout, experts: list[Expert]) -> None:
+    def __init__(self, layout: ExpertLayout, experts: list[Expert]) -> None:
         super().__init__(experts)
         self.layout = layout
 
     @classmethod
-    def like(cls, fused: nn.Module, layout: Layout) -> "UnfusedExperts":
+    def like(cls, fused: nn.Module, layout: ExpertLayout) -> "UnfusedExperts":
         """Experts with the sizes and the function of transformers' fused block."""
         block: Any = fused
         combine = block._apply_gate if _combines(block) else None
