@@ -95,6 +95,17 @@ Specs = Mapping[str, TensorSpec]
 """The specs of all tensors of a checkpoint by name."""
 
 
+@dataclass(frozen=True)
+class Stack:
+    """Matrices [out, in] of experts that lie in one tensor of bfloat16, which holds their values exactly.
+
+    shape: [experts, in, out]. parts: the stored tensors, each with an entry for each expert.
+    """
+
+    shape: tuple[int, int, int]
+    parts: tuple[str, ...]
+
+
 class Format(ABC):
     """One checkpoint format; a module of `formats` offers an instance as `FORMAT`.
 
@@ -142,6 +153,14 @@ class Format(ABC):
     def decode(self, module: str, read: Reader, config: Config) -> "Coded | None":
         """The matrix of a module back from its tensors, or None if the module is not quantised."""
         return None
+
+    def stacks(self, specs: Specs, config: Config) -> dict[str, Stack]:
+        """Tensors of several matrices that are stored as codes, by the names that they have in the decoded model."""
+        return {}
+
+    def decode_stacked(self, stack: Stack, number: int, read_at: Reader) -> "Coded":
+        """One matrix of a stack, codes [out, in]; `read_at` gives what parts hold of it. TypeError without stacks."""
+        raise TypeError(f"format {self.name} stores every matrix by itself")
 
     def inputs(self, module: str, read: Reader, config: Config) -> "Rounding | None":
         """How the inputs of a module are rounded while the model runs; None if they are not."""

@@ -13,7 +13,7 @@ from llmcompress.errors import EXIT_FAILED, CheckpointError
 from llmcompress.grids.base import Spec
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.inputs import Rounding
-from llmcompress.store.headers import ModelHeaders, read_headers
+from llmcompress.store.headers import ModelHeaders, Stored, read_headers
 
 DTYPES = {
     "F64": torch.float64,
@@ -52,6 +52,10 @@ class Checkpoint:
         """Codes of a module's matrix if the checkpoint stores codes; else None."""
         return None
 
+    def coded_at(self, name: str, number: int) -> Coded | None:
+        """Codes of one matrix [out, in] of a tensor [experts, in, out] that is stored as codes; else None."""
+        return None
+
     def code_grid(self, module: str) -> Spec | None:
         """The grid of a module's codes, where the checkpoint tells it without reading them; else None."""
         return None
@@ -66,15 +70,34 @@ class Checkpoint:
 
     def read(self, name: str) -> Tensor:
         """A tensor in its stored type, in memory of its own; the file is closed again and not mapped."""
+        stored = self._place(name)
+        return self._read(stored, stored.begin, stored.end).reshape(stored.spec.shape)
+
+    def read_at(self, name: str, number: int) -> Tensor:
+        """One entry of a tensor along its first dimension, such as the matrix of one expert; nothing else is read."""
+        stored = self._place(name)
+        count = stored.spec.shape[0]
+        if not 0 <= number < count:
+            raise CheckpointError(f"tensor {name} has no entry {number}, it has {count}")
+        size = (stored.end - stored.begin) // count
+        begin = stored.begin + number * size
+        return self._read(stored, begin, begin + size).reshape(stored.spec.shape[1:])
+
+    def _place(self, name: str) -> Stored:
         stored = self.headers.tensors.get(name)
         if stored is None:
             raise CheckpointError(f"tensor {name} is missing from {self.path}", "the config does not fit the weights")
+        return stored
+
+    def _read(self, stored: Stored, begin: int, end: int) -> Tensor:
+        """Some bytes of a file's data as a tensor of the stored type, flat."""
+        name = stored.spec.name
         # read into the tensor's memory: a mapped file would be copied and counted as further memory
-        data = torch.empty(stored.end - stored.begin, dtype=torch.uint8)
+        data = torch.empty(end - begin, dtype=torch.uint8)
         try:
             with stored.file.open("rb", buffering=0) as file:
                 start = 8 + struct.unpack("<Q", file.read(8))[0]
-                file.seek(start + stored.begin)
+                file.seek(start + begin)
                 rest = data.numpy().data
                 while rest:
                     count = file.readinto(rest)  # at most 2 GiB at a time on Linux
@@ -85,7 +108,7 @@ class Checkpoint:
             raise WeightsError(
                 f"{stored.file} cannot be read at tensor {name}: {error}", "fetch the file again"
             ) from None
-        return data.view(DTYPES[stored.spec.dtype]).reshape(stored.spec.shape)
+        return data.view(DTYPES[stored.spec.dtype])
 
     def expect(self, names: Iterable[str]) -> None:
         """Ask the system to prefetch these tensors into its page cache."""

@@ -120,6 +120,13 @@ class FoldedCheckpoint(Checkpoint):
     def coded(self, module: str) -> Coded | None:
         return None if f"{module}.weight" in self._folds else self.base.coded(module)
 
+    def coded_at(self, name: str, number: int) -> Coded | None:
+        return None if name in self._folds else self.base.coded_at(name, number)
+
+    def read_at(self, name: str, number: int) -> Tensor:
+        folded = name in self._folds or name in self.shared
+        return self.read(name)[number] if folded else self.base.read_at(name, number)
+
     def code_grid(self, module: str) -> Spec | None:
         return None if f"{module}.weight" in self._folds else self.base.code_grid(module)
 

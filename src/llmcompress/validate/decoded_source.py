@@ -21,10 +21,10 @@ class DecodedMatrices:
         self._last: tuple[str, torch.Tensor] | None = None
 
     def values(self, name: str) -> torch.Tensor:
-        """Values float32; DamageError."""
+        """Values, float32 where they are of a matrix alone; DamageError."""
         if self._last is None or self._last[0] != name:
             try:
-                self._last = name, self.checkpoint.read(name).to(torch.float32)
+                self._last = name, self.checkpoint.read(name)
             except LlmcompressError as error:
                 raise DamageError(error.message) from None
         return self._last[1]
@@ -41,7 +41,7 @@ class DecodedMatrix(Tensor):
         return rounded.contiguous().view(torch.uint8).numpy().reshape(-1)
 
     def floats(self, part: slice = slice(None), *, transposed: bool = False) -> Array:
-        values = self.matrices.values(self.name).numpy()
+        values = self.matrices.values(self.name).to(torch.float32).numpy()
         found: Array = np.ascontiguousarray(values[:, part].T if transposed else values[part])
         return found
 
@@ -56,7 +56,7 @@ def source_tensors(source: Path) -> dict[str, Tensor]:
     if not isinstance(headers, DecodedHeaders):
         return originals
     matrices = DecodedMatrices(open_checkpoint(headers))
-    packed = {f"{module}.weight" for module in headers.packed}
+    packed = {*headers.stacks, *(f"{module}.weight" for module in headers.packed)}
     found: dict[str, Tensor] = {}
     for name, stored in headers.tensors.items():
         spec = stored.spec

@@ -5,7 +5,7 @@ The package `formats` alone knows which formats there are and what their files h
 
 import re
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,19 +14,20 @@ from torch import Tensor
 from llmcompress.arch import find
 from llmcompress.arch.spec import ArchSpec
 from llmcompress.errors import CheckpointError, RecipeError
-from llmcompress.formats.base import FLOAT_TYPES, Format, TensorSpec
+from llmcompress.formats.base import FLOAT_TYPES, Format, Stack, TensorSpec
 from llmcompress.formats.kv_cache import PARTS
 from llmcompress.grids.base import Spec
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.inputs import Rounding
 from llmcompress.ledger import Ledger
 from llmcompress.recipe import stored_formats
-from llmcompress.store.checkpoint import Checkpoint
+from llmcompress.store.checkpoint import DTYPES, Checkpoint
 from llmcompress.store.headers import ModelHeaders, Stored, read_json
 
 # the errors that a wrong config can cause
 _DAMAGED = (ArithmeticError, AttributeError, LookupError, RecipeError, TypeError, ValueError, re.error)
 SETTINGS = "hf_quant_config.json"  # where ModelOpt says what may also stand in config.json
+STACKED = "BF16"  # the type of decoded stacks
 _SMALL_FLOATS = "F8_"  # how the names of types begin that are values only together with a scale
 _AT_ONCE = 1 << 22  # weights decoded at once, so that what decoding needs beside its result stays small
 
@@ -35,13 +36,15 @@ _AT_ONCE = 1 << 22  # weights decoded at once, so that what decoding needs besid
 class DecodedHeaders(ModelHeaders):
     """The headers of the decoded model, float32. stored: the headers of its files. packed: modules stored as codes.
 
-    transposed: the packed modules whose unquantised weights are [in, out].
+    transposed: the packed modules whose unquantised weights are [in, out]. stacks: tensors of several matrices that are
+    stored as codes, by the names that they have once they are decoded.
     """
 
     stored: ModelHeaders
     format: Format
     packed: frozenset[str]
     transposed: frozenset[str]
+    stacks: Mapping[str, Stack]
 
     @property
     def nbytes(self) -> int:
@@ -63,9 +66,17 @@ def decoded_headers(stored: ModelHeaders, spec: ArchSpec | None = None) -> Model
     packed = frozenset(marked.values())
     transposed = _transposed(packed, spec)
     reader = Checkpoint(stored)
+    stacks = found.stacks(specs, stored.config)
+    stacked = {stack.parts[0]: (name, stack) for name, stack in stacks.items()}
+    used = {part for stack in stacks.values() for part in stack.parts}
     tensors: dict[str, Stored] = {}
     for name, item in stored.tensors.items():
-        if name in marked:
+        if name in stacked:
+            whole, stack = stacked[name]
+            tensors[whole] = Stored(TensorSpec(whole, STACKED, stack.shape), item.file, item.begin, item.end)
+        elif name in used:
+            continue
+        elif name in marked:
             module, _ = _owner(name)
             rows, columns = _shape(found, module, specs, reader)
             shape = (columns, rows) if module in transposed else (rows, columns)
@@ -73,9 +84,9 @@ def decoded_headers(stored: ModelHeaders, spec: ArchSpec | None = None) -> Model
             tensors[weight.name] = Stored(weight, item.file, item.begin, item.end)
         elif _outlives(name, packed):
             tensors[name] = item
-    _check_decoded(stored, found, packed, tensors)
+    _check_decoded(stored, found, packed or stacks, tensors)
     config = {key: value for key, value in stored.config.items() if key != "quantization_config"}
-    return DecodedHeaders(stored.path, config, tensors, stored.files, stored, found, packed, transposed)
+    return DecodedHeaders(stored.path, config, tensors, stored.files, stored, found, packed, transposed, stacks)
 
 
 def _with_settings(stored: ModelHeaders) -> ModelHeaders:
@@ -103,7 +114,7 @@ def in_own_type(headers: ModelHeaders) -> ModelHeaders:
     return replace(headers, tensors=tensors)
 
 
-def _check_decoded(stored: ModelHeaders, found: Format, packed: Container[str], tensors: Mapping[str, Stored]) -> None:
+def _check_decoded(stored: ModelHeaders, found: Format, packed: Collection[str], tensors: Mapping[str, Stored]) -> None:
     """CheckpointError unless something is packed, and nothing that is left needs a scale to be a value."""
     if not packed:
         raise CheckpointError(
@@ -151,6 +162,10 @@ def note_decoded(headers: DecodedHeaders, coded: Container[str], ledger: Ledger)
         ledger.note(
             "requantised", f"{count} matrices", f"{headers.format.name} in the source, decoded and rounded anew"
         )
+    if headers.stacks:
+        ledger.note(
+            "requantised", f"{len(headers.stacks)} stacks of experts", f"{headers.format.name} in the source, decoded"
+        )
     if scales := [name for name in headers.stored.tensors if name.endswith(PARTS)]:
         ledger.note("kv_cache", f"{len(scales)} scales", "what the source says of cached keys and values is left out")
 
@@ -184,7 +199,26 @@ class DecodedCheckpoint(Checkpoint):
         except _DAMAGED as error:
             raise _unlike(self.headers.stored, self.headers.format, module, error) from None
 
+    def coded_at(self, name: str, number: int) -> Coded | None:
+        stack = self.headers.stacks.get(name)
+        if stack is None:
+            return None
+        return self.headers.format.decode_stacked(stack, number, lambda part: self._stored.read_at(part, number))
+
+    def read_at(self, name: str, number: int) -> Tensor:
+        if name.removesuffix(".weight") in self.headers.packed:
+            return self.read(name)[number]
+        coded = self.coded_at(name, number)
+        if coded is None:
+            return self._stored.read_at(name, number)
+        return _decoded(coded).to(DTYPES[STACKED]).t().contiguous()
+
     def read(self, name: str) -> Tensor:
+        if name in self.headers.stacks:
+            whole = torch.empty(self.headers.stacks[name].shape, dtype=DTYPES[STACKED])
+            for number, matrix in enumerate(whole):
+                matrix.copy_(self.read_at(name, number))
+            return whole
         module = name.removesuffix(".weight")
         coded = self.coded(module) if name.endswith(".weight") else None
         if coded is None:
