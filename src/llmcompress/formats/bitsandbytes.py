@@ -15,23 +15,22 @@ and by LLM.int8()
     M.SCB            F32  [out]
     M.weight_format  U8   []          0: rows
 
-Blocks are counted through the whole matrix. Ours lie within rows, so 64 must divide `in`.
+Blocks are counted through the whole matrix. Ours lie within rows, so 64 must divide `in`; others' are read in any size,
+and FP4 beside NF4.
 """
 
 from collections.abc import Mapping, Sequence
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 from llmcompress.errors import CheckpointError
 from llmcompress.formats.base import Config, Entry, Reader, Specs
 from llmcompress.formats.bitsandbytes_tensors import (
-    STATE,
     TYPES,
     Int8Tensors,
     Nf4Tensors,
     Tensors,
+    decode_4bit,
     decode_int8,
-    decode_nf4,
     read_state,
 )
 from llmcompress.formats.entry_checks import Refusal, left_alone
@@ -108,10 +107,12 @@ class BitsAndBytes(PackedFormat):
             return None
         if f"{module}.SCB" in specs:
             return (weight.shape[0], weight.shape[1]) if len(weight.shape) == 2 else None
-        if f"{module}.weight.{STATE}" not in specs:
-            raise CheckpointError(f"{module} has no {STATE}: only nf4 is read of 4-bit types")
-        rows, width = (int(extent) for extent in read_state(module, read)["shape"])
-        if 2 * prod(weight.shape) != rows * width:
+
+        def held(name: str) -> "Tensor":
+            return read(specs[name].name)
+
+        rows, width = (int(extent) for extent in read_state(module, held)["shape"])
+        if 2 * weight.nbytes != rows * width:
             raise CheckpointError(f"{module}.weight does not hold {rows} x {width} codes")
         return rows, width
 
@@ -125,7 +126,7 @@ class BitsAndBytes(PackedFormat):
         if (scales := part("SCB")) is not None:
             return decode_int8(module, read(f"{module}.weight"), scales)
         if (absmax := part("weight.absmax")) is not None:
-            return decode_nf4(module, read, absmax)
+            return decode_4bit(module, read, absmax)
         return None
 
     def inputs(self, module: str, read: Reader, config: Config) -> "Rounding | None":

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from math import gcd
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from llmcompress.errors import CheckpointError, RunError
@@ -13,11 +14,14 @@ from llmcompress.grids.nf4 import Nf4Spec
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from llmcompress.grids.block_tables import BlockTableGrid
     from llmcompress.grids.coded import Coded
     from llmcompress.grids.int8 import Int8Grid
     from llmcompress.grids.nf4 import Nf4Grid
 
-STATE = "quant_state.bitsandbytes__nf4"
+KINDS = ("nf4", "fp4")  # of 4 bits
+_STATE = "quant_state.bitsandbytes__"
+STATE = f"{_STATE}nf4"
 TYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 _OFFSET_DIGITS = 26  # what a number takes in JSON at most; the rest of it is spaces, so that sizes are known beforehand
 
@@ -127,11 +131,20 @@ def nested_absmax(entry: Entry, grid: "Nf4Grid") -> "tuple[Tensor, float]":
 
 
 def read_state(module: str, read: Reader) -> Mapping[str, Any]:
-    """What the packed state of a module says; CheckpointError if it is no object."""
-    state = json.loads(bytes(read(f"{module}.weight.{STATE}").tolist()))
-    if not isinstance(state, Mapping):
-        raise CheckpointError(f"{module}.weight.{STATE} holds no object")
+    """What the packed state of a module says; CheckpointError if it is no object, or of no kind that is known here."""
+    state = json.loads(bytes(_state(module, read).tolist()))
+    if not isinstance(state, Mapping) or state.get("quant_type") not in KINDS:
+        raise CheckpointError(f"the quant_state of {module} holds no object that tells one of {', '.join(KINDS)}")
     return state
+
+
+def _state(module: str, read: Reader) -> "Tensor":
+    for kind in KINDS[:-1]:
+        try:
+            return read(f"{module}.weight.{_STATE}{kind}")
+        except KeyError:
+            continue
+    return read(f"{module}.weight.{_STATE}{KINDS[-1]}")
 
 
 def decode_int8(module: str, weight: "Tensor", scales: "Tensor") -> "Coded":
@@ -149,36 +162,88 @@ def decode_int8(module: str, weight: "Tensor", scales: "Tensor") -> "Coded":
     return Coded((weight.to(torch.int16) + grid.spec.middle).to(torch.uint8), grid)
 
 
-def decode_nf4(module: str, read: Reader, absmax: "Tensor") -> "Coded":
-    """The matrix of a module on NF4 whose absmax is float32, or codes if quantised in its turn; CheckpointError."""
+def decode_4bit(module: str, read: Reader, absmax: "Tensor") -> "Coded":
+    """The matrix of a module in 4 bits whose absmax is float32, or codes if quantised in its turn; CheckpointError.
+
+    NF4 in blocks of 64 within rows is the grid of our own; any other is one that is read alone.
+    """
     import torch
 
     from llmcompress.grids.coded import Coded
-    from llmcompress.grids.nf4 import LEVELS, dynamic_map, restored
 
     state = read_state(module, read)
+    rows, width = (int(extent) for extent in state["shape"])
+    size = int(state["blocksize"])
+    packed = read(f"{module}.weight").reshape(-1).view(torch.uint8)
+    blocks = -(-rows * width // size)
+    if packed.numel() * 2 != rows * width or absmax.numel() != blocks:
+        raise CheckpointError(
+            f"tensors of {module} do not have the shapes of {rows} x {width} codes in blocks of {size}"
+        )
+    codes = torch.stack([packed >> 4, packed & 15], dim=1).view(rows, width)
+    table = read(f"{module}.weight.quant_map").to(torch.float32)
+    if table.shape != (16,) or not bool(table.isfinite().all()):
+        raise CheckpointError(f"{module}.weight.quant_map does not hold 16 numbers")
+    own = _own_grid(module, read, state, absmax, table)
+    return Coded(codes, own if own is not None else _other_grid(module, read, state, absmax, table))
+
+
+def _own_grid(
+    module: str, read: Reader, state: Mapping[str, Any], absmax: "Tensor", table: "Tensor"
+) -> "Nf4Grid | None":
+    """The grid of a matrix that could have been written here; None for any other."""
+    import torch
+
+    from llmcompress.grids.nf4 import LEVELS, dynamic_map, restored
+
     rows, width = (int(extent) for extent in state["shape"])
     double = "nested_blocksize" in state
     spec = Nf4Spec(double)
     sizes = (state["quant_type"], state["blocksize"], state.get("nested_blocksize", spec.nested))
     if sizes != ("nf4", spec.group_size, spec.nested) or width % spec.group_size:
-        raise CheckpointError(f"{module} is not stored as nf4 in blocks of {spec.group_size} within rows")
-    if not torch.equal(read(f"{module}.weight.quant_map").to(torch.float32), torch.tensor(LEVELS)):
+        return None
+    if not torch.equal(table, torch.tensor(LEVELS)):
         raise CheckpointError(f"{module}.weight.quant_map holds other levels than those of nf4")
-    packed = read(f"{module}.weight")
     shape = (rows, width // spec.group_size)
-    if packed.dtype != torch.uint8 or packed.numel() * 2 != rows * width or absmax.numel() != shape[0] * shape[1]:
-        raise CheckpointError(f"tensors of {module} do not have the shapes of {spec.name}")
-    if double:
-        if not torch.allclose(read(f"{module}.weight.nested_quant_map").to(torch.float32), dynamic_map(), atol=1e-7):
-            raise CheckpointError(f"{module}.weight.nested_quant_map is not the dynamic map")
-        nested = read(f"{module}.weight.nested_absmax").to(torch.float32)
-        if nested.shape != (-(-absmax.numel() // spec.nested),) or absmax.dtype != torch.uint8:
-            raise CheckpointError(f"tensors of {module} do not have the shapes of {spec.name}")
-        spread = nested.repeat_interleave(spec.nested)[: absmax.numel()].view(shape)
-        offset = torch.full((rows, 1), float(state["nested_offset"]))
-        grid = restored(spec, code=absmax.view(shape), nested=spread, offset=offset)
-    else:
-        grid = restored(spec, absmax=absmax.to(torch.float32).view(shape))
-    codes = torch.stack([packed.reshape(-1) >> 4, packed.reshape(-1) & 15], dim=1).view(rows, width)
-    return Coded(codes, grid)
+    if not double:
+        return restored(spec, absmax=absmax.to(torch.float32).view(shape))
+    if not torch.allclose(read(f"{module}.weight.nested_quant_map").to(torch.float32), dynamic_map(), atol=1e-7):
+        raise CheckpointError(f"{module}.weight.nested_quant_map is not the dynamic map")
+    spread = _nested(module, read, state, absmax).view(shape)
+    offset = torch.full((rows, 1), float(state["nested_offset"]))
+    return restored(spec, code=absmax.view(shape), nested=spread, offset=offset)
+
+
+def _other_grid(
+    module: str, read: Reader, state: Mapping[str, Any], absmax: "Tensor", table: "Tensor"
+) -> "BlockTableGrid":
+    """The grid of a matrix of any table, in blocks of any size."""
+    import torch
+
+    from llmcompress.grids.block_tables import BlockTableGrid, BlockTableSpec
+
+    rows, width = (int(extent) for extent in state["shape"])
+    size, scale = int(state["blocksize"]), absmax
+    if "nested_blocksize" in state:
+        values = read(f"{module}.weight.nested_quant_map").to(torch.float32)
+        if values.shape != (256,):
+            raise CheckpointError(f"{module}.weight.nested_quant_map does not hold 256 numbers")
+        nested = _nested(module, read, state, absmax)
+        scale = values[absmax.reshape(-1).long()] * nested + float(state["nested_offset"])
+    group = gcd(size, width)
+    at = torch.arange(0, rows * width, group) // size
+    spread = scale.to(torch.float32).reshape(-1)[at].view(rows, width // group)
+    if not bool(spread.isfinite().all()):
+        raise CheckpointError(f"{module} has scales that are not finite")
+    return BlockTableGrid(BlockTableSpec(str(state["quant_type"]), group), table, spread)
+
+
+def _nested(module: str, read: Reader, state: Mapping[str, Any], absmax: "Tensor") -> "Tensor":
+    """The absmax of the nested block of each block [blocks]; CheckpointError."""
+    import torch
+
+    size = int(state["nested_blocksize"])
+    nested = read(f"{module}.weight.nested_absmax").to(torch.float32)
+    if size < 1 or nested.shape != (-(-absmax.numel() // size),) or absmax.dtype != torch.uint8:
+        raise CheckpointError(f"{module}.weight.nested_absmax does not fit {absmax.numel()} blocks")
+    return nested.repeat_interleave(size)[: absmax.numel()]

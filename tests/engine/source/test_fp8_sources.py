@@ -33,6 +33,11 @@ def as_powers(name, weight):
     return {"weight": codes, "weight_scale_inv": (scale + 127).to(torch.uint8)}, codes.double() * spread.double()
 
 
+def as_powers_of_their_own_type(name, weight):
+    stored, value = as_powers(name, weight)
+    return {**stored, "weight_scale_inv": stored["weight_scale_inv"].view(torch.float8_e8m0fnu)}, value
+
+
 def whole(scale_name, input_name, shape=()):
     def parts(name, weight):
         if "o_proj" in name:
@@ -54,6 +59,7 @@ def in_rows(name, weight):
 KINDS = {
     "blocks": (BLOCKS, in_blocks),
     "powers of two": ({**BLOCKS, "weight_block_size": [32, 32], "scale_fmt": "ue8m0"}, as_powers),
+    "e8m0": ({**BLOCKS, "weight_block_size": [32, 32]}, as_powers_of_their_own_type),
     "mistral": (WHOLE, whole("weight_scale_inv", "activation_scale")),
     "mistral's own names": (WHOLE, whole("qscale_weight", "qscale_act", (1,))),
     "one scale": (WHOLE, whole("weight_scale", "input_scale", (1, 1))),
