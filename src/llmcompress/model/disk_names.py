@@ -29,15 +29,17 @@ _NUMBERED = re.compile(r"(.*?)\.([0-9]{1,9})\.(.*)")
 
 @dataclass(frozen=True)
 class DiskNames:
-    """disk, joined: as in ArchSpec. expert: whether the matrices of experts are on disk one by one.
+    """disk, joined: as in ArchSpec. separate: whether the matrices of experts are on disk one by one.
 
-    stacked: on-disk paths below a layer of the tensors that hold a parameter of all experts, by its name in the block.
+    stacked: names of the tensors that hold a parameter of all experts, with the parameter's layer and its name in the
+    block. merged: whether transformers puts separate matrices together.
     """
 
     disk: dict[str, str] = field(default_factory=dict)
     joined: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    stacked: dict[str, str] = field(default_factory=dict)
+    stacked: dict[str, tuple[str, str]] = field(default_factory=dict)
     separate: bool = False
+    merged: bool = False
 
 
 @dataclass
@@ -77,9 +79,9 @@ def disk_names(
         if layout is not None and below == f"{experts}.{leaf}" and "." not in leaf:
             for path, name in _of_experts(source.rule, local, layout, leaf):
                 note(f"{experts}.{{e}}.{path}", name)
-                result = replace(result, separate=True)
-            if source.rule is None:
-                result.stacked[leaf] = local[""][0]
+                result = replace(result, separate=True, merged=True)
+            if source.rule is None and number is not None:
+                result.stacked[source.names[""][0]] = number, leaf
         if source.rule is None:
             note(below, local[""][-1])
         elif [type(step) for step in source.rule.operations] == [Concatenate] and source.rule.operations[0].dim == 0:

@@ -14,7 +14,7 @@ disk. Others stay as they are: `left_out` names them and says why.
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,13 +26,13 @@ from llmcompress.arch.spec import ArchSpec, Experts, Linear
 from llmcompress.errors import CheckpointError
 from llmcompress.isolation import probe
 from llmcompress.model.disk_names import disk_names
-from llmcompress.model.experts import UnfusedExperts, layout_of, unfuse
+from llmcompress.model.experts import GATE_UP, ExpertLayout, UnfusedExperts, layout_of, unfuse
 from llmcompress.model.rehearsal import LENGTH, ZeroProducts, Zeros, distinct
 from llmcompress.model.skeleton import UNUSABLE, first_line, plain, skeleton
 from llmcompress.model.streamed_model import StreamedModel
 
 _HINT = "declare the architecture in a file of llmcompress/arch"
-_STACKED = "experts that are one tensor on disk"
+_STACKED = "experts that are one tensor on disk, which this format or their layout does not let be written one by one"
 _FUSED = "a 3-D parameter, such as experts in one, which nothing tells how to take apart"
 _LISTED = "an expert's matrix, which sees few tokens and needs a declared architecture"
 _UNSEEN = "a matrix that did not run when the layer was observed"
@@ -122,9 +122,7 @@ def _named(model: nn.Module, spec: ArchSpec, names: Collection[str]) -> tuple[Ar
 
     Also why experts that stay fused do.
     """
-    layers = list(model.get_submodule(spec.layers).children())
-    blocks = {path: layout for layer in layers for path, part in layer.named_modules() if (layout := layout_of(part))}
-    path, layout = next(iter(blocks.items()), (None, None))
+    layers, path, layout = _block(model, spec)
     found = disk_names(model, spec.layers, names, path, layout)
     experts = None
     if path is not None and layout is not None and found.separate:
@@ -158,6 +156,42 @@ def _running(
         except CheckpointError as error:
             found = error
     raise found
+
+
+def _block(model: nn.Module, spec: ArchSpec) -> tuple[list[nn.Module], str | None, ExpertLayout | None]:
+    """The layers, and where in a layer experts are that can be taken apart, and how they lie there."""
+    layers = list(model.get_submodule(spec.layers).children())
+    blocks = {path: layout for layer in layers for path, part in layer.named_modules() if (layout := layout_of(part))}
+    path, layout = next(iter(blocks.items()), (None, None))
+    return layers, path, layout
+
+
+@dataclass(frozen=True)
+class StackedExperts:
+    """parts: names of stacks of matrices that lie one behind the other, and the names their parts have as separate
+    matrices, `{e}` for the expert's number, in order of rows. merged: whether transformers puts those together.
+    """
+
+    parts: dict[str, tuple[str, ...]]
+    merged: bool
+
+
+def stacked_experts(config: Any, names: Collection[str]) -> StackedExperts:
+    """The experts among a checkpoint's tensors that are on disk as one tensor; none where rows do not lie in order."""
+    model = skeleton(config, None)
+    spec = _outline(model, str(getattr(config, "model_type", "unknown")))
+    _, path, layout = _block(model, spec)
+    if layout is None or layout.transposed or layout.interleaved or layout.bias:
+        return StackedExperts({}, False)
+    found = disk_names(model, spec.layers, names, path, layout)
+    prefix = found.disk.get(spec.layers, spec.layers)
+    parts = {}
+    for name, (number, leaf) in found.stacked.items():
+        below = ("gate_proj", "up_proj") if leaf == GATE_UP else (leaf,)
+        whole = prefix if name.startswith(f"{prefix}.") else prefix.partition(".")[2]
+        parts[name] = tuple(f"{whole}.{number}.{path}.{{e}}.{part}.weight" for part in below)
+    separate = [part.format(e=number) for group in parts.values() for part in group for number in range(layout.count)]
+    return StackedExperts(parts, disk_names(model, spec.layers, separate, path, layout).merged)
 
 
 class _Seen:

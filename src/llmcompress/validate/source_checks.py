@@ -32,7 +32,7 @@ _ROUNDING = {"BF16": 2.0**-8, "F16": 2.0**-11, "F32": 2.0**-24, "F64": 2.0**-53}
 def against_source(directory: Directory, matrices: Mapping[str, StoredMatrix], source: Path) -> list[Check]:
     """Compare a directory with its source model. matrices: the directory's decodable matrices."""
     try:
-        originals = source_tensors(source)
+        originals = _unstacked(directory.report, source_tensors(source))
         config = read_json(source / "config.json")
         shallow = drops_layers(directory.report)
         originals = renumbered_tensors(directory.report, originals) if shallow else originals
@@ -55,6 +55,29 @@ def against_source(directory: Directory, matrices: Mapping[str, StoredMatrix], s
         summary("source", wrong, f"{len(originals)} tensors, each unchanged or quantised"),
         summary("bound", bound, f"{len(directory.records)} matrices as near to the source as recorded"),
     ]
+
+
+def _unstacked(report: Mapping[str, Any], originals: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The source's tensors, every stack of matrices that the report names in parts; DamageError for no such stack."""
+    stacked = report.get("unstacked") or {}
+    if not isinstance(stacked, Mapping) or not all(isinstance(parts, list) for parts in stacked.values()):
+        raise DamageError("report.json does not say what became of tensors that hold all experts")
+    found: dict[str, Tensor] = {}
+    for name, tensor in originals.items():
+        if name not in stacked:
+            found[name] = tensor
+            continue
+        parts = [str(part) for part in stacked[name]]
+        if len(tensor.shape) != 3 or not parts or 0 in tensor.shape or tensor.shape[1] % len(parts):
+            raise DamageError(f"{name} is {list(tensor.shape)}, not {len(parts)} matrices of every expert")
+        count, rows, columns = tensor.shape
+        size = tensor.nbytes // count // len(parts)
+        for place in range(count * len(parts)):
+            number, part = divmod(place, len(parts))
+            own = parts[part].replace("{e}", str(number))
+            shape = (rows // len(parts), columns)
+            found[own] = Tensor(own, tensor.dtype, shape, tensor.file, tensor.begin + place * size, size)
+    return found
 
 
 def _uncut(directory: Directory, originals: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Directory]:

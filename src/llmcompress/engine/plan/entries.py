@@ -97,8 +97,12 @@ def _why_left(name: str, spec: ArchSpec) -> str:
     """Why a matrix inside a layer is copied unchanged."""
     if any(name.endswith(f".{spec.disk_path(linear.path)}.weight") for linear in spec.never):
         return "a router is never quantised"
-    below = re.sub(r"^.*?\.\d+\.", "", name).removesuffix(".weight")
-    whys = (why for path, why in spec.left_out.items() if below in (spec.disk_path(path), spec.disk_parameter(path)))
+    below = re.sub(r"^.*?\.\d+\.", "", name)
+    whys = (
+        why
+        for path, why in spec.left_out.items()  # of modules, or of parameters such as those that hold all experts
+        if below in (f"{spec.disk_path(path)}.weight", spec.disk_parameter(path))
+    )
     return next(whys, "not a matrix that the architecture declares")
 
 

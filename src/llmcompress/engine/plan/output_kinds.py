@@ -26,6 +26,7 @@ from llmcompress.engine.source.gguf_input import GgufHeaders
 from llmcompress.engine.source.matrix_refs import Matrices, matrices_of
 from llmcompress.engine.source.open import checkpoint_headers, source_headers
 from llmcompress.engine.source.quantised import DecodedHeaders, code_grid, note_decoded
+from llmcompress.engine.source.stacked import unstacked_headers
 from llmcompress.engine.source.tensor_names import Anatomy
 from llmcompress.errors import PlanError
 from llmcompress.formats.base import Entry, Format, TensorSpec
@@ -115,7 +116,9 @@ class SafetensorsOutput:
 
     def open(self, model: Path) -> ModelHeaders:
         """The headers of what lies at `model`; CheckpointError for what this kind of output cannot be made of."""
-        return checkpoint_headers(model)
+        headers = checkpoint_headers(model)
+        # without codes, files are loaded as the source's are
+        return unstacked_headers(headers, self.ledger) if self.format.name == "compressed-tensors" else headers
 
     def method_suffix(self, step: Method) -> str:
         """What the default name of the output says of the step that rounds."""

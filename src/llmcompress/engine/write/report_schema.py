@@ -157,6 +157,11 @@ class Report(Document):
         default_factory=dict,
         description="every file of the output but this one, by name; a single GGUF file is called model.gguf",
     )
+    unstacked: dict[str, list[str]] | None = Field(
+        None,
+        description="tensors of the source that hold all experts, and what each expert has of them, in order of rows; "
+        "{e}: its number",
+    )
     sha256: Sha256 | None = Field(None, description="of the text of this document without this key")
 
 

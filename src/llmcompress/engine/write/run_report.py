@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmcompress import __version__
+from llmcompress.engine.source.stacked import UnstackedHeaders
 from llmcompress.engine.write.report_schema import REPORT_SCHEMA
 from llmcompress.ledger import Ledger
 from llmcompress.store.headers import ModelHeaders
@@ -43,7 +44,17 @@ def build_report(
         **records,
         "ledger": ledger.as_json(),
         "tensors": dict(tensors),
+        **_unstacked(plan.headers),
     }
+
+
+def _unstacked(headers: ModelHeaders) -> dict[str, Any]:
+    """What became of tensors of the source that are many matrices, where there are such."""
+    return (
+        {"unstacked": {name: list(parts) for name, parts in headers.stacked.items()}}
+        if isinstance(headers, UnstackedHeaders)
+        else {}
+    )
 
 
 def source_record(headers: ModelHeaders) -> dict[str, Any]:
