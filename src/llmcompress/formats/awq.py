@@ -52,6 +52,7 @@ class Awq(PackedFormat):
     summary = "4 bits; read by vLLM, SGLang, transformers and GPTQModel"
     holds = ("int",)
     marker = "qweight"
+    affine = True
     quant_method = "awq"
     required = ("qweight", "qzeros", "scales")
 

@@ -109,13 +109,15 @@ class Stack:
 class Format(ABC):
     """One checkpoint format; a module of `formats` offers an instance as `FORMAT`.
 
-    writes: whether runs can write it; others' formats may be read alone (`read_only`).
+    writes: whether runs can write it; others' formats may be read alone (`read_only`). affine: whether what it decodes
+    may be whole numbers with scales and zero points.
     Everything about what will be written is answered from entries alone, before any tensor is read.
     """
 
     name: str
     summary: str
     writes: bool = True
+    affine: bool = False
     holds: Container[str] | None  # names of the grids whose codes it has a place for; None: it stores decoded values
     marker: str | tuple[str, ...]  # the tensor (one of those) that quantised modules alone have: "qweight"
 

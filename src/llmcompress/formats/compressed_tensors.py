@@ -75,6 +75,7 @@ class CompressedTensors(PackedFormat):
     )
     holds = HOLDS
     marker = "weight_scale"
+    affine = True
     quant_method = "compressed-tensors"
     required = ("weight_scale",)
     tells_inputs = True

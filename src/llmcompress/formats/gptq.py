@@ -52,6 +52,7 @@ class GptqFormat(PackedFormat):
     summary = "2, 3, 4, 8 bits; read by GPTQModel, transformers, vLLM, SGLang and llama.cpp's converter"
     holds = ("int",)
     marker = "qweight"
+    affine = True
     quant_method = "gptq"
     required = ("qweight", "qzeros", "scales")
 

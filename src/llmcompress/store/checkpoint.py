@@ -57,7 +57,7 @@ class Checkpoint:
         return None
 
     def code_grid(self, module: str) -> Spec | None:
-        """The grid of a module's codes, where the checkpoint tells it without reading them; else None."""
+        """The grid of a module's codes, where the checkpoint tells it and outputs can hold its scales; else None."""
         return None
 
     def stored(self, name: str, kind: str) -> Iterator[memoryview] | None:

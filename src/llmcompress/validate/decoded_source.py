@@ -1,4 +1,8 @@
-"""The tensors of a source as a run read them: those of its files, and matrices that it stores as codes, decoded."""
+"""The tensors of a source as a run read them: those of its files, and matrices that it stores as codes, decoded.
+
+Codes of a source are decoded by the reader of the engine, which proves nothing about that reader; what is proved is the
+output made of its values. The tensors of a source that is not quantised are read here without the engine.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,10 +11,10 @@ import numpy as np
 import torch
 
 from llmcompress.engine.source.open import checkpoint_headers, open_checkpoint
-from llmcompress.engine.source.quantised import DecodedHeaders
+from llmcompress.engine.source.quantised import SETTINGS, DecodedHeaders
 from llmcompress.errors import LlmcompressError
 from llmcompress.store.checkpoint import DTYPES, Checkpoint
-from llmcompress.validate.stored import Array, DamageError, Tensor, read_source
+from llmcompress.validate.stored import Array, DamageError, Tensor, read_json, read_source
 
 
 class DecodedMatrices:
@@ -48,11 +52,13 @@ class DecodedMatrix(Tensor):
 
 def source_tensors(source: Path) -> dict[str, Tensor]:
     """The tensors that a run reads of a model, by name; DamageError."""
+    originals = read_source(source)
+    if "quantization_config" not in read_json(source / "config.json") and not (source / SETTINGS).exists():
+        return originals
     try:
         headers = checkpoint_headers(source)
     except LlmcompressError as error:
         raise DamageError(error.message) from None
-    originals = read_source(source)
     if not isinstance(headers, DecodedHeaders):
         return originals
     matrices = DecodedMatrices(open_checkpoint(headers))

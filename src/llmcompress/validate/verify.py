@@ -17,7 +17,8 @@ What is proved, in words:
 - cache: every attention has scales of keys and values, if config.json speaks of them, as report.json recorded them.
 - source: every tensor of the source is there byte for byte, or quantised, or a tied head left out; nothing else is. Of
   a narrower feed-forward, what writes channels holds those of the source, and what reads them was fitted anew. Values
-  of config.json are those of the source, but for what the run changes; tokenizer and other side files its bytes.
+  of config.json are those of the source, but for what the run changes; tokenizer and other side files its bytes. A
+  source that is quantised itself counts as its decoded values (`decoded_source`).
 - bound: of every matrix, the relative error ||W - W'|| / ||W|| (Frobenius) is the one that report.json recorded, to
   0.1%, and below 1, which is what zeroing the matrix would give. Decoded weights are rounded once more to their stored
   type, which may add or hide as much as the rounding can be. For method rtn without pruning, element by

@@ -14,6 +14,7 @@ from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.source.open import checkpoint_headers, open_checkpoint
+from llmcompress.engine.source.quantised import code_grid
 from llmcompress.errors import CheckpointError
 from llmcompress.recipe import parse
 from llmcompress.validate.verify import passed, verify
@@ -176,7 +177,7 @@ def test_scales_that_the_output_cannot_hold_make_codes_new(model, tmp_path):
     shipped(model, tmp_path / "source", settings("W4A16"), compressed("W4A16"))  # of float32, in a bfloat16 model
     report = rounded(tmp_path / "source", tmp_path / "out", bits=4, group_size=32)
     assert {item["method"] for item in report["linears"]} == {"rtn"}
-    assert "requantised" in {entry["kind"] for entry in report["ledger"]}
+    assert [entry["subject"] for entry in report["ledger"] if entry["kind"] == "requantised"] == ["14 matrices"]
 
 
 def test_groups_in_activation_order_are_read(model, tmp_path):
@@ -216,9 +217,11 @@ def test_several_groups_of_modules_have_each_its_scheme(model, tmp_path):
     checkpoint = open_checkpoint(checkpoint_headers(tmp_path / "source"))
     for name, expected in values.items():
         assert torch.allclose(checkpoint.read(name), expected.float(), rtol=2**-7, atol=0), name
-    names = {checkpoint.code_grid(name.removesuffix(".weight")).name for name in values}
+    names = {code_grid(checkpoint.headers, name.removesuffix(".weight")).name for name in values}
     assert names == {"fp8-row", "int4-g32-sym", "nvfp4"}
-    assert checkpoint.code_grid("model.layers.0.self_attn.o_proj") is None
+    assert code_grid(checkpoint.headers, "model.layers.0.self_attn.o_proj") is None
+    assert checkpoint.code_grid(UP).name == "nvfp4"
+    assert checkpoint.code_grid(DOWN) is None  # whose scales are float32 in a model of bfloat16
     rounded(tmp_path / "source", tmp_path / "out", bits=8, group_size=-1)
 
 

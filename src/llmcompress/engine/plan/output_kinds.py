@@ -25,7 +25,7 @@ from llmcompress.engine.plan.transform_headers import transformed_headers
 from llmcompress.engine.source.gguf_input import GgufHeaders
 from llmcompress.engine.source.matrix_refs import Matrices, matrices_of
 from llmcompress.engine.source.open import checkpoint_headers, source_headers
-from llmcompress.engine.source.quantised import DecodedHeaders, code_grid, note_decoded
+from llmcompress.engine.source.quantised import DecodedHeaders, code_grid, kept_grid, note_decoded
 from llmcompress.engine.source.stacked import unstacked_headers
 from llmcompress.engine.source.tensor_names import Anatomy
 from llmcompress.errors import PlanError
@@ -163,7 +163,7 @@ class SafetensorsOutput:
     def _keeps(self, headers: DecodedHeaders, entry: Entry, grid: Spec) -> bool:
         """Whether a matrix keeps the codes that its source has."""
         fixed = entry.inputs is not None and not entry.inputs.dynamic
-        return not fixed and not entry.permuted and code_grid(headers, entry.module) == grid
+        return not fixed and not entry.permuted and kept_grid(headers, entry.module) == grid
 
 
 class GgufOutput(SafetensorsOutput):
@@ -210,7 +210,8 @@ class GgufOutput(SafetensorsOutput):
         )
 
     def _keeps(self, headers: DecodedHeaders, entry: Entry, grid: Spec) -> bool:
-        return grid.holds_codes
+        known = code_grid(headers, entry.module)
+        return grid.holds_codes and headers.format.affine and (known is None or known.affine)
 
     def _modelfile(self, model: GgufModel, directory: Path, file: str) -> str | None:
         if not self.recipe.output.modelfile or model.tokenizer is None:

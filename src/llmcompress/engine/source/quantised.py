@@ -29,7 +29,7 @@ _DAMAGED = (ArithmeticError, AttributeError, LookupError, RecipeError, TypeError
 SETTINGS = "hf_quant_config.json"  # where ModelOpt says what may also stand in config.json
 STACKED = "BF16"  # the type of decoded stacks
 _SMALL_FLOATS = "F8_"  # how the names of types begin that are values only together with a scale
-_AT_ONCE = 1 << 22  # weights decoded at once, so that what decoding needs beside its result stays small
+_AT_ONCE = 1 << 20  # weights decoded at once, so that what decoding needs beside its result stays small
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class DecodedCheckpoint(Checkpoint):
             raise _unlike(self.headers.stored, self.headers.format, module, error) from None
 
     def code_grid(self, module: str) -> Spec | None:
-        return code_grid(self.headers, module)
+        return kept_grid(self.headers, module)
 
     def inputs(self, module: str) -> Rounding | None:
         if module not in self.headers.packed:
@@ -241,6 +241,16 @@ def code_grid(headers: DecodedHeaders, module: str) -> Spec | None:
         return headers.format.grid(module, headers.stored.config)
     except _DAMAGED as error:
         raise _unlike(headers.stored, headers.format, module, error) from None
+
+
+def kept_grid(headers: DecodedHeaders, module: str) -> Spec | None:
+    """The same grid where an output can hold its scales as they are: in types of the grid's own, or of the model."""
+    grid = code_grid(headers, module)
+    if grid is None or grid.parts(1, 1):
+        return grid
+    scale = headers.stored.tensors.get(f"{module}.weight_scale")
+    own = headers.tensors[f"{module}.weight"].spec.dtype
+    return grid if scale is not None and scale.spec.dtype == own else None
 
 
 def _decoded(coded: Coded) -> Tensor:
