@@ -32,7 +32,9 @@ from llmcompress.model.skeleton import UNUSABLE, first_line, plain, skeleton
 from llmcompress.model.streamed_model import StreamedModel
 
 _HINT = "declare the architecture in a file of llmcompress/arch"
-_STACKED = "experts that are one tensor on disk, which this format or their layout does not let be written one by one"
+_STACKED = (
+    "experts in one tensor on disk, which their layout, the format or the target does not let be written one by one"
+)
 _FUSED = "a 3-D parameter, such as experts in one, which nothing tells how to take apart"
 _LISTED = "an expert's matrix, which sees few tokens and needs a declared architecture"
 _UNSEEN = "a matrix that did not run when the layer was observed"

@@ -117,8 +117,9 @@ class SafetensorsOutput:
     def open(self, model: Path) -> ModelHeaders:
         """The headers of what lies at `model`; CheckpointError for what this kind of output cannot be made of."""
         headers = checkpoint_headers(model)
-        # without codes, files are loaded as the source's are
-        return unstacked_headers(headers, self.ledger) if self.format.name == "compressed-tensors" else headers
+        if self.format.name != "compressed-tensors":
+            return headers  # without codes, files are loaded as the source's are
+        return unstacked_headers(headers, self.ledger, only_merged=self.options.target == "transformers")
 
     def method_suffix(self, step: Method) -> str:
         """What the default name of the output says of the step that rounds."""

@@ -29,8 +29,11 @@ class UnstackedHeaders(ModelHeaders):
     stacked: Mapping[str, tuple[str, ...]]
 
 
-def unstacked_headers(headers: ModelHeaders, ledger: Ledger) -> ModelHeaders:
-    """Headers with a tensor for every matrix of every expert; `headers` where no stack of an undeclared family is."""
+def unstacked_headers(headers: ModelHeaders, ledger: Ledger, *, only_merged: bool = False) -> ModelHeaders:
+    """Headers with a tensor for every matrix of every expert; `headers` where no stack of an undeclared family is.
+
+    only_merged: take nothing apart that transformers, while it loads, does not put together again.
+    """
     model_type = str(headers.config.get("model_type"))
     if type(headers) is not ModelHeaders or find(model_type) is not None or "auto_map" in headers.config:
         return headers
@@ -43,7 +46,7 @@ def unstacked_headers(headers: ModelHeaders, ledger: Ledger) -> ModelHeaders:
 
     probe(lambda: _found(headers), failed, _SIZE + 1000 * len(headers.tensors))
     stacked, merged = _found(headers)
-    if not stacked:
+    if not stacked or (only_merged and not merged):
         return headers
     if not merged:
         ledger.note(
