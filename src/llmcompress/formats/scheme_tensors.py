@@ -56,7 +56,8 @@ def check_shapes(module: str, spec: Spec, shape: tuple[int, int], specs: Specs) 
     if own := spec.parts(rows, width):
         for name, (dtype, extents) in own.items():
             part = specs.get(f"{module}.{name}")
-            if part is None or part.dtype != dtype or prod(part.shape) != prod(extents):
+            fits = part is not None and (part.shape == extents or prod(part.shape) == prod(extents) == 1)
+            if part is None or part.dtype != dtype or not fits:
                 raise CheckpointError(f"{module}.{name} is not {dtype} {list(extents)}, as {spec.name} has it")
         return
     scale = specs[f"{module}.weight_scale"]

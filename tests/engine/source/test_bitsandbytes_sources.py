@@ -113,6 +113,19 @@ def test_what_states_tell_is_refused_when_planned(spoil, message, model, tmp_pat
         make_plan(parse({"steps": [{"method": "rtn"}]}), source, Options(out=tmp_path / "out"))
 
 
+def test_a_map_of_scales_that_is_not_whole_is_refused(tmp_path, random_model_dir):
+    model = random_model_dir("llama", hidden_size=64, intermediate_size=128, num_hidden_layers=1)
+    shipped(model, tmp_path / "sound", FOUR, four("nf4 nested"))
+    name = "model.layers.0.mlp.up_proj"
+    source = changed(
+        tmp_path / "sound",
+        tmp_path / "source",
+        lambda tensors: tensors.__setitem__(f"{name}.weight.nested_quant_map", torch.zeros(128)),
+    )
+    with pytest.raises(CheckpointError, match="not the dynamic map"):
+        open_checkpoint(checkpoint_headers(source)).read(f"{name}.weight")
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [

@@ -252,6 +252,16 @@ def test_what_headers_tell_is_refused_when_planned(name, model, tmp_path):
         make_plan(parse({"steps": [{"method": "rtn"}]}), source, Options(out=tmp_path / "out"))
 
 
+@pytest.mark.parametrize("kind", ["W4A16", "NVFP4", "MXFP4"])
+def test_scales_with_a_dimension_too_many_are_refused_when_planned(kind, model, tmp_path):
+    def deeper(tensors):
+        tensors[f"{DOWN}.weight_scale"] = tensors[f"{DOWN}.weight_scale"][None]
+
+    shipped(model, tmp_path / "sound", settings(kind), compressed(kind))
+    with pytest.raises(CheckpointError, match=f"{DOWN}.weight_scale is "):
+        checkpoint_headers(changed(tmp_path / "sound", tmp_path / "source", deeper))
+
+
 @pytest.mark.parametrize(
     ("kind", "part", "value", "message"),
     [

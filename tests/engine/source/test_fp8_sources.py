@@ -6,12 +6,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.source.open import checkpoint_headers, open_checkpoint
 from llmcompress.errors import CheckpointError
 from llmcompress.formats.float8_tensors import read_float8
 from llmcompress.recipe import parse
+from llmcompress.validate.session import Request, evaluate_paths
+from llmcompress.validate.verify import passed, verify
 from shippedmodels import changed, shipped, tile_scales
 
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -123,9 +126,54 @@ def test_runs_begin_with_it_and_verify_knows_it_as_the_source(kind, step, model,
     assert config["quantization_config"]["quant_method"] == "compressed-tensors"
 
 
-def test_decoded_matrices_that_are_left_alone_are_written_in_the_models_type(model, tmp_path):
-    from llmcompress.engine.execute import run
+MIXTURES = {
+    "qwen3_moe": {},
+    "deepseek_v3": {
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 16,
+        "num_experts_per_tok": 2,
+    },
+    "minimax_m2": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+}
 
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_are_decoded_one_by_one(family, random_model_dir, tmp_path):
+    values = shipped(random_model_dir(family, **MIXTURES[family]), tmp_path / "source", *KINDS["blocks"])
+    assert any("experts.3." in name for name in values)
+    report = run(make_plan(parse({"steps": [{"method": "rtn"}]}), tmp_path / "source", Options(out=tmp_path / "out")))
+    assert {f"{item['name']}.weight" for item in report["linears"]} == set(values)
+    checks = verify(tmp_path / "out", tmp_path / "source")
+    assert passed(checks), [check for check in checks if not check.ok]
+
+
+def test_a_checkpoint_is_the_original_of_what_is_made_of_it(tiny_model_dir, tmp_path):
+    source = tmp_path / "source"
+    shipped(tiny_model_dir, source, *KINDS["blocks"])
+    run(make_plan(parse({"steps": [{"method": "rtn", "bits": 8}]}), source, Options(out=tmp_path / "out")))
+    for model, ref, most in ((tmp_path / "out", source, 1e-3), (source, tiny_model_dir, 1e-2), (source, source, 1e-9)):
+        result = evaluate_paths(Request(model, ref, "default", 32, 2, 2, "cpu", "float32"), lambda done, of: None)
+        assert result["kl"] < most
+
+
+def test_decoded_matrices_that_are_left_alone_are_written_in_the_models_type(model, tmp_path):
     values = shipped(model, tmp_path / "source", *KINDS["blocks"])
     recipe = {"steps": [{"method": "rtn", "bits": 8, "type": "fp8", "set": {"*down_proj": {"skip": True}}}]}
     run(make_plan(parse(recipe), tmp_path / "source", Options(out=tmp_path / "out")))
