@@ -9,9 +9,10 @@ from transformers import AutoConfig
 
 from llmcompress import arch
 from llmcompress.errors import CheckpointError
-from llmcompress.model.observe import _Seen, _TopK, observe
-from llmcompress.model.skeleton import load_config
+from llmcompress.model.observe import _named, _outline, _Seen, _TopK, observe
+from llmcompress.model.skeleton import load_config, skeleton
 from llmcompress.registry import discover
+from llmcompress.store.checkpoint import Checkpoint
 from streaming import ids, observed, reference_logits, streamed, streamed_logits
 
 MODEL_TYPES = [model_type for spec in discover(arch, "ARCH").values() for model_type in spec.model_types]
@@ -78,6 +79,14 @@ def test_routers_and_gates_of_an_unknown_type_are_left_out(random_model_dir):
     assert sorted(linear.path for linear in seen.linears)[:6] == sorted(
         f"mlp.{path}.{name}_proj" for path in ("shared_expert", "experts.{e}") for name in ("gate", "up", "down")
     )
+
+
+def test_experts_that_are_taken_apart_take_no_memory(random_model_dir):
+    path = random_model_dir("qwen2_moe", **dict(UNKNOWN)["qwen2_moe"])
+    model = skeleton(load_config(path), None)
+    spec, _ = _named(model, _outline(model, "qwen2_moe"), Checkpoint(path).names())
+    assert spec.experts.number == 4
+    assert all(parameter.is_meta for parameter in model.parameters())
 
 
 def test_a_router_is_known_by_its_width_or_by_the_top_k_after_it():

@@ -28,7 +28,7 @@ from llmcompress.isolation import probe
 from llmcompress.model.disk_names import disk_names
 from llmcompress.model.experts import GATE_UP, ExpertLayout, UnfusedExperts, layout_of, unfuse
 from llmcompress.model.rehearsal import LENGTH, ZeroProducts, Zeros, distinct
-from llmcompress.model.skeleton import UNUSABLE, first_line, plain, skeleton
+from llmcompress.model.skeleton import UNUSABLE, first_line, parameters_on_meta, plain, skeleton
 from llmcompress.model.streamed_model import StreamedModel
 
 _HINT = "declare the architecture in a file of llmcompress/arch"
@@ -129,8 +129,9 @@ def _named(model: nn.Module, spec: ArchSpec, names: Collection[str]) -> tuple[Ar
     experts = None
     if path is not None and layout is not None and found.separate:
         experts = Experts(path, number=layout.count)
-        for layer in layers:
-            unfuse(layer, path)
+        with parameters_on_meta():
+            for layer in layers:
+                unfuse(layer, path)
     spec = replace(spec, experts=experts, disk=found.disk, joined=found.joined)
     return spec, _STACKED if found.stacked else _FUSED
 
