@@ -2,6 +2,7 @@
 
 import json
 import resource
+import shutil
 import signal
 from contextlib import contextmanager
 
@@ -17,15 +18,16 @@ from llmcompress.engine.plan.run_options import Options
 from llmcompress.errors import PlanError, RecipeError, RunError, StoppedError
 from llmcompress.grids.blocks import BLOCK_TYPES
 from llmcompress.grids.encoders import encode
+from llmcompress.grids.nvfp4 import fit
 from llmcompress.packing.ggml import pack
 from llmcompress.recipe import parse
-from llmcompress.store.gguf_model import read_gguf, tensor_bytes
+from llmcompress.store.gguf_model import decoded, read_gguf, tensor_bytes
 from llmcompress.validate.gguf_verify import verify_gguf
 from llmcompress.validate.session import Request, evaluate_paths
 from llmcompress.workers import SERIAL
 from madetokenizers import byte_level, save
 
-KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K_M", "Q2_K", "IQ4_NL")
+KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K_M", "Q2_K", "IQ4_NL", "MXFP4", "NVFP4")
 CALIBRATION = {"source": "default", "samples": 4, "length": 64}
 
 
@@ -61,8 +63,6 @@ def inside(folder):
 @pytest.fixture(scope="module")
 def narrow(random_model_dir, tmp_path_factory):
     """Widths of 64 and 96: too narrow for blocks of 256."""
-    import shutil
-
     path = tmp_path_factory.mktemp("narrow") / "model"
     shutil.copytree(random_model_dir("llama", vocab_size=288), path)
     return save(byte_level(), path)
@@ -84,14 +84,15 @@ def test_every_type_is_of_the_planned_size_and_near_the_source(kind, width, narr
     assert found["blk.1.ffn_up.weight"] == expected[width == "wide"]
     assert (
         gguf.GGUFReader(file).get_field("general.file_type").contents()
-        == gguf.LlamaFileType[f"{'ALL' if kind == 'F32' else 'MOSTLY'}_{kind}"]
+        == gguf.LlamaFileType[{"F32": "ALL_F32", "MXFP4": "MOSTLY_MXFP4_MOE"}.get(kind, f"MOSTLY_{kind}")]
     )
 
 
-def test_calibration_makes_the_same_bytes_closer(tiny_model_dir, tmp_path):
+@pytest.mark.parametrize("kind", ["Q2_K", "MXFP4", "NVFP4"])
+def test_calibration_makes_the_same_bytes_closer(kind, tiny_model_dir, tmp_path):
     kl, sizes = [], []
     for method in ("rtn", "gptq"):
-        file = write(tiny_model_dir, tmp_path / f"{method}.gguf", "Q2_K", method)
+        file = write(tiny_model_dir, tmp_path / f"{method}.gguf", kind, method)
         assert failures(file, tiny_model_dir) == {}
         request = Request(file, tiny_model_dir, "default", 64, 4, 4, "cpu", "float32")
         kl.append(evaluate_paths(request, lambda done, of: None)["kl"])
@@ -218,3 +219,67 @@ def test_what_solvers_see_is_what_the_gguf_package_decodes(kind, tiny_model_dir)
         coded = encode(weight, BLOCK_TYPES[kind], "compat", workers)
     theirs = gguf.quants.dequantize(pack(coded).numpy(), gguf.GGMLQuantizationType[kind])
     assert torch.equal(coded.decode(), torch.from_numpy(theirs))
+
+
+def factor(file, name):
+    return float(tensor_bytes(read_gguf(file), f"{name}.scale").view(np.float32)[0])
+
+
+def test_factors_stand_beside_nvfp4_and_are_kept_where_it_is(tiny_model_dir, tmp_path):
+    """The values are those of compressed-tensors with the same codes; copied tensors keep their factors."""
+    file = write(tiny_model_dir, tmp_path / "model.gguf", "NVFP4")
+    name = "blk.0.ffn_up"
+    stored = read_gguf(file)
+    plain = gguf.quants.dequantize(
+        tensor_bytes(stored, f"{name}.weight").reshape(stored.tensors[f"{name}.weight"].shape[0], -1),
+        gguf.GGMLQuantizationType.NVFP4,
+    )
+    weight = load_file(tiny_model_dir / "model.safetensors")["model.layers.0.mlp.up_proj.weight"].to(torch.float32)
+    grid = fit(weight)
+    assert factor(file, name) == pytest.approx(float(1 / grid.divisor), rel=1e-6)
+    assert np.allclose(plain * factor(file, name), grid.decode(grid.encode(weight)).numpy(), rtol=1e-6, atol=0)
+    assert np.array_equal(decoded(stored, f"{name}.weight"), plain * np.float32(factor(file, name)))
+
+    again = write(file, tmp_path / "again.gguf", "NVFP4")
+    assert read_gguf(again).tensors.keys() == stored.tensors.keys()
+    for tensor in stored.tensors:
+        assert np.array_equal(tensor_bytes(read_gguf(again), tensor), tensor_bytes(stored, tensor))
+    wider = write(file, tmp_path / "wider.gguf", "Q8_0", allow_requantize=True)
+    assert not [tensor for tensor in read_gguf(wider).tensors if tensor.endswith(".scale")]
+    values = decoded(stored, f"{name}.weight")
+    error = np.linalg.norm(decoded(read_gguf(wider), f"{name}.weight") - values) / np.linalg.norm(values)
+    assert error < 0.01
+
+
+def test_experts_have_a_factor_each(random_model_dir, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(random_model_dir("mixtral", vocab_size=288), model)
+    save(byte_level(), model)
+    file = write(model, tmp_path / "model.gguf", "NVFP4")
+    tensors = read_gguf(file).tensors
+    assert tensors["blk.0.ffn_up_exps.scale"].shape == (tensors["blk.0.ffn_up_exps.weight"].shape[0],)
+    assert failures(file, model) == {}
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "words"),
+    [
+        ("qwen2", {}, "leaves out the factors of NVFP4 in models of architecture qwen2"),
+        ("llama", {"pure": True}, "cannot be NVFP4"),
+        ("llama", {"embedding": "NVFP4"}, "token_embd.weight cannot be NVFP4"),
+        ("llama", {"search": "compat"}, "llama-quantize has no NVFP4"),
+    ],
+)
+def test_what_llama_cpp_would_misread_is_refused(family, options, words, random_model_dir, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(random_model_dir(family, vocab_size=288, tie_word_embeddings=False), model)
+    save(byte_level(), model)
+    with pytest.raises((PlanError, RecipeError), match=words):
+        plan(model, tmp_path / "out.gguf", "NVFP4", **options)
+
+
+def test_the_package_rounds_to_mxfp4_where_it_is_asked_to(tiny_model_dir, tmp_path):
+    file = write(tiny_model_dir, tmp_path / "model.gguf", "MXFP4", search="compat")
+    weight = load_file(tiny_model_dir / "model.safetensors")["model.layers.0.mlp.up_proj.weight"].to(torch.float32)
+    theirs = gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType.MXFP4)
+    assert tensor_bytes(read_gguf(file), "blk.0.ffn_up.weight").tobytes() == theirs.tobytes()

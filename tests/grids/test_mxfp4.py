@@ -6,7 +6,10 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
 
+from llmcompress.errors import CheckpointError
 from llmcompress.grids.e2m1 import LEVELS
 from llmcompress.grids.grid_type import spec_named
 from llmcompress.grids.mxfp4 import GRID, Mxfp4Grid, Mxfp4Spec, fit
@@ -103,3 +106,17 @@ def test_zeros_and_ends_of_the_range_are_kept():
     assert torch.isfinite(grid.decode(grid.encode(weight))).all()
     assert not grid.decode(grid.encode(weight))[0].any()
     assert spec_named("mxfp4").bits_per_weight(4096) == 4.25
+
+
+def test_rows_of_gguf_are_what_its_package_decodes_and_are_read_back():
+    weight = torch.randn(5, 192, generator=torch.Generator().manual_seed(0)) * 0.05
+    grid = fit(weight)
+    codes = grid.encode(weight)
+    rows = grid.gguf_rows(codes)
+    theirs = dequantize(rows.numpy(), GGMLQuantizationType.MXFP4)
+    assert np.array_equal(theirs, grid.decode(codes).numpy())
+    again = GRID.of_gguf_rows(grid.spec, rows)
+    assert torch.equal(again.codes, codes)
+    assert np.array_equal(again.decode().numpy(), theirs)
+    with pytest.raises(CheckpointError, match="no whole number"):
+        GRID.of_gguf_rows(grid.spec, rows[:, 1:])

@@ -3,7 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
 
+from llmcompress.errors import CheckpointError
 from llmcompress.grids.e2m1 import LEVELS
 from llmcompress.grids.grid_type import spec_named
 from llmcompress.grids.nvfp4 import GRID, Nvfp4Grid, Nvfp4Spec, fit
@@ -138,3 +141,17 @@ def test_zeros_and_ends_of_the_range_are_kept():
             assert not decoded[0].any() or bool(filled[0].any())
             assert torch.isin(grid.small, SCALES).all()
     assert spec_named("nvfp4").bits_per_weight(4096) == 4.5
+
+
+def test_rows_of_gguf_are_what_its_package_decodes_and_are_read_back():
+    weight = torch.randn(5, 192, generator=torch.Generator().manual_seed(0)) * 0.05
+    grid = fit(weight)
+    codes = grid.encode(weight)
+    rows = grid.gguf_rows(codes)
+    theirs = dequantize(rows.numpy(), GGMLQuantizationType.NVFP4)
+    assert np.allclose(theirs * grid.gguf_factor.numpy(), grid.decode(codes).numpy(), rtol=1e-6, atol=0)
+    again = GRID.of_gguf_rows(grid.spec, rows)
+    assert torch.equal(again.codes, codes)
+    assert np.array_equal(again.decode().numpy(), theirs)
+    with pytest.raises(CheckpointError, match="no whole number"):
+        GRID.of_gguf_rows(grid.spec, rows[:, 1:])

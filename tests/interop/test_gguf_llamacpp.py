@@ -18,7 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
+from llmcompress.errors import PlanError
 from llmcompress.formats.gguf import families
+from llmcompress.formats.gguf.family import known_types
 from llmcompress.recipe import parse
 from llmcompress.registry import discover
 from llmcompress.validate.load import load_whole
@@ -30,7 +32,7 @@ pytestmark = pytest.mark.interop
 ROWS = 288  # of the embedding: more than the 260 tokens
 MODELS = [path for path in os.environ.get("LLMCOMPRESS_MODELS", "").split(os.pathsep) if path]  # real ones, if at hand
 IDS = torch.randint(2, 260, (24,), generator=torch.Generator().manual_seed(0)).tolist()
-TOLERANCE = {"F32": 0.01, "Q8_0": 0.1}
+TOLERANCE = {"F32": 0.01, "Q8_0": 0.1, "NVFP4": 0.1}
 OVERRIDES = {
     "gemma2": {"query_pre_attn_scalar": 16},
     "gemma3_text": {"query_pre_attn_scalar": 16, "num_hidden_layers": 6},  # the sixth has full attention
@@ -76,7 +78,11 @@ def model_of(random_model_dir, tmp_path_factory):
 def test_every_family_gives_the_logits_of_transformers(kind, model_of, tmp_path):
     model = model_of(kind)
     turned = [IDS[0], *IDS[:0:-1]]
-    for type_, summary in (("F32", np.max), ("Q8_0", np.median)):
+    for type_, summary in (("F32", np.max), ("Q8_0", np.median), ("NVFP4", np.median)):
+        if type_ == "NVFP4" and not known_types()[kind].factored:
+            with pytest.raises(PlanError, match="leaves out the factors"):
+                write(model, tmp_path / f"{type_}.gguf", type_)
+            continue
         file = write(model, tmp_path / f"{type_}.gguf", type_)
         mine = ours(file, model, IDS)
         with Llama(file, length=64) as llama:
@@ -130,7 +136,9 @@ def test_the_trained_model_says_the_same_in_llama_cpp(tiny_model_dir, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "bound"),
     [
-        *((kind, 0.003) for kind in ("Q4_K_M", "Q2_K", "Q3_K_S", "IQ4_NL", "Q4_0", "Q4_1", "IQ4_XS")),  # 8-bit inputs
+        *(
+            (kind, 0.003) for kind in ("Q4_K_M", "Q2_K", "Q3_K_S", "IQ4_NL", "Q4_0", "Q4_1", "IQ4_XS", "MXFP4", "NVFP4")
+        ),  # 8-bit inputs
         ("BF16", 1e-4),  # inputs in bfloat16
         ("F16", 1e-6),
     ],

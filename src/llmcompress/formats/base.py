@@ -7,7 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from llmcompress.grids.base import InputSpec, Spec
-from llmcompress.grids.blocks import BLOCK_TYPES
+from llmcompress.grids.grid_type import gguf_specs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +35,7 @@ FLOAT_TYPES = ("F32", "F16", "BF16")  # of weights that can be worked on
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor to be written: its name, the name of its type in safetensors or of a block type of GGML, its shape."""
+    """A tensor to be written: its name, the name of its type in safetensors or GGUF, its shape."""
 
     name: str
     dtype: str
@@ -43,9 +43,9 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        block = BLOCK_TYPES.get(self.dtype)
-        if block is not None:
-            return prod(self.shape) // block.block_size * block.block_bytes
+        spec = gguf_specs().get(self.dtype)
+        if spec is not None:
+            return round(prod(self.shape) * spec.bits_per_weight(self.shape[-1]) / 8)
         return prod(self.shape) * ITEM_SIZE[self.dtype]
 
 

@@ -119,8 +119,13 @@ class Spec(ABC):
         return {}
 
     @property
+    def gguf_type(self) -> str | None:
+        """The tensor type of GGUF files whose values are those of the grid; None where there is none."""
+        return None
+
+    @property
     def holds_codes(self) -> bool:
-        """Whether the grid has a place for codes of an affine grid, as `Coded.recoded` takes them over."""
+        """Whether the grid has a place for codes of other specs, or of its own, as `recode` takes them over."""
         return False
 
 

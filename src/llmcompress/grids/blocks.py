@@ -44,6 +44,10 @@ class BlockSpec(Spec):
     whole_width: ClassVar[bool] = False
 
     @property
+    def gguf_type(self) -> str:
+        return self.name
+
+    @property
     def groups_per_block(self) -> int:
         return self.block_size // self.group_size
 

@@ -91,6 +91,15 @@ class Grid(ABC):
         """
         raise TypeError(f"{self.spec.name} has no scales")
 
+    @property
+    def gguf_factor(self) -> Tensor | None:
+        """What GGUF files multiply the values of the rows by [1] float32, in a tensor of its own; None for nothing."""
+        return None
+
+    def gguf_rows(self, codes: Tensor) -> Tensor:
+        """Rows of codes [out, in] as GGUF files hold them: uint8 [out, bytes]; TypeError where no type of GGUF does."""
+        raise TypeError(f"GGUF has no type for {self.spec.name}")
+
     def beside_outliers(self, codes: Tensor, index: Tensor, outliers: Tensor, width: int) -> Coded:
         """The matrix [out, in = width] of which codes [out, in - n] are the rest.
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from llmcompress.errors import CheckpointError
 from llmcompress.grids.base import GridRequest, Spec
 from llmcompress.grids.coded import Coded, Grid
 from llmcompress.grids.grid_type import GridType
@@ -29,6 +30,19 @@ _CODES = (*range(15, 8, -1), *range(8))  # of those levels
 _ROUNDS = 2  # of descent on scales
 _SQUARES = 1 << 24  # numbers at once of how the scales of a row act on one another: groups are many
 _CHUNK = 1 << 17  # weights searched at once: the temporaries stay in the cache
+
+
+class E2m1Spec(Spec):
+    """Plain data of a grid of 4-bit floats."""
+
+    bits: ClassVar[int] = 4
+    symmetric: ClassVar[bool] = True
+    scaled: ClassVar[bool] = True
+    holds_codes: ClassVar[bool] = True
+
+    def bits_per_weight(self, in_features: int) -> float:
+        """Stored bits per weight; what is stored once for a matrix is not counted."""
+        return self.bits + 8 / self.group_size
 
 
 @dataclass(frozen=True)
@@ -121,6 +135,27 @@ def paired(codes: Tensor) -> Tensor:
 def unpaired(pairs: Tensor) -> Tensor:
     """The inverse of `paired`."""
     return torch.stack([pairs & 15, pairs >> 4], dim=2).reshape(pairs.shape[0], -1)
+
+
+def halves(codes: Tensor, size: int) -> Tensor:
+    """Bytes [out, blocks, size / 2] of codes [out, in], as GGUF pairs them: a block's first half in the low bits."""
+    blocks = codes.reshape(codes.shape[0], -1, 2, size // 2)
+    return blocks[:, :, 0] | blocks[:, :, 1] << 4
+
+
+def unhalved(bytes_: Tensor) -> Tensor:
+    """The inverse of `halves`."""
+    return torch.stack([bytes_ & 15, bytes_ >> 4], dim=2).reshape(bytes_.shape[0], -1)
+
+
+def whole_blocks(rows: Tensor, size: int, name: str) -> Tensor:
+    """Rows of bytes [out, n] seen as blocks [out, n / size, size]; CheckpointError for rows that end within one."""
+    if rows.shape[1] % size:
+        raise CheckpointError(
+            f"a row of {rows.shape[1]} bytes is no whole number of {name} blocks of {size} bytes",
+            "the file may be cut off or its tensor type wrong",
+        )
+    return rows.reshape(len(rows), -1, size)
 
 
 def by_blocks(

@@ -1,16 +1,44 @@
-"""The three levels at which the scales of a block type are searched."""
+"""Rounding to a tensor type of GGUF, whose scales are searched at three levels."""
 
+import torch
 from torch import Tensor
 
 from llmcompress.grids import compat, search
-from llmcompress.grids.base import Search
-from llmcompress.grids.blocks import BlockSpec
+from llmcompress.grids.base import Search, Spec
+from llmcompress.grids.blocks import BLOCK_TYPES, BlockSpec
 from llmcompress.grids.coded import Coded
+from llmcompress.grids.grid_type import Fitting, type_of
 from llmcompress.workers import Workers
 
 
-def encode(weight: Tensor, spec: BlockSpec, level: Search, workers: Workers, importance: Tensor | None = None) -> Coded:
-    """Weight [out, in] float32 rounded to a block type; importance [in]: what an error in an input channel costs.
+def encode(weight: Tensor, spec: Spec, level: Search, workers: Workers, importance: Tensor | None = None) -> Coded:
+    """Weight [out, in] float32 rounded to a type of GGUF; importance [in]: what an error in an input channel costs.
+
+    A grid that has a type in GGUF without being one of its block types has its own search, and at level compat the gguf
+    package's rounding.
+    """
+    if (block := BLOCK_TYPES.get(spec.name)) is not None:
+        return _encoded(weight, block, level, workers, importance)
+    kind = type_of(spec)
+    if level == "compat":
+        return kind.of_gguf_rows(spec, _by_package(weight, spec))
+    grid = kind.fit(weight, spec, Fitting(importance=importance))
+    return Coded(grid.encode(weight), grid)
+
+
+def _by_package(weight: Tensor, spec: Spec) -> Tensor:
+    """Rows uint8 [out, bytes] as the gguf package rounds weight [out, in]."""
+    import numpy as np
+    from gguf import GGMLQuantizationType
+    from gguf.quants import quantize
+
+    assert spec.gguf_type is not None
+    with np.errstate(divide="ignore"):  # of blocks that are all zero
+        return torch.from_numpy(quantize(weight.numpy(), GGMLQuantizationType[spec.gguf_type]))
+
+
+def _encoded(weight: Tensor, spec: BlockSpec, level: Search, workers: Workers, importance: Tensor | None) -> Coded:
+    """Weight [out, in] rounded to a block type.
 
     compat: llama-quantize's own result. fast: as good, and no slower. best: all scales of a block refined together.
     Without importance the last two stand in for one another where that measures better: IQ4 is always refined, for

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from llmcompress.grids.base import GridOptions, GridRequest, InputSpec, Search, Spec
 from llmcompress.grids.blocks import BLOCK_TYPES, BlockGrid, BlockSpec
 from llmcompress.grids.coded import Coded, Grid, wide
-from llmcompress.grids.grid_type import Fitting, GridType
+from llmcompress.grids.grid_type import Fitting, GridType, gguf_specs
 from llmcompress.lazy import Tensor
 
 if TYPE_CHECKING:
@@ -64,7 +64,10 @@ class Ggml(GridType):
         return BLOCK_TYPES[found[0]]
 
     def spec(self, asked: Any) -> Spec:
-        return BLOCK_TYPES[asked.gguf.type]
+        return gguf_specs()[asked.gguf.type]
+
+    def specs(self) -> list[Spec]:
+        return list(BLOCK_TYPES.values())
 
     def listed(self) -> list[tuple[str, str]]:
         said = "{} levels, groups of {}; {:g} bits per weight"
@@ -89,9 +92,7 @@ class Ggml(GridType):
 
         return self.rounded(weight, spec, how.search, SERIAL, how.importance).grid  # who fits shares rows out
 
-    def rounded(
-        self, weight: Tensor, spec: BlockSpec, search: Search, workers: Workers, importance: Tensor | None
-    ) -> Coded:
+    def rounded(self, weight: Tensor, spec: Spec, search: Search, workers: Workers, importance: Tensor | None) -> Coded:
         from llmcompress.grids.encoders import encode
 
         return encode(weight, spec, search, workers, importance)

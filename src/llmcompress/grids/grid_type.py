@@ -6,6 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import llmcompress.grids
@@ -135,6 +136,10 @@ class GridType(ABC):
     def restored(self, spec: Any, width: int, parts: Mapping[str, Tensor]) -> Grid:
         """The grid [out, in = width] of what `Grid.stored` gave; KeyError or TypeError if parts lack something."""
 
+    def of_gguf_rows(self, spec: Any, rows: Tensor) -> Coded:
+        """The matrix of what `Grid.gguf_rows` gave, without its factor; CheckpointError for rows of partial blocks."""
+        raise TypeError(f"GGUF has no type for {self.name}")
+
     def unpacked(self, spec: Any, parts: Mapping[str, Tensor]) -> Coded:
         """The matrix of what `Grid.packed` gave."""
         raise TypeError(f"{self.name} leaves its tensors to formats")
@@ -158,6 +163,13 @@ def spec_named(name: str) -> Spec:
         if found := re.fullmatch(grid.pattern, name):
             return grid.named(found)
     raise ValueError(f"no grid is called {name!r}")
+
+
+@cache
+def gguf_specs() -> dict[str, Spec]:
+    """The grids that GGUF has a tensor type for, by the name of the type."""
+    specs = (spec for grid in grid_types().values() for spec in grid.specs())
+    return {spec.gguf_type: spec for spec in specs if spec.gguf_type is not None}
 
 
 def restored(spec: Spec, parts: Mapping[str, Tensor]) -> Coded:

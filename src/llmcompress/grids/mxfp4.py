@@ -9,9 +9,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from llmcompress.grids.base import Clip, Spec
+from llmcompress.grids.base import Clip
 from llmcompress.grids.coded import Coded
-from llmcompress.grids.e2m1 import LARGEST, E2m1Grid, E2m1Type, best_scale, by_blocks, paired, unpaired
+from llmcompress.grids.e2m1 import (
+    LARGEST,
+    E2m1Grid,
+    E2m1Spec,
+    E2m1Type,
+    best_scale,
+    by_blocks,
+    halves,
+    paired,
+    unhalved,
+    unpaired,
+    whole_blocks,
+)
 from llmcompress.grids.grid_type import Fitting
 from llmcompress.lazy import Tensor, torch
 
@@ -21,18 +33,13 @@ _TRIED = (0, -1, -2, 1)  # exponents beside the one whose range covers a group
 
 
 @dataclass(frozen=True)
-class Mxfp4Spec(Spec):
+class Mxfp4Spec(E2m1Spec):
     """E2M1 codes times a power of two for each 32 input channels of a row."""
 
     type: ClassVar[str] = "mxfp4"
     name: ClassVar[str] = "mxfp4"
-    bits: ClassVar[int] = 4
     group_size: ClassVar[int] = 32
-    symmetric: ClassVar[bool] = True
-    scaled: ClassVar[bool] = True
-
-    def bits_per_weight(self, in_features: int) -> float:
-        return self.bits + 8 / self.group_size
+    gguf_type: ClassVar[str] = "MXFP4"
 
     def parts(self, rows: int, width: int) -> Mapping[str, tuple[str, tuple[int, ...]]]:
         return {"weight_packed": ("U8", (rows, width // 2)), "weight_scale": ("U8", (rows, self.groups(width)))}
@@ -61,6 +68,10 @@ class Mxfp4Grid(E2m1Grid):
     def packed(self, codes: Tensor) -> dict[str, Tensor]:
         return {"weight_packed": paired(codes), "weight_scale": (self.exponent + _BIAS).to(torch.uint8)}
 
+    def gguf_rows(self, codes: Tensor) -> Tensor:
+        exponents = (self.exponent + _BIAS).to(torch.uint8).unsqueeze(-1)
+        return torch.cat([exponents, halves(codes, self.spec.group_size)], dim=2).flatten(1)
+
 
 class Mxfp4(E2m1Type):
     """Floats of 4 bits times a power of two of their group."""
@@ -80,6 +91,10 @@ class Mxfp4(E2m1Type):
     def unpacked(self, spec: Mxfp4Spec, parts: Mapping[str, Tensor]) -> Coded:
         exponent = parts["weight_scale"].to(torch.float32) - _BIAS
         return Coded(unpaired(parts["weight_packed"]), Mxfp4Grid(spec, exponent))
+
+    def of_gguf_rows(self, spec: Mxfp4Spec, rows: Tensor) -> Coded:
+        blocks = whole_blocks(rows, 1 + spec.group_size // 2, spec.gguf_type)
+        return Coded(unhalved(blocks[..., 1:]), Mxfp4Grid(spec, blocks[..., 0].to(torch.float32) - _BIAS))
 
 
 GRID = Mxfp4()

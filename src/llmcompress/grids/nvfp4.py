@@ -10,9 +10,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from llmcompress.grids.base import Clip, Spec
+from llmcompress.grids.base import Clip
 from llmcompress.grids.coded import Coded
-from llmcompress.grids.e2m1 import LARGEST, E2m1Grid, E2m1Type, best_scale, by_blocks, paired, unpaired
+from llmcompress.grids.e2m1 import (
+    LARGEST,
+    E2m1Grid,
+    E2m1Spec,
+    E2m1Type,
+    best_scale,
+    by_blocks,
+    halves,
+    paired,
+    unhalved,
+    unpaired,
+    whole_blocks,
+)
 from llmcompress.grids.float8 import LARGEST as LARGEST_SCALE
 from llmcompress.grids.float8 import rounded_
 from llmcompress.grids.grid_type import Fitting
@@ -23,25 +35,20 @@ _SMALLEST_SCALE = 2.0**-9
 _LEAST, _MOST = 1, 0x7E  # bytes of the smallest and of the largest scale
 _OF_ZEROS = 0.125  # the scale of a group whose own is rounded to zero, as compressed-tensors has it
 _TRIED = (0, -1, -2, -3, 1, 2, 3, 4, 5, 6)  # bytes beside the one that covers a group
+_BLOCK_GROUPS = 4  # whose scales and codes lie together in GGUF files
 _SMALL = 2.0**-100  # largest magnitudes below it are taken for it: a divisor must be a float32
 
 
 @dataclass(frozen=True)
-class Nvfp4Spec(Spec):
+class Nvfp4Spec(E2m1Spec):
     """E2M1 codes times an E4M3 scale for each 16 input channels of a row, over one divisor."""
 
     type: ClassVar[str] = "nvfp4"
     name: ClassVar[str] = "nvfp4"
-    bits: ClassVar[int] = 4
     group_size: ClassVar[int] = 16
-    symmetric: ClassVar[bool] = True
-    scaled: ClassVar[bool] = True
     joins_rows: ClassVar[bool] = True
     joins_matrices: ClassVar[bool] = True
-
-    def bits_per_weight(self, in_features: int) -> float:
-        """Stored bits per weight; the divisor of the matrix is not counted."""
-        return self.bits + 8 / self.group_size
+    gguf_type: ClassVar[str] = "NVFP4"
 
     def parts(self, rows: int, width: int) -> Mapping[str, tuple[str, tuple[int, ...]]]:
         return {
@@ -79,6 +86,16 @@ class Nvfp4Grid(E2m1Grid):
             "weight_global_scale": self.divisor,
         }
 
+    @property
+    def gguf_factor(self) -> Tensor:
+        return self.divisor.reciprocal()
+
+    def gguf_rows(self, codes: Tensor) -> Tensor:
+        rows, groups = self.small.shape
+        scales = self.small.to(torch.float8_e4m3fn).view(torch.uint8).view(rows, -1, _BLOCK_GROUPS)
+        packed = halves(codes, self.spec.group_size).reshape(rows, groups // _BLOCK_GROUPS, -1)
+        return torch.cat([scales, packed], dim=2).flatten(1)
+
 
 @dataclass(frozen=True)
 class FactoredGrid(Nvfp4Grid):
@@ -114,6 +131,12 @@ class Nvfp4(E2m1Type):
     def unpacked(self, spec: Nvfp4Spec, parts: Mapping[str, Tensor]) -> Coded:
         small = parts["weight_scale"].to(torch.float32)
         return Coded(unpaired(parts["weight_packed"]), Nvfp4Grid(spec, small, parts["weight_global_scale"].reshape(1)))
+
+    def of_gguf_rows(self, spec: Nvfp4Spec, rows: Tensor) -> Coded:
+        blocks = whole_blocks(rows, _BLOCK_GROUPS * (1 + spec.group_size // 2), spec.gguf_type)
+        small = blocks[..., :_BLOCK_GROUPS].reshape(len(rows), -1).view(torch.float8_e4m3fn).to(torch.float32)
+        packed = blocks[..., _BLOCK_GROUPS:].reshape(len(rows), -1, spec.group_size // 2)
+        return Coded(unhalved(packed), Nvfp4Grid(spec, small, torch.ones(1)))
 
 
 GRID = Nvfp4()

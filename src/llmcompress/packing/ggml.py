@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from llmcompress.errors import CheckpointError
-from llmcompress.grids.blocks import BlockGrid, BlockSpec
+from llmcompress.grids.base import Spec
+from llmcompress.grids.blocks import BLOCK_TYPES, BlockGrid, BlockSpec
 from llmcompress.grids.coded import Coded
+from llmcompress.grids.grid_type import type_of
 
 _CHUNK = 1 << 19  # weights packed at once: the temporaries stay in the cache
 
@@ -120,6 +122,8 @@ LAYOUTS: dict[str, Layout] = {
 
 def pack(coded: Coded) -> Tensor:
     """Rows as a GGUF file holds them: uint8 [out, in / block_size * block_bytes]."""
+    if coded.grid.spec.name not in LAYOUTS:
+        return coded.grid.gguf_rows(coded.codes)
     grid = cast("BlockGrid", coded.grid)
     rows, width = coded.codes.shape
     count = grid.d.shape[1] * grid.spec.block_bytes
@@ -129,8 +133,14 @@ def pack(coded: Coded) -> Tensor:
     return packed
 
 
-def unpack(data: Tensor, spec: BlockSpec) -> Coded:
+def unpack(data: Tensor, spec: Spec) -> Coded:
     """Inverse of `pack`: uint8 [out, bytes] to codes and their grid. Raises CheckpointError for partial blocks."""
+    if (block := BLOCK_TYPES.get(spec.name)) is None:
+        return type_of(spec).of_gguf_rows(spec, data)
+    return _unpacked(data, block)
+
+
+def _unpacked(data: Tensor, spec: BlockSpec) -> Coded:
     rows, count = data.shape
     if count % spec.block_bytes:
         raise CheckpointError(

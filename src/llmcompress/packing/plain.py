@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-PLAIN = ("F32", "F16", "BF16", "MXFP4", "TQ1_0", "TQ2_0")
+PLAIN = ("F32", "F16", "BF16", "TQ1_0", "TQ2_0")
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 

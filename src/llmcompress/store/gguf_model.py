@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmcompress.errors import CheckpointError
+from llmcompress.formats.gguf.types import FACTORED, factor_name
 from llmcompress.store.cursor import mapped
 from llmcompress.store.gguf_header import GgufField, GgufHeader, GgufTensor, read_header
 from llmcompress.store.gguf_name import shard_of
@@ -70,7 +71,8 @@ def rows_of(header: GgufHeader, name: str) -> int:
 def decoded(header: GgufHeader, name: str, begin: int = 0, end: int | None = None) -> NDArray[np.float32]:
     """Rows `begin` to `end` of a tensor seen as a matrix, float32 [end - begin, width]; CheckpointError if gguf cannot.
 
-    Damaged scales may give infinities and NaN.
+    A type whose matrices have factors in a tensor of their own is multiplied by these. Damaged scales may give
+    infinities and NaN.
     """
     import gguf
 
@@ -89,7 +91,31 @@ def decoded(header: GgufHeader, name: str, begin: int = 0, end: int | None = Non
                 raise CheckpointError(
                     f"{tensor.file}: tensor {name} has type {tensor.type}, which gguf cannot decode"
                 ) from None
+        factors = factors_of(header, name)
+        if factors is not None:
+            first, last = begin, begin + len(raw)
+            out *= factors.repeat(rows_of(header, name) // len(factors))[first:last, np.newaxis]
     return out
+
+
+def factors_of(header: GgufHeader, name: str) -> NDArray[np.float32] | None:
+    """What the matrices of a tensor are multiplied by, one factor for each; None without such a tensor.
+
+    CheckpointError where there are not as many factors as matrices.
+    """
+    tensor, stored = header.tensors[name], header.tensors.get(factor_name(name))
+    if stored is None or tensor.type not in FACTORED or not name.endswith(".weight"):
+        return None
+    found = tensor_bytes(header, stored.name).view(np.float32) if stored.type == "F32" else np.empty(0, np.float32)
+    if len(found) not in (1, tensor.shape[0] if len(tensor.shape) > 2 else 1):
+        raise CheckpointError(f"{stored.file}: tensor {stored.name} does not hold a factor for each matrix of {name}")
+    return found
+
+
+def is_factor(header: GgufHeader, name: str) -> bool:
+    """Whether a tensor holds the factors of another one."""
+    other = header.tensors.get(f"{name.removesuffix('.scale')}.weight")
+    return name.endswith(".scale") and other is not None and other.type in FACTORED
 
 
 def _split(header: GgufHeader) -> tuple[int, ...]:

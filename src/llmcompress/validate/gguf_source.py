@@ -13,13 +13,13 @@ from llmcompress.formats.gguf.keys import Key
 from llmcompress.formats.gguf.metadata import architecture, metadata
 from llmcompress.formats.gguf.names import gguf_tensors
 from llmcompress.formats.gguf.tensors import GGUFTensor
-from llmcompress.formats.gguf.types import FILE_TYPES
-from llmcompress.grids.blocks import BLOCK_TYPES
+from llmcompress.formats.gguf.types import FACTORED, FILE_TYPES
 from llmcompress.grids.coded import Coded
+from llmcompress.grids.grid_type import gguf_specs
 from llmcompress.packing.ggml import unpack
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.gguf_header import GgufHeader
-from llmcompress.store.gguf_model import decoded, rows_of, tensor_bytes
+from llmcompress.store.gguf_model import decoded, is_factor, rows_of, tensor_bytes
 from llmcompress.store.headers import ModelHeaders
 from llmcompress.validate.gguf_facts import scalar_value
 
@@ -55,6 +55,7 @@ def source_mismatches(header: GgufHeader, source: ModelHeaders, tensors: Sequenc
     if arch != said:
         return [f"its architecture is {said}, not {arch}"]
     shapes = {tensor.name: tensor.shape for tensor in tensors}
+    shapes |= {name: stored.shape for name, stored in header.tensors.items() if is_factor(header, name)}
     wrong = [f"tensor {name} is missing" for name in shapes if name not in header.tensors]
     wrong += [f"tensor {name} does not come from it" for name in header.tensors if name not in shapes]
     wrong += [
@@ -128,15 +129,15 @@ class GgufWeights:
         return name in self._parts
 
     def coded(self, module: str) -> Coded | None:
-        """Codes [out, in] of a module's matrix if the matrix is one tensor of a block type; else None."""
+        """Codes [out, in] of a module's matrix if the matrix is one tensor of a type of codes; else None."""
         name = f"{module}.weight"
         parts = self._parts.get(name, [])
         if len(parts) != 1 or len(parts[0].shape) != 2 or parts[0].shape != self._shapes[name]:
             return None
         (part,) = parts
         stored = self.header.tensors[part.tensor.name]
-        spec = BLOCK_TYPES.get(stored.type)
-        if spec is None or part.tensor.transposed or part.tensor.offset:
+        spec = gguf_specs().get(stored.type)
+        if spec is None or stored.type in FACTORED or part.tensor.transposed or part.tensor.offset:
             return None
         rows = rows_of(self.header, stored.name)
         raw = tensor_bytes(self.header, stored.name).reshape(rows, -1)[part.begin : part.end]

@@ -25,6 +25,7 @@ from llmcompress.store.gguf_model import decoded, read_gguf, tensor_bytes
 from llmcompress.validate.gguf_verify import verify_gguf
 from llmcompress.validate.session import Request, evaluate_paths
 from madetokenizers import byte_level, save
+from tinyruns import compress, steps_recipe
 
 MODEL_TYPES = sorted(kind for family in discover(families, "FAMILY").values() for kind in family.model_types)
 TEXT = {"calibration": {"samples": 4, "length": 64}}
@@ -437,3 +438,16 @@ def test_values_that_are_not_finite_are_refused(tmp_path):
     file.write_bytes(bytes(raw))
     with pytest.raises(WeightsError, match=r"blk\.0\.attn_q\.weight holds values that are not finite"):
         write(file, tmp_path / "out.gguf", "Q8_0")
+
+
+@pytest.mark.parametrize("kind", ["MXFP4", "NVFP4"])
+def test_codes_of_4_bit_floats_are_kept(kind, tiny_model_dir, tmp_path):
+    source = tmp_path / "source"
+    compress(tiny_model_dir, source, steps_recipe([{"method": "rtn", "type": kind.lower()}], "compressed-tensors"))
+    report = write(source, tmp_path / "model.gguf", kind)
+    assert {(item["method"], item["grid"]) for item in report["linears"]} == {("recoded", kind.lower())}
+    assert report["ledger"] == []
+    ours = open_checkpoint(directory_headers(source, Ledger())).read("model.layers.1.mlp.up_proj.weight")
+    theirs = torch.from_numpy(decoded(read_gguf(tmp_path / "model.gguf"), "blk.1.ffn_up.weight"))
+    assert torch.allclose(ours, theirs, rtol=1e-6, atol=0)
+    assert [check for check in verify_gguf(tmp_path / "model.gguf", source) if not check.ok] == []

@@ -1,12 +1,12 @@
 """What a GGUF file will hold: its tensors, their types and its keys, decided from headers."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmcompress.errors import PlanError
-from llmcompress.formats.gguf.family import find
+from llmcompress.formats.gguf.family import find, is_factored
 from llmcompress.formats.gguf.file import GgufFile, Placed, gguf_files
 from llmcompress.formats.gguf.keys import Key, write
 from llmcompress.formats.gguf.metadata import architecture, metadata, notes
@@ -15,7 +15,7 @@ from llmcompress.formats.gguf.names import gguf_tensors
 from llmcompress.formats.gguf.rules import Facts
 from llmcompress.formats.gguf.tensors import GGUFTensor
 from llmcompress.formats.gguf.tokenizer import GgufTokenizer, read_tokenizer, write_tokenizer
-from llmcompress.formats.gguf.types import FileType, file_type
+from llmcompress.formats.gguf.types import FACTORED, FileType, factor_name, file_type, tensor_type
 from llmcompress.grids.ggml import GgufTypes
 from llmcompress.ledger import Ledger
 from llmcompress.store.headers import ModelHeaders, read_json
@@ -76,7 +76,24 @@ def tensor_types(
     facts = Facts(architecture(headers.config), hyper.layers, hyper.heads, hyper.heads_kv, hyper.experts, measured)
     kind = file_type(asked.type)
     chosen = choose_types(tensors, facts, kind, asked, ledger)
-    return TensorTypes(kind, tuple(Placed(tensor, chosen[tensor.name].type) for tensor in tensors), facts.arch)
+    placed = [Placed(tensor, chosen[tensor.name].type) for tensor in tensors]
+    return TensorTypes(kind, tuple(with_factors(placed)), facts.arch)
+
+
+def with_factors(placed: Sequence[Placed], copied: Mapping[str, Sequence[float]] | None = None) -> Iterator[Placed]:
+    """Tensors, each followed by the tensor of its factors where its type has such.
+
+    copied: the factors of tensors that are copied, by name; none where the values are not multiplied.
+    """
+    for item in placed:
+        yield item
+        if item.type.name not in FACTORED:
+            continue
+        name, sources = factor_name(item.tensor.name), item.tensor.sources
+        if copied is None or item.tensor.name not in copied:
+            yield Placed(GGUFTensor(name, (len(sources),), factor_of=sources), tensor_type("F32"))
+        elif known := tuple(copied[item.tensor.name]):
+            yield Placed(GGUFTensor(name, (len(known),), values=known), tensor_type("F32"))
 
 
 def gguf_model(headers: ModelHeaders, asked: GgufTypes, pre: str | None, measured: bool, ledger: Ledger) -> GgufModel:
@@ -147,8 +164,25 @@ def choose_types(
     """
     wishes = Wishes(asked.pure, asked.output, asked.embedding, asked.tensors)
     chosen = mixture([(tensor.name, tensor.shape) for tensor in tensors], facts, kind, wishes)
+    _refuse_factors(chosen, facts.arch)
     _note_narrow(chosen, tensors, ledger)
     return chosen
+
+
+def _refuse_factors(chosen: Mapping[str, TypeChoice], arch: str) -> None:
+    """PlanError for types whose factors llama.cpp would leave out."""
+    factored = [(name, choice.type.name) for name, choice in chosen.items() if choice.type.name in FACTORED]
+    for name, kind in factored:
+        if not is_factored(arch):
+            raise PlanError(
+                f"llama.cpp leaves out the factors of {kind} in models of architecture {arch}",
+                "use --type MXFP4 or IQ4_NL",
+            )
+        if not name.startswith("blk."):
+            raise PlanError(
+                f"{name} cannot be {kind}, whose factors llama.cpp applies in layers alone",
+                "give it a type such as Q6_K: leave --pure out, or use --embedding-type and --output-type",
+            )
 
 
 def _note_narrow(chosen: Mapping[str, TypeChoice], tensors: Sequence[GGUFTensor], ledger: Ledger) -> None:

@@ -15,8 +15,8 @@ from llmcompress.formats.gguf.imatrix import Imatrix, ImatrixEntry, check, floor
 from llmcompress.formats.gguf.imatrix_file import read_imatrix
 from llmcompress.formats.gguf.keys import Key, text, u32
 from llmcompress.formats.gguf.mixture import is_quantised
-from llmcompress.grids.blocks import BLOCK_TYPES
 from llmcompress.grids.ggml import gguf_types
+from llmcompress.grids.grid_type import gguf_specs
 from llmcompress.ledger import Ledger
 from llmcompress.recipe import Recipe
 
@@ -88,7 +88,7 @@ def given_importance(recipe: Recipe, types: TensorTypes, ledger: Ledger) -> Impo
     imatrix = split_experts(imatrix, wanted)
     tensors = {}
     for placed in stacks:
-        name, used = placed.tensor.name, placed.type.name in BLOCK_TYPES and placed.type.name != _PLAIN
+        name, used = placed.tensor.name, placed.type.name in gguf_specs() and placed.type.name != _PLAIN
         if used and name in missing:
             _note_missing(placed, types, ledger)
         elif used:

@@ -6,8 +6,9 @@ from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 from llmcompress.errors import PlanError, RecipeError
-from llmcompress.grids.blocks import BLOCK_TYPES
+from llmcompress.formats.gguf.types import FACTORED
 from llmcompress.grids.ggml import GgufTypes, gguf_types
+from llmcompress.grids.grid_type import gguf_specs
 from llmcompress.ledger import Ledger
 from llmcompress.methods.base import DEFAULT_GROUP_SIZES, Method
 from llmcompress.pruners.base import Pruner
@@ -104,8 +105,10 @@ def _typed(item: Method | None, module: str, kind: str | None) -> Method | None:
     """A method with the GGUF type `kind` of its matrix; None where that type is not a grid of blocks."""
     if item is None or gguf_types(item) is None:
         raise RecipeError(f"{module} can be given another type of GGUF, but not left out", "use tensors: of gguf")
-    if kind not in BLOCK_TYPES:
+    if kind not in gguf_specs():
         return None
+    if item.search == "compat" and kind in FACTORED:
+        raise RecipeError(f"llama-quantize has no {kind} to be like", "use --search fast or best")
     return item.model_copy(update={"gguf": GgufTypes(type=kind, search=item.search)})
 
 

@@ -1,7 +1,7 @@
 """A GGUF file made of another GGUF file: the new type of every tensor, and which tensors are copied."""
 
 from llmcompress.arch.spec import ArchSpec, Linear
-from llmcompress.engine.plan.gguf_plan import GgufModel, TensorTypes, choose_types
+from llmcompress.engine.plan.gguf_plan import GgufModel, TensorTypes, choose_types, with_factors
 from llmcompress.engine.source.gguf_input import GgufHeaders, carried_keys, names_of
 from llmcompress.engine.source.matrix_refs import Matrices
 from llmcompress.engine.source.tensor_names import MatrixRef
@@ -16,6 +16,7 @@ from llmcompress.grids.ggml import GgufTypes, gguf_types
 from llmcompress.ledger import Ledger
 from llmcompress.methods.base import Method
 from llmcompress.recipe import Output
+from llmcompress.store.gguf_model import factors_of, is_factor
 
 _HINT = "give the model directory that it was made from"
 
@@ -46,7 +47,11 @@ def file_model(headers: GgufHeaders, step: Method, output: Output, ledger: Ledge
     """
     asked = gguf_types(step) or GgufTypes(type="F32")
     _refuse(headers, step, output)
-    tensors = [GGUFTensor(name, item.shape, names_of(item)) for name, item in headers.gguf.tensors.items()]
+    tensors = [
+        GGUFTensor(name, item.shape, names_of(item))
+        for name, item in headers.gguf.tensors.items()
+        if not is_factor(headers.gguf, name)
+    ]
     heads = headers.number("attention.head_count")
     facts = Facts(
         headers.arch,
@@ -63,7 +68,11 @@ def file_model(headers: GgufHeaders, step: Method, output: Output, ledger: Ledge
     _note_requantised(headers, placed, asked.allow_requantize, ledger)
     copied = [item.tensor for item in placed if headers.gguf.tensors[item.tensor.name].type == item.type.name]
     names = frozenset(name for tensor in copied for name in tensor.sources)
-    return GgufModel(TensorTypes(kind, placed, headers.arch, names), carried_keys(headers, kind.id))
+    factors = {tensor.name: factors_of(headers.gguf, tensor.name) for tensor in copied}
+    known = {name: [] if found is None else found.tolist() for name, found in factors.items()}
+    return GgufModel(
+        TensorTypes(kind, tuple(with_factors(placed, known)), headers.arch, names), carried_keys(headers, kind.id)
+    )
 
 
 def _refuse(headers: GgufHeaders, step: Method, output: Output) -> None:

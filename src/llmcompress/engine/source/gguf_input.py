@@ -17,7 +17,7 @@ from llmcompress.formats.gguf.mixture import is_quantised
 from llmcompress.store.checkpoint import DTYPES, Checkpoint
 from llmcompress.store.gguf_header import GgufArray, GgufHeader
 from llmcompress.store.gguf_header import GgufTensor as StoredTensor
-from llmcompress.store.gguf_model import decodable, decoded, read_gguf, tensor_bytes
+from llmcompress.store.gguf_model import decodable, decoded, is_factor, read_gguf, tensor_bytes
 from llmcompress.store.gguf_name import stem_of
 from llmcompress.store.headers import ModelHeaders, Stored
 
@@ -108,6 +108,8 @@ def gguf_headers(path: "Path") -> GgufHeaders:
     tensors: dict[str, Stored] = {}
     parts: dict[str, tuple[str, int]] = {}
     for tensor in header.tensors.values():
+        if is_factor(header, tensor.name):
+            continue  # it is part of the values of another
         for number, (name, shape) in enumerate(_matrices(tensor)):
             spec = TensorSpec(name, tensor.type if tensor.type in FLOAT_TYPES else "F32", shape)
             tensors[name] = Stored(spec, tensor.file, tensor.position, tensor.position + tensor.nbytes)

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from llmcompress.engine.write.unquantised import unquantised_reader
@@ -10,7 +10,7 @@ from llmcompress.errors import RunError
 from llmcompress.formats.gguf.bounds import farthest
 from llmcompress.formats.gguf.file import ENCODED_AT_ONCE, GgufFile, Placed, padded
 from llmcompress.formats.gguf.tensors import pieces
-from llmcompress.grids.blocks import BLOCK_TYPES
+from llmcompress.grids.grid_type import gguf_specs
 from llmcompress.store.files import bytes_of
 
 if TYPE_CHECKING:
@@ -67,6 +67,9 @@ class _Data:
         if stored is not None:
             yield from stored
             return
+        if tensor.factor_of:
+            yield bytes_of(self._factors(tensor.factor_of))
+            return
         if not tensor.sources or any(name not in self.matrices for name in tensor.sources):
             yield from self._encoded(placed)
             return
@@ -76,6 +79,14 @@ class _Data:
             coded = self.staged.read_coded(matrix.layer, matrix.module)
             coded = coded if index is None else coded.rows(index)
             yield from (bytes_of(part) for part in self.plan.format.encode(matrix.entry, coded).values())
+
+    def _factors(self, names: Sequence[str]) -> "Tensor":
+        """The factors of the codes of matrices: float32 [len(names)]."""
+        import torch
+
+        found = [self.matrices[name] for name in names]
+        factors = [self.staged.read_coded(matrix.layer, matrix.module).grid.gguf_factor for matrix in found]
+        return torch.cat([factor for factor in factors if factor is not None])
 
     def _encoded(self, placed: Placed) -> Iterator[memoryview]:
         """The bytes of a tensor that no method rounds: a norm, a bias, the embedding, the head."""
@@ -120,8 +131,9 @@ def encoded(
     from llmcompress.packing.ggml import pack
     from llmcompress.packing.plain import plain
 
-    if kind in BLOCK_TYPES:
+    spec = gguf_specs().get(kind)
+    if spec is not None:
         costs = None if importance is None else torch.from_numpy(importance)
-        coded = encode(values, BLOCK_TYPES[kind], search, workers, costs)
+        coded = encode(values, spec, search, workers, costs)
         return pack(coded), coded.decode()
     return plain(values, kind)

@@ -18,12 +18,12 @@ class Gguf(Format):
 
     name = "gguf"
     summary = "one file for llama.cpp and all that reads its files, with the tokenizer in it"
-    holds = ("ggml",)
+    holds = ("ggml", "mxfp4", "nvfp4")
     marker = ""
 
     def refuses(self, entries: Sequence[Entry], config: Config) -> Refusal | None:
         for entry in entries:
-            if entry.grid is not None and entry.grid.type not in self.holds:
+            if entry.grid is not None and entry.grid.gguf_type is None:
                 return (
                     f"format gguf cannot hold {entry.grid.name} ({entry.module})",
                     "use `llmcompress gguf --type Q4_K_M`, or another type of GGUF",
@@ -33,7 +33,7 @@ class Gguf(Format):
     def layout(self, entry: Entry) -> list[TensorSpec]:
         if entry.grid is None:
             return [entry.source]
-        return [TensorSpec(entry.source.name, entry.grid.name, (entry.out_features, entry.in_features))]
+        return [TensorSpec(entry.source.name, str(entry.grid.gguf_type), (entry.out_features, entry.in_features))]
 
     def encode(self, entry: Entry, coded: "Coded") -> "dict[str, Tensor]":
         from llmcompress.packing.ggml import pack

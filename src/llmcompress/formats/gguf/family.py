@@ -44,7 +44,7 @@ class Family:
     ropes: scalings that llama.cpp knows for it. windowed: llama.cpp computes its sliding window. fused_gate: gate and
     up are one matrix. norm_heads: norms of queries and keys span all heads, not one. transposed: last parts of paths of
     matrices stored [in, out]. norm_offset: added to the weights of norms. cut_vocabulary: rows of the embedding that no
-    token has are cut.
+    token has are cut. factored: llama.cpp multiplies by the factors of types that have such (types.FACTORED).
     layer: roles of the weights of a layer, all of which llama.cpp asks for. biased: each of them has a bias too.
     biases: roles that may have one.
     defaults: values of config keys that may be absent. only: config keys with the values that llama.cpp computes,
@@ -74,6 +74,7 @@ class Family:
     biased: bool = False
     biases: tuple[str, ...] = ("attn_q", "attn_k", "attn_v")
     cut_vocabulary: bool = False
+    factored: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     objection: Callable[[Hyper], str | None] = _no_objection
@@ -120,6 +121,11 @@ def find(config: Mapping[str, Any]) -> Family:
 def known_architectures() -> frozenset[str]:
     """GGUF's names of the architectures that are known here."""
     return frozenset(family.arch for family in known_types().values())
+
+
+def is_factored(arch: str) -> bool:
+    """Whether llama.cpp multiplies by factors in models of a GGUF architecture."""
+    return any(family.factored for family in known_types().values() if family.arch == arch)
 
 
 @cache

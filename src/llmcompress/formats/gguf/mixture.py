@@ -36,7 +36,15 @@ _NARROW = {
     "IQ4_XS": "IQ4_NL",
     "TQ1_0": "Q4_0",
     "TQ2_0": "Q4_0",
+    "NVFP4": "IQ4_NL",
 }
+
+_EMBEDDING = {
+    "TQ1_0": "Q4_K",
+    "TQ2_0": "Q4_K",
+    "MXFP4": "Q6_K",
+    "NVFP4": "Q6_K",
+}  # of mixtures whose default is too coarse for it
 
 
 @dataclass(frozen=True)
@@ -161,7 +169,7 @@ class _State:
         if self.kind.name == "MXFP4_MOE":
             return "MXFP4" if len(shape) == 3 and shape[0] > 1 else "Q8_0"
         if name == "token_embd.weight":
-            return "Q4_K" if self.kind.name in ("TQ1_0", "TQ2_0") else self.default.name
+            return _EMBEDDING.get(self.default.name, self.default.name)
         return self._inside(name, role_of(name))
 
     def _head(self, width: int) -> str:

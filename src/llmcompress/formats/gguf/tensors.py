@@ -55,6 +55,7 @@ class GGUFTensor:
     shape: in torch's order, [out, in], [experts, out, in] or [n]. sources: on-disk names of the checkpoint's tensors it
     is made of: one, or one per expert, or none if it is computed. Each is seen as [out, in] (`transposed`: stored
     [in, out]), of which `rows` are taken, and `offset` is added to every value. values: of a computed tensor.
+    factor_of: on-disk names of the matrices whose codes are multiplied by the values of this tensor, one for each.
     """
 
     name: str
@@ -64,6 +65,7 @@ class GGUFTensor:
     rows: Rows | None = None
     offset: float = 0.0
     values: tuple[float, ...] | None = None
+    factor_of: tuple[str, ...] = ()
 
 
 Read = Callable[[str], "Tensor"]

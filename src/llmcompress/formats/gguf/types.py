@@ -10,7 +10,7 @@ from llmcompress.registry import suggest
 
 _TENSOR_TYPES = (
     "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
-    "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4",
+    "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4",
 )  # fmt: skip
 
 
@@ -79,10 +79,19 @@ FILE_TYPES = {
         FileType("IQ4_XS", 30, "IQ4_XS"),
         FileType("TQ1_0", 36, "TQ1_0"),
         FileType("TQ2_0", 37, "TQ2_0"),
+        FileType("MXFP4", 38, "MXFP4"),
         FileType("MXFP4_MOE", 38, "MXFP4"),
+        FileType("NVFP4", 39, "NVFP4"),
     )
 }
+FACTORED = frozenset({"NVFP4"})
+"""Types whose tensors come with another that holds the factor of each matrix (`factor_name`)."""
 ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
+
+
+def factor_name(name: str) -> str:
+    """The name of the tensor that holds the factors of a tensor of a type of FACTORED."""
+    return f"{name.removesuffix('.weight')}.scale"
 
 
 def tensor_type(name: str) -> TensorType:

@@ -26,6 +26,7 @@ FAMILY = Family(
     name="llama",
     model_types=("llama", "mistral"),
     arch="llama",
+    factored=True,
     ropes=("default", "linear", "yarn", "llama3"),
     biases=("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"),
     defaults={"rms_norm_eps": 1e-6},

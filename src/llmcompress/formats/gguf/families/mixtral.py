@@ -7,6 +7,7 @@ FAMILY = Family(
     name="mixtral",
     model_types=("mixtral",),
     arch="llama",
+    factored=True,
     experts=True,
     layer=(*ATTENTION, *EXPERTS),
     defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},

@@ -14,6 +14,7 @@ FAMILY = Family(
     name="qwen3_moe",
     model_types=("qwen3_moe",),
     arch="qwen3moe",
+    factored=True,
     experts=True,
     layer=(*ATTENTION, "attn_q_norm", "attn_k_norm", *EXPERTS),
     defaults={"rms_norm_eps": 1e-6, "moe_intermediate_size": 768, "norm_topk_prob": False},
