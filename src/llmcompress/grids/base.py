@@ -125,7 +125,7 @@ class Spec(ABC):
 
     @property
     def holds_codes(self) -> bool:
-        """Whether the grid has a place for codes of other specs, or of its own, as `recode` takes them over."""
+        """Whether the grid has a place for codes of an affine grid, as `recode` takes them over."""
         return False
 
 

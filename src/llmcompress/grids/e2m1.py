@@ -38,7 +38,6 @@ class E2m1Spec(Spec):
     bits: ClassVar[int] = 4
     symmetric: ClassVar[bool] = True
     scaled: ClassVar[bool] = True
-    holds_codes: ClassVar[bool] = True
 
     def bits_per_weight(self, in_features: int) -> float:
         """Stored bits per weight; what is stored once for a matrix is not counted."""

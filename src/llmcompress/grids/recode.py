@@ -1,4 +1,4 @@
-"""From codes to a block type of GGML, or to their own grid, that holds the same values: nothing is rounded anew."""
+"""From codes on an integer grid to a block type of GGML that holds the same values: nothing is rounded anew."""
 
 import torch
 from torch import Tensor
@@ -12,16 +12,13 @@ _HALF_STEP = 2.0**-11  # of float16, relative
 
 
 def recode(coded: Coded, spec: Spec) -> Coded | None:
-    """The same matrix [out, in] on another grid; None where that has no place for its levels, scales or groups.
+    """The same matrix [out, in] in a block type; None where that has no place for its levels, scales or groups.
 
-    A grid holds its own codes. A block type holds levels of whole numbers, which are kept, if it has one scale per
-    block, each of its blocks lies in one group, and levels (without minima) or codes (with minima) lie in its range.
-    Scales, and minima zero * scale, are rounded to float16 where they are no such values; None where a scale has no
-    float16 near it.
+    Levels are kept. A type holds them if it has one scale per block, each of its blocks lies in one group, and levels
+    (without minima) or codes (with minima) lie in its range. Scales, and minima zero * scale, are rounded to float16
+    where they are no such values; None where a scale has no float16 near it.
     """
     grid, width = coded.grid, coded.codes.shape[1]
-    if grid.spec == spec:
-        return coded
     if not isinstance(spec, BlockSpec) or not spec.holds_codes:
         return None
     if grid.spec.zero_points is None or width % spec.block_size:

@@ -211,6 +211,8 @@ class GgufOutput(SafetensorsOutput):
         )
 
     def _keeps(self, headers: DecodedHeaders, entry: Entry, grid: Spec) -> bool:
+        if super()._keeps(headers, entry, grid):
+            return True
         known = code_grid(headers, entry.module)
         return grid.holds_codes and headers.format.affine and (known is None or known.affine)
 
