@@ -30,6 +30,9 @@ BATCH = 20  # inputs drawn at once: what hypothesis does around an example takes
 
 # the same inputs every time in the default suite; many more, and others every time, in the slow one
 INPUTS = pytest.mark.parametrize("inputs", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+FEWER_INPUTS = pytest.mark.parametrize(
+    "inputs", [60, pytest.param(1500, marks=pytest.mark.slow)]
+)  # 50 ms each and more
 
 
 def fuzz(inputs: int, check: Callable[["Dice"], None]) -> None:

@@ -9,7 +9,7 @@ from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.model.skeleton import load_config, skeleton
 from llmcompress.recipe import parse
-from mutations import INPUTS, SCALARS, fuzz, measured, mutated, spoilt
+from mutations import FEWER_INPUTS, SCALARS, fuzz, measured, mutated, spoilt
 
 KEYS = [
     "quantization_config", "auto_map", "text_config", "num_experts", "num_local_experts", "n_layer", "n_embd",
@@ -24,7 +24,7 @@ RECIPES = [
 ]
 
 
-@INPUTS
+@FEWER_INPUTS
 def test_damaged_configs(inputs, hollow_model, tmp_path):
     file, options = hollow_model / "config.json", Options(out=tmp_path / "out")
     whole = json.loads(file.read_text())

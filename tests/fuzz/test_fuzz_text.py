@@ -8,7 +8,7 @@ from llmcompress.cli.options import parse_set
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.recipe import load, parse
-from mutations import INPUTS, SCALARS, YAML, damaged, fuzz, measured, mutated, spoilt
+from mutations import FEWER_INPUTS, SCALARS, YAML, damaged, fuzz, measured, mutated, spoilt
 
 RECIPE = {
     "calibration": {"source": "default", "options": {"field": "text"}, "samples": 8, "length": 64, "seed": 0},
@@ -37,7 +37,7 @@ VALUES = [
 ]  # fmt: skip
 
 
-@INPUTS
+@FEWER_INPUTS
 def test_damaged_recipes(inputs, hollow_model, tmp_path):
     file, options = tmp_path / "recipe.yaml", Options(out=tmp_path / "out")
     make_plan(parse(RECIPE), hollow_model, options)  # what is built once
@@ -69,7 +69,7 @@ ROWS = [
 ]
 
 
-@INPUTS
+@FEWER_INPUTS
 def test_damaged_rows(inputs, tmp_path, tokenizer_of_bytes):
     file = tmp_path / "rows.jsonl"
     request = TokenRequest(tokenizer=tokenizer_of_bytes, samples=2, length=8, seed=0, vocab_size=300)
