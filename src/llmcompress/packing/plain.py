@@ -7,16 +7,21 @@ PLAIN = ("F32", "F16", "BF16", "TQ1_0", "TQ2_0")
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def plain(values: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Values float32 [rows, width] in a type of PLAIN: uint8 [rows, bytes], and what these stand for.
-
-    Too large for F16 becomes infinite.
-    """
+def plain(values: Tensor, kind: str) -> Tensor:
+    """Values float32 [rows, width] in a type of PLAIN: uint8 [rows, bytes]. Too large for F16 becomes infinite."""
     if kind in _FLOATS:
-        found = values.to(_FLOATS[kind]).contiguous()
-        return found.view(torch.uint8), found.to(torch.float32)
+        return values.to(_FLOATS[kind]).contiguous().view(torch.uint8)
     from gguf import GGMLQuantizationType
-    from gguf.quants import dequantize, quantize
+    from gguf.quants import quantize
 
-    packed = quantize(values.numpy(), GGMLQuantizationType[kind])
-    return torch.from_numpy(packed), torch.from_numpy(dequantize(packed, GGMLQuantizationType[kind]))
+    return torch.from_numpy(quantize(values.numpy(), GGMLQuantizationType[kind]))
+
+
+def plain_values(rows: Tensor, kind: str) -> Tensor:
+    """The inverse of `plain`: values float32 [rows, width] of rows [rows, bytes], in memory of their own."""
+    if kind in _FLOATS:
+        return rows.view(_FLOATS[kind]).to(torch.float32, copy=True)
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    return torch.from_numpy(dequantize(rows.numpy(), GGMLQuantizationType[kind]))

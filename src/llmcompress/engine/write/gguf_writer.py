@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from llmcompress.store.staging import Staging
     from llmcompress.workers import Workers
 
+_DECODED_AT_ONCE = 1 << 18  # weights
+
 
 def write_gguf(
     plan: "Plan", checkpoint: "Checkpoint", staged: "Staging", out: "OutputDirectory", workers: "Workers"
@@ -99,11 +101,11 @@ class _Data:
             lost = whole = 0.0
             for start in range(0, len(piece), step):
                 values = piece.rows(start, start + step)
-                found, decoded = encoded(values, placed.type.name, self.search, self.workers, importance)
-                if placed.type.name != "F32":  # of which the decoded values are the values themselves
-                    lost += float(norm(decoded.sub_(values))) ** 2
+                found = encoded(values, placed.type.name, self.search, self.workers, importance)
+                if placed.type.name != "F32" and values.ndim > 1:  # F32 holds every value
+                    lost += _squared_error(found, values, placed.type.name)
                     whole += float(norm(values)) ** 2
-                del values, decoded
+                del values
                 yield bytes_of(found)
             if lost and not math.sqrt(lost / (whole or 1.0)) < farthest(
                 placed.type.name, whole, math.prod(piece.shape)
@@ -114,17 +116,23 @@ class _Data:
                 )
 
 
+def _squared_error(rows: "Tensor", values: "Tensor", kind: str) -> float:
+    """The sum of squares of what rows [rows, bytes] of a type stand for less their values [rows, width]."""
+    from torch.linalg import vector_norm as norm
+
+    step = max(1, _DECODED_AT_ONCE // values.shape[-1])
+    starts = range(0, len(values), step)
+    return sum(float(norm(decoded(rows[at : at + step], kind).sub_(values[at : at + step]))) ** 2 for at in starts)
+
+
 def encoded(
     values: "Tensor",
     kind: str,
     search: "Search",
     workers: "Workers",
     importance: "NDArray[np.float32] | None" = None,
-) -> "tuple[Tensor, Tensor]":
-    """Rows float32 [rows, width] in a type of GGML: uint8 [rows, bytes], and the values that these stand for.
-
-    importance: of the inputs [width].
-    """
+) -> "Tensor":
+    """Rows float32 [rows, width] in a type of GGML: uint8 [rows, bytes]. importance: of the inputs [width]."""
     import torch
 
     from llmcompress.grids.encoders import encode
@@ -134,6 +142,14 @@ def encoded(
     spec = gguf_specs().get(kind)
     if spec is not None:
         costs = None if importance is None else torch.from_numpy(importance)
-        coded = encode(values, spec, search, workers, costs)
-        return pack(coded), coded.decode()
+        return pack(encode(values, spec, search, workers, costs))
     return plain(values, kind)
+
+
+def decoded(rows: "Tensor", kind: str) -> "Tensor":
+    """The values float32 [rows, width] that rows [rows, bytes] of a type stand for."""
+    from llmcompress.packing.ggml import unpack
+    from llmcompress.packing.plain import plain_values
+
+    spec = gguf_specs().get(kind)
+    return plain_values(rows, kind) if spec is None else unpack(rows, spec).decode()
