@@ -277,7 +277,7 @@ TAKEN = {
 }
 
 ODD = [
-    "bloom", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "falcon", "glm4_moe", "gpt_neo",
+    "bloom", "falcon", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "gpt_neo",
     "granitemoe", "hunyuan_v1_moe", "jamba", "lfm2_moe", "mamba", "minimax", "olmoe", "phimoe", "qwen2_moe", "zamba2",
 ]  # fmt: skip
 

@@ -201,7 +201,7 @@ def test_transforms_go_before_every_kind_of_grid(tiny_model_dir, tmp_path, windo
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_awq_is_searched_on_grids_of_their_own(tiny_model_dir, tmp_path, windows, format_, method):
-    steps = [{"method": "awq", "steps": 4}, {"method": "rtn", **method}]
+    steps = [{"method": "awq", "steps": 2}, {"method": "rtn", **method}]
     carry_out(tiny_model_dir, tmp_path / "out", steps, format_)
     assert kl(tmp_path / "out", tiny_model_dir, windows) < 0.05
     assert passed(verify(tmp_path / "out", tiny_model_dir))

@@ -29,7 +29,7 @@ from llmcompress.errors import CheckpointError
 from llmcompress.formats import kv_cache
 from llmcompress.formats.base import FLOAT_TYPES, Config, Entry, Reader, Specs
 from llmcompress.formats.entry_checks import Refusal, left_alone, quantised, stored_type
-from llmcompress.formats.float8_tensors import float8_shape, read_float8, tile_of
+from llmcompress.formats.float8_tensors import float8_shape, read_float8
 from llmcompress.formats.packed_format import PackedFormat, Part, matrix_shape, stored_extents
 from llmcompress.formats.scheme_tensors import (
     byte_tensors,
@@ -177,7 +177,7 @@ class CompressedTensors(PackedFormat):
             if plain is None or plain.dtype not in ("I8", "F8_E4M3"):
                 return None
             if not spec.affine:
-                return float8_shape(module, specs, "weight_scale", tile_of(spec))
+                return float8_shape(module, specs, "weight_scale", spec.tile)
             shape = matrix_shape(specs, f"{module}.weight")
         elif words.dtype == "U8":  # bytes of a grid of its own: no row is filled up
             shape = words.shape[0], words.shape[1] * 8 // spec.bits
@@ -205,7 +205,7 @@ class CompressedTensors(PackedFormat):
                 raise CheckpointError(f"{module} has scales that are not finite")
             return coded
         if not spec.affine:
-            return read_float8(module, read(f"{module}.weight"), scale, tile_of(spec))
+            return read_float8(module, read(f"{module}.weight"), scale, spec.tile)
         points = None if spec.symmetric else read(f"{module}.weight_zero_point")
         words = part("weight_packed")
         if words is None:

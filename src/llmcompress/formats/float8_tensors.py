@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from llmcompress.errors import CheckpointError
 from llmcompress.formats.base import Specs
 from llmcompress.formats.packed_format import matrix_shape
-from llmcompress.grids.base import Spec
 from llmcompress.grids.tiled_floats import TiledFloatSpec
 
 if TYPE_CHECKING:
@@ -24,11 +23,6 @@ _SCALES = ("F32", "F16", "BF16", "U8", "F8_E8M0")
 def tiles(shape: Tile, tile: Tile) -> Tile:
     """How many tiles cover a matrix, along its rows and along its columns."""
     return -(-shape[0] // tile[0]), -(-shape[1] // tile[1])
-
-
-def tile_of(spec: Spec) -> Tile | None:
-    """Rows and columns of the tiles of a grid of 8-bit floats; None where it has a scale for each row."""
-    return (spec.rows, spec.columns) if isinstance(spec, TiledFloatSpec) else None
 
 
 def float8_shape(module: str, specs: Specs, scale: str, tile: Tile | None) -> tuple[int, int]:

@@ -87,6 +87,11 @@ class Spec(ABC):
         return None
 
     @property
+    def tile(self) -> tuple[int, int] | None:
+        """Rows and columns that share a scale, where more than one row does; None for scales of each row."""
+        return None
+
+    @property
     def outliers(self) -> int:
         """Input channels that keep float16 weights beside the codes."""
         return 0

@@ -39,6 +39,10 @@ class TiledFloatSpec(Spec):
         return f"fp8-{self.rows}x{self.columns}"
 
     @property
+    def tile(self) -> tuple[int, int]:
+        return self.rows, self.columns
+
+    @property
     def group_size(self) -> int:
         return self.columns
 
