@@ -277,8 +277,8 @@ TAKEN = {
 }
 
 ODD = [
-    "bloom", "falcon", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "gpt_neo",
-    "granitemoe", "hunyuan_v1_moe", "jamba", "lfm2_moe", "mamba", "minimax", "olmoe", "phimoe", "qwen2_moe", "zamba2",
+    "bloom", "granitemoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "gpt_neo",
+    "falcon", "hunyuan_v1_moe", "jamba", "lfm2_moe", "mamba", "minimax", "olmoe", "phimoe", "qwen2_moe", "zamba2",
 ]  # fmt: skip
 
 
