@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from llmcompress.errors import CheckpointError
 from llmcompress.grids.base import Spec
 from llmcompress.grids.coded import Coded, Grid
 from llmcompress.grids.scales import between, float16
@@ -172,6 +173,17 @@ class BlockGrid(Grid):
     def refit(self, codes: Tensor, hessian: Tensor, target: Tensor, scale_dtype: torch.dtype) -> Coded:
         """Better scales, by descent on multiples and minima of groups, then on d and dmin of blocks, block by block."""
         return Coded(codes, _refitted(self, codes, hessian, target))
+
+
+def whole_blocks(rows: Tensor, size: int, name: str) -> Tensor:
+    """Rows of bytes [out, n] seen as blocks [out, n / size, size]; CheckpointError for rows that end within one."""
+    count = rows.shape[1]
+    if count % size:
+        raise CheckpointError(
+            f"a row of {count} bytes is no whole number of {name} blocks of {size} bytes",
+            "the file may be cut off or its tensor type wrong",
+        )
+    return rows.reshape(len(rows), count // size, size)
 
 
 def _product(unit: Tensor, multiples: Tensor | None) -> Tensor:

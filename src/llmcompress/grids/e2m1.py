@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from llmcompress.errors import CheckpointError
 from llmcompress.grids.base import GridRequest, Spec
 from llmcompress.grids.coded import Coded, Grid
 from llmcompress.grids.grid_type import GridType
@@ -145,16 +144,6 @@ def halves(codes: Tensor, size: int) -> Tensor:
 def unhalved(bytes_: Tensor) -> Tensor:
     """The inverse of `halves`."""
     return torch.stack([bytes_ & 15, bytes_ >> 4], dim=2).reshape(bytes_.shape[0], -1)
-
-
-def whole_blocks(rows: Tensor, size: int, name: str) -> Tensor:
-    """Rows of bytes [out, n] seen as blocks [out, n / size, size]; CheckpointError for rows that end within one."""
-    if rows.shape[1] % size:
-        raise CheckpointError(
-            f"a row of {rows.shape[1]} bytes is no whole number of {name} blocks of {size} bytes",
-            "the file may be cut off or its tensor type wrong",
-        )
-    return rows.reshape(len(rows), -1, size)
 
 
 def by_blocks(

@@ -1,6 +1,5 @@
 """Rounding to a tensor type of GGUF, whose scales are searched at three levels."""
 
-import torch
 from torch import Tensor
 
 from llmcompress.grids import compat, search
@@ -8,6 +7,7 @@ from llmcompress.grids.base import Search, Spec
 from llmcompress.grids.blocks import BLOCK_TYPES, BlockSpec
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.grid_type import Fitting, type_of
+from llmcompress.packing.plain import plain
 from llmcompress.workers import Workers
 
 
@@ -21,20 +21,9 @@ def encode(weight: Tensor, spec: Spec, level: Search, workers: Workers, importan
         return _encoded(weight, block, level, workers, importance)
     kind = type_of(spec)
     if level == "compat":
-        return kind.of_gguf_rows(spec, _by_package(weight, spec))
+        return kind.of_gguf_rows(spec, plain(weight, str(spec.gguf_type)))
     grid = kind.fit(weight, spec, Fitting(importance=importance))
     return Coded(grid.encode(weight), grid)
-
-
-def _by_package(weight: Tensor, spec: Spec) -> Tensor:
-    """Rows uint8 [out, bytes] as the gguf package rounds weight [out, in]."""
-    import numpy as np
-    from gguf import GGMLQuantizationType
-    from gguf.quants import quantize
-
-    assert spec.gguf_type is not None
-    with np.errstate(divide="ignore"):  # of blocks that are all zero
-        return torch.from_numpy(quantize(weight.numpy(), GGMLQuantizationType[spec.gguf_type]))
 
 
 def _encoded(weight: Tensor, spec: BlockSpec, level: Search, workers: Workers, importance: Tensor | None) -> Coded:

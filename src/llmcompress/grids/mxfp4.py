@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from llmcompress.grids.base import Clip
+from llmcompress.grids.blocks import whole_blocks
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.e2m1 import (
     LARGEST,
@@ -22,7 +23,6 @@ from llmcompress.grids.e2m1 import (
     paired,
     unhalved,
     unpaired,
-    whole_blocks,
 )
 from llmcompress.grids.grid_type import Fitting
 from llmcompress.lazy import Tensor, torch

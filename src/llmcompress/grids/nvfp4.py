@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from llmcompress.grids.base import Clip
+from llmcompress.grids.blocks import whole_blocks
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.e2m1 import (
     LARGEST,
@@ -23,7 +24,6 @@ from llmcompress.grids.e2m1 import (
     paired,
     unhalved,
     unpaired,
-    whole_blocks,
 )
 from llmcompress.grids.float8 import LARGEST as LARGEST_SCALE
 from llmcompress.grids.float8 import rounded_

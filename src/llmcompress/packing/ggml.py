@@ -10,9 +10,8 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from llmcompress.errors import CheckpointError
 from llmcompress.grids.base import Spec
-from llmcompress.grids.blocks import BLOCK_TYPES, BlockGrid, BlockSpec
+from llmcompress.grids.blocks import BLOCK_TYPES, BlockGrid, BlockSpec, whole_blocks
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.grid_type import type_of
 
@@ -141,13 +140,8 @@ def unpack(data: Tensor, spec: Spec) -> Coded:
 
 
 def _unpacked(data: Tensor, spec: BlockSpec) -> Coded:
-    rows, count = data.shape
-    if count % spec.block_bytes:
-        raise CheckpointError(
-            f"a row of {count} bytes is no whole number of {spec.name} blocks of {spec.block_bytes} bytes",
-            "the file may be cut off or its tensor type wrong",
-        )
-    width = count // spec.block_bytes * spec.block_size
+    rows, blocks = whole_blocks(data, spec.block_bytes, spec.name).shape[:2]
+    width = blocks * spec.block_size
     return Coded.stacked([_unpack(data[part], spec) for part in _pieces(rows, width)])
 
 

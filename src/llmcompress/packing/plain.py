@@ -1,5 +1,6 @@
 """GGUF types whose encoding needs no search: floats and types that the gguf package encodes."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -8,13 +9,17 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def plain(values: Tensor, kind: str) -> Tensor:
-    """Values float32 [rows, width] in a type of PLAIN: uint8 [rows, bytes]. Too large for F16 becomes infinite."""
+    """Values float32 [rows, width] in a type of PLAIN, or another that the package encodes: uint8 [rows, bytes].
+
+    Too large for F16 becomes infinite.
+    """
     if kind in _FLOATS:
         return values.to(_FLOATS[kind]).contiguous().view(torch.uint8)
     from gguf import GGMLQuantizationType
     from gguf.quants import quantize
 
-    return torch.from_numpy(quantize(values.numpy(), GGMLQuantizationType[kind]))
+    with np.errstate(divide="ignore"):  # of blocks that are all zero
+        return torch.from_numpy(quantize(values.numpy(), GGMLQuantizationType[kind]))
 
 
 def plain_values(rows: Tensor, kind: str) -> Tensor:

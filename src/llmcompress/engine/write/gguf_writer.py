@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from llmcompress.engine.write.unquantised import unquantised_reader
@@ -61,16 +61,19 @@ class _Data:
             matrix.entry.source.name: matrix for layer in plan.layers for matrix in layer if matrix.entry.grid
         }
         self.read = unquantised_reader(plan, checkpoint, staged)
+        self.factors: dict[str, Tensor] = {}  # of matrices whose codes are written, until theirs follow
 
     def of(self, placed: Placed) -> Iterator[memoryview]:
         """The bytes of a tensor, piece by piece."""
+        import torch
+
         tensor = placed.tensor
         stored = self.checkpoint.stored(tensor.name, placed.type.name)
         if stored is not None:
             yield from stored
             return
         if tensor.factor_of:
-            yield bytes_of(self._factors(tensor.factor_of))
+            yield bytes_of(torch.cat([self.factors.pop(name) for name in tensor.factor_of]))
             return
         if not tensor.sources or any(name not in self.matrices for name in tensor.sources):
             yield from self._encoded(placed)
@@ -79,16 +82,10 @@ class _Data:
         for name in tensor.sources:
             matrix = self.matrices[name]
             coded = self.staged.read_coded(matrix.layer, matrix.module)
+            if (factor := coded.grid.gguf_factor) is not None:
+                self.factors[name] = factor
             coded = coded if index is None else coded.rows(index)
             yield from (bytes_of(part) for part in self.plan.format.encode(matrix.entry, coded).values())
-
-    def _factors(self, names: Sequence[str]) -> "Tensor":
-        """The factors of the codes of matrices: float32 [len(names)]."""
-        import torch
-
-        found = [self.matrices[name] for name in names]
-        factors = [self.staged.read_coded(matrix.layer, matrix.module).grid.gguf_factor for matrix in found]
-        return torch.cat([factor for factor in factors if factor is not None])
 
     def _encoded(self, placed: Placed) -> Iterator[memoryview]:
         """The bytes of a tensor that no method rounds: a norm, a bias, the embedding, the head."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from llmcompress.formats import kv_cache
 from llmcompress.formats.base import Config, Entry, Format, TensorSpec
 from llmcompress.formats.entry_checks import Refusal, check_codes, rounded_inputs
+from llmcompress.grids.grid_type import gguf_specs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,7 +19,7 @@ class Gguf(Format):
 
     name = "gguf"
     summary = "one file for llama.cpp and all that reads its files, with the tokenizer in it"
-    holds = ("ggml", "mxfp4", "nvfp4")
+    holds = frozenset(spec.type for spec in gguf_specs().values())
     marker = ""
 
     def refuses(self, entries: Sequence[Entry], config: Config) -> Refusal | None:
