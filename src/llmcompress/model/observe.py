@@ -150,8 +150,7 @@ def _running(
             trust_remote_code=trust_remote_code,
         )
         try:
-            hidden = model.embed(torch.zeros(1, LENGTH, dtype=torch.int64))
-            return model, hidden
+            return model, model.embed(torch.zeros(1, LENGTH, dtype=torch.int64))
         except UNUSABLE as error:
             found = CheckpointError(
                 f"a {spec.name!r} model cannot be run without its layers: {first_line(error)}", _HINT
