@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from xml.etree import ElementTree
@@ -204,6 +205,18 @@ def test_a_dry_run_plans_all_and_touches_nothing(swept, tmp_path):
     assert code == 0
     assert [plan["output"].rpartition("/")[2] for plan in found] == NAMES
     assert not (tmp_path / "out").exists()
+
+
+def test_what_no_run_could_take_is_refused_first(swept, main, capsys, tiny_model_dir, recipe, tmp_path):
+    odd = shutil.copytree(tiny_model_dir, tmp_path / "odd")
+    config = json.loads((odd / "config.json").read_text())
+    (odd / "config.json").write_text(json.dumps({**config, "hidden_act": "nothing"}))
+    words = ["sweep", recipe, odd, "-o", tmp_path / "out", "--bits", "4,8"]
+    ends = []
+    for more in ([], ["--dry-run"]):
+        ends.append((main(*words, *more), capsys.readouterr().err))
+    assert [code for code, _ in ends] == [2, 2]
+    assert all("transformers cannot build a 'llama' model" in said for _, said in ends)
 
 
 def test_gates_of_every_run(swept, tmp_path):

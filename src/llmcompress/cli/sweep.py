@@ -1,6 +1,7 @@
 """`sweep`: several runs from one calibration, one table at the end."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -100,6 +101,7 @@ def register(app: typer.Typer) -> None:
 
 def sweep(**values: Any) -> None:
     """Plan all runs, carry them out, and compare them."""
+    from llmcompress.engine.run.start import refuse_start
     from llmcompress.engine.write.timings import refuse_place
     from llmcompress.store.unfinished import claimed
 
@@ -114,6 +116,9 @@ def sweep(**values: Any) -> None:
     plans = [_planned(variant, values, overwrite=True) for variant in wanted]
     for plan in plans if values["timings"] is not None else ():
         refuse_place(values["timings"], plan)
+    for variant, plan in zip(wanted, plans, strict=True):
+        with _named(variant), quiet_libraries():
+            refuse_start(plan)
     if values["dry_run"]:
         show_plans(plans, values["json_"])
         return
@@ -142,8 +147,15 @@ def _planned(variant: Variant, values: dict[str, Any], overwrite: bool) -> "Plan
     from llmcompress.engine.plan.make_plan import make_plan
 
     given = {**values, "out": values["out"] / variant.name, "work": None, "overwrite": overwrite}
-    try:
+    with _named(variant):
         return make_plan(variant.recipe, values["model"], flags.run_options(given))
+
+
+@contextmanager
+def _named(variant: Variant) -> Iterator[None]:
+    """A context in which errors say which of the runs they are about."""
+    try:
+        yield
     except LlmcompressError as error:
         raise type(error)(f"{variant.name}: {error.message}", error.hint) from None
 
