@@ -133,8 +133,11 @@ def random_model_dir(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
 
 
 def random_config(family: str, **overrides: Any) -> Any:
-    """transformers' config of a small model of a family."""
+    """transformers' config of a small model of a family; overrides with a `model_type` are all of it."""
     from transformers import AutoConfig
+
+    if "model_type" in overrides:
+        return AutoConfig.for_model(**overrides)
 
     from llmcompress import arch
     from llmcompress.registry import discover

@@ -1,9 +1,10 @@
 """Record what llama.cpp's converter makes of a tiny model of every family: keys, names, shapes, and hashes of values.
 
     scripts/interop/build_llama_cpp.sh DIR
-    python scripts/interop/gguf_converter.py DIR/source tests/golden/gguf_converter.json
+    python scripts/interop/gguf_converter.py DIR/source tests/golden
 
-The values of the models follow a formula, so that a test can make them again. The tokenizer is left out.
+The values of the models follow a formula, so that a test can make them again. The tokenizer is left out. Two files are
+written: gguf_converter.json has several configs of the first families, gguf_families.json one of each other family.
 """
 
 import argparse
@@ -12,10 +13,14 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+import ggufmodels
 
 COMMON = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 96,
           "max_position_embeddings": 128, "num_attention_heads": 4, "pad_token_id": 0, "bos_token_id": 1,
@@ -84,13 +89,23 @@ VOCABULARY = 90  # tokens of Gemma 3's tokenizer, fewer than rows of its embeddi
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("source", metavar="LLAMA.CPP", type=Path)
-    parser.add_argument("output", metavar="OUTPUT.json", type=Path)
+    parser.add_argument("output", metavar="GOLDEN", type=Path, help="directory of the two files")
     arguments = parser.parse_args()
     sys.path[:0] = [str(arguments.source), str(arguments.source / "gguf-py")]
+    sys.modules.setdefault("sentencepiece", ModuleType("sentencepiece"))  # is asked for where a tokenizer is read
     with tempfile.TemporaryDirectory() as folder:
-        found = {name: answer(Path(folder) / "Tiny-Model-7B-v2.0", *model) for name, model in MODELS.items()}
+        place = Path(folder) / "Tiny-Model-7B-v2.0"
+        write(arguments.output / "gguf_converter.json", {name: answer(place, *model) for name, model in MODELS.items()})
+        others = {
+            kind: answer(place, kind, ggufmodels.small_config(kind), ggufmodels.PUBLISHED.get(kind, {}))
+            for kind in ggufmodels.MODELS
+        }
+        write(arguments.output / "gguf_families.json", others)
+
+
+def write(file: Path, found: dict) -> None:
     lines = ",\n".join(f"{json.dumps(name)}: {one_per_line(model)}" for name, model in found.items())
-    arguments.output.write_text("{\n" + lines + "\n}\n")
+    file.write_text("{\n" + lines + "\n}\n")
 
 
 def answer(folder: Path, model_type: str, config: dict, changes: dict) -> dict:
@@ -131,7 +146,8 @@ def converted(folder: Path) -> tuple[dict, dict]:
     model_class = get_model_class(hyperparameters["architectures"][0])
     model_class.set_vocab = lambda self: None
     model = model_class(folder, gguf.LlamaFileType.ALL_F32, folder / "converted.gguf")
-    model.hparams.setdefault("rotary_pct", 0.25)  # which transformers 5 takes away
+    if hyperparameters["model_type"] == "gpt_neox":
+        model.hparams.setdefault("rotary_pct", 0.25)  # which transformers 5 takes away
     model.write()
     reader = gguf.GGUFReader(folder / "converted.gguf")
     keys = {

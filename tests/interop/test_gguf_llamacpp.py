@@ -15,14 +15,15 @@ import torch
 from llamacpp import Llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ggufmodels import MODELS as BESIDE
+from ggufmodels import small_config
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.errors import PlanError
-from llmcompress.formats.gguf import families
 from llmcompress.formats.gguf.family import known_types
 from llmcompress.recipe import parse
-from llmcompress.registry import discover
+from llmcompress.validate.gguf_verify import verify_gguf
 from llmcompress.validate.load import load_whole
 from llmcompress.validate.session import Request, evaluate_paths
 from madetokenizers import byte_level, save
@@ -38,7 +39,7 @@ OVERRIDES = {
     "gemma3_text": {"query_pre_attn_scalar": 16, "num_hidden_layers": 6},  # the sixth has full attention
     "qwen3_moe": {"norm_topk_prob": True},
 }
-MODEL_TYPES = sorted(kind for family in discover(families, "FAMILY").values() for kind in family.model_types)
+MODEL_TYPES = sorted(known_types())
 
 
 def write(model, out, kind, *before, **step):
@@ -66,7 +67,8 @@ def model_of(random_model_dir, tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
 
     def make(kind, **config):
-        config = {"vocab_size": ROWS, **OVERRIDES.get(kind, {}), **config}
+        small = {"model_type": kind, **small_config(kind)} if kind in BESIDE else OVERRIDES.get(kind, {})
+        config = {**small, "vocab_size": ROWS, **config}
         path = root / f"model-{len(list(root.iterdir()))}"  # some names change what llama.cpp does: phi-3
         shutil.copytree(random_model_dir(kind, dtype="float32", **config), path)
         return save(byte_level(), path)
@@ -88,6 +90,7 @@ def test_every_family_gives_the_logits_of_transformers(kind, model_of, tmp_path)
         with Llama(file, length=64) as llama:
             theirs = llama.logits(IDS)
             assert summary(distances(mine, theirs)) < TOLERANCE[type_]
+            assert not [check for check in verify_gguf(file, model) if not check.ok]
             assert summary(distances(mine, llama.logits(turned))) > 1  # as it would be if llama.cpp computed otherwise
             assert llama.generate(IDS, 3)
     original = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)

@@ -12,7 +12,7 @@ from llmcompress.formats.gguf.family import find
 from llmcompress.formats.gguf.keys import Key
 from llmcompress.formats.gguf.metadata import architecture, metadata
 from llmcompress.formats.gguf.names import gguf_tensors
-from llmcompress.formats.gguf.tensors import GGUFTensor
+from llmcompress.formats.gguf.tensors import FORMS, GGUFTensor
 from llmcompress.formats.gguf.types import FACTORED, FILE_TYPES
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.grid_type import gguf_specs
@@ -64,6 +64,8 @@ def source_mismatches(header: GgufHeader, source: ModelHeaders, tensors: Sequenc
         if name in shapes and _extents(stored.shape) != _extents(shapes[name])
     ]
     for key in expected_keys(source, tensors):
+        if isinstance(key.value, tuple):
+            continue  # `gguf_keys` compares them
         value = scalar_value(header, key.name)
         expected = float(np.float32(key.value)) if isinstance(key.value, float) else key.value
         if key.name in header.fields and value != expected:
@@ -150,16 +152,31 @@ class GgufWeights:
         """A tensor in its source's shape, float32."""
         if name not in self._parts:
             raise CheckpointError(f"tensor {name} is not in {self.header.path}")
-        parts, shape = self._parts[name], self._shapes[name]
-        transposed = parts[0].tensor.transposed
-        shape = shape[::-1] if transposed else shape
-        axis = -2 if len(shape) > 1 else 0
-        indices = [_rows(part.tensor, shape[axis]) for part in parts]
-        whole = sum(map(len, indices)) == shape[axis]
-        out = torch.empty(shape) if whole else self.source.read(name).to(torch.float32)
+        parts = self._parts[name]
+        first, out = parts[0].tensor, torch.empty(self._shapes[name])
+        axis = -2 if out.ndim > 1 else 0
+        extents = first.viewed(out).shape
+        indices = [_rows(part.tensor, extents[axis]) for part in parts]
+        if sum(map(len, indices)) != extents[axis]:
+            out = self.source.read(name).to(torch.float32)
+        view = first.viewed(out)
         for part, index in zip(parts, indices, strict=True):
-            out.index_copy_(axis, index, part.values(self.header) - part.tensor.offset)
-        return out.t().contiguous() if transposed else out
+            view.index_copy_(axis, index, _undone(part, self.header).reshape(_extents_of(view, axis, len(index))))
+        return out
+
+
+def _undone(part: EncodedRows, header: GgufHeader) -> Tensor:
+    """The values of rows as their source has them, whichever way they are stored in the file."""
+    tensor = part.tensor
+    values = part.values(header) - tensor.offset
+    values = FORMS[tensor.form][1](values) if tensor.form else values
+    return values.mT if tensor.turned else values
+
+
+def _extents_of(view: Tensor, axis: int, count: int) -> list[int]:
+    extents = list(view.shape)
+    extents[axis] = count
+    return extents
 
 
 def _rows(tensor: GGUFTensor, count: int) -> Tensor:

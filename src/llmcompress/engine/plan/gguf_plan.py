@@ -43,9 +43,18 @@ class TensorTypes:
 
     @property
     def by_source(self) -> dict[str, str]:
-        """The type of each on-disk tensor that is not copied, by its name; experts share the type of their stack."""
-        types = {source: placed.type.name for placed in self.tensors for source in placed.tensor.sources}
-        return {source: kind for source, kind in types.items() if source not in self.copied}
+        """The type of each on-disk tensor that is not copied, by its name; experts share the type of their stack.
+
+        Without tensors whose rows are not those of the file's, or become tensors of several types: they are rounded as
+        they are written.
+        """
+        types: dict[str, str] = {}
+        loose = set(self.copied)
+        for placed in self.tensors:
+            for source in placed.tensor.sources:
+                if not placed.tensor.by_rows or types.setdefault(source, placed.type.name) != placed.type.name:
+                    loose.add(source)
+        return {source: kind for source, kind in types.items() if source not in loose}
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import hashlib
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from llmcompress.engine.write.unquantised import unquantised_reader
@@ -84,8 +85,11 @@ class _Data:
             coded = self.staged.read_coded(matrix.layer, matrix.module)
             if (factor := coded.grid.gguf_factor) is not None:
                 self.factors[name] = factor
-            coded = coded if index is None else coded.rows(index)
-            yield from (bytes_of(part) for part in self.plan.format.encode(matrix.entry, coded).values())
+            entry = matrix.entry
+            if index is not None:
+                coded = coded.rows(index)
+                entry = replace(entry, source=replace(entry.source, shape=(len(index), entry.in_features)))
+            yield from (bytes_of(part) for part in self.plan.format.encode(entry, coded).values())
 
     def _encoded(self, placed: Placed) -> Iterator[memoryview]:
         """The bytes of a tensor that no method rounds: a norm, a bias, the embedding, the head."""

@@ -6,15 +6,22 @@ from functools import cache
 from typing import Any
 
 from llmcompress.errors import CheckpointError, PlanError
+from llmcompress.formats.gguf.fields import told
 from llmcompress.formats.gguf.hyper import Hyper, read_hyper
-from llmcompress.formats.gguf.keys import Key
+from llmcompress.formats.gguf.keys import Key, u32
+from llmcompress.formats.gguf.refused import REASONS
 from llmcompress.formats.gguf.rope import Rope, read_rope, refuse_other
-from llmcompress.formats.gguf.tensors import Rows
+from llmcompress.formats.gguf.tensors import GGUFTensor, Rows
 from llmcompress.registry import discover, suggest
 
 ATTENTION = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output")
 GATED = ("ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
 EXPERTS = ("ffn_norm", "ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+SHARED_EXPERT = ("ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp")
+CHOICE = "exp_probs_b.bias"
+"""What is added to the scores of experts where they are chosen."""
+
+Shape = tuple[int, ...]
 
 
 def _no_rows(role: str, hyper: Hyper) -> Rows | None:
@@ -33,6 +40,14 @@ def _no_objection(hyper: Hyper) -> str | None:
     return None
 
 
+def _no_shapes(hyper: Hyper, layer: int) -> Mapping[str, Shape]:
+    return {}
+
+
+def _no_parts(path: str, shape: Shape, hyper: Hyper) -> Sequence[GGUFTensor] | None:
+    return None
+
+
 @dataclass(frozen=True)
 class Family:
     """One model family, known by the `model_type` of config.json.
@@ -45,8 +60,15 @@ class Family:
     up are one matrix. norm_heads: norms of queries and keys span all heads, not one. transposed: last parts of paths of
     matrices stored [in, out]. norm_offset: added to the weights of norms. cut_vocabulary: rows of the embedding that no
     token has are cut. factored: llama.cpp multiplies by the factors of types that have such (types.FACTORED).
-    layer: roles of the weights of a layer, all of which llama.cpp asks for. biased: each of them has a bias too.
-    biases: roles that may have one.
+    layer: roles of the tensors of a layer, all of which llama.cpp asks for, or a function that says those of one layer;
+    outer: those outside of layers beyond embedding, norm and head. biased: roles of both that have a bias too, biases:
+    roles that may have one. shapes: of roles of a layer (-1: outside of them) that are not as usual. parts: what a
+    tensor of the checkpoint, of that path, is taken apart into, without sources; None for one that stays whole.
+    renames: ends of paths, and what the gguf package knows them as. skipped: parts of names that are left out. forms:
+    of values, by role (tensors.FORMS). columns: roles of vectors that llama.cpp takes as matrices of one column.
+    rms: its norms do not subtract the mean. unnormed: it has no norm with weights before the head.
+    told: fields of config.json of which keys say the same (fields.py). partly: a key says how many values of a head are
+    rotated. attention: it has layers of attention.
     defaults: values of config keys that may be absent. only: config keys with the values that llama.cpp computes,
     None standing for an absent key too. objection: why llama.cpp would compute something else, or None.
     rows: rows taken for a role, such as "attn_q". values: computed tensors by name. keys: keys beyond those all have.
@@ -70,11 +92,23 @@ class Family:
     norm_heads: bool = False
     transposed: tuple[str, ...] = ()
     norm_offset: float = 0.0
-    layer: tuple[str, ...] = (*ATTENTION, *GATED)
-    biased: bool = False
+    layer: tuple[str, ...] | Callable[[Hyper, int], tuple[str, ...]] = (*ATTENTION, *GATED)
+    outer: tuple[str, ...] = ()
+    biased: tuple[str, ...] = ()
     biases: tuple[str, ...] = ("attn_q", "attn_k", "attn_v")
     cut_vocabulary: bool = False
     factored: bool = False
+    attention: bool = True
+    partly: bool = False
+    unnormed: bool = False
+    told: tuple[str, ...] = ()
+    renames: Mapping[str, str] = field(default_factory=dict)
+    skipped: tuple[str, ...] = ()
+    forms: Mapping[str, str] = field(default_factory=dict)
+    columns: tuple[str, ...] = ()
+    rms: bool = True
+    shapes: Callable[[Hyper, int], Mapping[str, Shape]] = _no_shapes
+    parts: Callable[[str, Shape, Hyper], Sequence[GGUFTensor] | None] = _no_parts
     defaults: Mapping[str, Any] = field(default_factory=dict)
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     objection: Callable[[Hyper], str | None] = _no_objection
@@ -87,7 +121,7 @@ class Family:
 
         CheckpointError for what is missing or no number, PlanError for what llama.cpp would compute otherwise.
         """
-        hyper = read_hyper(config, self.defaults, self.experts, self.grouped)
+        hyper = read_hyper(config, self.defaults, self.experts, self.grouped, self.attention)
         rope = read_rope(hyper.config) if self.rotary else Rope(0.0, None, "default", 1.0)
         if self.rotary:
             refuse_other(rope, self.ropes, self.name)
@@ -97,6 +131,12 @@ class Family:
                     f"config.json: {key} is {hyper.config.get(key)!r}, llama.cpp computes {self.name} models with "
                     f"{' or '.join(repr(value) for value in allowed if value is not None)}"
                 )
+        pairs = hyper.config.get("num_key_value_heads")
+        if not self.grouped and pairs is not None and pairs != hyper.heads:
+            raise PlanError(
+                f"config.json: num_key_value_heads is {pairs}, llama.cpp takes for granted in {self.name} models that "
+                f"it is that of all heads ({hyper.heads})"
+            )
         if self.square and hyper.heads * hyper.head_dim != hyper.hidden:
             raise PlanError(
                 f"config.json: {hyper.heads} heads of {hyper.head_dim} are not as wide as the model ({hyper.hidden}), "
@@ -106,12 +146,33 @@ class Family:
             raise PlanError(objection)
         return hyper, rope
 
+    def roles(self, hyper: Hyper, layer: int) -> tuple[str, ...]:
+        """Roles of the tensors of a layer."""
+        return self.layer(hyper, layer) if callable(self.layer) else self.layer
+
+    def own_keys(self, hyper: Hyper, rope: Rope) -> list[Key]:
+        """Keys beyond those that all families have, or instead of them."""
+        partly = [u32(f"{self.arch}.rope.dimension_count", rope.dimensions(hyper.head_dim))] if self.partly else []
+        return [*partly, *told(self.arch, hyper.config, self.told), *self.keys(hyper, rope)]
+
+
+@dataclass(frozen=True)
+class Kin:
+    """Families of which a line each says all."""
+
+    name: str
+    members: tuple[Family, ...]
+
 
 def find(config: Mapping[str, Any]) -> Family:
     """The family of a config.json; CheckpointError if GGUF files of it cannot be written here."""
     known = known_types()
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in known:
+        if reason := REASONS.get(str(model_type)):
+            raise CheckpointError(
+                f"models of type {model_type!r} cannot be written as GGUF: {reason}", "keep safetensors"
+            )
         raise CheckpointError(
             f"models of type {model_type!r} cannot be written as GGUF", suggest(str(model_type), list(known))
         )
@@ -128,9 +189,16 @@ def is_factored(arch: str) -> bool:
     return any(family.factored for family in known_types().values() if family.arch == arch)
 
 
+def are_alike(arch: str) -> bool:
+    """Whether all layers of models of a GGUF architecture have the same tensors."""
+    return not any(callable(family.layer) for family in known_types().values() if family.arch == arch)
+
+
 @cache
 def known_types() -> Mapping[str, Family]:
     """The families by `model_type`."""
     from llmcompress.formats.gguf import families
 
-    return {kind: family for family in discover(families, "FAMILY").values() for kind in family.model_types}
+    found = discover(families, "FAMILY").values()
+    members = [family for item in found for family in (item.members if isinstance(item, Kin) else (item,))]
+    return {kind: family for family in members for kind in family.model_types}

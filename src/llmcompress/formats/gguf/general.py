@@ -59,7 +59,7 @@ def _parameters(tensors: Sequence[GGUFTensor]) -> tuple[int, str]:
     """Number of parameters, and how sizes are usually written: 135M, or 8x7B, the size being that with one expert."""
     from gguf import size_label
 
-    stacks = [tensor for tensor in tensors if len(tensor.shape) == 3]
+    stacks = [tensor for tensor in tensors if len(tensor.shape) == 3 and "_exps." in tensor.name]
     total = sum(prod(tensor.shape) for tensor in tensors)
     shared = total - sum(prod(tensor.shape) for tensor in stacks)
     experts = stacks[0].shape[0] if stacks else 0

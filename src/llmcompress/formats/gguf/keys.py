@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
-Value = int | float | bool | str | tuple[str, ...]
+Value = int | float | bool | str | tuple[str, ...] | tuple[int, ...] | tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Key:
 
     name: str
     value: Value
-    kind: Literal["u32", "i32", "f32", "bool", "text", "texts"]
+    kind: Literal["u32", "i32", "f32", "bool", "text", "texts", "i32s", "f32s", "bools"]
 
 
 def u32(name: str, value: int) -> Key:
@@ -39,13 +39,25 @@ def texts(name: str, values: Iterable[str]) -> Key:
     return Key(name, tuple(values), "texts")
 
 
+def i32s(name: str, values: Iterable[int]) -> Key:
+    return Key(name, tuple(values), "i32s")
+
+
+def f32s(name: str, values: Iterable[float]) -> Key:
+    return Key(name, tuple(map(float, values)), "f32s")
+
+
+def flags(name: str, values: Iterable[bool]) -> Key:
+    return Key(name, tuple(map(bool, values)), "bools")
+
+
 def write(writer: "GGUFWriter", keys: Iterable[Key]) -> None:
     """Add keys to a gguf.GGUFWriter in order. An empty list is left out: GGUF cannot say what it would hold."""
     from gguf import GGUFValueType as Type
 
     plain = {"u32": Type.UINT32, "i32": Type.INT32, "f32": Type.FLOAT32, "bool": Type.BOOL, "text": Type.STRING}
     for key in keys:
-        if key.kind != "texts":
+        if not isinstance(key.value, tuple):
             writer.add_key_value(key.name, key.value, plain[key.kind])
-        elif isinstance(key.value, tuple) and key.value:
-            writer.add_key_value(key.name, list(key.value), Type.ARRAY, sub_type=Type.STRING)
+        elif key.value:
+            writer.add_key_value(key.name, list(key.value), Type.ARRAY, sub_type=plain[key.kind.removesuffix("s")])

@@ -31,10 +31,12 @@ def metadata(
 
     family = find(config)
     hyper, rope = family.read(config)
+    own = family.own_keys(hyper, rope)
+    said = {key.name for key in own}
     return [
         *general_keys(config, tensors, name, readme, generation),
-        *_hyperparameters(family, hyper, rope, _rows(tensors)),
-        *family.keys(hyper, rope),
+        *(key for key in _hyperparameters(family, hyper, rope, _rows(tensors)) if key.name not in said),
+        *own,
         u32("general.file_type", kind.id),
         u32("general.quantization_version", GGML_QUANT_VERSION),
     ]
@@ -66,19 +68,21 @@ def notes(config: Mapping[str, Any]) -> list[str]:
 def _hyperparameters(family: Family, hyper: Hyper, rope: Rope, vocabulary: int) -> list[Key]:
     """The keys that every family has under the same name."""
     a = family.arch
-    rms = "layer_norm_rms_epsilon" if "rms_norm_eps" in hyper.config else "layer_norm_epsilon"
+    rms = "layer_norm_rms_epsilon" if family.rms else "layer_norm_epsilon"
     keys = [
         u32(f"{a}.block_count", hyper.layers),
         u32(f"{a}.context_length", hyper.context),
         u32(f"{a}.embedding_length", hyper.hidden),
         u32(f"{a}.feed_forward_length", hyper.inner),
         u32(f"{a}.attention.head_count", hyper.heads),
-        u32(f"{a}.attention.head_count_kv", hyper.heads_kv),
-        u32(f"{a}.attention.key_length", hyper.head_dim),
-        u32(f"{a}.attention.value_length", hyper.head_dim),
-        f32(f"{a}.attention.{rms}", hyper.epsilon),
-        u32(f"{a}.vocab_size", vocabulary),
     ]
+    if family.attention:
+        keys += [
+            u32(f"{a}.attention.head_count_kv", hyper.heads_kv),
+            u32(f"{a}.attention.key_length", hyper.head_dim),
+            u32(f"{a}.attention.value_length", hyper.head_dim),
+        ]
+    keys += [f32(f"{a}.attention.{rms}", hyper.epsilon), u32(f"{a}.vocab_size", vocabulary)]
     if family.rotary:
         keys += [f32(f"{a}.rope.freq_base", rope.theta), *scaling_keys(a, rope)]
     if hyper.experts:

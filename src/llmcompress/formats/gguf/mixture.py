@@ -26,7 +26,10 @@ Shaped = tuple[str, Sequence[int]]
 """A tensor's name and shape."""
 
 _LAYER = re.compile(r"blk\.(\d+)\.")
-_NEVER = ("_norm.weight", "ffn_gate_inp.weight", "position_embd.weight", "token_types.weight")
+_NEVER = (
+    "_norm.weight", "ffn_gate_inp.weight", "position_embd.weight", "token_types.weight", "ssm_conv1d",
+    "shortconv.conv.weight", "altup", "laurel", "per_layer_model_proj",
+)  # fmt: skip
 _NARROW = {
     "Q2_K": "Q4_0",
     "Q3_K": "Q4_0",

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from llmcompress.errors import CheckpointError
@@ -24,6 +25,14 @@ _SKIPPED = (".attention.bias", ".attention.masked_bias", ".attn.bias", ".attn.ma
 _EXPERT = re.compile(r"(?P<layer>.*)\.\w+\.experts\.(?P<number>\d{1,9})\.(?P<leaf>\w+)\.weight")
 _FUSED = re.compile(r"(?P<layer>.*)\.\w+\.experts\.(?P<leaf>gate_up_proj|down_proj)(\.weight)?")
 _HEAD = "output.weight"
+_NAMED = ("blk.", "output", "rope_")
+# parameters that are neither weight nor bias, and names that stand for them in the gguf package's maps
+_RENAMES = {
+    ".e_score_correction_bias": ".e_score_correction.bias",
+    ".expert_bias": ".expert_bias.bias",
+    ".dt_bias": ".dt_proj.bias",
+    ".sinks": ".sinks.weight",
+}
 _LEAVES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
@@ -43,7 +52,7 @@ def gguf_tensors(
     known = _name_map(family.arch, hyper.layers)
     found: dict[str, GGUFTensor] = {}
     for path, tensor in _whole(family, hyper, source).items():
-        name = _HEAD if path in _heads(family) else known.get_name(path, try_suffixes=(".weight", ".bias"))
+        name = _name(path, family, known)
         if name is None:
             raise CheckpointError(
                 f"tensor {tensor.sources[0]} has no name in GGUF files of {family.name} models",
@@ -64,6 +73,18 @@ def gguf_tensors(
     return sorted(found.values(), key=lambda tensor: visiting_order(tensor.name))
 
 
+def _name(path: str, family: Family, known: "TensorNameMap") -> str | None:
+    """The GGUF name of a path; those of experts and of parts are names already."""
+    if path.startswith(_NAMED):
+        return path
+    if _is_head(path, family):
+        return f"output.{path.rpartition('.')[2]}"
+    renames = {**_RENAMES, **family.renames}
+    end = next((end for end in renames if path.endswith(end)), "")
+    name: str | None = known.get_name(path.removesuffix(end) + renames.get(end, ""), try_suffixes=(".weight", ".bias"))
+    return name
+
+
 @cache
 def _name_map(arch: str, layers: int) -> "TensorNameMap":
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
@@ -78,9 +99,11 @@ def _whole(family: Family, hyper: Hyper, source: Sequence[Source]) -> dict[str, 
     stacks: dict[str, dict[int, Source]] = {}
     for name, extents in source:
         path, shape = _path(name, family), tuple(extents)
-        if path.endswith(_SKIPPED):
+        if path.endswith(_SKIPPED) or any(part in path for part in family.skipped):
             continue
-        if expert := _EXPERT.fullmatch(path):
+        if (parts := family.parts(path, shape, hyper)) is not None:
+            found |= {f"blk.{_layer(path)}.{part.name}": replace(part, sources=(name,)) for part in parts}
+        elif expert := _EXPERT.fullmatch(path):
             together = _experts_path(expert["layer"], _LEAVES.get(expert["leaf"], expert["leaf"]))
             stacks.setdefault(together, {})[int(expert["number"])] = (name, shape)
         elif (fused := _FUSED.fullmatch(path)) and len(shape) == 3:
@@ -94,17 +117,22 @@ def _whole(family: Family, hyper: Hyper, source: Sequence[Source]) -> dict[str, 
 
 def _path(name: str, family: Family) -> str:
     """The path in transformers' model of an on-disk name, which may lack the base model's prefix."""
-    return name if name.startswith(family.base) or name in _heads(family) else f"{family.base}{name}"
+    return name if name.startswith(family.base) or _is_head(name, family) else f"{family.base}{name}"
 
 
-def _heads(family: Family) -> tuple[str, str]:
-    """Paths of the output matrix: the family's own, and that of transformers' models."""
-    return f"{family.head}.weight", "lm_head.weight"
+def _is_head(path: str, family: Family) -> bool:
+    """Whether a path is of the output matrix or its bias, as the family or transformers' models call it."""
+    return path.rpartition(".")[0] in (family.head, "lm_head")
 
 
 def _experts_path(layer: str, leaf: str) -> str:
-    """The path under which gguf.TensorNameMap knows the matrices of all experts of a layer."""
-    return f"{layer}.mlp.experts.{leaf}.weight"
+    """The GGUF name of the matrices of all experts of a layer."""
+    return f"blk.{_layer(layer)}.ffn_{leaf.removesuffix('_proj')}_exps.weight"
+
+
+def _layer(path: str) -> str:
+    """The number of the layer that a path lies in."""
+    return next((part for part in path.split(".") if part.isdecimal()), "")
 
 
 def _stacked(parts: Mapping[int, Source], hyper: Hyper) -> GGUFTensor:
@@ -137,11 +165,21 @@ def _split(fused: re.Match[str], name: str, shape: tuple[int, ...]) -> dict[str,
 def _finished(tensor: GGUFTensor, path: str, family: Family, hyper: Hyper) -> GGUFTensor:
     """What the family does to a tensor: Conv1D, order of rows, norms."""
     module, _, kind = path.rpartition(".")
+    role = tensor.name.split(".", 2)[2] if tensor.name.startswith("blk.") else tensor.name
+    role = role.removesuffix(".weight").removesuffix(".bias")
     if kind == "weight" and module.rpartition(".")[2] in family.transposed:
         tensor = replace(tensor, shape=tensor.shape[::-1], transposed=True)
-    if path.endswith("norm.weight"):
+    if path.endswith(("norm.weight", "layernorm1p.weight")):
         tensor = replace(tensor, offset=family.norm_offset)
-    rows = family.rows(tensor.name.split(".")[-2], hyper)
+    if len(tensor.shape) == 3 and tensor.shape[1] == 1 and "conv" in role:
+        tensor = replace(tensor, shape=(tensor.shape[0], tensor.shape[2]))
+    if role in family.forms:
+        tensor = replace(tensor, form=family.forms[role])
+    if role == "exp_probs_b":
+        tensor = replace(tensor, shape=(prod(tensor.shape),))
+    if role in family.columns:
+        tensor = replace(tensor, shape=(tensor.shape[0], 1))
+    rows = None if tensor.rows else family.rows(role, hyper)
     return tensor if rows is None else _with_rows(tensor, rows)
 
 

@@ -3,18 +3,19 @@
 from collections.abc import Sequence
 
 from llmcompress.errors import CheckpointError
-from llmcompress.formats.gguf.family import Family
+from llmcompress.formats.gguf.family import Family, Shape
 from llmcompress.formats.gguf.hyper import Hyper
 from llmcompress.formats.gguf.tensors import GGUFTensor
 
 _HINT = "the config does not fit the weights"
-Shape = tuple[int, ...]
+_SHARED = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
+_SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 
 
 def check(tensors: Sequence[GGUFTensor], family: Family, hyper: Hyper) -> None:
     """CheckpointError for a tensor that is missing, that llama.cpp does not know, or of another shape than stated."""
-    needed = _needed(family, hyper)
-    known = needed | _optional(family, hyper)
+    needed, optional = expected(family, hyper)
+    known = needed | optional
     for tensor in tensors:
         if not tensor.sources:
             continue
@@ -33,36 +34,51 @@ def check(tensors: Sequence[GGUFTensor], family: Family, hyper: Hyper) -> None:
         raise CheckpointError(f"no tensor of the checkpoint becomes {missing}", "fetch the weights again")
 
 
-def _needed(family: Family, hyper: Hyper) -> dict[str, Shape]:
-    """Name and shape of every tensor that must be there."""
-    shapes = _layer_shapes(family, hyper)
-    found = {f"{role}.weight": shape for role, shape in _outer_shapes(family, hyper).items()}
-    if family.biased:
-        found["output_norm.bias"] = (hyper.hidden,)
+def expected(family: Family, hyper: Hyper) -> tuple[dict[str, Shape], dict[str, Shape]]:
+    """Name and shape of every tensor that must be there, and of those that may be."""
+    shapes = _outer_shapes(family, hyper)
+    needed = {tensor_name(role): shape for role, shape in shapes.items()}
+    needed |= {f"{role}.bias": shape[:1] for role, shape in shapes.items() if role in family.biased}
+    optional: dict[str, Shape] = {"output.weight": (hyper.vocabulary, hyper.hidden)} if family.untied else {}
     for layer in range(hyper.layers):
-        found |= {f"blk.{layer}.{role}.weight": shapes[role] for role in family.layer}
-        if family.biased:
-            found |= {f"blk.{layer}.{role}.bias": shapes[role][:1] for role in family.layer}
-    return found
+        shapes = {**_layer_shapes(family, hyper), **family.shapes(hyper, layer)}
+        for role in family.roles(hyper, layer):
+            shape = shapes[role]
+            needed[f"blk.{layer}.{tensor_name(role)}"] = shape
+            if role in (*family.biased, *family.biases):
+                (needed if role in family.biased else optional)[f"blk.{layer}.{role}.bias"] = shape[:-1] or shape
+    return needed, optional
 
 
-def _optional(family: Family, hyper: Hyper) -> dict[str, Shape]:
-    shapes = _layer_shapes(family, hyper)
-    found = {f"blk.{layer}.{role}.bias": shapes[role][:1] for layer in range(hyper.layers) for role in family.biases}
-    return found | ({"output.weight": (hyper.vocabulary, hyper.hidden)} if family.untied else {})
+def tensor_name(role: str) -> str:
+    """The name of a tensor by its role: that of a weight, if the role does not say otherwise."""
+    return role if role.endswith(".bias") or role in ("ssm_a", "ssm_d", "exp_probs_b") else f"{role}.weight"
+
+
+def shared_width(hyper: Hyper) -> int:
+    """Width of the shared experts of a layer, seen as one."""
+    for key in _SHARED:
+        if hyper.config.get(key) is not None:
+            return int(hyper.config[key])
+    return hyper.expert_inner * next((int(hyper.config[key]) for key in _SHARED_COUNTS if hyper.config.get(key)), 1)
 
 
 def _outer_shapes(family: Family, hyper: Hyper) -> dict[str, Shape]:
     table = (hyper.vocabulary, hyper.hidden)
-    found: dict[str, Shape] = {"token_embd": table, "output_norm": (hyper.hidden,)}
-    if not family.rotary:
+    found: dict[str, Shape] = {"token_embd": table}
+    if not family.unnormed:
+        found["output_norm"] = (hyper.hidden,)
+    if not family.rotary and "position_embd" in family.outer:
         found["position_embd"] = (hyper.context, hyper.hidden)
-    return found | ({"output": table} if family.head_needed else {})
+    if family.head_needed:
+        found["output"] = table
+    more = {"token_embd_norm": (hyper.hidden,), **family.shapes(hyper, -1)}
+    return found | {role: more[role] for role in family.outer if role not in found}
 
 
 def _layer_shapes(family: Family, hyper: Hyper) -> dict[str, Shape]:
     hidden, inner, one = hyper.hidden, hyper.inner, hyper.head_dim
-    queries, pairs = hyper.heads * one, hyper.heads_kv * one
+    queries, pairs, shared = hyper.heads * one, hyper.heads_kv * one, shared_width(hyper)
     up, down = (hyper.experts, hyper.expert_inner, hidden), (hyper.experts, hidden, hyper.expert_inner)
     return {
         **dict.fromkeys(("attn_norm", "ffn_norm", "post_attention_norm", "post_ffw_norm"), (hidden,)),
@@ -80,4 +96,8 @@ def _layer_shapes(family: Family, hyper: Hyper) -> dict[str, Shape]:
         "ffn_gate_exps": up,
         "ffn_up_exps": up,
         "ffn_down_exps": down,
+        "exp_probs_b.bias": (hyper.experts,),
+        "ffn_gate_shexp": (shared, hidden),
+        "ffn_up_shexp": (shared, hidden),
+        "ffn_down_shexp": (hidden, shared),
     }

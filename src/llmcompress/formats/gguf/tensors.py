@@ -1,6 +1,6 @@
 """A tensor of a GGUF file, and how it comes from tensors of a checkpoint."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -54,8 +54,10 @@ class GGUFTensor:
 
     shape: in torch's order, [out, in], [experts, out, in] or [n]. sources: on-disk names of the checkpoint's tensors it
     is made of: one, or one per expert, or none if it is computed. Each is seen as [out, in] (`transposed`: stored
-    [in, out]), of which `rows` are taken, and `offset` is added to every value. values: of a computed tensor.
-    factor_of: on-disk names of the matrices whose codes are multiplied by the values of this tensor, one for each.
+    [in, out]), or as `split` such matrices, one below the other, of which `rows` are taken; `turned` matrices are
+    transposed after that, and `offset` is added to every value. form: what is done to every value (`FORMS`). values: of
+    a computed tensor. factor_of: on-disk names of the matrices whose codes are multiplied by the values of this tensor,
+    one for each.
     """
 
     name: str
@@ -66,7 +68,39 @@ class GGUFTensor:
     offset: float = 0.0
     values: tuple[float, ...] | None = None
     factor_of: tuple[str, ...] = ()
+    split: int = 0
+    turned: bool = False
+    form: str = ""
 
+    @property
+    def by_rows(self) -> bool:
+        """Whether rows of the tensor are rows of its sources, so that codes of a source can be taken as they are."""
+        return not (self.split or self.turned or self.form)
+
+    def viewed(self, values: "Tensor") -> "Tensor":
+        """A source as the matrices, each [out, in], or the vector [n] that it is; shares its memory."""
+        values = values.mT if self.transposed and values.ndim > 1 else values
+        return values.view(self.split, -1, *values.shape[1:]) if self.split else values
+
+    def parts(self, values: "Tensor") -> "Iterator[Tensor]":
+        """The matrices of a source, one after the other."""
+        values = self.viewed(values)
+        # experts may be one tensor in the checkpoint too; a convolution by channel has [channels, 1, width]
+        yield from values if values.ndim == 3 and values.shape[1] > 1 else (values,)
+
+
+def _decay(values: "Tensor") -> "Tensor":
+    return -values.exp()
+
+
+def _decay_undone(values: "Tensor") -> "Tensor":
+    return (-values).log()
+
+
+FORMS: "Mapping[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]" = {
+    "decay": (_decay, _decay_undone),  # of state space models, which keep the logarithm
+}
+"""What may be done to every value of a tensor, and how it is undone."""
 
 Read = Callable[[str], "Tensor"]
 """Reads a tensor of a checkpoint by its on-disk name."""
@@ -82,6 +116,7 @@ class Piece:
     source: "Tensor"
     index: "Tensor | None"
     offset: float
+    form: str = ""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -96,6 +131,7 @@ class Piece:
 
         part = self.source[start:stop] if self.index is None else self.source[self.index[start:stop]]
         part = part.to(torch.float32)
+        part = FORMS[self.form][0](part) if self.form else part
         return (part + self.offset if self.offset else part).contiguous()
 
 
@@ -107,10 +143,11 @@ def pieces(tensor: GGUFTensor, read: Read) -> "Iterator[Piece]":
         yield Piece(torch.tensor(tensor.values, dtype=torch.float32), None, 0.0)
     index = None if tensor.rows is None else tensor.rows.index()
     for name in tensor.sources:
-        values = read(name)
-        values = values.mT if tensor.transposed else values
-        for part in values if values.ndim == 3 else (values,):  # experts may be one tensor in the checkpoint too
-            yield Piece(part, index, tensor.offset)
+        for part in tensor.parts(read(name)):
+            if tensor.turned:
+                yield Piece((part if index is None else part[index]).mT, None, tensor.offset, tensor.form)
+            else:
+                yield Piece(part, index, tensor.offset, tensor.form)
 
 
 def convert(tensor: GGUFTensor, read: Read) -> "Tensor":

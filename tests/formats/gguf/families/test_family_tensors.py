@@ -269,8 +269,8 @@ def test_an_untied_gemma_2_is_refused():
 
 
 def test_an_unknown_architecture_is_refused():
-    with pytest.raises(CheckpointError, match="'opt' cannot be written as GGUF") as caught:
-        tensors_of("llama", model_type="opt")
+    with pytest.raises(CheckpointError, match="'gpt3' cannot be written as GGUF") as caught:
+        tensors_of("llama", model_type="gpt3")
     assert "gpt2" in caught.value.hint
     with pytest.raises(CheckpointError, match="None cannot be written"):
         tensors_of("llama", model_type="absent")

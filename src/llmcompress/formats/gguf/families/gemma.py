@@ -1,5 +1,6 @@
 """What Gemma 2 and Gemma 3 share: which layers have a sliding window, and how queries are scaled."""
 
+from llmcompress.formats.gguf.families import layer_patterns
 from llmcompress.formats.gguf.hyper import Hyper
 
 
@@ -13,12 +14,4 @@ def objection(hyper: Hyper, every: int, wide: int) -> str | None:
     built_in = hyper.hidden // hyper.heads if hyper.layers == wide else hyper.head_dim
     if scalar is not None and scalar != built_in:
         return f"config.json: query_pre_attn_scalar is {scalar!r}, llama.cpp takes {built_in} in a model of these sizes"
-    kinds = hyper.config.get("layer_types")
-    implied = [_kind(layer, every) for layer in range(hyper.layers)]
-    if kinds is not None and kinds != implied:
-        return f"config.json: layer_types has another order than llama.cpp's, full attention in every {every}th layer"
-    return None
-
-
-def _kind(layer: int, every: int) -> str:
-    return "full_attention" if (layer + 1) % every == 0 else "sliding_attention"
+    return layer_patterns.every(every)(hyper)

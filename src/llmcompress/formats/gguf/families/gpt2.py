@@ -2,6 +2,7 @@
 
 from llmcompress.formats.gguf.family import Family
 
+LAYER = ("attn_norm", "attn_qkv", "attn_output", "ffn_norm", "ffn_up", "ffn_down")
 FAMILY = Family(
     name="gpt2",
     model_types=("gpt2",),
@@ -12,8 +13,10 @@ FAMILY = Family(
     rotary=False,
     square=True,
     transposed=("c_attn", "c_proj", "c_fc"),
-    layer=("attn_norm", "attn_qkv", "attn_output", "ffn_norm", "ffn_up", "ffn_down"),
-    biased=True,
+    rms=False,
+    layer=LAYER,
+    biased=("output_norm", *LAYER),
+    outer=("position_embd",),
     biases=(),
     defaults={"layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"},
     only={

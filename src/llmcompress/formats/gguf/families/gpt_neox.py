@@ -6,6 +6,8 @@ from llmcompress.formats.gguf.keys import Key, flag, u32
 from llmcompress.formats.gguf.rope import Rope
 from llmcompress.formats.gguf.tensors import Rows, parted
 
+LAYER = ("attn_norm", "attn_qkv", "attn_output", "ffn_norm", "ffn_up", "ffn_down")
+
 
 def rows(role: str, hyper: Hyper) -> Rows | None:
     return parted(hyper.heads, hyper.head_dim) if role == "attn_qkv" else None
@@ -27,8 +29,9 @@ FAMILY = Family(
     head_needed=True,
     grouped=False,
     square=True,
-    layer=("attn_norm", "attn_qkv", "attn_output", "ffn_norm", "ffn_up", "ffn_down"),
-    biased=True,
+    rms=False,
+    layer=LAYER,
+    biased=("output_norm", *LAYER),
     biases=(),
     defaults={"layer_norm_eps": 1e-5, "rotary_pct": 0.25, "use_parallel_residual": True},
     only={

@@ -1,0 +1,124 @@
+"""Families with experts in their layers and nothing else that is special."""
+
+from collections.abc import Sequence
+
+from llmcompress.formats.gguf.families import leading, llama
+from llmcompress.formats.gguf.family import (
+    ATTENTION,
+    CHOICE,
+    EXPERTS,
+    GATED,
+    SHARED_EXPERT,
+    Family,
+    Kin,
+    Shape,
+)
+from llmcompress.formats.gguf.hyper import Hyper
+from llmcompress.formats.gguf.keys import Key, u32
+from llmcompress.formats.gguf.rope import Rope
+from llmcompress.formats.gguf.shapes import shared_width
+from llmcompress.formats.gguf.tensors import GGUFTensor, stretch
+
+_SILU = {"hidden_act": ("silu", None)}
+_NORMS = ("attn_q_norm", "attn_k_norm")
+_GRANITE = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+_SCALED = ("norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group")
+_ERNIE = ("moe_intermediate_size", "moe_num_shared_experts", "moe_layer_interval")
+
+
+def halves(path: str, shape: Shape, hyper: Hyper) -> Sequence[GGUFTensor] | None:
+    """Gate and up that are one tensor, gate first: those of experts, and those of a shared expert."""
+    if not path.endswith(".input_linear.weight"):
+        return None
+    kind, half = ("shexp" if "shared_mlp" in path else "exps"), shape[-2] // 2
+    rows = {"gate": stretch(0, half, shape[-2]), "up": stretch(half, half, shape[-2])}
+    return [
+        GGUFTensor(f"ffn_{leaf}_{kind}.weight", (*shape[:-2], half, shape[-1]), rows=part)
+        for leaf, part in rows.items()
+    ]
+
+
+def _dots1(hyper: Hyper, rope: Rope) -> list[Key]:
+    return [leading.key("dots1", hyper), u32("dots1.expert_gating_func", leading.SIGMOID)]
+
+
+def _glm4_moe(hyper: Hyper, rope: Rope) -> list[Key]:
+    return [leading.key("glm4moe", hyper), u32("glm4moe.expert_gating_func", leading.SIGMOID)]
+
+
+def _ernie(hyper: Hyper, rope: Rope) -> list[Key]:
+    wide = u32("ernie4_5-moe.expert_shared_feed_forward_length", shared_width(hyper))
+    return [leading.key("ernie4_5-moe", hyper), wide]
+
+
+def _hunyuan(hyper: Hyper, rope: Rope) -> list[Key]:
+    return [
+        u32("hunyuan-moe.expert_feed_forward_length", hyper.inner),
+        u32("hunyuan-moe.expert_shared_feed_forward_length", hyper.inner),
+        u32("hunyuan-moe.expert_shared_count", 1),
+    ]
+
+
+def _minimax(hyper: Hyper, rope: Rope) -> list[Key]:
+    return [
+        u32("minimax-m2.expert_feed_forward_length", hyper.inner),
+        u32("minimax-m2.expert_gating_func", leading.SIGMOID),
+        u32("minimax-m2.rope.dimension_count", hyper.config.get("rotary_dim") or rope.dimensions(hyper.head_dim)),
+    ]
+
+
+def _glm4_moe_layer(hyper: Hyper, layer: int) -> tuple[str, ...]:
+    attention = (*ATTENTION, *(_NORMS if hyper.config.get("use_qk_norm") else ()), "post_attention_norm")
+    return leading.then(attention, GATED[1:], (*EXPERTS[1:], CHOICE, *SHARED_EXPERT))(hyper, layer)
+
+
+def _granite_layer(hyper: Hyper, layer: int) -> tuple[str, ...]:
+    return (*ATTENTION, *EXPERTS, *(SHARED_EXPERT if hyper.config.get("shared_intermediate_size") else ()))
+
+
+FAMILY = Kin(
+    "experts",
+    (
+        Family(
+            "olmoe", ("olmoe",), "olmoe", experts=True, grouped=False, head_needed=True, square=True, norm_heads=True,
+            biases=(), ropes=("default",), layer=(*ATTENTION, *_NORMS, *EXPERTS),
+            only={**_SILU, "norm_topk_prob": (False, None), "clip_qkv": (None,)},
+        ),
+        Family(
+            "qwen2_moe", ("qwen2_moe",), "qwen2moe", experts=True, square=True,
+            layer=(*ATTENTION, *EXPERTS, *SHARED_EXPERT, "ffn_gate_inp_shexp"),
+            told=("moe_intermediate_size", "shared_expert_intermediate_size"),
+            shapes=lambda hyper, layer: {"ffn_gate_inp_shexp": (1, hyper.hidden)},
+            only={**_SILU, "norm_topk_prob": (False, None), "decoder_sparse_step": (1, None),
+                  "mlp_only_layers": ([], None)},
+        ),
+        Family(
+            "granitemoe", ("granitemoe", "granitemoeshared"), "granitemoe", experts=True, square=True, partly=True,
+            biases=(), ropes=("default", "linear", "yarn", "llama3"), rows=llama.rows, values=llama.values,
+            layer=_granite_layer, parts=halves, told=(*_GRANITE, "shared_intermediate_size"), only=_SILU,
+        ),
+        Family(
+            "dots1", ("dots1",), "dots1", experts=True, grouped=False, ropes=("default",), biases=(),
+            layer=leading.then((*ATTENTION, *_NORMS), GATED, (*EXPERTS, CHOICE, *SHARED_EXPERT)), keys=_dots1,
+            told=("moe_intermediate_size", "n_shared_experts", *_SCALED), objection=leading.objection, only=_SILU,
+        ),
+        Family(
+            "glm4_moe", ("glm4_moe",), "glm4moe", experts=True, partly=True, ropes=("default",), keys=_glm4_moe,
+            layer=_glm4_moe_layer, objection=leading.objection,
+            told=("moe_intermediate_size", "n_shared_experts", "num_nextn_predict_layers", *_SCALED), only=_SILU,
+        ),
+        Family(
+            "ernie4_5_moe", ("ernie4_5_moe",), "ernie4_5-moe", experts=True, tied=True, ropes=("default",), biases=(),
+            layer=leading.then(ATTENTION, GATED, (*EXPERTS, CHOICE, *SHARED_EXPERT)), keys=_ernie, told=_ERNIE,
+            objection=leading.objection, only={**_SILU, "moe_layer_interval": (1, None)},
+        ),
+        Family(
+            "hunyuan_v1_moe", ("hunyuan_v1_moe",), "hunyuan-moe", experts=True, ropes=("default",), biases=(),
+            layer=(*ATTENTION, *_NORMS, *EXPERTS, *SHARED_EXPERT), keys=_hunyuan, only=_SILU,
+        ),
+        Family(
+            "minimax_m2", ("minimax_m2",), "minimax-m2", experts=True, ropes=("default",), biases=(), norm_heads=True,
+            layer=(*ATTENTION, *_NORMS, *EXPERTS, CHOICE), keys=_minimax, head_needed=True, only=_SILU,
+        ),
+    ),
+)  # fmt: skip

@@ -1,0 +1,63 @@
+"""Tiny models of the families that GGUF files are written of: what is special in their configs, by model type."""
+
+from typing import Any
+
+MAY_BE_NONE = ("sliding_window", "n_group", "topk_group")
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+PERIOD = [SLIDING, SLIDING, SLIDING, FULL]
+SMALL = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 64),
+    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_hidden_size", "shared_intermediate_size"), 96),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads"), 4),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"), 128),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1),
+    **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "first_k_dense_replace", "num_dense_layers"), 1),
+    "vocab_size": 96, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16,
+    "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_chunk_size": 16,
+    "mamba_expand": 2, "mamba_dt_rank": 8, "mamba_d_ssm": 128, "n_groups": 1, "chunk_size": 16, "rotary_dim": 8,
+    "hidden_size_per_layer_input": 16, "laurel_rank": 8,
+    "vocab_size_per_layer_input": 96, "num_nextn_predict_layers": 0,
+    "attention_chunk_size": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    # dense
+    "gemma": {}, "olmo": {}, "olmo3": {"num_hidden_layers": 4, "layer_types": PERIOD},
+    "smollm3": {"num_hidden_layers": 4}, "granite": {}, "cohere": {},
+    "cohere2": {"num_hidden_layers": 4, "layer_types": PERIOD}, "glm": {}, "glm4": {},
+    "phi": {"num_key_value_heads": 4, "intermediate_size": 256}, "starcoder2": {}, "stablelm": {},
+    "exaone4": {"sliding_window": None, "layer_types": [FULL] * 2}, "ernie4_5": {}, "hunyuan_v1_dense": {},
+    "seed_oss": {}, "arcee": {}, "nemotron": {},
+    # experts
+    "olmoe": {"num_key_value_heads": 4}, "qwen2_moe": {}, "granitemoe": {}, "granitemoeshared": {},
+    "dots1": {"num_key_value_heads": 4}, "glm4_moe": {},
+    "ernie4_5_moe": {"num_hidden_layers": 3, "moe_layer_start_index": 1, "moe_layer_end_index": 2},
+    "hunyuan_v1_moe": {}, "minimax_m2": {"intermediate_size": 32},
+    # latent attention
+    "deepseek_v2": {"num_key_value_heads": 4}, "deepseek_v3": {"num_key_value_heads": 4},
+    "glm4_moe_lite": {"num_key_value_heads": 4},
+}  # fmt: skip
+
+# keys of the configs that the makers published, which the converter reads and transformers does not write
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "cohere2": {"rotary_pct": 1.0},
+    "hunyuan_v1_moe": {"moe_intermediate_size": [96, 96], "moe_topk": [2, 2], "num_shared_expert": [1, 1]},
+    "minimax_m2": {"rotary_dim": 8},
+}
+
+
+def small_config(kind: str) -> dict[str, Any]:
+    """What makes a model of a type small, as keyword arguments of its config in transformers."""
+    from transformers import AutoConfig
+
+    known = AutoConfig.for_model(kind).to_dict()
+    found = {key: value for key, value in SMALL.items() if key in known}
+    found = {key: value for key, value in found.items() if known[key] is not None or key not in MAY_BE_NONE}
+    if "qk_rope_head_dim" in known:
+        found.pop("head_dim", None)
+    return found | MODELS[kind]
