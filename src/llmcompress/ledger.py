@@ -20,6 +20,7 @@ KINDS = {
     "requantised": "codes of a quantised source were decoded and rounded anew, or their scales rounded",
     "kv_cache": "scales of cached keys and values in the source were left out",
     "text_only": "of a multimodal model the text part alone is written",
+    "unscaled": "no place was proven where the inputs of a matrix can be scaled",
     "architecture": "the architecture has no declaration and was observed",
     "engine": "some engine does not load what will be written",
     "target": "what was changed for the target to load the result, or what its user should know",

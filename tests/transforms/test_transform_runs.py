@@ -125,12 +125,6 @@ def test_what_cannot_be_is_refused_before_anything_is_read(tiny_model_dir, tmp_p
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_without_declaration_cannot_be_scaled(random_model_dir, tmp_path):
-    model = random_model_dir("stablelm")
-    with pytest.raises(PlanError, match="awq needs a declaration of the architecture, 'stablelm' has none"):
-        make_plan(recipe(STEPS["awq"]), model, Options(out=tmp_path / "out"))
-
-
 def test_a_model_whose_queries_are_not_declared_cannot_be_smoothed(random_model_dir, tmp_path):
     steps = [{"method": "smoothattention"}, {**RTN, "bits": 8}]
     with pytest.raises(PlanError, match="keys of a 'gpt_neox' model cannot be scaled against queries"):

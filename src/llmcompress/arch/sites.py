@@ -5,64 +5,16 @@ here is index arithmetic on shapes: no tensor is touched.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
-from llmcompress.arch.spec import RESIDUAL, ArchSpec, Flow, Linear, Norm, attention_heads
+from llmcompress.arch.scaling_site import Index, Site, SitePart
+from llmcompress.arch.spec import RESIDUAL, ArchSpec, Flow, Linear, attention_heads
 
-Index: TypeAlias = npt.NDArray[np.int64]
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
 SCORES = "scores"  # the space where queries and keys meet
-
-
-@dataclass(frozen=True)
-class SitePart:
-    """What a factor per channel does to one module: its weight, and where outputs are meant, its bias.
-
-    path: module path below the layer. inputs: the factors belong to the module's inputs, else to its outputs. divided:
-    by the factors, else multiplied. at: which of those inputs or outputs, None for all. spread: the number of the
-    factor of each of them, None if they are numbered alike. offset: of a norm's weight.
-    """
-
-    path: str
-    inputs: bool = False
-    divided: bool = False
-    at: Index | None = None
-    spread: Index | None = None
-    offset: float = 0.0
-
-
-@dataclass(frozen=True)
-class Site:
-    """Channels that can be scaled. channels: how many factors there are. writer divides, readers multiply.
-
-    norm: the declaration of a writer that is a norm. heads: key-value heads that the channels belong to, 0 if none.
-    """
-
-    space: str
-    channels: int
-    writer: SitePart
-    readers: tuple[SitePart, ...]
-    norm: Norm | None = None
-    heads: int = 0
-
-    @property
-    def spread(self) -> Index | None:
-        """The number of the factor of each channel that readers see; None if they are numbered alike."""
-        return next((part.spread for part in self.readers if part.spread is not None), None)
-
-    @property
-    def width(self) -> int:
-        """Channels that readers see."""
-        return self.channels if self.spread is None else len(self.spread)
-
-    @property
-    def parts(self) -> tuple[SitePart, ...]:
-        return (self.writer, *self.readers)
 
 
 def sites(spec: ArchSpec, config: Mapping[str, Any], shapes: Shapes) -> list[Site]:
@@ -77,7 +29,7 @@ def sites(spec: ArchSpec, config: Mapping[str, Any], shapes: Shapes) -> list[Sit
             readers = tuple(SitePart(path, inputs=True) for path in _readers(spec, norm.feeds, experts, shapes))
             if readers:
                 writer = SitePart(norm.path, divided=True, offset=norm.offset)
-                found.append(Site(norm.feeds[0], shapes[norm.path][0], writer, readers, norm))
+                found.append(Site(norm.feeds[0], shapes[norm.path][0], writer, readers, norm=True))
     for flow in spec.flows:
         if _holds(flow.when, config):
             numbers = range(experts) if "{e}" in flow.source else (None,)
@@ -115,7 +67,7 @@ def scores_site(spec: ArchSpec, config: Mapping[str, Any], shapes: Shapes) -> Si
 
 def residual_readers(spec: ArchSpec, config: Mapping[str, Any], shapes: Shapes) -> list[str]:
     """Matrices of a layer that read the hidden states through a norm."""
-    return [part.path for site in sites(spec, config, shapes) if site.norm is not None for part in site.readers]
+    return [part.path for site in sites(spec, config, shapes) if site.norm for part in site.readers]
 
 
 def residual_writers(spec: ArchSpec, config: Mapping[str, Any], shapes: Shapes) -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from llmcompress.arch.scaling_site import Site
 from llmcompress.errors import CheckpointError
 
 RESIDUAL = "residual"  # the space of the hidden states, which every layer adds to
@@ -112,7 +113,8 @@ class ArchSpec:
     grouped_queries: whether attention may have fewer key-value heads than query heads; without, a count of them in
     config.json means nothing.
     observed: found by running the model, not declared; `linears` are then those of all layers together, and a layer may
-    lack some. left_out: paths below a layer of what an observation found but cannot offer, with the reason.
+    lack some. left_out: paths below a layer of what an observation found but cannot offer, with the reason. proven: the
+    sites of layers of an observed family by number, where a plan asks for them.
     tiny: config values of a small random model for tests.
     """
 
@@ -137,6 +139,7 @@ class ArchSpec:
     grouped_queries: bool = True
     observed: bool = False
     left_out: Mapping[str, str] = field(default_factory=dict)
+    proven: Mapping[int, tuple[Site, ...]] = field(default_factory=dict)
     tiny: Mapping[str, Any] = field(default_factory=dict)
 
     def stages(self) -> list[tuple[Linear, ...]]:

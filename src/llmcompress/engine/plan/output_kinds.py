@@ -21,6 +21,7 @@ from llmcompress.engine.plan.matrix_options import resolve_matrix_options, resol
 from llmcompress.engine.plan.modelfile import modelfile_text
 from llmcompress.engine.plan.requantise import file_matrices, file_model
 from llmcompress.engine.plan.run_options import Options
+from llmcompress.engine.plan.scaled_sites import with_sites
 from llmcompress.engine.plan.transform_headers import transformed_headers
 from llmcompress.engine.source.gguf_input import GgufHeaders
 from llmcompress.engine.source.matrix_refs import Matrices, matrices_of
@@ -130,6 +131,7 @@ class SafetensorsOutput:
     def contents(self, headers: ModelHeaders) -> Contents:
         """Headers and matrices of a model, transformed, and how the matrices get grids. Raises LlmcompressError."""
         matrices = matrices_of(headers, self.options.trust_remote_code, self.ledger)
+        matrices = with_sites(headers, matrices, self.recipe, self.options.trust_remote_code, self.ledger)
         anatomy = Anatomy(headers, matrices.spec, matrices.prefix, matrices.layers)
         headers = transformed_headers(headers, self.recipe, anatomy, self.ledger)
         types = gguf_types(self.recipe.method)

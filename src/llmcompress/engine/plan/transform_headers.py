@@ -60,7 +60,7 @@ def transformed_headers(headers: ModelHeaders, recipe: Recipe, anatomy: Anatomy,
     PlanError for an architecture whose function a transform would change.
     """
     for step in recipe.transforms:
-        if not anatomy.spec.norms:
+        if anatomy.spec.observed and not isinstance(step, Scaling):
             raise PlanError(
                 f"{step.name} needs a declaration of the architecture, {headers.config['model_type']!r} has none",
                 "leave the step out; `llmcompress list archs` shows which are declared",

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llmcompress.arch.sites import Site
+from llmcompress.arch.scaling_site import Site
 from llmcompress.engine.run.forward import Stream
 from llmcompress.grids.nearest import nearest
 from llmcompress.model.streamed_model import StreamedModel
@@ -26,7 +26,7 @@ class BlockLoss:
         self.calls: dict[str, Call] = {}
         handles = [
             self.layer.get_submodule(path).register_forward_hook(self._keep(path), with_kwargs=True)
-            for path in {block_of(site) for site in sites if site.norm is not None}
+            for path in {block_of(site) for site in sites if site.norm}
         ]
         try:
             with torch.no_grad():

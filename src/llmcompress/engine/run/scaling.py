@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llmcompress.arch.sites import Site
+from llmcompress.arch.scaling_site import Site
 from llmcompress.arch.spec import rotated_share
 from llmcompress.engine.plan.matrix_plan import MatrixPlan
 from llmcompress.engine.plan.plan import Plan
@@ -55,7 +55,7 @@ class Scaler:
         sites = [
             site
             for site in self.plan.anatomy.sites(number)
-            if any(isinstance(step, Scaling) and step.wants(site.norm is not None) for step in self.steps)
+            if any(isinstance(step, Scaling) and step.wants(site.norm) for step in self.steps)
         ]
         known = self._inputs(sites, layer, forward) if sites else {}
         found = SiteFactors()
@@ -69,7 +69,7 @@ class Scaler:
             if step.measures_blocks:
                 blocks = BlockLoss(self.model, number, forward.stream, sites, self.workers)
             for site in sites:
-                if step.wants(site.norm is not None) and site.space in known:
+                if step.wants(site.norm) and site.space in known:
                     self._scale(number, site, step, known, matrices, blocks, found)
             self.model.refill(number, layer)
         for site in sites:
@@ -90,12 +90,12 @@ class Scaler:
     ) -> None:
         index = None if site.spread is None else torch.from_numpy(site.spread).to(known[site.space].mean.device)
         readers = {part.path: self._reader(number, part.path, matrices) for part in site.readers}
-        measured = None if blocks is None or site.norm is None else partial(blocks, site, readers)
+        measured = None if blocks is None or not site.norm else partial(blocks, site, readers)
         view = Scalable(
             known[site.space],
             tuple(readers.values()),
             site.channels,
-            follows_norm=site.norm is not None,
+            follows_norm=site.norm,
             compensated=self.plan.recipe.method is not None and self.plan.recipe.method.compensates,
             spread=index,
             measured=measured,

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from llmcompress.arch.sites import Site, SitePart
+from llmcompress.arch.scaling_site import Site, SitePart
 from llmcompress.engine.source.tensor_names import Anatomy
 from llmcompress.solve.hadamard import Rotation
 from llmcompress.store.checkpoint import Checkpoint
@@ -50,10 +50,10 @@ def rotation_folds(anatomy: Anatomy, step: Rotate, checkpoint: Checkpoint) -> Fo
     if step.residual:
         for layer in range(anatomy.layers):
             for site in anatomy.sites(layer):
-                if site.norm is not None:
-                    gain = _gain(checkpoint, anatomy.tensor(layer, site.norm.path), site.norm.offset)
-                    _merge(folds, scaling_folds(anatomy, layer, site.readers, gain))
-                    _merge(folds, {_known(anatomy.tensor(layer, site.norm.path)): [Filled(1 - site.norm.offset)]})
+                if site.norm:
+                    name, offset = anatomy.tensor(layer, site.writer.path), site.writer.offset
+                    _merge(folds, scaling_folds(anatomy, layer, site.readers, _gain(checkpoint, name, offset)))
+                    _merge(folds, {_known(name): [Filled(1 - offset)]})
         _turn_residual(folds, anatomy, checkpoint, step.seed)
     return folds
 

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from llmcompress.arch.sites import Site, residual_readers, residual_writers, scores_site, sites
+from llmcompress.arch.scaling_site import Site
+from llmcompress.arch.sites import residual_readers, residual_writers, scores_site, sites
 from llmcompress.arch.spec import ArchSpec, Linear
 from llmcompress.store.headers import ModelHeaders
 
@@ -72,6 +73,8 @@ class Anatomy:
 
     def sites(self, layer: int) -> list[Site]:
         """The sites of a layer: where factors of channels can be moved between matrices."""
+        if self.spec.observed:
+            return list(self.spec.proven.get(layer, ()))
         return sites(self.spec, self.headers.config, self.shapes(layer))
 
     def scores(self, layer: int) -> Site | None:
