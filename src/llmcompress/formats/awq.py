@@ -105,7 +105,7 @@ class Awq(PackedFormat):
     def settings(self, entries: Sequence[Entry], config: Config) -> dict[str, Any]:
         common = grids(entries)[0]
         skipped = [name for name, grid in treatments(entries).items() if grid is None]
-        outside = [entry.module for entry in left_alone(entries) if not entry.block]
+        outside = [entry.module for entry in left_alone(entries) if not entry.block and entry.module not in skipped]
         if _HEAD not in outside:  # a tied one has no tensor, and loaders may see a linear in it
             outside.append(_HEAD)
         settings: dict[str, Any] = {

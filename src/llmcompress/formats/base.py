@@ -57,8 +57,10 @@ class Entry:
     inputs: how what it reads is rounded while the model runs, None for not at all.
     transposed: stored [in, out] (GPT-2's Conv1D) instead of [out, in]. block: inside a decoder layer.
     linear: the matrix of a linear layer, quantised or not (routers are, embeddings and norms are not); a format lists
-    those that stay unquantised, as loaders assume that all are. Outside of layers only quantised ones need the mark.
+    those that stay unquantised, as loaders assume that all are. Outside of layers only quantised ones need the mark,
+    and those whose names look like an embedding's.
     permuted: groups follow the activation order, so a group index must be stored.
+    runtime: the module path in transformers, where that may differ from the on-disk module.
     options: what the method recorded about itself, for the format's config: damp_percent (float), act_order (bool),
     static_groups (bool), true_sequential (bool); each may be absent.
     """
@@ -70,11 +72,17 @@ class Entry:
     block: bool = False
     linear: bool = False
     permuted: bool = False
+    runtime: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def module(self) -> str:
         return self.source.name.removesuffix(".weight")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names by which loaders may look for the module in a config: on disk, and in transformers."""
+        return (self.module,) if self.runtime in (None, self.module) else (self.module, self.runtime)
 
     @property
     def out_features(self) -> int:

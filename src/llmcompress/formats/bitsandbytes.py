@@ -87,7 +87,7 @@ class BitsAndBytes(PackedFormat):
 
     def settings(self, entries: Sequence[Entry], config: Config) -> dict[str, Any]:
         coded = [entry for entry in entries if entry.grid is not None]
-        skipped = [entry.module for entry in left_alone(entries)]
+        skipped = [name for entry in left_alone(entries) for name in entry.names]
         heads = ["embed_out", "lm_head"] if config.get("model_type") == "gpt_neox" else ["lm_head"]
         skipped += [name for name in heads if name not in skipped]  # also a tied one, which has no tensor
         own = {} if coded[0].grid is None else self.holds[coded[0].grid.type].settings(coded[0])

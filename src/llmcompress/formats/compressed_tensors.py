@@ -135,7 +135,7 @@ class CompressedTensors(PackedFormat):
         for entry, grid in quantised(entries):
             # the library knows an order only together with groups
             ordered = entry.options.get("act_order", False) and grid.group_size != PER_ROW
-            schemes.setdefault((grid, "weight" if ordered else None, entry.inputs), []).append(entry.module)
+            schemes.setdefault((grid, "weight" if ordered else None, entry.inputs), []).extend(entry.names)
         groups = {
             f"group_{number}": {
                 "targets": ["Linear"] if len(schemes) == 1 else modules,
@@ -147,7 +147,7 @@ class CompressedTensors(PackedFormat):
             for number, ((grid, order, inputs), modules) in enumerate(schemes.items())
         }
         kinds = {group["format"] for group in groups.values()}
-        ignored = [entry.module for entry in left_alone(entries)]
+        ignored = [name for entry in left_alone(entries) for name in entry.names]
         # loaders see a Linear in every head, also in a tied one that has no tensor, and would wait for its codes;
         # transformers calls the head of every family lm_head
         if all(entry.block for entry, _ in quantised(entries)):

@@ -52,7 +52,7 @@ def left_alone(entries: Iterable[Entry]) -> list[Entry]:
         if entry.grid is None
         and len(entry.source.shape) == 2
         and entry.source.name.endswith(".weight")
-        and (entry.linear if entry.block else not _is_embedding(entry.module))
+        and (entry.linear or not (entry.block or _is_embedding(entry.module)))
     ]
 
 
@@ -83,13 +83,18 @@ def fused(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
 
 
 def treatments(entries: Iterable[Entry]) -> dict[str, Spec | None]:
-    """Full name of each linear of a layer, and of each quantised one outside -> its grid, None if it has none.
+    """Full name of each linear of a layer, of each quantised one outside, and of each of another part of a multimodal
+    model -> its grid, None if it has none.
 
     Rules about modules are matched by some engines against the names of fused ones alone: those are there as well,
     where all members have the same.
     """
     entries = list(entries)
-    found = {entry.module: entry.grid for entry in entries if entry.linear and (entry.block or entry.grid is not None)}
+    found = {
+        entry.module: entry.grid
+        for entry in entries
+        if entry.linear and (entry.block or entry.grid is not None or entry.runtime is not None)
+    }
     for name, members in fused(entries).items():
         if len({entry.grid for entry in members}) == 1:
             found[name] = members[0].grid

@@ -96,6 +96,12 @@ def disk_names(
     return result
 
 
+def parameters_of(model: nn.Module, names: Collection[str]) -> dict[str, str]:
+    """By the name of a parameter of `model`, the tensor that it is alone, for all that are one tensor unchanged."""
+    sources = _sources(model, names)
+    return {parameter: source.names[""][-1] for parameter, source in sources.items() if source.rule is None}
+
+
 def _sources(model: Any, names: Collection[str]) -> dict[str, _Source]:
     """What each parameter and stored buffer is made of, as transformers' loader finds it."""
     rules = get_model_conversion_mapping(model)

@@ -11,7 +11,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 
 from llmcompress.arch.spec import ArchSpec
 from llmcompress.errors import CheckpointError
@@ -89,12 +89,23 @@ def load_config(path: Path, trust_remote_code: bool = False) -> Any:
         raise failed(first_line(error)) from None
 
 
+def is_known(model_type: Any) -> bool:
+    """Whether transformers has code of its own for models of this type."""
+    return model_type in CONFIG_MAPPING
+
+
 def skeleton(
-    config: Any, spec: ArchSpec | None, trust_remote_code: bool = False, attention: str | None = None
+    config: Any,
+    spec: ArchSpec | None,
+    trust_remote_code: bool = False,
+    attention: str | None = None,
+    *,
+    towers: bool = False,
 ) -> nn.Module:
     """transformers' causal model for `config`, parameters on the meta device, experts as separate linears.
 
-    attention: implementation to use where the architecture leaves the choice.
+    attention: implementation to use where the architecture leaves the choice. towers: whether a multimodal model keeps
+    the modules that text does not run through.
     """
     config = copy.deepcopy(config)  # transformers writes its choices, such as the attention, into the config
     if hasattr(config, "quantization_config"):
@@ -106,12 +117,14 @@ def skeleton(
         options["attn_implementation"] = spec.attention or attention
     with parameters_on_meta():
         try:
-            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
+            model: nn.Module = _class_for(config).from_config(config, dtype=torch.float32, **options)
         except UNUSABLE as error:
             raise CheckpointError(
                 f"transformers cannot build a {getattr(config, 'model_type', 'unknown')!r} model for text: "
                 f"{first_line(error)}"
             ) from None
+        if not towers and config.get_text_config() is not config:
+            _drop_towers(model)
         if spec is not None and spec.experts is not None:
             for layer in model.get_submodule(spec.layers).children():
                 unfuse(layer, spec.experts.path)
@@ -121,6 +134,28 @@ def skeleton(
                 f"the rotary embedding of config.json is not finite ({name})", "look at rope_theta and rope_scaling"
             )
     return model.eval()
+
+
+def _class_for(config: Any) -> Any:
+    """The class of transformers that builds a model of a config: one for several kinds of input where it holds such."""
+    many = config.get_text_config() is not config and type(config) in AutoModelForMultimodalLM._model_mapping
+    return AutoModelForMultimodalLM if many else AutoModelForCausalLM
+
+
+def _drop_towers(model: Any) -> None:
+    """Take out of a multimodal model what is neither its language model nor around it nor its head."""
+    kept = {id(model.get_decoder()), id(model.get_input_embeddings()), id(model.get_output_embeddings())}
+
+    def look(module: nn.Module) -> None:
+        for name, child in module.named_children():
+            if id(child) in kept:
+                continue
+            if kept.isdisjoint(map(id, child.modules())):
+                module._modules[name] = nn.Module()
+            else:
+                look(child)
+
+    look(model)
 
 
 def kept_in_float32(model: Any, dtype: torch.dtype) -> tuple[str, ...]:

@@ -5,8 +5,10 @@ replaced by recorders, so that embeddings, positions, masks, rotary tables, the 
 the code that will serve the model, for every architecture alike.
 """
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -26,6 +28,9 @@ class Weights(Protocol):
     def __contains__(self, name: str) -> bool: ...
 
     def read(self, name: str) -> Tensor: ...
+
+
+_PER_LAYER = "per_layer_input"  # what Gemma hands each layer beside the hidden states, made of the tokens
 
 
 class _Recorded(Exception):  # noqa: N818 (control flow, not an error)
@@ -96,6 +101,9 @@ class StreamedModel:
                     compute = spec.observed and stored and not any(part in f"{path}.{name}" for part in single)
                     owner._buffers[name] = buffer.to(self.device, dtype if compute else buffer.dtype)
         self._recorders = [_Recorder(layer, spec.outputs) for layer in self.layers]
+        self._carried = [_place_of(layer, _PER_LAYER) for layer in self.layers]
+        # a multimodal model looks for places of images, in ids or in embeddings
+        self._wants_ids = config.get_text_config() is not config or any(self._carried)
         parent_path, _, name = spec.layers.rpartition(".")
         setattr(self.causal.get_submodule(parent_path), name, nn.ModuleList(self._recorders))
         self._outer: set[str] | None = None  # loaded parameters outside the layers
@@ -165,6 +173,9 @@ class StreamedModel:
         embedding, output = self.causal.get_submodule(self.spec.embed), self.causal.get_submodule(self.spec.head)
         tied = self.head_is_tied
         self._outer = asked
+        if self._wants_ids and not (embed or (head and tied)):
+            zeros = torch.zeros((), dtype=self.dtype, device=self.device).expand(embedding.weight.shape)  # type: ignore[arg-type]
+            embedding._parameters["weight"] = nn.Parameter(zeros, requires_grad=False)
         try:
             for path, owner in self.causal.named_modules():
                 if owner is output and not head:
@@ -252,21 +263,24 @@ class StreamedModel:
 
     def entering(self, causal: nn.Module, ids: Tensor) -> Tensor:
         """Hidden states that enter the first layer, within `outer(embed=True, head=False)`."""
-        first = self._recorders[0]
-        first.stop = True
+        last = self._recorders[-1 if any(self._carried) else 0]
+        last.stop = True
         try:
             return self._run(causal, input_ids=ids.to(self.device))
         finally:
-            first.stop = False
+            last.stop = False
 
     def _run(self, causal: nn.Module, **inputs: Any) -> Tensor:
         with suppress(_Recorded):
             causal(use_cache=False, **inputs)
         hidden = self._recorders[0].hidden
         assert hidden is not None
-        for recorder in self._recorders:
+        carried = []
+        for recorder, place in zip(self._recorders, self._carried, strict=True):
             recorder.hidden = None
-        return hidden
+            if place is not None and recorder.call is not None and (value := place.of(*recorder.call)) is not None:
+                carried.append(value)
+        return torch.cat([hidden, *carried], -1) if carried else hidden
 
     def _record(self, causal: nn.Module, batch: int, length: int, **inputs: Any) -> int:
         last = self._recorders[-1]
@@ -296,7 +310,7 @@ class StreamedModel:
         batch, length = self._shape_of_call(batch, length)
         if (batch, length) not in self._calls and (1, length) in self._calls:
             with self.outer(embed=False, head=False) as causal:
-                self._record(causal, batch, length, inputs_embeds=self._placeholder(batch, length))
+                self._record(causal, batch, length, **self._placeholder(batch, length))
 
     def call(self, number: int, layer: nn.Module, hidden: Tensor, watch: Change | None = None) -> Tensor:
         """A layer's output for hidden states [batch, length, hidden], called as the model itself calls it.
@@ -305,6 +319,7 @@ class StreamedModel:
         """
         self.prepare_batch(*hidden.shape[:2])
         args, kwargs = self._calls[self._shape_of_call(*hidden.shape[:2])][number]
+        hidden, args, kwargs, rest = self._split(number, hidden, args, kwargs)
         change = watch or self.cache
         if change is None:
             out = layer(hidden, *args, **kwargs)
@@ -312,7 +327,22 @@ class StreamedModel:
             out, reached = call_through(layer, number, change, (hidden, *args), kwargs)
             if watch is None and not reached:
                 raise CheckpointError(f"layer {number} of this {self.spec.name!r} model keeps no keys and values")
-        return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
+        out = out[0] if isinstance(out, tuple) else out
+        return out if rest is None else torch.cat([out, rest], -1)
+
+    def _split(
+        self, number: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Tensor, tuple[Any, ...], dict[str, Any], Tensor | None]:
+        """Hidden states without what they carry for layers, the arguments with this layer's part of it, and the rest.
+
+        Inputs that each layer gets of its own follow the hidden states of a token, in order of the layers.
+        """
+        place, width = self._carried[number], self.embedding_width
+        if place is None or hidden.shape[-1] == width:
+            return hidden, args, kwargs, None
+        rest = hidden[..., width:]
+        own = rest.reshape(*rest.shape[:-1], len(self.layers), -1)[..., number, :]
+        return hidden[..., :width], *place.put(own, args, kwargs), rest
 
     def logits(self, causal: nn.Module, hidden: Tensor) -> Tensor:
         """Logits [batch, length, vocabulary] of the last layer's output, within `outer(embed=False, head=True)`.
@@ -320,22 +350,48 @@ class StreamedModel:
         With gradients where `hidden` wants them.
         """
         last = self._recorders[-1]
-        last.inject = hidden
+        last.inject = hidden[..., : self.embedding_width] if any(self._carried) else hidden
         try:
             with torch.set_grad_enabled(hidden.requires_grad):
-                return causal(inputs_embeds=self._placeholder(*hidden.shape[:2]), use_cache=False).logits  # type: ignore[no-any-return]
+                return causal(**self._placeholder(*hidden.shape[:2]), use_cache=False).logits  # type: ignore[no-any-return]
         finally:
             last.inject = None
             for recorder in self._recorders:
                 recorder.hidden = recorder.call = None
 
-    def _placeholder(self, batch: int, length: int) -> Tensor:
-        """A placeholder for embedded tokens of which only the number matters."""
-        return torch.zeros(batch, length, self.embedding_width, dtype=self.dtype, device=self.device)
+    def _placeholder(self, batch: int, length: int) -> dict[str, Tensor]:
+        """An input that stands for tokens of which only the number matters."""
+        if self._wants_ids:
+            return {"input_ids": torch.zeros(batch, length, dtype=torch.int64, device=self.device)}
+        return {"inputs_embeds": torch.zeros(batch, length, self.embedding_width, dtype=self.dtype, device=self.device)}
 
     @property
     def embedding_width(self) -> int:
         return int(self.causal.get_submodule(self.spec.embed).weight.shape[1])  # type: ignore[index]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The place of a parameter in calls of a layer, beside the hidden states: its name, and its number by position."""
+
+    name: str
+    number: int
+
+    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return args[self.number] if self.number < len(args) else kwargs.get(self.name)
+
+    def put(
+        self, value: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.number < len(args):
+            return (*args[: self.number], value, *args[self.number + 1 :]), kwargs
+        return args, {**kwargs, self.name: value}
+
+
+def _place_of(layer: nn.Module, name: str) -> _Place | None:
+    """The place of a parameter of that name, None where a layer has no such."""
+    names = list(inspect.signature(layer.forward).parameters)
+    return _Place(name, names.index(name) - 1) if name in names else None
 
 
 def _empty(module: nn.Module) -> None:

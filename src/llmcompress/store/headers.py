@@ -8,7 +8,7 @@ import json
 import os
 import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -71,12 +71,16 @@ class Stored:
 
 @dataclass(frozen=True)
 class ModelHeaders:
-    """A model directory by its headers: config.json and the specs of all tensors by on-disk name, in file order."""
+    """A model directory by its headers: config.json and the specs of all tensors by on-disk name, in file order.
+
+    wrapper: config.json of a multimodal model, of which `config` is then what it says of the language model.
+    """
 
     path: Path
     config: Mapping[str, Any]
     tensors: Mapping[str, Stored]
     files: tuple[Path, ...]
+    wrapper: Mapping[str, Any] | None = field(default=None, kw_only=True)
 
     @property
     def nbytes(self) -> int:
@@ -86,6 +90,11 @@ class ModelHeaders:
     def name(self) -> str:
         """The name of the model: that of its directory."""
         return self.path.resolve().name
+
+    @property
+    def whole_config(self) -> Mapping[str, Any]:
+        """What config.json says, but for what a reader takes out of it."""
+        return self.config if self.wrapper is None else self.wrapper
 
     @property
     def place(self) -> Path:

@@ -9,10 +9,9 @@ import torch
 
 from llmcompress.arch.spec import attention_heads
 from llmcompress.engine.plan.memory_model import CUDA_CONTEXT, DECODED, LOGIT_AGREEMENT, MemoryModel, Phase, Term
-from llmcompress.engine.source.open import directory_headers
+from llmcompress.engine.source.open import checkpoint_headers
 from llmcompress.engine.source.quantised import DecodedHeaders
 from llmcompress.errors import PlanError
-from llmcompress.ledger import Ledger
 from llmcompress.store.headers import ModelHeaders
 from llmcompress.validate.gguf_file import gguf_in
 from llmcompress.validate.request import Timing
@@ -23,10 +22,10 @@ def validation_memory(
 ) -> MemoryModel:
     """GPU memory in three phases: comparing both models, timing the model, then timing the reference."""
     timing = timing or Timing()
-    headers = directory_headers(model if ref is None or gguf_in(model) is None else ref, Ledger())
+    headers = checkpoint_headers(model if ref is None or gguf_in(model) is None else ref)
     file, config = gguf_in(model), headers.config
     subject = file.stat().st_size if file is not None else resident_bytes(headers, dtype)
-    again = 0 if ref is None else resident_bytes(directory_headers(ref, Ledger()), torch.bfloat16)
+    again = 0 if ref is None else resident_bytes(checkpoint_headers(ref), torch.bfloat16)
     width, vocabulary = _number(config, "hidden_size", "n_embd"), _number(config, "vocab_size")
     layers, compared = _number(config, "num_hidden_layers", "n_layer"), 1 + (ref is not None)
     layer = 4 * sum(prod(item.spec.shape) for item in headers.tensors.values()) // max(layers, 1)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from llmcompress.arch.spec import attention_heads
+from llmcompress.engine.source.multimodal import text_view
 from llmcompress.errors import CheckpointError, RecipeError
 from llmcompress.grids.cache import Code, by_scale, by_token
 from llmcompress.store.checkpoint import Checkpoint
@@ -82,7 +83,7 @@ def cache_of(path: Path, asked: CacheOptions) -> TokenCodes | ByScale | None:
 
 def stored_cache(path: Path) -> ByScale | None:
     """The static scales of a compressed-tensors directory; None if its config declares none."""
-    headers = read_headers(path)
+    headers = text_view(read_headers(path))
     settings = headers.config.get("quantization_config")
     scheme = settings.get("kv_cache_scheme") if isinstance(settings, dict) else None
     if scheme is None:

@@ -7,16 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llmcompress.arch import find
 from llmcompress.engine.source.header_checks import check_numbers
-from llmcompress.engine.source.multimodal import text_part
+from llmcompress.engine.source.matrix_refs import described
+from llmcompress.engine.source.multimodal import text_part, text_view
 from llmcompress.engine.source.open import config_of, disk_module, linears_of, open_checkpoint, round_as_stored
 from llmcompress.engine.source.quantised import decoded_headers
 from llmcompress.errors import CheckpointError
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.inputs import Rounding
 from llmcompress.ledger import Ledger
-from llmcompress.model.observe import observe
 from llmcompress.model.streamed_model import StreamedModel, Weights
 from llmcompress.model.whole import whole_model
 from llmcompress.store.gguf_model import read_gguf
@@ -45,11 +44,10 @@ def open_streamed(
     if file is not None and source is None:
         raise CheckpointError(f"{path} is a GGUF file, without config.json", "give the model it was made from: --ref")
     directory = path if file is None or source is None else source
-    stored = text_part(read_headers(directory), Ledger())
+    ledger = Ledger()
+    stored = text_view(read_headers(directory)) if file is None else text_part(read_headers(directory), ledger)
     check_numbers(stored)
-    config = config_of(stored, trust_remote_code)
-    spec = find(str(stored.config.get("model_type")))
-    spec = spec or observe(config, decoded_headers(stored).tensors, trust_remote_code)
+    spec, _ = described(decoded_headers(stored), trust_remote_code, ledger)
     headers = decoded_headers(stored, spec)
     if headers is stored and "quantization_config" in stored.config:
         raise CheckpointError(
@@ -57,6 +55,7 @@ def open_streamed(
         )
     checkpoint = open_checkpoint(headers)
     weights: Weights = checkpoint if file is None else GgufWeights(read_gguf(file), checkpoint)
+    config = config_of(stored, trust_remote_code)
     model = StreamedModel(weights, config, spec, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     if file is None:
         round_as_stored(model, checkpoint)
@@ -85,9 +84,10 @@ def load_whole(
 
 def refuse_other_vocabulary(model: Path, config: Any, ref: Path, original: Any) -> None:
     """CheckpointError if the configs of two models declare different vocabularies."""
-    if config.vocab_size != original.vocab_size:
+    size, wanted = config.get_text_config().vocab_size, original.get_text_config().vocab_size
+    if size != wanted:
         raise CheckpointError(
-            f"{model} has {config.vocab_size} tokens, {ref} has {original.vocab_size}",
+            f"{model} has {size} tokens, {ref} has {wanted}",
             "give the model that was compressed as --ref",
         )
 

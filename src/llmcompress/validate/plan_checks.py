@@ -9,6 +9,7 @@ from pathlib import Path
 from llmcompress.arch import find
 from llmcompress.engine.source.header_checks import check_numbers
 from llmcompress.engine.source.matrix_refs import matrices_of
+from llmcompress.engine.source.multimodal import text_view
 from llmcompress.engine.source.quantised import decoded_headers
 from llmcompress.errors import LlmcompressError
 from llmcompress.ledger import Ledger
@@ -18,7 +19,7 @@ from llmcompress.store.headers import read_headers
 def plan_wrongs(out: Path) -> list[str]:
     """The fault for which a plan would refuse an output, had it never been quantised; no code of a model is run."""
     try:
-        headers = decoded_headers(read_headers(out))
+        headers = decoded_headers(text_view(read_headers(out)))
         check_numbers(headers)
         if find(str(headers.config.get("model_type"))) is not None:
             config = {key: value for key, value in headers.config.items() if key != "auto_map"}

@@ -25,6 +25,7 @@ from llmcompress.store.gguf_model import decoded, read_gguf, tensor_bytes
 from llmcompress.validate.gguf_verify import verify_gguf
 from llmcompress.validate.session import Request, evaluate_paths
 from madetokenizers import byte_level, save
+from multimodals import multimodal
 from tinyruns import compress, steps_recipe
 
 MODEL_TYPES = [*sorted(known_types().keys() - MODELS.keys()), "deepseek_v3", "granitemoeshared"]
@@ -202,41 +203,6 @@ def test_groups_in_activation_order_are_not_misread(tiny_model_dir, tmp_path):
 
 
 # -- multimodal checkpoints --------------------------------------------------------------------------------------------
-
-
-def multimodal(kind, path):
-    from transformers import AutoConfig, AutoModelForImageTextToText
-
-    text = {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "vocab_size": 288,
-        "max_position_embeddings": 128,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-    }
-    image = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "head_dim": 16,
-        "image_size": 28,
-        "patch_size": 14,
-    }
-    own = {
-        "gemma3": ({"query_pre_attn_scalar": 16, "sliding_window": 8}, {}, {"mm_tokens_per_image": 4}),
-        "llava": ({"model_type": "llama"}, {"model_type": "clip_vision_model"}, {}),
-        "mistral3": ({"model_type": "mistral"}, {"model_type": "pixtral"}, {}),
-    }[kind]
-    config = AutoConfig.for_model(kind, text_config={**text, **own[0]}, vision_config={**image, **own[1]}, **own[2])
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    model.save_pretrained(path)
-    return save(byte_level(), path), model
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "llava", "mistral3"])

@@ -45,6 +45,7 @@ def planned_matrices(
             transposed=conv1d,
             block=True,
             linear=True,
+            runtime=matrices.linears.get(ref.module),
             permuted=method.permutes_groups,
             options=method.described(),
         )
@@ -79,18 +80,38 @@ def source_entries(
     spec = matrices.spec
     conv1d = {ref.module: ref.linear.conv1d for ref in matrices.refs}
     layers = f".{(matrices.prefix or spec.layers).rpartition('.')[2]}."
+    whole = f".{matrices.prefix}." if headers.wrapper is not None else layers  # towers have layers too
     entries = []
     for name, stored in headers.tensors.items():
         module = name.removesuffix(".weight")
         if name.endswith(".weight") and module in planned:
             entries.append(planned[module].entry)
             continue
-        block = layers in f".{name}"
+        block = whole in f".{name}"
         matrix = len(stored.spec.shape) >= 2 and block
         if matrix and module not in conv1d:
             ledger.note("unquantised", name, _why_left(name, spec))
-        entries.append(Entry(stored.spec, transposed=conv1d.get(module, False), block=block, linear=matrix))
+        runtime = matrices.linears.get(module)
+        linear = matrix or runtime is not None
+        entries.append(
+            Entry(stored.spec, transposed=conv1d.get(module, False), block=block, linear=linear, runtime=runtime)
+        )
+    if headers.wrapper is not None:
+        _note_beside(headers, matrices, ledger)
     return tuple(entries)
+
+
+def _note_beside(headers: ModelHeaders, matrices: Matrices, ledger: Ledger) -> None:
+    """Note how much of a multimodal model is not its language model."""
+    assert headers.wrapper is not None
+    inside = f"{matrices.prefix.rpartition('.')[0]}.", f"{matrices.spec.disk_path(matrices.spec.head)}."
+    others = sum(not name.startswith(inside) for name in headers.tensors)
+    text = headers.config["model_type"]
+    ledger.note(
+        "multimodal",
+        str(headers.wrapper["model_type"]),
+        f"its language model ({text}) is compressed, {others} other tensors are copied as they are",
+    )
 
 
 def _why_left(name: str, spec: ArchSpec) -> str:

@@ -71,6 +71,12 @@ def transformed_headers(headers: ModelHeaders, recipe: Recipe, anatomy: Anatomy,
                 "its declaration does not say where they are",
                 "leave smoothattention out",
             )
+        if isinstance(step, Rotate) and step.residual and headers.wrapper is not None:
+            raise PlanError(
+                f"the hidden states of a {headers.wrapper['model_type']!r} model cannot be rotated: "
+                "what its other parts make of images comes in among them",
+                "use rotate with residual: false, which turns values alone",
+            )
         if isinstance(step, Rotate) and step.residual:
             headers = _untied(headers, anatomy, ledger)
     return headers

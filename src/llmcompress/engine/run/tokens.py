@@ -10,6 +10,7 @@ from torch import Tensor
 from llmcompress.calib.base import TokenRequest
 from llmcompress.calib.pack import resolve
 from llmcompress.engine.source.header_checks import check_numbers, vocabulary_size
+from llmcompress.engine.source.multimodal import text_view
 from llmcompress.engine.source.text_tokenizer import load_tokenizer
 from llmcompress.errors import CheckpointError, PlanError
 from llmcompress.model.skeleton import load_config
@@ -41,7 +42,7 @@ def _drawing(asked: Calibration, model: Path, dtype: str, trust_remote_code: boo
 
     PlanError for windows longer than the model's positions.
     """
-    headers = read_headers(model)
+    headers = text_view(read_headers(model))
     check_numbers(headers)
     limit = headers.config.get("max_position_embeddings") or headers.config.get("n_positions")
     if isinstance(limit, int) and asked.length > limit:

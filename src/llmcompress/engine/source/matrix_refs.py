@@ -1,7 +1,7 @@
 """The matrices of a checkpoint, found from headers alone, by the declaration of its family."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from llmcompress.arch import find
 from llmcompress.arch.spec import ArchSpec
@@ -24,7 +24,8 @@ class Matrices:
     """Every declared matrix, in order of execution. widths: number of inputs (in_features) by on-disk module.
 
     prefix: on-disk name of the list of layers; empty for GGUF files, which have names of their own. layers: number of
-    layers; 0 for GGUF files.
+    layers; 0 for GGUF files. linears: by on-disk module of a multimodal model, the path in
+    transformers of every linear, in its language model or not.
     """
 
     spec: ArchSpec
@@ -32,6 +33,7 @@ class Matrices:
     widths: dict[str, int]
     prefix: str = ""
     layers: int = 0
+    linears: Mapping[str, str] = field(default_factory=dict)
 
 
 def matrices_of(headers: ModelHeaders, trust_remote_code: bool, ledger: Ledger) -> Matrices:
@@ -39,12 +41,12 @@ def matrices_of(headers: ModelHeaders, trust_remote_code: bool, ledger: Ledger) 
     _check_source(headers, trust_remote_code)
     check_numbers(headers)
     check_hyperparameters(headers)
-    spec = _spec(headers, trust_remote_code, ledger)
+    spec, linears = described(headers, trust_remote_code, ledger)
     prefix, count = _layer_prefix(headers, spec)
     refs = _matrix_refs(headers, spec, prefix, count)
     widths = {ref.module: _shape(headers, ref)[1] for ref in refs}
     check_shapes(headers, spec, refs)
-    return Matrices(spec, refs, widths, prefix, count)
+    return Matrices(spec, refs, widths, prefix, count, linears)
 
 
 def _check_source(headers: ModelHeaders, trust_remote_code: bool) -> None:
@@ -62,17 +64,27 @@ def _check_source(headers: ModelHeaders, trust_remote_code: bool) -> None:
         )
 
 
-def _spec(headers: ModelHeaders, trust_remote_code: bool, ledger: Ledger) -> ArchSpec:
+def described(headers: ModelHeaders, trust_remote_code: bool, ledger: Ledger) -> tuple[ArchSpec, Mapping[str, str]]:
+    """The declaration of a model, or what is observed of it; and `Matrices.linears`."""
     model_type = str(headers.config["model_type"])
     spec: ArchSpec | None = find(model_type)
-    if spec is not None:
-        return spec
+    if spec is not None and headers.wrapper is None:
+        return spec, {}
+    from llmcompress.engine.source.open import config_of
     from llmcompress.model.observe import observe
-    from llmcompress.model.skeleton import load_config
 
-    observed = observe(load_config(headers.path, trust_remote_code), headers.tensors, trust_remote_code)
+    config, names = config_of(headers, trust_remote_code), headers.tensors
+    linears: Mapping[str, str] = {}
+    if headers.wrapper is not None:
+        from llmcompress.model.wrapped import wrapping
+
+        found = wrapping(config, names)
+        linears = found.linears
+        if spec is not None and spec.experts is None:
+            return found.moved(spec, config, names), linears
+    observed = observe(config, names, trust_remote_code)
     ledger.note("architecture", model_type, "no declaration: the order of its matrices was observed in a dry run")
-    return observed
+    return observed, linears
 
 
 def _matrix_refs(headers: ModelHeaders, spec: ArchSpec, prefix: str, count: int) -> list[MatrixRef]:

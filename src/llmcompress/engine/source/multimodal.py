@@ -1,12 +1,16 @@
-"""The language model inside a multimodal model, as a model of its own."""
+"""The language model inside a multimodal model: seen where it is, or as a model of its own."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from llmcompress.engine.source.header_checks import check_numbers
 from llmcompress.formats.gguf.family import known_types
 from llmcompress.ledger import Ledger
 from llmcompress.store.headers import ModelHeaders, Stored
+
+_PARTS = ("text_config", "vision_config", "audio_config")
+_OF_WHOLE = ("quantization_config", "architectures", "_name_or_path")
 
 # beginnings of on-disk names in the multimodal model, and in the language model alone
 _PREFIXES = (
@@ -17,15 +21,38 @@ _PREFIXES = (
 )
 
 
+def text_view(headers: ModelHeaders) -> ModelHeaders:
+    """Headers whose config is that of the language model, where there is one inside a multimodal model.
+
+    All tensors stay, under their names. Other headers are returned unchanged.
+    """
+    if not any(isinstance(headers.config.get(key), Mapping) for key in _PARTS):
+        return headers
+    from llmcompress.model.skeleton import is_known, load_config, plain
+
+    check_numbers(headers)
+    if not is_known(headers.config.get("model_type")):
+        return headers
+    whole = load_config(headers.path)
+    if whole.get_text_config() is whole:
+        return headers
+    config = {**plain(whole.get_text_config())}
+    tied = headers.config.get("tie_word_embeddings")
+    if isinstance(tied, bool):
+        config["tie_word_embeddings"] = tied
+    config |= {key: headers.config[key] for key in _OF_WHOLE if key in headers.config}
+    return replace(headers, config=config, wrapper=headers.config)
+
+
 def text_part(headers: ModelHeaders, ledger: Ledger) -> ModelHeaders:
-    """Headers of the language model inside a multimodal model, which the ledger notes; else `headers` unchanged.
+    """Headers of the language model inside a multimodal model alone, which the ledger notes; else `headers` unchanged.
 
     Only language models count whose family can be written as GGUF files.
     """
-    text = headers.config.get("text_config")
+    text: Any = headers.config.get("text_config")
     if not isinstance(text, Mapping) or text.get("model_type") not in known_types():
         return headers
-    config = _text_config(headers)
+    config = text_view(headers).config
     tensors: dict[str, Stored] = {}
     others = 0
     for name, stored in headers.tensors.items():
@@ -40,17 +67,3 @@ def text_part(headers: ModelHeaders, ledger: Ledger) -> ModelHeaders:
         f"a multimodal model: its text part ({config['model_type']}) alone is written, {others} other tensors are not",
     )
     return replace(headers, config=config, tensors=tensors)
-
-
-def _text_config(headers: ModelHeaders) -> dict[str, Any]:
-    """The config of the language model, defaults written out."""
-    from llmcompress.model.skeleton import load_config, plain
-
-    config = {**plain(load_config(headers.path).get_text_config())}
-    tied = headers.config.get("tie_word_embeddings")
-    if isinstance(tied, bool):
-        config["tie_word_embeddings"] = tied
-    for key in ("quantization_config", "architectures", "_name_or_path"):
-        if key in headers.config:
-            config[key] = headers.config[key]
-    return config

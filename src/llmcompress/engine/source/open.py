@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from llmcompress.engine.source.gguf_input import GgufCheckpoint, GgufHeaders, gguf_headers
-from llmcompress.engine.source.multimodal import text_part
+from llmcompress.engine.source.multimodal import text_part, text_view
 from llmcompress.engine.source.quantised import DecodedCheckpoint, DecodedHeaders, decoded_headers, in_own_type
 from llmcompress.ledger import Ledger
 from llmcompress.model.rounded import round_inputs
@@ -35,15 +35,17 @@ def directory_headers(path: Path, ledger: Ledger) -> ModelHeaders:
 def checkpoint_headers(path: Path) -> ModelHeaders:
     """The headers of a directory as if it had never been quantised, every matrix in the model's own type.
 
-    CheckpointError for a damaged model; a format that is not known here stays as it is.
+    Of a multimodal model the config is that of its language model. CheckpointError for a damaged model; a format that
+    is not known here stays as it is.
     """
-    return in_own_type(decoded_headers(read_headers(path)))
+    return in_own_type(decoded_headers(text_view(read_headers(path))))
 
 
 def config_of(headers: ModelHeaders, trust_remote_code: bool) -> Any:
-    """The transformers config of the model that the headers describe."""
+    """The transformers config of the model that the headers describe: of the whole where all its tensors are there."""
     config = load_config(headers.path, trust_remote_code)
-    return config if config.model_type == headers.config.get("model_type") else config.get_text_config()
+    whole = headers.wrapper is not None or config.model_type == headers.config.get("model_type")
+    return config if whole else config.get_text_config()
 
 
 def open_checkpoint(headers: ModelHeaders) -> Checkpoint:

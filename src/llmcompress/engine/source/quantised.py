@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,8 +86,23 @@ def decoded_headers(stored: ModelHeaders, spec: ArchSpec | None = None) -> Model
         elif _outlives(name, packed):
             tensors[name] = item
     _check_decoded(stored, found, packed or stacks, tensors)
-    config = {key: value for key, value in stored.config.items() if key != "quantization_config"}
-    return DecodedHeaders(stored.path, config, tensors, stored.files, stored, found, packed, transposed, stacks)
+    wrapper = None if stored.wrapper is None else _without_settings(stored.wrapper)
+    return DecodedHeaders(
+        stored.path,
+        _without_settings(stored.config),
+        tensors,
+        stored.files,
+        stored,
+        found,
+        packed,
+        transposed,
+        stacks,
+        wrapper=wrapper,
+    )
+
+
+def _without_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key != "quantization_config"}
 
 
 def _with_settings(stored: ModelHeaders) -> ModelHeaders:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from llmcompress.arch import find
 from llmcompress.engine.source.header_checks import check_numbers
+from llmcompress.engine.source.open import config_of
 from llmcompress.errors import CheckpointError
 from llmcompress.formats.base import FLOAT_TYPES, TensorSpec
 from llmcompress.isolation import probe
@@ -55,7 +56,7 @@ def unstacked_headers(headers: ModelHeaders, ledger: Ledger, *, only_merged: boo
             "experts, one tensor in the source, are written one by one; transformers does not put them together again",
         )
     tensors = dict(_taken_apart(headers, stacked))
-    return UnstackedHeaders(headers.path, headers.config, tensors, headers.files, stacked)
+    return UnstackedHeaders(headers.path, headers.config, tensors, headers.files, stacked, wrapper=headers.wrapper)
 
 
 def _may_be_stack(stored: Stored) -> bool:
@@ -66,12 +67,8 @@ def _may_be_stack(stored: Stored) -> bool:
 def _found(headers: ModelHeaders) -> tuple[dict[str, tuple[str, ...]], bool]:
     """`UnstackedHeaders.stacked`, and whether transformers merges matrices of these names while it loads them."""
     from llmcompress.model.observe import stacked_experts
-    from llmcompress.model.skeleton import load_config
 
-    config = load_config(headers.path)
-    if config.model_type != headers.config.get("model_type"):
-        config = config.get_text_config()
-    found = stacked_experts(config, headers.tensors)
+    found = stacked_experts(config_of(headers, False), headers.tensors)
     stacked = {name: parts for name, parts in found.parts.items() if _may_be_stack(headers.tensors[name])}
     return stacked, found.merged
 

@@ -18,6 +18,7 @@ from llmcompress.engine.run.forward import Forward, Stream
 from llmcompress.engine.run.opened_model import check_model, opened_model
 from llmcompress.engine.run.tokens import tokens_for, tokens_without_model
 from llmcompress.engine.source.matrix_refs import Matrices, matrices_of
+from llmcompress.engine.source.multimodal import text_view
 from llmcompress.engine.source.open import open_checkpoint
 from llmcompress.engine.source.tensor_names import Anatomy
 from llmcompress.errors import PlanError
@@ -97,6 +98,9 @@ def open_model(
     Raises LlmcompressError for what cannot be used.
     """
     ledger = Ledger()
+    if text_view(headers).wrapper is not None:
+        kind = headers.config["model_type"]
+        raise PlanError(f"{headers.path} is a multimodal model ({kind}), whose structure is not changed here")
     matrices = matrices_of(headers, options.trust_remote_code, ledger)
     out = options.out or path_beside(headers.path, ending)
     if is_single(out):

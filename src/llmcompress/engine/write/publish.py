@@ -51,7 +51,7 @@ def write_output(
         out.write_arrays("transforms.npz", factors)
     result = build_report(plan, records, ledger, calibration, hashes, kv_scale_record(plan, staged))
     for name, changes in plan.format.config(plan.entries, plan.headers.config).items():
-        content = {**plan.headers.config, **changes} if name == "config.json" else changes
+        content = {**plan.headers.whole_config, **changes} if name == "config.json" else changes
         out.write_json(name, content)
     out.write_text("llmcompress.yaml", plan.recipe.as_yaml())
     if plan.modelfile is not None:
