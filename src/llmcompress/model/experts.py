@@ -100,6 +100,13 @@ def _combines(block: nn.Module) -> bool:
     return getattr(type(block), "_apply_gate", _default_apply_gate) is not _default_apply_gate
 
 
+class _Matrix(nn.Linear):
+    """A linear without random values, which take long for thousands of experts and are never used."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
 class Expert(nn.Module):
     """One feed-forward expert, gated or not.
 
@@ -115,9 +122,9 @@ class Expert(nn.Module):
     ) -> None:
         super().__init__()
         if layout.gated:
-            self.gate_proj = nn.Linear(layout.hidden, layout.inner, bias=layout.bias)
-        self.up_proj = nn.Linear(layout.hidden, layout.inner, bias=layout.bias)
-        self.down_proj = nn.Linear(layout.inner, layout.hidden, bias=layout.bias)
+            self.gate_proj = _Matrix(layout.hidden, layout.inner, bias=layout.bias)
+        self.up_proj = _Matrix(layout.hidden, layout.inner, bias=layout.bias)
+        self.down_proj = _Matrix(layout.inner, layout.hidden, bias=layout.bias)
         self.activation = activation
         self._gated, self._interleaved, self._combine = layout.gated, layout.interleaved, combine
 

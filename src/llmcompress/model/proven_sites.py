@@ -22,7 +22,7 @@ from llmcompress.model.traced_layer import RandomWeights, TracedLayer, Widened
 
 _SIZE = 5_000_000  # bounds processor time and memory as for so many bytes
 _HINT = "leave the step that scales channels out"
-_COUNTED = re.compile(r"(^|_)(layer|block)?_?(idx|id|number|index)$")  # settings that only number a layer
+_COUNTED = re.compile(r"(layer|block)?_?(idx|id|number|index)")  # settings that only number a layer
 
 
 @dataclass(frozen=True)
@@ -128,4 +128,4 @@ def _kinds(layers: list[nn.Module]) -> list[list[int]]:
 
 
 def _is_setting(name: str, value: Any) -> bool:
-    return isinstance(value, bool | int | float | str) and not _COUNTED.search(name)
+    return isinstance(value, bool | int | float | str) and not _COUNTED.fullmatch(name)

@@ -41,6 +41,9 @@ class SiteProof:
         self.refused: dict[str, str] = {}
         self._covered: set[str] = set()
         used = self.plain.calls.keys() | self.plain.cut
+        self._alike: dict[str, list[str]] = {}
+        for path in self.order:
+            self._alike.setdefault(_sibling(path), []).append(path)
         self._silent = [path for path in _matrices(traced.layer) if path not in used]
         self._spaces = {linear.path: linear.reads for linear in spec.linears}
         for path, module in traced.layer.named_modules():
@@ -183,7 +186,7 @@ class SiteProof:
         for path in self._silent:
             if own is not None and self._number(path) not in (None, own):
                 continue  # another expert's
-            like = [other for other in self.order if _sibling(other) == _sibling(path)]
+            like = self._alike.get(_sibling(path), [])
             if not like or 0 < sum(other in readers for other in like) < len(like):
                 return f"{path} did not run and may read what is written by"
         return None

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -132,6 +133,19 @@ def test_an_undeclared_family_is_scaled_rounded_and_verified_and_the_ledger_name
     assert all(site["smallest"] < 1 < site["largest"] for site in report["sites"])
     checks = verify(tmp_path / "out", source)
     assert passed(checks), [check for check in checks if not check.ok]
+
+
+def test_a_matrix_that_layers_share_is_not_scaled(random_model_dir):
+    source, ledger = random_model_dir("starcoder2", **HEADS), Ledger()
+    headers = read_headers(source)
+    matrices = matrices_of(headers, False, ledger)
+    lost = "model.layers.1.self_attn.v_proj.weight"  # layer 1 uses that of layer 0
+    headers = replace(headers, tensors={name: stored for name, stored in headers.tensors.items() if name != lost})
+    found = with_sites(headers, matrices, steps_recipe(AWQ), False, ledger)
+    assert [site.writer.path for site in found.spec.proven[0]] == ["post_attention_layernorm"]
+    why = {note.subject: note.why for note in ledger.entries if note.kind == "unscaled"}
+    assert why["self_attn.q_proj"] == "in 2 of 2 layers: not every layer has a tensor of its own of self_attn.v_proj"
+    assert set(why) == {f"self_attn.{part}_proj" for part in "qkvo"} | {"mlp.c_proj"}
 
 
 def test_a_family_without_a_site_is_refused_with_the_reason(random_model_dir, monkeypatch):

@@ -1,6 +1,7 @@
 """Where a plan scales the channels of a model whose family is not declared: sites that were proven, or a refusal."""
 
 from collections import Counter
+from collections.abc import Set
 from dataclasses import replace
 
 from llmcompress.arch.scaling_site import Site
@@ -29,14 +30,21 @@ def with_sites(
     spec = matrices.spec
     found = prove_sites(config_of(headers, trust_remote_code), headers.tensors, spec, trust_remote_code)
     anatomy = Anatomy(headers, spec, matrices.prefix, matrices.layers)
+    absent = {
+        part.path
+        for layer, sites in found.sites.items()
+        for site in sites
+        for part in site.parts
+        if anatomy.tensor(layer, part.path) is None
+    }
     kept: dict[int, tuple[Site, ...]] = {}
     refused: Counter[tuple[str, str]] = Counter()
     for layer, sites in found.sites.items():
-        lacking = {site.space: path for site in sites if (path := _lacking(anatomy, layer, site)) is not None}
+        lacking = {site.space: path for site in sites if (path := _one_of(site, absent)) is not None}
         kept[layer] = tuple(site for site in sites if site.space not in lacking)
         refused.update(found.refused[layer].items())
         refused.update(
-            (part.path, f"{lacking[site.space]} is no tensor of its own on disk")
+            (part.path, f"not every layer has a tensor of its own of {lacking[site.space]}")
             for site in sites
             if site.space in lacking
             for part in site.readers
@@ -53,6 +61,6 @@ def with_sites(
     return replace(matrices, spec=replace(spec, proven=kept))
 
 
-def _lacking(anatomy: Anatomy, layer: int, site: Site) -> str | None:
-    """Path of a module of a site that has no tensor on disk."""
-    return next((part.path for part in site.parts if anatomy.tensor(layer, part.path) is None), None)
+def _one_of(site: Site, paths: Set[str]) -> str | None:
+    """The first module of a site that is among `paths`."""
+    return next((part.path for part in site.parts if part.path in paths), None)
