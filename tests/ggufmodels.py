@@ -4,6 +4,14 @@ from typing import Any
 
 MAY_BE_NONE = ("sliding_window", "n_group", "topk_group")
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+SECTIONED = {
+    "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1],
+    "mrope_interleaved": True,
+}  # fmt: skip
+TRUNCATED = {  # of yarn, as llama.cpp computes it; the published models do without
+    "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True,
+}  # fmt: skip
 PERIOD = [SLIDING, SLIDING, SLIDING, FULL]
 SMALL = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 64),
@@ -38,6 +46,34 @@ MODELS: dict[str, dict[str, Any]] = {
     "dots1": {"num_key_value_heads": 4}, "glm4_moe": {},
     "ernie4_5_moe": {"num_hidden_layers": 3, "moe_layer_start_index": 1, "moe_layer_end_index": 2},
     "hunyuan_v1_moe": {}, "minimax_m2": {"intermediate_size": 32},
+    # state space models and convolutions
+    "mamba": {"intermediate_size": 128, "state_size": 8, "time_step_rank": 4},
+    "falcon_mamba": {"intermediate_size": 128, "state_size": 8, "time_step_rank": 4},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 8},
+    "jamba": {"num_hidden_layers": 4, "attn_layer_period": 4, "attn_layer_offset": 2},
+    "granitemoehybrid": {"num_hidden_layers": 4, "layer_types": [LINEAR, LINEAR, FULL, LINEAR]},
+    "nemotron_h": {
+        "num_hidden_layers": 4, "layers_block_type": [LINEAR, "moe", FULL, "moe"], "mamba_num_heads": 8,
+        "mamba_head_dim": 16, "ssm_state_size": 8, "moe_shared_expert_intermediate_size": 32,
+    },
+    "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "conv", FULL, "conv"], "block_auto_adjust_ff_dim": False},
+    "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "conv", FULL, "conv"]},
+    "qwen3_next": {"num_hidden_layers": 4, "layer_types": [LINEAR] * 3 + [FULL]},
+    "qwen3_5_text": {"num_hidden_layers": 4, "layer_types": [LINEAR] * 3 + [FULL], "rope_parameters": SECTIONED},
+    "qwen3_5_moe_text": {"num_hidden_layers": 4, "layer_types": [LINEAR] * 3 + [FULL], "rope_parameters": SECTIONED},
+    # others
+    "gpt_oss": {"intermediate_size": 64, "layer_types": [SLIDING, FULL], "rope_parameters": TRUNCATED},
+    "llama4_text": {
+        "num_hidden_layers": 4, "moe_layers": [0, 1, 2, 3], "no_rope_layers": [1, 1, 1, 0], "num_experts_per_tok": 1,
+        "layer_types": ["chunked_attention"] * 3 + [FULL], "attention_chunk_size": 8192,
+    },
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 16,
+            "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+        },
+    },
+    "bloom": {}, "gpt_bigcode": {"n_inner": 256}, "mpt": {"expansion_ratio": 4}, "falcon": {"ffn_hidden_size": 256},
     # latent attention
     "deepseek_v2": {"num_key_value_heads": 4}, "deepseek_v3": {"num_key_value_heads": 4},
     "glm4_moe_lite": {"num_key_value_heads": 4},
@@ -48,6 +84,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "cohere2": {"rotary_pct": 1.0},
     "hunyuan_v1_moe": {"moe_intermediate_size": [96, 96], "moe_topk": [2, 2], "num_shared_expert": [1, 1]},
     "minimax_m2": {"rotary_dim": 8},
+    "falcon": {"num_kv_heads": 1},
 }
 
 

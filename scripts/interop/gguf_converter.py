@@ -83,6 +83,7 @@ MODELS = {
     "gpt_neox": ("gpt_neox", COMMON, {"rotary_pct": 0.25}),
     "olmo2": ("olmo2", GROUPED, {}),
 }  # fmt: skip
+OTHER_NAMES = {"MptForCausalLM": "MPTForCausalLM"}  # of classes, which transformers 5 calls otherwise
 VOCABULARY = 90  # tokens of Gemma 3's tokenizer, fewer than rows of its embedding
 
 
@@ -92,7 +93,9 @@ def main() -> None:
     parser.add_argument("output", metavar="GOLDEN", type=Path, help="directory of the two files")
     arguments = parser.parse_args()
     sys.path[:0] = [str(arguments.source), str(arguments.source / "gguf-py")]
-    sys.modules.setdefault("sentencepiece", ModuleType("sentencepiece"))  # is asked for where a tokenizer is read
+    tokenizers = ModuleType("sentencepiece")  # is asked for where a tokenizer is read
+    tokenizers.SentencePieceProcessor = object
+    sys.modules.setdefault("sentencepiece", tokenizers)
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / "Tiny-Model-7B-v2.0"
         write(arguments.output / "gguf_converter.json", {name: answer(place, *model) for name, model in MODELS.items()})
@@ -143,9 +146,12 @@ def converted(folder: Path) -> tuple[dict, dict]:
     from conversion.base import ModelBase
 
     hyperparameters = ModelBase.load_hparams(folder, False)
-    model_class = get_model_class(hyperparameters["architectures"][0])
+    name = hyperparameters["architectures"][0]
+    model_class = get_model_class(OTHER_NAMES.get(name, name))
     model_class.set_vocab = lambda self: None
+    model_class.no_mtp = True
     model = model_class(folder, gguf.LlamaFileType.ALL_F32, folder / "converted.gguf")
+    type(getattr(model, "impl", model)).set_vocab = lambda self: None
     if hyperparameters["model_type"] == "gpt_neox":
         model.hparams.setdefault("rotary_pct", 0.25)  # which transformers 5 takes away
     model.write()

@@ -2,7 +2,7 @@
 
 llama.cpp keeps keys and values in float16, looks gelu up in a table of float16, and multiplies quantised matrices with
 inputs rounded to 8 bits, which now and then sends a token to another expert. So logits of F32 files agree to 1% of
-their standard deviation for every token, those of Q8_0 to 10% for the median token.
+their standard deviation for every token, those of Q8_0 to 20% for the median token.
 """
 
 import os
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.interop
 ROWS = 288  # of the embedding: more than the 260 tokens
 MODELS = [path for path in os.environ.get("LLMCOMPRESS_MODELS", "").split(os.pathsep) if path]  # real ones, if at hand
 IDS = torch.randint(2, 260, (24,), generator=torch.Generator().manual_seed(0)).tolist()
-TOLERANCE = {"F32": 0.01, "Q8_0": 0.1, "NVFP4": 0.1}
+TOLERANCE = {"F32": 0.01, "Q8_0": 0.2, "NVFP4": 0.1}
 OVERRIDES = {
     "gemma2": {"query_pre_attn_scalar": 16},
     "gemma3_text": {"query_pre_attn_scalar": 16, "num_hidden_layers": 6},  # the sixth has full attention

@@ -137,6 +137,8 @@ class GgufWeights:
         if len(parts) != 1 or len(parts[0].shape) != 2 or parts[0].shape != self._shapes[name]:
             return None
         (part,) = parts
+        if not part.tensor.by_rows:
+            return None
         stored = self.header.tensors[part.tensor.name]
         spec = gguf_specs().get(stored.type)
         if spec is None or stored.type in FACTORED or part.tensor.transposed or part.tensor.offset:
@@ -170,7 +172,8 @@ def _undone(part: EncodedRows, header: GgufHeader) -> Tensor:
     tensor = part.tensor
     values = part.values(header) - tensor.offset
     values = FORMS[tensor.form][1](values) if tensor.form else values
-    return values.mT if tensor.turned else values
+    values = values.mT if tensor.turned else values
+    return values if tensor.inputs is None else values[..., torch.argsort(tensor.inputs.index())]
 
 
 def _extents_of(view: Tensor, axis: int, count: int) -> list[int]:

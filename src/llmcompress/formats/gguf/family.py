@@ -11,7 +11,7 @@ from llmcompress.formats.gguf.hyper import Hyper, read_hyper
 from llmcompress.formats.gguf.keys import Key, u32
 from llmcompress.formats.gguf.refused import REASONS
 from llmcompress.formats.gguf.rope import Rope, read_rope, refuse_other
-from llmcompress.formats.gguf.tensors import GGUFTensor, Rows
+from llmcompress.formats.gguf.tensors import GGUFTensor, Rows, Strips
 from llmcompress.registry import discover, suggest
 
 ATTENTION = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output")
@@ -44,6 +44,10 @@ def _no_shapes(hyper: Hyper, layer: int) -> Mapping[str, Shape]:
     return {}
 
 
+def _as_is(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return config
+
+
 def _no_parts(path: str, shape: Shape, hyper: Hyper) -> Sequence[GGUFTensor] | None:
     return None
 
@@ -64,14 +68,15 @@ class Family:
     outer: those outside of layers beyond embedding, norm and head. biased: roles of both that have a bias too, biases:
     roles that may have one. shapes: of roles of a layer (-1: outside of them) that are not as usual. parts: what a
     tensor of the checkpoint, of that path, is taken apart into, without sources; None for one that stays whole.
-    renames: ends of paths, and what the gguf package knows them as. skipped: parts of names that are left out. forms:
-    of values, by role (tensors.FORMS). columns: roles of vectors that llama.cpp takes as matrices of one column.
+    skipped: parts of names that are left out. forms: of values, by role (tensors.FORMS). reshaped: roles of tensors
+    that take the extents `shapes` gives them.
     rms: its norms do not subtract the mean. unnormed: it has no norm with weights before the head.
     told: fields of config.json of which keys say the same (fields.py). partly: a key says how many values of a head are
     rotated. attention: it has layers of attention.
     defaults: values of config keys that may be absent. only: config keys with the values that llama.cpp computes,
-    None standing for an absent key too. objection: why llama.cpp would compute something else, or None.
-    rows: rows taken for a role, such as "attn_q". values: computed tensors by name. keys: keys beyond those all have.
+    None standing for an absent key too. meant: config.json with what the family takes from other keys. objection: why
+    llama.cpp would compute something else, or None. rows: rows taken for a role, such as "attn_q"; inputs: the order of
+    its columns. values: computed tensors by name. keys: keys beyond those all have.
     """
 
     name: str
@@ -102,17 +107,18 @@ class Family:
     partly: bool = False
     unnormed: bool = False
     told: tuple[str, ...] = ()
-    renames: Mapping[str, str] = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
     forms: Mapping[str, str] = field(default_factory=dict)
-    columns: tuple[str, ...] = ()
+    reshaped: tuple[str, ...] = ()
     rms: bool = True
     shapes: Callable[[Hyper, int], Mapping[str, Shape]] = _no_shapes
     parts: Callable[[str, Shape, Hyper], Sequence[GGUFTensor] | None] = _no_parts
     defaults: Mapping[str, Any] = field(default_factory=dict)
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    meant: Callable[[Mapping[str, Any]], Mapping[str, Any]] = _as_is
     objection: Callable[[Hyper], str | None] = _no_objection
-    rows: Callable[[str, Hyper], Rows | None] = _no_rows
+    rows: Callable[[str, Hyper], Rows | Strips | None] = _no_rows
+    inputs: Callable[[str, Hyper], Rows | Strips | None] = _no_rows
     values: Callable[[Hyper, Rope], Mapping[str, tuple[float, ...]]] = _no_values
     keys: Callable[[Hyper, Rope], Sequence[Key]] = _no_keys
 
@@ -121,7 +127,7 @@ class Family:
 
         CheckpointError for what is missing or no number, PlanError for what llama.cpp would compute otherwise.
         """
-        hyper = read_hyper(config, self.defaults, self.experts, self.grouped, self.attention)
+        hyper = read_hyper(self.meant(config), self.defaults, self.experts, self.grouped, self.attention)
         rope = read_rope(hyper.config) if self.rotary else Rope(0.0, None, "default", 1.0)
         if self.rotary:
             refuse_other(rope, self.ropes, self.name)

@@ -21,7 +21,6 @@ _WHOLE = {
     "num_dense_layers": "leading_dense_block_count",
     "moe_layer_start_index": "leading_dense_block_count",
     "moe_layer_interval": "interleave_moe_layer_step",
-    "num_nextn_predict_layers": "nextn_predict_layers",
     "sliding_window": "attention.sliding_window",
     "q_lora_rank": "attention.q_lora_rank",
     "kv_lora_rank": "attention.kv_lora_rank",

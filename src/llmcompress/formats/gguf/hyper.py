@@ -54,7 +54,7 @@ def read_hyper(
     inner = _inner(config, hidden) if attention else 0
     of_expert = config.get("moe_intermediate_size") is not None
     return Hyper(
-        layers=whole(config, *_LAYERS),
+        layers=_layers(config),
         hidden=hidden,
         inner=inner,
         heads=heads,
@@ -70,10 +70,18 @@ def read_hyper(
     )
 
 
+def _layers(config: Mapping[str, Any]) -> int:
+    """The number of layers, which some configs say by the list of their kinds alone."""
+    kinds = config.get("layers_block_type")
+    if isinstance(kinds, list) and kinds and all(config.get(name) is None for name in _LAYERS):
+        return len(kinds)
+    return whole(config, *_LAYERS)
+
+
 def _inner(config: Mapping[str, Any], hidden: int) -> int:
     """Width of the feed-forward block: four times that of the model in old families that do not say it."""
-    names = ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim")
-    old = "n_embd" in config or "n_layer" in config
+    names = ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim", "moe_intermediate_size")
+    old = any(name in config for name in ("n_embd", "n_layer", "n_layers"))
     if old and all(config.get(name) is None for name in names):
         return 4 * hidden
     return whole(config, *names)

@@ -57,7 +57,16 @@ def facts(config: Mapping[str, Any], importance: bool) -> Facts:
 def notes(config: Mapping[str, Any]) -> list[str]:
     """What llama.cpp computes otherwise than transformers, as sentences for the ledger."""
     family = find(config)
-    hyper, _ = family.read(config)
+    hyper, rope = family.read(config)
+    found = _window_notes(family, hyper)
+    if rope.kind == "yarn" and rope.scaling.get("truncate") is False:
+        found.append("llama.cpp rounds the range of yarn's frequencies to whole numbers, which this model does not")
+    if family.skipped or hyper.config.get("num_nextn_predict_layers"):
+        found.append("layers after the last, which predict further tokens, are left out")
+    return found
+
+
+def _window_notes(family: Family, hyper: Hyper) -> list[str]:
     window = hyper.config.get("sliding_window")
     used = hyper.config.get("use_sliding_window") is not False
     if family.windowed or not used or not isinstance(window, int) or window >= hyper.context:

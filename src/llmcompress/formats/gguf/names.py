@@ -12,7 +12,7 @@ from llmcompress.formats.gguf.family import Family, find
 from llmcompress.formats.gguf.hyper import Hyper
 from llmcompress.formats.gguf.mixture import visiting_order
 from llmcompress.formats.gguf.shapes import check
-from llmcompress.formats.gguf.tensors import GGUFTensor, Rows, stretch
+from llmcompress.formats.gguf.tensors import GGUFTensor, Rows, Strips, stretch
 
 if TYPE_CHECKING:
     from gguf import TensorNameMap
@@ -79,10 +79,13 @@ def _name(path: str, family: Family, known: "TensorNameMap") -> str | None:
         return path
     if _is_head(path, family):
         return f"output.{path.rpartition('.')[2]}"
-    renames = {**_RENAMES, **family.renames}
-    end = next((end for end in renames if path.endswith(end)), "")
-    name: str | None = known.get_name(path.removesuffix(end) + renames.get(end, ""), try_suffixes=(".weight", ".bias"))
-    return name
+    end = next((end for end in _RENAMES if path.endswith(end)), "")
+    path = path.removesuffix(end) + _RENAMES.get(end, "")
+    for known_as in (path, path.removeprefix(family.base)):
+        name: str | None = known.get_name(known_as, try_suffixes=(".weight", ".bias"))
+        if name is not None:
+            return name
+    return None
 
 
 @cache
@@ -99,7 +102,7 @@ def _whole(family: Family, hyper: Hyper, source: Sequence[Source]) -> dict[str, 
     stacks: dict[str, dict[int, Source]] = {}
     for name, extents in source:
         path, shape = _path(name, family), tuple(extents)
-        if path.endswith(_SKIPPED) or any(part in path for part in family.skipped):
+        if path.endswith(_SKIPPED) or any(part in path for part in family.skipped) or _is_after(path, hyper):
             continue
         if (parts := family.parts(path, shape, hyper)) is not None:
             found |= {f"blk.{_layer(path)}.{part.name}": replace(part, sources=(name,)) for part in parts}
@@ -113,6 +116,12 @@ def _whole(family: Family, hyper: Hyper, source: Sequence[Source]) -> dict[str, 
         else:
             found[path] = GGUFTensor("", shape, (name,))
     return found | {path: _stacked(parts, hyper) for path, parts in stacks.items()}
+
+
+def _is_after(path: str, hyper: Hyper) -> bool:
+    """Whether a path lies in a layer after the last, which predicts further tokens; llama.cpp does without."""
+    number, more = _layer(path), hyper.config.get("num_nextn_predict_layers") or 0
+    return number != "" and hyper.layers <= int(number) < hyper.layers + int(more)
 
 
 def _path(name: str, family: Family) -> str:
@@ -169,7 +178,7 @@ def _finished(tensor: GGUFTensor, path: str, family: Family, hyper: Hyper) -> GG
     role = role.removesuffix(".weight").removesuffix(".bias")
     if kind == "weight" and module.rpartition(".")[2] in family.transposed:
         tensor = replace(tensor, shape=tensor.shape[::-1], transposed=True)
-    if path.endswith(("norm.weight", "layernorm1p.weight")):
+    if path.endswith("norm.weight") and role != "ssm_norm":
         tensor = replace(tensor, offset=family.norm_offset)
     if len(tensor.shape) == 3 and tensor.shape[1] == 1 and "conv" in role:
         tensor = replace(tensor, shape=(tensor.shape[0], tensor.shape[2]))
@@ -177,13 +186,16 @@ def _finished(tensor: GGUFTensor, path: str, family: Family, hyper: Hyper) -> GG
         tensor = replace(tensor, form=family.forms[role])
     if role == "exp_probs_b":
         tensor = replace(tensor, shape=(prod(tensor.shape),))
-    if role in family.columns:
-        tensor = replace(tensor, shape=(tensor.shape[0], 1))
+    if role in family.reshaped:
+        shape = family.shapes(hyper, int(_layer(tensor.name)))[role]
+        tensor = replace(tensor, shape=shape) if prod(shape) == prod(tensor.shape) else tensor
+    if (inputs := family.inputs(role, hyper)) is not None:
+        tensor = replace(tensor, inputs=inputs)
     rows = None if tensor.rows else family.rows(role, hyper)
     return tensor if rows is None else _with_rows(tensor, rows)
 
 
-def _with_rows(tensor: GGUFTensor, rows: Rows) -> GGUFTensor:
+def _with_rows(tensor: GGUFTensor, rows: Rows | Strips) -> GGUFTensor:
     if tensor.shape[0] != len(rows):
         raise CheckpointError(
             f"tensor {tensor.sources[0]} is {list(tensor.shape)}, config.json asks for {len(rows)} rows",

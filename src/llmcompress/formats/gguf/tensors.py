@@ -33,6 +33,26 @@ class Rows:
         return rows[self.first : self.first + len(self)]
 
 
+@dataclass(frozen=True)
+class Strips:
+    """Which rows of a matrix are taken, as runs of rows one after the other.
+
+    runs: each as first row, number of rows, step to the next of its like, and how many of them there are.
+    """
+
+    runs: tuple[tuple[int, int, int, int], ...]
+
+    def __len__(self) -> int:
+        return sum(count * times for _, count, _, times in self.runs)
+
+    def index(self) -> "Tensor":
+        """For each row the number of the row in the source: int64 [rows]."""
+        import torch
+
+        starts = [(first + step * at, count) for first, count, step, times in self.runs for at in range(times)]
+        return torch.cat([torch.arange(first, first + count) for first, count in starts])
+
+
 def rotary_pairs(heads: int, head_dim: int) -> Rows:
     """Rows of a projection whose rotary pairs lie half a head apart, put next to each other."""
     return Rows((heads, 2, head_dim // 2), (0, 2, 1))
@@ -54,17 +74,18 @@ class GGUFTensor:
 
     shape: in torch's order, [out, in], [experts, out, in] or [n]. sources: on-disk names of the checkpoint's tensors it
     is made of: one, or one per expert, or none if it is computed. Each is seen as [out, in] (`transposed`: stored
-    [in, out]), or as `split` such matrices, one below the other, of which `rows` are taken; `turned` matrices are
-    transposed after that, and `offset` is added to every value. form: what is done to every value (`FORMS`). values: of
-    a computed tensor. factor_of: on-disk names of the matrices whose codes are multiplied by the values of this tensor,
-    one for each.
+    [in, out]), or as `split` such matrices, one below the other, of which `rows` are taken, and columns in the
+    order of `inputs`; `turned` matrices are transposed after that. form: what is done to every value (`FORMS`), before
+    `offset` is added. values: of a computed tensor. factor_of: on-disk names of the matrices whose codes are multiplied
+    by the values of this tensor, one for each.
     """
 
     name: str
     shape: tuple[int, ...]
     sources: tuple[str, ...] = ()
     transposed: bool = False
-    rows: Rows | None = None
+    rows: Rows | Strips | None = None
+    inputs: Rows | Strips | None = None
     offset: float = 0.0
     values: tuple[float, ...] | None = None
     factor_of: tuple[str, ...] = ()
@@ -75,18 +96,19 @@ class GGUFTensor:
     @property
     def by_rows(self) -> bool:
         """Whether rows of the tensor are rows of its sources, so that codes of a source can be taken as they are."""
-        return not (self.split or self.turned or self.form)
+        return not (self.split or self.turned or self.form or self.inputs)
 
     def viewed(self, values: "Tensor") -> "Tensor":
         """A source as the matrices, each [out, in], or the vector [n] that it is; shares its memory."""
         values = values.mT if self.transposed and values.ndim > 1 else values
+        if values.ndim == 3 and values.shape[1] == 1:  # a convolution by channel
+            values = values[:, 0]
         return values.view(self.split, -1, *values.shape[1:]) if self.split else values
 
     def parts(self, values: "Tensor") -> "Iterator[Tensor]":
         """The matrices of a source, one after the other."""
         values = self.viewed(values)
-        # experts may be one tensor in the checkpoint too; a convolution by channel has [channels, 1, width]
-        yield from values if values.ndim == 3 and values.shape[1] > 1 else (values,)
+        yield from values if values.ndim == 3 else (values,)  # experts may be one tensor in the checkpoint too
 
 
 def _decay(values: "Tensor") -> "Tensor":
@@ -144,6 +166,7 @@ def pieces(tensor: GGUFTensor, read: Read) -> "Iterator[Piece]":
     index = None if tensor.rows is None else tensor.rows.index()
     for name in tensor.sources:
         for part in tensor.parts(read(name)):
+            part = part if tensor.inputs is None else part[:, tensor.inputs.index()]
             if tensor.turned:
                 yield Piece((part if index is None else part[index]).mT, None, tensor.offset, tensor.form)
             else:

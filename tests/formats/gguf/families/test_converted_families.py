@@ -25,6 +25,7 @@ VOCABULARY = 90
 KINDS = {"u32": "UINT32", "i32": "INT32", "f32": "FLOAT32", "bool": "BOOL", "text": "STRING"}
 MORE = {  # what is written although the converter does not: llama.cpp takes the same where it is left out
     "vocab_size", "attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.freq_base",
+    "feed_forward_length",  # of models whose blocks all hold experts, which read that of an expert
     "expert_gating_func",  # published configs say it, those that transformers saves do not
 }  # fmt: skip
 LEFT_OUT = {  # why a key of the converter is not written, or another value: by the end of its name
@@ -32,6 +33,12 @@ LEFT_OUT = {  # why a key of the converter is not written, or another value: by 
     "tokenizer.ggml.add_bos_token": "the tokenizer has its own keys",
 }
 OTHERWISE = {
+    ("bloom", "context_length"): "the converter takes the width where published configs say it",
+    ("falcon", "context_length"): "the converter says 2048 of all",
+    ("granitemoehybrid", "attention.head_count_kv"): "the converter looks for layers of another name",
+    ("granitemoehybrid", "context_length"): "the converter says 2^20 of models without positions",
+    ("nemotron_h", "context_length"): "the same",
+    ("mamba", "ssm.dt_b_c_rms"): "false, which is what llama.cpp takes without it",
     ("ernie4_5_moe", "expert_shared_feed_forward_length"): "the converter guesses; the weights are that wide",
     ("glm", "attention.layer_norm_rms_epsilon"): "the converter looks under a name that transformers does not use",
     ("glm", "context_length"): "the same",

@@ -28,7 +28,7 @@ _ERNIE = ("moe_intermediate_size", "moe_num_shared_experts", "moe_layer_interval
 
 def halves(path: str, shape: Shape, hyper: Hyper) -> Sequence[GGUFTensor] | None:
     """Gate and up that are one tensor, gate first: those of experts, and those of a shared expert."""
-    if not path.endswith(".input_linear.weight"):
+    if not path.endswith(".input_linear.weight") or shape[-2] % 2:
         return None
     kind, half = ("shexp" if "shared_mlp" in path else "exps"), shape[-2] // 2
     rows = {"gate": stretch(0, half, shape[-2]), "up": stretch(half, half, shape[-2])}
@@ -105,7 +105,7 @@ FAMILY = Kin(
         Family(
             "glm4_moe", ("glm4_moe",), "glm4moe", experts=True, partly=True, ropes=("default",), keys=_glm4_moe,
             layer=_glm4_moe_layer, objection=leading.objection,
-            told=("moe_intermediate_size", "n_shared_experts", "num_nextn_predict_layers", *_SCALED), only=_SILU,
+            told=("moe_intermediate_size", "n_shared_experts", *_SCALED), only=_SILU,
         ),
         Family(
             "ernie4_5_moe", ("ernie4_5_moe",), "ernie4_5-moe", experts=True, tied=True, ropes=("default",), biases=(),
