@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from llmcompress.methods.base import Method
     from llmcompress.pruners.base import Pruner
 
+_TOLD = 0.01  # the least share of a decoder that is worth a name
+
 
 def show_plans(plans: Sequence["Plan"], as_json: bool) -> None:
     """Print what runs would do, for people or as one JSON document: of several plans, a list."""
@@ -32,6 +34,8 @@ def _loaded(plan: "Plan") -> dict[str, str | list[str]]:
 
 
 def _facts(plan: "Plan") -> dict[str, Any]:
+    from llmcompress.engine.plan.decoder_share import decoder_share
+
     cost = plan.estimate
     return {
         "output": str(plan.out),
@@ -46,6 +50,7 @@ def _facts(plan: "Plan") -> dict[str, Any]:
         "batch": plan.batch,
         "passes": cost.passes,
         "bits_per_weight": round(cost.bits_per_weight, 4),
+        "decoder_share": round(decoder_share(plan).changed, 4),
         "matrices": [
             {
                 "name": name,
@@ -82,6 +87,7 @@ def _show(plan: "Plan") -> None:
                 f"{plan.headers.path} ({plan.spec.name}, {len(plan.layers)} layers, {console.size(cost.source_bytes)})",
             ),
             ("output", f"{plan.out} ({plan.format.name})"),
+            ("decoder", _decoder(plan)),
             ("loads in", ", ".join(labels(_loaded(plan), options.tp, options.target)) or "nothing known"),
             *_unchanged(plan),
             (
@@ -99,6 +105,14 @@ def _show(plan: "Plan") -> None:
         ],
     )
     console.ledger(as_json(plan.ledger))
+
+
+def _decoder(plan: "Plan") -> str:
+    from llmcompress.engine.plan.decoder_share import decoder_share
+
+    share = decoder_share(plan)
+    left = [f"{name} {part:.1%}" for name, part in share.left if part >= _TOLD]
+    return f"{share.changed:.1%} of its weights change" + (f"; as they are: {', '.join(left)}" if left else "")
 
 
 def _windows(plan: "Plan") -> str:
