@@ -19,7 +19,7 @@ KEPT = {
     "work": ([*GPTQ, "-o", "out", "--deadline", "0"], "out.work", [*GPTQ, "-o", "out"]),
     "fit": ([*FIT, "-o", "out", "--deadline", "0"], "out.work", [*FIT, "-o", "out"]),
     "stats": ([*GPTQ, "-o", "first", "--stats", "stats"], "stats",
-              ["gptq", "model", "--bits", "3", *SHORT, "-o", "out", "--stats", "stats"]),
+              ["gptq", "model", "--bits", "8", *SHORT, "-o", "out", "--stats", "stats"]),
     "export": ([*GPTQ, "-o", "first", "--work", "kept", "--keep-work"], "kept",
                ["export", "kept", "--format", "gptq", "-o", "out"]),
     "imatrix": (["imatrix", "model", "-o", "im/a", *SHORT], "im",

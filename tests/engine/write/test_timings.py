@@ -1,6 +1,7 @@
 """Times and memory go into a file of their own, line by line over all starts, and into nothing else."""
 
 import json
+import os
 
 import pytest
 
@@ -8,7 +9,7 @@ from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.process.progress import Progress
 from llmcompress.engine.write.timings import Timings, run_sha256
-from llmcompress.errors import StoppedError
+from llmcompress.errors import RunError, StoppedError
 from tinyruns import LAYERS, after, compress, digest, recipe
 
 
@@ -70,6 +71,18 @@ def test_a_place_inside_of_what_is_written_is_refused_before_anything_is_compute
         assert main("rtn", tiny_model_dir, "-o", out, "--timings", place, "--quiet") == 2
         assert f"--timings {place} " in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_with_another_name_is_not_written_to(main, capsys, tiny_model_dir, tmp_path):
+    kept, file = tmp_path / "kept", tmp_path / "times"
+    kept.write_text("precious")
+    os.link(kept, file)
+    assert main("rtn", tiny_model_dir, "-o", tmp_path / "out", "--timings", file, "--quiet") == 2
+    assert f"--timings {file} " in capsys.readouterr().err
+    plan = make_plan(recipe("rtn"), tiny_model_dir, Options(out=tmp_path / "out"))
+    with pytest.raises(RunError, match="second name"):  # of a link that is planted later
+        Timings(file, plan, Progress()).start(1, 0)
+    assert kept.read_text() == "precious"
 
 
 def test_the_option_writes_what_the_page_reads(main, tiny_model_dir, tmp_path):

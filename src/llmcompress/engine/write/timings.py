@@ -5,6 +5,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
+from errno import EMLINK
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -91,6 +92,8 @@ class Timings(Progress):
             make_parent(self.file)
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW  # whoever planted a link there
             with os.fdopen(os.open(self.file, flags, 0o666 & ~EVERYBODY), "ab") as handle:
+                if os.fstat(handle.fileno()).st_nlink > 1:
+                    raise OSError(EMLINK, "it is another file's second name")
                 handle.write(json.dumps(said).encode() + b"\n")
 
 
@@ -99,8 +102,8 @@ def refuse_place(file: Path, plan: "Plan") -> None:
     for place in (plan.out, plan.work):
         if file.resolve() == place.resolve() or place.resolve() in file.resolve().parents:
             raise PlanError(f"--timings {file} lies in {place}, which holds no times", "give a file elsewhere")
-    if os.path.lexists(file) and (file.is_symlink() or not file.is_file()):
-        raise PlanError(f"--timings {file} is not a file", "give another one")
+    if os.path.lexists(file) and (file.is_symlink() or not file.is_file() or file.stat().st_nlink > 1):
+        raise PlanError(f"--timings {file} is not a file with this name alone", "give another one")
 
 
 def _memory() -> dict[str, int]:
