@@ -25,6 +25,7 @@ ITEM_SIZE = {
     "F8_E8M0": 1,
     "I64": 8,
     "I32": 4,
+    "U32": 4,
     "I16": 2,
     "I8": 1,
     "U8": 1,
@@ -118,7 +119,7 @@ class Format(ABC):
     """One checkpoint format; a module of `formats` offers an instance as `FORMAT`.
 
     writes: whether runs can write it; others' formats may be read alone (`read_only`). affine: whether what it decodes
-    may be whole numbers with scales and zero points.
+    may be whole numbers with scales and zero points. keys: of config.json that speak of quantisation.
     Everything about what will be written is answered from entries alone, before any tensor is read.
     """
 
@@ -126,6 +127,7 @@ class Format(ABC):
     summary: str
     writes: bool = True
     affine: bool = False
+    keys: tuple[str, ...] = ("quantization_config",)
     holds: Container[str] | None  # names of the grids whose codes it has a place for; None: it stores decoded values
     marker: str | tuple[str, ...]  # the tensor (one of those) that quantised modules alone have: "qweight"
 

@@ -12,6 +12,7 @@ _LOADING = {
     "gptq": "transformers (with `optimum` and `gptqmodel`), GPTQModel, vLLM and SGLang read gptq checkpoints.",
     "awq": "transformers (with `gptqmodel` and `accelerate`), GPTQModel, vLLM and SGLang read awq checkpoints.",
     "compressed-tensors": "vLLM, SGLang and transformers (with `compressed-tensors`) read this checkpoint.",
+    "mlx": "mlx-lm reads this checkpoint: `mlx_lm.generate --model DIR`.",
     "bitsandbytes": "transformers reads this checkpoint, with `bitsandbytes` installed.",
     "codebook": "Only llmcompress reads this checkpoint: `llmcompress eval` and `generate` run it, `gguf` converts it.",
     "qoq": "Only llmcompress reads this checkpoint: `llmcompress eval` and `generate` run it, `gguf` converts it.",

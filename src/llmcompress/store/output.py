@@ -40,6 +40,7 @@ _TORCH_NAMES = {
     "torch.float8_e4m3fn": "F8_E4M3",
     "torch.int64": "I64",
     "torch.int32": "I32",
+    "torch.uint32": "U32",
     "torch.int16": "I16",
     "torch.int8": "I8",
     "torch.uint8": "U8",

@@ -10,6 +10,7 @@ from llmcompress.validate.directory import HEADS, Directory
 from llmcompress.validate.float4 import FLOAT4_PARTS
 from llmcompress.validate.matrices import quantised_modules
 from llmcompress.validate.matrix import FLOATS, INTEGERS, PACKED
+from llmcompress.validate.mlx_codes import mlx_wrongs
 from llmcompress.validate.stored import Tensor, read_json
 
 _GPTQ_KEYS = ("bits", "group_size", "sym", "desc_act", "lm_head", "checkpoint_format")
@@ -40,6 +41,7 @@ def config_wrongs(directory: Directory) -> list[str]:
         "awq": _awq_wrongs,
         "compressed-tensors": _packed_wrongs,
         "bitsandbytes": _bitsandbytes_wrongs,
+        "mlx": _mlx_wrongs,
     }
     wrong = looks.get(directory.form, _own_wrongs)(directory, settings)
     if wrong:
@@ -57,7 +59,7 @@ def config_wrongs(directory: Directory) -> list[str]:
     wrong += [
         f"{module} is not quantised, and config.json says that it is"
         for module in sorted(plain)
-        if scheme_of(module, directory.config) is not None
+        if directory.form != "mlx" and scheme_of(module, directory.config) is not None  # tensors tell in mlx
     ]
     wrong += [f"{name} is in report.json and is not quantised" for name in sorted(recorded.keys() - coded)]
     return wrong
@@ -141,6 +143,10 @@ def _bitsandbytes_wrongs(directory: Directory, settings: Mapping[str, Any]) -> l
     if not HEADS & set(settings["llm_int8_skip_modules"]):
         wrong.append("llm_int8_skip_modules does not name the head, which loaders would take for quantised")
     return wrong
+
+
+def _mlx_wrongs(directory: Directory, settings: Mapping[str, Any]) -> list[str]:
+    return mlx_wrongs(directory.config.get("quantization"), settings)
 
 
 def _own_wrongs(directory: Directory, settings: Mapping[str, Any]) -> list[str]:

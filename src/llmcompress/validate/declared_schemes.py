@@ -10,6 +10,7 @@ from typing import Any
 from llmcompress.validate.awq import skipped
 from llmcompress.validate.float4 import FLOAT4_PARTS, float4_scheme
 from llmcompress.validate.matrix import FLOATS, INTEGERS, PACKED, StoredScheme
+from llmcompress.validate.mlx_codes import MLX_PARTS, mlx_scheme
 from llmcompress.validate.stored import DamageError
 from llmcompress.validate.table_codes import TABLE_PARTS, missing_table_parts, table_scheme
 
@@ -24,6 +25,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
         "weight_global_scale",
         "input_scale",
     ),
+    "mlx": MLX_PARTS,
     **TABLE_PARTS,
 }
 STORED = {INTEGERS: "I8", FLOATS: "F8_E4M3"}  # stored type of codes of one byte each
@@ -44,7 +46,12 @@ def format_of(config: Mapping[str, Any]) -> str:
 def scheme_of(module: str, config: Mapping[str, Any]) -> StoredScheme | None:
     """The scheme that config.json declares for a linear; None if the linear is not quantised."""
     settings = config["quantization_config"]
-    schemes = {"gptq": _gptq_scheme, "awq": _awq_scheme, "compressed-tensors": _packed_scheme}
+    schemes = {
+        "gptq": _gptq_scheme,
+        "awq": _awq_scheme,
+        "compressed-tensors": _packed_scheme,
+        "mlx": mlx_scheme,
+    }
     return schemes.get(settings["quant_method"], table_scheme)(module, settings)
 
 
@@ -114,6 +121,8 @@ def missing_parts(module: str, parts: set[str], config: Mapping[str, Any]) -> li
         return sorted(missing_table_parts(form, parts))
     wanted = set(PARTS[form]) - {"weight_zero_point", "weight_global_scale", "input_scale"}
     scheme = scheme_of(module, config) if form == "compressed-tensors" else None
+    if form == "mlx":
+        wanted -= {"biases"} if mlx_scheme(module, config["quantization_config"]).kind == "mxfp4" else set()
     if scheme is not None:
         if scheme.stored in FLOAT4_PARTS:
             wanted = set(FLOAT4_PARTS[scheme.stored])

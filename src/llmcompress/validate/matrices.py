@@ -13,6 +13,7 @@ from llmcompress.validate.awq import nibbles
 from llmcompress.validate.declared_schemes import PARTS, STORED, format_of, scheme_of
 from llmcompress.validate.float4 import FLOAT4_PARTS, read_float4
 from llmcompress.validate.matrix import E4M3, FLOATS, INTEGERS, PACKED, StoredMatrix, StoredScheme, shaped
+from llmcompress.validate.mlx_codes import MLX_MARKERS, read_mlx
 from llmcompress.validate.stored import Array, DamageError, Tensor, unpack, words_for
 from llmcompress.validate.table_codes import MARKERS, TABLE_PARTS, read_table
 
@@ -70,7 +71,7 @@ class AffineMatrix(StoredMatrix):
 def quantised_modules(tensors: Mapping[str, Tensor], form: str) -> dict[str, set[str]]:
     """The parts of every module that has a part which only quantised matrices have, by module."""
     parts = PARTS.get(form, ())
-    marks = MARKERS.get(form, parts)
+    marks = {**MARKERS, "mlx": MLX_MARKERS}.get(form, parts)
     modules = {name[: -len(mark) - 1] for mark in marks for name in tensors if name.endswith(f".{mark}")}
     return {module: {part for part in parts if f"{module}.{part}" in tensors} for module in sorted(modules)}
 
@@ -84,6 +85,8 @@ def read_matrix(
         raise DamageError(f"{module} is quantised, and config.json says that it is not")
     if (form := format_of(config)) in TABLE_PARTS:
         return read_table(module, scheme, tensors, form)
+    if form == "mlx":
+        return read_mlx(module, scheme, tensors)
     if scheme.stored in FLOAT4_PARTS:
         return read_float4(module, scheme, tensors)
     settings = config["quantization_config"]

@@ -31,7 +31,8 @@ def config_differences(directory: Directory, config: Mapping[str, Any]) -> set[s
     A rotation ends that the head is the embedding.
     """
     mine = directory.config
-    keys = (config.keys() | mine.keys()) - {"quantization_config"}
+    said = {"quantization_config"} | ({"quantization"} if directory.form == "mlx" else set())
+    keys = (config.keys() | mine.keys()) - said
     changed = {key for key in keys if (key in config) != (key in mine) or _text(config[key]) != _text(mine[key])}
     untied = directory.rotated and mine.get("tie_word_embeddings") is False
     return changed - {"tie_word_embeddings"} if untied else changed

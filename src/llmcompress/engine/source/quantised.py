@@ -86,10 +86,10 @@ def decoded_headers(stored: ModelHeaders, spec: ArchSpec | None = None) -> Model
         elif _outlives(name, packed):
             tensors[name] = item
     _check_decoded(stored, found, packed or stacks, tensors)
-    wrapper = None if stored.wrapper is None else _without_settings(stored.wrapper)
+    wrapper = None if stored.wrapper is None else _without_settings(stored.wrapper, found)
     return DecodedHeaders(
         stored.path,
-        _without_settings(stored.config),
+        _without_settings(stored.config, found),
         tensors,
         stored.files,
         stored,
@@ -101,8 +101,8 @@ def decoded_headers(stored: ModelHeaders, spec: ArchSpec | None = None) -> Model
     )
 
 
-def _without_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key != "quantization_config"}
+def _without_settings(config: Mapping[str, Any], found: Format) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in found.keys}
 
 
 def _with_settings(stored: ModelHeaders) -> ModelHeaders:

@@ -1,0 +1,171 @@
+"""MLX checkpoints, as mlx-lm loads them on Apple's machines (mlx 0.32, mlx-lm 0.32).
+
+A linear M with weight [out, in], codes of b bits in groups of g inputs, becomes
+
+    M.weight  U32 [out, in*b/32]   row n: the codes of output n as a little-endian bit stream along `in`
+    M.scales  [out, in/g]          in the model's type; U8 for MXFP4, the exponent with a bias of 127
+    M.biases  [out, in/g]          in the model's type; none for MXFP4
+
+    W[n, k] = scales[n, k/g] * q[n, k] + biases[n, k/g]
+
+config.json says bits, group size and mode under `quantization`, and again under the name of a module that has others.
+Integers without zero points lie here as well, with biases of -2^(b-1) scales; `symmetric` says so, which mlx-lm does
+not look at. Experts are written one by one, and mlx-lm stacks them.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from llmcompress.errors import CheckpointError
+from llmcompress.formats.base import Config, Entry, Reader, Specs
+from llmcompress.formats.entry_checks import Refusal, grids, quantised, stored_scale, stored_type
+from llmcompress.formats.packed_format import PackedFormat, Part, matrix_shape
+from llmcompress.grids.base import Spec
+from llmcompress.grids.integer import IntegerSpec
+from llmcompress.grids.mxfp4 import Mxfp4Spec
+from llmcompress.grids.offset import SIZES, OffsetSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from llmcompress.grids.coded import Coded
+
+_AFFINE, _MXFP4 = "affine", "mxfp4"
+
+
+class MlxFormat(PackedFormat):
+    """The checkpoint family of mlx-lm."""
+
+    name = "mlx"
+    summary = "integers of 2, 3, 4, 5, 6, 8 bits with offsets or symmetric, and mxfp4; read by mlx-lm"
+    holds = ("int", "offset", "mxfp4")
+    marker = "scales"
+    keys = ("quantization_config", "quantization")
+    quant_method = "mlx"
+    required = ("weight", "scales")
+
+    def refuses(self, entries: Sequence[Entry], config: Config) -> Refusal | None:
+        if refusal := super().refuses(entries, config):
+            return refusal
+        if len({_settings(grid).get("symmetric", False) for _, grid in quantised(entries) if grid.type != _MXFP4}) > 1:
+            return (
+                "an mlx checkpoint says once for all modules whether integers are symmetric",
+                "use --type offset for all of them",
+            )
+        return None
+
+    def misfit(self, entry: Entry, grid: Spec) -> Refusal | None:
+        if grid.type == "int" and not grid.symmetric:
+            return (
+                f"format mlx has offsets and no zero points, as {grid.name} has ({entry.module})",
+                "use --type offset, which is finer, or --sym",
+            )
+        if grid.type == "int" and grid.group_size not in SIZES:
+            return (
+                f"mlx has groups of {', '.join(map(str, sorted(SIZES)))}, not {grid.name} ({entry.module})",
+                f"use --group-size {SIZES[0]}",
+            )
+        if entry.transposed:
+            return (
+                f"mlx-lm turns {entry.module} around when it loads it, and codes would not turn with it",
+                "leave it in its source type, or use --format dense",
+            )
+        return None
+
+    def parts(self, entry: Entry, grid: Spec) -> list[Part]:
+        rows, width = entry.out_features, entry.in_features
+        codes, groups = ("weight", "U32", (rows, width * grid.bits // 32)), (rows, grid.groups(width))
+        if grid.type == _MXFP4:
+            return [codes, ("scales", "U8", groups)]
+        return [codes, ("scales", entry.source.dtype, groups), ("biases", entry.source.dtype, groups)]
+
+    def packed(self, entry: Entry, coded: "Coded") -> "dict[str, Tensor]":
+        import torch
+
+        from llmcompress.packing.bits import pack
+
+        grid, spec = coded.grid, coded.grid.spec
+        words = pack(coded.codes, spec.bits).contiguous().view(torch.uint32)
+        if spec.type == _MXFP4:
+            return {"weight": words, "scales": grid.packed(coded.codes)["weight_scale"]}
+        start = grid.offset if grid.offset is not None else -spec.middle * grid.scale
+        stored = stored_scale(entry, coded, entry.source.dtype)
+        return {"weight": words, "scales": stored, "biases": stored_type(entry, start, entry.source.dtype)}
+
+    def config(self, entries: Sequence[Entry], config: Config) -> dict[str, dict[str, Any]]:
+        files = super().config(entries, config)
+        settings = files["config.json"]["quantization_config"]
+        said = {key: value for key, value in settings.items() if key != "quant_method"}
+        return {"config.json": {"quantization": said, "quantization_config": settings}}
+
+    def settings(self, entries: Sequence[Entry], config: Config) -> dict[str, Any]:
+        common = grids(entries)[0]
+        own = {entry.module: _settings(grid) for entry, grid in quantised(entries) if grid != common}
+        for settings in own.values():
+            settings.pop("symmetric", None)
+        return {**_settings(common), **own}
+
+    def shape(self, module: str, specs: Specs, read: Reader, config: Config) -> tuple[int, int] | None:
+        words, scales = matrix_shape(specs, f"{module}.weight"), matrix_shape(specs, f"{module}.scales")
+        if words is None or scales is None:
+            return None
+        return words[0], words[1] * 32 // _spec(module, config["quantization_config"]).bits
+
+    def grid(self, module: str, config: Config) -> Spec | None:
+        return _spec(module, config["quantization_config"])
+
+    def unpacked(self, module: str, tensors: "list[Tensor]", read: Reader, settings: Config) -> "Coded":
+        import torch
+
+        from llmcompress.grids.coded import Coded
+        from llmcompress.grids.integer import IntegerGrid
+        from llmcompress.grids.offset import OffsetGrid
+        from llmcompress.grids.scales import natural_groups
+        from llmcompress.packing.bits import unpack
+
+        words, scales = tensors
+        spec = _spec(module, settings)
+        width = words.shape[1] * 32 // spec.bits
+        if words.dtype != torch.uint32 or tuple(scales.shape) != (words.shape[0], spec.groups(width)):
+            raise CheckpointError(f"tensors of {module} do not have the shapes of {spec.name}")
+        codes = unpack(words.view(torch.int32), spec.bits, width)
+        if isinstance(spec, Mxfp4Spec):
+            return _mxfp4(codes, scales)
+        biases, scale = read(f"{module}.biases").to(torch.float32), scales.to(torch.float32)
+        if biases.shape != scale.shape:
+            raise CheckpointError(f"{module}.biases is not of the shape of its scales")
+        if isinstance(spec, OffsetSpec):
+            return Coded(codes, OffsetGrid(spec, scale, biases))
+        if not torch.equal(biases, -spec.middle * scale):
+            raise CheckpointError(f"{module}.biases are not those of symmetric integers, as config.json says")
+        zero = torch.full_like(scale, float(spec.middle))
+        return Coded(codes, IntegerGrid(spec, scale, zero, natural_groups(spec, width)))
+
+
+def _mxfp4(codes: "Tensor", scales: "Tensor") -> "Coded":
+    from llmcompress.grids.e2m1 import paired
+    from llmcompress.grids.mxfp4 import GRID
+
+    return GRID.unpacked(Mxfp4Spec(), {"weight_packed": paired(codes), "weight_scale": scales})
+
+
+def _settings(grid: Spec) -> dict[str, Any]:
+    """What config.json says of a grid."""
+    mode = _MXFP4 if grid.type == _MXFP4 else _AFFINE
+    said = {"group_size": grid.group_size, "bits": grid.bits, "mode": mode}
+    return {**said, "symmetric": True} if grid.type == "int" else said
+
+
+def _spec(module: str, settings: Mapping[str, Any]) -> Mxfp4Spec | OffsetSpec | IntegerSpec:
+    """The grid of one module: its own settings, else those of all."""
+    own = settings.get(module)
+    merged = {**settings, **(own if isinstance(own, Mapping) else {})}
+    if merged.get("mode", _AFFINE) == _MXFP4:
+        return Mxfp4Spec()
+    if merged.get("mode", _AFFINE) != _AFFINE:
+        raise CheckpointError(f"{module} has the mode {merged['mode']!r} of mlx, which is not read")
+    bits, size = int(merged["bits"]), int(merged["group_size"])
+    return IntegerSpec(bits, size) if merged.get("symmetric", False) else OffsetSpec(bits, size)
+
+
+FORMAT = MlxFormat()

@@ -1,0 +1,96 @@
+"""Codes of mlx checkpoints decoded by numpy alone: part of `verify`'s second reader.
+
+Imports nothing that takes part in writing (formats, packing, grids, store), on purpose.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from llmcompress.validate.float4 import StoredFloat4
+from llmcompress.validate.matrix import StoredMatrix, StoredScheme, shaped
+from llmcompress.validate.stored import Array, DamageError, Tensor, unpack, words_for
+
+MLX_PARTS = ("weight", "scales", "biases")
+MLX_MARKERS = ("scales",)
+_KEYS = ("group_size", "bits", "mode")
+_SIZES, _BITS = (32, 64, 128), (2, 3, 4, 5, 6, 8)
+
+
+@dataclass(frozen=True)
+class ShiftedMatrix(StoredMatrix):
+    """words [rows, in * bits / 32]; scale, start [rows, groups] float32: values are scale * code + start."""
+
+    words: Tensor
+    scale: Array
+    start: Array
+
+    def codes(self, rows: slice) -> Array:
+        return unpack(self.words.array()[rows], self.scheme.bits, self.width)[0]
+
+    def decode(self, rows: slice) -> Array:
+        scale, start = self._spread(rows)
+        values: Array = self.codes(rows).astype(np.float32) * scale + start
+        return values
+
+    def reach(self, rows: slice, weight: Array) -> Array:
+        scale, start = self._spread(rows)
+        end = start + ((1 << self.scheme.bits) - 1) * scale
+        low, high, step = np.minimum(start, end), np.maximum(start, end), np.abs(scale)
+        outside = np.maximum(np.maximum(weight - high, low - weight), 0)
+        reach: Array = step / 2 + outside + 1e-4 * step + 1e-6 * (np.abs(weight) + np.abs(start))  # ties in float32
+        return reach
+
+    def _spread(self, rows: slice) -> tuple[Array, Array]:
+        return np.repeat(self.scale[rows], self.scheme.size, 1), np.repeat(self.start[rows], self.scheme.size, 1)
+
+
+def mlx_scheme(module: str, settings: Mapping[str, Any]) -> StoredScheme:
+    """What config.json says of a module; that it is quantised at all, its tensors tell."""
+    own = settings.get(module)
+    merged = {**settings, **(own if isinstance(own, dict) else {})}
+    bits, size, mode = int(merged["bits"]), int(merged["group_size"]), merged["mode"]
+    if mode == "mxfp4":
+        if (bits, size) != (4, 32):
+            raise DamageError(f"{module} is mxfp4 with {bits} bits in groups of {size}")
+        return StoredScheme(bits, size, True, kind="mxfp4")
+    if mode != "affine" or bits not in _BITS or size not in _SIZES:
+        raise DamageError(f"{module} has mode {mode!r} with {bits} bits in groups of {size}, which mlx has not")
+    symmetric = bool(settings.get("symmetric", False))
+    return StoredScheme(bits, size, symmetric, kind="" if symmetric else f"int{bits}-g{size}-offset")
+
+
+def mlx_wrongs(said: object, settings: Mapping[str, Any]) -> list[str]:
+    """Faults of a quantization_config. said: what mlx-lm reads, as config.json's `quantization`."""
+    wrong = [f"quantization_config has no {key!r}" for key in _KEYS if key not in settings]
+    if said != {key: value for key, value in settings.items() if key != "quant_method"}:
+        wrong.append("quantization, which mlx-lm reads, and quantization_config differ")
+    return wrong
+
+
+def read_mlx(module: str, scheme: StoredScheme, tensors: Mapping[str, Tensor]) -> tuple[StoredMatrix, list[str]]:
+    """The matrix of a module and its faults; DamageError if the matrix cannot be decoded."""
+    words, scales = tensors[f"{module}.weight"], tensors[f"{module}.scales"]
+    if len(words.shape) != 2 or 32 * words.shape[1] % (scheme.bits * scheme.size):
+        raise DamageError(f"{words.name} is no matrix of whole groups")
+    rows, width = words.shape[0], 32 * words.shape[1] // scheme.bits
+    shaped(words, ("U32",), (rows, words_for(width, scheme.bits)))
+    groups = (rows, width // scheme.size)
+    if scheme.kind == "mxfp4":
+        exponent = shaped(scales, ("U8",), groups).array()
+        packed = np.ascontiguousarray(words.array()).view(np.uint8)
+        values = np.ldexp(np.float32(1), exponent.astype(np.int32) - 127)
+        wrong = [f"{scales.name} has scales that are no numbers"] if (exponent == 255).any() else []
+        return StoredFloat4(module, scheme, rows, width, packed, values), wrong
+    biases = tensors[f"{module}.biases"]
+    scale, start = (shaped(part, ("BF16", "F16", "F32"), groups).floats() for part in (scales, biases))
+    wrong = []
+    if not (np.isfinite(scale).all() and np.isfinite(start).all()):
+        wrong.append(f"{module} has scales or biases that are not finite")
+    if not scale.all():
+        wrong.append(f"{module} has scales of zero")
+    if scheme.symmetric and not (start == -(1 << (scheme.bits - 1)) * scale).all():
+        wrong.append(f"{module} is symmetric and has biases that are not those of its scales")
+    return ShiftedMatrix(module, scheme, rows, width, words, scale, start), wrong
