@@ -19,6 +19,7 @@ TYPES = {
     torch.int8: "I8",
     torch.int32: "I32",
     torch.int64: "I64",
+    torch.uint32: "U32",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
@@ -69,7 +70,7 @@ def test_a_grid_goes_through_a_method_to_a_checkpoint_that_verifies(name, method
     assert json.loads((out / "report.json").read_text())["linears"] == report["linears"]
     checks = verify(out, tiny_model_dir)
     assert passed(checks), [check for check in checks if not check.ok]
-    assert grid.label(methods()["rtn"](**options(name)), None) in ("w4", name, spec.name)
+    assert grid.label(methods()["rtn"](**options(name)), None) in (f"w{spec.bits}", name, spec.name)
 
 
 @pytest.mark.parametrize("name", CHOSEN)

@@ -58,6 +58,7 @@ OUTPUTS = {
     "dense": made([RTN], "dense"),
     "fp8": made([{"method": "rtn", "type": "fp8", "bits": 8, "activations": "fp8-token"}]),
     "mxfp4": made([{"method": "rtn", "type": "mxfp4"}]),
+    "mlx": made([{"method": "rtn", "type": "offset", "bits": 4, "group_size": 32}], "mlx"),
     "w8a8": made([{"method": "smoothquant"}, SCALED]),
     "nf4": made([{"method": "rtn", "type": "nf4"}], "bitsandbytes"),
     "int8": made([{"method": "rtn", "type": "int8", "bits": 8}], "bitsandbytes"),

@@ -10,7 +10,7 @@ A linear M with weight [out, in], codes of b bits in groups of g inputs, becomes
 
 config.json says bits, group size and mode under `quantization`, and again under the name of a module that has others.
 Integers without zero points lie here as well, with biases of -2^(b-1) scales; `symmetric` says so, which mlx-lm does
-not look at. Experts are written one by one, and mlx-lm stacks them.
+not look at. Experts are written one by one, and mlx-lm stacks them. Rotations are said in the older spelling as well.
 """
 
 from collections.abc import Mapping, Sequence
@@ -96,7 +96,7 @@ class MlxFormat(PackedFormat):
         files = super().config(entries, config)
         settings = files["config.json"]["quantization_config"]
         said = {key: value for key, value in settings.items() if key != "quant_method"}
-        return {"config.json": {"quantization": said, "quantization_config": settings}}
+        return {"config.json": {"quantization": said, "quantization_config": settings, **_older_spelling(config)}}
 
     def settings(self, entries: Sequence[Entry], config: Config) -> dict[str, Any]:
         common = grids(entries)[0]
@@ -118,8 +118,8 @@ class MlxFormat(PackedFormat):
         import torch
 
         from llmcompress.grids.coded import Coded
-        from llmcompress.grids.integer import IntegerGrid
-        from llmcompress.grids.offset import OffsetGrid
+        from llmcompress.grids.e2m1 import paired
+        from llmcompress.grids.grid_type import type_of
         from llmcompress.grids.scales import natural_groups
         from llmcompress.packing.bits import unpack
 
@@ -129,24 +129,30 @@ class MlxFormat(PackedFormat):
         if words.dtype != torch.uint32 or tuple(scales.shape) != (words.shape[0], spec.groups(width)):
             raise CheckpointError(f"tensors of {module} do not have the shapes of {spec.name}")
         codes = unpack(words.view(torch.int32), spec.bits, width)
-        if isinstance(spec, Mxfp4Spec):
-            return _mxfp4(codes, scales)
+        if spec.type == _MXFP4:
+            parts = {"weight_packed": paired(codes), "weight_scale": scales}
+            return type_of(spec).unpacked(spec, parts)
         biases, scale = read(f"{module}.biases").to(torch.float32), scales.to(torch.float32)
         if biases.shape != scale.shape:
             raise CheckpointError(f"{module}.biases is not of the shape of its scales")
-        if isinstance(spec, OffsetSpec):
-            return Coded(codes, OffsetGrid(spec, scale, biases))
+        if not spec.symmetric:
+            return Coded(codes, type_of(spec).restored(spec, width, {"scale": scale, "start": biases}))
         if not torch.equal(biases, -spec.middle * scale):
             raise CheckpointError(f"{module}.biases are not those of symmetric integers, as config.json says")
         zero = torch.full_like(scale, float(spec.middle))
-        return Coded(codes, IntegerGrid(spec, scale, zero, natural_groups(spec, width)))
+        parts = {"scale": scale, "zero": zero, "group_index": natural_groups(spec, width)}
+        return Coded(codes, type_of(spec).restored(spec, width, parts))
 
 
-def _mxfp4(codes: "Tensor", scales: "Tensor") -> "Coded":
-    from llmcompress.grids.e2m1 import paired
-    from llmcompress.grids.mxfp4 import GRID
-
-    return GRID.unpacked(Mxfp4Spec(), {"weight_packed": paired(codes), "weight_scale": scales})
+def _older_spelling(config: Config) -> dict[str, Any]:
+    """Rotations as transformers wrote them before version 5: mlx-lm knows this spelling, and has defaults without."""
+    said = config.get("rope_parameters")
+    if not isinstance(said, Mapping) or "rope_theta" not in said:
+        return {}
+    older = {key: said[key] for key in ("rope_theta", "partial_rotary_factor") if key in said}
+    if said.get("rope_type", "default") != "default":
+        older["rope_scaling"] = {key: value for key, value in said.items() if key != "rope_theta"}
+    return {key: value for key, value in older.items() if config.get(key) is None}
 
 
 def _settings(grid: Spec) -> dict[str, Any]:
@@ -156,7 +162,7 @@ def _settings(grid: Spec) -> dict[str, Any]:
     return {**said, "symmetric": True} if grid.type == "int" else said
 
 
-def _spec(module: str, settings: Mapping[str, Any]) -> Mxfp4Spec | OffsetSpec | IntegerSpec:
+def _spec(module: str, settings: Mapping[str, Any]) -> Spec:
     """The grid of one module: its own settings, else those of all."""
     own = settings.get(module)
     merged = {**settings, **(own if isinstance(own, Mapping) else {})}

@@ -146,7 +146,7 @@ def _bitsandbytes_wrongs(directory: Directory, settings: Mapping[str, Any]) -> l
 
 
 def _mlx_wrongs(directory: Directory, settings: Mapping[str, Any]) -> list[str]:
-    return mlx_wrongs(directory.config.get("quantization"), settings)
+    return mlx_wrongs(directory.config, settings)
 
 
 def _own_wrongs(directory: Directory, settings: Mapping[str, Any]) -> list[str]:

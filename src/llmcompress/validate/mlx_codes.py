@@ -15,6 +15,8 @@ from llmcompress.validate.stored import Array, DamageError, Tensor, unpack, word
 
 MLX_PARTS = ("weight", "scales", "biases")
 MLX_MARKERS = ("scales",)
+MLX_KEYS = frozenset({"quantization", "rope_theta", "partial_rotary_factor", "rope_scaling"})
+"""Keys of config.json that mlx-lm reads and a source may lack."""
 _KEYS = ("group_size", "bits", "mode")
 _SIZES, _BITS = (32, 64, 128), (2, 3, 4, 5, 6, 8)
 
@@ -62,11 +64,20 @@ def mlx_scheme(module: str, settings: Mapping[str, Any]) -> StoredScheme:
     return StoredScheme(bits, size, symmetric, kind="" if symmetric else f"int{bits}-g{size}-offset")
 
 
-def mlx_wrongs(said: object, settings: Mapping[str, Any]) -> list[str]:
-    """Faults of a quantization_config. said: what mlx-lm reads, as config.json's `quantization`."""
+def mlx_wrongs(config: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
+    """Faults of a quantization_config, and of what else mlx-lm reads in config.json."""
+    said, turned = config.get("quantization"), config.get("rope_parameters")
     wrong = [f"quantization_config has no {key!r}" for key in _KEYS if key not in settings]
     if said != {key: value for key, value in settings.items() if key != "quant_method"}:
         wrong.append("quantization, which mlx-lm reads, and quantization_config differ")
+    if isinstance(turned, Mapping) and "rope_theta" in turned:
+        scaling = None
+        if turned.get("rope_type", "default") != "default":
+            scaling = {key: value for key, value in turned.items() if key != "rope_theta"}
+        wanted = {"rope_theta": turned["rope_theta"], "partial_rotary_factor": turned.get("partial_rotary_factor")}
+        for key, value in {**wanted, "rope_scaling": scaling}.items():
+            if value is not None and config.get(key) != value:
+                wrong.append(f"{key}, which mlx-lm reads, is not that of rope_parameters")
     return wrong
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from llmcompress.validate.directory import Directory
+from llmcompress.validate.mlx_codes import MLX_KEYS
 from llmcompress.validate.published import CARD, REPORT, present_files
 from llmcompress.validate.stored import INDEX
 
@@ -31,7 +32,9 @@ def config_differences(directory: Directory, config: Mapping[str, Any]) -> set[s
     A rotation ends that the head is the embedding.
     """
     mine = directory.config
-    said = {"quantization_config"} | ({"quantization"} if directory.form == "mlx" else set())
+    said = {"quantization_config"} | (set() if directory.form != "mlx" else MLX_KEYS - config.keys())
+    if "quantization_config" in config:
+        said.add("quantization")  # as MLX calls the same
     keys = (config.keys() | mine.keys()) - said
     changed = {key for key in keys if (key in config) != (key in mine) or _text(config[key]) != _text(mine[key])}
     untied = directory.rotated and mine.get("tie_word_embeddings") is False

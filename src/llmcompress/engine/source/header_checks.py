@@ -26,7 +26,8 @@ _POSITIONS = ("max_position_embeddings", "n_positions")
 # of what these are called, a norm or a rotation divides by them or takes a power of them
 _POSITIVE = ("*eps", "*epsilon", "*theta", "rotary_emb_base", "rotary_pct", "partial_rotary_factor", "factor",
              "low_freq_factor", "high_freq_factor", "short_factor", "long_factor", "attention_factor",
-             "query_pre_attn_scalar", "*softcapping", "attention_multiplier", "logits_scaling")  # fmt: skip
+             "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "attention_multiplier",
+             "logits_scaling")  # fmt: skip
 _UNBOUNDED = ("time_step_limit",)  # of state space models, infinite as they are published
 _WORDS = ("NaN", "Infinity", "-Infinity")
 _MOST_NUMBERS = 50_000  # transformers takes minutes over lists of millions

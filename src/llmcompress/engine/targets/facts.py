@@ -37,10 +37,14 @@ class DeviceLinear:
 
 @dataclass(frozen=True)
 class LoadCase:
-    """A checkpoint as a runtime loads it. entries: all tensors. shards: quantised linears as one device runs them."""
+    """A checkpoint as a runtime loads it. entries: all tensors. shards: quantised linears as one device runs them.
+
+    model_type: what config.json says.
+    """
 
     entries: Sequence[Entry]
     shards: Sequence[DeviceLinear]
+    model_type: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,16 @@ class Fact(ABC):
     @abstractmethod
     def violations(self, case: LoadCase) -> list[Violation]:
         """What the runtime does not accept of a checkpoint."""
+
+
+@dataclass(frozen=True)
+class ModelTypes(Fact):
+    """The runtime was seen to load codes of these model types, and of no others."""
+
+    seen: tuple[str, ...]
+
+    def violations(self, case: LoadCase) -> list[Violation]:
+        return [] if case.model_type in self.seen else [Violation(f"{self.why}, not {case.model_type!r}")]
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from llmcompress.engine.targets.facts import (
     Devices,
     Fact,
     Groups,
+    ModelTypes,
     Multiples,
     NaturalOrder,
     OneScheme,
@@ -250,6 +251,28 @@ _LLAMA_CPP = Target(
     remark="convert_hf_to_gguf reads the directory and decodes the codes to floats: quantise its result again",
 )
 
+# those whose logits were compared; others fail on keys of config.json that transformers 5 writes anew
+_SEEN_IN_MLX = (
+    "afmoe", "dbrx", "dots1", "ernie4_5", "falcon_mamba", "gemma4_text", "glm4", "gptj", "granite", "granitemoe",
+    "helium", "hunyuan_v1_dense", "internlm3", "iquestcoder", "llama", "mamba", "ministral3", "mistral", "mixtral",
+    "nemotron", "olmo2", "olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "recurrent_gemma", "seed_oss",
+    "smollm3", "stablelm", "starcoder2",
+)  # fmt: skip
+_MLX_LM = Target(
+    "mlx-lm",
+    "mlx-lm",
+    "0.32.2",
+    {
+        "mlx": (
+            ModelTypes(
+                _SEEN_IN_MLX,
+                why="it was seen to run codes of llama, mistral, mixtral, qwen2, qwen3 and 27 other model types",
+            ),
+        ),
+    },
+    remark="on Apple's machines, and on Linux on a processor",
+)
+
 TARGETS: Mapping[str, Target] = {
-    target.name: target for target in (_TRANSFORMERS, _GPTQMODEL, _VLLM, _SGLANG, _LLAMA_CPP)
+    target.name: target for target in (_TRANSFORMERS, _GPTQMODEL, _VLLM, _SGLANG, _LLAMA_CPP, _MLX_LM)
 }

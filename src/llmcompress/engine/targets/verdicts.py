@@ -46,7 +46,7 @@ def violations(
     if found := unsplittable(entries, config, tp):
         smaller = next(n for n in range(min(tp - 1, _MOST), 0, -1) if not unsplittable(entries, config, n))
         return [Violation(item.what, item.modules, f"use --tp {smaller}") for item in found]
-    case = LoadCase(entries, shards(entries, config, tp, target.fuses))
+    case = LoadCase(entries, shards(entries, config, tp, target.fuses), str(config.get("model_type")))
     return [item for fact in facts for item in fact.violations(case)]
 
 
