@@ -73,6 +73,10 @@ MODELS: dict[str, dict[str, Any]] = {
             "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
         },
     },
+    "gemma4_text": {
+        "num_hidden_layers": 4, "layer_types": [SLIDING, FULL] * 2, "num_kv_shared_layers": 2, "global_head_dim": 32,
+        "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32,
+    },
     "bloom": {}, "gpt_bigcode": {"n_inner": 256}, "mpt": {"expansion_ratio": 4}, "falcon": {"ffn_hidden_size": 256},
     # latent attention
     "deepseek_v2": {"num_key_value_heads": 4}, "deepseek_v3": {"num_key_value_heads": 4},
@@ -88,8 +92,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 
 
-def small_config(kind: str) -> dict[str, Any]:
-    """What makes a model of a type small, as keyword arguments of its config in transformers."""
+def small_config(kind: str, rows: int = SMALL["vocab_size"]) -> dict[str, Any]:
+    """What makes a model of a type small, as arguments of its config in transformers. rows: of its embedding."""
     from transformers import AutoConfig
 
     known = AutoConfig.for_model(kind).to_dict()
@@ -97,4 +101,5 @@ def small_config(kind: str) -> dict[str, Any]:
     found = {key: value for key, value in found.items() if known[key] is not None or key not in MAY_BE_NONE}
     if "qk_rope_head_dim" in known:
         found.pop("head_dim", None)
+    found |= {key: rows for key in ("vocab_size", "vocab_size_per_layer_input") if key in found}
     return found | MODELS[kind]

@@ -130,7 +130,9 @@ def save(folder: Path, model_type: str, config: dict, changes: dict) -> None:
     save_file({name: values(name, value.shape) for name, value in load_file(file).items()}, file)
     changed = json.loads(settings.read_text()) | changes
     settings.write_text(json.dumps({key: value for key, value in changed.items() if changes.get(key, 0) is not None}))
-    tokens = {str(number): number for number in range(VOCABULARY)}
+    tokens = {
+        str(number): number for number in range(VOCABULARY if model_type == "gemma3_text" else changed["vocab_size"])
+    }
     (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": tokens}, "added_tokens": []}))
 
 

@@ -67,7 +67,7 @@ def model_of(random_model_dir, tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
 
     def make(kind, **config):
-        small = {"model_type": kind, **small_config(kind)} if kind in BESIDE else OVERRIDES.get(kind, {})
+        small = {"model_type": kind, **small_config(kind, ROWS)} if kind in BESIDE else OVERRIDES.get(kind, {})
         config = {**small, "vocab_size": ROWS, **config}
         path = root / f"model-{len(list(root.iterdir()))}"  # some names change what llama.cpp does: phi-3
         shutil.copytree(random_model_dir(kind, dtype="float32", **config), path)

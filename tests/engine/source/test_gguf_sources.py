@@ -74,7 +74,7 @@ def model_of(random_model_dir, tmp_path_factory):
 
     def make(kind, dtype="bfloat16", **config):
         path = root / f"model-{len(list(root.iterdir()))}"
-        small = {"model_type": kind, **small_config(kind)} if kind in MODELS else OVERRIDES.get(kind, {})
+        small = {"model_type": kind, **small_config(kind, 288)} if kind in MODELS else OVERRIDES.get(kind, {})
         shutil.copytree(random_model_dir(kind, dtype=dtype, **{**small, "vocab_size": 288, **config}), path)
         return save(byte_level(), path)
 

@@ -98,7 +98,7 @@ class Family:
     transposed: tuple[str, ...] = ()
     norm_offset: float = 0.0
     layer: tuple[str, ...] | Callable[[Hyper, int], tuple[str, ...]] = (*ATTENTION, *GATED)
-    outer: tuple[str, ...] = ()
+    outer: tuple[str, ...] | Callable[[Hyper], tuple[str, ...]] = ()
     biased: tuple[str, ...] = ()
     biases: tuple[str, ...] = ("attn_q", "attn_k", "attn_v")
     cut_vocabulary: bool = False

@@ -52,6 +52,7 @@ def read_hyper(
     if heads and not stated and hidden % heads:
         raise CheckpointError(f"config.json: {heads} heads do not divide the width {hidden}", _HINT)
     inner = _inner(config, hidden) if attention else 0
+    experts = experts and any(config.get(name) is not None for name in _EXPERTS)
     of_expert = config.get("moe_intermediate_size") is not None
     return Hyper(
         layers=_layers(config),

@@ -42,6 +42,7 @@ _NARROW = {
     "NVFP4": "IQ4_NL",
 }
 
+_EMBEDDINGS = ("token_embd.weight", "per_layer_token_embd.weight")
 _EMBEDDING = {
     "TQ1_0": "Q4_K",
     "TQ2_0": "Q4_K",
@@ -137,6 +138,8 @@ def asked(names: Sequence[str], wishes: Wishes) -> dict[str, str]:
     for name, wish in (("token_embd.weight", wishes.embedding), ("output.weight", wishes.output)):
         if wish is not None and name in names:
             found[name] = tensor_type(wish).name
+    if wishes.embedding is not None and _EMBEDDINGS[1] in names:
+        found.setdefault(_EMBEDDINGS[1], tensor_type(wishes.embedding).name)
     return found
 
 
@@ -167,11 +170,11 @@ class _State:
     def standard(self, name: str, shape: Sequence[int]) -> str:
         if self.wishes.pure or not self.default.quantised:
             return self.default.name
-        if name == "output.weight" or (name == "token_embd.weight" and self.tied):
+        if name == "output.weight" or (name in _EMBEDDINGS and self.tied):
             return self._head(shape[-1])
         if self.kind.name == "MXFP4_MOE":
             return "MXFP4" if len(shape) == 3 and shape[0] > 1 else "Q8_0"
-        if name == "token_embd.weight":
+        if name in _EMBEDDINGS:
             return _EMBEDDING.get(self.default.name, self.default.name)
         return self._inside(name, role_of(name))
 

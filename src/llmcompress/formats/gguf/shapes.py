@@ -52,7 +52,7 @@ def expected(family: Family, hyper: Hyper) -> tuple[dict[str, Shape], dict[str, 
 
 def tensor_name(role: str) -> str:
     """The name of a tensor by its role: that of a weight, if the role does not say otherwise."""
-    return role if role.endswith(".bias") or role in ("ssm_a", "ssm_d", "exp_probs_b") else f"{role}.weight"
+    return role if role.endswith((".bias", ".scale")) or role in ("ssm_a", "ssm_d", "exp_probs_b") else f"{role}.weight"
 
 
 def shared_width(hyper: Hyper) -> int:
@@ -68,12 +68,12 @@ def _outer_shapes(family: Family, hyper: Hyper) -> dict[str, Shape]:
     found: dict[str, Shape] = {"token_embd": table}
     if not family.unnormed:
         found["output_norm"] = (hyper.hidden,)
-    if not family.rotary and "position_embd" in family.outer:
-        found["position_embd"] = (hyper.context, hyper.hidden)
     if family.head_needed:
         found["output"] = table
-    more = {"token_embd_norm": (hyper.hidden,), **family.shapes(hyper, -1)}
-    return found | {role: more[role] for role in family.outer if role not in found}
+    outer = family.outer(hyper) if callable(family.outer) else family.outer
+    more = {"position_embd": (hyper.context, hyper.hidden), "token_embd_norm": (hyper.hidden,)}
+    more |= family.shapes(hyper, -1) if callable(family.outer) else {}
+    return found | {role: more[role] for role in outer}
 
 
 def _layer_shapes(family: Family, hyper: Hyper) -> dict[str, Shape]:

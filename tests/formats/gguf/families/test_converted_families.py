@@ -25,6 +25,7 @@ VOCABULARY = 90
 KINDS = {"u32": "UINT32", "i32": "INT32", "f32": "FLOAT32", "bool": "BOOL", "text": "STRING"}
 MORE = {  # what is written although the converter does not: llama.cpp takes the same where it is left out
     "vocab_size", "attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.freq_base",
+    "final_logit_softcapping",  # of Gemma 4 without it, where llama.cpp takes 30
     "feed_forward_length",  # of models whose blocks all hold experts, which read that of an expert
     "expert_gating_func",  # published configs say it, those that transformers saves do not
 }  # fmt: skip
