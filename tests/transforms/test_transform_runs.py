@@ -1,6 +1,7 @@
 """Recipes with transforms on the tiny trained model: written, verified, read back, taken up again, or refused."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from llmcompress import arch
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
@@ -123,6 +125,29 @@ def test_what_cannot_be_is_refused_before_anything_is_read(tiny_model_dir, tmp_p
         make_plan(recipe(steps), tiny_model_dir, Options(out=tmp_path / "out"))
     assert message in f"{refused.value.message} {refused.value.hint}"
     assert not list(tmp_path.iterdir())
+
+
+def test_an_undeclared_family_gains_what_a_declared_one_does(tiny_model_dir, tmp_path, windows):
+    disguised = tmp_path / "ministral"  # computes the same from the same tensors
+    shutil.copytree(tiny_model_dir, disguised)
+    config = json.loads((disguised / "config.json").read_text())
+    config |= {
+        "model_type": "ministral",
+        "architectures": ["MinistralForCausalLM"],
+        "layer_types": ["full_attention"] * 4,
+    }
+    (disguised / "config.json").write_text(json.dumps(config))
+    assert arch.find("ministral") is None
+    rounding = {**RTN, "bits": 3}
+    carry_out(tiny_model_dir, tmp_path / "declared", [{"method": "awq"}, rounding])
+    carry_out(disguised, tmp_path / "undeclared", [{"method": "awq"}, rounding])
+    carry_out(disguised, tmp_path / "plain", [rounding])
+    declared, undeclared = (
+        kl(tmp_path / "declared", tiny_model_dir, windows),
+        kl(tmp_path / "undeclared", disguised, windows),
+    )
+    assert undeclared == pytest.approx(declared, rel=0.02)  # attention sums in another order
+    assert undeclared < 0.25 * kl(tmp_path / "plain", disguised, windows)
 
 
 def test_a_model_whose_queries_are_not_declared_cannot_be_smoothed(random_model_dir, tmp_path):
