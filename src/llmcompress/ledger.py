@@ -19,6 +19,7 @@ KINDS = {
     "rotation": "what a rotation had to make do with, or adds to the file",
     "requantised": "codes of a quantised source were decoded and rounded anew, or their scales rounded",
     "kv_cache": "scales of cached keys and values in the source were left out",
+    "adapter": "an adapter was merged into the weights",
     "multimodal": "of a multimodal model the language model is compressed, and all else copied",
     "text_only": "of a multimodal model the text part alone is written",
     "unscaled": "no place was proven where the inputs of a matrix can be scaled",

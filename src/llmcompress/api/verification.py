@@ -38,10 +38,13 @@ class VerificationResult:
             raise GateError(f"{self.output}: {check.name}: {check.detail}")
 
 
-def verify(output: str | Path, source: str | Path | None = None) -> VerificationResult:
+def verify(
+    output: str | Path, source: str | Path | None = None, adapter: str | Path | None = None
+) -> VerificationResult:
     """Read a directory or GGUF file again, with a reader that shares no code with the writer, and check it.
 
-    It is to be complete, finite, on its grids and true to its report; and near to its `source`, if that is given.
+    It is to be complete, finite, on its grids and true to its report; and near to its `source`, if that is given, into
+    which `adapter` was merged.
     Damage raises nothing: it is a check that failed.
 
         >>> verification = llmcompress.verify("model-w4", source="model")
@@ -53,6 +56,7 @@ def verify(output: str | Path, source: str | Path | None = None) -> Verification
     from llmcompress.validate.verify import verify as verify_directory
 
     place, original = Path(output), None if source is None else Path(source)
+    merged = None if adapter is None else Path(adapter)
     file = gguf_in(place)
-    checks = verify_directory(place, original) if file is None else verify_gguf(file, original)
+    checks = verify_directory(place, original, merged) if file is None else verify_gguf(file, original, merged)
     return VerificationResult(place, tuple(checks))

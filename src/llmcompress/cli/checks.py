@@ -30,13 +30,14 @@ def register(app: typer.Typer) -> None:
 def verify(
     out: Annotated[Path, typer.Argument(help="A directory or GGUF file llmcompress wrote.", show_default=False)],
     source: Annotated[Path | None, typer.Option("--source", help="The original model, to compare with.")] = None,
+    adapter: Annotated[Path | None, typer.Option("--adapter", help="The adapter that was merged into it.")] = None,
     json_: flags.Json = False,
     junit: flags.Junit = None,
     log_format: flags.LogFormat = "text",
 ) -> None:
     """Reopen an output with a reader of its own and prove it complete, finite, on its grid and true to its report."""
     with gated("verify", junit) as gates:
-        result = verification.verify(out, source)
+        result = verification.verify(out, source, adapter)
         for item in result.checks:
             if item.warning and not item.ok:
                 gates.add(GateCase(item.name, "skipped", f"warning: {item.detail}"))

@@ -82,7 +82,7 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "format_": (flags.Format, DEFAULT_FORMAT),
     "shard_size": flags.RUN_OPTIONS["shard_size"],
     **flags.taken("calibration", "field", "samples", "length", "seed"),
-    **flags.taken("target", "tp", "device", "threads", "max_memory"),
+    **flags.taken("adapter", "target", "tp", "device", "threads", "max_memory"),
     "work": (Work, None),
     **flags.taken("restart", "deadline", "trust_remote_code", "json_", "junit", "log_format", "quiet"),
 }

@@ -40,6 +40,7 @@ def measure(
     seed: flags.Seed = 0,
     legacy: Legacy = False,
     overwrite: Overwrite = False,
+    adapter: flags.Adapter = None,
     device: flags.Device = "auto",
     compute_dtype: flags.ComputeDtype = "auto",
     batch: flags.Batch = None,
@@ -66,6 +67,7 @@ def measure(
         batch=batch,
         threads=threads,
         trust_remote_code=trust_remote_code,
+        adapter=adapter,
     )
     ledger = Ledger()
     quiet_steps = quiet or (json_ and not log.active)

@@ -163,6 +163,13 @@ Stats = Annotated[
         rich_help_panel=RUNNING,
     ),
 ]
+Adapter = Annotated[
+    Path | None,
+    typer.Option(
+        "--adapter",
+        help="A LoRA adapter of the model, as PEFT saves it, which is merged into the weights while they are read.",
+    ),
+]
 KeepWork = Annotated[
     bool, typer.Option("--keep-work", help="Keep the work directory, for `export`.", rich_help_panel=RUNNING)
 ]
@@ -275,6 +282,7 @@ RUN_OPTIONS: dict[str, tuple[Any, Any]] = {
     "seed": (Seed, Calibration().seed),
 }
 RESOURCE_OPTIONS: dict[str, tuple[Any, Any]] = {
+    "adapter": (Adapter, None),
     "target": (Target, None),
     "tp": (TensorParallel, 1),
     "repair": (Repair, False),

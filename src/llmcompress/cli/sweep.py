@@ -34,7 +34,7 @@ the run that was under way goes on. A run that fails does not stop the others.""
 
 _ROOM = "Sweep"
 _AGAIN = "run the same command again to go on; finished runs and layers are kept"
-_NAMES = ("work", "print_recipe")  # of options that are for a single run
+_NAMES = ("work", "print_recipe", "adapter")  # of options that are for a single run
 
 RecipeName = Annotated[
     str, typer.Argument(help="Recipe as YAML, or a name of `llmcompress recipe list`.", show_default=False)

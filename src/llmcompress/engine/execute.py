@@ -95,7 +95,10 @@ def _run(
         if tokens is not None:
             calibration = {"sha256": identity["tokens"], "samples": tokens.shape[0], "length": tokens.shape[1]}
         staged.remember_place(
-            model=plan.headers.path, calibration=calibration, trust_remote_code=plan.options.trust_remote_code
+            model=plan.headers.path,
+            adapter=plan.options.adapter,
+            calibration=calibration,
+            trust_remote_code=plan.options.trust_remote_code,
         )
         progress.writing(plan.estimate.output_bytes)
         result = finish(plan, staged, calibration, out, judge)

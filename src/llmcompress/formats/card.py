@@ -97,6 +97,7 @@ def _opening(facts: Mapping[str, Any]) -> str:
     return (
         f"{f'`{base}`' if base else 'A language model'}, compressed by {methods} "
         f"with llmcompress {facts['version']} and stored in format `{facts['format']}`."
+        + (f" Before that an adapter was merged into it (SHA-256 `{facts['adapter']}`)." if "adapter" in facts else "")
     )
 
 

@@ -24,7 +24,7 @@ TURNED_ROWS = 1024  # rows rotated at once
 class Fold(Protocol):
     """A change of one stored tensor `x`, float32 or float64; the call may overwrite `x`."""
 
-    def __call__(self, x: Tensor) -> Tensor: ...
+    def __call__(self, x: Tensor, /) -> Tensor: ...
 
 
 @dataclass(frozen=True)

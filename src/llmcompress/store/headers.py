@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -70,10 +70,19 @@ class Stored:
 
 
 @dataclass(frozen=True)
+class Merged:
+    """What is merged into tensors while they are read. sha256: of where it comes from. changes: by tensor, in order."""
+
+    sha256: str
+    changes: Mapping[str, Sequence[Callable[[Any], Any]]]
+
+
+@dataclass(frozen=True)
 class ModelHeaders:
     """A model directory by its headers: config.json and the specs of all tensors by on-disk name, in file order.
 
-    wrapper: config.json of a multimodal model, of which `config` is then what it says of the language model.
+    wrapper: config.json of a multimodal model, of which `config` is then what it says of the language model. merged:
+    an adapter that belongs to the model.
     """
 
     path: Path
@@ -81,6 +90,7 @@ class ModelHeaders:
     tensors: Mapping[str, Stored]
     files: tuple[Path, ...]
     wrapper: Mapping[str, Any] | None = field(default=None, kw_only=True)
+    merged: Merged | None = field(default=None, kw_only=True)
 
     @property
     def nbytes(self) -> int:
@@ -113,11 +123,13 @@ class ModelHeaders:
 
     @cached_property
     def contents(self) -> str:
-        """SHA-256 of the fingerprint and of samples of the data: a fine-tune of the same layout differs.
+        """SHA-256 of the fingerprint, of samples of the data and of an adapter: a fine-tune of the same layout differs.
 
         Reads at most 64 spans of 4 KiB per file, evenly spread; the only member that looks beyond the headers.
         """
         digest = hashlib.sha256(self.fingerprint.encode())
+        if self.merged is not None:
+            digest.update(self.merged.sha256.encode())
         for file in self.files:
             size = file.stat().st_size
             step = max(_SAMPLE_BYTES, -(-size // _SAMPLES))
@@ -351,7 +363,7 @@ def refuse_adapter(path: Path) -> None:
     if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
         raise CheckpointError(
             f"{path} is an adapter without its base model",
-            "give the model it belongs to, and the adapter as --adapter of `eval`",
+            "give the model it belongs to, and the adapter as --adapter",
         )
 
 

@@ -87,9 +87,10 @@ class Staging:
         """Release the work directory to other runs."""
         self.folder.close()
 
-    def remember_place(self, model: Path, **facts: Any) -> None:
-        """Save the model's place and further facts for `export`; they are not part of the run's identity."""
-        self._write(PLACE, {"model": str(model.absolute()), **facts})
+    def remember_place(self, model: Path, adapter: Path | None, **facts: Any) -> None:
+        """Save where model and adapter are, and further facts, for `export`; they are no part of the run's identity."""
+        place = {} if adapter is None else {"adapter": str(adapter.absolute())}
+        self._write(PLACE, {"model": str(model.absolute()), **place, **facts})
 
     def _write(self, name: str, data: Mapping[str, Any]) -> None:
         with writing(self.path / name):

@@ -36,6 +36,11 @@ def adapt_whole(model: nn.Module, adapter: Path, path: Path, device: torch.devic
 
 def _adapt(find: Callable[[str], nn.Module], adapter: Path, path: Path, device: torch.device) -> None:
     found = Adapter(adapter)
+    if not found.plain:
+        raise CheckpointError(
+            f"adapter {adapter} has more than corrections of linears, and cannot run beside a model",
+            "merge it: --adapter of the command that compresses",
+        )
     _refuse_other_base(adapter, path)
     for item in found.corrections:
         try:

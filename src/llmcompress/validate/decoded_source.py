@@ -10,9 +10,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from llmcompress.engine.source.adapting import with_adapter
+from llmcompress.engine.source.matrix_refs import matrices_of
 from llmcompress.engine.source.open import checkpoint_headers, open_checkpoint
 from llmcompress.engine.source.quantised import SETTINGS, DecodedHeaders
 from llmcompress.errors import LlmcompressError
+from llmcompress.ledger import Ledger
 from llmcompress.store.checkpoint import DTYPES, Checkpoint
 from llmcompress.validate.stored import Array, DamageError, Tensor, read_json, read_source
 
@@ -50,19 +53,24 @@ class DecodedMatrix(Tensor):
         return found
 
 
-def source_tensors(source: Path) -> dict[str, Tensor]:
-    """The tensors that a run reads of a model, by name; DamageError."""
+def source_tensors(source: Path, adapter: Path | None = None) -> dict[str, Tensor]:
+    """The tensors that a run reads of a model into which an adapter is merged, by name; DamageError."""
     originals = read_source(source)
-    if "quantization_config" not in read_json(source / "config.json") and not (source / SETTINGS).exists():
+    coded = "quantization_config" in read_json(source / "config.json") or (source / SETTINGS).exists()
+    if not coded and adapter is None:
         return originals
     try:
         headers = checkpoint_headers(source)
+        if adapter is not None:
+            headers = with_adapter(headers, matrices_of(headers, False, Ledger()), adapter, Ledger())
     except LlmcompressError as error:
         raise DamageError(error.message) from None
-    if not isinstance(headers, DecodedHeaders):
+    packed = set(headers.merged.changes) if headers.merged is not None else set()
+    if isinstance(headers, DecodedHeaders):
+        packed |= {*headers.stacks, *(f"{module}.weight" for module in headers.packed)}
+    if not packed:
         return originals
     matrices = DecodedMatrices(open_checkpoint(headers))
-    packed = {*headers.stacks, *(f"{module}.weight" for module in headers.packed)}
     found: dict[str, Tensor] = {}
     for name, stored in headers.tensors.items():
         spec = stored.spec

@@ -29,7 +29,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from llmcompress.engine.source.adapting import with_adapter
 from llmcompress.engine.source.gguf_input import GgufHeaders, names_of
+from llmcompress.engine.source.matrix_refs import matrices_of
 from llmcompress.engine.source.open import open_checkpoint, source_headers
 from llmcompress.errors import CheckpointError, LlmcompressError
 from llmcompress.formats.gguf.bounds import farthest
@@ -56,8 +58,8 @@ _HALF_STEP = {"F32": (0.0, 0.0), "F16": (2.0**-11, 2.0**-25), "BF16": (2.0**-8, 
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 
 
-def verify_gguf(file: Path, source: Path | None = None) -> list[Check]:
-    """Check a whole GGUF file (or its shards), and compare the file with `source`, if given.
+def verify_gguf(file: Path, source: Path | None = None, adapter: Path | None = None) -> list[Check]:
+    """Check a whole GGUF file (or its shards), and compare the file with `source`, if given, and `adapter` merged in.
 
     The file is good if every check that is not a warning is ok. Never raises for damage in the file or in `source`.
     """
@@ -76,7 +78,7 @@ def verify_gguf(file: Path, source: Path | None = None) -> list[Check]:
     ]
     if report:
         checks.append(guarded("hashes", lambda: summary("hashes", _hash_wrongs(header, report), "as recorded")))
-    return checks if source is None else checks + _against(header, report, source)
+    return checks if source is None else checks + _against(header, report, source, adapter)
 
 
 def _key_wrongs(header: GgufHeader) -> list[str]:
@@ -131,9 +133,14 @@ def _hash_wrongs(header: GgufHeader, report: Mapping[str, Any]) -> list[str]:
     return wrong
 
 
-def _against(header: GgufHeader, report: Mapping[str, Any], source: Path) -> list[Check]:
+def _against(header: GgufHeader, report: Mapping[str, Any], source: Path, adapter: Path | None) -> list[Check]:
+    if report.get("adapter") is not None and adapter is None:
+        return [Check("source", False, "an adapter was merged into the source: give it as --adapter")]
     try:
-        checkpoint = open_checkpoint(source_headers(source, Ledger()))
+        original = source_headers(source, Ledger())
+        if adapter is not None:
+            original = with_adapter(original, matrices_of(original, False, Ledger()), adapter, Ledger())
+        checkpoint = open_checkpoint(original)
         tensors, wrong = _from_source(header, checkpoint.headers)
     except LlmcompressError as error:
         return [Check("source", False, f"the source cannot be read: {error.message}")]

@@ -29,10 +29,17 @@ _FOLDED = 8 * 2.0**-24  # relative: factors are multiplied one after the other i
 _ROUNDING = {"BF16": 2.0**-8, "F16": 2.0**-11, "F32": 2.0**-24, "F64": 2.0**-53}
 
 
-def against_source(directory: Directory, matrices: Mapping[str, StoredMatrix], source: Path) -> list[Check]:
-    """Compare a directory with its source model. matrices: the directory's decodable matrices."""
+def against_source(
+    directory: Directory, matrices: Mapping[str, StoredMatrix], source: Path, adapter: Path | None = None
+) -> list[Check]:
+    """Compare a directory with its source model. matrices: the directory's decodable matrices.
+
+    adapter: what was merged into the source.
+    """
+    if directory.report.get("adapter") is not None and adapter is None:
+        return [Check("source", False, "an adapter was merged into the source: give it as --adapter")]
     try:
-        originals = _unstacked(directory.report, source_tensors(source))
+        originals = _unstacked(directory.report, source_tensors(source, adapter))
         config = read_json(source / "config.json")
         shallow = drops_layers(directory.report)
         originals = renumbered_tensors(directory.report, originals) if shallow else originals

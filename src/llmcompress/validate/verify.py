@@ -52,16 +52,18 @@ _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _GRID = re.compile(r"int(\d)-(?:row|g(\d+))-(?:sym|asym)|fp8-row")
 
 
-def verify(out: Path, source: Path | None = None) -> list[Check]:
+def verify(out: Path, source: Path | None = None, adapter: Path | None = None) -> list[Check]:
     """Check everything in `out`, and compare `out` with `source`, the model it was made from, if given.
+
+    adapter: what was merged into the source.
 
     `out` is good if every check that is not a warning is ok. Never raises for damage in `out`.
     """
-    adapter = (out / _ADAPTER).is_file() and not (out / "config.json").exists()
+    is_adapter = (out / _ADAPTER).is_file() and not (out / "config.json").exists()
     try:
         tensors = read_tensors(out)
-        config = read_json(out / (_ADAPTER if adapter else "config.json"))
-        form = "lora" if adapter else format_of(config)
+        config = read_json(out / (_ADAPTER if is_adapter else "config.json"))
+        form = "lora" if is_adapter else format_of(config)
     except (DamageError, OSError) as error:
         return [Check("files", False, str(error))]
     checks = [
@@ -81,7 +83,7 @@ def verify(out: Path, source: Path | None = None) -> list[Check]:
     checks.append(guarded("hashes", lambda: _hashes(directory)))
     infinite = [f"{name} holds values that are not finite" for name, tensor in tensors.items() if not tensor.finite()]
     checks.append(summary("finite", infinite, "every value"))
-    if adapter:  # what it corrects is another directory's, and for `eval --adapter` to judge
+    if is_adapter:  # what it corrects is another directory's, and for `eval --adapter` to judge
         return checks
     checks.append(guarded("config", lambda: summary("config", config_wrongs(directory), "keys and tensors agree")))
     checks.append(guarded("plan", lambda: summary("plan", plan_wrongs(out), "config.json fits the headers")))
@@ -99,7 +101,7 @@ def verify(out: Path, source: Path | None = None) -> list[Check]:
         right = f"{len(cache_scales(tensors))} scales of keys and values"
         checks.append(guarded("cache", lambda: summary("cache", cache_wrongs(settings, tensors, report), right)))
     if source is not None:
-        checks += against_source(directory, matrices, source)
+        checks += against_source(directory, matrices, source, adapter)
     return checks
 
 

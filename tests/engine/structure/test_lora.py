@@ -275,10 +275,10 @@ def test_the_same_model_twice_leaves_nothing_to_repair(tiny_model_dir, tmp_path,
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"use_dora": True}, "use_dora True is not supported"),
+        ({"use_dora": True}, "lacks its lora_magnitude_vector"),
         ({"r": None}, "does not say r and lora_alpha"),
         ({"peft_type": "IA3"}, "peft_type 'IA3'"),
-        ({"r": 8}, "has lora_A of 16 rows, r is 8"),
+        ({"r": 8}, "has lora_A of 16 rows and lora_B of 16 columns, r is 8"),
     ],
 )
 def test_adapters_of_other_kinds_are_refused(change, words, three_bits, adapter, tmp_path):

@@ -41,6 +41,8 @@ def _plan_for_any_target(recipe: Recipe, model: Path, options: Options) -> Plan:
     kind = output_kind(recipe, format_, options, ledger)
     source = kind.open(model)
     check_order(recipe)
+    if options.adapter is not None and recipe.calibration.source == "self":
+        raise PlanError("text is sampled from a model alone, without an adapter", "give a text as --calibration")
     out, work = output_and_work(recipe, model, options, kind.method_suffix)
     if out.resolve() in {file.resolve() for file in source.files}:
         raise PlanError(f"{out} is a part of the model itself", "choose another --output")

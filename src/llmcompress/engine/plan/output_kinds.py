@@ -23,6 +23,7 @@ from llmcompress.engine.plan.requantise import file_matrices, file_model
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.plan.scaled_sites import with_sites
 from llmcompress.engine.plan.transform_headers import transformed_headers
+from llmcompress.engine.source.adapting import with_adapter
 from llmcompress.engine.source.gguf_input import GgufHeaders
 from llmcompress.engine.source.matrix_refs import Matrices, matrices_of
 from llmcompress.engine.source.open import checkpoint_headers, source_headers
@@ -131,6 +132,8 @@ class SafetensorsOutput:
     def contents(self, headers: ModelHeaders) -> Contents:
         """Headers and matrices of a model, transformed, and how the matrices get grids. Raises LlmcompressError."""
         matrices = matrices_of(headers, self.options.trust_remote_code, self.ledger)
+        if self.options.adapter is not None:
+            headers = with_adapter(headers, matrices, self.options.adapter, self.ledger)
         matrices = with_sites(headers, matrices, self.recipe, self.options.trust_remote_code, self.ledger)
         anatomy = Anatomy(headers, matrices.spec, matrices.prefix, matrices.layers)
         headers = transformed_headers(headers, self.recipe, anatomy, self.ledger)
@@ -185,6 +188,8 @@ class GgufOutput(SafetensorsOutput):
         if not isinstance(headers, GgufHeaders):
             return super().contents(headers)
         step = self.recipe.method
+        if self.options.adapter is not None:
+            raise PlanError("an adapter is not merged into a GGUF file", "give the directory of the original model")
         if step is None or self.recipe.transforms or self.recipe.pruner:
             first = self.recipe.steps[0].name
             raise PlanError(f"{first} cannot be applied to a GGUF file", "give the original model's directory")

@@ -34,7 +34,8 @@ class RunMemory:
 
     calibrated: whether text runs through the layers. counted: the same, but on a GPU what transforms measure is not
     counted. paired: whether text runs through the uncompressed layers too. largest: tensor of the model. tokens: of a
-    batch. item: bytes of a value. decoded: weights of the largest matrix that the source stores as codes.
+    batch. item: bytes of a value. decoded: weights of the largest matrix that the source stores as codes, or that
+    an adapter changes.
     """
 
     device: Device = "host"
@@ -49,7 +50,10 @@ class RunMemory:
         self.paired = any(plan.original_samples for plan in self.matrices)
         self.largest = max((stored.spec for stored in headers.tensors.values()), key=lambda spec: spec.nbytes)
         packed = headers.packed if isinstance(headers, DecodedHeaders) else ()
-        self.decoded = max((prod(headers.tensors[f"{module}.weight"].spec.shape) for module in packed), default=0)
+        decoded = {f"{module}.weight" for module in packed} | (
+            {} if headers.merged is None else headers.merged.changes
+        ).keys()
+        self.decoded = max((prod(headers.tensors[name].spec.shape) for name in decoded), default=0)
         self.hidden, self.tokens = hidden_width(headers), resources.batch * recipe.calibration.length
         self.gguf = recipe.output.format == "gguf"
         self.scaled = any(isinstance(step, Scaling) for step in recipe.transforms) and not resources.gpu

@@ -27,3 +27,4 @@ class Options:
     max_memory: int | None = None
     max_gpu_memory: int | None = None
     stats: Path | None = None
+    adapter: Path | None = None

@@ -14,6 +14,7 @@ from llmcompress.engine.run.forward import Forward, Stream
 from llmcompress.engine.run.opened_model import check_model, opened_model
 from llmcompress.engine.run.overflow import refuse_overflow
 from llmcompress.engine.run.tokens import tokens_for
+from llmcompress.engine.source.adapting import with_adapter
 from llmcompress.engine.source.matrix_refs import Matrices, matrices_of
 from llmcompress.engine.source.open import directory_headers, open_checkpoint
 from llmcompress.errors import RunError
@@ -57,6 +58,8 @@ def measure_imatrix(
     """
     headers = directory_headers(model, ledger)
     matrices = matrices_of(headers, options.trust_remote_code, ledger)
+    if options.adapter is not None:
+        headers = with_adapter(headers, matrices, options.adapter, ledger)
     entries, layers = _rows(headers, matrices)
     check_model(headers, matrices.spec, options)
     resources = usual_resources(options, text.length)

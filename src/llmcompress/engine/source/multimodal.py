@@ -44,6 +44,11 @@ def text_view(headers: ModelHeaders) -> ModelHeaders:
     return replace(headers, config=config, wrapper=headers.config)
 
 
+def in_text_part(name: str) -> str | None:
+    """What a tensor, or a module, of the language model in a multimodal one is called in the language model alone."""
+    return next((new + name.removeprefix(old) for old, new in _PREFIXES if name.startswith(old)), None)
+
+
 def text_part(headers: ModelHeaders, ledger: Ledger) -> ModelHeaders:
     """Headers of the language model inside a multimodal model alone, which the ledger notes; else `headers` unchanged.
 
@@ -56,7 +61,7 @@ def text_part(headers: ModelHeaders, ledger: Ledger) -> ModelHeaders:
     tensors: dict[str, Stored] = {}
     others = 0
     for name, stored in headers.tensors.items():
-        own = next((new + name.removeprefix(old) for old, new in _PREFIXES if name.startswith(old)), None)
+        own = in_text_part(name)
         if own is None:
             others += 1
         else:

@@ -13,6 +13,7 @@ from llmcompress.model.rounded import round_inputs
 from llmcompress.model.skeleton import load_config
 from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.store.checkpoint import Checkpoint
+from llmcompress.store.folds import FoldedCheckpoint
 from llmcompress.store.headers import ModelHeaders, read_headers
 from llmcompress.store.output_file import is_single
 
@@ -50,6 +51,15 @@ def config_of(headers: ModelHeaders, trust_remote_code: bool) -> Any:
 
 def open_checkpoint(headers: ModelHeaders) -> Checkpoint:
     """A reader of the tensors that the headers describe."""
+    base = _opened(headers)
+    if headers.merged is None:
+        return base
+    checkpoint = FoldedCheckpoint(base)
+    checkpoint.fold(headers.merged.changes)
+    return checkpoint
+
+
+def _opened(headers: ModelHeaders) -> Checkpoint:
     if isinstance(headers, DecodedHeaders):
         return DecodedCheckpoint(headers)
     if isinstance(headers, GgufHeaders):

@@ -251,7 +251,8 @@ class DecodedCheckpoint(Checkpoint):
 
 def code_grid(headers: DecodedHeaders, module: str) -> Spec | None:
     """The grid that a packed module is stored on, if config.json tells it; None for any other module."""
-    if module not in headers.packed or module in headers.transposed:
+    merged = headers.merged is not None and f"{module}.weight" in headers.merged.changes
+    if module not in headers.packed or module in headers.transposed or merged:
         return None
     try:
         return headers.format.grid(module, headers.stored.config)

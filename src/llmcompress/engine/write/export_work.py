@@ -29,6 +29,7 @@ def export_work(work: Path, formats: Sequence[str], out: Path | None, overwrite:
         data, model = {**identity["recipe"]}, Path(place["model"])
         dtype, batch = str(identity["compute_dtype"]), int(identity["batch"])
         run_of: dict[str, Any] = {key: identity[key] for key in ("tokens", "statistics") if key in identity}
+        adapter = place.get("adapter")
         calibration, trusted = place["calibration"], place["trust_remote_code"] is True
         if dtype not in ("float32", "bfloat16", "float16"):
             raise ValueError
@@ -47,6 +48,7 @@ def export_work(work: Path, formats: Sequence[str], out: Path | None, overwrite:
             overwrite=overwrite,
             keep_work=True,
             trust_remote_code=trusted,
+            adapter=None if adapter is None else Path(adapter),
         )
         plans.append(make_plan(recipe, model, options))
     done = []

@@ -78,6 +78,7 @@ def model_card_facts(plan: Plan, result: dict[str, Any]) -> dict[str, Any]:
             *(step.name for step in plan.recipe.steps if not isinstance(step, Method)),
             *dict.fromkeys(item["method"] for item in linears),
         ],
+        **({} if plan.headers.merged is None else {"adapter": plan.headers.merged.sha256}),
         "figures": _figures(plan, [item["relative_error"] for item in linears]),
         "notes": [entry["why"] for entry in result["ledger"] if entry["kind"] == "engine"],
         "unquantised": [entry["subject"] for entry in result["ledger"] if entry["kind"] == "unquantised"],

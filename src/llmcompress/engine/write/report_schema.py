@@ -49,6 +49,12 @@ class Source(Document):
     bytes: Count = Field(description="of all its tensors")
 
 
+class MergedAdapter(Document):
+    """An adapter that was merged into the source's weights."""
+
+    sha256: Sha256 = Field(description="of its config and its tensors, one after the other")
+
+
 class Tokens(Document):
     """The calibration tokens."""
 
@@ -157,6 +163,7 @@ class Report(Document):
         default_factory=dict,
         description="every file of the output but this one, by name; a single GGUF file is called model.gguf",
     )
+    adapter: MergedAdapter | None = Field(None, description="the adapter that was merged into the source's weights")
     unstacked: dict[str, list[str]] | None = Field(
         None,
         description="tensors of the source that hold all experts, and what each expert has of them, in order of rows; "

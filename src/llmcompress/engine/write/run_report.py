@@ -45,6 +45,7 @@ def build_report(
         "ledger": ledger.as_json(),
         "tensors": dict(tensors),
         **_unstacked(plan.headers),
+        **({} if plan.headers.merged is None else {"adapter": {"sha256": plan.headers.merged.sha256}}),
     }
 
 
