@@ -9,7 +9,7 @@ from llmcompress import arch
 from llmcompress.arch.spec import ArchSpec, Linear
 from llmcompress.engine.source.tensor_names import Anatomy
 from llmcompress.errors import CheckpointError
-from llmcompress.model.proven_sites import prove_sites
+from llmcompress.model.proven_sites import _kinds, prove_sites
 from llmcompress.model.site_proof import SiteProof
 from llmcompress.model.skeleton import load_config
 from llmcompress.model.traced_layer import RandomWeights, TracedLayer, Widened, _multiplied
@@ -230,6 +230,15 @@ def test_nothing_is_computed_in_less_than_float64():
         for value in (x.float(), x.to(torch.float32), x.to(dtype=torch.bfloat16), x.type(torch.float16), x.half()):
             assert torch.equal(value, x)
         assert torch.equal(torch.softmax(x, 0, dtype=torch.float32), torch.softmax(x, 0))
+
+
+def test_layers_are_of_one_kind_only_where_they_are_built_and_set_alike():
+    layers = [Block(torch.relu) for _ in range(4)]
+    for number, layer in enumerate(layers):
+        layer.layer_idx = number
+    layers[2].shares_keys = True
+    layers[3].extra = nn.Linear(24, 24)
+    assert _kinds(layers) == [[0, 1], [2], [3]]
 
 
 def test_layers_that_cannot_be_run_are_refused_in_one_line(random_model_dir):
