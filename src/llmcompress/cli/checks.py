@@ -63,13 +63,14 @@ def inspect(
     json_: flags.Json = False,
 ) -> None:
     """What a checkpoint holds, from its headers alone: nothing is loaded."""
+    from llmcompress.engine.source.multimodal import text_view
     from llmcompress.store.headers import read_headers
     from llmcompress.validate.gguf_file import gguf_in
 
     if (file := gguf_in(checkpoint)) is not None:
         _inspect_gguf(file, tensors, json_)
         return
-    headers = read_headers(checkpoint)
+    headers = text_view(read_headers(checkpoint))
     config = headers.config
     quantization, architectures = config.get("quantization_config"), config.get("architectures")
     kinds = Counter[str]()
@@ -77,7 +78,7 @@ def inspect(
         kinds[stored.spec.dtype] += stored.spec.nbytes
     facts: dict[str, Any] = {
         "path": str(checkpoint),
-        "model_type": config.get("model_type"),
+        "model_type": headers.whole_config.get("model_type"),
         "architecture": architectures[0] if isinstance(architectures, list) and architectures else None,
         "layers": config.get("num_hidden_layers", config.get("n_layer")),
         "hidden_size": config.get("hidden_size", config.get("n_embd")),

@@ -304,14 +304,20 @@ def test_every_fact_is_broken_by_some_case(headers_of, tmp_path):
         for fact in facts
         if not isinstance(fact, Devices)
     }
-    heads = {("transformers", "it leaves a quantised head at random values, without an error")}  # below, by entries
+    by_entries = {  # below
+        ("transformers", "it leaves a quantised head at random values, without an error"),
+        (
+            "transformers",
+            "it splits the experts of Llama 4 before it loads a quantised model, and finds no tensors for the parts",
+        ),
+    }
     unreachable = {  # the formats themselves refuse other widths, so these only show in `list targets`
         ("transformers", "it takes 2, 4 and 8 bits, which all versions of compressed-tensors pack alike"),
         ("transformers", "GPTQModel's kernels take 2, 3, 4 and 8 bits"),
         ("gptqmodel", "it takes 2, 3, 4 and 8 bits"),
         *((name, "awq has 4 bits") for name in ("transformers", "gptqmodel", "vllm", "sglang")),
     }
-    assert known - reached == heads | unreachable
+    assert known - reached == by_entries | unreachable
 
 
 # --- whatever the request ---
@@ -385,6 +391,14 @@ def test_the_default_is_read_by_every_engine(format_):
         (PACKED, model({"down": IntegerSpec(8, 32)}), ["llama.cpp's converter"]),
         (PACKED, model({"gate": None}), ["vLLM", "SGLang"]),
         (PACKED, [matrix("model.layers.0.mlp.experts.0.up_proj")], []),
+        (
+            PACKED,
+            [
+                matrix("model.layers.0.self_attn.o_proj"),
+                matrix("model.layers.0.feed_forward.experts.gate_up_proj", None),
+            ],
+            ["transformers"],
+        ),
         (GPTQ, [matrix("h.0.attn.c_attn", transposed=True)], ["transformers"]),
         (GPTQ, [matrix("model.layers.0.block_sparse_moe.experts.0.w1")], ["transformers", "GPTQModel"]),
         (GPTQ, [matrix("model.layers.0.mlp.gate_up_proj")], ["GPTQModel"]),

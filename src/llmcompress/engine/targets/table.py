@@ -73,6 +73,12 @@ _LOST_EXPERTS = Unread(
     why="it leaves quantised experts at random values, without an error",
 )
 
+_SPLIT_EXPERTS = Unread(
+    lambda entry: entry.module.endswith(".feed_forward.experts.gate_up_proj"),
+    quantised=False,
+    why="it splits the experts of Llama 4 before it loads a quantised model, and finds no tensors for the parts",
+)
+
 _ONLY_FP8 = Unread(
     lambda entry: entry.options.get(OPTION) == "int8",
     quantised=False,
@@ -103,6 +109,7 @@ _TRANSFORMERS = Target(
                 by_hand="convert the model to bfloat16 first",
                 why="it decodes 4-bit floats to bfloat16, and does not multiply them by float16",
             ),
+            _SPLIT_EXPERTS,
         ),
         "gptq": (
             BitWidths((2, 3, 4, 8), why="GPTQModel's kernels take 2, 3, 4 and 8 bits"),
@@ -125,6 +132,7 @@ _TRANSFORMERS = Target(
                 lambda entry: experts_of(entry.module) is not None,
                 why="it joins experts into one parameter, which has no place for their codes",
             ),
+            _SPLIT_EXPERTS,
         ),
         "dense": (),
     },
