@@ -31,6 +31,11 @@ TEXT = ["--samples", "32", "--length", "64"]
 GRID = ["--bits", "4", "--group-size", "32"]
 WINDOWS, LENGTH = 4, 64  # of evaluations
 SECONDS = 300  # after which a command counts as hanging
+PLANNED = {
+    "gptq": ["gptq", *GRID, *TEXT],
+    "awq": ["awq", *GRID, *TEXT],
+    "gguf": ["gguf", "--type", "Q8_0"],
+}
 BEGIN, END = "<!-- table: python benchmarks/models.py -->", "<!-- end of table -->"
 Row = dict[str, Any]
 
@@ -122,7 +127,7 @@ def gptq(place: Path, model: Path) -> Row:
     """The columns of gptq: run, decoder share, KL divergence beside rtn's, loading."""
     rounded = ran(place, model, "rtn", *GRID)
     plain = divergence(place, model) if rounded["says"] == "ok" else None
-    row = ran(place, model, "gptq", *GRID, *TEXT)
+    row = ran(place, model, *PLANNED["gptq"])
     if row["says"] == "ok":
         row |= {"kl": divergence(place, model), "rtn": plain, "loads": loaded(place, model)}
     return row
@@ -130,8 +135,8 @@ def gptq(place: Path, model: Path) -> Row:
 
 COLUMNS: Mapping[str, Callable[[Path, Path], Row]] = {
     "gptq": gptq,
-    "awq": lambda place, model: ran(place, model, "awq", *GRID, *TEXT),
-    "gguf": lambda place, model: ran(place, model, "gguf", "--type", "Q8_0", ending=".gguf"),
+    "awq": lambda place, model: ran(place, model, *PLANNED["awq"]),
+    "gguf": lambda place, model: ran(place, model, *PLANNED["gguf"], ending=".gguf"),
 }
 
 

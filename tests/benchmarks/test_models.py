@@ -1,0 +1,65 @@
+"""The table of docs/models.md: every model type is planned as it says, and some are run."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from zoo import known_types, zoo  # noqa: E402
+
+import models  # noqa: E402
+
+PARTS = 6
+RUN = ("llama", "qwen3_next")
+
+
+def told():
+    """The rows of the table by model type."""
+    table = (ROOT / "docs" / "models.md").read_text().partition(models.BEGIN)[2].partition(models.END)[0]
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:1] == "|"]
+    names = next(line for line in lines if line[0] == "type")
+    return {line[0]: dict(zip(names, line, strict=True)) for line in lines if len(line) == len(names)}
+
+
+def test_the_table_has_every_type_and_counts_what_it_says():
+    rows = {kind: row for kind, row in told().items() if kind not in ("type", "---")}
+    assert sorted(rows) == known_types()
+    text = (ROOT / "docs" / "models.md").read_text()
+    for name, count in {
+        "types": len(rows),
+        "gptq and verify": sum(row["gptq"] == "ok" for row in rows.values()),
+        "loads in transformers": sum(row["loads"] == "yes" for row in rows.values()),
+        "awq and verify": sum(row["awq"] == "ok" for row in rows.values()),
+        "gguf and verify": sum(row["gguf"] == "ok" for row in rows.values()),
+    }.items():
+        assert f"| {name} | {count} |" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+def test_plans_say_what_the_table_says(part, tmp_path):
+    rows, found = told(), {}
+    for kind, model in zoo(tmp_path / "zoo", known_types()[part::PARTS]):
+        for column, words in models.PLANNED.items():
+            code, out, _ = models.command(tmp_path, words[0], model, *words[1:], "--dry-run", "--json")
+            found[kind, column] = code
+            if column == "gptq" and code == 0:
+                assert f"{json.loads(out)['decoder_share']:.1%}" == rows[kind]["decoder"], kind
+    assert found == {(kind, column): 2 if rows[kind][column] == "refused" else 0 for kind, column in found}
+
+
+@pytest.mark.slow
+def test_runs_give_what_the_table_says(tmp_path):
+    found = models.measure(tmp_path, list(RUN), [])
+    rows = told()
+    for kind in RUN:
+        assert {column: found[kind][column]["says"] for column in models.COLUMNS} == {
+            column: rows[kind][column] for column in models.COLUMNS
+        }
+        assert models.loads(found[kind]["gptq"]) == (rows[kind]["loads"] == "yes")
+        assert found[kind]["gptq"]["kl"] < found[kind]["gptq"]["rtn"]
+    assert models.counts(found)["types"] == len(RUN)
