@@ -219,7 +219,6 @@ def test_dense_changes_no_config():
         (AWQ, [matrix("lm_head", block=False)], {}, "outside of decoder layers"),
         (AWQ, [matrix("m", W4, (48, 128))], {}, "multiple of 32 outputs, and m has 48"),
         *((AWQ, [matrix("m")], {"model_type": name}, "scales of activations") for name in ("gpt_neox", "falcon")),
-        (PACKED, [matrix("m", IntegerSpec(3, 32))], {}, "cannot hold int3-g32-sym"),
         (PACKED, [matrix("m", permuted=True)], {}, "activation order"),
         (PACKED, [matrix("m", transposed=True)], {}, "Conv1D"),
         (DENSE, [matrix("m", dtype="F8_E4M3")], {}, "cannot hold decoded weights"),

@@ -13,6 +13,10 @@ SYMMETRIC = {
     "w8-row": {"bits": 8, "group_size": -1},
     "w4-row": {"bits": 4, "group_size": -1},
     "w2-g32": {"bits": 2, "group_size": 32},
+    "w3-g32": {"bits": 3, "group_size": 32},
+    "w3-row": {"bits": 3, "group_size": -1},
+    "w5-g64": {"bits": 5, "group_size": 64},
+    "w6-g32": {"bits": 6, "group_size": 32},
     "mixed": {
         "bits": 4,
         "group_size": 32,
@@ -21,6 +25,8 @@ SYMMETRIC = {
     "skipped": {"bits": 4, "group_size": 32, "set": {"layers.1.mlp.*": {"skip": True}}},
 }
 ASYMMETRIC = {
+    "w3-g32": {"bits": 3, "group_size": 32, "sym": False},
+    "w5-g64": {"bits": 5, "group_size": 64, "sym": False},
     "w4-g32": {"bits": 4, "group_size": 32, "sym": False},
     "w8-g64": {"bits": 8, "group_size": 64, "sym": False},
     "w4-row": {"bits": 4, "group_size": -1, "sym": False},

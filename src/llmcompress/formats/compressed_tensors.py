@@ -62,7 +62,6 @@ if TYPE_CHECKING:
     from llmcompress.grids.coded import Coded
     from llmcompress.grids.inputs import InputGrid
 
-BITS = (2, 4, 8)
 SCHEMA = "0.19.0"  # informational: the version of the library whose schema the config follows
 
 
@@ -71,7 +70,8 @@ class CompressedTensors(PackedFormat):
 
     name = "compressed-tensors"
     summary = (
-        "2, 4, 8 bits and fp8, also with rounded inputs; read by vLLM, SGLang, transformers and llama.cpp's converter"
+        "2, 3, 4, 5, 6, 8 bits, fp8, fp4, also with rounded inputs; "
+        "read by vLLM, SGLang, transformers and llama.cpp's converter"
     )
     holds = HOLDS
     marker = "weight_scale"
@@ -81,11 +81,6 @@ class CompressedTensors(PackedFormat):
     tells_inputs = True
 
     def misfit(self, entry: Entry, grid: Spec) -> Refusal | None:
-        if grid.bits not in BITS:
-            return (
-                f"format compressed-tensors cannot hold {grid.name} ({entry.module})",
-                "it holds 2, 4 and 8 bits, --format gptq also 3, --format dense every grid",
-            )
         if refusal := unholdable(entry, grid):
             return refusal
         if entry.permuted:

@@ -312,7 +312,6 @@ def test_every_fact_is_broken_by_some_case(headers_of, tmp_path):
         ),
     }
     unreachable = {  # the formats themselves refuse other widths, so these only show in `list targets`
-        ("transformers", "it takes 2, 4 and 8 bits, which all versions of compressed-tensors pack alike"),
         ("transformers", "GPTQModel's kernels take 2, 3, 4 and 8 bits"),
         ("gptqmodel", "it takes 2, 3, 4 and 8 bits"),
         *((name, "awq has 4 bits") for name in ("transformers", "gptqmodel", "vllm", "sglang")),
@@ -385,7 +384,7 @@ def test_the_default_is_read_by_every_engine(format_):
         (AWQ, [matrix("model.layers.0.mlp.experts.0.up_proj", IntegerSpec(4, 32, symmetric=False))], ["transformers"]),
         (PACKED, model({"": IntegerSpec(4, 32, symmetric=False)}), ["transformers"]),
         (PACKED, model({"": IntegerSpec(8, 32, symmetric=False)}), ["transformers", "vLLM"]),
-        (PACKED, model({"": IntegerSpec(2, 32)}), ["vLLM", "SGLang"]),
+        (PACKED, model({"": IntegerSpec(2, 32)}), ["SGLang"]),
         (PACKED, model({"": IntegerSpec(8, PER_ROW)}), ["llama.cpp's converter"]),
         (PACKED, model({"": IntegerSpec(4, 16)}), ["vLLM", "SGLang"]),
         (PACKED, model({"down": IntegerSpec(8, 32)}), ["llama.cpp's converter"]),

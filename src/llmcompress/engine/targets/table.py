@@ -97,7 +97,7 @@ _TRANSFORMERS = Target(
     "5.23",
     {
         "compressed-tensors": (
-            BitWidths((2, 4, 8), why="it takes 2, 4 and 8 bits, which all versions of compressed-tensors pack alike"),
+            Devices(why="it needs compressed-tensors 0.18 for 3, 5 and 6 bits, which were packed otherwise before"),
             Asymmetric(
                 why="with compressed-tensors 0.18 or later it takes asymmetric weights only with "
                 "quantization_config=CompressedTensorsConfig(dequantize=True)"
@@ -175,8 +175,11 @@ _VLLM = Target(
     "0.33",
     {
         "compressed-tensors": (
-            BitWidths((4, 8), why="its kernels take 4 and 8 bits"),
-            Asymmetric((4,), why="of asymmetric grids its common kernels take those of 4 bits"),
+            Devices(
+                why="it multiplies 2, 3, 5 and 6 bits on GPUs alone, by its Humming kernels: in float16 from compute "
+                "capability 7.5, in bfloat16 from 8.0"
+            ),
+            Asymmetric((2, 3, 4, 5, 6), why="of asymmetric grids of 8 bits it has no kernel"),
             _MARLIN_GROUPS,
             _FUSED,
             Words(zeros=False, why="codes and zero points must fill whole 32-bit words"),
