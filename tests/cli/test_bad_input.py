@@ -161,7 +161,7 @@ EARLY = {
     "a group that does not fit": (nothing, [*RTN, "--group-size", "100"], ["group size 100 does not divide", "q_proj"]),
     "a group of nothing": (nothing, [*RTN, "--group-size", "0"], ["group size 0"]),
     "bits nobody has": (nothing, [*RTN, "--bits", "7"], ["bits = 7"]),
-    "bits a format cannot hold": (nothing, [*RTN, "--bits", "3"], ["compressed-tensors cannot hold int3"]),
+    "a grid a format cannot hold": (nothing, [*RTN, "--format", "bitsandbytes"], ["bitsandbytes cannot hold int4"]),
     "a format nobody knows": (nothing, [*RTN, "--format", "gguff"], ["unknown format 'gguff'"]),
     "a pattern that is none": (nothing, [*RTN, "--set", "oops"], ["--set 'oops'"]),
     "a pattern of nothing": (
