@@ -82,6 +82,12 @@ def test_scales_move_between_the_matrices_of_a_declared_language_model(tmp_path)
         carry_out(source, tmp_path / "turned", [{"method": "rotate"}])
 
 
+def test_inspect_tells_of_the_language_model(source, main, capsys):
+    assert main("inspect", source, "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["model_type"], facts["layers"], facts["hidden_size"]) == ("gemma4", 2, 64)
+
+
 def test_the_structure_of_a_multimodal_model_is_not_changed(source, tmp_path, main, capsys):
     assert main("depth", source, "--drop", "1", "-o", tmp_path / "out") == 2
     assert "is a multimodal model" in capsys.readouterr().err
