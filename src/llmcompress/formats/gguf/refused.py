@@ -3,7 +3,8 @@
 _LACKS = "llama.cpp has no such architecture"
 REASONS = {
     **dict.fromkeys(
-        ( "codegen", "ctrl", "diffllama", "flex_olmo", "gpt_neo", "gptj", "helium", "hyperclovax",
+        (
+            "codegen", "ctrl", "diffllama", "flex_olmo", "gpt_neo", "gptj", "helium", "hyperclovax",
             "longcat_flash", "ministral", "nanochat", "olmo_hybrid", "opt", "persimmon", "recurrent_gemma",
             "vaultgemma", "xglm", "xlstm", "zamba", "zamba2",
         ),
