@@ -171,7 +171,7 @@ def test_default_group_size_falls_back_and_says_so(random_model_dir, tmp_path):
             PlanError,
             "group size 48 does not divide the 256 inputs of model.layers.0.self_attn.q_proj",
         ),
-        ({"type": "nf4"}, PlanError, "cannot hold nf4"),
+        ({"format_": "awq", "bits": 8}, PlanError, "awq"),
         ({"set": {"nothing.here": {"bits": 8}}}, PlanError, "matches no matrix"),
         ({"set": {"mlp.*": {"bit": 8}}}, RecipeError, "did you mean 'bits'"),
         ({"set": {"*": {"skip": True}}}, PlanError, "nothing is left"),

@@ -252,9 +252,9 @@ def test_rtn_is_measured_without_compensation(tiny_model_dir, kept, tmp_path):
     ("form", "target", "bits", "what"),
     [
         ("awq", None, (3, 4), "widths cannot be mixed: an awq checkpoint has one grid"),
-        ("gptq", "transformers", BITS, "widths cannot be mixed: transformers does not load it takes one setting"),
+        ("gptq", "transformers", BITS, "widths cannot be mixed: transformers does not load this: it takes one setting"),
         ("compressed-tensors", "llama.cpp", BITS, "widths cannot be mixed: llama.cpp's converter does not load"),
-        ("compressed-tensors", "sglang", (2, 3), "its kernels take 4 and 8 bits"),
+        ("compressed-tensors", "llama.cpp", (3, 5), "it reads 2, 4 and 8 bits"),
         ("gptq", "sglang", (4, 8), "sglang"),
         ("bitsandbytes", None, BITS, "format bitsandbytes cannot hold int"),
         ("gguf", None, BITS, "types of GGUF are fitted to a size by another command"),

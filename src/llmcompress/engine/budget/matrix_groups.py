@@ -49,7 +49,7 @@ class Destination:
         if self.target is not None:
             found = violations(self.target, self.format.name, entries, self.config, self.tp)
             if found:
-                return f"{self.target.title} does not load {found[0]}", found[0].by_hand or None
+                return f"{self.target.title} does not load this: {found[0]}", found[0].by_hand or None
         return None
 
 
