@@ -40,7 +40,7 @@ def staged(path, identity=None):
         )
     work.keep_hidden(1, torch.float32, {"compressed": iter([torch.arange(96.0).view(SHAPE)])})
     work.keep_tokens(torch.arange(12).view(3, 4))
-    work.remember_place(path, calibration={"sha256": "ab", "samples": 3})
+    work.remember_place(path, None, calibration={"sha256": "ab", "samples": 3})
     return work
 
 
@@ -318,7 +318,7 @@ def test_what_is_planted_while_a_run_works_is_never_followed(name, tmp_path):
         run.keep_hidden(0, torch.float32, {"compressed": iter([torch.zeros(SHAPE)])})
         run.hidden({"compressed": SHAPE}, torch.float32, 2)
         run.keep_tokens(torch.zeros(2, 2, dtype=torch.int64))
-        run.remember_place(work)
+        run.remember_place(work, None)
 
     outcome(all_of_it)
     run.remove()
@@ -350,7 +350,7 @@ def test_a_folder_that_is_moved_away_is_still_the_one_written_to(tmp_path):
     (tmp_path / "victim").mkdir()
     (tmp_path / "victim" / "place.json").write_text("precious")
     (tmp_path / "work").symlink_to(tmp_path / "victim")
-    run.remember_place(tmp_path)
+    run.remember_place(tmp_path, None)
     assert (tmp_path / "victim" / "place.json").read_text() == "precious"
     assert (tmp_path / "moved" / "place.json").exists()
 

@@ -221,9 +221,9 @@ def test_what_is_foreseen_grows_with_what_is_asked(made, tiny_model_dir):
     assert need(ref=tiny_model_dir, windows=100_000) > need(windows=100_000)
     assert need(length=1 << 16) > need()
     plain = sum(value.numel() for value in load_whole(tiny_model_dir, dtype=torch.bfloat16).parameters()) * 2
-    headers = device_memory.directory_headers(tiny_model_dir, device_memory.Ledger())
+    headers = device_memory.checkpoint_headers(tiny_model_dir)
     assert device_memory.resident_bytes(headers, torch.bfloat16) == plain
-    packed = device_memory.directory_headers(made(), device_memory.Ledger())
+    packed = device_memory.checkpoint_headers(made())
     model = load_whole(made(), dtype=torch.bfloat16)
     assert device_memory.resident_bytes(packed, torch.bfloat16) == pytest.approx(backed._bytes_of(model), rel=0.1)
 
