@@ -171,7 +171,7 @@ def counts(found: Mapping[str, Row]) -> dict[str, int]:
         "gptq and verify": len(done),
         "loads in transformers": sum(map(loads, done)),
         "at least 90% of the decoder": sum(row["share"] >= 0.9 for row in done),
-        "KL at most that of rtn": sum(row["kl"] is not None and row["kl"] <= row["rtn"] for row in done),
+        "KL at most that of rtn": sum(None not in (row["kl"], row["rtn"]) and row["kl"] <= row["rtn"] for row in done),
         "awq and verify": sum(row["awq"]["says"] == "ok" for row in found.values()),
         "gguf and verify": sum(row["gguf"]["says"] == "ok" for row in found.values()),
         "plan yes, run no": sum(row[name]["says"] == "failed" for row in found.values() for name in COLUMNS),
@@ -193,7 +193,7 @@ def table(found: Mapping[str, Row]) -> list[str]:
                 why = f"{column}: {row[column]['why'].replace(kind, 'TYPE')}"
                 whys.setdefault(why, []).append(kind)
         good = made["says"] == "ok"
-        known = good and made["kl"] is not None
+        known = good and None not in (made["kl"], made["rtn"])
         cells = [
             kind,
             made["says"],

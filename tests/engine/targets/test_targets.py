@@ -16,7 +16,7 @@ from entries import AWQ, DENSE, GPTQ, PACKED, W4, matrix, model
 from forkserver import call
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
-from llmcompress.engine.targets.facts import Devices
+from llmcompress.engine.targets.facts import Devices, LostTypes
 from llmcompress.engine.targets.table import TARGETS
 from llmcompress.engine.targets.verdicts import engine_notes, verdicts, violations
 from llmcompress.errors import PlanError, RecipeError
@@ -288,6 +288,24 @@ def test_targets_that_say_nothing_are_refused(headers_of, tmp_path, options, wor
     assert refused.value.exit_code == 2
 
 
+def test_model_types_that_are_lost_are_refused_by_name():
+    target = TARGETS["transformers"]
+    expert, plain = ("model.layers.0.mlp.experts.0.up_proj.weight", "model.layers.0.mlp.up_proj.weight")
+    expert, plain = (
+        [Entry(TensorSpec(name, "BF16", (128, 128)), W4, block=True, linear=True)] for name in (expert, plain)
+    )
+
+    def reasons(entries, model_type):
+        return [item.what for item in violations(target, "compressed-tensors", entries, {"model_type": model_type})]
+
+    [why] = reasons(plain, "falcon")
+    assert "as in models of type 'falcon'" in why
+    assert reasons(plain, "llama") == reasons(plain, "granitemoe") == []
+    [why] = reasons(expert, "granitemoe")
+    assert "random values" in why
+    assert violations(target, "dense", plain, {"model_type": "falcon"}) == []
+
+
 def test_every_fact_is_broken_by_some_case(headers_of, tmp_path):
     """The table cannot grow a fact that no case above exercises."""
     reached = set()
@@ -302,7 +320,7 @@ def test_every_fact_is_broken_by_some_case(headers_of, tmp_path):
         for name, target in TARGETS.items()
         for facts in target.formats.values()
         for fact in facts
-        if not isinstance(fact, Devices)
+        if not isinstance(fact, (Devices, LostTypes))
     }
     by_entries = {  # below
         ("transformers", "it leaves a quantised head at random values, without an error"),

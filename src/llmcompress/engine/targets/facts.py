@@ -87,6 +87,21 @@ class ModelTypes(Fact):
 
 
 @dataclass(frozen=True)
+class LostTypes(Fact):
+    """The runtime does not load codes of these model types. experts: those of experts alone."""
+
+    lost: tuple[str, ...]
+    experts: bool = False
+
+    def violations(self, case: LoadCase) -> list[Violation]:
+        if case.model_type not in self.lost:
+            return []
+        if self.experts and not any(experts_of(entry.module) for entry, _ in quantised(case.entries)):
+            return []
+        return [Violation(f"{self.why}, as in models of type {case.model_type!r}", (), "use --format dense")]
+
+
+@dataclass(frozen=True)
 class BitWidths(Fact):
     """The runtime accepts these widths in bits."""
 
