@@ -10,6 +10,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import sys
 import traceback
@@ -190,7 +191,7 @@ def table(found: Mapping[str, Row]) -> list[str]:
         made = row["gptq"]
         for column in COLUMNS:
             if "why" in row[column]:
-                why = f"{column}: {row[column]['why'].replace(kind, 'TYPE')}"
+                why = re.sub(r"\S*/zoo/TYPE/", "", f"{column}: {row[column]['why'].replace(kind, 'TYPE')}")
                 whys.setdefault(why, []).append(kind)
         good = made["says"] == "ok"
         known = good and None not in (made["kl"], made["rtn"])

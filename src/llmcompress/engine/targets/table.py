@@ -94,7 +94,9 @@ def _mxfp4(why: str) -> Unread:
 
 # as `benchmarks/models.py` found, on the versions that the target names
 _LOST_IN_TRANSFORMERS = (
-    "bailing_hybrid", "falcon", "falcon_mamba", "gpt_bigcode", "kimi_linear", "longcat_flash", "mamba", "mamba2",
+    "bailing_hybrid", "falcon", "falcon_mamba", "gpt_bigcode", "inkling_text", "kimi_linear", "longcat_flash", "mamba",
+    "mamba2", "minimax_m3_vl_text", "modernbert-decoder", "nanochat", "olmo_hybrid", "phimoe", "recurrent_gemma",
+    "zaya",
 )  # fmt: skip
 _EXPERTS_LOST_IN_TRANSFORMERS = ("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared")
 _TRANSFORMERS = Target(
