@@ -47,6 +47,7 @@ def forked(work: Callable[[], object], place: Path) -> tuple[int | None, str, st
     def child() -> None:
         for number, name in enumerate(("stdout", "stderr"), 1):
             os.dup2(os.open(place / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
         try:
             work()
         except Exception:
