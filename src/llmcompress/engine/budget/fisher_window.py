@@ -1,11 +1,11 @@
 """How the Fisher information of a layer's matrices is summed up, from what each window shows of them."""
 
-import re
 from collections.abc import Mapping
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
+from llmcompress.engine.source.tensor_names import without_numbers
 from llmcompress.stats.fisher import Fisher, of_matrix, of_window
 from llmcompress.stats.gram import Gram
 from llmcompress.workers import Workers
@@ -59,7 +59,7 @@ class WindowFisher:
     """
 
     def __init__(self, spaces: Mapping[str, str], grams: bool, fitted: int, workers: Workers) -> None:
-        self.spaces = {path: _alike(space) for path, space in spaces.items()}
+        self.spaces = {path: without_numbers(space) for path, space in spaces.items()}
         self._grams, self._fitted, self.workers = grams, fitted, workers
         # the first matrix that reads a space
         self._owners = set({space: path for path, space in reversed(list(spaces.items()))}.values())
@@ -77,7 +77,7 @@ class WindowFisher:
         if part.x is not None:
             if fitted and path in self._owners:
                 self._sum(self._seen, self.spaces[path], part.x)
-            self._sum(self._weighed[fitted], _alike(path), part.gradient)
+            self._sum(self._weighed[fitted], without_numbers(path), part.gradient)
 
     def _sum(self, grams: dict[str, Gram], name: str, rows: Tensor) -> None:
         if name not in grams:
@@ -96,10 +96,5 @@ class WindowFisher:
 
         fitted: over the windows that are fitted to, or else over the others.
         """
-        gram = self._weighed[fitted][_alike(path)].mean()
+        gram = self._weighed[fitted][without_numbers(path)].mean()
         return gram / gram.diagonal().sum().clamp_min(1e-30)
-
-
-def _alike(path: str) -> str:
-    """The path with * for the number of an expert, so that all experts share a name."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from llmcompress.engine.plan.matrix_options import matches
+from llmcompress.engine.source.tensor_names import without_numbers
 from llmcompress.grids.integer import IntegerSpec
 
 Patterns = dict[str, dict[str, int]]
@@ -42,7 +43,7 @@ def _parts(module: str) -> tuple[str, int, str]:
     found = re.match(r"^(?:.*?\.)?([^.]+)\.(\d+)\.(.+)$", module)
     if found is None:
         return "", 0, module
-    return found[1], int(found[2]), re.sub(r"(?<=\.)\d+(?=\.|$)", "*", found[3])
+    return found[1], int(found[2]), without_numbers(found[3])
 
 
 def _joined(

@@ -1,13 +1,11 @@
 """How much of a decoder a plan changes, and which of its weights stay as they are."""
 
-import re
 from collections import Counter
 from dataclasses import dataclass
 from math import prod
 
 from llmcompress.engine.plan.plan import Plan
-
-_NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)")
+from llmcompress.engine.source.tensor_names import without_numbers
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,7 @@ def decoder_share(plan: Plan) -> DecoderShare:
             size = prod(entry.source.shape)
             sizes += size
             if entry.source.name not in changed:
-                left[_NUMBERS.sub("*", entry.source.name)] += size
+                left[without_numbers(entry.source.name)] += size
     if not sizes:
         return DecoderShare(1.0, ())
     return DecoderShare(1 - left.total() / sizes, tuple((name, size / sizes) for name, size in left.most_common()))

@@ -1,5 +1,6 @@
 """On-disk names of the parts of a model: its matrices, the tensors of a layer, and the tensors outside of layers."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -7,6 +8,11 @@ from llmcompress.arch.scaling_site import Site
 from llmcompress.arch.sites import residual_readers, residual_writers, scores_site, sites
 from llmcompress.arch.spec import ArchSpec, Linear
 from llmcompress.store.headers import ModelHeaders
+
+
+def without_numbers(name: str) -> str:
+    """A dotted name with `*` in place of every number in it, which layers and experts alike then share."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 @dataclass(frozen=True)
