@@ -17,6 +17,8 @@ from llmcompress.validate.mlx_codes import MLX_MARKERS, read_mlx
 from llmcompress.validate.stored import Array, DamageError, Tensor, unpack, words_for
 from llmcompress.validate.table_codes import MARKERS, TABLE_PARTS, read_table
 
+_MARKERS = {**MARKERS, "mlx": MLX_MARKERS}
+
 
 @dataclass(frozen=True)
 class AffineMatrix(StoredMatrix):
@@ -71,7 +73,7 @@ class AffineMatrix(StoredMatrix):
 def quantised_modules(tensors: Mapping[str, Tensor], form: str) -> dict[str, set[str]]:
     """The parts of every module that has a part which only quantised matrices have, by module."""
     parts = PARTS.get(form, ())
-    marks = {**MARKERS, "mlx": MLX_MARKERS}.get(form, parts)
+    marks = _MARKERS.get(form, parts)
     modules = {name[: -len(mark) - 1] for mark in marks for name in tensors if name.endswith(f".{mark}")}
     return {module: {part for part in parts if f"{module}.{part}" in tensors} for module in sorted(modules)}
 
