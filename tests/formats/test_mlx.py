@@ -86,6 +86,15 @@ def test_a_module_may_have_settings_of_its_own(tiny_model_dir, tmp_path):
     assert passed(verify(out, tiny_model_dir))
 
 
+def test_symmetric_integers_among_others_are_told_as_such(tiny_model_dir, tmp_path):
+    own = {"o_proj": {"type": "int", "bits": 4, "group_size": 64}}
+    llmcompress.compress(tiny_model_dir, output=tmp_path / "out", method="rtn", format="mlx", type="mxfp4", set=own)
+    said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization"]
+    assert (said["mode"], said["symmetric"]) == ("mxfp4", True)
+    assert said["model.layers.0.self_attn.o_proj"] == {"group_size": 64, "bits": 4, "mode": "affine"}
+    assert passed(verify(tmp_path / "out", tiny_model_dir))
+
+
 def test_rotations_are_said_in_the_older_spelling_where_it_is_missing():
     entry = entry_of(OffsetSpec(4, 32))
     scaled = {"rope_theta": 5e5, "rope_type": "linear", "factor": 4.0, "partial_rotary_factor": 0.5}

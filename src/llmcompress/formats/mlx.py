@@ -47,7 +47,7 @@ class MlxFormat(PackedFormat):
     def refuses(self, entries: Sequence[Entry], config: Config) -> Refusal | None:
         if refusal := super().refuses(entries, config):
             return refusal
-        if len({_settings(grid).get("symmetric", False) for _, grid in quantised(entries) if grid.type != _MXFP4}) > 1:
+        if len({grid.symmetric for _, grid in quantised(entries) if grid.type != _MXFP4}) > 1:
             return (
                 "an mlx checkpoint says once for all modules whether integers are symmetric",
                 "use --type offset for all of them",
@@ -99,11 +99,10 @@ class MlxFormat(PackedFormat):
         return {"config.json": {"quantization": said, "quantization_config": settings, **_older_spelling(config)}}
 
     def settings(self, entries: Sequence[Entry], config: Config) -> dict[str, Any]:
-        common = grids(entries)[0]
-        own = {entry.module: _settings(grid) for entry, grid in quantised(entries) if grid != common}
-        for settings in own.values():
-            settings.pop("symmetric", None)
-        return {**_settings(common), **own}
+        coded, common = quantised(entries), grids(entries)[0]
+        symmetric = {"symmetric": True} if any(grid.type == "int" for _, grid in coded) else {}
+        own = {entry.module: _settings(grid) for entry, grid in coded if grid != common}
+        return {**_settings(common), **symmetric, **own}
 
     def shape(self, module: str, specs: Specs, read: Reader, config: Config) -> tuple[int, int] | None:
         words, scales = matrix_shape(specs, f"{module}.weight"), matrix_shape(specs, f"{module}.scales")
@@ -158,8 +157,7 @@ def _older_spelling(config: Config) -> dict[str, Any]:
 def _settings(grid: Spec) -> dict[str, Any]:
     """What config.json says of a grid."""
     mode = _MXFP4 if grid.type == _MXFP4 else _AFFINE
-    said = {"group_size": grid.group_size, "bits": grid.bits, "mode": mode}
-    return {**said, "symmetric": True} if grid.type == "int" else said
+    return {"group_size": grid.group_size, "bits": grid.bits, "mode": mode}
 
 
 def _spec(module: str, settings: Mapping[str, Any]) -> Spec:
