@@ -12,6 +12,8 @@ from typing import Any, Literal
 from llmcompress.arch.scaling_site import Site
 from llmcompress.errors import CheckpointError
 
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+"""What config.json may call the number of layers."""
 RESIDUAL = "residual"  # the space of the hidden states, which every layer adds to
 
 _QUERY_HEADS = ("num_attention_heads", "n_head")

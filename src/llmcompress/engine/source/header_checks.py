@@ -11,12 +11,11 @@ from math import inf, isfinite
 from typing import Any
 
 from llmcompress.arch import find
-from llmcompress.arch.spec import ArchSpec, attention_heads
+from llmcompress.arch.spec import LAYER_COUNTS, ArchSpec, attention_heads
 from llmcompress.engine.source.tensor_names import MatrixRef
 from llmcompress.errors import CheckpointError
 from llmcompress.store.headers import ModelHeaders, Stored
 
-LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _WIDTHS = ("hidden_size", "n_embd", "d_model", "vocab_size", "word_embed_proj_dim")
 # may differ from layer to layer in families that are not declared, and are lists then

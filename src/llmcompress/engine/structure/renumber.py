@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from llmcompress.engine.source.header_checks import LAYER_COUNTS, PER_LAYER, numbered
+from llmcompress.arch.spec import LAYER_COUNTS
+from llmcompress.engine.source.header_checks import PER_LAYER, numbered
 from llmcompress.engine.source.open import config_of
 from llmcompress.engine.source.tensor_names import Anatomy
 from llmcompress.errors import PlanError

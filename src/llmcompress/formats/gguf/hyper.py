@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from llmcompress.arch.spec import LAYER_COUNTS
 from llmcompress.errors import CheckpointError
 
 _HINT = "give a directory as transformers saves it"
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -74,9 +74,9 @@ def read_hyper(
 def _layers(config: Mapping[str, Any]) -> int:
     """The number of layers, which some configs say by the list of their kinds alone."""
     kinds = config.get("layers_block_type")
-    if isinstance(kinds, list) and kinds and all(config.get(name) is None for name in _LAYERS):
+    if isinstance(kinds, list) and kinds and all(config.get(name) is None for name in LAYER_COUNTS):
         return len(kinds)
-    return whole(config, *_LAYERS)
+    return whole(config, *LAYER_COUNTS)
 
 
 def _inner(config: Mapping[str, Any], hidden: int) -> int:
