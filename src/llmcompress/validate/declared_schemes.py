@@ -121,8 +121,8 @@ def missing_parts(module: str, parts: set[str], config: Mapping[str, Any]) -> li
         return sorted(missing_table_parts(form, parts))
     wanted = set(PARTS[form]) - {"weight_zero_point", "weight_global_scale", "input_scale"}
     scheme = scheme_of(module, config) if form == "compressed-tensors" else None
-    if form == "mlx":
-        wanted -= {"biases"} if mlx_scheme(module, config["quantization_config"]).kind == "mxfp4" else set()
+    if form == "mlx" and mlx_scheme(module, config["quantization_config"]).kind == "mxfp4":
+        wanted.discard("biases")
     if scheme is not None:
         if scheme.stored in FLOAT4_PARTS:
             wanted = set(FLOAT4_PARTS[scheme.stored])
