@@ -10,12 +10,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from llmcompress.engine.source.adapting import with_adapter
-from llmcompress.engine.source.matrix_refs import matrices_of
+from llmcompress.engine.source.adapting import as_merged
 from llmcompress.engine.source.open import checkpoint_headers, open_checkpoint
 from llmcompress.engine.source.quantised import SETTINGS, DecodedHeaders
 from llmcompress.errors import LlmcompressError
-from llmcompress.ledger import Ledger
 from llmcompress.store.checkpoint import DTYPES, Checkpoint
 from llmcompress.validate.stored import Array, DamageError, Tensor, read_json, read_source
 
@@ -60,9 +58,7 @@ def source_tensors(source: Path, adapter: Path | None = None) -> dict[str, Tenso
     if not coded and adapter is None:
         return originals
     try:
-        headers = checkpoint_headers(source)
-        if adapter is not None:
-            headers = with_adapter(headers, matrices_of(headers, False, Ledger()), adapter, Ledger())
+        headers = as_merged(checkpoint_headers(source), adapter)
     except LlmcompressError as error:
         raise DamageError(error.message) from None
     packed = set(headers.merged.changes) if headers.merged is not None else set()

@@ -1,8 +1,10 @@
 """The outcome of each check of an output; damage that stops a check becomes a failed check."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from llmcompress.errors import LlmcompressError
 from llmcompress.validate.stored import DamageError
@@ -29,6 +31,13 @@ def summary(name: str, wrong: Sequence[str], right: str) -> Check:
         return Check(name, True, right)
     more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
     return Check(name, False, "; ".join(wrong[:3]) + more)
+
+
+def lacks_adapter(report: Mapping[str, Any], adapter: Path | None) -> list[Check]:
+    """The failed check of an output that cannot be compared with its source; empty where it can."""
+    if report.get("adapter") is None or adapter is not None:
+        return []
+    return [Check("source", False, "an adapter was merged into the source: give it as --adapter")]
 
 
 def guarded(name: str, look: Callable[[], Check]) -> Check:

@@ -29,9 +29,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llmcompress.engine.source.adapting import with_adapter
+from llmcompress.engine.source.adapting import as_merged
 from llmcompress.engine.source.gguf_input import GgufHeaders, names_of
-from llmcompress.engine.source.matrix_refs import matrices_of
 from llmcompress.engine.source.open import open_checkpoint, source_headers
 from llmcompress.errors import CheckpointError, LlmcompressError
 from llmcompress.formats.gguf.bounds import farthest
@@ -45,7 +44,7 @@ from llmcompress.store.gguf_model import decoded, read_gguf, rows_of, tensor_byt
 from llmcompress.store.headers import ModelHeaders
 from llmcompress.store.output_file import beside, report_of
 from llmcompress.validate.directory import is_rotated, read_scales
-from llmcompress.validate.findings import AGREEMENT, Check, guarded, guarded_list, summary
+from llmcompress.validate.findings import AGREEMENT, Check, guarded, guarded_list, lacks_adapter, summary
 from llmcompress.validate.gguf_facts import scalar_value
 from llmcompress.validate.gguf_keys import key_wrongs
 from llmcompress.validate.gguf_report import report_checks
@@ -134,13 +133,10 @@ def _hash_wrongs(header: GgufHeader, report: Mapping[str, Any]) -> list[str]:
 
 
 def _against(header: GgufHeader, report: Mapping[str, Any], source: Path, adapter: Path | None) -> list[Check]:
-    if report.get("adapter") is not None and adapter is None:
-        return [Check("source", False, "an adapter was merged into the source: give it as --adapter")]
+    if unmerged := lacks_adapter(report, adapter):
+        return unmerged
     try:
-        original = source_headers(source, Ledger())
-        if adapter is not None:
-            original = with_adapter(original, matrices_of(original, False, Ledger()), adapter, Ledger())
-        checkpoint = open_checkpoint(original)
+        checkpoint = open_checkpoint(as_merged(source_headers(source, Ledger()), adapter))
         tensors, wrong = _from_source(header, checkpoint.headers)
     except LlmcompressError as error:
         return [Check("source", False, f"the source cannot be read: {error.message}")]

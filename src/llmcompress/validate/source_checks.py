@@ -10,7 +10,7 @@ import numpy as np
 from llmcompress.validate.declared_schemes import PARTS
 from llmcompress.validate.decoded_source import source_tensors
 from llmcompress.validate.directory import HEADS, ROWS, Directory
-from llmcompress.validate.findings import AGREEMENT, Check, guarded_list, summary
+from llmcompress.validate.findings import AGREEMENT, Check, guarded_list, lacks_adapter, summary
 from llmcompress.validate.kv_scale_checks import cache_scales
 from llmcompress.validate.matrix import StoredMatrix
 from llmcompress.validate.removed_parts import (
@@ -36,8 +36,8 @@ def against_source(
 
     adapter: what was merged into the source.
     """
-    if directory.report.get("adapter") is not None and adapter is None:
-        return [Check("source", False, "an adapter was merged into the source: give it as --adapter")]
+    if unmerged := lacks_adapter(directory.report, adapter):
+        return unmerged
     try:
         originals = _unstacked(directory.report, source_tensors(source, adapter))
         config = read_json(source / "config.json")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from llmcompress.engine.source.header_checks import numbered
-from llmcompress.engine.source.matrix_refs import Matrices
+from llmcompress.engine.source.matrix_refs import Matrices, matrices_of
 from llmcompress.engine.source.multimodal import in_text_part
 from llmcompress.engine.source.tensor_names import Anatomy
 from llmcompress.errors import CheckpointError
@@ -88,6 +88,13 @@ def with_adapter(headers: ModelHeaders, matrices: Matrices, path: Path, ledger: 
     why = f"{kind}, {len(adapter.corrections)} matrices corrected{whole}; adapter of SHA-256 {adapter.sha256}"
     ledger.note("adapter", f"rank {adapter.config['r']}", why)
     return replace(headers, merged=Merged(adapter.sha256, changes))
+
+
+def as_merged(headers: ModelHeaders, path: Path | None) -> ModelHeaders:
+    """The same as `with_adapter` for who only reads the model; without an adapter the headers themselves."""
+    if path is None:
+        return headers
+    return with_adapter(headers, matrices_of(headers, False, Ledger()), path, Ledger())
 
 
 @dataclass(frozen=True)
