@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import llmcompress.calib.default as default_source
+import llmcompress.calib.text as text_source
 from llmcompress.calib.default import Default
 from llmcompress.calib.text import Text, text_files
 from llmcompress.errors import CalibrationError
@@ -99,6 +100,17 @@ def test_missing_files_and_folders_without_text_are_refused(tmp_path, ask):
         Text(path=tmp_path / "none.txt").tokens(ask(1, 2))
     with pytest.raises(CalibrationError, match=r"no \.txt or \.md file in"):
         Text(path=tmp_path).tokens(ask(1, 2))
+
+
+def test_a_folder_of_very_many_files_is_refused_instead_of_walked(tmp_path, ask, monkeypatch):
+    monkeypatch.setattr(text_source, "_MOST_FILES", 3)
+    for name in ("a.txt", "b.txt", "c/d.txt", ".git/x", ".git/y"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text")
+    with pytest.raises(CalibrationError, match="holds more than 3 files and folders"):
+        Text(path=tmp_path).tokens(ask(1, 2))
+    (tmp_path / "b.txt").unlink()
+    assert text_files(tmp_path) == [tmp_path / "a.txt", tmp_path / "c" / "d.txt"]
 
 
 def test_texts_are_deterministic_and_leave_random_states_alone(tmp_path, ask, untouched_randomness):

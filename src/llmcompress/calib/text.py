@@ -1,5 +1,6 @@
 """Plain text: one file, or a folder read recursively, one document per file."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SUFFIXES = (".txt", ".md")
+_MOST_FILES = 100_000  # a mistaken "/" would be walked for minutes
 
 
 class Text(Source):
@@ -37,12 +39,19 @@ class Text(Source):
 def text_files(folder: Path, suffixes: tuple[str, ...] = SUFFIXES) -> list[Path]:
     """Files below `folder` that end in one of `suffixes`, ordered by path; hidden files and folders are left out."""
     found = {}
-    for path in folder.rglob("*"):
-        inner = path.relative_to(folder)
-        hidden = any(part.startswith(".") for part in inner.parts)
-        if not hidden and path.suffix.lower() in suffixes and path.is_file():
-            # parts, not Path: Windows compares paths without regard to case
-            found[inner.parts] = path
+    seen = 0
+    for place, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name[0] != "."]
+        seen += len(folders) + len(files)
+        if seen > _MOST_FILES:
+            raise CalibrationError(
+                f"{folder} holds more than {_MOST_FILES:,} files and folders",
+                "give a folder that holds the texts alone",
+            )
+        for path in (Path(place, name) for name in files if name[0] != "."):
+            if path.suffix.lower() in suffixes and path.is_file():
+                # parts, not Path: Windows compares paths without regard to case
+                found[path.relative_to(folder).parts] = path
     if not found:
         raise CalibrationError(
             f"no {' or '.join(suffixes)} file in {folder} or below", "give a folder of texts, or a single file"
