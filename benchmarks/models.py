@@ -28,7 +28,7 @@ import llmcompress.validate.verify  # noqa: F401  what the processes use is impo
 from llmcompress.calib.default import shipped
 from llmcompress.cli.app import main as command_line
 
-TEXT = ["--samples", "32", "--length", "64"]
+TEXT = ["--samples", "32", "--length", "64", "--compute-dtype", "float32"]  # the same on every processor
 GRID = ["--bits", "4", "--group-size", "32"]
 WINDOWS, LENGTH = 4, 64  # of evaluations
 SECONDS = 300  # after which a command counts as hanging

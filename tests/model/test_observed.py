@@ -81,6 +81,21 @@ def test_routers_and_gates_of_an_unknown_type_are_left_out(random_model_dir):
     )
 
 
+def test_layers_that_are_built_alike_and_run_different_matrices_are_told_apart(random_model_dir):
+    """Both hybrid layers hold an adapter for each of them and run their own."""
+    kinds = ["linear_attention", "hybrid"] * 2
+    config = {"layers_block_type": kinds, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config |= {"attention_hidden_size": 128, "attention_head_dim": 32, "n_mamba_heads": 8, "mamba_headdim": 16}
+    seen = observed(random_model_dir("zamba2", adapter_rank=8, **config))
+    adapters = "shared_transformer.feed_forward.gate_up_proj_adapter_list.{}.{}"
+    assert seen.idle == {
+        1: {adapters.format(1, 0), adapters.format(1, 1)},
+        3: {adapters.format(0, 0), adapters.format(0, 1)},
+    }
+    assert seen.idle[1] | seen.idle[3] < {linear.path for linear in seen.linears}
+    assert all("did not run" in seen.left_out[path] for path in seen.idle[1])
+
+
 def test_experts_that_are_taken_apart_take_no_memory(random_model_dir):
     path = random_model_dir("qwen2_moe", **dict(UNKNOWN)["qwen2_moe"])
     model = skeleton(load_config(path), None)

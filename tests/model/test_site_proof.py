@@ -1,5 +1,7 @@
 """Sites are found and proven by running layers: exactly the declared ones for declared families, and none too many."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -238,7 +240,9 @@ def test_layers_are_of_one_kind_only_where_they_are_built_and_set_alike():
         layer.layer_idx = number
     layers[2].shares_keys = True
     layers[3].extra = nn.Linear(24, 24)
-    assert _kinds(layers) == [[0, 1], [2], [3]]
+    spec = ArchSpec("toy", ("toy",), ())
+    assert _kinds(layers, spec) == [[0, 1], [2], [3]]
+    assert _kinds(layers, replace(spec, idle={1: frozenset({"up"})})) == [[0], [1], [2], [3]]
 
 
 def test_layers_that_cannot_be_run_are_refused_in_one_line(random_model_dir):

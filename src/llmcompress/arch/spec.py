@@ -115,8 +115,9 @@ class ArchSpec:
     grouped_queries: whether attention may have fewer key-value heads than query heads; without, a count of them in
     config.json means nothing.
     observed: found by running the model, not declared; `linears` are then those of all layers together, and a layer may
-    lack some. left_out: paths below a layer of what an observation found but cannot offer, with the reason. proven: the
-    sites of layers of an observed family by number, where a plan asks for them.
+    lack some. left_out: paths below a layer of what an observation found but cannot offer, with the reason. idle: by
+    number of a layer, paths of matrices that it has and does not run, as another layer that is built alike may.
+    proven: the sites of layers of an observed family by number, where a plan asks for them.
     tiny: config values of a small random model for tests.
     """
 
@@ -141,6 +142,7 @@ class ArchSpec:
     grouped_queries: bool = True
     observed: bool = False
     left_out: Mapping[str, str] = field(default_factory=dict)
+    idle: Mapping[int, frozenset[str]] = field(default_factory=dict)
     proven: Mapping[int, tuple[Site, ...]] = field(default_factory=dict)
     tiny: Mapping[str, Any] = field(default_factory=dict)
 

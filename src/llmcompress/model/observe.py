@@ -63,12 +63,15 @@ def _observed(config: Any, names: Collection[str], model_type: str, trust_remote
     shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
     try:
         running, hidden = _running(spec, shapes, config, trust_remote_code)
-        seen = [_watch(running, number, hidden) for number in distinct(running.layers)]
+        watched = {number: _watch(running, number, hidden) for number in distinct(running.layers)}
+        if any(layer.unseen for layer in watched.values()):  # layers that are built alike may run different matrices
+            watched = {number: _watch(running, number, hidden) for number in range(len(running.layers))}
     except UNUSABLE as error:
         raise CheckpointError(
             f"the layers of a {model_type!r} model could not be run to observe them: {first_line(error)}", _HINT
         ) from None
 
+    seen = list(watched.values())
     counts = _expert_counts(plain(running.causal.config))
     narrow = {path for layer in seen for path, width in layer.widths.items() if width in counts | layer.ranked}
     never = {path for path in narrow if "{e}" not in path}
@@ -79,15 +82,17 @@ def _observed(config: Any, names: Collection[str], model_type: str, trust_remote
     spaces = _spaces(paths, seen)
     conv1d = {path for layer in seen for path in layer.conv1d}
     left_out = {path: fused for layer in seen for path in layer.fused}
-    left_out |= {path: _UNSEEN for layer in seen for path in layer.unseen}
     left_out |= dict.fromkeys(sorted(experts), _LISTED)
     left_out |= dict.fromkeys(sorted(never), _ROUTER)
+    left_out = {path: why for path, why in left_out.items() if path not in paths}
+    left_out |= {path: _UNSEEN for layer in seen for path in layer.unseen}
     return replace(
         spec,
         outputs=running.spec.outputs,
         linears=tuple(Linear(path, reads=spaces[path], conv1d=path in conv1d) for path in paths),
         never=tuple(Linear(path, reads="") for path in sorted(never)),  # their inputs were not observed
-        left_out={path: why for path, why in left_out.items() if path not in paths},
+        left_out=left_out,
+        idle={number: frozenset(layer.unseen) for number, layer in watched.items() if layer.unseen},
     )
 
 

@@ -61,7 +61,7 @@ def _proven(config: Any, spec: ArchSpec, trust_remote_code: bool) -> list[Any]:
             model = StreamedModel(weights, config, plain, dtype=torch.float64, trust_remote_code=trust_remote_code)
             weights.shapes.update(_shapes(model))
             hidden = model.embed(torch.arange(LENGTH)[None] + 3)
-        for numbers in _kinds(model.layers):
+        for numbers in _kinds(model.layers, spec):
             generator = torch.Generator().manual_seed(0)
             entering = torch.randn(hidden.shape, dtype=torch.float64, generator=generator)
             with model.layer(numbers[0]) as layer:
@@ -114,8 +114,8 @@ def _shapes(model: StreamedModel) -> Iterator[tuple[str, torch.Size]]:
             yield f"{prefix}.{number}.{path}", value.shape
 
 
-def _kinds(layers: list[nn.Module]) -> list[list[int]]:
-    """Numbers of layers that have equal modules, shapes and settings."""
+def _kinds(layers: list[nn.Module], spec: ArchSpec) -> list[list[int]]:
+    """Numbers of layers that have equal modules, shapes and settings, and run the same matrices."""
     kinds: dict[str, list[int]] = {}
     for number, layer in enumerate(layers):
         facts = [
@@ -123,7 +123,7 @@ def _kinds(layers: list[nn.Module]) -> list[list[int]]:
             for path, module in layer.named_modules()
         ]
         shapes = [(path, tuple(value.shape)) for path, value in layer.named_parameters()]
-        kinds.setdefault(repr((facts, shapes)), []).append(number)
+        kinds.setdefault(repr((facts, shapes, sorted(spec.idle.get(number, ())))), []).append(number)
     return list(kinds.values())
 
 

@@ -18,19 +18,21 @@ from llmcompress.isolation import probe
 from llmcompress.model.streamed_model import StreamedModel
 
 LENGTH = 7  # tokens; a top-k over positions must not look like one over experts
+_WHOLE_CHUNK = 71  # tokens; families that go through a text in chunks compute the rest of it otherwise
 
 
 class Zeros:
     """Weights of the right shapes that are all zero and take no memory: one number, repeated."""
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype = torch.float32) -> None:
         self._shapes = shapes
+        self._zero = torch.zeros((), dtype=dtype)
 
     def __contains__(self, name: str) -> bool:
         return name in self._shapes
 
     def read(self, name: str) -> Tensor:
-        return torch.zeros(()).expand(self._shapes[name])
+        return self._zero.expand(self._shapes[name])
 
 
 class ZeroProducts(TorchFunctionMode):
@@ -49,10 +51,14 @@ def rehearse(
     config: Any,
     spec: ArchSpec,
     *,
+    dtype: torch.dtype = torch.float32,
     trust_remote_code: bool = False,
     tiled_attention: bool = False,
 ) -> None:
-    """CheckpointError unless a model of `config` finds all its parameters among `shapes`, by on-disk name, and runs."""
+    """CheckpointError unless a model of `config` finds all its parameters among `shapes`, by on-disk name, and runs.
+
+    dtype: the type its layers run in. A layer that runs in float32 alone is refused with that as the way out.
+    """
     size = 500 * len(shapes) + max(map(math.prod, shapes.values()), default=0) // 50
 
     def failed(reason: str) -> CheckpointError:
@@ -61,22 +67,39 @@ def rehearse(
             "give a config.json and weights as transformers saves them",
         )
 
-    probe(lambda: _run(shapes, config, spec, trust_remote_code, tiled_attention), failed, size)
+    def attempt(dtype: torch.dtype) -> None:
+        probe(lambda: _run(shapes, config, spec, dtype, trust_remote_code, tiled_attention), failed, size)
+
+    try:
+        attempt(dtype)
+    except CheckpointError as error:
+        if dtype == torch.float32:
+            raise
+        attempt(torch.float32)  # which says what is wrong where the type is not
+        name = str(dtype).removeprefix("torch.")
+        raise CheckpointError(f"in {name}, {error.message}", "use --compute-dtype float32") from None
 
 
 def _run(
-    shapes: Mapping[str, tuple[int, ...]], config: Any, spec: ArchSpec, trust_remote_code: bool, tiled_attention: bool
+    shapes: Mapping[str, tuple[int, ...]],
+    config: Any,
+    spec: ArchSpec,
+    dtype: torch.dtype,
+    trust_remote_code: bool,
+    tiled_attention: bool,
 ) -> None:
     model = StreamedModel(
-        Zeros(shapes),
+        Zeros(shapes, dtype),
         config,
         spec,
-        dtype=torch.float32,
+        dtype=dtype,
         trust_remote_code=trust_remote_code,
         tiled_attention=tiled_attention,
     )
     with ZeroProducts(), torch.no_grad():
-        hidden = model.embed(torch.zeros(2, LENGTH, dtype=torch.int64))  # two: batches are called otherwise than one
+        hidden = model.embed(
+            torch.zeros(2, _WHOLE_CHUNK, dtype=torch.int64)
+        )  # two: batches are called otherwise than one
         with model.outer(embed=True, head=True):
             pass
         different = set(distinct(model.layers))

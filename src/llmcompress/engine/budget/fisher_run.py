@@ -43,7 +43,7 @@ class FisherRun:
         """With the text of the plan's recipe; PlanError where the text cannot be read."""
         text = plan.recipe.calibration
         text = text.model_copy(update={"samples": min(text.samples, SAMPLES)})
-        check_model(plan.headers, plan.spec, plan.options, tiled_attention=False)
+        check_model(plan.headers, plan.spec, plan.options, "float32", tiled_attention=False)
         tokens = tokens_for(text, plan.headers.path, "float32", plan.options.trust_remote_code)
         return cls(plan, tokens, open_checkpoint(plan.headers))
 

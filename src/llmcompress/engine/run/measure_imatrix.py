@@ -61,8 +61,8 @@ def measure_imatrix(
     if options.adapter is not None:
         headers = with_adapter(headers, matrices, options.adapter, ledger)
     entries, layers = _rows(headers, matrices)
-    check_model(headers, matrices.spec, options)
     resources = usual_resources(options, text.length)
+    check_model(headers, matrices.spec, options, resources.dtype)
     tokens = tokens_for(text, model, resources.dtype, options.trust_remote_code)
     streamed = opened_model(open_checkpoint(headers), matrices.spec, resources.dtype, options)
     keep_freed_memory()

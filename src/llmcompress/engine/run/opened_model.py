@@ -12,11 +12,23 @@ from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.headers import ModelHeaders
 
 
-def check_model(headers: ModelHeaders, spec: ArchSpec, options: Options, tiled_attention: bool = True) -> None:
-    """CheckpointError unless the tensors that headers tell of are those of a model that runs. No tensor is read."""
+def check_model(
+    headers: ModelHeaders, spec: ArchSpec, options: Options, dtype: str, tiled_attention: bool = True
+) -> None:
+    """CheckpointError unless the tensors that headers tell of are those of a model that runs in `dtype`.
+
+    No tensor is read.
+    """
     shapes = {name: stored.spec.shape for name, stored in headers.tensors.items()}
     trusted = options.trust_remote_code
-    rehearse(shapes, config_of(headers, trusted), spec, trust_remote_code=trusted, tiled_attention=tiled_attention)
+    rehearse(
+        shapes,
+        config_of(headers, trusted),
+        spec,
+        dtype=getattr(torch, dtype),
+        trust_remote_code=trusted,
+        tiled_attention=tiled_attention,
+    )
 
 
 def opened_model(

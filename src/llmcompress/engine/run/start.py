@@ -52,7 +52,7 @@ def tokens_of(plan: Plan, drawn: Tensor | None) -> Tensor | None:
 def _refuse_model_and_work(plan: Plan) -> None:
     refuse_other_work(plan.work, plan.identity, plan.options.restart, unknown=("tokens", "statistics"))
     if plan.calibrated:
-        check_model(plan.headers, plan.spec, plan.options)
+        check_model(plan.headers, plan.spec, plan.options, plan.dtype)
 
 
 def _kept(plan: Plan) -> Tensor | None:

@@ -95,6 +95,8 @@ def _matrix_refs(headers: ModelHeaders, spec: ArchSpec, prefix: str, count: int)
     for layer in range(count):
         before = len(refs)
         for linear in spec.linears:
+            if linear.path in spec.idle.get(layer, ()):
+                continue
             for expert, path, space in spec.expand(linear, experts):
                 module = f"{prefix}.{layer}.{spec.disk_path(path)}"
                 if f"{module}.weight" in headers.tensors:

@@ -108,8 +108,9 @@ def open_model(
     output(out, overwrite=options.overwrite)  # refuses what it could not create or replace
     refuse_model_itself(out, headers.path)
     side_files(headers.path)  # refuses what could not be copied
-    check_model(headers, matrices.spec, options)
-    return OpenModel(headers, matrices, text, options, usual_resources(options, text.length), out, ledger)
+    resources = usual_resources(options, text.length)
+    check_model(headers, matrices.spec, options, resources.dtype)
+    return OpenModel(headers, matrices, text, options, resources, out, ledger)
 
 
 def embedded_windows(model: StreamedModel, tokens: Tensor, batch: int, file: HeldFile) -> Windows:

@@ -96,7 +96,7 @@ def _mxfp4(why: str) -> Unread:
 _LOST_IN_TRANSFORMERS = (
     "bailing_hybrid", "falcon", "falcon_mamba", "gpt_bigcode", "inkling_text", "kimi_linear", "longcat_flash", "mamba",
     "mamba2", "minimax_m3_vl_text", "modernbert-decoder", "nanochat", "olmo_hybrid", "phimoe", "recurrent_gemma",
-    "zaya",
+    "xlstm", "zaya",
 )  # fmt: skip
 _EXPERTS_LOST_IN_TRANSFORMERS = ("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared")
 _TRANSFORMERS = Target(
