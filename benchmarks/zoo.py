@@ -44,7 +44,11 @@ def config_of(kind: str) -> Any:
 def enliven(model: Any) -> None:
     """Draw the matrices of a model anew, and give its norms and biases values other than 1 and 0."""
     for name, parameter in model.named_parameters():
-        plain = name.endswith((".weight", ".bias", "_proj", "_bias")) and "conv" not in name and "dt_" not in name
+        plain = (
+            name.endswith((".weight", ".bias", "_proj", "_bias", ".w1", ".v1", ".w2"))
+            and "conv" not in name
+            and "dt_" not in name
+        )
         if parameter.ndim > 1 and min(parameter.shape) > 1 and plain:
             parameter.normal_(0, 0.5 if "emb" in name or "wte" in name else parameter.shape[-1] ** -0.5)
         elif parameter.ndim == 1 and plain:

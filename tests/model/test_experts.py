@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from llmcompress.model.experts import UnfusedExperts, layout_of
+from llmcompress.model.experts import UnfusedExperts, layout_of, split
 
 SIZES = {"hidden_size": 24, "intermediate_size": 16, "moe_intermediate_size": 16, "expert_ffn_hidden_size": 16}
 COUNTS = {"num_experts": 5, "num_local_experts": 5, "n_routed_experts": 5, "zero_expert_num": 2}
@@ -15,10 +15,10 @@ COUNTS = {"num_experts": 5, "num_local_experts": 5, "n_routed_experts": 5, "zero
 BLOCKS = {
     "qwen2_moe": ("Qwen2MoeExperts", {}),
     "nemotron_h": ("NemotronHExperts", {"gated": False}),
-    "gpt_oss": ("GptOssExperts", {"bias": True, "transposed": True, "interleaved": True}),
+    "gpt_oss": ("GptOssExperts", {"bias": True, "interleaved": True}),
     "deepseek_v4": ("DeepseekV4Experts", {}),  # clamps gate and up
     "longcat_flash": ("LongcatFlashExperts", {"idle": True}),
-    "llama4_text": ("Llama4TextExperts", {"transposed": True, "sorted": True}),
+    "llama4_text": ("Llama4TextExperts", {"sorted": True}),
 }
 
 
@@ -45,7 +45,7 @@ def separate(block):
         {
             f"{number}.{path}": value
             for name, parameter in block.named_parameters()
-            for path, values in layout.split(name, parameter.data)
+            for path, values in split(layout.stacks[name], parameter.data)
             for number, value in enumerate(values[: layout.count])
         }
     )
@@ -58,7 +58,7 @@ def test_separate_experts_compute_what_the_fused_block_does(model_type):
     block = block_of(model_type)
     layout = layout_of(block)
     assert (layout.count, layout.hidden, layout.inner) == (5, 24, block.down_proj.numel() // 5 // 24)
-    flags = ("gated", "bias", "transposed", "interleaved", "sorted", "idle")
+    flags = ("gated", "bias", "interleaved", "sorted", "idle")
     unlike = {flag: getattr(layout, flag) for flag in flags if getattr(layout, flag) != (flag == "gated")}
     assert unlike == BLOCKS[model_type][1]
     generator = torch.Generator().manual_seed(1)

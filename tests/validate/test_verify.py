@@ -562,6 +562,7 @@ def test_the_reader_shares_no_code_with_the_writer():
         *files,
         "kv_scale_checks",
         "declared_schemes",
+        "expert_parts",
         "awq",
         "progressive",
         "float4",

@@ -22,7 +22,8 @@ from transformers.core_model_loading import (
 )
 
 from llmcompress.errors import CheckpointError
-from llmcompress.model.experts import ExpertLayout
+from llmcompress.model.experts import ExpertLayout, split
+from llmcompress.store.expert_stacks import ExpertStack
 
 _NUMBERED = re.compile(r"(.*?)\.([0-9]{1,9})\.(.*)")
 
@@ -31,8 +32,8 @@ _NUMBERED = re.compile(r"(.*?)\.([0-9]{1,9})\.(.*)")
 class DiskNames:
     """disk, joined: as in ArchSpec. separate: whether the matrices of experts are on disk one by one.
 
-    stacked: names of the tensors that hold a parameter of all experts, with the parameter's layer and its name in the
-    block. merged: whether transformers puts separate matrices together.
+    stacked: names of the tensors that hold a parameter of all experts, with the parameter's layer and its path below
+    the block. merged: whether transformers puts separate matrices together.
     """
 
     disk: dict[str, str] = field(default_factory=dict)
@@ -76,8 +77,8 @@ def disk_names(
         prefixes |= {prefix for many in parts.values() for prefix, _ in many if prefix}
         local = {pattern: [name for _, name in many] for pattern, many in parts.items()}
         leaf = below.removeprefix(f"{experts}.")
-        if layout is not None and below == f"{experts}.{leaf}" and "." not in leaf:
-            for path, name in _of_experts(source.rule, local, layout, leaf):
+        if layout is not None and below == f"{experts}.{leaf}" and leaf in layout.stacks:
+            for path, name in _of_experts(source.rule, local, layout.stacks[leaf]):
                 note(f"{experts}.{{e}}.{path}", name)
                 result = replace(result, separate=True, merged=True)
             if source.rule is None and number is not None:
@@ -134,24 +135,22 @@ def _has_separate(names: Collection[str], experts: str | None, layout: ExpertLay
 
 
 def _of_experts(
-    rule: WeightConverter | None, local: Mapping[str, list[str]], layout: ExpertLayout, leaf: str
+    rule: WeightConverter | None, local: Mapping[str, list[str]], stack: ExpertStack
 ) -> Iterator[tuple[str, str]]:
     """Path below an expert and on-disk name, with `{e}` for its number, of the parts of one parameter of a block."""
     if rule is None:
         return
-    for path, pattern in _tried(rule, replace(layout, count=2, hidden=3, inner=2), leaf):
+    for path, pattern in _tried(rule, stack):
         names = local.get(pattern, [])
-        general = _numbered(names) if len(names) >= layout.count else None
+        general = _numbered(names) if len(names) >= stack.experts else None
         if general is not None:
             yield path, general
 
 
-def _tried(rule: WeightConverter, tiny: ExpertLayout, leaf: str) -> Iterator[tuple[str, str]]:
+def _tried(rule: WeightConverter, stack: ExpertStack) -> Iterator[tuple[str, str]]:
     """Path below an expert of what each pattern of a rule becomes; only of what is neither turned nor reordered."""
-    shape = (tiny.hidden, tiny.inner) if leaf.startswith("down") else (tiny.inner, tiny.hidden)
-    size = shape[0] * shape[1]
     tags = {
-        pattern: [torch.arange(size).reshape(shape) + size * (2 * place + number) for number in range(tiny.count)]
+        pattern: [torch.arange(6).reshape(2, 3) + 6 * (2 * place + number) for number in range(2)]
         for place, pattern in enumerate(rule.source_patterns)
     }
     moved: dict[str, Any] = {pattern: list(tensors) for pattern, tensors in tags.items()}
@@ -162,9 +161,9 @@ def _tried(rule: WeightConverter, tiny: ExpertLayout, leaf: str) -> Iterator[tup
             return  # it wants more than a few numbers, and does more than putting matrices together
     (value,) = moved.values()
     merged: Tensor = value[0] if isinstance(value, list) else value
-    for path, stacked in tiny.split(leaf, merged):
+    for path, stacked in split(stack, merged) if merged.ndim == 3 else ():
         for pattern, tensors in tags.items():
-            if stacked.shape[1:] == shape and torch.equal(stacked, torch.stack(tensors)):
+            if torch.equal(stacked, torch.stack(tensors)):
                 yield path, pattern
 
 

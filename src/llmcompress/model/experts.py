@@ -5,7 +5,7 @@ nothing, the shapes tell it. A block that fits neither is left as it is.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import _default_apply_gate
 
+from llmcompress.store.expert_stacks import ExpertStack
+
 GATE_UP, UP, DOWN = "gate_up_proj", "up_proj", "down_proj"
+_FLAT = {"w1": "gate_proj", "v1": UP, "w2": DOWN}  # parameters of the blocks of DBRX
 _ROUTED = 3  # arguments of a block that routes: the tokens, which experts they go to, and with what weights
 
 
@@ -21,17 +24,18 @@ _ROUTED = 3  # arguments of a block that routes: the tokens, which experts they 
 class ExpertLayout:
     """How a block keeps its experts.
 
-    gated: gate and up are one parameter, else there is only up. bias: every parameter has one. transposed: matrices are
-    [in, out]. interleaved: rows of gate and up take turns. sorted: the block is called with one batch per expert,
-    one after the other, and does not route. idle: numbers from `count` on stand for experts that return their input.
+    stacks: by path below the block, how its parameters are cut. gated: gate and up, else there is only up. bias: every
+    matrix has one. interleaved: outputs of gate and up take turns in what makes the input of down_proj. sorted: the
+    block is called with one batch per expert, one after the other, and does not route. idle: numbers from `count` on
+    stand for experts that return their input.
     """
 
     count: int
     hidden: int
     inner: int
+    stacks: Mapping[str, ExpertStack]
     gated: bool = True
     bias: bool = False
-    transposed: bool = False
     interleaved: bool = False
     sorted: bool = False
     idle: bool = False
@@ -41,25 +45,18 @@ class ExpertLayout:
         """The matrices of an expert, in order of execution."""
         return ("gate_proj", UP, DOWN) if self.gated else (UP, DOWN)
 
-    def split(self, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Path below an expert, and the tensors of all experts in one, for each part of a parameter of the block."""
-        stem, biased = name.removesuffix("_bias"), name.endswith("_bias")
-        leaf = "bias" if biased else "weight"
-        rows = value if biased or not self.transposed else value.transpose(1, 2)
-        if stem != GATE_UP:
-            yield f"{stem}.{leaf}", rows
-        elif self.interleaved:
-            yield f"gate_proj.{leaf}", rows[:, ::2]
-            yield f"up_proj.{leaf}", rows[:, 1::2]
-        else:
-            half = rows.shape[1] // 2
-            yield f"gate_proj.{leaf}", rows[:, :half]
-            yield f"up_proj.{leaf}", rows[:, half:]
+
+def split(stack: ExpertStack, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Path below an expert, and the tensors of all experts in one, for each part of a parameter of a block."""
+    for part, cut in stack.cuts(tuple(value.shape)):
+        yield part, cut.of(value.reshape(-1, *cut.share))
 
 
 def layout_of(block: nn.Module) -> ExpertLayout | None:
-    """How a module keeps experts in 3-D parameters, None if it is no such block or not of a layout known here."""
+    """How a module keeps experts in stacked parameters, None if it is no such block or not of a layout known here."""
     own = {name: value for name, value in block._parameters.items() if value is not None}
+    if not own:
+        return _flat_layout(block)
     gated = GATE_UP in own
     first = own.get(GATE_UP, own.get(UP))
     bias = f"{DOWN}_bias" in own
@@ -69,16 +66,46 @@ def layout_of(block: nn.Module) -> ExpertLayout | None:
     down = own[DOWN]
     if first.ndim != 3 or down.ndim != 3 or not (hasattr(block, "act_fn") or _combines(block)):
         return None
-    fold = 2 if gated else 1
+    said = _said(block, gated, bias)
+    turned = None if said is None else _turned(block, first, down, 2 if gated else 1)
+    if said is None or turned is None:
+        return None
+    count, hidden, inner = down.mT.shape if turned else down.shape
+    parts = ("gate_proj", UP) if gated else (UP,)
+    interleaved = said.get("interleaved", False)
+    stacks = {}
+    for name, of in ((GATE_UP if gated else UP, parts), (DOWN, (DOWN,))):
+        weights, biases = (tuple(f"{part}.{leaf}" for part in of) for leaf in ("weight", "bias"))
+        mixed = interleaved and len(of) > 1
+        stacks[name] = ExpertStack(count, weights, turned=turned, interleaved=mixed)
+        if bias:
+            stacks[f"{name}_bias"] = ExpertStack(count, biases, interleaved=mixed)
+    return ExpertLayout(count, hidden, inner, stacks, gated, bias, **said)
+
+
+def _flat_layout(block: Any) -> ExpertLayout | None:
+    """The layout of a block in which all experts share one axis with their rows, as in DBRX."""
+    mlp, count = getattr(block, "mlp", None), getattr(block, "num_experts", None)
+    if not type(block).__module__.startswith("transformers.models.") or not isinstance(mlp, nn.Module) or not count:
+        return None
+    shapes = {name: tuple(value.shape) for name, value in mlp.named_parameters()}
+    if shapes.keys() != set(_FLAT) or len(set(shapes.values())) != 1 or not hasattr(mlp, "activation_fn"):
+        return None
+    rows, hidden = shapes["w1"]
+    stacks = {
+        f"mlp.{name}": ExpertStack(count, (f"{part}.weight",), flat=True, turned=part == DOWN)
+        for name, part in _FLAT.items()
+    }
+    return ExpertLayout(count, hidden, rows // count, stacks)
+
+
+def _turned(block: Any, first: Tensor, down: Tensor, fold: int) -> bool | None:
+    """Whether matrices are [in, out], by what a block says or by shapes; None where it says what shapes do not."""
     straight = first.shape[2] == down.shape[1] and first.shape[1] == fold * down.shape[2]
     turned = first.shape[1] == down.shape[2] and first.shape[2] == fold * down.shape[1]
-    said = _said(block, gated, bias)
-    if said is None or not (turned if said["transposed"] else straight):
-        said = None if said is None or hasattr(block, "is_transposed") or not turned else said | {"transposed": True}
-    if said is None:
-        return None
-    hidden, inner = (down.shape[2], down.shape[1]) if said["transposed"] else (down.shape[1], down.shape[2])
-    return ExpertLayout(down.shape[0], hidden, inner, gated, bias, **said)
+    if hasattr(block, "is_transposed"):
+        return block.is_transposed if (turned if block.is_transposed else straight) else None
+    return False if straight else True if turned else None
 
 
 def _said(block: Any, gated: bool, bias: bool) -> dict[str, bool] | None:
@@ -86,13 +113,13 @@ def _said(block: Any, gated: bool, bias: bool) -> dict[str, bool] | None:
     if hasattr(block, "is_transposed"):
         if block.has_gate != gated or block.has_bias != bias or block.has_post_expert_norm:
             return None
-        return {"transposed": block.is_transposed, "interleaved": not block.is_concatenated}
+        return {"interleaved": not block.is_concatenated}
     if not type(block).__module__.startswith("transformers.models."):
         return None  # whose gate comes first, nothing tells
     arguments = len(inspect.signature(type(block).forward).parameters) - 1
     if arguments not in (1, _ROUTED):
         return None
-    return {"transposed": False, "sorted": arguments == 1, "idle": hasattr(block, "identity_expert")}
+    return {"sorted": arguments == 1, "idle": hasattr(block, "identity_expert")}
 
 
 def _combines(block: nn.Module) -> bool:
@@ -157,14 +184,17 @@ class UnfusedExperts(nn.ModuleList):
         """Experts with the sizes and the function of transformers' fused block."""
         block: Any = fused
         combine = block._apply_gate if _combines(block) else None
-        activation = getattr(block, "act_fn", None)
+        home = getattr(block, "mlp", block)
+        activation = getattr(home, "act_fn", getattr(home, "activation_fn", None))
         return cls(layout, [Expert(layout, activation, combine) for _ in range(layout.count)])
 
     def forward(self, hidden_states: Tensor, *routing: Tensor, **named: Tensor) -> Tensor:
-        """hidden_states [tokens, hidden] to [tokens, hidden]; routing: indices of experts and weights, [tokens, k]."""
+        """hidden_states [..., hidden] to the same; routing: indices of experts and weights, [tokens, k]."""
         if self.layout.sorted:
             return self._each(hidden_states)
-        top_k_index, top_k_weights = (*routing, *named.values())
+        return self._routed(hidden_states.flatten(0, -2), *routing, *named.values()).view(hidden_states.shape)
+
+    def _routed(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         result = torch.zeros_like(hidden_states)
         for number, expert in enumerate(self):
             tokens, place = torch.where(top_k_index == number)
@@ -178,12 +208,17 @@ class UnfusedExperts(nn.ModuleList):
         return result
 
     def _each(self, hidden_states: Tensor) -> Tensor:
-        """Every expert on its own batch. Rows of zeros are tokens that were not sent there, and give zeros."""
+        """Every expert on its own batch. Rows of zeros are tokens that were not sent there, and give zeros.
+
+        Where there are zeros alone, as when a layer is observed, every row is taken for sent.
+        """
         result = torch.zeros_like(hidden_states)
-        for number, batch in enumerate(hidden_states.view(len(self), -1, hidden_states.shape[-1])):
-            sent = batch.any(-1).nonzero()[:, 0]
-            if sent.numel():
-                result[number * len(batch) + sent] = self[number](batch[sent])
+        sent = hidden_states.any(-1)
+        sent |= ~sent.any()
+        for expert, rows in zip(self, torch.arange(len(sent), device=sent.device).chunk(len(self)), strict=True):
+            own = rows[sent[rows]]
+            if own.numel():
+                result[own] = expert(hidden_states[own])
         return result
 
 

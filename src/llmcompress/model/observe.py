@@ -12,7 +12,7 @@ disk. Others stay as they are: `left_out` names them and says why.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,15 +21,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION
+from transformers.utils.quantization_config import QuantizationMethod
 
 from llmcompress.arch.spec import ArchSpec, Experts, Linear
 from llmcompress.errors import CheckpointError
 from llmcompress.isolation import probe
 from llmcompress.model.disk_names import disk_names
-from llmcompress.model.experts import GATE_UP, ExpertLayout, UnfusedExperts, layout_of, unfuse
+from llmcompress.model.experts import ExpertLayout, UnfusedExperts, layout_of, unfuse
 from llmcompress.model.rehearsal import LENGTH, ZeroProducts, Zeros, distinct
 from llmcompress.model.skeleton import UNUSABLE, first_line, parameters_on_meta, plain, skeleton
 from llmcompress.model.streamed_model import StreamedModel
+from llmcompress.store.expert_stacks import ExpertStack
 
 _HINT = "declare the architecture in a file of llmcompress/arch"
 _STACKED = (
@@ -175,30 +178,44 @@ def _block(model: nn.Module, spec: ArchSpec) -> tuple[list[nn.Module], str | Non
 
 @dataclass(frozen=True)
 class StackedExperts:
-    """parts: names of stacks of matrices that lie one behind the other, and the names their parts have as separate
-    matrices, `{e}` for the expert's number, in order of rows. merged: whether transformers puts those together.
+    """stacks: by name, how tensors hold something of every expert; their parts are named as separate tensors are, `{e}`
+    for the expert's number. merged: whether transformers loads such separate tensors.
     """
 
-    parts: dict[str, tuple[str, ...]]
+    stacks: dict[str, ExpertStack]
     merged: bool
 
 
-def stacked_experts(config: Any, names: Collection[str]) -> StackedExperts:
-    """The experts among a checkpoint's tensors that are on disk as one tensor; none where rows do not lie in order."""
+def stacked_experts(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> StackedExperts:
+    """The experts among a checkpoint's tensors, given by their shapes, that are on disk as one tensor."""
     model = skeleton(config, None)
     spec = _outline(model, str(getattr(config, "model_type", "unknown")))
-    _, path, layout = _block(model, spec)
-    if layout is None or layout.transposed or layout.interleaved or layout.bias:
+    layers, path, layout = _block(model, spec)
+    if layout is None:
         return StackedExperts({}, False)
-    found = disk_names(model, spec.layers, names, path, layout)
+    found = disk_names(model, spec.layers, shapes, path, layout)
     prefix = found.disk.get(spec.layers, spec.layers)
-    parts = {}
+    stacks = {}
     for name, (number, leaf) in found.stacked.items():
-        below = ("gate_proj", "up_proj") if leaf == GATE_UP else (leaf,)
+        stack = layout.stacks[leaf]
+        shape = layers[int(number)].get_parameter(f"{path}.{leaf}").shape
+        if tuple(shape) != shapes[name] or (not stack.flat and shape[0] != stack.experts):
+            return StackedExperts({}, False)
         whole = prefix if name.startswith(f"{prefix}.") else prefix.partition(".")[2]
-        parts[name] = tuple(f"{whole}.{number}.{path}.{{e}}.{part}.weight" for part in below)
-    separate = [part.format(e=number) for group in parts.values() for part in group for number in range(layout.count)]
-    return StackedExperts(parts, disk_names(model, spec.layers, separate, path, layout).merged)
+        parts = tuple(f"{whole}.{number}.{path}.{{e}}.{part}" for part in stack.parts)
+        stacks[name] = replace(stack, parts=parts)
+    separate = [
+        part.format(e=number) for stack in stacks.values() for part in stack.parts for number in range(layout.count)
+    ]
+    merged = disk_names(model, spec.layers, separate, path, layout).merged
+    return StackedExperts(stacks, merged or _patched(layers, path))
+
+
+def _patched(layers: Iterable[nn.Module], path: str | None) -> bool:
+    """Whether transformers takes a block of experts apart before it loads a checkpoint with codes."""
+    blocks = (module for layer in layers for below, module in layer.named_modules() if below == path)
+    patch = MODULES_TO_PATCH_FOR_QUANTIZATION.get(type(next(blocks)).__name__, {})
+    return QuantizationMethod.COMPRESSED_TENSORS in patch.get("quantization_methods", ())
 
 
 class _Seen:

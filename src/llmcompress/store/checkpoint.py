@@ -72,7 +72,10 @@ class Checkpoint:
     def read(self, name: str) -> Tensor:
         """A tensor in its stored type, in memory of its own; the file is closed again and not mapped."""
         stored = self._place(name)
-        return self._read(stored, stored.begin, stored.end).reshape(stored.spec.shape)
+        value = self._read(stored, stored.begin, stored.end)
+        if stored.cut is None:
+            return value.reshape(stored.spec.shape)
+        return stored.cut.of(value.reshape(stored.cut.share)).clone(memory_format=torch.contiguous_format)
 
     def read_at(self, name: str, number: int) -> Tensor:
         """One entry of a tensor along its first dimension, such as the matrix of one expert; nothing else is read."""

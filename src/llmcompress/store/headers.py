@@ -16,6 +16,7 @@ from typing import Any
 
 from llmcompress.errors import CheckpointError
 from llmcompress.formats.base import ITEM_SIZE, TensorSpec
+from llmcompress.store.expert_stacks import Cut, ExpertStack
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -61,12 +62,16 @@ SIDE_FILES = (
 
 @dataclass(frozen=True)
 class Stored:
-    """The place of a tensor: its spec, its file, and its byte range within the file's data."""
+    """The place of a tensor: its spec, its file, and its byte range within the file's data.
+
+    cut: what of these bytes the tensor is, where they hold more.
+    """
 
     spec: TensorSpec
     file: Path
     begin: int
     end: int
+    cut: Cut | None = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,8 @@ class ModelHeaders:
     """A model directory by its headers: config.json and the specs of all tensors by on-disk name, in file order.
 
     wrapper: config.json of a multimodal model, of which `config` is then what it says of the language model. merged:
-    an adapter that belongs to the model.
+    an adapter that belongs to the model. unstacked: tensors of the files that hold something of every expert, which
+    `tensors` has one by one; their parts are named, `{e}` standing for the expert's number.
     """
 
     path: Path
@@ -91,6 +97,7 @@ class ModelHeaders:
     files: tuple[Path, ...]
     wrapper: Mapping[str, Any] | None = field(default=None, kw_only=True)
     merged: Merged | None = field(default=None, kw_only=True)
+    unstacked: Mapping[str, ExpertStack] = field(default_factory=dict, kw_only=True)
 
     @property
     def nbytes(self) -> int:

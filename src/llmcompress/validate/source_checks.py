@@ -10,6 +10,7 @@ import numpy as np
 from llmcompress.validate.declared_schemes import PARTS
 from llmcompress.validate.decoded_source import source_tensors
 from llmcompress.validate.directory import HEADS, ROWS, Directory
+from llmcompress.validate.expert_parts import parts_of_stack
 from llmcompress.validate.findings import AGREEMENT, Check, guarded_list, lacks_adapter, summary
 from llmcompress.validate.kv_scale_checks import cache_scales
 from llmcompress.validate.matrix import StoredMatrix
@@ -65,25 +66,14 @@ def against_source(
 
 
 def _unstacked(report: Mapping[str, Any], originals: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The source's tensors, every stack of matrices that the report names in parts; DamageError for no such stack."""
+    """The source's tensors, every stack of experts that the report names in parts; DamageError for no such stack."""
     stacked = report.get("unstacked") or {}
-    if not isinstance(stacked, Mapping) or not all(isinstance(parts, list) for parts in stacked.values()):
+    if not isinstance(stacked, Mapping) or not all(isinstance(stack, Mapping) for stack in stacked.values()):
         raise DamageError("report.json does not say what became of tensors that hold all experts")
     found: dict[str, Tensor] = {}
     for name, tensor in originals.items():
-        if name not in stacked:
-            found[name] = tensor
-            continue
-        parts = [str(part) for part in stacked[name]]
-        if len(tensor.shape) != 3 or not parts or 0 in tensor.shape or tensor.shape[1] % len(parts):
-            raise DamageError(f"{name} is {list(tensor.shape)}, not {len(parts)} matrices of every expert")
-        count, rows, columns = tensor.shape
-        size = tensor.nbytes // count // len(parts)
-        for place in range(count * len(parts)):
-            number, part = divmod(place, len(parts))
-            own = parts[part].replace("{e}", str(number))
-            shape = (rows // len(parts), columns)
-            found[own] = Tensor(own, tensor.dtype, shape, tensor.file, tensor.begin + place * size, size)
+        parts = parts_of_stack(tensor, stacked[name]) if name in stacked else [tensor]
+        found.update((part.name, part) for part in parts)
     return found
 
 

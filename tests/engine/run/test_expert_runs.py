@@ -3,9 +3,14 @@
 import shutil
 
 import pytest
+import torch
 from safetensors import safe_open
+from torch import nn
 
+from llmcompress.engine.run.starved_experts import ExpertInputs
+from llmcompress.model.experts import Expert, ExpertLayout, UnfusedExperts
 from llmcompress.validate.verify import verify
+from llmcompress.workers import Workers
 from tinyruns import compress, recipe
 
 FEW = {"samples": 2}  # so few tokens that every expert borrows from its layer
@@ -53,3 +58,13 @@ def test_every_expert_of_an_undeclared_family_is_quantised_under_its_own_name(mo
     untouched = {name for name in stored & written if "router" in name or ".gate." in name}
     assert untouched
     assert not [check for check in verify(tmp_path / "out", source) if not check.ok]
+
+
+def test_zeros_that_stand_for_tokens_sent_elsewhere_are_no_tokens():
+    layout = ExpertLayout(2, 8, 6, {}, sorted=True)
+    block = UnfusedExperts(layout, [Expert(layout, nn.SiLU(), None) for _ in range(2)])
+    watch = ExpertInputs("mlp.experts", block, torch.device("cpu"), Workers())
+    sent = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+    watch.update(torch.cat([sent, torch.zeros(7, 8)]))
+    assert watch.gram.tokens == 5
+    assert torch.equal(watch.sample(), sent)

@@ -30,6 +30,7 @@ from llmcompress.grids.coded import Coded
 from llmcompress.grids.inputs import InputGrid
 from llmcompress.ledger import Ledger, LedgerEntry
 from llmcompress.methods.base import Solved, Statistics
+from llmcompress.model.experts import UnfusedExperts
 from llmcompress.model.rounded import round_inputs
 from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.solve.column_sweep import Sweeper
@@ -143,7 +144,9 @@ class Compressor:
         solved = [plan for plan in stage if plan.needs_gram]
         if any(plan.expert is not None for plan in solved) and self.plan.spec.experts is not None:
             path = self.plan.spec.experts.path
-            watch = ExpertInputs(path, layer.get_submodule(path), self.model.device, compressed.workers)
+            block = layer.get_submodule(path)
+            assert isinstance(block, UnfusedExperts)
+            watch = ExpertInputs(path, block, self.model.device, compressed.workers)
         try:
             found = collect(compressed, original, needing, self.model.device, self.progress, watch)
         except RunError:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from llmcompress.engine.plan.matrix_plan import MatrixPlan
 from llmcompress.ledger import Ledger
 from llmcompress.methods.base import Statistics
-from llmcompress.model.experts import Expert
+from llmcompress.model.experts import Expert, UnfusedExperts
 from llmcompress.stats.gram import Gram
 from llmcompress.workers import Workers
 
@@ -19,18 +19,21 @@ STARVED = 4  # tokens per input channel below which an expert's Gram is blended 
 class ExpertInputs:
     """What enters a block of experts before routing: the Gram matrix of all tokens, and an even sample of tokens."""
 
-    def __init__(self, path: str, block: nn.Module, device: torch.device, workers: Workers, limit: int = 2048) -> None:
+    def __init__(
+        self, path: str, block: UnfusedExperts, device: torch.device, workers: Workers, limit: int = 2048
+    ) -> None:
         """path: of the block, below the layer. limit: most tokens of the sample."""
         first: Any = next(iter(block.children()))
-        self.path = path
+        self.path, self._sorted = path, block.layout.sorted
         self.gram = Gram(first.up_proj.in_features, workers, device, workers.part())
         self._parts: list[Tensor] = []
         self._limit = limit
 
     def update(self, x: Tensor) -> None:
         """Add the inputs [..., hidden] of a batch."""
-        self.gram.update(x)
         rows = x.reshape(-1, x.shape[-1])
+        rows = rows[rows.any(-1)] if self._sorted else rows  # there, zeros are tokens that were sent elsewhere
+        self.gram.update(rows)
         self._parts.append(rows[:: max(1, rows.shape[0] // 64)].clone())
 
     def sample(self) -> Tensor:

@@ -1,11 +1,12 @@
 """Checkpoints whose experts are one tensor, seen as checkpoints of one matrix per expert.
 
-Where the matrices of a stack lie one behind the other, each is a range of the stack's bytes: only headers change.
-Other layouts stay as they are: `observe` leaves their experts out and says so.
+Each matrix is cut out of a range of the stack's bytes when it is read: only headers change.
 """
 
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from llmcompress.arch import find
 from llmcompress.engine.source.header_checks import check_numbers
@@ -14,20 +15,13 @@ from llmcompress.errors import CheckpointError
 from llmcompress.formats.base import FLOAT_TYPES, TensorSpec
 from llmcompress.isolation import probe
 from llmcompress.ledger import Ledger
+from llmcompress.store.expert_stacks import ExpertStack
 from llmcompress.store.headers import ModelHeaders, Stored
 
+if TYPE_CHECKING:
+    from llmcompress.model.observe import StackedExperts
+
 _SIZE = 1_000_000  # bounds processor time and memory as for so many bytes: building what may be a large model
-
-
-@dataclass(frozen=True)
-class UnstackedHeaders(ModelHeaders):
-    """Headers in which every stack of matrices is one tensor per matrix.
-
-    stacked: by the name of a stack in the files, the names of what each expert has of it, `{e}` for the number of the
-    expert, in order of rows.
-    """
-
-    stacked: Mapping[str, tuple[str, ...]]
 
 
 def unstacked_headers(headers: ModelHeaders, ledger: Ledger, *, only_merged: bool = False) -> ModelHeaders:
@@ -46,44 +40,45 @@ def unstacked_headers(headers: ModelHeaders, ledger: Ledger, *, only_merged: boo
         return CheckpointError(f"a {model_type!r} model of this config cannot be built: {reason}")
 
     probe(lambda: _found(headers), failed, _SIZE + 1000 * len(headers.tensors))
-    stacked, merged = _found(headers)
-    if not stacked or (only_merged and not merged):
+    found = _found(headers)
+    if not found.stacks or (only_merged and not found.merged):
         return headers
-    if not merged:
+    if not found.merged:
         ledger.note(
             "engine",
             model_type,
             "experts, one tensor in the source, are written one by one; transformers does not put them together again",
         )
-    tensors = dict(_taken_apart(headers, stacked))
-    return UnstackedHeaders(headers.path, headers.config, tensors, headers.files, stacked, wrapper=headers.wrapper)
+    return replace(headers, tensors=dict(_taken_apart(headers, found.stacks)), unstacked=found.stacks)
 
 
 def _may_be_stack(stored: Stored) -> bool:
-    shape = stored.spec.shape
-    return len(shape) == 3 and 1 not in shape and stored.spec.dtype in FLOAT_TYPES
+    """Whether headers let a tensor be a stack; what shares an axis of experts and rows is told by its name."""
+    name, shape = stored.spec.name, stored.spec.shape
+    several = len(shape) == 3 and 1 not in shape
+    return stored.spec.dtype in FLOAT_TYPES and (several or re.search(r"\.experts\.(?!\d)", name) is not None)
 
 
-def _found(headers: ModelHeaders) -> tuple[dict[str, tuple[str, ...]], bool]:
-    """`UnstackedHeaders.stacked`, and whether transformers merges matrices of these names while it loads them."""
+def _found(headers: ModelHeaders) -> "StackedExperts":
     from llmcompress.model.observe import stacked_experts
 
-    found = stacked_experts(config_of(headers, False), headers.tensors)
-    stacked = {name: parts for name, parts in found.parts.items() if _may_be_stack(headers.tensors[name])}
-    return stacked, found.merged
+    shapes = {name: stored.spec.shape for name, stored in headers.tensors.items()}
+    return stacked_experts(config_of(headers, False), shapes)
 
 
-def _taken_apart(headers: ModelHeaders, stacked: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, Stored]]:
+def _taken_apart(headers: ModelHeaders, stacks: Mapping[str, ExpertStack]) -> Iterator[tuple[str, Stored]]:
     for name, stored in headers.tensors.items():
-        if name not in stacked:
+        if name not in stacks:
             yield name, stored
             continue
-        parts = stacked[name]
-        count, rows, columns = stored.spec.shape
-        size = (stored.end - stored.begin) // (count * len(parts))
-        begin = stored.begin
-        for number in range(count):
-            for part in parts:
-                spec = TensorSpec(part.format(e=number), stored.spec.dtype, (rows // len(parts), columns))
-                yield spec.name, replace(stored, spec=spec, begin=begin, end=begin + size)
-                begin += size
+        stack = stacks[name]
+        size = (stored.end - stored.begin) // stack.experts
+        for number in range(stack.experts):
+            for part, cut in stack.cuts(stored.spec.shape):
+                spec = TensorSpec(part.format(e=number), stored.spec.dtype, cut.shape)
+                begin = stored.begin + number * size
+                if cut.whole:
+                    begin += cut.first * (size // cut.share[0])
+                    yield spec.name, Stored(spec, stored.file, begin, begin + spec.nbytes)
+                else:
+                    yield spec.name, Stored(spec, stored.file, begin, begin + size, cut)

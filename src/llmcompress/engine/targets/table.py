@@ -98,7 +98,9 @@ _LOST_IN_TRANSFORMERS = (
     "mamba2", "minimax_m3_vl_text", "modernbert-decoder", "nanochat", "olmo_hybrid", "phimoe", "recurrent_gemma",
     "xlstm", "zaya",
 )  # fmt: skip
-_EXPERTS_LOST_IN_TRANSFORMERS = ("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared")
+_EXPERTS_LOST_IN_TRANSFORMERS = (
+    "aria_text", "dbrx", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared",
+)  # fmt: skip
 _TRANSFORMERS = Target(
     "transformers",
     "transformers",

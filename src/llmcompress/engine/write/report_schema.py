@@ -55,6 +55,16 @@ class MergedAdapter(Document):
     sha256: Sha256 = Field(description="of its config and its tensors, one after the other")
 
 
+class UnstackedTensor(Document):
+    """A tensor of the source that holds something of every expert, and how it was cut."""
+
+    experts: Positive
+    parts: list[str] = Field(description="what each expert has of it, in order of rows; {e}: its number")
+    flat: bool = Field(description="its first axis is that of experts and of the rows of each in one")
+    turned: bool = Field(description="its matrices are [in, out]")
+    interleaved: bool = Field(description="rows of the parts take turns")
+
+
 class Tokens(Document):
     """The calibration tokens."""
 
@@ -164,10 +174,8 @@ class Report(Document):
         description="every file of the output but this one, by name; a single GGUF file is called model.gguf",
     )
     adapter: MergedAdapter | None = Field(None, description="the adapter that was merged into the source's weights")
-    unstacked: dict[str, list[str]] | None = Field(
-        None,
-        description="tensors of the source that hold all experts, and what each expert has of them, in order of rows; "
-        "{e}: its number",
+    unstacked: dict[str, UnstackedTensor] | None = Field(
+        None, description="tensors of the source that hold something of every expert, which the output has one by one"
     )
     sha256: Sha256 | None = Field(None, description="of the text of this document without this key")
 

@@ -2,11 +2,11 @@
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmcompress import __version__
-from llmcompress.engine.source.stacked import UnstackedHeaders
 from llmcompress.engine.write.report_schema import REPORT_SCHEMA
 from llmcompress.ledger import Ledger
 from llmcompress.store.headers import ModelHeaders
@@ -51,11 +51,8 @@ def build_report(
 
 def _unstacked(headers: ModelHeaders) -> dict[str, Any]:
     """What became of tensors of the source that are many matrices, where there are such."""
-    return (
-        {"unstacked": {name: list(parts) for name, parts in headers.stacked.items()}}
-        if isinstance(headers, UnstackedHeaders)
-        else {}
-    )
+    stacks = {name: {**asdict(stack), "parts": list(stack.parts)} for name, stack in headers.unstacked.items()}
+    return {"unstacked": stacks} if stacks else {}
 
 
 def source_record(headers: ModelHeaders) -> dict[str, Any]:
