@@ -32,7 +32,7 @@ def test_floats_by_token_are_the_cast_of_torch():
 def test_zeros_stay_zeros_and_types_stay(name):
     spec = INPUT_SPECS[name]
     grid = InputGrid(spec, None if spec.dynamic else torch.tensor([0.01]))
-    rounded = grid.rounded(torch.zeros(2, 8, dtype=torch.bfloat16))
+    rounded = grid.rounded(torch.zeros(2, 128, dtype=torch.bfloat16))
     assert rounded.dtype == torch.bfloat16
     assert not rounded.any()
 

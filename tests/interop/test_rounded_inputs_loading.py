@@ -20,6 +20,8 @@ SCHEMES = {
     "fp8-token": {"type": "fp8", "bits": 8, "activations": "fp8-token"},
     "fp8-tensor": {"type": "fp8", "bits": 8, "activations": "fp8-tensor"},
     "fp8": {"type": "fp8", "bits": 8},
+    "fp8-block": {"type": "fp8-block"},
+    "fp8-block-group": {"type": "fp8-block", "activations": "fp8-group"},
     "w4a8": {"bits": 4, "group_size": 32, "activations": "int8-token"},
     "mixed": {
         "bits": 8,
@@ -27,6 +29,11 @@ SCHEMES = {
         "activations": "int8-token",
         "set": {"mlp.down_proj": {"type": "fp8", "activations": "fp8-tensor"}, "o_proj": {"activations": "none"}},
     },
+}
+
+IN_BFLOAT16 = {
+    "mxfp8": {"type": "mxfp8"},
+    "mxfp8-inputs": {"type": "mxfp8", "activations": "mxfp8"},
 }
 
 
@@ -52,13 +59,32 @@ def test_the_package_rounds_inputs_as_our_reader_does(compress, family, name):
     assert (seen - expected).square().mean().sqrt() < 1e-3 * loss
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("name", IN_BFLOAT16)
+def test_blocks_that_the_package_decodes_to_bfloat16_are_multiplied_by_inputs_as_ours(compress, family, name):
+    """Both models in bfloat16 once, which decodes codes, then with the same numbers in float32."""
+    from transformers import AutoModelForCausalLM
+
+    out = compress(family, "bfloat16", "compressed-tensors", **IN_BFLOAT16[name])
+    theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16).eval()
+    ours = load_whole(out, dtype=torch.bfloat16, linear=None)
+    unrounded = load(out.parent / f"{family}-bfloat16")
+    with torch.no_grad():
+        theirs(IDS, use_cache=False)
+        models = (torch.nn.Module.float(model) for model in (theirs, ours, unrounded))  # transformers refuses
+        seen, expected, original = (model(IDS, use_cache=False).logits for model in models)
+    loss = (expected - original).square().mean().sqrt()
+    assert loss > 1e-4
+    assert (seen - expected).square().mean().sqrt() < 1e-3 * loss
+
+
+@pytest.mark.parametrize("name", SCHEMES | IN_BFLOAT16)
 def test_the_package_accepts_the_config_and_finds_the_scheme(compress, name):
     from compressed_tensors.quantization import QuantizationConfig
 
-    out = compress("llama", "float16", "compressed-tensors", **SCHEMES[name])
+    out = compress("llama", "float16", "compressed-tensors", **(SCHEMES | IN_BFLOAT16)[name])
     settings = json.loads((out / "config.json").read_text())["quantization_config"]
     parsed = QuantizationConfig.model_validate(settings)
     rounded = [group.input_activations for group in parsed.config_groups.values()]
-    assert any(rounded) == ("activations" in SCHEMES[name])
+    assert any(rounded) == ("activations" in (SCHEMES | IN_BFLOAT16)[name])
     assert all(args is None or (args.num_bits == 8 and args.symmetric) for args in rounded)

@@ -82,6 +82,7 @@ def test_packed_products_match_rounded_inputs_times_the_decoded_matrix(spec, inp
         ("llama", {**STATIC, "activation_clip": "percentile", "activation_percentile": 99}),
         ("qwen2", {"type": "fp8", "bits": 8, "activations": "fp8-token"}),
         ("llama", {"type": "fp8", "bits": 8, "activations": "fp8-tensor", "activation_clip": "mse"}),
+        ("llama", {"type": "mxfp8", "activations": "mxfp8"}),
         ("llama", {"method": "gptq", **STATIC}),
         ("llama", {"method": "gptq", "type": "fp8", "bits": 8, "activations": "fp8-token"}),
         ("llama", {"bits": 4, "group_size": 32, "activations": "int8-token", "set": {"down_proj": {"bits": 2}}}),

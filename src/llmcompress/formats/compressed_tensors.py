@@ -10,7 +10,7 @@ A linear M with weight [out, in] on an int-b grid with G groups becomes, packed 
 and with one scale per row, of 8 bits and with rounded inputs (`int-quantized`), or as floats (`float-quantized`),
 
     M.weight             I8 or F8_E4M3 [out, in]      signed codes
-    M.weight_scale       model [out, 1]
+    M.weight_scale       model [out, 1], or [ceil(out/128), ceil(in/128)] for blocks
     M.input_scale        model [1]                    in any kind, where inputs are rounded with a fixed scale
 
 The format speaks of signed codes and signed zero points; packed with their offset they are our unsigned ones.
@@ -105,7 +105,8 @@ class CompressedTensors(PackedFormat):
         if own := grid.parts(rows, width):
             return [(name, *about) for name, about in own.items()]
         groups, how = grid.groups(width), kind(grid, entry.inputs)
-        scale: Part = ("weight_scale", entry.source.dtype, (rows, groups))
+        tile_rows = 1 if grid.tile is None else grid.tile[0]
+        scale: Part = ("weight_scale", entry.source.dtype, (-(-rows // tile_rows), groups))
         if how == PACKED:
             parts = [("weight_packed", "I32", (rows, words_for(width, bits))), scale, ("weight_shape", "I64", (2,))]
         else:
@@ -171,7 +172,7 @@ class CompressedTensors(PackedFormat):
             plain = specs.get(f"{module}.weight")
             if plain is None or plain.dtype not in ("I8", "F8_E4M3"):
                 return None
-            if not spec.affine:
+            if not (spec.affine or spec.parts(1, 1)):
                 return float8_shape(module, specs, "weight_scale", spec.tile)
             shape = matrix_shape(specs, f"{module}.weight")
         elif words.dtype == "U8":  # bytes of a grid of its own: no row is filled up

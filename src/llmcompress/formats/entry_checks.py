@@ -137,7 +137,7 @@ def common_refusal(
                 f"{entry.module} is tied to the embedding, so its codes would be ignored on loading",
                 "leave the head in its source type",
             )
-        if entry.in_features % grid.width(entry.in_features):
+        if grid.tile is None and entry.in_features % grid.width(entry.in_features):
             size = grid.width(entry.in_features)
             fitting = [group for group in (128, 64, 32, 16) if entry.in_features % group == 0 and group != size]
             return (
@@ -148,8 +148,12 @@ def common_refusal(
 
 
 def stored_scale(entry: Entry, coded: "Coded", dtype: str) -> "Tensor":
-    """Scales [out, groups] in the stored type `dtype`; RunError unless the conversion loses nothing."""
-    return stored_type(entry, coded.grid.scale, dtype)
+    """Scales [out, groups], or one row for each row of tiles, in the stored type `dtype`.
+
+    RunError unless the conversion loses nothing.
+    """
+    tile = coded.grid.spec.tile
+    return stored_type(entry, coded.grid.scale if tile is None else coded.grid.scale[:: tile[0]], dtype)
 
 
 def stored_type(entry: Entry, scale: "Tensor", dtype: str) -> "Tensor":

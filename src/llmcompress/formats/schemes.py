@@ -4,9 +4,9 @@ A scheme is stored in one of three ways, by `kind`:
 
     pack-quantized    packed integers; inputs in 16 bits, or rounded beside less than 8 bits of weights
     int-quantized     weights I8 and inputs of 8 bits: what engines multiply as they are
-    float-quantized   weights F8_E4M3; inputs likewise, or in 16 bits
+    float-quantized   weights F8_E4M3 by row or block; inputs likewise, or in 16 bits
 
-Schemes of others are read as well: 8-bit floats by blocks or groups, integers of 8 bits by groups.
+or by the name of its grid. Schemes of others are read as well: 8-bit floats by groups, integers of 8 bits by groups.
 """
 
 import re
@@ -16,14 +16,14 @@ from typing import Any
 
 from llmcompress.errors import CheckpointError
 from llmcompress.formats.base import Entry
-from llmcompress.grids.base import PER_ROW, InputSpec, Spec
+from llmcompress.grids.base import INPUT_SPECS, PER_ROW, InputSpec, Spec
 from llmcompress.grids.float8 import Float8Spec
 from llmcompress.grids.grid_type import grid_types
 from llmcompress.grids.integer import IntegerSpec
 from llmcompress.grids.tiled_floats import TiledFloatSpec
 
 PACKED, INTEGERS, FLOATS, MIXED = "pack-quantized", "int-quantized", "float-quantized", "mixed-precision"
-_OTHERS = ("naive-quantized", "mxfp8-quantized")  # codes that are not packed, as others call them
+_OTHERS = ("naive-quantized",)  # codes that are not packed, as others call them
 
 
 @dataclass(frozen=True)
@@ -31,28 +31,32 @@ class Scheme:
     """How codes of a grid are told.
 
     number: what QuantizationArgs call their type. packed, plain: how they are stored, the second where weights of 8
-    bits meet rounded inputs. inputs: those that engines multiply them by; others: another way out. more: what
-    QuantizationArgs say beside. own: the tensors are those of the grid (`Spec.parts`), which the kind alone names.
+    bits meet rounded inputs. inputs: those that engines multiply them by, the best first; others: another way out.
+    more: what QuantizationArgs say beside. own: the tensors are those of the grid (`Spec.parts`), which the kind alone
+    names.
     """
 
     number: str
     packed: str
     plain: str
-    inputs: str
+    inputs: tuple[str, ...] = ()
     others: str = ""
     more: Mapping[str, Any] = field(default_factory=dict)
     own: bool = False
 
 
 HOLDS: Mapping[str, Scheme] = {
-    "int": Scheme("int", PACKED, INTEGERS, "int8-token", ", or --type fp8 --bits 8"),
-    "fp8": Scheme("float", FLOATS, FLOATS, "fp8-token"),
-    "mxfp4": Scheme("float", "mxfp4-pack-quantized", "", "none", more={"scale_dtype": "torch.uint8"}, own=True),
+    "int": Scheme("int", PACKED, INTEGERS, ("int8-token", "int8-tensor"), ", or --type fp8 --bits 8"),
+    "fp8": Scheme("float", FLOATS, FLOATS, ("fp8-token", "fp8-tensor")),
+    "fp8-block": Scheme("float", FLOATS, FLOATS, ("fp8-group",)),
+    "mxfp8": Scheme(
+        "float", "mxfp8-quantized", "mxfp8-quantized", ("mxfp8",), more={"scale_dtype": "torch.uint8"}, own=True
+    ),
+    "mxfp4": Scheme("float", "mxfp4-pack-quantized", "", more={"scale_dtype": "torch.uint8"}, own=True),
     "nvfp4": Scheme(
         "float",
         "nvfp4-pack-quantized",
         "",
-        "none",
         more={"scale_dtype": "torch.float8_e4m3fn", "strategy": "tensor_group"},
         own=True,
     ),
@@ -62,7 +66,22 @@ HOLDS: Mapping[str, Scheme] = {
 READ = (PACKED, INTEGERS, FLOATS, MIXED, *_OTHERS, *(scheme.packed for scheme in HOLDS.values() if scheme.own))
 """What a config may call the whole."""
 
-_NUMBERS = {"int": "int", "fp8": "float"}  # types of inputs
+
+def _args(bits: int, number: str, strategy: str, size: int | None, dynamic: bool | str, **more: Any) -> dict[str, Any]:
+    return {
+        "num_bits": bits, "type": number, "strategy": strategy, "group_size": size, "dynamic": dynamic, **more
+    }  # fmt: skip
+
+
+_INPUTS: Mapping[str, Mapping[str, Any]] = {
+    "int8-token": _args(8, "int", "token", None, True),
+    "int8-tensor": _args(8, "int", "tensor", None, False),
+    "fp8-token": _args(8, "float", "token", None, True),
+    "fp8-tensor": _args(8, "float", "tensor", None, False),
+    "fp8-group": _args(8, "float", "group", 128, True),
+    "mxfp8": _args(8, "float", "group", 32, True, scale_dtype="torch.uint8"),
+}
+"""What QuantizationArgs say of rounded inputs, which are symmetric."""
 
 
 def kind(grid: Spec, inputs: InputSpec | None) -> str:
@@ -76,13 +95,18 @@ def unholdable(entry: Entry, grid: Spec) -> tuple[str, str] | None:
     inputs = entry.inputs
     if inputs is None:
         return None
-    if inputs.type != grid.type:
-        scheme = HOLDS[grid.type]
+    scheme = HOLDS[grid.type]
+    if inputs.name not in scheme.inputs:
         return (
             f"weights on {grid.name} and inputs of {inputs.name} are not multiplied by any engine ({entry.module})",
-            f"use --activations {scheme.inputs}{scheme.others}",
+            f"use --activations {scheme.inputs[0] if scheme.inputs else 'none'}{scheme.others}",
         )
-    if grid.bits == 8 and (grid.group_size != PER_ROW or not grid.symmetric):
+    if inputs.group is not None and entry.in_features % inputs.group:
+        return (
+            f"groups of {inputs.group} do not divide the {entry.in_features} inputs of {entry.module}",
+            "use --activations none",
+        )
+    if grid.affine and grid.bits == 8 and (grid.group_size != PER_ROW or not grid.symmetric):
         return (
             f"beside inputs of {inputs.name}, weights of 8 bits have one symmetric scale per row, "
             f"and those of {entry.module} would be on {grid.name}",
@@ -93,13 +117,15 @@ def unholdable(entry: Entry, grid: Spec) -> tuple[str, str] | None:
 
 def weights_said(grid: Spec, order: str | None) -> dict[str, Any]:
     """QuantizationArgs of weights; the library refuses keys it does not know."""
-    per_row = grid.group_size == PER_ROW
+    size = None if grid.group_size == PER_ROW else grid.group_size
+    shared: dict[str, Any] = {"strategy": "group" if size else "channel", "group_size": size}
+    if grid.tile is not None:
+        shared = {"strategy": "block", "group_size": None, "block_structure": list(grid.tile)}
     return {
         "num_bits": grid.bits,
         "type": HOLDS[grid.type].number,
         "symmetric": grid.symmetric,
-        "strategy": "channel" if per_row else "group",
-        "group_size": None if per_row else grid.group_size,
+        **shared,
         "dynamic": False,
         "actorder": order,
         **HOLDS[grid.type].more,
@@ -108,16 +134,7 @@ def weights_said(grid: Spec, order: str | None) -> dict[str, Any]:
 
 def inputs_said(inputs: InputSpec | None) -> dict[str, Any] | None:
     """QuantizationArgs of inputs."""
-    if inputs is None:
-        return None
-    return {
-        "num_bits": 8,
-        "type": _NUMBERS[inputs.type],
-        "symmetric": True,
-        "strategy": "token" if inputs.dynamic else "tensor",
-        "group_size": None,
-        "dynamic": inputs.dynamic,
-    }
+    return None if inputs is None else {"symmetric": True, **_INPUTS[inputs.name]}
 
 
 def scheme_of(module: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -179,12 +196,14 @@ def reordered(module: str, settings: Mapping[str, Any]) -> bool:
 
 
 def inputs_of(module: str, settings: Mapping[str, Any]) -> InputSpec | None:
-    """How the inputs of one module are rounded; None if they are not, or by groups, which nothing here does."""
+    """How the inputs of one module are rounded; None if they are not, or by groups in a way that nothing here does."""
     said = scheme_of(module, settings).get("input_activations")
-    if said is None or said.get("strategy") in ("group", "tensor_group"):
+    if said is None:
         return None
-    dynamic, strategy = said.get("dynamic", False), said.get("strategy")
-    known = said.get("type", "int") in ("int", "float") and (strategy, dynamic) in (("token", True), ("tensor", False))
-    if not known or said.get("num_bits") != 8 or not said.get("symmetric", True):
-        raise CheckpointError(f"inputs of {module} are rounded in a way other than 8 bits by token, or fixed for all")
-    return InputSpec("int" if said.get("type", "int") == "int" else "fp8", dynamic)
+    found = {"type": "int", "dynamic": False, "group_size": None, "symmetric": True, **said}
+    for name, wanted in _INPUTS.items():
+        if all(found.get(key) == value for key, value in {"symmetric": True, **wanted}.items()):
+            return INPUT_SPECS[name]
+    if found.get("strategy") in ("group", "tensor_group"):
+        return None
+    raise CheckpointError(f"inputs of {module} are rounded in a way other than 8 bits by token, or fixed for all")

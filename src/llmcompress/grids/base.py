@@ -136,23 +136,29 @@ class Spec(ABC):
 
 @dataclass(frozen=True)
 class InputSpec:
-    """How the inputs of a matrix are rounded: codes of 8 bits, symmetric around zero.
+    """How the inputs of a matrix are rounded: codes symmetric around zero.
 
-    type: of the codes. dynamic: every token has a scale of its own, found when it comes; else one fixed scale serves
-    all inputs.
+    type: of the codes. dynamic: scales are found when a token comes, one for each `group` of its channels, or one for
+    all; else one fixed scale serves all inputs. powers: scales are powers of two.
     """
 
+    name: str
     type: CodeType
     dynamic: bool
-
-    @property
-    def name(self) -> str:
-        return f"{'int8' if self.type == 'int' else self.type}-{'token' if self.dynamic else 'tensor'}"
+    group: int | None = None
+    powers: bool = False
 
 
 INPUT_SPECS: dict[str, InputSpec] = {
     spec.name: spec
-    for spec in (InputSpec("int", True), InputSpec("int", False), InputSpec("fp8", True), InputSpec("fp8", False))
+    for spec in (
+        InputSpec("int8-token", "int", True),
+        InputSpec("int8-tensor", "int", False),
+        InputSpec("fp8-token", "fp8", True),
+        InputSpec("fp8-tensor", "fp8", False),
+        InputSpec("fp8-group", "fp8", True, 128),
+        InputSpec("mxfp8", "fp8", True, 32, powers=True),
+    )
 }
 """The ways to round inputs, by name."""
 

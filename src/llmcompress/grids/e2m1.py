@@ -7,28 +7,19 @@ Two codes lie in a byte, the first in the low bits.
 from __future__ import annotations
 
 import re
-from abc import abstractmethod
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from llmcompress.grids.base import GridRequest, Spec
-from llmcompress.grids.coded import Coded, Grid
+from llmcompress.grids.chosen_scales import ChosenScaleGrid
 from llmcompress.grids.grid_type import GridType
-from llmcompress.grids.scales import between, natural_groups, positive, row_costs, scale_loss
-from llmcompress.hardware import at_once
+from llmcompress.grids.scales import between
 from llmcompress.lazy import Tensor, torch
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 LARGEST = MAGNITUDES[-1]
 LEVELS = (*(-level for level in MAGNITUDES[:0:-1]), *MAGNITUDES)  # in ascending order, zero once
 _CODES = (*range(15, 8, -1), *range(8))  # of those levels
-_ROUNDS = 2  # of descent on scales
-_SQUARES = 1 << 24  # numbers at once of how the scales of a row act on one another: groups are many
-_CHUNK = 1 << 17  # weights searched at once: the temporaries stay in the cache
 
 
 class E2m1Spec(Spec):
@@ -44,21 +35,8 @@ class E2m1Spec(Spec):
 
 
 @dataclass(frozen=True)
-class E2m1Grid(Grid):
-    """Fitted grid of a matrix [out, in] whose groups are contiguous and whose scales are of a small set."""
-
-    @abstractmethod
-    def tried(self, old: Tensor, wanted: Tensor) -> Sequence[Tensor]:
-        """Scales [out] that may take the place of `old`, where the loss is least at `wanted`."""
-
-    @abstractmethod
-    def rescaled(self, scale: Tensor, rows: Tensor) -> Self:
-        """The grid with other scales [out, groups], each of the set, in the rows where `rows` [out] is true."""
-
-    @property
-    def group_index(self) -> Tensor:
-        width = self.scale.shape[1] * self.spec.group_size
-        return natural_groups(self.spec, width).to(self.scale.device)
+class E2m1Grid(ChosenScaleGrid):
+    """Fitted grid of a matrix [out, in] of 4-bit floats whose scales are of a small set."""
 
     @property
     def table(self) -> Tensor:
@@ -71,40 +49,6 @@ class E2m1Grid(Grid):
     def codes(self, levels: Tensor) -> Tensor:
         place = torch.bucketize(levels.contiguous(), between(self.table), right=True)
         return torch.tensor(_CODES, dtype=torch.uint8, device=levels.device)[place]
-
-    def encode(self, weight: Tensor) -> Tensor:
-        return self.codes(weight / self._spread())
-
-    def decode(self, codes: Tensor) -> Tensor:
-        return self.levels(codes) * self._spread()
-
-    def _spread(self) -> Tensor:
-        return self.scale.repeat_interleave(self.spec.group_size, dim=1)
-
-    def refit(self, codes: Tensor, hessian: Tensor, target: Tensor, scale_dtype: torch.dtype) -> Coded:
-        """Better scales, one moved after another where that lowers the loss; no row gets worse."""
-        rows, groups = self.scale.shape
-        step = max(1, _SQUARES // groups**2)
-        parts = (slice(start, start + step) for start in range(0, rows, step))
-        return Coded.stacked([self.rows(part)._refit(codes[part], hessian, target[part]) for part in parts])
-
-    def _refit(self, codes: Tensor, hessian: Tensor, target: Tensor) -> Coded:
-        square, linear = scale_loss(codes, self, hessian, target)
-        before = self.scale
-        scale, bend = before.clone(), square.diagonal(dim1=1, dim2=2)
-        slope = linear - torch.einsum("rgh,rh->rg", square, scale)
-        for _ in range(_ROUNDS):
-            for group in range(scale.shape[1]):
-                old, steep = scale[:, group], bend[:, group]
-                wanted = torch.where(steep > 0, old + slope[:, group] / steep, old)
-                best, gain = old, torch.zeros_like(old)
-                for tried in self.tried(old, wanted):
-                    step = tried - old
-                    found = 2 * step * slope[:, group] - step * step * steep
-                    best, gain = torch.where(found > gain, tried, best), torch.maximum(found, gain)
-                slope = slope - square[:, :, group] * (best - old).unsqueeze(1)
-                scale[:, group] = best
-        return Coded(codes, self.rescaled(scale, row_costs(square, linear, scale) < row_costs(square, linear, before)))
 
 
 class E2m1Type(GridType):
@@ -146,31 +90,7 @@ def unhalved(bytes_: Tensor) -> Tensor:
     return torch.stack([bytes_ & 15, bytes_ >> 4], dim=2).reshape(bytes_.shape[0], -1)
 
 
-def by_blocks(
-    weight: Tensor, size: int, importance: Tensor | None, search: Callable[[Tensor, Tensor], Tensor]
-) -> Tensor:
-    """[out, groups] of `search(block, weigh)` for parts of the rows of weight [out, in].
-
-    block [rows, groups, size]: a part of the rows. importance [in]: what an error in an input channel costs; weigh
-    [1, groups, size] is the same, nowhere zero.
-    """
-    width = weight.shape[1]
-    weigh = torch.ones(width, device=weight.device) if importance is None else importance.to(torch.float32)
-    weigh = positive(weigh).view(1, -1, size)
-    parts = torch.split(weight, max(1, at_once(weight, _CHUNK) // width))
-    return torch.cat([search(part.reshape(len(part), -1, size), weigh) for part in parts])
-
-
-def best_scale(block: Tensor, weigh: Tensor, scales: Sequence[Tensor]) -> Tensor:
-    """Which of `scales`, each [rows, groups], gives a block [rows, groups, size] the least weighted squared error."""
-    best, least = scales[0], _lost(block, weigh, scales[0])
-    for tried in scales[1:]:
-        loss = _lost(block, weigh, tried)
-        best, least = torch.where(loss < least, tried, best), torch.minimum(loss, least)
-    return best
-
-
-def _lost(block: Tensor, weigh: Tensor, scale: Tensor) -> Tensor:
-    scale, table = scale.unsqueeze(-1), torch.tensor(LEVELS, device=block.device)
-    levels = table[torch.bucketize(block / scale, between(table), right=True)]
-    return (levels * scale).sub_(block).square_().mul_(weigh).sum(-1)
+def nearest_levels(values: Tensor) -> Tensor:
+    """Values in units of their scales to the nearest levels; one between two goes to the upper."""
+    table = torch.tensor(LEVELS, device=values.device)
+    return table[torch.bucketize(values, between(table), right=True)]

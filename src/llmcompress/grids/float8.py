@@ -1,9 +1,4 @@
-"""Floats of 8 bits as a grid: E4M3 codes (torch.float8_e4m3fn) times one scale per output row.
-
-There are 253 values: 448 at most, three bits of mantissa down to 2^-6, multiples of 2^-9 below. Codes are the bits of
-the float; minus zero and the two that are no numbers are never chosen. Source: Micikevicius et al., 2022,
-arXiv:2209.05433, table 1.
-"""
+"""Floats of 8 bits as a grid: E4M3 codes times one scale per output row."""
 
 from __future__ import annotations
 
@@ -14,16 +9,13 @@ from typing import ClassVar
 
 from llmcompress.errors import RecipeError
 from llmcompress.grids.base import PER_ROW, Clip, GridRequest, InputSpec, Spec
+from llmcompress.grids.e4m3 import LARGEST, E4m3Grid, rounded_
 from llmcompress.grids.grid_type import Fitting, GridType
 from llmcompress.grids.integer import resolved
 from llmcompress.grids.scales import SMALLEST_SCALE, ScaledGrid, natural_groups, storable
 from llmcompress.hardware import at_once
 from llmcompress.lazy import Tensor, torch
 
-LARGEST = 448.0
-_NORMAL = 2.0**-6  # least value with all three bits of mantissa
-_EXPONENT = 0x7F800000  # of a float32
-_PIN = 1.5 * 2.0**20  # times 2^e, added and taken away again: leaves multiples of 2^(e-3)
 _CHUNK = 1 << 17  # weights searched at once: the temporaries stay in the cache
 # a float's relative step is the same within an octave but for where it begins: scales of one octave try all beginnings
 _FACTORS = tuple(2.0 ** (step / 8) for step in (*range(-3, 0), *range(1, 8)))
@@ -58,14 +50,8 @@ class Float8Spec(Spec):
         return self.bits + 16 / in_features
 
 
-def rounded_(values: Tensor) -> Tensor:
-    """Round float32 values of any shape to the nearest E4M3 floats, ties to even, in place; zero is never negative."""
-    pin = (values.view(torch.int32) & _EXPONENT).view(torch.float32).clamp_(_NORMAL, 256.0).mul_(_PIN)
-    return values.add_(pin).sub_(pin).clamp_(-LARGEST, LARGEST)
-
-
 @dataclass(frozen=True)
-class FloatGrid(ScaledGrid):
+class FloatGrid(E4m3Grid, ScaledGrid):
     """Fitted float grid of a matrix [out, in]: scale [out, 1] float32, values exact in the stored type."""
 
     spec: Float8Spec
@@ -73,31 +59,12 @@ class FloatGrid(ScaledGrid):
     group_index: Tensor
 
     by_row: ClassVar[Mapping[str, str | None]] = {"scale": None}
-    whole_levels: ClassVar[bool] = False
-
-    def rounded_(self, values: Tensor) -> Tensor:
-        return rounded_(values)
-
-    @property
-    def bounds(self) -> tuple[Tensor, Tensor]:
-        most = torch.full_like(self.scale, LARGEST)
-        return -most, most
-
-    def levels(self, codes: Tensor) -> Tensor:
-        return codes.contiguous().view(torch.float8_e4m3fn).to(torch.float32)
-
-    def codes(self, levels: Tensor) -> Tensor:
-        nearest = rounded_(levels.to(torch.float32, copy=True))
-        return nearest.to(torch.float8_e4m3fn).view(torch.uint8)
 
     def encode(self, weight: Tensor) -> Tensor:
         return self.codes(weight / self.scale)
 
     def decode(self, codes: Tensor) -> Tensor:
         return self.levels(codes) * self.scale
-
-    def numbers(self, codes: Tensor) -> bool:
-        return not bool((codes & 0x7F == 0x7F).any())
 
     def to(self, device: torch.device | str) -> FloatGrid:
         return FloatGrid(self.spec, self.scale.to(device), self.group_index.to(device))
@@ -154,12 +121,12 @@ def fit(
     """
     weigh = torch.ones(weight.shape[1], device=weight.device) if importance is None else importance.to(torch.float32)
     step = max(1, at_once(weight, _CHUNK) // weight.shape[1])
-    parts = [_scales(rows, weigh, clip, scale_dtype or torch.float16) for rows in torch.split(weight, step)]
+    parts = [best_scales(rows, weigh, clip, scale_dtype or torch.float16) for rows in torch.split(weight, step)]
     return FloatGrid(spec, torch.cat(parts), natural_groups(spec, weight.shape[1]).to(weight.device))
 
 
-def _scales(rows: Tensor, weigh: Tensor, clip: Clip, dtype: torch.dtype) -> Tensor:
-    """Scales [rows, 1] of weights [rows, in]."""
+def best_scales(rows: Tensor, weigh: Tensor, clip: Clip, dtype: torch.dtype) -> Tensor:
+    """Scales [rows, 1], as `fit` says, of weights [rows, in]; weigh [in] or [rows, in]: what an error costs."""
     whole = rows.abs().amax(dim=1, keepdim=True) / LARGEST
     best = _exact(whole, dtype)
     if clip == "minmax":

@@ -1,4 +1,4 @@
-"""Rounding the inputs of a matrix to codes of 8 bits, as runtimes do while they run."""
+"""Rounding the inputs of a matrix to codes, as runtimes do while they run."""
 
 from dataclasses import dataclass
 
@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from llmcompress.grids.base import InputSpec
-from llmcompress.grids.float8 import LARGEST, rounded_
+from llmcompress.grids.e4m3 import LARGEST, rounded_
 from llmcompress.grids.int8_inputs import BesideOutliers, ByThreshold
 from llmcompress.grids.scales import SMALLEST_SCALE
 from llmcompress.stats.absmax import AbsMax
 from llmcompress.stats.magnitudes import Magnitudes
 
 _TOP = {"int": 127.5, "fp8": LARGEST}  # scales in the largest magnitude; half a step of it is clipped where it is int
+_EXPONENT = 0x7F800000  # of a float32
 _LEAST = 1e-5  # magnitude for which a scale is made, so that none is zero
 _SHARES = [1 - step / 100 for step in range(100)]  # of the largest magnitude, tried as ranges
 
@@ -32,10 +33,20 @@ class InputGrid:
         return self.spec.type == "int"
 
     def scales(self, x: Tensor) -> Tensor:
-        """Scales float32 of an input [..., in]: [..., 1], or [1]."""
+        """Scales float32 of an input [..., in]: [..., 1], [..., in] where groups have their own, or [1]."""
         if self.scale is not None:
             return self.scale
+        if self.spec.group is not None:
+            return self._of_groups(x, self.spec.group)
         return x.abs().amax(dim=-1, keepdim=True).to(torch.float32).clamp_min_(_LEAST) / _TOP[self.spec.type]
+
+    def _of_groups(self, x: Tensor, size: int) -> Tensor:
+        """[..., in]; the last group may not be full."""
+        full = torch.nn.functional.pad(x, (0, -x.shape[-1] % size))
+        full = full.view(*x.shape[:-1], -1, size)
+        most = full.abs().amax(dim=-1).to(torch.float32).clamp_min_(_LEAST)
+        scale = _power(most) if self.spec.powers else most / _TOP[self.spec.type]
+        return scale.repeat_interleave(size, dim=-1)[..., : x.shape[-1]]
 
     def levels(self, x: Tensor, scales: Tensor) -> Tensor:
         """The nearest levels of an input [..., in], float32, in units of its scales."""
@@ -85,6 +96,15 @@ def _least_error(spec: InputSpec, seen: Magnitudes) -> float:
         if loss < least:
             best, least = most, loss
     return best
+
+
+def _power(most: Tensor) -> Tensor:
+    """Powers of two for the largest magnitudes float32 of groups, as compressed-tensors has them.
+
+    The least that clips none: from 1.75 times a power of two on the next one is taken.
+    """
+    whole = (most.contiguous().view(torch.int32) + (1 << 21)) & _EXPONENT
+    return whole.view(torch.float32) / 256
 
 
 def _nearest_(values: Tensor, spec: InputSpec) -> Tensor:

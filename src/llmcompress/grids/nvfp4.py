@@ -12,21 +12,21 @@ from typing import ClassVar
 
 from llmcompress.grids.base import Clip
 from llmcompress.grids.blocks import whole_blocks
+from llmcompress.grids.chosen_scales import best_scale, by_blocks
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.e2m1 import (
     LARGEST,
     E2m1Grid,
     E2m1Spec,
     E2m1Type,
-    best_scale,
-    by_blocks,
     halves,
+    nearest_levels,
     paired,
     unhalved,
     unpaired,
 )
-from llmcompress.grids.float8 import LARGEST as LARGEST_SCALE
-from llmcompress.grids.float8 import rounded_
+from llmcompress.grids.e4m3 import LARGEST as LARGEST_SCALE
+from llmcompress.grids.e4m3 import rounded_
 from llmcompress.grids.grid_type import Fitting
 from llmcompress.lazy import Tensor, torch
 
@@ -159,7 +159,7 @@ def fit(weight: Tensor, clip: Clip = "search", importance: Tensor | None = None)
             return torch.where(found == 0, _OF_ZEROS, found)
         at = covering.view(torch.uint8).to(torch.int16)
         scales = [_of_byte(at + step) / divisor for step in _TRIED]
-        return _rounded(best_scale(block, weigh, scales) * divisor)
+        return _rounded(best_scale(block, weigh, scales, nearest_levels) * divisor)
 
     return Nvfp4Grid(Nvfp4Spec(), by_blocks(weight, Nvfp4Spec.group_size, importance, smalls), divisor)
 

@@ -136,7 +136,7 @@ class Offsets(GridType):
     """Whole numbers times a scale plus an offset."""
 
     name = "offset"
-    place = 8
+    place = 10
     values = "integers times a scale plus an offset, the affine mode of MLX"
     pattern = r"int(\d)-g(\d+)-offset"
     widths = INTEGER_BITS

@@ -107,8 +107,10 @@ def _values() -> str:
 
 if TYPE_CHECKING:
     TypeName = str
+    InputsName = str
 else:
     TypeName = Literal[tuple(name for name, grid in grid_types().items() if grid.chosen)]
+    InputsName = Literal[("none", *INPUT_SPECS)]
 
 
 class CommonOptions(BaseModel):
@@ -130,10 +132,11 @@ class CommonOptions(BaseModel):
         description="range of a group: searched for least squared error, or for least error of its output on "
         "calibration inputs (slower), or to cover every weight",
     )
-    activations: Literal["none", "int8-token", "int8-tensor", "fp8-token", "fp8-tensor"] = Field(
+    activations: InputsName = Field(
         "none",
-        description="round inputs too while the model runs: with a scale of each token's own, or with one for all "
-        "tokens, measured on the calibration text without the first token of each window, whose magnitudes are apart",
+        description="round inputs too while the model runs: with a scale of each token's own (or of each 128 of its "
+        "channels: fp8-group; a power of two for each 32: mxfp8), or with one for all tokens, measured on the "
+        "calibration text without the first token of each window, whose magnitudes are apart",
     )
     activation_clip: Literal["absmax", "percentile", "mse"] = Field(
         "mse",
@@ -167,6 +170,15 @@ class Method(WithGridOptions):
         default_factory=dict,
         description="other options for modules matching a pattern, such as 'mlp.down_proj: {bits: 8}'",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_width(cls, said: Any) -> Any:
+        """What was said, with the width of a type that has no other."""
+        grid = grid_types().get(str(said.get("type"))) if isinstance(said, Mapping) else None
+        if grid is None or grid.widths is None or len(grid.widths) > 1:
+            return said
+        return {"bits": grid.widths[0], **said}
 
     @model_validator(mode="after")
     def _consistent(self) -> "Method":

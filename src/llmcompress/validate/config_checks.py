@@ -8,6 +8,7 @@ from llmcompress.validate import awq
 from llmcompress.validate.declared_schemes import scheme_of
 from llmcompress.validate.directory import HEADS, Directory
 from llmcompress.validate.float4 import FLOAT4_PARTS
+from llmcompress.validate.float8_blocks import MXFP8
 from llmcompress.validate.matrices import quantised_modules
 from llmcompress.validate.matrix import FLOATS, INTEGERS, PACKED
 from llmcompress.validate.mlx_codes import mlx_wrongs
@@ -16,6 +17,7 @@ from llmcompress.validate.stored import Tensor, read_json
 _GPTQ_KEYS = ("bits", "group_size", "sym", "desc_act", "lm_head", "checkpoint_format")
 _PACKED_KEYS = ("format", "quantization_status", "config_groups", "ignore")
 _BITSANDBYTES_KEYS = ("load_in_4bit", "load_in_8bit", "llm_int8_skip_modules")
+_FP8_KEYS = ("fmt", "activation_scheme", "weight_block_size", "modules_to_not_convert")
 _WEIGHT_KEYS = {
     "num_bits",
     "type",
@@ -26,6 +28,7 @@ _WEIGHT_KEYS = {
     "actorder",
     "observer",
     "scale_dtype",
+    "block_structure",
 }
 
 
@@ -41,6 +44,7 @@ def config_wrongs(directory: Directory) -> list[str]:
         "awq": _awq_wrongs,
         "compressed-tensors": _packed_wrongs,
         "bitsandbytes": _bitsandbytes_wrongs,
+        "fp8": _fp8_wrongs,
         "mlx": _mlx_wrongs,
     }
     wrong = looks.get(directory.form, _own_wrongs)(directory, settings)
@@ -114,7 +118,7 @@ def _packed_wrongs(directory: Directory, settings: Mapping[str, Any]) -> list[st
         wrong.append(f"quantization_status is {settings['quantization_status']!r}, so loaders ignore the codes")
     ways = {group.get("format") for group in settings["config_groups"].values()}
     whole = next(iter(ways)) if len(ways) == 1 else "mixed-precision"
-    if settings["format"] != whole or not ways <= {PACKED, INTEGERS, FLOATS, *FLOAT4_PARTS}:
+    if settings["format"] != whole or not ways <= {PACKED, INTEGERS, FLOATS, MXFP8, *FLOAT4_PARTS}:
         wrong.append(f"format is {settings['format']!r}, those of config_groups come to {whole!r}")
     if not settings["config_groups"]:
         wrong.append("config_groups is empty")
@@ -130,6 +134,10 @@ def _packed_wrongs(directory: Directory, settings: Mapping[str, Any]) -> list[st
         if name in coded:
             wrong.append(f"{name} is quantised and in ignore")
     return wrong
+
+
+def _fp8_wrongs(directory: Directory, settings: Mapping[str, Any]) -> list[str]:
+    return [f"quantization_config has no {key!r}" for key in _FP8_KEYS if key not in settings]
 
 
 def _bitsandbytes_wrongs(directory: Directory, settings: Mapping[str, Any]) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from llmcompress.validate.awq import skipped
 from llmcompress.validate.float4 import FLOAT4_PARTS, float4_scheme
+from llmcompress.validate.float8_blocks import MXFP8, float8_scheme
 from llmcompress.validate.matrix import FLOATS, INTEGERS, PACKED, StoredScheme
 from llmcompress.validate.mlx_codes import MLX_PARTS, mlx_scheme
 from llmcompress.validate.stored import DamageError
@@ -25,8 +26,17 @@ PARTS: Mapping[str, tuple[str, ...]] = {
         "weight_global_scale",
         "input_scale",
     ),
+    "fp8": ("weight_scale_inv",),
     "mlx": MLX_PARTS,
     **TABLE_PARTS,
+}
+_INPUTS = {
+    (8, "int", True, "token", None, True, None): "int8-token",
+    (8, "int", True, "tensor", None, False, None): "int8-tensor",
+    (8, "float", True, "token", None, True, None): "fp8-token",
+    (8, "float", True, "tensor", None, False, None): "fp8-tensor",
+    (8, "float", True, "group", 128, True, None): "fp8-group",
+    (8, "float", True, "group", 32, True, "torch.uint8"): "mxfp8",
 }
 STORED = {INTEGERS: "I8", FLOATS: "F8_E4M3"}  # stored type of codes of one byte each
 
@@ -50,6 +60,7 @@ def scheme_of(module: str, config: Mapping[str, Any]) -> StoredScheme | None:
         "gptq": _gptq_scheme,
         "awq": _awq_scheme,
         "compressed-tensors": _packed_scheme,
+        "fp8": _blocks_scheme,
         "mlx": mlx_scheme,
     }
     return schemes.get(settings["quant_method"], table_scheme)(module, settings)
@@ -93,6 +104,8 @@ def _packed_scheme(module: str, settings: Mapping[str, Any]) -> StoredScheme | N
     inputs = _inputs_said(module, chosen[0].get("input_activations"))
     if stored in FLOAT4_PARTS:
         return float4_scheme(module, stored, weights, inputs)
+    if stored == MXFP8 or weights["strategy"] == "block":
+        return float8_scheme(module, stored, weights, inputs)
     kind = "fp8-row" if stored == FLOATS else ""
     scheme = StoredScheme(int(weights["num_bits"]), int(size), bool(weights["symmetric"]), False, stored, inputs, kind)
     if stored != PACKED and (scheme.bits, scheme.size, scheme.symmetric) != (8, -1, True):
@@ -104,14 +117,23 @@ def _packed_scheme(module: str, settings: Mapping[str, Any]) -> StoredScheme | N
     return scheme
 
 
+def _blocks_scheme(module: str, settings: Mapping[str, Any]) -> StoredScheme | None:
+    if module in settings["modules_to_not_convert"] or module.rpartition(".")[2] in settings["modules_to_not_convert"]:
+        return None
+    if settings["fmt"] != "e4m3" or settings["activation_scheme"] != "dynamic":
+        raise DamageError(f"{module} is {settings['fmt']} with {settings['activation_scheme']} scales of inputs")
+    said = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "block"}
+    return float8_scheme(module, FLOATS, {**said, "block_structure": settings["weight_block_size"]}, "fp8-group")
+
+
 def _inputs_said(module: str, said: Mapping[str, Any] | None) -> str | None:
     if said is None:
         return None
-    ways = {("token", True): "token", ("tensor", False): "tensor"}
-    types = {"int": "int8", "float": "fp8"}
-    if said["num_bits"] != 8 or not said["symmetric"]:
-        raise DamageError(f"inputs of {module} are not rounded to 8 bits around zero")
-    return f"{types[said['type']]}-{ways[said['strategy'], said['dynamic']]}"
+    keys = ("num_bits", "type", "symmetric", "strategy", "group_size", "dynamic")
+    found = (*(said.get(key) for key in keys), said.get("scale_dtype"))
+    if found not in _INPUTS:
+        raise DamageError(f"inputs of {module} are rounded in a way that no engine knows")
+    return _INPUTS[found]
 
 
 def missing_parts(module: str, parts: set[str], config: Mapping[str, Any]) -> list[str]:

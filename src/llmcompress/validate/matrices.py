@@ -12,6 +12,7 @@ import numpy as np
 from llmcompress.validate.awq import nibbles
 from llmcompress.validate.declared_schemes import PARTS, STORED, format_of, scheme_of
 from llmcompress.validate.float4 import FLOAT4_PARTS, read_float4
+from llmcompress.validate.float8_blocks import MXFP8, read_float8
 from llmcompress.validate.matrix import E4M3, FLOATS, INTEGERS, PACKED, StoredMatrix, StoredScheme, shaped
 from llmcompress.validate.mlx_codes import MLX_MARKERS, read_mlx
 from llmcompress.validate.stored import Array, DamageError, Tensor, unpack, words_for
@@ -89,8 +90,12 @@ def read_matrix(
         return read_table(module, scheme, tensors, form)
     if form == "mlx":
         return read_mlx(module, scheme, tensors)
+    if form == "fp8":
+        return read_float8(module, scheme, tensors, "weight_scale_inv")
     if scheme.stored in FLOAT4_PARTS:
         return read_float4(module, scheme, tensors)
+    if scheme.stored == MXFP8 or (scheme.stored == FLOATS and scheme.size != -1):
+        return read_float8(module, scheme, tensors)
     settings = config["quantization_config"]
     readers = {"gptq": _read_gptq, "awq": _read_awq, "compressed-tensors": _read_packed}
     matrix, wrong = readers[form](module, scheme, tensors, settings)

@@ -141,7 +141,7 @@ def _default_group(widths: Iterable[int], ledger: Ledger) -> int:
 
 def _check_group(item: Method, module: str, width: int) -> None:
     size, kind = item.grid.width(width), item.grid_type
-    if width % size == 0:
+    if width % size == 0 or item.grid.tile is not None:
         return
     fitting = [group for group in kind.group_sizes if width % group == 0]
     if kind.grouped and (fitting or kind.per_row):

@@ -92,7 +92,8 @@ def repaired_recipe(recipe: Recipe, entries: Sequence[Entry], changes: Changes) 
     patterns: dict[str, dict[str, Any]] = options.pop("set")
     planned = {entry.module: entry for entry, _ in quantised(entries)}
     left = {module: dict(change) for module, change in changes.items()}
-    if options["group_size"] is None and any({"group_size", "skip"} & set(change) for change in left.values()):
+    grouped = step.grid_type.grouped and options["group_size"] is None
+    if grouped and any({"group_size", "skip"} & set(change) for change in left.values()):
         # else the default would be chosen anew among what remains
         options["group_size"] = _default_group(patterns, planned)
     shared = _shared_options(left, planned)

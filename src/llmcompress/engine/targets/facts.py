@@ -244,7 +244,7 @@ class Words(Fact):
     zeros: bool  # whether symmetric grids have stored zero points too
 
     def violations(self, case: LoadCase) -> list[Violation]:
-        return _left_out(self.why, [s for s in case.shards if self._ragged(s)], case, self._shape)
+        return _left_out(self.why, [s for s in case.shards if self._ragged(s)], case, _extents)
 
     def _ragged(self, shard: DeviceLinear) -> bool:
         entry = shard.entries[0]
@@ -254,8 +254,23 @@ class Words(Fact):
         zeros = self.zeros or not grid.symmetric
         return bool(shard.inputs * grid.bits % 32) or (zeros and any(rows * grid.bits % 32 for rows in shard.rows))
 
-    def _shape(self, shard: DeviceLinear) -> str:
-        return f"{' + '.join(map(str, shard.rows))} x {shard.inputs}"
+
+@dataclass(frozen=True)
+class WholeTiles(Fact):
+    """Matrices whose scales are those of tiles consist of whole ones on a device; so does each part of fused ones."""
+
+    def violations(self, case: LoadCase) -> list[Violation]:
+        return _left_out(self.why, [shard for shard in case.shards if self._ragged(shard)], case, _extents)
+
+    def _ragged(self, shard: DeviceLinear) -> bool:
+        grid = shard.entries[0].grid
+        if grid is None or grid.tile is None:
+            return False
+        return bool(shard.inputs % grid.tile[1]) or any(rows % grid.tile[0] for rows in shard.rows)
+
+
+def _extents(shard: DeviceLinear) -> str:
+    return f"{' + '.join(map(str, shard.rows))} x {shard.inputs}"
 
 
 def _left_out(
@@ -408,7 +423,7 @@ class ScalesByToken(Fact):
         fixed = {e.module: e.inputs for e in case.entries if e.inputs is not None and not e.inputs.dynamic}
         if not fixed:
             return []
-        other = {spec.type: name for name, spec in INPUT_SPECS.items() if spec.dynamic}
+        other = {spec.type: name for name, spec in INPUT_SPECS.items() if spec.dynamic and spec.group is None}
         changes = {name: {"activations": other[spec.type]} for name, spec in fixed.items()}
         new = next(iter(changes.values()))["activations"]
         return [Violation(self.why, tuple(fixed), f"use --activations {new}", changes, f"use {new}")]

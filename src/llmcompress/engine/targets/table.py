@@ -19,11 +19,12 @@ from llmcompress.engine.targets.facts import (
     ScalesByToken,
     Symmetric,
     Unread,
+    WholeTiles,
     Words,
 )
 from llmcompress.formats.entry_checks import HEADS, experts_of
 from llmcompress.formats.kv_cache import OPTION
-from llmcompress.formats.schemes import FLOATS, INTEGERS
+from llmcompress.formats.schemes import FLOATS, HOLDS, INTEGERS
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class Target:
 _MARLIN_GROUPS = Groups((32, 64, 128), why="its Marlin kernels take groups of 32, 64 or 128, or one scale per row")
 _FUSED = Alike(why="it runs q, k, v as one, gate, up as one, and all experts of a layer as one, each with one scheme")
 _ROUNDED = RoundedInputs(
-    (INTEGERS, FLOATS), why="it multiplies rounded inputs by weights of int8 or fp8 with one scale per row"
+    (INTEGERS, FLOATS, HOLDS["mxfp8"].packed),
+    why="it multiplies rounded inputs by weights of int8 or fp8 with one scale per row, or by blocks of fp8",
 )
 _FLOAT_DEVICES = "on devices without products of fp8 (before compute capability 8.9) it leaves fp8 inputs in 16 bits"
 _MARLIN_SHAPES = (
@@ -88,8 +90,11 @@ _ONLY_FP8 = Unread(
 )
 
 
-def _mxfp4(why: str) -> Unread:
-    return Unread(lambda entry: entry.grid is not None and entry.grid.type == "mxfp4", why=why)
+def _unread(grid: str, why: str) -> Unread:
+    return Unread(lambda entry: entry.grid is not None and entry.grid.type == grid, why=why)
+
+
+_TILES = WholeTiles(why="it takes blocks of 128 x 128 that are full, in each part of what it runs as one")
 
 
 # as `benchmarks/models.py` found, on the versions that the target names
@@ -123,10 +128,12 @@ _TRANSFORMERS = Target(
             ),
             Unread(
                 lambda entry: (
-                    entry.grid is not None and entry.grid.type in ("mxfp4", "nvfp4") and entry.source.dtype == "F16"
+                    entry.grid is not None
+                    and entry.grid.type in ("mxfp4", "mxfp8", "nvfp4")
+                    and entry.source.dtype == "F16"
                 ),
                 by_hand="convert the model to bfloat16 first",
-                why="it decodes 4-bit floats to bfloat16, and does not multiply them by float16",
+                why="it decodes blocks of small floats to bfloat16, and does not multiply them by float16",
             ),
             _SPLIT_EXPERTS,
         ),
@@ -146,6 +153,9 @@ _TRANSFORMERS = Target(
             Multiples(32, 1, why="on a CPU it takes multiples of 32 outputs, as one kernel serves all modules"),
         ),
         "awq": (_AWQ_BITS, _AWQ_GROUPS, _LOST_EXPERTS),
+        "fp8": (
+            Devices(why="on GPUs before compute capability 8.9 and on CPUs it decodes to bfloat16, inputs as they are"),
+        ),
         "bitsandbytes": (
             Unread(
                 lambda entry: experts_of(entry.module) is not None,
@@ -203,6 +213,7 @@ _VLLM = Target(
             _FUSED,
             Words(zeros=False, why="codes and zero points must fill whole 32-bit words"),
             _ROUNDED,
+            _TILES,
             Devices(why="it multiplies int8 by int8 on CPUs, and on GPUs from compute capability 7.5 to below 10.0"),
             Devices(why=_FLOAT_DEVICES),
             _ONLY_FP8,
@@ -216,6 +227,7 @@ _VLLM = Target(
             Words(zeros=True, why="codes and zero points must fill whole 32-bit words"),
         ),
         "awq": _AWQ,
+        "fp8": (_FUSED, _TILES, Devices(why=_FLOAT_DEVICES)),
         "dense": (),
     },
     tensor_parallel=True,
@@ -233,8 +245,10 @@ _SGLANG = Target(
             _MARLIN_GROUPS,
             _FUSED,
             *_MARLIN_SHAPES,
-            _mxfp4("of mxfp4 in compressed-tensors it reads experts alone"),
+            _unread("mxfp4", "of mxfp4 in compressed-tensors it reads experts alone"),
+            _unread("mxfp8", "it was not seen to read mxfp8-quantized"),
             _ROUNDED,
+            _TILES,
             Devices(why="it multiplies int8 by int8 from compute capability 8.0 on"),
             Devices(why=_FLOAT_DEVICES),
             _ONLY_FP8,
@@ -247,6 +261,7 @@ _SGLANG = Target(
             *_MARLIN_SHAPES,
         ),
         "awq": _AWQ,
+        "fp8": (_FUSED, _TILES, Devices(why=_FLOAT_DEVICES)),
         "dense": (),
     },
     tensor_parallel=True,
@@ -260,7 +275,8 @@ _LLAMA_CPP = Target(
         "compressed-tensors": (
             BitWidths((2, 4, 8), why="it reads 2, 4 and 8 bits"),
             OneScheme(order=True, why="it takes one config group"),
-            _mxfp4("it knows no mxfp4-pack-quantized"),
+            _unread("mxfp4", "it knows no mxfp4-pack-quantized"),
+            _unread("mxfp8", "it knows no mxfp8-quantized"),
             Groups(None, rows=False, why="it needs groups"),
             ScalesByToken(why="it has no place for a scale of inputs"),
             Unread(

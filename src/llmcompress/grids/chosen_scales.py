@@ -1,0 +1,160 @@
+"""Scales of contiguous groups that are of a small set, such as powers of two: which one is best, and moving them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from llmcompress.grids.coded import Coded, Grid
+from llmcompress.grids.scales import natural_groups, positive, row_costs, scale_loss
+from llmcompress.hardware import at_once
+from llmcompress.lazy import Tensor, torch
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from llmcompress.grids.base import Clip, Spec
+
+BIAS = 127  # of powers of two that are stored as bytes
+_ROUNDS = 2  # of descent on scales
+_SQUARES = 1 << 24  # numbers at once of how the scales of a row act on one another: groups are many
+_CHUNK = 1 << 17  # weights searched at once: the temporaries stay in the cache
+
+
+class ChosenScaleGrid(Grid):
+    """Fitted grid of a matrix [out, in] whose groups are contiguous and whose scales are of a small set."""
+
+    @abstractmethod
+    def tried(self, old: Tensor, wanted: Tensor) -> Sequence[Tensor]:
+        """Scales [out] that may take the place of `old`, where the loss is least at `wanted`."""
+
+    @abstractmethod
+    def rescaled(self, scale: Tensor, rows: Tensor) -> Self:
+        """The grid with other scales [out, groups], each of the set, in the rows where `rows` [out] is true."""
+
+    @property
+    def group_index(self) -> Tensor:
+        width = self.scale.shape[1] * self.spec.group_size
+        return natural_groups(self.spec, width).to(self.scale.device)
+
+    def encode(self, weight: Tensor) -> Tensor:
+        return self.codes(weight / self._spread())
+
+    def decode(self, codes: Tensor) -> Tensor:
+        return self.levels(codes) * self._spread()
+
+    def _spread(self) -> Tensor:
+        return self.scale.repeat_interleave(self.spec.group_size, dim=1)
+
+    def refit(self, codes: Tensor, hessian: Tensor, target: Tensor, scale_dtype: torch.dtype) -> Coded:
+        """Better scales, one moved after another where that lowers the loss; no row gets worse."""
+        rows, groups = self.scale.shape
+        step = max(1, _SQUARES // groups**2)
+        parts = (slice(start, start + step) for start in range(0, rows, step))
+        return Coded.stacked([self.rows(part)._refit(codes[part], hessian, target[part]) for part in parts])
+
+    def _refit(self, codes: Tensor, hessian: Tensor, target: Tensor) -> Coded:
+        square, linear = scale_loss(codes, self, hessian, target)
+        before = self.scale
+        scale, bend = before.clone(), square.diagonal(dim1=1, dim2=2)
+        slope = linear - torch.einsum("rgh,rh->rg", square, scale)
+        for _ in range(_ROUNDS):
+            for group in range(scale.shape[1]):
+                old, steep = scale[:, group], bend[:, group]
+                wanted = torch.where(steep > 0, old + slope[:, group] / steep, old)
+                best, gain = old, torch.zeros_like(old)
+                for tried in self.tried(old, wanted):
+                    step = tried - old
+                    found = 2 * step * slope[:, group] - step * step * steep
+                    best, gain = torch.where(found > gain, tried, best), torch.maximum(found, gain)
+                slope = slope - square[:, :, group] * (best - old).unsqueeze(1)
+                scale[:, group] = best
+        return Coded(codes, self.rescaled(scale, row_costs(square, linear, scale) < row_costs(square, linear, before)))
+
+
+@dataclass(frozen=True)
+class PowerScaleGrid(ChosenScaleGrid):
+    """Scales that are powers of two: exponent [out, groups] float32 whole numbers.
+
+    exponents: the least and the greatest of scales whose multiples float32 holds like any other number. largest: of the
+    levels. beside: exponents tried beside the one whose range covers a group.
+    """
+
+    spec: Spec
+    exponent: Tensor
+
+    by_row: ClassVar[Mapping[str, str | None]] = {"exponent": "int8"}
+    exponents: ClassVar[tuple[int, int]]
+    largest: ClassVar[float]
+    beside: ClassVar[tuple[int, ...]]
+
+    @staticmethod
+    @abstractmethod
+    def nearest(values: Tensor) -> Tensor:
+        """The levels nearest to values in units of their scales."""
+
+    @property
+    def scale(self) -> Tensor:
+        return torch.exp2(self.exponent)
+
+    def tried(self, old: Tensor, wanted: Tensor) -> Sequence[Tensor]:
+        least, most = (2.0**end for end in self.exponents)
+        return [(old * factor).clamp(least, most) for factor in (0.5, 2.0)]
+
+    def rescaled(self, scale: Tensor, rows: Tensor) -> Self:
+        return replace(self, exponent=torch.where(rows[:, None], torch.log2(scale), self.exponent))
+
+    @classmethod
+    def fitted(cls, weight: Tensor, spec: Spec, clip: Clip, importance: Tensor | None) -> Self:
+        """Choose the exponents for weight [out, in] float32.
+
+        minmax: the least whose range covers the group, which loses less than the rule of the specification. search: of
+        that one and its neighbours the one of least squared error, each input channel weighted by importance [in].
+        """
+
+        def exponents(block: Tensor, weigh: Tensor) -> Tensor:
+            covering = torch.log2(block.abs().amax(-1) / cls.largest).ceil_().clamp_(*cls.exponents)
+            steps = (0,) if clip == "minmax" else (0, *cls.beside)
+            scales = [torch.exp2((covering + step).clamp_(*cls.exponents)) for step in steps]
+            return torch.log2(best_scale(block, weigh, scales, cls.nearest))
+
+        return cls(spec, by_blocks(weight, spec.group_size, importance, exponents))
+
+    @property
+    def scale_bytes(self) -> Tensor:
+        """Exponents [out, groups] uint8, as files hold them."""
+        return (self.exponent + BIAS).to(torch.uint8)
+
+
+def by_blocks(
+    weight: Tensor, size: int, importance: Tensor | None, search: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """[out, groups] of `search(block, weigh)` for parts of the rows of weight [out, in].
+
+    block [rows, groups, size]: a part of the rows. importance [in]: what an error in an input channel costs; weigh
+    [1, groups, size] is the same, nowhere zero.
+    """
+    width = weight.shape[1]
+    weigh = torch.ones(width, device=weight.device) if importance is None else importance.to(torch.float32)
+    weigh = positive(weigh).view(1, -1, size)
+    parts = torch.split(weight, max(1, at_once(weight, _CHUNK) // width))
+    return torch.cat([search(part.reshape(len(part), -1, size), weigh) for part in parts])
+
+
+def best_scale(block: Tensor, weigh: Tensor, scales: Sequence[Tensor], nearest: Callable[[Tensor], Tensor]) -> Tensor:
+    """Which of `scales`, each [rows, groups], gives a block [rows, groups, size] the least weighted squared error.
+
+    nearest: values in units of the scale to levels.
+    """
+
+    def lost(scale: Tensor) -> Tensor:
+        scale = scale.unsqueeze(-1)
+        return (nearest(block / scale) * scale).sub_(block).square_().mul_(weigh).sum(-1)
+
+    best, least = scales[0], lost(scales[0])
+    for tried in scales[1:]:
+        loss = lost(tried)
+        best, least = torch.where(loss < least, tried, best), torch.minimum(loss, least)
+    return best
