@@ -168,7 +168,8 @@ def test_a_checkpoint_is_the_original_of_what_is_made_of_it(tiny_model_dir, tmp_
     source = tmp_path / "source"
     shipped(tiny_model_dir, source, *KINDS["blocks"])
     run(make_plan(parse({"steps": [{"method": "rtn", "bits": 8}]}), source, Options(out=tmp_path / "out")))
-    for model, ref, most in ((tmp_path / "out", source, 1e-3), (source, tiny_model_dir, 1e-2), (source, source, 1e-9)):
+    # the inputs of blocks are rounded where a checkpoint is run, those of the result are not
+    for model, ref, most in ((tmp_path / "out", source, 3e-3), (source, tiny_model_dir, 1e-2), (source, source, 1e-9)):
         result = evaluate_paths(Request(model, ref, "default", 32, 2, 2, "cpu", "float32"), lambda done, of: None)
         assert result["kl"] < most
 
@@ -238,8 +239,8 @@ def test_a_model_that_only_claims_to_be_quantised_is_refused(model, tmp_path):
         checkpoint_headers(source)
 
 
-def test_the_format_is_read_and_not_written(model, tmp_path, main, capsys):
+def test_of_the_format_blocks_alone_are_written(model, tmp_path, main, capsys):
     assert main("rtn", model, "-o", tmp_path / "out", "--format", "fp8") == 2
-    assert "error: format fp8 is read and not written" in capsys.readouterr().err
-    assert main("list", "formats") == 0
-    assert "read only" in capsys.readouterr().out
+    assert "error: format fp8 cannot hold int4" in capsys.readouterr().err
+    assert main("rtn", model, "-o", tmp_path / "out", "--format", "fp8", "--type", "fp8-block") == 2
+    assert "use --activations fp8-group" in capsys.readouterr().err
