@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from llmcompress.engine.source.adapting import as_merged
 from llmcompress.engine.source.gguf_input import GgufHeaders, names_of
 from llmcompress.engine.source.open import open_checkpoint, source_headers
+from llmcompress.engine.source.stacked import unstacked_headers
 from llmcompress.errors import CheckpointError, LlmcompressError
 from llmcompress.formats.gguf.bounds import farthest
 from llmcompress.formats.gguf.family import are_alike
@@ -136,7 +137,9 @@ def _against(header: GgufHeader, report: Mapping[str, Any], source: Path, adapte
     if unmerged := lacks_adapter(report, adapter):
         return unmerged
     try:
-        checkpoint = open_checkpoint(as_merged(source_headers(source, Ledger()), adapter))
+        headers = source_headers(source, Ledger())
+        headers = unstacked_headers(headers, Ledger()) if report.get("unstacked") else headers
+        checkpoint = open_checkpoint(as_merged(headers, adapter))
         tensors, wrong = _from_source(header, checkpoint.headers)
     except LlmcompressError as error:
         return [Check("source", False, f"the source cannot be read: {error.message}")]

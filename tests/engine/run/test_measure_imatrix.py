@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from ggufmodels import small_config
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
@@ -83,10 +84,12 @@ def test_sums_are_those_of_the_whole_model(random_model_dir, ids, tmp_path):
         np.testing.assert_allclose(entry.sum2[0], sums, rtol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
 def test_every_token_counts_for_the_experts_it_was_sent_to(family, random_model_dir, ids, tmp_path):
     file, tokens = ids
-    model = random_model_dir(family, **({"norm_topk_prob": True} if family == "qwen3_moe" else {}))
+    stacked = small_config("gpt_oss", 96) | {"vocab_size": 96}  # whose experts are one tensor on disk
+    special = {"qwen3_moe": {"norm_topk_prob": True}, "gpt_oss": stacked}
+    model = random_model_dir(family, **special.get(family, {}))
     ledger = Ledger()
     found = measured(model, file, tmp_path, ledger)
     config = json.loads((model / "config.json").read_text())

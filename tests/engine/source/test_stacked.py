@@ -7,14 +7,17 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from ggufmodels import small_config
 from llmcompress.engine.source.open import checkpoint_headers
 from llmcompress.engine.source.stacked import unstacked_headers
 from llmcompress.ledger import Ledger
 from llmcompress.store.checkpoint import Checkpoint
+from llmcompress.validate.gguf_verify import verify_gguf
 from llmcompress.validate.load import open_streamed
 from llmcompress.validate.verify import verify
+from madetokenizers import byte_level, save
 from streaming import ids, reference_logits, streamed, streamed_logits
-from tinyruns import compress, recipe
+from tinyruns import compress, recipe, steps_recipe
 
 SMALL = {"num_attention_heads": 4, "num_key_value_heads": 2}
 ROUTED = {**SMALL, "num_local_experts": 3, "num_experts_per_tok": 2}
@@ -164,3 +167,21 @@ def test_stacks_that_cannot_be_written_one_by_one_are_left_and_named(family, for
     assert all("in one tensor on disk" in left[name] for name in stacks)
     assert "unstacked" not in report
     assert not [check for check in verify(tmp_path / "out", path) if not check.ok]
+
+
+@pytest.mark.parametrize("family", ["granitemoe", "gpt_oss", "llama4_text", "gemma4_text"])
+def test_experts_of_gguf_files_are_calibrated_one_by_one(family, random_model_dir, tmp_path):
+    config = {**small_config(family, 288), "vocab_size": 288}
+    shutil.copytree(random_model_dir(family, **config), tmp_path / "model")
+    model, out = save(byte_level(), tmp_path / "model"), tmp_path / "out.gguf"
+    report = compress(model, out, steps_recipe([{"method": "gptq", "gguf": {"type": "Q4_0"}}], "gguf"))
+    experts = [record for record in report["linears"] if ".experts." in record["name"]]
+    layers, count = (2, 4) if family in ("granitemoe", "gpt_oss") else (4, 4)
+    assert len(experts) == 3 * layers * count
+    assert sum(record["loss"] for record in experts) < len(experts)  # of what rounding alone loses
+    assert not [check for check in verify_gguf(out, model) if not check.ok]
+
+    # where nothing is calibrated, files are those that the stacks themselves become
+    compress(model, out, steps_recipe([{"method": "rtn", "gguf": {"type": "F32"}}], "gguf"), overwrite=True)
+    out.with_name("out.gguf.report.json").unlink()
+    assert not [check for check in verify_gguf(out, model) if not (check.ok or check.warning)]

@@ -99,7 +99,7 @@ def given_importance(recipe: Recipe, types: TensorTypes, ledger: Ledger) -> Impo
         tuple(_keys(file.name, imatrix)),
         tensors,
         {
-            source: (placed.tensor.name, number)
+            source: (placed.tensor.name, number * _sizes(placed)[1] // len(placed.tensor.sources))
             for placed in stacks
             if placed.tensor.name.startswith("blk.")
             for number, source in enumerate(placed.tensor.sources)

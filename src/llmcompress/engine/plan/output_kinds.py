@@ -178,7 +178,7 @@ class GgufOutput(SafetensorsOutput):
     name = "gguf"
 
     def open(self, model: Path) -> ModelHeaders:
-        return source_headers(model, self.ledger)
+        return unstacked_headers(source_headers(model, self.ledger), Ledger())  # files hold them in one again
 
     def method_suffix(self, step: Method) -> str:
         types = gguf_types(step)

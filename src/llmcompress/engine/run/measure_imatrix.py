@@ -17,6 +17,7 @@ from llmcompress.engine.run.tokens import tokens_for
 from llmcompress.engine.source.adapting import with_adapter
 from llmcompress.engine.source.matrix_refs import Matrices, matrices_of
 from llmcompress.engine.source.open import directory_headers, open_checkpoint
+from llmcompress.engine.source.stacked import unstacked_headers
 from llmcompress.errors import RunError
 from llmcompress.formats.gguf.imatrix import Imatrix, ImatrixEntry, numbered
 from llmcompress.formats.gguf.names import gguf_tensors
@@ -56,7 +57,7 @@ def measure_imatrix(
     scratch: for hidden states meanwhile. watch: called after each layer with the numbers of layers done
     and of all layers. Raises LlmcompressError.
     """
-    headers = directory_headers(model, ledger)
+    headers = unstacked_headers(directory_headers(model, ledger), Ledger())
     matrices = matrices_of(headers, options.trust_remote_code, ledger)
     if options.adapter is not None:
         headers = with_adapter(headers, matrices, options.adapter, ledger)
@@ -99,10 +100,10 @@ def _rows(headers: ModelHeaders, matrices: Matrices) -> tuple[dict[str, ImatrixE
     for tensor in gguf_tensors(headers.config, [(name, item.spec.shape) for name, item in headers.tensors.items()]):
         widths = [matrices.widths.get(name.removesuffix(".weight")) for name in tensor.sources]
         if widths and widths[0] is not None and tensor.name.endswith(".weight"):
-            count = len(widths)
+            count = tensor.shape[0] if len(tensor.shape) > 2 else 1
             entry = ImatrixEntry(np.zeros((count, widths[0]), np.float32), np.zeros(count, np.float32))
             entries[tensor.name] = entry
-            places |= {name: (entry, number) for number, name in enumerate(tensor.sources)}
+            places |= {name: (entry, number * count // len(widths)) for number, name in enumerate(tensor.sources)}
     layers: list[list[_Row]] = [[] for _ in range(1 + max(ref.layer for ref in matrices.refs))]
     for ref in matrices.refs:
         place = places[f"{ref.module}.weight"]

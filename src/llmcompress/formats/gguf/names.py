@@ -22,7 +22,7 @@ Source = tuple[str, Sequence[int]]
 
 # what old checkpoints hold besides weights: masks, and tables that are computed
 _SKIPPED = (".attention.bias", ".attention.masked_bias", ".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
-_EXPERT = re.compile(r"(?P<layer>.*)\.\w+\.experts\.(?P<number>\d{1,9})\.(?P<leaf>\w+)\.weight")
+_EXPERT = re.compile(r"(?P<layer>.*)\.experts\.(?P<number>\d{1,9})\.(?P<leaf>\w+)\.(?P<kind>weight|bias)")
 _FUSED = re.compile(r"(?P<layer>.*)\.\w+\.experts\.(?P<leaf>gate_up_proj|down_proj)(\.weight)?")
 _HEAD = "output.weight"
 _NAMED = ("blk.", "output", "rope_")
@@ -33,6 +33,7 @@ _RENAMES = {
     ".dt_bias": ".dt_proj.bias",
     ".sinks": ".sinks.weight",
 }
+_BOTH = ("gate_proj", "up_proj")
 _LEAVES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
@@ -107,8 +108,8 @@ def _whole(family: Family, hyper: Hyper, source: Sequence[Source]) -> dict[str, 
         if (parts := family.parts(path, shape, hyper)) is not None:
             found |= {f"blk.{_layer(path)}.{part.name}": replace(part, sources=(name,)) for part in parts}
         elif expert := _EXPERT.fullmatch(path):
-            together = _experts_path(expert["layer"], _LEAVES.get(expert["leaf"], expert["leaf"]))
-            stacks.setdefault(together, {})[int(expert["number"])] = (name, shape)
+            together, number = _expert_place(expert, family, hyper)
+            stacks.setdefault(together, {})[number] = (name, shape)
         elif (fused := _FUSED.fullmatch(path)) and len(shape) == 3:
             found |= _split(fused, name, shape)
         elif path in found:
@@ -134,9 +135,17 @@ def _is_head(path: str, family: Family) -> bool:
     return path.rpartition(".")[0] in (family.head, "lm_head")
 
 
-def _experts_path(layer: str, leaf: str) -> str:
-    """The GGUF name of the matrices of all experts of a layer."""
-    return f"blk.{_layer(layer)}.ffn_{leaf.removesuffix('_proj')}_exps.weight"
+def _experts_path(layer: str, leaf: str, kind: str = "weight") -> str:
+    """The GGUF name of the matrices, or biases, of all experts of a layer."""
+    return f"blk.{_layer(layer)}.ffn_{leaf.removesuffix('_proj')}_exps.{kind}"
+
+
+def _expert_place(expert: re.Match[str], family: Family, hyper: Hyper) -> tuple[str, int]:
+    """The GGUF name of what a tensor of one expert is a part of, and the number of the part."""
+    leaf, number = _LEAVES.get(expert["leaf"], expert["leaf"]), int(expert["number"])
+    if leaf in _BOTH and "ffn_gate_up_exps" in family.roles(hyper, int(_layer(expert["layer"]))):
+        return _experts_path(expert["layer"], "gate_up_proj", expert["kind"]), 2 * number + _BOTH.index(leaf)
+    return _experts_path(expert["layer"], leaf, expert["kind"]), number
 
 
 def _layer(path: str) -> str:
@@ -147,7 +156,8 @@ def _layer(path: str) -> str:
 def _stacked(parts: Mapping[int, Source], hyper: Hyper) -> GGUFTensor:
     """The matrices of all experts of a layer as one tensor."""
     name, shape = next(iter(parts.values()))
-    if sorted(parts) != list(range(hyper.experts)):
+    ways = 2 if len(parts) == 2 * hyper.experts else 1  # gate and up of an expert, one below the other
+    if sorted(parts) != list(range(ways * hyper.experts)):
         raise CheckpointError(
             f"{len(parts)} experts are like {name}, config.json speaks of {hyper.experts}",
             "the config does not fit the weights",
@@ -155,7 +165,7 @@ def _stacked(parts: Mapping[int, Source], hyper: Hyper) -> GGUFTensor:
     for other, extents in parts.values():
         if extents != shape:
             raise CheckpointError(f"tensors {name} and {other} of experts have different shapes")
-    return GGUFTensor("", (hyper.experts, *shape), tuple(parts[number][0] for number in range(hyper.experts)))
+    return GGUFTensor("", (hyper.experts, ways * shape[0], *shape[1:]), tuple(parts[at][0] for at in sorted(parts)))
 
 
 def _split(fused: re.Match[str], name: str, shape: tuple[int, ...]) -> dict[str, GGUFTensor]:
