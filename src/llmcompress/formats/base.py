@@ -159,7 +159,7 @@ class Format(ABC):
         return None
 
     def grid(self, module: str, config: Config) -> Spec | None:
-        """The grid of what `decode` gives of a module, if config.json alone tells it; None where it does not."""
+        """The grid of what `decode` or `decode_stacked` gives of a module; None where config.json does not tell it."""
         return None
 
     def decode(self, module: str, read: Reader, config: Config) -> "Coded | None":

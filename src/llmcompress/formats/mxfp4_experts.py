@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from llmcompress.errors import CheckpointError
 from llmcompress.formats.base import Config, Reader, Specs, Stack
 from llmcompress.formats.read_only import ReadOnlyFormat
+from llmcompress.grids.base import Spec
 from llmcompress.grids.mxfp4 import GRID, Mxfp4Spec
 
 if TYPE_CHECKING:
@@ -49,6 +50,9 @@ class Mxfp4Experts(ReadOnlyFormat):
             count, rows, groups, _ = blocks.shape
             found[stem] = Stack((count, groups * _SPEC.group_size, rows), (name, scales.name))
         return found
+
+    def grid(self, module: str, config: Config) -> Spec:
+        return _SPEC
 
     def decode_stacked(self, stack: Stack, number: int, read_at: "Reader") -> "Coded":
         blocks, scales = (read_at(part) for part in stack.parts)

@@ -30,16 +30,20 @@ class Cut:
         return (self.count, *(self.share[:-1] if self.turned else self.share[1:]))
 
     @property
+    def rows(self) -> slice:
+        """The outputs that are taken."""
+        return slice(self.first, self.first + self.step * self.count, self.step)
+
+    @property
     def whole(self) -> bool:
         """Whether what is cut out lies in one piece, as it is to be read."""
         return not self.turned and self.step == 1
 
     def of(self, shares: "Tensor") -> "Tensor":
         """What is cut out of shares [..., *share], a view."""
-        taken = slice(self.first, self.first + self.step * self.count, self.step)
         if self.turned:
-            return shares[..., taken].mT
-        return shares[..., taken, :] if len(self.share) == 2 else shares[..., taken]
+            return shares[..., self.rows].mT
+        return shares[..., self.rows, :] if len(self.share) == 2 else shares[..., self.rows]
 
 
 @dataclass(frozen=True)

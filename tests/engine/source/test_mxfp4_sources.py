@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from gguf import GGUFReader, dequantize
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -15,7 +16,9 @@ from llmcompress.engine.source.open import checkpoint_headers, open_checkpoint
 from llmcompress.errors import CheckpointError
 from llmcompress.grids.mxfp4 import fit
 from llmcompress.recipe import parse
+from llmcompress.validate.gguf_verify import verify_gguf
 from llmcompress.validate.verify import passed, verify
+from madetokenizers import byte_level, save
 from shippedmodels import changed
 
 GATE_UP, DOWN = (f"model.layers.1.mlp.experts.{leaf}" for leaf in ("gate_up_proj", "down_proj"))
@@ -33,7 +36,7 @@ def model(random_model_dir):
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
-        vocab_size=96,
+        vocab_size=288,
         num_hidden_layers=2,
     )
 
@@ -81,10 +84,50 @@ def test_runs_begin_with_it_and_verify_knows_it_as_the_source(source, tmp_path):
     recipe = {"steps": [{"method": "rtn", "bits": 4, "group_size": 32}]}
     report = run(make_plan(parse(recipe), source, Options(out=tmp_path / "out")))
     (note,) = (entry for entry in report["ledger"] if entry["kind"] == "requantised")
-    assert note["subject"] == "4 stacks of experts"
+    assert note["subject"] == f"{2 * 4 * 3} matrices"
     checks = verify(tmp_path / "out", source)
     assert passed(checks), [check for check in checks if not check.ok]
     assert "mxfp4" not in (tmp_path / "out" / "config.json").read_text()
+
+
+def values_of(source):
+    """Gate, up and down of every expert of every layer [out, in], as transformers decodes what the source holds."""
+    held, found = load_file(source / "model.safetensors"), {}
+    for name in [name.removesuffix("_blocks") for name in held if name.endswith("_blocks")]:
+        stacks = convert_moe_packed_tensors(held[f"{name}_blocks"], held[f"{name}_scales"]).mT.float()
+        block, leaf = name.rsplit(".", 1)
+        parts = {"gate_proj": stacks[:, ::2], "up_proj": stacks[:, 1::2]} if leaf == "gate_up_proj" else {leaf: stacks}
+        found |= {(block, part): value for part, value in parts.items()}
+    return found
+
+
+def test_codes_are_kept_where_the_wanted_grid_is_theirs(source, tmp_path):
+    report = run(make_plan(parse({"steps": [{"method": "rtn", "type": "mxfp4"}]}), source, Options(out=tmp_path / "o")))
+    assert not [entry for entry in report["ledger"] if entry["kind"] == "requantised"]
+    experts = {record["name"]: record for record in report["linears"] if ".experts." in record["name"]}
+    assert len(experts) == 2 * 4 * 3
+    assert {(record["method"], record["relative_error"]) for record in experts.values()} == {("recoded", 0.0)}
+    checks = verify(tmp_path / "o", source)
+    assert passed(checks), [check for check in checks if not check.ok]
+    written = open_checkpoint(checkpoint_headers(tmp_path / "o"))
+    for (block, part), values in values_of(source).items():
+        for number, value in enumerate(values):
+            assert torch.equal(written.read(f"{block}.{number}.{part}.weight").float(), value)
+
+
+def test_gguf_files_keep_the_codes_too(random_model_dir, source, tmp_path):
+    save(byte_level(), source)
+    recipe = {"steps": [{"method": "rtn", "gguf": {"type": "MXFP4"}}], "output": {"format": "gguf"}}
+    report = run(make_plan(parse(recipe), source, Options(out=tmp_path / "out.gguf")))
+    assert {item["method"] for item in report["linears"] if ".experts." in item["name"]} == {"recoded"}
+    checks = verify_gguf(tmp_path / "out.gguf", source)
+    assert passed(checks), [check for check in checks if not check.ok]
+    tensors = {tensor.name: tensor for tensor in GGUFReader(tmp_path / "out.gguf").tensors}
+    for (block, part), values in values_of(source).items():
+        tensor = tensors[f"blk.{block.split('.')[2]}.ffn_{part.removesuffix('_proj')}_exps.weight"]
+        assert tensor.tensor_type.name == "MXFP4"
+        decoded = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type))
+        assert torch.equal(decoded.reshape(values.shape), values)
 
 
 def spoiled(name, change):

@@ -6,7 +6,7 @@ The package `formats` alone knows which formats there are and what their files h
 import re
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from llmcompress.grids.inputs import Rounding
 from llmcompress.ledger import Ledger
 from llmcompress.recipe import stored_formats
 from llmcompress.store.checkpoint import DTYPES, Checkpoint
+from llmcompress.store.expert_stacks import Cut
 from llmcompress.store.headers import ModelHeaders, Stored, read_json
 
 # the errors that a wrong config can cause
@@ -38,7 +39,8 @@ class DecodedHeaders(ModelHeaders):
     """The headers of the decoded model, float32. stored: the headers of its files. packed: modules stored as codes.
 
     transposed: the packed modules whose unquantised weights are [in, out]. stacks: tensors of several matrices that are
-    stored as codes, by the names that they have once they are decoded.
+    stored as codes, by the names that they have once they are decoded. pieces: packed modules that are cut out of such
+    a tensor, with its name and the number of the matrix in it.
     """
 
     stored: ModelHeaders
@@ -46,6 +48,7 @@ class DecodedHeaders(ModelHeaders):
     packed: frozenset[str]
     transposed: frozenset[str]
     stacks: Mapping[str, Stack]
+    pieces: Mapping[str, tuple[str, int, Cut]] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -178,10 +181,8 @@ def note_decoded(headers: DecodedHeaders, coded: Container[str], ledger: Ledger)
         ledger.note(
             "requantised", f"{count} matrices", f"{headers.format.name} in the source, decoded and rounded anew"
         )
-    if headers.stacks:
-        ledger.note(
-            "requantised", f"{len(headers.stacks)} stacks of experts", f"{headers.format.name} in the source, decoded"
-        )
+    if stacks := [name for name in headers.stacks if name in headers.tensors]:
+        ledger.note("requantised", f"{len(stacks)} stacks of experts", f"{headers.format.name} in the source, decoded")
     if scales := [name for name in headers.stored.tensors if name.endswith(PARTS)]:
         ledger.note("kv_cache", f"{len(scales)} scales", "what the source says of cached keys and values is left out")
 
@@ -199,6 +200,10 @@ class DecodedCheckpoint(Checkpoint):
         """Codes [out, in] of a packed module, None for any other."""
         if module not in self.headers.packed:
             return None
+        if module in self.headers.pieces:
+            stack, number, cut = self.headers.pieces[module]
+            whole = self.coded_at(stack, number)
+            return None if whole is None else whole.rows(cut.rows)
         try:
             return self.headers.format.decode(module, self._part, self.headers.stored.config)
         except _DAMAGED as error:
@@ -238,7 +243,7 @@ class DecodedCheckpoint(Checkpoint):
         module = name.removesuffix(".weight")
         coded = self.coded(module) if name.endswith(".weight") else None
         if coded is None:
-            return self._stored.read(name)
+            return super().read(name)
         value = _decoded(coded)
         return value.t().contiguous() if module in self.headers.transposed else value
 

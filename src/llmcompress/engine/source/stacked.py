@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 from llmcompress.arch import find
 from llmcompress.engine.source.header_checks import check_numbers
 from llmcompress.engine.source.open import config_of
+from llmcompress.engine.source.quantised import DecodedHeaders
 from llmcompress.errors import CheckpointError
 from llmcompress.formats.base import FLOAT_TYPES, TensorSpec
 from llmcompress.isolation import probe
 from llmcompress.ledger import Ledger
-from llmcompress.store.expert_stacks import ExpertStack
+from llmcompress.store.expert_stacks import Cut, ExpertStack
 from llmcompress.store.headers import ModelHeaders, Stored
 
 if TYPE_CHECKING:
@@ -30,7 +31,11 @@ def unstacked_headers(headers: ModelHeaders, ledger: Ledger, *, only_merged: boo
     only_merged: take nothing apart that transformers, while it loads, does not put together again.
     """
     model_type = str(headers.config.get("model_type"))
-    if type(headers) is not ModelHeaders or find(model_type) is not None or "auto_map" in headers.config:
+    if (
+        type(headers) not in (ModelHeaders, DecodedHeaders)
+        or find(model_type) is not None
+        or "auto_map" in headers.config
+    ):
         return headers
     if not any(_may_be_stack(stored) for stored in headers.tensors.values()):
         return headers
@@ -49,7 +54,21 @@ def unstacked_headers(headers: ModelHeaders, ledger: Ledger, *, only_merged: boo
             model_type,
             "experts, one tensor in the source, are written one by one; transformers does not put them together again",
         )
-    return replace(headers, tensors=dict(_taken_apart(headers, found.stacks)), unstacked=found.stacks)
+    tensors = dict(_taken_apart(headers, found.stacks))
+    if not isinstance(headers, DecodedHeaders):
+        return replace(headers, tensors=tensors, unstacked=found.stacks)
+    pieces = dict(_pieces(headers, found.stacks))
+    packed = headers.packed | pieces.keys()
+    return replace(headers, tensors=tensors, unstacked=found.stacks, pieces=pieces, packed=packed)
+
+
+def _pieces(headers: DecodedHeaders, stacks: Mapping[str, ExpertStack]) -> Iterator[tuple[str, tuple[str, int, Cut]]]:
+    """The modules that are cut out of stacks of codes."""
+    for name in headers.stacks.keys() & stacks.keys():
+        stack = stacks[name]
+        for part, cut in stack.cuts(headers.tensors[name].spec.shape):
+            for number in range(stack.experts):
+                yield part.format(e=number).removesuffix(".weight"), (name, number, cut)
 
 
 def _may_be_stack(stored: Stored) -> bool:
