@@ -5,9 +5,11 @@ import pytest
 import torch
 
 from llmcompress.grids.base import INPUT_SPECS
-from llmcompress.grids.inputs import InputGrid, static_scale
+from llmcompress.grids.e2m1 import rounded_
+from llmcompress.grids.inputs import InputGrid, divisor, static_scale
 from llmcompress.stats.absmax import AbsMax
 from llmcompress.stats.magnitudes import Magnitudes
+from llmcompress.stats.peaks import Peaks
 
 X = torch.randn(3, 7, 40, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 2, 7)[:, None]
 
@@ -26,6 +28,73 @@ def test_floats_by_token_are_the_cast_of_torch():
     scale = X.abs().amax(-1, keepdim=True) / 448
     expected = (X / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
     assert torch.equal(InputGrid(INPUT_SPECS["fp8-token"]).rounded(X), expected)
+
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+BLOCKS = torch.randn(3, 7, 256, generator=torch.Generator().manual_seed(5)) * torch.logspace(-3, 2, 7)[:, None]
+
+
+def nearest_even(values):
+    """Values to the nearest of E2M1, of two to the one of even index, by brute force in float64."""
+    far = np.abs(np.abs(values)[..., None] - E2M1)
+    ties = far <= far.min(-1, keepdims=True)
+    even = np.where(ties & (np.arange(8) % 2 == 0), 0, np.where(ties, 1, 2)).argmin(-1)
+    return np.sign(values) * E2M1[even]
+
+
+def grouped(x, size):
+    blocks = x.double().numpy().reshape(*x.shape[:-1], -1, size)
+    return blocks, np.abs(blocks).max(-1, keepdims=True)
+
+
+def test_groups_of_floats_are_the_cast_of_torch():
+    scale = BLOCKS.view(3, 7, 2, 128).abs().amax(-1, keepdim=True) / 448
+    expected = (BLOCKS.view(3, 7, 2, 128) / scale).to(torch.float8_e4m3fn).float() * scale
+    assert torch.equal(InputGrid(INPUT_SPECS["fp8-group"]).rounded(BLOCKS), expected.view(3, 7, 256))
+
+
+def test_a_last_group_may_not_be_full():
+    grid = InputGrid(INPUT_SPECS["fp8-group"])
+    assert torch.equal(grid.rounded(BLOCKS[..., :200])[..., :128], grid.rounded(BLOCKS[..., :128]))
+    assert torch.equal(grid.rounded(BLOCKS[..., :200])[..., 128:], grid.rounded(BLOCKS[..., 128:200]))
+
+
+@pytest.mark.parametrize(("name", "largest"), [("mxfp8", 8), ("mxfp4", 2)])
+def test_powers_of_two_are_those_of_compressed_tensors(name, largest):
+    """The exponent of the largest magnitude, one more from 1.75 times a power on, less that of the last level."""
+    x = BLOCKS.bfloat16().float()
+    blocks, most = grouped(x, 32)
+    mantissa, exponent = np.frexp(most)
+    scale = np.exp2(exponent - 1 + (mantissa >= 0.875) - largest)
+    values = torch.from_numpy(blocks / scale)
+    levels = values.clamp(-448, 448).to(torch.float8_e4m3fn).double() if largest == 8 else nearest_even(values.numpy())
+    expected = (np.asarray(levels) * scale).reshape(x.shape)
+    assert np.array_equal(InputGrid(INPUT_SPECS[name]).rounded(x).numpy(), expected.astype(np.float32))
+
+
+def test_scales_of_16_over_a_divisor_are_those_of_compressed_tensors():
+    divisor_ = torch.tensor([448 * 6 / float(BLOCKS.abs().max())])
+    blocks, most = grouped(BLOCKS, 16)
+    small = torch.from_numpy(most / 6 * float(divisor_)).float().to(torch.float8_e4m3fn).double().numpy()
+    scale = np.where(small == 0, 0.125, small) / float(divisor_)
+    assert (small < 2).any()  # of tokens a thousand times as small
+    expected = (nearest_even(blocks / scale) * scale).reshape(BLOCKS.shape)
+    found = InputGrid(INPUT_SPECS["nvfp4"], divisor_).rounded(BLOCKS).numpy()
+    assert (np.abs(found - expected) <= 1e-6 * np.abs(expected)).mean() > 0.999  # ties are decided in float32
+
+
+def test_levels_of_4_bits_are_the_nearest_with_ties_to_even():
+    values = torch.linspace(-8, 8, 1025)  # multiples of 1/64, all ties among them
+    expected = nearest_even(values.double().numpy())
+    assert np.array_equal(rounded_(values.clone()).numpy(), expected)
+
+
+def test_a_divisor_holds_first_tokens_as_well():
+    x = X.clone()
+    x[:, 0] = 1e4
+    seen = Peaks(40)
+    seen.update(x)
+    assert divisor(seen).tolist() == [pytest.approx(448 * 6 / 1e4)]
 
 
 @pytest.mark.parametrize("name", INPUT_SPECS)

@@ -34,6 +34,8 @@ SCHEMES = {
 IN_BFLOAT16 = {
     "mxfp8": {"type": "mxfp8"},
     "mxfp8-inputs": {"type": "mxfp8", "activations": "mxfp8"},
+    "mxfp4-inputs": {"type": "mxfp4", "activations": "mxfp4"},
+    "nvfp4-inputs": {"type": "nvfp4", "activations": "nvfp4"},
 }
 
 
@@ -87,4 +89,4 @@ def test_the_package_accepts_the_config_and_finds_the_scheme(compress, name):
     parsed = QuantizationConfig.model_validate(settings)
     rounded = [group.input_activations for group in parsed.config_groups.values()]
     assert any(rounded) == ("activations" in (SCHEMES | IN_BFLOAT16)[name])
-    assert all(args is None or (args.num_bits == 8 and args.symmetric) for args in rounded)
+    assert all(args is None or (args.num_bits in (4, 8) and args.symmetric) for args in rounded)

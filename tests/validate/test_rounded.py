@@ -83,6 +83,9 @@ def test_packed_products_match_rounded_inputs_times_the_decoded_matrix(spec, inp
         ("qwen2", {"type": "fp8", "bits": 8, "activations": "fp8-token"}),
         ("llama", {"type": "fp8", "bits": 8, "activations": "fp8-tensor", "activation_clip": "mse"}),
         ("llama", {"type": "mxfp8", "activations": "mxfp8"}),
+        ("llama", {"type": "mxfp4", "activations": "mxfp4"}),
+        ("qwen2", {"method": "gptq", "type": "nvfp4", "activations": "nvfp4"}),
+        ("mixtral", {"type": "nvfp4", "activations": "nvfp4"}),
         ("llama", {"method": "gptq", **STATIC}),
         ("llama", {"method": "gptq", "type": "fp8", "bits": 8, "activations": "fp8-token"}),
         ("llama", {"bits": 4, "group_size": 32, "activations": "int8-token", "set": {"down_proj": {"bits": 2}}}),
@@ -135,6 +138,37 @@ def test_matrices_that_read_one_input_have_one_scale_and_first_tokens_are_left_o
         original(IDS)
     expected = float(seen["x"][:, 1:].abs().max()) / 127.5
     assert scales["model.layers.0.self_attn.q_proj"] == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_what_engines_run_as_one_has_one_divisor_of_inputs_which_holds_all_that_was_seen(
+    family, random_model_dir, tmp_path, ids
+):
+    model, out = random_model_dir(family), tmp_path / "out"
+    compress(model, out, ids, type="nvfp4", activations="nvfp4")
+    tensors = load_file(out / "model.safetensors")
+    divisors = {name: float(part) for name, part in tensors.items() if name.endswith("input_global_scale")}
+    first = {name: value for name, value in divisors.items() if "layers.0." in name}
+    wide = ("gate_proj", "up_proj", "w1", "w3")  # of all experts
+    for members in (("q_proj", "k_proj", "v_proj"), wide, ("w2", "down_proj")):
+        found = [value for name, value in first.items() if name.rpartition(".")[0].endswith(members)]
+        assert len(set(found)) == 1
+        assert len(found) > (members[0] != "w2" or family == "mixtral")
+    seen = {}
+    original = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    original.model.layers[0].self_attn.q_proj.register_forward_pre_hook(lambda _, args: seen.update(x=args[0]))
+    with torch.no_grad():
+        original(IDS)
+    attention = next(value for name, value in first.items() if "q_proj" in name)
+    assert attention == pytest.approx(448 * 6 / float(seen["x"].abs().max()), rel=0.02)
+    name = next(name for name in divisors if name.endswith("k_proj.input_global_scale"))
+    for wrong in (tensors[name] * 2, tensors[name] * 0, None):
+        damaged = {**tensors, name: wrong} if wrong is not None else {k: v for k, v in tensors.items() if k != name}
+        save_file(damaged, out / "model.safetensors", {"format": "pt"})
+        checks = verify(out, model)
+        assert not passed(checks)
+        said = ("different global scales", "not a positive number", "has no input_global_scale")
+        assert any(words in check.detail for check in checks for words in said)
 
 
 def test_options_that_ask_for_two_scales_of_one_input_are_refused(random_model_dir, tmp_path, ids):

@@ -341,7 +341,9 @@ def _option(name: str, field: FieldInfo, panel: str | None) -> tuple[Any, Any]:
     elif name == "type":
         metavar = "<grid>"
     elif get_origin(annotation) is Literal and isinstance(get_args(annotation)[0], int):
-        annotation, help_ = int, f"{help_} One of {', '.join(map(str, get_args(field.annotation)))}."
+        # not said is not the default, which depends on the type
+        annotation, default = int | None, None
+        help_ = f"{help_} One of {', '.join(map(str, get_args(field.annotation)))}."
     made = typer.Option(flags, help=help_, metavar=metavar, rich_help_panel=panel)
     return Annotated[annotation, made], default
 

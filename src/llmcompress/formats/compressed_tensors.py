@@ -12,6 +12,7 @@ and with one scale per row, of 8 bits and with rounded inputs (`int-quantized`),
     M.weight             I8 or F8_E4M3 [out, in]      signed codes
     M.weight_scale       model [out, 1], or [ceil(out/128), ceil(in/128)] for blocks
     M.input_scale        model [1]                    in any kind, where inputs are rounded with a fixed scale
+    M.input_global_scale F32   [1]                    of NVFP4, where inputs are: a divisor, as weight_global_scale is
 
 The format speaks of signed codes and signed zero points; packed with their offset they are our unsigned ones.
 Only widths that fill a word without straddling are written (2, 4, 8 bits): versions of the library up to 0.17 and from
@@ -46,6 +47,7 @@ from llmcompress.formats.schemes import (
     PACKED,
     READ,
     grid_of,
+    input_part,
     inputs_of,
     inputs_said,
     kind,
@@ -102,8 +104,10 @@ class CompressedTensors(PackedFormat):
 
     def parts(self, entry: Entry, grid: Spec) -> list[Part]:
         width, rows, bits = entry.in_features, entry.out_features, grid.bits
+        fixed = input_part(entry.inputs, entry.source.dtype)
+        inputs: list[Part] = [] if fixed is None else [(*fixed, (1,))]
         if own := grid.parts(rows, width):
-            return [(name, *about) for name, about in own.items()]
+            return [*((name, *about) for name, about in own.items()), *inputs]
         groups, how = grid.groups(width), kind(grid, entry.inputs)
         tile_rows = 1 if grid.tile is None else grid.tile[0]
         scale: Part = ("weight_scale", entry.source.dtype, (-(-rows // tile_rows), groups))
@@ -113,17 +117,17 @@ class CompressedTensors(PackedFormat):
             parts = [("weight", "F8_E4M3" if how == FLOATS else "I8", (rows, width)), scale]
         if not grid.symmetric:  # next to symmetric weights vLLM takes it for a stray tensor
             parts.append(("weight_zero_point", "I32", (words_for(rows, bits), groups)))
-        if entry.inputs is not None and not entry.inputs.dynamic:
-            parts.append(("input_scale", entry.source.dtype, (1,)))
-        return parts
+        return parts + inputs
 
     def packed(self, entry: Entry, coded: "Coded") -> "dict[str, Tensor]":
-        if HOLDS[coded.grid.spec.type].own:
-            return coded.grid.packed(coded.codes)
         how = kind(coded.grid.spec, entry.inputs)
-        tensors = packed_tensors(entry, coded) if how == PACKED else byte_tensors(entry, coded, how)
-        if coded.input_scale is not None:
-            tensors["input_scale"] = stored_type(entry, coded.input_scale, entry.source.dtype)
+        if HOLDS[coded.grid.spec.type].own:
+            tensors = coded.grid.packed(coded.codes)
+        else:
+            tensors = packed_tensors(entry, coded) if how == PACKED else byte_tensors(entry, coded, how)
+        fixed = input_part(entry.inputs, entry.source.dtype)
+        if coded.input_scale is not None and fixed is not None:
+            tensors[fixed[0]] = stored_type(entry, coded.input_scale, fixed[1])
         return tensors
 
     def settings(self, entries: Sequence[Entry], config: Config) -> dict[str, Any]:
@@ -217,9 +221,10 @@ class CompressedTensors(PackedFormat):
         spec = inputs_of(module, config["quantization_config"])
         if spec is None or spec.dynamic:
             return None if spec is None else InputGrid(spec)
-        scale = read(f"{module}.input_scale").to(torch.float32).reshape(-1)
+        name = "input_scale" if spec.group is None else "input_global_scale"
+        scale = read(f"{module}.{name}").to(torch.float32).reshape(-1)
         if scale.numel() != 1 or not bool(scale.isfinite().all() and (scale > 0).all()):
-            raise CheckpointError(f"{module}.input_scale is not one positive number")
+            raise CheckpointError(f"{module}.{name} is not one positive number")
         return InputGrid(spec, scale)
 
 

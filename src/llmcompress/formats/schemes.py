@@ -52,11 +52,12 @@ HOLDS: Mapping[str, Scheme] = {
     "mxfp8": Scheme(
         "float", "mxfp8-quantized", "mxfp8-quantized", ("mxfp8",), more={"scale_dtype": "torch.uint8"}, own=True
     ),
-    "mxfp4": Scheme("float", "mxfp4-pack-quantized", "", more={"scale_dtype": "torch.uint8"}, own=True),
+    "mxfp4": Scheme("float", "mxfp4-pack-quantized", "", ("mxfp4",), more={"scale_dtype": "torch.uint8"}, own=True),
     "nvfp4": Scheme(
         "float",
         "nvfp4-pack-quantized",
         "",
+        ("nvfp4",),
         more={"scale_dtype": "torch.float8_e4m3fn", "strategy": "tensor_group"},
         own=True,
     ),
@@ -80,6 +81,8 @@ _INPUTS: Mapping[str, Mapping[str, Any]] = {
     "fp8-tensor": _args(8, "float", "tensor", None, False),
     "fp8-group": _args(8, "float", "group", 128, True),
     "mxfp8": _args(8, "float", "group", 32, True, scale_dtype="torch.uint8"),
+    "mxfp4": _args(4, "float", "group", 32, True, scale_dtype="torch.uint8"),
+    "nvfp4": _args(4, "float", "tensor_group", 16, "local", scale_dtype="torch.float8_e4m3fn"),
 }
 """What QuantizationArgs say of rounded inputs, which are symmetric."""
 
@@ -135,6 +138,16 @@ def weights_said(grid: Spec, order: str | None) -> dict[str, Any]:
 def inputs_said(inputs: InputSpec | None) -> dict[str, Any] | None:
     """QuantizationArgs of inputs."""
     return None if inputs is None else {"symmetric": True, **_INPUTS[inputs.name]}
+
+
+def input_part(inputs: InputSpec | None, dtype: str) -> tuple[str, str] | None:
+    """The name and type of the tensor that holds what is fixed of rounded inputs; None where nothing is.
+
+    dtype: of scales.
+    """
+    if inputs is None or inputs.dynamic:
+        return None
+    return ("input_scale", dtype) if inputs.group is None else ("input_global_scale", "F32")
 
 
 def scheme_of(module: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -18,8 +18,8 @@ PRODUCT_ROWS = 256  # at least at once for products with blocks of a Gram matrix
 
 Clip = Literal["minmax", "search", "output"]
 Search = Literal["compat", "fast", "best"]
-CodeType = Literal["int", "fp8"]
-"""What the codes of inputs are: whole numbers, or floats of 8 bits."""
+CodeType = Literal["int", "fp8", "fp4"]
+"""What the codes of inputs are: whole numbers of 8 bits, or floats of 8 or 4 bits."""
 
 
 class Spec(ABC):
@@ -139,7 +139,8 @@ class InputSpec:
     """How the inputs of a matrix are rounded: codes symmetric around zero.
 
     type: of the codes. dynamic: scales are found when a token comes, one for each `group` of its channels, or one for
-    all; else one fixed scale serves all inputs. powers: scales are powers of two.
+    all; else something fixed is found by calibration and stored: the scale of all inputs, or with groups the divisor of
+    scales that are floats of 8 bits. powers: scales are powers of two.
     """
 
     name: str
@@ -158,6 +159,8 @@ INPUT_SPECS: dict[str, InputSpec] = {
         InputSpec("fp8-tensor", "fp8", False),
         InputSpec("fp8-group", "fp8", True, 128),
         InputSpec("mxfp8", "fp8", True, 32, powers=True),
+        InputSpec("mxfp4", "fp4", True, 32, powers=True),
+        InputSpec("nvfp4", "fp4", False, 16),
     )
 }
 """The ways to round inputs, by name."""

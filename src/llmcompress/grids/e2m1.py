@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from llmcompress.grids.base import GridRequest, Spec
 from llmcompress.grids.chosen_scales import ChosenScaleGrid
+from llmcompress.grids.e4m3 import snapped_
 from llmcompress.grids.grid_type import GridType
 from llmcompress.grids.scales import between
 from llmcompress.lazy import Tensor, torch
@@ -88,6 +89,11 @@ def halves(codes: Tensor, size: int) -> Tensor:
 def unhalved(bytes_: Tensor) -> Tensor:
     """The inverse of `halves`."""
     return torch.stack([bytes_ & 15, bytes_ >> 4], dim=2).reshape(bytes_.shape[0], -1)
+
+
+def rounded_(values: Tensor) -> Tensor:
+    """Round float32 values of any shape to the nearest levels, ties to those with an even code, in place."""
+    return snapped_(values, 1, 1.0, 4.0).clamp_(-LARGEST, LARGEST)
 
 
 def nearest_levels(values: Tensor) -> Tensor:

@@ -1,19 +1,25 @@
 """Rounding the inputs of a matrix to codes, as runtimes do while they run."""
 
 from dataclasses import dataclass
+from math import floor, log2
 
 import torch
 from torch import Tensor
 
+from llmcompress.grids import e2m1, e4m3
 from llmcompress.grids.base import InputSpec
-from llmcompress.grids.e4m3 import LARGEST, rounded_
 from llmcompress.grids.int8_inputs import BesideOutliers, ByThreshold
 from llmcompress.grids.scales import SMALLEST_SCALE
 from llmcompress.stats.absmax import AbsMax
 from llmcompress.stats.magnitudes import Magnitudes
 
-_TOP = {"int": 127.5, "fp8": LARGEST}  # scales in the largest magnitude; half a step of it is clipped where it is int
+_TOP = {
+    "int": 127.5,
+    "fp8": e4m3.LARGEST,
+    "fp4": e2m1.LARGEST,
+}  # scales in the largest magnitude; half a step of it is clipped where it is int
 _EXPONENT = 0x7F800000  # of a float32
+_OF_ZEROS = 0.125  # the scale of a group whose own is rounded to zero, as compressed-tensors has it
 _LEAST = 1e-5  # magnitude for which a scale is made, so that none is zero
 _SHARES = [1 - step / 100 for step in range(100)]  # of the largest magnitude, tried as ranges
 
@@ -22,7 +28,10 @@ Seen = AbsMax | Magnitudes
 
 @dataclass(frozen=True)
 class InputGrid:
-    """The values inputs may take. scale [1] float32: of all inputs; None where every token has its own."""
+    """The values inputs may take.
+
+    scale [1] float32: of all inputs, or the divisor of scales of groups; None where every token has its own.
+    """
 
     spec: InputSpec
     scale: Tensor | None = None
@@ -34,18 +43,25 @@ class InputGrid:
 
     def scales(self, x: Tensor) -> Tensor:
         """Scales float32 of an input [..., in]: [..., 1], [..., in] where groups have their own, or [1]."""
-        if self.scale is not None:
-            return self.scale
         if self.spec.group is not None:
             return self._of_groups(x, self.spec.group)
+        if self.scale is not None:
+            return self.scale
         return x.abs().amax(dim=-1, keepdim=True).to(torch.float32).clamp_min_(_LEAST) / _TOP[self.spec.type]
 
     def _of_groups(self, x: Tensor, size: int) -> Tensor:
         """[..., in]; the last group may not be full."""
         full = torch.nn.functional.pad(x, (0, -x.shape[-1] % size))
         full = full.view(*x.shape[:-1], -1, size)
-        most = full.abs().amax(dim=-1).to(torch.float32).clamp_min_(_LEAST)
-        scale = _power(most) if self.spec.powers else most / _TOP[self.spec.type]
+        most = full.abs().amax(dim=-1).to(torch.float32)
+        top = _TOP[self.spec.type]
+        if self.scale is not None:
+            small = e4m3.rounded_(most / top * self.scale)
+            scale = torch.where(small == 0, _OF_ZEROS, small) / self.scale
+        elif self.spec.powers:
+            scale = _power(most.clamp_min_(_LEAST), top)
+        else:
+            scale = most.clamp_min_(_LEAST) / top
         return scale.repeat_interleave(size, dim=-1)[..., : x.shape[-1]]
 
     def levels(self, x: Tensor, scales: Tensor) -> Tensor:
@@ -64,6 +80,11 @@ class InputGrid:
 
 Rounding = InputGrid | ByThreshold | BesideOutliers
 """All the ways to round inputs that a checkpoint can ask for."""
+
+
+def divisor(seen: AbsMax) -> Tensor:
+    """The divisor [1] float32 of scales of groups that holds all that was seen."""
+    return torch.tensor([e4m3.LARGEST * e2m1.LARGEST / max(seen.peak, _LEAST)], dtype=torch.float32)
 
 
 def static_scale(spec: InputSpec, seen: Seen, percentile: float | None, dtype: torch.dtype) -> Tensor:
@@ -98,15 +119,18 @@ def _least_error(spec: InputSpec, seen: Magnitudes) -> float:
     return best
 
 
-def _power(most: Tensor) -> Tensor:
+def _power(most: Tensor, top: float) -> Tensor:
     """Powers of two for the largest magnitudes float32 of groups, as compressed-tensors has them.
 
-    The least that clips none: from 1.75 times a power of two on the next one is taken.
+    From 1.75 times a power of two on the next one is taken, which is the least that clips no float of 8 bits; of 4
+    bits it clips what lies above 6.
     """
     whole = (most.contiguous().view(torch.int32) + (1 << 21)) & _EXPONENT
-    return whole.view(torch.float32) / 256
+    return whole.view(torch.float32) / 2.0 ** floor(log2(top))
 
 
 def _nearest_(values: Tensor, spec: InputSpec) -> Tensor:
     """Values in units of a scale to the nearest levels, in place."""
-    return rounded_(values) if spec.type == "fp8" else values.round_().clamp_(-128, 127)
+    if spec.type == "int":
+        return values.round_().clamp_(-128, 127)
+    return e4m3.rounded_(values) if spec.type == "fp8" else e2m1.rounded_(values)

@@ -62,7 +62,7 @@ class Statistics:
 
     @property
     def range(self) -> "Seen | None":
-        """Magnitudes of the input, by which a fixed scale of it is chosen."""
+        """Magnitudes of the input but for first tokens, by which a fixed scale of it is chosen."""
         return cast("Seen | None", self.found.get("magnitudes", self.found.get("absmax")))
 
     @property
@@ -119,7 +119,7 @@ class CommonOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     type: TypeName = Field("int", description=f"values a weight may take: {_values()}")
-    bits: Literal[2, 3, 4, 5, 6, 8] = Field(4, description="bits per weight")
+    bits: Literal[2, 3, 4, 5, 6, 8] = Field(4, description="bits per weight; default 4, or the only ones of a type")
     group_size: int | None = Field(
         None,
         ge=-1,
@@ -135,8 +135,9 @@ class CommonOptions(BaseModel):
     activations: InputsName = Field(
         "none",
         description="round inputs too while the model runs: with a scale of each token's own (or of each 128 of its "
-        "channels: fp8-group; a power of two for each 32: mxfp8), or with one for all tokens, measured on the "
-        "calibration text without the first token of each window, whose magnitudes are apart",
+        "channels: fp8-group; a power of two for each 32: mxfp8, mxfp4), or with one for all tokens, measured on the "
+        "calibration text without the first token of each window, whose magnitudes are apart; nvfp4: a scale of each "
+        "16 channels, over a divisor measured on all tokens",
     )
     activation_clip: Literal["absmax", "percentile", "mse"] = Field(
         "mse",
@@ -174,11 +175,12 @@ class Method(WithGridOptions):
     @model_validator(mode="before")
     @classmethod
     def _only_width(cls, said: Any) -> Any:
-        """What was said, with the width of a type that has no other."""
-        grid = grid_types().get(str(said.get("type"))) if isinstance(said, Mapping) else None
-        if grid is None or grid.widths is None or len(grid.widths) > 1:
+        """What was said; where no width was, that of a type that has no other."""
+        if not isinstance(said, Mapping) or said.get("bits") is not None:
             return said
-        return {"bits": grid.widths[0], **said}
+        grid = grid_types().get(str(said.get("type")))
+        only = {} if grid is None or grid.widths is None or len(grid.widths) > 1 else {"bits": grid.widths[0]}
+        return {**{name: value for name, value in said.items() if name != "bits"}, **only}
 
     @model_validator(mode="after")
     def _consistent(self) -> "Method":
@@ -217,6 +219,15 @@ class Method(WithGridOptions):
         return self.inputs is not None and not self.inputs.dynamic
 
     @property
+    def divided_inputs(self) -> bool:
+        """Whether what calibration finds is the divisor of scales of groups, which must hold first tokens as well."""
+        return self.inputs is not None and self.inputs.group is not None and self.fixed_inputs
+
+    def input_range(self, stats: Statistics) -> "Seen | None":
+        """What was seen of the input, by which what is fixed of its rounding is chosen."""
+        return stats.peaks if self.divided_inputs else stats.range
+
+    @property
     def label(self) -> str:
         """What codes it gives, for titles and file names: 'w4', 'w8a8', 'fp8', 'nf4-double'."""
         return self.grid_type.label(self, self.inputs)
@@ -239,11 +250,12 @@ class Method(WithGridOptions):
     @property
     def needs(self) -> frozenset[str]:
         """Names of the statistics of its inputs (stats/) that it goes by."""
+        ranged = self.fixed_inputs and not self.divided_inputs
         asked = {
             "gram": self.needs_gram,
-            "absmax": self.fixed_inputs and self.activation_clip == "absmax",
-            "magnitudes": self.fixed_inputs and self.activation_clip != "absmax",
-            "peaks": self.needs_peaks,
+            "absmax": ranged and self.activation_clip == "absmax",
+            "magnitudes": ranged and self.activation_clip != "absmax",
+            "peaks": self.needs_peaks or self.divided_inputs,
         }
         return frozenset(name for name, needed in asked.items() if needed)
 

@@ -25,6 +25,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
         "weight_zero_point",
         "weight_global_scale",
         "input_scale",
+        "input_global_scale",
     ),
     "fp8": ("weight_scale_inv",),
     "mlx": MLX_PARTS,
@@ -37,6 +38,8 @@ _INPUTS = {
     (8, "float", True, "tensor", None, False, None): "fp8-tensor",
     (8, "float", True, "group", 128, True, None): "fp8-group",
     (8, "float", True, "group", 32, True, "torch.uint8"): "mxfp8",
+    (4, "float", True, "group", 32, True, "torch.uint8"): "mxfp4",
+    (4, "float", True, "tensor_group", 16, "local", "torch.float8_e4m3fn"): "nvfp4",
 }
 STORED = {INTEGERS: "I8", FLOATS: "F8_E4M3"}  # stored type of codes of one byte each
 
@@ -141,13 +144,13 @@ def missing_parts(module: str, parts: set[str], config: Mapping[str, Any]) -> li
     form = format_of(config)
     if form in TABLE_PARTS:
         return sorted(missing_table_parts(form, parts))
-    wanted = set(PARTS[form]) - {"weight_zero_point", "weight_global_scale", "input_scale"}
+    wanted = set(PARTS[form]) - {"weight_zero_point", "weight_global_scale", "input_scale", "input_global_scale"}
     scheme = scheme_of(module, config) if form == "compressed-tensors" else None
     if form == "mlx" and mlx_scheme(module, config["quantization_config"]).kind == "mxfp4":
         wanted.discard("biases")
     if scheme is not None:
         if scheme.stored in FLOAT4_PARTS:
-            wanted = set(FLOAT4_PARTS[scheme.stored])
+            wanted = set(FLOAT4_PARTS[scheme.stored]) | ({"input_global_scale"} if scheme.inputs == "nvfp4" else set())
         elif scheme.stored != PACKED:
             wanted = {"weight_scale"}
         if scheme.inputs is not None and scheme.inputs.endswith("-tensor"):

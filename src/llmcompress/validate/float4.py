@@ -30,12 +30,13 @@ _SIGNED: Array = np.array([s * m for s in (1, -1) for m in (0, 0.5, 1, 1.5, 2, 3
 class StoredFloat4(StoredMatrix):
     """packed uint8 [rows, in/2], the first of two codes in the low bits; scale float32 [rows, groups].
 
-    divisor: by which all scales were divided.
+    divisor: by which all scales were divided. input_divisor: the same of the inputs' scales.
     """
 
     packed: Array
     scale: Array
     divisor: float = 1.0
+    input_divisor: float | None = None
 
     def decode(self, rows: slice) -> Array:
         packed = np.ascontiguousarray(self.packed[rows])
@@ -57,9 +58,10 @@ def float4_scheme(module: str, stored: str, weights: Mapping[str, Any], inputs: 
     wanted = {"num_bits": 4, "type": "float", "symmetric": True, **_SAID[stored]}
     if wrong := [key for key, value in wanted.items() if weights.get(key) != value]:
         raise DamageError(f"{module} is {stored}, and its weights have another {wrong[0]} than {wanted[wrong[0]]}")
-    if inputs is not None:
+    kind = stored.partition("-")[0]
+    if inputs not in (None, kind):
         raise DamageError(f"{module} is {stored} with inputs of {inputs}")
-    return StoredScheme(4, wanted["group_size"], True, stored=stored, kind=stored.partition("-")[0])
+    return StoredScheme(4, wanted["group_size"], True, stored=stored, inputs=inputs, kind=kind)
 
 
 def read_float4(module: str, scheme: StoredScheme, tensors: Mapping[str, Tensor]) -> tuple[StoredMatrix, list[str]]:
@@ -75,11 +77,20 @@ def read_float4(module: str, scheme: StoredScheme, tensors: Mapping[str, Tensor]
         exponent = shaped(scale, ("U8",), groups).array()
         wrong, scales = (exponent == 255).any(), np.ldexp(np.float32(1), exponent.astype(np.int32) - 127)
     else:
-        whole = tensors[f"{module}.weight_global_scale"]
-        divisor = shaped(whole, ("F32",), (1,)).array()
+        divisor = _positive(tensors[f"{module}.weight_global_scale"])
         small = shaped(scale, ("F8_E4M3",), groups).array().view(np.uint8)
-        if not (np.isfinite(divisor).all() and (divisor > 0).all()):
-            raise DamageError(f"{whole.name} is not a positive number")
         wrong, scales = ((small < 1) | (small > 0x7E)).any(), E4M3[small] / divisor
     faults = [f"{scale.name} has scales that are not positive numbers"] if wrong else []
-    return StoredFloat4(module, scheme, rows, width, packed.array(), scales, float(divisor[0])), faults
+    given = tensors.get(f"{module}.input_global_scale")
+    if given is not None and scheme.inputs != "nvfp4":
+        faults.append(f"{given.name} is there, and config.json knows of no rounded inputs")
+    inputs = None if given is None else float(_positive(given)[0])
+    return StoredFloat4(module, scheme, rows, width, packed.array(), scales, float(divisor[0]), inputs), faults
+
+
+def _positive(stored: Tensor) -> Array:
+    """The one number [1] of a tensor; DamageError where it is no divisor."""
+    found = shaped(stored, ("F32",), (1,)).array()
+    if not (np.isfinite(found).all() and (found > 0).all()):
+        raise DamageError(f"{stored.name} is not a positive number")
+    return found

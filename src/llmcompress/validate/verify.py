@@ -159,7 +159,8 @@ def _unlike_scales(matrices: Mapping[str, StoredMatrix]) -> list[str]:
             scales = {matrix.input_scale for matrix in found if isinstance(matrix, AffineMatrix)}
             if len(scales - {None}) > 1:
                 wrong.append(f"{names} have different scales of one input")
-            if len({matrix.divisor for matrix in found if isinstance(matrix, StoredFloat4)}) > 1:
+            pairs = {(matrix.divisor, matrix.input_divisor) for matrix in found if isinstance(matrix, StoredFloat4)}
+            if len(pairs) > 1:
                 wrong.append(f"{names} have different global scales")
     return wrong
 

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from llmcompress.errors import RunError
-from llmcompress.grids.inputs import static_scale
+from llmcompress.grids.inputs import divisor, static_scale
 from llmcompress.methods.base import Statistics
+from llmcompress.stats.absmax import AbsMax
 from llmcompress.store.checkpoint import DTYPES
 
 if TYPE_CHECKING:
@@ -14,10 +15,13 @@ if TYPE_CHECKING:
 
 
 def input_scale(plan: "MatrixPlan", stats: Statistics) -> Tensor:
-    """The fixed scale [1] of the input of a matrix, by its measured range; all that read one input share it."""
+    """The fixed scale [1] or divisor of the input of a matrix, by its range; all that read one input share it."""
     method = plan.method
     assert plan.entry.inputs is not None
-    if stats.range is None:
+    seen = method.input_range(stats)
+    if seen is None:
         raise RunError(f"no range of the inputs of {plan.module} was measured")
+    if isinstance(seen, AbsMax) and method.divided_inputs:
+        return divisor(seen)
     percentile = method.activation_percentile if method.activation_clip == "percentile" else None
-    return static_scale(plan.entry.inputs, stats.range, percentile, DTYPES[plan.entry.source.dtype])
+    return static_scale(plan.entry.inputs, seen, percentile, DTYPES[plan.entry.source.dtype])

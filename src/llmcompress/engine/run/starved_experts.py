@@ -70,13 +70,21 @@ def blend_starved(
 
 
 def lend_ranges(found: Mapping[str, Statistics], needing: Mapping[str, list[MatrixPlan]], ledger: Ledger) -> None:
-    """Give experts that no token was sent to the range of the same matrix of all other experts."""
-    for space, statistics in found.items():
-        seen, plan = statistics.range, needing[space][0]
-        if seen is None or seen.tokens:
+    """Give experts that no token was sent to the range of the same matrix of all other experts.
+
+    Where the inputs' scales have a divisor all experts get that range, as engines keep one divisor for all of them.
+    """
+    ranges = {space: needing[space][0].method.input_range(statistics) for space, statistics in found.items()}
+    starved = {space for space, seen in ranges.items() if seen is not None and not seen.tokens}
+    for space, seen in ranges.items():
+        plan = needing[space][0]
+        shared = plan.expert is not None and plan.method.divided_inputs
+        if seen is None or not (space in starved or shared):
             continue
         leaf = plan.path.rpartition(".")[2]
-        for other, theirs in found.items():
-            if other != space and theirs.range is not None and needing[other][0].path.endswith(f".{leaf}"):
-                seen.merge(theirs.range)  # type: ignore[arg-type]
+        for other, theirs in ranges.items():
+            if other != space and theirs is not None and needing[other][0].path.endswith(f".{leaf}"):
+                seen.merge(theirs)  # type: ignore[arg-type]
+        if space not in starved:
+            continue
         ledger.note("starved_expert", plan.module, "no tokens: the range of its inputs is that of all experts")

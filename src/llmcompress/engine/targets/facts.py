@@ -424,7 +424,7 @@ class ScalesByToken(Fact):
         if not fixed:
             return []
         other = {spec.type: name for name, spec in INPUT_SPECS.items() if spec.dynamic and spec.group is None}
-        changes = {name: {"activations": other[spec.type]} for name, spec in fixed.items()}
+        changes = {name: {"activations": other.get(spec.type, "none")} for name, spec in fixed.items()}
         new = next(iter(changes.values()))["activations"]
         return [Violation(self.why, tuple(fixed), f"use --activations {new}", changes, f"use {new}")]
 

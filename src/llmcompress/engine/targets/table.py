@@ -49,8 +49,8 @@ class Target:
 _MARLIN_GROUPS = Groups((32, 64, 128), why="its Marlin kernels take groups of 32, 64 or 128, or one scale per row")
 _FUSED = Alike(why="it runs q, k, v as one, gate, up as one, and all experts of a layer as one, each with one scheme")
 _ROUNDED = RoundedInputs(
-    (INTEGERS, FLOATS, HOLDS["mxfp8"].packed),
-    why="it multiplies rounded inputs by weights of int8 or fp8 with one scale per row, or by blocks of fp8",
+    (INTEGERS, FLOATS, *(HOLDS[name].packed for name in ("mxfp8", "mxfp4", "nvfp4"))),
+    why="it multiplies rounded inputs by weights of int8 or fp8 with one scale per row, or by blocks of floats",
 )
 _FLOAT_DEVICES = "on devices without products of fp8 (before compute capability 8.9) it leaves fp8 inputs in 16 bits"
 _MARLIN_SHAPES = (
@@ -214,6 +214,10 @@ _VLLM = Target(
             Words(zeros=False, why="codes and zero points must fill whole 32-bit words"),
             _ROUNDED,
             _TILES,
+            Devices(
+                why="it rounds inputs to 4 bits on GPUs from compute capability 10.0 on, those of mxfp4 unasked, and "
+                "leaves them in 16 bits on older ones"
+            ),
             Devices(why="it multiplies int8 by int8 on CPUs, and on GPUs from compute capability 7.5 to below 10.0"),
             Devices(why=_FLOAT_DEVICES),
             _ONLY_FP8,
@@ -249,6 +253,7 @@ _SGLANG = Target(
             _unread("mxfp8", "it was not seen to read mxfp8-quantized"),
             _ROUNDED,
             _TILES,
+            Devices(why="it rounds inputs to 4 bits on GPUs from compute capability 10.0 on"),
             Devices(why="it multiplies int8 by int8 from compute capability 8.0 on"),
             Devices(why=_FLOAT_DEVICES),
             _ONLY_FP8,

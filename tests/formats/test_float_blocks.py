@@ -1,4 +1,4 @@
-"""Blocks of 8-bit floats: what is announced is written, comes back to the bit, or is refused."""
+"""Blocks of small floats: what is announced is written, comes back to the bit, or is refused."""
 
 import pytest
 import torch
@@ -7,7 +7,9 @@ from entries import FORMATS, PACKED, matrix, model
 from llmcompress.grids.base import INPUT_SPECS
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.fitting import fit
+from llmcompress.grids.mxfp4 import Mxfp4Spec
 from llmcompress.grids.mxfp8 import Mxfp8Spec
+from llmcompress.grids.nvfp4 import Nvfp4Spec
 from llmcompress.grids.tiled_floats import TiledFloatSpec
 
 BLOCK, MX, FP8 = TiledFloatSpec(128, 128), Mxfp8Spec(), FORMATS["fp8"]
@@ -22,6 +24,8 @@ TYPES = {torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3", torch.float32: "F32"
         ("compressed-tensors", BLOCK, "fp8-group", 256, ("BF16", (2, 2))),
         ("compressed-tensors", MX, None, 96, ("U8", (130, 3))),
         ("compressed-tensors", MX, "mxfp8", 96, ("U8", (130, 3))),
+        ("compressed-tensors", Mxfp4Spec(), "mxfp4", 96, ("U8", (130, 3))),
+        ("compressed-tensors", Nvfp4Spec(), "nvfp4", 96, ("F8_E4M3", (130, 6))),
         ("fp8", BLOCK, "fp8-group", 256, ("F32", (2, 2))),
     ],
 )
@@ -30,7 +34,8 @@ def test_what_is_written_is_read_again(form, spec, inputs, width, stored):
     entry = matrix(NAMED, spec, (130, width), inputs=rounding)
     weight = torch.randn(130, width, generator=torch.Generator().manual_seed(0)) * 0.1
     grid = fit(weight, spec, scale_dtype=torch.bfloat16)
-    coded = Coded(grid.encode(weight), grid)
+    fixed = rounding is not None and not rounding.dynamic
+    coded = Coded(grid.encode(weight), grid, torch.tensor([123.25]) if fixed else None)
     assert format_.refuses([entry], {}) is None
     tensors, layout = format_.encode(entry, coded), {item.name: item for item in format_.layout(entry)}
     assert {name: (TYPES[part.dtype], tuple(part.shape)) for name, part in tensors.items()} == {
@@ -47,6 +52,9 @@ def test_what_is_written_is_read_again(form, spec, inputs, width, stored):
     assert torch.equal(again.decode(), coded.decode())
     found = format_.inputs(NAMED, tensors.__getitem__, config)
     assert (found and found.spec) == rounding
+    if fixed:
+        assert layout[f"{NAMED}.input_global_scale"].dtype == "F32"
+        assert found.scale.tolist() == [123.25]
 
 
 def test_the_configs_are_those_of_the_library_and_of_vendors():
@@ -69,6 +77,12 @@ def test_the_configs_are_those_of_the_library_and_of_vendors():
         "scale_dtype": "torch.uint8", "actorder": None,
     }  # fmt: skip
     assert group["input_activations"]["scale_dtype"] == "torch.uint8"
+    nv = PACKED.config([matrix(NAMED, Nvfp4Spec(), inputs=INPUT_SPECS["nvfp4"])], {})["config.json"]
+    (group,) = nv["quantization_config"]["config_groups"].values()
+    assert group["input_activations"] == {
+        "num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16,
+        "dynamic": "local", "scale_dtype": "torch.float8_e4m3fn",
+    }  # fmt: skip
     entries = model({"layers.1.*down": None, "": BLOCK}, inputs=INPUT_SPECS["fp8-group"])
     assert FP8.config(entries, {})["config.json"]["quantization_config"] == {
         "quant_method": "fp8",
@@ -87,6 +101,9 @@ def test_the_configs_are_those_of_the_library_and_of_vendors():
         ("compressed-tensors", BLOCK, "fp8-group", 200, "groups of 128 do not divide the 200 inputs"),
         ("compressed-tensors", MX, "fp8-group", 256, "not multiplied by any engine"),
         ("compressed-tensors", MX, None, 200, "does not divide"),
+        ("compressed-tensors", Nvfp4Spec(), "mxfp4", 256, "not multiplied by any engine"),
+        ("compressed-tensors", Mxfp4Spec(), "nvfp4", 256, "not multiplied by any engine"),
+        ("compressed-tensors", Nvfp4Spec(), "int8-token", 256, "not multiplied by any engine"),
         ("fp8", BLOCK, None, 256, "engines round the inputs"),
         ("fp8", BLOCK, "fp8-group", 200, "groups of 128 do not divide the 200 inputs"),
         ("fp8", MX, "mxfp8", 256, "cannot hold mxfp8"),
