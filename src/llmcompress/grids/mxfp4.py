@@ -67,7 +67,7 @@ class Mxfp4(E2m1Type):
 
     name = "mxfp4"
     place = 6
-    values = "4-bit floats (E2M1) times a power of two in blocks of 32"
+    values = "4-bit floats in blocks of 32"
     pattern = "mxfp4"
     made = Mxfp4Spec()
 

@@ -59,7 +59,7 @@ class Mxfp8(GridType):
 
     name = "mxfp8"
     place = 8
-    values = "8-bit floats times a power of two in blocks of 32"
+    values = "8-bit floats in blocks of 32"
     pattern = "mxfp8"
     widths = (8,)
     formats = ("compressed-tensors",)

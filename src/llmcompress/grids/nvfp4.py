@@ -118,7 +118,7 @@ class Nvfp4(E2m1Type):
 
     name = "nvfp4"
     place = 7
-    values = "4-bit floats (E2M1) times an 8-bit float (E4M3) in blocks of 16"
+    values = "4-bit floats in blocks of 16"
     pattern = "nvfp4"
     made = Nvfp4Spec()
 

@@ -93,7 +93,7 @@ class TiledFloats(GridType):
 
     name = "fp8-block"
     place = 9
-    values = "8-bit floats times a scale in blocks of 128 x 128"
+    values = "8-bit floats in blocks of 128 x 128"
     pattern = r"fp8-(\d+)x(\d+)"
     widths = (8,)
     formats = ("compressed-tensors", "fp8")

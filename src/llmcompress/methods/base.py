@@ -119,7 +119,7 @@ class CommonOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     type: TypeName = Field("int", description=f"values a weight may take: {_values()}")
-    bits: Literal[2, 3, 4, 5, 6, 8] = Field(4, description="bits per weight; default 4, or the only ones of a type")
+    bits: Literal[2, 3, 4, 5, 6, 8] = Field(4, description="bits per weight, 4 if not said")
     group_size: int | None = Field(
         None,
         ge=-1,
