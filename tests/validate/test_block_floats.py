@@ -27,6 +27,8 @@ def outs(tiny_model_dir, tmp_path_factory):
         ("weights", "compressed-tensors", {"type": "fp8-block"}),
         ("compressed-tensors", "compressed-tensors", ROUNDED),
         ("fp8", "fp8", ROUNDED),
+        ("modelopt", "modelopt", {"type": "nvfp4", "activations": "nvfp4"}),
+        ("nvfp4", "compressed-tensors", {"type": "nvfp4", "activations": "nvfp4"}),
     ):
         carry_out(tiny_model_dir, root / name, [{"method": "rtn", **options}], format_)
     return root
@@ -43,6 +45,14 @@ def test_both_formats_verify_and_compute_the_same_with_rounded_inputs(outs, tiny
     assert packed > 1.2 * weights > 0
 
 
+def test_modelopt_holds_what_compressed_tensors_holds_with_rounded_inputs(outs, tiny_model_dir):
+    for name in ("modelopt", "nvfp4"):
+        checks = verify(outs / name, tiny_model_dir)
+        assert passed(checks), [check for check in checks if not check.ok]
+    ours, other = (divergence(outs / name, tiny_model_dir) for name in ("modelopt", "nvfp4"))
+    assert ours == pytest.approx(other, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("form", "part", "change"),
     [
@@ -50,6 +60,9 @@ def test_both_formats_verify_and_compute_the_same_with_rounded_inputs(outs, tiny
         ("fp8", "weight_scale_inv", lambda t: t * 0),
         ("fp8", "weight_scale_inv", lambda t: t.to(torch.bfloat16)),
         ("fp8", "weight", lambda t: (t.view(torch.uint8) | 0x7F).view(torch.float8_e4m3fn)),
+        ("modelopt", "weight_scale_2", lambda t: t * 2),
+        ("modelopt", "input_scale", lambda t: t * 2),
+        ("modelopt", "weight_scale", lambda t: (t.view(torch.uint8) * 0).view(torch.float8_e4m3fn)),
         ("compressed-tensors", "weight_scale", lambda t: t.repeat(2, 1)),
         ("compressed-tensors", "weight_scale", lambda t: t * 2),
     ],

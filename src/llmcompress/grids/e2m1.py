@@ -56,7 +56,7 @@ class E2m1Type(GridType):
     """Floats of 4 bits, of which there is one spec. made: that spec."""
 
     widths = (4,)
-    formats = ("compressed-tensors",)
+    formats: ClassVar[tuple[str, ...]] = ("compressed-tensors",)
     made: ClassVar[Spec]
 
     def named(self, found: re.Match[str]) -> Spec:

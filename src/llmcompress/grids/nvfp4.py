@@ -120,6 +120,7 @@ class Nvfp4(E2m1Type):
     place = 7
     values = "4-bit floats in blocks of 16"
     pattern = "nvfp4"
+    formats = ("compressed-tensors", "modelopt")
     made = Nvfp4Spec()
 
     def fit(self, weight: Tensor, spec: Nvfp4Spec, how: Fitting) -> Nvfp4Grid:

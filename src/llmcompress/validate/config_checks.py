@@ -17,6 +17,7 @@ from llmcompress.validate.stored import Tensor, read_json
 _GPTQ_KEYS = ("bits", "group_size", "sym", "desc_act", "lm_head", "checkpoint_format")
 _PACKED_KEYS = ("format", "quantization_status", "config_groups", "ignore")
 _BITSANDBYTES_KEYS = ("load_in_4bit", "load_in_8bit", "llm_int8_skip_modules")
+_MODELOPT_KEYS = ("quant_algo", "config_groups", "ignore")
 _FP8_KEYS = ("fmt", "activation_scheme", "weight_block_size", "modules_to_not_convert")
 _WEIGHT_KEYS = {
     "num_bits",
@@ -45,6 +46,7 @@ def config_wrongs(directory: Directory) -> list[str]:
         "compressed-tensors": _packed_wrongs,
         "bitsandbytes": _bitsandbytes_wrongs,
         "fp8": _fp8_wrongs,
+        "modelopt": _modelopt_wrongs,
         "mlx": _mlx_wrongs,
     }
     wrong = looks.get(directory.form, _own_wrongs)(directory, settings)
@@ -138,6 +140,18 @@ def _packed_wrongs(directory: Directory, settings: Mapping[str, Any]) -> list[st
 
 def _fp8_wrongs(directory: Directory, settings: Mapping[str, Any]) -> list[str]:
     return [f"quantization_config has no {key!r}" for key in _FP8_KEYS if key not in settings]
+
+
+def _modelopt_wrongs(directory: Directory, settings: Mapping[str, Any]) -> list[str]:
+    if wrong := [f"quantization_config has no {key!r}" for key in _MODELOPT_KEYS if key not in settings]:
+        return wrong
+    other = read_json(directory.path / "hf_quant_config.json").get("quantization", {})
+    pairs = {"quant_algo": settings["quant_algo"], "exclude_modules": settings["ignore"], "group_size": 16}
+    return [
+        f"{key} of hf_quant_config.json and quantization_config differ"
+        for key, value in pairs.items()
+        if other.get(key) != value
+    ]
 
 
 def _bitsandbytes_wrongs(directory: Directory, settings: Mapping[str, Any]) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmcompress.validate.awq import skipped
-from llmcompress.validate.float4 import FLOAT4_PARTS, float4_scheme
+from llmcompress.validate.float4 import FLOAT4_PARTS, factored_scheme, float4_scheme
 from llmcompress.validate.float8_blocks import MXFP8, float8_scheme
 from llmcompress.validate.matrix import FLOATS, INTEGERS, PACKED, StoredScheme
 from llmcompress.validate.mlx_codes import MLX_PARTS, mlx_scheme
@@ -28,6 +28,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
         "input_global_scale",
     ),
     "fp8": ("weight_scale_inv",),
+    "modelopt": ("weight_scale", "weight_scale_2", "input_scale"),
     "mlx": MLX_PARTS,
     **TABLE_PARTS,
 }
@@ -64,6 +65,7 @@ def scheme_of(module: str, config: Mapping[str, Any]) -> StoredScheme | None:
         "awq": _awq_scheme,
         "compressed-tensors": _packed_scheme,
         "fp8": _blocks_scheme,
+        "modelopt": _modelopt_scheme,
         "mlx": mlx_scheme,
     }
     return schemes.get(settings["quant_method"], table_scheme)(module, settings)
@@ -129,6 +131,16 @@ def _blocks_scheme(module: str, settings: Mapping[str, Any]) -> StoredScheme | N
     return float8_scheme(module, FLOATS, {**said, "block_structure": settings["weight_block_size"]}, "fp8-group")
 
 
+def _modelopt_scheme(module: str, settings: Mapping[str, Any]) -> StoredScheme | None:
+    if module in settings["ignore"] or module.rpartition(".")[2] in settings["ignore"]:
+        return None
+    (group,) = settings["config_groups"].values()
+    inputs = None if group["input_activations"] is None else "nvfp4"
+    if settings["quant_algo"] != ("W4A16_NVFP4" if inputs is None else "NVFP4"):
+        raise DamageError(f"{module} has inputs of {inputs}, and its algorithm is {settings['quant_algo']}")
+    return factored_scheme(inputs)
+
+
 def _inputs_said(module: str, said: Mapping[str, Any] | None) -> str | None:
     if said is None:
         return None
@@ -146,6 +158,8 @@ def missing_parts(module: str, parts: set[str], config: Mapping[str, Any]) -> li
         return sorted(missing_table_parts(form, parts))
     wanted = set(PARTS[form]) - {"weight_zero_point", "weight_global_scale", "input_scale", "input_global_scale"}
     scheme = scheme_of(module, config) if form == "compressed-tensors" else None
+    if form == "modelopt":
+        return sorted({"weight_scale", "weight_scale_2"} - parts)
     if form == "mlx" and mlx_scheme(module, config["quantization_config"]).kind == "mxfp4":
         wanted.discard("biases")
     if scheme is not None:

@@ -1,6 +1,7 @@
-"""MXFP4 and NVFP4 as compressed-tensors stores them, decoded by numpy alone: part of `verify`'s second reader.
+"""MXFP4 and NVFP4 as compressed-tensors stores them, NVFP4 as ModelOpt does, decoded by numpy alone.
 
-Imports nothing that takes part in writing (formats, packing, grids, store), on purpose.
+Part of `verify`'s second reader: imports nothing that takes part in writing (formats, packing, grids, store), on
+purpose.
 """
 
 from collections.abc import Mapping
@@ -30,7 +31,7 @@ _SIGNED: Array = np.array([s * m for s in (1, -1) for m in (0, 0.5, 1, 1.5, 2, 3
 class StoredFloat4(StoredMatrix):
     """packed uint8 [rows, in/2], the first of two codes in the low bits; scale float32 [rows, groups].
 
-    divisor: by which all scales were divided. input_divisor: the same of the inputs' scales.
+    divisor: by which all scales were divided, or their factor. input_divisor: the same of the inputs' scales.
     """
 
     packed: Array
@@ -88,9 +89,32 @@ def read_float4(module: str, scheme: StoredScheme, tensors: Mapping[str, Tensor]
     return StoredFloat4(module, scheme, rows, width, packed.array(), scales, float(divisor[0]), inputs), faults
 
 
-def _positive(stored: Tensor) -> Array:
-    """The one number [1] of a tensor; DamageError where it is no divisor."""
-    found = shaped(stored, ("F32",), (1,)).array()
+def factored_scheme(inputs: str | None) -> StoredScheme:
+    """That of a module of ModelOpt."""
+    return StoredScheme(4, 16, True, stored="modelopt", inputs=inputs, kind="nvfp4")
+
+
+def read_factored(module: str, scheme: StoredScheme, tensors: Mapping[str, Tensor]) -> tuple[StoredMatrix, list[str]]:
+    """NVFP4 with a factor in place of the divisor; as `read_float4`."""
+    packed, scale = (tensors[f"{module}.{name}"] for name in ("weight", "weight_scale"))
+    if len(packed.shape) != 2 or 2 * packed.shape[1] % scheme.size:
+        raise DamageError(f"{packed.name} is no matrix of whole groups")
+    rows, width = packed.shape[0], 2 * packed.shape[1]
+    shaped(packed, ("U8",), (rows, width // 2))
+    small = shaped(scale, ("F8_E4M3",), (rows, width // scheme.size)).array().view(np.uint8)
+    factor = float(_positive(tensors[f"{module}.weight_scale_2"], ()))
+    faults = [f"{scale.name} has scales that are not positive numbers"] if ((small < 1) | (small > 0x7E)).any() else []
+    given = tensors.get(f"{module}.input_scale")
+    if (given is None) != (scheme.inputs is None):
+        faults.append(f"{module} has {'no' if given is None else 'an'} input_scale, and config.json denies it")
+    inputs = None if given is None else float(_positive(given, ()))
+    scales = E4M3[small] * np.float32(factor)
+    return StoredFloat4(module, scheme, rows, width, packed.array(), scales, factor, inputs), faults
+
+
+def _positive(stored: Tensor, shape: tuple[int, ...] = (1,)) -> Array:
+    """The one number of a tensor; DamageError where it is no divisor."""
+    found = shaped(stored, ("F32",), shape).array()
     if not (np.isfinite(found).all() and (found > 0).all()):
         raise DamageError(f"{stored.name} is not a positive number")
     return found

@@ -11,7 +11,7 @@ import numpy as np
 
 from llmcompress.validate.awq import nibbles
 from llmcompress.validate.declared_schemes import PARTS, STORED, format_of, scheme_of
-from llmcompress.validate.float4 import FLOAT4_PARTS, read_float4
+from llmcompress.validate.float4 import FLOAT4_PARTS, read_factored, read_float4
 from llmcompress.validate.float8_blocks import MXFP8, read_float8
 from llmcompress.validate.matrix import E4M3, FLOATS, INTEGERS, PACKED, StoredMatrix, StoredScheme, shaped
 from llmcompress.validate.mlx_codes import MLX_MARKERS, read_mlx
@@ -90,6 +90,8 @@ def read_matrix(
         return read_table(module, scheme, tensors, form)
     if form == "mlx":
         return read_mlx(module, scheme, tensors)
+    if form == "modelopt":
+        return read_factored(module, scheme, tensors)
     if form == "fp8":
         return read_float8(module, scheme, tensors, "weight_scale_inv")
     if scheme.stored in FLOAT4_PARTS:

@@ -14,6 +14,7 @@ from llmcompress.validate.stored import INDEX
 _OWN = {
     "config.json",
     "quantize_config.json",
+    "hf_quant_config.json",
     "llmcompress.yaml",
     "transforms.npz",
     "channels.npz",

@@ -15,6 +15,7 @@ from torch import Tensor
 from llmcompress.arch import find
 from llmcompress.arch.spec import ArchSpec
 from llmcompress.errors import CheckpointError, RecipeError
+from llmcompress.formats import modelopt
 from llmcompress.formats.base import FLOAT_TYPES, Format, Stack, TensorSpec
 from llmcompress.formats.kv_cache import PARTS
 from llmcompress.grids.base import Spec
@@ -28,7 +29,7 @@ from llmcompress.store.headers import ModelHeaders, Stored, read_json
 
 # the errors that a wrong config can cause
 _DAMAGED = (ArithmeticError, AttributeError, LookupError, RecipeError, TypeError, ValueError, re.error)
-SETTINGS = "hf_quant_config.json"  # where ModelOpt says what may also stand in config.json
+SETTINGS = modelopt.SETTINGS  # where ModelOpt says what may also stand in config.json
 STACKED = "BF16"  # the type of decoded stacks
 _SMALL_FLOATS = "F8_"  # how the names of types begin that are values only together with a scale
 _AT_ONCE = 1 << 20  # weights decoded at once, so that what decoding needs beside its result stays small

@@ -53,6 +53,7 @@ _ROUNDED = RoundedInputs(
     why="it multiplies rounded inputs by weights of int8 or fp8 with one scale per row, or by blocks of floats",
 )
 _FLOAT_DEVICES = "on devices without products of fp8 (before compute capability 8.9) it leaves fp8 inputs in 16 bits"
+_FP4_DEVICES = "it rounds inputs to 4 bits on GPUs from compute capability 10.0 on"
 _MARLIN_SHAPES = (
     Multiples(64, 128, why="its Marlin kernels take multiples of 64 outputs and 128 inputs"),
     Multiples(64, 64, experts=True, why="its Marlin kernels take multiples of 64 outputs and 64 inputs of an expert"),
@@ -232,6 +233,7 @@ _VLLM = Target(
         ),
         "awq": _AWQ,
         "fp8": (_FUSED, _TILES, Devices(why=_FLOAT_DEVICES)),
+        "modelopt": (_FUSED, Devices(why=_FP4_DEVICES)),
         "dense": (),
     },
     tensor_parallel=True,
@@ -253,7 +255,7 @@ _SGLANG = Target(
             _unread("mxfp8", "it was not seen to read mxfp8-quantized"),
             _ROUNDED,
             _TILES,
-            Devices(why="it rounds inputs to 4 bits on GPUs from compute capability 10.0 on"),
+            Devices(why=_FP4_DEVICES),
             Devices(why="it multiplies int8 by int8 from compute capability 8.0 on"),
             Devices(why=_FLOAT_DEVICES),
             _ONLY_FP8,
@@ -267,6 +269,7 @@ _SGLANG = Target(
         ),
         "awq": _AWQ,
         "fp8": (_FUSED, _TILES, Devices(why=_FLOAT_DEVICES)),
+        "modelopt": (_FUSED, Devices(why=_FP4_DEVICES)),
         "dense": (),
     },
     tensor_parallel=True,
