@@ -35,6 +35,11 @@ KINDS = {
         {"model_type": "gemma4_vision"},
         SOUND,
     ),
+    "llama4": (
+        {"intermediate_size_mlp": 96, "num_local_experts": 3, "num_experts_per_tok": 1, "interleave_moe_layer_step": 1},
+        {"vision_output_dim": 64, "projector_input_dim": 32, "projector_output_dim": 64},
+        {"image_token_index": 287, "boi_token_index": 286, "eoi_token_index": 285},
+    ),
     "llava": ({"model_type": "llama"}, {"model_type": "clip_vision_model"}, {"image_token_index": 287}),
     "mistral3": ({"model_type": "mistral"}, {"model_type": "pixtral"}, {"image_token_index": 287}),
     "qwen2_5_vl": ({"rope_parameters": SECTIONS}, {}, QWEN),

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.interop
 IDS = torch.randint(2, 256, (2, 24), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("options", [{}, {"set": {"mlp.down_proj": {"bits": 8}}}], ids=["one grid", "two grids"])
+@pytest.mark.parametrize("options", [{}, {"set": {"self_attn.o_proj": {"bits": 8}}}], ids=["one grid", "two grids"])
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_a_compressed_language_model_loads_within_its_whole(kind, options, tmp_path):
     from transformers import AutoModelForImageTextToText
