@@ -129,7 +129,7 @@ def test_unfused_experts_see_every_token_that_is_routed(model_type, random_model
     counts = {}
     hidden = model.embed(ids())
     with model.layer(0) as layer:
-        block = layer.get_submodule(model.spec.experts.path)
+        block = layer.get_submodule(model.spec.experts.paths[0])
         assert isinstance(block, UnfusedExperts)
         for number, expert in enumerate(block):
             see = lambda _, args, number=number: counts.__setitem__(number, len(args[0]))  # noqa: E731

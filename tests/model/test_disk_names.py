@@ -30,7 +30,7 @@ def test_every_parameter_is_read_from_where_transformers_reads_it(model_type, ra
     path = random_model_dir(model_type, **TYPES[model_type])
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     model = streamed(path)
-    experts = model.spec.experts.path
+    experts = model.spec.experts.paths[0]
     for number, layer in enumerate(theirs.model.layers):
         with model.layer(number) as mine:
             held = dict(mine.named_parameters()) | dict(mine.named_buffers())
@@ -62,7 +62,7 @@ def asked(path, change):
     model = skeleton(load_config(path), None)
     block = model.model.layers[1].mlp.experts
     names = [change(name) for name in Checkpoint(path).names()]
-    return disk_names(model, "model.layers", names, "mlp.experts", layout_of(block))
+    return disk_names(model, "model.layers", names, {"mlp.experts": layout_of(block)})
 
 
 def test_names_without_the_base_models_prefix_and_unknown_ones_need_no_saying(random_model_dir):

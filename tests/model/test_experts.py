@@ -101,3 +101,14 @@ def test_blocks_that_nothing_tells_how_to_take_apart_are_left():
     block.extra = nn.Parameter(torch.ones(3))
     assert layout_of(block) is None
     assert layout_of(nn.Linear(3, 3)) is None
+
+
+@torch.no_grad()
+def test_a_matrix_of_every_expert_is_so_many_linears():
+    modeling = import_module("transformers.models.jetmoe.modeling_jetmoe")
+    block, generator = modeling.JetMoeParallelExperts(3, 8, 6), torch.Generator().manual_seed(0)
+    block.weight.data = torch.randn(block.weight.shape, generator=generator)
+    unfused = separate(block)
+    assert [type(matrix).__mro__[1] for matrix in unfused] == [nn.Linear] * 3
+    x = torch.randn(7, 8, generator=generator)
+    torch.testing.assert_close(unfused(x, [4, 0, 3]), block(x, [4, 0, 3]))

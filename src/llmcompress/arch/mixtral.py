@@ -17,7 +17,7 @@ ARCH = ArchSpec(
     name="mixtral",
     model_types=("mixtral",),
     linears=(*attention_and_mlp()[:4], *EXPERT_LINEARS),
-    experts=Experts(path="mlp.experts", count="num_local_experts"),
+    experts=Experts(("mlp.experts",), count="num_local_experts"),
     disk={
         "mlp.gate": "block_sparse_moe.gate",
         "mlp.experts.{e}.gate_proj": "block_sparse_moe.experts.{e}.w1",

@@ -17,7 +17,7 @@ ARCH = ArchSpec(
     name="qwen3_moe",
     model_types=("qwen3_moe",),
     linears=(*attention_and_mlp(), *EXPERT_LINEARS),
-    experts=Experts(path="mlp.experts", count="num_experts"),
+    experts=Experts(("mlp.experts",), count="num_experts"),
     never=(ROUTER,),
     norms=EXPERT_NORMS,
     flows=(*LLAMA_FLOWS, EXPERT_FLOW),

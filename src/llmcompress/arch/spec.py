@@ -88,15 +88,27 @@ class Scores:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture-of-experts block whose experts transformers keeps as 3-D parameters.
+    """Mixture-of-experts blocks whose experts transformers keeps as 3-D parameters.
 
-    path: the block's module path below the layer. count: config key that holds the number of experts. number: how many
-    there are, where that was observed and not declared.
+    paths: the blocks' module paths below the layer. count: config key that holds the number of experts. number: how
+    many there are, where that was observed and not declared.
     """
 
-    path: str
+    paths: tuple[str, ...]
     count: str = ""
     number: int | None = None
+
+    def block(self, path: str) -> str | None:
+        """The block that a module path below the layer lies in."""
+        return next((block for block in self.paths if path.startswith(f"{block}.")), None)
+
+    def general(self, path: str) -> tuple[str, str] | None:
+        """A module path below the layer with `{e}` in place of an expert's number, and that; None if of no expert."""
+        block = self.block(path)
+        if block is None:
+            return None
+        number, dot, below = path.removeprefix(f"{block}.").partition(".")
+        return f"{block}.{{e}}{dot}{below}", number
 
 
 @dataclass(frozen=True)
@@ -176,11 +188,8 @@ class ArchSpec:
         """On-disk path of a module path, both below the layer, or both of what stands outside the layers."""
         if path in self.disk:
             return self.disk[path]
-        if self.experts is not None and path.startswith(f"{self.experts.path}."):
-            expert, name = path.removeprefix(f"{self.experts.path}.").split(".", 1)
-            pattern = f"{self.experts.path}.{{e}}.{name}"
-            return self.disk.get(pattern, pattern).format(e=expert)
-        return path
+        found = self.experts.general(path) if self.experts is not None else None
+        return path if found is None else self.disk.get(found[0], found[0]).format(e=found[1])
 
     def disk_parameter(self, path: str) -> str:
         """On-disk path of a parameter, both below the layer, or both of what stands outside the layers."""

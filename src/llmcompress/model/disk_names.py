@@ -32,13 +32,13 @@ _NUMBERED = re.compile(r"(.*?)\.([0-9]{1,9})\.(.*)")
 class DiskNames:
     """disk, joined: as in ArchSpec. separate: whether the matrices of experts are on disk one by one.
 
-    stacked: names of the tensors that hold a parameter of all experts, with the parameter's layer and its path below
+    stacked: names of the tensors that hold a parameter of all experts, with its layer, its block, and its path below
     the block. merged: whether transformers puts separate matrices together.
     """
 
     disk: dict[str, str] = field(default_factory=dict)
     joined: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    stacked: dict[str, tuple[str, str]] = field(default_factory=dict)
+    stacked: dict[str, tuple[str, str, str]] = field(default_factory=dict)
     separate: bool = False
     merged: bool = False
 
@@ -54,17 +54,16 @@ class _Source:
     names: dict[str, list[str]] = field(default_factory=dict)
 
 
-def disk_names(
-    model: nn.Module, layers: str, names: Collection[str], experts: str | None, layout: ExpertLayout | None
-) -> DiskNames:
+def disk_names(model: nn.Module, layers: str, names: Collection[str], blocks: Mapping[str, ExpertLayout]) -> DiskNames:
     """Names of a checkpoint's tensors for transformers' `model`, its experts fused.
 
-    layers: module path of the list of layers. experts: path of the block of experts below a layer. CheckpointError if
-    layers differ in what they call one parameter.
+    layers: module path of the list of layers. blocks: layouts of blocks of experts by their paths below a layer.
+    CheckpointError if layers differ in what they call one parameter.
     """
     found: dict[str, str] = {}
-    result = DiskNames(separate=_has_separate(names, experts, layout))
+    result = DiskNames(separate=_has_separate(names, blocks))
     prefixes = {layers}
+    parameters = {f"{block}.{leaf}": (block, leaf) for block, layout in blocks.items() for leaf in layout.stacks}
 
     def note(below: str, name: str) -> None:
         if found.setdefault(below, name) != name:
@@ -76,13 +75,13 @@ def disk_names(
         parts = {pattern: [_below(name, number) for name in many] for pattern, many in source.names.items()}
         prefixes |= {prefix for many in parts.values() for prefix, _ in many if prefix}
         local = {pattern: [name for _, name in many] for pattern, many in parts.items()}
-        leaf = below.removeprefix(f"{experts}.")
-        if layout is not None and below == f"{experts}.{leaf}" and leaf in layout.stacks:
-            for path, name in _of_experts(source.rule, local, layout.stacks[leaf]):
-                note(f"{experts}.{{e}}.{path}", name)
+        if below in parameters:
+            block, leaf = parameters[below]
+            for path, name in _of_experts(source.rule, local, blocks[block].stacks[leaf]):
+                note(f"{block}.{{e}}.{path}", name)
                 result = replace(result, separate=True, merged=True)
             if source.rule is None and number is not None:
-                result.stacked[source.names[""][0]] = number, leaf
+                result.stacked[source.names[""][0]] = number, block, leaf
         if source.rule is None:
             note(below, local[""][-1])
         elif [type(step) for step in source.rule.operations] == [Concatenate] and source.rule.operations[0].dim == 0:
@@ -127,11 +126,10 @@ def _below(name: str, number: str | None) -> tuple[str, str]:
     return (place[1], place[3]) if place and place[2] == number else ("", name)
 
 
-def _has_separate(names: Collection[str], experts: str | None, layout: ExpertLayout | None) -> bool:
+def _has_separate(names: Collection[str], blocks: Mapping[str, ExpertLayout]) -> bool:
     """Whether experts are on disk under the names that they have as separate modules."""
-    if layout is None:
-        return False
-    return any(f".{experts}.{layout.count - 1}.{part}.weight" in f".{name}" for name in names for part in layout.parts)
+    last = {f".{block}.{layout.count - 1}.{part}" for block, layout in blocks.items() for part in layout.parts}
+    return any(f".{name}".endswith(tuple(last)) for name in names)
 
 
 def _of_experts(

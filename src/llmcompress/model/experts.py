@@ -5,7 +5,7 @@ nothing, the shapes tell it. A block that fits neither is left as it is.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,8 @@ class ExpertLayout:
     stacks: by path below the block, how its parameters are cut. gated: gate and up, else there is only up. bias: every
     matrix has one. interleaved: outputs of gate and up take turns in what makes the input of down_proj. sorted: the
     block is called with one batch per expert, one after the other, and does not route. idle: numbers from `count` on
-    stand for experts that return their input.
+    stand for experts that return their input. single: the block is one matrix of every expert, called with tokens one
+    expert after the other and with how many each has; from `hidden` to `inner` channels.
     """
 
     count: int
@@ -39,11 +40,12 @@ class ExpertLayout:
     interleaved: bool = False
     sorted: bool = False
     idle: bool = False
+    single: bool = False
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The matrices of an expert, in order of execution."""
-        return ("gate_proj", UP, DOWN) if self.gated else (UP, DOWN)
+        """The parameters of an expert."""
+        return tuple(part for stack in self.stacks.values() for part in stack.parts)
 
 
 def split(stack: ExpertStack, value: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -57,6 +59,8 @@ def layout_of(block: nn.Module) -> ExpertLayout | None:
     own = {name: value for name, value in block._parameters.items() if value is not None}
     if not own:
         return _flat_layout(block)
+    if own.keys() == {"weight"}:
+        return _single_layout(block, own["weight"])
     gated = GATE_UP in own
     first = own.get(GATE_UP, own.get(UP))
     bias = f"{DOWN}_bias" in own
@@ -97,6 +101,16 @@ def _flat_layout(block: Any) -> ExpertLayout | None:
         for name, part in _FLAT.items()
     }
     return ExpertLayout(count, hidden, rows // count, stacks)
+
+
+def _single_layout(block: Any, weight: Tensor) -> ExpertLayout | None:
+    """The layout of a block that is one matrix of every expert, as in JetMoe."""
+    if weight.ndim != 3 or not type(block).__module__.startswith("transformers.models."):
+        return None
+    if [*inspect.signature(type(block).forward).parameters][1:] != ["inputs", "expert_size"]:
+        return None
+    count, inner, hidden = weight.shape
+    return ExpertLayout(count, hidden, inner, {"weight": ExpertStack(count, ("weight",))}, single=True)
 
 
 def _turned(block: Any, first: Tensor, down: Tensor, fold: int) -> bool | None:
@@ -175,13 +189,16 @@ class Expert(nn.Module):
 class UnfusedExperts(nn.ModuleList):
     """Stands in for a block of fused experts; same call, same function, summed in order of the experts' numbers."""
 
-    def __init__(self, layout: ExpertLayout, experts: list[Expert]) -> None:
+    def __init__(self, layout: ExpertLayout, experts: Sequence[nn.Module]) -> None:
         super().__init__(experts)
         self.layout = layout
 
     @classmethod
     def like(cls, fused: nn.Module, layout: ExpertLayout) -> "UnfusedExperts":
         """Experts with the sizes and the function of transformers' fused block."""
+        if layout.single:
+            matrices = [_Matrix(layout.hidden, layout.inner, bias=False) for _ in range(layout.count)]
+            return UnfusedMatrix(layout, matrices)
         block: Any = fused
         combine = block._apply_gate if _combines(block) else None
         home = getattr(block, "mlp", block)
@@ -220,6 +237,15 @@ class UnfusedExperts(nn.ModuleList):
             if own.numel():
                 result[own] = expert(hidden_states[own])
         return result
+
+
+class UnfusedMatrix(UnfusedExperts):
+    """Stands in for a block that is one matrix of every expert."""
+
+    def forward(self, inputs: Tensor, expert_size: list[int]) -> Tensor:  # type: ignore[override]
+        """inputs [tokens, hidden], the tokens of one expert after those of the other, to [tokens, inner]."""
+        parts = zip(self, torch.split(inputs, expert_size), strict=True)
+        return torch.cat([expert(part) for expert, part in parts if len(part)])
 
 
 def unfuse(layer: nn.Module, path: str) -> None:

@@ -132,14 +132,15 @@ def _named(model: nn.Module, spec: ArchSpec, names: Collection[str]) -> tuple[Ar
 
     Also why experts that stay fused do.
     """
-    layers, path, layout = _block(model, spec)
-    found = disk_names(model, spec.layers, names, path, layout)
+    layers, blocks = _blocks(model, spec)
+    found = disk_names(model, spec.layers, names, blocks)
     experts = None
-    if path is not None and layout is not None and found.separate:
-        experts = Experts(path, number=layout.count)
+    if found.separate:
+        experts = Experts(tuple(blocks), number=next(iter(blocks.values())).count)
         with parameters_on_meta():
             for layer in layers:
-                unfuse(layer, path)
+                for path in blocks:
+                    unfuse(layer, path)
     spec = replace(spec, experts=experts, disk=found.disk, joined=found.joined)
     return spec, _STACKED if found.stacked else _FUSED
 
@@ -168,12 +169,12 @@ def _running(
     raise found
 
 
-def _block(model: nn.Module, spec: ArchSpec) -> tuple[list[nn.Module], str | None, ExpertLayout | None]:
-    """The layers, and where in a layer experts are that can be taken apart, and how they lie there."""
+def _blocks(model: nn.Module, spec: ArchSpec) -> tuple[list[nn.Module], dict[str, ExpertLayout]]:
+    """The layers, and by path below a layer how experts lie in blocks that can be taken apart, all of as many."""
     layers = list(model.get_submodule(spec.layers).children())
-    blocks = {path: layout for layer in layers for path, part in layer.named_modules() if (layout := layout_of(part))}
-    path, layout = next(iter(blocks.items()), (None, None))
-    return layers, path, layout
+    found = {path: layout for layer in layers for path, part in layer.named_modules() if (layout := layout_of(part))}
+    count = next((layout.count for layout in found.values()), 0)
+    return layers, {path: layout for path, layout in found.items() if layout.count == count}
 
 
 @dataclass(frozen=True)
@@ -190,28 +191,24 @@ def stacked_experts(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> Stack
     """The experts among a checkpoint's tensors, given by their shapes, that are on disk as one tensor."""
     model = skeleton(config, None)
     spec = _outline(model, str(getattr(config, "model_type", "unknown")))
-    layers, path, layout = _block(model, spec)
-    if layout is None:
-        return StackedExperts({}, False)
-    found = disk_names(model, spec.layers, shapes, path, layout)
+    layers, blocks = _blocks(model, spec)
+    found = disk_names(model, spec.layers, shapes, blocks)
     prefix = found.disk.get(spec.layers, spec.layers)
     stacks = {}
-    for name, (number, leaf) in found.stacked.items():
-        stack = layout.stacks[leaf]
-        shape = layers[int(number)].get_parameter(f"{path}.{leaf}").shape
+    for name, (number, block, leaf) in found.stacked.items():
+        stack = blocks[block].stacks[leaf]
+        shape = layers[int(number)].get_parameter(f"{block}.{leaf}").shape
         if tuple(shape) != shapes[name] or (not stack.flat and shape[0] != stack.experts):
             return StackedExperts({}, False)
         whole = prefix if name.startswith(f"{prefix}.") else prefix.partition(".")[2]
-        parts = tuple(f"{whole}.{number}.{path}.{{e}}.{part}" for part in stack.parts)
+        parts = tuple(f"{whole}.{number}.{block}.{{e}}.{part}" for part in stack.parts)
         stacks[name] = replace(stack, parts=parts)
-    separate = [
-        part.format(e=number) for stack in stacks.values() for part in stack.parts for number in range(layout.count)
-    ]
-    merged = disk_names(model, spec.layers, separate, path, layout).merged
-    return StackedExperts(stacks, merged or _patched(layers, path))
+    separate = [part.format(e=at) for stack in stacks.values() for part in stack.parts for at in range(stack.experts)]
+    merged = disk_names(model, spec.layers, separate, blocks).merged
+    return StackedExperts(stacks, merged or any(_patched(layers, block) for block in blocks))
 
 
-def _patched(layers: Iterable[nn.Module], path: str | None) -> bool:
+def _patched(layers: Iterable[nn.Module], path: str) -> bool:
     """Whether transformers takes a block of experts apart before it loads a checkpoint with codes."""
     blocks = (module for layer in layers for below, module in layer.named_modules() if below == path)
     patch = MODULES_TO_PATCH_FOR_QUANTIZATION.get(type(next(blocks)).__name__, {})
@@ -226,7 +223,7 @@ class _Seen:
     """
 
     def __init__(self, layer: nn.Module, experts: Experts | None) -> None:
-        self._experts = experts.path if experts is not None else None
+        self._experts = experts
         self.widths: dict[str, int] = {}
         self.inputs: dict[str, object] = {}
         self.ranked: set[int] = set()
@@ -245,9 +242,8 @@ class _Seen:
 
     def general(self, path: str) -> str:
         """A path with `{e}` in place of an expert's number."""
-        if self._experts is None or not path.startswith(f"{self._experts}."):
-            return path
-        return f"{self._experts}.{{e}}.{path.removeprefix(f'{self._experts}.').partition('.')[2]}"
+        found = self._experts.general(path) if self._experts is not None else None
+        return path if found is None else found[0]
 
     def hook(self, path: str, module: nn.Module) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         width = int(module.weight.shape[1 if path in self.conv1d else 0])  # type: ignore[index]

@@ -216,17 +216,13 @@ class SiteProof:
 
     def _number(self, path: str) -> int | None:
         """Of the expert whose matrix is at a path, where experts are taken apart."""
-        experts = self.spec.experts
-        if experts is None or not path.startswith(f"{experts.path}."):
-            return None
-        return int(path.removeprefix(f"{experts.path}.").partition(".")[0])
+        found = self.spec.experts.general(path) if self.spec.experts is not None else None
+        return None if found is None else int(found[1])
 
     def _general(self, path: str) -> str:
         """A path with `{e}` in place of an expert's number."""
-        number = self._number(path)
-        if number is None or self.spec.experts is None:
-            return path
-        return path.replace(f"{self.spec.experts.path}.{number}.", f"{self.spec.experts.path}.{{e}}.", 1)
+        found = self.spec.experts.general(path) if self.spec.experts is not None else None
+        return path if found is None else found[0]
 
     def _place(self, path: str) -> tuple[bool, bool, int]:
         """First comes what sees every token, of that first what may be rounded; then experts by number."""

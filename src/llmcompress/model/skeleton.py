@@ -127,7 +127,8 @@ def skeleton(
             _drop_towers(model)
         if spec is not None and spec.experts is not None:
             for layer in model.get_submodule(spec.layers).children():
-                unfuse(layer, spec.experts.path)
+                for path in spec.experts.paths:
+                    unfuse(layer, path)
     for name, buffer in model.named_buffers():
         if name.endswith("inv_freq") and not bool(buffer.isfinite().all()):
             raise CheckpointError(

@@ -35,7 +35,7 @@ class Wrapping:
             return self.head if old == spec.head else f"{self.decoder}.{old.removeprefix(f'{base}.')}"
 
         layers = path(spec.layers)
-        found = disk_names(skeleton(config, None), layers, names, None, None)
+        found = disk_names(skeleton(config, None), layers, names, {})
         return replace(
             spec,
             layers=layers,

@@ -142,8 +142,9 @@ class Compressor:
             return {}
         watch = None
         solved = [plan for plan in stage if plan.needs_gram]
-        if any(plan.expert is not None for plan in solved) and self.plan.spec.experts is not None:
-            path = self.plan.spec.experts.path
+        routed = next((plan.path for plan in solved if plan.expert is not None), None)
+        path = self.plan.spec.experts.block(routed) if routed and self.plan.spec.experts is not None else None
+        if path is not None:
             block = layer.get_submodule(path)
             assert isinstance(block, UnfusedExperts)
             watch = ExpertInputs(path, block, self.model.device, compressed.workers)

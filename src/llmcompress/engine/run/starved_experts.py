@@ -25,7 +25,7 @@ class ExpertInputs:
         """path: of the block, below the layer. limit: most tokens of the sample."""
         first: Any = next(iter(block.children()))
         self.path, self._sorted = path, block.layout.sorted
-        self.gram = Gram(first.up_proj.in_features, workers, device, workers.part())
+        self.gram = Gram(getattr(first, "up_proj", first).in_features, workers, device, workers.part())
         self._parts: list[Tensor] = []
         self._limit = limit
 

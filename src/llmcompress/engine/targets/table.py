@@ -105,7 +105,7 @@ _LOST_IN_TRANSFORMERS = (
     "xlstm", "zaya",
 )  # fmt: skip
 _EXPERTS_LOST_IN_TRANSFORMERS = (
-    "aria_text", "dbrx", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared",
+    "aria_text", "dbrx", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "jetmoe",
 )  # fmt: skip
 _TRANSFORMERS = Target(
     "transformers",
