@@ -566,6 +566,7 @@ def test_the_reader_shares_no_code_with_the_writer():
         "awq",
         "progressive",
         "float4",
+        "float8_blocks",
         "mlx_codes",
         "table_codes",
         "matrix",

@@ -27,6 +27,7 @@ from llmcompress.validate.source_files import config_differences, side_file_wron
 from llmcompress.validate.stored import DamageError, Tensor, read_json
 
 _FOLDED = 8 * 2.0**-24  # relative: factors are multiplied one after the other in float32
+_LAST_BITS = 2.0**-21  # of a float32: a format may store the reciprocal of a factor
 _ROUNDING = {"BF16": 2.0**-8, "F16": 2.0**-11, "F32": 2.0**-24, "F64": 2.0**-53}
 
 
@@ -174,7 +175,7 @@ def _error_wrongs(module: str, record: Mapping[str, Any], error: float, stored_a
     slack = _ROUNDING[stored_as] * (1 + error) if stored_as in _ROUNDING else 0.0
     if not isinstance(recorded, (int, float)):
         return [f"{module} has no relative_error in report.json"]
-    if not abs(error - recorded) <= AGREEMENT * recorded + slack + 1e-9:
+    if not abs(error - recorded) <= AGREEMENT * recorded + slack + _LAST_BITS:
         return [f"{module} has a relative error of {error:.6g}, report.json says {recorded:.6g}"]
     if not (error < 1 or record.get("loss", 1) < 1):  # what makes up for errors moves weights, to keep outputs
         return [f"{module} is no nearer to the source than zeros would be (relative error {error:.3g})"]

@@ -128,6 +128,24 @@ def test_runs_begin_with_it_and_codes_are_kept_in_other_formats(beside, model, t
     assert torch.equal(written[f"{UP}.weight_scale"].view(torch.uint8), held[f"{UP}.weight_scale"].view(torch.uint8))
 
 
+def test_codes_go_from_compressed_tensors_to_modelopt_and_back_byte_for_byte(model, tmp_path):
+    before, recipes = model, {"first": "compressed-tensors", "second": "modelopt", "third": "compressed-tensors"}
+    for name, format_ in recipes.items():
+        recipe = {"steps": [{"method": "rtn", "type": "nvfp4"}], "output": {"format": format_}}
+        run(make_plan(parse(recipe), before, Options(out=tmp_path / name)))
+        checks = verify(tmp_path / name, before)
+        assert passed(checks), [check for check in checks if not check.ok]
+        before = tmp_path / name
+    first, second, third = (load_file(tmp_path / name / "model.safetensors") for name in recipes)
+    assert set(first) == set(third)
+    for name, tensor in first.items():
+        assert name.endswith("global_scale") or torch.equal(tensor.view(torch.uint8), third[name].view(torch.uint8))
+    assert torch.equal(first[f"{UP}.weight_packed"], second[f"{UP}.weight"])
+    assert torch.allclose(first[f"{UP}.weight_global_scale"], 1 / second[f"{UP}.weight_scale_2"], rtol=2e-7)
+    assert (tmp_path / "second" / "hf_quant_config.json").exists()
+    assert not (tmp_path / "third" / "hf_quant_config.json").exists()
+
+
 def test_layers_may_have_each_its_own(model, tmp_path):
     layers = {
         f"model.layers.{layer}.mlp.{leaf}_proj": {"quant_algo": "NVFP4"} for layer in (0, 1) for leaf in ("up", "gate")
