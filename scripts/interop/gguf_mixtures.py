@@ -66,6 +66,7 @@ MODELS = {
                                        "head_dim": 64, "num_experts": 64, "moe_intermediate_size": 384,
                                        "norm_topk_prob": True}),
 }  # fmt: skip
+UNKNOWN = {"MXFP4", "NVFP4"}  # file types that llama-quantize does not write
 # options of llama-quantize, as regular expressions that mean the same as the globs of the second column
 WISHES = {
     "llama": [
@@ -113,7 +114,7 @@ def answers(name: str, quantizer: Path, folder: Path, importance: Path) -> dict:
     file = folder / f"{name}.gguf"
     write_sparse(file, stored, tensors)
     types = {}
-    for kind in FILE_TYPES:
+    for kind in (kind for kind in FILE_TYPES if kind not in UNKNOWN):
         plain, informed = (ask(quantizer, [*more, file, kind]) for more in ([], ["--imatrix", importance]))
         types[kind] = plain
         if informed != plain:

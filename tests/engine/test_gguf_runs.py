@@ -88,7 +88,7 @@ def test_every_type_is_of_the_planned_size_and_near_the_source(kind, width, narr
     )
 
 
-@pytest.mark.parametrize("kind", ["Q2_K", "MXFP4", "NVFP4"])
+@pytest.mark.parametrize("kind", ["Q2_K", "IQ3_S", "MXFP4", "NVFP4"])
 def test_calibration_makes_the_same_bytes_closer(kind, tiny_model_dir, tmp_path):
     kl, sizes = [], []
     for method in ("rtn", "gptq"):
@@ -99,6 +99,30 @@ def test_calibration_makes_the_same_bytes_closer(kind, tiny_model_dir, tmp_path)
         sizes.append(file.stat().st_size)
     assert sizes[0] == sizes[1]
     assert kl[1] < 0.8 * kl[0]
+
+
+def test_fewer_bits_by_eights_than_by_one_are_no_further_from_the_original(tiny_model_dir, tmp_path):
+    kl, sizes = [], []
+    for kind in ("IQ2_M", "Q2_K"):
+        file = write(tiny_model_dir, tmp_path / f"{kind}.gguf", kind, "gptq", pure=True)
+        assert failures(file, tiny_model_dir) == {}
+        request = Request(file, tiny_model_dir, "default", 64, 4, 4, "cpu", "float32")
+        kl.append(evaluate_paths(request, lambda done, of: None)["kl"])
+        sizes.append(file.stat().st_size)
+    assert sizes[0] < sizes[1]
+    assert kl[0] < kl[1]
+
+
+def test_what_types_by_eights_cannot_do_is_refused(tiny_model_dir, tmp_path):
+    out = tmp_path / "out.gguf"
+    with pytest.raises(PlanError, match="IQ2_XS needs the importance of inputs"):
+        plan(tiny_model_dir, out, "IQ2_XS")
+    with pytest.raises(RecipeError, match="IQ3_S as llama-quantize rounds it is not known"):
+        plan(tiny_model_dir, out, "IQ3_S", search="compat")
+    steps = [{"method": "wanda", "sparsity": 0.5}, {"method": "gptq", "gguf": {"type": "IQ3_S"}}]
+    recipe = parse({"calibration": CALIBRATION, "steps": steps, "output": {"format": "gguf"}})
+    with pytest.raises(PlanError, match=r"IQ3_S has no zero, and wanda leaves zeros in model\.layers\.0"):
+        make_plan(recipe, tiny_model_dir, Options(out=out))
 
 
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
@@ -267,7 +291,7 @@ def test_experts_have_a_factor_each(random_model_dir, tmp_path):
         ("qwen2", {}, "leaves out the factors of NVFP4 in models of architecture qwen2"),
         ("llama", {"pure": True}, "cannot be NVFP4"),
         ("llama", {"embedding": "NVFP4"}, "token_embd.weight cannot be NVFP4"),
-        ("llama", {"search": "compat"}, "llama-quantize has no NVFP4"),
+        ("llama", {"search": "compat"}, "NVFP4 as llama-quantize rounds it is not known"),
     ],
 )
 def test_what_llama_cpp_would_misread_is_refused(family, options, words, random_model_dir, tmp_path):

@@ -107,6 +107,11 @@ class Spec(ABC):
         return False
 
     @property
+    def together(self) -> int:
+        """Input channels, one after another, whose codes are chosen as one."""
+        return 1
+
+    @property
     def rounds_at_once(self) -> bool:
         """Whether plain rounding costs next to nothing, and is all there is to it: not tables, nor outliers."""
         return True

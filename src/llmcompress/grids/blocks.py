@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from llmcompress.errors import CheckpointError
 from llmcompress.grids.base import Spec
 from llmcompress.grids.coded import Coded, Grid
 from llmcompress.grids.scales import between, float16
 from llmcompress.lazy import Tensor, torch
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
@@ -65,6 +68,10 @@ class BlockSpec(Spec):
 
     def bits_per_weight(self, in_features: int) -> float:
         return 8 * self.block_bytes / self.block_size
+
+    def whole(self, multiples: Tensor) -> Tensor:
+        """The nearest numbers that scales and minima may be."""
+        return multiples.round_().clamp_(*(self.multiples or (0, 0)))
 
     @property
     def holds_codes(self) -> bool:
@@ -170,6 +177,10 @@ class BlockGrid(Grid):
         named = {"d": self.d, "multiples": self.multiples, "dmin": self.dmin, "minima": self.minima}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
+    def of(self, parts: Mapping[str, Tensor]) -> Self:
+        """A grid of this kind of other parts."""
+        return type(self)(self.spec, **parts)
+
     def refit(self, codes: Tensor, hessian: Tensor, target: Tensor, scale_dtype: torch.dtype) -> Coded:
         """Better scales, by descent on multiples and minima of groups, then on d and dmin of blocks, block by block."""
         return Coded(codes, _refitted(self, codes, hessian, target))
@@ -206,7 +217,7 @@ def _refitted(grid: BlockGrid, codes: Tensor, hessian: Tensor, target: Tensor) -
     for block in range(codes.shape[1] // size):
         columns = slice(block * size, (block + 1) * size)
         here = _Block(
-            BlockGrid(spec, **{name: tensor[:, _share(tensor, grid, block)] for name, tensor in parts.items()}),
+            grid.of({name: tensor[:, _share(tensor, grid, block)] for name, tensor in parts.items()}),
             levels[:, columns],
             gradient[:, columns].clone(),
             hessian[columns, columns],
@@ -215,7 +226,7 @@ def _refitted(grid: BlockGrid, codes: Tensor, hessian: Tensor, target: Tensor) -
         for name, tensor in here.grid.parts.items():
             parts[name][:, _share(tensor, here.grid, block)] = tensor
         gradient[:, columns.stop :].addmm_(moved, hessian[columns, columns.stop :], alpha=-1)
-    return BlockGrid(spec, **parts)
+    return grid.of(parts)
 
 
 def _share(tensor: Tensor, grid: BlockGrid, block: int) -> slice:
@@ -247,7 +258,6 @@ class _Block:
     def _groups(self) -> None:
         """Every multiple and minimum, one after another, to the whole number that is best for it alone."""
         grid, size = self.grid, self.grid.spec.group_size
-        low, high = grid.spec.multiples or (0, 0)
         for group in range(grid.spec.groups_per_block):
             columns = slice(group * size, (group + 1) * size)
             directions = [(grid.multiples, self.levels[:, columns] * grid.d)]
@@ -258,7 +268,7 @@ class _Block:
                 slope = (self.gradient[:, columns] * direction).sum(dim=1)
                 bend = ((direction @ self.hessian[columns, columns]) * direction).sum(dim=1)
                 step = torch.where(bend > 0, slope / bend, 0.0)
-                new = (whole[:, group] + step).round_().clamp_(low, high)
+                new = grid.spec.whole(whole[:, group] + step)
                 delta = direction * (new - whole[:, group]).unsqueeze(1)
                 self.gradient.addmm_(delta, self.hessian[columns], alpha=-1)
                 whole[:, group] = new

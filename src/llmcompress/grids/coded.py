@@ -71,6 +71,13 @@ class Grid(ABC):
         """Codes uint8 of levels [out, in]; TypeError where there are no levels."""
         raise TypeError(f"{self.spec.name} has no levels")
 
+    def snapped(self, units: Tensor, metric: Tensor) -> Tensor:
+        """Levels [n, together] nearest to values in units of their scales [n, together], where the spec has `together`.
+
+        metric [together, together]: errors e of a row cost e metric e^T. TypeError for a grid of single codes.
+        """
+        raise TypeError(f"{self.spec.name} rounds its weights one by one")
+
     @abstractmethod
     def encode(self, weight: Tensor) -> Tensor:
         """Nearest codes of a whole matrix [out, in]."""

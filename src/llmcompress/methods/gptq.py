@@ -95,7 +95,7 @@ class Gptq(Method):
         if isinstance(pruned, MaskChoice):
             order = pruned.order(hessian.diagonal())
         else:
-            order = column_order(hessian, by_energy=self.actorder != "none")
+            order = column_order(hessian, self.actorder != "none", spec.together)
 
         def target() -> torch.Tensor:
             if drift is None:

@@ -10,6 +10,7 @@ from llmcompress.grids.scales import between
 from llmcompress.solve.column_sweep import IntegerLevels, Sweeper, by_blocks, obs_sweep
 from llmcompress.solve.damping import Factor
 from llmcompress.solve.sparsegpt import FixedMask
+from llmcompress.solve.together import codes_together
 
 
 def gptq_codes(
@@ -27,6 +28,8 @@ def gptq_codes(
     processing needs no group index in any file. mask: which weights are gone; they are rounded as zeros, and what they
     were is made up for like any rounding error. sweeper: decides whole blocks of the columns that it takes.
     """
+    if grid.spec.together > 1:
+        return codes_together(weight, grid, factor, order, block_size)
     columns = weight.T[order].contiguous()
     rounder = ColumnRounder(grid)
     chosen = torch.empty_like(columns)

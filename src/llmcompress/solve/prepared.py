@@ -7,9 +7,15 @@ from llmcompress.solve.damping import Factor, damped
 from llmcompress.solve.refine import Refiner
 
 
-def column_order(hessian: Tensor, by_energy: bool) -> Tensor:
-    """The order [in] in which columns are rounded: by the diagonal of the Gram matrix [in, in], or as stored."""
+def column_order(hessian: Tensor, by_energy: bool, together: int = 1) -> Tensor:
+    """The order [in] in which columns are rounded: by the diagonal of the Gram matrix [in, in], or as stored.
+
+    together: columns, one after another, that stay so.
+    """
     energy = hessian.diagonal()
+    if by_energy and together > 1:
+        first = column_order(torch.diag(energy.view(-1, together).sum(1)), by_energy) * together
+        return (first[:, None] + torch.arange(together, device=energy.device)).flatten()
     if not by_energy:
         return torch.arange(energy.numel(), device=energy.device)
     return torch.argsort(energy, descending=True, stable=True)  # stable: ties must not depend on the machine

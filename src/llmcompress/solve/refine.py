@@ -13,6 +13,7 @@ from torch import Tensor
 from llmcompress.grids.coded import Coded
 from llmcompress.solve.column_sweep import Sweeper, by_blocks
 from llmcompress.solve.gptq import ColumnRounder
+from llmcompress.solve.together import descend_together
 
 
 class Refiner:
@@ -56,6 +57,8 @@ class Refiner:
 
         The gradient H (w - q) of the columns ahead is kept up to date lazily, in two levels as in the sweep.
         """
+        if coded.grid.spec.together > 1:
+            return descend_together(coded, target, self.hessian, self.order, block_size)
         rounder = ColumnRounder(coded.grid)
         before = coded.grid.levels(coded.codes).T[self.order].contiguous()  # [in, out]
         gradient = (target - coded.decode() @ self.hessian).T[self.order].contiguous()

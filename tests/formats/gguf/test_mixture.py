@@ -12,6 +12,7 @@ from llmcompress.formats.gguf.rules import Facts
 from llmcompress.formats.gguf.types import ALIASES, FILE_TYPES, file_type, tensor_type
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "gguf_mixtures.json").read_text())
+COARSE = {"IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS"}
 CASES = [(model, kind) for model, answer in GOLDEN.items() for kind in answer["types"]]
 WISHES = [(model, number) for model, answer in GOLDEN.items() for number in range(len(answer["wishes"]))]
 
@@ -44,11 +45,17 @@ def expected(model, answer):
 def test_types_are_those_of_llama_quantize(model, kind):
     name, _, informed = kind.partition("+")
     wanted = expected(model, GOLDEN[model]["types"][kind])
-    both = [True] if informed or name == "Q2_K_S" else [False]  # a dry run does not ask for the importance
+    coarse = COARSE | ({"Q2_K"} if name == "Q2_K_S" else set())
+    needy = any(found in coarse for tensor, found in wanted.items() if tensor.startswith("blk."))
+    both = [bool(informed)]
     if f"{name}+imatrix" not in GOLDEN[model]["types"] and not informed:
         both = [True, *both]
     for importance in both:
         facts = Facts(**GOLDEN[model]["facts"], importance=importance)
+        if needy and not importance:  # which a dry run does not ask for
+            with pytest.raises(PlanError, match=f"{name} needs the importance of inputs"):
+                mixture(tensors_of(model), facts, file_type(name))
+            continue
         chosen = mixture(tensors_of(model), facts, file_type(name))
         assert {tensor: choice.type.name for tensor, choice in chosen.items()} == wanted
 
@@ -123,7 +130,7 @@ def test_file_types_have_the_numbers_of_the_gguf_package():
     assert {alias: file_type(alias.lower()).name for alias in ALIASES} == ALIASES
 
 
-@pytest.mark.parametrize(("name", "near"), [("Q4_K_L", "Q4_K_M"), ("q4km", "Q4_K_M"), ("IQ2_XXS", "known")])
+@pytest.mark.parametrize(("name", "near"), [("Q4_K_L", "Q4_K_M"), ("q4km", "Q4_K_M"), ("IQ1_XXS", "IQ")])
 def test_unknown_types_come_with_a_suggestion(name, near):
     with pytest.raises(RecipeError, match="unknown GGUF file type") as caught:
         file_type(name)

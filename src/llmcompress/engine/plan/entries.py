@@ -38,6 +38,11 @@ def planned_matrices(
             method = Unrounded(dtype=stored.dtype)
         if method is None:
             continue
+        if pruner is not None and not isinstance(method, Unrounded) and method.grid.together > 1:
+            raise PlanError(
+                f"{method.grid.name} has no zero, and {pruner.name} leaves zeros in {ref.module}",
+                "prune alone, or round to another type",
+            )
         entry = Entry(
             stored,
             grid=None if isinstance(method, Unrounded) else method.grid,

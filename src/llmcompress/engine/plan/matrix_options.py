@@ -107,8 +107,8 @@ def _typed(item: Method | None, module: str, kind: str | None) -> Method | None:
         raise RecipeError(f"{module} can be given another type of GGUF, but not left out", "use tensors: of gguf")
     if kind not in gguf_specs():
         return None
-    if item.search == "compat" and kind in FACTORED:
-        raise RecipeError(f"llama-quantize has no {kind} to be like", "use --search fast or best")
+    if item.search == "compat" and (kind in FACTORED or gguf_specs()[kind].together > 1):
+        raise RecipeError(f"{kind} as llama-quantize rounds it is not known here", "use --search fast or best")
     return item.model_copy(update={"gguf": GgufTypes(type=kind, search=item.search)})
 
 

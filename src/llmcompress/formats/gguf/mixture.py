@@ -14,6 +14,9 @@ from llmcompress.formats.gguf.rules import (
     ATTENTION_OUTPUT,
     ATTENTION_OUTPUT_OF_8_EXPERTS,
     DOWN,
+    LOW,
+    QUERY,
+    UP,
     VALUE,
     Facts,
     Place,
@@ -36,7 +39,7 @@ _NARROW = {
     "Q4_K": "Q5_0",
     "Q5_K": "Q5_1",
     "Q6_K": "Q8_0",
-    "IQ4_XS": "IQ4_NL",
+    **dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS"), "IQ4_NL"),
     "TQ1_0": "Q4_0",
     "TQ2_0": "Q4_0",
     "NVFP4": "IQ4_NL",
@@ -44,11 +47,18 @@ _NARROW = {
 
 _EMBEDDINGS = ("token_embd.weight", "per_layer_token_embd.weight")
 _EMBEDDING = {
+    "IQ2_XXS": "Q2_K",
+    "IQ2_XS": "Q2_K",
+    "IQ2_S": "IQ3_S",
+    "IQ2_M": "IQ3_S",
+    "IQ3_XXS": "IQ3_S",
     "TQ1_0": "Q4_K",
     "TQ2_0": "Q4_K",
     "MXFP4": "Q6_K",
     "NVFP4": "Q6_K",
 }  # of mixtures whose default is too coarse for it
+_COARSE_HEAD = (*LOW, "IQ3_XXS")
+_IMPORTANT = ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS")  # types that are too coarse for errors that all count alike
 
 
 @dataclass(frozen=True)
@@ -151,10 +161,11 @@ def _fitting(kind: TensorType, width: int) -> TensorType:
 
 
 def _check_importance(chosen: Mapping[str, TypeChoice], facts: Facts, kind: FileType) -> None:
-    if kind.name != "Q2_K_S" or facts.importance:
+    if facts.importance:
         return
-    if any(choice.type.name == "Q2_K" for name, choice in chosen.items() if _LAYER.match(name)):
-        raise PlanError("Q2_K_S needs the importance of inputs", "calibrate, give an imatrix, or take Q2_K")
+    coarse = (*_IMPORTANT, "Q2_K") if kind.name == "Q2_K_S" else _IMPORTANT
+    if any(choice.type.name in coarse for name, choice in chosen.items() if _LAYER.match(name)):
+        raise PlanError(f"{kind.name} needs the importance of inputs", "calibrate, give an imatrix, or take Q2_K")
 
 
 class _State:
@@ -165,7 +176,7 @@ class _State:
         self.default = tensor_type(kind.default)
         self.tied = "output.weight" not in names
         self.values = sum(role_of(name) == "value" for name in names)
-        self.before = {"value": 0, "down": 0}
+        self.before = dict.fromkeys(("value", "down", "up", "gate"), 0)
 
     def standard(self, name: str, shape: Sequence[int]) -> str:
         if self.wishes.pure or not self.default.quantised:
@@ -175,25 +186,30 @@ class _State:
         if self.kind.name == "MXFP4_MOE":
             return "MXFP4" if len(shape) == 3 and shape[0] > 1 else "Q8_0"
         if name in _EMBEDDINGS:
-            return _EMBEDDING.get(self.default.name, self.default.name)
+            return _EMBEDDING.get(self.kind.name, self.default.name)
         return self._inside(name, role_of(name))
 
     def _head(self, width: int) -> str:
         plain = self.kind.name in ("Q8_0", "MXFP4_MOE") or not self.default.fits(width)
-        return "Q8_0" if plain else "Q6_K"
+        return "Q8_0" if plain else "Q5_K" if self.kind.name in _COARSE_HEAD else "Q6_K"
 
     def _inside(self, name: str, role: str) -> str:
-        eight = self.facts.experts == 8
+        eight, low = self.facts.experts == 8, self.kind.name in LOW
         if role == "value":
             chosen = self._ruled(VALUE, self._next(role), self.values)
+            if low:
+                return chosen
             if self.facts.seventy and chosen in ("Q3_K", "Q4_K"):
                 chosen = "Q5_K"
             return "Q8_0" if eight else chosen
         if role == "key" and eight:
-            return "Q8_0"
-        if role == "down":
+            return "Q4_K" if low else "Q8_0"
+        if role in ("query", "key"):
+            return QUERY.get(self.kind.name, self.default.name)
+        if role in ("down", "up", "gate"):
             number, layer = self._next(role), visiting_order(name)[0]
-            return self._ruled(DOWN, layer if self.facts.experts > 1 else number, self.facts.layers)
+            rules = DOWN if role == "down" else UP
+            return self._ruled(rules, layer if self.facts.experts > 1 and not low else number, self.facts.layers)
         if role == "attention output":
             table = ATTENTION_OUTPUT_OF_8_EXPERTS if eight else ATTENTION_OUTPUT
             return table.get(self.kind.name, self.default.name)

@@ -9,10 +9,10 @@ _ROLES = {
     "attn_kv_b.weight": "value",
     "attn_v.weight": "value",
     "attn_k.weight": "key",
-    "attn_q.weight": "other",
+    "attn_q.weight": "query",
     "attn_output.weight": "attention output",
-    "ffn_up": "other",
-    "ffn_gate": "other",
+    "ffn_up": "up",
+    "ffn_gate": "gate",
     "ffn_down": "down",
 }
 
@@ -65,6 +65,9 @@ class Place:
     def first_four(self) -> bool:
         return self.i < 4
 
+    def unweighted(self) -> bool:
+        return not self.facts.importance
+
     def first_sixteenth(self) -> bool:
         return self.i < self.n // 16
 
@@ -77,6 +80,18 @@ class Place:
     def early_unweighted(self) -> bool:
         return self.early() and not self.facts.importance
 
+    def eight_early(self) -> bool:
+        """Early, or one of the outer ones of eight experts."""
+        return self.early() or (self.facts.experts == 8 and self.outer())
+
+    def inner(self) -> bool:
+        """In none of the first and last eighths."""
+        return self.n // 8 <= self.i < 7 * self.n // 8
+
+    def worth(self) -> bool:
+        """Whether the matrix serves four heads of queries or experts, or more."""
+        return self.facts.grouped or self.facts.experts >= 4
+
     def outer(self) -> bool:
         """In the first or last eighth, or every third between them."""
         return self.early() or self.i >= 7 * self.n // 8 or (self.i - self.n // 8) % 3 == 2
@@ -88,6 +103,14 @@ Rules = Mapping[str, Sequence[tuple[str, Callable[[Place], bool]]]]
 VALUE: Rules = {
     "Q2_K": (("Q4_K", Place.shared), ("Q3_K", Place.always)),
     "Q2_K_S": (("Q4_K", Place.shared),),
+    "IQ2_XXS": (("Q4_K", Place.worth), ("Q2_K", Place.always)),
+    "IQ2_XS": (("Q4_K", Place.worth), ("Q2_K", Place.always)),
+    "IQ2_S": (("Q4_K", Place.worth), ("IQ3_S", Place.always)),
+    "IQ2_M": (("Q4_K", Place.worth), ("IQ3_S", Place.always)),
+    "IQ3_XXS": (("Q4_K", Place.shared), ("IQ3_S", Place.unweighted)),
+    "IQ3_XS": (("Q4_K", Place.shared),),
+    "IQ3_S": (("Q4_K", Place.shared),),
+    "IQ3_M": (("Q4_K", Place.always),),
     "Q3_K_M": (("Q5_K", Place.first_two), ("Q4_K", Place.always)),
     "Q3_K_L": (("Q5_K", Place.always),),
     "Q4_K_S": (("Q5_K", Place.first_four),),
@@ -99,6 +122,12 @@ VALUE: Rules = {
 DOWN: Rules = {
     "Q2_K": (("Q3_K", Place.always),),
     "Q2_K_S": (("Q4_K", Place.early),),
+    "IQ2_XXS": (("Q2_K", Place.early),),
+    "IQ2_XS": (("Q2_K", Place.early),),
+    "IQ2_S": (("IQ3_S", Place.early),),
+    "IQ2_M": (("IQ3_S", Place.early),),
+    "IQ3_XXS": (("Q4_K", Place.early_unweighted), ("Q3_K", Place.unweighted)),
+    "IQ3_M": (("Q4_K", Place.eight_early),),
     "Q3_K_M": (("Q5_K", Place.first_sixteenth), ("Q4_K", Place.always)),
     "Q3_K_L": (("Q5_K", Place.always),),
     "Q4_0": (("Q4_1", Place.early_weighted),),
@@ -109,12 +138,25 @@ DOWN: Rules = {
     "IQ4_NL": (("Q5_K", Place.early_unweighted),),
     "IQ4_XS": (("Q5_K", Place.early_unweighted),),
 }
-ATTENTION_OUTPUT = {"Q2_K": "Q3_K", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K"}
+UP: Rules = {"IQ3_XS": (("IQ3_XXS", Place.inner),)}
+"""Of the matrices of feed-forward blocks other than the last."""
+LOW = ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M")
+"""Mixtures whose eight experts do not get what those of all others do."""
+QUERY = {"IQ3_XS": "IQ3_XXS", "IQ3_XXS": "IQ2_S"}
+"""Of queries and keys."""
+ATTENTION_OUTPUT = {
+    "Q2_K": "Q3_K", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K", "IQ2_S": "IQ3_S", "IQ2_M": "IQ3_S", "IQ3_XXS": "IQ3_S",
+    "IQ3_M": "Q4_K",
+}  # fmt: skip
 ATTENTION_OUTPUT_OF_8_EXPERTS = dict.fromkeys(
-    ("Q2_K", "Q3_K_S", "Q3_K_M", "Q4_K_S", "Q4_K_M", "IQ4_NL", "IQ4_XS"), "Q5_K"
-)
+    (
+        *LOW, "IQ3_XXS", "IQ3_XS", "IQ3_S", "IQ3_M",
+        "Q2_K", "Q3_K_S", "Q3_K_M", "Q4_K_S", "Q4_K_M", "IQ4_NL", "IQ4_XS",
+    ),
+    "Q5_K",
+)  # fmt: skip
 
 
 def role_of(name: str) -> str:
-    """What a matrix is to a mixture: "value", "key", "attention output", "down" or "other"."""
+    """What a matrix is to a mixture: "value", "key", "query", "attention output", "down", "up", "gate" or "other"."""
     return next((role for part, role in _ROLES.items() if part in name), "other")

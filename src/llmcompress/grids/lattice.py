@@ -1,0 +1,452 @@
+"""Types of GGUF whose values are rounded eight at a time, to points of a table: IQ2_XXS to IQ3_S.
+
+The magnitudes of eight weights (of four, in types of three bits) are a row of a table. Their signs stand beside it: one
+each, or seven for eight, the number of minus signs being even. A value is scale * level, the scale a float16 `d` of 256
+weights times an odd whole number of 16 or 32 of them. Tables are those of the gguf package. What is nearest depends on
+how errors of neighbours add up: a matrix says what an error costs (QuIP#, arXiv:2402.04396, section 4.1).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from llmcompress.grids.base import Search, Spec
+from llmcompress.grids.blocks import BlockGrid, BlockSpec, whole_blocks
+from llmcompress.grids.coded import Coded, wide
+from llmcompress.grids.grid_type import Fitting, GridType
+from llmcompress.grids.scales import float16
+from llmcompress.hardware import at_once
+from llmcompress.lazy import Tensor, torch
+
+if TYPE_CHECKING:
+    from llmcompress.workers import Workers
+
+UNIT = 8
+_CHUNK = 1 << 14  # weights fitted at once: what points gain stays in the cache
+_ODD = (1, 31)
+_REACHES = tuple(0.7 + 0.05 * i for i in range(11))  # of the largest magnitude of a group, tried for the largest level
+_UNITS = tuple(0.7 + 0.05 * i for i in range(13))  # of d, where 1 makes the largest scale of a block 31 of them
+_LEAST_IMPORTANCE = 1e-3  # of the mean: channels that were never active keep a sensible scale
+
+
+@dataclass(frozen=True)
+class LatticeSpec(BlockSpec):
+    """quad: whether a row of the table is four magnitudes, not eight. fraction: what the package's numbers of the table
+    are divided by. even: whether eight weights have an even number of minus signs.
+    """
+
+    quad: bool = False
+    fraction: int = 8
+    even: bool = False
+
+    type: ClassVar[str] = "lattice"
+
+    def whole(self, multiples: Tensor) -> Tensor:
+        """The nearest odd numbers that scales may be."""
+        return ((multiples - 1) / 2).round_().mul_(2).add_(1).clamp_(*_ODD)
+
+    @property
+    def together(self) -> int:
+        return UNIT
+
+
+SPECS = {
+    spec.name: spec
+    for spec in (
+        LatticeSpec("IQ2_XXS", 256, 66, 32, 3, multiples=_ODD, even=True),
+        LatticeSpec("IQ2_XS", 256, 74, 16, 3, multiples=_ODD, even=True),
+        LatticeSpec("IQ2_S", 256, 82, 16, 3, multiples=_ODD),
+        LatticeSpec("IQ3_XXS", 256, 98, 32, 4, multiples=_ODD, quad=True, fraction=4, even=True),
+        LatticeSpec("IQ3_S", 256, 110, 32, 4, multiples=_ODD, quad=True, fraction=1),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Points:
+    """The table of a type: magnitudes [points, 4 or 8] float32.
+
+    values [n]: all levels, ascending; codes are places in it. place [base ** (4 or 8)] int64: which row of the table
+    a row of places of magnitudes is, read as digits; -1 for none.
+    """
+
+    magnitudes: Tensor
+    values: Tensor
+    place: Tensor
+
+    @property
+    def base(self) -> int:
+        return len(self.values) // 2
+
+    def digits(self, codes: Tensor) -> tuple[Tensor, Tensor]:
+        """Of codes: the places of their magnitudes int64, and whether they are negative."""
+        negative = codes < self.base
+        whole = codes.to(torch.int64)
+        return torch.where(negative, self.base - 1 - whole, whole - self.base), negative
+
+    def rows(self, digits: Tensor) -> Tensor:
+        """Rows of the table int64 of digits [..., 4 or 8]."""
+        powers = self.base ** torch.arange(digits.shape[-1], device=digits.device)
+        return self.place.to(digits.device)[(digits * powers).sum(-1)]
+
+
+@cache
+def points(name: str) -> Points:
+    """The table of a type by its name."""
+    from gguf import quants
+
+    kind = getattr(quants, name)
+    kind.init_grid()
+    spec = SPECS[name]
+    magnitudes = torch.from_numpy(kind.grid.reshape(-1, 4 if spec.quad else UNIT).copy()) / spec.fraction
+    known = torch.tensor(sorted(set(magnitudes.flatten().tolist())))
+    found = Points(magnitudes, torch.cat([-known.flip(0), known]), torch.empty(0))
+    digits = torch.searchsorted(known, magnitudes)
+    powers = found.base ** torch.arange(digits.shape[1])
+    place = torch.full((found.base ** digits.shape[1],), -1, dtype=torch.int64)
+    place[(digits * powers).sum(1)] = torch.arange(len(digits))
+    return replace(found, place=place)
+
+
+@dataclass(frozen=True)
+class LatticeGrid(BlockGrid):
+    """Fitted grid of a matrix [out, in]; the fields are those of `BlockGrid`, multiples being odd."""
+
+    spec: LatticeSpec
+
+    @property
+    def table(self) -> Tensor:
+        return points(self.spec.name).values.to(self.d.device)
+
+    def codes(self, levels: Tensor) -> Tensor:
+        """Codes uint8 of levels [out, in] that are points."""
+        return torch.searchsorted(self.table, levels.contiguous()).to(torch.uint8)
+
+    def encode(self, weight: Tensor) -> Tensor:
+        """Codes of the nearest points for weight [out, in], errors counting alike."""
+        scale = self.scale.repeat_interleave(self.spec.group_size, dim=1)
+        units = torch.where(scale == 0, 0.0, weight / scale).view(-1, UNIT)
+        parts = [self.snapped(part, torch.eye(UNIT, device=part.device)) for part in torch.split(units, _CHUNK // UNIT)]
+        return self.codes(torch.cat(parts).view(weight.shape))
+
+    def snapped(self, units: Tensor, metric: Tensor) -> Tensor:
+        """Levels [n, 8] of the points nearest to values in units of their scales [n, 8].
+
+        metric [8, 8]: errors e of a row cost e metric e^T.
+        """
+        return nearest(units, metric, self.spec)
+
+    def numbers(self, codes: Tensor) -> bool:
+        return bool((self._rows(codes) >= 0).all())
+
+    def _rows(self, codes: Tensor) -> Tensor:
+        """Rows of the table [out, in / (4 or 8)] of codes [out, in]; -1 where these are no point."""
+        table = points(self.spec.name)
+        digits, negative = table.digits(codes)
+        rows = table.rows(digits.view(len(codes), -1, table.magnitudes.shape[1]))
+        if self.spec.even:
+            odd = negative.view(len(codes), -1, UNIT).sum(-1) % 2 == 1
+            rows[odd.repeat_interleave(rows.shape[1] // odd.shape[1], dim=1)] = -1
+        return rows
+
+    def gguf_rows(self, codes: Tensor) -> Tensor:
+        assert self.multiples is not None
+        scales = ((self.multiples - 1) / 2).to(torch.int64)
+        _, negative = points(self.spec.name).digits(codes)
+        bits = (negative.view(len(codes), -1, UNIT).to(torch.int64) << torch.arange(UNIT, device=codes.device)).sum(-1)
+        blocks = self.d.shape
+        parts = (part.view(*blocks, -1) for part in (self._rows(codes), bits, scales))
+        half = self.d.to(torch.float16).unsqueeze(-1).view(torch.uint8)
+        return torch.cat([half, *_PACKED[self.spec.name][0](*parts)], dim=-1).flatten(1)
+
+
+def nearest(units: Tensor, metric: Tensor, spec: LatticeSpec) -> Tensor:
+    """`LatticeGrid.snapped`."""
+    if not spec.quad:
+        return _nearest(units, metric, spec, _signs(units, metric, even=spec.even))
+    first, second = slice(0, 4), slice(4, 8)
+    feed = torch.linalg.solve(
+        metric[second, second], metric[second, first]
+    )  # how the second four make up for the first
+    signs = _signs(units, metric, even=spec.even)
+    alone = metric[first, first] - metric[first, second] @ feed
+    levels = _nearest(units[:, first], alone, spec, signs[:, first])
+    shifted = units[:, second] + (units[:, first] - levels) @ feed.T
+    own = torch.where(shifted < 0, -1.0, 1.0)
+    if spec.even:
+        wrong = (own.prod(1) != levels.sign().prod(1)).nonzero().squeeze(1)
+        cheapest = (shifted[wrong].abs() * metric.diagonal()[second].sqrt()).argmin(1)
+        own[wrong, cheapest] *= -1
+    return torch.cat([levels, _nearest(shifted, metric[second, second], spec, own)], dim=1)
+
+
+def _signs(units: Tensor, metric: Tensor, *, even: bool) -> Tensor:
+    """Signs [n, 8]: those of the values, but for the cheapest where the number of minus signs has to be even."""
+    signs = torch.where(units < 0, -1.0, 1.0)
+    if even:
+        wrong = (signs.prod(1) < 0).nonzero().squeeze(1)
+        cheapest = (units[wrong].abs() * metric.diagonal().sqrt()).argmin(1)
+        signs[wrong, cheapest] *= -1
+    return signs
+
+
+def _nearest(units: Tensor, metric: Tensor, spec: LatticeSpec, signs: Tensor) -> Tensor:
+    """Levels of the points with the given signs that are nearest."""
+    table = points(spec.name).magnitudes.to(units.device)
+    one, other = torch.triu_indices(table.shape[1], table.shape[1], 1, device=units.device)
+    turned = (units @ metric) * signs
+    mixed = metric[one, other] * signs[:, one] * signs[:, other]
+    features = torch.cat([turned, mixed], dim=1)
+    costs = torch.cat([-2 * table, 2 * table[:, one] * table[:, other]], dim=1)
+    found = torch.addmm(table.square() @ metric.diagonal(), features, costs.T).argmin(1)
+    return table[found] * signs
+
+
+def fitted(weight: Tensor, spec: LatticeSpec, workers: Workers, importance: Tensor | None = None) -> Coded:
+    """Codes and scales of weight [out, in] float32 of little error: the sum of importance [in] * (w - q)^2.
+
+    Without importance large weights matter more than their share: errors count by the magnitude of a weight beside that
+    of its group.
+    """
+    rows, width = weight.shape
+    step = max(1, at_once(weight, _CHUNK) // width)
+    weigh = None
+    if importance is not None:
+        mean = importance.to(torch.float32).mean()
+        weigh = (importance / mean).clamp_min_(_LEAST_IMPORTANCE) if mean > 0 else torch.ones_like(importance)
+
+    def piece(start: int) -> Coded:
+        return _Fit(weight[start : start + step].to(torch.float32), spec, weigh).coded()
+
+    return Coded.stacked(list(workers.in_order(piece, range(0, max(rows, 1), step))))
+
+
+class _Fit:
+    """Rows [out, in] that scales are found for; tensors are [rows, groups, units of a group, 4 or 8]."""
+
+    def __init__(self, rows: Tensor, spec: LatticeSpec, importance: Tensor | None) -> None:
+        self.spec, self.shape = spec, rows.shape
+        self.table = points(spec.name).magnitudes.to(rows.device)
+        size = self.table.shape[1]
+        self.x = rows.view(len(rows), -1, spec.group_size // size, size)
+        if importance is None:
+            self.weigh = self.x.square().mean((2, 3), keepdim=True).sqrt() + self.x.abs()
+        else:
+            self.weigh = importance.view(1, *self.x.shape[1:]).expand_as(self.x)
+        signs = torch.where(self.x < 0, -1.0, 1.0).view(len(rows), -1, UNIT)
+        if spec.even:
+            odd = signs.prod(-1) < 0
+            cheapest = (self.x.abs() * self.weigh).view_as(signs).argmin(-1, keepdim=True)
+            signs.scatter_(-1, cheapest, torch.where(odd.unsqueeze(-1), -1.0, 1.0) * signs.gather(-1, cheapest))
+        self.signs = signs.view_as(self.x)
+        self.turned = self.x * self.signs * self.weigh
+        self.costs = torch.cat([self.table, self.table.square() * -0.5], dim=1).T
+
+    def scores(self, scale: Tensor) -> Tensor:
+        """For scales [rows, groups]: half of what points [..., points] take off the error, in units of the scale."""
+        both = torch.cat([self.turned, self.weigh * scale[..., None, None]], dim=-1)
+        return both @ self.costs
+
+    def levels(self, scale: Tensor) -> Tensor:
+        """Magnitudes of the nearest points for scales [rows, groups]."""
+        return self.table[self.scores(scale).argmax(-1)]
+
+    def coded(self) -> Coded:
+        peak = self.x.abs().amax((2, 3)) / self.table.max()
+        best, scale = torch.full_like(peak, -torch.inf), peak
+        for reach in _REACHES:
+            gain = self.scores(peak * reach).amax(-1).sum(-1).mul_(reach)
+            scale = torch.where(gain > best, peak * reach, scale)
+            best = torch.maximum(gain, best)
+        levels = self.levels(scale)
+        bend = (self.weigh * levels.square()).sum((2, 3))
+        d, multiples = self._units((self.turned * levels).sum((2, 3)).clamp_min_(0) / bend, bend)
+        levels = self.levels(d.repeat_interleave(multiples.shape[1] // d.shape[1], dim=1) * multiples) * self.signs
+        grid = LatticeGrid(self.spec, d, multiples)
+        return Coded(grid.codes(levels.view(self.shape)), grid)
+
+    def _units(self, scale: Tensor, bend: Tensor) -> tuple[Tensor, Tensor]:
+        """d and odd multiples for scales [rows, groups], an error in which costs its square times `bend`."""
+        per = self.spec.groups_per_block
+        scale, bend = (part.view(len(part), -1, per) for part in (scale, bend))
+        unit = scale.amax(-1, keepdim=True) / _ODD[1]
+        least = torch.full_like(unit, torch.inf)
+        d, multiples = torch.zeros_like(unit), torch.ones_like(scale)
+        for share in _UNITS:
+            tried = self.spec.whole(torch.where(unit > 0, scale / (unit * share), 1.0))
+            own = float16((bend * tried * scale).sum(-1, keepdim=True) / (bend * tried.square()).sum(-1, keepdim=True))
+            loss = (bend * (own * tried - scale).square()).sum(-1, keepdim=True)
+            better = loss < least
+            least, d = torch.where(better, loss, least), torch.where(better, own, d)
+            multiples = torch.where(better, tried, multiples)
+        return d.squeeze(-1), multiples.flatten(1)
+
+
+def _by(values: Tensor, count: int) -> Tensor:
+    """The last extent cut into parts of `count`."""
+    return values.view(*values.shape[:-1], -1, count) if values.is_contiguous() else _by(values.contiguous(), count)
+
+
+def _halves(at: Tensor) -> Tensor:
+    """Whole numbers of 16 bits [...] as bytes [..., 2], the lower one first."""
+    return torch.stack([at & 255, at >> 8], dim=-1).flatten(-2)
+
+
+def _nibbles(scales: Tensor) -> Tensor:
+    """Numbers of 4 bits [..., n] as bytes [..., n / 2], the earlier one below."""
+    return scales[..., ::2] | scales[..., 1::2] << 4
+
+
+def _words(signs: Tensor, scales: Tensor) -> Tensor:
+    """Four times seven signs and a scale of 4 bits in words of four bytes [..., groups, 4]."""
+    shifts = 7 * torch.arange(4, device=signs.device)
+    words = ((_by(signs, 4) & 127) << shifts).sum(-1) | scales << 28
+    return torch.stack([(words >> shift) & 255 for shift in (0, 8, 16, 24)], dim=-1)
+
+
+def _spread(rows: Tensor, width: int) -> Tensor:
+    """The bits above the eighth of numbers [..., n], `width` of each, together in bytes [..., n * width / 8]."""
+    per = 8 // width
+    return (_by(rows >> 8, per) << width * torch.arange(per, device=rows.device)).sum(-1)
+
+
+def _of_halves(data: Tensor) -> Tensor:
+    return data[..., ::2] | data[..., 1::2] << 8
+
+
+def _of_nibbles(data: Tensor) -> Tensor:
+    return torch.stack([data & 15, data >> 4], dim=-1).flatten(-2)
+
+
+def _of_words(data: Tensor) -> tuple[Tensor, Tensor]:
+    """Signs of eight, the eighth making minus signs even, and scales."""
+    words = (data << torch.tensor([0, 8, 16, 24], device=data.device)).sum(-1)
+    seven = (words.unsqueeze(-1) >> 7 * torch.arange(4, device=data.device)).flatten(-2) & 127
+    return _with_eighth(seven), words >> 28
+
+
+def _with_eighth(seven: Tensor) -> Tensor:
+    odd = ((seven.unsqueeze(-1) >> torch.arange(7, device=seven.device)) & 1).sum(-1) % 2
+    return seven | odd << 7
+
+
+def _of_spread(low: Tensor, high: Tensor, width: int) -> Tensor:
+    shifts = width * torch.arange(8 // width, device=high.device)
+    return low | ((high.unsqueeze(-1) >> shifts).flatten(-2) & ((1 << width) - 1)) << 8
+
+
+def _bytes(*parts: Tensor) -> tuple[Tensor, ...]:
+    return tuple(part.to(torch.uint8) for part in parts)
+
+
+def _pack_2xxs(rows: Tensor, signs: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
+    return _bytes(torch.cat([_by(rows, 4), _words(signs, scales)], dim=-1).flatten(-2))
+
+
+def _take_2xxs(data: Tensor) -> tuple[Tensor, ...]:
+    whole = _by(data, 8)
+    return whole[..., :4].flatten(-2), *_of_words(whole[..., 4:])
+
+
+def _pack_2xs(rows: Tensor, signs: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
+    return _bytes(_halves(rows | (signs & 127) << 9), _nibbles(scales))
+
+
+def _take_2xs(data: Tensor) -> tuple[Tensor, ...]:
+    both = _of_halves(data[..., :64])
+    return both & 511, _with_eighth(both >> 9), _of_nibbles(data[..., 64:])
+
+
+def _pack_2s(rows: Tensor, signs: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
+    return _bytes(rows & 255, signs, _spread(rows, 2), _nibbles(scales))
+
+
+def _take_2s(data: Tensor) -> tuple[Tensor, ...]:
+    low, signs, high, scales = torch.split(data, [32, 32, 8, 8], dim=-1)
+    return _of_spread(low, high, 2), signs, _of_nibbles(scales)
+
+
+def _pack_3xxs(rows: Tensor, signs: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
+    return _bytes(rows, _words(signs, scales).flatten(-2))
+
+
+def _take_3xxs(data: Tensor) -> tuple[Tensor, ...]:
+    return data[..., :64], *_of_words(_by(data[..., 64:], 4))
+
+
+def _pack_3s(rows: Tensor, signs: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
+    return _bytes(rows & 255, _spread(rows, 1), signs, _nibbles(scales))
+
+
+def _take_3s(data: Tensor) -> tuple[Tensor, ...]:
+    low, high, signs, scales = torch.split(data, [64, 8, 32, 4], dim=-1)
+    return _of_spread(low, high, 1), signs, _of_nibbles(scales)
+
+
+_PACKED: Mapping[str, tuple[Any, Any]] = {
+    "IQ2_XXS": (_pack_2xxs, _take_2xxs),
+    "IQ2_XS": (_pack_2xs, _take_2xs),
+    "IQ2_S": (_pack_2s, _take_2s),
+    "IQ3_XXS": (_pack_3xxs, _take_3xxs),
+    "IQ3_S": (_pack_3s, _take_3s),
+}
+"""Bytes of blocks after d, of rows of the table, signs (a byte of eight, minus being 1) and scales; and back."""
+
+
+class Lattices(GridType):
+    """Types of GGUF rounded by eights."""
+
+    name = "lattice"
+    place = 98
+    pattern = "|".join(SPECS)
+    chosen = False
+    clips = False
+    formats = ("gguf",)
+
+    def named(self, found: re.Match[str]) -> Spec:
+        return SPECS[found[0]]
+
+    def specs(self) -> list[Spec]:
+        return list(SPECS.values())
+
+    def listed(self) -> list[tuple[str, str]]:
+        said = "{} levels by eights, groups of {}; {:g} bits per weight"
+        return [
+            (s.name, said.format(len(points(s.name).values), s.group_size, s.bits_per_weight(0)))
+            for s in SPECS.values()
+        ]
+
+    def fit(self, weight: Tensor, spec: LatticeSpec, how: Fitting) -> LatticeGrid:
+        from llmcompress.workers import SERIAL
+
+        grid = fitted(weight, spec, SERIAL, how.importance).grid  # who fits shares rows out
+        assert isinstance(grid, LatticeGrid)
+        return grid
+
+    def rounded(
+        self, weight: Tensor, spec: LatticeSpec, search: Search, workers: Workers, importance: Tensor | None
+    ) -> Coded:
+        return fitted(weight, spec, workers, importance)
+
+    def nearest(self, weight: Tensor, spec: LatticeSpec, workers: Workers) -> Tensor:
+        return fitted(weight, spec, workers).decode()
+
+    def restored(self, spec: LatticeSpec, width: int, parts: Mapping[str, Tensor]) -> LatticeGrid:
+        return LatticeGrid(spec, **wide(parts))
+
+    def of_gguf_rows(self, spec: LatticeSpec, rows: Tensor) -> Coded:
+        blocks = whole_blocks(rows, spec.block_bytes, spec.name)
+        d = blocks[..., :2].contiguous().view(torch.float16).squeeze(-1).to(torch.float32)
+        places, signs, scales = _PACKED[spec.name][1](blocks[..., 2:].to(torch.int64))
+        table = points(spec.name)
+        digits = torch.searchsorted(table.values[table.base :], table.magnitudes)[places].view(len(rows), -1)
+        negative = ((signs.unsqueeze(-1) >> torch.arange(UNIT)) & 1).view_as(digits).bool()
+        codes = torch.where(negative, table.base - 1 - digits, table.base + digits).to(torch.uint8)
+        return Coded(codes, LatticeGrid(spec, d, (2 * scales + 1).to(torch.float32).flatten(1)))
+
+
+GRID = Lattices()
