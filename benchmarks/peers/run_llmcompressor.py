@@ -18,7 +18,8 @@ The tool's defaults hold for all the rest, among them its static activation orde
 is taken only so that the peers share one command line, and is refused, since the tool no longer
 writes checkpoints with a permuted ``g_idx``. The weights are loaded as bfloat16, as GPTQModel does
 by itself on a CPU, where float16 is several times slower (``--dtype auto`` keeps the checkpoint's
-own type). Its AWQ asks a CUDA device to pin memory also where there is none, which is turned off
+own type). An expert is calibrated on all tokens, or with `--routed-tokens` on those that its router
+sends it. Its AWQ asks a CUDA device to pin memory also where there is none, which is turned off
 here. The last line printed is a JSON object with the costs.
 """
 
@@ -77,6 +78,7 @@ def quantize(args: argparse.Namespace) -> None:
         batch_size=1,
         num_calibration_samples=len(ids),
         shuffle_calibration_samples=False,
+        moe_calibrate_all_experts=not args.routed_tokens,
     )
     how = {} if args.method in PRUNING else {"save_compressed": True, "quantization_format": "pack-quantized"}
     model.save_pretrained(args.out, **how)
@@ -89,6 +91,7 @@ def main() -> None:
     options.add_argument("--dtype", default="bfloat16", help="to load the weights in; or auto")
     options.add_argument("--sparsity", type=float, default=0.5)
     options.add_argument("--pattern", default="0:0", help="zeros:of, as the tool has it")
+    options.add_argument("--routed-tokens", action="store_true", help="calibrate an expert on the tokens sent to it")
     args = options.parse_args()
     if args.desc_act:
         options.error("llm-compressor has no dynamic activation order; its default is static")

@@ -85,21 +85,26 @@ class Workers:
 
     def without_ranks(self) -> "Workers":
         """The same threads, for work that this process does by itself."""
-        return self._with(None, self._threads)
+        return self._with(None, self._waiting)
 
     @property
     def _connected(self) -> Communicator | None:
         return self._communicator if get_ident() == self._owner else None
 
     @property
-    def _threads(self) -> _Pool | None:
+    def _waiting(self) -> _Pool | None:
         return self._pool if get_ident() == self._owner else None
 
     # threads of this process
 
+    @property
+    def threads(self) -> int:
+        """How many there are."""
+        return 1 if self._waiting is None else self._waiting.threads
+
     def in_order(self, function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
         """`function` of each item, in order, without gradients; at most `threads` results and one more wait."""
-        pool = self._threads
+        pool = self._waiting
         if pool is None:
             for item in items:
                 yield _without_gradients(function, item)
@@ -121,7 +126,7 @@ class Workers:
 
     def together(self, functions: Iterable[Callable[[], R]]) -> list[R]:
         """Results of all functions, in order; their work must not depend on one another."""
-        pool = self._threads
+        pool = self._waiting
         if pool is None:
             with torch.no_grad():
                 return [function() for function in functions]
@@ -212,7 +217,7 @@ class Workers:
 
     def both(self, first: Callable[[], T], second: Callable[[], R]) -> tuple[T, R]:
         """Results of two functions whose work does not depend on one another, each computed by one rank."""
-        pool = self._threads
+        pool = self._waiting
         if self._connected is not None:
             functions: list[Callable[[], Any]] = [first, second]
             one, other = self.distribute(functions)

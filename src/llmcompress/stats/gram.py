@@ -57,12 +57,12 @@ class Gram:
     def dropped(self) -> int:
         return int(self._lost)
 
-    def update(self, x: Tensor) -> None:
-        """Add an input [..., in] of any float type."""
+    def update(self, x: Tensor, blank: int = 0) -> None:
+        """Add an input [..., in] of any float type. blank: how many of its rows are zeros in place of tokens."""
         every = x.detach().reshape(-1, x.shape[-1])
         (rows,), lost = only_finite(every)
         self._add_upper(rows, exact=self._seen < _EXACT)
-        self._seen += every.shape[0]
+        self._seen += every.shape[0] - blank
         self._lost = self._lost + lost
 
     def _add_upper(self, rows: Tensor, exact: bool) -> None:

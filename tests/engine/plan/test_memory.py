@@ -3,7 +3,9 @@
 import json
 
 import pytest
+import torch
 
+from llmcompress.calib.pack import save
 from sizedmodels import WIDTHS, call, write
 
 IDS = "token ids of the model"
@@ -63,6 +65,29 @@ def test_a_limit_is_kept_by_fewer_threads_and_smaller_batches(models, tmp_path):
     done = call(*arguments, "--max-memory", limit / 1e9)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["peak_memory_bytes"] <= limit
+
+
+@pytest.mark.slow
+def test_gram_matrices_of_experts_are_never_in_memory_together(random_model_dir, tmp_path):
+    experts, width = 96, 1024
+    sizes = {
+        "hidden_size": width,
+        "num_experts": experts,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "max_position_embeddings": 512,
+    }
+    model = random_model_dir("qwen3_moe", **sizes)
+    save(torch.randint(3, 96, (8, 512), generator=torch.Generator().manual_seed(0)), tmp_path / "ids.safetensors")
+    text = ["--calibration", tmp_path / "ids.safetensors", "--samples", 8, "--length", 512, "--group-size", 32]
+    arguments = ["gptq", model, *text, "--threads", 2, "-o", tmp_path / "out"]
+    planned = json.loads(call("plan", *arguments).stdout)["memory_bytes"]
+    done = call(*arguments, "--max-memory", planned * 1.1 / 1e9)
+    assert done.returncode == 0, done.stderr
+    measured = json.loads(done.stdout)["peak_memory_bytes"]
+    assert measured == pytest.approx(planned, rel=0.1)
+    nothing = 0.37e9  # of a process that factorises matrices on two threads
+    assert measured - nothing < experts * 4 * width**2 / 2
 
 
 def test_too_little_memory_is_refused_at_once(tiny_model_dir, tmp_path):

@@ -122,3 +122,19 @@ def test_a_module_that_joins_windows_before_it_multiplies_is_run_again():
     layer = Flat()
     found = find_bypasses(layer, {"a": "flat.0", "b": "whole.0"}, lambda: layer(torch.ones(1, 3, 4)))
     assert [bypass.module for bypass in found] == ["whole"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_concluded_stream_gives_what_leaves_the_layer_without_the_layer(ready, count):
+    with ready[0].layer(1) as layer, SERIAL.with_threads(count) as workers:
+        expected = [out.clone() for out in forward(ready, layer, workers=workers).outputs()]
+        run = forward(ready, layer, workers=workers)
+        stages = [list(run.inputs({space: path})) for space, path in SPACES.items()]
+        run.conclude(onward=True)
+        for weight in layer.parameters():
+            weight.data.fill_(float("nan"))
+        found = list(run.outputs())
+    assert all(stages)
+    assert not list(run.stream.layer.parameters())
+    assert all(torch.equal(left, right) for left, right in zip(found, expected, strict=True))

@@ -47,4 +47,6 @@ def _windows(run: RunMemory) -> int:
         sum({plan.space: plan.entry.in_features for plan in layer if plan.expert is None}.values())
         for layer in run.layers
     )
-    return tokens * (2 * run.hidden if resources.gpu else 3 * run.hidden + recorded) * resources.item_bytes
+    kept = 2 * run.hidden if resources.gpu else 3 * run.hidden + recorded
+    experts = text.samples * text.length * max(map(run.routed, run.layers))
+    return (tokens * kept + experts) * resources.item_bytes

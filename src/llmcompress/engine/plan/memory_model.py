@@ -20,6 +20,7 @@ WITH_MODEL = 286_000_000  # fitted: Python with torch and transformers' model co
 WITHOUT_MODEL = 272_000_000  # fitted: the same for a run that builds no model
 WITH_GGUF = 26_000_000  # fitted: more with the gguf package and a vocabulary
 ALGEBRA = 26_000_000  # fitted: more once a matrix is factorised
+EXPERT_PRODUCTS = 50_000_000  # fitted: code that torch keeps for the numbers of rows that come to experts
 PER_THREAD = 24_000_000  # fitted: buffers that torch's libraries keep for each thread but the first
 WITH_CUDA = 2_500_000_000  # assumed: what CUDA's libraries and driver take of main memory
 CUDA_CONTEXT = 600_000_000  # assumed: what CUDA's context, libraries and kernels take of the GPU

@@ -10,6 +10,7 @@ from llmcompress.engine.plan.resources import Resources
 from llmcompress.engine.source.header_checks import hidden_width
 from llmcompress.engine.source.quantised import DecodedHeaders
 from llmcompress.formats.gguf.file import ENCODED_AT_ONCE
+from llmcompress.formats.gguf.hyper import EXPERTS_USED
 from llmcompress.grids.base import PRODUCT_ROWS
 from llmcompress.grids.integer import SEARCHED
 from llmcompress.hardware import MORE_ON_GPU
@@ -62,12 +63,24 @@ class RunMemory:
         """The largest tensor alone, or a layer that runs, or whose scales or codes are chosen."""
         phases = [Phase("largest tensor", list(self.table()))]
         for layer in filter(None, self.layers):
-            loaded = [self.term("layer", _weights(layer) * self.item * (1 + self.paired))] if self.counted else []
+            loaded = [self.term("layer", self.held(layer) * self.item)] if self.counted else []
             phases += [Phase("decoding", [*loaded, *self.decoding()])] if self.decoded else []
             phases += [Phase("running", [*loaded, *self.running(layer)])] if self.counted else []
             phases += [Phase("scaling", [*loaded, *terms]) for terms in self.scaling(layer)] if self.scaled else []
             phases += [Phase("solving", [*loaded, *terms]) for terms in self.solving(layer)]
         return MemoryModel(list(self.throughout()), phases)
+
+    def held(self, layer: Layer) -> int:
+        """Weights of a layer in memory: of those that change while the layer as it was still runs, twice as many."""
+        last = max((at for at, plan in enumerate(layer, 1) if plan.expert is None), default=0)
+        return _weights(layer) + (_weights(layer[:last]) if self.paired else 0)
+
+    def routed(self, layer: Layer) -> int:
+        """Numbers that enter the experts of a layer for each token of the text, in their widest stage."""
+        spaces = {plan.space: plan.entry.in_features for plan in layer if plan.expert is not None and plan.needs_gram}
+        said = (self.headers.config.get(name) for name in EXPERTS_USED)
+        used = next((count for count in said if isinstance(count, int)), len(spaces))
+        return min(used, len(spaces)) * max(spaces.values(), default=0)
 
     def term(self, name: str, nbytes: int) -> Term:
         return Term(name, nbytes, self.device)
@@ -76,6 +89,8 @@ class RunMemory:
         yield Term("vocabulary", memory.WITH_GGUF * self.gguf)
         if self.counted:
             yield from memory.process(self.threads, any(plan.inverts for plan in self.matrices))
+            routed = any(map(self.routed, self.layers))
+            yield Term("products of experts", memory.EXPERT_PRODUCTS * routed)
         else:
             yield Term("interpreter", memory.WITHOUT_MODEL)
 
@@ -92,25 +107,35 @@ class RunMemory:
             yield memory.entering(self.tokens, self.hidden, self.item)
 
     def running(self, layer: Layer) -> Iterator[Term]:
-        """Batches, and the statistics of one stage (if paired its drift and the drift's too), or of all experts."""
-        one, experts = _squares(layer)
+        """Batches, what of them enters experts, and the statistics of one stage (if paired its drift and the drift's).
+
+        The Gram matrices of experts are not among them: each is made of inputs on disk when the expert is solved.
+        """
         yield self._batches(layer)
-        yield Term("statistics", max((3 if self.paired else 1) * one, experts))
+        yield Term("inputs of experts", self.tokens * (self.threads + 2) * self.routed(layer) * self.item)
+        yield Term("statistics", (3 if self.paired else 1) * _largest_square(layer))
 
     def decoding(self) -> Iterator[Term]:
         """The largest matrix that the source stores as codes, as it is read."""
         yield Term("matrix being decoded", memory.BEING_DECODED * self.decoded)
 
     def solving(self, layer: Layer) -> Iterator[list[Term]]:
-        """Each stage: its statistics and those of experts, its weights, and a dozen tensors of the rows at work."""
-        waiting = Term("statistics of experts", _squares(layer)[1])
+        """Each stage: its statistics, its weights, and a dozen tensors of the rows at work; codes of those before.
+
+        Each thread solves an expert of its own, beside what all of them borrow from.
+        """
+        codes, borrowed = Term("codes", _weights(layer)), self._borrowed(layer)
         for rows, columns, plan in _stages(layer):
             squares = (8 if self.paired else 5) if plan.inverts else int(plan.needs_gram)
+            every = 1
+            if plan.expert is not None and plan.needs_gram:
+                every, squares = self.threads, min(squares, 5)
             # without an inverse, rows are rounded in pieces that fit a processor's cache
-            at_once = 32 * min(rows, SOLVED_ROWS * self.threads) if plan.inverts else 0
+            at_once = 32 * min(rows, SOLVED_ROWS * self.threads // every) if plan.inverts else 0
             searched = memory.OUTPUT_SEARCH * PRODUCT_ROWS * self.threads if plan.method.clip == "output" else 0
-            at_work = Term("rows at work", max(at_once, searched) * columns)
-            yield [waiting, Term("statistics", squares * 4 * columns**2), Term("weights", 16 * rows * columns), at_work]
+            at_work = Term("rows at work", max(every * at_once, searched) * columns)
+            statistics = Term("statistics", every * squares * 4 * columns**2)
+            yield [codes, borrowed, statistics, Term("weights", every * 16 * rows * columns), at_work]
 
     def scaling(self, layer: Layer) -> Iterator[list[Term]]:
         """Statistics of all inputs at once, and either the batches, or a site's matrices at work."""
@@ -126,6 +151,11 @@ class RunMemory:
         site = Term("matrices of a site", 4 * max(rows[site] * columns for site, columns in widths.items()))
         tried = Term("matrices being tried", 20 * self.threads * max(_weights([plan]) for plan in layer))
         yield [statistics, site, tried, Term("statistics of a site", 8 * max(widths.values()) ** 2)]
+
+    def _borrowed(self, layer: Layer) -> Term:
+        """What experts that few tokens reach borrow from."""
+        experts = [plan for plan in layer if plan.expert is not None]
+        return self.term("statistics of all experts", _largest_square(experts))
 
     def _batches(self, layer: Layer) -> Term:
         return memory.running(self.tokens, self.threads, _widest(layer), self.hidden, self.item)
@@ -153,15 +183,15 @@ class _GpuRunMemory(RunMemory):
             yield self.term("batch", 2 * self.tokens * self.hidden * self.item)
 
     def running(self, layer: Layer) -> Iterator[Term]:
-        """Batches, also those fetched ahead, and the statistics of one stage, or of all experts.
+        """Batches, also those fetched ahead, what of them enters experts, and the statistics of one stage.
 
         If paired there are also the drift, its mean of fewer windows, and a square while that is made.
         """
         values = self.threads * (4 * _widest(layer) + 8 * self.hidden) + (memory.FETCHED + 2) * self.hidden
         yield self.term("batches", self.tokens * values * self.item)
-        one, _ = _squares(layer)
-        experts = sum(4 * plan.entry.in_features**2 for plan in layer if plan.needs_gram and plan.expert is not None)
-        yield self.term("statistics", max((4 if self.paired else 1) * one, experts) + one // PANELS)
+        yield self.term("inputs of experts", 2 * self.tokens * self.routed(layer) * self.item)
+        one = _largest_square(layer)
+        yield self.term("statistics", (4 if self.paired else 1) * one + one // PANELS)
 
     def solving(self, layer: Layer) -> Iterator[list[Term]]:
         """Each stage: its weights, statistics and rows at work; before that what is made of its drift."""
@@ -171,7 +201,7 @@ class _GpuRunMemory(RunMemory):
             searched = memory.GPU_SEARCH * min(MORE_ON_GPU * SEARCHED, rows * columns)
             # of float32: the Gram matrix, in order, and twice that in float64, with what the cast makes
             squares = self.term("statistics", square * (5 if plan.inverts else 2 * plan.needs_gram))
-            yield [weights, squares, self.term("rows at work", max(at_once, searched))]
+            yield [weights, squares, self._borrowed(layer), self.term("rows at work", max(at_once, searched))]
             if self.paired and plan.inverts:
                 # the Gram matrix, the drift, its own Gram matrix, their factor, and what is solved with
                 yield [weights, self.term("statistics and drift", 6 * square)]
@@ -185,11 +215,9 @@ def _widest(layer: Layer) -> int:
     return max(max(plan.entry.out_features, plan.entry.in_features) for plan in layer)
 
 
-def _squares(layer: Layer) -> tuple[int, int]:
-    """Bytes of the largest Gram matrix, and of those of all experts' inputs."""
-    squares = {plan.space: 4 * plan.entry.in_features**2 for plan in layer if plan.needs_gram}
-    experts = {plan.space for plan in layer if plan.needs_gram and plan.expert is not None}
-    return max(squares.values(), default=0), sum(squares[space] for space in experts)
+def _largest_square(layer: Layer) -> int:
+    """Bytes of the largest Gram matrix."""
+    return max((4 * plan.entry.in_features**2 for plan in layer if plan.needs_gram), default=0)
 
 
 def _stages(layer: Layer) -> list[tuple[int, int, MatrixPlan]]:

@@ -41,7 +41,7 @@ class Bypasses:
         current: CurrentBatch,
     ) -> None:
         self.layer, self.found = layer, found
-        self._writer, self._current = writer, current
+        self.writer, self._current = writer, current
         self._inputs: dict[str, Windows] = {}  # by space: what the last matrix read
         self._outputs: dict[str, Windows] = {}  # by space: what the module returned
 
@@ -52,8 +52,8 @@ class Bypasses:
         space: the one space whose inputs this pass looks at; None if it looks at several.
         """
         recorded = any(bypass.space == space for bypass in self.found)
-        inputs = self._writer(str(space), "in") if recorded else None
-        outputs = {space: self._writer(space, "out") for space in self._inputs if space not in self._outputs}
+        inputs = self.writer(str(space), "in") if recorded else None
+        outputs = {space: self.writer(space, "out") for space in self._inputs if space not in self._outputs}
 
         def record(batch: Batch) -> None:
             if inputs is not None:

@@ -10,7 +10,7 @@ from llmcompress import stats
 from llmcompress.engine.process.progress import Progress
 from llmcompress.engine.run.forward import Forward
 from llmcompress.engine.run.overflow import refuse_overflow
-from llmcompress.engine.run.starved_experts import ExpertInputs
+from llmcompress.engine.run.starved_experts import ExpertGrams
 from llmcompress.errors import RunError
 from llmcompress.methods.base import Statistics
 from llmcompress.registry import discover
@@ -27,11 +27,20 @@ class SpaceStatistics:
     """The accumulators of one input: of the statistics that the steps of the matrices which read it need."""
 
     def __init__(
-        self, plans: "Sequence[MatrixPlan]", workers: Workers, device: torch.device, turn: int, paired: bool
+        self,
+        plans: "Sequence[MatrixPlan]",
+        workers: Workers,
+        device: torch.device,
+        turn: int,
+        paired: bool,
+        later: frozenset[str] = frozenset(),
     ) -> None:
-        """turn: number of the space, so that ranks take turns in shared sums. paired: whether both models run."""
+        """turn: number of the space, so that ranks take turns in shared sums. paired: whether both models run.
+
+        later: names of the statistics that are not gathered now.
+        """
         known = discover(stats, "STATISTIC")
-        needs = frozenset[str]().union(*(plan.needs for plan in plans))
+        needs = frozenset[str]().union(*(plan.needs for plan in plans)) - later
         size, part = plans[0].entry.in_features, workers.part(turn)
         chosen = [known[name] for name in sorted(needs) if known[name].unless not in needs]
         beside = [item for item in known.values() if isinstance(item, PairedStatistic) and item.beside in needs]
@@ -68,21 +77,23 @@ def collect(
     wanted: "Mapping[str, Sequence[MatrixPlan]]",
     device: torch.device,
     progress: Progress,
-    watch: ExpertInputs | None = None,
+    experts: ExpertGrams | None = None,
 ) -> dict[str, Statistics]:
-    """Statistics of each space in `wanted` (space to the matrices that read it); `watch` sees what enters the experts.
+    """Statistics of each space in `wanted` (space to the matrices that read it).
 
+    experts: takes the inputs that Gram matrices will be made of, which are then not among the statistics.
     Experts have no paired statistics, since the two models may send a token to different experts.
     """
     workers = compressed.workers
     paths = {space: plans[0].path for space, plans in wanted.items()}
     routed = any(plan.expert is not None for plans in wanted.values() for plan in plans)
-    paired = None if routed else original
+    paired, later = None if routed else original, frozenset(() if experts is None else {"gram"})
     known = {
-        space: SpaceStatistics(plans, workers, device, number, paired is not None)
+        space: SpaceStatistics(plans, workers, device, number, paired is not None, later)
         for number, (space, plans) in enumerate(wanted.items())
     }
     originals = paired.inputs(paths) if paired is not None else iter(())
+    watch = None if experts is None else experts.watch
     watched = {watch.path: watch.path} if watch is not None else {}
     for number, here in enumerate(compressed.inputs({**watched, **paths})):
         if watch is not None:
@@ -92,11 +103,15 @@ def collect(
         there = next(originals, None)
         if not routed:
             refuse_missing(paths, here)
+        if experts is not None:
+            experts.inputs.append(here)
         for space, x in here.items():
             known[space].update(x, None if there is None else there[space], None if routed else compressed.length)
         progress.tokens(sum(x.numel() // x.shape[-1] for x in here.values()))
     for _ in originals:
         raise RunError("the original stream has more windows than the compressed one")
+    if experts is not None:
+        experts.inputs.finish()
     sums = [item for space in known.values() for item in space.shared_sums()]
     complete(sums if watch is None else [*sums, watch.gram], workers)
     for space, item in known.items():

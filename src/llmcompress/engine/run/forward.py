@@ -7,7 +7,7 @@ to the bit.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,8 +19,8 @@ from llmcompress.engine.run.kv_ranges import KeyValueWatch
 from llmcompress.engine.run.prefetch import Prefetch
 from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.stats.key_value_range import KeyValueRange
-from llmcompress.store.folder import Folder
-from llmcompress.store.windows import Windows, WindowsShare, WindowsWriter
+from llmcompress.store.folder import Folder, HeldFile
+from llmcompress.store.windows import Windows, WindowsShare, WindowsWriter, write_windows
 from llmcompress.workers import WHOLE, Workers
 
 _EXCHANGED = 8192  # tokens that a process runs before it waits for others
@@ -88,13 +88,26 @@ class Forward:
             found = find_bypasses(
                 stream.layer, recording.spaces, lambda: model.call(number, stream.layer, hidden.read(slice(0, 1)))
             )
-        whose = stream.name if own == WHOLE else f"{own.number}-{stream.name}"  # processes may share the folder
+        self._folder = recording.folder
+        self._whose = stream.name if own == WHOLE else f"{own.number}-{stream.name}"  # processes may share the folder
+        self._left: Windows | None = None  # what leaves the layer, once it is concluded
 
         def writer(space: str, side: str) -> WindowsWriter:
-            assert recording.folder is not None
-            return WindowsWriter(recording.folder / f"record-{whose}-{space}-{side}.bin", model.dtype)
+            return WindowsWriter(self.record(f"{space}-{side}"), model.dtype)
 
         self.bypasses = Bypasses(stream.layer, found, writer, self._current)
+
+    def record(self, name: str) -> HeldFile:
+        """A file of this stream and process, for what is of use while the layer is worked on."""
+        assert self._folder is not None
+        return self._folder / f"record-{self._whose}-{name}.bin"
+
+    def conclude(self, onward: bool) -> None:
+        """Give up the layer: no pass over its stages will follow. onward: whether what leaves it will be asked for."""
+        if onward:
+            self._left = write_windows(self._outputs(), self.record("left"), self.model.dtype)
+        self.stream = replace(self.stream, layer=nn.Module())
+        self.bypasses = Bypasses(self.stream.layer, [], self.bypasses.writer, self._current)
 
     def inputs(self, wanted: Mapping[str, str]) -> Iterator[Inputs]:
         """Per batch, the inputs of the spaces in `wanted` (space to the module path of a matrix that reads it).
@@ -120,6 +133,9 @@ class Forward:
         return self.workers.interleave_ranks(self._outputs(), self.batches, self._at_once)
 
     def _outputs(self) -> Iterator[Tensor]:
+        if self._left is not None:
+            yield from map(self._left.read, self._spans)
+            return
         with self.bypasses.in_place():
             yield from self.workers.in_order(self._call, self._spans)
 

@@ -1,6 +1,6 @@
 """Compressing one layer, stage by stage: each stage is measured on what the compressed stages before it give."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -22,7 +22,7 @@ from llmcompress.engine.run.kv_ranges import largest_magnitudes
 from llmcompress.engine.run.matrix_record import matrix_record, refuse_extremes
 from llmcompress.engine.run.pruning import pruned_group, sparsity_record
 from llmcompress.engine.run.recoding import kept_together, recoded
-from llmcompress.engine.run.starved_experts import ExpertInputs, blend_starved, lend_ranges
+from llmcompress.engine.run.starved_experts import ExpertGrams, StageStatistics, lend_ranges
 from llmcompress.engine.source.gguf_input import GgufHeaders
 from llmcompress.engine.source.quantised import DecodedHeaders
 from llmcompress.errors import RunError
@@ -30,14 +30,15 @@ from llmcompress.grids.coded import Coded
 from llmcompress.grids.inputs import InputGrid
 from llmcompress.ledger import Ledger, LedgerEntry
 from llmcompress.methods.base import Solved, Statistics
-from llmcompress.model.experts import UnfusedExperts
 from llmcompress.model.rounded import round_inputs
 from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.solve.column_sweep import Sweeper
 from llmcompress.solve.row_blocks import RowBlocks
 from llmcompress.store.checkpoint import DTYPES, Checkpoint
-from llmcompress.store.statistics import Kept, packed_statistics
+from llmcompress.store.statistics import Kept
 from llmcompress.workers import Workers
+
+Result = tuple[list[Coded], list[dict[str, Any]], list[dict[str, str]]]  # codes, records and notes of a group
 
 
 class Compressor:
@@ -78,7 +79,9 @@ class Compressor:
         gathered: dict[str, Tensor] = {}
         if self.known is not None:
             note_reuse(self.plan, self.known, ledger)
-        for stage in stages_of(self.plan.layers[number]):
+        stages = stages_of(self.plan.layers[number])
+        paired = 1 + max((at for at, stage in enumerate(stages) if stage[0].expert is None), default=-1)
+        for number_of_stage, stage in enumerate(stages):
             self.progress.stage(stage[0].space, len(stage))
             kept = [
                 found
@@ -88,9 +91,14 @@ class Compressor:
             kept = kept_together(stage, kept, ledger)
             taken = {plan.module for plan, *_ in kept}
             stage = [plan for plan in stage if plan.module not in taken]
-            statistics = known or self._statistics(layer, compressed, original, stage, ledger)
+            if original is not None and number_of_stage >= paired:
+                original.conclude(onward=number + 1 < len(self.plan.layers))
+                original = None
+            statistics = (
+                StageStatistics(known) if known else self._statistics(layer, compressed, original, stage, ledger)
+            )
             if self.keeping is not None:
-                gathered |= packed_statistics(statistics)
+                gathered |= statistics.packed(workers)
             return_freed_memory()  # what the windows took, before the matrices of the solvers come
             groups = _solved_as_one(stage, apart=self.plan.importance is not None)
             solutions = self._solutions(groups, statistics, ledger, workers)
@@ -108,19 +116,32 @@ class Compressor:
         return coded, records
 
     def _solutions(
-        self, groups: list[list[MatrixPlan]], statistics: dict[str, Statistics], ledger: Ledger, workers: Workers
+        self, groups: list[list[MatrixPlan]], statistics: StageStatistics, ledger: Ledger, workers: Workers
     ) -> Iterator[tuple[MatrixPlan, Coded, dict[str, Any]]]:
-        """The matrices of a stage, solved group by group; ranks share the groups."""
+        """The matrices of a stage, solved group by group; ranks share the groups, and threads those of experts."""
         final = {group[0].space: number for number, group in enumerate(groups)}
 
-        def solve(number: int, workers: Workers) -> tuple[list[Coded], list[dict[str, Any]], list[dict[str, str]]]:
-            notes, group = Ledger(), groups[number]
-            known = statistics.get(group[0].space) or self._importance_of(group[0])
+        def solve(number: int, known: Statistics, notes: Ledger, workers: Workers) -> Result:
+            group = groups[number]
             last = final[group[0].space] == number
             _, codes, records = zip(*self._solve(group, known, notes, workers, last), strict=True)
             return list(codes), list(records), notes.as_json()
 
-        solved = workers.map_ranks([partial(solve, number) for number in range(len(groups))])
+        def solve_some(numbers: Sequence[int], workers: Workers) -> list[Result]:
+            notes = [Ledger() for _ in numbers]
+            known = [
+                statistics.of(groups[number][0].space, note, workers) or self._importance_of(groups[number][0])
+                for number, note in zip(numbers, notes, strict=True)
+            ]
+            if len(numbers) == 1:
+                return [solve(numbers[0], known[0], notes[0], workers)]
+            each = zip(numbers, known, notes, strict=True)
+            return workers.together(partial(solve, *one, workers) for one in each)
+
+        # a matrix of an expert is too small for several threads: each thread takes a whole one
+        size = workers.threads if statistics.experts is not None else 1
+        parts = [range(start, min(start + size, len(groups))) for start in range(0, len(groups), size)]
+        solved = chain.from_iterable(workers.map_ranks([partial(solve_some, numbers) for numbers in parts]))
         for group, (codes, records, notes) in zip(groups, solved, strict=True):
             ledger.extend(LedgerEntry(**note) for note in notes)
             yield from zip(group, codes, records, strict=True)
@@ -132,35 +153,30 @@ class Compressor:
         original: Forward | None,
         stage: list[MatrixPlan],
         ledger: Ledger,
-    ) -> dict[str, Statistics]:
-        """The statistics of inputs that the steps of a stage need, by space."""
+    ) -> StageStatistics:
+        """The statistics of inputs that the steps of a stage need."""
         needing: dict[str, list[MatrixPlan]] = {}
         for plan in stage:
             if plan.needs:
                 needing.setdefault(plan.space, []).append(plan)
         if not needing or layer is None or compressed is None or self.model is None:
-            return {}
-        watch = None
-        solved = [plan for plan in stage if plan.needs_gram]
-        routed = next((plan.path for plan in solved if plan.expert is not None), None)
-        path = self.plan.spec.experts.block(routed) if routed and self.plan.spec.experts is not None else None
-        if path is not None:
-            block = layer.get_submodule(path)
-            assert isinstance(block, UnfusedExperts)
-            watch = ExpertInputs(path, block, self.model.device, compressed.workers)
+            return StageStatistics({})
+        experts = None
+        routed = next((plan.path for plan in stage if plan.expert is not None and plan.needs_gram), None)
+        if routed is not None:
+            path = None if self.plan.spec.experts is None else self.plan.spec.experts.block(routed)
+            experts = ExpertGrams(path, layer, compressed, self.model.device)
         try:
-            found = collect(compressed, original, needing, self.model.device, self.progress, watch)
+            found = collect(compressed, original, needing, self.model.device, self.progress, experts)
         except RunError:
             self._refuse_infinite_weights(stage[0])  # which would be the cause
             raise
         for space, statistics in found.items():
-            first, gram = needing[space][0], statistics.gram
             if statistics.dropped:
+                first = needing[space][0]
                 ledger.note("nonfinite_inputs", first.module, f"{statistics.dropped} tokens left out of its statistics")
-            if watch is not None and gram is not None:
-                blend_starved(gram, first, watch, layer, ledger, compressed.workers)
         lend_ranges(found, needing, ledger)
-        return found
+        return StageStatistics(found, experts, {space: plans[0] for space, plans in needing.items()})
 
     def _refuse_infinite_weights(self, plan: MatrixPlan) -> None:
         """WeightsError for a tensor of the layer of a matrix that holds values that are not finite."""
@@ -224,9 +240,11 @@ def install(layer: nn.Module, plan: MatrixPlan, coded: Coded) -> None:
     """Put decoded values into a layer and round its inputs, so that later matrices see what the file will hold."""
     module = layer.get_submodule(plan.path)
     value, weight = coded.decode(), module.weight
-    weight.data.copy_(value.T if plan.conv1d else value)  # type: ignore[operator]
+    assert isinstance(weight, Tensor)
+    # not in place: the layer as it was may still hold the memory
+    weight.data = (value.T if plan.conv1d else value).to(weight.device, weight.dtype).contiguous()
     if plan.entry.inputs is not None:
-        round_inputs(module, InputGrid(plan.entry.inputs, coded.input_scale).to(weight.device))  # type: ignore[arg-type]
+        round_inputs(module, InputGrid(plan.entry.inputs, coded.input_scale).to(weight.device))
 
 
 def _solved_as_one(stage: list[MatrixPlan], apart: bool) -> list[list[MatrixPlan]]:

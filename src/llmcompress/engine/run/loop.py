@@ -6,7 +6,7 @@ from copy import deepcopy
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.process.process_memory import return_freed_memory
@@ -108,7 +108,7 @@ def run_calibrated(
                 name: Forward(
                     model,
                     number,
-                    Stream(name, layer if name == COMPRESSED else deepcopy(layer), windows),  # before codes come in
+                    Stream(name, layer if name == COMPRESSED else _as_it_is(layer), windows),
                     plan.batch,
                     workers,
                     NOT_RECORDED if done else Recording(staged.folder, _recorded_spaces(plan, number)),
@@ -127,6 +127,12 @@ def run_calibrated(
                 onward = {name: forward.outputs() for name, forward in under_way.items()}
                 hidden = keep_hidden_states(staged, number + 1, dtype, onward, workers)
         return_freed_memory()
+
+
+def _as_it_is(layer: nn.Module) -> nn.Module:
+    """A copy of a layer that stays what it is: weights share memory until codes come in, which take memory anew."""
+    alike = {id(weight): nn.Parameter(weight.data, requires_grad=False) for weight in layer.parameters()}
+    return deepcopy(layer, alike)
 
 
 def _read_ahead(plan: Plan, checkpoint: Checkpoint, number: int) -> None:

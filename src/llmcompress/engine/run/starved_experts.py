@@ -7,10 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from llmcompress.engine.plan.matrix_plan import MatrixPlan
+from llmcompress.engine.run.forward import Forward
+from llmcompress.engine.run.overflow import refuse_overflow
+from llmcompress.engine.run.spilled_inputs import SpilledInputs
 from llmcompress.ledger import Ledger
 from llmcompress.methods.base import Statistics
 from llmcompress.model.experts import Expert, UnfusedExperts
 from llmcompress.stats.gram import Gram
+from llmcompress.store.statistics import packed_statistics
 from llmcompress.workers import Workers
 
 STARVED = 4  # tokens per input channel below which an expert's Gram is blended with the layer's
@@ -42,6 +46,58 @@ class ExpertInputs:
         return rows[:: max(1, -(-rows.shape[0] // self._limit))]
 
 
+class ExpertGrams:
+    """The Gram matrices of what enters the experts of a stage, each made when its expert is solved."""
+
+    def __init__(self, path: str | None, layer: nn.Module, forward: Forward, device: torch.device) -> None:
+        """path: of the block of experts below the layer; None where nothing says which tokens enter them all."""
+        self.inputs = SpilledInputs(forward.record("experts"))
+        self.watch: ExpertInputs | None = None
+        if path is not None:
+            block = layer.get_submodule(path)
+            assert isinstance(block, UnfusedExperts)
+            self.watch = ExpertInputs(path, block, device, forward.workers)
+        self._layer, self._device, self._dtype = layer, device, forward.model.dtype
+
+    def of(self, plan: MatrixPlan, ledger: Ledger, workers: Workers) -> Gram:
+        """That of the input of a matrix, with what an expert with few tokens borrows from its layer."""
+        gram = self.inputs.gram(plan.space, plan.entry.in_features, workers, self._device)
+        refuse_overflow(plan.module, [gram], self._dtype, routed=True)
+        if gram.dropped:
+            ledger.note("nonfinite_inputs", plan.module, f"{gram.dropped} tokens left out of its statistics")
+        if self.watch is not None:
+            blend_starved(gram, plan, self.watch, self._layer, ledger, workers)
+        return gram
+
+
+class StageStatistics:
+    """The statistics of the inputs of a stage. found: by space; experts: makes the Gram matrices that it lacks."""
+
+    def __init__(
+        self,
+        found: Mapping[str, Statistics],
+        experts: ExpertGrams | None = None,
+        plans: Mapping[str, MatrixPlan] | None = None,
+    ) -> None:
+        """plans: by space, a matrix that reads it, where there are experts."""
+        self._found, self.experts, self._plans = found, experts, plans or {}
+
+    def of(self, space: str, ledger: Ledger, workers: Workers) -> Statistics | None:
+        """What is known of an input. A Gram matrix is the caller's: it is made anew for each call."""
+        known = self._found.get(space)
+        if known is None or self.experts is None:
+            return known
+        return Statistics({**known.found, "gram": self.experts.of(self._plans[space], ledger, workers)})
+
+    def packed(self, workers: Workers) -> dict[str, Tensor]:
+        """The tensors to store for them."""
+        tensors: dict[str, Tensor] = {}
+        for space in self._found:
+            known = self.of(space, Ledger(), workers)
+            tensors |= {} if known is None else packed_statistics({space: known})
+        return tensors
+
+
 def blend_starved(
     gram: Gram, plan: MatrixPlan, watch: ExpertInputs, layer: nn.Module, ledger: Ledger, workers: Workers
 ) -> None:
@@ -54,16 +110,14 @@ def blend_starved(
     seen = gram.tokens
     if seen >= needed:
         return
-    weight = needed - seen
+    prior = watch.gram
     if plan.path.endswith("down_proj"):
         expert = layer.get_submodule(plan.path.rpartition(".")[0])
         assert isinstance(expert, Expert)
         prior = Gram(gram.size, workers, gram.sum.device)
         with torch.no_grad():
             prior.update(expert.inner(watch.sample()))
-    else:
-        prior = watch.gram
-    gram.shrink_towards(prior.mean(), float(weight))
+    gram.shrink_towards(prior.finish(), float(needed - seen))
     ledger.note(
         "starved_expert", plan.module, f"{seen} tokens for {gram.size} inputs: blended with the layer's statistics"
     )

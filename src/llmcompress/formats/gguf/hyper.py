@@ -11,7 +11,7 @@ _HINT = "give a directory as transformers saves it"
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_USED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+EXPERTS_USED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 _EPSILONS = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_eps", "norm_epsilon")
 
 
@@ -64,7 +64,7 @@ def read_hyper(
         context=whole(config, "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"),
         vocabulary=whole(config, "vocab_size"),
         experts=whole(config, *_EXPERTS) if experts else 0,
-        experts_used=whole(config, *_USED) if experts else 0,
+        experts_used=whole(config, *EXPERTS_USED) if experts else 0,
         expert_inner=whole(config, "moe_intermediate_size") if of_expert else inner,
         epsilon=number(config, *_EPSILONS),
         config=config,
