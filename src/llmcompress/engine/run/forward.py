@@ -88,19 +88,20 @@ class Forward:
             found = find_bypasses(
                 stream.layer, recording.spaces, lambda: model.call(number, stream.layer, hidden.read(slice(0, 1)))
             )
-        self._folder = recording.folder
-        self._whose = stream.name if own == WHOLE else f"{own.number}-{stream.name}"  # processes may share the folder
+        whose = stream.name if own == WHOLE else f"{own.number}-{stream.name}"  # processes may share the folder
         self._left: Windows | None = None  # what leaves the layer, once it is concluded
 
+        # functions without this object: in a circle with it, a layer would stay until Python looks for circles
+        def record(name: str) -> HeldFile:
+            assert recording.folder is not None
+            return recording.folder / f"record-{whose}-{name}.bin"
+
         def writer(space: str, side: str) -> WindowsWriter:
-            return WindowsWriter(self.record(f"{space}-{side}"), model.dtype)
+            return WindowsWriter(record(f"{space}-{side}"), model.dtype)
 
-        self.bypasses = Bypasses(stream.layer, found, writer, self._current)
-
-    def record(self, name: str) -> HeldFile:
+        self.record = record
         """A file of this stream and process, for what is of use while the layer is worked on."""
-        assert self._folder is not None
-        return self._folder / f"record-{self._whose}-{name}.bin"
+        self.bypasses = Bypasses(stream.layer, found, writer, self._current)
 
     def conclude(self, onward: bool) -> None:
         """Give up the layer: no pass over its stages will follow. onward: whether what leaves it will be asked for."""
