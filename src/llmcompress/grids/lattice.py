@@ -169,9 +169,8 @@ def nearest(units: Tensor, metric: Tensor, spec: LatticeSpec) -> Tensor:
     if not spec.quad:
         return _nearest(units, metric, spec, _signs(units, metric, even=spec.even))
     first, second = slice(0, 4), slice(4, 8)
-    feed = torch.linalg.solve(
-        metric[second, second], metric[second, first]
-    )  # how the second four make up for the first
+    # how the second four make up for the first
+    feed = torch.linalg.solve(metric[second, second], metric[second, first])
     signs = _signs(units, metric, even=spec.even)
     alone = metric[first, first] - metric[first, second] @ feed
     levels = _nearest(units[:, first], alone, spec, signs[:, first])

@@ -58,7 +58,7 @@ class Refiner:
         The gradient H (w - q) of the columns ahead is kept up to date lazily, in two levels as in the sweep.
         """
         if coded.grid.spec.together > 1:
-            return descend_together(coded, target, self.hessian, self.order, block_size)
+            return descend_together(coded, target, self.hessian, self.order, self.ahead, block_size)
         rounder = ColumnRounder(coded.grid)
         before = coded.grid.levels(coded.codes).T[self.order].contiguous()  # [in, out]
         gradient = (target - coded.decode() @ self.hessian).T[self.order].contiguous()

@@ -37,11 +37,15 @@ def codes_together(weight: Tensor, grid: Grid, factor: Factor, order: Tensor, bl
     return _coded(grid, chosen, order)
 
 
-def descend_together(coded: Coded, target: Tensor, hessian: Tensor, order: Tensor, block_size: int) -> Coded:
-    """`Refiner.descend_codes` of such a grid: every unit to the point that is best for it alone, or none is better."""
+def descend_together(
+    coded: Coded, target: Tensor, hessian: Tensor, order: Tensor, ahead: Tensor, block_size: int
+) -> Coded:
+    """`Refiner.descend_codes` of such a grid: every unit to the point that is best for it alone, or none is better.
+
+    ahead [in, in]: as a `Refiner` has it.
+    """
     grid = coded.grid
     size = grid.spec.together
-    ordered = hessian[order][:, order]
     levels = grid.levels(coded.codes).T[order].contiguous()
     gradient = (target - coded.decode() @ hessian).T[order].contiguous()
     scales, groups = _by_unit(grid, order)
@@ -50,7 +54,8 @@ def descend_together(coded: Coded, target: Tensor, hessian: Tensor, order: Tenso
         stop = start + len(moves)
         for low in range(start, stop, size):
             high = low + size
-            old, scale, metric = levels[low:high], scales[groups[low // size]], ordered[low:high, low:high]
+            unit = order[low:high]
+            old, scale, metric = levels[low:high], scales[groups[low // size]], hessian[unit][:, unit]
             best = old + _units(torch.linalg.solve(metric, gradient[low:high]), scale)
             new = grid.snapped(best.T, metric).T
             before, after = best - old, best - new
@@ -59,9 +64,9 @@ def descend_together(coded: Coded, target: Tensor, hessian: Tensor, order: Tenso
             move = torch.mul(new - old, scale, out=moves[low - start : high - start])
             levels[low:high] = new
             if high < stop:
-                gradient[high:stop].addmm_(ordered[low:high, high:stop].T, move, alpha=-1)
+                gradient[high:stop].addmm_(ahead[low:high, high:stop].T, move, alpha=-1)
 
-    by_blocks(gradient, ordered.triu(1), descend, max(1, block_size // size) * size)
+    by_blocks(gradient, ahead, descend, max(1, block_size // size) * size)
     return _coded(grid, levels, order)
 
 
