@@ -68,10 +68,7 @@ def float4_scheme(module: str, stored: str, weights: Mapping[str, Any], inputs: 
 def read_float4(module: str, scheme: StoredScheme, tensors: Mapping[str, Tensor]) -> tuple[StoredMatrix, list[str]]:
     """The matrix of a module and what is wrong with it; DamageError where it cannot be decoded at all."""
     packed, scale = (tensors[f"{module}.{name}"] for name in ("weight_packed", "weight_scale"))
-    if len(packed.shape) != 2 or 2 * packed.shape[1] % scheme.size:
-        raise DamageError(f"{packed.name} is no matrix of whole groups")
-    rows, width = packed.shape[0], 2 * packed.shape[1]
-    shaped(packed, ("U8",), (rows, width // 2))
+    rows, width = _sizes(packed, scheme)
     groups = (rows, width // scheme.size)
     divisor: Array = np.ones(1, np.float32)
     if scheme.stored == _MXFP4:
@@ -97,10 +94,7 @@ def factored_scheme(inputs: str | None) -> StoredScheme:
 def read_factored(module: str, scheme: StoredScheme, tensors: Mapping[str, Tensor]) -> tuple[StoredMatrix, list[str]]:
     """NVFP4 with a factor in place of the divisor; as `read_float4`."""
     packed, scale = (tensors[f"{module}.{name}"] for name in ("weight", "weight_scale"))
-    if len(packed.shape) != 2 or 2 * packed.shape[1] % scheme.size:
-        raise DamageError(f"{packed.name} is no matrix of whole groups")
-    rows, width = packed.shape[0], 2 * packed.shape[1]
-    shaped(packed, ("U8",), (rows, width // 2))
+    rows, width = _sizes(packed, scheme)
     small = shaped(scale, ("F8_E4M3",), (rows, width // scheme.size)).array().view(np.uint8)
     factor = float(_positive(tensors[f"{module}.weight_scale_2"], ()))
     faults = [f"{scale.name} has scales that are not positive numbers"] if ((small < 1) | (small > 0x7E)).any() else []
@@ -110,6 +104,14 @@ def read_factored(module: str, scheme: StoredScheme, tensors: Mapping[str, Tenso
     inputs = None if given is None else float(_positive(given, ()))
     scales = E4M3[small] * np.float32(factor)
     return StoredFloat4(module, scheme, rows, width, packed.array(), scales, factor, inputs), faults
+
+
+def _sizes(packed: Tensor, scheme: StoredScheme) -> tuple[int, int]:
+    """Rows and columns of a matrix of two codes in a byte; DamageError where it is none of whole groups."""
+    if len(packed.shape) != 2 or 2 * packed.shape[1] % scheme.size:
+        raise DamageError(f"{packed.name} is no matrix of whole groups")
+    shaped(packed, ("U8",), packed.shape)
+    return packed.shape[0], 2 * packed.shape[1]
 
 
 def _positive(stored: Tensor, shape: tuple[int, ...] = (1,)) -> Array:
