@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from llmcompress.grids.base import Search, Spec
 from llmcompress.grids.blocks import BlockGrid, BlockSpec, whole_blocks
@@ -21,6 +21,7 @@ from llmcompress.grids.grid_type import Fitting, GridType
 from llmcompress.grids.scales import float16
 from llmcompress.hardware import at_once
 from llmcompress.lazy import Tensor, torch
+from llmcompress.packing.lattice_bytes import LATTICE_BYTES
 
 if TYPE_CHECKING:
     from llmcompress.workers import Workers
@@ -161,7 +162,7 @@ class LatticeGrid(BlockGrid):
         blocks = self.d.shape
         parts = (part.view(*blocks, -1) for part in (self._rows(codes), bits, scales))
         half = self.d.to(torch.float16).unsqueeze(-1).view(torch.uint8)
-        return torch.cat([half, *_PACKED[self.spec.name][0](*parts)], dim=-1).flatten(1)
+        return torch.cat([half, *LATTICE_BYTES[self.spec.name][0](*parts)], dim=-1).flatten(1)
 
 
 def nearest(units: Tensor, metric: Tensor, spec: LatticeSpec) -> Tensor:
@@ -285,117 +286,6 @@ class _Fit:
         return d.squeeze(-1), multiples.flatten(1)
 
 
-def _by(values: Tensor, count: int) -> Tensor:
-    """The last extent cut into parts of `count`."""
-    return values.view(*values.shape[:-1], -1, count) if values.is_contiguous() else _by(values.contiguous(), count)
-
-
-def _halves(at: Tensor) -> Tensor:
-    """Whole numbers of 16 bits [...] as bytes [..., 2], the lower one first."""
-    return torch.stack([at & 255, at >> 8], dim=-1).flatten(-2)
-
-
-def _nibbles(scales: Tensor) -> Tensor:
-    """Numbers of 4 bits [..., n] as bytes [..., n / 2], the earlier one below."""
-    return scales[..., ::2] | scales[..., 1::2] << 4
-
-
-def _words(signs: Tensor, scales: Tensor) -> Tensor:
-    """Four times seven signs and a scale of 4 bits in words of four bytes [..., groups, 4]."""
-    shifts = 7 * torch.arange(4, device=signs.device)
-    words = ((_by(signs, 4) & 127) << shifts).sum(-1) | scales << 28
-    return torch.stack([(words >> shift) & 255 for shift in (0, 8, 16, 24)], dim=-1)
-
-
-def _spread(rows: Tensor, width: int) -> Tensor:
-    """The bits above the eighth of numbers [..., n], `width` of each, together in bytes [..., n * width / 8]."""
-    per = 8 // width
-    return (_by(rows >> 8, per) << width * torch.arange(per, device=rows.device)).sum(-1)
-
-
-def _of_halves(data: Tensor) -> Tensor:
-    return data[..., ::2] | data[..., 1::2] << 8
-
-
-def _of_nibbles(data: Tensor) -> Tensor:
-    return torch.stack([data & 15, data >> 4], dim=-1).flatten(-2)
-
-
-def _of_words(data: Tensor) -> tuple[Tensor, Tensor]:
-    """Signs of eight, the eighth making minus signs even, and scales."""
-    words = (data << torch.tensor([0, 8, 16, 24], device=data.device)).sum(-1)
-    seven = (words.unsqueeze(-1) >> 7 * torch.arange(4, device=data.device)).flatten(-2) & 127
-    return _with_eighth(seven), words >> 28
-
-
-def _with_eighth(seven: Tensor) -> Tensor:
-    odd = ((seven.unsqueeze(-1) >> torch.arange(7, device=seven.device)) & 1).sum(-1) % 2
-    return seven | odd << 7
-
-
-def _of_spread(low: Tensor, high: Tensor, width: int) -> Tensor:
-    shifts = width * torch.arange(8 // width, device=high.device)
-    return low | ((high.unsqueeze(-1) >> shifts).flatten(-2) & ((1 << width) - 1)) << 8
-
-
-def _bytes(*parts: Tensor) -> tuple[Tensor, ...]:
-    return tuple(part.to(torch.uint8) for part in parts)
-
-
-def _pack_2xxs(rows: Tensor, signs: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
-    return _bytes(torch.cat([_by(rows, 4), _words(signs, scales)], dim=-1).flatten(-2))
-
-
-def _take_2xxs(data: Tensor) -> tuple[Tensor, ...]:
-    whole = _by(data, 8)
-    return whole[..., :4].flatten(-2), *_of_words(whole[..., 4:])
-
-
-def _pack_2xs(rows: Tensor, signs: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
-    return _bytes(_halves(rows | (signs & 127) << 9), _nibbles(scales))
-
-
-def _take_2xs(data: Tensor) -> tuple[Tensor, ...]:
-    both = _of_halves(data[..., :64])
-    return both & 511, _with_eighth(both >> 9), _of_nibbles(data[..., 64:])
-
-
-def _pack_2s(rows: Tensor, signs: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
-    return _bytes(rows & 255, signs, _spread(rows, 2), _nibbles(scales))
-
-
-def _take_2s(data: Tensor) -> tuple[Tensor, ...]:
-    low, signs, high, scales = torch.split(data, [32, 32, 8, 8], dim=-1)
-    return _of_spread(low, high, 2), signs, _of_nibbles(scales)
-
-
-def _pack_3xxs(rows: Tensor, signs: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
-    return _bytes(rows, _words(signs, scales).flatten(-2))
-
-
-def _take_3xxs(data: Tensor) -> tuple[Tensor, ...]:
-    return data[..., :64], *_of_words(_by(data[..., 64:], 4))
-
-
-def _pack_3s(rows: Tensor, signs: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
-    return _bytes(rows & 255, _spread(rows, 1), signs, _nibbles(scales))
-
-
-def _take_3s(data: Tensor) -> tuple[Tensor, ...]:
-    low, high, signs, scales = torch.split(data, [64, 8, 32, 4], dim=-1)
-    return _of_spread(low, high, 1), signs, _of_nibbles(scales)
-
-
-_PACKED: Mapping[str, tuple[Any, Any]] = {
-    "IQ2_XXS": (_pack_2xxs, _take_2xxs),
-    "IQ2_XS": (_pack_2xs, _take_2xs),
-    "IQ2_S": (_pack_2s, _take_2s),
-    "IQ3_XXS": (_pack_3xxs, _take_3xxs),
-    "IQ3_S": (_pack_3s, _take_3s),
-}
-"""Bytes of blocks after d, of rows of the table, signs (a byte of eight, minus being 1) and scales; and back."""
-
-
 class Lattices(GridType):
     """Types of GGUF rounded by eights."""
 
@@ -440,7 +330,7 @@ class Lattices(GridType):
     def of_gguf_rows(self, spec: LatticeSpec, rows: Tensor) -> Coded:
         blocks = whole_blocks(rows, spec.block_bytes, spec.name)
         d = blocks[..., :2].contiguous().view(torch.float16).squeeze(-1).to(torch.float32)
-        places, signs, scales = _PACKED[spec.name][1](blocks[..., 2:].to(torch.int64))
+        places, signs, scales = LATTICE_BYTES[spec.name][1](blocks[..., 2:].to(torch.int64))
         table = points(spec.name)
         digits = torch.searchsorted(table.values[table.base :], table.magnitudes)[places].view(len(rows), -1)
         negative = ((signs.unsqueeze(-1) >> torch.arange(UNIT)) & 1).view_as(digits).bool()
