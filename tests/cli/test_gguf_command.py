@@ -127,10 +127,11 @@ def nothing(_):
 
 REFUSED = {
     "a type nobody knows": (nothing, ["gguf", "MODEL", "--type", "Q4_K_L"], ["'Q4_K_L'", "did you mean 'Q4_K_S'"]),
-    "a type that needs codebooks": (
+    "a type that is not written": (nothing, ["gguf", "MODEL", "--type", "IQ1_S"], ["unknown GGUF file type 'IQ1_S'"]),
+    "a type of points that needs importance": (
         nothing,
         ["gguf", "MODEL", "--type", "IQ2_XXS"],
-        ["unknown GGUF file type 'IQ2_XXS'"],
+        ["IQ2_XXS needs the importance of inputs"],
     ),
     "a tensor type nobody knows": (nothing, [*Q4, "--tensor-type", "ffn_down=Q6"], ["'Q6'", "did you mean 'Q6_K'"]),
     "a pattern that fits nothing": (nothing, [*Q4, "--tensor-type", "nope=Q6_K"], ["'nope' fits no matrix"]),
