@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 
 from llmcompress.formats.gguf.imatrix import Imatrix, ImatrixEntry
 from llmcompress.formats.gguf.imatrix_file import write_imatrix
@@ -191,3 +192,14 @@ def test_several_types_are_several_files_and_none_if_one_is_refused(model, main,
         alone = model.parent / "alone.gguf"
         assert main("gguf", model, "--type", kind, "-o", alone, "--overwrite", "-q") == 0
         assert alone.read_bytes() == Path(result["output"]).read_bytes()
+
+
+@pytest.mark.parametrize("factor", [1e-6, 1e-30])
+def test_an_embedding_that_a_type_takes_for_zeros_is_not_published(factor, model, main, capsys):
+    tensors = load_file(model / "model.safetensors")
+    name = "model.embed_tokens.weight"
+    tensors[name] = (tensors[name].float() * factor).to(tensors[name].dtype)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    assert main("gguf", model, "--type", "Q6_K", "-o", model.parent / "out.gguf", "-q") == 1
+    one_line(capsys, ["Q6_K does not hold the values of token_embd.weight"])
+    assert not (model.parent / "out.gguf").exists()

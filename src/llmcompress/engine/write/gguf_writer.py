@@ -93,8 +93,6 @@ class _Data:
 
     def _encoded(self, placed: Placed) -> Iterator[memoryview]:
         """The bytes of a tensor that no method rounds: a norm, a bias, the embedding, the head."""
-        from torch.linalg import vector_norm as norm
-
         costs = None if self.plan.importance is None else self.plan.importance.tensors.get(placed.tensor.name)
         for number, piece in enumerate(pieces(placed.tensor, self.read)):
             importance = None if costs is None else costs[number]
@@ -104,26 +102,33 @@ class _Data:
                 values = piece.rows(start, start + step)
                 found = encoded(values, placed.type.name, self.search, self.workers, importance)
                 if placed.type.name != "F32" and values.ndim > 1:  # F32 holds every value
-                    lost += _squared_error(found, values, placed.type.name)
-                    whole += float(norm(values)) ** 2
+                    error, energy = _squares(found, values, placed.type.name)
+                    lost, whole = lost + error, whole + energy
                 del values
                 yield bytes_of(found)
-            if lost and not math.sqrt(lost / (whole or 1.0)) < farthest(
-                placed.type.name, whole, math.prod(piece.shape)
-            ):
+            bound = farthest(placed.type.name, whole, math.prod(piece.shape))
+            if lost and not math.sqrt(lost / (whole or 1.0)) < bound:
                 raise RunError(
                     f"{placed.type.name} does not hold the values of {placed.tensor.name}",
                     f"give it a wider type, such as --tensor-type {placed.tensor.name.removesuffix('.weight')}=F32",
                 )
 
 
-def _squared_error(rows: "Tensor", values: "Tensor", kind: str) -> float:
-    """The sum of squares of what rows [rows, bytes] of a type stand for less their values [rows, width]."""
+def _squares(rows: "Tensor", values: "Tensor", kind: str) -> tuple[float, float]:
+    """Sums of squares in float64: of what rows [rows, bytes] of a type stand for less values [rows, width]; of values.
+
+    In float64, since float32 has no squares of values of 1e-30.
+    """
+    from torch import float64
     from torch.linalg import vector_norm as norm
 
+    error = energy = 0.0
     step = max(1, _DECODED_AT_ONCE // values.shape[-1])
-    starts = range(0, len(values), step)
-    return sum(float(norm(decoded(rows[at : at + step], kind).sub_(values[at : at + step]))) ** 2 for at in starts)
+    for start in range(0, len(values), step):
+        part = values[start : start + step].to(float64)
+        energy += float(norm(part)) ** 2
+        error += float(norm(part.sub_(decoded(rows[start : start + step], kind)))) ** 2
+    return error, energy
 
 
 def encoded(
