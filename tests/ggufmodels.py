@@ -41,11 +41,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "phi": {"num_key_value_heads": 4, "intermediate_size": 256}, "starcoder2": {}, "stablelm": {},
     "exaone4": {"sliding_window": None, "layer_types": [FULL] * 2}, "ernie4_5": {}, "hunyuan_v1_dense": {},
     "seed_oss": {}, "arcee": {}, "nemotron": {},
+    "iquestcoder": {}, "internlm3": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 6.0}}, "jais2": {},
     # experts
     "olmoe": {"num_key_value_heads": 4}, "qwen2_moe": {}, "granitemoe": {}, "granitemoeshared": {},
     "dots1": {"num_key_value_heads": 4}, "glm4_moe": {},
     "ernie4_5_moe": {"num_hidden_layers": 3, "moe_layer_start_index": 1, "moe_layer_end_index": 2},
     "hunyuan_v1_moe": {}, "minimax_m2": {"intermediate_size": 32},
+    "exaone_moe": {"num_hidden_layers": 4, "layer_types": PERIOD, "mlp_layer_types": ["dense", *["sparse"] * 3]},
+    "afmoe": {"num_hidden_layers": 4, "layer_types": PERIOD, "mup_enabled": True}, "solar_open": {},
     # state space models and convolutions
     "mamba": {"intermediate_size": 128, "state_size": 8, "time_step_rank": 4},
     "falcon_mamba": {"intermediate_size": 128, "state_size": 8, "time_step_rank": 4},
@@ -80,7 +83,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "bloom": {}, "gpt_bigcode": {"n_inner": 256}, "mpt": {"expansion_ratio": 4}, "falcon": {"ffn_hidden_size": 256},
     # latent attention
     "deepseek_v2": {"num_key_value_heads": 4}, "deepseek_v3": {"num_key_value_heads": 4},
-    "glm4_moe_lite": {"num_key_value_heads": 4},
+    "glm4_moe_lite": {"num_key_value_heads": 4}, "minicpm3": {"num_key_value_heads": 4},
+    "youtu": {"num_key_value_heads": 4, "pad_token_id": None},  # transformers forgets the row of that token as it loads
 }  # fmt: skip
 
 # keys of the configs that the makers published, which the converter reads and transformers does not write
@@ -89,6 +93,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"moe_intermediate_size": [96, 96], "moe_topk": [2, 2], "num_shared_expert": [1, 1]},
     "minimax_m2": {"rotary_dim": 8},
     "falcon": {"num_kv_heads": 1},
+    "solar_open": {"partial_rotary_factor": 1.0, "first_k_dense_replace": 0},
+    "afmoe": {"route_norm": True},
 }
 
 

@@ -13,6 +13,7 @@ _WHOLE = {
     "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
     "shared_intermediate_size": "expert_shared_feed_forward_length",
     "n_shared_experts": "expert_shared_count",
+    "num_shared_experts": "expert_shared_count",
     "moe_num_shared_experts": "expert_shared_count",
     "n_group": "expert_group_count",
     "topk_group": "expert_group_used_count",

@@ -32,6 +32,7 @@ MORE = {  # what is written although the converter does not: llama.cpp takes the
 LEFT_OUT = {  # why a key of the converter is not written, or another value: by the end of its name
     "rope.scaling.type": "'none', which is what llama.cpp takes without a factor",
     "tokenizer.ggml.add_bos_token": "the tokenizer has its own keys",
+    "nextn_predict_layers": "0, which is what llama.cpp takes without it",
 }
 OTHERWISE = {
     ("bloom", "context_length"): "the converter takes the width where published configs say it",

@@ -5,6 +5,7 @@ llama.cpp moves it over to the queries.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from llmcompress.formats.gguf.families import leading
 from llmcompress.formats.gguf.family import CHOICE, EXPERTS, GATED, SHARED_EXPERT, Family, Kin, Shape
@@ -90,6 +91,11 @@ def _objection(hyper: Hyper) -> str | None:
     return leading.objection(hyper)
 
 
+def _all_dense(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Every layer is one before the first with experts."""
+    return {**config, "first_k_dense_replace": config.get("num_hidden_layers"), "n_shared_experts": 0}
+
+
 def _greedy(hyper: Hyper) -> str | None:
     if (hyper.config.get("n_group") or 1) > 1 and hyper.config.get("topk_method") != "greedy":
         return "config.json: n_group is above 1, and llama.cpp ranks groups of experts by two scores, not by one"
@@ -111,6 +117,12 @@ FAMILY = Kin(
             ropes=("default", "yarn"), told=(*_TOLD, "norm_topk_prob"), shapes=_shapes, parts=_parts,
             layer=lambda hyper, layer: _layer(True, hyper, layer), objection=_objection,
             keys=lambda hyper, rope: _keys(leading.SIGMOID, hyper, rope), only=_ONLY,
+        ),
+        Family(
+            "youtu", ("youtu",), "deepseek2", tied=True, biases=(), ropes=("default", "yarn"), told=_TOLD,
+            shapes=_shapes, parts=_parts, layer=lambda hyper, layer: (*_LATENT, *_queries(hyper), *GATED),
+            meant=_all_dense, keys=lambda hyper, rope: _keys(leading.SIGMOID, hyper, rope), objection=_objection,
+            only=_ONLY,
         ),
     ),
 )  # fmt: skip

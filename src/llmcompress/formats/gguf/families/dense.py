@@ -120,5 +120,9 @@ FAMILY = Kin(
             norm_offset=1.0, layer=(*ATTENTION, *_NO_GATE), biased=("output_norm", "attn_norm", "ffn_norm"),
             head_needed=True, biases=(), only={"hidden_act": ("relu2",)},
         ),
+        Family(
+            "jais2", ("jais2",), "jais2", rms=False, square=True, partly=True, ropes=("default",), biases=(),
+            layer=_STARCODER, biased=("output_norm", *_STARCODER), only={"hidden_act": ("relu2",)},
+        ),
     ),
 )  # fmt: skip

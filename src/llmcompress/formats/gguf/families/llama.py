@@ -1,8 +1,9 @@
 """Llama, Mistral and their relatives. llama.cpp rotates neighbouring values, so rows of q and k change their order."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from llmcompress.formats.gguf.family import Family
+from llmcompress.formats.gguf.family import Family, Kin
 from llmcompress.formats.gguf.hyper import Hyper
 from llmcompress.formats.gguf.keys import Key, u32
 from llmcompress.formats.gguf.rope import Rope, llama3_factors
@@ -22,9 +23,9 @@ def keys(hyper: Hyper, rope: Rope) -> tuple[Key, ...]:
     return (u32("llama.rope.dimension_count", hyper.head_dim),)
 
 
-FAMILY = Family(
+_LLAMA = Family(
     name="llama",
-    model_types=("llama", "mistral"),
+    model_types=("llama", "mistral", "iquestcoder"),
     arch="llama",
     factored=True,
     ropes=("default", "linear", "yarn", "llama3"),
@@ -35,3 +36,6 @@ FAMILY = Family(
     values=values,
     keys=keys,
 )
+# dynamic scaling begins where the context ends
+_INTERNLM3 = replace(_LLAMA, name="internlm3", model_types=("internlm3",), ropes=("default", "dynamic"))
+FAMILY = Kin("llama", (_LLAMA, _INTERNLM3))

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from llmcompress.formats.gguf.families import leading, llama
+from llmcompress.formats.gguf.families.layer_patterns import every
 from llmcompress.formats.gguf.family import (
     ATTENTION,
     CHOICE,
@@ -13,8 +14,8 @@ from llmcompress.formats.gguf.family import (
     Kin,
     Shape,
 )
-from llmcompress.formats.gguf.hyper import Hyper
-from llmcompress.formats.gguf.keys import Key, u32
+from llmcompress.formats.gguf.hyper import Hyper, number
+from llmcompress.formats.gguf.keys import Key, f32, flag, u32
 from llmcompress.formats.gguf.rope import Rope
 from llmcompress.formats.gguf.shapes import shared_width
 from llmcompress.formats.gguf.tensors import GGUFTensor, stretch
@@ -67,6 +68,36 @@ def _minimax(hyper: Hyper, rope: Rope) -> list[Key]:
     ]
 
 
+def _exaone(hyper: Hyper, rope: Rope) -> list[Key]:
+    return [
+        leading.key("exaone-moe", hyper),
+        u32("exaone-moe.expert_shared_feed_forward_length", shared_width(hyper)),
+        u32("exaone-moe.expert_gating_func", leading.SIGMOID),
+    ]
+
+
+def _exaone_objection(hyper: Hyper) -> str | None:
+    if hyper.config.get("sliding_window") is None:
+        return "config.json: sliding_window is not there, llama.cpp computes exaone_moe models with one"
+    return leading.objection(hyper)
+
+
+def _afmoe(hyper: Hyper, rope: Rope) -> list[Key]:
+    return [
+        leading.key("afmoe", hyper),
+        u32("afmoe.rope.dimension_count", hyper.head_dim),
+        u32("afmoe.expert_shared_count", int(hyper.config.get("num_shared_experts") or 0)),
+        flag("afmoe.expert_weights_norm", True),
+        f32("afmoe.expert_weights_scale", number(hyper.config, "route_scale")),
+    ]
+
+
+def _afmoe_layer(hyper: Hyper, layer: int) -> tuple[str, ...]:
+    attention = (*ATTENTION, *_NORMS, "attn_gate", "post_attention_norm", "post_ffw_norm")
+    shared = SHARED_EXPERT if hyper.config.get("num_shared_experts") else ()
+    return leading.then(attention, GATED, (*EXPERTS, CHOICE, *shared))(hyper, layer)
+
+
 def _glm4_moe_layer(hyper: Hyper, layer: int) -> tuple[str, ...]:
     attention = (*ATTENTION, *(_NORMS if hyper.config.get("use_qk_norm") else ()), "post_attention_norm")
     return leading.then(attention, GATED[1:], (*EXPERTS[1:], CHOICE, *SHARED_EXPERT))(hyper, layer)
@@ -103,8 +134,8 @@ FAMILY = Kin(
             told=("moe_intermediate_size", "n_shared_experts", *_SCALED), objection=leading.objection, only=_SILU,
         ),
         Family(
-            "glm4_moe", ("glm4_moe",), "glm4moe", experts=True, partly=True, ropes=("default",), keys=_glm4_moe,
-            layer=_glm4_moe_layer, objection=leading.objection,
+            "glm4_moe", ("glm4_moe", "solar_open"), "glm4moe", experts=True, partly=True, ropes=("default",),
+            keys=_glm4_moe, layer=_glm4_moe_layer, objection=leading.objection,
             told=("moe_intermediate_size", "n_shared_experts", *_SCALED), only=_SILU,
         ),
         Family(
@@ -119,6 +150,18 @@ FAMILY = Kin(
         Family(
             "minimax_m2", ("minimax_m2",), "minimax-m2", experts=True, ropes=("default",), biases=(), norm_heads=True,
             layer=(*ATTENTION, *_NORMS, *EXPERTS, CHOICE), keys=_minimax, head_needed=True, only=_SILU,
+        ),
+        Family(
+            "exaone_moe", ("exaone_moe",), "exaone-moe", experts=True, ropes=("default",), biases=(), windowed=True,
+            head_needed=True, layer=leading.then((*ATTENTION, *_NORMS), GATED, (*EXPERTS, CHOICE, *SHARED_EXPERT)),
+            told=("moe_intermediate_size", "num_shared_experts", "sliding_window", "layer_types", *_SCALED),
+            keys=_exaone, objection=_exaone_objection, skipped=("mtp.",), only=_SILU,
+        ),
+        Family(
+            "afmoe", ("afmoe",), "afmoe", experts=True, ropes=("default",), biases=(), windowed=True,
+            layer=_afmoe_layer, shapes=lambda hyper, layer: {"attn_gate": (hyper.heads * hyper.head_dim, hyper.hidden)},
+            told=("moe_intermediate_size", "sliding_window"), keys=_afmoe, objection=every(4),
+            only={**_SILU, "mup_enabled": (True,), "route_norm": (True, None)},
         ),
     ),
 )  # fmt: skip
