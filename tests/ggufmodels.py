@@ -12,6 +12,10 @@ TRUNCATED = {  # of yarn, as llama.cpp computes it; the published models do with
     "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "original_max_position_embeddings": 4096,
     "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True,
 }  # fmt: skip
+SLOWED = {
+    "rope_type": "llama3", "rope_theta": 1e6, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
 PERIOD = [SLIDING, SLIDING, SLIDING, FULL]
 SMALL = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 64),
@@ -41,7 +45,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "phi": {"num_key_value_heads": 4, "intermediate_size": 256}, "starcoder2": {}, "stablelm": {},
     "exaone4": {"sliding_window": None, "layer_types": [FULL] * 2}, "ernie4_5": {}, "hunyuan_v1_dense": {},
     "seed_oss": {}, "arcee": {}, "nemotron": {},
-    "iquestcoder": {}, "internlm3": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 6.0}}, "jais2": {},
+    "iquestcoder": {}, "jais2": {}, "apertus": {"rope_parameters": SLOWED},
+    "internlm3": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 6.0}},
     # experts
     "olmoe": {"num_key_value_heads": 4}, "qwen2_moe": {}, "granitemoe": {}, "granitemoeshared": {},
     "dots1": {"num_key_value_heads": 4}, "glm4_moe": {},

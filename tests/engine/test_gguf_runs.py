@@ -10,8 +10,9 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from ggufmodels import small_config
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
@@ -23,6 +24,7 @@ from llmcompress.packing.ggml import pack
 from llmcompress.recipe import parse
 from llmcompress.store.gguf_model import decoded, read_gguf, tensor_bytes
 from llmcompress.validate.gguf_verify import verify_gguf
+from llmcompress.validate.load import load_whole
 from llmcompress.validate.session import Request, evaluate_paths
 from llmcompress.workers import SERIAL
 from madetokenizers import byte_level, save
@@ -307,3 +309,19 @@ def test_the_package_rounds_to_mxfp4_where_it_is_asked_to(tiny_model_dir, tmp_pa
     weight = load_file(tiny_model_dir / "model.safetensors")["model.layers.0.mlp.up_proj.weight"].to(torch.float32)
     theirs = gguf.quants.quantize(weight.numpy(), gguf.GGMLQuantizationType.MXFP4)
     assert tensor_bytes(read_gguf(file), "blk.0.ffn_up.weight").tobytes() == theirs.tobytes()
+
+
+def test_numbers_of_layers_become_keys_and_are_read_back_from_them(random_model_dir, tmp_path):
+    path, other = tmp_path / "model", tmp_path / "other"
+    shutil.copytree(random_model_dir("apertus", model_type="apertus", **small_config("apertus", 288)), path)
+    shutil.copytree(save(byte_level(), path), other)
+    tensors = load_file(other / "model.safetensors")
+    numbers = [tensors[f"model.layers.{layer}.mlp.act_fn.alpha_p"] for layer in range(2)]
+    numbers[1].add_(0.5)
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    file = write(other, tmp_path / "model.gguf", "Q8_0", method="gptq")
+    assert gguf.GGUFReader(file).fields["xielu.alpha_p"].contents() == [float(value) for value in numbers]
+    assert not failures(file, other)
+    assert any("xielu.alpha_p" in str(detail) for detail in failures(file, path).values())
+    whole = load_whole(file, dtype=torch.float32, source=path)  # from the file, not from the directory beside it
+    assert whole.model.layers[1].mlp.act_fn.alpha_p.item() == float(numbers[1])

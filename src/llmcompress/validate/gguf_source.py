@@ -1,6 +1,6 @@
 """A GGUF file compared with its source checkpoint: which rows of the file hold which source tensor."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +10,7 @@ from torch import Tensor
 from llmcompress.errors import CheckpointError
 from llmcompress.formats.gguf.family import find
 from llmcompress.formats.gguf.keys import Key
-from llmcompress.formats.gguf.metadata import architecture, metadata
+from llmcompress.formats.gguf.metadata import architecture, listed_names, metadata
 from llmcompress.formats.gguf.names import gguf_tensors
 from llmcompress.formats.gguf.tensors import FORMS, GGUFTensor
 from llmcompress.formats.gguf.types import FACTORED, FILE_TYPES
@@ -101,6 +101,16 @@ def parts_of(header: GgufHeader, tensor: GGUFTensor) -> list[EncodedRows]:
     return [EncodedRows(tensor, shape, number * rows, (number + 1) * rows) for number in range(count)]
 
 
+def _numbers_of_layers(header: GgufHeader, source: ModelHeaders) -> Iterator[tuple[str, float]]:
+    """Tensors of the source that the file has as numbers of a key; CheckpointError where the key has not that many."""
+    for key, by_layer in listed_names(find(source.config), source.tensors).items():
+        numbers = np.ravel(np.asarray(header.value(key), np.float32)) if key in header.fields else np.zeros(0)
+        if sorted(by_layer) != list(range(len(numbers))):
+            raise CheckpointError(f"{header.path} lists {len(numbers)} numbers as {key}, not one for each layer")
+        for layer, name in by_layer.items():
+            yield name, float(numbers[layer])
+
+
 class GgufWeights:
     """The tensors of `source` by on-disk name, with values from a GGUF file made from `source`; implements `Weights`.
 
@@ -118,6 +128,7 @@ class GgufWeights:
             )
         self._parts: dict[str, list[EncodedRows]] = {}
         self._shapes = {name: stored.spec.shape for name, stored in source.headers.tensors.items()}
+        self._listed = dict(_numbers_of_layers(header, source.headers))
         embedding = next(tensor for tensor in tensors if tensor.name == _EMBEDDING)
         for tensor in tensors:
             names = tensor.sources
@@ -128,7 +139,7 @@ class GgufWeights:
                 self._parts.setdefault(name, []).append(part)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._parts
+        return name in self._parts or name in self._listed
 
     def coded(self, module: str) -> Coded | None:
         """Codes [out, in] of a module's matrix if the matrix is one tensor of a type of codes; else None."""
@@ -152,6 +163,8 @@ class GgufWeights:
 
     def read(self, name: str) -> Tensor:
         """A tensor in its source's shape, float32."""
+        if name in self._listed:
+            return torch.full(self._shapes[name], self._listed[name])
         if name not in self._parts:
             raise CheckpointError(f"tensor {name} is not in {self.header.path}")
         parts = self._parts[name]

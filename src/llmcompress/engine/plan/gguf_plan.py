@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmcompress.engine.source.open import open_checkpoint
 from llmcompress.errors import PlanError
 from llmcompress.formats.gguf.family import find, is_factored
 from llmcompress.formats.gguf.file import GgufFile, Placed, gguf_files
 from llmcompress.formats.gguf.keys import Key, write
-from llmcompress.formats.gguf.metadata import architecture, metadata, notes
+from llmcompress.formats.gguf.metadata import architecture, listed_keys, metadata, notes
 from llmcompress.formats.gguf.mixture import TypeChoice, Wishes, mixture
 from llmcompress.formats.gguf.names import gguf_tensors
 from llmcompress.formats.gguf.rules import Facts
@@ -154,6 +155,7 @@ def _description(headers: ModelHeaders, types: TensorTypes, tokenizer: GgufToken
             read_json(generation) if generation.is_file() else None,
         )
         write(writer, keys)
+        write(writer, listed_keys(headers.config, headers.tensors, open_checkpoint(headers).read))
         write_tokenizer(writer, tokenizer)
 
     return describe

@@ -68,7 +68,8 @@ class Family:
     outer: those outside of layers beyond embedding, norm and head. biased: roles of both that have a bias too, biases:
     roles that may have one. shapes: of roles of a layer (-1: outside of them) that are not as usual. parts: what a
     tensor of the checkpoint, of that path, is taken apart into, without sources; None for one that stays whole.
-    skipped: parts of names that are left out. forms: of values, by role (tensors.FORMS). reshaped: roles of tensors
+    skipped: parts of names that are left out. listed: ends of names of numbers, one in each layer, that a key lists.
+    forms: of values, by role (tensors.FORMS). reshaped: roles of tensors
     that take the extents `shapes` gives them.
     rms: its norms do not subtract the mean. unnormed: it has no norm with weights before the head.
     told: fields of config.json of which keys say the same (fields.py). partly: a key says how many values of a head are
@@ -110,6 +111,7 @@ class Family:
     skipped: tuple[str, ...] = ()
     forms: Mapping[str, str] = field(default_factory=dict)
     reshaped: tuple[str, ...] = ()
+    listed: Mapping[str, str] = field(default_factory=dict)
     rms: bool = True
     shapes: Callable[[Hyper, int], Mapping[str, Shape]] = _no_shapes
     parts: Callable[[str, Shape, Hyper], Sequence[GGUFTensor] | None] = _no_parts

@@ -1,15 +1,17 @@
 """The keys of a GGUF file: what the model is, its hyperparameters, how it is quantised. The tokenizer has its own."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from llmcompress.errors import CheckpointError
 from llmcompress.formats.gguf.family import Family, find
 from llmcompress.formats.gguf.general import general_keys
 from llmcompress.formats.gguf.hyper import Hyper
-from llmcompress.formats.gguf.keys import Key, f32, u32
+from llmcompress.formats.gguf.keys import Key, f32, f32s, u32
+from llmcompress.formats.gguf.names import layer_of
 from llmcompress.formats.gguf.rope import Rope, scaling_keys
 from llmcompress.formats.gguf.rules import Facts
-from llmcompress.formats.gguf.tensors import GGUFTensor
+from llmcompress.formats.gguf.tensors import GGUFTensor, Read
 from llmcompress.formats.gguf.types import FileType
 
 
@@ -40,6 +42,37 @@ def metadata(
         u32("general.file_type", kind.id),
         u32("general.quantization_version", GGML_QUANT_VERSION),
     ]
+
+
+def listed_keys(config: Mapping[str, Any], names: Iterable[str], read: Read) -> list[Key]:
+    """The keys that list a number of each layer, which are tensors of the checkpoint.
+
+    names: of its tensors. CheckpointError where a layer has no such number, or several.
+    """
+    family = find(config)
+    listed = listed_names(family, names)
+    hyper, _ = family.read(config)
+    found = []
+    for key, by_layer in listed.items():
+        if sorted(by_layer) != list(range(hyper.layers)):
+            raise CheckpointError(
+                f"tensors {family.listed[key]} are in {len(by_layer)} layers, config.json speaks of {hyper.layers}",
+                "fetch the weights again",
+            )
+        numbers = [read(by_layer[layer]).flatten().tolist() for layer in range(hyper.layers)]
+        if any(len(values) != 1 for values in numbers):
+            raise CheckpointError(f"tensors {family.listed[key]} are not one number each", "fetch the weights again")
+        found.append(f32s(key, [value for (value,) in numbers]))
+    return found
+
+
+def listed_names(family: Family, names: Iterable[str]) -> dict[str, dict[int, str]]:
+    """On-disk names of the numbers that keys list, by key and layer."""
+    every = list(names)
+    return {
+        key: {int(layer_of(name)): name for name in every if name.endswith(end) and layer_of(name)}
+        for key, end in family.listed.items()
+    }
 
 
 def architecture(config: Mapping[str, Any]) -> str:

@@ -103,10 +103,14 @@ def _whole(family: Family, hyper: Hyper, source: Sequence[Source]) -> dict[str, 
     stacks: dict[str, dict[int, Source]] = {}
     for name, extents in source:
         path, shape = _path(name, family), tuple(extents)
-        if path.endswith(_SKIPPED) or any(part in path for part in family.skipped) or _is_after(path, hyper):
+        if (
+            path.endswith((*_SKIPPED, *family.listed.values()))
+            or any(part in path for part in family.skipped)
+            or _is_after(path, hyper)
+        ):
             continue
         if (parts := family.parts(path, shape, hyper)) is not None:
-            found |= {f"blk.{_layer(path)}.{part.name}": replace(part, sources=(name,)) for part in parts}
+            found |= {f"blk.{layer_of(path)}.{part.name}": replace(part, sources=(name,)) for part in parts}
         elif expert := _EXPERT.fullmatch(path):
             together, number = _expert_place(expert, family, hyper)
             stacks.setdefault(together, {})[number] = (name, shape)
@@ -121,7 +125,7 @@ def _whole(family: Family, hyper: Hyper, source: Sequence[Source]) -> dict[str, 
 
 def _is_after(path: str, hyper: Hyper) -> bool:
     """Whether a path lies in a layer after the last, which predicts further tokens; llama.cpp does without."""
-    number, more = _layer(path), hyper.config.get("num_nextn_predict_layers") or 0
+    number, more = layer_of(path), hyper.config.get("num_nextn_predict_layers") or 0
     return number != "" and hyper.layers <= int(number) < hyper.layers + int(more)
 
 
@@ -137,18 +141,18 @@ def _is_head(path: str, family: Family) -> bool:
 
 def _experts_path(layer: str, leaf: str, kind: str = "weight") -> str:
     """The GGUF name of the matrices, or biases, of all experts of a layer."""
-    return f"blk.{_layer(layer)}.ffn_{leaf.removesuffix('_proj')}_exps.{kind}"
+    return f"blk.{layer_of(layer)}.ffn_{leaf.removesuffix('_proj')}_exps.{kind}"
 
 
 def _expert_place(expert: re.Match[str], family: Family, hyper: Hyper) -> tuple[str, int]:
     """The GGUF name of what a tensor of one expert is a part of, and the number of the part."""
     leaf, number = _LEAVES.get(expert["leaf"], expert["leaf"]), int(expert["number"])
-    if leaf in _BOTH and "ffn_gate_up_exps" in family.roles(hyper, int(_layer(expert["layer"]))):
+    if leaf in _BOTH and "ffn_gate_up_exps" in family.roles(hyper, int(layer_of(expert["layer"]))):
         return _experts_path(expert["layer"], "gate_up_proj", expert["kind"]), 2 * number + _BOTH.index(leaf)
     return _experts_path(expert["layer"], leaf, expert["kind"]), number
 
 
-def _layer(path: str) -> str:
+def layer_of(path: str) -> str:
     """The number of the layer that a path lies in."""
     return next((part for part in path.split(".") if part.isdecimal()), "")
 
@@ -197,7 +201,7 @@ def _finished(tensor: GGUFTensor, path: str, family: Family, hyper: Hyper) -> GG
     if role == "exp_probs_b":
         tensor = replace(tensor, shape=(prod(tensor.shape),))
     if role in family.reshaped:
-        shape = family.shapes(hyper, int(_layer(tensor.name)))[role]
+        shape = family.shapes(hyper, int(layer_of(tensor.name)))[role]
         tensor = replace(tensor, shape=shape) if prod(shape) == prod(tensor.shape) else tensor
     if (inputs := family.inputs(role, hyper)) is not None:
         tensor = replace(tensor, inputs=inputs)

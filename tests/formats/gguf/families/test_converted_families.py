@@ -12,7 +12,7 @@ import torch
 
 from llmcompress.errors import CheckpointError, LlmcompressError
 from llmcompress.formats.gguf.family import known_types
-from llmcompress.formats.gguf.metadata import architecture, metadata
+from llmcompress.formats.gguf.metadata import architecture, listed_keys, metadata
 from llmcompress.formats.gguf.names import gguf_tensors
 from llmcompress.formats.gguf.refused import REASONS
 from llmcompress.formats.gguf.tensors import FORMS, convert
@@ -92,6 +92,8 @@ def test_names_shapes_and_values_are_those_of_the_converter(kind):
 def test_keys_are_those_of_the_converter_but_for_named_exceptions(kind):
     config, theirs = GOLDEN[kind]["config"], GOLDEN[kind]["keys"]
     keys = {key.name: key for key in metadata(config, tensors_of(kind), file_type("F32"), "Tiny-Model-7B-v2.0")}
+    source = GOLDEN[kind]["source"]
+    keys |= {key.name: key for key in listed_keys(config, source, lambda name: values(name, source[name]))}
     arch = architecture(config)
     assert theirs["general.architecture"][0] == arch
     for name, (value, type_) in theirs.items():
@@ -140,3 +142,11 @@ def test_forms_are_undone():
 def test_a_family_that_llama_cpp_lacks_is_refused_by_name():
     with pytest.raises(CheckpointError, match=r"'opt'.*llama\.cpp has no such architecture"):
         gguf_tensors({"model_type": "opt"}, [])
+
+
+@pytest.mark.parametrize("wrong", [{}, {"model.layers.1.mlp.act_fn.beta": [2]}])
+def test_numbers_that_keys_list_must_be_one_in_each_layer(wrong):
+    entry = GOLDEN["apertus"]
+    source = {name: shape for name, shape in entry["source"].items() if name != "model.layers.1.mlp.act_fn.beta"}
+    with pytest.raises(CheckpointError, match=r"act_fn\.beta"):
+        listed_keys(entry["config"], source | wrong, lambda name: values(name, (source | wrong)[name]))

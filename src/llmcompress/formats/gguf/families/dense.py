@@ -121,6 +121,12 @@ FAMILY = Kin(
             head_needed=True, biases=(), only={"hidden_act": ("relu2",)},
         ),
         Family(
+            "apertus", ("apertus",), "apertus", partly=True, ropes=("default", "llama3"), values=llama.values,
+            head_needed=True, layer=(*ATTENTION, *_QK_NORMS, *_NO_GATE), biases=(),
+            listed={f"xielu.{name}": f".act_fn.{name}" for name in ("alpha_n", "alpha_p", "beta", "eps")},
+            only={"hidden_act": ("xielu",), "qk_norm": (True, None), "post_norm": (False, None)},
+        ),
+        Family(
             "jais2", ("jais2",), "jais2", rms=False, square=True, partly=True, ropes=("default",), biases=(),
             layer=_STARCODER, biased=("output_norm", *_STARCODER), only={"hidden_act": ("relu2",)},
         ),
