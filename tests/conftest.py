@@ -5,7 +5,9 @@ No test reaches a network: `offline/sitecustomize.py` is loaded here, and by eve
 
 import json
 import os
+import re
 import runpy
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -86,10 +88,46 @@ def main(monkeypatch: pytest.MonkeyPatch) -> Main:
     return run
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _texts_are_encoded_once() -> Iterator[None]:
+    """The texts that come with llmcompress are encoded once by a process for each tokenizer that tests have."""
+    from llmcompress.calib import default
+
+    encode, encoded = default.token_ids, {}
+
+    def token_ids(tokenizer: Any, documents: Any, *others: Any) -> Any:
+        documents = list(documents)
+        if not getattr(tokenizer, "is_fast", False):
+            return encode(tokenizer, documents, *others)
+        key = tokenizer.backend_tokenizer.to_str(), repr(tokenizer), repr(documents), others
+        if key not in encoded:
+            encoded[key] = list(encode(tokenizer, documents, *others))
+        return encoded[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(default, "token_ids", token_ids)
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny_model_dir() -> Path:
     """A trained Llama with tokenizer, chat template and licence (scripts/make_tiny_model.py). Read-only."""
     return MODELS / "tiny-llama"
+
+
+@pytest.fixture(scope="session")
+def shallow_model_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first two layers of that model, as a model: for runs that more layers would only make longer. Read-only."""
+    from safetensors.torch import load_file, save_file
+
+    path = tmp_path_factory.mktemp("models") / tiny_model_dir.name
+    shutil.copytree(tiny_model_dir, path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}, indent=2) + "\n")
+    tensors = load_file(path / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not re.match(r"model\.layers\.[23]\.", name)}
+    save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ from llmcompress.validate.evaluate import measure
 from llmcompress.validate.load import open_streamed
 
 LAYERS = 4  # of the tiny model
+FEW = 2  # layers of `shallow_model_dir`
 CALIBRATION = {"source": "default", "samples": 8, "length": 64}
 
 

@@ -10,7 +10,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from llmcompress.calib import default
 from llmcompress.calib.base import TokenRequest
+from llmcompress.calib.documents import token_ids
 
 SPECIALS = ["<s>", "</s>", "<pad>"]
 VOCAB_SIZE = len(SPECIALS) + 256
@@ -31,6 +33,12 @@ def build(*, opens: bool = False, **options: Any) -> PreTrainedTokenizerFast:
         backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     named = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", **options}
     return PreTrainedTokenizerFast(tokenizer_object=backend, **named)
+
+
+@pytest.fixture(autouse=True)
+def _texts_are_encoded_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here encoding is what is tested, so that nothing is remembered."""
+    monkeypatch.setattr(default, "token_ids", token_ids)
 
 
 @pytest.fixture(scope="session")

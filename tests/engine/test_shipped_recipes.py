@@ -18,14 +18,14 @@ CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
-def test_a_shipped_recipe_runs(file, tiny_model_dir, tmp_path, windows):
+def test_a_shipped_recipe_runs(file, shallow_model_dir, tmp_path, windows):
     recipe = load(file)
     short = recipe.calibration.model_copy(update={"samples": 8, "length": 64})
     gguf = recipe.output.format == "gguf"
     out = tmp_path / ("out.gguf" if gguf else "out")
-    run(make_plan(recipe.model_copy(update={"calibration": short}), tiny_model_dir, Options(out=out)))
-    checks = (verify_gguf if gguf else verify)(out, tiny_model_dir)
+    run(make_plan(recipe.model_copy(update={"calibration": short}), shallow_model_dir, Options(out=out)))
+    checks = (verify_gguf if gguf else verify)(out, shallow_model_dir)
     assert passed(checks), [check for check in checks if not check.ok]
-    subject = open_streamed(out, dtype=torch.float32, source=tiny_model_dir if gguf else None)
-    reference = open_streamed(tiny_model_dir, dtype=torch.float32)
+    subject = open_streamed(out, dtype=torch.float32, source=shallow_model_dir if gguf else None)
+    reference = open_streamed(shallow_model_dir, dtype=torch.float32)
     assert float(measure(subject, reference, windows[:6]).kl.mean()) < (0.9 if recipe.pruner else 0.3)

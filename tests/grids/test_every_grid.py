@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from llmcompress.calib.pack import save
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.formats.base import TensorSpec
 from llmcompress.grids.fitting import fit
@@ -37,15 +38,41 @@ def options(name):
     return {"type": name, "bits": bits, **({"group_size": 32} if grid.grouped else {})}
 
 
-def made(name, steps, format_):
-    calibration = {"samples": 2, "length": 32}
+def made(name, steps, format_, source="default"):
     return parse(
         {
-            "calibration": calibration,
+            "calibration": {"source": source, "samples": 2, "length": 32},
             "steps": [*steps[:-1], {**steps[-1], **options(name)}],
             "output": {"format": format_},
         }
     )
+
+
+@pytest.fixture(scope="module")
+def model(random_model_dir):
+    """Matrices of several groups and tiles of every grid, and few of them: fitting some grids takes long."""
+    return random_model_dir("llama", num_hidden_layers=1, hidden_size=128, intermediate_size=256)
+
+
+@pytest.fixture(scope="module")
+def rounded(model, tmp_path_factory):
+    """rounded(name): the model in a grid, rounded to nearest, in a format that holds its codes."""
+    root, done = tmp_path_factory.mktemp("rounded"), {}
+
+    def of(name):
+        if name not in done:
+            done[name] = compress(model, root / name, made(name, STEPS["rtn"], held(name)))
+        return root / name, done[name]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Tokens for the model, which has no tokenizer."""
+    path = tmp_path_factory.mktemp("text") / "ids.safetensors"
+    save(torch.randint(3, 96, (2, 32), generator=torch.Generator().manual_seed(0)), path)
+    return str(path)
 
 
 def holders(name):
@@ -60,26 +87,29 @@ def held(name):
 
 @pytest.mark.parametrize("method", STEPS)
 @pytest.mark.parametrize("name", CHOSEN)
-def test_a_grid_goes_through_a_method_to_a_checkpoint_that_verifies(name, method, tiny_model_dir, tmp_path):
+def test_a_grid_goes_through_a_method_to_a_checkpoint_that_verifies(name, method, model, text, rounded, tmp_path):
     grid, out = grid_types()[name], tmp_path / "out"
-    report = compress(tiny_model_dir, out, made(name, STEPS[method], held(name)))
+    if method == "rtn":
+        out, report = rounded(name)
+    else:
+        report = compress(model, out, made(name, STEPS[method], held(name), text))
     names = {linear["grid"] for linear in report["linears"]}
     assert len(names) == 1
     spec = spec_named(names.pop())
     assert (spec.type, spec.name) == (name, report["linears"][0]["grid"])
     assert json.loads((out / "report.json").read_text())["linears"] == report["linears"]
-    checks = verify(out, tiny_model_dir)
+    checks = verify(out, model)
     assert passed(checks), [check for check in checks if not check.ok]
     assert grid.label(methods()["rtn"](**options(name)), None) in (f"w{spec.bits}", name, spec.name)
 
 
 @pytest.mark.parametrize("name", CHOSEN)
-def test_a_checkpoint_is_read_as_what_was_written(name, tiny_model_dir, tmp_path):
+def test_a_checkpoint_is_read_as_what_was_written(name, model, rounded, tmp_path):
     """Values are those that the same codes have in `dense`, but for its type of 16 bits."""
-    for format_ in (held(name), "dense"):
-        compress(tiny_model_dir, tmp_path / format_, made(name, STEPS["rtn"], format_))
-    packed, dense = (load_file(tmp_path / item / "model.safetensors") for item in (held(name), "dense"))
-    config, module = json.loads((tmp_path / held(name) / "config.json").read_text()), "model.layers.1.mlp.up_proj"
+    out, _ = rounded(name)
+    compress(model, tmp_path / "dense", made(name, STEPS["rtn"], "dense"))
+    packed, dense = (load_file(folder / "model.safetensors") for folder in (out, tmp_path / "dense"))
+    config, module = json.loads((out / "config.json").read_text()), "model.layers.0.mlp.up_proj"
     form = formats()[held(name)]
     coded = form.decode(module, packed.__getitem__, config)
     specs = {item: TensorSpec(item, TYPES[tensor.dtype], tuple(tensor.shape)) for item, tensor in packed.items()}
@@ -125,12 +155,12 @@ def test_whoever_asks_a_grid_gets_an_answer(name):
     assert best <= worst
 
 
-def test_a_grid_that_cannot_be_held_is_refused_with_formats_that_hold_it(tiny_model_dir, tmp_path):
+def test_a_grid_that_cannot_be_held_is_refused_with_formats_that_hold_it(shallow_model_dir, tmp_path):
     from llmcompress.engine.plan.run_options import Options
     from llmcompress.errors import LlmcompressError
 
     for name in CHOSEN:
         for format_ in set(formats()) - {"dense", "gguf", *holders(name)}:
             with pytest.raises(LlmcompressError) as found:
-                make_plan(made(name, STEPS["rtn"], format_), tiny_model_dir, Options(out=tmp_path / "out"))
+                make_plan(made(name, STEPS["rtn"], format_), shallow_model_dir, Options(out=tmp_path / "out"))
             assert found.value.hint

@@ -27,7 +27,7 @@ from llmcompress.solve.damping import inverse_factor
 from llmcompress.solve.gptq import ColumnRounder, gptq_codes
 from llmcompress.solve.prepared import Prepared, column_order
 from llmcompress.solve.refine import row_loss
-from llmcompress.solve.row_blocks import SOLVED_ROWS, RowBlocks
+from llmcompress.solve.row_blocks import RowBlocks
 from llmcompress.solve.sparsegpt import FixedMask, MaskChoice
 from llmcompress.stats.gram import Gram
 from llmcompress.workers import SERIAL
@@ -177,8 +177,9 @@ def test_kernels_are_tried_before_a_run_goes_by_them(monkeypatch):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_every_block_of_rows_goes_by_the_kernels_in_whichever_thread(count):
-    weight, ready = problem(2 * SOLVED_ROWS + 8, 32)
+def test_every_block_of_rows_goes_by_the_kernels_in_whichever_thread(count, monkeypatch):
+    monkeypatch.setattr("llmcompress.solve.row_blocks.SOLVED_ROWS", 40)
+    weight, ready = problem(2 * 40 + 8, 32)
     by, stats = sweeper(), Statistics({"gram": Gram.of(ready.refiner.hessian, 1 << 10)})
     method = Gptq(group_size=32, sym=True, clip="minmax")
     with SERIAL.with_threads(count) as workers:

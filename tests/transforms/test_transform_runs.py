@@ -19,7 +19,7 @@ from llmcompress.validate.evaluate import measure
 from llmcompress.validate.gguf_verify import verify_gguf
 from llmcompress.validate.load import open_streamed
 from llmcompress.validate.verify import passed, verify
-from tinyruns import carry_out, kl
+from tinyruns import FEW, carry_out, kl
 from tinyruns import steps_recipe as recipe
 
 RTN = {"method": "rtn", "bits": 4, "group_size": 32, "sym": False}
@@ -33,26 +33,25 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("format_", ["dense", "compressed-tensors"])
-@pytest.mark.parametrize("name", STEPS)
-def test_a_transformed_model_is_near_its_source_and_verified(tiny_model_dir, tmp_path, windows, name, format_):
-    carry_out(tiny_model_dir, tmp_path / "out", STEPS[name], format_)
-    assert kl(tmp_path / "out", tiny_model_dir, windows) < 0.05
-    checks = verify(tmp_path / "out", tiny_model_dir)
+@pytest.mark.parametrize(("name", "format_"), [*((name, "compressed-tensors") for name in STEPS), ("both", "dense")])
+def test_a_transformed_model_is_near_its_source_and_verified(shallow_model_dir, tmp_path, windows, name, format_):
+    carry_out(shallow_model_dir, tmp_path / "out", STEPS[name], format_)
+    assert kl(tmp_path / "out", shallow_model_dir, windows) < 0.05
+    checks = verify(tmp_path / "out", shallow_model_dir)
     assert passed(checks), [check for check in checks if not check.ok]
 
 
 @pytest.mark.parametrize("name", ["awq", "smoothquant-fixed"])
-def test_verify_sees_a_scale_that_was_not_applied(tiny_model_dir, tmp_path, name):
-    carry_out(tiny_model_dir, tmp_path / "out", STEPS[name])
+def test_verify_sees_a_scale_that_was_not_applied(shallow_model_dir, tmp_path, name):
+    carry_out(shallow_model_dir, tmp_path / "out", STEPS[name])
     (tmp_path / "out" / "transforms.npz").unlink()
-    assert not passed(verify(tmp_path / "out", tiny_model_dir))
+    assert not passed(verify(tmp_path / "out", shallow_model_dir))
 
 
-def test_a_rotation_alone_costs_next_to_nothing_and_unties_the_head(tiny_model_dir, tmp_path, windows):
-    result = carry_out(tiny_model_dir, tmp_path / "out", [{"method": "rotate"}])
-    assert kl(tmp_path / "out", tiny_model_dir, windows) < 1e-4
-    before = load_file(tiny_model_dir / "model.safetensors")
+def test_a_rotation_alone_costs_next_to_nothing_and_unties_the_head(shallow_model_dir, tmp_path, windows):
+    result = carry_out(shallow_model_dir, tmp_path / "out", [{"method": "rotate"}])
+    assert kl(tmp_path / "out", shallow_model_dir, windows) < 1e-4
+    before = load_file(shallow_model_dir / "model.safetensors")
     after = load_file(tmp_path / "out" / "model.safetensors")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["tie_word_embeddings"] is False
@@ -63,25 +62,25 @@ def test_a_rotation_alone_costs_next_to_nothing_and_unties_the_head(tiny_model_d
     assert not torch.equal(before[name], after[name])
 
 
-def test_transformers_gives_the_logits_of_the_source_for_a_rotated_model(tiny_model_dir, tmp_path, windows):
+def test_transformers_gives_the_logits_of_the_source_for_a_rotated_model(shallow_model_dir, tmp_path, windows):
     from transformers import AutoModelForCausalLM
 
-    carry_out(tiny_model_dir, tmp_path / "out", [{"method": "rotate"}])
+    carry_out(shallow_model_dir, tmp_path / "out", [{"method": "rotate"}])
     with torch.no_grad():
         ours, theirs = (
             AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)(windows[:2]).logits.log_softmax(-1)
-            for place in (tmp_path / "out", tiny_model_dir)
+            for place in (tmp_path / "out", shallow_model_dir)
         )
     assert float((ours - theirs).abs().max()) < 0.2
     assert float((theirs.exp() * (theirs - ours)).sum(-1).mean()) < 1e-3
 
 
-def test_a_run_that_stopped_goes_on_to_the_same_bytes(tiny_model_dir, tmp_path):
-    plan = make_plan(recipe(STEPS["both"]), tiny_model_dir, Options(out=tmp_path / "parts"))
+def test_a_run_that_stopped_goes_on_to_the_same_bytes(shallow_model_dir, tmp_path):
+    plan = make_plan(recipe(STEPS["both"]), shallow_model_dir, Options(out=tmp_path / "parts"))
     with pytest.raises(StoppedError):
         run(plan, stop=lambda finished: finished == 1)
-    run(make_plan(recipe(STEPS["both"]), tiny_model_dir, Options(out=tmp_path / "parts")))
-    carry_out(tiny_model_dir, tmp_path / "whole", STEPS["both"])
+    run(make_plan(recipe(STEPS["both"]), shallow_model_dir, Options(out=tmp_path / "parts")))
+    carry_out(shallow_model_dir, tmp_path / "whole", STEPS["both"])
     for name in ("model.safetensors", "transforms.npz", "report.json"):
         whole = tmp_path / "whole" / name
         assert whole.exists() == (tmp_path / "parts" / name).exists()
@@ -89,8 +88,8 @@ def test_a_run_that_stopped_goes_on_to_the_same_bytes(tiny_model_dir, tmp_path):
             assert whole.read_bytes() == (tmp_path / "parts" / name).read_bytes()
 
 
-def test_scales_of_both_steps_are_recorded_with_the_output(tiny_model_dir, tmp_path):
-    result = carry_out(tiny_model_dir, tmp_path / "out", STEPS["awq"])
+def test_scales_of_both_steps_are_recorded_with_the_output(shallow_model_dir, tmp_path):
+    result = carry_out(shallow_model_dir, tmp_path / "out", STEPS["awq"])
     spaces = {(site["layer"], site["space"]) for site in result["sites"]}
     assert {space for _, space in spaces} == {"attn_in", "attn_out", "mlp_in", "mlp_hidden"}
     assert any(site["largest"] > site["smallest"] for site in result["sites"])
@@ -98,14 +97,14 @@ def test_scales_of_both_steps_are_recorded_with_the_output(tiny_model_dir, tmp_p
 
 
 @pytest.mark.parametrize("first", [{"method": "awq", "steps": 5}, {"method": "rotate"}], ids=["awq", "rotate"])
-def test_a_transformed_model_becomes_a_gguf_file(tiny_model_dir, tmp_path, windows, first):
+def test_a_transformed_model_becomes_a_gguf_file(shallow_model_dir, tmp_path, windows, first):
     steps = [first, {"method": "rtn", "gguf": {"type": "Q8_0"}}]
     out = tmp_path / "out.gguf"
-    carry_out(tiny_model_dir, out, steps, "gguf")
-    models = [open_streamed(out, dtype=torch.float32, source=tiny_model_dir)]
-    models.append(open_streamed(tiny_model_dir, dtype=torch.float32))
+    carry_out(shallow_model_dir, out, steps, "gguf")
+    models = [open_streamed(out, dtype=torch.float32, source=shallow_model_dir)]
+    models.append(open_streamed(shallow_model_dir, dtype=torch.float32))
     assert float(measure(*models, windows).kl.mean()) < 0.01
-    checks = verify_gguf(out, tiny_model_dir)
+    checks = verify_gguf(out, shallow_model_dir)
     assert passed(checks), [check for check in checks if not check.ok]
 
 
@@ -119,31 +118,31 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_is_refused_before_anything_is_read(tiny_model_dir, tmp_path, name):
+def test_what_cannot_be_is_refused_before_anything_is_read(shallow_model_dir, tmp_path, name):
     steps, message = REFUSED[name]
     with pytest.raises((PlanError, RecipeError)) as refused:
-        make_plan(recipe(steps), tiny_model_dir, Options(out=tmp_path / "out"))
+        make_plan(recipe(steps), shallow_model_dir, Options(out=tmp_path / "out"))
     assert message in f"{refused.value.message} {refused.value.hint}"
     assert not list(tmp_path.iterdir())
 
 
-def test_an_undeclared_family_gains_what_a_declared_one_does(tiny_model_dir, tmp_path, windows):
+def test_an_undeclared_family_gains_what_a_declared_one_does(shallow_model_dir, tmp_path, windows):
     disguised = tmp_path / "ministral"  # computes the same from the same tensors
-    shutil.copytree(tiny_model_dir, disguised)
+    shutil.copytree(shallow_model_dir, disguised)
     config = json.loads((disguised / "config.json").read_text())
     config |= {
         "model_type": "ministral",
         "architectures": ["MinistralForCausalLM"],
-        "layer_types": ["full_attention"] * 4,
+        "layer_types": ["full_attention"] * FEW,
     }
     (disguised / "config.json").write_text(json.dumps(config))
     assert arch.find("ministral") is None
     rounding = {**RTN, "bits": 3}
-    carry_out(tiny_model_dir, tmp_path / "declared", [{"method": "awq"}, rounding])
+    carry_out(shallow_model_dir, tmp_path / "declared", [{"method": "awq"}, rounding])
     carry_out(disguised, tmp_path / "undeclared", [{"method": "awq"}, rounding])
     carry_out(disguised, tmp_path / "plain", [rounding])
     declared, undeclared = (
-        kl(tmp_path / "declared", tiny_model_dir, windows),
+        kl(tmp_path / "declared", shallow_model_dir, windows),
         kl(tmp_path / "undeclared", disguised, windows),
     )
     assert undeclared == pytest.approx(declared, rel=0.02)  # attention sums in another order
@@ -156,18 +155,18 @@ def test_a_model_whose_queries_are_not_declared_cannot_be_smoothed(random_model_
         make_plan(recipe(steps), random_model_dir("gpt_neox"), Options(out=tmp_path / "out"))
 
 
-def test_a_rotation_alone_is_refused_for_formats_of_quantised_models(tiny_model_dir, tmp_path):
+def test_a_rotation_alone_is_refused_for_formats_of_quantised_models(shallow_model_dir, tmp_path):
     with pytest.raises(PlanError, match="format gptq is for quantised models, and no step quantises"):
-        make_plan(recipe([{"method": "rotate"}], "gptq"), tiny_model_dir, Options(out=tmp_path / "out"))
+        make_plan(recipe([{"method": "rotate"}], "gptq"), shallow_model_dir, Options(out=tmp_path / "out"))
 
 
-def test_paths_of_the_machine_are_not_written(tiny_model_dir, tmp_path):
-    carry_out(tiny_model_dir, tmp_path / "out", STEPS["awq"])
+def test_paths_of_the_machine_are_not_written(shallow_model_dir, tmp_path):
+    carry_out(shallow_model_dir, tmp_path / "out", STEPS["awq"])
     for file in Path(tmp_path / "out").iterdir():
         assert str(tmp_path).encode() not in file.read_bytes()
 
 
-def test_a_fixed_scale_of_inputs_is_that_of_the_scaled_ones(tiny_model_dir, tmp_path):
+def test_a_fixed_scale_of_inputs_is_that_of_the_scaled_ones(shallow_model_dir, tmp_path):
     """Of the first layer, whose inputs no rounding has changed, against transformers on the source."""
     from transformers import AutoModelForCausalLM
 
@@ -176,11 +175,11 @@ def test_a_fixed_scale_of_inputs_is_that_of_the_scaled_ones(tiny_model_dir, tmp_
     smooth = {"method": "smoothquant", "alpha": 0.7, "flows": False}
     fixed = {"activations": "int8-tensor", "activation_clip": "absmax", "bits": 8, "group_size": -1}
     made = recipe([smooth, {"method": "rtn", **fixed}], "compressed-tensors")
-    plan = make_plan(made, tiny_model_dir, Options(out=tmp_path / "out"))
+    plan = make_plan(made, shallow_model_dir, Options(out=tmp_path / "out"))
     run(plan)
-    assert passed(verify(tmp_path / "out", tiny_model_dir))
+    assert passed(verify(tmp_path / "out", shallow_model_dir))
     name = "model.layers.0.self_attn.q_proj"
-    model, seen = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32), []
+    model, seen = AutoModelForCausalLM.from_pretrained(shallow_model_dir, dtype=torch.float32), []
     model.get_submodule(name).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     with torch.no_grad():
         model(calibration_tokens(plan))
@@ -202,10 +201,10 @@ def test_a_fixed_scale_of_inputs_is_that_of_the_scaled_ones(tiny_model_dir, tmp_
 @pytest.mark.parametrize(
     "step", [{"method": "awq", "steps": 4}, {"method": "smoothquant"}, {"method": "rotate"}], ids=str
 )
-def test_transforms_go_before_every_kind_of_grid(tiny_model_dir, tmp_path, windows, step, method):
-    carry_out(tiny_model_dir, tmp_path / "out", [step, {"method": "rtn", **method}], "compressed-tensors")
-    assert kl(tmp_path / "out", tiny_model_dir, windows) < 0.01
-    assert passed(verify(tmp_path / "out", tiny_model_dir))
+def test_transforms_go_before_every_kind_of_grid(shallow_model_dir, tmp_path, windows, step, method):
+    carry_out(shallow_model_dir, tmp_path / "out", [step, {"method": "rtn", **method}], "compressed-tensors")
+    assert kl(tmp_path / "out", shallow_model_dir, windows) < 0.01
+    assert passed(verify(tmp_path / "out", shallow_model_dir))
 
 
 @pytest.mark.parametrize(
@@ -219,11 +218,11 @@ def test_transforms_go_before_every_kind_of_grid(tiny_model_dir, tmp_path, windo
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_awq_is_searched_on_grids_of_their_own(tiny_model_dir, tmp_path, windows, format_, method):
+def test_awq_is_searched_on_grids_of_their_own(shallow_model_dir, tmp_path, windows, format_, method):
     steps = [{"method": "awq", "steps": 2}, {"method": "rtn", **method}]
-    carry_out(tiny_model_dir, tmp_path / "out", steps, format_)
-    assert kl(tmp_path / "out", tiny_model_dir, windows) < 0.05
-    assert passed(verify(tmp_path / "out", tiny_model_dir))
+    carry_out(shallow_model_dir, tmp_path / "out", steps, format_)
+    assert kl(tmp_path / "out", shallow_model_dir, windows) < 0.05
+    assert passed(verify(tmp_path / "out", shallow_model_dir))
 
 
 MORE = {
@@ -239,31 +238,31 @@ MORE = {
 
 
 @pytest.mark.parametrize("name", MORE)
-def test_contradictions_are_refused(tiny_model_dir, tmp_path, name):
+def test_contradictions_are_refused(shallow_model_dir, tmp_path, name):
     steps, message = MORE[name]
     with pytest.raises((PlanError, RecipeError)) as refused:
-        make_plan(recipe(steps), tiny_model_dir, Options(out=tmp_path / "out"))
+        make_plan(recipe(steps), shallow_model_dir, Options(out=tmp_path / "out"))
     assert message in refused.value.message
 
 
-def test_an_importance_matrix_is_refused_where_channels_change(tiny_model_dir, tmp_path):
+def test_an_importance_matrix_is_refused_where_channels_change(shallow_model_dir, tmp_path):
     data = {
         "calibration": {"imatrix": str(tmp_path / "imatrix.gguf")},
         "steps": [{"method": "rotate"}, {"method": "rtn", "gguf": {"type": "Q4_0"}}],
         "output": {"format": "gguf"},
     }
     with pytest.raises(PlanError, match="rotate changes channels that the importance matrix speaks of"):
-        make_plan(parse(data), tiny_model_dir, Options(out=tmp_path / "out.gguf"))
+        make_plan(parse(data), shallow_model_dir, Options(out=tmp_path / "out.gguf"))
 
 
-def test_overwriting_leaves_no_scales_of_the_file_before(tiny_model_dir, tmp_path):
+def test_overwriting_leaves_no_scales_of_the_file_before(shallow_model_dir, tmp_path):
     out = tmp_path / "out.gguf"
     rtn = {"method": "rtn", "gguf": {"type": "Q8_0"}}
-    carry_out(tiny_model_dir, out, [{"method": "awq", "steps": 5}, rtn], "gguf")
+    carry_out(shallow_model_dir, out, [{"method": "awq", "steps": 5}, rtn], "gguf")
     assert (tmp_path / "out.gguf.transforms.npz").exists()
-    carry_out(tiny_model_dir, out, [rtn], "gguf", overwrite=True)
+    carry_out(shallow_model_dir, out, [rtn], "gguf", overwrite=True)
     assert not (tmp_path / "out.gguf.transforms.npz").exists()
-    assert passed(verify_gguf(out, tiny_model_dir))
+    assert passed(verify_gguf(out, shallow_model_dir))
 
 
 PARTLY = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}

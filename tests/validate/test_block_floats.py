@@ -21,7 +21,7 @@ def divergence(out, model):
 
 
 @pytest.fixture(scope="module")
-def outs(tiny_model_dir, tmp_path_factory):
+def outs(shallow_model_dir, tmp_path_factory):
     root = tmp_path_factory.mktemp("blocks")
     for name, format_, options in (
         ("weights", "compressed-tensors", {"type": "fp8-block"}),
@@ -30,26 +30,26 @@ def outs(tiny_model_dir, tmp_path_factory):
         ("modelopt", "modelopt", {"type": "nvfp4", "activations": "nvfp4"}),
         ("nvfp4", "compressed-tensors", {"type": "nvfp4", "activations": "nvfp4"}),
     ):
-        carry_out(tiny_model_dir, root / name, [{"method": "rtn", **options}], format_)
+        carry_out(shallow_model_dir, root / name, [{"method": "rtn", **options}], format_)
     return root
 
 
-def test_both_formats_verify_and_compute_the_same_with_rounded_inputs(outs, tiny_model_dir):
+def test_both_formats_verify_and_compute_the_same_with_rounded_inputs(outs, shallow_model_dir):
     for name in ("weights", "compressed-tensors", "fp8"):
-        checks = verify(outs / name, tiny_model_dir)
+        checks = verify(outs / name, shallow_model_dir)
         assert passed(checks), [check for check in checks if not check.ok]
     weights, packed, vendors = (
-        divergence(outs / name, tiny_model_dir) for name in ("weights", "compressed-tensors", "fp8")
+        divergence(outs / name, shallow_model_dir) for name in ("weights", "compressed-tensors", "fp8")
     )
     assert packed == vendors
     assert packed > 1.2 * weights > 0
 
 
-def test_modelopt_holds_what_compressed_tensors_holds_with_rounded_inputs(outs, tiny_model_dir):
+def test_modelopt_holds_what_compressed_tensors_holds_with_rounded_inputs(outs, shallow_model_dir):
     for name in ("modelopt", "nvfp4"):
-        checks = verify(outs / name, tiny_model_dir)
+        checks = verify(outs / name, shallow_model_dir)
         assert passed(checks), [check for check in checks if not check.ok]
-    ours, other = (divergence(outs / name, tiny_model_dir) for name in ("modelopt", "nvfp4"))
+    ours, other = (divergence(outs / name, shallow_model_dir) for name in ("modelopt", "nvfp4"))
     assert ours == pytest.approx(other, rel=1e-3)
 
 
@@ -67,24 +67,24 @@ def test_modelopt_holds_what_compressed_tensors_holds_with_rounded_inputs(outs, 
         ("compressed-tensors", "weight_scale", lambda t: t * 2),
     ],
 )
-def test_damage_shows(outs, tiny_model_dir, tmp_path, form, part, change):
+def test_damage_shows(outs, shallow_model_dir, tmp_path, form, part, change):
 
     out = shutil.copytree(outs / form, tmp_path / "out")
     tensors = load_file(out / "model.safetensors")
     name = f"model.layers.1.mlp.up_proj.{part}"
     tensors[name] = change(tensors[name])
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
-    assert not passed(verify(out, tiny_model_dir))
+    assert not passed(verify(out, shallow_model_dir))
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
     [("weight_block_size", [64, 128]), ("activation_scheme", "static"), ("modules_to_not_convert", [])],
 )
-def test_a_config_that_says_something_else_shows(outs, tiny_model_dir, tmp_path, key, value):
+def test_a_config_that_says_something_else_shows(outs, shallow_model_dir, tmp_path, key, value):
 
     out = shutil.copytree(outs / "fp8", tmp_path / "out")
     config = json.loads((out / "config.json").read_text())
     config["quantization_config"][key] = value
     (out / "config.json").write_text(json.dumps(config))
-    assert not passed(verify(out, tiny_model_dir))
+    assert not passed(verify(out, shallow_model_dir))

@@ -90,9 +90,10 @@ def test_gram_matrices_of_experts_are_never_in_memory_together(random_model_dir,
     assert measured - nothing < experts * 4 * width**2 / 2
 
 
-def test_too_little_memory_is_refused_at_once(tiny_model_dir, tmp_path):
-    done = call("gptq", tiny_model_dir, "-o", tmp_path / "out", "--max-memory", "0.1", "--samples", 4, "--length", 32)
-    assert done.returncode == 2
-    assert "--max-memory allows 0.10" in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 2
+def test_too_little_memory_is_refused_at_once(main, capsys, tiny_model_dir, tmp_path):
+    command = ["gptq", tiny_model_dir, "-o", tmp_path / "out", "--max-memory", "0.1", "--samples", 4, "--length", 32]
+    assert main(*command) == 2
+    said = capsys.readouterr().err
+    assert "--max-memory allows 0.10" in said
+    assert len(said.strip().splitlines()) == 2
     assert list(tmp_path.iterdir()) == []

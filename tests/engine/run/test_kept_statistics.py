@@ -1,6 +1,7 @@
 """Statistics that one run keeps and another goes by, on the tiny trained model."""
 
 import json
+import shutil
 
 import pytest
 
@@ -39,41 +40,47 @@ def noted(report):
     return [entry for entry in report["ledger"] if entry["kind"] == "statistics"]
 
 
-@pytest.fixture
-def store(tiny_model_dir, tmp_path):
-    """Statistics of a GPTQ run; what it wrote is beside."""
-    report, seen = carry_out(tiny_model_dir, tmp_path / "first", [GPTQ], tmp_path / "store")
+@pytest.fixture(scope="module")
+def first(shallow_model_dir, tmp_path_factory):
+    """Statistics of a GPTQ run, and what it wrote beside."""
+    folder = tmp_path_factory.mktemp("kept")
+    report, seen = carry_out(shallow_model_dir, folder / "first", [GPTQ], folder / "store")
     assert seen > 0
     assert not noted(report)
-    return tmp_path / "store"
+    return folder
 
 
-def test_other_bits_and_methods_go_by_kept_statistics_without_running_text(tiny_model_dir, tmp_path, store, windows):
+@pytest.fixture
+def store(first, tmp_path):
+    """A copy of those statistics."""
+    return shutil.copytree(first / "store", tmp_path / "store")
+
+
+def test_other_bits_and_methods_go_by_kept_statistics_without_running_text(shallow_model_dir, tmp_path, store, windows):
     three = [{**GPTQ, "bits": 3}]
-    report, seen = carry_out(tiny_model_dir, tmp_path / "reused", three, store)
+    report, seen = carry_out(shallow_model_dir, tmp_path / "reused", three, store)
     assert seen == 0
     assert len(noted(report)) == 1
     assert "gptq w4" in noted(report)[0]["why"]
-    assert passed(verify(tmp_path / "reused", tiny_model_dir))
-    carry_out(tiny_model_dir, tmp_path / "own", three)
-    carry_out(tiny_model_dir, tmp_path / "rtn", [{"method": "rtn", "bits": 3, "group_size": 32}])
-    losses = [kl(tmp_path / name, tiny_model_dir, windows) for name in ("own", "reused", "rtn")]
+    assert passed(verify(tmp_path / "reused", shallow_model_dir))
+    carry_out(shallow_model_dir, tmp_path / "own", three)
+    carry_out(shallow_model_dir, tmp_path / "rtn", [{"method": "rtn", "bits": 3, "group_size": 32}])
+    losses = [kl(tmp_path / name, shallow_model_dir, windows) for name in ("own", "reused", "rtn")]
     assert losses[1] < 1.3 * losses[0]
     assert losses[1] < 0.75 * losses[2]
-    report, seen = carry_out(tiny_model_dir, tmp_path / "wanda", [WANDA], store)
+    report, seen = carry_out(shallow_model_dir, tmp_path / "wanda", [WANDA], store)
     assert seen == 0
     assert {record["sparsity"] for record in report["linears"]} == {0.5}
 
 
-def test_keeping_changes_nothing_and_the_same_run_gives_the_same_bytes(tiny_model_dir, tmp_path, store):
-    carry_out(tiny_model_dir, tmp_path / "other", [{**GPTQ, "bits": 3}], store)
-    _, seen = carry_out(tiny_model_dir, tmp_path / "again", [GPTQ], store)
+def test_keeping_changes_nothing_and_the_same_run_gives_the_same_bytes(shallow_model_dir, tmp_path, first, store):
+    carry_out(shallow_model_dir, tmp_path / "other", [{**GPTQ, "bits": 3}], store)
+    _, seen = carry_out(shallow_model_dir, tmp_path / "again", [GPTQ], store)
     assert seen > 0
-    carry_out(tiny_model_dir, tmp_path / "without", [GPTQ])
-    first, again, without = (
-        (tmp_path / name / "model.safetensors").read_bytes() for name in ("first", "again", "without")
-    )
-    assert first == again == without
+    carry_out(shallow_model_dir, tmp_path / "without", [GPTQ])
+    places = (first / "first", tmp_path / "again", tmp_path / "without")
+    one, again, without = ((folder / "model.safetensors").read_bytes() for folder in places)
+    assert one == again == without
 
 
 @pytest.mark.parametrize(
@@ -93,34 +100,34 @@ def test_keeping_changes_nothing_and_the_same_run_gives_the_same_bytes(tiny_mode
     ],
     ids=["other text", "other inputs", "ranges", "owl", "keys and values"],
 )
-def test_what_a_store_does_not_hold_is_gathered(tiny_model_dir, tmp_path, store, steps, more):
-    report, seen = carry_out(tiny_model_dir, tmp_path / "out", steps, store, **more)
+def test_what_a_store_does_not_hold_is_gathered(shallow_model_dir, tmp_path, store, steps, more):
+    report, seen = carry_out(shallow_model_dir, tmp_path / "out", steps, store, **more)
     assert seen > 0
     assert not noted(report)
 
 
-def test_squares_alone_do_for_wanda_and_not_for_gptq(tiny_model_dir, tmp_path):
+def test_squares_alone_do_for_wanda_and_not_for_gptq(shallow_model_dir, tmp_path):
     store = tmp_path / "store"
-    _, seen = carry_out(tiny_model_dir, tmp_path / "a", [WANDA], store)
+    _, seen = carry_out(shallow_model_dir, tmp_path / "a", [WANDA], store)
     assert seen > 0
-    _, seen = carry_out(tiny_model_dir, tmp_path / "b", [{**WANDA, "sparsity": 0.6}], store)
+    _, seen = carry_out(shallow_model_dir, tmp_path / "b", [{**WANDA, "sparsity": 0.6}], store)
     assert seen == 0
-    _, seen = carry_out(tiny_model_dir, tmp_path / "c", [GPTQ], store)
+    _, seen = carry_out(shallow_model_dir, tmp_path / "c", [GPTQ], store)
     assert seen > 0
 
 
-def test_a_damaged_store_is_named(tiny_model_dir, tmp_path, store):
-    file = next(store.glob("*/layer-00002.safetensors"))
+def test_a_damaged_store_is_named(shallow_model_dir, tmp_path, store):
+    file = next(store.glob("*/layer-00001.safetensors"))
     file.write_bytes(file.read_bytes()[:-40])
-    with pytest.raises(LlmcompressError, match=r"layer-00002.safetensors is damaged"):
-        carry_out(tiny_model_dir, tmp_path / "out", [{**GPTQ, "bits": 3}], store)
+    with pytest.raises(LlmcompressError, match=r"layer-00001.safetensors is damaged"):
+        carry_out(shallow_model_dir, tmp_path / "out", [{**GPTQ, "bits": 3}], store)
     file.unlink()
-    _, seen = carry_out(tiny_model_dir, tmp_path / "out", [{**GPTQ, "bits": 3}], store)
+    _, seen = carry_out(shallow_model_dir, tmp_path / "out", [{**GPTQ, "bits": 3}], store)
     assert seen > 0  # measured anew
     about = next(store.glob("*/about.json"))
     about.write_text("{")
     with pytest.raises(PlanError, match=r"about.json is damaged"):
-        carry_out(tiny_model_dir, tmp_path / "out2", [{**GPTQ, "bits": 2}], store)
+        carry_out(shallow_model_dir, tmp_path / "out2", [{**GPTQ, "bits": 2}], store)
 
 
 def test_stores_are_listed_and_pruned(main, capsys, store, tmp_path):
