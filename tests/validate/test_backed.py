@@ -21,6 +21,7 @@ from llmcompress.validate.load import load_whole
 from llmcompress.validate.packed import PackedLinear
 from llmcompress.validate.request import Request, Timing
 from llmcompress.validate.session import evaluate_whole
+from tinyruns import FEW
 
 SMALL = ["--length", 8, "--windows", 1, "--quiet"]
 SHORT = Timing(batches=(1,), prompt=4, new=1, repeats=1)
@@ -48,7 +49,7 @@ def kernels(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def made(tiny_model_dir, tmp_path_factory):
+def made(shallow_model_dir, tmp_path_factory):
     """made(format, **options): the tiny model rounded to nearest."""
     root, done = tmp_path_factory.mktemp("backed"), {}
 
@@ -59,7 +60,7 @@ def made(tiny_model_dir, tmp_path_factory):
             step = {"method": "rtn", "bits": 4, "group_size": 64, **options}
             calibration = {"samples": 2, "length": 16}
             recipe = {"calibration": calibration, "steps": [step], "output": {"format": format_}}
-            run(make_plan(parse(recipe), tiny_model_dir, Options(out=out)))
+            run(make_plan(parse(recipe), shallow_model_dir, Options(out=out)))
             done[key] = out
         return done[key]
 
@@ -82,8 +83,8 @@ def by(model, backend, say=lambda line: None):
     return found["figures"], found["runtime"]
 
 
-def test_torch_gives_the_figures_of_the_streamed_evaluation_and_more(evaluated, made, tiny_model_dir, tmp_path):
-    command = [made(), "--ref", tiny_model_dir]
+def test_torch_gives_the_figures_of_the_streamed_evaluation_and_more(evaluated, made, shallow_model_dir, tmp_path):
+    command = [made(), "--ref", shallow_model_dir]
     plain = evaluated(*command)
     file = tmp_path / "result.json"
     found = evaluated(*command, "--backend", "torch", "-o", file, "--fail-if", "logits_error > 1e-5")
@@ -93,7 +94,7 @@ def test_torch_gives_the_figures_of_the_streamed_evaluation_and_more(evaluated, 
     assert found["logits_error"] < found["logits_bound"]
     runtime = found["runtime"]
     assert (runtime["backend"], runtime["device"], runtime["launches"]) == ("torch", "cpu", {})
-    assert runtime["linears"] == {"int4": 28}
+    assert runtime["linears"] == {"int4": 7 * FEW}
     assert [speed["batch"] for speed in runtime["speed"]] == [1, 8]
     assert all(set(speed) == SPEED and speed["decode_tokens_per_second"] > 0 for speed in runtime["speed"])
     assert runtime["reference_weights_bytes"] > runtime["weights_bytes"] > 0
@@ -116,10 +117,10 @@ def test_torch_gives_the_figures_of_the_streamed_evaluation_and_more(evaluated, 
 )
 def test_kernels_run_the_whole_model_and_agree_with_its_codes(made, kernels, options, name, ran):
     figures, runtime = by(made(**options), "kernels")
-    assert runtime["linears"] == {name: 28}
+    assert runtime["linears"] == {name: 7 * FEW}
     assert set(runtime["launches"]) == ran
     # a window, a prompt to warm up, one that is timed, one to go on from, a step to warm up, one that is timed
-    assert runtime["launches"][min(ran)] == 28 * 6
+    assert runtime["launches"][min(ran)] == 7 * FEW * 6
     assert figures["logits_error"] < figures["logits_bound"]
     assert runtime["weights_bytes"] < 3_100_000  # 5.3 MB in bfloat16
 
@@ -141,21 +142,21 @@ def test_people_see_what_ran_and_whether_it_agrees_and_a_gate_may_go_by_that(mai
     assert main("eval", made(), "--backend", "torch", "--compute-dtype", "bfloat16", *gate, *SMALL) == 3
     shown, error = capsys.readouterr()
     assert "the gate was logits_error > 1e-12" in error
-    assert "28 int4" in shown
+    assert f"{7 * FEW} int4" in shown
     assert "within the bound" in " ".join(shown.split())
     assert "bfloat16" in shown
     assert "tokens/s" in shown
 
 
-def test_gguf_blocks_stay_packed_in_the_order_of_the_model(tiny_model_dir, tmp_path):
+def test_gguf_blocks_stay_packed_in_the_order_of_the_model(shallow_model_dir, tmp_path):
     out = tmp_path / "out.gguf"
     recipe = {"steps": [{"method": "rtn", "gguf": {"type": "Q8_0"}}], "output": {"format": "gguf"}}
-    run(make_plan(parse(recipe), tiny_model_dir, Options(out=out)))
+    run(make_plan(parse(recipe), shallow_model_dir, Options(out=out)))
     ids = torch.arange(3, 13)[None]
     with torch.no_grad():
-        dense = load_whole(out, dtype=torch.float32, linear=None, source=tiny_model_dir)(ids).logits
-        packed = load_whole(out, dtype=torch.float32, source=tiny_model_dir)
-        assert sum(isinstance(item, PackedLinear) for item in packed.modules()) == 28
+        dense = load_whole(out, dtype=torch.float32, linear=None, source=shallow_model_dir)(ids).logits
+        packed = load_whole(out, dtype=torch.float32, source=shallow_model_dir)
+        assert sum(isinstance(item, PackedLinear) for item in packed.modules()) == 7 * FEW
         assert torch.allclose(packed(ids).logits, dense, atol=1e-4)
 
 
@@ -183,7 +184,7 @@ def test_auto_falls_back_to_torch_and_says_why_once(made, monkeypatch):
 def test_what_kernels_do_not_take_is_said_once_and_evaluated(main, capsys, made, kernels):
     assert main("eval", made(format_="gptq", group_size=16), "--backend", "kernels", *SMALL, "--json") == 0
     shown = capsys.readouterr()
-    assert json.loads(shown.out)["runtime"]["linears"] == {"torch": 28}
+    assert json.loads(shown.out)["runtime"]["linears"] == {"torch": 7 * FEW}
     (line,) = shown.err.splitlines()
     assert line.startswith("torch decodes and multiplies: ")
     assert "16" in line
@@ -203,25 +204,25 @@ def test_what_does_not_go_together_is_refused(main, capsys, made, kernels, argum
     assert words in capsys.readouterr().err
 
 
-def test_memory_that_a_gpu_lacks_is_refused_before_anything_is_loaded(made, tiny_model_dir, monkeypatch):
+def test_memory_that_a_gpu_lacks_is_refused_before_anything_is_loaded(made, shallow_model_dir, monkeypatch):
     gpu = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 80 * 10**9))
-    need = device_memory.validation_memory(made(), tiny_model_dir, torch.bfloat16, 4, 64).peak("gpu")
+    need = device_memory.validation_memory(made(), shallow_model_dir, torch.bfloat16, 4, 64).peak("gpu")
     device_memory.refuse_beyond(need, gpu)
     with pytest.raises(PlanError, match=r"about 2\.5 GB of GPU memory, of which 1\.0 GB are free"):
         device_memory.refuse_beyond(2_500_000_000, gpu)
     device_memory.refuse_beyond(10**15, torch.device("cpu"))
 
 
-def test_what_is_foreseen_grows_with_what_is_asked(made, tiny_model_dir):
+def test_what_is_foreseen_grows_with_what_is_asked(made, shallow_model_dir):
     def need(model=None, ref=None, windows=4, length=64):
         return device_memory.validation_memory(model or made(), ref, torch.bfloat16, windows, length).peak("gpu")
 
     assert need(windows=100_000) > need()
-    assert need(ref=tiny_model_dir, windows=100_000) > need(windows=100_000)
+    assert need(ref=shallow_model_dir, windows=100_000) > need(windows=100_000)
     assert need(length=1 << 16) > need()
-    plain = sum(value.numel() for value in load_whole(tiny_model_dir, dtype=torch.bfloat16).parameters()) * 2
-    headers = device_memory.checkpoint_headers(tiny_model_dir)
+    plain = sum(value.numel() for value in load_whole(shallow_model_dir, dtype=torch.bfloat16).parameters()) * 2
+    headers = device_memory.checkpoint_headers(shallow_model_dir)
     assert device_memory.resident_bytes(headers, torch.bfloat16) == plain
     packed = device_memory.checkpoint_headers(made())
     model = load_whole(made(), dtype=torch.bfloat16)
