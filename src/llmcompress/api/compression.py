@@ -180,7 +180,7 @@ def placed(options: Options | None, output: str | Path | None) -> Options:
 
 def _sweeper(plan: Plan, say: Callable[[str], None]) -> Sweeper | None:
     """The kernel that decides blocks of columns, where the run has a GPU that can run it."""
-    if not plan.resources.gpu or not any(matrix.inverts for layer in plan.layers for matrix in layer):
+    if not plan.resources.gpu or not any(matrix.inverts for matrix in plan.matrices):
         return None
     from llmcompress.engine.process.ranks import device_of
     from llmcompress.kernels.gpu_sweep import gpu_sweeper

@@ -120,7 +120,7 @@ def _windows(plan: "Plan") -> str:
 
 
 def _rows(plan: "Plan") -> list[tuple[str, "Entry", "Method", "Pruner | None"]]:
-    return [(matrix.module, matrix.entry, matrix.method, matrix.pruner) for layer in plan.layers for matrix in layer]
+    return [(matrix.module, matrix.entry, matrix.method, matrix.pruner) for matrix in plan.matrices]
 
 
 def _did(method: "Method", pruner: "Pruner | None", grid: bool) -> str:

@@ -180,7 +180,7 @@ def _log_plan(plan: "Plan", finished: bool) -> None:
         steps=[step.name for step in plan.recipe.steps],
         format=plan.format.name,
         layers=len(plan.layers),
-        matrices=sum(len(layer) for layer in plan.layers),
+        matrices=len(plan.matrices),
         compute_dtype=plan.dtype,
         batch=plan.batch,
         threads=plan.resources.threads,

@@ -79,8 +79,8 @@ def _run(
     with closing(_opened(plan, identity, workers)) as staged:
         if tokens is not None and plan.recipe.calibration.source == "self" and workers.rank == 0:
             staged.keep_tokens(tokens)  # sampling takes minutes, and depends on nothing but model and recipe
-        missing = workers.broadcast(lambda: staged.missing(len(plan.layers)))
-        progress.start(len(plan.layers), len(plan.layers) - len(missing))
+        missing = workers.broadcast(lambda: staged.missing(len(plan.sections)))
+        progress.start(len(plan.sections), len(plan.sections) - len(missing))
         keep_freed_memory()
         with workers.with_threads(plan.resources.threads) as threaded, exact_float32():
             sections = Sections(plan, staged, progress, stop, missing, threaded)

@@ -128,6 +128,7 @@ class Format(ABC):
     writes: bool = True
     affine: bool = False
     keys: tuple[str, ...] = ("quantization_config",)
+    head_codes: bool = False  # whether loaders read codes of an output head
     holds: Container[str] | None  # names of the grids whose codes it has a place for; None: it stores decoded values
     marker: str | tuple[str, ...]  # the tensor (one of those) that quantised modules alone have: "qweight"
 

@@ -71,6 +71,7 @@ class CompressedTensors(PackedFormat):
     """What llm-compressor writes and vLLM prefers."""
 
     name = "compressed-tensors"
+    head_codes = True
     summary = (
         "2, 3, 4, 5, 6, 8 bits, fp8, fp4, also with rounded inputs; "
         "read by vLLM, SGLang, transformers and llama.cpp's converter"

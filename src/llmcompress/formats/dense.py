@@ -21,6 +21,7 @@ class DenseFormat(Format):
     """Checkpoints that look like their source."""
 
     name = "dense"
+    head_codes = True
     summary = "decoded weights in the source's type, for any loader; as large as the source"
     holds = None
     marker = "weight"

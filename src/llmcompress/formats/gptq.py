@@ -49,6 +49,7 @@ class GptqFormat(PackedFormat):
     """The checkpoint family of AutoGPTQ and GPTQModel."""
 
     name = "gptq"
+    head_codes = True
     summary = "2, 3, 4, 8 bits; read by GPTQModel, transformers, vLLM, SGLang and llama.cpp's converter"
     holds = ("int",)
     marker = "qweight"

@@ -37,6 +37,7 @@ class MlxFormat(PackedFormat):
     """The checkpoint family of mlx-lm."""
 
     name = "mlx"
+    head_codes = True
     summary = "integers of 2, 3, 4, 5, 6, 8 bits with offsets or symmetric, and mxfp4; read by mlx-lm"
     holds = ("int", "offset", "mxfp4")
     marker = "scales"

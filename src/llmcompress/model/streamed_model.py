@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
+from threading import Lock
 from typing import Any, Protocol
 
 import torch
@@ -106,6 +107,7 @@ class StreamedModel:
         self._wants_ids = config.get_text_config() is not config or any(self._carried)
         parent_path, _, name = spec.layers.rpartition(".")
         setattr(self.causal.get_submodule(parent_path), name, nn.ModuleList(self._recorders))
+        self._tail = Lock()
         self._outer: set[str] | None = None  # loaded parameters outside the layers
         self._calls: dict[tuple[int, int], list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}
 
@@ -147,7 +149,11 @@ class StreamedModel:
 
     @contextmanager
     def layer(self, number: int) -> Iterator[nn.Module]:
-        """A decoder layer with its weights in memory."""
+        """A decoder layer with its weights in memory; behind the last one, what leads to the head."""
+        if number == len(self.layers):
+            with self.outer(embed=False, head=False) as causal:
+                yield causal
+            return
         layer = self.layers[number]
         try:
             self.refill(number, layer)
@@ -315,8 +321,13 @@ class StreamedModel:
     def call(self, number: int, layer: nn.Module, hidden: Tensor, watch: Change | None = None) -> Tensor:
         """A layer's output for hidden states [batch, length, hidden], called as the model itself calls it.
 
+        Behind the last layer that is the head's, which is not loaded: a hook stops at its input.
+
         watch: in place of `cache`; need not be reached. CheckpointError if `cache` is not.
         """
+        if number == len(self.layers):
+            with self._tail:  # recorders hand the hidden states on
+                return self.logits(layer, hidden)
         self.prepare_batch(*hidden.shape[:2])
         args, kwargs = self._calls[self._shape_of_call(*hidden.shape[:2])][number]
         hidden, args, kwargs, rest = self._split(number, hidden, args, kwargs)
@@ -349,14 +360,15 @@ class StreamedModel:
 
         With gradients where `hidden` wants them.
         """
-        last = self._recorders[-1]
+        recorders: list[_Recorder] = list(causal.get_submodule(self.spec.layers).children())  # type: ignore[arg-type]
+        last = recorders[-1]  # of `causal`, which may be a copy
         last.inject = hidden[..., : self.embedding_width] if any(self._carried) else hidden
         try:
             with torch.set_grad_enabled(hidden.requires_grad):
                 return causal(**self._placeholder(*hidden.shape[:2]), use_cache=False).logits  # type: ignore[no-any-return]
         finally:
             last.inject = None
-            for recorder in self._recorders:
+            for recorder in recorders:
                 recorder.hidden = recorder.call = None
 
     def _placeholder(self, batch: int, length: int) -> dict[str, Tensor]:

@@ -175,7 +175,7 @@ class _Fitting:
 
     def _stored(self, plan: Plan) -> tuple[int, int]:
         """Bits of all codes with their scales and zero points, and the number of weights."""
-        entries = [matrix.entry for layer in plan.layers for matrix in layer]
+        entries = [matrix.entry for matrix in plan.matrices]
         sizes = [entry.out_features * entry.in_features for entry in entries]
         pairs = zip(entries, sizes, strict=True)
         bits = sum(size * entry.grid.bits_per_weight(entry.in_features) for entry, size in pairs if entry.grid)

@@ -22,7 +22,7 @@ class DecoderShare:
 
 def decoder_share(plan: Plan) -> DecoderShare:
     """The shares of a plan."""
-    changed = {matrix.entry.source.name for layer in plan.layers for matrix in layer}
+    changed = {matrix.entry.source.name for matrix in plan.matrices}
     sizes, left = 0, Counter[str]()
     for entry in plan.entries:
         if entry.block and len(entry.source.shape) > 1:

@@ -29,7 +29,8 @@ def planned_matrices(
     chosen: the method of every module, None where nothing rounds the matrix. PlanError where matrices that read one
     input disagree on how that input is rounded.
     """
-    pruners = {} if recipe.pruner is None else resolve_pruner_options(recipe.pruner, matrices.widths)
+    widths = {module: width for module, width in matrices.widths.items() if module != matrices.head}
+    pruners = {} if recipe.pruner is None else resolve_pruner_options(recipe.pruner, widths)
     planned: dict[str, MatrixPlan] = {}
     for ref in matrices.refs:
         stored = headers.tensors[f"{ref.module}.weight"].spec
@@ -48,9 +49,9 @@ def planned_matrices(
             grid=None if isinstance(method, Unrounded) else method.grid,
             inputs=method.inputs,
             transposed=conv1d,
-            block=True,
+            block=ref.module != matrices.head,
             linear=True,
-            runtime=matrices.linears.get(ref.module),
+            runtime=matrices.linears.get(ref.module, ref.path if ref.module == matrices.head else None),
             permuted=method.permutes_groups,
             options=method.described(),
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 from llmcompress.engine.plan.entries import kv_scale_entries, planned_matrices, source_entries
 from llmcompress.engine.plan.estimate import estimate
+from llmcompress.engine.plan.head_matrix import with_head_options
 from llmcompress.engine.plan.matrix_plan import MatrixPlan
 from llmcompress.engine.plan.output_kinds import Contents, SafetensorsOutput, output_kind
 from llmcompress.engine.plan.paths import check_disk, output_and_work
@@ -20,6 +21,7 @@ from llmcompress.engine.targets.verdicts import engine_notes, requested_target
 from llmcompress.errors import PlanError
 from llmcompress.formats.base import Entry, Format
 from llmcompress.ledger import Ledger
+from llmcompress.methods.base import Method
 from llmcompress.recipe import Recipe, format_named
 from llmcompress.store.side_files import side_files
 
@@ -56,7 +58,8 @@ def _plan_for_any_target(recipe: Recipe, model: Path, options: Options) -> Plan:
     _check_format(format_, entries, headers.config, ledger)
     layout = kind.layout(contents, entries, out, importance)
     layers = _by_layer(planned, contents)
-    run_with = partial(memory_of_run, headers, recipe, layers)
+    head = tuple(plan for plan in planned.values() if not plan.entry.block)
+    run_with = partial(memory_of_run, headers, recipe, (*layers, head))
     resources = choose_resources(options, recipe.calibration.length, lambda resources: run_with(resources).model())
     cost = estimate(run_with(resources), layout.nbytes)
     check_disk(out, work, cost)
@@ -72,6 +75,7 @@ def _plan_for_any_target(recipe: Recipe, model: Path, options: Options) -> Plan:
         resources=resources,
         options=options,
         layers=layers,
+        head=head,
         entries=entries,
         tensors=layout.tensors,
         files=layout.files,
@@ -89,7 +93,9 @@ def _planned(recipe: Recipe, format_: Format, contents: Contents, ledger: Ledger
         raise PlanError(
             f"format {format_.name} is for quantised models, and no step quantises", "use --format dense, or add a step"
         )
-    methods = contents.grids.methods(step, widths, ledger) if step is not None else dict.fromkeys(widths)
+    methods: Mapping[str, Method | None] = dict.fromkeys(widths)
+    if step is not None:
+        methods = contents.grids.methods(with_head_options(step, contents.matrices.head), widths, ledger)
     planned = planned_matrices(contents.headers, contents.matrices, methods, recipe)
     if not planned and not contents.grids.may_be_empty and (step is not None or recipe.pruner is not None):
         raise PlanError("nothing is left to quantise or to prune", "loosen the patterns of --set")
@@ -108,7 +114,7 @@ def _check_format(format_: Format, entries: Sequence[Entry], config: Mapping[str
 def _by_layer(planned: Mapping[str, MatrixPlan], contents: Contents) -> tuple[tuple[MatrixPlan, ...], ...]:
     """The matrices of every layer that the config counts, or else of every layer that has a declared matrix."""
     count = contents.headers.config.get("num_hidden_layers")
-    count = count or max(ref.layer for ref in contents.matrices.refs) + 1
+    count = count or contents.matrices.layers or max(ref.layer for ref in contents.matrices.refs) + 1
     return tuple(tuple(plan for plan in planned.values() if plan.layer == number) for number in range(count))
 
 

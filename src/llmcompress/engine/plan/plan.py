@@ -24,9 +24,10 @@ class Plan:
     """A run, resolved. prefix: on-disk name of the list of layers.
 
     output_kind: the name of the kind of weight files, `safetensors` or `gguf` (output_kinds.py). layers: matrices of
-    each decoder layer, in order of execution. entries: one for every source tensor. tensors: those that are written,
-    in order. files: the GGUF files that hold the tensors, none for safetensors. modelfile: the text of a Modelfile,
-    where the recipe asks for one. ledger: what was decided while planning, in order.
+    each decoder layer, in order of execution. head: the output head, where it is rounded. entries: one for every
+    source tensor. tensors: those that are written, in order. files: the GGUF files that hold the tensors, none for
+    safetensors. modelfile: the text of a Modelfile, where the recipe asks for one. ledger: what was decided while
+    planning, in order.
     """
 
     recipe: Recipe
@@ -40,6 +41,7 @@ class Plan:
     resources: Resources
     options: Options
     layers: tuple[tuple[MatrixPlan, ...], ...]
+    head: tuple[MatrixPlan, ...]
     entries: tuple[Entry, ...]
     tensors: tuple[TensorSpec, ...]
     files: tuple[GgufFile, ...]
@@ -55,6 +57,16 @@ class Plan:
         return replace(self, ledger=ledger.entries)
 
     @property
+    def sections(self) -> tuple[tuple[MatrixPlan, ...], ...]:
+        """The matrices of each section of the run: the layers, then the head where it is rounded."""
+        return (*self.layers, self.head) if self.head else self.layers
+
+    @property
+    def matrices(self) -> tuple[MatrixPlan, ...]:
+        """All matrices that are changed, in order of execution."""
+        return tuple(matrix for section in self.sections for matrix in section)
+
+    @property
     def anatomy(self) -> Anatomy:
         return Anatomy(self.headers, self.spec, self.prefix, len(self.layers))
 
@@ -66,13 +78,12 @@ class Plan:
     @property
     def calibrated(self) -> bool:
         """Whether windows of text run through the model."""
-        matrices = (matrix for layer in self.layers for matrix in layer)
-        return self.recipe.needs_calibration or any(matrix.needs_calibration for matrix in matrices)
+        return self.recipe.needs_calibration or any(matrix.needs_calibration for matrix in self.matrices)
 
     @property
     def original_samples(self) -> int:
         """Number of windows that also run through the uncompressed model, in whole batches."""
-        asked = max((matrix.original_samples for layer in self.layers for matrix in layer), default=0)
+        asked = max((matrix.original_samples for matrix in self.matrices), default=0)
         return min(-(-asked // self.batch) * self.batch, self.recipe.calibration.samples)
 
     @property

@@ -212,7 +212,8 @@ def _weights(layer: Layer) -> int:
 
 
 def _widest(layer: Layer) -> int:
-    return max(max(plan.entry.out_features, plan.entry.in_features) for plan in layer)
+    # a pass stops before the head, whose outputs are never made
+    return max(max(plan.entry.out_features * plan.entry.block, plan.entry.in_features) for plan in layer)
 
 
 def _largest_square(layer: Layer) -> int:

@@ -29,7 +29,7 @@ def reusable_statistics(plan: Plan, store: Path, tokens: str) -> Kept | None:
     candidates = [kept for kept in all_statistics(store) if {key: kept.about.get(key) for key in about} == about]
     if any(kept.about.get("options") == _options(plan) for kept in candidates):
         return None
-    wanted = [{m.space: m.needs_gram for m in layer if m.needs_calibration} for layer in plan.layers]
+    wanted = [{m.space: m.needs_gram for m in layer if m.needs_calibration} for layer in plan.sections]
     whole = (kept for kept in candidates if kept.complete)
     return next((kept for kept in whole if all(kept.has(n, spaces) for n, spaces in enumerate(wanted))), None)
 
@@ -44,12 +44,11 @@ def note_reuse(plan: Plan, kept: Kept, ledger: Ledger) -> None:
 
 def _needs_text(plan: Plan) -> bool:
     """Whether the run needs something from the text that no store holds."""
-    matrices = [matrix for layer in plan.layers for matrix in layer]
     return (
         plan.recipe.kv_cache is not None
         or plan.scales_channels
         or (plan.recipe.pruner is not None and plan.recipe.pruner.allocation != "uniform")
-        or any(matrix.needs - STORED for matrix in matrices)
+        or any(matrix.needs - STORED for matrix in plan.matrices)
     )
 
 
@@ -60,7 +59,7 @@ def _about(plan: Plan, tokens: str) -> dict[str, Any]:
         "compute_dtype": plan.dtype,
         "batch": plan.batch,
         "transforms": [{"method": step.name, **step.model_dump()} for step in plan.recipe.transforms],
-        "layers": len(plan.layers),
+        "layers": len(plan.sections),
     }
 
 

@@ -79,7 +79,7 @@ class Compressor:
         gathered: dict[str, Tensor] = {}
         if self.known is not None:
             note_reuse(self.plan, self.known, ledger)
-        stages = stages_of(self.plan.layers[number])
+        stages = stages_of(self.plan.sections[number])
         paired = 1 + max((at for at, stage in enumerate(stages) if stage[0].expert is None), default=-1)
         for number_of_stage, stage in enumerate(stages):
             self.progress.stage(stage[0].space, len(stage))
@@ -92,7 +92,7 @@ class Compressor:
             taken = {plan.module for plan, *_ in kept}
             stage = [plan for plan in stage if plan.module not in taken]
             if original is not None and number_of_stage >= paired:
-                original.conclude(onward=number + 1 < len(self.plan.layers))
+                original.conclude(onward=number + 1 < len(self.plan.sections))
                 original = None
             statistics = (
                 StageStatistics(known) if known else self._statistics(layer, compressed, original, stage, ledger)
@@ -106,12 +106,13 @@ class Compressor:
                 coded[plan.module] = solved
                 linears.append(record)
                 self.progress.matrix(record)
-                if layer is not None:
+                if layer is not None and plan.entry.block:  # nothing reads what leaves the head
                     install(layer, plan, solved)
         if self.keeping is not None:
             self.keeping.write(number, gathered)
         records: dict[str, Any] = {"linears": linears, "ledger": ledger.as_json()}
-        if compressed is not None and self.plan.recipe.kv_cache is not None:
+        inside = number < len(self.plan.layers)
+        if compressed is not None and inside and self.plan.recipe.kv_cache is not None:
             records["kv_cache"] = largest_magnitudes(compressed.key_value_range(), number)
         return coded, records
 

@@ -87,19 +87,19 @@ def run_calibrated(
     sweeper: Sweeper | None,
 ) -> None:
     """Make the missing sections on statistics of calibration text, layer by layer."""
-    count, staged, workers, dtype = len(plan.layers), sections.staged, sections.workers, model.dtype
+    count, staged, workers, dtype = len(plan.sections), sections.staged, sections.workers, model.dtype
     compressor = Compressor(plan, checkpoint, model, sections.progress, sweeper, keeping=keeping)
     hidden = starting_hidden_states(plan, model, tokens, staged, sections.missing[0], dtype, workers)
     return_freed_memory()
     scaler = _scaler_of(plan, checkpoint, model, sections.progress, workers)
     for number in range(hidden.position, count):
-        done = number not in sections.missing
+        done, inside = number not in sections.missing, number < len(plan.layers)
         if done:
             fold_factors(plan, checkpoint, number, staged.read_factors(number))
         with model.layer(number) as layer:
             _read_ahead(plan, checkpoint, number + 1)
             scaled = None
-            if scaler is not None and not done:
+            if scaler is not None and inside and not done:
                 stream = Stream("whole", layer, hidden.streams[COMPRESSED])
                 whole = Forward(model, number, stream, plan.batch, workers)
                 scaled = scaler.layer(number, layer, whole)
@@ -111,8 +111,8 @@ def run_calibrated(
                     Stream(name, layer if name == COMPRESSED else _as_it_is(layer), windows),
                     plan.batch,
                     workers,
-                    NOT_RECORDED if done else Recording(staged.folder, _recorded_spaces(plan, number)),
-                    watches_cache=name == COMPRESSED and not done and plan.recipe.kv_cache is not None,
+                    Recording(staged.folder, _recorded_spaces(plan, number)) if inside and not done else NOT_RECORDED,
+                    watches_cache=name == COMPRESSED and inside and not done and plan.recipe.kv_cache is not None,
                 )
                 for name, windows in hidden.streams.items()
             }
@@ -137,8 +137,8 @@ def _as_it_is(layer: nn.Module) -> nn.Module:
 
 def _read_ahead(plan: Plan, checkpoint: Checkpoint, number: int) -> None:
     """Start reading the matrices of a layer from disk while another layer is worked on."""
-    if number < len(plan.layers):
-        checkpoint.expect(matrix.entry.source.name for matrix in plan.layers[number])
+    if number < len(plan.sections):
+        checkpoint.expect(matrix.entry.source.name for matrix in plan.sections[number])
 
 
 def _scaler_of(

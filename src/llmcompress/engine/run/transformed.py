@@ -22,7 +22,7 @@ def open_transformed(plan: "Plan") -> Checkpoint:
     anatomy = plan.anatomy
     head, embedding = anatomy.outer(anatomy.spec.head), anatomy.outer(anatomy.spec.embed)
     shared = head is not None and embedding is not None and plan.headers.tensors[head].end == 0
-    exact = frozenset(matrix.entry.source.name for layer in plan.layers for matrix in layer)
+    exact = frozenset(matrix.entry.source.name for matrix in plan.matrices)
     checkpoint = FoldedCheckpoint(base, exact, {str(head): str(embedding)} if shared else {})
     for step in plan.recipe.transforms:
         if isinstance(step, Rotate):
@@ -32,7 +32,7 @@ def open_transformed(plan: "Plan") -> Checkpoint:
 
 def fold_factors(plan: "Plan", checkpoint: Checkpoint, layer: int, factors: dict[str, Tensor]) -> None:
     """Fold factors into the checkpoint that earlier starts have chosen for a layer's sites. factors: by space."""
-    if isinstance(checkpoint, FoldedCheckpoint):
+    if isinstance(checkpoint, FoldedCheckpoint) and layer < len(plan.layers):
         for site in (*plan.anatomy.sites(layer), plan.anatomy.scores(layer)):
             if site is not None and site.space in factors:
                 checkpoint.fold(scaling_folds(plan.anatomy, layer, site.parts, factors[site.space]))

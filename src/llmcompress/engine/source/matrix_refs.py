@@ -25,7 +25,8 @@ class Matrices:
 
     prefix: on-disk name of the list of layers; empty for GGUF files, which have names of their own. layers: number of
     layers; 0 for GGUF files. linears: by on-disk module of a multimodal model, the path in
-    transformers of every linear, in its language model or not.
+    transformers of every linear, in its language model or not. head: on-disk module of the head, the last of `refs`,
+    where it is to be rounded.
     """
 
     spec: ArchSpec
@@ -34,6 +35,7 @@ class Matrices:
     prefix: str = ""
     layers: int = 0
     linears: Mapping[str, str] = field(default_factory=dict)
+    head: str = ""
 
 
 def matrices_of(headers: ModelHeaders, trust_remote_code: bool, ledger: Ledger) -> Matrices:

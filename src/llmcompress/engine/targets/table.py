@@ -199,6 +199,11 @@ _GPTQMODEL = Target(
         "dense": (),
     },
 )
+_CODED_HEAD = Unread(
+    lambda entry: entry.grid is not None and entry.module.rpartition(".")[2] in HEADS,
+    by_hand="leave --head-bits out",
+    why="it was not seen to read codes of a head",
+)
 _VLLM = Target(
     "vllm",
     "vLLM",
@@ -222,6 +227,7 @@ _VLLM = Target(
             Devices(why="it multiplies int8 by int8 on CPUs, and on GPUs from compute capability 7.5 to below 10.0"),
             Devices(why=_FLOAT_DEVICES),
             _ONLY_FP8,
+            _CODED_HEAD,
         ),
         "gptq": (
             BitWidths((4, 8), why="its kernels take 4 and 8 bits"),
@@ -259,6 +265,7 @@ _SGLANG = Target(
             Devices(why="it multiplies int8 by int8 from compute capability 8.0 on"),
             Devices(why=_FLOAT_DEVICES),
             _ONLY_FP8,
+            _CODED_HEAD,
         ),
         "gptq": (
             BitWidths((4, 8), why="its kernels take 4 and 8 bits"),

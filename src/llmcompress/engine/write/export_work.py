@@ -56,10 +56,11 @@ def export_work(work: Path, formats: Sequence[str], out: Path | None, overwrite:
         outputs = [stack.enter_context(output_of(plan.out, plan.format.name, overwrite)) for plan in plans]
         for plan, output in zip(plans, outputs, strict=True):
             staged = stack.enter_context(closing(Staging(work, {**plan.identity, **run_of})))
-            missing = staged.missing(len(plan.layers))
+            missing = staged.missing(len(plan.sections))
             if missing:
                 raise PlanError(
-                    f"{work} lacks layer {missing[0]} of {len(plan.layers)}", "finish the run first: repeat its command"
+                    f"{work} lacks layer {missing[0]} of {len(plan.sections)}",
+                    "finish the run first: repeat its command",
                 )
             finish(plan, staged, calibration, output)
             staged.close()

@@ -58,9 +58,7 @@ class _Data:
         self.plan, self.checkpoint, self.staged, self.workers = plan, checkpoint, staged, workers
         assert plan.recipe.method is not None  # a GGUF file holds what a step rounds
         self.search = plan.recipe.method.search
-        self.matrices = {
-            matrix.entry.source.name: matrix for layer in plan.layers for matrix in layer if matrix.entry.grid
-        }
+        self.matrices = {matrix.entry.source.name: matrix for matrix in plan.matrices if matrix.entry.grid}
         self.read = unquantised_reader(plan, checkpoint, staged)
         self.factors: dict[str, Tensor] = {}  # of matrices whose codes are written, until theirs follow
 

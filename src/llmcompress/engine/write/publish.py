@@ -156,7 +156,7 @@ def finish(
     linears: list[dict[str, Any]] = []
     sites: list[dict[str, Any]] = []
     checkpoint = open_transformed(plan)
-    for number in range(len(plan.layers)):
+    for number in range(len(plan.sections)):
         records = staged.records(number)
         fold_factors(plan, checkpoint, number, staged.read_factors(number))
         linears += records["linears"]

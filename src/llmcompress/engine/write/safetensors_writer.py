@@ -27,7 +27,7 @@ def write_safetensors(
 
 def _tensors(plan: Plan, checkpoint: Checkpoint, staged: Staging) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the output in its planned order, one at a time."""
-    matrices = {matrix.entry.source.name: matrix for layer in plan.layers for matrix in layer}
+    matrices = {matrix.entry.source.name: matrix for matrix in plan.matrices}
     kv_scales = kv_scale_tensors(plan, staged)
     read = unquantised_reader(plan, checkpoint, staged)
     for entry in plan.entries:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def unquantised_reader(plan: "Plan", checkpoint: Checkpoint, staged: Staging) -> Callable[[str], Tensor]:
     """A function that reads a finite tensor by its on-disk name, in its shape and type in the source."""
-    pruned = {matrix.entry.source.name: matrix for layer in plan.layers for matrix in layer if not matrix.entry.grid}
+    pruned = {matrix.entry.source.name: matrix for matrix in plan.matrices if not matrix.entry.grid}
 
     def read(name: str) -> Tensor:
         matrix = pruned.get(name)

@@ -1,0 +1,97 @@
+"""The output head is rounded like any other matrix, on the final norm's outputs, or refused when a run is planned."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from llmcompress.engine.plan.make_plan import make_plan
+from llmcompress.engine.plan.run_options import Options
+from llmcompress.errors import LlmcompressError, PlanError, StoppedError
+from llmcompress.validate.verify import passed, verify
+from tinyruns import LAYERS, after, compress, digest, recipe
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory, tiny_model_dir):
+    """The tiny model with its embedding once more as a head of its own."""
+    path = tmp_path_factory.mktemp("untied") / "model"
+    shutil.copytree(tiny_model_dir, path)
+    tensors = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    return path
+
+
+def loaded(path):
+    """transformers' model and what enters its head for tokens that no calibration has seen in this order."""
+    from transformers import AutoModelForCausalLM
+
+    model, seen = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), []
+    model.lm_head.register_forward_pre_hook(lambda _, args: seen.append(args[0][0]))
+    with torch.no_grad():
+        logits = model(torch.randint(5, 1100, (1, 256), generator=torch.Generator().manual_seed(3))).logits[0]
+    return model, seen[0].to(torch.float64), logits
+
+
+@pytest.mark.parametrize("format_", ["compressed-tensors", "dense"])
+def test_the_head_is_rounded_and_transformers_runs_it(untied, tmp_path, format_):
+    out = tmp_path / "out"
+    report = compress(untied, out, recipe(format_=format_, head_bits=3))
+    assert report["linears"][-1]["name"] == "lm_head"
+    assert report["linears"][-1]["grid"] == "int3-g64-sym"
+    assert passed(verify(out, source=untied))
+    source = load_file(untied / "model.safetensors")["lm_head.weight"].to(torch.float64)
+    model, inputs, logits = loaded(out)
+    weight = model.lm_head.weight.detach().to(torch.float64)
+    groups = weight.reshape(-1, 64)
+    assert max(row.unique().numel() for row in groups[:200]) <= 8
+    torch.testing.assert_close(inputs @ weight.T, logits.to(torch.float64), atol=1e-3, rtol=1e-4)
+
+    def loss(candidate):
+        return float((inputs @ (candidate - source).T).square().sum() / (inputs @ source.T).square().sum())
+
+    parts = source.reshape(-1, 64)
+    scale = parts.abs().amax(1, keepdim=True) / 4
+    nearest = ((parts / scale).round().clamp(-4, 3) * scale).reshape(source.shape)
+    assert loss(weight) < 0.7 * loss(nearest)
+
+
+def test_a_run_that_stops_before_the_head_goes_on_to_the_same_bytes(untied, tmp_path):
+    made = recipe(head_bits=6)
+    compress(untied, tmp_path / "whole", made)
+    with pytest.raises(StoppedError):
+        compress(untied, tmp_path / "cut", made, stop=after(LAYERS))
+    compress(untied, tmp_path / "cut", made)
+    whole, cut = digest(tmp_path / "whole"), digest(tmp_path / "cut")
+    assert whole["model.safetensors"] == cut["model.safetensors"]
+    assert whole["config.json"] == cut["config.json"]
+
+
+def test_options_of_the_head_alone_go_by_its_name(untied, tmp_path):
+    made = recipe(head_bits=8, set={"lm_head": {"group_size": 32}, "*": {"bits": 3}})
+    plan = make_plan(made, untied, Options(out=tmp_path / "out"))
+    assert [matrix.grid.name for matrix in plan.head] == ["int8-g32-sym"]
+    assert {matrix.grid.bits for layer in plan.layers for matrix in layer} == {3}
+    assert make_plan(recipe(), untied, Options(out=tmp_path / "other")).head == ()
+
+
+def test_a_head_that_is_the_embedding_is_refused(tiny_model_dir, tmp_path):
+    with pytest.raises(PlanError, match="is its embedding"):
+        make_plan(recipe(head_bits=6), tiny_model_dir, Options(out=tmp_path / "out"))
+
+
+@pytest.mark.parametrize("format_", ["awq", "bitsandbytes"])
+def test_formats_whose_loaders_read_no_head_are_refused(untied, tmp_path, format_):
+    with pytest.raises(LlmcompressError, match=f"loaders of format {format_} read no head"):
+        make_plan(recipe(format_=format_, sym=False, head_bits=4), untied, Options(out=tmp_path / "out"))
+
+
+def test_targets_that_read_no_codes_of_a_head_say_so(untied, tmp_path):
+    with pytest.raises(PlanError, match="head"):
+        make_plan(recipe(head_bits=4), untied, Options(out=tmp_path / "out", target="vllm"))
