@@ -13,7 +13,8 @@ Then, with the calibration tokens as an integer tensor ``input_ids`` [samples, l
 
 All linears inside the decoder blocks are quantised, weight-only, symmetric by GPTQ and asymmetric by AWQ (`--method
 awq`, with both kinds of scales tried); the head is not. With `--method wanda` or `sparsegpt` they are pruned instead,
-to `--sparsity 0.5` or in the `--pattern` 2:4, and written in their own type.
+to `--sparsity 0.5` or in the `--pattern` 2:4, and written in their own type. With `--scheme NVFP4` or another
+preset of the tool's, weights and inputs are rounded as it says, by `--method gptq` or, to the nearest, `rtn`.
 The tool's defaults hold for all the rest, among them its static activation order: ``--desc-act``
 is taken only so that the peers share one command line, and is refused, since the tool no longer
 writes checkpoints with a permuted ``g_idx``. The weights are loaded as bfloat16, as GPTQModel does
@@ -29,6 +30,7 @@ from typing import Any
 from common import measured, parser
 
 PRUNING = ("wanda", "sparsegpt")
+ROUNDING = ("gptq", "rtn")
 
 
 def modifiers(args: argparse.Namespace, groups: dict[str, Any]) -> list[Any]:
@@ -43,8 +45,10 @@ def modifiers(args: argparse.Namespace, groups: dict[str, Any]) -> list[Any]:
     if args.method in PRUNING:
         modifier = {"wanda": WandaPruningModifier, "sparsegpt": SparseGPTModifier}[args.method]
         return [modifier(sparsity=args.sparsity, mask_structure=args.pattern, ignore=["re:.*lm_head"])]
-    if args.method == "gptq":
-        return [GPTQModifier(config_groups=groups, ignore=["lm_head"])]
+    rounded = {"targets": "Linear", "scheme": args.scheme} if args.scheme else {"config_groups": groups}
+    if args.method in ROUNDING:
+        modifier = {"gptq": GPTQModifier, "rtn": QuantizationModifier}[args.method]
+        return [modifier(**rounded, ignore=["lm_head"])]
     IntermediatesCache.pin_memory = lambda *_: None
     return [AWQModifier(duo_scaling="both"), QuantizationModifier(config_groups=groups, ignore=["lm_head"])]
 
@@ -65,7 +69,7 @@ def quantize(args: argparse.Namespace) -> None:
     weights = QuantizationArgs(
         num_bits=args.bits,
         type="int",
-        symmetric=args.method == "gptq",
+        symmetric=args.method != "awq",
         strategy="group",
         group_size=args.group_size,
     )
@@ -80,14 +84,17 @@ def quantize(args: argparse.Namespace) -> None:
         shuffle_calibration_samples=False,
         moe_calibrate_all_experts=not args.routed_tokens,
     )
-    how = {} if args.method in PRUNING else {"save_compressed": True, "quantization_format": "pack-quantized"}
+    how = {} if args.method in PRUNING else {"save_compressed": True}
+    if how and not args.scheme:
+        how["quantization_format"] = "pack-quantized"
     model.save_pretrained(args.out, **how)
     tokenizer.save_pretrained(args.out)
 
 
 def main() -> None:
     options = parser("GPTQ or AWQ by llm-compressor on given tokens", "not available in this tool")
-    options.add_argument("--method", choices=("gptq", "awq", *PRUNING), default="gptq")
+    options.add_argument("--method", choices=(*ROUNDING, "awq", *PRUNING), default="gptq")
+    options.add_argument("--scheme", help="a preset of the tool's, such as NVFP4A16, in place of bits and groups")
     options.add_argument("--dtype", default="bfloat16", help="to load the weights in; or auto")
     options.add_argument("--sparsity", type=float, default=0.5)
     options.add_argument("--pattern", default="0:0", help="zeros:of, as the tool has it")

@@ -1,0 +1,84 @@
+"""Fidelity of 4-bit floats, weights alone and with rounded inputs, beside llm-compressor's and beside our integers.
+
+    llmcompress calib pack MODEL -o ids.safetensors --calibration TRAIN.txt --samples 32 --length 512
+    python benchmarks/small_floats.py MODEL ids.safetensors TEST.txt --peer VENV/bin/python --out runs/
+
+VENV is an environment with llm-compressor, as benchmarks/peers/run_llmcompressor.py says. Every tool writes
+compressed-tensors from the same token ids, and `llmcompress eval` judges all of them, rounding inputs as each result
+says. One thread for everyone: seconds are CPU seconds of the whole process. What `--out` has already is not made again.
+"""
+
+import argparse
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from common import OURS, Job, evaluate, kept, once, run, set_up, shape
+
+OUR_ROWS = {  # the grid, and the options that say so
+    "integers of 4 bits, groups of 32": ("--bits", "4", "--group-size", "32"),
+    "NVFP4": ("--type", "nvfp4"),
+    "NVFP4, inputs too": ("--type", "nvfp4", "--activations", "nvfp4"),
+    "MXFP4": ("--type", "mxfp4"),
+    "MXFP4, inputs too": ("--type", "mxfp4", "--activations", "mxfp4"),
+}
+PEER_ROWS = {  # the grid, and the tool's name for it
+    "NVFP4": "NVFP4A16",
+    "NVFP4, inputs too": "NVFP4",
+    "MXFP4": "MXFP4A16",
+    "MXFP4, inputs too": "MXFP4",
+}
+
+
+def measured(command: list[str], out: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Make a checkpoint, evaluate and remove it."""
+    cost, _ = run(command, out.with_suffix(".log"))
+    figures = evaluate(out, args.model, str(args.text), args.length, args.windows, out.with_suffix(".eval.log"))
+    size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    shutil.rmtree(out)
+    return {**asdict(cost), "bytes": size, **{key: figures[key] for key in ("perplexity", "kl", "kl_ci", "top1")}}
+
+
+def main() -> None:
+    """Measure what is missing, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("ids", type=Path, help="all of its rows are used")
+    parser.add_argument("text", type=Path, help="to evaluate on")
+    parser.add_argument("--length", type=int, default=512, help="of the windows evaluated")
+    parser.add_argument("--windows", type=int, default=20)
+    parser.add_argument("--peer", help="Python of llm-compressor's environment")
+    parser.add_argument("--out", type=Path, default=Path("runs"))
+    args = parser.parse_args()
+    set_up(threads=1)
+    args.out.mkdir(parents=True, exist_ok=True)
+    samples, length = shape(args.ids)
+    tokens = ("--calibration", str(args.ids), "--samples", str(samples), "--length", str(length))
+    job, results = Job(args.model, args.ids, 4, 32), args.out / "small_floats.json"
+    rows = kept(results)
+    print("| grid | tool | MB | perplexity | KL (95%) | top-1 | CPU s | peak MB |")
+    print("|---|---|---|---|---|---|---|---|")
+
+    def row(grid: str, tool: str, command: list[str], out: Path) -> None:
+        found = once(rows, f"{grid}, {tool}", lambda: measured(command, out, args), results)
+        low, high = found["kl_ci"]
+        print(
+            f"| {grid} | {tool} | {found['bytes'] / 1e6:.1f} | {found['perplexity']:.2f} | {found['kl']:.4f} "
+            f"({low:.4f} to {high:.4f}) | {found['top1']:.1%} | {found['cpu_s']:.0f} | {found['peak_mb']:.0f} |",
+            flush=True,
+        )
+
+    for number, (grid, options) in enumerate(OUR_ROWS.items()):
+        out = args.out / f"ours-{number}"
+        row(grid, "llmcompress gptq", [*OURS, "gptq", str(args.model), "-o", str(out), *options, *tokens], out)
+        if args.peer is None or grid not in PEER_ROWS:
+            continue
+        for method in ("gptq", "rtn"):
+            out = args.out / f"peer-{number}-{method}"
+            command = [*job.peer("llmcompressor", args.peer, out), "--method", method, "--scheme", PEER_ROWS[grid]]
+            row(grid, f"llm-compressor {method}", command, out)
+
+
+if __name__ == "__main__":
+    main()
