@@ -6,7 +6,7 @@ import torch
 
 from llmcompress.grids.base import INPUT_SPECS
 from llmcompress.grids.e2m1 import rounded_
-from llmcompress.grids.inputs import InputGrid, divisor, static_scale
+from llmcompress.grids.inputs import InputGrid, divisor, foreseen, static_scale
 from llmcompress.stats.absmax import AbsMax
 from llmcompress.stats.magnitudes import Magnitudes
 from llmcompress.stats.peaks import Peaks
@@ -149,3 +149,18 @@ def test_a_percentile_is_that_of_all_magnitudes():
     assert seen.percentile(99) == expected
     scale = static_scale(INPUT_SPECS["int8-tensor"], seen, 99, torch.float32)
     assert float(scale) == pytest.approx(expected / 127.5)
+
+
+@pytest.mark.parametrize("name", ["int8-token", "fp8-group", "mxfp8", "mxfp4"])
+def test_what_needs_no_calibration_is_foreseen_as_it_is(name):
+    x = torch.randn(3, 5, 96, generator=torch.Generator().manual_seed(4))
+    assert torch.equal(foreseen(x, INPUT_SPECS[name]), InputGrid(INPUT_SPECS[name]).rounded(x))
+
+
+def test_before_a_divisor_is_known_each_token_has_its_own():
+    x = torch.randn(3, 5, 48, generator=torch.Generator().manual_seed(5)) * torch.logspace(-3, 3, 15).view(3, 5, 1)
+    x[1, 2] = 0
+    seen = foreseen(x, INPUT_SPECS["nvfp4"])
+    for token, rounded in zip(x.view(-1, 48), seen.view(-1, 48), strict=True):
+        own = 448 * 6 / token.abs().max().clamp_min(1e-5)
+        assert torch.equal(rounded, InputGrid(INPUT_SPECS["nvfp4"], own).rounded(token))

@@ -30,7 +30,8 @@ Seen = AbsMax | Magnitudes
 class InputGrid:
     """The values inputs may take.
 
-    scale [1] float32: of all inputs, or the divisor of scales of groups; None where every token has its own.
+    scale [1] float32: of all inputs, or the divisor of scales of groups, or that of each token [..., 1]; None where
+    every token has its own scale.
     """
 
     spec: InputSpec
@@ -76,6 +77,20 @@ class InputGrid:
     def to(self, device: torch.device | str) -> "InputGrid":
         """The same on another device."""
         return self if self.scale is None else InputGrid(self.spec, self.scale.to(device))
+
+
+def foreseen(x: Tensor, spec: InputSpec) -> Tensor:
+    """An input [..., in] as it will be rounded, as far as calibration can tell before it has ended.
+
+    A divisor of scales is known then: until then each token has that of its own largest magnitude, so that only which
+    scales are subnormal differs. One scale for all inputs is not known, and they stay as they are.
+    """
+    if spec.dynamic:
+        return InputGrid(spec).rounded(x)
+    if spec.group is None:
+        return x
+    peaks = x.abs().amax(dim=-1, keepdim=True).to(torch.float32).clamp_min_(_LEAST)
+    return InputGrid(spec, e4m3.LARGEST * e2m1.LARGEST / peaks).rounded(x)
 
 
 Rounding = InputGrid | ByThreshold | BesideOutliers

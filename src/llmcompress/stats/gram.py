@@ -149,4 +149,4 @@ def precision_of(rows: Tensor) -> Iterator[None]:
         backend.fp32_precision = before
 
 
-STATISTIC = Statistic("gram", Gram)
+STATISTIC = Statistic("gram", Gram, multiplied=True)

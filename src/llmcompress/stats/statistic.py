@@ -61,13 +61,15 @@ class Statistic:
     """A statistic of an input as the compressed model sees it.
 
     name: as steps say it in `needs`. make: an empty `Accumulator`. unless: another statistic, which says all that this
-    one does: where both are needed, that one is enough. by_window: whether inputs come as [windows, length, in], so
+    one does: where both are needed, that one is enough. multiplied: whether inputs come as matrices will multiply them,
+    rounded where their inputs will be. by_window: whether inputs come as [windows, length, in], so
     that the first token of each window can be left out; those of experts are loose tokens [tokens, in] all the same.
     """
 
     name: str
     make: Maker
     unless: str | None = None
+    multiplied: bool = False
     by_window: bool = False
 
 
@@ -75,6 +77,7 @@ class Statistic:
 class PairedStatistic:
     """A statistic of an input in both models, gathered wherever the uncompressed model runs beside the compressed one.
 
+    The input in the compressed model comes as matrices will multiply it, rounded where their inputs will be.
     make: an empty `PairedAccumulator`. beside: the statistic that steps need for this one to be gathered too.
     """
 

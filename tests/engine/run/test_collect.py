@@ -1,6 +1,7 @@
 """A statistic is one file: what a step needs by name is gathered, whatever it is."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,11 @@ from llmcompress import methods, registry, stats
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
+from llmcompress.engine.run.collect import SpaceStatistics
+from llmcompress.grids.base import INPUT_SPECS
+from llmcompress.grids.inputs import foreseen
 from llmcompress.recipe import parse
+from llmcompress.workers import SERIAL
 
 STATISTIC = '''
 from llmcompress.stats.statistic import Statistic
@@ -82,3 +87,22 @@ def test_a_statistic_in_a_file_of_its_own_reaches_the_method_that_needs_it(two_f
         assert signs.positive.shape == (width,)
         assert bool((signs.positive > 0).any())
         assert bool(torch.all(signs.positive <= signs.tokens))
+
+
+@pytest.mark.parametrize("name", ["none", "int8-token", "mxfp4", "nvfp4", "fp8-tensor"])
+def test_gram_and_drift_are_of_inputs_as_matrices_will_multiply_them(name):
+    inputs = INPUT_SPECS.get(name)
+    entry = SimpleNamespace(in_features=64, inputs=inputs)
+    plan = SimpleNamespace(entry=entry, needs=frozenset({"gram", "absmax"}))
+    found = SpaceStatistics([plan], SERIAL, torch.device("cpu"), 0, paired=True)
+    generator = torch.Generator().manual_seed(0)
+    original = torch.randn(2, 8, 64, generator=generator) * torch.logspace(-2, 1, 64)
+    x = original + 0.1 * torch.randn(2, 8, 64, generator=generator)
+    found.update(x, original, 8)
+    seen = x if inputs is None else foreseen(x, inputs)
+    assert torch.equal(seen, x) == (name in ("none", "fp8-tensor"))
+    here, there = seen.double().reshape(-1, 64), original.double().reshape(-1, 64)
+    torch.testing.assert_close(found.alone["gram"].mean().double(), here.T @ here / 16, rtol=1e-5, atol=1e-5)
+    drift = (there - here).T @ here / 16
+    torch.testing.assert_close(found.paired["drift"].finish().double(), drift, rtol=1e-3, atol=1e-3)
+    assert found.alone["absmax"].peak == x[:, 1:].abs().max()  # ranges are of what is to be rounded

@@ -12,6 +12,7 @@ from llmcompress.engine.run.forward import Forward
 from llmcompress.engine.run.overflow import refuse_overflow
 from llmcompress.engine.run.starved_experts import ExpertGrams
 from llmcompress.errors import RunError
+from llmcompress.grids.inputs import foreseen
 from llmcompress.methods.base import Statistics
 from llmcompress.registry import discover
 from llmcompress.stats.energy import Energy, energy
@@ -44,6 +45,8 @@ class SpaceStatistics:
         size, part = plans[0].entry.in_features, workers.part(turn)
         chosen = [known[name] for name in sorted(needs) if known[name].unless not in needs]
         beside = [item for item in known.values() if isinstance(item, PairedStatistic) and item.beside in needs]
+        self._multiplied = {item.name for item in chosen if item.multiplied}
+        self._rounding = plans[0].entry.inputs
         self._by_window = {item.name for item in chosen if item.by_window}
         self.alone: dict[str, Accumulator] = {item.name: item.make(size, workers, device, part) for item in chosen}
         self.paired: dict[str, PairedAccumulator] = {
@@ -56,11 +59,17 @@ class SpaceStatistics:
 
         length: tokens of a window; None where windows cannot be told.
         """
+        rounded = self.multiplied(x)
         for name, accumulator in self.alone.items():
-            accumulator.update(by_window(x, length) if length and name in self._by_window else x)
+            seen = rounded if name in self._multiplied else x
+            accumulator.update(by_window(seen, length) if length and name in self._by_window else seen)
         if original is not None:
             for pair in self.paired.values():
-                pair.update(original, x)
+                pair.update(original, rounded)
+
+    def multiplied(self, x: Tensor) -> Tensor:
+        """An input as matrices will multiply it: rounded, where their inputs will be."""
+        return x if self._rounding is None else foreseen(x, self._rounding)
 
     def original_ended(self) -> None:
         for name, pair in self.paired.items():
@@ -104,7 +113,7 @@ def collect(
         if not routed:
             refuse_missing(paths, here)
         if experts is not None:
-            experts.inputs.append(here)
+            experts.inputs.append({space: known[space].multiplied(x) for space, x in here.items()})
         for space, x in here.items():
             known[space].update(x, None if there is None else there[space], None if routed else compressed.length)
         progress.tokens(sum(x.numel() // x.shape[-1] for x in here.values()))
