@@ -92,6 +92,7 @@ def test_formats_whose_loaders_read_no_head_are_refused(untied, tmp_path, format
         make_plan(recipe(format_=format_, sym=False, head_bits=4), untied, Options(out=tmp_path / "out"))
 
 
-def test_targets_that_read_no_codes_of_a_head_say_so(untied, tmp_path):
-    with pytest.raises(PlanError, match="head"):
-        make_plan(recipe(head_bits=4), untied, Options(out=tmp_path / "out", target="vllm"))
+@pytest.mark.parametrize("target", ["vllm", "sglang"])
+def test_targets_that_read_no_codes_of_a_head_say_so(untied, tmp_path, target):
+    with pytest.raises(PlanError, match="not seen to read codes of a head"):
+        make_plan(recipe(head_bits=4), untied, Options(out=tmp_path / "out", target=target))
