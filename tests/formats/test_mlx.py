@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import llmcompress
 from llmcompress.errors import CheckpointError, PlanError
@@ -17,7 +17,8 @@ from llmcompress.grids.grid_type import spec_named
 from llmcompress.grids.offset import OffsetGrid, OffsetSpec
 from llmcompress.validate.verify import passed, verify
 
-NAMES = [*(f"int{bits}-g32-offset" for bits in (2, 3, 4, 5, 6, 8)), "int4-g64-sym", "int8-g128-sym", "mxfp4"]
+NAMES = [*(f"int{bits}-g32-offset" for bits in (2, 3, 4, 5, 6, 8)), "int4-g64-sym", "int8-g128-sym"]
+NAMES += ["mxfp4", "mxfp8"]
 
 
 def entry_of(grid, rows=8, width=128, dtype="F16", **about):
@@ -86,13 +87,24 @@ def test_a_module_may_have_settings_of_its_own(tiny_model_dir, tmp_path):
     assert passed(verify(out, tiny_model_dir))
 
 
-def test_symmetric_integers_among_others_are_told_as_such(tiny_model_dir, tmp_path):
+@pytest.mark.parametrize("kind", ["mxfp4", "mxfp8"])
+def test_symmetric_integers_among_others_are_told_as_such(kind, shallow_model_dir, tmp_path):
     own = {"o_proj": {"type": "int", "bits": 4, "group_size": 64}}
-    llmcompress.compress(tiny_model_dir, output=tmp_path / "out", method="rtn", format="mlx", type="mxfp4", set=own)
+    llmcompress.compress(shallow_model_dir, output=tmp_path / "out", method="rtn", format="mlx", type=kind, set=own)
     said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization"]
-    assert (said["mode"], said["symmetric"]) == ("mxfp4", True)
+    assert (said["mode"], said["symmetric"]) == (kind, True)
     assert said["model.layers.0.self_attn.o_proj"] == {"group_size": 64, "bits": 4, "mode": "affine"}
-    assert passed(verify(tmp_path / "out", tiny_model_dir))
+    assert passed(verify(tmp_path / "out", shallow_model_dir))
+
+
+def test_codes_that_are_no_numbers_are_found(shallow_model_dir, tmp_path):
+    out = tmp_path / "out"
+    llmcompress.compress(shallow_model_dir, output=out, method="rtn", format="mlx", type="mxfp8")
+    tensors = load_file(out / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"].view(torch.uint8)[0, 5] = 0x7F
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    found = [check.detail for check in verify(out) if not check.ok]
+    assert any("up_proj.weight has codes that are no numbers" in detail for detail in found), found
 
 
 def test_rotations_are_said_in_the_older_spelling_where_it_is_missing():

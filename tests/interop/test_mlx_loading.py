@@ -18,11 +18,12 @@ from llmcompress.validate.load import load_whole
 pytestmark = pytest.mark.interop
 
 GRIDS = [*(f"int{bits}-g{size}-offset" for bits in (2, 3, 4, 5, 6, 8) for size in (32, 64, 128))]
-GRIDS += ["int2-g32-sym", "int4-g64-sym", "int8-g128-sym", "mxfp4"]
+GRIDS += ["int2-g32-sym", "int4-g64-sym", "int8-g128-sym", "mxfp4", "mxfp8"]
 SETTINGS = {
     "offset": {"type": "offset", "bits": 4, "group_size": 32},
     "symmetric": {"bits": 4, "group_size": 32},
     "mxfp4": {"type": "mxfp4"},
+    "mxfp8": {"type": "mxfp8"},
     "mixed": {
         "type": "offset",
         "bits": 3,

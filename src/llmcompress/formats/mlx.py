@@ -3,8 +3,8 @@
 A linear M with weight [out, in], codes of b bits in groups of g inputs, becomes
 
     M.weight  U32 [out, in*b/32]   row n: the codes of output n as a little-endian bit stream along `in`
-    M.scales  [out, in/g]          in the model's type; U8 for MXFP4, the exponent with a bias of 127
-    M.biases  [out, in/g]          in the model's type; none for MXFP4
+    M.scales  [out, in/g]          in the model's type; U8 for MXFP4 and MXFP8, the exponent with a bias of 127
+    M.biases  [out, in/g]          in the model's type; none for these two
 
     W[n, k] = scales[n, k/g] * q[n, k] + biases[n, k/g]
 
@@ -23,6 +23,7 @@ from llmcompress.formats.packed_format import PackedFormat, Part, matrix_shape
 from llmcompress.grids.base import Spec
 from llmcompress.grids.integer import IntegerSpec
 from llmcompress.grids.mxfp4 import Mxfp4Spec
+from llmcompress.grids.mxfp8 import Mxfp8Spec
 from llmcompress.grids.offset import SIZES, OffsetSpec
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 
     from llmcompress.grids.coded import Coded
 
-_AFFINE, _MXFP4 = "affine", "mxfp4"
+_AFFINE = "affine"
+_POWERS: dict[str, Spec] = {spec.type: spec for spec in (Mxfp4Spec(), Mxfp8Spec())}  # modes without biases
 
 
 class MlxFormat(PackedFormat):
@@ -38,8 +40,8 @@ class MlxFormat(PackedFormat):
 
     name = "mlx"
     head_codes = True
-    summary = "integers of 2, 3, 4, 5, 6, 8 bits with offsets or symmetric, and mxfp4; read by mlx-lm"
-    holds = ("int", "offset", "mxfp4")
+    summary = "integers of 2, 3, 4, 5, 6, 8 bits with offsets or symmetric, mxfp4 and mxfp8; read by mlx-lm"
+    holds = ("int", "offset", *_POWERS)
     marker = "scales"
     keys = ("quantization_config", "quantization")
     quant_method = "mlx"
@@ -48,7 +50,7 @@ class MlxFormat(PackedFormat):
     def refuses(self, entries: Sequence[Entry], config: Config) -> Refusal | None:
         if refusal := super().refuses(entries, config):
             return refusal
-        if len({grid.symmetric for _, grid in quantised(entries) if grid.type != _MXFP4}) > 1:
+        if len({grid.symmetric for _, grid in quantised(entries) if grid.type not in _POWERS}) > 1:
             return (
                 "an mlx checkpoint says once for all modules whether integers are symmetric",
                 "use --type offset for all of them",
@@ -76,7 +78,7 @@ class MlxFormat(PackedFormat):
     def parts(self, entry: Entry, grid: Spec) -> list[Part]:
         rows, width = entry.out_features, entry.in_features
         codes, groups = ("weight", "U32", (rows, width * grid.bits // 32)), (rows, grid.groups(width))
-        if grid.type == _MXFP4:
+        if grid.type in _POWERS:
             return [codes, ("scales", "U8", groups)]
         return [codes, ("scales", entry.source.dtype, groups), ("biases", entry.source.dtype, groups)]
 
@@ -87,7 +89,7 @@ class MlxFormat(PackedFormat):
 
         grid, spec = coded.grid, coded.grid.spec
         words = pack(coded.codes, spec.bits).contiguous().view(torch.uint32)
-        if spec.type == _MXFP4:
+        if spec.type in _POWERS:
             return {"weight": words, "scales": grid.packed(coded.codes)["weight_scale"]}
         start = grid.offset if grid.offset is not None else -spec.middle * grid.scale
         stored = stored_scale(entry, coded, entry.source.dtype)
@@ -117,8 +119,8 @@ class MlxFormat(PackedFormat):
     def unpacked(self, module: str, tensors: "list[Tensor]", read: Reader, settings: Config) -> "Coded":
         import torch
 
+        from llmcompress.grids.chosen_scales import BIAS
         from llmcompress.grids.coded import Coded
-        from llmcompress.grids.e2m1 import paired
         from llmcompress.grids.grid_type import type_of
         from llmcompress.grids.scales import natural_groups
         from llmcompress.packing.bits import unpack
@@ -129,9 +131,8 @@ class MlxFormat(PackedFormat):
         if words.dtype != torch.uint32 or tuple(scales.shape) != (words.shape[0], spec.groups(width)):
             raise CheckpointError(f"tensors of {module} do not have the shapes of {spec.name}")
         codes = unpack(words.view(torch.int32), spec.bits, width)
-        if spec.type == _MXFP4:
-            parts = {"weight_packed": paired(codes), "weight_scale": scales}
-            return type_of(spec).unpacked(spec, parts)
+        if spec.type in _POWERS:
+            return Coded(codes, type_of(spec).restored(spec, width, {"exponent": scales.to(torch.float32) - BIAS}))
         biases, scale = read(f"{module}.biases").to(torch.float32), scales.to(torch.float32)
         if biases.shape != scale.shape:
             raise CheckpointError(f"{module}.biases is not of the shape of its scales")
@@ -157,7 +158,7 @@ def _older_spelling(config: Config) -> dict[str, Any]:
 
 def _settings(grid: Spec) -> dict[str, Any]:
     """What config.json says of a grid."""
-    mode = _MXFP4 if grid.type == _MXFP4 else _AFFINE
+    mode = grid.type if grid.type in _POWERS else _AFFINE
     return {"group_size": grid.group_size, "bits": grid.bits, "mode": mode}
 
 
@@ -165,10 +166,11 @@ def _spec(module: str, settings: Mapping[str, Any]) -> Spec:
     """The grid of one module: its own settings, else those of all."""
     own = settings.get(module)
     merged = {**settings, **(own if isinstance(own, Mapping) else {})}
-    if merged.get("mode", _AFFINE) == _MXFP4:
-        return Mxfp4Spec()
-    if merged.get("mode", _AFFINE) != _AFFINE:
-        raise CheckpointError(f"{module} has the mode {merged['mode']!r} of mlx, which is not read")
+    mode = merged.get("mode", _AFFINE)
+    if mode in _POWERS:
+        return _POWERS[mode]
+    if mode != _AFFINE:
+        raise CheckpointError(f"{module} has the mode {mode!r} of mlx, which is not read")
     bits, size = int(merged["bits"]), int(merged["group_size"])
     return IntegerSpec(bits, size) if merged.get("symmetric", False) else OffsetSpec(bits, size)
 

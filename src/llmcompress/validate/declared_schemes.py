@@ -11,7 +11,7 @@ from llmcompress.validate.awq import skipped
 from llmcompress.validate.float4 import FLOAT4_PARTS, factored_scheme, float4_scheme
 from llmcompress.validate.float8_blocks import MXFP8, float8_scheme
 from llmcompress.validate.matrix import FLOATS, INTEGERS, PACKED, StoredScheme
-from llmcompress.validate.mlx_codes import MLX_PARTS, mlx_scheme
+from llmcompress.validate.mlx_codes import MLX_PARTS, MLX_POWERS, mlx_scheme
 from llmcompress.validate.stored import DamageError
 from llmcompress.validate.table_codes import TABLE_PARTS, missing_table_parts, table_scheme
 
@@ -160,7 +160,7 @@ def missing_parts(module: str, parts: set[str], config: Mapping[str, Any]) -> li
     scheme = scheme_of(module, config) if form == "compressed-tensors" else None
     if form == "modelopt":
         return sorted({"weight_scale", "weight_scale_2"} - parts)
-    if form == "mlx" and mlx_scheme(module, config["quantization_config"]).kind == "mxfp4":
+    if form == "mlx" and mlx_scheme(module, config["quantization_config"]).kind in MLX_POWERS:
         wanted.discard("biases")
     if scheme is not None:
         if scheme.stored in FLOAT4_PARTS:

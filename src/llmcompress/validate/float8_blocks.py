@@ -20,7 +20,10 @@ _INPUTS = {MXFP8: (None, "mxfp8"), FLOATS: (None, "fp8-group")}
 
 @dataclass(frozen=True)
 class StoredFloat8(StoredMatrix):
-    """codes F8_E4M3 [rows, in]; scale float32 [row tiles, column tiles] of tiles of `tall` x `wide` weights."""
+    """codes F8_E4M3 [rows, in], or U32 that hold four each; scale float32 [row tiles, column tiles].
+
+    A tile has `tall` x `wide` weights.
+    """
 
     codes: Tensor
     scale: Array
@@ -81,6 +84,11 @@ def read_float8(
         scales = shaped(scale, ("BF16", "F16", "F32"), (-(-rows // tall), -(-width // wide))).floats()
         good = np.isfinite(scales) & (scales > 0)
     faults = [] if good.all() else [f"{scale.name} has scales that are not positive numbers"]
-    if any(((piece.view(np.uint8) & 0x7F) == 0x7F).any() for piece in codes.chunks()):
-        faults.append(f"{module} has codes that are no numbers")
+    faults += no_numbers(codes)
     return StoredFloat8(module, scheme, rows, width, codes, scales, tall, wide), faults
+
+
+def no_numbers(codes: Tensor) -> list[str]:
+    """The fault of bytes that hold codes E4M3, where one of them stands for no number."""
+    bad = any(((piece.view(np.uint8) & 0x7F) == 0x7F).any() for piece in codes.chunks())
+    return [f"{codes.name} has codes that are no numbers"] if bad else []
