@@ -91,24 +91,24 @@ def test_every_type_is_of_the_planned_size_and_near_the_source(kind, width, narr
 
 
 @pytest.mark.parametrize("kind", ["Q2_K", "IQ3_S", "MXFP4", "NVFP4"])
-def test_calibration_makes_the_same_bytes_closer(kind, tiny_model_dir, tmp_path):
+def test_calibration_makes_the_same_bytes_closer(kind, shallow_model_dir, tmp_path):
     kl, sizes = [], []
     for method in ("rtn", "gptq"):
-        file = write(tiny_model_dir, tmp_path / f"{method}.gguf", kind, method)
-        assert failures(file, tiny_model_dir) == {}
-        request = Request(file, tiny_model_dir, "default", 64, 4, 4, "cpu", "float32")
+        file = write(shallow_model_dir, tmp_path / f"{method}.gguf", kind, method)
+        assert failures(file, shallow_model_dir) == {}
+        request = Request(file, shallow_model_dir, "default", 64, 4, 4, "cpu", "float32")
         kl.append(evaluate_paths(request, lambda done, of: None)["kl"])
         sizes.append(file.stat().st_size)
     assert sizes[0] == sizes[1]
     assert kl[1] < 0.8 * kl[0]
 
 
-def test_fewer_bits_by_eights_than_by_one_are_no_further_from_the_original(tiny_model_dir, tmp_path):
+def test_fewer_bits_by_eights_than_by_one_are_no_further_from_the_original(shallow_model_dir, tmp_path):
     kl, sizes = [], []
     for kind in ("IQ2_M", "Q2_K"):
-        file = write(tiny_model_dir, tmp_path / f"{kind}.gguf", kind, "gptq", pure=True)
-        assert failures(file, tiny_model_dir) == {}
-        request = Request(file, tiny_model_dir, "default", 64, 4, 4, "cpu", "float32")
+        file = write(shallow_model_dir, tmp_path / f"{kind}.gguf", kind, "gptq", pure=True)
+        assert failures(file, shallow_model_dir) == {}
+        request = Request(file, shallow_model_dir, "default", 64, 4, 4, "cpu", "float32")
         kl.append(evaluate_paths(request, lambda done, of: None)["kl"])
         sizes.append(file.stat().st_size)
     assert sizes[0] < sizes[1]
