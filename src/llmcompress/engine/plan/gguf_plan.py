@@ -155,7 +155,8 @@ def _description(headers: ModelHeaders, types: TensorTypes, tokenizer: GgufToken
             read_json(generation) if generation.is_file() else None,
         )
         write(writer, keys)
-        write(writer, listed_keys(headers.config, headers.tensors, open_checkpoint(headers).read))
+        if find(headers.config).listed:
+            write(writer, listed_keys(headers.config, headers.tensors, open_checkpoint(headers).read))
         write_tokenizer(writer, tokenizer)
 
     return describe

@@ -59,7 +59,7 @@ class SpaceStatistics:
 
         length: tokens of a window; None where windows cannot be told.
         """
-        rounded = self.multiplied(x)
+        rounded = self.multiplied(x) if self._multiplied or self.paired else x
         for name, accumulator in self.alone.items():
             seen = rounded if name in self._multiplied else x
             accumulator.update(by_window(seen, length) if length and name in self._by_window else seen)
