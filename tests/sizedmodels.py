@@ -18,7 +18,7 @@ WIDTHS = {  # hidden, feed-forward, heads, key-value heads, vocabulary
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-def write(path, hidden, inner, heads, pairs, vocabulary, layers=2):
+def write(path, hidden, inner, heads, pairs, vocabulary, layers=2, tied=True):
     path.mkdir()
     generator = torch.Generator().manual_seed(hidden)
     dim = hidden // heads
@@ -30,6 +30,7 @@ def write(path, hidden, inner, heads, pairs, vocabulary, layers=2):
         shapes |= {f"{below}.self_attn.{n}_proj.weight": (hidden, hidden) for n in "qo"}
         shapes |= {f"{below}.mlp.{n}_proj.weight": (inner, hidden) for n in ("gate", "up")}
         shapes[f"{below}.mlp.down_proj.weight"] = (hidden, inner)
+    shapes |= {} if tied else {"lm_head.weight": (vocabulary, hidden)}
     tensors = {
         name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * hidden**-0.5
         for name, shape in shapes.items()
@@ -46,7 +47,7 @@ def write(path, hidden, inner, heads, pairs, vocabulary, layers=2):
         "vocab_size": vocabulary,
         "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": tied,
         "dtype": "bfloat16",
     }
     (path / "config.json").write_text(json.dumps(config))

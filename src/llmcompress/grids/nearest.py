@@ -15,6 +15,11 @@ def nearest(weight: Tensor, spec: Spec, workers: Workers) -> Tensor:
     return type_of(spec).nearest(weight, spec, workers)
 
 
+def spread(rows: int, count: int) -> slice:
+    """At most `count` of so many rows, evenly spread."""
+    return slice(None, None, max(1, -(-rows // count)))
+
+
 def some_rows(weight: Tensor, count: int) -> Tensor:
     """At most `count` rows of a matrix, evenly spread."""
-    return weight[:: max(1, -(-weight.shape[0] // count))]
+    return weight[spread(weight.shape[0], count)]

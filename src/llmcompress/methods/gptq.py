@@ -80,7 +80,7 @@ class Gptq(Method):
 
         from llmcompress.grids.coded import Coded
         from llmcompress.grids.fitting import fit
-        from llmcompress.solve.correct import corrected
+        from llmcompress.solve.correct import Corrected, correction
         from llmcompress.solve.damping import inverse_factor
         from llmcompress.solve.gptq import gptq_codes
         from llmcompress.solve.masked_target import MaskedTarget
@@ -100,18 +100,21 @@ class Gptq(Method):
         else:
             order = column_order(hessian, self.actorder != "none", spec.together)
 
-        def target() -> torch.Tensor:
+        def correct() -> torch.Tensor | None:
             if drift is None:
-                return weight
-            seen = whole if drift.hessian is None else drift.hessian
-            return corrected(weight, seen, drift.finish(), self.qep_alpha)
+                return None
+            return correction(weight, whole if drift.hessian is None else drift.hessian, drift.finish())
 
-        wanted, factor = blocks.workers.both(target, lambda: inverse_factor(hessian[order][:, order], self.percdamp))
+        moved, factor = blocks.workers.both(correct, lambda: inverse_factor(hessian[order][:, order], self.percdamp))
         ready = Prepared(hessian, order, factor)
-        aim, sparse = wanted, pruned
+        wanted, sparse = Corrected(weight, moved, self.qep_alpha), pruned
+        aim: Corrected | torch.Tensor = wanted
         if rest is not None:
-            aim, sparse = wanted[:, rest], pruned.columns(rest) if isinstance(pruned, Pruned) else pruned
-        held = MaskedTarget(aim, sparse, factor, order, ready.refiner.hessian, blocks)
+            aim, sparse = wanted[:][:, rest], pruned.columns(rest) if isinstance(pruned, Pruned) else pruned
+        held = None
+        if sparse is not None:
+            aim = aim[:]
+            held = MaskedTarget(aim, sparse, factor, order, ready.refiner.hessian, blocks)
         fitted = partial(
             fit,
             spec=spec,
@@ -122,18 +125,22 @@ class Gptq(Method):
             scale_dtype=scale_dtype,
             order=order if self.permutes_groups else None,
         )
-        common = fitted(held.ranged) if self.joins_rows else None
+        common = fitted((aim if held is None else held.ranged)[:]) if self.joins_rows else None
 
         def rows(part: slice) -> Coded:
-            grid = fitted(held.ranged[part]) if common is None else common.rows(part)
-            mask = held.mask(part)
-            coded = gptq_codes(held.aim[part], grid, factor, order, self.block_size, mask, blocks.sweeper)
+            goal = swept = ranged = aim[part]
+            mask = None
+            if held is not None:
+                swept, ranged, mask = held.aim[part], held.ranged[part], held.mask(part)
+            grid = fitted(ranged) if common is None else common.rows(part)
+            coded = gptq_codes(swept, grid, factor, order, self.block_size, mask, blocks.sweeper)
             kept = None if mask is None else mask.keep
-            return ready.refiner.refine(aim[part], coded, scale_dtype, self.descent, kept, blocks.sweeper)
+            return ready.refiner.refine(goal, coded, scale_dtype, self.descent, kept, blocks.sweeper)
 
         coded = Coded.stacked(blocks.map(rows, aim))
         if outliers is not None:
-            coded = with_outliers(coded, wanted, outliers, whole, pruned.keep if isinstance(pruned, Pruned) else None)
+            kept = pruned.keep if isinstance(pruned, Pruned) else None
+            coded = with_outliers(coded, wanted[:], outliers, whole, kept)
         return Solved(coded, factor.percdamp, factor.dead, crowded)
 
 

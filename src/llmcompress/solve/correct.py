@@ -13,11 +13,36 @@ def corrected(weight: Tensor, hessian: Tensor, drift: Tensor, alpha: float) -> T
     usual problem for the target W + W D H^-1 (QEP, arXiv:2504.09629). H is damped heavily, so that directions which the
     calibration text hardly shows are not bent.
     """
+    return Corrected(weight, correction(weight, hessian, drift), alpha)[:]
+
+
+def correction(weight: Tensor, hessian: Tensor, drift: Tensor) -> Tensor:
+    """W D H^-1 of `corrected`; for a weight [out, in] with more rows than columns D H^-1, which its rows go through."""
     # damped as heavily as this, the matrix has a condition number below its size: float32 is exact enough
     factor = damped(hessian, 1.0).mT  # symmetric, and as LAPACK has it: its factor needs no other memory
     torch.linalg.cholesky(factor, out=factor)
-    if len(weight) > len(hessian):  # W (D H^-1) or (W D) H^-1, whichever has fewer rows to solve for
-        moved = weight @ torch.cholesky_solve(drift.T, factor).T
-    else:
-        moved = torch.cholesky_solve((weight @ drift).T, factor).T
-    return weight + alpha * moved
+    if _tall(weight):  # whichever has fewer rows to solve for
+        return torch.cholesky_solve(drift.T, factor).T
+    return torch.cholesky_solve((weight.to(torch.float32) @ drift).T, factor).T
+
+
+class Corrected:
+    """The corrected rows of a weight [out, in] of any float type, each made when it is asked for."""
+
+    def __init__(self, weight: Tensor, moved: Tensor | None, alpha: float) -> None:
+        """moved: its `correction`; None where there is nothing to make up for."""
+        self.weight, self.moved, self.alpha = weight, moved, alpha
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.weight.shape
+
+    def __getitem__(self, part: slice) -> Tensor:
+        rows = self.weight[part].to(torch.float32)
+        if self.moved is None:
+            return rows
+        return rows + self.alpha * (rows @ self.moved if _tall(self.weight) else self.moved[part])
+
+
+def _tall(weight: Tensor) -> bool:
+    return weight.shape[0] > weight.shape[1]

@@ -23,7 +23,7 @@ class MaskedTarget:
     def __init__(
         self,
         wanted: Tensor,
-        sparse: Pruned | MaskChoice | None,
+        sparse: Pruned | MaskChoice,
         factor: Factor,
         order: Tensor,
         hessian: Tensor,
@@ -36,16 +36,17 @@ class MaskedTarget:
         if isinstance(sparse, Pruned):
             self.aim = self.ranged = _refitted(sparse.weight, wanted, sparse.keep, hessian, blocks)
             self._keep = sparse.keep.T[order].to(torch.float32)
-        elif sparse is not None:
+        else:
             keep = torch.empty_like(wanted)
             keep[:, order] = sparse.guess(wanted.T[order], factor.pivots).T
             self.ranged = _refitted(wanted, wanted, keep, hessian, blocks)
 
-    def mask(self, part: slice) -> FixedMask | None:
-        """Of some rows, which weights stay; None where all do."""
+    def mask(self, part: slice) -> FixedMask:
+        """Of some rows, which weights stay."""
         if isinstance(self._sparse, MaskChoice):
             return self._sparse.mask(self._factor.pivots, len(self.aim[part]))
-        return None if self._keep is None else FixedMask(self._keep[:, part].contiguous())
+        assert self._keep is not None
+        return FixedMask(self._keep[:, part].contiguous())
 
 
 def _refitted(weight: Tensor, target: Tensor, keep: Tensor, hessian: Tensor, blocks: RowBlocks) -> Tensor:

@@ -1,11 +1,11 @@
 """Blocks of rows: rows of a matrix are independent of one another, so that some of them are solved at a time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from torch import Tensor
+import torch
 
 from llmcompress.solve.column_sweep import Sweeper
 from llmcompress.workers import SERIAL, Workers
@@ -14,11 +14,28 @@ R = TypeVar("R")
 
 SOLVED_ROWS = 1536  # at once by a thread: with fewer, the calls for each column would cost more than their arithmetic
 SOLVED_ON_GPU = 1 << 24  # weights at once on a GPU, whose memory this bounds
+LOOKED_AT = 1 << 22  # weights at once that are compared with what became of them
 
 
 def solved_rows(width: int, gpu: bool) -> int:
     """Rows of matrices with `width` columns that are solved at once."""
     return max(SOLVED_ROWS, SOLVED_ON_GPU // width) if gpu else SOLVED_ROWS
+
+
+class HasRows(Protocol):
+    """A matrix, or what gives the rows of one."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """[out, in]."""
+        ...
+
+
+def looked_at(matrix: HasRows) -> Iterator[slice]:
+    """The rows of a matrix in blocks of `LOOKED_AT` weights."""
+    rows, width = matrix.shape
+    step = max(1, LOOKED_AT // max(width, 1))
+    return (slice(start, start + step) for start in range(0, rows, step))
 
 
 @dataclass(frozen=True)
@@ -32,7 +49,7 @@ class RowBlocks:
     gpu: bool = False
     sweeper: Sweeper | None = None
 
-    def map(self, function: Callable[[slice], R], matrix: Tensor, most: int | None = None) -> list[R]:
+    def map(self, function: Callable[[slice], R], matrix: HasRows, most: int | None = None) -> list[R]:
         """`function` of every block of rows of a matrix [out, in], in order; all threads and ranks share them.
 
         most: rows of a block; None for as many as are solved at once.

@@ -12,6 +12,7 @@ from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.targets.table import TARGETS
 from llmcompress.engine.targets.verdicts import violations
 from llmcompress.errors import LlmcompressError, PlanError, StoppedError
+from llmcompress.solve import row_blocks
 from llmcompress.validate.verify import passed, verify
 from tinyruns import LAYERS, after, compress, digest, recipe
 
@@ -73,6 +74,18 @@ def test_a_run_that_stops_before_the_head_goes_on_to_the_same_bytes(untied, tmp_
     whole, cut = digest(tmp_path / "whole"), digest(tmp_path / "cut")
     assert whole["model.safetensors"] == cut["model.safetensors"]
     assert whole["config.json"] == cut["config.json"]
+
+
+def test_blocks_of_rows_of_a_head_are_the_rows_of_one_piece(untied, tmp_path, monkeypatch):
+    made = recipe(head_bits=4)
+    whole = compress(untied, tmp_path / "whole", made)  # fewer rows than are solved at once
+    monkeypatch.setattr(row_blocks, "SOLVED_ROWS", 100)
+    monkeypatch.setattr(row_blocks, "LOOKED_AT", 1000)
+    cut = compress(untied, tmp_path / "cut", made)
+    assert whole["linears"][-1]["shape"][0] > 500
+    assert digest(tmp_path / "whole")["model.safetensors"] == digest(tmp_path / "cut")["model.safetensors"]
+    for name in ("relative_error", "loss", "rtn_ratio"):
+        assert cut["linears"][-1][name] == pytest.approx(whole["linears"][-1][name], rel=1e-4)
 
 
 def test_options_of_the_head_alone_go_by_its_name(untied, tmp_path):

@@ -54,6 +54,22 @@ def test_peak_memory_is_within_a_tenth_of_the_plan(models, tmp_path, name, recip
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_head_of_many_rows_takes_little_more_than_itself(tmp_path, threads):
+    hidden, inner, heads, pairs, _ = WIDTHS["small"]
+    rows = 131072
+    model = write(tmp_path / "tall", hidden, inner, heads, pairs, rows, tied=False)
+    head = ["--head-bits", "6", "--threads", threads, "-o", tmp_path / "out"]
+    arguments = arguments_for(model, ["gptq", *GROUPS], *head)
+    planned = json.loads(call("plan", *arguments).stdout)["memory_bytes"]
+    done = call(*arguments)
+    assert done.returncode == 0, done.stderr
+    measured = json.loads(done.stdout)["peak_memory_bytes"]
+    assert planned == pytest.approx(measured, rel=0.1)
+    assert planned < 0.4e9 + 8 * rows * hidden  # a float32 copy of the head and its corrected target would be that much
+
+
+@pytest.mark.slow
 def test_a_limit_is_kept_by_fewer_threads_and_smaller_batches(models, tmp_path):
     arguments = arguments_for(models["smollm2"], ["gptq", *GROUPS], "-o", tmp_path / "out", "--batch", 8)
     free = json.loads(call("plan", *arguments, "--threads", 4).stdout)["memory_bytes"]

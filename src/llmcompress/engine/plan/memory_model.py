@@ -32,6 +32,7 @@ ENCODED = 12  # fitted, for each weight of a chunk that is encoded for GGUF
 ROTATED = 3  # fitted, for each byte of the largest tensor where it is rotated, which is done in float32
 ROTATED_ROWS = 40  # fitted, for each number of the rows that are being rotated, in float64
 OUTPUT_SEARCH = 128  # fitted, for each number of the rows whose ranges are searched by the error of outputs
+LOOKED_AT = 36  # fitted, for each weight that is compared with its value: both, the error, and what decoding takes
 GPU_SEARCH = 40  # assumed, for each weight whose scale is searched on a GPU
 SCALE_TOKENS = 1024  # counted, in tokens and not in bytes: kept of an input where scales are searched
 STAGED_CODES = 2  # counted, for each weight of a layer while its codes, from the GPU, are written

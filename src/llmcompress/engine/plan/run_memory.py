@@ -15,7 +15,7 @@ from llmcompress.grids.base import PRODUCT_ROWS
 from llmcompress.grids.integer import SEARCHED
 from llmcompress.hardware import MORE_ON_GPU
 from llmcompress.recipe import Recipe
-from llmcompress.solve.row_blocks import SOLVED_ROWS, solved_rows
+from llmcompress.solve.row_blocks import LOOKED_AT, SOLVED_ROWS, solved_rows
 from llmcompress.stats.gram import PANELS
 from llmcompress.store.folds import TURNED_ROWS
 from llmcompress.store.headers import ModelHeaders
@@ -71,7 +71,12 @@ class RunMemory:
         return MemoryModel(list(self.throughout()), phases)
 
     def held(self, layer: Layer) -> int:
-        """Weights of a layer in memory: of those that change while the layer as it was still runs, twice as many."""
+        """Weights of a layer in memory: of those that change while the layer as it was still runs, twice as many.
+
+        Nothing runs through a head.
+        """
+        if not all(plan.entry.block for plan in layer):
+            return 0
         last = max((at for at, plan in enumerate(layer, 1) if plan.expert is None), default=0)
         return _weights(layer) + (_weights(layer[:last]) if self.paired else 0)
 
@@ -134,8 +139,11 @@ class RunMemory:
             at_once = 32 * min(rows, SOLVED_ROWS * self.threads // every) if plan.inverts else 0
             searched = memory.OUTPUT_SEARCH * PRODUCT_ROWS * self.threads if plan.method.clip == "output" else 0
             at_work = Term("rows at work", max(every * at_once, searched) * columns)
+            weights = Term("weights", every * 16 * rows * columns)
+            if not plan.entry.block:
+                weights, at_work = self._head(plan, at_work)
             statistics = Term("statistics", every * squares * 4 * columns**2)
-            yield [codes, borrowed, statistics, Term("weights", every * 16 * rows * columns), at_work]
+            yield [codes, borrowed, statistics, weights, at_work]
 
     def scaling(self, layer: Layer) -> Iterator[list[Term]]:
         """Statistics of all inputs at once, and either the batches, or a site's matrices at work."""
@@ -151,6 +159,12 @@ class RunMemory:
         site = Term("matrices of a site", 4 * max(rows[site] * columns for site, columns in widths.items()))
         tried = Term("matrices being tried", 20 * self.threads * max(_weights([plan]) for plan in layer))
         yield [statistics, site, tried, Term("statistics of a site", 8 * max(widths.values()) ** 2)]
+
+    def _head(self, plan: MatrixPlan, at_work: Term) -> tuple[Term, Term]:
+        """A head as it is stored, and rows that are solved; then codes are joined, and compared with the rows."""
+        size = _weights([plan])
+        later = max(size, memory.LOOKED_AT * min(size, LOOKED_AT))
+        return self.term("weights", plan.entry.source.nbytes), self.term(at_work.name, at_work.nbytes + later)
 
     def _borrowed(self, layer: Layer) -> Term:
         """What experts that few tokens reach borrow from."""
@@ -201,7 +215,11 @@ class _GpuRunMemory(RunMemory):
             searched = memory.GPU_SEARCH * min(MORE_ON_GPU * SEARCHED, rows * columns)
             # of float32: the Gram matrix, in order, and twice that in float64, with what the cast makes
             squares = self.term("statistics", square * (5 if plan.inverts else 2 * plan.needs_gram))
-            yield [weights, squares, self._borrowed(layer), self.term("rows at work", max(at_once, searched))]
+            at_work = self.term("rows at work", max(at_once, searched))
+            if not plan.entry.block:
+                weights, at_work = self._head(plan, at_work)
+                weights = self.term("weights and codes", weights.nbytes + rows * columns)
+            yield [weights, squares, self._borrowed(layer), at_work]
             if self.paired and plan.inverts:
                 # the Gram matrix, the drift, its own Gram matrix, their factor, and what is solved with
                 yield [weights, self.term("statistics and drift", 6 * square)]

@@ -206,7 +206,7 @@ class Compressor:
             if last and gpu and stats.drift is not None:
                 stats.drift.expect_last()  # a GPU has little memory: what is read is given up
             blocks = RowBlocks(workers, gpu, self.sweeper)
-            solved: Solved = method.solve(torch.cat(weights), stats, scale_dtype, blocks, sparse)
+            solved: Solved = method.solve(_stacked(weights), stats, scale_dtype, blocks, sparse)
         if solved.percdamp is not None and solved.percdamp > getattr(method, "percdamp", solved.percdamp):
             ledger.note("damping", group[0].module, f"percdamp raised to {solved.percdamp:g}")
         if solved.dead_inputs:
@@ -225,16 +225,21 @@ class Compressor:
             if plan.method.fixed_inputs:
                 part = replace(part, input_scale=input_scale(plan, stats))
             record = matrix_record(plan, weight, part, hessian, stats.gram, solved, workers)
-            record |= sparsity_record(plan, weight, part.decode(), ledger, self.rounded)
+            record |= sparsity_record(plan, weight, part, ledger, self.rounded)
             result.append((plan, part.to("cpu"), record))
             start = stop
         return result
 
     def _weight(self, plan: MatrixPlan) -> Tensor:
-        """The source matrix [out, in] in float32 on the run's device."""
-        weight = self.checkpoint.read_finite(plan.entry.source.name, self.device).to(torch.float32)
+        """The source matrix [out, in] on the run's device, in float32; a head, which has many rows, as it is stored."""
+        weight = self.checkpoint.read_finite(plan.entry.source.name, self.device)
+        weight = weight.to(torch.float32) if plan.entry.block else weight
         refuse_extremes(plan, weight)
         return weight.T.contiguous() if plan.conv1d else weight
+
+
+def _stacked(weights: list[Tensor]) -> Tensor:
+    return weights[0] if len(weights) == 1 else torch.cat(weights)
 
 
 def install(layer: nn.Module, plan: MatrixPlan, coded: Coded) -> None:

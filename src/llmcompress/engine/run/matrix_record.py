@@ -1,16 +1,20 @@
 """What the report says about a matrix once its codes are chosen."""
 
+from collections.abc import Sequence
 from math import isfinite
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from llmcompress.engine.plan.matrix_plan import MatrixPlan
-from llmcompress.engine.run.rtn_ratio import against_rtn, output_energies
+from llmcompress.engine.run.rtn_ratio import COMPARED, against_rtn, output_energies
 from llmcompress.errors import RunError
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.ggml import gguf_types
+from llmcompress.grids.nearest import spread
 from llmcompress.methods.base import Solved
+from llmcompress.solve.row_blocks import looked_at
 from llmcompress.stats.gram import Gram
 from llmcompress.workers import Workers
 
@@ -26,9 +30,18 @@ def matrix_record(
     solved: Solved,
     workers: Workers,
 ) -> dict[str, Any]:
-    """The record of a matrix in the report. loss: squared output error per token as a share of the output's energy."""
-    delta = coded.decode() - weight
-    error = _significant(float(delta.norm() / weight.norm().clamp_min(1e-30)))
+    """The record of a matrix in the report. loss: squared output error per token as a share of the output's energy.
+
+    weight [out, in]: of any float type.
+    """
+
+    def seen(part: slice) -> tuple[tuple[Tensor, Tensor], list[float]]:
+        rows, delta = _with_error(weight, coded, part)
+        return (delta.norm(), rows.norm()), [] if hessian is None else output_energies((delta, rows), hessian, workers)
+
+    norms, energies = zip(*map(seen, looked_at(weight)), strict=True)
+    missed, norm = (_norm_of(parts) for parts in zip(*norms, strict=True))
+    error = _significant(float(missed / norm.clamp_min(1e-30)))
     record: dict[str, Any] = {
         "name": plan.module,
         "method": plan.method.name,
@@ -43,7 +56,7 @@ def matrix_record(
     if coded.input_scale is not None:
         record["input_scale"] = _significant(float(coded.input_scale))
     if gram is not None and hessian is not None:
-        loss, energy = output_energies((delta, weight), hessian, workers)
+        loss, energy = map(sum, zip(*energies, strict=True))
         record["loss"] = _significant(loss / (energy or 1.0))
         record["tokens"] = gram.tokens
         record["percdamp"] = solved.percdamp
@@ -53,14 +66,26 @@ def matrix_record(
         what = "becomes zeros" if error == 1 else f"is no nearer to the source than zeros (relative error {error:.3g})"
         raise RunError(f"{plan.module} on {plan.grid.name} {what}", _way_out(plan))
     if plan.pruner is None and plan.entry.grid is not None and plan.entry.grid.rounds_at_once:
-        ratio = against_rtn(weight, delta, plan.entry.grid, hessian, workers)
+        rows, delta = _with_error(weight, coded, spread(weight.shape[0], COMPARED))
+        ratio = against_rtn(rows, delta, plan.entry.grid, hessian, workers)
         record["rtn_ratio"] = None if ratio is None else _significant(ratio)
     return record
 
 
+def _with_error(weight: Tensor, coded: Coded, part: slice) -> tuple[Tensor, Tensor]:
+    """Some rows of a weight, and what their codes differ by."""
+    rows = weight[part].to(torch.float32)
+    return rows, coded.rows(part).decode().sub_(rows)
+
+
+def _norm_of(parts: Sequence[Tensor]) -> Tensor:
+    """The norm of all, from the norms of parts."""
+    return parts[0] if len(parts) == 1 else torch.stack(list(parts)).norm()
+
+
 def refuse_extremes(plan: MatrixPlan, weight: Tensor) -> None:
     """RunError for a matrix whose squares float32 does not hold, or whose weights and scales float16 does not."""
-    peak = float(weight.abs().max())
+    peak = max(map(abs, map(float, torch.aminmax(weight))))
     if peak and not _LEAST <= peak <= _MOST:
         raise RunError(f"weights of {plan.module} reach {peak:.3g}, too far from 1 to be compressed", _way_out(plan))
 

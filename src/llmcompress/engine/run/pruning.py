@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from llmcompress.engine.plan.matrix_plan import MatrixPlan
+from llmcompress.grids.coded import Coded
 from llmcompress.ledger import Ledger
 from llmcompress.methods.base import Statistics
 from llmcompress.solve.prune import Pruned
+from llmcompress.solve.row_blocks import looked_at
 from llmcompress.solve.sparsegpt import MaskChoice
 from llmcompress.workers import Workers
 
@@ -32,7 +34,7 @@ def pruned_group(
     pruner = group[0].pruner
     if pruner is None:
         sparse = not rounded and any(_zeros(weight) > SPARSE for weight in weights)
-        return Pruned.of_zeros(torch.cat(list(weights))) if sparse else None
+        return Pruned.of_zeros(torch.cat(list(weights)).to(torch.float32)) if sparse else None
     if pruner.within is not None:
         return pruner.within
     found = Pruned.stacked(pruner.prune(weights, stats, workers))
@@ -41,9 +43,11 @@ def pruned_group(
     return found
 
 
-def sparsity_record(plan: MatrixPlan, weight: Tensor, decoded: Tensor, ledger: Ledger, rounded: bool) -> dict[str, Any]:
-    """What the report says about zeros. weight: of the source [out, in]. decoded: the compressed weight [out, in]."""
-    pruner, zeros = plan.pruner, _zeros(decoded)
+def sparsity_record(plan: MatrixPlan, weight: Tensor, coded: Coded, ledger: Ledger, rounded: bool) -> dict[str, Any]:
+    """What the report says about zeros. weight: of the source [out, in]. coded: the compressed weight."""
+    left = sum(int(torch.count_nonzero(coded.rows(part).decode())) for part in looked_at(weight))
+    zeros = (weight.numel() - left) / weight.numel()
+    pruner = plan.pruner
     before = 0.0 if rounded else _zeros(weight)
     share = before if pruner is None else pruner.share
     held = zeros >= share - 1 / weight.shape[1]  # a share of a row is rounded to whole weights
@@ -61,4 +65,4 @@ def sparsity_record(plan: MatrixPlan, weight: Tensor, decoded: Tensor, ledger: L
 
 def _zeros(weight: Tensor) -> float:
     """Share of zeros."""
-    return float((weight == 0).sum()) / weight.numel()
+    return (weight.numel() - int(torch.count_nonzero(weight))) / weight.numel()

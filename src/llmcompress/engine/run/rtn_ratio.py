@@ -7,7 +7,7 @@ from math import isfinite
 from torch import Tensor
 
 from llmcompress.grids.base import Spec
-from llmcompress.grids.nearest import nearest, some_rows
+from llmcompress.grids.nearest import nearest
 from llmcompress.workers import Workers
 
 COMPARED = 256  # rows of a matrix on which its error is compared with that of plain rounding
@@ -19,11 +19,10 @@ def output_energies(matrices: Sequence[Tensor], hessian: Tensor, workers: Worker
 
 
 def against_rtn(weight: Tensor, delta: Tensor, spec: Spec, hessian: Tensor | None, workers: Workers) -> float | None:
-    """The output energy of the errors `delta` [out, in] as a share of that of plain rounding, on a sample of rows.
+    """The output energy of the errors `delta` [out, in] as a share of that of plain rounding.
 
     Without hessian [in, in], the energy of the errors themselves. None where plain rounding makes no error.
     """
-    weight, delta = (some_rows(rows, COMPARED) for rows in (weight, delta))
     plain = nearest(weight, spec, workers) - weight
     if hessian is None:
         ours, theirs = (float(rows.square().sum()) for rows in (delta, plain))
