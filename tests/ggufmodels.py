@@ -8,6 +8,10 @@ SECTIONED = {
     "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1],
     "mrope_interleaved": True,
 }  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 150000.0, "factor": 8.0, "original_max_position_embeddings": 16,
+    "beta_fast": 32.0, "beta_slow": 1.0,
+}  # fmt: skip
 TRUNCATED = {  # of yarn, as llama.cpp computes it; the published models do without
     "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "original_max_position_embeddings": 4096,
     "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True,
@@ -16,6 +20,7 @@ SLOWED = {
     "rope_type": "llama3", "rope_theta": 1e6, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }  # fmt: skip
+INDEX = {"index_n_heads": 4, "index_head_dim": 64, "index_topk": 64}
 PERIOD = [SLIDING, SLIDING, SLIDING, FULL]
 SMALL = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 64),
@@ -54,6 +59,26 @@ MODELS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {}, "minimax_m2": {"intermediate_size": 32},
     "exaone_moe": {"num_hidden_layers": 4, "layer_types": PERIOD, "mlp_layer_types": ["dense", *["sparse"] * 3]},
     "afmoe": {"num_hidden_layers": 4, "layer_types": PERIOD, "mup_enabled": True}, "solar_open": {},
+    "mellum": {
+        "num_hidden_layers": 4, "layer_types": PERIOD, "mlp_layer_types": ["sparse"] * 4,
+        "rope_parameters": {FULL: YARN, SLIDING: {"rope_type": "default", "rope_theta": 150000.0}},
+    },
+    "hy_v3": {"num_hidden_layers": 3},
+    "cohere2_moe": {"num_hidden_layers": 4, "layer_types": PERIOD},
+    "granite_swa": {
+        "num_hidden_layers": 4, "layer_types": PERIOD, "layer_rope_theta": [10000.0, 0.0, 10000.0, 10000.0],
+    },
+    "granitemoe_swa": {"num_hidden_layers": 4, "layer_types": PERIOD},
+    "laguna": {
+        "num_hidden_layers": 4, "layer_types": [FULL, *PERIOD[:3]], "num_attention_heads_per_layer": [4, 2, 2, 2],
+        "rope_parameters": {
+            FULL: {**YARN, "partial_rotary_factor": 0.5}, SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 64},
+    },
     # state space models and convolutions
     "mamba": {"intermediate_size": 128, "state_size": 8, "time_step_rank": 4},
     "falcon_mamba": {"intermediate_size": 128, "state_size": 8, "time_step_rank": 4},
@@ -64,6 +89,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4, "layers_block_type": [LINEAR, "moe", FULL, "moe"], "mamba_num_heads": 8,
         "mamba_head_dim": 16, "ssm_state_size": 8, "moe_shared_expert_intermediate_size": 32,
     },
+    "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [2]},
     "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "conv", FULL, "conv"], "block_auto_adjust_ff_dim": False},
     "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "conv", FULL, "conv"]},
     "qwen3_next": {"num_hidden_layers": 4, "layer_types": [LINEAR] * 3 + [FULL]},
@@ -89,6 +115,10 @@ MODELS: dict[str, dict[str, Any]] = {
     # latent attention
     "deepseek_v2": {"num_key_value_heads": 4}, "deepseek_v3": {"num_key_value_heads": 4},
     "glm4_moe_lite": {"num_key_value_heads": 4}, "minicpm3": {"num_key_value_heads": 4},
+    "deepseek_v32": {"num_key_value_heads": 4, **INDEX},
+    "glm_moe_dsa": {
+        "num_key_value_heads": 4, "indexer_types": ["full", "full"], **INDEX,
+    },
     "youtu": {"num_key_value_heads": 4, "pad_token_id": None},  # transformers forgets the row of that token as it loads
 }  # fmt: skip
 
@@ -100,6 +130,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "falcon": {"num_kv_heads": 1},
     "solar_open": {"partial_rotary_factor": 1.0, "first_k_dense_replace": 0},
     "afmoe": {"route_norm": True},
+    "granite_swa": {"no_rope_layers": [1, 0, 1, 1]},
+    "bamba": {"attn_rotary_emb": 8},
 }
 
 

@@ -99,6 +99,18 @@ def test_every_family_gives_the_logits_of_transformers(kind, model_of, tmp_path)
     assert torch.allclose(logits, ours(tmp_path / "F32.gguf", model, IDS), rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
+def test_llama_cpp_chooses_the_keys_that_an_index_chooses(kind, model_of, tmp_path):
+    """8 of 24, by keys that llama.cpp keeps in float16: a token now and then chooses another one."""
+    some, every = model_of(kind, index_topk=8), model_of(kind)
+    file = write(some, tmp_path / "some.gguf", "F32")
+    mine, whole = ours(file, some, IDS), ours(write(every, tmp_path / "every.gguf", "F32"), every, IDS)
+    with Llama(file, length=64) as llama:
+        theirs = llama.logits(IDS)
+    assert np.median(distances(mine, theirs)) < TOLERANCE["F32"]
+    assert np.median(distances(whole, theirs)) > 0.1
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "phi3", "mixtral"])
 def test_a_rotated_model_gives_the_logits_of_the_original_in_llama_cpp(kind, model_of, tmp_path):
     model = model_of(kind)

@@ -38,6 +38,7 @@ def test_packed_products_match_the_decoded_matrix(spec, kernel, bias):
     x = torch.randn(3, 5, 64, generator=generator)
     linear = PackedLinear(coded, b, torch.float32)
     assert linear.kernel == kernel
+    assert (linear.weight.shape, linear.weight.dtype) == (weight.shape, x.dtype)  # which some models ask for
     expected = x.double() @ coded.decode().double().T + (0 if b is None else b.double())
     bound = 1e-5 * (x.abs().double() @ coded.decode().abs().double().T + 1)
     assert ((linear(x).double() - expected).abs() <= bound).all()

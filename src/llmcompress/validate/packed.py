@@ -56,6 +56,11 @@ class PackedLinear(nn.Module):
         self.grid = coded.grid
 
     @property
+    def weight(self) -> Tensor:
+        """Shape and type of the weight, without values: some models ask a linear for the type of its inputs."""
+        return torch.empty(self.out_features, self.in_features, dtype=self.dtype, device="meta")
+
+    @property
     def rounds(self) -> bool:
         """Whether inputs are rounded to codes."""
         return self.inputs is not None

@@ -109,8 +109,9 @@ def test_a_config_with_which_no_text_can_run_is_refused_in_the_plan(changes, mai
         assert "with which no text can run" in capsys.readouterr().err
 
 
-def test_what_is_infinite_as_it_is_published_is_not(main, tiny_model_dir, tmp_path):
+@pytest.mark.parametrize("changes", [{"time_step_limit": [0.0, float("inf")]}, {"layer_rope_theta": [1e4, 0.0]}])
+def test_what_is_infinite_or_zero_as_it_is_published_is_not(changes, main, tiny_model_dir, tmp_path):
     folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "time_step_limit": [0.0, float("inf")]}))
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
     assert main("plan", "rtn", folder, *INTO_64) == 0

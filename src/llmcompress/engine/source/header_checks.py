@@ -27,6 +27,7 @@ _POSITIVE = ("*eps", "*epsilon", "*theta", "rotary_emb_base", "rotary_pct", "par
              "low_freq_factor", "high_freq_factor", "short_factor", "long_factor", "attention_factor",
              "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "attention_multiplier",
              "logits_scaling")  # fmt: skip
+_OR_ZERO = ("layer_rope_theta",)  # of a layer that is not rotated
 _UNBOUNDED = ("time_step_limit",)  # of state space models, infinite as they are published
 _WORDS = ("NaN", "Infinity", "-Infinity")
 _MOST_NUMBERS = 50_000  # transformers takes minutes over lists of millions
@@ -67,6 +68,8 @@ def check_hyperparameters(headers: ModelHeaders) -> None:
     """
     for key, value in _numbers("", headers.config):
         positive = any(fnmatchcase(key, pattern) for pattern in _POSITIVE)
+        if value == 0 and key in _OR_ZERO:
+            continue
         if key not in _UNBOUNDED and not (0 < value < inf if positive else isfinite(value)):
             raise CheckpointError(
                 f"{headers.path / 'config.json'}: {key} is {value}, with which no text can run", "fetch the file again"

@@ -52,11 +52,22 @@ def _no_parts(path: str, shape: Shape, hyper: Hyper) -> Sequence[GGUFTensor] | N
     return None
 
 
+def renamed(names: Mapping[str, str]) -> Callable[[str, Shape, Hyper], Sequence[GGUFTensor] | None]:
+    """Parts of a family: tensors of a layer that stay whole, with names in GGUF by the ends of their paths."""
+
+    def parts(path: str, shape: Shape, hyper: Hyper) -> Sequence[GGUFTensor] | None:
+        name = next((name for end, name in names.items() if path.endswith(end)), None)
+        return None if name is None else (GGUFTensor(name, shape),)
+
+    return parts
+
+
 @dataclass(frozen=True)
 class Family:
     """One model family, known by the `model_type` of config.json.
 
-    arch: GGUF's name of it. base: what names of its tensors begin with; some checkpoints leave it out. head: path of
+    arch: GGUF's name of it. named: that of an architecture whose tensors have the same names, for one that the gguf
+    package does not know yet. base: what names of its tensors begin with; some checkpoints leave it out. head: path of
     the output matrix. tied: transformers' default of tie_word_embeddings. untied: llama.cpp knows an output matrix of
     its own. head_needed: it asks for one even where it is the embedding. grouped: it may have fewer heads of keys than
     of queries. rotary: it has rotary positions, else learned ones. square: heads together are as wide as the model.
@@ -83,6 +94,7 @@ class Family:
     name: str
     model_types: tuple[str, ...]
     arch: str
+    named: str = ""
     base: str = "model."
     head: str = "lm_head"
     tied: bool = False

@@ -21,6 +21,9 @@ _WHOLE = {
     "sliding_window": "attention.sliding_window",
     "q_lora_rank": "attention.q_lora_rank",
     "kv_lora_rank": "attention.kv_lora_rank",
+    "index_n_heads": "attention.indexer.head_count",
+    "index_head_dim": "attention.indexer.key_length",
+    "index_topk": "attention.indexer.top_k",
     "num_kv_shared_layers": "attention.shared_kv_layers",
     "conv_L_cache": "shortconv.l_cache",
     "linear_conv_kernel_dim": "ssm.conv_kernel",
@@ -29,7 +32,9 @@ _WHOLE = {
     "linear_num_value_heads": "ssm.time_step_rank",
 }
 _NUMBER = {
-    "routed_scaling_factor": "expert_weights_scale",
+    **dict.fromkeys(
+        ("routed_scaling_factor", "moe_routed_scaling_factor", "router_scaling_factor"), "expert_weights_scale"
+    ),
     "logit_scale": "logit_scale",
     "logits_scaling": "logit_scale",
     "attention_multiplier": "attention.scale",

@@ -50,7 +50,7 @@ def gguf_tensors(
     hyper, rope = family.read(config)
     if hyper.layers > len(source):
         raise CheckpointError(f"config.json speaks of {hyper.layers} layers, there are {len(source)} tensors")
-    known = _name_map(family.arch, hyper.layers)
+    known = _name_map(family.named or family.arch, hyper.layers)
     found: dict[str, GGUFTensor] = {}
     for path, tensor in _whole(family, hyper, source).items():
         name = _name(path, family, known)

@@ -4,12 +4,22 @@ _LACKS = "llama.cpp has no such architecture"
 REASONS = {
     **dict.fromkeys(
         (
-            "codegen", "ctrl", "diffllama", "flex_olmo", "gpt_neo", "gptj", "helium", "hyperclovax",
-            "longcat_flash", "ministral", "nanochat", "olmo_hybrid", "opt", "persimmon", "recurrent_gemma",
-            "vaultgemma", "xglm", "xlstm", "zamba", "zamba2",
+            "aria_text", "axk1", "axk2", "bailing_hybrid", "biogpt", "codegen", "ctrl", "cwm", "diffllama", "doge",
+            "flex_olmo", "flint", "gpt_neo", "gpt_neox_japanese", "gptj", "helium", "hyperclovax", "inkling_text",
+            "jetmoe", "kolibri1", "lfm3", "longcat_flash", "ministral", "modernbert-decoder", "nanochat",
+            "olmo_hybrid", "openai-gpt", "opt", "persimmon", "recurrent_gemma", "vaultgemma", "xglm", "xlstm", "zamba",
+            "zamba2", "zaya",
         ),
         _LACKS,
     ),
+    **dict.fromkeys(
+        (
+            "deepseek_v4", "falcon_h1", "hrm_text", "hy_v4", "kimi_linear", "mimo_v2_flash", "minimax",
+            "minimax_m3_vl_text", "qwen4_exp_text",
+        ),
+        "llama.cpp has its architecture, which nothing here declares yet",
+    ),
+    "bitnet": "llama.cpp's converter rounds its weights to three values, other ones than those of the checkpoint",
     "phimoe": "llama.cpp computes its norms without subtracting the mean, and its router in another way",
 }  # fmt: skip
 """Reasons by `model_type`."""

@@ -1,13 +1,12 @@
 """Gemma 4 (text): heads of two sizes, shared keys and values, embeddings by layer, experts beside a dense block."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from llmcompress.formats.gguf.family import GATED, Family, Shape
+from llmcompress.formats.gguf.family import GATED, Family, Shape, renamed
 from llmcompress.formats.gguf.hyper import Hyper, whole
 from llmcompress.formats.gguf.keys import Key, f32, i32s, u32
 from llmcompress.formats.gguf.rope import Rope
-from llmcompress.formats.gguf.tensors import GGUFTensor
 
 _ALWAYS = ("attn_norm", "attn_q", "attn_q_norm", "attn_output", "post_attention_norm", *GATED, "post_ffw_norm",
            "layer_output_scale")  # fmt: skip
@@ -96,11 +95,6 @@ def _shapes(hyper: Hyper, layer: int) -> Mapping[str, Shape]:
     }
 
 
-def _parts(path: str, shape: Shape, hyper: Hyper) -> Sequence[GGUFTensor] | None:
-    name = next((name for end, name in _NAMES.items() if path.endswith(end)), None)
-    return None if name is None else (GGUFTensor(name, shape),)
-
-
 def _values(hyper: Hyper, rope: Rope) -> Mapping[str, tuple[float, ...]]:
     pairs = _of_full(hyper, "head_dim", hyper.head_dim) // 2
     turned = int(rope.partial * pairs)
@@ -151,7 +145,7 @@ FAMILY = Family(
     outer=lambda hyper: _OUTER if _wide(hyper) else (),
     biases=(),
     shapes=_shapes,
-    parts=_parts,
+    parts=renamed(_NAMES),
     values=_values,
     keys=_keys,
     told=("sliding_window", "layer_types", "num_kv_shared_layers", "final_logit_softcapping", "moe_intermediate_size"),

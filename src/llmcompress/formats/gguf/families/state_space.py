@@ -22,12 +22,12 @@ from llmcompress.formats.gguf.rope import Rope
 _SILU = {"hidden_act": ("silu", None)}
 _NO_LIMIT = {"max_position_embeddings": 1 << 20}  # as llama.cpp's converter says of models without positions
 _SCAN = ("ssm_in", "ssm_conv1d", "ssm_x", "ssm_dt", "ssm_a", "ssm_d", "ssm_out")
-_SCAN2 = ("ssm_in", "ssm_conv1d", "ssm_dt.bias", "ssm_a", "ssm_d", "ssm_norm", "ssm_out")
+SCAN2 = ("ssm_in", "ssm_conv1d", "ssm_dt.bias", "ssm_a", "ssm_d", "ssm_norm", "ssm_out")
 _INNER_NORMS = ("ssm_dt_norm", "ssm_b_norm", "ssm_c_norm")
 _ATTENDS = ("attention", "full_attention")
 _CONVOLUTION = ("shortconv.conv", "shortconv.in_proj", "shortconv.out_proj")
 _GRANITE = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
-_MAMBA2 = ("ssm_a", "ssm_d", "ssm_norm")
+MAMBA2 = ("ssm_a", "ssm_d", "ssm_norm")
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ class _Scan:
         }
 
 
-def _scan(hyper: Hyper) -> _Scan:
+def scan(hyper: Hyper) -> _Scan:
+    """The sizes of a model's state space layers."""
     config = hyper.config
     kernel = whole(config, "conv_kernel", "mamba_d_conv")
     state = whole(config, "state_size", "ssm_state_size", "mamba_d_state")
@@ -90,14 +91,15 @@ def _scan(hyper: Hyper) -> _Scan:
 
 
 def _shapes(hyper: Hyper, layer: int) -> Mapping[str, Shape]:
-    return _scan(hyper).shapes(hyper.hidden)
+    return scan(hyper).shapes(hyper.hidden)
 
 
-def _shapes2(hyper: Hyper, layer: int) -> Mapping[str, Shape]:
-    return _scan(hyper).shapes2(hyper.hidden)
+def shapes2(hyper: Hyper, layer: int) -> Mapping[str, Shape]:
+    """Shapes of a layer of Mamba 2."""
+    return scan(hyper).shapes2(hyper.hidden)
 
 
-def _pairs(arch: str, hyper: Hyper, kinds: list[bool]) -> Key:
+def pairs(arch: str, hyper: Hyper, kinds: list[bool]) -> Key:
     """Heads of keys and values by layer: none where it does not attend."""
     return i32s(f"{arch}.attention.head_count_kv", [hyper.heads_kv if attends else 0 for attends in kinds])
 
@@ -129,18 +131,18 @@ def _jamba_layer(hyper: Hyper, layer: int) -> tuple[str, ...]:
 
 
 def _jamba_keys(hyper: Hyper, rope: Rope) -> list[Key]:
-    return [_pairs("jamba", hyper, _jamba_attends(hyper)), *_scan(hyper).keys("jamba", False)]
+    return [pairs("jamba", hyper, _jamba_attends(hyper)), *scan(hyper).keys("jamba", False)]
 
 
 def _granite_layer(hyper: Hyper, layer: int) -> tuple[str, ...]:
-    mixer = ATTENTION if _attends(hyper)[layer] else ("attn_norm", *_SCAN2)
+    mixer = ATTENTION if _attends(hyper)[layer] else ("attn_norm", *SCAN2)
     return (*mixer, *(EXPERTS if hyper.experts else ("ffn_norm",)), *SHARED_EXPERT)
 
 
 def _granite_keys(hyper: Hyper, rope: Rope) -> list[Key]:
     arch = "granitehybrid"
     rotated = flag(f"{arch}.rope.scaling.finetuned", False)
-    return [_pairs(arch, hyper, _attends(hyper)), rotated, *_scan(hyper).keys(arch, True)]
+    return [pairs(arch, hyper, _attends(hyper)), rotated, *scan(hyper).keys(arch, True)]
 
 
 def _granite_objection(hyper: Hyper) -> str | None:
@@ -181,7 +183,7 @@ def _lfm2_inner(hyper: Hyper) -> int:
 def _lfm2_keys(hyper: Hyper, rope: Rope) -> list[Key]:
     arch = "lfm2moe" if hyper.experts else "lfm2"
     gating = [u32("lfm2moe.expert_gating_func", leading.SIGMOID), leading.key(arch, hyper)] if hyper.experts else []
-    return [_pairs(arch, hyper, _attends(hyper)), u32(f"{arch}.feed_forward_length", _lfm2_inner(hyper)), *gating]
+    return [pairs(arch, hyper, _attends(hyper)), u32(f"{arch}.feed_forward_length", _lfm2_inner(hyper)), *gating]
 
 
 def _nemotron_layer(hyper: Hyper, layer: int) -> tuple[str, ...]:
@@ -190,7 +192,7 @@ def _nemotron_layer(hyper: Hyper, layer: int) -> tuple[str, ...]:
         return ATTENTION
     if kind == "moe":
         return ("attn_norm", "ffn_gate_inp", "ffn_up_exps", "ffn_down_exps", CHOICE, "ffn_up_shexp", "ffn_down_shexp")
-    return ("attn_norm", "ffn_up", "ffn_down") if kind == "mlp" else ("attn_norm", *_SCAN2)
+    return ("attn_norm", "ffn_up", "ffn_down") if kind == "mlp" else ("attn_norm", *SCAN2)
 
 
 def _nemotron_keys(hyper: Hyper, rope: Rope) -> list[Key]:
@@ -198,11 +200,11 @@ def _nemotron_keys(hyper: Hyper, rope: Rope) -> list[Key]:
     widths = {"moe": hyper.expert_inner, "mlp": hyper.inner}
     return [
         i32s(f"{arch}.feed_forward_length", [widths.get(kind, 0) for kind in kinds]),
-        _pairs(arch, hyper, _attends(hyper)),
+        pairs(arch, hyper, _attends(hyper)),
         u32(f"{arch}.rope.dimension_count", hyper.head_dim),
         flag(f"{arch}.rope.scaling.finetuned", False),
         u32(f"{arch}.expert_gating_func", leading.SIGMOID),
-        *_scan(hyper).keys(arch, True),
+        *scan(hyper).keys(arch, True),
     ]
 
 
@@ -219,19 +221,19 @@ FAMILY = Kin(
         Family(
             "mamba", ("mamba",), "mamba", base="backbone.", tied=True, rotary=False, attention=False,
             layer=("attn_norm", *_SCAN), biased=("ssm_conv1d", "ssm_dt"), biases=(), forms={"ssm_a": "decay"},
-            shapes=_shapes, keys=lambda hyper, rope: _scan(hyper).keys("mamba", False), defaults=_NO_LIMIT, only=_SILU,
+            shapes=_shapes, keys=lambda hyper, rope: scan(hyper).keys("mamba", False), defaults=_NO_LIMIT, only=_SILU,
         ),
         Family(
             "falcon_mamba", ("falcon_mamba",), "mamba", base="backbone.", tied=True, rotary=False, attention=False,
             layer=("attn_norm", *_SCAN), biased=("ssm_conv1d", "ssm_dt"), biases=(), forms={"ssm_a": "decay"},
             shapes=_shapes, defaults=_NO_LIMIT, only=_SILU,
-            keys=lambda hyper, rope: [*_scan(hyper).keys("mamba", False), flag("mamba.ssm.dt_b_c_rms", True)],
+            keys=lambda hyper, rope: [*scan(hyper).keys("mamba", False), flag("mamba.ssm.dt_b_c_rms", True)],
         ),
         Family(
             "mamba2", ("mamba2",), "mamba2", base="backbone.", rotary=False, attention=False,
-            layer=("attn_norm", *_SCAN2), biased=("ssm_conv1d",), biases=(), forms={"ssm_a": "decay"},
-            reshaped=_MAMBA2, shapes=_shapes2, defaults=_NO_LIMIT, only=_SILU,
-            keys=lambda hyper, rope: _scan(hyper).keys("mamba2", True),
+            layer=("attn_norm", *SCAN2), biased=("ssm_conv1d",), biases=(), forms={"ssm_a": "decay"},
+            reshaped=MAMBA2, shapes=shapes2, defaults=_NO_LIMIT, only=_SILU,
+            keys=lambda hyper, rope: scan(hyper).keys("mamba2", True),
         ),
         Family(
             "jamba", ("jamba",), "jamba", experts=True, rotary=False, layer=_jamba_layer, shapes=_shapes,
@@ -240,13 +242,13 @@ FAMILY = Kin(
         Family(
             "granitemoehybrid", ("granitemoehybrid",), "granitehybrid", experts=True, square=True, ropes=("default",),
             partly=True, layer=_granite_layer, biased=("ssm_conv1d",), biases=(), forms={"ssm_a": "decay"},
-            reshaped=_MAMBA2, shapes=_shapes2, parts=halves, keys=_granite_keys,
+            reshaped=MAMBA2, shapes=shapes2, parts=halves, keys=_granite_keys,
             told=(*_GRANITE, "shared_intermediate_size"), defaults=_NO_LIMIT, objection=_granite_objection, only=_SILU,
         ),
         Family(
             "nemotron_h", ("nemotron_h",), "nemotron_h_moe", base="backbone.", experts=True, rotary=False,
             rms=False, rows=llama.rows, layer=_nemotron_layer, biased=("ssm_conv1d",), biases=(),
-            forms={"ssm_a": "decay"}, reshaped=_MAMBA2, shapes=_shapes2, keys=_nemotron_keys,
+            forms={"ssm_a": "decay"}, reshaped=MAMBA2, shapes=shapes2, keys=_nemotron_keys,
             objection=_nemotron_objection,
             told=("moe_intermediate_size", "moe_shared_expert_intermediate_size", "n_shared_experts",
                   "norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group"),

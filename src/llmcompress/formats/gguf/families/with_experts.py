@@ -13,6 +13,7 @@ from llmcompress.formats.gguf.family import (
     Family,
     Kin,
     Shape,
+    renamed,
 )
 from llmcompress.formats.gguf.hyper import Hyper, number
 from llmcompress.formats.gguf.keys import Key, f32, flag, u32
@@ -98,6 +99,14 @@ def _afmoe_layer(hyper: Hyper, layer: int) -> tuple[str, ...]:
     return leading.then(attention, GATED, (*EXPERTS, CHOICE, *shared))(hyper, layer)
 
 
+def _hy_v3(hyper: Hyper, rope: Rope) -> list[Key]:
+    return [
+        u32("hy_v3.expert_shared_feed_forward_length", shared_width(hyper)),
+        flag("hy_v3.expert_weights_norm", True),
+        u32("hy_v3.expert_gating_func", leading.SIGMOID),
+    ]
+
+
 def _glm4_moe_layer(hyper: Hyper, layer: int) -> tuple[str, ...]:
     attention = (*ATTENTION, *(_NORMS if hyper.config.get("use_qk_norm") else ()), "post_attention_norm")
     return leading.then(attention, GATED[1:], (*EXPERTS[1:], CHOICE, *SHARED_EXPERT))(hyper, layer)
@@ -162,6 +171,13 @@ FAMILY = Kin(
             layer=_afmoe_layer, shapes=lambda hyper, layer: {"attn_gate": (hyper.heads * hyper.head_dim, hyper.hidden)},
             told=("moe_intermediate_size", "sliding_window"), keys=_afmoe, objection=every(4),
             only={**_SILU, "mup_enabled": (True,), "route_norm": (True, None)},
+        ),
+        Family(
+            "hy_v3", ("hy_v3",), "hy_v3", named="step35", experts=True, ropes=("default",), biases=(), keys=_hy_v3,
+            layer=leading.then((*ATTENTION, *_NORMS), GATED, (*EXPERTS, "exp_probs_b", *SHARED_EXPERT)),
+            shapes=lambda hyper, layer: {"exp_probs_b": (hyper.experts,)},
+            parts=renamed({".mlp.expert_bias": "exp_probs_b"}), told=("moe_intermediate_size", "router_scaling_factor"),
+            objection=leading.objection, only={**_SILU, "route_norm": (True, None)},
         ),
     ),
 )  # fmt: skip
