@@ -8,12 +8,14 @@ import torch
 from safetensors import safe_open
 
 import llmcompress
+from llmcompress.calib.pack import save
 from llmcompress.formats.base import Entry, TensorSpec
 from llmcompress.formats.mlx import FORMAT
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.fitting import fit
 from llmcompress.grids.grid_type import spec_named
 from llmcompress.validate.load import load_whole
+from llmcompress.validate.verify import passed, verify
 
 pytestmark = pytest.mark.interop
 
@@ -73,6 +75,37 @@ def test_mlx_lm_runs_a_checkpoint(family, settings, mx, random_model_dir, tmp_pa
     with torch.no_grad():
         ours = load_whole(out, dtype=torch.float32, linear=None).eval()(IDS).logits
     torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4 * float(ours.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "bits"),
+    [
+        ("llama", True, {"head_bits": 6}),
+        ("llama", False, {"head_bits": 8, "embedding_bits": 4}),
+        ("llama", False, {"embedding_bits": 6}),
+        ("qwen2", True, {"head_bits": 8, "type": "int"}),
+        ("qwen3", True, {"head_bits": 6, "set": {"embed_tokens": {"group_size": 64}}}),
+        ("phi3", True, {"head_bits": 5}),
+        ("granite", True, {"head_bits": 6}),
+        ("gemma4_text", True, {"head_bits": 6}),
+        ("olmo2", False, {"embedding_bits": 8}),
+    ],
+)
+def test_mlx_lm_looks_codes_of_embeddings_up_and_multiplies_by_them(family, tied, bits, mx, random_model_dir, tmp_path):
+    load_model = pytest.importorskip("mlx_lm.utils").load_model
+    turned = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}} if family != "gemma4_text" else {}
+    made = random_model_dir(family, dtype="float32", tie_word_embeddings=tied, **turned)
+    save(torch.randint(3, 96, (8, 32), generator=torch.Generator().manual_seed(0)), tmp_path / "ids.safetensors")
+    text = {"calibration": str(tmp_path / "ids.safetensors"), "samples": 8, "length": 32}
+    settings = {"type": "offset", "bits": 4, "group_size": 32, **bits}
+    llmcompress.compress(made, output=tmp_path / "out", method="gptq", format="mlx", **settings, **text)
+    model, _ = load_model(tmp_path / "out")
+    assert type(model.model.embed_tokens).__name__ == "QuantizedEmbedding"
+    theirs = torch.from_numpy(np.array(model(mx.array(IDS.numpy())).astype(mx.float32)))
+    with torch.no_grad():
+        ours = load_whole(tmp_path / "out", dtype=torch.float32, linear=None).eval()(IDS).logits
+    torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4 * float(ours.abs().max()))
+    assert passed(verify(tmp_path / "out", source=made))
 
 
 def test_no_other_tensors_are_written(random_model_dir, tmp_path):

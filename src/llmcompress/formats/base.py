@@ -60,6 +60,7 @@ class Entry:
     linear: the matrix of a linear layer, quantised or not (routers are, embeddings and norms are not); a format lists
     those that stay unquantised, as loaders assume that all are. Outside of layers only quantised ones need the mark,
     and those whose names look like an embedding's.
+    embedding: a quantised one whose rows are looked up, whether or not it is the head as well.
     permuted: groups follow the activation order, so a group index must be stored.
     runtime: the module path in transformers, where that may differ from the on-disk module.
     options: what the method recorded about itself, for the format's config: damp_percent (float), act_order (bool),
@@ -72,6 +73,7 @@ class Entry:
     transposed: bool = False
     block: bool = False
     linear: bool = False
+    embedding: bool = False
     permuted: bool = False
     runtime: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -129,6 +131,7 @@ class Format(ABC):
     affine: bool = False
     keys: tuple[str, ...] = ("quantization_config",)
     head_codes: bool = False  # whether loaders read codes of an output head
+    embedding_codes: bool = False  # whether they read codes of an embedding, also where it is the head
     holds: Container[str] | None  # names of the grids whose codes it has a place for; None: it stores decoded values
     marker: str | tuple[str, ...]  # the tensor (one of those) that quantised modules alone have: "qweight"
 

@@ -22,6 +22,7 @@ class DenseFormat(Format):
 
     name = "dense"
     head_codes = True
+    embedding_codes = True
     summary = "decoded weights in the source's type, for any loader; as large as the source"
     holds = None
     marker = "weight"

@@ -132,7 +132,7 @@ def common_refusal(
                 f"format {name} holds codes of linear layers only, and {entry.source.name} is none",
                 "leave it in its source type, or use --format dense",
             )
-        if not entry.block and config.get("tie_word_embeddings"):
+        if not entry.block and not entry.embedding and config.get("tie_word_embeddings"):
             return (
                 f"{entry.module} is tied to the embedding, so its codes would be ignored on loading",
                 "leave the head in its source type",

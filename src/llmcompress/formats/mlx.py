@@ -40,6 +40,7 @@ class MlxFormat(PackedFormat):
 
     name = "mlx"
     head_codes = True
+    embedding_codes = True
     summary = "integers of 2, 3, 4, 5, 6, 8 bits with offsets or symmetric, mxfp4 and mxfp8; read by mlx-lm"
     holds = ("int", "offset", *_POWERS)
     marker = "scales"

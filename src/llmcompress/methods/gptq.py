@@ -42,7 +42,12 @@ class Gptq(Method):
         16, ge=1, le=1_000_000, description="windows of the calibration set on which that error is measured"
     )
     head_bits: Literal[2, 3, 4, 5, 6, 8] | None = Field(
-        None, description="round the output head too, to this many bits, after all layers; left out: it stays as it is"
+        None,
+        description="round the output head too, after all layers, and with it the embedding where both are one; "
+        "left out: it stays as it is",
+    )
+    embedding_bits: Literal[2, 3, 4, 5, 6, 8] | None = Field(
+        None, description="round the embedding too, where it is not the head; left out: it stays as it is"
     )
     descent: int = Field(
         1, ge=0, le=1000, description="rounds of re-fitting scales and codes after the sweep; 0: plain GPTQ"

@@ -60,6 +60,8 @@ class Rtn(Method):
         blocks: "RowBlocks",
         pruned: "Pruned | MaskChoice | None" = None,
     ) -> Solved:
+        import torch
+
         from llmcompress.grids.coded import Coded
         from llmcompress.grids.fitting import fit
         from llmcompress.grids.integer import fit_whole
@@ -81,8 +83,9 @@ class Rtn(Method):
         common = fitted(rest) if self.joins_rows else None
 
         def rounded(part: slice) -> Coded:
-            grid = fitted(rest[part]) if common is None else common.rows(part)
-            return Coded(grid.encode(rest[part]), grid)
+            rows = rest[part].to(torch.float32)
+            grid = fitted(rows) if common is None else common.rows(part)
+            return Coded(grid.encode(rows), grid)
 
         coded = Coded.stacked(blocks.map(rounded, rest))
         return Solved(coded if outliers is None else with_outliers(coded, weight, outliers), crowded_outliers=crowded)

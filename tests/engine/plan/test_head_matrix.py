@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from yaml import safe_load
 
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
@@ -13,8 +14,11 @@ from llmcompress.engine.targets.table import TARGETS
 from llmcompress.engine.targets.verdicts import violations
 from llmcompress.errors import LlmcompressError, PlanError, StoppedError
 from llmcompress.solve import row_blocks
+from llmcompress.validate.load import load_whole
 from llmcompress.validate.verify import passed, verify
 from tinyruns import LAYERS, after, compress, digest, recipe
+
+MORE = {"samples": 32, "length": 128}
 
 
 @pytest.fixture(scope="module")
@@ -96,9 +100,78 @@ def test_options_of_the_head_alone_go_by_its_name(untied, tmp_path):
     assert make_plan(recipe(), untied, Options(out=tmp_path / "other")).head == ()
 
 
-def test_a_head_that_is_the_embedding_is_refused(tiny_model_dir, tmp_path):
-    with pytest.raises(PlanError, match="is its embedding"):
-        make_plan(recipe(head_bits=6), tiny_model_dir, Options(out=tmp_path / "out"))
+@pytest.mark.parametrize("format_", ["compressed-tensors", "gptq"])
+def test_a_head_that_is_the_embedding_is_refused_where_loaders_read_no_embedding(tiny_model_dir, tmp_path, format_):
+    with pytest.raises(PlanError, match="read no codes of the head, which is the embedding") as error:
+        make_plan(recipe(format_=format_, head_bits=6), tiny_model_dir, Options(out=tmp_path / "out"))
+    assert "--format mlx" in error.value.hint
+
+
+@pytest.mark.parametrize("format_", ["dense", "mlx"])
+def test_a_head_that_is_the_embedding_is_rounded_once_by_both_losses(tiny_model_dir, untied, tmp_path, format_):
+    report = compress(tiny_model_dir, tmp_path / "tied", recipe(format_=format_, head_bits=3, calibration=MORE))
+    assert report["linears"][-1]["name"] == "model.embed_tokens"
+    assert passed(verify(tmp_path / "tied", source=tiny_model_dir))
+    compress(untied, tmp_path / "alone", recipe(format_=format_, head_bits=3, calibration=MORE))
+    source = load_file(tiny_model_dir / "model.safetensors")["model.embed_tokens.weight"].to(torch.float64)
+    both, alone = (load_whole(tmp_path / name, dtype=torch.float32, linear=None) for name in ("tied", "alone"))
+    weight = both.get_input_embeddings().weight.detach().to(torch.float64)
+    assert torch.equal(weight, both.get_output_embeddings().weight.detach().to(torch.float64))
+    head = alone.get_output_embeddings().weight.detach().to(torch.float64)
+    parts = source.reshape(-1, 64)
+    scale = parts.abs().amax(1, keepdim=True) / 4
+    nearest = ((parts / scale).round().clamp(-4, 3) * scale).reshape(source.shape)
+    _, inputs, _ = loaded(untied)
+
+    def losses(candidate):
+        error = candidate - source
+        return float((inputs @ error.T).square().sum()), float(error.square().sum())
+
+    (tied_head, tied_rows), (head_alone, rows_alone), (plain_head, _) = map(losses, (weight, head, nearest))
+    assert tied_rows < 0.95 * rows_alone
+    assert head_alone < tied_head < 0.8 * plain_head
+
+
+def test_an_embedding_of_its_own_is_rounded_by_its_values(untied, tmp_path):
+    few, more = (
+        recipe(format_="mlx", type="offset", embedding_bits=4, calibration=text) for text in ({}, {"samples": 4})
+    )
+    report = compress(untied, tmp_path / "few", few)
+    compress(untied, tmp_path / "more", more)
+    assert [(item["name"], item["method"]) for item in report["linears"][-1:]] == [("model.embed_tokens", "rtn")]
+    assert passed(verify(tmp_path / "few", source=untied))
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("few", "more"))
+    assert torch.equal(one["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
+    assert not torch.equal(one["model.layers.0.mlp.up_proj.weight"], other["model.layers.0.mlp.up_proj.weight"])
+    source = load_file(untied / "model.safetensors")
+    assert torch.equal(one["lm_head.weight"], source["lm_head.weight"])
+    table = source["model.embed_tokens.weight"].to(torch.float64)
+    found = load_whole(tmp_path / "few", dtype=torch.float32, linear=None).get_input_embeddings().weight.detach()
+    parts = table.reshape(-1, 64)
+    low, high = parts.amin(1, keepdim=True), parts.amax(1, keepdim=True)
+    covering = (((parts - low) / (high - low) * 15).round() / 15 * (high - low) + low).reshape(table.shape)
+    assert (found - table).square().sum() < 0.97 * (covering - table).square().sum()
+
+
+def test_an_embedding_that_is_the_head_is_asked_for_as_the_head(tiny_model_dir, tmp_path):
+    with pytest.raises(PlanError, match="is its head too") as error:
+        make_plan(recipe(format_="mlx", embedding_bits=6), tiny_model_dir, Options(out=tmp_path / "out"))
+    assert "--head-bits" in error.value.hint
+
+
+def test_formats_whose_loaders_read_no_embedding_are_refused(untied, tmp_path):
+    with pytest.raises(PlanError, match="compressed-tensors read no codes of the embedding"):
+        make_plan(recipe(embedding_bits=6), untied, Options(out=tmp_path / "out"))
+
+
+def test_a_type_that_lacks_the_bits_of_the_head_says_how_to_give_it_another(untied, tmp_path):
+    options = {"type": "nvfp4", "bits": 4, "group_size": None, "head_bits": 8}
+    with pytest.raises(PlanError, match="type nvfp4 has 4 bits, and --head-bits asks for 8") as error:
+        make_plan(recipe(**options), untied, Options(out=tmp_path / "out"))
+    module, said = error.value.hint.partition("'")[2].rstrip("'").split(": ", 1)
+    options["set"] = {module: safe_load(said)}
+    plan = make_plan(recipe(**options), untied, Options(out=tmp_path / "out"))
+    assert [matrix.grid.name for matrix in plan.head] == ["int8-g64-sym"]
 
 
 @pytest.mark.parametrize("format_", ["awq", "bitsandbytes"])

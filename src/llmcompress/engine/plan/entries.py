@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from llmcompress.arch.spec import ArchSpec
+from llmcompress.engine.plan.head_matrix import outside_method
 from llmcompress.engine.plan.matrix_options import resolve_pruner_options
 from llmcompress.engine.plan.matrix_plan import MatrixPlan
 from llmcompress.engine.source.matrix_refs import Matrices
@@ -29,12 +30,14 @@ def planned_matrices(
     chosen: the method of every module, None where nothing rounds the matrix. PlanError where matrices that read one
     input disagree on how that input is rounded.
     """
-    widths = {module: width for module, width in matrices.widths.items() if module != matrices.head}
+    widths = {module: width for module, width in matrices.widths.items() if module not in matrices.outside}
     pruners = {} if recipe.pruner is None else resolve_pruner_options(recipe.pruner, widths)
     planned: dict[str, MatrixPlan] = {}
     for ref in matrices.refs:
         stored = headers.tensors[f"{ref.module}.weight"].spec
         method, pruner, conv1d = chosen[ref.module], pruners.get(ref.module), ref.linear.conv1d
+        if method is not None and ref.module in matrices.outside:
+            method = outside_method(method, ref)
         if method is None and pruner is not None:
             method = Unrounded(dtype=stored.dtype)
         if method is None:
@@ -49,9 +52,10 @@ def planned_matrices(
             grid=None if isinstance(method, Unrounded) else method.grid,
             inputs=method.inputs,
             transposed=conv1d,
-            block=ref.module != matrices.head,
+            block=ref.module not in matrices.outside,
             linear=True,
-            runtime=matrices.linears.get(ref.module, ref.path if ref.module == matrices.head else None),
+            embedding=ref.linear.path == matrices.spec.embed,
+            runtime=matrices.linears.get(ref.module, ref.linear.path if ref.module in matrices.outside else None),
             permuted=method.permutes_groups,
             options=method.described(),
         )

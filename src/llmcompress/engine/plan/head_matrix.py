@@ -1,4 +1,4 @@
-"""The output head as a matrix to be rounded, where a step asks for it: it is worked on after all layers."""
+"""The output head and the embedding as matrices to be rounded, where a step asks for it: after all layers."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,43 +11,94 @@ from llmcompress.errors import PlanError
 from llmcompress.formats.base import FLOAT_TYPES, Format
 from llmcompress.methods.base import Method
 from llmcompress.methods.gptq import Gptq
+from llmcompress.methods.rtn import Rtn
+
+_HEAD, _EMBEDDING = "head", "embedding"  # the spaces that they read
+_AS_IT_IS = "leave --head-bits and --embedding-bits out"
 
 
-def head_bits(step: Method | None) -> int | None:
-    """The bits that a step asks for the head; None where it leaves the head as it is."""
-    return step.head_bits if isinstance(step, Gptq) else None
+def outside_bits(step: Method | None) -> dict[str, int]:
+    """The bits that a step asks for outside of the layers, by what is asked for: head, embedding."""
+    asked = {_HEAD: step.head_bits, _EMBEDDING: step.embedding_bits} if isinstance(step, Gptq) else {}
+    return {what: bits for what, bits in asked.items() if bits is not None}
 
 
-def with_head(matrices: Matrices, anatomy: Anatomy, step: Method | None, format_: Format) -> Matrices:
-    """The matrices with the head behind them where `step` rounds it; PlanError for a head that cannot be rounded."""
-    if head_bits(step) is None:
+def with_outside(matrices: Matrices, anatomy: Anatomy, step: Method | None, format_: Format) -> Matrices:
+    """The matrices with head and embedding behind them where `step` rounds them; PlanError for what cannot be rounded.
+
+    A head that is the embedding is one matrix, under the name of the embedding.
+    """
+    asked, spec = outside_bits(step), anatomy.spec
+    if not asked:
         return matrices
-    if not format_.head_codes:
+    headers = anatomy.headers
+    names = {_HEAD: anatomy.outer(spec.head), _EMBEDDING: anatomy.outer(spec.embed)}
+    tied = names[_HEAD] is None or bool(
+        headers.config.get("tie_word_embeddings") or headers.whole_config.get("tie_word_embeddings")
+    )
+    _check_asked(asked, tied, format_)
+    if tied and None not in names.values():
+        raise PlanError(f"{headers.place} has a head of its own, which config.json ties to the embedding", _AS_IT_IS)
+    for what in asked:
+        path = spec.embed if tied or what == _EMBEDDING else spec.head
+        name = names[_EMBEDDING if tied else what]
+        if name is None:
+            raise PlanError(f"{headers.place} has no tensor of its {what} to be rounded", _AS_IT_IS)
+        stored = headers.tensors[name].spec
+        if len(stored.shape) != 2 or stored.dtype not in FLOAT_TYPES:
+            raise PlanError(f"{name} is {stored.dtype} {list(stored.shape)}, not a floating-point matrix", _AS_IT_IS)
+        module = name.removesuffix(".weight")
+        reached = spec.embed if what == _EMBEDDING else spec.head
+        ref = MatrixRef(module, matrices.layers, None, reached, what, Linear(path, what))
+        matrices = replace(
+            matrices,
+            refs=[*matrices.refs, ref],
+            widths={**matrices.widths, module: stored.shape[1]},
+            outside={**matrices.outside, module: what},
+        )
+    return matrices
+
+
+def _check_asked(asked: Mapping[str, int], tied: bool, format_: Format) -> None:
+    """PlanError for what the loaders of a format do not read, and for an embedding that is asked for as another."""
+    typed = format_.name == "gguf"
+    if _HEAD in asked and not format_.head_codes:
         raise PlanError(
             f"loaders of format {format_.name} read no head that --head-bits has rounded",
-            "use --output-type" if format_.name == "gguf" else "use --format compressed-tensors, gptq or mlx",
+            "use --output-type" if typed else "use --format compressed-tensors, gptq or mlx",
         )
-    headers, path = anatomy.headers, anatomy.spec.head
-    name = anatomy.outer(path)
-    if name is None or headers.config.get("tie_word_embeddings") or headers.whole_config.get("tie_word_embeddings"):
+    if _EMBEDDING in asked and tied:
         raise PlanError(
-            f"the head of {headers.place} is its embedding, of which loaders of {format_.name} read no codes",
-            "leave --head-bits out, or write a GGUF file, which has a type for it",
+            "the embedding of this model is its head too", "use --head-bits alone, which rounds both as one"
         )
-    stored = headers.tensors[name].spec
-    if len(stored.shape) != 2 or stored.dtype not in FLOAT_TYPES:
-        raise PlanError(f"{name} is {stored.dtype} {list(stored.shape)}, not a floating-point matrix")
-    module = name.removesuffix(".weight")
-    ref = MatrixRef(module, matrices.layers, None, path, "head", Linear(path, "head"))
-    return replace(
-        matrices, refs=[*matrices.refs, ref], widths={**matrices.widths, module: stored.shape[1]}, head=module
-    )
+    if (tied or _EMBEDDING in asked) and not format_.embedding_codes:
+        what = "the embedding" if _EMBEDDING in asked else "the head, which is the embedding,"
+        raise PlanError(
+            f"loaders of format {format_.name} read no codes of {what} of this model",
+            "use --embedding-type" if typed else "use --format mlx, or write a GGUF file; or leave it as it is",
+        )
 
 
-def with_head_options(step: Method, head: str) -> Method:
-    """The step with the head's own options after those of all patterns. head: its module, empty where it stays."""
-    if not head:
-        return step
-    own: Mapping[str, Any] = {"bits": head_bits(step), "activations": "none", "skip": False}
-    others = {pattern: options for pattern, options in step.set.items() if pattern != head}
-    return step.model_copy(update={"set": {**others, head: {**step.set.get(head, {}), **own}}})
+def with_outside_options(step: Method, matrices: Matrices) -> Method:
+    """The step with the own options of head and embedding after those of all patterns."""
+    bits = outside_bits(step)
+    for module, what in matrices.outside.items():
+        given = step.set.get(module, {})
+        only = step.grid_type.widths
+        if only is not None and bits[what] not in only and "type" not in given:
+            raise PlanError(
+                f"type {step.type} has {' or '.join(map(str, only))} bits, and --{what}-bits asks for {bits[what]}",
+                f"give the {what} a type of its own: --set '{module}: {{type: int, group_size: 64}}'",
+            )
+        own: Mapping[str, Any] = {"bits": bits[what], "activations": "none", "skip": False}
+        others = {pattern: options for pattern, options in step.set.items() if pattern != module}
+        step = step.model_copy(update={"set": {**others, module: {**given, **own}}})
+    return step
+
+
+def outside_method(method: Method, ref: MatrixRef) -> Method:
+    """What rounds a matrix outside of the layers: an embedding multiplies no input, so its values are just rounded."""
+    if ref.space != _EMBEDDING:
+        return method
+    options = {name: value for name, value in method.model_dump().items() if name in Rtn.model_fields}
+    return Rtn.model_validate({**options, "clip": "search" if method.clip == "output" else method.clip})

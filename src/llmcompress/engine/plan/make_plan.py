@@ -7,7 +7,7 @@ from typing import Any
 
 from llmcompress.engine.plan.entries import kv_scale_entries, planned_matrices, source_entries
 from llmcompress.engine.plan.estimate import estimate
-from llmcompress.engine.plan.head_matrix import with_head_options
+from llmcompress.engine.plan.head_matrix import with_outside_options
 from llmcompress.engine.plan.matrix_plan import MatrixPlan
 from llmcompress.engine.plan.output_kinds import Contents, SafetensorsOutput, output_kind
 from llmcompress.engine.plan.paths import check_disk, output_and_work
@@ -95,7 +95,7 @@ def _planned(recipe: Recipe, format_: Format, contents: Contents, ledger: Ledger
         )
     methods: Mapping[str, Method | None] = dict.fromkeys(widths)
     if step is not None:
-        methods = contents.grids.methods(with_head_options(step, contents.matrices.head), widths, ledger)
+        methods = contents.grids.methods(with_outside_options(step, contents.matrices), widths, ledger)
     planned = planned_matrices(contents.headers, contents.matrices, methods, recipe)
     if not planned and not contents.grids.may_be_empty and (step is not None or recipe.pruner is not None):
         raise PlanError("nothing is left to quantise or to prune", "loosen the patterns of --set")

@@ -49,6 +49,11 @@ class MatrixPlan:
         return "gram" in self.needs
 
     @property
+    def tied(self) -> bool:
+        """Whether it is the head and the embedding as well."""
+        return self.entry.embedding and self.needs_gram
+
+    @property
     def needs_calibration(self) -> bool:
         """Whether a step needs text to be run through the model."""
         return any(step.needs_calibration for step in self.steps)

@@ -16,7 +16,7 @@ from llmcompress.engine.plan.gguf_plan import (
     tensor_types,
     tensors_of,
 )
-from llmcompress.engine.plan.head_matrix import head_bits, with_head
+from llmcompress.engine.plan.head_matrix import outside_bits, with_outside
 from llmcompress.engine.plan.importance import Importance, given_importance, refuse_useless_importance
 from llmcompress.engine.plan.matrix_options import resolve_matrix_options, resolve_typed_options
 from llmcompress.engine.plan.modelfile import modelfile_text
@@ -138,7 +138,7 @@ class SafetensorsOutput:
         matrices = with_sites(headers, matrices, self.recipe, self.options.trust_remote_code, self.ledger)
         anatomy = Anatomy(headers, matrices.spec, matrices.prefix, matrices.layers)
         headers = transformed_headers(headers, self.recipe, anatomy, self.ledger)
-        matrices = with_head(matrices, replace(anatomy, headers=headers), self.recipe.method, self.format)
+        matrices = with_outside(matrices, replace(anatomy, headers=headers), self.recipe.method, self.format)
         types = gguf_types(self.recipe.method)
         if types is None:
             return Contents(headers, matrices, GridsByOptions())
@@ -195,8 +195,11 @@ class GgufOutput(SafetensorsOutput):
         if step is None or self.recipe.transforms or self.recipe.pruner:
             first = self.recipe.steps[0].name
             raise PlanError(f"{first} cannot be applied to a GGUF file", "give the original model's directory")
-        if head_bits(step) is not None:
-            raise PlanError("heads of GGUF files have types, not --head-bits", "use --output-type")
+        if outside_bits(step):
+            raise PlanError(
+                "heads and embeddings of GGUF files have types, not --head-bits or --embedding-bits",
+                "use --output-type and --embedding-type",
+            )
         matrices = file_matrices(headers)
         model = file_model(headers, step, self.recipe.output, self.ledger, self._measured)
         return Contents(headers, matrices, GridsByType(model.types), model)

@@ -33,6 +33,7 @@ from llmcompress.methods.base import Solved, Statistics
 from llmcompress.model.rounded import round_inputs
 from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.solve.column_sweep import Sweeper
+from llmcompress.solve.lookups import with_lookups
 from llmcompress.solve.row_blocks import RowBlocks
 from llmcompress.store.checkpoint import DTYPES, Checkpoint
 from llmcompress.store.statistics import Kept
@@ -199,6 +200,8 @@ class Compressor:
         last: no later group asks for the drift of the input.
         """
         method = group[0].method
+        if group[0].tied and stats.gram is not None:
+            stats = replace(stats, found={**stats.found, "gram": with_lookups(stats.gram)})
         weights = [self._weight(plan) for plan in group]
         scale_dtype, gpu = DTYPES[group[0].entry.source.dtype], self.device.type == "cuda"
         with torch.no_grad():

@@ -25,8 +25,8 @@ class Matrices:
 
     prefix: on-disk name of the list of layers; empty for GGUF files, which have names of their own. layers: number of
     layers; 0 for GGUF files. linears: by on-disk module of a multimodal model, the path in
-    transformers of every linear, in its language model or not. head: on-disk module of the head, the last of `refs`,
-    where it is to be rounded.
+    transformers of every linear, in its language model or not. outside: by on-disk module, the last of `refs`, what is
+    to be rounded outside of the layers: head, embedding.
     """
 
     spec: ArchSpec
@@ -35,7 +35,7 @@ class Matrices:
     prefix: str = ""
     layers: int = 0
     linears: Mapping[str, str] = field(default_factory=dict)
-    head: str = ""
+    outside: Mapping[str, str] = field(default_factory=dict)
 
 
 def matrices_of(headers: ModelHeaders, trust_remote_code: bool, ledger: Ledger) -> Matrices:
