@@ -10,6 +10,7 @@ KINDS = {
     "unrepaired": "a matrix that an adapter leaves as it is",
     "dead_inputs": "input channels that were never active during calibration",
     "nonfinite_inputs": "calibration tokens dropped because an activation was not finite",
+    "experts_on_demand": "the experts of a layer do not fit into memory together and are read for every product",
     "starved_expert": "an expert saw too few tokens and its Gram matrix was shrunk towards the layer's",
     "outliers": "more input channels reach the threshold than keep 16 bits",
     "importance": "the importance of some inputs is not known, or was raised so that no column is left to chance",

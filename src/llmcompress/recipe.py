@@ -142,9 +142,14 @@ class Recipe(_Strict):
         return next((step for step in self.steps if isinstance(step, Method)), None)
 
     @property
+    def scales_channels(self) -> bool:
+        """Whether steps choose factors of channels layer by layer."""
+        return any(step.needs_calibration for step in self.transforms)
+
+    @property
     def needs_calibration(self) -> bool:
         """Whether anything but the method needs text: factors of transforms, or ranges of keys and values."""
-        return self.kv_cache is not None or any(step.needs_calibration for step in self.transforms)
+        return self.kv_cache is not None or self.scales_channels
 
     def as_data(self) -> dict[str, Any]:
         """The recipe as plain data, which `parse` reads. Defaults are written out: later versions may change them."""

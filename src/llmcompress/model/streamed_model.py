@@ -6,7 +6,7 @@ the code that will serve the model, for every architecture alike.
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +20,7 @@ from llmcompress.arch.spec import ArchSpec
 from llmcompress.errors import CheckpointError
 from llmcompress.model import attention
 from llmcompress.model.changing_cache import Change, call_through
+from llmcompress.model.on_demand import hold_own_weight, read_on_demand
 from llmcompress.model.skeleton import kept_in_float32, skeleton
 
 
@@ -148,23 +149,39 @@ class StreamedModel:
     # -- sections ---------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def layer(self, number: int) -> Iterator[nn.Module]:
-        """A decoder layer with its weights in memory; behind the last one, what leads to the head."""
+    def layer(self, number: int, on_demand: Collection[str] = ()) -> Iterator[nn.Module]:
+        """A decoder layer with its weights in memory; behind the last one, what leads to the head.
+
+        on_demand: paths of linears below the layer whose weights stay on meta and are read for every product.
+        """
         if number == len(self.layers):
             with self.outer(embed=False, head=False) as causal:
                 yield causal
             return
         layer = self.layers[number]
         try:
-            self.refill(number, layer)
+            self.refill(number, layer, on_demand)
             yield layer
         finally:
             _empty(layer)
+            for path in on_demand:
+                hold_own_weight(layer.get_submodule(path))
 
-    def refill(self, number: int, layer: nn.Module) -> None:
-        """Read all weights of a layer again, since those in memory may have changed."""
+    def refill(self, number: int, layer: nn.Module, on_demand: Collection[str] = ()) -> None:
+        """Read all weights of a layer again, since those in memory may have changed. on_demand: as in `layer`."""
         for path, owner in layer.named_modules():
-            self._fill(owner, self._prefix(number), path)
+            if path in on_demand:
+                self._fill(owner, self._prefix(number), path, without=("weight",))
+                self._leave_on_disk(owner, self._prefix(number), path)
+            else:
+                self._fill(owner, self._prefix(number), path)
+
+    def _leave_on_disk(self, owner: nn.Module, prefix: str, path: str) -> None:
+        """Let a linear read its weight for every product."""
+        assert isinstance(owner, nn.Linear)
+        like = owner.weight = nn.Parameter(owner.weight.to("meta", self.dtype), requires_grad=False)
+        names = self._disk_names_of(prefix, f"{path}.weight")
+        read_on_demand(owner, lambda: self._read(names, like).to(self.device, self.dtype))
 
     @contextmanager
     def outer(self, *, embed: bool, head: bool) -> Iterator[nn.Module]:

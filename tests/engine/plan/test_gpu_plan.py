@@ -14,12 +14,14 @@ from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.run import prefetch
 from llmcompress.errors import PlanError
 from llmcompress.hardware import GpuMemory
+from llmcompress.recipe import Calibration
 from llmcompress.solve.row_blocks import solved_rows
 from llmcompress.store.folder import Folder
 from llmcompress.store.windows import write_windows
 
 RUN = ("--samples", 4, "--length", 32, "--group-size", 32, "--bits", 4)
 COST = MemoryModel([], [])
+TEXT = Calibration(length=2048)
 
 
 def test_without_a_gpu_one_is_refused_in_a_line(main, tiny_model_dir, tmp_path, capsys):
@@ -44,9 +46,11 @@ def test_a_plan_says_what_a_run_would_take_of_a_gpu(main, tiny_model_dir, tmp_pa
 
 def test_a_gpu_runs_more_windows_at_once_by_one_thread(monkeypatch):
     options = Options(device="cuda")
-    found = choose_resources(options, 2048, lambda resources: COST)
+    found = choose_resources(options, TEXT, lambda resources: COST, experts=True)
     assert (found.batch, found.threads, found.gpu, found.dtype) == (4, 1, True, "bfloat16")
-    assert choose_resources(replace(options, threads=3, batch=7), 2048, lambda resources: COST).threads == 3
+    assert (
+        choose_resources(replace(options, threads=3, batch=7), TEXT, lambda resources: COST, experts=True).threads == 3
+    )
 
 
 @pytest.mark.parametrize("source", ["option", "device"])
@@ -59,9 +63,9 @@ def test_batches_shrink_until_they_fit_and_else_the_run_is_refused(monkeypatch, 
     def cost(resources):
         return MemoryModel([Term("all", 1_000_000_000 * (1 + resources.batch), "gpu")], [])
 
-    assert choose_resources(options, 2048, cost).batch == 2
+    assert choose_resources(options, TEXT, cost, experts=True).batch == 2
     with pytest.raises(PlanError, match=r"up to 5\.50 GB of GPU memory are needed, .* 3\.50"):
-        choose_resources(replace(options, batch=4), 2048, cost)
+        choose_resources(replace(options, batch=4), TEXT, cost, experts=True)
 
 
 def test_a_gpu_solves_more_rows_at_once_within_its_memory():

@@ -106,6 +106,29 @@ def test_gram_matrices_of_experts_are_never_in_memory_together(random_model_dir,
     assert measured - nothing < experts * 4 * width**2 / 2
 
 
+@pytest.mark.slow
+def test_experts_that_do_not_fit_together_are_read_for_every_product(random_model_dir, tmp_path):
+    width, experts = 512, 96
+    sizes = {"hidden_size": width, "num_experts": experts, "moe_intermediate_size": width, "num_hidden_layers": 1}
+    model = random_model_dir("qwen3_moe", max_position_embeddings=512, **sizes)
+    save(torch.randint(3, 96, (4, 512), generator=torch.Generator().manual_seed(0)), tmp_path / "ids.safetensors")
+    text = ["--calibration", tmp_path / "ids.safetensors", "--samples", 4, "--length", 512, "--group-size", 32]
+    arguments = ["gptq", model, *text, "--threads", 2, "--batch", 1]
+    planned, measured = [], []
+    for name in ("held", "read"):
+        limits = [] if not planned else ["--max-memory", 1.09 * planned[0] / 1e9]  # a tenth more has to fit
+        command = [*arguments, "-o", tmp_path / name, *limits]
+        planned.append(json.loads(call("plan", *command).stdout)["memory_bytes"])
+        done = call(*command)
+        assert done.returncode == 0, done.stderr
+        measured.append(json.loads(done.stdout)["peak_memory_bytes"])
+    assert measured[0] == pytest.approx(planned[0], rel=0.1)
+    assert 0.85 * planned[1] < measured[1] < 1.1 * planned[1]
+    assert measured[0] - measured[1] > 3 * width**2 * experts  # bytes: a layer takes two or four for each weight
+    held, read = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("held", "read"))
+    assert held == read
+
+
 def test_too_little_memory_is_refused_at_once(main, capsys, tiny_model_dir, tmp_path):
     command = ["gptq", tiny_model_dir, "-o", tmp_path / "out", "--max-memory", "0.1", "--samples", 4, "--length", 32]
     assert main(*command) == 2

@@ -60,7 +60,10 @@ def _plan_for_any_target(recipe: Recipe, model: Path, options: Options) -> Plan:
     layers = _by_layer(planned, contents)
     head = tuple(plan for plan in planned.values() if not plan.entry.block)
     run_with = partial(memory_of_run, headers, recipe, (*layers, head))
-    resources = choose_resources(options, recipe.calibration.length, lambda resources: run_with(resources).model())
+    experts = any(plan.expert is not None for plan in planned.values()) and not recipe.scales_channels
+    resources = choose_resources(options, recipe.calibration, lambda resources: run_with(resources).model(), experts)
+    if resources.experts_on_demand:
+        ledger.note("experts_on_demand", str(resources.batch), "windows run at once, which read all experts of a layer")
     cost = estimate(run_with(resources), layout.nbytes)
     check_disk(out, work, cost)
     return Plan(

@@ -38,6 +38,7 @@ SCALE_TOKENS = 1024  # counted, in tokens and not in bytes: kept of an input whe
 STAGED_CODES = 2  # counted, for each weight of a layer while its codes, from the GPU, are written
 LOGIT_GRADIENT = 30  # fitted, for each logit of the tokens at the head, where gradients begin
 LOGIT_DIVERGENCE = 22  # fitted, for each logit of the tokens at the head, where divergences are taken
+READ_ON_DEMAND = 14  # counted, for each weight: decoded in float32, a product on the way, its code, and as it is used
 BEING_DECODED = 7  # counted, for each weight: its value, its code as stored and alone, and its scale spread over rows
 LOGIT_AGREEMENT = 24  # counted, for each logit of a validated window: six tensors of float32
 GRADIENT_VALUES = 32  # fitted, for each token and row of the largest matrix, or hidden channel: kept for gradients

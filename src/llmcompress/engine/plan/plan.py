@@ -71,11 +71,6 @@ class Plan:
         return Anatomy(self.headers, self.spec, self.prefix, len(self.layers))
 
     @property
-    def scales_channels(self) -> bool:
-        """Whether steps choose factors of channels layer by layer."""
-        return any(step.needs_calibration for step in self.recipe.transforms)
-
-    @property
     def calibrated(self) -> bool:
         """Whether windows of text run through the model."""
         return self.recipe.needs_calibration or any(matrix.needs_calibration for matrix in self.matrices)
@@ -95,6 +90,12 @@ class Plan:
     def batch(self) -> int:
         """Number of windows that run through a layer at once."""
         return self.resources.batch
+
+    def on_demand(self, number: int) -> frozenset[str]:
+        """Paths of the matrices of a section that are read for every product instead of being held in memory."""
+        if not self.resources.experts_on_demand:
+            return frozenset()
+        return frozenset(matrix.path for matrix in self.sections[number] if matrix.expert is not None)
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from llmcompress.engine.plan.memory_model import MARGIN, Device, MemoryModel
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.errors import PlanError
+from llmcompress.recipe import Calibration
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _BATCH_TOKENS = 1024  # run through a layer at once: on a processor, what stays in the caches is fastest
@@ -17,13 +18,15 @@ _GPU_TOKENS = 8192  # on a GPU: products of so many rows fill it
 class Resources:
     """What the memory of a run depends on beside the model: type of its layers, windows in a batch, threads.
 
-    gpu: whether layers run, and matrices are solved, on a GPU.
+    gpu: whether layers run, and matrices are solved, on a GPU. experts_on_demand: whether matrices of experts are read
+    from disk for every product, since those of a layer do not fit into memory together.
     """
 
     dtype: str
     batch: int
     threads: int
     gpu: bool = False
+    experts_on_demand: bool = False
 
     @property
     def item_bytes(self) -> int:
@@ -39,17 +42,29 @@ class Limit(NamedTuple):
     words: str
 
 
-def choose_resources(options: Options, length: int, memory_of: Callable[[Resources], MemoryModel]) -> Resources:
-    """Resources of a run over windows of `length` tokens, whose memory fits what options and the GPU allow.
+def choose_resources(
+    options: Options, text: Calibration, memory_of: Callable[[Resources], MemoryModel], experts: bool
+) -> Resources:
+    """Resources of a run over windows of a text, whose memory fits what options and the GPU allow.
 
     A GPU bounds its memory by itself: the batch follows from all it has, whoever uses it now. PlanError as `bounded`.
+
+    experts: whether there are experts that could be read on demand. They are, where a layer of them does not fit, and
+    then every batch reads them all: so batches are as large as fits.
     """
-    resources = usual_resources(options, length)
+    resources = usual_resources(options, text.length)
     limits = host_limits(options.max_memory)
     if resources.gpu:
         limits += _gpu_limits(options.max_gpu_memory)
     free = options.threads is None, options.batch is None
-    return bounded(resources, limits, memory_of, free, "use a shorter --length, --qep-alpha 0, or allow more")
+    hint = "use a shorter --length, --qep-alpha 0, or allow more"
+    try:
+        return bounded(resources, limits, memory_of, free, hint)
+    except PlanError:
+        if resources.gpu or not experts:
+            raise
+    batch = options.batch or max(resources.batch, -(-text.samples // resources.threads))
+    return bounded(replace(resources, batch=batch, experts_on_demand=True), limits, memory_of, free, hint)
 
 
 def bounded(

@@ -63,12 +63,18 @@ class RunMemory:
         """The largest tensor alone, or a layer that runs, or whose scales or codes are chosen."""
         phases = [Phase("largest tensor", list(self.table()))]
         for layer in filter(None, self.layers):
-            loaded = [self.term("layer", self.held(layer) * self.item)] if self.counted else []
+            loaded = list(self.loaded(layer))
             phases += [Phase("decoding", [*loaded, *self.decoding()])] if self.decoded else []
             phases += [Phase("running", [*loaded, *self.running(layer)])] if self.counted else []
             phases += [Phase("scaling", [*loaded, *terms]) for terms in self.scaling(layer)] if self.scaled else []
             phases += [Phase("solving", [*loaded, *terms]) for terms in self.solving(layer)]
         return MemoryModel(list(self.throughout()), phases)
+
+    def loaded(self, layer: Layer) -> Iterator[Term]:
+        """A layer that runs, where one does."""
+        if self.counted:
+            held = [plan for plan in layer if plan.expert is None] if self.resources.experts_on_demand else layer
+            yield self.term("layer", self.held(held) * self.item)
 
     def held(self, layer: Layer) -> int:
         """Weights of a layer in memory: of those that change while the layer as it was still runs, twice as many.
@@ -119,6 +125,11 @@ class RunMemory:
         yield self._batches(layer)
         yield Term("inputs of experts", self.tokens * (self.threads + 2) * self.routed(layer) * self.item)
         yield Term("statistics", (3 if self.paired else 1) * _largest_square(layer))
+        if self.resources.experts_on_demand:
+            experts = [plan for plan in layer if plan.expert is not None]
+            largest = max((_weights([plan]) for plan in experts), default=0)
+            yield Term("codes of experts", _weights(experts))
+            yield Term("matrices of experts being read", memory.READ_ON_DEMAND * self.threads * largest)
 
     def decoding(self) -> Iterator[Term]:
         """The largest matrix that the source stores as codes, as it is read."""
@@ -129,8 +140,10 @@ class RunMemory:
 
         Each thread solves an expert of its own, beside what all of them borrow from.
         """
-        codes, borrowed = Term("codes", _weights(layer)), self._borrowed(layer)
+        borrowed, routed = self._borrowed(layer), False
         for rows, columns, plan in _stages(layer):
+            routed |= plan.expert is not None
+            codes = Term("codes", _weights([plan for plan in layer if routed or plan.expert is None]))
             squares = (8 if self.paired else 5) if plan.inverts else int(plan.needs_gram)
             every = 1
             if plan.expert is not None and plan.needs_gram:

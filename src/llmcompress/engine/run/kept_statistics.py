@@ -46,7 +46,7 @@ def _needs_text(plan: Plan) -> bool:
     """Whether the run needs something from the text that no store holds."""
     return (
         plan.recipe.kv_cache is not None
-        or plan.scales_channels
+        or plan.recipe.scales_channels
         or (plan.recipe.pruner is not None and plan.recipe.pruner.allocation != "uniform")
         or any(matrix.needs - STORED for matrix in plan.matrices)
     )

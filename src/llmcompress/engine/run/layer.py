@@ -30,6 +30,7 @@ from llmcompress.grids.coded import Coded
 from llmcompress.grids.inputs import InputGrid
 from llmcompress.ledger import Ledger, LedgerEntry
 from llmcompress.methods.base import Solved, Statistics
+from llmcompress.model.on_demand import read_on_demand
 from llmcompress.model.rounded import round_inputs
 from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.solve.column_sweep import Sweeper
@@ -130,6 +131,8 @@ class Compressor:
             return list(codes), list(records), notes.as_json()
 
         def solve_some(numbers: Sequence[int], workers: Workers) -> list[Result]:
+            if statistics.experts is not None:
+                return_freed_memory()  # or holes between codes that stay would be as large as they are
             notes = [Ledger() for _ in numbers]
             known = [
                 statistics.of(groups[number][0].space, note, workers) or self._importance_of(groups[number][0])
@@ -248,10 +251,15 @@ def _stacked(weights: list[Tensor]) -> Tensor:
 def install(layer: nn.Module, plan: MatrixPlan, coded: Coded) -> None:
     """Put decoded values into a layer and round its inputs, so that later matrices see what the file will hold."""
     module = layer.get_submodule(plan.path)
-    value, weight = coded.decode(), module.weight
+    weight = module.weight
     assert isinstance(weight, Tensor)
-    # not in place: the layer as it was may still hold the memory
-    weight.data = (value.T if plan.conv1d else value).to(weight.device, weight.dtype).contiguous()
+    if weight.is_meta:
+        assert isinstance(module, nn.Linear)
+        read_on_demand(module, lambda: coded.decode().to(weight.dtype))
+    else:
+        value = coded.decode()
+        # not in place: the layer as it was may still hold the memory
+        weight.data = (value.T if plan.conv1d else value).to(weight.device, weight.dtype).contiguous()
     if plan.entry.inputs is not None:
         round_inputs(module, InputGrid(plan.entry.inputs, coded.input_scale).to(weight.device))
 

@@ -96,7 +96,7 @@ def run_calibrated(
         done, inside = number not in sections.missing, number < len(plan.layers)
         if done:
             fold_factors(plan, checkpoint, number, staged.read_factors(number))
-        with model.layer(number) as layer:
+        with model.layer(number, plan.on_demand(number)) as layer:
             _read_ahead(plan, checkpoint, number + 1)
             scaled = None
             if scaler is not None and inside and not done:
@@ -145,7 +145,7 @@ def _scaler_of(
     plan: Plan, checkpoint: Checkpoint, model: StreamedModel, progress: Progress, workers: Workers
 ) -> Scaler | None:
     """The object that chooses the factors of scaling steps; None if the recipe has no such steps."""
-    if isinstance(checkpoint, FoldedCheckpoint) and plan.scales_channels:
+    if isinstance(checkpoint, FoldedCheckpoint) and plan.recipe.scales_channels:
         return Scaler(plan, checkpoint, model, progress, workers)
     return None
 
