@@ -50,6 +50,16 @@ def test_rtn_takes_the_nearest_of_all_values(bits, symmetric):
     assert ((found - nearest).abs() <= 2**-11 * (1 << bits) * scale).all()  # a scale of 16 bits, times a code
 
 
+def test_a_row_alone_is_solved_like_a_row_of_many():
+    weight, stats, _ = problem()
+    alone, many = (
+        Gptq(bits=4, group_size=GROUP).solve(w, stats, torch.float16, SERIAL_BLOCKS) for w in (weight[:1], weight)
+    )
+    assert (
+        alone.coded.codes == many.coded.codes[:1]
+    ).float().mean() > 0.98  # a product of one row sums in another order
+
+
 @pytest.mark.parametrize("bits", [2, 4])
 def test_plain_gptq_is_the_loop_of_the_paper(bits):
     """arXiv:2210.17323, with columns as stored and nothing of ours: no search of ranges, no descent."""

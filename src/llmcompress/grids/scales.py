@@ -66,8 +66,7 @@ def scale_loss(codes: Tensor, grid: Grid, hessian: Tensor, target: Tensor) -> tu
     for group in range(groups):
         start = group * size
         right = (centred[:, start : start + size] @ hessian[start : start + size, start:]).mul_(centred[:, start:])
-        square[:, group, group:] = right.view(rows, groups - group, size).sum(dim=2)
-        square[:, group:, group] = square[:, group, group:]
+        square[:, group, group:] = square[:, group:, group] = right.view(rows, groups - group, size).sum(dim=2)
     return square, linear
 
 
