@@ -2,6 +2,7 @@
 
 import pytest
 
+from llmcompress.engine.plan import resources
 from llmcompress.engine.plan.memory_model import MemoryModel, Term
 from llmcompress.engine.plan.resources import choose_resources
 from llmcompress.engine.plan.run_options import Options
@@ -11,9 +12,9 @@ from llmcompress.recipe import Calibration
 TEXT = Calibration(samples=30, length=1024)
 
 
-def cost(resources):
-    layer = 0 if resources.experts_on_demand else 1000
-    return MemoryModel([Term("all", layer + 100 * resources.threads + 10 * resources.batch)], [])
+def cost(chosen):
+    layer = 0 if chosen.experts_on_demand else 1000
+    return MemoryModel([Term("all", layer + 100 * chosen.threads + 10 * chosen.batch)], [])
 
 
 @pytest.mark.parametrize(
@@ -27,13 +28,14 @@ def cost(resources):
     ],
 )
 def test_experts_are_read_on_demand_where_a_layer_does_not_fit_and_then_batches_are_large(
-    limit, threads, batch, on_demand
+    monkeypatch, limit, threads, batch, on_demand
 ):
-    found = choose_resources(Options(max_memory=limit, threads=None), TEXT, cost, experts=True)
+    monkeypatch.setattr(resources, "usual_threads", lambda: 2)
+    found = choose_resources(Options(max_memory=limit), TEXT, cost, experts=True)
     assert (found.threads, found.batch, found.experts_on_demand) == (threads, batch, on_demand)
 
 
-def test_what_is_asked_for_stays(monkeypatch):
+def test_what_is_asked_for_stays():
     found = choose_resources(Options(max_memory=400, threads=2, batch=4), TEXT, cost, experts=True)
     assert (found.threads, found.batch, found.experts_on_demand) == (2, 4, True)
 
