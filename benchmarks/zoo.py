@@ -45,7 +45,7 @@ def enliven(model: Any) -> None:
     """Draw the matrices of a model anew, and give its norms and biases values other than 1 and 0."""
     for name, parameter in model.named_parameters():
         plain = (
-            name.endswith((".weight", ".bias", "_proj", "_bias", ".w1", ".v1", ".w2"))
+            name.endswith((".weight", ".bias", "_proj", "_bias", ".w1", ".v1", ".w2", "_output_scale"))
             and "conv" not in name
             and "dt_" not in name
         )

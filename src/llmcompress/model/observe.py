@@ -77,6 +77,7 @@ def _observed(config: Any, names: Collection[str], model_type: str, trust_remote
     seen = list(watched.values())
     counts = _expert_counts(plain(running.causal.config))
     narrow = {path for layer in seen for path, width in layer.widths.items() if width in counts | layer.ranked}
+    narrow |= _mixing(running)
     never = {path for path in narrow if "{e}" not in path}
     experts = {path for layer in running.layers for path in _listed_experts(layer, counts)}
     paths = [path for path in _merged([list(layer.widths) for layer in seen]) if path not in never | experts]
@@ -312,6 +313,17 @@ def _expert_counts(config: Mapping[str, Any]) -> set[int]:
         elif re.search(r"(^|_)(num|n)_([a-z]+_)*experts$", str(key)):
             found |= {count for count in (value if isinstance(value, list) else [value]) if isinstance(count, int)}
     return found
+
+
+def _mixing(running: StreamedModel) -> set[str]:
+    """Paths of matrices with an input or output for each of several streams of hidden states (AltUp)."""
+    return {
+        path
+        for layer in running.layers
+        for path, module in layer.named_modules()
+        if running.streams > 1 and isinstance(module, nn.Linear)
+        if running.streams in (module.in_features, module.out_features)
+    }
 
 
 def _merged(orders: list[list[str]]) -> list[str]:

@@ -5,10 +5,8 @@ replaced by recorders, so that embeddings, positions, masks, rotary tables, the 
 the code that will serve the model, for every architecture alike.
 """
 
-import inspect
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock
 from typing import Any, Protocol
@@ -19,6 +17,7 @@ from torch import Tensor, nn
 from llmcompress.arch.spec import ArchSpec
 from llmcompress.errors import CheckpointError
 from llmcompress.model import attention
+from llmcompress.model.carried import Carried
 from llmcompress.model.changing_cache import Change, call_through
 from llmcompress.model.on_demand import hold_own_weight, read_on_demand
 from llmcompress.model.skeleton import kept_in_float32, skeleton
@@ -30,9 +29,6 @@ class Weights(Protocol):
     def __contains__(self, name: str) -> bool: ...
 
     def read(self, name: str) -> Tensor: ...
-
-
-_PER_LAYER = "per_layer_input"  # what Gemma hands each layer beside the hidden states, made of the tokens
 
 
 class _Recorded(Exception):  # noqa: N818 (control flow, not an error)
@@ -103,9 +99,9 @@ class StreamedModel:
                     compute = spec.observed and stored and not any(part in f"{path}.{name}" for part in single)
                     owner._buffers[name] = buffer.to(self.device, dtype if compute else buffer.dtype)
         self._recorders = [_Recorder(layer, spec.outputs) for layer in self.layers]
-        self._carried = [_place_of(layer, _PER_LAYER) for layer in self.layers]
+        self._carried = Carried(self.layers)
         # a multimodal model looks for places of images, in ids or in embeddings
-        self._wants_ids = config.get_text_config() is not config or any(self._carried)
+        self._wants_ids = config.get_text_config() is not config or self._carried.of_tokens
         parent_path, _, name = spec.layers.rpartition(".")
         setattr(self.causal.get_submodule(parent_path), name, nn.ModuleList(self._recorders))
         self._tail = Lock()
@@ -286,7 +282,7 @@ class StreamedModel:
 
     def entering(self, causal: nn.Module, ids: Tensor) -> Tensor:
         """Hidden states that enter the first layer, within `outer(embed=True, head=False)`."""
-        last = self._recorders[-1 if any(self._carried) else 0]
+        last = self._recorders[-1 if self._carried.of_tokens else 0]
         last.stop = True
         try:
             return self._run(causal, input_ids=ids.to(self.device))
@@ -298,12 +294,9 @@ class StreamedModel:
             causal(use_cache=False, **inputs)
         hidden = self._recorders[0].hidden
         assert hidden is not None
-        carried = []
-        for recorder, place in zip(self._recorders, self._carried, strict=True):
+        for recorder in self._recorders:
             recorder.hidden = None
-            if place is not None and recorder.call is not None and (value := place.of(*recorder.call)) is not None:
-                carried.append(value)
-        return torch.cat([hidden, *carried], -1) if carried else hidden
+        return self._carried.packed(hidden, [recorder.call for recorder in self._recorders])
 
     def _record(self, causal: nn.Module, batch: int, length: int, **inputs: Any) -> int:
         last = self._recorders[-1]
@@ -347,7 +340,8 @@ class StreamedModel:
                 return self.logits(layer, hidden)
         self.prepare_batch(*hidden.shape[:2])
         args, kwargs = self._calls[self._shape_of_call(*hidden.shape[:2])][number]
-        hidden, args, kwargs, rest = self._split(number, hidden, args, kwargs)
+        rows = hidden
+        hidden, (args, kwargs) = self._carried.opened(number, rows, self.embedding_width, (args, kwargs))
         change = watch or self.cache
         if change is None:
             out = layer(hidden, *args, **kwargs)
@@ -356,21 +350,7 @@ class StreamedModel:
             if watch is None and not reached:
                 raise CheckpointError(f"layer {number} of this {self.spec.name!r} model keeps no keys and values")
         out = out[0] if isinstance(out, tuple) else out
-        return out if rest is None else torch.cat([out, rest], -1)
-
-    def _split(
-        self, number: int, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Tensor, tuple[Any, ...], dict[str, Any], Tensor | None]:
-        """Hidden states without what they carry for layers, the arguments with this layer's part of it, and the rest.
-
-        Inputs that each layer gets of its own follow the hidden states of a token, in order of the layers.
-        """
-        place, width = self._carried[number], self.embedding_width
-        if place is None or hidden.shape[-1] == width:
-            return hidden, args, kwargs, None
-        rest = hidden[..., width:]
-        own = rest.reshape(*rest.shape[:-1], len(self.layers), -1)[..., number, :]
-        return hidden[..., :width], *place.put(own, args, kwargs), rest
+        return self._carried.closed(number, rows, out, (args, kwargs))
 
     def logits(self, causal: nn.Module, hidden: Tensor) -> Tensor:
         """Logits [batch, length, vocabulary] of the last layer's output, within `outer(embed=False, head=True)`.
@@ -379,7 +359,7 @@ class StreamedModel:
         """
         recorders: list[_Recorder] = list(causal.get_submodule(self.spec.layers).children())  # type: ignore[arg-type]
         last = recorders[-1]  # of `causal`, which may be a copy
-        last.inject = hidden[..., : self.embedding_width] if any(self._carried) else hidden
+        last.inject = self._carried.hidden(hidden, self.embedding_width)
         try:
             with torch.set_grad_enabled(hidden.requires_grad):
                 return causal(**self._placeholder(*hidden.shape[:2]), use_cache=False).logits  # type: ignore[no-any-return]
@@ -395,32 +375,13 @@ class StreamedModel:
         return {"inputs_embeds": torch.zeros(batch, length, self.embedding_width, dtype=self.dtype, device=self.device)}
 
     @property
+    def streams(self) -> int:
+        """How many hidden states a token has, as they enter the layers."""
+        return self._carried.streams
+
+    @property
     def embedding_width(self) -> int:
         return int(self.causal.get_submodule(self.spec.embed).weight.shape[1])  # type: ignore[index]
-
-
-@dataclass(frozen=True)
-class _Place:
-    """The place of a parameter in calls of a layer, beside the hidden states: its name, and its number by position."""
-
-    name: str
-    number: int
-
-    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return args[self.number] if self.number < len(args) else kwargs.get(self.name)
-
-    def put(
-        self, value: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if self.number < len(args):
-            return (*args[: self.number], value, *args[self.number + 1 :]), kwargs
-        return args, {**kwargs, self.name: value}
-
-
-def _place_of(layer: nn.Module, name: str) -> _Place | None:
-    """The place of a parameter of that name, None where a layer has no such."""
-    names = list(inspect.signature(layer.forward).parameters)
-    return _Place(name, names.index(name) - 1) if name in names else None
 
 
 def _empty(module: nn.Module) -> None:

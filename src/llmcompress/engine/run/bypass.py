@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from llmcompress.engine.run.current_batch import Batch, CurrentBatch
+from llmcompress.model.carried import leaves
 from llmcompress.store.windows import Windows, WindowsWriter
 
 
@@ -127,7 +128,8 @@ def find_bypasses(layer: nn.Module, spaces: Mapping[str, str], run: Callable[[],
             (out, untouched), (end, _) = returned[path], returned[parent]
             values = end if isinstance(end, tuple) else (end,)
             # a record is read by windows, which a module that joins them before it multiplies no longer tells apart
-            if untouched is not None and untouched.ndim == 3 and _is_same(values, out, untouched):
+            alone = untouched is not None and untouched.ndim == 3 and _is_same(values, out, untouched)
+            if alone and not leaves(layer.get_submodule(parent)):
                 found.append(Bypass(space, parent, path, len(values) if isinstance(end, tuple) else 0))
     return found
 
