@@ -20,7 +20,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Place:
+class _Place:
     """The place of a parameter in calls of a layer, beside the hidden states: its name, and its number by position."""
 
     name: str
@@ -115,10 +115,10 @@ class Carried:
         return torch.cat([out, rest, *(item.row(states[item.kind]) for item in self._left)], -1)
 
 
-def _place_of(layer: nn.Module, name: str) -> Place | None:
+def _place_of(layer: nn.Module, name: str) -> _Place | None:
     """The place of a parameter of that name, None where a layer has no such."""
     names = list(inspect.signature(layer.forward).parameters)
-    return Place(name, names.index(name) - 1) if name in names else None
+    return _Place(name, names.index(name) - 1) if name in names else None
 
 
 def leaves(module: nn.Module) -> bool:
