@@ -69,6 +69,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4, "layer_types": PERIOD, "layer_rope_theta": [10000.0, 0.0, 10000.0, 10000.0],
     },
     "granitemoe_swa": {"num_hidden_layers": 4, "layer_types": PERIOD},
+    "mimo_v2_flash": {
+        "num_hidden_layers": 4, "layer_types": [FULL, *PERIOD[:3]], "mlp_layer_types": ["dense", *["sparse"] * 3],
+        "num_key_value_heads": 1,
+        "rope_parameters": {
+            FULL: {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+            SLIDING: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+    },
     "laguna": {
         "num_hidden_layers": 4, "layer_types": [FULL, *PERIOD[:3]], "num_attention_heads_per_layer": [4, 2, 2, 2],
         "rope_parameters": {
@@ -130,6 +138,15 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "falcon": {"num_kv_heads": 1},
     "solar_open": {"partial_rotary_factor": 1.0, "first_k_dense_replace": 0},
     "afmoe": {"route_norm": True},
+    "mimo_v2_flash": {
+        "swa_head_dim": 16, "swa_num_attention_heads": 4, "swa_v_head_dim": 12, "swa_num_key_value_heads": 2,
+        "topk_method": "noaux_tc", "hybrid_layer_pattern": [0, 1, 1, 1], "layernorm_epsilon": 1e-5,
+        "rope_parameters": {
+            FULL: {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+            SLIDING: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            "partial_rotary_factor": 0.5,
+        },
+    },
     "granite_swa": {"no_rope_layers": [1, 0, 1, 1]},
     "bamba": {"attn_rotary_emb": 8},
 }

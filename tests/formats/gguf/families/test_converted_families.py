@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmcompress.errors import CheckpointError, LlmcompressError
+from llmcompress.errors import CheckpointError, LlmcompressError, PlanError
 from llmcompress.formats.gguf.family import known_types
 from llmcompress.formats.gguf.metadata import architecture, listed_keys, metadata
 from llmcompress.formats.gguf.names import gguf_tensors
@@ -149,6 +149,29 @@ def test_forms_are_undone():
 def test_a_family_that_llama_cpp_lacks_is_refused_by_name():
     with pytest.raises(CheckpointError, match=r"'opt'.*llama\.cpp has no such architecture"):
         gguf_tensors({"model_type": "opt"}, [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "says"),
+    [
+        ("mellum", {"rope_parameters": {"sliding_attention": {"rope_theta": 1e4}, "full_attention": {"rope_theta": 9}}},
+         "rotates all layers of mellum alike"),
+        ("mellum", {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}, "mlp_layer_types"),
+        ("cohere2_moe", {"shared_expert_combination_strategy": "sum"}, "shared_expert_combination_strategy"),
+        ("cohere2_moe", {"layer_types": None}, "sliding_window and layer_types"),
+        ("granite_swa", {"layer_rope_theta": [1e4, 1e5, 0.0, 1e4]}, "several bases"),
+        ("granitemoe_swa", {"sliding_window": None}, "sliding_window and layer_types"),
+        ("laguna", {"num_attention_heads_per_layer": [4, 2]}, "num_attention_heads_per_layer"),
+        ("laguna", {"moe_router_logit_softcapping": 30.0}, "moe_router_logit_softcapping"),
+        ("deepseek_v32", {"index_head_dim": 32}, "index_head_dim is 32"),
+        ("glm_moe_dsa", {"indexer_types": ["full"]}, "indexer_types"),
+        ("mimo_v2_flash", {"routed_scaling_factor": 2.5}, "routed_scaling_factor"),
+        ("mimo_v2_flash", {"layer_types": ["full_attention"]}, "sliding_window and layer_types"),
+    ],
+)  # fmt: skip
+def test_what_llama_cpp_would_compute_otherwise_is_refused(kind, changes, says):
+    with pytest.raises(PlanError, match=says):
+        tensors_of(kind, **changes)
 
 
 @pytest.mark.parametrize("wrong", [{}, {"model.layers.1.mlp.act_fn.beta": [2]}])
