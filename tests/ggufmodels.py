@@ -139,8 +139,13 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "solar_open": {"partial_rotary_factor": 1.0, "first_k_dense_replace": 0},
     "afmoe": {"route_norm": True},
     "mimo_v2_flash": {
-        "swa_head_dim": 16, "swa_num_attention_heads": 4, "swa_v_head_dim": 12, "swa_num_key_value_heads": 2,
-        "topk_method": "noaux_tc", "hybrid_layer_pattern": [0, 1, 1, 1], "layernorm_epsilon": 1e-5,
+        "swa_head_dim": 16,
+        "swa_num_attention_heads": 4,
+        "swa_v_head_dim": 12,
+        "swa_num_key_value_heads": 2,
+        "topk_method": "noaux_tc",
+        "hybrid_layer_pattern": [0, 1, 1, 1],
+        "layernorm_epsilon": 1e-5,
         "rope_parameters": {
             FULL: {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
             SLIDING: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
