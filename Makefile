@@ -35,4 +35,4 @@ format:
 	ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-test .venv-gptqmodel demo
+	rm -rf .venv .venv-test .venv-gptqmodel .venv-vllm demo

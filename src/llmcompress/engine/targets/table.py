@@ -220,6 +220,11 @@ _VLLM = Target(
             Words(zeros=False, why="codes and zero points must fill whole 32-bit words"),
             _ROUNDED,
             _TILES,
+            Unread(
+                lambda entry: entry.grid is not None and entry.grid.type == "fp8-block" and entry.inputs is None,
+                by_hand="use --activations fp8-group",
+                why="it fails on blocks of 8-bit floats whose inputs are not rounded",
+            ),
             Devices(
                 why="it rounds inputs to 4 bits on GPUs from compute capability 10.0 on, those of mxfp4 unasked, and "
                 "leaves them in 16 bits on older ones"
