@@ -17,5 +17,4 @@ bin="$PWD/$environment/bin"
 "$bin/mypy"
 "$bin/pytest" -n 2 -q
 bash scripts/interop/gptqmodel_env.sh
-bash scripts/interop/vllm_env.sh
 "$bin/pytest" -n 2 -q -m 'slow or interop'

@@ -21,7 +21,6 @@ pytestmark = pytest.mark.interop
 CT, GPTQ, AWQ, MODELOPT = "compressed-tensors", "gptq", "awq", "modelopt"
 W4 = {"bits": 4, "group_size": 64}
 ROW = {"bits": 4, "group_size": -1}
-FP8 = {"type": "fp8", "bits": 8}
 LOADED = {  # what is written, and what Marlin says of the matrices: True for yes, None where it is not asked
     "w4": (CT, W4, True),
     "w4 by rows": (CT, ROW, True),
@@ -42,9 +41,6 @@ LOADED = {  # what is written, and what Marlin says of the matrices: True for ye
     "mxfp4 by mxfp4": (CT, {"type": "mxfp4", "activations": "mxfp4"}, True),
     "mxfp8": (CT, {"type": "mxfp8", "bits": 8}, True),
     "mxfp8 by mxfp8": (CT, {"type": "mxfp8", "bits": 8, "activations": "mxfp8"}, True),
-    "fp8": (CT, FP8, True),
-    "fp8 by fp8": (CT, {**FP8, "activations": "fp8-token"}, True),
-    "fp8 by fixed fp8": (CT, {**FP8, "activations": "fp8-tensor"}, True),
     "fp8 in blocks": (CT, {"type": "fp8-block", "bits": 8, "activations": "fp8-group"}, True),
     "int8 by int8": (CT, {"bits": 8, "group_size": -1, "activations": "int8-token"}, None),
     "int8 by fixed int8": (CT, {"bits": 8, "group_size": -1, "activations": "int8-tensor"}, None),
@@ -58,7 +54,6 @@ LOADED = {  # what is written, and what Marlin says of the matrices: True for ye
     "awq by rows": (AWQ, {**ROW, "sym": False}, True),
     "dense": ("dense", W4, None),
 }
-IN_QWEN2 = ("w4", "nvfp4", "gptq", "awq")  # with biases
 REFUSED = {  # what is written, and vLLM's words
     "gptq asymmetric": (GPTQ, {**W4, "sym": False}, "Unsupported quantization config: bits=4, sym=False"),
     "gptq w3": (GPTQ, {"bits": 3, "group_size": 32}, "Unsupported quantization config: bits=3"),
@@ -67,7 +62,7 @@ REFUSED = {  # what is written, and vLLM's words
     "fp8 blocks alone": (CT, {"type": "fp8-block", "bits": 8}, "AssertionError"),
 }
 LLAMA = {**{name: case[:2] for name, case in LOADED.items()}, **{name: case[:2] for name, case in REFUSED.items()}}
-CASES = [*(("llama", name) for name in LLAMA), *(("qwen2", name) for name in IN_QWEN2)]
+CASES = [("llama", name) for name in LLAMA]
 SIZES = {
     "hidden_size": 256,
     "intermediate_size": 512,
