@@ -83,7 +83,9 @@ class Carried:
         return torch.cat([hidden, *more], -1) if more else hidden
 
     def hidden(self, rows: Tensor, width: int) -> Tensor:
-        """The hidden states in rows, as layers take them. width: of one stream."""
+        """The hidden states in rows, as layers take them. width: of one stream, where rows hold more than that."""
+        if self.streams == 1 and not self._left and not self.of_tokens:
+            return rows  # of OPT they may be wider than embeddings
         if self.streams == 1:
             return rows[..., :width]
         return rows[..., : self.streams * width].reshape(*rows.shape[:2], self.streams, width).permute(2, 0, 1, 3)
