@@ -56,13 +56,14 @@ class _Left:
 
 
 class Carried:
-    """What the layers of a model carry. streams: as many as hidden states were seen to have."""
+    """What the layers of a model carry. streams, width: as many hidden states, as wide each, as `packed` has seen."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._own = [_place_of(layer, _OWN) for layer in layers]
         self._shared = [_place_of(layer, _SHARED) for layer in layers]
         self._left = list(_left_by(layers))
-        self.streams = 1
+        self._behind = sum(item.size for item in self._left)  # the last values of a row
+        self.streams, self.width = 1, 0
 
     @property
     def of_tokens(self) -> bool:
@@ -71,6 +72,7 @@ class Carried:
 
     def packed(self, hidden: Tensor, calls: Sequence[Call | None]) -> Tensor:
         """Rows of tokens [batch, length, width] from what the layers are called with; nothing is left for later yet."""
+        self.width = hidden.shape[-1]
         if hidden.ndim == 4:
             self.streams = len(hidden)
             hidden = hidden.permute(1, 2, 0, 3).flatten(2)
@@ -82,36 +84,34 @@ class Carried:
         more += [hidden.new_zeros(*hidden.shape[:2], item.size) for item in self._left]
         return torch.cat([hidden, *more], -1) if more else hidden
 
-    def hidden(self, rows: Tensor, width: int) -> Tensor:
-        """The hidden states in rows, as layers take them. width: of one stream, where rows hold more than that."""
-        if self.streams == 1 and not self._left and not self.of_tokens:
-            return rows  # of OPT they may be wider than embeddings
+    def hidden(self, rows: Tensor) -> Tensor:
+        """The hidden states in rows, as layers take them."""
+        states = rows[..., : self.streams * self.width]
         if self.streams == 1:
-            return rows[..., :width]
-        return rows[..., : self.streams * width].reshape(*rows.shape[:2], self.streams, width).permute(2, 0, 1, 3)
+            return states
+        return states.reshape(*rows.shape[:2], self.streams, self.width).permute(2, 0, 1, 3)
 
-    def opened(self, number: int, rows: Tensor, width: int, call: Call) -> tuple[Tensor, Call]:
+    def opened(self, number: int, rows: Tensor, call: Call) -> tuple[Tensor, Call]:
         """Hidden states for a layer, and its call with what the rows carry for it."""
-        left = sum(item.size for item in self._left)
-        own = rows[..., self.streams * width : rows.shape[-1] - left]
+        end = rows.shape[-1] - self._behind
+        own = rows[..., self.streams * self.width : end]
         place, shared = self._own[number], self._shared[number]
         if place is not None and own.shape[-1]:
             call = place.put(own.reshape(*own.shape[:2], len(self._own), -1)[..., number, :], *call)
-        if shared is not None and left:
+        if shared is not None and self._left:
             states = type(shared.of(*call))()
-            parts = torch.split(rows[..., rows.shape[-1] - left :], [item.size for item in self._left], -1)
+            parts = torch.split(rows[..., end:], [item.size for item in self._left], -1)
             for item, part in zip(self._left, parts, strict=True):
                 states[item.kind] = item.of(part)
             call = shared.put(states, *call)
-        return self.hidden(rows, width), call
+        return self.hidden(rows), call
 
     def closed(self, number: int, rows: Tensor, out: Tensor, call: Call) -> Tensor:
         """Rows behind a layer that was called so, and gave `out`."""
         out = out.permute(1, 2, 0, 3).flatten(2) if out.ndim == 4 else out
-        left = sum(item.size for item in self._left)
-        rest = rows[..., out.shape[-1] : rows.shape[-1] - left]
+        rest = rows[..., out.shape[-1] : rows.shape[-1] - self._behind]
         shared = self._shared[number]
-        if shared is None or not left:
+        if shared is None or not self._left:
             return torch.cat([out, rest], -1) if rest.shape[-1] else out
         states: MutableMapping[str, tuple[Tensor, Tensor]] = shared.of(*call)
         return torch.cat([out, rest, *(item.row(states[item.kind]) for item in self._left)], -1)

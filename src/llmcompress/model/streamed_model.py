@@ -166,11 +166,9 @@ class StreamedModel:
     def refill(self, number: int, layer: nn.Module, on_demand: Collection[str] = ()) -> None:
         """Read all weights of a layer again, since those in memory may have changed. on_demand: as in `layer`."""
         for path, owner in layer.named_modules():
+            self._fill(owner, self._prefix(number), path, without=("weight",) if path in on_demand else ())
             if path in on_demand:
-                self._fill(owner, self._prefix(number), path, without=("weight",))
                 self._leave_on_disk(owner, self._prefix(number), path)
-            else:
-                self._fill(owner, self._prefix(number), path)
 
     def _leave_on_disk(self, owner: nn.Module, prefix: str, path: str) -> None:
         """Let a linear read its weight for every product."""
@@ -341,7 +339,7 @@ class StreamedModel:
         self.prepare_batch(*hidden.shape[:2])
         args, kwargs = self._calls[self._shape_of_call(*hidden.shape[:2])][number]
         rows = hidden
-        hidden, (args, kwargs) = self._carried.opened(number, rows, self.embedding_width, (args, kwargs))
+        hidden, (args, kwargs) = self._carried.opened(number, rows, (args, kwargs))
         change = watch or self.cache
         if change is None:
             out = layer(hidden, *args, **kwargs)
@@ -359,7 +357,7 @@ class StreamedModel:
         """
         recorders: list[_Recorder] = list(causal.get_submodule(self.spec.layers).children())  # type: ignore[arg-type]
         last = recorders[-1]  # of `causal`, which may be a copy
-        last.inject = self._carried.hidden(hidden, self.embedding_width)
+        last.inject = self._carried.hidden(hidden)
         try:
             with torch.set_grad_enabled(hidden.requires_grad):
                 return causal(**self._placeholder(*hidden.shape[:2]), use_cache=False).logits  # type: ignore[no-any-return]

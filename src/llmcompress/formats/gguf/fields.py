@@ -7,6 +7,9 @@ from llmcompress.errors import CheckpointError
 from llmcompress.formats.gguf.hyper import number
 from llmcompress.formats.gguf.keys import Key, f32, flag, flags, u32
 
+GRANITE = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+"""The fields of all of Granite's models."""
+
 _WHOLE = {
     "moe_intermediate_size": "expert_feed_forward_length",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",

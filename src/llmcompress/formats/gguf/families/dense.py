@@ -3,6 +3,7 @@
 from llmcompress.formats.gguf.families import llama
 from llmcompress.formats.gguf.families.layer_patterns import every, unrotated
 from llmcompress.formats.gguf.family import ATTENTION, GATED, Family, Kin
+from llmcompress.formats.gguf.fields import GRANITE
 from llmcompress.formats.gguf.hyper import Hyper
 from llmcompress.formats.gguf.keys import Key, f32, u32
 from llmcompress.formats.gguf.rope import Rope
@@ -60,7 +61,7 @@ FAMILY = Kin(
         Family(
             "granite", ("granite",), "granite", square=True, ropes=("default", "linear", "yarn", "llama3"), partly=True,
             rows=llama.rows, values=llama.values, biases=(),
-            told=("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"), only=_SILU,
+            told=GRANITE, only=_SILU,
         ),
         Family(
             "cohere", ("cohere",), "command-r", tied=True, untied=False, rms=False, square=True, ropes=("default",),

@@ -15,6 +15,7 @@ from llmcompress.formats.gguf.family import (
     Kin,
     Shape,
 )
+from llmcompress.formats.gguf.fields import GRANITE
 from llmcompress.formats.gguf.hyper import Hyper, whole
 from llmcompress.formats.gguf.keys import Key, flag, i32s, u32
 from llmcompress.formats.gguf.rope import Rope
@@ -26,7 +27,6 @@ SCAN2 = ("ssm_in", "ssm_conv1d", "ssm_dt.bias", "ssm_a", "ssm_d", "ssm_norm", "s
 _INNER_NORMS = ("ssm_dt_norm", "ssm_b_norm", "ssm_c_norm")
 _ATTENDS = ("attention", "full_attention")
 _CONVOLUTION = ("shortconv.conv", "shortconv.in_proj", "shortconv.out_proj")
-_GRANITE = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
 MAMBA2 = ("ssm_a", "ssm_d", "ssm_norm")
 
 
@@ -243,7 +243,7 @@ FAMILY = Kin(
             "granitemoehybrid", ("granitemoehybrid",), "granitehybrid", experts=True, square=True, ropes=("default",),
             partly=True, layer=_granite_layer, biased=("ssm_conv1d",), biases=(), forms={"ssm_a": "decay"},
             reshaped=MAMBA2, shapes=shapes2, parts=halves, keys=_granite_keys,
-            told=(*_GRANITE, "shared_intermediate_size"), defaults=_NO_LIMIT, objection=_granite_objection, only=_SILU,
+            told=(*GRANITE, "shared_intermediate_size"), defaults=_NO_LIMIT, objection=_granite_objection, only=_SILU,
         ),
         Family(
             "nemotron_h", ("nemotron_h",), "nemotron_h_moe", base="backbone.", experts=True, rotary=False,

@@ -15,6 +15,7 @@ from llmcompress.formats.gguf.family import (
     Shape,
     renamed,
 )
+from llmcompress.formats.gguf.fields import GRANITE
 from llmcompress.formats.gguf.hyper import Hyper
 from llmcompress.formats.gguf.keys import Key, f32, flag, flags, i32s, u32
 from llmcompress.formats.gguf.rope import Rope, read_rope
@@ -24,7 +25,6 @@ _SILU = {"hidden_act": ("silu", None)}
 _NO_BIAS = {**_SILU, "attention_bias": (False, None), "mlp_bias": (False, None)}
 _NORMS = ("attn_q_norm", "attn_k_norm")
 _WINDOW = ("sliding_window", "layer_types")
-_GRANITE = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling", *_WINDOW)
 _FUSED = ("ffn_norm", "ffn_gate_inp", "ffn_gate_up_exps", "ffn_down_exps")
 _FUSED_SHARED = ("ffn_up_shexp", "ffn_down_shexp")
 
@@ -168,14 +168,14 @@ FAMILY = Kin(
         ),
         Family(
             "granite_swa", ("granite_swa",), "granite_swa", named="mimo2", tied=True, ropes=("default", "llama3"),
-            partly=True, windowed=True, rows=llama.rows, values=llama.values, biases=(), told=_GRANITE,
+            partly=True, windowed=True, rows=llama.rows, values=llama.values, biases=(), told=(*GRANITE, *_WINDOW),
             layer=(*ATTENTION, "attn_sinks", *GATED), shapes=lambda hyper, layer: {"attn_sinks": (hyper.heads,)},
             keys=_granite_keys, objection=_granite_objection, only=_NO_BIAS,
         ),
         Family(
             "granitemoe_swa", ("granitemoe_swa",), "granite_swa", named="mimo2", experts=True,
             ropes=("default", "llama3"), partly=True, windowed=True, rows=llama.rows, values=llama.values, biases=(),
-            told=(*_GRANITE, "shared_intermediate_size"), layer=_fused_layer, shapes=_fused_shapes,
+            told=(*GRANITE, *_WINDOW, "shared_intermediate_size"), layer=_fused_layer, shapes=_fused_shapes,
             parts=renamed({
                 ".block_sparse_moe.router.weight": "ffn_gate_inp.weight",
                 ".block_sparse_moe.experts.gate_up_proj": "ffn_gate_up_exps.weight",

@@ -15,6 +15,7 @@ from llmcompress.formats.gguf.family import (
     Shape,
     renamed,
 )
+from llmcompress.formats.gguf.fields import GRANITE
 from llmcompress.formats.gguf.hyper import Hyper, number
 from llmcompress.formats.gguf.keys import Key, f32, flag, u32
 from llmcompress.formats.gguf.rope import Rope
@@ -23,7 +24,6 @@ from llmcompress.formats.gguf.tensors import GGUFTensor, stretch
 
 _SILU = {"hidden_act": ("silu", None)}
 _NORMS = ("attn_q_norm", "attn_k_norm")
-_GRANITE = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
 _SCALED = ("norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group")
 _ERNIE = ("moe_intermediate_size", "moe_num_shared_experts", "moe_layer_interval")
 
@@ -135,7 +135,7 @@ FAMILY = Kin(
         Family(
             "granitemoe", ("granitemoe", "granitemoeshared"), "granitemoe", experts=True, square=True, partly=True,
             biases=(), ropes=("default", "linear", "yarn", "llama3"), rows=llama.rows, values=llama.values,
-            layer=_granite_layer, parts=halves, told=(*_GRANITE, "shared_intermediate_size"), only=_SILU,
+            layer=_granite_layer, parts=halves, told=(*GRANITE, "shared_intermediate_size"), only=_SILU,
         ),
         Family(
             "dots1", ("dots1",), "dots1", experts=True, grouped=False, ropes=("default",), biases=(),
