@@ -1,14 +1,13 @@
 """Load checkpoints with vLLM on the CPU and save the logarithms of probabilities they give for some token ids.
 
-    .venv-vllm/bin/python vllm_check.py [--plain] IDS.safetensors FOUND.safetensors CHECKPOINT ...
+    .venv-vllm/bin/python vllm_check.py IDS.safetensors FOUND.safetensors CHECKPOINT ...
 
 vLLM needs an environment of its own, which vllm_env.sh makes. IDS holds an integer tensor `input_ids` [samples,
 length]. FOUND gets a float32 tensor [samples, length - 1, vocabulary] under each checkpoint's name as given. The last
 line printed is a JSON object with `errors`, those of checkpoints that do not load, and `verdicts`, what kernels of GPUs
 say of matrices.
 
-Models run in float32, with what vllm_standins.py has for products that vLLM has on GPUs alone; with `--plain` they run
-in the type of their checkpoint, as vLLM would.
+Models run in float32, with what vllm_standins.py has for products that vLLM has on GPUs alone.
 """
 
 import argparse
@@ -23,6 +22,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # all in this process, where
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
 
 import torch
+import vllm_standins
 from safetensors.torch import load_file, save_file
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
@@ -30,40 +30,34 @@ from vllm.distributed import cleanup_dist_env_and_memory
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plain", action="store_true")
     parser.add_argument("ids", metavar="IDS.safetensors")
     parser.add_argument("found", metavar="FOUND.safetensors")
     parser.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT")
     arguments = parser.parse_args()
     ids = load_file(arguments.ids)["input_ids"].tolist()
-    said: dict[str, set[str]] = {}
-    if not arguments.plain:
-        import vllm_standins
-
-        vllm_standins.install()
-        said = vllm_standins.verdicts
+    vllm_standins.install()
     gc.freeze()  # vLLM collects garbage many times
     found: dict[str, torch.Tensor] = {}
     errors: dict[str, str] = {}
     verdicts: dict[str, dict[str, list[str]]] = {}
     for checkpoint in arguments.checkpoints:
-        said.clear()
+        vllm_standins.verdicts.clear()
         try:
-            found[checkpoint] = probabilities(checkpoint, ids, "auto" if arguments.plain else "float32")
+            found[checkpoint] = probabilities(checkpoint, ids)
         except Exception as error:  # whatever another project raises is the finding
             errors[checkpoint] = f"{type(error).__name__}: {error}"
-        verdicts[checkpoint] = {kernel: sorted(answers) for kernel, answers in said.items()}
+        verdicts[checkpoint] = {kernel: sorted(answers) for kernel, answers in vllm_standins.verdicts.items()}
         gc.collect()
         cleanup_dist_env_and_memory()
     save_file(found, arguments.found)
     print(json.dumps({"errors": errors, "verdicts": verdicts}), flush=True)
 
 
-def probabilities(checkpoint: str, ids: list[list[int]], dtype: str) -> torch.Tensor:
+def probabilities(checkpoint: str, ids: list[list[int]]) -> torch.Tensor:
     """Logarithms of the probabilities of all tokens after each but the last."""
     llm = LLM(
         checkpoint,
-        dtype=dtype,
+        dtype="float32",
         enforce_eager=True,
         max_model_len=len(ids[0]) + 1,
         max_num_seqs=len(ids),

@@ -87,7 +87,7 @@ def planned(random_model_dir, tmp_path_factory):
             "steps": [{"method": "rtn", **options}],
             "output": {"format": format_},
         }
-        out = root / f"{family} {name}"
+        out = root / (f"{family} {name}" if target is None else f"{family} {name}, planned")  # the first is written
         options = Options(out=out, compute_dtype="float32", target=target)
         return make_plan(parse(recipe), random_model_dir(family, **SIZES), options), out
 
