@@ -12,6 +12,7 @@ from pydantic import Field
 from llmcompress.calib.base import Source, TokenRequest, windows
 from llmcompress.calib.documents import Document, token_ids
 from llmcompress.errors import CalibrationError
+from llmcompress.extras import needs_extra
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +31,10 @@ class Dataset(Source):
     @classmethod
     def detects(cls, path: Path) -> bool:
         return is_saved(path) or (path.is_file() and path.suffix.lower() == ".parquet")
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Refuse before anything is computed where the library is missing."""
+        needs_extra("datasets", "data", f"reading {self.path}")
 
     def tokens(self, request: TokenRequest) -> "Tensor":
         with TemporaryDirectory(prefix="llmcompress-") as cache:
