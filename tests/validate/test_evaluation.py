@@ -54,6 +54,22 @@ def test_the_file_holds_what_is_printed_and_more(main, capsys, out, tiny_model_d
     assert file.read_bytes() == before
 
 
+def test_the_last_line_is_a_sentence_for_people(main, capsys, out, tiny_model_dir, tiny_eval_text):
+    arguments = ["eval", out, "--text", tiny_eval_text, *SMALL]
+    assert main(*arguments, "--ref", tiny_model_dir, "--json") == 0
+    same = json.loads(capsys.readouterr().out)["top1"]
+    size = {
+        path: sum(value.nbytes for file in path.glob("*.safetensors") for value in load_file(file).values())
+        for path in (out, tiny_model_dir)
+    }
+    assert main(*arguments, "--ref", tiny_model_dir) == 0
+    share = size[out] / size[tiny_model_dir]
+    told = f"the same next token as the original {same:.1%} of the time, at {share:.0%} of its size"
+    assert capsys.readouterr().err.splitlines()[-1] == told
+    assert main(*arguments) == 0
+    assert "of the time" not in capsys.readouterr().err
+
+
 def test_without_a_reference_there_is_no_divergence(main, out, tmp_path):
     assert main("eval", out, *SMALL, "-o", tmp_path / "result.json") == 0
     saved = json.loads((tmp_path / "result.json").read_text())

@@ -209,3 +209,17 @@ def _show(request: "Request", found: Mapping[str, Any], samples: dict[str, str] 
         runtime_table.show(runtime, figures)
     for name, continuation in (samples or {}).items():
         console.table(name, ("",), [(continuation,)])
+    if request.ref is not None and request.adapter is None and "top1" in figures:
+        share = _weight_bytes(request.model) / _weight_bytes(request.ref)
+        console.say(
+            f"the same next token as the original {figures['top1']:.1%} of the time, at {share:.0%} of its size"
+        )
+
+
+def _weight_bytes(model: Path) -> int:
+    """Bytes of all tensors of a model directory, or of a GGUF file."""
+    from llmcompress.store.headers import read_headers
+    from llmcompress.validate.gguf_file import gguf_in
+
+    file = gguf_in(model)
+    return read_headers(model).nbytes if file is None else file.stat().st_size
