@@ -47,7 +47,17 @@ def test_the_plan_names_every_tensor_and_the_size_to_the_byte(model, main, capsy
     rows = [line.split() for line in printed.splitlines()]
     for name, kind in tensors.items():
         assert any(row[:1] == [name] and kind in row for row in rows), name
-    assert f"{planned['output_bytes']:,} bytes exactly" in printed
+    told = next(line for line in printed.splitlines() if "weight files" in line)
+    size, bits = told.split(maxsplit=2)[2].strip().removesuffix(" bits per quantised weight").split(" bytes exactly, ")
+    assert size == f"{planned['output_bytes']:,}"
+    assert float(bits) == pytest.approx(planned["bits_per_weight"], abs=6e-4)
+
+
+def test_a_file_without_quantised_weights_has_no_bits_per_quantised_weight(model, main, capsys):
+    assert main("gguf", model, "--type", "F16") == 0
+    shown = capsys.readouterr()
+    assert "of the source; " in shown.err.splitlines()[-1]
+    assert "bits per" not in shown.err + shown.out
 
 
 def test_json_tells_what_was_written(model, main, capsys):

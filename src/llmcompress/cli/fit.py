@@ -168,5 +168,5 @@ def _tell(found: FitResult, values: dict[str, Any]) -> None:
     where = "recipe" if values["out"] is None else values["out"]
     console.say(
         f"{where}: expects a KL divergence of {expected.kl:.4g} nats per token, {expected.bits_per_weight:.3f} bits "
-        f"per weight; weight files of {expected.output_bytes:,} bytes exactly"
+        f"per quantised weight; weight files of {expected.output_bytes:,} bytes exactly"
     )

@@ -36,14 +36,14 @@ def show_runs(runs: Sequence[Run], model: Path, as_json: bool, measured: bool) -
     if as_json:
         console.print_json({"model": str(model), "runs": [_facts(run) for run in runs]})
         return
-    columns = ("run", "size", "bits/weight", *["perplexity", "KL divergence, 95% interval"] * measured, "")
+    columns = ("run", "size", "bits/quantised weight", *["perplexity", "KL divergence, 95% interval"] * measured, "")
     rows = [(run.variant.name, *_figures(run, measured), _came_of(run)) for run in runs]
     console.table(None, columns, rows, right=(1, 2, 3) if measured else (1, 2))
 
 
 def _figures(run: Run, measured: bool) -> list[str]:
     cost, found = run.plan.estimate, run.figures
-    columns = [console.size(cost.output_bytes), f"{cost.bits_per_weight:.3f}"]
+    columns = [console.size(cost.output_bytes), f"{cost.bits_per_weight:.3f}" if cost.bits_per_weight else ""]
     if not measured:
         return columns
     if not found:

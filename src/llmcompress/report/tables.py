@@ -53,7 +53,7 @@ def summary(outputs: Sequence[ReportedOutput]) -> Summary:
         ("Format", [Value(output.report.format) for output in outputs]),
         ("Method", [Value(_method(output.report)) for output in outputs]),
         ("Size", [Value(size(output.report.output_bytes), [_share(output.report)]) for output in outputs]),
-        ("Bits per weight", [Value(f"{output.report.bits_per_weight:.3f}") for output in outputs]),
+        ("Bits per quantised weight", [Value(f"{output.report.bits_per_weight:.3f}") for output in outputs]),
     ]
     groups: list[tuple[str, list[tuple[str, list[Value]]]]] = [("", made)]
     texts = {found.text.tokens_sha256: found for output in outputs for found in output.evaluations}

@@ -37,11 +37,11 @@ def allotted(attempt: Callable[[float], T], room: float, least: float, excess: C
         room = max(least, room - over)
 
 
-def impossible(budget: Budget, what: str, nbytes: int, bits: float) -> PlanError:
-    """The error for a budget below the smallest result. what: the options, whose smallest make `nbytes` and `bits`."""
+def impossible(budget: Budget, what: str, nbytes: int, bits: float, weight: str) -> PlanError:
+    """The error for a budget that is below the smallest result: `what` of it make `nbytes` and `bits` per `weight`."""
     # rounded up, so that what is named is possible
     return PlanError(
-        f"{budget.asked} is not possible: the smallest {what} make {nbytes:,} bytes, {_up(bits, 4)} bits per weight",
+        f"{budget.asked} is not possible: the smallest {what} make {nbytes:,} bytes, {_up(bits, 4)} bits per {weight}",
         f"ask for --size {_up(nbytes / 1e9, 6)} or --bpw {_up(bits, 4)} at least",
     )
 

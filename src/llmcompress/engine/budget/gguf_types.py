@@ -63,7 +63,7 @@ def fitted_to_budget(
         )
     _, smallest = planned(type=SMALLEST, pure=True)
     if _excess(budget, smallest) > 0:
-        raise impossible(budget, "types", smallest.estimate.output_bytes, _bits(smallest))
+        raise impossible(budget, "types", smallest.estimate.output_bytes, _bits(smallest), "weight")
     begin()
     ledger = Ledger()
     matrices = [item for item in _placed(smallest) if is_quantised(item.tensor.name, item.tensor.shape)]

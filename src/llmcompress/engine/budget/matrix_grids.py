@@ -106,7 +106,7 @@ def fitted_to_grids(
     bits = estimate.bits_per_weight
     ledger.note(
         "budget",
-        f"{bits:.3f} bits per weight",
+        f"{bits:.3f} bits per quantised weight",
         f"a KL divergence of {kl:.3g} nats per token is expected of rounding",
     )
     expected = Expected(kl=float(f"{kl:.6g}"), bits_per_weight=round(bits, 4), output_bytes=estimate.output_bytes)
@@ -185,7 +185,8 @@ class _Fitting:
         """The plan of the smallest grids; PlanError if not even that keeps within the budget."""
         plan = self.planned([costs.index(min(costs)) for costs in self.costs])
         if self.excess(plan) > 0:
-            raise impossible(self.budget, "grids", plan.estimate.output_bytes, plan.estimate.bits_per_weight)
+            estimate = plan.estimate
+            raise impossible(self.budget, "grids", estimate.output_bytes, estimate.bits_per_weight, "quantised weight")
         return plan
 
     def _choices(self, losses: dict[str, dict[str, float]]) -> list[list[Choice]]:
@@ -229,7 +230,7 @@ class _Fitting:
         if self.excess(plan) > 0:
             raise PlanError(
                 f"--kl {kl:g} is not possible within {self.budget.asked}: it takes "
-                f"{plan.estimate.output_bytes:,} bytes, {plan.estimate.bits_per_weight:.4f} bits per weight",
+                f"{plan.estimate.output_bytes:,} bytes, {plan.estimate.bits_per_weight:.4f} bits per quantised weight",
                 "allow more of either",
             )
         return self._taken(choices, numbers), plan
