@@ -102,3 +102,11 @@ def test_scaled_norms_of_float32_are_the_sources_times_their_factors(command, ma
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     assert main(command, folder, "-o", out, "--samples", 2, "--length", 16, "-q") == 0
     assert main("verify", out, "--source", folder) == 0
+
+
+def test_what_pruning_leaves_of_float32_weights_is_written_as_it_was(main, random_model_dir, tmp_path):
+    model, out = random_model_dir("llama", dtype="float32"), tmp_path / "out"
+    assert main("magnitude", model, "-o", out, "--sparsity", 0.5, "-q") == 0
+    before, after = (load_file(path / "model.safetensors")[MATRIX] for path in (model, out))
+    assert torch.equal(after, torch.where(after == 0, 0, before))
+    assert float((after == 0).float().mean()) == pytest.approx(0.5, abs=0.02)

@@ -75,7 +75,7 @@ def matrix_record(
 def _with_error(weight: Tensor, coded: Coded, part: slice) -> tuple[Tensor, Tensor]:
     """Some rows of a weight, and what their codes differ by."""
     rows = weight[part].to(torch.float32)
-    return rows, coded.rows(part).decode().sub_(rows)
+    return rows, coded.rows(part).decode() - rows  # not in place: unrounded values are their own codes
 
 
 def _norm_of(parts: Sequence[Tensor]) -> Tensor:
