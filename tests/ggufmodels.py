@@ -98,6 +98,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "mamba_head_dim": 16, "ssm_state_size": 8, "moe_shared_expert_intermediate_size": 32,
     },
     "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [2]},
+    "falcon_h1": {
+        "head_dim": 16, "mamba_n_groups": 2, "embedding_multiplier": 1.7, "lm_head_multiplier": 0.6,
+        "attention_in_multiplier": 1.3, "attention_out_multiplier": 0.9, "key_multiplier": 0.7,
+        "mlp_multipliers": [1.9, 0.8], "ssm_in_multiplier": 1.4, "ssm_out_multiplier": 1.1,
+        "ssm_multipliers": [0.55, 1.25, 1.6, 0.65, 1.15],
+    },
     "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "conv", FULL, "conv"], "block_auto_adjust_ff_dim": False},
     "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "conv", FULL, "conv"]},
     "qwen3_next": {"num_hidden_layers": 4, "layer_types": [LINEAR] * 3 + [FULL]},

@@ -111,6 +111,35 @@ def test_llama_cpp_chooses_the_keys_that_an_index_chooses(kind, model_of, tmp_pa
     assert np.median(distances(whole, theirs)) > 0.1
 
 
+@pytest.mark.parametrize(
+    ("method", "type_", "config"),
+    [
+        ("gptq", "Q8_0", {}),
+        ("gptq", "Q4_0", {}),
+        ("gptq", "Q4_K_M", {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "mamba_d_head": 32,
+                            "mamba_d_ssm": 256}),
+        ("rtn", "F16", {}),
+        ("rtn", "F32", {"tie_word_embeddings": True}),
+        ("rtn", "F32", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
+    ],
+)  # fmt: skip
+def test_multipliers_that_become_parts_of_matrices_are_those_of_the_model(method, type_, config, model_of, tmp_path):
+    model = model_of("falcon_h1", **config)
+    file = write(model, tmp_path / "model.gguf", type_, method=method)
+    mine = ours(file, model, IDS)
+    original = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        logits = original(torch.tensor([IDS]), use_cache=False).logits[0]
+    with Llama(file, length=64) as llama:
+        theirs = llama.logits(IDS)
+    assert not [check for check in verify_gguf(file, model) if not check.ok]
+    assert np.median(distances(mine, theirs)) < (0.01 if type_.startswith("F") else 0.2)  # 8-bit inputs
+    if type_ == "F32":
+        assert torch.allclose(logits, mine, rtol=0, atol=1e-4)
+    elif type_ != "F16":  # it is not the original that they agree with
+        assert np.median(distances(logits, theirs)) > 1.5 * np.median(distances(mine, theirs))
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "phi3", "mixtral"])
 def test_a_rotated_model_gives_the_logits_of_the_original_in_llama_cpp(kind, model_of, tmp_path):
     model = model_of(kind)

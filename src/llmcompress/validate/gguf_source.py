@@ -12,7 +12,7 @@ from llmcompress.formats.gguf.family import find
 from llmcompress.formats.gguf.keys import Key
 from llmcompress.formats.gguf.metadata import architecture, listed_names, metadata
 from llmcompress.formats.gguf.names import gguf_tensors
-from llmcompress.formats.gguf.tensors import FORMS, GGUFTensor
+from llmcompress.formats.gguf.tensors import FORMS, GGUFTensor, unmultiplied
 from llmcompress.formats.gguf.types import FACTORED, FILE_TYPES
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.grid_type import gguf_specs
@@ -114,8 +114,8 @@ def _numbers_of_layers(header: GgufHeader, source: ModelHeaders) -> Iterator[tup
 class GgufWeights:
     """The tensors of `source` by on-disk name, with values from a GGUF file made from `source`; implements `Weights`.
 
-    Rows are put back in order, offsets subtracted, experts unstacked. Embedding rows without a token, which the file
-    lacks, come from the source. CheckpointError if the file was made from another model.
+    Rows are put back in order, factors divided out, offsets subtracted, experts unstacked. Embedding rows without a
+    token, which the file lacks, come from the source. CheckpointError if the file was made from another model.
     """
 
     def __init__(self, header: GgufHeader, source: Checkpoint) -> None:
@@ -148,7 +148,7 @@ class GgufWeights:
         if len(parts) != 1 or len(parts[0].shape) != 2 or parts[0].shape != self._shapes[name]:
             return None
         (part,) = parts
-        if not part.tensor.by_rows:
+        if not part.tensor.by_rows or part.tensor.factors:
             return None
         stored = self.header.tensors[part.tensor.name]
         spec = gguf_specs().get(stored.type)
@@ -183,7 +183,8 @@ class GgufWeights:
 def _undone(part: EncodedRows, header: GgufHeader) -> Tensor:
     """The values of rows as their source has them, whichever way they are stored in the file."""
     tensor = part.tensor
-    values = part.values(header) - tensor.offset
+    rows = slice(None) if tensor.rows is None else tensor.rows.index()
+    values = unmultiplied(part.values(header), tensor.factors, rows) - tensor.offset
     values = FORMS[tensor.form][1](values) if tensor.form else values
     values = values.mT if tensor.turned else values
     return values if tensor.inputs is None else values[..., torch.argsort(tensor.inputs.index())]

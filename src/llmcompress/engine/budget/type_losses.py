@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from llmcompress.formats.gguf.mixture import is_quantised
-from llmcompress.formats.gguf.tensors import GGUFTensor, Piece, Read, pieces
+from llmcompress.formats.gguf.tensors import GGUFTensor, Piece, Read, multiplied, pieces, unmultiplied
 from llmcompress.formats.gguf.types import tensor_type
 from llmcompress.grids.blocks import BLOCK_TYPES
 from llmcompress.grids.encoders import encode
@@ -73,13 +73,16 @@ def _samples(
 
 
 def _sample(name: str, piece: Piece, fisher: Fisher) -> _Sample | None:
-    outputs = fisher.outputs if piece.index is None else fisher.outputs[piece.index]
+    outputs = fisher.outputs[:, None]
+    outputs = unmultiplied(unmultiplied(outputs, piece.factors), piece.factors)[:, 0]  # of squares of multiplied errors
+    outputs = outputs if piece.index is None else outputs[piece.index]
     total = fisher.inputs.sum()
     if float(outputs.sum()) <= 0:
         return None  # no token came to it
     rows, weights = sampled_rows(outputs, max(1, _SAMPLED // piece.shape[-1]))
     rows = rows if piece.index is None else piece.index[rows]
-    return _Sample(name, piece.source[rows].to(torch.float32).contiguous(), weights, fisher.inputs / total)
+    values = multiplied(piece.source[rows].to(torch.float32), piece.factors, rows)
+    return _Sample(name, values.contiguous(), weights, fisher.inputs / total)
 
 
 def _rounded(sample: _Sample) -> dict[str, float]:

@@ -14,7 +14,7 @@ from llmcompress.formats.gguf.metadata import architecture, listed_keys, metadat
 from llmcompress.formats.gguf.mixture import TypeChoice, Wishes, mixture
 from llmcompress.formats.gguf.names import gguf_tensors
 from llmcompress.formats.gguf.rules import Facts
-from llmcompress.formats.gguf.tensors import GGUFTensor
+from llmcompress.formats.gguf.tensors import Factors, GGUFTensor
 from llmcompress.formats.gguf.tokenizer import GgufTokenizer, read_tokenizer, write_tokenizer
 from llmcompress.formats.gguf.types import FACTORED, FileType, factor_name, file_type, tensor_type
 from llmcompress.grids.ggml import GgufTypes
@@ -56,6 +56,12 @@ class TensorTypes:
                 if not placed.tensor.by_rows or types.setdefault(source, placed.type.name) != placed.type.name:
                     loose.add(source)
         return {source: kind for source, kind in types.items() if source not in loose}
+
+    @property
+    def factors(self) -> dict[str, Factors]:
+        """What the rows of on-disk tensors are multiplied by, by their names, of those that are."""
+        multiplied = [placed.tensor for placed in self.tensors if placed.tensor.factors]
+        return {source: tensor.factors for tensor in multiplied for source in tensor.sources}
 
 
 @dataclass(frozen=True)

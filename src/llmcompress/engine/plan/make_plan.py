@@ -1,6 +1,7 @@
 """The plan: what a run will do, decided and checked from headers alone, before any tensor is read."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,10 @@ from llmcompress.engine.plan.transform_headers import check_order
 from llmcompress.engine.targets.verdicts import engine_notes, requested_target
 from llmcompress.errors import PlanError
 from llmcompress.formats.base import Entry, Format
+from llmcompress.formats.gguf.tensors import Factors
 from llmcompress.ledger import Ledger
 from llmcompress.methods.base import Method
+from llmcompress.methods.unrounded import Unrounded
 from llmcompress.recipe import Recipe, format_named
 from llmcompress.store.side_files import side_files
 
@@ -102,7 +105,15 @@ def _planned(recipe: Recipe, format_: Format, contents: Contents, ledger: Ledger
     planned = planned_matrices(contents.headers, contents.matrices, methods, recipe)
     if not planned and not contents.grids.may_be_empty and (step is not None or recipe.pruner is not None):
         raise PlanError("nothing is left to quantise or to prune", "loosen the patterns of --set")
-    return planned
+    factors = {} if contents.gguf is None else contents.gguf.types.factors
+    return {module: _multiplied(plan, factors.get(plan.entry.source.name, ())) for module, plan in planned.items()}
+
+
+def _multiplied(plan: MatrixPlan, factors: Factors) -> MatrixPlan:
+    """The plan of a matrix whose rows are multiplied by factors; a product that is not rounded stays in float32."""
+    if factors and isinstance(plan.method, Unrounded):
+        return replace(plan, factors=factors, method=Unrounded(dtype="F32"))
+    return replace(plan, factors=factors)
 
 
 def _check_format(format_: Format, entries: Sequence[Entry], config: Mapping[str, Any], ledger: Ledger) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from llmcompress.formats.base import Entry
+from llmcompress.formats.gguf.tensors import Factors
 from llmcompress.grids.base import Spec
 from llmcompress.methods.base import Method
 from llmcompress.pruners.base import Pruner
@@ -13,6 +14,7 @@ class MatrixPlan:
     """One matrix to be changed. path: module path below the layer. module: on-disk name. space: the input it reads.
 
     pruner: chooses the weights that become zero, before `method` rounds the other weights; None where nothing prunes.
+    factors: what the file has the rows of the matrix multiplied by: the steps work on the product.
     """
 
     layer: int
@@ -24,6 +26,7 @@ class MatrixPlan:
     entry: Entry
     method: Method
     pruner: Pruner | None = None
+    factors: Factors = ()
 
     @property
     def steps(self) -> tuple[Method | Pruner, ...]:

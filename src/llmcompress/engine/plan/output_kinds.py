@@ -214,7 +214,8 @@ class GgufOutput(SafetensorsOutput):
         headers, model = contents.headers, contents.gguf
         assert model is not None  # the format refuses matrices without a GGUF type
         if isinstance(headers, DecodedHeaders):
-            self._note_decoded(headers, entries)
+            changed = model.types.factors
+            self._note_decoded(headers, [entry for entry in entries if entry.source.name not in changed])
         keys = () if importance is None else importance.keys
         files = gguf_files_of(model, headers, out, self.recipe.output.shard_size, keys)
         return OutputLayout(

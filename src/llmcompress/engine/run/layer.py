@@ -26,6 +26,7 @@ from llmcompress.engine.run.starved_experts import ExpertGrams, StageStatistics,
 from llmcompress.engine.source.gguf_input import GgufHeaders
 from llmcompress.engine.source.quantised import DecodedHeaders
 from llmcompress.errors import RunError
+from llmcompress.formats.gguf.tensors import multiplied, unmultiplied
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.inputs import InputGrid
 from llmcompress.ledger import Ledger, LedgerEntry
@@ -237,11 +238,12 @@ class Compressor:
         return result
 
     def _weight(self, plan: MatrixPlan) -> Tensor:
-        """The source matrix [out, in] on the run's device, in float32; a head, which has many rows, as it is stored."""
+        """The source matrix [out, in] times its factors, in float32; a head, which has many rows, as it is stored."""
         weight = self.checkpoint.read_finite(plan.entry.source.name, self.device)
         weight = weight.to(torch.float32) if plan.entry.block else weight
+        weight = multiplied(weight.T.contiguous() if plan.conv1d else weight, plan.factors)
         refuse_extremes(plan, weight)
-        return weight.T.contiguous() if plan.conv1d else weight
+        return weight
 
 
 def _stacked(weights: list[Tensor]) -> Tensor:
@@ -255,9 +257,9 @@ def install(layer: nn.Module, plan: MatrixPlan, coded: Coded) -> None:
     assert isinstance(weight, Tensor)
     if weight.is_meta:
         assert isinstance(module, nn.Linear)
-        read_on_demand(module, lambda: coded.decode().to(weight.dtype))
+        read_on_demand(module, lambda: unmultiplied(coded.decode(), plan.factors).to(weight.dtype))
     else:
-        value = coded.decode()
+        value = unmultiplied(coded.decode(), plan.factors)
         # not in place: the layer as it was may still hold the memory
         weight.data = (value.T if plan.conv1d else value).to(weight.device, weight.dtype).contiguous()
     if plan.entry.inputs is not None:

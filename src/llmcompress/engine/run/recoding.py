@@ -21,7 +21,7 @@ def recoded(
 ) -> tuple[MatrixPlan, Coded, dict[str, Any]] | None:
     """A matrix whose source is codes that its grid holds, on no statistics at all; None for any other."""
     grid = plan.entry.grid
-    if plan.pruner is not None or grid is None:
+    if plan.pruner is not None or grid is None or plan.factors:
         return None
     same = checkpoint.code_grid(plan.module) == grid and not plan.entry.permuted and not plan.method.fixed_inputs
     if not same and not grid.holds_codes:

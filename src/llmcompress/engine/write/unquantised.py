@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from llmcompress.formats.gguf.tensors import unmultiplied
 from llmcompress.store.checkpoint import DTYPES, Checkpoint
 from llmcompress.store.staging import Staging
 
@@ -20,7 +21,7 @@ def unquantised_reader(plan: "Plan", checkpoint: Checkpoint, staged: Staging) ->
         matrix = pruned.get(name)
         if matrix is None:
             return checkpoint.read_finite(name)
-        values = staged.read_coded(matrix.layer, matrix.module).codes
+        values = unmultiplied(staged.read_coded(matrix.layer, matrix.module).codes, matrix.factors)
         values = values.T.contiguous() if matrix.conv1d else values
         return values.to(DTYPES[matrix.entry.source.dtype])
 

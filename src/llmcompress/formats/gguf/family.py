@@ -11,7 +11,7 @@ from llmcompress.formats.gguf.hyper import Hyper, read_hyper
 from llmcompress.formats.gguf.keys import Key, u32
 from llmcompress.formats.gguf.refused import REASONS
 from llmcompress.formats.gguf.rope import Rope, read_rope, refuse_other
-from llmcompress.formats.gguf.tensors import GGUFTensor, Rows, Strips
+from llmcompress.formats.gguf.tensors import Factors, GGUFTensor, Rows, Strips
 from llmcompress.registry import discover, suggest
 
 ATTENTION = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output")
@@ -26,6 +26,10 @@ Shape = tuple[int, ...]
 
 def _no_rows(role: str, hyper: Hyper) -> Rows | None:
     return None
+
+
+def _no_factors(role: str, hyper: Hyper) -> Factors:
+    return ()
 
 
 def _no_values(hyper: Hyper, rope: Rope) -> Mapping[str, tuple[float, ...]]:
@@ -76,7 +80,8 @@ class Family:
     matrices stored [in, out]. norm_offset: added to the weights of norms. cut_vocabulary: rows of the embedding that no
     token has are cut. factored: llama.cpp multiplies by the factors of types that have such (types.FACTORED).
     layer: roles of the tensors of a layer, all of which llama.cpp asks for, or a function that says those of one layer;
-    outer: those outside of layers beyond embedding, norm and head. biased: roles of both that have a bias too, biases:
+    outer: those outside of layers beyond embedding, norm and head. bare: roles of weights whose names do not say so
+    at their end. biased: roles of both that have a bias too, biases:
     roles that may have one. shapes: of roles of a layer (-1: outside of them) that are not as usual. parts: what a
     tensor of the checkpoint, of that path, is taken apart into, without sources; None for one that stays whole.
     skipped: parts of names that are left out. listed: ends of names of numbers, one in each layer, that a key lists.
@@ -88,7 +93,8 @@ class Family:
     defaults: values of config keys that may be absent. only: config keys with the values that llama.cpp computes,
     None standing for an absent key too. meant: config.json with what the family takes from other keys. objection: why
     llama.cpp would compute something else, or None. rows: rows taken for a role, such as "attn_q"; inputs: the order of
-    its columns. values: computed tensors by name. keys: keys beyond those all have.
+    its columns. factors: what the rows of a role's weights are multiplied by, as llama.cpp has no place for it. values:
+    computed tensors by name. keys: keys beyond those all have.
     """
 
     name: str
@@ -112,6 +118,7 @@ class Family:
     norm_offset: float = 0.0
     layer: tuple[str, ...] | Callable[[Hyper, int], tuple[str, ...]] = (*ATTENTION, *GATED)
     outer: tuple[str, ...] | Callable[[Hyper], tuple[str, ...]] = ()
+    bare: tuple[str, ...] = ()
     biased: tuple[str, ...] = ()
     biases: tuple[str, ...] = ("attn_q", "attn_k", "attn_v")
     cut_vocabulary: bool = False
@@ -133,6 +140,7 @@ class Family:
     objection: Callable[[Hyper], str | None] = _no_objection
     rows: Callable[[str, Hyper], Rows | Strips | None] = _no_rows
     inputs: Callable[[str, Hyper], Rows | Strips | None] = _no_rows
+    factors: Callable[[str, Hyper], Factors] = _no_factors
     values: Callable[[Hyper, Rope], Mapping[str, tuple[float, ...]]] = _no_values
     keys: Callable[[Hyper, Rope], Sequence[Key]] = _no_keys
 

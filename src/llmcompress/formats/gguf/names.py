@@ -12,7 +12,7 @@ from llmcompress.formats.gguf.family import Family, find
 from llmcompress.formats.gguf.hyper import Hyper
 from llmcompress.formats.gguf.mixture import visiting_order
 from llmcompress.formats.gguf.shapes import check
-from llmcompress.formats.gguf.tensors import GGUFTensor, Rows, Strips, stretch
+from llmcompress.formats.gguf.tensors import Factors, GGUFTensor, Rows, Strips, stretch
 
 if TYPE_CHECKING:
     from gguf import TensorNameMap
@@ -64,6 +64,7 @@ def gguf_tensors(
             raise CheckpointError(f"tensors {both} would both become {name}")
         found[name] = _finished(replace(tensor, name=name), path, family, hyper)
     _set_head(found, family, config)
+    found = {name: replace(tensor, factors=_factors(name, family, hyper)) for name, tensor in found.items()}
     check(list(found.values()), family, hyper)
     if family.cut_vocabulary and vocabulary is not None and vocabulary < hyper.vocabulary:
         found |= {
@@ -72,6 +73,16 @@ def gguf_tensors(
     for name, values in family.values(hyper, rope).items():
         found[name] = GGUFTensor(name, (len(values),), values=values)
     return sorted(found.values(), key=lambda tensor: visiting_order(tensor.name))
+
+
+def _factors(name: str, family: Family, hyper: Hyper) -> Factors:
+    return family.factors(_role(name), hyper) if name.endswith(".weight") else ()
+
+
+def _role(name: str) -> str:
+    """The role of a tensor by its name in GGUF."""
+    role = name.split(".", 2)[2] if name.startswith("blk.") else name
+    return role.removesuffix(".weight").removesuffix(".bias")
 
 
 def _name(path: str, family: Family, known: "TensorNameMap") -> str | None:
@@ -188,8 +199,7 @@ def _split(fused: re.Match[str], name: str, shape: tuple[int, ...]) -> dict[str,
 def _finished(tensor: GGUFTensor, path: str, family: Family, hyper: Hyper) -> GGUFTensor:
     """What the family does to a tensor: Conv1D, order of rows, norms."""
     module, _, kind = path.rpartition(".")
-    role = tensor.name.split(".", 2)[2] if tensor.name.startswith("blk.") else tensor.name
-    role = role.removesuffix(".weight").removesuffix(".bias")
+    role = _role(tensor.name)
     if kind == "weight" and module.rpartition(".")[2] in family.transposed:
         tensor = replace(tensor, shape=tensor.shape[::-1], transposed=True)
     if path.endswith("norm.weight") and role != "ssm_norm":

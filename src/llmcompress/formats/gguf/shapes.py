@@ -44,7 +44,8 @@ def expected(family: Family, hyper: Hyper) -> tuple[dict[str, Shape], dict[str, 
         shapes = {**_layer_shapes(family, hyper), **family.shapes(hyper, layer)}
         for role in family.roles(hyper, layer):
             shape = shapes[role]
-            needed[f"blk.{layer}.{tensor_name(role)}"] = shape
+            name = role if role in family.bare else tensor_name(role)
+            needed[f"blk.{layer}.{name}"] = shape
             if role in (*family.biased, *family.biases):
                 (needed if role in family.biased else optional)[f"blk.{layer}.{role}.bias"] = shape[:-1] or shape
     return needed, optional

@@ -68,6 +68,31 @@ def stretch(first: int, count: int, total: int) -> Rows:
     return Rows((total,), (0,), first, count)
 
 
+Factors = tuple[tuple[tuple[int, float], ...], ...]
+"""What the rows of a matrix are multiplied by, one after the other: each time runs of rows, their number and factor."""
+
+
+def multiplied(values: "Tensor", factors: Factors, rows: "slice | Tensor" = slice(None)) -> "Tensor":
+    """Rows [rows, in] of a matrix times their factors, each product rounded to the type of the values."""
+    for runs in factors:
+        values = values * _by_row(runs, values)[rows]
+    return values
+
+
+def unmultiplied(values: "Tensor", factors: Factors, rows: "slice | Tensor" = slice(None)) -> "Tensor":
+    """Rows [rows, in] of a matrix as they were before `multiplied`."""
+    for runs in reversed(factors):
+        values = values / _by_row(runs, values)[rows]
+    return values
+
+
+def _by_row(runs: tuple[tuple[int, float], ...], like: "Tensor") -> "Tensor":
+    """The factor of every row [rows, 1], of the type and on the device of a tensor."""
+    import torch
+
+    return torch.cat([like.new_full((count, 1), factor) for count, factor in runs])
+
+
 @dataclass(frozen=True)
 class GGUFTensor:
     """One tensor of a GGUF file.
@@ -76,8 +101,8 @@ class GGUFTensor:
     is made of: one, or one per expert, or none if it is computed. Each is seen as [out, in] (`transposed`: stored
     [in, out]), or as `split` such matrices, one below the other, of which `rows` are taken, and columns in the
     order of `inputs`; `turned` matrices are transposed after that. form: what is done to every value (`FORMS`), before
-    `offset` is added. values: of a computed tensor. factor_of: on-disk names of the matrices whose codes are multiplied
-    by the values of this tensor, one for each.
+    `offset` is added. factors: what the rows of a source are multiplied by after that. values: of a computed tensor.
+    factor_of: on-disk names of the matrices whose codes are multiplied by the values of this tensor, one for each.
     """
 
     name: str
@@ -92,6 +117,7 @@ class GGUFTensor:
     split: int = 0
     turned: bool = False
     form: str = ""
+    factors: Factors = ()
 
     @property
     def by_rows(self) -> bool:
@@ -133,12 +159,14 @@ class Piece:
     """A matrix of a tensor, or a vector, as it lies in the checkpoint: values are converted only as they are taken.
 
     source: [out, in] or [n], of any float type. index: for each row its number in the source, None for all of them.
+    factors: of the rows of the source.
     """
 
     source: "Tensor"
     index: "Tensor | None"
     offset: float
     form: str = ""
+    factors: Factors = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -154,7 +182,9 @@ class Piece:
         part = self.source[start:stop] if self.index is None else self.source[self.index[start:stop]]
         part = part.to(torch.float32)
         part = FORMS[self.form][0](part) if self.form else part
-        return (part + self.offset if self.offset else part).contiguous()
+        part = part + self.offset if self.offset else part
+        rows = slice(start, stop) if self.index is None else self.index[start:stop]
+        return multiplied(part, self.factors, rows).contiguous()
 
 
 def pieces(tensor: GGUFTensor, read: Read) -> "Iterator[Piece]":
@@ -170,7 +200,7 @@ def pieces(tensor: GGUFTensor, read: Read) -> "Iterator[Piece]":
             if tensor.turned:
                 yield Piece((part if index is None else part[index]).mT, None, tensor.offset, tensor.form)
             else:
-                yield Piece(part, index, tensor.offset, tensor.form)
+                yield Piece(part, index, tensor.offset, tensor.form, tensor.factors)
 
 
 def convert(tensor: GGUFTensor, read: Read) -> "Tensor":
