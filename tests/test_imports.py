@@ -10,7 +10,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "llmcompress"
 ROW = [
-    {"errors", "lazy", "registry", "ledger", "hardware", "workers", "background", "yamlfile", "isolation"},
+    {"errors", "extras", "lazy", "registry", "ledger", "hardware", "workers", "background", "yamlfile", "isolation"},
     {"stats", "grids", "packing"},
     {"arch"},
     {"solve", "methods", "pruners", "transforms"},
