@@ -36,9 +36,10 @@ def cells(page):
 
 
 @pytest.mark.parametrize("kind", ["depth", "width", "lora"])
-def test_the_page_says_what_was_done_and_the_figures_of_each_layer(kind, outputs, main, tmp_path):
+def test_the_page_says_what_was_done_and_the_figures_of_each_layer(kind, outputs, main, tmp_path, capsys):
     page = tmp_path / "page.html"
     assert main("report", outputs[kind], "-o", page) == 0
+    assert capsys.readouterr().err.startswith(f"{page}: about {kind}, ")
     text = page.read_text()
     assert "<script" not in text
     assert "http://" not in text

@@ -63,7 +63,8 @@ def report(
     if json_:
         console.print_json({"output": str(page), "outputs": names})
     else:
-        console.say(f"{page}: {len(names)} outputs, {console.size(page.stat().st_size)}")
+        about = names[0] if len(names) == 1 else f"{len(names)} outputs"
+        console.say(f"{page}: about {about}, {console.size(page.stat().st_size)}")
 
 
 def schema(
