@@ -4,7 +4,7 @@
 
 Compression is calibrated on one kind of text and used on others, so one figure on one text says too little. Every
 output is evaluated on the same windows; the ratio of its mean KL to that of the first output has a 95% interval by
-bootstrap over windows, each window drawn for both. What is in the work folder already is not evaluated again.
+bootstrap over windows, each window drawn for both. What is in the work folder already is not made again.
 
 Texts, of which the first `--windows` windows are scored, or as many as there are:
 
@@ -28,10 +28,12 @@ import re
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 
 from common import OURS, run, say, set_up
 from transformers import AutoTokenizer
 
+DOMAINS = ("encyclopaedia", "documentation", "code", "chat", "mathematics", "language")
 EVAL_DATA = Path(__file__).resolve().parents[1] / "eval_data"
 PER_MODULE = 3000  # characters taken of one module, so that a domain is many modules
 IN_ALL = 100_000  # characters of a domain: more than 20 windows of 512 tokens for any tokenizer
@@ -134,7 +136,8 @@ def texts(args: argparse.Namespace) -> dict[str, Path]:
     for domain in args.domain or DOMAINS:
         if domain in made:
             files[domain] = args.work / f"{domain}.txt"
-            files[domain].write_text(made[domain](), encoding="utf-8")
+            if not files[domain].exists():
+                files[domain].write_text(made[domain](), encoding="utf-8")
         elif given[domain] is None:
             raise SystemExit(f"the domain {domain} needs a file: --{domain} FILE; or name the others with --domain")
         else:
@@ -142,12 +145,9 @@ def texts(args: argparse.Namespace) -> dict[str, Path]:
     return files
 
 
-DOMAINS = ("encyclopaedia", "documentation", "code", "chat", "mathematics", "language")
-
-
 def by_window(out: Path, text: Path, domain: str, args: argparse.Namespace) -> list[float]:
     """Mean KL of every window, natural logarithm."""
-    saved = args.work / f"{out.name}-{domain}.json"
+    saved = args.work / f"{out.name}-{domain}-{args.windows}x{args.length}.json"
     if not saved.exists():
         say(f"{out.name} on {domain}")
         command = [*OURS, "eval", str(out), "--ref", str(args.model), "--text", str(text), "-o", str(saved)]
@@ -161,7 +161,7 @@ def by_window(out: Path, text: Path, domain: str, args: argparse.Namespace) -> l
 
 def mean(domains: list[list[float]]) -> float:
     """Mean of the domains' means: a domain of few windows counts as much as one of many."""
-    return sum(sum(values) / len(values) for values in domains) / len(domains)
+    return fmean(map(fmean, domains))
 
 
 def ratio(ours: list[list[float]], first: list[list[float]]) -> tuple[float, float, float]:
@@ -187,9 +187,9 @@ def table(found: dict[str, dict[str, list[float]]]) -> str:
         "|---|" + "---|" * (len(counts) + 3),
     ]
     for name, domains in found.items():
-        means = [sum(values) / len(values) for values in domains.values()]
+        means = [fmean(values) for values in domains.values()]
         beside, low, high = ratio(list(domains.values()), list(first.values()))
-        cells = [f"{value:.4f}" for value in (*means, sum(means) / len(means), max(means))]
+        cells = [f"{value:.4f}" for value in (*means, fmean(means), max(means))]
         lines.append(f"| {name} | {' | '.join(cells)} | {beside:.3f} ({low:.3f} to {high:.3f}) |")
     return "\n".join(lines)
 
