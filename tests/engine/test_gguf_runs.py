@@ -174,6 +174,7 @@ def test_split_files_hold_the_same_tensors(narrow, tmp_path):
         assert sum(tensor.n_bytes for tensor in reader.tensors) <= 45_000
         assert (reader.get_field("tokenizer.ggml.tokens") is None) == (number > 0)
     joined = read_gguf(shards[0])
+    assert joined.nbytes == sum(int(tensor.n_bytes) for file in shards for tensor in gguf.GGUFReader(file).tensors)
     assert list(joined.tensors) == list(whole.tensors)
     assert all(np.array_equal(tensor_bytes(joined, name), tensor_bytes(whole, name)) for name in whole.tensors)
     assert failures(shards[0], narrow) == {}

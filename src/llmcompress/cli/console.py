@@ -87,6 +87,11 @@ def size(count: float) -> str:
     return f"{count:.0f} B"
 
 
+def bits(per_weight: float) -> str:
+    """The bits of a quantised weight for people, after a comma; nothing where no weight is quantised."""
+    return f", {per_weight:.3f} bits per quantised weight" if per_weight else ""
+
+
 class Watching(RunProgress):
     """Progress of a run: a bar on a terminal, one plain line per layer elsewhere, nothing if quiet."""
 

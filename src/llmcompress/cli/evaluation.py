@@ -217,9 +217,10 @@ def _show(request: "Request", found: Mapping[str, Any], samples: dict[str, str] 
 
 
 def _weight_bytes(model: Path) -> int:
-    """Bytes of all tensors of a model directory, or of a GGUF file."""
+    """Bytes of all tensors of a model directory, or of a GGUF file with all its shards."""
+    from llmcompress.store.gguf_model import read_gguf
     from llmcompress.store.headers import read_headers
     from llmcompress.validate.gguf_file import gguf_in
 
     file = gguf_in(model)
-    return read_headers(model).nbytes if file is None else file.stat().st_size
+    return read_headers(model).nbytes if file is None else read_gguf(file).nbytes

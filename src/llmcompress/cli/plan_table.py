@@ -90,7 +90,7 @@ def _show(plan: "Plan") -> None:
             ("decoder", _decoder(plan)),
             ("loads in", ", ".join(labels(_loaded(plan), options.tp, options.target)) or "nothing known"),
             *_unchanged(plan),
-            ("weight files", f"{cost.output_bytes:,} bytes exactly{cost.bits_in_words}"),
+            ("weight files", f"{cost.output_bytes:,} bytes exactly{console.bits(cost.bits_per_weight)}"),
             ("peak memory", f"about {console.size(cost.memory_bytes)}"),
             *(
                 [("GPU memory", f"about {console.size(cost.gpu_bytes)}, {_windows(plan)} at once")]

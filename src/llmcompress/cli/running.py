@@ -209,7 +209,7 @@ def tell(plan: "Plan", result: Result, quiet: bool) -> None:
         return
     written = f"{console.size(cost.output_bytes)}, {cost.output_bytes / cost.source_bytes:.0%} of the source"
     took = f"{result.seconds:.1f} s, peak memory {console.size(result.peak_memory_bytes)}"
-    console.say(f"{plan.out}: {written}{cost.bits_in_words}; {took}")
+    console.say(f"{plan.out}: {written}{console.bits(cost.bits_per_weight)}; {took}")
 
 
 class Strict:

@@ -77,6 +77,11 @@ class GgufHeader:
     tensors: Mapping[str, GgufTensor]
     files: tuple[Path, ...]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, those of all shards."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
     def value(self, key: str) -> int | float | str | list[str] | NDArray[Any]:
         """The value of a key; an array of numbers as numpy's, of texts as a list. CheckpointError without that key.
 

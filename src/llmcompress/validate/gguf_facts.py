@@ -13,7 +13,7 @@ _IMATRIX = "quantize.imatrix."
 def gguf_facts(header: GgufHeader) -> dict[str, Any]:
     """Facts by name, ready for JSON; None for a fact that the header does not state."""
     arch = scalar_value(header, "general.architecture")
-    stored = sum(tensor.nbytes for tensor in header.tensors.values())
+    stored = header.nbytes
     parameters = sum(math.prod(tensor.shape) for tensor in header.tensors.values())
     return {
         "path": str(header.path),

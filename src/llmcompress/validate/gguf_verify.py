@@ -67,10 +67,9 @@ def verify_gguf(file: Path, source: Path | None = None, adapter: Path | None = N
         header = read_gguf(file)
     except CheckpointError as error:
         return [Check("files", False, error.message)]
-    nbytes = sum(tensor.nbytes for tensor in header.tensors.values())
     report, proven = report_checks(header, source is not None)
     checks = [
-        Check("files", True, f"{len(header.tensors)} tensors, {nbytes} bytes"),
+        Check("files", True, f"{len(header.tensors)} tensors, {header.nbytes} bytes"),
         *proven,
         guarded("keys", lambda: summary("keys", _key_wrongs(header), "sizes are those of the tensors")),
         guarded("tokens", lambda: summary("tokens", token_wrongs(header), "one for each row of the embedding")),

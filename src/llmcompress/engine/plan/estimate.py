@@ -21,11 +21,6 @@ class Estimate:
     bits_per_weight: float
     gpu_bytes: int = 0
 
-    @property
-    def bits_in_words(self) -> str:
-        """The bits of a quantised weight for people, after a comma; nothing where no weight is quantised."""
-        return f", {self.bits_per_weight:.3f} bits per quantised weight" if self.bits_per_weight else ""
-
 
 def estimate(run: RunMemory, output_bytes: int) -> Estimate:
     """Costs of a run whose weight files have `output_bytes`."""

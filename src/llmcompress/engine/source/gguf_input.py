@@ -54,7 +54,7 @@ class GgufHeaders(ModelHeaders):
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.gguf.tensors.values())
+        return self.gguf.nbytes
 
     @cached_property
     def fingerprint(self) -> str:
