@@ -65,7 +65,8 @@ def test_a_head_of_many_rows_takes_little_more_than_itself(tmp_path, threads):
     done = call(*arguments)
     assert done.returncode == 0, done.stderr
     measured = json.loads(done.stdout)["peak_memory_bytes"]
-    assert planned == pytest.approx(measured, rel=0.1)
+    # a tenth more again on processors whose libraries keep smaller buffers
+    assert 0.9 * measured < planned < 1.25 * measured
     assert planned < 0.4e9 + 8 * rows * hidden  # a float32 copy of the head and its corrected target would be that much
 
 

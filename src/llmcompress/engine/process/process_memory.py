@@ -47,8 +47,8 @@ def keep_freed_memory() -> None:
 def return_freed_memory() -> None:
     """Have glibc give freed memory back to the system, and torch that of a GPU to its driver.
 
-    Called between the windows and the solvers of every stage and after every layer, or the heap would grow as it
-    fragments.
+    Called between the windows and the solvers of every stage, after every layer and after a head is solved, or the
+    heap would grow as it fragments.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:

@@ -214,6 +214,8 @@ class Compressor:
                 stats.drift.expect_last()  # a GPU has little memory: what is read is given up
             blocks = RowBlocks(workers, gpu, self.sweeper)
             solved: Solved = method.solve(_stacked(weights), stats, scale_dtype, blocks, sparse)
+        if not group[0].entry.block:
+            return_freed_memory()  # what its rows took, before the head is compared with its codes
         if solved.percdamp is not None and solved.percdamp > getattr(method, "percdamp", solved.percdamp):
             ledger.note("damping", group[0].module, f"percdamp raised to {solved.percdamp:g}")
         if solved.dead_inputs:
