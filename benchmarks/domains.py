@@ -145,14 +145,20 @@ def texts(args: argparse.Namespace) -> dict[str, Path]:
     return files
 
 
-def by_window(out: Path, text: Path, domain: str, args: argparse.Namespace) -> list[float]:
+def windows_in(text: Path, args: argparse.Namespace) -> int:
+    """How many windows of a text are scored."""
+    tokens = AutoTokenizer.from_pretrained(args.model)(text.read_text(encoding="utf-8"), verbose=False)["input_ids"]
+    return min(int(args.windows), len(tokens) // args.length)
+
+
+def by_window(out: Path, text: Path, windows: int, domain: str, args: argparse.Namespace) -> list[float]:
     """Mean KL of every window, natural logarithm."""
-    saved = args.work / f"{out.name}-{domain}-{args.windows}x{args.length}.json"
+    saved = args.work / f"{out.name}-{domain}-{windows}x{args.length}.json"
     if not saved.exists():
         say(f"{out.name} on {domain}")
         command = [*OURS, "eval", str(out), "--ref", str(args.model), "--text", str(text), "-o", str(saved)]
         run(
-            [*command, "--length", str(args.length), "--windows", str(args.windows)],
+            [*command, "--length", str(args.length), "--windows", str(windows)],
             saved.with_suffix(".log"),
         )
     values: list[float] = json.loads(saved.read_text())["by_window"]["kl"]
@@ -209,8 +215,10 @@ def main() -> None:
     set_up(threads=1)
     args.work.mkdir(parents=True, exist_ok=True)
     files = texts(args)
+    counts = {domain: windows_in(text, args) for domain, text in files.items()}
     found = {
-        out.name: {domain: by_window(out, text, domain, args) for domain, text in files.items()} for out in args.out
+        out.name: {domain: by_window(out, text, counts[domain], domain, args) for domain, text in files.items()}
+        for out in args.out
     }
     print(table(found))
 

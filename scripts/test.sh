@@ -17,4 +17,5 @@ bin="$PWD/$environment/bin"
 "$bin/mypy"
 "$bin/pytest" -n 2 -q
 bash scripts/interop/gptqmodel_env.sh
+bash scripts/interop/lm_eval_env.sh
 "$bin/pytest" -n 2 -q -m 'slow or interop'

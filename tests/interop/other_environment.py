@@ -13,7 +13,15 @@ ROOT = Path(__file__).parents[2]
 
 
 def asked(name, ids, folder, paths, arguments=(), timeout=1200):
-    """What scripts/interop/NAME_check.py, for all checkpoints in one process, says in its last line, and its tensors.
+    """What scripts/interop/NAME_check.py, for all checkpoints in one process, says in its last line; its tensors."""
+    place = Path(mkdtemp(dir=folder))  # one for each call: tensors that were loaded may still map their file
+    given, found = place / "ids.safetensors", place / "found.safetensors"
+    save_file({"input_ids": ids}, given)
+    return told(name, folder, [*arguments, given, found, *paths], timeout), load_file(found)
+
+
+def told(name, folder, arguments, timeout=1200):
+    """What scripts/interop/NAME_check.py says in its last line.
 
     The environment is the one that LLMCOMPRESS_NAME_VENV names, else .venv-NAME in the repository, which
     scripts/interop/NAME_env.sh makes; the test is skipped where there is none.
@@ -22,13 +30,10 @@ def asked(name, ids, folder, paths, arguments=(), timeout=1200):
     python = venv / "bin" / "python"
     if not python.exists():
         pytest.skip(f"no environment with {name}: scripts/interop/{name}_env.sh makes it")
-    place = Path(mkdtemp(dir=folder))  # one for each call: tensors that were loaded may still map their file
-    given, found = place / "ids.safetensors", place / "found.safetensors"
-    save_file({"input_ids": ids}, given)
-    command = [python, ROOT / "scripts" / "interop" / f"{name}_check.py", *arguments, given, found, *paths]
+    command = [python, ROOT / "scripts" / "interop" / f"{name}_check.py", *arguments]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     done = subprocess.run(
         command, capture_output=True, text=True, env=environment, cwd=folder, timeout=timeout, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.strip().splitlines()[-1]), load_file(found)
+    return json.loads(done.stdout.strip().splitlines()[-1])

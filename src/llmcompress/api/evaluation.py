@@ -87,8 +87,9 @@ def refuse_unmeasured_gates(request: "Request", gates: "Iterable[Gate]") -> None
     """RecipeError for a gate of a figure that an evaluation does not measure."""
     from llmcompress.validate.agreement import FIGURES as AGREEMENT
     from llmcompress.validate.evaluate import refuse_unmeasured
+    from llmcompress.validate.token_statistics import ALONE
 
-    refuse_unmeasured(gates, request.ref is not None, AGREEMENT if request.backend is not None else ())
+    refuse_unmeasured(gates, request.ref is not None, (*ALONE, *(AGREEMENT if request.backend is not None else ())))
 
 
 def evaluate(

@@ -83,6 +83,14 @@ class Dataset(Source):
         return splits[split]
 
 
+def table_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each row of a local table of one split with its place in words."""
+    source = Dataset(path=path)
+    with TemporaryDirectory(prefix="llmcompress-") as cache, _quiet():
+        for at, row in enumerate(source._open(cache)):
+            yield f"{path} row {at}", row
+
+
 def is_saved(path: Path) -> bool:
     """Whether `path` is a folder as save_to_disk writes it, of one split or of several."""
     return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()

@@ -32,11 +32,11 @@ class Jsonl(Source):
         return path.is_file() and path.suffix.lower() == ".jsonl"
 
     def tokens(self, request: TokenRequest) -> "Tensor":
-        documents = (Document(where, row, self.field) for where, row in _rows(self.path))
+        documents = (Document(where, row, self.field) for where, row in json_rows(self.path))
         return windows(token_ids(request.tokenizer, documents, f"{self.path}"), request, f"{self.path}")
 
 
-def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each row with its place in words. Blank lines hold no row."""
     try:
         file = path.open("rb")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from llmcompress.api.evaluation import evaluated, refuse_unmeasured_gates
-from llmcompress.cli import console, drafting, runtime_table
+from llmcompress.cli import answering, console, drafting, runtime_table
 from llmcompress.cli import options as flags
 from llmcompress.cli.gates import gated
 from llmcompress.cli.log import log
@@ -56,6 +56,18 @@ def evaluate(
     text: Annotated[
         str, typer.Option("--text", help="Text file to evaluate on; default: text shipped with llmcompress.")
     ] = "default",
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            "--tasks",
+            help="In place of text: questions with choices, or texts to finish. A .jsonl or .parquet file, a folder of "
+            "them, or 'default': those shipped with llmcompress.",
+        ),
+    ] = None,
+    items: Annotated[
+        int | None,
+        typer.Option("--items", min=1, max=1_000_000, help="Items of each task, from its start. Default: all."),
+    ] = None,
     length: Annotated[int, typer.Option("--length", min=2, max=1 << 24, help="Tokens per window.")] = 512,
     windows: Annotated[
         int | None,
@@ -140,6 +152,17 @@ def evaluate(
     from llmcompress.validate.token_statistics import not_finite
 
     subject = _subject(model, draft)
+    given = {
+        "--draft": draft,
+        "--generate": generate,
+        "--backend": backend,
+        "--output": output,
+        "--text": text != "default",
+    }
+    if tasks is not None and (others := [name for name, value in given.items() if value]):
+        raise RecipeError(f"--tasks does not go with {others[0]}", "evaluate each on its own")
+    if items is not None and tasks is None:
+        raise RecipeError("--items counts items of --tasks", "use --windows for text")
     cache_options = CacheOptions(kv_bits, kv_type)
     request = Request(
         subject,
@@ -158,6 +181,10 @@ def evaluate(
     with gated("eval", junit) as gates:
         if draft is not None:
             drafting.run(request, generate, max_new_tokens, draft_tokens, fail_if or [], output, gates, json_)
+            return
+        if tasks is not None:
+            with console.Steps("layers", quiet or (json_ and not log.active)) as steps:
+                answering.run(request, tasks, items, fail_if or [], gates, steps, Stop(deadline), json_)
             return
         conditions = {text: parse_gate(text) for text in fail_if or []}
         gates.expect(f"--fail-if {text}" for text in conditions)

@@ -126,7 +126,7 @@ def _measured(
     """Per-token figures of a model, and relative errors [windows, length] of its logits to the decoded model's."""
     beside = [item for item in (decoded, reference) if item is not None]
     collected, errors = Collected(), []
-    for ids, (wanted, *original) in zip(windows, lockstep(beside, windows, batch, watch), strict=True):
+    for ids, (wanted, *original) in zip(windows, lockstep(beside, torch.split(windows, batch), watch), strict=True):
         kept = {} if cache is None else {"past_key_values": ChangingCache(model.config, cache)}
         logits = model(ids[None].to(wanted.device), use_cache=cache is not None, **kept).logits[0].to(torch.float32)
         errors.append(agreement.logits_errors(logits, wanted).to("cpu", torch.float64).numpy())

@@ -43,7 +43,7 @@ def measure(
     """
     collected = Collected()
     models = [model for model in (subject, reference) if model is not None]
-    for window, logits in zip(ids, lockstep(models, ids, batch, watch), strict=True):
+    for window, logits in zip(ids, lockstep(models, torch.split(ids, batch), watch), strict=True):
         collected.add(logits, window)
     return collected.tokens()
 
@@ -65,34 +65,32 @@ class Collected:
 
 
 @torch.no_grad()
-def lockstep(models: list[StreamedModel], ids: Tensor, batch: int, watch: Watch) -> Iterator[list[Tensor]]:
-    """For every window of [windows, length] the logits float32 [length, vocabulary] of each model.
+def lockstep(models: list[StreamedModel], batches: Sequence[Tensor], watch: Watch) -> Iterator[list[Tensor]]:
+    """For every row of batches [rows, length] the logits float32 [length, vocabulary] of each model.
 
-    One layer of each is in memory at a time.
+    One layer of each is in memory at a time. Batches may differ in length.
     """
-    hidden = [model.embed(ids) for model in models]
+    hidden = []
+    for model in models:
+        with model.outer(embed=True, head=False):  # so that each batch finds the table read
+            hidden.append([model.embed(ids) for ids in batches])
     steps = max(len(model.layers) for model in models) + 1
     for number in range(steps - 1):
         for model, states in zip(models, hidden, strict=True):
             if number < len(model.layers):
-                _advance(model, number, states, batch)
+                with model.layer(number) as layer:
+                    for at, state in enumerate(states):
+                        states[at] = model.call(number, layer, state)
         watch(number + 1, steps)
     with ExitStack() as stack:
         heads = [stack.enter_context(model.outer(embed=False, head=True)) for model in models]
-        for window in range(len(ids)):
-            yield [
-                model.logits(head, states[window : window + 1])[0].to(torch.float32)
-                for model, head, states in zip(models, heads, hidden, strict=True)
-            ]
+        for at, ids in enumerate(batches):
+            for row in range(len(ids)):
+                yield [
+                    model.logits(head, states[at][row : row + 1])[0].to(torch.float32)
+                    for model, head, states in zip(models, heads, hidden, strict=True)
+                ]
     watch(steps, steps)
-
-
-@torch.no_grad()
-def _advance(model: StreamedModel, number: int, states: Tensor, batch: int) -> None:
-    """Run one layer over all windows, in place."""
-    with model.layer(number) as layer:
-        for start in range(0, len(states), batch):
-            states[start : start + batch] = model.call(number, layer, states[start : start + batch])
 
 
 def _compare(logs: list[Tensor], truth: Tensor) -> dict[str, Tensor]:
@@ -135,11 +133,16 @@ class Gate:
         return f"{self.key} is {shown(figures[self.key])}, the gate was {self.key} {self.operator} {self.bound:g}"
 
 
-def refuse_unmeasured(gates: Iterable[Gate], compared: bool, more: Iterable[str] = ()) -> None:
-    """RecipeError for a gate of an unmeasured figure. compared: whether there is a reference. more: other figures."""
-    gates, known = list(gates), [*ALONE, *(COMPARED if compared else ()), *more]
+def refuse_unmeasured(
+    gates: Iterable[Gate], compared: bool, alone: Sequence[str] = ALONE, with_reference: Sequence[str] = COMPARED
+) -> None:
+    """RecipeError for a gate of an unmeasured figure.
+
+    compared: whether there is a reference. alone: figures that need none; with_reference: those that do.
+    """
+    gates, known = list(gates), [*alone, *(with_reference if compared else ())]
     for gate in gates:
-        if gate.key in COMPARED and not compared:
+        if gate.key in with_reference and not compared:
             raise RecipeError(f"--fail-if speaks of {gate.key!r}, which needs the original", "give it as --ref")
     refuse_other_figures(gates, known)
 

@@ -15,6 +15,7 @@ from llmcompress.engine.process.ranks import device_of
 from llmcompress.engine.source.text_tokenizer import load_tokenizer
 from llmcompress.errors import CheckpointError, RecipeError
 from llmcompress.model.changing_cache import ChangingCache
+from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.store.headers import read_json, refuse_adapter
 from llmcompress.store.output_file import is_single, report_of
 from llmcompress.validate.adapted_model import adapt_streamed, adapt_whole
@@ -25,7 +26,7 @@ from llmcompress.validate.key_value_cache import ByScale, TokenCodes, cache_of
 from llmcompress.validate.load import load_whole, open_streamed, refuse_other_vocabulary
 from llmcompress.validate.packed import PackedLinear
 from llmcompress.validate.request import Request
-from llmcompress.validate.token_statistics import Tokens, token_figures
+from llmcompress.validate.token_statistics import token_figures
 
 DEFAULT_WINDOWS = 80
 _DTYPE = "float32"
@@ -44,7 +45,7 @@ def evaluate_whole(
 
     say: told where a backend does not do what was asked. CheckpointError for models of different vocabularies.
     """
-    _check(request)
+    check_models(request)
     windows = _windows(request)
     expected = _expected(request.model) if request.ref is not None else {}
     about = request.model, request.ref, request.text
@@ -54,7 +55,8 @@ def evaluate_whole(
         run = validate(request, windows, watch, say)
         found = {**run.figures, **expected, "kv_cache": run.cache and str(run.cache)}
         return evaluation(*about, windows.numpy(), run.dtype, found, run.tokens, run.runtime)
-    tokens, cache = _streamed(request, windows, watch)
+    subject, reference, cache = open_models(request)
+    tokens = measure(subject, reference, windows, request.batch, watch)
     found = {**token_figures(tokens), **expected, "kv_cache": cache and str(cache)}
     return evaluation(*about, windows.numpy(), request.dtype or _DTYPE, found, tokens)
 
@@ -70,10 +72,8 @@ def _windows(request: Request) -> Tensor:
     return cut_windows(ids, request.length, wanted, f"text {request.text}")
 
 
-def _streamed(
-    request: Request, windows: Tensor, watch: Callable[[int, int], None]
-) -> tuple[Tokens, TokenCodes | ByScale | None]:
-    """Per-token measurements of a model that runs one section at a time, and the simulated cache."""
+def open_models(request: Request) -> tuple[StreamedModel, StreamedModel | None, TokenCodes | ByScale | None]:
+    """A model and its reference, each run one section at a time, and the cache that is simulated."""
     opening = {
         "dtype": getattr(torch, request.dtype or _DTYPE),
         "device": device_of(request.device),
@@ -86,7 +86,7 @@ def _streamed(
     reference = open_streamed(request.ref, **opening) if request.ref is not None else None
     if reference is not None and request.ref is not None:
         refuse_other_vocabulary(request.model, subject.config, request.ref, reference.config)
-    return measure(subject, reference, windows, request.batch, watch), cache
+    return subject, reference, cache
 
 
 def _expected(model: Path) -> dict[str, float]:
@@ -104,7 +104,7 @@ def evaluated_files(text: str) -> list[Path]:
     return text_files(place, suffixes=(".txt",)) if place.is_dir() else [place]
 
 
-def _check(request: Request) -> None:
+def check_models(request: Request) -> None:
     """CheckpointError for an adapter as the model, a GGUF file without a reference, or a GGUF file as the reference.
 
     A GGUF file has neither config.json nor tokenizer files.

@@ -1,0 +1,89 @@
+"""`eval --tasks`: how many items of tasks a compressed model answers as well as its original."""
+
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+from llmcompress.api.evaluation import NOTHING_KEPT
+from llmcompress.api.quiet import quiet_libraries
+from llmcompress.api.steps import watched
+from llmcompress.cli import console
+from llmcompress.cli.gates import Gates
+from llmcompress.cli.log import log
+from llmcompress.cli.stopping import Stop
+
+if TYPE_CHECKING:
+    from llmcompress.validate.request import Request
+
+
+def run(
+    request: "Request",
+    place: str,
+    most: int | None,
+    fail_if: Sequence[str],
+    gates: Gates,
+    steps: console.Steps,
+    stop: Stop,
+    as_json: bool,
+) -> None:
+    """Have the items of --tasks answered; show and judge the figures. most: items of each task, None for all."""
+    from llmcompress.validate.evaluate import parse_gate, refuse_unmeasured
+    from llmcompress.validate.task_items import read_tasks
+    from llmcompress.validate.tasks import ALONE, COMPARED, task_figures
+
+    conditions = {text: parse_gate(text) for text in fail_if}
+    gates.expect(f"--fail-if {text}" for text in conditions)
+    tasks = read_tasks(place, most)
+    by_characters = all(item.lengths is not None for task in tasks for item in task.items)
+    alone, compared = (
+        [name for name in names if by_characters or "acc_norm" not in name] for names in (ALONE, COMPARED)
+    )
+    refuse_unmeasured(conditions.values(), request.ref is not None, alone, compared)
+    with quiet_libraries():
+        found = task_figures(request, tasks, watched(steps.at, stop, NOTHING_KEPT))
+    overall = {name: value for name, value in found.items() if name != "tasks"}
+    log.event("figures", **overall)
+    if as_json:
+        console.print_json(found)
+    else:
+        _show(request, found)
+    gates.judge_figures(overall, conditions)
+
+
+def _show(request: "Request", found: Mapping[str, Any]) -> None:
+    rows = [*found["tasks"].items(), *([("all", found)] if len(found["tasks"]) > 1 else [])]
+    compared = ("original", "lost", "95% interval", "p") if request.ref is not None else ()
+    console.table(
+        f"{request.model}: share of items answered right",
+        ("task", "items", "right", "by characters", *compared),
+        [_row(name, figures, bool(compared)) for name, figures in rows],
+        right=tuple(range(1, 4 + len(compared))),
+    )
+    if compared and isfinite(found["acc_drop"]):
+        console.say(_verdict(found))
+
+
+def _row(name: str, figures: Mapping[str, Any], compared: bool) -> tuple[str, ...]:
+    """A line of the table; nothing where a figure is not defined."""
+
+    def percent(key: str) -> str:
+        return f"{figures[key]:.1%}" if key in figures else ""
+
+    row = (name, str(figures["items"]), percent("acc"), percent("acc_norm"))
+    if not compared:
+        return row
+    low, high = figures["acc_drop_ci"]
+    return (*row, percent("ref_acc"), percent("acc_drop"), f"{low:.1%} ... {high:.1%}", f"{figures['acc_p']:.2g}")
+
+
+def _verdict(found: Mapping[str, Any]) -> str:
+    """What the figures say, in words: whether the items suffice to tell the models apart."""
+    drop, worse = found["acc_drop"], found["acc_drop_ci"][1]
+    said = (
+        f"{abs(drop):.1%} {'fewer' if drop > 0 else 'more'} items right than the original"
+        if drop
+        else ("as many items right as the original")
+    )
+    if found["acc_p"] < 0.05:
+        return f"{said}, which is more than chance (p = {found['acc_p']:.2g})"
+    return f"{said}; {found['items']} items leave room for {max(worse, 0):.1%} fewer, at 95%"

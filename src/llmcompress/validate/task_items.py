@@ -1,0 +1,256 @@
+"""The items of tasks: what a model reads, what it may go on with, and which of these is right.
+
+The columns of a row say whose layout it is in. Prompts and continuations are those of lm-evaluation-harness 0.4, whose
+scores ours equal: a space stands between a prompt and a choice.
+"""
+
+import json
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from re import sub
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from llmcompress.calib.dataset import is_saved, table_rows
+from llmcompress.calib.default import shipped
+from llmcompress.calib.jsonl import json_rows
+from llmcompress.errors import CalibrationError
+from llmcompress.isolation import Limit, isolated
+
+_HINT = "docs/cli.md shows the columns of the tasks that are known"
+
+
+@dataclass(frozen=True)
+class Item:
+    """where: its place, in words. pairs: what is read, and what may follow. answer: the pair that is right.
+
+    lengths: characters of the choices, by which log-likelihoods are divided for `acc_norm`; None where that is not
+    defined. An item with one pair asks whether the model writes it.
+    """
+
+    where: str
+    pairs: Sequence[tuple[str, str]]
+    answer: int
+    lengths: Sequence[int] | None
+
+
+@dataclass(frozen=True)
+class Task:
+    """Items of one file."""
+
+    name: str
+    items: Sequence[Item]
+
+
+class TaskRow(BaseModel):
+    """A row of a file of items. ValueError where its values contradict each other."""
+
+    model_config = ConfigDict(coerce_numbers_to_str=True)
+    columns: ClassVar[frozenset[str]]
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        cls.columns = frozenset(cls.model_fields)
+
+    @abstractmethod
+    def item(self, where: str) -> Item: ...
+
+
+def _chosen(where: str, prompt: str, choices: Sequence[str], answer: int) -> Item:
+    """One prompt, and choices after a space."""
+    if not 0 <= answer < len(choices):
+        raise ValueError(f"its answer is {answer}, of {len(choices)} choices counted from 0")
+    return Item(where, [(prompt, f" {choice}") for choice in choices], answer, [len(choice) for choice in choices])
+
+
+class Question(TaskRow):
+    """Our own layout of multiple choice."""
+
+    question: str
+    choices: list[str]
+    answer: int
+
+    def item(self, where: str) -> Item:
+        return _chosen(where, self.question, self.choices, self.answer)
+
+
+class Mmlu(Question):
+    """MMLU, one subject in a file or all: choices are letters."""
+
+    subject: str
+
+    def item(self, where: str) -> Item:
+        letters = "ABCDEFGHIJ"[: len(self.choices)]
+        listed = "".join(f"\n{letter}. {choice}" for letter, choice in zip(letters, self.choices, strict=False))
+        about = f"The following are multiple choice questions (with answers) about {self.subject.replace('_', ' ')}."
+        return _chosen(where, f"{about}\n\n{self.question.strip()}{listed}\nAnswer:", letters, self.answer)
+
+
+class LabelledChoices(BaseModel):
+    """The choices of ARC."""
+
+    text: list[str]
+    label: list[str]
+
+
+class Arc(TaskRow):
+    """ARC, easy or challenge."""
+
+    question: str
+    choices: LabelledChoices
+    answerKey: str  # noqa: N815 (the column's name)
+
+    def item(self, where: str) -> Item:
+        if self.answerKey not in self.choices.label:
+            raise ValueError(f"its answerKey {self.answerKey!r} is none of its labels")
+        answer = self.choices.label.index(self.answerKey)
+        return _chosen(where, f"Question: {self.question}\nAnswer:", self.choices.text, answer)
+
+
+class HellaSwag(TaskRow):
+    """HellaSwag: which ending goes on."""
+
+    activity_label: str
+    ctx_a: str
+    ctx_b: str
+    endings: list[str]
+    label: int
+
+    def item(self, where: str) -> Item:
+        prompt = _without_brackets(f"{self.activity_label}: {self.ctx_a} {self.ctx_b.capitalize()}")
+        return _chosen(where, prompt, [_without_brackets(ending) for ending in self.endings], self.label)
+
+
+def _without_brackets(text: str) -> str:
+    """Text of WikiHow without its marks."""
+    return sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+
+
+class Piqa(TaskRow):
+    """PIQA: which of two solutions reaches a goal."""
+
+    goal: str
+    sol1: str
+    sol2: str
+    label: int
+
+    def item(self, where: str) -> Item:
+        return _chosen(where, f"Question: {self.goal}\nAnswer:", [self.sol1, self.sol2], self.label)
+
+
+class WinoGrande(TaskRow):
+    """WinoGrande: which of two words fills a blank, judged by what follows it."""
+
+    sentence: str
+    option1: str
+    option2: str
+    answer: int
+
+    def item(self, where: str) -> Item:
+        before, blank, after = self.sentence.partition("_")
+        if not blank or self.answer not in (1, 2):
+            raise ValueError(
+                "its sentence has no blank '_'" if not blank else f"its answer is {self.answer}, not 1 or 2"
+            )
+        pairs = [(before + option, f" {after.strip()}") for option in (self.option1, self.option2)]
+        return Item(where, pairs, self.answer - 1, None)
+
+
+class Cloze(TaskRow):
+    """Our own layout of a text that is to be finished."""
+
+    text: str
+    target: str
+
+    def item(self, where: str) -> Item:
+        gap = "" if self.target[:1].isspace() or self.text[-1:].isspace() else " "
+        return Item(where, [(self.text, gap + self.target)], 0, None)
+
+
+class LoggedSample(TaskRow):
+    """A sample as lm-evaluation-harness exports it with --log_samples."""
+
+    doc_id: int
+    doc: dict[str, Any]
+    target: str
+    arguments: dict[str, dict[str, Any]]
+
+    def item(self, where: str) -> Item:
+        pairs = [(asked.get("arg_0"), asked.get("arg_1")) for asked in self.arguments.values()]
+        if not all(isinstance(part, str) for pair in pairs for part in pair):
+            raise ValueError("it asks for generated text, not for the likelihood of a text")
+        said: list[tuple[str, str]] = pairs  # type: ignore[assignment]
+        if len(said) == 1:
+            return Item(where, said, 0, None)
+        if len({prompt for prompt, _ in said}) > 1:  # its target is the text that follows, and not a choice
+            return _item(f"{where}, doc", self.doc)
+        if not self.target.isdigit() or int(self.target) >= len(said):
+            raise ValueError(f"its target {self.target!r} is none of its {len(said)} choices")
+        return Item(where, said, int(self.target), [len(choice.removeprefix(" ")) for _, choice in said])
+
+
+# a row is in the first of these whose columns it has
+TASK_ROWS: tuple[type[TaskRow], ...] = (LoggedSample, WinoGrande, HellaSwag, Piqa, Mmlu, Question, Arc, Cloze)
+
+
+def read_tasks(place: str, items: int | None = None) -> list[Task]:
+    """The tasks of a file, or of the files of a folder; 'default': those that come with llmcompress.
+
+    items: how many of each task, from its start; None for all. CalibrationError for what is no item.
+    """
+    path = shipped("eval_data") / "tasks" if place == "default" else Path(place)
+    if not path.exists():
+        raise CalibrationError(f"--tasks {place}: there is no such file or folder", "give a .jsonl file, or 'default'")
+    found = [path]
+    if path.is_dir() and not is_saved(path):
+        found = sorted(item for item in path.iterdir() if item.suffix in (".jsonl", ".parquet") or is_saved(item))
+        if not found:
+            raise CalibrationError(f"{path} holds no tasks", "give .jsonl or .parquet files, or folders of datasets")
+    return [Task(item.stem, _items(item, items)) for item in found]
+
+
+def _items(path: Path, most: int | None) -> list[Item]:
+    """The items of a file, which is read in a process of its own: a small table may unpack to a large one."""
+    files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
+
+    def work(limit: Limit) -> Iterator[bytes]:
+        limit(sum(file.stat().st_size for file in files))
+        rows = json_rows(path) if path.suffix == ".jsonl" else table_rows(path)
+        for where, row in islice(rows, most):
+            item = _item(where, row)
+            yield json.dumps([item.where, item.pairs, item.answer, item.lengths]).encode()
+
+    def failed(reason: str) -> CalibrationError:
+        return CalibrationError(f"{path} cannot be read as items of a task: {reason}", _HINT)
+
+    found = []
+    for data in isolated(work, failed):
+        where, pairs, answer, lengths = json.loads(data)
+        found.append(Item(where, [(prompt, choice) for prompt, choice in pairs], answer, lengths))
+    if not found:
+        raise CalibrationError(f"{path} holds no items", _HINT)
+    return found
+
+
+def _item(where: str, row: Mapping[str, Any]) -> Item:
+    """A row as an item, checked."""
+    present = {name for name, value in row.items() if value is not None}
+    layout = next((layout for layout in TASK_ROWS if layout.columns <= present), None)
+    if layout is None:
+        raise CalibrationError(f"{where} is no item of a task: it has {', '.join(sorted(present)) or 'nothing'}", _HINT)
+    try:
+        item = layout.model_validate(dict(row)).item(where)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        at = ".".join(map(str, first["loc"]))
+        raise CalibrationError(f"{where}: {at}: {first['msg'][:1].lower()}{first['msg'][1:]}", _HINT) from None
+    except ValueError as error:
+        raise CalibrationError(f"{where}: {error}", _HINT) from None
+    for prompt, choice in item.pairs:
+        if not prompt.strip() or not choice.strip():
+            raise CalibrationError(f"{where} has an empty {'choice' if prompt.strip() else 'prompt'}", "fill it")
+    return item

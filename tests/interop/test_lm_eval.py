@@ -1,0 +1,115 @@
+"""Scores equal those of lm-evaluation-harness on the same files, to the digit."""
+
+import json
+
+import numpy as np
+import pytest
+from other_environment import told
+
+from llmcompress.calib.default import shipped
+from llmcompress.validate import tasks as module
+from llmcompress.validate.request import Request
+from llmcompress.validate.task_items import read_tasks
+from llmcompress.validate.tasks import task_figures
+
+pytestmark = pytest.mark.interop
+
+TEXT = [line for line in (shipped("eval_data") / "prose_story_mezzanine.txt").read_text().split("\n") if len(line) > 60]
+OWN = {
+    "questions": """
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
+metric_list: [{metric: acc}, {metric: acc_norm}]
+""",
+    "cloze": """
+output_type: loglikelihood
+doc_to_text: "{{text}}"
+doc_to_target: " {{target}}"
+metric_list: [{metric: acc}]
+""",
+}
+THEIRS = {
+    "arc": "arc/arc_easy.yaml",
+    "hellaswag": "hellaswag/hellaswag.yaml",
+    "piqa": "piqa/piqa.yaml",
+    "winogrande": "winogrande/default.yaml",
+    "mmlu": "mmlu/default/mmlu_abstract_algebra.yaml",
+}
+
+
+def rows():
+    """Items by task: ours, and in the columns of published data sets, cut from a story with other ends."""
+    tasks = shipped("eval_data") / "tasks"
+    found = {name: [json.loads(line) for line in (tasks / f"{name}.jsonl").read_text().splitlines()] for name in OWN}
+    # a target that begins with a space needs none between
+    found["cloze"] = [row for row in found["cloze"] if not row["text"][-1].isspace()]
+    found |= {name: [] for name in THEIRS}
+    for number in range(24):
+        words = TEXT[number % len(TEXT)].split(" ")
+        start, end = " ".join(words[:6]), " ".join(words[6:12])
+        other = [" ".join(TEXT[(number + step) % len(TEXT)].split(" ")[4 : 8 + step]) for step in (1, 2, 3)]
+        ends, label = [*other[: number % 4], end, *other[number % 4 :]], number % 4
+        letters = ["A", "B", "C", "D"] if number % 2 else ["1", "2", "3", "4"]
+        choices = {"text": ends, "label": letters}
+        found["arc"].append({"question": start, "choices": choices, "answerKey": letters[label]})
+        found["hellaswag"].append(
+            {
+                "activity_label": "Story",
+                "ctx_a": f"{start} [header] and so.",
+                "ctx_b": "then [title]  on",
+                "endings": [f"{text} [step]  again" for text in ends],
+                "label": str(label),
+            }
+        )
+        found["piqa"].append({"goal": start, "sol1": ends[0], "sol2": ends[1], "label": number % 2})
+        blank = {"sentence": f"{start} _ and {end}.", "option1": "door", "option2": "lamp"}
+        found["winogrande"].append(blank | {"answer": str(1 + number % 2)})
+        found["mmlu"].append({"question": f"{start} ", "subject": "abstract_algebra", "choices": ends, "answer": label})
+    return found
+
+
+@pytest.fixture(scope="module")
+def scored(tiny_model_dir, tmp_path_factory):
+    """What lm-evaluation-harness finds, by task; the folder of the items, and that of its samples."""
+    place = tmp_path_factory.mktemp("lm_eval")
+    items, tasks, samples = place / "items", place / "tasks", place / "samples"
+    for folder in (items, tasks, samples):
+        folder.mkdir()
+    for name, lines in rows().items():
+        file = items / f"{name}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in lines))
+        splits = ", ".join(f"{split}: {file}" for split in ("train", "validation", "test", "dev"))
+        data = f"dataset_path: json\ndataset_name: null\ndataset_kwargs: {{data_files: {{{splits}}}}}\n"
+        task = (
+            f"test_split: test\n{OWN[name]}" if name in OWN else f"include: lm_eval/tasks/{THEIRS[name]}\ntag: null\n"
+        )
+        (tasks / f"{name}.yaml").write_text(f"{task}task: {name}\n{data}")
+    return told("lm_eval", place, [tiny_model_dir, tasks, samples]), items, samples
+
+
+def ours(model, items, monkeypatch):
+    """Our figures and log-likelihoods of a file of items."""
+    kept = []
+    monkeypatch.setattr(
+        module, "figures", lambda items, scores, make=module.figures: kept.append(scores) or make(items, scores)
+    )
+    found = task_figures(
+        Request(model, None, "default", 2, None, 3, "cpu", None), read_tasks(str(items)), lambda *_: None
+    )
+    return found, kept[0][0].loglikelihood
+
+
+@pytest.mark.parametrize("name", [*OWN, *THEIRS])
+@pytest.mark.parametrize("source", ["items", "samples"])
+def test_scores_are_equal(scored, tiny_model_dir, monkeypatch, name, source):
+    theirs, items, samples = scored
+    file = items / f"{name}.jsonl" if source == "items" else next(samples.rglob(f"samples_{name}_*.jsonl"))
+    found, likely = ours(tiny_model_dir, file, monkeypatch)
+    wanted = [value for row in theirs[name]["loglikelihood"] for value in row]
+    np.testing.assert_allclose(likely, wanted, rtol=1e-4)
+    scores = theirs[name]["scores"]
+    assert found["acc"] == pytest.approx(scores["acc,none"], abs=1e-6)
+    if "acc_norm,none" in scores:
+        assert found["acc_norm"] == pytest.approx(scores["acc_norm,none"], abs=1e-6)
