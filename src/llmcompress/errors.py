@@ -55,6 +55,10 @@ class PlanError(LlmcompressError):
     exit_code = EXIT_REFUSED
 
 
+class ExistsError(PlanError):
+    """What is to be written exists already, and may not be replaced."""
+
+
 class CheckpointError(LlmcompressError):
     """A model directory is missing something, damaged, or not safe to read."""
 

@@ -26,6 +26,7 @@ KINDS = {
     "unscaled": "no place was proven where the inputs of a matrix can be scaled",
     "architecture": "the architecture has no declaration and was observed",
     "engine": "some engine does not load what will be written",
+    "output": "the output of a plan exists already",
     "target": "what was changed for the target to load the result, or what its user should know",
 }
 

@@ -285,7 +285,7 @@ def lose_tokenizer(model):
 
 # what a run finds before it begins: how model and text are spoilt, what is given as calibration, words
 TEXTS = {
-    "no tokenizer": (lose_tokenizer, "default", ["model", "no usable tokenizer"]),
+    "no tokenizer": (lose_tokenizer, "default", ["model", "has no tokenizer"]),
     "a damaged tokenizer": (write("tokenizer.json", '{"model": 3}'), "default", ["model", "no usable tokenizer"]),
     "an empty tokenizer": (write("tokenizer.json", b""), "default", ["model", "no usable tokenizer"]),
     "an empty text": (write("../text.txt", " \n"), "text.txt", ["text.txt", "holds no text"]),
@@ -412,3 +412,31 @@ def test_a_full_disk_ends_a_run_that_then_goes_on(main, tiny_model_dir, tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
     for file in (tmp_path / "whole").iterdir():
         assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+INSTEAD = {
+    "quantize": (["quantize", "model"], "llmcompress gptq MODEL"),
+    "help": (["help", "gptq"], "llmcompress gptq --help"),
+    "skip": (["gptq", "model", "--skip", "lm_head"], "--set 'PATTERN: {skip: true}'"),
+    "keep-head": (["rtn", "model", "--keep-head"], "--head-bits"),
+    "half bits": (["gptq", "model", "--bits", "4.5"], "fit --bpw"),
+    "percent": (["wanda", "model", "--sparsity", "50"], "such as 0.5"),
+    "ollama": (["gptq", "model", "--target", "ollama"], "gguf MODEL --modelfile"),
+    "tgi": (["gptq", "model", "--target", "tgi"], "--target vllm"),
+    "missing": (["gptq", "modle"], "did you mean model?"),
+    "missing elsewhere": (["gptq", "/no/such"], "/no/such does not exist"),
+    "hub": (["gptq", "some-owner/model"], "takes no hub ids"),
+    "a file": (["inspect", "notes.txt"], "or a .gguf file"),
+    "no tokenizer": (["gptq", "wordless"], "wordless has no tokenizer"),
+}
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+def test_what_others_type_is_answered_with_what_to_type(main, capsys, tiny_model_dir, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tiny_model_dir, "model")
+    shutil.copytree(tiny_model_dir, "wordless", ignore=shutil.ignore_patterns("tokenizer*"))
+    Path("notes.txt").write_text("about it")
+    command, words = INSTEAD[name]
+    assert main(*command) == 2
+    one_line(capsys, [words])

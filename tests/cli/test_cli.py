@@ -211,4 +211,4 @@ def test_options_of_a_grid_stand_under_its_name():
     for grid in grid_types().values():
         for name in grid.options.model_fields if grid.options and grid.chosen else ():
             assert found[name] == grid.name
-    assert all(found[name] is None for name in ("type", "bits", "group_size", "sym"))
+    assert all(found[name] is None for name in ("type", "bits", "group_size"))

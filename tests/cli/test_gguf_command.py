@@ -56,7 +56,7 @@ def test_the_plan_names_every_tensor_and_the_size_to_the_byte(model, main, capsy
 def test_a_file_without_quantised_weights_has_no_bits_per_quantised_weight(model, main, capsys):
     assert main("gguf", model, "--type", "F16") == 0
     shown = capsys.readouterr()
-    assert "of the source; " in shown.err.splitlines()[-1]
+    assert "of the source; " in shown.err.splitlines()[-2]
     assert "bits per" not in shown.err + shown.out
 
 

@@ -308,3 +308,18 @@ def test_both_agree_on_families_without_a_declaration(family, agree, whole, rand
         if file.name not in ("config.json", WEIGHTS):
             shutil.copy(file, tmp_path / "model")
     agree(GPTQ, "--format", "dense")
+
+
+def test_a_plan_is_made_beside_an_output_and_says_so(main, capsys, tiny_model_dir, tmp_path):
+    out = tmp_path / "out"
+    command = ["rtn", tiny_model_dir, "--group-size", "64", "-o", out]
+    assert main(*command) == 0
+    assert f"next: llmcompress verify {out} --source {tiny_model_dir}" in capsys.readouterr().err
+    assert main("plan", *command) == 0
+    assert "it exists already; to run this, give another directory, or --overwrite" in capsys.readouterr().err
+    assert main(*command) == 2
+    assert main("plan", *command, "--overwrite", "--json") == 0
+    assert "it exists already" not in capsys.readouterr().out
+    (tmp_path / "papers").mkdir()
+    (tmp_path / "papers" / "letter.txt").write_text("mine")
+    assert main("plan", *command[:-1], tmp_path / "papers") == 2  # which no run would replace

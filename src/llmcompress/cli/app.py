@@ -12,6 +12,7 @@ import typer
 from llmcompress import __version__
 from llmcompress.cli import console
 from llmcompress.cli.log import log
+from llmcompress.cli.suggestions import instead
 from llmcompress.engine.process.ranks import refuse_several, says
 from llmcompress.errors import EXIT_OK, LlmcompressError, PlanError, RecipeError, RunError
 
@@ -166,7 +167,7 @@ def _misused(error: BaseException) -> int:
     if type(error).__name__ == "NoArgsIsHelpError":  # the help is printed already
         return RecipeError.exit_code
     message = error.format_message()  # type: ignore[attr-defined]
-    hint = None if context is None else f"see `{context.command_path} --help`"
+    hint = instead(message) or (None if context is None else f"see `{context.command_path} --help`")
     return _failed(RecipeError(f"{message[:1].lower()}{message[1:].rstrip('.')}", hint))
 
 

@@ -49,6 +49,8 @@ def verify(
             rows = [(_mark(item), item.name, item.detail) for item in result.checks]
             console.table(None, ("", "check", "detail"), rows)
         result.fail_if_damaged()
+        if source is not None and not json_:
+            console.next_step("eval", out, "--ref", source)
 
 
 def _mark(check: "Check") -> str:

@@ -1,6 +1,7 @@
 """What people see: progress, tables, errors; or events, where those are logged. The only file that imports rich."""
 
 import json
+import shlex
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from llmcompress.engine.process.progress import Progress as RunProgress
 from llmcompress.errors import LlmcompressError, printable
 
 # a file or a pipe has no width: nothing is cut off; `:name:` in a path is no emoji
-out = Console(width=None if sys.stdout is not None and sys.stdout.isatty() else 240, emoji=False)
+out = Console(width=None if sys.stdout is not None and sys.stdout.isatty() else 100_000, emoji=False)
 err = Console(stderr=True, emoji=False)
 _document: TextIO | None = None  # stdout, where it is kept for one JSON document
 
@@ -85,6 +86,12 @@ def size(count: float) -> str:
         if count >= factor:
             return f"{count / factor:.2f} {unit}"
     return f"{count:.0f} B"
+
+
+def next_step(*words: object) -> None:
+    """What a person may want to run next, as the last line of a command."""
+    if not log.active:
+        say(f"next: llmcompress {shlex.join(map(str, words))}")
 
 
 def bits(per_weight: float) -> str:

@@ -42,3 +42,4 @@ def pack(
         console.print_json(facts)
     else:
         console.say(f"{out}: {facts['samples']} windows of {facts['length']} tokens, sha256 {facts['sha256']}")
+        console.next_step("gptq", model, "--calibration", out, "--samples", samples, "--length", length)

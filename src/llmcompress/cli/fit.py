@@ -170,3 +170,5 @@ def _tell(found: FitResult, values: dict[str, Any]) -> None:
         f"{where}: expects a KL divergence of {expected.kl:.4g} nats per token, {expected.bits_per_weight:.3f} bits "
         f"per quantised weight; weight files of {expected.output_bytes:,} bytes exactly"
     )
+    if values["out"] is not None:
+        console.next_step("run", values["out"], values["model"])

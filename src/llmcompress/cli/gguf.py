@@ -146,7 +146,7 @@ def command(dry: bool) -> Callable[..., None]:
             out = values["out"] or _named(values)
             computes = not (dry or execution.dry_run or execution.print_recipe)
             with ExitStack() as stack:
-                output = output_of(out, GGUF, values["overwrite"])
+                output = output_of(out, GGUF, values["overwrite"] or not computes)
                 job, stop = _budgeted({**values, "out": out}, lambda: computes and stack.enter_context(output))
                 start(job, execution=execution, dry=dry, stop=stop, output=output if computes else None)
 

@@ -107,3 +107,4 @@ def _tell(out: Path, found: "Imatrix", as_json: bool, **more: Any) -> None:
         console.print_json({"output": str(out), "entries": entries, "chunks": chunks, "chunk_size": size, **more})
     else:
         console.say(f"{out}: {entries} tensors, {chunks:,} windows of {size:,} tokens")
+        console.next_step("gguf", "MODEL", "--type", "Q4_K_M", "--imatrix", out)

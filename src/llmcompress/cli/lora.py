@@ -74,4 +74,5 @@ def lora(**values: Any) -> None:
         made = report["lora"]
         return f"{len(made['matrices'])} matrices, {made['bits_per_weight_added']:.2f} bits per weight more"
 
-    carry_out(plan.opened, facts, values, partial(repair, plan), summary)
+    onward = ("eval", values["compressed"], "--ref", values["original"], "--adapter", plan.opened.out)
+    carry_out(plan.opened, facts, values, partial(repair, plan), summary, onward)

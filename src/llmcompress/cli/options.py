@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from llmcompress.engine.plan.run_options import Options
 
 CALIBRATION, OUTPUT, ADVANCED, RUNNING = "Calibration", "Output", "Advanced", "Running"
-FIRST = ("type", "bits", "group_size", "sym", "sparsity", "pattern", "alpha")
-"""Fields of steps that help shows before all others."""
+FIRST = ("type", "bits", "group_size", "sparsity", "pattern", "alpha")
+"""Fields of steps that help shows before all others; with them stand the options of runs without a panel."""
 
 Model = Annotated[Path, typer.Argument(help="Model directory with config.json and safetensors.", show_default=False)]
 Out = Annotated[
@@ -35,12 +35,9 @@ Out = Annotated[
         "--output",
         "-o",
         help="Directory to write. Default: beside the model, named after the recipe.",
-        rich_help_panel=OUTPUT,
     ),
 ]
-Format = Annotated[
-    str, typer.Option("--format", help="Checkpoint format; see `llmcompress list formats`.", rich_help_panel=OUTPUT)
-]
+Format = Annotated[str, typer.Option("--format", help="Checkpoint format; see `llmcompress list formats`.")]
 FormatOverride = Annotated[
     str | None, typer.Option("--format", help="Another format than the recipe's.", rich_help_panel=OUTPUT)
 ]
@@ -61,7 +58,6 @@ Source = Annotated[
         "--calibration",
         help="default (text shipped with llmcompress), self (sampled from the model), or a path: text file or folder, "
         ".jsonl, .parquet, datasets folder, token ids.",
-        rich_help_panel=CALIBRATION,
     ),
 ]
 OptionalSource = Annotated[
@@ -85,7 +81,6 @@ Target = Annotated[
     typer.Option(
         "--target",
         help="Refuse what this runtime would not load; see `llmcompress list targets`.",
-        rich_help_panel=OUTPUT,
     ),
 ]
 TensorParallel = Annotated[
@@ -168,6 +163,7 @@ Adapter = Annotated[
     typer.Option(
         "--adapter",
         help="A LoRA adapter of the model, as PEFT saves it, which is merged into the weights while they are read.",
+        rich_help_panel=ADVANCED,
     ),
 ]
 KeepWork = Annotated[

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from llmcompress.cli.log import log
 from llmcompress.cli.plan_table import show_plans
 from llmcompress.cli.stopping import Stop
 from llmcompress.engine.process.ranks import joined, leads, refuse_several
-from llmcompress.errors import GateError
+from llmcompress.errors import ExistsError, GateError
 from llmcompress.ledger import LedgerEntry, as_json
 from llmcompress.recipe import Recipe
 
@@ -77,7 +78,7 @@ def _planned(job: Job, several: bool, dry: bool) -> "Planned":
     dry: nothing is run, so that the plan itself has to refuse what a run would refuse.
     """
     if dry:
-        return compression.plan(job.model, job.recipe, options=job.options).with_notes(job.notes), None
+        return _plan_beside(job).with_notes(job.notes), None
     from llmcompress.engine.plan.make_plan import make_plan
     from llmcompress.engine.write.finished_runs import planned_or_finished
 
@@ -85,6 +86,15 @@ def _planned(job: Job, several: bool, dry: bool) -> "Planned":
         return make_plan(job.recipe, job.model, job.options).with_notes(job.notes), None
     plan, report = planned_or_finished(job.recipe, job.model, job.options)
     return plan.with_notes(job.notes), report
+
+
+def _plan_beside(job: Job) -> "Plan":
+    """The plan of a job, with a note where its output exists, which only the run refuses."""
+    try:
+        return compression.plan(job.model, job.recipe, options=job.options)
+    except ExistsError as error:
+        plan = compression.plan(job.model, job.recipe, options=replace(job.options, overwrite=True))
+        return plan.with_notes([LedgerEntry("output", str(plan.out), f"it exists already; to run this, {error.hint}")])
 
 
 def _run_all(
@@ -210,6 +220,9 @@ def tell(plan: "Plan", result: Result, quiet: bool) -> None:
     written = f"{console.size(cost.output_bytes)}, {cost.output_bytes / cost.source_bytes:.0%} of the source"
     took = f"{result.seconds:.1f} s, peak memory {console.size(result.peak_memory_bytes)}"
     console.say(f"{plan.out}: {written}{console.bits(cost.bits_per_weight)}; {took}")
+    if not quiet:
+        adapter = () if plan.options.adapter is None else ("--adapter", plan.options.adapter)
+        console.next_step("verify", plan.out, "--source", plan.headers.path, *adapter)
 
 
 class Strict:

@@ -1,6 +1,6 @@
 """`depth` and `width`: models that lose layers, or channels of their feed-forward, and stay plain models."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -135,7 +135,7 @@ def depth(**values: Any) -> None:
         gone = ", ".join(map(str, report["depth"]["removed"]))
         return f"{plan.layers - drop} of {plan.layers} layers, without {gone}"
 
-    carry_out(plan.opened, facts, values, partial(prune_depth, plan), summary)
+    carry_out(plan.opened, facts, values, partial(prune_depth, plan), summary, _compared(plan.opened.out, values))
 
 
 def width(**values: Any) -> None:
@@ -153,7 +153,14 @@ def width(**values: Any) -> None:
         "memory_bytes": plan.memory_bytes,
     }
     summary = f"{plan.width} of {plan.before} channels"
-    carry_out(plan.opened, facts, values, partial(prune_width, plan), lambda _: summary)
+    carry_out(
+        plan.opened, facts, values, partial(prune_width, plan), lambda _: summary, _compared(plan.opened.out, values)
+    )
+
+
+def _compared(out: Path, values: dict[str, Any]) -> Sequence[object]:
+    """The command that compares an output with its original."""
+    return "eval", out, "--ref", values["model"]
 
 
 def carry_out(
@@ -162,8 +169,12 @@ def carry_out(
     values: dict[str, Any],
     work: Callable[[Callable[[int, int], None]], dict[str, Any]],
     summary: Callable[[Mapping[str, Any]], str],
+    onward: Sequence[object],
 ) -> None:
-    """Tell the plan's `facts` and stop there, or do the `work` and tell of its report, in short by `summary`."""
+    """Tell the plan's `facts` and stop there, or do the `work` and tell of its report, in short by `summary`.
+
+    onward: the command that may be wanted next.
+    """
     if values["dry_run"]:
         if facts["passes"]:
             opened.refuse_text()
@@ -182,6 +193,8 @@ def carry_out(
         log.event("written", output=facts["output"], bytes=result.nbytes, **spent)
     elif not values["json_"]:
         console.say(f"{facts['output']}: {summary(result.report)}, {console.size(result.nbytes)}")
+        if not quiet:
+            console.next_step(*onward)
 
 
 def tell_plan(facts: dict[str, Any], quiet: bool) -> None:

@@ -71,6 +71,13 @@ class Pruner(BaseModel):
                 raise ValueError("a pattern is n:m with 0 < n < m <= 64: of every m weights, n are kept, such as 2:4")
         return value
 
+    @field_validator("sparsity", mode="before")
+    @classmethod
+    def _share(cls, value: object) -> object:
+        if isinstance(value, int | float) and value >= 1:
+            raise ValueError("a share of the weights is meant, such as 0.5 for half of them")
+        return value
+
     @model_validator(mode="after")
     def _either(self) -> "Pruner":
         """ValueError unless there is a sparsity or a pattern, and for options that contradict it."""

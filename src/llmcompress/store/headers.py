@@ -9,6 +9,7 @@ import os
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -382,10 +383,15 @@ def _is_read(name: str) -> bool:
 
 def _refuse_non_directory(path: Path) -> None:
     if path.is_file():
-        raise CheckpointError(f"{path} is a file, not a model directory", "give the directory that holds config.json")
-    if str(path).count("/") <= 1 and not str(path).startswith((".", "~", os.sep)):
+        hint = "give the directory that holds config.json, or a .gguf file"
+        raise CheckpointError(f"{path} is a file, not a model directory", hint)
+    beside = [item.name for item in path.parent.iterdir() if item.is_dir()] if path.parent.is_dir() else []
+    if near := get_close_matches(path.name, beside, n=1):
+        raise CheckpointError(f"{path} does not exist", f"did you mean {path.with_name(near[0])}?")
+    alone = str(path.parent) == "." or (str(path).count("/") == 1 and not path.parent.exists())
+    if alone and not str(path).startswith((".", "~", os.sep)):
         raise CheckpointError(
             f"{path} is not a directory; llmcompress is offline and takes no hub ids",
-            "download the model first and give its directory",
+            "give the directory of a model, downloaded first if it is on a hub",
         )
     raise CheckpointError(f"{path} does not exist", "give a model directory")

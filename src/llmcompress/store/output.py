@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from llmcompress.errors import PlanError, RunError
+from llmcompress.errors import ExistsError, PlanError, RunError
 from llmcompress.formats.base import TensorSpec
 from llmcompress.store.files import bytes_of, create, json_bytes, make_parent, refuse_unwritable, writing
 from llmcompress.store.folder import Folder
@@ -234,7 +234,7 @@ class OutputDirectory:
         if not os.path.lexists(self.path):
             return
         if not self.overwrite:
-            raise PlanError(f"{self.path} already exists", "give another directory, or --overwrite")
+            raise ExistsError(f"{self.path} already exists", "give another directory, or --overwrite")
         if self.path.is_symlink() or not self.path.is_dir():
             raise PlanError(f"{self.path} is not a directory, so it is not overwritten", "give another directory")
         if any(self.path.iterdir()) and not any((self.path / name).exists() for name in self.told_by):

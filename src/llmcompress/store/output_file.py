@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from llmcompress.errors import PlanError
+from llmcompress.errors import ExistsError, PlanError
 from llmcompress.store.output import OutputDirectory, flush
 
 _MAGIC = b"GGUF"
@@ -39,7 +39,7 @@ class OutputFile(OutputDirectory):
         if not os.path.lexists(self.path):
             return
         if not self.overwrite:
-            raise PlanError(f"{self.path} already exists", "give another file, or --overwrite")
+            raise ExistsError(f"{self.path} already exists", "give another file, or --overwrite")
         if self.path.is_symlink() or not self.path.is_file():
             raise PlanError(f"{self.path} is not a file, so it is not overwritten", "give another one")
         with self.path.open("rb") as handle:

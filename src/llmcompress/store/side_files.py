@@ -12,6 +12,7 @@ _LARGEST = 64_000_000  # bytes; the largest tokenizers have some 35 MB
 _LARGE = ("tokenizer.json", "vocab.json", "tekken.json")  # whoever loads the tokenizer parses these
 _TOKENIZERS = (*_LARGE, "tokenizer.model", "spiece.model", "merges.txt", "vocab.txt", "tokenizer_config.json",
                "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")  # fmt: skip
+_BESIDE_TOKENIZERS = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 _HINT = "fetch the file again, or remove it"
 
 
@@ -37,6 +38,13 @@ def read_side_file(source: Path, file: Path) -> bytes:
         return inside(source, file).read_bytes()
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}", _HINT) from None
+
+
+def has_tokenizer(source: Path) -> bool:
+    """Whether a model directory holds a file that a tokenizer can be made of, were it code."""
+    return any((source / name).is_file() for name in _TOKENIZERS if name not in _BESIDE_TOKENIZERS) or any(
+        file for pattern in ("*.model", "*.tiktoken", "*.py") for file in source.glob(pattern)
+    )
 
 
 def tokenizer_size(source: Path) -> int:

@@ -78,9 +78,7 @@ def lockstep(models: list[StreamedModel], batches: Sequence[Tensor], watch: Watc
     for number in range(steps - 1):
         for model, states in zip(models, hidden, strict=True):
             if number < len(model.layers):
-                with model.layer(number) as layer:
-                    for at, state in enumerate(states):
-                        states[at] = model.call(number, layer, state)
+                _advance(model, number, states)
         watch(number + 1, steps)
     with ExitStack() as stack:
         heads = [stack.enter_context(model.outer(embed=False, head=True)) for model in models]
@@ -91,6 +89,13 @@ def lockstep(models: list[StreamedModel], batches: Sequence[Tensor], watch: Watc
                     for model, head, states in zip(models, heads, hidden, strict=True)
                 ]
     watch(steps, steps)
+
+
+def _advance(model: StreamedModel, number: int, states: list[Tensor]) -> None:
+    """Run one layer over all batches, in place."""
+    with model.layer(number) as layer:
+        for at, state in enumerate(states):
+            states[at] = model.call(number, layer, state)
 
 
 def _compare(logs: list[Tensor], truth: Tensor) -> dict[str, Tensor]:

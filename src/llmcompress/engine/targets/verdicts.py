@@ -10,13 +10,19 @@ from llmcompress.errors import PlanError, RecipeError
 from llmcompress.formats.base import Entry
 from llmcompress.registry import suggest
 
+_UNCHECKED = {
+    "ollama": "Ollama runs GGUF files: `llmcompress gguf MODEL --modelfile`",
+    "lmstudio": "LM Studio runs GGUF files and MLX: `llmcompress gguf MODEL`, or --target mlx-lm",
+    "tgi": "what TGI loads is not checked; it takes many of vLLM's checkpoints, which --target vllm does check",
+}
+"""By the name of a runtime that is no target, what to do for it."""
 _MOST = 1024  # the most devices that a hint proposes
 
 
 def requested_target(name: str | None, tp: int, repair: bool) -> Target | None:
     """The target of --target, if any; RecipeError for an unknown name, PlanError for --tp or --repair without use."""
     if name is not None and name not in TARGETS:
-        raise RecipeError(f"unknown target {name!r}", suggest(name, list(TARGETS)))
+        raise RecipeError(f"unknown target {name!r}", _UNCHECKED.get(name.lower()) or suggest(name, list(TARGETS)))
     split = [target.name for target in TARGETS.values() if target.tensor_parallel]
     if tp < 1:
         raise PlanError(f"--tp {tp} is no number of devices", "use 1 or more")
