@@ -125,6 +125,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4, "layer_types": [SLIDING, FULL] * 2, "num_kv_shared_layers": 2, "global_head_dim": 32,
         "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32,
     },
+    "gemma3n_text": {
+        "num_hidden_layers": 20, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 256, "laurel_rank": 64,
+    },
     "bloom": {}, "gpt_bigcode": {"n_inner": 256}, "mpt": {"expansion_ratio": 4}, "falcon": {"ffn_hidden_size": 256},
     # latent attention
     "deepseek_v2": {"num_key_value_heads": 4}, "deepseek_v3": {"num_key_value_heads": 4},

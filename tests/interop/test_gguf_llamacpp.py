@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from llamacpp import Llama
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ggufmodels import MODELS as BESIDE
@@ -38,6 +39,7 @@ OVERRIDES = {
     "gemma2": {"query_pre_attn_scalar": 16},
     "gemma3_text": {"query_pre_attn_scalar": 16, "num_hidden_layers": 6},  # the sixth has full attention
     "qwen3_moe": {"norm_topk_prob": True},
+    "gemma3n_text": {"hidden_size": 512, "intermediate_size": 2048},  # llama.cpp divides squares by one less than that
 }
 MODEL_TYPES = sorted(known_types())
 
@@ -67,8 +69,8 @@ def model_of(random_model_dir, tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
 
     def make(kind, **config):
-        small = {"model_type": kind, **small_config(kind, ROWS)} if kind in BESIDE else OVERRIDES.get(kind, {})
-        config = {**small, "vocab_size": ROWS, **config}
+        small = {"model_type": kind, **small_config(kind, ROWS)} if kind in BESIDE else {}
+        config = {**small, **OVERRIDES.get(kind, {}), "vocab_size": ROWS, **config}
         path = root / f"model-{len(list(root.iterdir()))}"  # some names change what llama.cpp does: phi-3
         shutil.copytree(random_model_dir(kind, dtype="float32", **config), path)
         return save(byte_level(), path)
@@ -138,6 +140,24 @@ def test_multipliers_that_become_parts_of_matrices_are_those_of_the_model(method
         assert torch.allclose(logits, mine, rtol=0, atol=1e-4)
     elif type_ != "F16":  # it is not the original that they agree with
         assert np.median(distances(logits, theirs)) > 1.5 * np.median(distances(mine, theirs))
+
+
+def test_layers_of_gemma_3n_take_keys_and_values_of_the_last_that_have_their_own(model_of, tmp_path):
+    """25 layers, and tokens that the embeddings by layer lack; published weights have keys that no layer uses."""
+    model = model_of("gemma3n_text", num_hidden_layers=25, num_kv_shared_layers=5, vocab_size_per_layer_input=200)
+    stored = load_file(model / "model.safetensors")
+    own = {name: value for name, value in stored.items() if name.startswith("model.layers.0.self_attn.")}
+    for layer in range(20, 25):
+        more = {name.replace(".0.", f".{layer}."): value + 1 for name, value in own.items()}
+        stored |= {name: value for name, value in more.items() if name not in stored}
+    save_file(stored, model / "model.safetensors", metadata={"format": "pt"})
+    file = write(model, tmp_path / "model.gguf", "F32")
+    mine = ours(file, model, IDS)
+    with Llama(file, length=64) as llama:
+        theirs = llama.logits(IDS)
+    assert any(token >= 200 for token in IDS)
+    assert np.median(distances(mine, theirs)) < TOLERANCE["F32"]
+    assert not [check for check in verify_gguf(file, model) if not check.ok]
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "phi3", "mixtral"])

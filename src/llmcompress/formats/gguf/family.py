@@ -86,7 +86,9 @@ class Family:
     tensor of the checkpoint, of that path, is taken apart into, without sources; None for one that stays whole.
     skipped: parts of names that are left out. listed: ends of names of numbers, one in each layer, that a key lists.
     forms: of values, by role (tensors.FORMS). reshaped: roles of tensors
-    that take the extents `shapes` gives them.
+    that take the extents `shapes` gives them. stacked: roles of tensors outside of layers that are made of numbered
+    matrices, by the last part of the path before the number. lengthened: config keys that say how many rows a table
+    outside of layers has, by its role; tokens beyond them take the first row.
     rms: its norms do not subtract the mean. unnormed: it has no norm with weights before the head.
     told: fields of config.json of which keys say the same (fields.py). partly: a key says how many values of a head are
     rotated. attention: it has layers of attention.
@@ -131,6 +133,8 @@ class Family:
     forms: Mapping[str, str] = field(default_factory=dict)
     reshaped: tuple[str, ...] = ()
     listed: Mapping[str, str] = field(default_factory=dict)
+    stacked: Mapping[str, str] = field(default_factory=dict)
+    lengthened: Mapping[str, str] = field(default_factory=dict)
     rms: bool = True
     shapes: Callable[[Hyper, int], Mapping[str, Shape]] = _no_shapes
     parts: Callable[[str, Shape, Hyper], Sequence[GGUFTensor] | None] = _no_parts

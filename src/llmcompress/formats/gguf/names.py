@@ -23,14 +23,16 @@ Source = tuple[str, Sequence[int]]
 # what old checkpoints hold besides weights: masks, and tables that are computed
 _SKIPPED = (".attention.bias", ".attention.masked_bias", ".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 _EXPERT = re.compile(r"(?P<layer>.*)\.experts\.(?P<number>\d{1,9})\.(?P<leaf>\w+)\.(?P<kind>weight|bias)")
+_NUMBERED = re.compile(r".*\.(?P<leaf>\w+)\.(?P<number>\d{1,9})\.weight")
 _FUSED = re.compile(r"(?P<layer>.*)\.\w+\.experts\.(?P<leaf>gate_up_proj|down_proj)(\.weight)?")
 _HEAD = "output.weight"
-_NAMED = ("blk.", "output", "rope_")
+_NAMED = ("blk.", "output", "rope_", "altup_")
 # parameters that are neither weight nor bias, and names that stand for them in the gguf package's maps
 _RENAMES = {
     ".e_score_correction_bias": ".e_score_correction.bias",
     ".expert_bias": ".expert_bias.bias",
     ".dt_bias": ".dt_proj.bias",
+    ".correct_output_scale": ".correct_output_scale.weight",
     ".sinks": ".sinks.weight",
 }
 _BOTH = ("gate_proj", "up_proj")
@@ -65,6 +67,7 @@ def gguf_tensors(
         found[name] = _finished(replace(tensor, name=name), path, family, hyper)
     _set_head(found, family, config)
     found = {name: replace(tensor, factors=_factors(name, family, hyper)) for name, tensor in found.items()}
+    found |= {f"{role}.weight": _lengthened(found, role, key, hyper) for role, key in family.lengthened.items()}
     check(list(found.values()), family, hyper)
     if family.cut_vocabulary and vocabulary is not None and vocabulary < hyper.vocabulary:
         found |= {
@@ -127,11 +130,13 @@ def _whole(family: Family, hyper: Hyper, source: Sequence[Source]) -> dict[str, 
             stacks.setdefault(together, {})[number] = (name, shape)
         elif (fused := _FUSED.fullmatch(path)) and len(shape) == 3:
             found |= _split(fused, name, shape)
+        elif (numbered := _NUMBERED.fullmatch(path)) and numbered["leaf"] in family.stacked:
+            stacks.setdefault(f"{family.stacked[numbered['leaf']]}.weight", {})[int(numbered["number"])] = (name, shape)
         elif path in found:
             raise CheckpointError(f"tensors {found[path].sources[0]} and {name} are the same one")
         else:
             found[path] = GGUFTensor("", shape, (name,))
-    return found | {path: _stacked(parts, hyper) for path, parts in stacks.items()}
+    return found | {path: _stacked(path, parts, family, hyper) for path, parts in stacks.items()}
 
 
 def _is_after(path: str, hyper: Hyper) -> bool:
@@ -168,19 +173,24 @@ def layer_of(path: str) -> str:
     return next((part for part in path.split(".") if part.isdecimal()), "")
 
 
-def _stacked(parts: Mapping[int, Source], hyper: Hyper) -> GGUFTensor:
-    """The matrices of all experts of a layer as one tensor."""
+def _stacked(path: str, parts: Mapping[int, Source], family: Family, hyper: Hyper) -> GGUFTensor:
+    """The matrices of all experts of a layer, or those that a family numbers outside of layers, as one tensor."""
     name, shape = next(iter(parts.values()))
-    ways = 2 if len(parts) == 2 * hyper.experts else 1  # gate and up of an expert, one below the other
-    if sorted(parts) != list(range(ways * hyper.experts)):
+    ways = 1
+    if path.startswith("blk."):
+        kind, count = "experts", hyper.experts
+        ways = 2 if len(parts) == 2 * count else 1  # gate and up of an expert, one below the other
+    else:
+        kind, count = "matrices", family.shapes(hyper, -1)[_role(path)][0]
+    if sorted(parts) != list(range(ways * count)):
         raise CheckpointError(
-            f"{len(parts)} experts are like {name}, config.json speaks of {hyper.experts}",
+            f"{len(parts)} {kind} are like {name}, config.json speaks of {count}",
             "the config does not fit the weights",
         )
     for other, extents in parts.values():
         if extents != shape:
-            raise CheckpointError(f"tensors {name} and {other} of experts have different shapes")
-    return GGUFTensor("", (hyper.experts, ways * shape[0], *shape[1:]), tuple(parts[at][0] for at in sorted(parts)))
+            raise CheckpointError(f"tensors {name} and {other} of {kind} have different shapes")
+    return GGUFTensor("", (count, ways * shape[0], *shape[1:]), tuple(parts[at][0] for at in sorted(parts)))
 
 
 def _split(fused: re.Match[str], name: str, shape: tuple[int, ...]) -> dict[str, GGUFTensor]:
@@ -245,3 +255,15 @@ def _set_head(found: dict[str, GGUFTensor], family: Family, config: Mapping[str,
 
 def _cut(tensor: GGUFTensor, rows: int) -> GGUFTensor:
     return replace(tensor, shape=(rows, tensor.shape[1]), rows=stretch(0, rows, tensor.shape[0]))
+
+
+def _lengthened(found: Mapping[str, GGUFTensor], role: str, key: str, hyper: Hyper) -> GGUFTensor:
+    """A table of as many rows as a key of config.json says, with its first row for tokens beyond them."""
+    name, stored = f"{role}.weight", hyper.config.get(key)
+    if name not in found:
+        raise CheckpointError(f"no tensor of the checkpoint becomes {name}", "fetch the weights again")
+    tensor = found[name]
+    if tensor.shape[0] != stored or stored >= hyper.vocabulary:
+        return tensor
+    rows = Strips(((0, stored, 0, 1), (0, 1, 0, hyper.vocabulary - stored)))
+    return replace(tensor, shape=(hyper.vocabulary, *tensor.shape[1:]), rows=rows)

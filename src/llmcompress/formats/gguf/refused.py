@@ -14,8 +14,8 @@ REASONS = {
     ),
     **dict.fromkeys(
         (
-            "deepseek_v4", "gemma3n_text", "hrm_text", "hy_v4", "kimi_linear", "minimax",
-            "minimax_m3_vl_text", "qwen4_exp_text",
+            "deepseek_v4", "hrm_text", "hy_v4", "kimi_linear", "minimax", "minimax_m3_vl_text",
+            "qwen4_exp_text",
         ),
         "llama.cpp has its architecture, which nothing here declares yet",
     ),
