@@ -1,7 +1,10 @@
 """Layers that get more than hidden states from others run alone as they do in the model."""
 
+import shutil
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from ggufmodels import small_config
 from streaming import ids, observed, reference_logits, streamed, streamed_logits
@@ -41,3 +44,28 @@ def test_what_is_left_for_later_layers_is_there_where_modules_are_not_run_again(
     out = tmp_path / "out"
     assert main("gptq", source, "--group-size", 16, "--samples", 6, "--length", 24, "--output", out) == 0
     assert main("verify", out, "--source", source) == 0
+
+
+def test_keys_that_no_layer_uses_are_rounded_and_change_nothing_else(main, random_model_dir, tmp_path):
+    """Published checkpoints of Gemma 3n hold keys and values of layers that take those of earlier ones."""
+    made = random_model_dir("gemma3n_text", **{**STREAMS, "vocab_size": 2048, "vocab_size_per_layer_input": 2048})
+    more = shutil.copytree(made, tmp_path / "more")
+    stored = load_file(more / "model.safetensors")
+    unused = {
+        name.replace(".0.", f".{layer}."): value.clone()
+        for layer in (2, 3)
+        for name, value in stored.items()
+        if name.startswith("model.layers.0.self_attn.") and name.split(".")[4] in ("k_proj", "v_proj", "k_norm")
+    }
+    save_file(stored | unused, more / "model.safetensors", metadata={"format": "pt"})
+    found = []
+    for source in (made, more):
+        out = tmp_path / f"out-{len(found)}"
+        assert main("gptq", source, "--group-size", 16, "--samples", 6, "--length", 24, "--output", out) == 0
+        assert main("verify", out, "--source", source) == 0
+        found.append({name: value for file in out.glob("*.safetensors") for name, value in load_file(file).items()})
+    without, beside = found
+    assert {name.rpartition(".")[0] for name in beside.keys() - without.keys()} == {
+        name.removesuffix(".weight") for name in unused
+    }
+    assert all(torch.equal(beside[name], value) for name, value in without.items())

@@ -109,7 +109,8 @@ class Compressor:
                 coded[plan.module] = solved
                 linears.append(record)
                 self.progress.matrix(record)
-                if layer is not None and plan.entry.block:  # nothing reads what leaves the head
+                # nothing reads what leaves the head, or keys of a layer that takes those of an earlier one
+                if layer is not None and plan.entry.block and _has(layer, plan.path):
                     install(layer, plan, solved)
         if self.keeping is not None:
             self.keeping.write(number, gathered)
@@ -250,6 +251,15 @@ class Compressor:
 
 def _stacked(weights: list[Tensor]) -> Tensor:
     return weights[0] if len(weights) == 1 else torch.cat(weights)
+
+
+def _has(layer: nn.Module, path: str) -> bool:
+    """Whether a layer has a module of that path."""
+    try:
+        layer.get_submodule(path)
+    except AttributeError:
+        return False
+    return True
 
 
 def install(layer: nn.Module, plan: MatrixPlan, coded: Coded) -> None:
