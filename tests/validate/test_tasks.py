@@ -223,12 +223,13 @@ def test_tables_and_folders_are_read_and_cut(tmp_path):
     rows = [{"goal": f"{number}", "sol1": "a", "sol2": "b", "label": 1} for number in range(5)]
     Dataset.from_list(rows).to_parquet(tmp_path / "one.parquet")
     Dataset.from_list(rows).save_to_disk(str(tmp_path / "two"))
-    write(tmp_path / "three.jsonl", rows)
+    for name in ("two", "three"):
+        write(tmp_path / f"{name}.jsonl", rows)
     (tmp_path / "README.md").write_text("about them")
     found = read_tasks(str(tmp_path), 3)
-    assert [task.name for task in found] == ["one", "three", "two"]
+    assert [task.name for task in found] == ["one", "three", "two", "two.jsonl"]
     assert len({tuple(tuple(item.pairs) for item in task.items) for task in found}) == 1
-    assert [len(task.items) for task in found] == [3, 3, 3]
+    assert [len(task.items) for task in found] == [3, 3, 3, 3]
 
 
 def test_what_comes_with_llmcompress_can_be_answered():
@@ -245,6 +246,7 @@ BAD = {
     "no item": ({"prompt": "a"}, "line 1 is no item of a task: it has prompt"),
     "answer beyond": ({**ROWS[0], "answer": 3}, "line 1: its answer is 3, of 3 choices counted from 0"),
     "answer of another kind": ({**ROWS[0], "answer": "soup"}, "line 1: answer: input should be a valid integer"),
+    "one choice": ({**ROWS[0], "choices": ["soup"]}, "line 1: it has fewer than two choices"),
     "no blank": ({**ROWS[3], "sentence": "The cup fell."}, "line 1: its sentence has no blank '_'"),
     "empty prompt": ({"text": " ", "target": "a"}, "line 1 has an empty prompt"),
     "empty choice": ({**ROWS[0], "choices": ["a", ""]}, "line 1 has an empty choice"),

@@ -82,7 +82,7 @@ def _verdict(found: Mapping[str, Any]) -> str:
     said = (
         f"{abs(drop):.1%} {'fewer' if drop > 0 else 'more'} items right than the original"
         if drop
-        else ("as many items right as the original")
+        else "as many items right as the original"
     )
     if found["acc_p"] < 0.05:
         return f"{said}, which is more than chance (p = {found['acc_p']:.2g})"

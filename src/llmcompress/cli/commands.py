@@ -131,4 +131,4 @@ def export(
         return
     for name, path, size in done:
         console.say(f"{path}: {name}, {console.size(size)}")
-    console.next_step("inspect", done[-1][1])
+    console.next_step("verify", done[-1][1])

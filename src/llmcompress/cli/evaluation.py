@@ -198,7 +198,7 @@ def evaluate(
         log.event("figures", **result.figures)
         samples = continuations(request, generate, max_new_tokens) if generate is not None else None
         _show(request, result.document, samples, json_)
-        if output is not None and not json_:
+        if output is not None and not (json_ or quiet):
             console.next_step("report", subject, "--evaluation", output)
         gates.judge_figures(result.figures, conditions)
 

@@ -62,6 +62,8 @@ class TaskRow(BaseModel):
 
 def _chosen(where: str, prompt: str, choices: Sequence[str], answer: int) -> Item:
     """One prompt, and choices after a space."""
+    if len(choices) < 2:
+        raise ValueError("it has fewer than two choices")
     if not 0 <= answer < len(choices):
         raise ValueError(f"its answer is {answer}, of {len(choices)} choices counted from 0")
     return Item(where, [(prompt, f" {choice}") for choice in choices], answer, [len(choice) for choice in choices])
@@ -210,7 +212,9 @@ def read_tasks(place: str, items: int | None = None) -> list[Task]:
         found = sorted(item for item in path.iterdir() if item.suffix in (".jsonl", ".parquet") or is_saved(item))
         if not found:
             raise CalibrationError(f"{path} holds no tasks", "give .jsonl or .parquet files, or folders of datasets")
-    return [Task(item.stem, _items(item, items)) for item in found]
+    stems = [item.stem for item in found]
+    names = [item.name if stems.count(item.stem) > 1 else item.stem for item in found]
+    return [Task(name, _items(item, items)) for name, item in zip(names, found, strict=True)]
 
 
 def _items(path: Path, most: int | None) -> list[Item]:
