@@ -1,5 +1,12 @@
 """The model card: front matter that a YAML reader understands, and nothing that is not known."""
 
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
 import yaml
 
 from llmcompress.formats.card import model_card
@@ -46,7 +53,7 @@ def test_what_is_not_known_is_not_claimed():
         matter, body = front(model_card(facts))
         assert not {"base_model", "base_model_relation", "license"} & set(matter)
         assert matter["tags"] == ["llmcompress", "quantized"]
-        assert "##" not in body
+        assert body.count("##") == 1  # how to use it
         assert path is None or path not in body.split()
 
 
@@ -60,3 +67,33 @@ def test_a_damaged_readme_of_the_source_is_no_obstacle():
     assert (matter["license"], matter["license_name"]) == ("other", "x")
     matter, _ = front(model_card({**FACTS, "source_readme": "---\nlicense: [mit, apache-2.0]\n---\n"}))
     assert matter["license"] == ["mit", "apache-2.0"]
+
+
+LIBRARIES = {
+    "compressed-tensors": "transformers",
+    "dense": "transformers",
+    "codebook": "llmcompress",
+    "mlx": "mlx",
+    "bitsandbytes": "transformers",
+}
+OPTIONS = {"bitsandbytes": ["nf4"], "codebook": ["rtn", "--type", "codebook"]}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.interop) if name != "compressed-tensors" else name for name in LIBRARIES],
+)
+def test_the_snippet_of_a_card_runs_in_its_directory(main, tiny_model_dir, tmp_path, name):
+    out = tmp_path / "out"
+    method = OPTIONS.get(name, ["rtn", "--group-size", "64"])
+    assert main(*method, tiny_model_dir, "--format", name, "--samples", 4, "--length", 32, "-o", out) == 0
+    matter, body = front((out / "README.md").read_text())
+    assert matter["library_name"] == LIBRARIES[name]
+    language, snippet = re.search(r"## Use\n\nIn this directory:\n\n```(\w+)\n(.*?)```", body, re.DOTALL).groups()
+    command = [sys.executable, "-c", snippet] if language == "python" else shlex.split(snippet)
+    if language == "sh":
+        command[0] = Path(sys.executable).with_name(command[0])
+    done = subprocess.run(command, cwd=out, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "The river" in done.stdout or language == "sh"
+    assert done.stdout.strip()

@@ -12,12 +12,30 @@ _LOADING = {
     "gptq": "transformers (with `optimum` and `gptqmodel`), GPTQModel, vLLM and SGLang read gptq checkpoints.",
     "awq": "transformers (with `gptqmodel` and `accelerate`), GPTQModel, vLLM and SGLang read awq checkpoints.",
     "compressed-tensors": "vLLM, SGLang and transformers (with `compressed-tensors`) read this checkpoint.",
-    "mlx": "mlx-lm reads this checkpoint: `mlx_lm.generate --model DIR`.",
+    "mlx": "mlx-lm reads this checkpoint.",
     "bitsandbytes": "transformers reads this checkpoint, with `bitsandbytes` installed.",
-    "codebook": "Only llmcompress reads this checkpoint: `llmcompress eval` and `generate` run it, `gguf` converts it.",
-    "qoq": "Only llmcompress reads this checkpoint: `llmcompress eval` and `generate` run it, `gguf` converts it.",
-    "int8-outliers": "Only llmcompress reads this checkpoint: `llmcompress eval` and `generate` run it.",
+    "codebook": "Only llmcompress reads this checkpoint: `llmcompress eval` runs it, `gguf` converts it.",
+    "qoq": "Only llmcompress reads this checkpoint: `llmcompress eval` runs it, `gguf` converts it.",
+    "int8-outliers": "Only llmcompress reads this checkpoint: `llmcompress eval` runs it.",
     "dense": "Weights are stored decoded, in the type of the original: whatever loads the original loads this.",
+}
+_LIBRARIES = {"mlx": "mlx", **dict.fromkeys(("codebook", "qoq", "int8-outliers"), "llmcompress")}
+"""By format, what hubs call the library that loads it; transformers for all others."""
+_SNIPPETS = {
+    "transformers": """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(".")
+model = AutoModelForCausalLM.from_pretrained(".")
+ids = tokenizer("The river", return_tensors="pt")
+print(tokenizer.decode(model.generate(**ids, max_new_tokens=32)[0]))
+```""",
+    "mlx": """```sh
+mlx_lm.generate --model . --prompt "The river" --max-tokens 32
+```""",
+    "llmcompress": """```sh
+llmcompress eval . --windows 8 --generate "The river"
+```""",
 }
 
 
@@ -38,6 +56,8 @@ def model_card(facts: Mapping[str, Any]) -> str:
         _opening(facts),
         _LOADING.get(facts["format"], ""),
         *(f"- {note}" for note in facts.get("notes", ())),
+        "## Use",
+        f"In this directory:\n\n{_SNIPPETS[_library(facts)]}",
     ]
     for title, key in (("Grids", "grids"), ("Calibration", "calibration"), ("Figures", "figures")):
         if facts.get(key):
@@ -57,13 +77,17 @@ def _front_matter(facts: Mapping[str, Any]) -> dict[str, Any]:
         if facts.get("change", "quantized") == "quantized":  # hubs have no word for what has lost parts
             matter |= {"base_model_relation": "quantized"}
     matter |= _licence(facts.get("source_readme") or "")
-    matter |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    matter |= {"library_name": _library(facts), "pipeline_tag": "text-generation"}
     tags = ["llmcompress", facts.get("change", "quantized")]
     if facts["format"] != "dense":  # whose weights have 16 bits again
         tags.append(facts["format"])
         for bits in sorted(facts.get("bits", ())):
             tags += [f"{bits}-bit", f"w{bits}a{facts.get('inputs', 16)}"]
     return matter | {"tags": tags}
+
+
+def _library(facts: Mapping[str, Any]) -> str:
+    return _LIBRARIES.get(facts["format"], "transformers")
 
 
 def _hub_id(config: Mapping[str, Any]) -> str | None:
