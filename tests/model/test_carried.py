@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ggufmodels import small_config
-from streaming import ids, observed, reference_logits, streamed, streamed_logits
+from llmcompress.calib.pack import save
+from streaming import LENGTH, ids, observed, reference_logits, streamed, streamed_logits
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 STREAMS = {  # of Gemma 3n, whose hidden states are four
@@ -16,6 +17,7 @@ STREAMS = {  # of Gemma 3n, whose hidden states are four
     "laurel_rank": 32, "sliding_window": 8, "layer_types": [SLIDING, FULL] * 2, "num_kv_shared_layers": 2,
     "activation_sparsity_pattern": [0.9, 0.9, 0.0, 0.0], "pad_token_id": 0,
 }  # fmt: skip
+SHORT = ["--group-size", 16, "--samples", 6, "--length", LENGTH]
 CASES = [
     ("gemma3n_text", STREAMS),
     ("gemma3n_text", {**STREAMS, "num_kv_shared_layers": 0}),
@@ -38,17 +40,24 @@ def test_what_mixes_streams_is_never_rounded(random_model_dir):
     assert {"laurel.linear_left", "self_attn.q_proj", "mlp.down_proj"} <= {linear.path for linear in seen.linears}
 
 
+def packed(folder):
+    """A file of token ids."""
+    file = folder / "ids.safetensors"
+    save(ids(6), file)
+    return file
+
+
 def test_what_is_left_for_later_layers_is_there_where_modules_are_not_run_again(main, random_model_dir, tmp_path):
     """Attention that ends in a matrix runs once for all of its stages, unless later layers wait for what it leaves."""
-    source = random_model_dir("gemma3n_text", **{**STREAMS, "vocab_size": 2048, "vocab_size_per_layer_input": 2048})
+    source = random_model_dir("gemma3n_text", **STREAMS)
     out = tmp_path / "out"
-    assert main("gptq", source, "--group-size", 16, "--samples", 6, "--length", 24, "--output", out) == 0
+    assert main("gptq", source, *SHORT, "--calibration", packed(tmp_path), "--output", out) == 0
     assert main("verify", out, "--source", source) == 0
 
 
 def test_keys_that_no_layer_uses_are_rounded_and_change_nothing_else(main, random_model_dir, tmp_path):
     """Published checkpoints of Gemma 3n hold keys and values of layers that take those of earlier ones."""
-    made = random_model_dir("gemma3n_text", **{**STREAMS, "vocab_size": 2048, "vocab_size_per_layer_input": 2048})
+    made = random_model_dir("gemma3n_text", **STREAMS)
     more = shutil.copytree(made, tmp_path / "more")
     stored = load_file(more / "model.safetensors")
     unused = {
@@ -61,7 +70,7 @@ def test_keys_that_no_layer_uses_are_rounded_and_change_nothing_else(main, rando
     found = []
     for source in (made, more):
         out = tmp_path / f"out-{len(found)}"
-        assert main("gptq", source, "--group-size", 16, "--samples", 6, "--length", 24, "--output", out) == 0
+        assert main("gptq", source, *SHORT, "--calibration", packed(tmp_path), "--output", out) == 0
         assert main("verify", out, "--source", source) == 0
         found.append({name: value for file in out.glob("*.safetensors") for name, value in load_file(file).items()})
     without, beside = found
