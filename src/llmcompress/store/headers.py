@@ -385,7 +385,7 @@ def _refuse_non_directory(path: Path) -> None:
     if path.is_file():
         hint = "give the directory that holds config.json, or a .gguf file"
         raise CheckpointError(f"{path} is a file, not a model directory", hint)
-    beside = [item.name for item in path.parent.iterdir() if item.is_dir()] if path.parent.is_dir() else []
+    beside = [item.name for item in path.parent.glob("*") if item.is_dir()]  # none where it may not be read
     if near := get_close_matches(path.name, beside, n=1):
         raise CheckpointError(f"{path} does not exist", f"did you mean {path.with_name(near[0])}?")
     alone = str(path.parent) == "." or (str(path).count("/") == 1 and not path.parent.exists())

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.generation import BaseStreamer
 
-from llmcompress.validate.token_statistics import Array
+from llmcompress.validate.token_statistics import Array, rounded
 
 GUESSES = (2, 3, 4, 5, 6, 7, 8)  # draft lengths for which tokens per step are predicted
 
@@ -123,15 +123,15 @@ def acceptance_figures(drafted: Drafted, tv: Array) -> dict[str, Any]:
         "new_tokens": int((accepted + 1).sum()),
         "steps": len(accepted),
         "draft_tokens": int(proposed.max(initial=0)),
-        "accepted_per_step": _rounded(accepted.mean()),
-        "accepted_per_step_se": _rounded(_error(accepted)),
-        "accepted_per_step_expected": _rounded(np.mean(foretold)),
-        "acceptance": _rounded(rate),
-        "acceptance_se": _rounded((rate * (1 - rate) / max(judged.sum(), 1)) ** 0.5),
-        "acceptance_expected": _rounded(chance.mean()),
-        "acceptance_expected_se": _rounded(_error(chance)),
+        "accepted_per_step": rounded(accepted.mean()),
+        "accepted_per_step_se": rounded(_error(accepted)),
+        "accepted_per_step_expected": rounded(np.mean(foretold)),
+        "acceptance": rounded(rate),
+        "acceptance_se": rounded((rate * (1 - rate) / max(judged.sum(), 1)) ** 0.5),
+        "acceptance_expected": rounded(chance.mean()),
+        "acceptance_expected_se": rounded(_error(chance)),
         "tokens_per_step_expected": {
-            str(count): _rounded(1 + np.mean([_accepted(chance, start, count) for start in range(len(chance))]))
+            str(count): rounded(1 + np.mean([_accepted(chance, start, count) for start in range(len(chance))]))
             for count in GUESSES
             if count <= len(chance)
         },
@@ -146,7 +146,3 @@ def _accepted(chance: Array, start: int, count: int) -> float:
 def _error(values: Array | Any) -> float:
     """Standard error of a mean."""
     return float(np.std(values, ddof=1) / len(values) ** 0.5) if len(values) > 1 else 0.0
-
-
-def _rounded(value: Any) -> float:
-    return float(f"{float(value):.6g}")

@@ -23,7 +23,7 @@ from llmcompress.validate.evaluate import Watch, lockstep
 from llmcompress.validate.request import Request
 from llmcompress.validate.session import check_models, open_models
 from llmcompress.validate.task_items import Item, Task
-from llmcompress.validate.token_statistics import Array
+from llmcompress.validate.token_statistics import Array, rounded
 
 ALONE = ("items", "acc", "acc_norm", "loglikelihood")
 COMPARED = (
@@ -201,8 +201,8 @@ def figures(items: Sequence[Item], scores: Sequence[ChoiceScores]) -> dict[str, 
     result: dict[str, Any] = {"items": len(items)}
 
     def add(name: str, value: float, interval: tuple[float, float]) -> None:
-        result[name] = _rounded(value)
-        result[f"{name}_ci"] = [_rounded(bound) for bound in interval]
+        result[name] = rounded(value)
+        result[f"{name}_ci"] = [rounded(bound) for bound in interval]
 
     def add_model(prefix: str, of_model: Answers) -> None:
         add(f"{prefix}acc", of_model.right.mean(), share_interval(of_model.right))
@@ -224,10 +224,6 @@ def figures(items: Sequence[Item], scores: Sequence[ChoiceScores]) -> dict[str, 
         same = np.where(missing, np.nan, reference.chosen == subject.chosen)
         add("same_answer", same.mean(), share_interval(same))
     return result
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.6g}")
 
 
 def share_interval(values: Array) -> tuple[float, float]:
@@ -260,4 +256,4 @@ def mcnemar(before: Array, after: Array) -> float:
         return float("nan")
     lost, won = int(((before == 1) & (after == 0)).sum()), int(((before == 0) & (after == 1)).sum())
     tail = sum(comb(lost + won, count) for count in range(min(lost, won) + 1))
-    return _rounded(min(1.0, 2 * tail / 2 ** (lost + won)))
+    return rounded(min(1.0, 2 * tail / 2 ** (lost + won)))

@@ -42,11 +42,11 @@ def token_figures(tokens: Tokens, seed: int = 0) -> dict[str, float | int | list
     result: dict[str, float | int | list[float]] = {}
 
     def add(name: str, values: Array, figure: Callable[[Array], Array]) -> None:
-        result[name] = _rounded(float(figure(values[None])[0]))
+        result[name] = rounded(float(figure(values[None])[0]))
         if windows > 1:
             spread = np.concatenate([figure(values[draws[start : start + 50]]) for start in range(0, _RESAMPLES, 50)])
             low, high = np.percentile(spread, [2.5, 97.5])
-            result[f"{name}_ci"] = [_rounded(float(low)), _rounded(float(high))]
+            result[f"{name}_ci"] = [rounded(float(low)), rounded(float(high))]
 
     def mean(values: Array) -> Array:
         return np.asarray(values.mean(axis=(1, 2)))
@@ -62,7 +62,7 @@ def token_figures(tokens: Tokens, seed: int = 0) -> dict[str, float | int | list
         add("kl_median", tokens.kl, quantile(0.5))
         add("kl_p99", tokens.kl, quantile(0.99))
         add("kl_p999", tokens.kl, quantile(0.999))
-        result["kl_max"] = _rounded(float(tokens.kl.max()))
+        result["kl_max"] = rounded(float(tokens.kl.max()))
         add("top1", tokens.top1, mean)
         add("tv", tokens.tv, mean)
     result["tokens"] = int(tokens.nll.size)
@@ -70,7 +70,8 @@ def token_figures(tokens: Tokens, seed: int = 0) -> dict[str, float | int | list
     return result
 
 
-def _rounded(value: float) -> float:
+def rounded(value: float | np.floating[Any]) -> float:
+    """A figure as it is published, with six digits."""
     return float(f"{value:.6g}")
 
 
