@@ -22,6 +22,7 @@ from llmcompress.cli import (
     page,
     presets,
     recipes,
+    recover,
     statistics,
     structured,
     sweep,
@@ -82,6 +83,7 @@ def register(app: typer.Typer) -> list[str]:
     imatrix.register(app)
     structured.register(app)
     lora.register(app)
+    recover.register(app)
     page.register(app)
     statistics.register(app)
     recipes.register(app)

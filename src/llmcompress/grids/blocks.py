@@ -8,7 +8,7 @@ Sources: GGUF's block layouts; names are those of the tensor types in a GGUF fil
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from llmcompress.errors import CheckpointError
@@ -180,6 +180,14 @@ class BlockGrid(Grid):
     def of(self, parts: Mapping[str, Tensor]) -> Self:
         """A grid of this kind of other parts."""
         return type(self)(self.spec, **parts)
+
+    @property
+    def factor_index(self) -> Tensor:
+        return torch.arange(self.d.shape[1], device=self.d.device).repeat_interleave(self.spec.block_size)
+
+    def multiplied(self, factors: Tensor, scale_dtype: torch.dtype) -> Self:
+        dmin = None if self.dmin is None else float16(self.dmin * factors)
+        return replace(self, d=float16(self.d * factors), dmin=dmin)
 
     def refit(self, codes: Tensor, hessian: Tensor, target: Tensor, scale_dtype: torch.dtype) -> Coded:
         """Better scales, by descent on multiples and minima of groups, then on d and dmin of blocks, block by block."""

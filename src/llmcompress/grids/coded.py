@@ -99,6 +99,18 @@ class Grid(ABC):
         raise TypeError(f"{self.spec.name} has no scales")
 
     @property
+    def factor_index(self) -> Tensor | None:
+        """[in] int64: the column of the factors that `multiplied` takes, by input channel; None where it takes none."""
+        return None
+
+    def multiplied(self, factors: Tensor, scale_dtype: torch.dtype) -> Self:
+        """The grid whose values are those of this one times factors [out, columns], moved to storable scales.
+
+        TypeError where no scale is free to be any number.
+        """
+        raise TypeError(f"the scales of {self.spec.name} are no free numbers")
+
+    @property
     def gguf_factor(self) -> Tensor | None:
         """What GGUF files multiply the values of the rows by [1] float32, in a tensor of its own; None for nothing."""
         return None

@@ -100,6 +100,14 @@ class OffsetGrid(Grid):
         size = self.spec.group_size
         return self.scale.repeat_interleave(size, dim=1), self.start.repeat_interleave(size, dim=1)
 
+    @property
+    def factor_index(self) -> Tensor:
+        return self.group_index
+
+    def multiplied(self, factors: Tensor, scale_dtype: torch.dtype) -> OffsetGrid:
+        scale, start = storable(self.scale * factors, scale_dtype), stored_offset(self.start * factors, scale_dtype)
+        return replace(self, scale=scale, start=start)
+
     def refit(self, codes: Tensor, hessian: Tensor, target: Tensor, scale_dtype: torch.dtype) -> Coded:
         """Scale and offset of one group after another by least squares, the others fixed; no step loses.
 

@@ -29,6 +29,14 @@ class ScaledGrid(Grid):
         dtype: in which scales are stored, if that is a matter of choice.
         """
 
+    @property
+    def factor_index(self) -> Tensor:
+        return self.group_index
+
+    def multiplied(self, factors: Tensor, scale_dtype: torch.dtype) -> Self:
+        everywhere = torch.ones(len(factors), dtype=torch.bool, device=factors.device)
+        return self.rescaled(self.scale * factors, everywhere, scale_dtype)
+
     def refit(self, codes: Tensor, hessian: Tensor, target: Tensor, scale_dtype: torch.dtype) -> Coded:
         """Least-squares scales of every row for its codes; rows that would not gain keep theirs."""
         square, linear = scale_loss(codes, self, hessian, target)

@@ -114,6 +114,10 @@ class StreamedModel:
         """On-disk name of a parameter `path` (below the layer) of a layer."""
         return self._found(self._below(layer, path))
 
+    def outer_name(self, path: str) -> str:
+        """On-disk name of a parameter `path` outside of the layers."""
+        return self._disk_name_of(self.spec.disk_parameter(path))
+
     def _below(self, layer: int, path: str) -> str:
         return f"{self._prefix(layer)}{self.spec.disk_parameter(path)}"
 

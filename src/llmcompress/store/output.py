@@ -186,10 +186,15 @@ class OutputDirectory:
         """
         found = [str(file.relative_to(source)) for file in side_files(source)]
         for name in found:
-            with writing(self.partial / name):
-                make_parent(self.partial / name)
-            self._write(name, read_side_file(source, source / name))
+            self.copy_file(source, name)
         return found
+
+    def copy_file(self, source: Path, name: str) -> None:
+        """Copy a file of a model directory, byte for byte."""
+        content = read_side_file(source, source / name)
+        with writing(self.partial / name):
+            make_parent(self.partial / name)
+        self._write(name, content)
 
     def write_report(self, report: Mapping[str, Any]) -> dict[str, Any]:
         """Write report.json, after all other files: it records them, and a digest of its own text; returns it."""

@@ -42,6 +42,7 @@ READ_ON_DEMAND = 14  # counted, for each weight: decoded in float32, a product o
 BEING_DECODED = 7  # counted, for each weight: its value, its code as stored and alone, and its scale spread over rows
 LOGIT_AGREEMENT = 24  # counted, for each logit of a validated window: six tensors of float32
 GRADIENT_VALUES = 32  # fitted, for each token and row of the largest matrix, or hidden channel: kept for gradients
+TRAINED = 0.5  # assumed, for each weight: the factor of its group, what is learnt of it, its gradient, and the best
 DECODED = 12 << 24  # counted, in all: packed weights that are decoded at once in validation, codes and temporaries too
 
 

@@ -1,4 +1,4 @@
-"""The memory of depth, width, lora and fit, which run text through a model: their phases, from headers alone."""
+"""The memory of commands that run text through a model, such as depth, lora and fit: phases, from headers alone."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -127,6 +127,29 @@ def fit_memory(sizes: ModelSizes, resources: Resources, compensated: bool, sampl
         if compensated:
             phases.append(Phase("rounding", [*kept, *_rounding(layer, sampled * shares)]))
     return MemoryModel(memory.process(resources.threads, algebra=True), phases)
+
+
+def recover_memory(sizes: ModelSizes, resources: Resources, at_once: int) -> MemoryModel:
+    """Of training the scales of a model. at_once: windows of a step."""
+    item, threads = resources.item_bytes, resources.threads
+    shares, weights = threads + 1, sum(matrix.rows * matrix.columns for layer in sizes.layers for matrix in layer)
+    kept = [
+        Term("embedding and both heads", 2 * sizes.largest[0] * item),
+        Term("states", (len(sizes.layers) + 2) * at_once * sizes.length * sizes.hidden * item),
+        Term("factors", int(memory.TRAINED * weights)),
+    ]
+    logits = Term("logits", memory.LOGIT_GRADIENT * memory.HEAD_TOKENS * sizes.vocabulary * threads)
+    phases = [sizes.embedding(resources), sizes.writing, Phase("head", [*kept, logits])]
+    phases += [Phase("original", sizes.running(layer, resources)) for layer in sizes.layers]
+    for layer in sizes.layers:
+        loaded, widest = _loaded(layer, resources), max(matrix.rows for matrix in layer)
+        largest = max(matrix.rows * matrix.columns for matrix in layer)
+        gradients = Term("gradients of matrices", (loaded.nbytes + 8 * largest) * threads)
+        values = memory.GRADIENT_VALUES * (sizes.hidden + widest) * sizes.length
+        decoded = Term("matrix being decoded", memory.BEING_DECODED * largest)
+        phases.append(Phase("reading", [*kept, loaded, decoded]))
+        phases.append(Phase("backward", [*kept, loaded, gradients, Term("values of windows", values * shares)]))
+    return MemoryModel(memory.process(threads, algebra=False), phases)
 
 
 def _loaded(layer: Layer, resources: Resources) -> Term:

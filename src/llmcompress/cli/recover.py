@@ -1,0 +1,70 @@
+"""`recover`: the scales and gains of a compressed model, trained towards the original."""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from llmcompress.api.settings import text_of
+from llmcompress.cli import options as flags
+from llmcompress.cli.structured import COMMON, carry_out
+
+Compressed = Annotated[
+    Path, typer.Argument(help="What is recovered: a directory llmcompress wrote.", show_default=False)
+]
+Reference = Annotated[Path, typer.Option("--ref", help="The model it was made from.", show_default=False)]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        "--output", "-o", help="Directory to write. Default: beside the compressed model.", rich_help_panel=flags.OUTPUT
+    ),
+]
+Steps = Annotated[int, typer.Option("--steps", min=1, max=1_000_000, help="Steps of training, of 4 windows each.")]
+Rate = Annotated[
+    float, typer.Option("--rate", min=1e-6, max=0.1, help="Share by which a step changes a scale at most, at first.")
+]
+
+DOC = """Train the scales of a compressed model, and the gains of its norms, towards the original's predictions.
+
+Codes, format and size stay as they are, so that whatever loads the model loads the result. One in 16 windows of text \
+is held back, and nothing is written unless the divergence on those falls."""
+OPTIONS: dict[str, tuple[Any, Any]] = {
+    "compressed": (Compressed, ...),
+    "ref": (Reference, ...),
+    "steps": (Steps, 64),
+    "rate": (Rate, 4e-3),
+    "out": (Out, None),
+    **flags.taken("overwrite"),
+    **COMMON,
+}
+
+
+def register(app: typer.Typer) -> None:
+    app.command("recover", rich_help_panel="Compress")(flags.command(recover, OPTIONS, "recover", DOC))
+
+
+def recover(**values: Any) -> None:
+    """Plan, train, write, tell."""
+    from llmcompress.engine.recover import recover as engine
+    from llmcompress.engine.recover.recover_plan import RecoverRequest, plan_recover
+
+    request = RecoverRequest(values["steps"], values["rate"])
+    plan = plan_recover(values["compressed"], values["ref"], request, text_of(values), flags.run_options(values))
+    facts = {
+        "output": str(plan.opened.out),
+        "steps": request.steps,
+        "rate": request.rate,
+        "output_bytes": plan.stored.nbytes,
+        "passes": round(plan.passes, 1),
+        "scratch_bytes": plan.scratch_bytes,
+        "memory_bytes": plan.memory_bytes,
+    }
+
+    def summary(report: Mapping[str, Any]) -> str:
+        held = report["recovery"]["held_back"]
+        return "KL " + ", ".join(f"{item['kl_before']:.4g} -> {item['kl']:.4g} ({name})" for name, item in held.items())
+
+    onward = ("eval", plan.opened.out, "--ref", values["ref"])
+    carry_out(plan.opened, facts, values, partial(engine.recover, plan), summary, onward)

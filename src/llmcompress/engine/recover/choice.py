@@ -1,0 +1,114 @@
+"""What of a compressed model is trained: matrices whose scales are free numbers, and the gains of norms."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from llmcompress.engine.recover.distill import Place
+from llmcompress.engine.recover.factors import Factors
+from llmcompress.engine.recover.recover_plan import RecoverPlan
+from llmcompress.engine.recover.trained import Trained, TrainedMatrix, TrainedNorm
+from llmcompress.engine.source.quantised import DecodedHeaders, in_own_type
+from llmcompress.errors import CheckpointError, RunError
+from llmcompress.formats.base import Entry, TensorSpec
+from llmcompress.grids.base import INPUT_SPECS
+from llmcompress.model.streamed_model import StreamedModel
+from llmcompress.store.checkpoint import DTYPES, Checkpoint
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from llmcompress.grids.coded import Coded
+
+
+class Choice:
+    """What is trained of a model. by_name: by the name of the tensor. places: by layer, and last behind the layers."""
+
+    def __init__(self, plan: RecoverPlan, student: StreamedModel) -> None:
+        self.plan, self.student, self.stored = plan, student, Checkpoint(plan.stored)
+        self.by_name: dict[str, Trained] = {}
+        self.places: list[list[Place]] = [[] for _ in range(len(student.layers) + 1)]
+        self._matrices()
+        self._norms()
+        if not self.by_name:
+            raise RunError(f"{plan.opened.headers.path} has no scales and no norms that can be trained")
+
+    def _matrices(self) -> None:
+        why = "its scales are no free numbers, or are not stored as they are used"
+        for ref in self.plan.opened.matrices.refs:
+            name = f"{ref.module}.weight"
+            found = self._matrix(ref.module) if self._runs_as(ref.layer, ref.path, name) else None
+            if found is None:
+                self.plan.opened.ledger.note("untrained", ref.module, why)
+                continue
+            self.by_name[name] = found
+            self.places[ref.layer].append(Place(ref.path, name))
+
+    def _runs_as(self, layer: int, path: str, name: str) -> bool:
+        """Whether the tensor of that name is, alone, the weight of the module at `path` of a layer."""
+        if f"{path}.weight" in self.student.spec.joined:
+            return False
+        try:
+            self.student.layers[layer].get_submodule(path)
+            return self.student.disk_name(layer, f"{path}.weight") == name
+        except (AttributeError, CheckpointError):
+            return False
+
+    def _matrix(self, module: str) -> TrainedMatrix | None:
+        """The matrix of a module, if it is codes whose tensors come back byte for byte."""
+        headers = self.plan.opened.headers
+        if not isinstance(headers, DecodedHeaders) or module not in headers.packed or module in headers.pieces:
+            return None
+        checkpoint = self.plan.opened.checkpoint
+        own = DTYPES[in_own_type(headers).tensors[f"{module}.weight"].spec.dtype]
+        found = TrainedMatrix.of(checkpoint, module, own, module in headers.transposed)
+        if found is None:
+            return None
+        try:
+            again = encoded(self.plan, module, found.coded())
+        except RunError:
+            return None
+        return found if all(torch.equal(part, self.stored.read(name)) for name, part in again.items()) else None
+
+    def _norms(self) -> None:
+        factors = Factors(self.plan)
+        for number, layer in enumerate(self.student.layers):
+            for path in _norms_of(layer):
+                name = self.student.disk_name(number, f"{path}.weight")
+                self._norm(name, factors, Place(path, name), number)
+        for path in _norms_of(self.student.causal):
+            name = self.student.outer_name(f"{path}.weight")
+            self._norm(name, factors, Place(path, name), len(self.student.layers))
+
+    def _norm(self, name: str, factors: Factors, place: Place, section: int) -> None:
+        weight = self.stored.read_finite(name)
+        self.by_name[name] = TrainedNorm(factors.base(name, weight), weight.dtype, factors.offset(name, place.path))
+        self.places[section].append(place)
+
+
+def encoded(plan: RecoverPlan, module: str, coded: "Coded") -> "dict[str, Tensor]":
+    """The tensors of a module that the model's format makes of codes; RunError where it has no place for them."""
+    headers = plan.opened.headers
+    assert isinstance(headers, DecodedHeaders)  # else there are no codes
+    record = plan.records.get(module, {})
+    own = in_own_type(headers).tensors[f"{module}.weight"].spec
+    entry = Entry(
+        TensorSpec(own.name, own.dtype, own.shape),
+        coded.grid.spec,
+        INPUT_SPECS.get(str(record.get("inputs"))),
+        transposed=module in headers.transposed,
+        permuted=bool(record.get("permuted")),
+        block=True,
+        linear=True,
+    )
+    return headers.format.encode(entry, coded)
+
+
+def _norms_of(section: nn.Module) -> Iterator[str]:
+    """Paths of the norms of a section that have a gain for every channel."""
+    for path, module in section.named_modules():
+        weight = module._parameters.get("weight")
+        if "Norm" in type(module).__name__ and weight is not None and weight.dim() == 1:
+            yield path

@@ -1,0 +1,211 @@
+"""The divergence of a model that is trained from its original, and its gradients, one layer in memory at a time.
+
+Windows run forward through all layers, the hidden states that enter each layer being kept in memory, then back, each
+layer being run anew. The original runs once: of it the states behind its last layer are kept, from which its head makes
+the logits again.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
+from threading import local
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from llmcompress.engine.plan.memory_model import HEAD_TOKENS
+from llmcompress.engine.recover.trained import Trained
+from llmcompress.model.streamed_model import StreamedModel
+from llmcompress.store.windows import Windows
+from llmcompress.workers import Workers
+
+
+class Place(NamedTuple):
+    """Where a trained tensor is in a layer, or in what stands outside of the layers: a module path below it."""
+
+    path: str
+    name: str
+
+
+class Distillation:
+    """A student beside its teacher on windows of text, within `heads`.
+
+    states: of the teacher, behind its last layer. tokens [windows, length]. places: of trained tensors, by layer, and
+    last those behind the layers.
+    """
+
+    def __init__(
+        self,
+        student: StreamedModel,
+        teacher: StreamedModel,
+        states: Windows,
+        tokens: Tensor,
+        trained: Mapping[str, Trained],
+        places: Sequence[Sequence[Place]],
+        workers: Workers,
+    ) -> None:
+        self.student, self.teacher, self.states, self.tokens = student, teacher, states, tokens
+        self.trained, self.places, self.workers = trained, places, workers
+        self._outer: nn.Module | None = None
+
+    @contextmanager
+    def heads(self) -> Iterator[None]:
+        """A context in which the embedding and both heads are in memory."""
+        student, teacher = self.student, self.teacher
+        with student.outer(embed=True, head=True) as self._outer, teacher.outer(embed=False, head=True) as target:
+            student.prepare(self.tokens[:1])
+            student.prepare_batch(1, self.tokens.shape[1])
+            _mark(self._outer, self.places[-1])
+            self._heads = _PerThread(self._outer, target)
+            yield
+
+    def divergence(self, windows: Sequence[int]) -> float:
+        """The mean KL(teacher || student) of all tokens of some windows."""
+        self._refresh()
+        hidden = self._entering(windows)
+        for number in range(len(self.student.layers)):
+            hidden = self._advance(number, hidden)
+        found = self.workers.in_order(self._compared, zip(windows, hidden, strict=True))
+        return sum(found) / len(windows)
+
+    def gradients(self, windows: Sequence[int]) -> tuple[float, dict[str, Tensor]]:
+        """The same mean, and its gradient at the logarithms of every trained tensor that a token reached."""
+        entering = [self._entering(windows)]
+        for number in range(len(self.student.layers)):
+            entering.append(self._advance(number, entering[-1]))
+        found: dict[str, Tensor] = {}
+        total, back = 0.0, []
+        self._refresh()
+        behind = zip(windows, entering.pop(), strict=True)
+        for divergence, slopes, gradient in self.workers.in_order(self._learnt, behind):
+            total += divergence
+            _add(found, slopes)
+            back.append(gradient)
+        for number in reversed(range(len(self.student.layers))):
+            pairs = zip(entering.pop(), back, strict=True)
+            with self.student.layer(number) as layer:
+                _mark(layer, self.places[number])
+                through = self.workers.in_order(partial(self._through, number, layer), pairs)
+                back = []
+                for slopes, gradient in through:
+                    _add(found, slopes)
+                    back.append(gradient)
+        return total / len(windows), {name: slope / len(windows) for name, slope in found.items()}
+
+    def _entering(self, windows: Sequence[int]) -> list[Tensor]:
+        assert self._outer is not None  # within `heads`
+        with torch.no_grad():
+            return [self.student.entering(self._outer, self.tokens[[window]]) for window in windows]
+
+    def _advance(self, number: int, hidden: Sequence[Tensor]) -> list[Tensor]:
+        with self.student.layer(number) as layer:
+            return list(self.workers.in_order(partial(self.student.call, number, layer), hidden))
+
+    def _refresh(self) -> None:
+        """Give what stands behind the layers its values of now."""
+        assert self._outer is not None  # within `heads`
+        for place in self.places[-1]:
+            _weight(self._outer, place).data.copy_(self.trained[place.name].value())
+
+    def _through(self, number: int, layer: nn.Module, pair: tuple[Tensor, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+        """Slopes of a layer's trained tensors, and the gradient at its input, from that at its output."""
+        hidden, gradient = pair
+        return self._slopes(
+            layer, self.places[number], hidden, lambda entering: (self.student.call(number, layer, entering), gradient)
+        )
+
+    def _learnt(self, item: tuple[int, Tensor]) -> tuple[float, dict[str, Tensor], Tensor]:
+        """The divergence of a window from the states behind the last layer, and gradients there."""
+        total, found, back = 0.0, dict[str, Tensor](), []
+        own, _ = self._heads.get()
+        for hidden, wanted in self._pieces(*item):
+
+            def loss(entering: Tensor, wanted: Tensor = wanted) -> tuple[Tensor, None]:
+                nonlocal total
+                divergence = _divergence(wanted, self.student.logits(own, entering))
+                total += float(divergence.detach())
+                return divergence / item[1].shape[1], None
+
+            slopes, gradient = self._slopes(own, self.places[-1], hidden, loss)
+            _add(found, slopes)
+            back.append(gradient)
+        return total / item[1].shape[1], found, torch.cat(back, dim=1)
+
+    def _compared(self, item: tuple[int, Tensor]) -> float:
+        """The divergence of a window, from the states behind the last layer."""
+        own, _ = self._heads.get()
+        parts = [float(_divergence(wanted, self.student.logits(own, hidden))) for hidden, wanted in self._pieces(*item)]
+        return sum(parts) / item[1].shape[1]
+
+    def _pieces(self, window: int, hidden: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The student's states of a few tokens at a time, and the log-probabilities that the teacher gives there."""
+        _, target = self._heads.get()
+        states = self.states.read(slice(window, window + 1)).to(self.teacher.device)
+        for own, wanted in zip(*(torch.split(part, HEAD_TOKENS, dim=1) for part in (hidden, states)), strict=True):
+            yield own, self.teacher.logits(target, wanted).to(torch.float32).log_softmax(dim=-1)
+
+    def _slopes(
+        self,
+        section: nn.Module,
+        places: Sequence[Place],
+        hidden: Tensor,
+        run: Callable[[Tensor], tuple[Tensor, Tensor | None]],
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Slopes of trained tensors of a section, and the gradient at `hidden`. run: an output, and the gradient there.
+
+        Values are leaves of this call alone, so that threads share a section.
+        """
+        held = [_weight(section, place) for place in places]
+        hidden = hidden.detach().requires_grad_()
+        with torch.enable_grad():
+            out, gradient = run(hidden)
+            back, *found = torch.autograd.grad(out, [hidden, *held], gradient, allow_unused=True)
+        slopes = {
+            place.name: self.trained[place.name].slope(value.detach(), slope)
+            for place, value, slope in zip(places, held, found, strict=True)
+            if slope is not None
+        }
+        return slopes, back
+
+
+class _PerThread:
+    """Copies of what stands outside of the layers for each thread, since running it leaves traces there."""
+
+    def __init__(self, *sections: nn.Module) -> None:
+        self._sections, self._local = sections, local()
+
+    def get(self) -> tuple[nn.Module, ...]:
+        if not hasattr(self._local, "copies"):
+            self._local.copies = tuple(map(_sharing, self._sections))
+        return self._local.copies  # type: ignore[no-any-return]
+
+
+def _mark(section: nn.Module, places: Sequence[Place]) -> None:
+    """Let gradients reach the trained tensors of a section."""
+    for place in places:
+        _weight(section, place).requires_grad_()
+
+
+def _weight(section: nn.Module, place: Place) -> Tensor:
+    weight = section.get_submodule(place.path).weight
+    assert isinstance(weight, Tensor)  # not a module
+    return weight
+
+
+def _sharing(section: nn.Module) -> nn.Module:
+    """A copy of a section on the same weights."""
+    alike: dict[int, Any] = {id(weight): weight for weight in section.parameters()}
+    return deepcopy(section, alike)
+
+
+def _divergence(wanted: Tensor, logits: Tensor) -> Tensor:
+    """The sum of KL(p || q) over tokens. wanted: log p; both [1, tokens, vocabulary]."""
+    logs = logits.to(torch.float32).log_softmax(dim=-1)
+    return (wanted.exp() * (wanted - logs)).sum()
+
+
+def _add(found: dict[str, Tensor], slopes: Mapping[str, Tensor]) -> None:
+    for name, slope in slopes.items():
+        found[name] = found[name] + slope if name in found else slope

@@ -1,0 +1,74 @@
+"""What multiplied the source's tensors before they were written, as the output's transforms.npz records it."""
+
+import zipfile
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from llmcompress.engine.recover.recover_plan import RecoverPlan
+from llmcompress.engine.source.open import open_checkpoint
+from llmcompress.errors import CheckpointError
+
+FACTORS = "transforms.npz"
+
+Arrays = dict[str, NDArray[Any]]
+
+
+class Factors:
+    """The recorded factors of a compressed model. rotated: whether its channels were mixed, which none record."""
+
+    def __init__(self, plan: RecoverPlan) -> None:
+        self.plan, self.original = plan, open_checkpoint(plan.original)
+        self.arrays = _read(plan)
+        steps = plan.report["recipe"].get("steps")
+        self.rotated = any(isinstance(step, dict) and step.get("method") == "rotate" for step in steps or ())
+        spec = plan.opened.matrices.spec
+        norms = [*spec.norms, *([] if spec.final is None else [spec.final])]
+        self._offsets = {norm.path: norm.offset for norm in norms}
+        if spec.scores is not None:
+            self._offsets |= dict.fromkeys(spec.scores.norms or (), spec.scores.offset)
+
+    def offset(self, name: str, path: str) -> float:
+        """What the weight of the norm at a module path is smaller by than its gain."""
+        recorded = self.arrays.get(f"{name}/offset")
+        return self._offsets.get(path, 0.0) if recorded is None else float(recorded)
+
+    def source(self, name: str) -> Tensor | None:
+        """The tensor of the source times its factors, float32; None where it is not known, as after a rotation."""
+        if self.rotated or name not in self.original:
+            return None
+        work = self.original.read_finite(name).to(torch.float64)
+        offset = float(self.arrays.get(f"{name}/offset", np.float64(0)))
+        for axis in range(work.dim()):
+            factor = self.arrays.get(f"{name}/{axis}")
+            if factor is not None:
+                shape = [-1 if dim == axis else 1 for dim in range(work.dim())]
+                work = (work + offset) * torch.from_numpy(factor.astype(np.float64)).view(shape) - offset
+        return work.to(torch.float32)
+
+    def base(self, name: str, weight: Tensor) -> Tensor:
+        """The weight of a norm before it was rounded to the type that it is stored in, float32."""
+        exact = self.source(name)
+        return weight.to(torch.float32) if exact is None else exact
+
+    def with_gains(self, name: str, gains: Tensor, offset: float) -> None:
+        """Record that a norm's gains were multiplied once more."""
+        if self.rotated:
+            return
+        self.arrays[f"{name}/0"] = self.arrays.get(f"{name}/0", 1.0) * gains.to(torch.float64).numpy()
+        if offset:
+            self.arrays[f"{name}/offset"] = np.array(offset)
+
+
+def _read(plan: RecoverPlan) -> Arrays:
+    file = plan.stored.path / FACTORS
+    if not file.is_file():
+        return {}
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}", "compress the model again") from None

@@ -1,0 +1,121 @@
+"""Planning the recovery of a compressed model: what of it is trained, on which text, and what that takes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from llmcompress.engine.plan.pass_memory import recover_memory
+from llmcompress.engine.plan.paths import check_room
+from llmcompress.engine.plan.run_options import Options
+from llmcompress.engine.source.header_checks import hidden_width
+from llmcompress.engine.source.matrix_refs import Matrices, matrices_of
+from llmcompress.engine.source.open import source_headers
+from llmcompress.engine.source.quantised import DecodedHeaders, decoded_headers
+from llmcompress.engine.structure.source_model import OpenModel, open_model
+from llmcompress.errors import CheckpointError, PlanError
+from llmcompress.ledger import Ledger
+from llmcompress.recipe import Calibration
+from llmcompress.store.headers import ModelHeaders, read_headers, read_json
+
+AT_ONCE = 4  # windows of a step
+ONE_OF = 16  # windows, one is held back
+_LEAST = 2 * ONE_OF
+MADE_FROM = "give the model it was made from: --ref"
+
+
+class RecoverRequest(NamedTuple):
+    """What a user asks for. steps: of training, each of AT_ONCE windows. rate: by which a logarithm moves at most."""
+
+    steps: int
+    rate: float
+
+
+@dataclass(frozen=True)
+class RecoverPlan:
+    """What a run will do. opened: the compressed model. original, matrices: the model it was made from.
+
+    report: of the compressed model. other: text that is held back beside some of the training text, None where that is
+    the shipped text itself. memory_bytes, scratch_bytes: estimates.
+    """
+
+    opened: OpenModel
+    original: ModelHeaders
+    matrices: Matrices
+    report: Mapping[str, Any]
+    request: RecoverRequest
+    other: Calibration | None
+    memory_bytes: int
+    scratch_bytes: int
+
+    @property
+    def passes(self) -> float:
+        """Passes of the text through a whole model, forward or back: one of the original, and those of training."""
+        return 1 + 4 * AT_ONCE * self.request.steps / self.opened.text.samples
+
+    @cached_property
+    def records(self) -> dict[str, Mapping[str, Any]]:
+        """What the report says of each matrix, by its module."""
+        return {item["name"]: item for item in self.report["linears"]}
+
+    @property
+    def stored(self) -> ModelHeaders:
+        """The headers of the compressed model's files."""
+        headers = self.opened.headers
+        return headers.stored if isinstance(headers, DecodedHeaders) else headers
+
+
+def plan_recover(
+    compressed: Path, original: Path, request: RecoverRequest, text: Calibration, options: Options | None = None
+) -> RecoverPlan:
+    """Check from headers that one model was made from the other. Raises LlmcompressError."""
+    options = options or Options()
+    if text.samples < _LEAST:
+        raise PlanError(f"--samples {text.samples} leaves too few windows to hold some back", f"use {_LEAST} or more")
+    if text.source == "self":
+        raise PlanError("text is not sampled for training", "give a text as --calibration, or the default")
+    source = source_headers(original, Ledger())
+    matrices = matrices_of(source, options.trust_remote_code, Ledger())
+    stored = read_headers(compressed)
+    report = _report(compressed)
+    opened = open_model(decoded_headers(stored), text, options, "recovered")
+    if "adapter" in report:
+        raise PlanError(f"an adapter was merged into {compressed}, so {original} is not what it was made from")
+    if report["source"].get("headers_sha256") != source.fingerprint:
+        raise CheckpointError(f"{compressed} was not made from {original}, by its report.json", MADE_FROM)
+    _refuse_unlike(opened.headers, source)
+    other = None if text.source == "default" else Calibration(samples=text.samples, length=text.length, seed=text.seed)
+    scratch = text.samples * text.length * hidden_width(source) * opened.resources.item_bytes
+    scratch += 0 if other is None else scratch // ONE_OF
+    check_room((opened.out, stored.nbytes), (opened.out.parent, scratch))
+    memory = partial(recover_memory, opened.sizes, at_once=AT_ONCE)
+    opened = opened.within_memory(memory)
+    peak = memory(opened.resources).peak("host")
+    return RecoverPlan(opened, source, matrices, report, request, other, peak, scratch)
+
+
+def _report(compressed: Path) -> Mapping[str, Any]:
+    """The report of an output; CheckpointError where there is none that tells of its files and matrices."""
+    file = compressed / "report.json"
+    if not file.is_file():
+        raise CheckpointError(f"{compressed} has no report.json", "give a directory that llmcompress wrote")
+    report = read_json(file)
+    parts = {"linears": list, "tensors": dict, "files": dict, "ledger": list, "recipe": dict, "source": dict}
+    for name, kind in parts.items():
+        if not isinstance(report.get(name), kind):
+            raise CheckpointError(f"{file} does not tell of its {name}", "compress the model again, with this version")
+    if not all(isinstance(item, Mapping) and isinstance(item.get("name"), str) for item in report["linears"]):
+        raise CheckpointError(f"{file} has a record of a matrix without a name", "compress the model again")
+    return report
+
+
+def _refuse_unlike(headers: ModelHeaders, source: ModelHeaders) -> None:
+    """CheckpointError for a tensor of a layer that only one of the models has, or in another shape."""
+    for name, stored in headers.tensors.items():
+        other = source.tensors.get(name)
+        if ".layers." in name and (other is None or other.spec.shape != stored.spec.shape):
+            raise CheckpointError(
+                f"{headers.path} has another structure than {source.path}: {name} is not the same in both",
+                MADE_FROM,
+            )

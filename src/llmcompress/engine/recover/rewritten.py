@@ -1,0 +1,99 @@
+"""A compressed model written anew: what was trained has other scales and gains, all else is as it was, to the byte."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmcompress import __version__
+from llmcompress.engine.recover.choice import encoded
+from llmcompress.engine.recover.factors import FACTORS, Factors
+from llmcompress.engine.recover.recover_plan import RecoverPlan
+from llmcompress.engine.recover.trained import Trained, TrainedMatrix, TrainedNorm
+from llmcompress.store.checkpoint import Checkpoint
+from llmcompress.store.output import OutputDirectory
+
+_CARD, _REPORT = "README.md", "report.json"
+_MEASURED = ("loss", "tokens", "percdamp", "rtn_ratio")  # of the scales as they were
+_ROWS = 1024  # compared at once
+
+
+def write_recovered(
+    plan: RecoverPlan, trained: Mapping[str, Trained], out: OutputDirectory, record: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Write all files of the model; returns the report, with the `record` of what was done."""
+    stored, factors = Checkpoint(plan.stored), Factors(plan)
+    specs = [item.spec for item in plan.stored.tensors.values()]
+    output = plan.report["recipe"].get("output")
+    shard = output.get("shard_size") if isinstance(output, Mapping) else None
+    hashes = out.write_weights(specs, _tensors(plan, trained, stored), shard)
+    for name, item in trained.items():
+        if isinstance(item, TrainedNorm):
+            factors.with_gains(name, item.log.exp(), item.offset)
+    if factors.arrays:
+        out.write_arrays(FACTORS, factors.arrays)
+    written = {*out.files, _REPORT, _CARD}
+    for name in plan.report["files"]:
+        if name not in written and not name.endswith((".safetensors", ".safetensors.index.json")):
+            out.copy_file(plan.stored.path, name)
+    linears = [_record(item, trained.get(f"{item['name']}.weight"), factors) for item in plan.report["linears"]]
+    card = plan.stored.path / _CARD
+    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    out.write_text(_CARD, f"{text.rstrip()}\n\n{_said(record)}")
+    report = {key: value for key, value in plan.report.items() if key not in ("files", "sha256")}
+    ledger = [*plan.report["ledger"], *plan.opened.ledger.as_json()]
+    done = {"llmcompress": __version__, "linears": linears, "ledger": ledger, "tensors": hashes}
+    return out.write_report({**report, **done, "recovery": dict(record)})
+
+
+def _tensors(plan: RecoverPlan, trained: Mapping[str, Trained], stored: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the files in order, what was trained as it is now."""
+    made: dict[str, Tensor] = {}
+    matrices = {item.module: item for item in trained.values() if isinstance(item, TrainedMatrix)}
+    for name in stored.names():
+        module = next((head for head in _heads(name) if head in matrices), None)
+        if module is not None:
+            made |= encoded(plan, module, matrices.pop(module).coded())
+        norm = trained.get(name)
+        if isinstance(norm, TrainedNorm):
+            made[name] = norm.value()
+        yield name, made.pop(name) if name in made else stored.read(name)
+
+
+def _heads(name: str) -> Iterator[str]:
+    """The names of all modules that a tensor may belong to, the longest first."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _record(record: Mapping[str, Any], trained: Trained | None, factors: Factors) -> dict[str, Any]:
+    """The record of a matrix, with its error of now; without what was measured of its scales as they were."""
+    if not isinstance(trained, TrainedMatrix):
+        return dict(record)
+    kept = {key: value for key, value in record.items() if key not in _MEASURED}
+    source = factors.source(f"{trained.module}.weight")
+    return kept if source is None else {**kept, "relative_error": _relative_error(trained.value(), source)}
+
+
+def _relative_error(value: Tensor, source: Tensor) -> float:
+    """||W' - W|| / ||W||, some rows at a time, to six digits."""
+    missed, whole = 0.0, 0.0
+    for mine, theirs in zip(torch.split(value, _ROWS), torch.split(source, _ROWS), strict=True):
+        missed += float((mine - theirs).square().sum(dtype=torch.float64))
+        whole += float(theirs.square().sum(dtype=torch.float64))
+    return float(f"{(missed / max(whole, 1e-60)) ** 0.5:.6g}")
+
+
+def _said(record: Mapping[str, Any]) -> str:
+    """The section of the model card."""
+    held = "; ".join(
+        f"{name}: {item['kl_before']:.4g} before, {item['kl']:.4g} after" for name, item in record["held_back"].items()
+    )
+    return (
+        "## Recovery\n\n"
+        f"The scales of {record['matrices']} matrices and the gains of {record['norms']} norms were trained for "
+        f"{record['best_step']} steps towards the predictions of the original; codes are as they were. KL divergence "
+        f"from the original on text held back ({held}).\n"
+    )
