@@ -31,6 +31,7 @@ PHASES = [
     {"write"},
     {"execute"},
     {"structure", "budget"},
+    {"recover"},
 ]
 PHASE_RANK = {name: rank for rank, names in enumerate(PHASES) for name in names}
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from llmcompress.api.fitting import FitResult, fit
     from llmcompress.api.recipes import load_recipe
     from llmcompress.api.results import Result
-    from llmcompress.api.structure import prune_depth, prune_width, repair_lora
+    from llmcompress.api.structure import prune_depth, prune_width, recover, repair_lora
     from llmcompress.api.verification import VerificationResult, verify
     from llmcompress.engine.plan.plan import Plan
     from llmcompress.engine.plan.run_options import Options
@@ -42,7 +42,7 @@ _MODULES = {
     "llmcompress.api.fitting": ("FitResult", "fit"),
     "llmcompress.api.recipes": ("load_recipe",),
     "llmcompress.api.results": ("Result",),
-    "llmcompress.api.structure": ("prune_depth", "prune_width", "repair_lora"),
+    "llmcompress.api.structure": ("prune_depth", "prune_width", "recover", "repair_lora"),
     "llmcompress.api.verification": ("VerificationResult", "verify"),
     "llmcompress.engine.plan.run_options": ("Options",),
     "llmcompress.engine.plan.plan": ("Plan",),
@@ -88,6 +88,7 @@ __all__ = [
     "plan",
     "prune_depth",
     "prune_width",
+    "recover",
     "repair_lora",
     "run",
     "verify",

@@ -45,6 +45,12 @@ COMMANDS = [
     Command("depth kl", ["depth", "model", "-o", "out", "--drop", "1", "--by", "kl", *SHORT], "out"),
     Command("width", ["width", "model", "-o", "out", "--ratio", "0.5", *SHORT], "out"),
     Command("lora", ["lora", "model", "small", "-o", "out", "--rank", "4", *SHORT], "out", ("model", "small")),
+    Command(
+        "recover",
+        ["recover", "small", "--ref", "model", "-o", "out", "--steps", "2", "--samples", "32", "--length", "16"],
+        "out",
+        ("model", "small"),
+    ),
     Command("export", ["export", "kept", "--format", "gptq", "-o", "out"], "out", ("model", "kept")),
     Command("imatrix", ["imatrix", "model", "-o", "out", *SHORT], "out"),
     Command(

@@ -10,6 +10,7 @@ from llmcompress.registry import suggest
 TEXT_SETTINGS = ("calibration", "field", "samples", "length", "seed")
 OUTPUT_SETTINGS = ("format", "shard_size")
 FEW_WINDOWS = 8  # enough to tell layers apart
+STEPS = 64  # of recovery, four windows each
 COMMON_SETTINGS = (*TEXT_SETTINGS, *OUTPUT_SETTINGS, "kv_cache")
 """Settings of every command that writes safetensors."""
 

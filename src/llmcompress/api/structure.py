@@ -1,4 +1,4 @@
-"""Models that lose layers or channels, and adapters: what `depth`, `width` and `lora` do."""
+"""Models that lose layers or channels, adapters and recovery: what `depth`, `width`, `lora` and `recover` do."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any, Literal
 from llmcompress.api.compression import placed
 from llmcompress.api.quiet import quiet_libraries
 from llmcompress.api.results import Result, timed
-from llmcompress.api.settings import TEXT_SETTINGS, depth_text, refuse_unknown, text_of
+from llmcompress.api.settings import STEPS, TEXT_SETTINGS, depth_text, refuse_unknown, text_of
 from llmcompress.api.steps import Watch, watched
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.process.ranks import refuse_several
@@ -121,3 +121,37 @@ def repair_lora(
     refuse_unknown(settings, TEXT_SETTINGS, "the options of lora")
     plan = plan_lora(Path(original), Path(compressed), rank, by, text_of(settings), placed(options, output))
     return restructured(plan.opened.out, lambda watch: repair(plan, watch), progress, stop)
+
+
+def recover(
+    compressed: str | Path,
+    ref: str | Path,
+    output: str | Path | None = None,
+    *,
+    steps: int = STEPS,
+    rate: float | None = None,
+    options: Options | None = None,
+    progress: Watch | None = None,
+    stop: Callable[[int], bool] | None = None,
+    **settings: Any,
+) -> Result:
+    """Train the scales of a compressed model, and the gains of its norms, towards the original's predictions.
+
+    ref: the model it was made from. steps: of training. rate: the share by which a step changes a scale at most, at
+    first; by default a fiftieth of the mean error of the matrices. settings: `calibration`, `field`, `samples`,
+    `length`, `seed`. Raises LlmcompressError; RunError where the divergence on text that is held back did not fall.
+
+        >>> rounded = llmcompress.compress("model", method="rtn", bits=3, output="model-w3")
+        >>> result = llmcompress.recover(rounded.output, "model", "recovered", steps=16, samples=32, length=64)
+        >>> held = result.report["recovery"]["held_back"]["calibration"]
+        >>> held["kl"] < held["kl_before"]
+        True
+    """
+    from llmcompress.engine.recover import recovery
+    from llmcompress.engine.recover.recover_plan import RecoverRequest, plan_recover
+
+    refuse_several("recover() of Python")
+    refuse_unknown(settings, TEXT_SETTINGS, "the options of recover")
+    request = RecoverRequest(steps, rate)
+    plan = plan_recover(Path(compressed), Path(ref), request, text_of(settings), placed(options, output))
+    return restructured(plan.opened.out, lambda watch: recovery.recover(plan, watch), progress, stop)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from llmcompress.api.settings import text_of
+from llmcompress.api.settings import STEPS, text_of
 from llmcompress.cli import options as flags
 from llmcompress.cli.structured import COMMON, carry_out
 
@@ -23,7 +23,13 @@ Out = Annotated[
 ]
 Steps = Annotated[int, typer.Option("--steps", min=1, max=1_000_000, help="Steps of training, of 4 windows each.")]
 Rate = Annotated[
-    float, typer.Option("--rate", min=1e-6, max=0.1, help="Share by which a step changes a scale at most, at first.")
+    float | None,
+    typer.Option(
+        "--rate",
+        min=1e-6,
+        max=0.1,
+        help="Share by which a step changes a scale at most, at first. Default: a fiftieth of the mean relative error.",
+    ),
 ]
 
 DOC = """Train the scales of a compressed model, and the gains of its norms, towards the original's predictions.
@@ -33,8 +39,8 @@ is held back, and nothing is written unless the divergence on those falls."""
 OPTIONS: dict[str, tuple[Any, Any]] = {
     "compressed": (Compressed, ...),
     "ref": (Reference, ...),
-    "steps": (Steps, 64),
-    "rate": (Rate, 4e-3),
+    "steps": (Steps, STEPS),
+    "rate": (Rate, None),
     "out": (Out, None),
     **flags.taken("overwrite"),
     **COMMON,
@@ -47,7 +53,7 @@ def register(app: typer.Typer) -> None:
 
 def recover(**values: Any) -> None:
     """Plan, train, write, tell."""
-    from llmcompress.engine.recover import recover as engine
+    from llmcompress.engine.recover import recovery
     from llmcompress.engine.recover.recover_plan import RecoverRequest, plan_recover
 
     request = RecoverRequest(values["steps"], values["rate"])
@@ -55,7 +61,7 @@ def recover(**values: Any) -> None:
     facts = {
         "output": str(plan.opened.out),
         "steps": request.steps,
-        "rate": request.rate,
+        "rate": plan.rate,
         "output_bytes": plan.stored.nbytes,
         "passes": round(plan.passes, 1),
         "scratch_bytes": plan.scratch_bytes,
@@ -64,7 +70,8 @@ def recover(**values: Any) -> None:
 
     def summary(report: Mapping[str, Any]) -> str:
         held = report["recovery"]["held_back"]
-        return "KL " + ", ".join(f"{item['kl_before']:.4g} -> {item['kl']:.4g} ({name})" for name, item in held.items())
+        falls = (f"{item['kl_before']:.4g} -> {item['kl']:.4g} ({name})" for name, item in held.items())
+        return f"KL on text held back {', '.join(falls)}"
 
     onward = ("eval", plan.opened.out, "--ref", values["ref"])
-    carry_out(plan.opened, facts, values, partial(engine.recover, plan), summary, onward)
+    carry_out(plan.opened, facts, values, partial(recovery.recover, plan), summary, onward)

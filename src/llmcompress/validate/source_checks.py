@@ -147,7 +147,8 @@ def _bound_wrongs(
             wrong.append(f"{module} cannot be decoded")
             continue
         transposed = directory.transposed(record, original, written)
-        nearest = record.get("method") == "rtn" and "pruner" not in record and isinstance(written, StoredMatrix)
+        nearest = record.get("method") == "rtn" and not {"pruner", "recovered"} & record.keys()
+        nearest = nearest and isinstance(written, StoredMatrix)
         error, norm, far = 0.0, 0.0, 0
         rows = original.shape[1 if transposed else 0]
         for start in range(0, rows, ROWS):

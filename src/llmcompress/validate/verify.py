@@ -21,7 +21,7 @@ What is proved, in words:
   source that is quantised itself counts as its decoded values (`decoded_source`).
 - bound: of every matrix, the relative error ||W - W'|| / ||W|| (Frobenius) is the one that report.json recorded, to
   0.1%, and below 1, which is what zeroing the matrix would give. Decoded weights are rounded once more to their stored
-  type, which may add or hide as much as the rounding can be. For method rtn without pruning, element by
+  type, which may add or hide as much as the rounding can be. For method rtn without pruning and recovery, element by
   element, |w - w'| <= half a step + what lies outside the range of the grid, since rounding takes the nearest code.
 """
 

@@ -5,11 +5,11 @@ layer being run anew. The original runs once: of it the states behind its last l
 the logits again.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
-from threading import local
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from llmcompress.store.windows import Windows
 from llmcompress.workers import Workers
 
 
-class Place(NamedTuple):
+class TrainedPlace(NamedTuple):
     """Where a trained tensor is in a layer, or in what stands outside of the layers: a module path below it."""
 
     path: str
@@ -43,7 +43,7 @@ class Distillation:
         states: Windows,
         tokens: Tensor,
         trained: Mapping[str, Trained],
-        places: Sequence[Sequence[Place]],
+        places: Sequence[Sequence[TrainedPlace]],
         workers: Workers,
     ) -> None:
         self.student, self.teacher, self.states, self.tokens = student, teacher, states, tokens
@@ -149,7 +149,7 @@ class Distillation:
     def _slopes(
         self,
         section: nn.Module,
-        places: Sequence[Place],
+        places: Sequence[TrainedPlace],
         hidden: Tensor,
         run: Callable[[Tensor], tuple[Tensor, Tensor | None]],
     ) -> tuple[dict[str, Tensor], Tensor]:
@@ -174,7 +174,7 @@ class _PerThread:
     """Copies of what stands outside of the layers for each thread, since running it leaves traces there."""
 
     def __init__(self, *sections: nn.Module) -> None:
-        self._sections, self._local = sections, local()
+        self._sections, self._local = sections, threading.local()
 
     def get(self) -> tuple[nn.Module, ...]:
         if not hasattr(self._local, "copies"):
@@ -182,13 +182,13 @@ class _PerThread:
         return self._local.copies  # type: ignore[no-any-return]
 
 
-def _mark(section: nn.Module, places: Sequence[Place]) -> None:
+def _mark(section: nn.Module, places: Sequence[TrainedPlace]) -> None:
     """Let gradients reach the trained tensors of a section."""
     for place in places:
         _weight(section, place).requires_grad_()
 
 
-def _weight(section: nn.Module, place: Place) -> Tensor:
+def _weight(section: nn.Module, place: TrainedPlace) -> Tensor:
     weight = section.get_submodule(place.path).weight
     assert isinstance(weight, Tensor)  # not a module
     return weight

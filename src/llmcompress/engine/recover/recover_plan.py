@@ -18,26 +18,32 @@ from llmcompress.errors import CheckpointError, PlanError
 from llmcompress.ledger import Ledger
 from llmcompress.recipe import Calibration
 from llmcompress.store.headers import ModelHeaders, read_headers, read_json
+from llmcompress.store.side_files import has_tokenizer
 
 AT_ONCE = 4  # windows of a step
 ONE_OF = 16  # windows, one is held back
+_RATE = 1e-3  # of norms alone
 _LEAST = 2 * ONE_OF
+SHARE = 1 / 50  # of the mean relative error of the matrices: the rate, where none is asked for
 MADE_FROM = "give the model it was made from: --ref"
 
 
 class RecoverRequest(NamedTuple):
-    """What a user asks for. steps: of training, each of AT_ONCE windows. rate: by which a logarithm moves at most."""
+    """What a user asks for. steps: of training, each of AT_ONCE windows.
+
+    rate: by which a step moves a logarithm at most, at first; None for a share of what rounding has changed.
+    """
 
     steps: int
-    rate: float
+    rate: float | None = None
 
 
 @dataclass(frozen=True)
 class RecoverPlan:
     """What a run will do. opened: the compressed model. original, matrices: the model it was made from.
 
-    report: of the compressed model. other: text that is held back beside some of the training text, None where that is
-    the shipped text itself. memory_bytes, scratch_bytes: estimates.
+    report: of the compressed model. other: shipped text that is held back beside some of the training text; None where
+    that is the shipped text itself, or nothing tells tokens of a text. memory_bytes, scratch_bytes: estimates.
     """
 
     opened: OpenModel
@@ -48,6 +54,14 @@ class RecoverPlan:
     other: Calibration | None
     memory_bytes: int
     scratch_bytes: int
+
+    @property
+    def rate(self) -> float:
+        """The rate of the first steps."""
+        if self.request.rate is not None:
+            return self.request.rate
+        errors = [item["relative_error"] for item in self.report["linears"] if item["grid"]]
+        return float(f"{SHARE * sum(errors) / len(errors):.2g}") if errors else _RATE
 
     @property
     def passes(self) -> float:
@@ -85,7 +99,8 @@ def plan_recover(
     if report["source"].get("headers_sha256") != source.fingerprint:
         raise CheckpointError(f"{compressed} was not made from {original}, by its report.json", MADE_FROM)
     _refuse_unlike(opened.headers, source)
-    other = None if text.source == "default" else Calibration(samples=text.samples, length=text.length, seed=text.seed)
+    shipped = Calibration(samples=text.samples, length=text.length, seed=text.seed)
+    other = None if text.source == shipped.source or not has_tokenizer(original) else shipped
     scratch = text.samples * text.length * hidden_width(source) * opened.resources.item_bytes
     scratch += 0 if other is None else scratch // ONE_OF
     check_room((opened.out, stored.nbytes), (opened.out.parent, scratch))
@@ -105,8 +120,10 @@ def _report(compressed: Path) -> Mapping[str, Any]:
     for name, kind in parts.items():
         if not isinstance(report.get(name), kind):
             raise CheckpointError(f"{file} does not tell of its {name}", "compress the model again, with this version")
-    if not all(isinstance(item, Mapping) and isinstance(item.get("name"), str) for item in report["linears"]):
-        raise CheckpointError(f"{file} has a record of a matrix without a name", "compress the model again")
+    kinds = {"name": str, "grid": str | None, "relative_error": float | int}
+    for item in report["linears"]:
+        if not isinstance(item, Mapping) or not all(isinstance(item.get(key), kind) for key, kind in kinds.items()):
+            raise CheckpointError(f"{file} has a record of a matrix that cannot be used", "compress the model again")
     return report
 
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from llmcompress import __version__
-from llmcompress.engine.recover.choice import encoded
 from llmcompress.engine.recover.factors import FACTORS, Factors
 from llmcompress.engine.recover.recover_plan import RecoverPlan
 from llmcompress.engine.recover.trained import Trained, TrainedMatrix, TrainedNorm
+from llmcompress.engine.recover.trained_parts import encoded
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.output import OutputDirectory
 
@@ -72,7 +72,7 @@ def _record(record: Mapping[str, Any], trained: Trained | None, factors: Factors
     """The record of a matrix, with its error of now; without what was measured of its scales as they were."""
     if not isinstance(trained, TrainedMatrix):
         return dict(record)
-    kept = {key: value for key, value in record.items() if key not in _MEASURED}
+    kept = {**{key: value for key, value in record.items() if key not in _MEASURED}, "recovered": True}
     source = factors.source(f"{trained.module}.weight")
     return kept if source is None else {**kept, "relative_error": _relative_error(trained.value(), source)}
 

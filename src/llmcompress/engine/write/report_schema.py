@@ -119,6 +119,31 @@ class Linear(Document):
     pruner: str | None = Field(None, description="method that chose which weights are zero")
     pattern: str | None = Field(None, description="n:m pattern of the zeros, n kept of m")
     sparsity: Share | None = Field(None, description="share of weights that are exactly zero, where many are")
+    recovered: bool = Field(
+        False,
+        description="whether its scales were trained; then relative_error, but for a rotated model, is that of now",
+    )
+
+
+class HeldBack(Document):
+    """What training did to the KL divergence from the original on text that was held back."""
+
+    windows: Positive
+    kl_before: Magnitude
+    kl: Magnitude
+
+
+class Recovery(Document):
+    """How the scales and gains of an output were trained."""
+
+    steps: Positive
+    windows_at_once: Positive = Field(description="windows of a step")
+    rate: Magnitude = Field(description="share by which a step changes a scale at most, at first")
+    best_step: Positive = Field(description="the step whose scales were kept")
+    matrices: Count = Field(description="matrices whose scales were trained")
+    norms: Count = Field(description="norms whose gains were trained")
+    calibration: Tokens
+    held_back: dict[str, HeldBack] = Field(description="by text")
 
 
 class ScaledSite(Document):
@@ -177,6 +202,7 @@ class Report(Document):
     unstacked: dict[str, UnstackedTensor] | None = Field(
         None, description="tensors of the source that hold something of every expert, which the output has one by one"
     )
+    recovery: Recovery | None = Field(None, description="how scales and gains were trained afterwards")
     sha256: Sha256 | None = Field(None, description="of the text of this document without this key")
 
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from llmcompress.engine.process.process_memory import return_freed_memory
-from llmcompress.engine.recover.choice import Choice
 from llmcompress.engine.recover.distill import Distillation
 from llmcompress.engine.recover.recover_plan import AT_ONCE, MADE_FROM, ONE_OF, RecoverPlan
 from llmcompress.engine.recover.rewritten import write_recovered
 from llmcompress.engine.recover.trained import Adam, TrainedMatrix, TrainedNorm, TrainedWeights
+from llmcompress.engine.recover.trained_parts import TrainedParts
 from llmcompress.engine.run.opened_model import opened_model
 from llmcompress.engine.run.tokens import tokens_for
 from llmcompress.engine.source.open import open_checkpoint, round_as_stored
@@ -65,16 +65,16 @@ def recover(plan: RecoverPlan, watch: Watch = lambda done, of: None) -> dict[str
         text = _text(plan)
         student = opened.model()
         round_as_stored(student, opened.checkpoint)
-        choice = Choice(plan, student)
-        student.weights = TrainedWeights(opened.checkpoint, choice.by_name)
+        parts = TrainedParts(plan, student)
+        student.weights = TrainedWeights(opened.checkpoint, parts.by_name)
         with opened.scratch_folder(out) as (folder, workers):
             states = _original_states(plan, text.tokens, folder, workers, watch)
-            learner = Distillation(student, *states, text.tokens, choice.by_name, choice.places, workers)
+            learner = Distillation(student, *states, text.tokens, parts.by_name, parts.places, workers)
             first, *later = _train(plan, learner, text, watch)
         best = _best(first, later)
-        for name, item in choice.by_name.items():
+        for name, item in parts.by_name.items():
             item.log = best.logs[name]
-        report = write_recovered(plan, choice.by_name, out, _record(plan, choice, text, first, best))
+        report = write_recovered(plan, parts.by_name, out, _record(plan, parts, text, first, best))
         out.commit()
     return report
 
@@ -98,9 +98,9 @@ def _text(plan: RecoverPlan) -> _Text:
     back = range(ONE_OF - 1, len(own), ONE_OF)
     trained = [number for number in range(len(own)) if number not in back]
     if plan.other is None:
-        return _Text(own, trained, {"default": back})
+        return _Text(own, trained, {"calibration": back})
     other = drawn(plan.other)[ONE_OF - 1 :: ONE_OF]
-    held = {"calibration": back, "default": range(len(own), len(own) + len(other))}
+    held = {"calibration": back, "shipped text": range(len(own), len(own) + len(other))}
     return _Text(torch.cat([own, other]), trained, held)
 
 
@@ -135,7 +135,7 @@ def _train(plan: RecoverPlan, learner: Distillation, text: _Text, watch: Watch) 
             divergence, gradients = learner.gradients(now)
             if not math.isfinite(divergence):
                 raise RunError(f"the divergence is {divergence} after {step} steps", "try a lower --rate")
-            adam.step(gradients, plan.request.rate * (1 + math.cos(math.pi * step / steps)) / 2)
+            adam.step(gradients, plan.rate * (1 + math.cos(math.pi * step / steps)) / 2)
             return_freed_memory()
             if step + 1 == steps or (step + 1) % max(1, steps // _LOOKS) == 0:
                 yield _look(learner, text, step + 1)
@@ -159,13 +159,13 @@ def _best(first: _Look, later: Sequence[_Look]) -> _Look:
     return min(good, key=lambda look: look.mean)
 
 
-def _record(plan: RecoverPlan, choice: Choice, text: _Text, first: _Look, best: _Look) -> dict[str, Any]:
+def _record(plan: RecoverPlan, parts: TrainedParts, text: _Text, first: _Look, best: _Look) -> dict[str, Any]:
     """What the report says of the recovery."""
-    request, trained = plan.request, choice.by_name.values()
+    request, trained = plan.request, parts.by_name.values()
     return {
         "steps": request.steps,
         "windows_at_once": AT_ONCE,
-        "rate": request.rate,
+        "rate": plan.rate,
         "best_step": best.step,
         "matrices": sum(isinstance(item, TrainedMatrix) for item in trained),
         "norms": sum(isinstance(item, TrainedNorm) for item in trained),

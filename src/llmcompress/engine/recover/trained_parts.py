@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from llmcompress.engine.recover.distill import Place
+from llmcompress.engine.recover.distill import TrainedPlace
 from llmcompress.engine.recover.factors import Factors
 from llmcompress.engine.recover.recover_plan import RecoverPlan
 from llmcompress.engine.recover.trained import Trained, TrainedMatrix, TrainedNorm
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from llmcompress.grids.coded import Coded
 
 
-class Choice:
+class TrainedParts:
     """What is trained of a model. by_name: by the name of the tensor. places: by layer, and last behind the layers."""
 
     def __init__(self, plan: RecoverPlan, student: StreamedModel) -> None:
         self.plan, self.student, self.stored = plan, student, Checkpoint(plan.stored)
         self.by_name: dict[str, Trained] = {}
-        self.places: list[list[Place]] = [[] for _ in range(len(student.layers) + 1)]
+        self.places: list[list[TrainedPlace]] = [[] for _ in range(len(student.layers) + 1)]
         self._matrices()
         self._norms()
         if not self.by_name:
@@ -44,7 +44,7 @@ class Choice:
                 self.plan.opened.ledger.note("untrained", ref.module, why)
                 continue
             self.by_name[name] = found
-            self.places[ref.layer].append(Place(ref.path, name))
+            self.places[ref.layer].append(TrainedPlace(ref.path, name))
 
     def _runs_as(self, layer: int, path: str, name: str) -> bool:
         """Whether the tensor of that name is, alone, the weight of the module at `path` of a layer."""
@@ -77,12 +77,12 @@ class Choice:
         for number, layer in enumerate(self.student.layers):
             for path in _norms_of(layer):
                 name = self.student.disk_name(number, f"{path}.weight")
-                self._norm(name, factors, Place(path, name), number)
+                self._norm(name, factors, TrainedPlace(path, name), number)
         for path in _norms_of(self.student.causal):
             name = self.student.outer_name(f"{path}.weight")
-            self._norm(name, factors, Place(path, name), len(self.student.layers))
+            self._norm(name, factors, TrainedPlace(path, name), len(self.student.layers))
 
-    def _norm(self, name: str, factors: Factors, place: Place, section: int) -> None:
+    def _norm(self, name: str, factors: Factors, place: TrainedPlace, section: int) -> None:
         weight = self.stored.read_finite(name)
         self.by_name[name] = TrainedNorm(factors.base(name, weight), weight.dtype, factors.offset(name, place.path))
         self.places[section].append(place)
