@@ -46,10 +46,36 @@ def test_programs_are_told_each_step(command, main, capsys):
     assert [event["done"] for event in events if event["event"] == "progress"] == [1, 2, 3, 4, 5]
 
 
-def test_a_deadline_stops_after_a_step_and_leaves_nothing(command, main, capsys, tmp_path):
-    assert main(*command, "--deadline", 0) == 75
-    assert "error: stopped at a safe point, 1 of 5 steps done" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
+def test_a_deadline_stops_after_a_step_and_the_same_command_goes_on(command, main, capsys, tmp_path):
+    """Stopped after every step, the bytes are those of a run that was never stopped."""
+    assert main(*command) == 0
+    done = (tmp_path / "out").rename(tmp_path / "whole")
+    capsys.readouterr()
+    for step in range(1, 5):
+        assert main(*command, "--deadline", 0) == 75
+        message = capsys.readouterr().err
+        assert f"error: stopped at a safe point, {step} of 5 steps done" in message
+        assert "the same command goes on from here" in message
+        assert {path.name for path in tmp_path.iterdir()} == {"whole", "out.work"}
+    assert main(*command, "--deadline", 0) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"whole", "out"}
+    names = {file.name for file in done.iterdir()}
+    assert names == {file.name for file in (tmp_path / "out").iterdir()}
+    assert all((done / name).read_bytes() == (tmp_path / "out" / name).read_bytes() for name in names)
+
+
+def test_work_of_another_run_or_damaged_work_is_not_gone_on_with(command, main, capsys, tmp_path):
+    assert main(*command[:-1], 2, "--deadline", 0) == 75
+    assert main(*command) == 2
+    assert "out.work holds another run: recover.steps was 2, now 3" in capsys.readouterr().err
+    assert main(*command, "--restart", "--deadline", 0) == 75
+    for _ in range(2):
+        assert main(*command, "--deadline", 0) == 75
+    file = tmp_path / "out.work" / "training.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    assert main(*command) == 1
+    assert "start afresh with --restart" in capsys.readouterr().err
+    assert main(*command, "--restart") == 0
 
 
 def test_too_little_memory_is_refused_before_anything_is_done(command, main, capsys, tmp_path):

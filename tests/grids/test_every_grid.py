@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from llmcompress.calib.pack import save
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.formats.base import TensorSpec
+from llmcompress.grids.blocks import BLOCK_TYPES
 from llmcompress.grids.fitting import fit
 from llmcompress.grids.grid_type import grid_types, spec_named
 from llmcompress.recipe import formats, methods, parse
@@ -122,16 +123,18 @@ def test_formats_to_suggest_are_formats_that_hold_the_grid(name):
     assert set(grid_types()[name].formats) <= set(holders(name))
 
 
+def plainly(name):
+    """Rounding to nearest on a grid, its group size resolved."""
+    method = methods()["rtn"](**options(name))
+    if method.group_size or not method.grid_type.default_group:
+        return method
+    return method.model_copy(update={"group_size": method.grid_type.default_group})
+
+
 @pytest.mark.parametrize("name", CHOSEN)
 def test_whoever_asks_a_grid_gets_an_answer(name):
     """What methods, formats and loops ask of any grid, on a matrix of two groups."""
-    method = methods()["rtn"](**options(name))
-    method = (
-        method
-        if method.group_size or not method.grid_type.default_group
-        else method.model_copy(update={"group_size": method.grid_type.default_group})
-    )
-    spec = method.grid
+    spec = plainly(name).grid
     assert spec_named(spec.name) == spec
     assert spec.groups(256) * spec.width(256) == 256
     assert spec.bits < spec.bits_per_weight(256) < spec.bits + 8
@@ -153,6 +156,24 @@ def test_whoever_asks_a_grid_gets_an_answer(name):
     rounded, plain = (fit(weight, spec, clip=clip) for clip in ("search", "minmax"))
     best, worst = ((item.decode(item.encode(weight)) - weight).square().sum() for item in (rounded, plain))
     assert best <= worst
+
+
+@pytest.mark.parametrize("name", [*CHOSEN, *BLOCK_TYPES])
+def test_factors_multiply_values_by_groups_or_are_refused(name):
+    """Factors that are powers of two are exact, and no other group moves; others are rounded as scales are stored."""
+    spec = BLOCK_TYPES[name] if name in BLOCK_TYPES else plainly(name).grid
+    weight = torch.randn(24, 512, generator=torch.Generator().manual_seed(0))
+    grid = fit(weight, spec)
+    codes, index = grid.encode(weight), grid.factor_index
+    if index is None:
+        assert name not in ("int", "offset", "fp8", *BLOCK_TYPES)
+        return
+    factors = torch.ones(24, int(index.max()) + 1)
+    factors[3, 0], factors[4, -1] = 2.0, 0.5
+    values = grid.decode(codes)
+    assert torch.equal(grid.multiplied(factors, torch.float16).decode(codes), values * factors[:, index])
+    moved = grid.multiplied(factors * 1.1, torch.bfloat16).decode(codes)
+    assert torch.allclose(moved, values * factors[:, index] * 1.1, rtol=2**-6, atol=2**-7 * float(values.abs().max()))
 
 
 def test_a_grid_that_cannot_be_held_is_refused_with_formats_that_hold_it(shallow_model_dir, tmp_path):

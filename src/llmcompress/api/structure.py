@@ -13,6 +13,7 @@ from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.process.ranks import refuse_several
 
 NOTHING_KEPT = "nothing is kept of an output under way; the same command begins again"
+ALL_KEPT = "the same command goes on from here"
 
 
 def restructured(
@@ -20,10 +21,11 @@ def restructured(
     work: Callable[[Watch], dict[str, Any]],
     progress: Watch | None,
     stop: Callable[[int], bool] | None,
+    kept: str = NOTHING_KEPT,
 ) -> Result:
-    """The result of work that writes `output` and returns its report."""
+    """The result of work that writes `output` and returns its report. kept: what a later start finds."""
     with quiet_libraries():
-        return timed(output, lambda: work(watched(progress, stop, NOTHING_KEPT)))
+        return timed(output, lambda: work(watched(progress, stop, kept)))
 
 
 def prune_depth(
@@ -154,4 +156,4 @@ def recover(
     refuse_unknown(settings, TEXT_SETTINGS, "the options of recover")
     request = RecoverRequest(steps, rate)
     plan = plan_recover(Path(compressed), Path(ref), request, text_of(settings), placed(options, output))
-    return restructured(plan.opened.out, lambda watch: recovery.recover(plan, watch), progress, stop)
+    return restructured(plan.opened.out, lambda watch: recovery.recover(plan, watch), progress, stop, ALL_KEPT)

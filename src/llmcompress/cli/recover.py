@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from llmcompress.api.settings import STEPS, text_of
+from llmcompress.api.structure import ALL_KEPT
 from llmcompress.cli import options as flags
 from llmcompress.cli.structured import COMMON, carry_out
 
@@ -42,7 +43,7 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "steps": (Steps, STEPS),
     "rate": (Rate, None),
     "out": (Out, None),
-    **flags.taken("overwrite"),
+    **flags.taken("overwrite", "work", "restart"),
     **COMMON,
 }
 
@@ -74,4 +75,4 @@ def recover(**values: Any) -> None:
         return f"KL on text held back {', '.join(falls)}"
 
     onward = ("eval", plan.opened.out, "--ref", values["ref"])
-    carry_out(plan.opened, facts, values, partial(recovery.recover, plan), summary, onward)
+    carry_out(plan.opened, facts, values, partial(recovery.recover, plan), summary, onward, ALL_KEPT)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from llmcompress.api.settings import FEW_WINDOWS, depth_text, text_of
-from llmcompress.api.structure import restructured
+from llmcompress.api.structure import NOTHING_KEPT, restructured
 from llmcompress.cli import console
 from llmcompress.cli import options as flags
 from llmcompress.cli.log import log
@@ -170,10 +170,11 @@ def carry_out(
     work: Callable[[Callable[[int, int], None]], dict[str, Any]],
     summary: Callable[[Mapping[str, Any]], str],
     onward: Sequence[object],
+    kept: str = NOTHING_KEPT,
 ) -> None:
     """Tell the plan's `facts` and stop there, or do the `work` and tell of its report, in short by `summary`.
 
-    onward: the command that may be wanted next.
+    onward: the command that may be wanted next. kept: what a later start finds of work that was stopped.
     """
     if values["dry_run"]:
         if facts["passes"]:
@@ -183,7 +184,7 @@ def carry_out(
     quiet = values["quiet"] or (values["json_"] and not log.active)
     tell_plan(facts, quiet)
     with console.Steps("layers", quiet) as steps:
-        result = restructured(Path(facts["output"]), work, steps.at, Stop(values["deadline"]))
+        result = restructured(Path(facts["output"]), work, steps.at, Stop(values["deadline"]), kept)
     if not quiet:
         console.ledger(result.report["ledger"])
     if values["json_"]:

@@ -106,6 +106,10 @@ class Int8Grid(ScaledGrid):
         levels[:, self.index[self.index >= 0]] = 0
         return self.codes(levels)
 
+    @property
+    def factor_index(self) -> None:  # the scale does not multiply outliers
+        return None
+
     def rescaled(self, scale: Tensor, rows: Tensor, dtype: torch.dtype) -> Int8Grid:
         return replace(self, absmax=torch.where(rows[:, None], scale * _LIMIT, self.absmax))
 

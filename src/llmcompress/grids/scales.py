@@ -30,7 +30,7 @@ class ScaledGrid(Grid):
         """
 
     @property
-    def factor_index(self) -> Tensor:
+    def factor_index(self) -> Tensor | None:
         return self.group_index
 
     def multiplied(self, factors: Tensor, scale_dtype: torch.dtype) -> Self:

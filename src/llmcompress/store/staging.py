@@ -4,6 +4,7 @@
 plan.json                          what the run is; any other is refused, naming the differences
 place.json                         where the model lies, for `export`
 tokens.safetensors                 windows sampled from the model itself
+training.safetensors               what `recover` has learnt so far
 section-00007.safetensors          codes, scales and zero points of layer 7, with its records in the header
 hidden-<name>-00008-<crc>.bin      hidden states [samples, length, hidden] that enter layer 8: `compressed`, of the
                                    model as compressed so far, and `original`, where a method asks for it
@@ -40,11 +41,11 @@ PLAN, PLACE = "plan.json", "place.json"
 _MARK = ".llmcompress-work"
 _FACTORS = "factors/"  # before the name of a space, in the name of a tensor
 _OWN = re.compile(
-    r"(plan\.json|place\.json|tokens\.safetensors|section-\d{5,}\.safetensors)(\.partial)?"
+    r"(plan\.json|place\.json|t(?:okens|raining)\.safetensors|section-\d{5,}\.safetensors)(\.partial)?"
     r"|(hidden|record)-.+\.(bin|partial)"
 )
 _HIDDEN = re.compile(r"hidden-(\w+)-(\d{5,})-([0-9a-f]{8})\.bin")
-_TOKENS = "tokens.safetensors"
+_TOKENS, _TRAINING = "tokens.safetensors", "training.safetensors"
 _SHOWN, _SHORT = 6, 100  # keys that differ, and characters of their values
 
 
@@ -205,6 +206,24 @@ class Staging:
     def keep_tokens(self, tokens: Tensor) -> None:
         """Keep windows [samples, length] for the next start, which `kept_tokens` gives back."""
         write_tokens(self.folder / _TOKENS, tokens)
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def keep_training(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        """Keep what training has come to for the next start, which `training` gives back."""
+        with writing(self.folder / _TRAINING):
+            write_tensors(self.folder / _TRAINING, self._of, tensors, facts)
+
+    def training(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """What was kept of training, tensors and plain data; None if nothing was."""
+        file = self.folder / _TRAINING
+        if not file.exists():
+            return None
+        try:
+            with checked_tensors(file, self._of) as found:
+                return {name: found.read(name) for name in found.names}, found.facts
+        except (OSError, ValueError) as error:
+            raise RunError(f"{file} is damaged: {error}", "start afresh with --restart") from None
 
     def remove(self) -> None:
         """Delete the work directory; only files it made itself."""

@@ -17,6 +17,7 @@ from llmcompress.engine.structure.source_model import OpenModel, open_model
 from llmcompress.errors import CheckpointError, PlanError
 from llmcompress.ledger import Ledger
 from llmcompress.recipe import Calibration
+from llmcompress.store.files import refuse_unwritable
 from llmcompress.store.headers import ModelHeaders, read_headers, read_json
 from llmcompress.store.side_files import has_tokenizer
 
@@ -54,6 +55,7 @@ class RecoverPlan:
     other: Calibration | None
     memory_bytes: int
     scratch_bytes: int
+    work: Path
 
     @property
     def rate(self) -> float:
@@ -72,6 +74,17 @@ class RecoverPlan:
     def records(self) -> dict[str, Mapping[str, Any]]:
         """What the report says of each matrix, by its module."""
         return {item["name"]: item for item in self.report["linears"]}
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a work directory says of its run; a later start goes on only where all of this is equal."""
+        return {
+            "recover": {"steps": self.request.steps, "rate": self.rate},
+            "text": [None if text is None else text.model_dump(mode="json") for text in (self.opened.text, self.other)],
+            "model": self.original.contents,
+            "compressed": self.report.get("sha256"),
+            "compute_dtype": self.opened.resources.dtype,
+        }
 
     @property
     def stored(self) -> ModelHeaders:
@@ -103,11 +116,13 @@ def plan_recover(
     other = None if text.source == shipped.source or not has_tokenizer(original) else shipped
     scratch = text.samples * text.length * hidden_width(source) * opened.resources.item_bytes
     scratch += 0 if other is None else scratch // ONE_OF
-    check_room((opened.out, stored.nbytes), (opened.out.parent, scratch))
+    work = options.work or opened.out.with_name(f"{opened.out.name}.work")
+    refuse_unwritable(work)
+    check_room((opened.out, stored.nbytes), (work, scratch))
     memory = partial(recover_memory, opened.sizes, at_once=AT_ONCE)
     opened = opened.within_memory(memory)
     peak = memory(opened.resources).peak("host")
-    return RecoverPlan(opened, source, matrices, report, request, other, peak, scratch)
+    return RecoverPlan(opened, source, matrices, report, request, other, peak, scratch, work)
 
 
 def _report(compressed: Path) -> Mapping[str, Any]:

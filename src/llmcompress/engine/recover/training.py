@@ -1,0 +1,134 @@
+"""Training step by step: what was learnt is kept after every step, so that a later start goes on with it."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from llmcompress.engine.process.process_memory import return_freed_memory
+from llmcompress.engine.recover.distill import Distillation
+from llmcompress.engine.recover.trained import Adam
+from llmcompress.errors import RunError
+from llmcompress.store.staging import Staging
+
+
+class NoGainError(RunError):
+    """Training made nothing better, so that there is nothing to go on with."""
+
+
+_LOOKS = 8  # times that text held back is looked at during training
+_BEST = "best"
+
+
+class TrainingText(NamedTuple):
+    """Windows [windows, length], the numbers of those that are trained on, and slices that are held back, by name."""
+
+    tokens: Tensor
+    trained: Sequence[int]
+    held: Mapping[str, Sequence[int]]
+
+    def order(self, count: int, seed: int) -> list[int]:
+        """`count` windows to train on: all of them in a drawn order, then in another."""
+        generator, found = torch.Generator().manual_seed(seed), list[int]()
+        while len(found) < count:
+            drawn = torch.randperm(len(self.trained), generator=generator).tolist()
+            found += [self.trained[number] for number in drawn]
+        return found[:count]
+
+
+class Look(NamedTuple):
+    """The divergence of each slice that is held back, after some steps."""
+
+    step: int
+    divergences: Mapping[str, float]
+
+    @property
+    def mean(self) -> float:
+        return sum(self.divergences.values()) / len(self.divergences)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value:.4g}" for name, value in self.divergences.items())
+
+    def gains(self, first: "Look") -> bool:
+        """Whether the mean has fallen since the first look, and no slice has risen."""
+        kept = all(value <= first.divergences[name] for name, value in self.divergences.items())
+        return kept and self.mean < first.mean
+
+
+class Training:
+    """Steps of Adam, and looks at what is held back. rate: of the first step; it falls along a cosine."""
+
+    def __init__(
+        self, learner: Distillation, text: TrainingText, steps: int, at_once: int, rate: float, seed: int
+    ) -> None:
+        self.learner, self.text, self.steps, self.at_once, self.rate = learner, text, steps, at_once, rate
+        self.adam = Adam(learner.trained)
+        self.looks: list[Look] = []
+        self.best: dict[str, Tensor] = {}
+        self._order = text.order(steps * at_once, seed)
+
+    def run(self, staged: Staging, watch: Callable[[int], None]) -> tuple[Look, Look]:
+        """Train, and leave the best logarithms in what is trained; the first look, and the best.
+
+        watch: told after each step how many are done. RunError where the divergence did not fall.
+        """
+        self._go_on(staged)
+        with self.learner.heads():
+            if not self.looks:
+                self._look()
+            while self.adam.steps < self.steps:
+                self._step()
+                self._keep(staged)
+                watch(self.adam.steps)
+        first, *later = self.looks
+        good = [look for look in later if look.gains(first)]
+        if not good:
+            raise NoGainError(
+                f"the divergence on text held back did not fall: {first} before, {later[-1]} at the end",
+                "nothing was written; try a lower --rate, more --steps or other text",
+            )
+        for name, item in self.learner.trained.items():
+            item.log = self.best[name]
+        return first, min(good, key=lambda look: look.mean)
+
+    def _step(self) -> None:
+        done = self.adam.steps
+        now = self._order[done * self.at_once : (done + 1) * self.at_once]
+        divergence, gradients = self.learner.gradients(now)
+        if not math.isfinite(divergence):
+            raise NoGainError(f"the divergence is {divergence} after {done} steps", "try a lower --rate")
+        self.adam.step(gradients, self.rate * (1 + math.cos(math.pi * done / self.steps)) / 2)
+        return_freed_memory()
+        done += 1
+        if done == self.steps or done % max(1, self.steps // _LOOKS) == 0:
+            self._look()
+
+    def _look(self) -> None:
+        divergences = {name: self.learner.divergence(windows) for name, windows in self.text.held.items()}
+        now = Look(self.adam.steps, divergences)
+        before = [look for look in self.looks if look.gains(self.looks[0])]
+        if self.looks and now.gains(self.looks[0]) and all(now.mean < look.mean for look in before):
+            self.best = {name: item.log.clone() for name, item in self.learner.trained.items()}
+        self.looks.append(now)
+
+    def _keep(self, staged: Staging) -> None:
+        parts = {"log": {name: item.log for name, item in self.learner.trained.items()}, _BEST: self.best}
+        parts |= {"mean": self.adam.means, "square": self.adam.squares}
+        tensors = {f"{kind}/{name}": tensor for kind, held in parts.items() for name, tensor in held.items()}
+        looks = [[look.step, dict(look.divergences)] for look in self.looks]
+        staged.keep_training(tensors, {"steps": self.adam.steps, "looks": looks})
+
+    def _go_on(self, staged: Staging) -> None:
+        """Take over what an earlier start has kept, if it has kept anything."""
+        found = staged.training()
+        if found is None:
+            return
+        tensors, facts = found
+        self.adam.steps = int(facts["steps"])
+        self.looks = [Look(int(step), divergences) for step, divergences in facts["looks"]]
+        for name, item in self.learner.trained.items():
+            item.log = tensors[f"log/{name}"]
+            self.adam.means[name], self.adam.squares[name] = tensors[f"mean/{name}"], tensors[f"square/{name}"]
+        self.best = {name: tensors[f"{_BEST}/{name}"] for name in self.adam.means if f"{_BEST}/{name}" in tensors}
