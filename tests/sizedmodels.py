@@ -52,7 +52,7 @@ def write(path, hidden, inner, heads, pairs, vocabulary, layers=2, tied=True):
     }
     (path / "config.json").write_text(json.dumps(config))
     save(byte_level(), path)
-    ids = torch.randint(0, vocabulary, (20, 512), generator=generator)
+    ids = torch.randint(0, vocabulary, (32, 512), generator=generator)
     save_file({"input_ids": ids}, path.with_suffix(".ids.safetensors"))
     return path
 

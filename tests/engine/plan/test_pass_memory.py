@@ -1,4 +1,4 @@
-"""Memory of depth, width, lora and fit is within 10% of what they say before; limits are kept or refused."""
+"""Memory of depth, width, lora, recover and fit is within 10% of what they say before; limits are kept or refused."""
 
 import json
 
@@ -17,6 +17,8 @@ COMMANDS = {  # each with a number of threads
     "width by cost": (2, ["width", "--ratio", 0.25, "--by", "cost", *TEXT]),
     "lora": (2, ["lora", "--rank", 16, *TEXT]),
     "lora by weights": (1, ["lora", "--rank", 16, "--by", "weights"]),
+    "recover": (1, ["recover", "--steps", 2, "--samples", 32, "--length", 512]),
+    "recover by two threads": (2, ["recover", "--steps", 2, "--samples", 32, "--length", 512]),
 }
 SMALL = ModelSizes([[Matrix("a", 256, 256, False)] * 4], 256, 8192, (256 * 8192, 512 * 8192), 512)
 
@@ -36,7 +38,9 @@ def models(tmp_path_factory):
 def test_the_estimate_is_within_a_tenth(models, tmp_path, name, what):
     threads, (command, *options) = COMMANDS[what]
     model = models[name]
-    given = [model, *([model.with_name(f"{name}-rtn")] if command == "lora" else []), "-o", tmp_path / "out", *options]
+    rounded = model.with_name(f"{name}-rtn")
+    taken = {"lora": [model, rounded], "recover": [rounded, "--ref", model]}
+    given = [*taken.get(command, [model]), "-o", tmp_path / "out", *options]
     given += ["--threads", threads, "--calibration", model.with_suffix(".ids.safetensors")]
     planned = json.loads(call(command, *given, "--dry-run").stdout)["memory_bytes"]
     done = call(command, *given)
