@@ -10,7 +10,19 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "llmcompress"
 ROW = [
-    {"errors", "extras", "lazy", "registry", "ledger", "hardware", "workers", "background", "yamlfile", "isolation"},
+    {
+        "errors",
+        "extras",
+        "lazy",
+        "registry",
+        "ledger",
+        "hardware",
+        "workers",
+        "background",
+        "yamlfile",
+        "npzfile",
+        "isolation",
+    },
     {"stats", "grids", "packing"},
     {"arch"},
     {"solve", "methods", "pruners", "transforms"},

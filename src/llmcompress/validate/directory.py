@@ -1,6 +1,5 @@
 """A written directory as `verify` reads it."""
 
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.lib import format as format_
 
+from llmcompress import npzfile
 from llmcompress.validate.matrix import StoredMatrix
 from llmcompress.validate.stored import Array, DamageError, Tensor
 
@@ -82,22 +81,7 @@ def read_scales(file: Path) -> Mapping[str, Array]:
 
 def read_arrays(file: Path) -> dict[str, Array]:
     """All arrays of an .npz; DamageError."""
-    if file.exists() and not file.is_file():  # a pipe would block for ever
-        raise DamageError(f"{file.name} is not a file")
     try:
-        with zipfile.ZipFile(file) as arrays:
-            # runs store arrays as they are: what is packed, or stands in two places, could unpack to anything
-            items = arrays.infolist()
-            stored = all(item.compress_type == zipfile.ZIP_STORED for item in items)
-            if not stored or sum(item.file_size for item in items) > file.stat().st_size:
-                raise DamageError(f"{file.name} is packed, which no run writes")
-            return {name.removesuffix(".npy"): _array(arrays, name) for name in arrays.namelist()}
-    except (ValueError, OSError, zipfile.BadZipFile, KeyError, EOFError, MemoryError) as error:
-        raise DamageError(f"{file.name} cannot be read: {error}") from None
-
-
-def _array(arrays: zipfile.ZipFile, name: str) -> Array:
-    """An array of an .npz; ValueError for one of objects, which would be unpickled."""
-    with arrays.open(name) as stored:
-        values: Array = format_.read_array(stored)
-    return values
+        return npzfile.read_arrays(file)
+    except ValueError as error:
+        raise DamageError(str(error)) from None

@@ -5,10 +5,10 @@ import torch
 from recovered import compressed, planned, write_ids
 
 from llmcompress.engine.recover.distill import Distillation
+from llmcompress.engine.recover.recovery import _opened
 from llmcompress.engine.recover.trained import TrainedMatrix, TrainedWeights
 from llmcompress.engine.recover.trained_parts import TrainedParts
-from llmcompress.engine.run.opened_model import opened_model
-from llmcompress.engine.source.open import open_checkpoint, round_as_stored
+from llmcompress.engine.source.open import open_checkpoint
 from llmcompress.engine.structure.source_model import embedded_windows, layer_outputs
 from llmcompress.store.unfinished import claimed
 from llmcompress.validate.load import load_whole
@@ -19,11 +19,10 @@ WINDOWS = [1, 4, 2]
 
 def learner_of(plan, tokens, folder, workers):
     opened = plan.opened
-    student, original = opened.model(), open_checkpoint(plan.original)
-    round_as_stored(student, opened.checkpoint)
+    student, original = _opened(plan, opened.checkpoint, opened.matrices.spec), open_checkpoint(plan.original)
     parts = TrainedParts(plan, student)
     student.weights = TrainedWeights(opened.checkpoint, parts.by_name)
-    teacher = opened_model(original, plan.matrices.spec, "float32", opened.options, tiled_attention=False)
+    teacher = _opened(plan, original, plan.matrices.spec)
     states = embedded_windows(teacher, tokens, 4, folder / "original.bin")
     for number in range(len(teacher.layers)):
         with teacher.layer(number) as layer:

@@ -153,9 +153,9 @@ class Distillation:
         hidden: Tensor,
         run: Callable[[Tensor], tuple[Tensor, Tensor | None]],
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Slopes of trained tensors of a section, and the gradient at `hidden`. run: an output, and the gradient there.
+        """Slopes of the trained tensors of a section, and the gradient at `hidden`.
 
-        Values are leaves of this call alone, so that threads share a section.
+        run: an output, and the gradient there.
         """
         held = [_weight(section, place) for place in places]
         hidden = hidden.detach().requires_grad_()

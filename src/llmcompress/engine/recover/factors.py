@@ -1,6 +1,5 @@
 """What multiplied the source's tensors before they were written, as the output's transforms.npz records it."""
 
-import zipfile
 from typing import Any
 
 import numpy as np
@@ -11,10 +10,9 @@ from torch import Tensor
 from llmcompress.engine.recover.recover_plan import RecoverPlan
 from llmcompress.engine.source.open import open_checkpoint
 from llmcompress.errors import CheckpointError
+from llmcompress.npzfile import read_arrays
 
 FACTORS = "transforms.npz"
-
-Arrays = dict[str, NDArray[Any]]
 
 
 class Factors:
@@ -63,12 +61,9 @@ class Factors:
             self.arrays[f"{name}/offset"] = np.array(offset)
 
 
-def _read(plan: RecoverPlan) -> Arrays:
+def _read(plan: RecoverPlan) -> dict[str, NDArray[Any]]:
     file = plan.stored.path / FACTORS
-    if not file.is_file():
-        return {}
     try:
-        with np.load(file, allow_pickle=False) as arrays:
-            return {name: arrays[name] for name in arrays.files}
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}", "compress the model again") from None
+        return read_arrays(file) if file.exists() else {}
+    except ValueError as error:
+        raise CheckpointError(str(error), "compress the model again") from None

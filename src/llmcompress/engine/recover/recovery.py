@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmcompress.arch.spec import ArchSpec
 from llmcompress.calib.base import fingerprint
 from llmcompress.engine.process.process_memory import keep_freed_memory, return_freed_memory
 from llmcompress.engine.recover.distill import Distillation
@@ -24,6 +25,7 @@ from llmcompress.engine.write.run_report import source_record
 from llmcompress.errors import CheckpointError
 from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.recipe import Calibration
+from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.output import OutputDirectory
 from llmcompress.store.staging import Staging
 from llmcompress.store.windows import Windows
@@ -42,8 +44,7 @@ def recover(plan: RecoverPlan, watch: Watch = lambda done, of: None) -> dict[str
     with OutputDirectory(opened.out, overwrite=opened.options.overwrite) as out:
         _refuse_other_weights(plan)
         text = _text(plan)
-        student = opened.model()
-        round_as_stored(student, opened.checkpoint)
+        student = _opened(plan, opened.checkpoint, opened.matrices.spec)
         parts = TrainedParts(plan, student)
         student.weights = TrainedWeights(opened.checkpoint, parts.by_name)
         keep_freed_memory()
@@ -52,7 +53,7 @@ def recover(plan: RecoverPlan, watch: Watch = lambda done, of: None) -> dict[str
             closing(Staging(plan.work, identity, restart=opened.options.restart)) as staged,
             SERIAL.with_threads(opened.resources.threads) as workers,
         ):
-            teacher = _teacher(plan)
+            teacher = _opened(plan, open_checkpoint(plan.original), plan.matrices.spec)
             layers, steps = len(teacher.layers), plan.request.steps
             states = _states(plan, teacher, text.tokens, staged, workers, lambda done: watch(done, layers + steps))
             learner = Distillation(student, teacher, states, text.tokens, parts.by_name, parts.places, workers)
@@ -93,10 +94,10 @@ def _text(plan: RecoverPlan) -> TrainingText:
     return TrainingText(torch.cat([own, other]), trained, held)
 
 
-def _teacher(plan: RecoverPlan) -> StreamedModel:
-    """The original as a model."""
-    resources, checkpoint = plan.opened.resources, open_checkpoint(plan.original)
-    model = opened_model(checkpoint, plan.matrices.spec, resources.dtype, plan.opened.options, tiled_attention=False)
+def _opened(plan: RecoverPlan, checkpoint: Checkpoint, spec: ArchSpec) -> StreamedModel:
+    """A model that computes as the other does, and rounds inputs as its checkpoint says."""
+    options, dtype = plan.opened.options, plan.opened.resources.dtype
+    model = opened_model(checkpoint, spec, dtype, options, tiled_attention=False)
     round_as_stored(model, checkpoint)
     return model
 

@@ -68,7 +68,8 @@ class TrainedMatrix:
     def slope(self, value: Tensor, gradient: Tensor) -> Tensor:
         product = value.to(torch.float32) * gradient
         product = product.t() if self.transposed else product
-        return torch.zeros_like(self.log).index_add_(1, self.index, product)
+        sums = torch.zeros(self.log.shape, device=product.device)
+        return sums.index_add_(1, self.index.to(product.device), product).to(self.log.device)
 
 
 @dataclass
@@ -87,7 +88,7 @@ class TrainedNorm:
         return ((self.base + self.offset) * self.log.exp() - self.offset).to(self.dtype)
 
     def slope(self, value: Tensor, gradient: Tensor) -> Tensor:
-        return (value.to(torch.float32) + self.offset) * gradient
+        return ((value.to(torch.float32) + self.offset) * gradient).to(self.log.device)
 
 
 class TrainedWeights:
