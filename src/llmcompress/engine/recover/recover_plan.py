@@ -25,7 +25,7 @@ AT_ONCE = 4  # windows of a step
 ONE_OF = 16  # windows, one is held back
 _RATE = 1e-3  # of norms alone
 _LEAST = 2 * ONE_OF
-SHARE = 1 / 50  # of the mean relative error of the matrices: the rate, where none is asked for
+SHARE = 1 / 100  # of the mean relative error of the matrices: the rate, where none is asked for
 MADE_FROM = "give the model it was made from: --ref"
 
 

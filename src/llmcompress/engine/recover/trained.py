@@ -6,7 +6,7 @@ types that they are stored in; gradients pass the rounding as if there were none
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -16,8 +16,12 @@ from llmcompress.store.checkpoint import Checkpoint
 
 
 class Trained(Protocol):
-    """A tensor whose factors are learnt. log [rows, columns] or [channels] float32: the logarithms of the factors."""
+    """A tensor whose factors are learnt. log [rows, columns] or [channels] float32: the logarithms of the factors.
 
+    pace: of its logarithms, by which the rate is multiplied.
+    """
+
+    pace: ClassVar[float]
     log: Tensor
 
     def value(self) -> Tensor:
@@ -36,6 +40,7 @@ class TrainedMatrix:
     scale_dtype: the type of its scales, where that is a matter of choice. transposed: the tensor is [in, out].
     """
 
+    pace: ClassVar[float] = 1.0
     checkpoint: Checkpoint
     module: str
     scale_dtype: torch.dtype
@@ -76,6 +81,7 @@ class TrainedMatrix:
 class TrainedNorm:
     """The weight [channels] of a norm. base: float32, before training. offset: the gain is the weight plus this."""
 
+    pace: ClassVar[float] = 4.0  # gains are few: steps at which millions of scales shake each other loose suit them
     base: Tensor
     dtype: torch.dtype
     offset: float = 0.0
@@ -121,4 +127,5 @@ class Adam:
             mean, square = self.means[name].lerp_(gradient, 1 - first), self.squares[name]
             square.lerp_(gradient.square(), 1 - second)
             spread = (square / (1 - second**self.steps)).sqrt_().add_(1e-12)
-            self.trained[name].log.addcdiv_(mean, spread, value=-rate / (1 - first**self.steps))
+            item = self.trained[name]
+            item.log.addcdiv_(mean, spread, value=-rate * item.pace / (1 - first**self.steps))
