@@ -143,6 +143,15 @@ def test_the_default_group_size_divides_every_width(widths, expected):
     assert bool(ledger.entries) == (expected != 128)
 
 
+def test_a_pattern_of_another_type_begins_with_the_width_and_groups_of_that_type():
+    kinds = {"a": {"type": "nvfp4"}, "b*": {"type": "fp8"}, "b.c": {"type": "int", "bits": 8}, "d": {"type": "mxfp8"}}
+    step = methods()["rtn"](bits=3, group_size=64, sym=False, clip="minmax", set=kinds)
+    found = resolve_matrix_options(step, dict.fromkeys(("a", "b", "b.c", "d", "e"), 256), Ledger())
+    grids = {module: method.grid.name for module, method in found.items()}
+    assert grids == {"a": "nvfp4", "b": "fp8-row", "b.c": "int8-g64-asym", "d": "mxfp8", "e": "int3-g64-asym"}
+    assert {method.clip for method in found.values()} == {"minmax"}
+
+
 def test_a_named_group_size_that_does_not_fit_is_refused_with_ones_that_do():
     with pytest.raises(PlanError) as refused:
         resolve_matrix_options(methods()["rtn"](group_size=128), {"layers.0.q_proj": 576}, Ledger())

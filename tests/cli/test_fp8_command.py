@@ -49,7 +49,6 @@ def test_a_plan_names_what_becomes_of_inputs(main, tiny_model_dir, capsys):
     [
         (("--bits", "8", "--activations", "int8-token"), "one symmetric scale per row"),
         (("--activations", "fp8-token"), "not multiplied by any engine"),
-        (("--type", "fp8"), "8 bits, not 4"),
         (("--type", "fp8", "--bits", "8", "--group-size", "64"), "one scale per row"),
         (("--type", "fp8", "--bits", "8", "--asym"), "no zero points"),
         (("--activations", "int8-token", "--format", "gptq"), "inputs are rounded"),

@@ -189,6 +189,20 @@ def test_mixed_compressed_tensors_target_exact_names():
     assert weights["actorder"] is None  # the library knows an order only together with groups
 
 
+@pytest.mark.parametrize("alike", [True, False])
+def test_experts_of_one_scheme_are_named_by_a_pattern(alike):
+    """transformers takes the group of experts to be the one with a pattern that says so, or else the first."""
+    layer, w8 = "model.layers.0", IntegerSpec(8, 32)
+    experts = [matrix(f"{layer}.mlp.experts.{n}.up_proj", W4 if alike or n else w8) for n in range(3)]
+    shared = matrix(f"{layer}.mlp.shared_expert.up_proj", W4)
+    groups = settings_of(PACKED, [matrix(f"{layer}.self_attn.o_proj", w8), *experts, shared])["config_groups"]
+    named = ["re:.*\\.experts\\.\\d+\\..*"] if alike else [entry.module for entry in experts[1:]]
+    assert groups["group_1"]["targets"] == [*named, shared.module]
+    assert groups["group_0"]["targets"] == [f"{layer}.self_attn.o_proj", *(() if alike else (experts[0].module,))]
+    assert all(re.match(named[0].removeprefix("re:"), entry.module) for entry in experts if alike)
+    assert not (alike and re.match(named[0].removeprefix("re:"), shared.module))
+
+
 def test_dense_changes_no_config():
     assert DENSE.config(model(), {}) == {"config.json": {}}
     assert DENSE.refuses(model({"": IntegerSpec(5, 32, symmetric=False)}, permuted=True), {}) is None

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from llmcompress.validate.load import load_whole
+from llmcompress.validate.verify import passed, verify
 
 pytestmark = pytest.mark.interop
 
@@ -36,6 +37,16 @@ IN_BFLOAT16 = {
     "mxfp8-inputs": {"type": "mxfp8", "activations": "mxfp8"},
     "mxfp4-inputs": {"type": "mxfp4", "activations": "mxfp4"},
     "nvfp4-inputs": {"type": "nvfp4", "activations": "nvfp4"},
+    "four-schemes": {
+        "type": "nvfp4",
+        "activations": "nvfp4",
+        "set": {
+            "self_attn.*": {"type": "fp8", "activations": "fp8-token"},
+            "o_proj": {"type": "fp8-block", "activations": "fp8-group"},
+            "mlp.down_proj": {"type": "int", "group_size": 32, "activations": "none"},
+            "layers.1.self_attn.*": {"skip": True},
+        },
+    },
 }
 
 
@@ -78,6 +89,57 @@ def test_blocks_that_the_package_decodes_to_bfloat16_are_multiplied_by_inputs_as
     loss = (expected - original).square().mean().sqrt()
     assert loss > 1e-4
     assert (seen - expected).square().mean().sqrt() < 1e-3 * loss
+
+
+def logits_of_both(out):
+    """Of transformers and of our reader: both in bfloat16 once, which decodes codes, then the numbers in float32."""
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16).eval()
+    ours = load_whole(out, dtype=torch.bfloat16, linear=None)
+    with torch.no_grad():
+        theirs(IDS, use_cache=False)
+        return [torch.nn.Module.float(model)(IDS, use_cache=False).logits for model in (theirs, ours)]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("experts", [{"type": "int", "group_size": 32}, {"type": "mxfp4"}, {"type": "fp8"}])
+def test_experts_attention_and_head_have_each_its_scheme(compress, family, experts):
+    """A router of 16 bits is between them."""
+    kinds = {"self_attn.*": {"type": "mxfp8"}, "lm_head": {"type": "int", "group_size": 64}}
+    out = compress(family, "bfloat16", "compressed-tensors", "gptq", **experts, head_bits=8, set=kinds)
+    settings = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert settings["format"] == "mixed-precision"
+    targets = [target for group in settings["config_groups"].values() for target in group["targets"]]
+    assert len(targets) == 1 + 2 * 4 + 1
+    assert passed(verify(out))
+    seen, expected = logits_of_both(out)
+    assert expected.std() > 0.1
+    assert (seen - expected).abs().max() <= 2**-7 * expected.abs().max()
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"type": "nvfp4"},
+        {"type": "mxfp8"},
+        {"bits": 8, "group_size": -1, "activations": "int8-token"},
+        {"group_size": 32, "set": {"layers.1.*experts*": {"bits": 8}}},
+        {"group_size": 32, "set": {"layers.1.*experts*": {"skip": True}}},
+        {"group_size": 32, "set": {"*experts*": {"skip": True}}},
+    ],
+)
+def test_experts_that_the_target_refuses_are_not_read(compress, family, options):
+    """transformers fails, or has other numbers: what `--target transformers` says of experts is still true."""
+    out = compress(family, "bfloat16", "compressed-tensors", **options)
+    try:
+        seen, expected = logits_of_both(out)
+    except RuntimeError as error:
+        if "automatic conversion of the weights" not in str(error):
+            raise
+    else:
+        assert (seen - expected).abs().max() > 2**-4 * expected.abs().max()
 
 
 @pytest.mark.parametrize("name", SCHEMES | IN_BFLOAT16)

@@ -177,6 +177,15 @@ def test_options_that_ask_for_two_scales_of_one_input_are_refused(random_model_d
         compress(random_model_dir("llama"), tmp_path / "out", ids, **step)
 
 
+def test_options_that_would_part_matrices_that_share_a_factor_are_refused(random_model_dir, tmp_path, ids):
+    """Engines keep one factor of gate and up, and read the other matrix wrongly; down shares its factor with none."""
+    step = {"type": "nvfp4", "set": {"up_proj": {"clip": "minmax"}}}
+    with pytest.raises(PlanError, match="up_proj share the factor of nvfp4"):
+        compress(random_model_dir("llama"), tmp_path / "out", ids, **step)
+    apart = {"type": "nvfp4", "set": {"down_proj": {"clip": "minmax"}, "k_proj": {"type": "fp8"}}}
+    compress(random_model_dir("llama"), tmp_path / "out", ids, **apart)
+
+
 def test_fixed_scales_without_text_to_measure_on_are_refused(random_model_dir, tmp_path):
     with pytest.raises(LlmcompressError, match=r"none\.safetensors"):
         compress(random_model_dir("llama"), tmp_path / "out", tmp_path / "none.safetensors", **STATIC)

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from llmcompress.errors import CheckpointError
 from llmcompress.formats import kv_cache
 from llmcompress.formats.base import FLOAT_TYPES, Config, Entry, Reader, Specs
-from llmcompress.formats.entry_checks import Refusal, left_alone, quantised, stored_type
+from llmcompress.formats.entry_checks import Refusal, experts_of, left_alone, quantised, stored_type
 from llmcompress.formats.float8_tensors import float8_shape, read_float8
 from llmcompress.formats.packed_format import PackedFormat, Part, matrix_shape, stored_extents
 from llmcompress.formats.scheme_tensors import (
@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from llmcompress.grids.inputs import InputGrid
 
 SCHEMA = "0.19.0"  # informational: the version of the library whose schema the config follows
+_EXPERTS = r"re:.*\.experts\.\d+\..*"  # the modules of which `experts_of` knows the list
 
 
 class CompressedTensors(PackedFormat):
@@ -137,15 +138,16 @@ class CompressedTensors(PackedFormat):
             # the library knows an order only together with groups
             ordered = entry.options.get("act_order", False) and grid.group_size != PER_ROW
             schemes.setdefault((grid, "weight" if ordered else None, entry.inputs), []).extend(entry.names)
+        targets = _targets(list(schemes.values()))
         groups = {
             f"group_{number}": {
-                "targets": ["Linear"] if len(schemes) == 1 else modules,
+                "targets": targets[number],
                 "format": kind(grid, inputs),
                 "weights": weights_said(grid, order),
                 "input_activations": inputs_said(inputs),
                 "output_activations": None,
             }
-            for number, ((grid, order, inputs), modules) in enumerate(schemes.items())
+            for number, (grid, order, inputs) in enumerate(schemes)
         }
         kinds = {group["format"] for group in groups.values()}
         ignored = [name for entry in left_alone(entries) for name in entry.names]
@@ -227,6 +229,18 @@ class CompressedTensors(PackedFormat):
         if scale.numel() != 1 or not bool(scale.isfinite().all() and (scale > 0).all()):
             raise CheckpointError(f"{module}.{name} is not one positive number")
         return InputGrid(spec, scale)
+
+
+def _targets(groups: list[list[str]]) -> list[list[str]]:
+    """What config groups name, by the modules of each.
+
+    Experts that are all of one group are named by a pattern, by which alone transformers finds their scheme.
+    """
+    if len(groups) == 1:
+        return [["Linear"]]
+    if sum(any(map(experts_of, modules)) for modules in groups) != 1:
+        return groups
+    return [list(dict.fromkeys(_EXPERTS if experts_of(name) else name for name in modules)) for modules in groups]
 
 
 FORMAT = CompressedTensors()

@@ -80,6 +80,7 @@ class Floats8(GridType):
     place = 1
     values = "8-bit floats (E4M3) times a scale per row"
     pattern = "fp8-row"
+    widths = (8,)
     default_group = PER_ROW
     formats = ("compressed-tensors",)
 

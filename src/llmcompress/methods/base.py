@@ -193,7 +193,8 @@ class Method(WithGridOptions):
         if chosen.widths is not None:
             if self.bits not in chosen.widths:
                 raise ValueError(f"type {self.type} has {' or '.join(map(str, chosen.widths))} bits, not {self.bits}")
-            if not chosen.grouped and (self.group_size is not None or not self.sym):
+            # a type with a group of its own says itself what is wrong with others
+            if not chosen.grouped and chosen.default_group is None and (self.group_size is not None or not self.sym):
                 raise ValueError(f"type {self.type} has neither group sizes nor zero points to choose")
         return self
 

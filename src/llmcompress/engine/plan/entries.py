@@ -11,6 +11,7 @@ from llmcompress.engine.source.matrix_refs import Matrices
 from llmcompress.errors import PlanError
 from llmcompress.formats.base import Entry, TensorSpec
 from llmcompress.formats.kv_cache import OPTION, PARTS
+from llmcompress.grids.base import Spec
 from llmcompress.ledger import Ledger
 from llmcompress.methods.base import Method
 from llmcompress.methods.unrounded import Unrounded
@@ -28,7 +29,7 @@ def planned_matrices(
     """The matrices that are changed, by on-disk module, in order of execution.
 
     chosen: the method of every module, None where nothing rounds the matrix. PlanError where matrices that read one
-    input disagree on how that input is rounded.
+    input disagree on how that input is rounded, or on the options of a grid that has them share a factor.
     """
     widths = {module: width for module, width in matrices.widths.items() if module not in matrices.outside}
     pruners = {} if recipe.pruner is None else resolve_pruner_options(recipe.pruner, widths)
@@ -63,6 +64,7 @@ def planned_matrices(
             ref.layer, ref.expert, ref.path, ref.module, ref.space, conv1d, entry, method, pruner
         )
     _check_input_scales(planned.values())
+    _check_shared_factors(planned.values())
     return planned
 
 
@@ -76,6 +78,20 @@ def _check_input_scales(planned: Iterable[MatrixPlan]) -> None:
                 raise PlanError(
                     f"{other.module} and {plan.module} read one input, which can have one fixed scale only",
                     "give both the same --activations and --activation-clip",
+                )
+
+
+def _check_shared_factors(planned: Iterable[MatrixPlan]) -> None:
+    """PlanError where engines fuse matrices on a grid whose factor they share, and other options would part them."""
+    first: dict[tuple[str, str, Spec], MatrixPlan] = {}
+    for plan in planned:
+        if plan.entry.grid is not None and plan.entry.grid.joins_matrices:
+            other = first.setdefault((plan.module.rpartition(".")[0], plan.space, plan.entry.grid), plan)
+            if other.settings != plan.settings:
+                raise PlanError(
+                    f"{other.module} and {plan.module} share the factor of {plan.grid.name}, as engines fuse them, and "
+                    "have other options",
+                    "give both the same options with --set",
                 )
 
 

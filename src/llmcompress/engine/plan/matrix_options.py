@@ -16,6 +16,8 @@ from llmcompress.recipe import build
 
 Step = TypeVar("Step", Method, Pruner)
 
+_OF_TYPE = ("bits", "group_size", "sym")  # options that mean nothing, or something else, to another type
+
 
 def matches(pattern: str, module: str) -> bool:
     """Whether a glob pattern fits a module's full name or the end of it, at a dot: 'mlp.down_proj', 'layers.0.*'."""
@@ -29,7 +31,8 @@ def matches(pattern: str, module: str) -> bool:
 def resolve_matrix_options(step: Method, modules: Mapping[str, int], ledger: Ledger) -> dict[str, Method | None]:
     """The step with the options of each module (on-disk name to in_features), None where the module is skipped.
 
-    Later patterns win over earlier patterns. Where no group size is given, the largest default that divides every
+    Later patterns win over earlier patterns; one that gives another type begins with that type's own width and groups.
+    Where no group size is given, the largest default that divides every
     width is taken. PlanError for a pattern that matches no module, and for a group size that does not divide a width.
     """
     _check_patterns(step, modules)
@@ -88,17 +91,21 @@ def _check_patterns(step: Method | Pruner, modules: Iterable[str]) -> None:
 
 
 def _options(step: Step, module: str) -> Step | None:
-    changes: dict[str, Any] = {}
-    for pattern, options in step.set.items():
+    own: dict[str, Any] = {**step.model_dump(), "set": {}}
+    options = dict(own)
+    for pattern, changes in step.set.items():
         if matches(pattern, module):
-            changes.update(options)
-    skip = changes.pop("skip", False)
+            kind = changes.get("type", options.get("type"))
+            if kind != options.get("type"):
+                options = {name: value for name, value in options.items() if name not in _OF_TYPE}
+                options |= {name: own[name] for name in _OF_TYPE if kind == own["type"]}
+            options.update(changes)
+    skip = options.pop("skip", False)
     if not isinstance(skip, bool):
         raise RecipeError(f"skip is true or false, not {skip!r}")
     if skip:
         return None
-    plain = step.model_dump()
-    return build(type(step), {**plain, "set": {}, **changes}, f"set of step {step.name}")  # type: ignore[no-any-return]
+    return build(type(step), options, f"set of step {step.name}")  # type: ignore[no-any-return]
 
 
 def _typed(item: Method | None, module: str, kind: str | None) -> Method | None:

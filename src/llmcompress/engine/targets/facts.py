@@ -8,8 +8,9 @@ from typing import Any
 
 from llmcompress.formats.base import Entry
 from llmcompress.formats.entry_checks import experts_of, fused, grids, named, quantised
-from llmcompress.formats.schemes import PACKED, kind
+from llmcompress.formats.schemes import FLOATS, PACKED, kind
 from llmcompress.grids.base import INPUT_SPECS, PER_ROW, Spec
+from llmcompress.grids.grid_type import type_of
 from llmcompress.methods.base import DEFAULT_GROUP_SIZES
 
 Changes = Mapping[str, Mapping[str, Any]]
@@ -348,14 +349,13 @@ def _towards(best: Entry, entry: Entry, static: bool) -> dict[str, Any]:
     old, new = entry.grid, best.grid
     assert old is not None
     assert new is not None
-    pairs: dict[str, tuple[Any, Any]] = {
-        "bits": (old.bits, new.bits),
-        "group_size": (old.group_size, new.group_size),
-        "sym": (old.symmetric, new.symmetric),
-        "type": (old.type, new.type),
-        "activations": (_inputs(entry), _inputs(best)),
-    }
-    change = {key: wanted for key, (had, wanted) in pairs.items() if had != wanted}
+    pairs: dict[str, tuple[Any, Any]] = {"bits": (old.bits, new.bits)}
+    if type_of(new).grouped:
+        pairs |= {"group_size": (old.group_size, new.group_size), "sym": (old.symmetric, new.symmetric)}
+    pairs |= {"type": (old.type, new.type), "activations": (_inputs(entry), _inputs(best))}
+    anew = old.type != new.type  # which then has none of the options that the other had of its own
+    own = ("bits", "group_size", "sym")
+    change = {key: wanted for key, (had, wanted) in pairs.items() if had != wanted or (anew and key in own)}
     return {**change, "actorder": "static"} if static and entry.permuted else change
 
 
@@ -381,6 +381,29 @@ class OneScheme(Fact):
         names = tuple(name for _, modules in others for name in modules)
         what = f"{self.why}, not both {common[0][0]} and {others[0][0][0]}"
         return [Violation(what, names, "give all matrices the same options")]
+
+
+@dataclass(frozen=True)
+class ExpertsAlike(Fact):
+    """The runtime decodes the experts of all layers by one scheme; some in 16 bits only if that is of 8-bit floats.
+
+    Where no experts are quantised it goes by the scheme that comes first.
+    """
+
+    def violations(self, case: LoadCase) -> list[Violation]:
+        experts = [entry for entry in case.entries if entry.linear and experts_of(entry.module)]
+        coded = quantised(experts) or quantised(case.entries)
+        if not experts or not coded:
+            return []
+        entry, grid = coded[0]
+        others = [other for other in experts if (other.grid, other.inputs) != (entry.grid, entry.inputs)]
+        if kind(grid, entry.inputs) == FLOATS:
+            others = [other for other in others if other.grid is not None]
+        if not others:
+            return []
+        what = f"{self.why}, not both {scheme_name(entry)} and {scheme_name(others[0])}"
+        names = tuple(other.module for other in others)
+        return [Violation(what, names, "give the experts of all layers the same options, or use --format dense")]
 
 
 @dataclass(frozen=True)

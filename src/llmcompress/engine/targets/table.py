@@ -8,6 +8,7 @@ from llmcompress.engine.targets.facts import (
     Asymmetric,
     BitWidths,
     Devices,
+    ExpertsAlike,
     Fact,
     Groups,
     LostTypes,
@@ -24,7 +25,7 @@ from llmcompress.engine.targets.facts import (
 )
 from llmcompress.formats.entry_checks import HEADS, experts_of
 from llmcompress.formats.kv_cache import OPTION
-from llmcompress.formats.schemes import FLOATS, HOLDS, INTEGERS
+from llmcompress.formats.schemes import FLOATS, HOLDS, INTEGERS, kind
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,22 @@ _TRANSFORMERS = Target(
                 by_hand="convert the model to bfloat16 first",
                 why="it decodes blocks of small floats to bfloat16, and does not multiply them by float16",
             ),
+            Unread(
+                lambda entry: (
+                    entry.grid is not None
+                    and experts_of(entry.module) is not None
+                    and (
+                        entry.grid.type in ("fp8-block", "mxfp8", "nvfp4") or kind(entry.grid, entry.inputs) == INTEGERS
+                    )
+                ),
+                by_hand="give experts another --type, or use --format dense",
+                why="of experts it decodes packed integers, mxfp4 and fp8 by row, and drops the factor of nvfp4 "
+                "without an error",
+            ),
+            ExpertsAlike(
+                why="it decodes all experts by one scheme, and with one of packed codes leaves none in 16 bits"
+            ),
+            Devices(why="it leaves the inputs of experts in 16 bits"),
             _SPLIT_EXPERTS,
         ),
         "gptq": (
