@@ -1,4 +1,4 @@
-"""NVFP4 as ModelOpt writes it: golden bytes, both configs, codes that go to compressed-tensors and back."""
+"""What ModelOpt writes: golden bytes, both configs, codes that go to compressed-tensors and back."""
 
 import json
 from pathlib import Path
@@ -9,12 +9,21 @@ import torch
 from entries import FORMATS, PACKED, matrix, model
 from llmcompress.grids.base import INPUT_SPECS
 from llmcompress.grids.coded import Coded
+from llmcompress.grids.float8 import Float8Spec
+from llmcompress.grids.float8_tensor import Float8TensorSpec
+from llmcompress.grids.grid_type import Fitting, grid_types
+from llmcompress.grids.mxfp8 import Mxfp8Spec
 from llmcompress.grids.nvfp4 import Nvfp4Spec, fit
+from llmcompress.grids.tiled_floats import TiledFloatSpec
 
 NVFP4, INPUTS, OURS = Nvfp4Spec(), INPUT_SPECS["nvfp4"], FORMATS["modelopt"]
+GRIDS = grid_types()
 NAMED = "model.layers.0.mlp.up_proj"
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "modelopt_nvfp4.json").read_text())
 SETTINGS = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
+
+
+FP8 = json.loads((Path(__file__).parents[1] / "golden" / "modelopt_fp8.json").read_text())
 
 
 def golden(part, dtype, shape):
@@ -37,6 +46,49 @@ def test_what_modelopt_wrote_is_read_and_written_back():
     for name, tensor in written.items():
         assert (tensor.dtype, tensor.shape) == (stored[name].dtype, stored[name].shape)
         assert same_bytes(tensor, stored[name])
+
+
+def published(part, dtype, shape):
+    return torch.frombuffer(bytearray.fromhex(part), dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+@pytest.mark.parametrize("algorithm", FP8["algorithms"])
+def test_what_modelopt_wrote_of_fp8_computes_what_it_computed_and_is_written_back(algorithm):
+    """Its own outputs of the matrix, inputs rounded; those of FP8_PB_WO it leaves as they are, and engines do not."""
+    item = FP8["algorithms"][algorithm]
+    shapes = {"FP8": (), "FP8_PER_CHANNEL_PER_TOKEN": (4,), "FP8_PB_WO": (1, 1, 1, 1)}
+    stored = {
+        f"{NAMED}.weight": published(item["weight"], torch.float8_e4m3fn, (4, 128)),
+        f"{NAMED}.weight_scale": published(item["weight_scale"], torch.float32, shapes[algorithm]),
+    }
+    if "input_scale" in item:
+        stored[f"{NAMED}.input_scale"] = published(item["input_scale"], torch.float32, ())
+    settings = {"quantization_config": {"quant_method": "modelopt", "quant_algo": algorithm.lower()}}
+    x, output = (published(part, torch.float32, (3, -1)) for part in (FP8["input"], item["output"]))
+    coded = OURS.decode(NAMED, stored.__getitem__, settings)
+    rounding = OURS.inputs(NAMED, stored.__getitem__, settings)
+    seen = (x if algorithm == "FP8_PB_WO" else rounding.rounded(x)) @ coded.decode().T
+    assert torch.allclose(seen, output, rtol=1e-5, atol=1e-5)
+    grid = OURS.grid(NAMED, settings)
+    assert coded.grid.spec == grid
+    entry = matrix(NAMED, grid, (4, 128), inputs=rounding.spec)
+    assert OURS.refuses([entry], {}) is None
+    written = OURS.encode(entry, Coded(coded.codes, coded.grid, rounding.scale))
+    assert {item.name: item.shape for item in OURS.layout(entry)} == {n: tuple(t.shape) for n, t in stored.items()}
+    for name, tensor in written.items():
+        assert (tensor.dtype, tensor.shape) == (stored[name].dtype, stored[name].shape)
+        assert same_bytes(tensor, stored[name]), name
+
+
+def test_one_scale_for_a_matrix_that_covers_it_gives_the_bytes_of_modelopt():
+    item, weight = FP8["algorithms"]["FP8"], published(FP8["original"], torch.float32, (4, 128))
+    grid = GRIDS["fp8-tensor"].fit(weight, Float8TensorSpec(), Fitting(clip="minmax", scale_dtype=torch.float32))
+    codes = published(item["weight"], torch.uint8, (4, 128))
+    assert float(grid.scale[0]) == pytest.approx(float(published(item["weight_scale"], torch.float32, ())), rel=2**-11)
+    assert (grid.encode(weight) == codes).float().mean() > 0.99  # scales are exact in float16 too
+    found = GRIDS["fp8-tensor"].fit(weight, Float8TensorSpec(), Fitting(scale_dtype=torch.float32))
+    losses = [float((held.decode(held.encode(weight)) - weight).square().sum()) for held in (found, grid)]
+    assert losses[0] < losses[1]
 
 
 @pytest.mark.parametrize("inputs", [None, INPUTS])
@@ -92,11 +144,45 @@ def test_both_configs_say_the_same(inputs, algorithm):
     }  # fmt: skip
 
 
+def test_modules_that_differ_have_their_algorithms_by_name():
+    """As ModelOpt 0.47's `convert_hf_quant_config_format` groups them, scales found for each token told so."""
+    leaves = {"q_proj": ("FP8_PER_CHANNEL_PER_TOKEN", Float8Spec(), "fp8-token"), "up_proj": ("NVFP4", NVFP4, "nvfp4")}
+    leaves |= {"o_proj": ("FP8_PB_WO", TiledFloatSpec(128, 128), "fp8-group"), "down_proj": ("W4A16_NVFP4", NVFP4, "")}
+    leaves |= {"v_proj": ("FP8", Float8TensorSpec(), "fp8-tensor"), "k_proj": ("MXFP8", Mxfp8Spec(), "mxfp8")}
+    entries = [matrix(leaf, grid, inputs=INPUT_SPECS.get(inputs)) for leaf, (_, grid, inputs) in leaves.items()]
+    assert OURS.refuses(entries, {}) is None
+    files = OURS.config([*entries, matrix("gate_proj", None)], {})
+    said, other = files["config.json"]["quantization_config"], files["hf_quant_config.json"]["quantization"]
+    sizes = {"NVFP4": 16, "W4A16_NVFP4": 16, "FP8_PB_WO": 128, "MXFP8": 32}
+    layers = {
+        leaf: {"quant_algo": name, **({"group_size": sizes[name]} if name in sizes else {})}
+        for leaf, (name, *_) in leaves.items()
+    }
+    ignored = ["gate_proj", "lm_head"]
+    assert other == {
+        "quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": None, "exclude_modules": ignored,
+        "quantized_layers": layers,
+    }  # fmt: skip
+    assert (said["quant_algo"], said["quantized_layers"], said["ignore"]) == ("MIXED_PRECISION", layers, ignored)
+    groups = {group["targets"][0]: group for group in said["config_groups"].values()}
+    fp8 = {"dynamic": False, "num_bits": 8, "type": "float"}
+    assert groups["v_proj"] == {"input_activations": fp8, "weights": fp8, "targets": ["v_proj"]}
+    assert groups["q_proj"]["weights"] == {**fp8, "strategy": "channel"}
+    assert groups["q_proj"]["input_activations"] == {**fp8, "dynamic": True}
+    assert groups["k_proj"]["weights"] == {**fp8, "group_size": 32}
+    assert groups["down_proj"]["input_activations"] is None
+    for leaf, (_, grid, _) in leaves.items():
+        assert OURS.grid(leaf, {"quantization_config": said}) == grid
+    assert OURS.grid("gate_proj", {"quantization_config": said}) is None
+
+
 @pytest.mark.parametrize(
     ("entries", "words"),
     [
         ([matrix("m", NVFP4, inputs=INPUT_SPECS["int8-token"])], "no algorithm of ModelOpt has inputs of int8-token"),
-        ([matrix("m", NVFP4), matrix("n", NVFP4, inputs=INPUTS)], "one algorithm for all modules"),
+        ([matrix("m", Float8Spec())], "no algorithm of ModelOpt has inputs of 16 bits beside fp8-row"),
+        ([matrix("m", Mxfp8Spec(), inputs=INPUT_SPECS["fp8-token"])], "inputs of fp8-token beside mxfp8"),
+        ([matrix("m", TiledFloatSpec(128, 128), (128, 192), inputs=INPUT_SPECS["fp8-group"])], "groups of 128 do not"),
         ([matrix("m", NVFP4, transposed=True)], "Conv1D"),
         ([matrix("m")], "cannot hold int4"),
     ],

@@ -21,6 +21,8 @@ SCHEMES = {
     "fp8-token": {"type": "fp8", "bits": 8, "activations": "fp8-token"},
     "fp8-tensor": {"type": "fp8", "bits": 8, "activations": "fp8-tensor"},
     "fp8": {"type": "fp8", "bits": 8},
+    "fp8-one-scale": {"type": "fp8-tensor"},
+    "fp8-one-scale-tensor": {"type": "fp8-tensor", "activations": "fp8-tensor"},
     "fp8-block": {"type": "fp8-block"},
     "fp8-block-group": {"type": "fp8-block", "activations": "fp8-group"},
     "w4a8": {"bits": 4, "group_size": 32, "activations": "int8-token"},

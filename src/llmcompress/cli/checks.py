@@ -157,7 +157,8 @@ def _summary(quantization: Any) -> str:
         cached = quantization.get("kv_cache_scheme")
         if isinstance(cached, dict):
             parts.append(f"keys and values {cached.get('type')} {cached.get('num_bits')} by {cached.get('strategy')}")
-        return f"{quantization.get('quant_method')} {quantization.get('format', '')}: {'; '.join(parts)}"
+        whole = quantization.get("format", quantization.get("quant_algo", ""))
+        return f"{quantization.get('quant_method')} {whole}: {'; '.join(parts)}"
     if isinstance(modules := quantization.get("modules"), dict):
         return f"{quantization.get('quant_method')}: {len(modules)} matrices"
     if "load_in_4bit" in quantization:
@@ -169,7 +170,8 @@ def _summary(quantization: Any) -> str:
 
 def _coded(weights: dict[str, Any]) -> str:
     kind = " float" if weights.get("type") == "float" else ""
-    return f"{weights.get('num_bits')} bits{kind}, {weights.get('strategy')} {weights.get('group_size') or ''}".strip()
+    shared = " ".join(str(said) for said in (weights.get("strategy"), weights.get("group_size")) if said)
+    return f"{weights.get('num_bits')} bits{kind}, {shared or 'tensor'}"
 
 
 def _rounded(inputs: Any) -> str:
@@ -177,7 +179,8 @@ def _rounded(inputs: Any) -> str:
     if not isinstance(inputs, dict):
         return ""
     scale = "dynamic" if inputs.get("dynamic") else "fixed"
-    return f", inputs {inputs.get('num_bits')} bits {inputs.get('type')} by {inputs.get('strategy')} ({scale} scale)"
+    shared = inputs.get("strategy") or inputs.get("group_size") or "tensor"
+    return f", inputs {inputs.get('num_bits')} bits {inputs.get('type')} by {shared} ({scale} scale)"
 
 
 def list_(

@@ -121,7 +121,8 @@ class Format(ABC):
     """One checkpoint format; a module of `formats` offers an instance as `FORMAT`.
 
     writes: whether runs can write it; others' formats may be read alone (`read_only`). affine: whether what it decodes
-    may be whole numbers with scales and zero points. keys: of config.json that speak of quantisation.
+    may be whole numbers with scales and zero points. keys: of config.json that speak of quantisation. scales: the type
+    of scales that are not a grid's own, None for that of the model.
     Everything about what will be written is answered from entries alone, before any tensor is read.
     """
 
@@ -129,6 +130,7 @@ class Format(ABC):
     summary: str
     writes: bool = True
     affine: bool = False
+    scales: str | None = None
     keys: tuple[str, ...] = ("quantization_config",)
     head_codes: bool = False  # whether loaders read codes of an output head
     embedding_codes: bool = False  # whether they read codes of an embedding, also where it is the head

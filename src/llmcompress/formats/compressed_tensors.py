@@ -10,7 +10,7 @@ A linear M with weight [out, in] on an int-b grid with G groups becomes, packed 
 and with one scale per row, of 8 bits and with rounded inputs (`int-quantized`), or as floats (`float-quantized`),
 
     M.weight             I8 or F8_E4M3 [out, in]      signed codes
-    M.weight_scale       model [out, 1], or [ceil(out/128), ceil(in/128)] for blocks
+    M.weight_scale       model [out, 1], [1] for the matrix, or [ceil(out/128), ceil(in/128)] for blocks
     M.input_scale        model [1]                    in any kind, where inputs are rounded with a fixed scale
     M.input_global_scale F32   [1]                    of NVFP4, where inputs are: a divisor, as weight_global_scale is
 
@@ -52,6 +52,7 @@ from llmcompress.formats.schemes import (
     inputs_said,
     kind,
     reordered,
+    scale_shape,
     unholdable,
     weights_said,
 )
@@ -111,8 +112,7 @@ class CompressedTensors(PackedFormat):
         if own := grid.parts(rows, width):
             return [*((name, *about) for name, about in own.items()), *inputs]
         groups, how = grid.groups(width), kind(grid, entry.inputs)
-        tile_rows = 1 if grid.tile is None else grid.tile[0]
-        scale: Part = ("weight_scale", entry.source.dtype, (-(-rows // tile_rows), groups))
+        scale: Part = ("weight_scale", entry.source.dtype, scale_shape(grid, rows, width))
         if how == PACKED:
             parts = [("weight_packed", "I32", (rows, words_for(width, bits))), scale, ("weight_shape", "I64", (2,))]
         else:
@@ -208,7 +208,7 @@ class CompressedTensors(PackedFormat):
                 raise CheckpointError(f"{module} has scales that are not finite")
             return coded
         if not spec.affine:
-            return read_float8(module, read(f"{module}.weight"), scale, spec.tile)
+            return read_float8(module, read(f"{module}.weight"), scale, spec.tile, one=spec.joins_matrices)
         points = None if spec.symmetric else read(f"{module}.weight_zero_point")
         words = part("weight_packed")
         if words is None:

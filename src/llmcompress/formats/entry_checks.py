@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from llmcompress.errors import RunError
@@ -147,13 +148,16 @@ def common_refusal(
     return None
 
 
-def stored_scale(entry: Entry, coded: "Coded", dtype: str) -> "Tensor":
+def stored_scale(entry: Entry, coded: "Coded", dtype: str, shape: tuple[int, ...] | None = None) -> "Tensor":
     """Scales [out, groups], or one row for each row of tiles, in the stored type `dtype`.
 
-    RunError unless the conversion loses nothing.
+    shape: in place of that; of one number where all rows have the same. RunError unless the conversion loses nothing.
     """
     tile = coded.grid.spec.tile
-    return stored_type(entry, coded.grid.scale if tile is None else coded.grid.scale[:: tile[0]], dtype)
+    scale = coded.grid.scale if tile is None else coded.grid.scale[:: tile[0]]
+    if shape is not None:
+        scale = (scale[:1] if prod(shape) == 1 else scale).reshape(shape)
+    return stored_type(entry, scale, dtype)
 
 
 def stored_type(entry: Entry, scale: "Tensor", dtype: str) -> "Tensor":

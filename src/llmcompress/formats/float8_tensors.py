@@ -60,12 +60,16 @@ def scale_values(module: str, scale: "Tensor") -> "Tensor":
     return found
 
 
-def read_float8(module: str, weight: "Tensor", scale: "Tensor", tile: Tile | None) -> "Coded":
-    """The matrix of a weight [out, in] and scales that `float8_shape` let pass; CheckpointError for other values."""
+def read_float8(module: str, weight: "Tensor", scale: "Tensor", tile: Tile | None, *, one: bool = False) -> "Coded":
+    """The matrix of a weight [out, in] and scales that `float8_shape` let pass; CheckpointError for other values.
+
+    one: whether it is on the grid of one scale for a whole matrix, where there is one; else all rows have the same.
+    """
     import torch
 
     from llmcompress.grids.coded import Coded
     from llmcompress.grids.float8 import Float8Spec, FloatGrid
+    from llmcompress.grids.float8_tensor import Float8TensorSpec, TensorFloatGrid
     from llmcompress.grids.scales import natural_groups
     from llmcompress.grids.tiled_floats import TiledFloatGrid
 
@@ -74,7 +78,11 @@ def read_float8(module: str, weight: "Tensor", scale: "Tensor", tile: Tile | Non
     grid: FloatGrid | TiledFloatGrid
     if tile is None:
         by_row = values.reshape(-1, 1).expand(rows, 1).contiguous()
-        grid = FloatGrid(Float8Spec(), by_row, natural_groups(Float8Spec(), width))
+        index = natural_groups(Float8Spec(), width)
+        if one and values.numel() == 1:
+            grid = TensorFloatGrid(Float8TensorSpec(), by_row, index)
+        else:
+            grid = FloatGrid(Float8Spec(), by_row, index)
     else:
         spread = values.reshape(tiles((rows, width), tile)).repeat_interleave(tile[0], dim=0)[:rows]
         grid = TiledFloatGrid(TiledFloatSpec(*tile), spread)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, cast
 from llmcompress.errors import CheckpointError
 from llmcompress.formats.base import Entry, Specs
 from llmcompress.formats.entry_checks import affine_grid, stored_scale
-from llmcompress.formats.schemes import FLOATS
+from llmcompress.formats.schemes import FLOATS, scale_shape
 from llmcompress.grids.base import Spec
 from llmcompress.grids.integer import IntegerSpec
 
@@ -44,10 +44,8 @@ def byte_tensors(entry: Entry, coded: "Coded", how: str) -> "dict[str, Tensor]":
 
     codes = coded.codes.contiguous()
     weight = codes.view(torch.float8_e4m3fn) if how == FLOATS else (codes ^ 0x80).view(torch.int8)  # code - 128
-    return {
-        "weight": weight,
-        "weight_scale": stored_scale(entry, coded, entry.source.dtype),
-    }
+    shape = scale_shape(coded.grid.spec, *codes.shape)
+    return {"weight": weight, "weight_scale": stored_scale(entry, coded, entry.source.dtype, shape)}
 
 
 def check_shapes(module: str, spec: Spec, shape: tuple[int, int], specs: Specs) -> None:

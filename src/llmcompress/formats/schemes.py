@@ -4,7 +4,7 @@ A scheme is stored in one of three ways, by `kind`:
 
     pack-quantized    packed integers; inputs in 16 bits, or rounded beside less than 8 bits of weights
     int-quantized     weights I8 and inputs of 8 bits: what engines multiply as they are
-    float-quantized   weights F8_E4M3 by row or block; inputs likewise, or in 16 bits
+    float-quantized   weights F8_E4M3 by row, block or matrix; inputs likewise, or in 16 bits
 
 or by the name of its grid. Schemes of others are read as well: 8-bit floats by groups, integers of 8 bits by groups.
 """
@@ -18,6 +18,7 @@ from llmcompress.errors import CheckpointError
 from llmcompress.formats.base import Entry
 from llmcompress.grids.base import INPUT_SPECS, PER_ROW, InputSpec, Spec
 from llmcompress.grids.float8 import Float8Spec
+from llmcompress.grids.float8_tensor import Float8TensorSpec
 from llmcompress.grids.grid_type import grid_types
 from llmcompress.grids.integer import IntegerSpec
 from llmcompress.grids.tiled_floats import TiledFloatSpec
@@ -49,6 +50,7 @@ HOLDS: Mapping[str, Scheme] = {
     "int": Scheme("int", PACKED, INTEGERS, ("int8-token", "int8-tensor"), ", or --type fp8 --bits 8"),
     "fp8": Scheme("float", FLOATS, FLOATS, ("fp8-token", "fp8-tensor")),
     "fp8-block": Scheme("float", FLOATS, FLOATS, ("fp8-group",)),
+    "fp8-tensor": Scheme("float", FLOATS, FLOATS, ("fp8-tensor", "fp8-token"), more={"strategy": "tensor"}),
     "mxfp8": Scheme(
         "float", "mxfp8-quantized", "mxfp8-quantized", ("mxfp8",), more={"scale_dtype": "torch.uint8"}, own=True
     ),
@@ -91,6 +93,13 @@ def kind(grid: Spec, inputs: InputSpec | None) -> str:
     """How a scheme is stored."""
     scheme = HOLDS[grid.type]
     return scheme.plain if grid.bits == 8 and inputs is not None else scheme.packed
+
+
+def scale_shape(grid: Spec, rows: int, width: int) -> tuple[int, ...]:
+    """The shape of the stored scales of a matrix [rows, width]."""
+    if HOLDS[grid.type].more.get("strategy") == "tensor":
+        return (1,)
+    return (rows if grid.tile is None else -(-rows // grid.tile[0])), grid.groups(width)
 
 
 def unholdable(entry: Entry, grid: Spec) -> tuple[str, str] | None:
@@ -174,7 +183,7 @@ def scheme_of(module: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def grid_of(module: str, settings: Mapping[str, Any]) -> Spec:
-    """The grid of one module; one scale for a whole matrix is as good as one per row."""
+    """The grid of one module; one scale for a whole matrix of integers is as good as one per row."""
     scheme = scheme_of(module, settings)
     weights, stored = scheme["weights"], scheme.get("format", settings.get("format"))
     for name, held in HOLDS.items():
@@ -188,6 +197,8 @@ def grid_of(module: str, settings: Mapping[str, Any]) -> Spec:
     if said not in ("int", "float") or strategy not in ("group", "channel", "tensor"):
         raise CheckpointError(f"{module} is stored in a scheme other than codes by block, group, channel or tensor")
     size = int(weights["group_size"]) if strategy == "group" else PER_ROW
+    if (said, strategy, bits, symmetric) == ("float", "tensor", 8, True):
+        return Float8TensorSpec()
     return IntegerSpec(bits, size, symmetric) if said == "int" else Float8Spec(bits, size, symmetric)
 
 

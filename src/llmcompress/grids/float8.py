@@ -16,9 +16,9 @@ from llmcompress.grids.scales import SMALLEST_SCALE, ScaledGrid, natural_groups,
 from llmcompress.hardware import at_once
 from llmcompress.lazy import Tensor, torch
 
-_CHUNK = 1 << 17  # weights searched at once: the temporaries stay in the cache
+CHUNK = 1 << 17  # weights searched at once: the temporaries stay in the cache
 # a float's relative step is the same within an octave but for where it begins: scales of one octave try all beginnings
-_FACTORS = tuple(2.0 ** (step / 8) for step in (*range(-3, 0), *range(1, 8)))
+FACTORS = tuple(2.0 ** (step / 8) for step in (*range(-3, 0), *range(1, 8)))
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def fit(
     min-max one is a candidate and wins ties.
     """
     weigh = torch.ones(weight.shape[1], device=weight.device) if importance is None else importance.to(torch.float32)
-    step = max(1, at_once(weight, _CHUNK) // weight.shape[1])
+    step = max(1, at_once(weight, CHUNK) // weight.shape[1])
     parts = [best_scales(rows, weigh, clip, scale_dtype or torch.float16) for rows in torch.split(weight, step)]
     return FloatGrid(spec, torch.cat(parts), natural_groups(spec, weight.shape[1]).to(weight.device))
 
@@ -129,27 +129,27 @@ def fit(
 def best_scales(rows: Tensor, weigh: Tensor, clip: Clip, dtype: torch.dtype) -> Tensor:
     """Scales [rows, 1], as `fit` says, of weights [rows, in]; weigh [in] or [rows, in]: what an error costs."""
     whole = rows.abs().amax(dim=1, keepdim=True) / LARGEST
-    best = _exact(whole, dtype)
+    best = exact(whole, dtype)
     if clip == "minmax":
         return best
-    least, levels = _loss(rows, weigh, best)
-    candidates = [whole * factor for factor in _FACTORS]
+    least, levels = rounding_loss(rows, weigh, best)
+    candidates = [whole * factor for factor in FACTORS]
     for number in range(len(candidates) + 2):
         refit = (levels * rows * weigh).sum(1, keepdim=True) / (levels**2 * weigh).sum(1, keepdim=True).clamp_min(1e-30)
-        scale = _exact(candidates[number] if number < len(candidates) else refit, dtype)
-        loss, found = _loss(rows, weigh, scale)
+        scale = exact(candidates[number] if number < len(candidates) else refit, dtype)
+        loss, found = rounding_loss(rows, weigh, scale)
         better = loss < least
         least, best = torch.where(better, loss, least), torch.where(better, scale, best)
         levels = torch.where(better, found, levels)
     return best
 
 
-def _loss(rows: Tensor, weigh: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def rounding_loss(rows: Tensor, weigh: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Weighted squared error [rows, 1] of rounding, and the levels."""
     levels = rounded_(rows / scale)
     return ((levels * scale).sub_(rows).square_().mul_(weigh)).sum(1, keepdim=True), levels
 
 
-def _exact(scale: Tensor, dtype: torch.dtype) -> Tensor:
+def exact(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Scales rounded to values of the type they are stored in, never zero; float32."""
     return scale.to(dtype).to(torch.float32).clamp_min(SMALLEST_SCALE)

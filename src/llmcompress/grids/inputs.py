@@ -97,6 +97,11 @@ Rounding = InputGrid | ByThreshold | BesideOutliers
 """All the ways to round inputs that a checkpoint can ask for."""
 
 
+def fixed_for(rounding: Rounding | None, spec: InputSpec) -> Tensor | None:
+    """What is fixed of inputs that are rounded as `spec` says [1] float32; None where nothing is, or by another."""
+    return rounding.scale if isinstance(rounding, InputGrid) and rounding.spec == spec else None
+
+
 def divisor(seen: AbsMax) -> Tensor:
     """The divisor [1] float32 of scales of groups that holds all that was seen."""
     return torch.tensor([e4m3.LARGEST * e2m1.LARGEST / max(seen.peak, _LEAST)], dtype=torch.float32)

@@ -146,7 +146,13 @@ def _modelopt_wrongs(directory: Directory, settings: Mapping[str, Any]) -> list[
     if wrong := [f"quantization_config has no {key!r}" for key in _MODELOPT_KEYS if key not in settings]:
         return wrong
     other = read_json(directory.path / "hf_quant_config.json").get("quantization", {})
-    pairs = {"quant_algo": settings["quant_algo"], "exclude_modules": settings["ignore"], "group_size": 16}
+    pairs = {
+        "quant_algo": settings["quant_algo"],
+        "exclude_modules": settings["ignore"],
+        "quantized_layers": settings.get("quantized_layers"),
+    }
+    if "NVFP4" in settings["quant_algo"]:
+        pairs["group_size"] = 16
     return [
         f"{key} of hf_quant_config.json and quantization_config differ"
         for key, value in pairs.items()

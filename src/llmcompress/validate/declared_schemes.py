@@ -42,6 +42,14 @@ _INPUTS = {
     (4, "float", True, "group", 32, True, "torch.uint8"): "mxfp4",
     (4, "float", True, "tensor_group", 16, "local", "torch.float8_e4m3fn"): "nvfp4",
 }
+_MODELOPT: Mapping[str, StoredScheme] = {
+    "NVFP4": factored_scheme("nvfp4"),
+    "W4A16_NVFP4": factored_scheme(None),
+    "FP8": StoredScheme(8, -1, True, stored=FLOATS, inputs="fp8-tensor", kind="fp8-tensor"),
+    "FP8_PER_CHANNEL_PER_TOKEN": StoredScheme(8, -1, True, stored=FLOATS, inputs="fp8-token", kind="fp8-row"),
+    "FP8_PB_WO": StoredScheme(8, 128, True, stored=FLOATS, inputs="fp8-group", kind="fp8-128x128"),
+    "MXFP8": StoredScheme(8, 32, True, stored=MXFP8, inputs="mxfp8", kind="mxfp8"),
+}
 STORED = {INTEGERS: "I8", FLOATS: "F8_E4M3"}  # stored type of codes of one byte each
 
 
@@ -111,7 +119,7 @@ def _packed_scheme(module: str, settings: Mapping[str, Any]) -> StoredScheme | N
         return float4_scheme(module, stored, weights, inputs)
     if stored == MXFP8 or weights["strategy"] == "block":
         return float8_scheme(module, stored, weights, inputs)
-    kind = "fp8-row" if stored == FLOATS else ""
+    kind = "" if stored != FLOATS else "fp8-tensor" if weights["strategy"] == "tensor" else "fp8-row"
     scheme = StoredScheme(int(weights["num_bits"]), int(size), bool(weights["symmetric"]), False, stored, inputs, kind)
     if stored != PACKED and (scheme.bits, scheme.size, scheme.symmetric) != (8, -1, True):
         raise DamageError(f"{module} is {stored}, and its weights are not of 8 bits with one symmetric scale per row")
@@ -134,11 +142,19 @@ def _blocks_scheme(module: str, settings: Mapping[str, Any]) -> StoredScheme | N
 def _modelopt_scheme(module: str, settings: Mapping[str, Any]) -> StoredScheme | None:
     if module in settings["ignore"] or module.rpartition(".")[2] in settings["ignore"]:
         return None
-    (group,) = settings["config_groups"].values()
-    inputs = None if group["input_activations"] is None else "nvfp4"
-    if settings["quant_algo"] != ("W4A16_NVFP4" if inputs is None else "NVFP4"):
-        raise DamageError(f"{module} has inputs of {inputs}, and its algorithm is {settings['quant_algo']}")
-    return factored_scheme(inputs)
+    algorithm = settings["quant_algo"]
+    if algorithm == "MIXED_PRECISION":
+        if module not in settings["quantized_layers"]:
+            return None
+        algorithm = settings["quantized_layers"][module]["quant_algo"]
+    if algorithm not in _MODELOPT:
+        raise DamageError(f"{module} is {algorithm}, which is no algorithm that is written")
+    scheme = _MODELOPT[algorithm]
+    groups = settings["config_groups"].values()
+    told = [group for group in groups if module in group["targets"] or group["targets"] == ["Linear"]]
+    if len(told) != 1 or (told[0]["input_activations"] is None) != (scheme.inputs is None):
+        raise DamageError(f"{module} has inputs of {scheme.inputs} by {algorithm}, and config_groups deny it")
+    return scheme
 
 
 def _inputs_said(module: str, said: Mapping[str, Any] | None) -> str | None:
@@ -157,9 +173,11 @@ def missing_parts(module: str, parts: set[str], config: Mapping[str, Any]) -> li
     if form in TABLE_PARTS:
         return sorted(missing_table_parts(form, parts))
     wanted = set(PARTS[form]) - {"weight_zero_point", "weight_global_scale", "input_scale", "input_global_scale"}
-    scheme = scheme_of(module, config) if form == "compressed-tensors" else None
+    scheme = scheme_of(module, config) if form in ("compressed-tensors", "modelopt") else None
     if form == "modelopt":
-        return sorted({"weight_scale", "weight_scale_2"} - parts)
+        asked = {"weight_scale"} | ({"weight_scale_2"} if scheme is None or scheme.kind == "nvfp4" else set())
+        fixed = scheme is not None and scheme.kind == scheme.inputs == "fp8-tensor"
+        return sorted((asked | ({"input_scale"} if fixed else set())) - parts)
     if form == "mlx" and mlx_scheme(module, config["quantization_config"]).kind in MLX_POWERS:
         wanted.discard("biases")
     if scheme is not None:

@@ -63,11 +63,15 @@ def float8_scheme(module: str, stored: str, weights: Mapping[str, Any], inputs: 
 
 
 def read_float8(
-    module: str, scheme: StoredScheme, tensors: Mapping[str, Tensor], called: str = "weight_scale"
+    module: str,
+    scheme: StoredScheme,
+    tensors: Mapping[str, Tensor],
+    called: str = "weight_scale",
+    apart: bool = False,
 ) -> tuple[StoredMatrix, list[str]]:
     """The matrix of a module and what is wrong with it; DamageError where it cannot be decoded at all.
 
-    called: what the tensor of scales is called.
+    called: what the tensor of scales is called. apart: it has an axis of one behind that of the rows and the columns.
     """
     codes, scale = (tensors[f"{module}.{name}"] for name in ("weight", called))
     if len(codes.shape) != 2:
@@ -81,7 +85,9 @@ def read_float8(
         good, scales = exponent != 255, np.ldexp(np.float32(1), exponent.astype(np.int32) - 127)
     else:
         tall = int(scheme.kind.removeprefix("fp8-").partition("x")[0])
-        scales = shaped(scale, ("BF16", "F16", "F32"), (-(-rows // tall), -(-width // wide))).floats()
+        tiles = -(-rows // tall), -(-width // wide)
+        stored = (tiles[0], 1, tiles[1], 1) if apart else tiles
+        scales = shaped(scale, ("BF16", "F16", "F32"), stored).floats().reshape(tiles)
         good = np.isfinite(scales) & (scales > 0)
     faults = [] if good.all() else [f"{scale.name} has scales that are not positive numbers"]
     faults += no_numbers(codes)

@@ -90,16 +90,18 @@ def read_matrix(
         return read_table(module, scheme, tensors, form)
     if form == "mlx":
         return read_mlx(module, scheme, tensors)
-    if form == "modelopt":
+    if form == "modelopt" and scheme.kind == "nvfp4":
         return read_factored(module, scheme, tensors)
     if form == "fp8":
         return read_float8(module, scheme, tensors, "weight_scale_inv")
     if scheme.stored in FLOAT4_PARTS:
         return read_float4(module, scheme, tensors)
     if scheme.stored == MXFP8 or (scheme.stored == FLOATS and scheme.size != -1):
-        return read_float8(module, scheme, tensors)
+        return read_float8(module, scheme, tensors, apart=form == "modelopt")
     settings = config["quantization_config"]
-    readers = {"gptq": _read_gptq, "awq": _read_awq, "compressed-tensors": _read_packed}
+    readers = {
+        "gptq": _read_gptq, "awq": _read_awq, "compressed-tensors": _read_packed, "modelopt": _read_float8
+    }  # fmt: skip
     matrix, wrong = readers[form](module, scheme, tensors, settings)
     if not np.isfinite(matrix.scale).all():
         wrong.append(f"{module} has scales that are not finite")
@@ -203,19 +205,41 @@ def _read_bytes(module: str, scheme: StoredScheme, tensors: Mapping[str, Tensor]
         raise DamageError(f"{codes.name} is no matrix")
     rows, width = codes.shape
     shaped(codes, (STORED[scheme.stored],), (rows, width))
-    shaped(scales, ("BF16", "F16", "F32"), (rows, 1))
+    shaped(scales, ("BF16", "F16", "F32"), (1,) if scheme.kind == "fp8-tensor" else (rows, 1))
+    scale = np.broadcast_to(scales.floats().reshape(-1, 1), (rows, 1))
     zero: Array = np.full((rows, 1), 0 if scheme.stored == FLOATS else 128, np.float32)
     index = np.zeros(width, np.int64)
-    return AffineMatrix(module, scheme, rows, width, scales.floats(), zero, index, codes, "rows", fixed)
+    return AffineMatrix(module, scheme, rows, width, scale, zero, index, codes, "rows", fixed)
 
 
-def _input_scale(module: str, scheme: StoredScheme, tensors: Mapping[str, Tensor]) -> tuple[float | None, list[str]]:
-    """The fixed scale of a module's inputs, None if there is none, and the scale's faults."""
+def _read_float8(
+    module: str, scheme: StoredScheme, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
+) -> tuple[AffineMatrix, list[str]]:
+    """8-bit floats of ModelOpt with a scale for each row, or for all."""
+    codes, scales = tensors[f"{module}.weight"], tensors[f"{module}.weight_scale"]
+    if len(codes.shape) != 2:
+        raise DamageError(f"{codes.name} is no matrix")
+    rows, width = shaped(codes, ("F8_E4M3",), codes.shape).shape
+    one = scheme.kind == "fp8-tensor"
+    fixed, wrong = _input_scale(module, scheme, tensors, bare=True)
+    scale = shaped(scales, ("F32",), () if one else (rows,)).array().reshape(-1, 1)
+    index, zero = np.zeros(width, np.int64), np.zeros((rows, 1), np.float32)
+    wide = np.broadcast_to(scale, (rows, 1))
+    return AffineMatrix(module, scheme, rows, width, wide, zero, index, codes, "rows", fixed), wrong
+
+
+def _input_scale(
+    module: str, scheme: StoredScheme, tensors: Mapping[str, Tensor], *, bare: bool = False
+) -> tuple[float | None, list[str]]:
+    """The fixed scale of a module's inputs, None if there is none, and the scale's faults. bare: F32 of no extent."""
     stored = tensors.get(f"{module}.input_scale")
     fixed = scheme.inputs is not None and scheme.inputs.endswith("-tensor")
     if stored is None or not fixed:
         stray = [] if stored is None else [f"{stored.name} is there, and config.json knows of no fixed scale of inputs"]
         return None, stray
-    value = float(shaped(stored, ("BF16", "F16", "F32"), (1,)).floats()[0])
+    if bare:
+        value = float(shaped(stored, ("F32",), ()).array())
+    else:
+        value = float(shaped(stored, ("BF16", "F16", "F32"), (1,)).floats()[0])
     good = np.isfinite(value) and value > 0
     return value, [] if good else [f"{stored.name} is {value}, which is no scale"]

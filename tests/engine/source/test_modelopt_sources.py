@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from llmcompress.calib.pack import save
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
@@ -128,20 +129,54 @@ def test_runs_begin_with_it_and_codes_are_kept_in_other_formats(beside, model, t
     assert torch.equal(written[f"{UP}.weight_scale"].view(torch.uint8), held[f"{UP}.weight_scale"].view(torch.uint8))
 
 
-def test_codes_go_from_compressed_tensors_to_modelopt_and_back_byte_for_byte(model, tmp_path):
+FP8 = {"type": "fp8", "activations": "fp8-token"}
+STEPS = {
+    "nvfp4": {"type": "nvfp4"},
+    "nvfp4, inputs": {"type": "nvfp4", "activations": "nvfp4"},
+    "fp8": FP8,
+    "fp8, one scale": {"type": "fp8-tensor", "activations": "fp8-tensor"},
+    "mxfp8": {"type": "mxfp8", "activations": "mxfp8"},
+    "several": {
+        "type": "nvfp4",
+        "activations": "nvfp4",
+        "set": {
+            "self_attn.*": FP8,
+            "o_proj": {"type": "fp8-block", "activations": "fp8-group"},
+            "layers.0.mlp.down_proj": FP8,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_codes_go_from_compressed_tensors_to_modelopt_and_back_byte_for_byte(step, model, tmp_path):
+    """Each container is made of the one before, what is fixed of inputs as well, which no other text changes."""
     before, recipes = model, {"first": "compressed-tensors", "second": "modelopt", "third": "compressed-tensors"}
-    for name, format_ in recipes.items():
-        recipe = {"steps": [{"method": "rtn", "type": "nvfp4"}], "output": {"format": format_}}
-        run(make_plan(parse(recipe), before, Options(out=tmp_path / name)))
+    for seed, (name, format_) in enumerate(recipes.items()):
+        ids = torch.randint(3, 96, (2, 32), generator=torch.Generator().manual_seed(seed))
+        save(ids, tmp_path / f"{name}.safetensors")
+        recipe = {
+            "calibration": {"source": str(tmp_path / f"{name}.safetensors"), "samples": 2, "length": 32},
+            "steps": [{"method": "rtn", **STEPS[step]}],
+            "output": {"format": format_},
+        }
+        report = run(make_plan(parse(recipe), before, Options(out=tmp_path / name)))
+        assert before == model or {item["method"] for item in report["linears"]} == {"recoded"}
+        assert "requantised" not in {entry["kind"] for entry in report["ledger"]}
         checks = verify(tmp_path / name, before)
         assert passed(checks), [check for check in checks if not check.ok]
         before = tmp_path / name
     first, second, third = (load_file(tmp_path / name / "model.safetensors") for name in recipes)
     assert set(first) == set(third)
     for name, tensor in first.items():
-        assert name.endswith("global_scale") or torch.equal(tensor.view(torch.uint8), third[name].view(torch.uint8))
-    assert torch.equal(first[f"{UP}.weight_packed"], second[f"{UP}.weight"])
-    assert torch.allclose(first[f"{UP}.weight_global_scale"], 1 / second[f"{UP}.weight_scale_2"], rtol=2e-7)
+        if name.endswith("global_scale"):
+            assert torch.allclose(tensor, third[name], rtol=2e-7)
+        else:
+            assert torch.equal(tensor.view(torch.uint8), third[name].view(torch.uint8)), name
+    assert torch.equal(
+        first[f"{UP}.weight_packed" if "nvfp4" in step or step == "several" else f"{UP}.weight"].view(torch.uint8),
+        second[f"{UP}.weight"].view(torch.uint8),
+    )
     assert (tmp_path / "second" / "hf_quant_config.json").exists()
     assert not (tmp_path / "third" / "hf_quant_config.json").exists()
 
@@ -159,6 +194,17 @@ def test_layers_may_have_each_its_own(model, tmp_path):
     checkpoint = open_checkpoint(checkpoint_headers(tmp_path / "source"))
     assert all(torch.equal(checkpoint.read(name), expected.float()) for name, expected in values.items())
     assert {module for module in checkpoint.headers.packed if checkpoint.code_grid(module)} == set(layers)
+    up = checkpoint.inputs(UP)
+    assert (up.spec.name, float(up.scale)) == ("nvfp4", pytest.approx(448 * 6 / 3.0))
+    assert checkpoint.inputs(DOWN) is None
+
+
+def test_fixed_and_other_scales_of_inputs_are_read(model, tmp_path):
+    kinds = {"FP8": ("fp8-tensor", 0.5), "FP8_PER_CHANNEL_PER_TOKEN": ("fp8-token", None), "MXFP8": ("mxfp8", None)}
+    for kind, (name, scale) in kinds.items():
+        shipped_as(kind, model, tmp_path / kind)
+        found = open_checkpoint(checkpoint_headers(tmp_path / kind)).inputs(UP)
+        assert (found.spec.name, None if found.scale is None else float(found.scale)) == (name, scale)
 
 
 def test_a_divisor_gives_what_a_factor_gives():

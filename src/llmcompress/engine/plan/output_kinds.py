@@ -28,7 +28,7 @@ from llmcompress.engine.source.adapting import with_adapter
 from llmcompress.engine.source.gguf_input import GgufHeaders
 from llmcompress.engine.source.matrix_refs import Matrices, matrices_of
 from llmcompress.engine.source.open import checkpoint_headers, source_headers
-from llmcompress.engine.source.quantised import DecodedHeaders, code_grid, kept_grid, note_decoded
+from llmcompress.engine.source.quantised import DecodedCheckpoint, DecodedHeaders, code_grid, kept_grid, note_decoded
 from llmcompress.engine.source.stacked import unstacked_headers
 from llmcompress.engine.source.tensor_names import Anatomy
 from llmcompress.errors import PlanError
@@ -36,6 +36,7 @@ from llmcompress.formats.base import Entry, Format, TensorSpec
 from llmcompress.formats.gguf.file import GgufFile
 from llmcompress.grids.base import Spec
 from llmcompress.grids.ggml import GgufTypes, gguf_types
+from llmcompress.grids.inputs import fixed_for
 from llmcompress.ledger import Ledger
 from llmcompress.methods.base import Method
 from llmcompress.recipe import Recipe
@@ -170,8 +171,11 @@ class SafetensorsOutput:
 
     def _keeps(self, headers: DecodedHeaders, entry: Entry, grid: Spec) -> bool:
         """Whether a matrix keeps the codes that its source has."""
-        fixed = entry.inputs is not None and not entry.inputs.dynamic
-        return not fixed and not entry.permuted and kept_grid(headers, entry.module) == grid
+        if entry.permuted or kept_grid(headers, entry.module) != grid:
+            return False
+        if entry.inputs is None or entry.inputs.dynamic:
+            return True
+        return fixed_for(DecodedCheckpoint(headers).inputs(entry.module), entry.inputs) is not None
 
 
 class GgufOutput(SafetensorsOutput):

@@ -1,6 +1,7 @@
 """Matrices whose source is quantised already, taken over code by code where the wanted type holds their values."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from llmcompress.engine.plan.matrix_plan import MatrixPlan
@@ -9,6 +10,7 @@ from llmcompress.errors import RunError
 from llmcompress.formats.base import Format
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.grid_type import restored
+from llmcompress.grids.inputs import fixed_for
 from llmcompress.grids.recode import recode
 from llmcompress.ledger import Ledger
 from llmcompress.methods.base import Solved
@@ -23,13 +25,17 @@ def recoded(
     grid = plan.entry.grid
     if plan.pruner is not None or grid is None or plan.factors:
         return None
-    same = checkpoint.code_grid(plan.module) == grid and not plan.entry.permuted and not plan.method.fixed_inputs
+    same = checkpoint.code_grid(plan.module) == grid and not plan.entry.permuted
+    inputs = plan.entry.inputs if same and plan.method.fixed_inputs else None
+    fixed = None if inputs is None else fixed_for(checkpoint.inputs(plan.module), inputs)
+    same = same and plan.method.fixed_inputs == (fixed is not None)
     if not same and not grid.holds_codes:
         return None  # as the plan has said
     source = checkpoint.coded(plan.module)
     if source is None:
         return None
     name, wanted = source.grid.spec.name, grid.name
+    source = replace(source, input_scale=fixed)
     found = _same(plan, format_, source) if same else recode(source, grid)
     if found is None:
         ledger.note("requantised", name, f"decoded and rounded anew to {wanted}, which does not hold its values")
@@ -63,8 +69,9 @@ def kept_together(
 
 
 def _shared(coded: Coded) -> list[list[float]]:
-    """What all rows of a matrix have in common."""
-    return [getattr(coded.grid, name).reshape(-1).tolist() for name in coded.grid.shared]
+    """What all rows of a matrix have in common, and what is fixed of its inputs."""
+    fixed = [] if coded.input_scale is None else [coded.input_scale.tolist()]
+    return [getattr(coded.grid, name).reshape(-1).tolist() for name in coded.grid.shared] + fixed
 
 
 def _same(plan: MatrixPlan, format_: Format, source: Coded) -> Coded | None:

@@ -267,12 +267,12 @@ def code_grid(headers: DecodedHeaders, module: str) -> Spec | None:
 
 
 def kept_grid(headers: DecodedHeaders, module: str) -> Spec | None:
-    """The same grid where an output can hold its scales as they are: in types of the grid's own, or of the model."""
+    """The same grid where an output may hold its scales: in types of the grid's own, of the format, or of the model."""
     grid = code_grid(headers, module)
     if grid is None or grid.parts(1, 1):
         return grid
     scale = headers.stored.tensors.get(f"{module}.weight_scale")
-    own = headers.tensors[f"{module}.weight"].spec.dtype
+    own = headers.format.scales or headers.tensors[f"{module}.weight"].spec.dtype
     return grid if scale is not None and scale.spec.dtype == own else None
 
 

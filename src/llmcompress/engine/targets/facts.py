@@ -384,6 +384,23 @@ class OneScheme(Fact):
 
 
 @dataclass(frozen=True)
+class Beside(Fact):
+    """Several schemes in one checkpoint, and the grids `others` at all, are read beside matrices of grid `key` only."""
+
+    key: str
+    others: tuple[str, ...]
+
+    def violations(self, case: LoadCase) -> list[Violation]:
+        coded = quantised(case.entries)
+        if any(grid.type == self.key for _, grid in coded):
+            return []
+        names = tuple(entry.module for entry, grid in coded if grid.type in self.others)
+        if not names and len({(grid, entry.inputs) for entry, grid in coded}) > 1:
+            names = tuple(entry.module for entry, _ in coded)
+        return [Violation(self.why, names, "use --format compressed-tensors")] if names else []
+
+
+@dataclass(frozen=True)
 class ExpertsAlike(Fact):
     """The runtime decodes the experts of all layers by one scheme; some in 16 bits only if that is of 8-bit floats.
 

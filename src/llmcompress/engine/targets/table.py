@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from llmcompress.engine.targets.facts import (
     Alike,
     Asymmetric,
+    Beside,
     BitWidths,
     Devices,
     ExpertsAlike,
@@ -261,7 +262,20 @@ _VLLM = Target(
         ),
         "awq": _AWQ,
         "fp8": (_FUSED, _TILES, Devices(why=_FLOAT_DEVICES)),
-        "modelopt": (_FUSED, Devices(why=_FP4_DEVICES)),
+        "modelopt": (
+            _FUSED,
+            Unread(
+                lambda entry: (
+                    entry.grid is not None
+                    and experts_of(entry.module) is not None
+                    and entry.grid.type in ("fp8", "fp8-block")
+                ),
+                by_hand="give experts --type fp8-tensor or nvfp4, or use --format compressed-tensors",
+                why="of fp8 in modelopt it reads experts with one scale per matrix",
+            ),
+            Devices(why=_FP4_DEVICES),
+            Devices(why=_FLOAT_DEVICES),
+        ),
         "dense": (),
     },
     tensor_parallel=True,
@@ -298,7 +312,19 @@ _SGLANG = Target(
         ),
         "awq": _AWQ,
         "fp8": (_FUSED, _TILES, Devices(why=_FLOAT_DEVICES)),
-        "modelopt": (_FUSED, Devices(why=_FP4_DEVICES)),
+        "modelopt": (
+            _FUSED,
+            Unread(
+                lambda entry: entry.grid is not None and entry.grid.type == "fp8",
+                by_hand="use --type fp8-tensor --activations fp8-tensor, or --format compressed-tensors",
+                why="of fp8 in modelopt it reads one scale per matrix, and takes rows for matrices of 16 bits",
+            ),
+            Beside(
+                "nvfp4", ("fp8-block",), why="it reads several algorithms of modelopt, and blocks, beside nvfp4 only"
+            ),
+            Devices(why=_FP4_DEVICES),
+            Devices(why=_FLOAT_DEVICES),
+        ),
         "dense": (),
     },
     tensor_parallel=True,
