@@ -42,7 +42,7 @@ PHASES = [
     {"run"},
     {"write"},
     {"execute"},
-    {"structure", "budget"},
+    {"structure", "budget", "export_checkpoint"},
     {"recover"},
 ]
 PHASE_RANK = {name: rank for rank, names in enumerate(PHASES) for name in names}

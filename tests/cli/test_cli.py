@@ -110,7 +110,10 @@ def test_export_writes_another_format_with_the_same_values(compressed, tiny_mode
         )
         kl.append(figures["kl"])
     assert kl[0] == kl[1]
-    one_line_error(call("export", tiny_model_dir, "--format", "gptq"), 2, "is not a work directory")
+    one_line_error(
+        call("export", tiny_model_dir, "--format", "gptq"), 2, "is not quantised, so it has no codes to export"
+    )
+    one_line_error(call("export", tmp_path, "--format", "gptq"), 2, "is not a work directory")
 
 
 def test_plan_prints_every_matrix_and_touches_nothing(tiny_model_dir, tmp_path):

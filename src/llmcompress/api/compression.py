@@ -154,10 +154,11 @@ def carried_out(
 def export(
     work: str | Path, formats: str | Sequence[str], output: str | Path | None = None, *, overwrite: bool = False
 ) -> list[Exported]:
-    """Write other formats from the work directory that a run has kept, without computing anything again.
+    """Write other formats without computing anything again.
 
-    output: the directory to write; the formats' names are appended where there are several. PlanError if the run is not
-    finished, or the directory is none of a run.
+    work: the work directory that a run has kept, or a quantised checkpoint whose config.json tells its grids
+    (compressed-tensors, ModelOpt, MLX). output: the directory to write; the formats' names are appended where there
+    are several. PlanError if the run is not finished, the directory is neither, or a format cannot hold the codes.
 
         >>> from pathlib import Path
         >>> options = llmcompress.Options(work=Path("work"), keep_work=True)
@@ -165,11 +166,13 @@ def export(
         >>> [(item.format, item.output) for item in llmcompress.export("work", "gptq", "model-gptq")]
         [('gptq', PosixPath('model-gptq'))]
     """
+    from llmcompress.engine.export_checkpoint import export_checkpoint
     from llmcompress.engine.write.export_work import export_work
 
     names = [formats] if isinstance(formats, str) else list(formats)
+    write = export_checkpoint if (Path(work) / "config.json").is_file() else export_work
     with quiet_libraries():
-        return export_work(Path(work), names, None if output is None else Path(output), overwrite)
+        return write(Path(work), names, None if output is None else Path(output), overwrite)
 
 
 def placed(options: Options | None, output: str | Path | None) -> Options:

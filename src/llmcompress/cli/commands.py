@@ -116,7 +116,9 @@ def _recipe(dry: bool) -> Callable[..., None]:
 
 
 def export(
-    work: Annotated[Path, typer.Argument(help="Work directory kept by --keep-work.", show_default=False)],
+    work: Annotated[
+        Path, typer.Argument(help="Work directory kept by --keep-work, or a quantised checkpoint.", show_default=False)
+    ],
     formats: Annotated[list[str], typer.Option("--format", help="Format to write. Repeatable.", show_default=False)],
     out: Annotated[
         Path | None,
@@ -126,7 +128,7 @@ def export(
     json_: flags.Json = False,
     log_format: flags.LogFormat = "text",
 ) -> None:
-    """Write other formats from a finished run's work directory, without computing anything again."""
+    """Write other formats of a finished run, or of a quantised checkpoint, without computing anything again."""
     done = compression.export(work, formats, out, overwrite=overwrite)
     if json_:
         console.print_json([{"format": name, "output": str(path), "bytes": size} for name, path, size in done])

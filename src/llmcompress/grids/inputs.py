@@ -102,6 +102,13 @@ def fixed_for(rounding: Rounding | None, spec: InputSpec) -> Tensor | None:
     return rounding.scale if isinstance(rounding, InputGrid) and rounding.spec == spec else None
 
 
+def name_of(rounding: Rounding | None) -> str | None:
+    """The name that `--activations` has for a rounding of inputs; None where it has no such."""
+    if rounding is None:
+        return "none"
+    return rounding.spec.name if isinstance(rounding, InputGrid) else None
+
+
 def divisor(seen: AbsMax) -> Tensor:
     """The divisor [1] float32 of scales of groups that holds all that was seen."""
     return torch.tensor([e4m3.LARGEST * e2m1.LARGEST / max(seen.peak, _LEAST)], dtype=torch.float32)

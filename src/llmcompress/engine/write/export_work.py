@@ -34,7 +34,9 @@ def export_work(work: Path, formats: Sequence[str], out: Path | None, overwrite:
         if dtype not in ("float32", "bfloat16", "float16"):
             raise ValueError
     except (OSError, ValueError, KeyError, TypeError):
-        raise PlanError(f"{work} is not a work directory", "give one that a run kept with --keep-work") from None
+        raise PlanError(
+            f"{work} is not a work directory", "give one that a run kept with --keep-work, or a checkpoint"
+        ) from None
     stem = out or work.with_name(work.name.removesuffix(".work"))
     plans = []
     for name in formats:

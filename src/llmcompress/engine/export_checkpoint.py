@@ -1,0 +1,110 @@
+"""Export of a quantised checkpoint: the same codes in another container, whoever wrote it."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmcompress.engine.execute import run
+from llmcompress.engine.plan.make_plan import make_plan
+from llmcompress.engine.plan.matrix_options import matches
+from llmcompress.engine.plan.run_options import Options
+from llmcompress.engine.source.matrix_refs import matrices_of
+from llmcompress.engine.source.open import checkpoint_headers
+from llmcompress.engine.source.quantised import DecodedCheckpoint, DecodedHeaders, code_grid
+from llmcompress.engine.write.export_work import Exported
+from llmcompress.errors import PlanError, RunError
+from llmcompress.grids.grid_type import type_of
+from llmcompress.grids.inputs import name_of
+from llmcompress.ledger import Ledger
+from llmcompress.methods.base import Solved, Statistics
+from llmcompress.methods.rtn import Rtn
+from llmcompress.recipe import Output, Recipe
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from llmcompress.solve.prune import Pruned
+    from llmcompress.solve.row_blocks import RowBlocks
+    from llmcompress.solve.sparsegpt import MaskChoice
+
+_SKIPPED: Mapping[str, Any] = {"skip": True}
+_ANEW = "round anew: llmcompress rtn"
+
+
+class _Kept(Rtn):
+    """Codes of the source and what is fixed of their inputs; nothing is measured, and nothing rounded."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset()
+
+    def solve(
+        self,
+        weight: "Tensor",
+        stats: Statistics,
+        scale_dtype: "torch.dtype",
+        blocks: "RowBlocks",
+        pruned: "Pruned | MaskChoice | None" = None,
+    ) -> Solved:
+        raise RunError(f"the source has codes on {self.grid.name} with scales that the output cannot hold", _ANEW)
+
+
+def export_checkpoint(model: Path, formats: Sequence[str], out: Path | None, overwrite: bool) -> list[Exported]:
+    """Write the codes of a quantised checkpoint in each format.
+
+    PlanError for codes that config.json does not tell the grid of, or that a format cannot hold; RunError for scales
+    that it cannot.
+    """
+    headers = checkpoint_headers(model)
+    if not isinstance(headers, DecodedHeaders):
+        raise PlanError(f"{model} is not quantised, so it has no codes to export", "quantise it: llmcompress gptq")
+    step = _step(headers, list(matrices_of(headers, False, Ledger()).widths))
+    stem = out or model
+    plans = []
+    for name in formats:
+        target = stem if out is not None and len(formats) == 1 else stem.with_name(f"{stem.name}-{name}")
+        recipe = Recipe(steps=(step,), output=Output(format=name))
+        plans.append(make_plan(recipe, model, Options(out=target, overwrite=overwrite)))
+    for plan in plans:
+        run(plan)
+    return [Exported(plan.format.name, plan.out, plan.estimate.output_bytes) for plan in plans]
+
+
+def _step(headers: DecodedHeaders, modules: Sequence[str]) -> _Kept:
+    """The step whose options are those that the codes of every module have."""
+    if apart := sorted(headers.packed - set(modules)):
+        raise PlanError(f"{apart[0]} is no matrix of a layer, and its codes are not taken over", _ANEW)
+    checkpoint = DecodedCheckpoint(headers)
+    wanted = {module: _options(checkpoint, module) if module in headers.packed else _SKIPPED for module in modules}
+    counts = Counter(str(options) for options in wanted.values() if options != _SKIPPED)
+    if not counts:
+        raise PlanError(f"{headers.place} has codes of experts in one tensor, which are not taken over", _ANEW)
+    usual = next(options for options in wanted.values() if str(options) == counts.most_common(1)[0][0])
+    return _Kept.model_validate({**usual, "set": _patterns(wanted, usual)})
+
+
+def _options(checkpoint: DecodedCheckpoint, module: str) -> dict[str, Any]:
+    """The options that ask for the grid of a module's codes, and for the rounding of its inputs."""
+    grid, inputs = code_grid(checkpoint.headers, module), name_of(checkpoint.inputs(module))
+    if grid is None or inputs is None:
+        said = f"format {checkpoint.headers.format.name} does not tell the grid of {module}"
+        raise PlanError(f"{said}, so its codes cannot be taken over", _ANEW)
+    options = {"type": grid.type, "bits": grid.bits, "activations": inputs}
+    return options | ({"group_size": grid.group_size, "sym": grid.symmetric} if type_of(grid).grouped else {})
+
+
+def _patterns(wanted: Mapping[str, Mapping[str, Any]], usual: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Patterns of `set` for what is not as usual: one for a place in all layers, then single modules."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for module, options in wanted.items():
+        if options != usual:
+            found.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", module), options)
+    held = {}
+    for module, options in wanted.items():
+        last = next((found[pattern] for pattern in reversed(found) if matches(pattern, module)), usual)
+        if last != options:
+            held[module] = options if options == _SKIPPED else {"skip": False, **options}
+    return found | held

@@ -1,0 +1,111 @@
+"""Codes of a quantised checkpoint in another container: the same bytes, of several types at once, without any text."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import llmcompress
+from llmcompress.calib.pack import save
+from llmcompress.errors import PlanError, RunError
+from llmcompress.recipe import parse
+from llmcompress.validate.verify import passed, verify
+from tinyruns import compress
+
+FP8 = {"type": "fp8", "activations": "fp8-token"}
+MIX = {
+    "type": "nvfp4",
+    "activations": "nvfp4",
+    "set": {
+        "self_attn.*": {"type": "fp8-tensor", "activations": "fp8-tensor"},
+        "o_proj": {"type": "fp8-block", "activations": "fp8-group"},
+        "layers.0.mlp.down_proj": {"type": "mxfp8", "activations": "mxfp8"},
+        "layers.1.self_attn.o_proj": {"skip": True},
+        "layers.1.mlp.down_proj": {"activations": "none"},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def model(random_model_dir):
+    return random_model_dir("llama", hidden_size=128, intermediate_size=256)
+
+
+@pytest.fixture(scope="module")
+def made(model, tmp_path_factory):
+    """made(name, format, **options): the model rounded to nearest."""
+    root = tmp_path_factory.mktemp("made")
+    save(torch.randint(3, 96, (2, 32), generator=torch.Generator().manual_seed(0)), root / "ids.safetensors")
+
+    def of(name, format_, **options):
+        if not (root / name).exists():
+            calibration = {"source": str(root / "ids.safetensors"), "samples": 2, "length": 32}
+            steps = [{"method": "rtn", **options}]
+            recipe = {"calibration": calibration, "steps": steps, "output": {"format": format_}}
+            compress(model, root / name, parse(recipe))
+        return root / name
+
+    return of
+
+
+def same(one, other):
+    assert set(one) == set(other)
+    for name, tensor in one.items():
+        assert (tensor.dtype, tensor.shape) == (other[name].dtype, other[name].shape)
+        if name.endswith(("global_scale", "weight_scale_2", "input_scale")):
+            assert torch.allclose(tensor, other[name], rtol=2e-7)  # a reciprocal of a reciprocal
+        else:
+            assert torch.equal(tensor.reshape(-1).view(torch.uint8), other[name].reshape(-1).view(torch.uint8)), name
+
+
+def said(path):
+    """What config.json says, groups in any order."""
+    config = json.loads((path / "config.json").read_text())
+    settings = config["quantization_config"]
+    groups = [{**group, "targets": sorted(group["targets"])} for group in settings.pop("config_groups").values()]
+    return config, sorted(json.dumps(group, sort_keys=True) for group in groups), sorted(settings.pop("ignore"))
+
+
+@pytest.mark.parametrize("start", ["compressed-tensors", "modelopt"])
+def test_several_types_go_to_the_other_container_and_back_byte_for_byte(start, made, tmp_path):
+    """There is no text to calibrate on and no tokenizer: what is fixed of inputs is that of the source."""
+    other = {"compressed-tensors": "modelopt", "modelopt": "compressed-tensors"}[start]
+    source, there, back = made(f"mix-{start}", start, **MIX), tmp_path / "there", tmp_path / "back"
+    (done,) = llmcompress.export(source, other, there)
+    assert (done.format, done.output) == (other, there)
+    llmcompress.export(there, start, back)
+    for out, before in ((there, source), (back, there)):
+        checks = verify(out, before)
+        assert passed(checks), [check for check in checks if not check.ok]
+        report = json.loads((out / "report.json").read_text())
+        assert {item["method"] for item in report["linears"]} == {"recoded"}
+    same(load_file(source / "model.safetensors"), load_file(back / "model.safetensors"))
+    assert said(source) == said(back)
+    # the other container is what a run from the original writes in it
+    same(load_file(there / "model.safetensors"), load_file(made(f"mix-{other}", other, **MIX) / "model.safetensors"))
+
+
+def test_integers_go_to_any_format_that_holds_them(made, tmp_path):
+    options = {"group_size": 32, "set": {"down_proj": {"bits": 8}}}
+    out = [item.output for item in llmcompress.export(made("int", "compressed-tensors", **options), ["gptq", "mlx"])]
+    assert [path.name for path in out] == ["int-gptq", "int-mlx"]
+    for path, form in zip(out, ("gptq", "mlx"), strict=True):
+        same(load_file(path / "model.safetensors"), load_file(made(form, form, **options) / "model.safetensors"))
+
+
+def test_what_cannot_be_taken_over_is_refused(made, model, tmp_path):
+    with pytest.raises(PlanError, match="is not quantised"):
+        llmcompress.export(model, "modelopt", tmp_path / "out")
+    with pytest.raises(PlanError, match="cannot hold int8-g32-sym"):
+        llmcompress.export(made("int8", "compressed-tensors", bits=8, group_size=32), "modelopt", tmp_path / "out")
+    with pytest.raises(PlanError, match="format gptq does not tell the grid of"):
+        llmcompress.export(made("gptq", "gptq", group_size=32), "compressed-tensors", tmp_path / "out")
+    source = tmp_path / "fine"
+    llmcompress.export(made("fp8", "modelopt", **FP8), "modelopt", source)
+    tensors = load_file(source / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight_scale"
+    save_file({**tensors, name: tensors[name] * 1.001}, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RunError, match="fp8-row with scales that the output cannot hold"):
+        llmcompress.export(source, "compressed-tensors", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
