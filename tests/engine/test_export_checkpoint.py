@@ -4,16 +4,16 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import llmcompress
 from llmcompress.calib.pack import save
 from llmcompress.errors import PlanError, RunError
 from llmcompress.recipe import parse
 from llmcompress.validate.verify import passed, verify
+from shippedmodels import changed
 from tinyruns import compress
 
-FP8 = {"type": "fp8", "activations": "fp8-token"}
 MIX = {
     "type": "nvfp4",
     "activations": "nvfp4",
@@ -49,11 +49,11 @@ def made(model, tmp_path_factory):
     return of
 
 
-def same(one, other):
+def same(one, other, *, exact=False):
     assert set(one) == set(other)
     for name, tensor in one.items():
         assert (tensor.dtype, tensor.shape) == (other[name].dtype, other[name].shape)
-        if name.endswith(("global_scale", "weight_scale_2", "input_scale")):
+        if not exact and name.endswith(("global_scale", "weight_scale_2", "input_scale")):
             assert torch.allclose(tensor, other[name], rtol=2e-7)  # a reciprocal of a reciprocal
         else:
             assert torch.equal(tensor.reshape(-1).view(torch.uint8), other[name].reshape(-1).view(torch.uint8)), name
@@ -101,11 +101,31 @@ def test_what_cannot_be_taken_over_is_refused(made, model, tmp_path):
         llmcompress.export(made("int8", "compressed-tensors", bits=8, group_size=32), "modelopt", tmp_path / "out")
     with pytest.raises(PlanError, match="format gptq does not tell the grid of"):
         llmcompress.export(made("gptq", "gptq", group_size=32), "compressed-tensors", tmp_path / "out")
-    source = tmp_path / "fine"
-    llmcompress.export(made("fp8", "modelopt", **FP8), "modelopt", source)
-    tensors = load_file(source / "model.safetensors")
-    name = "model.layers.1.mlp.up_proj.weight_scale"
-    save_file({**tensors, name: tensors[name] * 1.001}, source / "model.safetensors", {"format": "pt"})
-    with pytest.raises(RunError, match="fp8-row with scales that the output cannot hold"):
-        llmcompress.export(source, "compressed-tensors", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    source = changed(
+        made("int", "compressed-tensors", group_size=32, set={"down_proj": {"bits": 8}}),
+        tmp_path / "source",
+        lambda tensors: tensors["model.layers.1.mlp.up_proj.weight_scale"][0, 0].fill_(3e-9),
+    )
+    with pytest.raises(RunError, match="int4-g32-sym with scales that the output cannot hold"):
+        llmcompress.export(source, "gptq", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("kind", ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO"])
+def test_scales_of_others_that_16_bits_do_not_hold_stay_as_they_are(kind, made, tmp_path):
+    """As ModelOpt has them, float32: largest magnitudes over 448."""
+    types = {"FP8": "fp8-tensor", "FP8_PER_CHANNEL_PER_TOKEN": "fp8", "FP8_PB_WO": "fp8-block"}
+    inputs = {"FP8": "fp8-tensor", "FP8_PER_CHANNEL_PER_TOKEN": "fp8-token", "FP8_PB_WO": "fp8-group"}
+
+    def finer(tensors):
+        for name, tensor in tensors.items():
+            if name.endswith("_scale"):
+                tensor.mul_(1.0013)
+
+    source = changed(made(kind, "modelopt", type=types[kind], activations=inputs[kind]), tmp_path / "source", finer)
+    llmcompress.export(source, "compressed-tensors", tmp_path / "there")
+    assert passed(verify(tmp_path / "there", source))
+    there = load_file(tmp_path / "there" / "model.safetensors")
+    assert {tensor.dtype for name, tensor in there.items() if name.endswith("_scale")} == {torch.float32}
+    llmcompress.export(tmp_path / "there", "modelopt", tmp_path / "back")
+    same(load_file(source / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors"), exact=True)

@@ -9,8 +9,10 @@ import json
 import pytest
 import torch
 
+from llmcompress import export
 from llmcompress.validate.load import load_whole
 from llmcompress.validate.verify import passed, verify
+from shippedmodels import changed
 
 pytestmark = pytest.mark.interop
 
@@ -91,6 +93,23 @@ def test_blocks_that_the_package_decodes_to_bfloat16_are_multiplied_by_inputs_as
     loss = (expected - original).square().mean().sqrt()
     assert loss > 1e-4
     assert (seen - expected).square().mean().sqrt() < 1e-3 * loss
+
+
+def test_scales_of_float32_from_modelopt_are_read(compress, tmp_path):
+    """Of matrices and of inputs, in a model of bfloat16."""
+    options = {"type": "fp8-tensor", "activations": "fp8-tensor"}
+    source = changed(compress("llama", "bfloat16", "modelopt", **options), tmp_path / "source", finer)
+    export(source, "compressed-tensors", tmp_path / "out")
+    theirs, ours = load(tmp_path / "out"), load_whole(source, dtype=torch.float32, linear=None)
+    with torch.no_grad():
+        seen, expected = (model(IDS, use_cache=False).logits for model in (theirs, ours))
+    assert (seen - expected).abs().max() < 1e-5
+
+
+def finer(tensors):
+    for name, tensor in tensors.items():
+        if name.endswith("_scale"):
+            tensor.mul_(1.0013)
 
 
 def logits_of_both(out):

@@ -4,7 +4,10 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from shutil import rmtree
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
@@ -21,9 +24,9 @@ from llmcompress.ledger import Ledger
 from llmcompress.methods.base import Solved, Statistics
 from llmcompress.methods.rtn import Rtn
 from llmcompress.recipe import Output, Recipe
+from llmcompress.store.checkpoint import DTYPES, Checkpoint
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from llmcompress.solve.prune import Pruned
@@ -52,6 +55,13 @@ class _Kept(Rtn):
         raise RunError(f"the source has codes on {self.grid.name} with scales that the output cannot hold", _ANEW)
 
 
+class _Wide(_Kept):
+    """The same where scales are no values of the model's own type, as ModelOpt has them."""
+
+    def described(self) -> dict[str, Any]:
+        return {"scale_type": "F32"}
+
+
 def export_checkpoint(model: Path, formats: Sequence[str], out: Path | None, overwrite: bool) -> list[Exported]:
     """Write the codes of a quantised checkpoint in each format.
 
@@ -67,9 +77,13 @@ def export_checkpoint(model: Path, formats: Sequence[str], out: Path | None, ove
     for name in formats:
         target = stem if out is not None and len(formats) == 1 else stem.with_name(f"{stem.name}-{name}")
         recipe = Recipe(steps=(step,), output=Output(format=name))
-        plans.append(make_plan(recipe, model, Options(out=target, overwrite=overwrite)))
+        work = target.with_name(f"{target.name}.export")  # of no run: what an earlier try left there is thrown away
+        plans.append(make_plan(recipe, model, Options(out=target, work=work, overwrite=overwrite, restart=True)))
     for plan in plans:
-        run(plan)
+        try:
+            run(plan)
+        finally:
+            rmtree(plan.work, ignore_errors=True)
     return [Exported(plan.format.name, plan.out, plan.estimate.output_bytes) for plan in plans]
 
 
@@ -83,7 +97,20 @@ def _step(headers: DecodedHeaders, modules: Sequence[str]) -> _Kept:
     if not counts:
         raise PlanError(f"{headers.place} has codes of experts in one tensor, which are not taken over", _ANEW)
     usual = next(options for options in wanted.values() if str(options) == counts.most_common(1)[0][0])
-    return _Kept.model_validate({**usual, "set": _patterns(wanted, usual)})
+    kind = _Wide if any(_is_wide(checkpoint, module) for module in headers.packed) else _Kept
+    return kind.model_validate({**usual, "set": _patterns(wanted, usual)})
+
+
+def _is_wide(checkpoint: DecodedCheckpoint, module: str) -> bool:
+    """Whether scales of a module are float32 that the type of the model does not hold."""
+    headers, grid = checkpoint.headers, code_grid(checkpoint.headers, module)
+    if grid is None or grid.parts(1, 1):
+        return False
+    own = DTYPES[headers.tensors[f"{module}.weight"].spec.dtype]
+    stored = Checkpoint(headers.stored)
+    names = [f"{module}.{part}" for part in ("weight_scale", "input_scale") if f"{module}.{part}" in stored]
+    scales = [stored.read(name) for name in names if stored.headers.tensors[name].spec.dtype == "F32"]
+    return any(not torch.equal(scale, scale.to(own).to(scale.dtype)) for scale in scales)
 
 
 def _options(checkpoint: DecodedCheckpoint, module: str) -> dict[str, Any]:

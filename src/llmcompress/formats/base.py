@@ -64,7 +64,7 @@ class Entry:
     permuted: groups follow the activation order, so a group index must be stored.
     runtime: the module path in transformers, where that may differ from the on-disk module.
     options: what the method recorded about itself, for the format's config: damp_percent (float), act_order (bool),
-    static_groups (bool), true_sequential (bool); each may be absent.
+    static_groups (bool), true_sequential (bool), scale_type (of scales wider than the model's); each may be absent.
     """
 
     source: TensorSpec

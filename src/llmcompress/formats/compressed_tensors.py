@@ -53,6 +53,7 @@ from llmcompress.formats.schemes import (
     kind,
     reordered,
     scale_shape,
+    scale_type,
     unholdable,
     weights_said,
 )
@@ -107,12 +108,12 @@ class CompressedTensors(PackedFormat):
 
     def parts(self, entry: Entry, grid: Spec) -> list[Part]:
         width, rows, bits = entry.in_features, entry.out_features, grid.bits
-        fixed = input_part(entry.inputs, entry.source.dtype)
+        fixed = input_part(entry.inputs, scale_type(entry))
         inputs: list[Part] = [] if fixed is None else [(*fixed, (1,))]
         if own := grid.parts(rows, width):
             return [*((name, *about) for name, about in own.items()), *inputs]
         groups, how = grid.groups(width), kind(grid, entry.inputs)
-        scale: Part = ("weight_scale", entry.source.dtype, scale_shape(grid, rows, width))
+        scale: Part = ("weight_scale", scale_type(entry), scale_shape(grid, rows, width))
         if how == PACKED:
             parts = [("weight_packed", "I32", (rows, words_for(width, bits))), scale, ("weight_shape", "I64", (2,))]
         else:
@@ -127,7 +128,7 @@ class CompressedTensors(PackedFormat):
             tensors = coded.grid.packed(coded.codes)
         else:
             tensors = packed_tensors(entry, coded) if how == PACKED else byte_tensors(entry, coded, how)
-        fixed = input_part(entry.inputs, entry.source.dtype)
+        fixed = input_part(entry.inputs, scale_type(entry))
         if coded.input_scale is not None and fixed is not None:
             tensors[fixed[0]] = stored_type(entry, coded.input_scale, fixed[1])
         return tensors

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, cast
 from llmcompress.errors import CheckpointError
 from llmcompress.formats.base import Entry, Specs
 from llmcompress.formats.entry_checks import affine_grid, stored_scale
-from llmcompress.formats.schemes import FLOATS, scale_shape
+from llmcompress.formats.schemes import FLOATS, scale_shape, scale_type
 from llmcompress.grids.base import Spec
 from llmcompress.grids.integer import IntegerSpec
 
@@ -30,7 +30,7 @@ def packed_tensors(entry: Entry, coded: "Coded") -> "dict[str, Tensor]":
     grid, bits = affine_grid(entry, coded), coded.grid.spec.bits
     tensors = {
         "weight_packed": pack(coded.codes, bits),
-        "weight_scale": stored_scale(entry, coded, entry.source.dtype),
+        "weight_scale": stored_scale(entry, coded, scale_type(entry)),
         "weight_shape": torch.tensor([entry.out_features, entry.in_features], dtype=torch.int64),
     }
     if not grid.spec.symmetric:
@@ -45,7 +45,7 @@ def byte_tensors(entry: Entry, coded: "Coded", how: str) -> "dict[str, Tensor]":
     codes = coded.codes.contiguous()
     weight = codes.view(torch.float8_e4m3fn) if how == FLOATS else (codes ^ 0x80).view(torch.int8)  # code - 128
     shape = scale_shape(coded.grid.spec, *codes.shape)
-    return {"weight": weight, "weight_scale": stored_scale(entry, coded, entry.source.dtype, shape)}
+    return {"weight": weight, "weight_scale": stored_scale(entry, coded, scale_type(entry), shape)}
 
 
 def check_shapes(module: str, spec: Spec, shape: tuple[int, int], specs: Specs) -> None:

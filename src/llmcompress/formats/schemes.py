@@ -95,6 +95,11 @@ def kind(grid: Spec, inputs: InputSpec | None) -> str:
     return scheme.plain if grid.bits == 8 and inputs is not None else scheme.packed
 
 
+def scale_type(entry: Entry) -> str:
+    """The type of the stored scales of a matrix, of its inputs too: the model's, or a wider one that was asked for."""
+    return str(entry.options.get("scale_type", entry.source.dtype))
+
+
 def scale_shape(grid: Spec, rows: int, width: int) -> tuple[int, ...]:
     """The shape of the stored scales of a matrix [rows, width]."""
     if HOLDS[grid.type].more.get("strategy") == "tensor":

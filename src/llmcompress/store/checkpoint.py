@@ -57,8 +57,11 @@ class Checkpoint:
         """Codes of one matrix [out, in] of a tensor [experts, in, out] that is stored as codes; else None."""
         return None
 
-    def code_grid(self, module: str) -> Spec | None:
-        """The grid of a module's codes, where the checkpoint tells it and outputs can hold its scales; else None."""
+    def code_grid(self, module: str, scales: str | None = None) -> Spec | None:
+        """The grid of a module's codes, where the checkpoint tells it and outputs can hold its scales; else None.
+
+        scales: the type of scales in the output, None for that of the model.
+        """
         return None
 
     def stored(self, name: str, kind: str) -> Iterator[memoryview] | None:

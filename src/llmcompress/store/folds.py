@@ -127,8 +127,8 @@ class FoldedCheckpoint(Checkpoint):
         folded = name in self._folds or name in self.shared
         return self.read(name)[number] if folded else self.base.read_at(name, number)
 
-    def code_grid(self, module: str) -> Spec | None:
-        return None if f"{module}.weight" in self._folds else self.base.code_grid(module)
+    def code_grid(self, module: str, scales: str | None = None) -> Spec | None:
+        return None if f"{module}.weight" in self._folds else self.base.code_grid(module, scales)
 
     def read(self, name: str) -> Tensor:
         work = self.base.read(self.shared.get(name, name))

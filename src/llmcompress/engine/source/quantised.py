@@ -210,8 +210,8 @@ class DecodedCheckpoint(Checkpoint):
         except _DAMAGED as error:
             raise _unlike(self.headers.stored, self.headers.format, module, error) from None
 
-    def code_grid(self, module: str) -> Spec | None:
-        return kept_grid(self.headers, module)
+    def code_grid(self, module: str, scales: str | None = None) -> Spec | None:
+        return kept_grid(self.headers, module, scales)
 
     def inputs(self, module: str) -> Rounding | None:
         if module not in self.headers.packed:
@@ -266,10 +266,13 @@ def code_grid(headers: DecodedHeaders, module: str) -> Spec | None:
         raise _unlike(headers.stored, headers.format, module, error) from None
 
 
-def kept_grid(headers: DecodedHeaders, module: str) -> Spec | None:
-    """The same grid where an output may hold its scales: in types of the grid's own, of the format, or of the model."""
+def kept_grid(headers: DecodedHeaders, module: str, scales: str | None = None) -> Spec | None:
+    """The same grid where an output may hold its scales: in types of the grid's own, of a format, or of the model.
+
+    scales: the type of scales in the output, None for that of the model.
+    """
     grid = code_grid(headers, module)
-    if grid is None or grid.parts(1, 1):
+    if grid is None or grid.parts(1, 1) or scales is not None:
         return grid
     scale = headers.stored.tensors.get(f"{module}.weight_scale")
     own = headers.format.scales or headers.tensors[f"{module}.weight"].spec.dtype
