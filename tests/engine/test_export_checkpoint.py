@@ -95,6 +95,8 @@ def test_integers_go_to_any_format_that_holds_them(made, tmp_path):
 
 
 def test_what_cannot_be_taken_over_is_refused(made, model, tmp_path):
+    with pytest.raises(PlanError, match="a command of their own"):
+        llmcompress.export(made("int", "compressed-tensors", group_size=32), ["mlx", "gguf"])
     with pytest.raises(PlanError, match="is not quantised"):
         llmcompress.export(model, "modelopt", tmp_path / "out")
     with pytest.raises(PlanError, match="cannot hold int8-g32-sym"):

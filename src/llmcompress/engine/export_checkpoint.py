@@ -71,6 +71,8 @@ def export_checkpoint(model: Path, formats: Sequence[str], out: Path | None, ove
     headers = checkpoint_headers(model)
     if not isinstance(headers, DecodedHeaders):
         raise PlanError(f"{model} is not quantised, so it has no codes to export", "quantise it: llmcompress gptq")
+    if "gguf" in formats:
+        raise PlanError("GGUF files are made by a command of their own", "llmcompress gguf keeps codes of its types")
     step = _step(headers, list(matrices_of(headers, False, Ledger()).widths))
     stem = out or model
     plans = []
