@@ -78,6 +78,39 @@ def test_several_types_go_on_with_the_one_under_way(main, capsys, shallow_model_
     assert "already exists" in capsys.readouterr().err
 
 
+def test_several_types_are_made_anew_with_overwrite_and_a_stop_goes_on(main, shallow_model_dir, tmp_path):
+    """What was made anew is told from what was there by the time it was written."""
+    kinds = ["Q8_0", "Q4_0", "Q5_0"]
+    outs = [tmp_path / f"out-{kind}.gguf" for kind in kinds]
+    types = [word for kind in kinds for word in ("--type", kind)]
+    command = ["gguf", shallow_model_dir, "-o", tmp_path / "out.gguf", *types, "-q"]
+
+    def made():
+        return [out.stat().st_mtime_ns for out in outs]
+
+    assert main(*command) == 0
+    first, content_before = made(), [out.read_bytes() for out in outs]
+    assert main(*command) == 0
+    assert made() == first
+    assert main(*command, "--overwrite") == 0
+    second = made()
+    assert all(new != old for new, old in zip(second, first, strict=True))
+    assert main(*command, "--overwrite", "--deadline", 0) == 75  # in the first file
+    assert made() == second
+    assert main(*command, "--overwrite", "--deadline", 0) == 75  # at the beginning of the second one
+    third = made()
+    assert [new != old for new, old in zip(third, second, strict=True)] == [True, False, False]
+    assert main(*command, "--overwrite") == 0
+    assert [new != old for new, old in zip(made(), third, strict=True)] == [False, True, True]
+    assert [out.read_bytes() for out in outs] == content_before
+    fourth = made()
+    assert main(*command, "--overwrite", "--deadline", 0) == 75
+    assert main(*command, "--overwrite", "--deadline", 0) == 75
+    assert main(*command, "--overwrite", "--restart") == 0  # of what was stopped nothing is taken
+    assert all(new != old for new, old in zip(made(), fourth, strict=True))
+    assert not list(tmp_path.glob("*.work"))
+
+
 def test_sigterm_leaves_nothing_of_an_importance_matrix(main, capsys, shallow_model_dir, tmp_path, monkeypatch):
     command = ["imatrix", shallow_model_dir, "-o", tmp_path / "a.gguf", *SHORT]
     with monkeypatch.context() as patched:

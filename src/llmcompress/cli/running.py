@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from llmcompress.engine.plan.plan import Plan
+    from llmcompress.engine.plan.run_options import Options
     from llmcompress.store.output import OutputDirectory
     from llmcompress.workers import Workers
 
@@ -55,7 +56,9 @@ def start(
     if stop is None and not dry:
         stop = Stop(execution.deadline)
     with joined(options.device) as workers:
-        planned = workers.all_or_raise(lambda: [_planned(job, len(jobs) > 1, dry) for job in jobs])
+        planned = workers.all_or_raise(
+            lambda: _still_made([_planned(job, len(jobs) > 1, dry) for job in jobs], options)
+        )
         if execution.print_recipe:
             _print_recipes([plan.recipe for plan, _ in planned], execution.json)
         elif dry or stop is None:
@@ -86,6 +89,22 @@ def _planned(job: Job, several: bool, dry: bool) -> "Planned":
         return make_plan(job.recipe, job.model, job.options).with_notes(job.notes), None
     plan, report = planned_or_finished(job.recipe, job.model, job.options)
     return plan.with_notes(job.notes), report
+
+
+def _still_made(planned: "list[Planned]", options: "Options") -> "list[Planned]":
+    """Plans, without the reports of outputs that `--overwrite` makes anew.
+
+    Plans are carried out in order, so where a start was stopped, the work directory under way lies behind those outputs
+    that this start has made anew; without one nothing was stopped, and all of them are from before.
+    """
+    if not options.overwrite:
+        return planned
+    works = [plan.work.exists() and not options.restart for plan, _ in planned]
+    under_way = max((place for place, there in enumerate(works) if there), default=0)
+    return [
+        (plan, report if place < under_way and not works[place] else None)
+        for place, (plan, report) in enumerate(planned)
+    ]
 
 
 def _plan_beside(job: Job) -> "Plan":
