@@ -1,17 +1,19 @@
 """The recipe: everything that a user asks of a run, as strict data. Commands build it, YAML files hold it."""
 
+import re
 from pathlib import Path
 from reprlib import Repr
 from typing import Annotated, Any, Literal, TypeAlias
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError
 
 import llmcompress.formats
 import llmcompress.methods
 import llmcompress.pruners
 import llmcompress.transforms
 from llmcompress.errors import RecipeError
+from llmcompress.formats.front_matter import HUB_ID
 from llmcompress.methods.base import Method, Plain
 from llmcompress.pruners.base import Pruner
 from llmcompress.registry import discover, suggest
@@ -20,6 +22,7 @@ from llmcompress.yamlfile import SIZE, read_yaml
 
 DEFAULT_FORMAT = "compressed-tensors"
 
+_LICENCE = re.compile(r"[a-z0-9][a-z0-9.-]{0,99}")
 _shown = Repr()  # shortens values in messages, which may be anything that fits into a file
 _shown.maxstring = _shown.maxother = _shown.maxlong = 100
 _shown.maxlevel = 3
@@ -42,6 +45,21 @@ class Calibration(_Strict):
     imatrix: str | None = Field(None, description="importance matrix that a method without calibration goes by")
 
 
+def _hub_id(value: str | None) -> str | None:
+    if value is not None and not HUB_ID.fullmatch(value):
+        raise RecipeError(f"base model {_shown.repr(value)} is no name of a hub", "write OWNER/NAME")
+    return value
+
+
+def _licence(value: str | None) -> str | None:
+    if value is not None and not _LICENCE.fullmatch(value):
+        raise RecipeError(
+            f"licence {_shown.repr(value)} is no id of a hub",
+            "write for example apache-2.0, or other for one of its own",
+        )
+    return value
+
+
 class Output(_Strict):
     """What is written."""
 
@@ -51,6 +69,12 @@ class Output(_Strict):
     )
     modelfile: bool = Field(False, description="write a Modelfile for Ollama beside a GGUF file")
     pre: str | None = Field(None, description="llama.cpp's name of the pre-tokenizer, where it is not recognised")
+    base_model: Annotated[str | None, AfterValidator(_hub_id)] = Field(
+        None, description="OWNER/NAME on a hub that the model card names in place of the source's"
+    )
+    license: Annotated[str | None, AfterValidator(_licence)] = Field(
+        None, description="a hub's id of the licence that the model card names in place of the source's"
+    )
 
 
 class KvCache(_Strict):

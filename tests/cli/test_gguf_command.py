@@ -204,6 +204,19 @@ def test_several_types_are_several_files_and_none_if_one_is_refused(model, main,
         assert alone.read_bytes() == Path(result["output"]).read_bytes()
 
 
+def test_the_file_says_what_it_was_made_from_and_verify_knows_it(model, main, capsys):
+    out = model.parent / "out.gguf"
+    command = ["gguf", model, "--type", "Q8_0", "-o", out, "-q"]
+    assert main(*command, "--base-model", "me/Tuned-1B", "--license", "mit") == 0
+    found = gguf.GGUFReader(out)
+    assert found.get_field("general.license").contents() == "mit"
+    assert found.get_field("general.base_model.0.repo_url").contents() == "https://huggingface.co/me/Tuned-1B"
+    assert main("verify", out, "--source", model) == 0
+    capsys.readouterr()
+    assert main("gguf", out, "--type", "Q8_0", "-o", model.parent / "b.gguf", "--license", "mit") == 2
+    one_line(capsys, ["leave --license out"])
+
+
 @pytest.mark.parametrize("factor", [1e-6, 1e-30])
 def test_an_embedding_that_a_type_takes_for_zeros_is_not_published(factor, model, main, capsys):
     tensors = load_file(model / "model.safetensors")

@@ -1,13 +1,16 @@
 """The model card: front matter that a YAML reader understands, and nothing that is not known."""
 
+import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from huggingface_hub import ModelCard
 
 from llmcompress.formats.card import model_card
 
@@ -67,6 +70,45 @@ def test_a_damaged_readme_of_the_source_is_no_obstacle():
     assert (matter["license"], matter["license_name"]) == ("other", "x")
     matter, _ = front(model_card({**FACTS, "source_readme": "---\nlicense: [mit, apache-2.0]\n---\n"}))
     assert matter["license"] == ["mit", "apache-2.0"]
+
+
+def test_an_origin_that_the_source_declares_is_kept_and_what_the_user_says_goes_first():
+    readme = "---\nlicense: other\nlicense_name: own\nlicense_link: LICENSE\nbase_model: org/first\n---\n"
+    facts = {**FACTS, "config": {}, "source_readme": readme}
+    matter, _ = front(model_card(facts))
+    assert matter["base_model"] == ["org/first"]
+    assert "base_model_relation" not in matter  # what lies between the two is not known
+    assert (matter["license"], matter["license_name"]) == ("other", "own")
+    matter, body = front(model_card({**facts, "base_model": "me/tuned", "license": "mit"}))
+    assert (matter["base_model"], matter["base_model_relation"]) == ("me/tuned", "quantized")
+    assert matter["license"] == "mit"
+    assert not {"license_name", "license_link"} & set(matter)
+    assert "`me/tuned`, compressed by" in body
+
+
+def test_options_reach_the_card_and_exports_of_the_run(main, capsys, shallow_model_dir, tmp_path):
+    """huggingface_hub reads the card as the hub does."""
+    source = tmp_path / "my-tuned"
+    shutil.copytree(shallow_model_dir, source)
+    config = json.loads((source / "config.json").read_text())
+    config.pop("_name_or_path", None)
+    (source / "config.json").write_text(json.dumps(config))
+    (source / "README.md").write_text("---\nlicense: apache-2.0\nbase_model: org/first\n---\n")
+    outs = [tmp_path / name for name in ("plain", "said", "exported", "again")]
+    assert main("rtn", source, "-o", outs[0], "-q") == 0
+    said = ["--base-model", "me/tuned-1B", "--license", "mit"]
+    assert main("rtn", source, "-o", outs[1], *said, "--work", tmp_path / "work", "--keep-work", "-q") == 0
+    assert main("export", tmp_path / "work", "--format", "gptq", "-o", outs[2]) == 0
+    assert main("run", outs[0] / "llmcompress.yaml", source, *said, "-o", outs[3], "-q") == 0
+    cards = [ModelCard.load(out / "README.md") for out in outs]
+    assert [card.data.license for card in cards] == ["apache-2.0", "mit", "mit", "mit"]
+    assert [card.data.base_model for card in cards] == [["org/first"], *["me/tuned-1B"] * 3]
+    assert cards[0].text.lstrip().startswith("# my-tuned rtn")
+    assert all(card.text.lstrip().startswith("# tuned-1B rtn") for card in cards[1:])
+    capsys.readouterr()
+    for option, value in (("--license", "Apache 2.0"), ("--base-model", "tuned")):
+        assert main("rtn", source, "-o", tmp_path / "no", option, value) == 2
+        assert value in capsys.readouterr().err
 
 
 LIBRARIES = {

@@ -42,6 +42,7 @@ _TYPE_NAMES = {
     "search": "search",
 }
 """Fields of GgufTypes by the settings that give them."""
+_OF_GGUF = ("imatrix", "shard_size", "modelfile", "pre", "base_model", "license")
 
 
 @dataclass(frozen=True)
@@ -134,9 +135,7 @@ def method_recipe(method: str, settings: Mapping[str, Any]) -> Recipe:
 
 def _gguf_recipe(settings: Mapping[str, Any]) -> Recipe:
     """The recipe of a GGUF file of the types that settings ask for."""
-    refuse_unknown(
-        settings, (*_TYPE_NAMES, *TEXT_SETTINGS, "imatrix", "shard_size", "modelfile", "pre"), "the options of gguf"
-    )
+    refuse_unknown(settings, (*_TYPE_NAMES, *TEXT_SETTINGS, *_OF_GGUF), "the options of gguf")
     if settings.get("type") is None:
         raise RecipeError("nothing says how large the result is to be", "give a type, such as Q4_K_M")
     calibrated, weighted = settings.get("calibration") is not None, settings.get("imatrix") is not None

@@ -8,7 +8,7 @@ from llmcompress.recipe import Calibration, KvCache, Output, Recipe, Step, build
 from llmcompress.registry import suggest
 
 TEXT_SETTINGS = ("calibration", "field", "samples", "length", "seed")
-OUTPUT_SETTINGS = ("format", "shard_size")
+OUTPUT_SETTINGS = ("format", "shard_size", "base_model", "license")
 FEW_WINDOWS = 8  # enough to tell layers apart
 STEPS = 64  # of recovery, four windows each
 COMMON_SETTINGS = (*TEXT_SETTINGS, *OUTPUT_SETTINGS, "kv_cache")

@@ -66,7 +66,7 @@ def register(app: typer.Typer) -> list[str]:
         "recipe": (RecipeFile, ...),
         "model": (flags.Model, ...),
         "out": flags.RUN_OPTIONS["out"],
-        "overwrite": flags.RUN_OPTIONS["overwrite"],
+        **flags.taken("overwrite", "base_model", "license"),
     }
     given |= {"format_": (flags.FormatOverride, None), **flags.RESOURCE_OPTIONS}
     app.command("run", rich_help_panel="Compress")(
@@ -109,7 +109,7 @@ def _step(name: str, dry: bool = False) -> Callable[..., None]:
 
 def _recipe(dry: bool) -> Callable[..., None]:
     def run(**values: Any) -> None:
-        recipe = as_recipe(values["recipe"], None, flags.format_setting(values))
+        recipe = as_recipe(values["recipe"], None, flags.output_settings(values))
         start(Job.of(recipe, values), execution=Execution.of(values), dry=dry)
 
     return run

@@ -80,8 +80,7 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "out": (Out, None),
     "overwrite": (Overwrite, False),
     "format_": (flags.Format, DEFAULT_FORMAT),
-    "shard_size": flags.RUN_OPTIONS["shard_size"],
-    **flags.taken("calibration", "field", "samples", "length", "seed"),
+    **flags.taken("shard_size", "base_model", "license", "calibration", "field", "samples", "length", "seed"),
     **flags.taken("adapter", "target", "tp", "device", "threads", "max_memory"),
     "work": (Work, None),
     **flags.taken("restart", "deadline", "trust_remote_code", "json_", "junit", "log_format", "quiet"),
@@ -130,7 +129,7 @@ def _work(values: dict[str, Any]) -> Path:
 
 def recipe_of(values: dict[str, Any]) -> Recipe:
     """What the options say, but for the bits."""
-    names = ("sym", "set", "format_", "shard_size", *TEXT_SETTINGS)
+    names = ("sym", "set", "format_", "shard_size", "base_model", "license", *TEXT_SETTINGS)
     return method_recipe(values["method"], flags.recipe_settings({name: values[name] for name in names}))
 
 

@@ -109,6 +109,7 @@ SplitSize = Annotated[
 
 _OF_RECIPE = (
     *("type_", "pure", "output_type", "embedding_type", "allow_requantize", "search", "imatrix", "pre", "modelfile"),
+    *("base_model", "license"),
     *TEXT_SETTINGS,
 )
 _SIZES = {"--type": "type_", "--bpw": "bpw", "--size": "size"}
@@ -126,7 +127,7 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "split_max_size": (SplitSize, None),
     "pre": (Pre, None),
     "modelfile": (Modelfile, False),
-    "overwrite": (flags.Overwrite, False),
+    **flags.taken("overwrite", "base_model", "license"),
     "calibration": (flags.OptionalSource, None),
     "imatrix": (Imatrix, None),
     **{name: flags.RUN_OPTIONS[name] for name in ("field", "samples", "length", "seed")},

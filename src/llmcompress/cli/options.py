@@ -265,10 +265,31 @@ KvCache = Annotated[
     ),
 ]
 
+BaseModel = Annotated[
+    str | None,
+    typer.Option(
+        "--base-model",
+        metavar="OWNER/NAME",
+        help="The model's name on a hub, for the model card. Default: what the source's files say.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+License = Annotated[
+    str | None,
+    typer.Option(
+        "--license",
+        metavar="ID",
+        help="Licence as hubs name it, for the model card. Default: what the source's README.md says.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+
 RUN_OPTIONS: dict[str, tuple[Any, Any]] = {
     "out": (Out, None),
     "format_": (Format, DEFAULT_FORMAT),
     "shard_size": (ShardSize, None),
+    "base_model": (BaseModel, None),
+    "license": (License, None),
     "overwrite": (Overwrite, False),
     "kv_cache": (KvCache, None),
     "calibration": (Source, Calibration().source),
@@ -396,9 +417,10 @@ def recipe_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def format_setting(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The format that is asked for in place of a recipe's, as functions of Python take it."""
-    return {} if values["format_"] is None else {"format": values["format_"]}
+def output_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What is asked for in place of what a recipe says of its output, as functions of Python take it."""
+    given = {name.rstrip("_"): values.get(name) for name in ("format_", "base_model", "license")}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def run_options(values: Mapping[str, Any]) -> "Options":

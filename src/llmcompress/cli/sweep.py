@@ -107,7 +107,7 @@ def sweep(**values: Any) -> None:
 
     refuse_unknown_kinds(values["strict"] or [])
     wanted = variants(
-        as_recipe(values["recipe"], None, flags.format_setting(values)),
+        as_recipe(values["recipe"], None, flags.output_settings(values)),
         listed("--method", values["methods"], str),
         listed("--bits", values["bits"], int),
         listed("--group-size", values["group_size"], int),

@@ -99,6 +99,7 @@ def _run(
             adapter=plan.options.adapter,
             calibration=calibration,
             trust_remote_code=plan.options.trust_remote_code,
+            origin={"base_model": plan.recipe.output.base_model, "license": plan.recipe.output.license},
         )
         progress.writing(plan.estimate.output_bytes)
         result = finish(plan, staged, calibration, out, judge)

@@ -1,12 +1,9 @@
 """The model card: README.md with the front matter that hubs read, the recipe, and the figures of the run."""
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import yaml
-
-from llmcompress.yamlfile import read_yaml
+from llmcompress.formats.front_matter import HUB_ID, front_matter, hub_ids, names
 
 _LOADING = {
     "gptq": "transformers (with `optimum` and `gptqmodel`), GPTQModel, vLLM and SGLang read gptq checkpoints.",
@@ -43,15 +40,18 @@ def model_card(facts: Mapping[str, Any]) -> str:
     """README.md from facts, of which only `name`, `format` and `version` are required:
 
     name: title. format: name of the checkpoint format. version: of llmcompress.
-    config: config.json of the source. source_readme: README.md of the source, for the licence it declares.
+    config: config.json of the source. source_readme: README.md of the source, for the licence and the origin that it
+    declares. base_model, license: what a user says in their place.
     grids: {grid name: number of matrices on it}. bits: distinct widths in bits. methods: names of methods in order.
     inputs: width of inputs in bits while the model runs, 16 if absent.
     calibration: {label: value}. figures: {label: value}, such as sizes and errors. notes: sentences about engines.
     unquantised: matrices left in their source type. recipe: YAML text that reproduces the result.
     change: what was done to the model in one word, "quantized" if absent.
     """
+    from huggingface_hub import ModelCard, ModelCardData
+
+    data = ModelCardData(**_front_matter(facts))
     parts = [
-        "---\n" + yaml.safe_dump(_front_matter(facts), sort_keys=False, allow_unicode=True) + "---",
         f"# {facts['name']}",
         _opening(facts),
         _LOADING.get(facts["format"], ""),
@@ -67,16 +67,22 @@ def model_card(facts: Mapping[str, Any]) -> str:
     if facts.get("recipe"):
         recipe = str(facts["recipe"]).rstrip("\n")
         parts += ["## Recipe", f"```yaml\n{recipe}\n```", "`llmcompress run` reproduces this directory from it."]
-    return _joined(parts)
+    return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n{_joined(parts)}"))
 
 
 def _front_matter(facts: Mapping[str, Any]) -> dict[str, Any]:
+    said = front_matter(facts.get("source_readme") or "", licence=facts.get("license"))
     matter: dict[str, Any] = {}
-    if base := _hub_id(facts.get("config") or {}):
+    if base := _source_id(facts):
         matter |= {"base_model": base}
         if facts.get("change", "quantized") == "quantized":  # hubs have no word for what has lost parts
             matter |= {"base_model_relation": "quantized"}
-    matter |= _licence(facts.get("source_readme") or "")
+    elif origins := hub_ids(said.get("base_model")):  # of the source itself: what was done to them is not known
+        matter |= {"base_model": origins}
+    for key in ("license", "license_name", "license_link"):
+        found = names(said.get(key))
+        if found and len(found) == len(said[key] if isinstance(said[key], list) else [said[key]]):
+            matter[key] = said[key]
     matter |= {"library_name": _library(facts), "pipeline_tag": "text-generation"}
     tags = ["llmcompress", facts.get("change", "quantized")]
     if facts["format"] != "dense":  # whose weights have 16 bits again
@@ -90,34 +96,15 @@ def _library(facts: Mapping[str, Any]) -> str:
     return _LIBRARIES.get(facts["format"], "transformers")
 
 
-def _hub_id(config: Mapping[str, Any]) -> str | None:
-    """The name a model was loaded under, if it is a hub's `owner/name` and no path."""
-    name = config.get("_name_or_path")
-    return name if isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name) else None
-
-
-def _licence(readme: str) -> dict[str, Any]:
-    """license, license_name and license_link of a README's front matter; nothing where there is none that parses."""
-    found = re.match(r"---\r?\n(.*?)\r?\n---\s*(\r?\n|$)", readme, re.DOTALL)
-    if found is None:
-        return {}
-    try:
-        matter = read_yaml(found.group(1))
-    except ValueError:
-        return {}
-    keys = ("license", "license_name", "license_link")
-    return {key: matter[key] for key in keys if _is_name(matter.get(key))} if isinstance(matter, dict) else {}
-
-
-def _is_name(value: Any) -> bool:
-    """Text, or several, as hubs know them: what else a stranger's file may hold does not belong into ours."""
-    values = value if isinstance(value, list) else [value]
-    return bool(values) and all(isinstance(item, str) and item.isprintable() for item in values)
+def _source_id(facts: Mapping[str, Any]) -> str | None:
+    """The name of the source on a hub: as the user says, or that it was loaded under, if that is no path."""
+    said = facts.get("base_model") or (facts.get("config") or {}).get("_name_or_path")
+    return said if isinstance(said, str) and HUB_ID.fullmatch(said) else None
 
 
 def _opening(facts: Mapping[str, Any]) -> str:
     methods = " and ".join(facts.get("methods", ())) or "rounding"
-    base = _hub_id(facts.get("config") or {})
+    base = _source_id(facts)
     return (
         f"{f'`{base}`' if base else 'A language model'}, compressed by {methods} "
         f"with llmcompress {facts['version']} and stored in format `{facts['format']}`."

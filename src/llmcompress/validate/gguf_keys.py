@@ -9,11 +9,13 @@ from llmcompress.engine.plan.gguf_plan import gguf_model
 from llmcompress.engine.source.gguf_input import GgufHeaders, carried_keys
 from llmcompress.grids.ggml import GgufTypes
 from llmcompress.ledger import Ledger
+from llmcompress.recipe import Output, build
 from llmcompress.store.gguf_header import GgufArray, GgufHeader
 from llmcompress.store.headers import ModelHeaders
 from llmcompress.validate.gguf_facts import scalar_value
 
 _OF_THE_RUN = ("split.", "quantize.imatrix.", "general.file_type")  # beginnings of keys that no source has
+_SAID = ("pre", "base_model", "license")  # what a recipe says of an output that its keys tell
 _BY_PATH = {f"general.{key}" for key in ("name", "version", "organization", "finetune", "basename", "size_label")}
 """Keys that are made of the name of the source's directory, which may have another one now."""
 
@@ -41,8 +43,10 @@ def _expected(header: GgufHeader, source: ModelHeaders, report: Mapping[str, Any
     else:
         recipe = report.get("recipe")
         output = recipe.get("output") if isinstance(recipe, Mapping) else None
-        pre = output.get("pre") if isinstance(output, Mapping) else None
-        gguf_model(source, GgufTypes(type="F32"), pre, False, Ledger()).describe(writer)
+        said = {name: output[name] for name in _SAID if name in output} if isinstance(output, Mapping) else {}
+        gguf_model(
+            source, GgufTypes(type="F32"), build(Output, said, "the output of the report"), False, Ledger()
+        ).describe(writer)
     return dict(writer.kv_data[0])
 
 

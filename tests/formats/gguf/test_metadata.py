@@ -118,6 +118,17 @@ def test_the_card_is_read_as_the_gguf_package_reads_it(tmp_path):
         assert ours.kv_data[0][name].type == value.type
 
 
+def test_what_a_user_says_is_what_a_card_that_said_so_would_give():
+    def told(readme, *said):
+        keys = metadata(GOLDEN["llama"]["config"], tensors_of("llama"), file_type("F32"), NAME, readme, None, *said)
+        return {key.name: key.value for key in keys if key.name.startswith(("general.license", "general.base_model"))}
+
+    card = "---\nlicense: mit\nbase_model: me/Tuned-3B-v2\n---\n"
+    assert told(README, "me/Tuned-3B-v2", "mit") == told("", "me/Tuned-3B-v2", "mit") == told(card)
+    assert told(card)["general.base_model.0.repo_url"] == "https://huggingface.co/me/Tuned-3B-v2"
+    assert told(card)["general.license"] == "mit"
+
+
 def test_a_hub_id_names_the_model_and_its_owner():
     config = GOLDEN["llama"]["config"] | {"_name_or_path": "some-org/Nice-3B-Instruct"}
     keys = {key.name: key.value for key in metadata(config, tensors_of("llama"), file_type("Q4_K_M"), "elsewhere")}

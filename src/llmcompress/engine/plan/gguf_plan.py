@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from llmcompress.engine.source.open import open_checkpoint
 from llmcompress.errors import PlanError
+from llmcompress.formats.front_matter import beginning_of_readme
 from llmcompress.formats.gguf.family import find, is_factored
 from llmcompress.formats.gguf.file import GgufFile, Placed, gguf_files
 from llmcompress.formats.gguf.keys import Key, write
@@ -19,14 +20,12 @@ from llmcompress.formats.gguf.tokenizer import GgufTokenizer, read_tokenizer, wr
 from llmcompress.formats.gguf.types import FACTORED, FileType, factor_name, file_type, tensor_type
 from llmcompress.grids.ggml import GgufTypes
 from llmcompress.ledger import Ledger
+from llmcompress.recipe import Output
 from llmcompress.store.headers import ModelHeaders, read_json
 from llmcompress.store.output_file import is_single
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
-
-
-_README = 1_000_000  # characters of a README in which the front matter is looked for
 
 
 @dataclass(frozen=True)
@@ -112,20 +111,21 @@ def with_factors(placed: Sequence[Placed], copied: Mapping[str, Sequence[float]]
             yield Placed(GGUFTensor(name, (len(known),), values=known), tensor_type("F32"))
 
 
-def gguf_model(headers: ModelHeaders, asked: GgufTypes, pre: str | None, measured: bool, ledger: Ledger) -> GgufModel:
+def gguf_model(headers: ModelHeaders, asked: GgufTypes, output: Output, measured: bool, ledger: Ledger) -> GgufModel:
     """What GGUF files of a model directory hold: its tensors with their types, its keys and its tokenizer.
 
-    pre: the name of the pre-tokenizer, None for the one that the tokenizer's files tell. Otherwise as `tensor_types`.
+    output: may name the pre-tokenizer, where the tokenizer's files do not tell it, and say what a README leaves out.
+    Otherwise as `tensor_types`.
     """
     tensors = tensors_of(headers)
-    tokenizer = read_tokenizer(headers.path, _vocabulary(tensors), pre)
+    tokenizer = read_tokenizer(headers.path, _vocabulary(tensors), output.pre)
     tensors = tensors_of(headers, tokenizer.size)
     if _vocabulary(tensors) < len(tokenizer.tokens):
-        tokenizer = read_tokenizer(headers.path, _vocabulary(tensors), pre)
+        tokenizer = read_tokenizer(headers.path, _vocabulary(tensors), output.pre)
     for note in (*notes(headers.config), *tokenizer.notes):
         ledger.note("engine", "llama.cpp", note)
     types = tensor_types(headers, tensors, asked, measured, ledger)
-    return GgufModel(types, _description(headers, types, tokenizer), tokenizer)
+    return GgufModel(types, _description(headers, types, tokenizer, output), tokenizer)
 
 
 def gguf_files_of(
@@ -147,9 +147,11 @@ def gguf_files_of(
     return files
 
 
-def _description(headers: ModelHeaders, types: TensorTypes, tokenizer: GgufTokenizer) -> "Callable[[GGUFWriter], None]":
+def _description(
+    headers: ModelHeaders, types: TensorTypes, tokenizer: GgufTokenizer, output: Output
+) -> "Callable[[GGUFWriter], None]":
     """A function that writes the keys of a model directory."""
-    readme, generation = headers.path / "README.md", headers.path / "generation_config.json"
+    generation = headers.path / "generation_config.json"
 
     def describe(writer: "GGUFWriter") -> None:
         keys = metadata(
@@ -157,8 +159,10 @@ def _description(headers: ModelHeaders, types: TensorTypes, tokenizer: GgufToken
             [placed.tensor for placed in types.tensors],
             types.kind,
             headers.name,
-            _beginning(readme) if readme.is_file() else "",
+            beginning_of_readme(headers.path / "README.md"),
             read_json(generation) if generation.is_file() else None,
+            output.base_model,
+            output.license,
         )
         write(writer, keys)
         if find(headers.config).listed:
@@ -213,8 +217,3 @@ def _note_narrow(chosen: Mapping[str, TypeChoice], tensors: Sequence[GGUFTensor]
         ledger.note(
             "group_size", f"{len(names)} tensors", f"{got} instead of {wanted}, whose blocks do not divide {width}"
         )
-
-
-def _beginning(file: Path) -> str:
-    with file.open(encoding="utf-8", errors="replace") as handle:
-        return handle.read(_README)

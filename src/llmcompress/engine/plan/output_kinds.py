@@ -209,7 +209,7 @@ class GgufOutput(SafetensorsOutput):
         return Contents(headers, matrices, GridsByType(model.types), model)
 
     def _typed(self, headers: ModelHeaders, matrices: Matrices, asked: GgufTypes) -> Contents:
-        model = gguf_model(headers, asked, self.recipe.output.pre, self._measured, self.ledger)
+        model = gguf_model(headers, asked, self.recipe.output, self._measured, self.ledger)
         return Contents(headers, matrices, GridsByType(model.types), model)
 
     def layout(

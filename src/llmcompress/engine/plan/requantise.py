@@ -81,6 +81,9 @@ def _refuse(headers: GgufHeaders, step: Method, output: Output) -> None:
     if output.modelfile or output.pre is not None:
         option = "a Modelfile" if output.modelfile else "the name of a pre-tokenizer"
         raise PlanError(f"{headers.path} is a GGUF file: {option} asks for the tokenizer's own files", _HINT)
+    if output.base_model is not None or output.license is not None:
+        option = "--base-model" if output.base_model is not None else "--license"
+        raise PlanError(f"{headers.path} is a GGUF file, whose keys stay what they are", f"leave {option} out")
 
 
 def _note_requantised(headers: GgufHeaders, placed: tuple[Placed, ...], allowed: bool, ledger: Ledger) -> None:

@@ -9,10 +9,11 @@ from torch import Tensor
 from llmcompress import __version__
 from llmcompress.calib.base import fingerprint
 from llmcompress.engine.structure.source_model import OpenModel
-from llmcompress.engine.write.publish import beginning_of_readme, model_title
+from llmcompress.engine.write.publish import model_title
 from llmcompress.engine.write.run_report import source_record
 from llmcompress.formats.base import TensorSpec
 from llmcompress.formats.card import model_card
+from llmcompress.formats.front_matter import beginning_of_readme
 from llmcompress.store.output import OutputDirectory
 from llmcompress.store.weight_files import weights_nbytes
 
@@ -68,7 +69,7 @@ def card(opened: OpenModel, calibration: Mapping[str, Any], what: str, figures: 
     """The model card of a model that has lost parts. what: the method, in a few words."""
     asked = opened.text.source
     facts: dict[str, Any] = {
-        "name": f"{model_title(opened.headers.config)} {what}",
+        "name": f"{model_title(opened.headers)} {what}",
         "format": "dense",
         "version": __version__,
         "change": "pruned",

@@ -30,6 +30,7 @@ def export_work(work: Path, formats: Sequence[str], out: Path | None, overwrite:
         dtype, batch = str(identity["compute_dtype"]), int(identity["batch"])
         run_of: dict[str, Any] = {key: identity[key] for key in ("tokens", "statistics") if key in identity}
         adapter = place.get("adapter")
+        origin = dict(place.get("origin", {}))
         calibration, trusted = place["calibration"], place["trust_remote_code"] is True
         if dtype not in ("float32", "bfloat16", "float16"):
             raise ValueError
@@ -40,7 +41,7 @@ def export_work(work: Path, formats: Sequence[str], out: Path | None, overwrite:
     stem = out or work.with_name(work.name.removesuffix(".work"))
     plans = []
     for name in formats:
-        recipe = parse({**data, "output": {"format": name}}, f"recipe of {work}")
+        recipe = parse({**data, "output": {"format": name, **origin}}, f"recipe of {work}")
         target = stem if out is not None and len(formats) == 1 else stem.with_name(f"{stem.name}-{name}")
         options = Options(
             out=target,

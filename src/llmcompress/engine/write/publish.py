@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from llmcompress import __version__
@@ -15,12 +14,14 @@ from llmcompress.engine.write.run_report import build_report
 from llmcompress.engine.write.safetensors_writer import write_safetensors
 from llmcompress.errors import one_line
 from llmcompress.formats.card import model_card
+from llmcompress.formats.front_matter import beginning_of_readme
 from llmcompress.grids.ggml import gguf_types
 from llmcompress.ledger import Ledger, LedgerEntry
 from llmcompress.methods.base import Method
 from llmcompress.pruners.base import Pruner
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.folds import FoldedCheckpoint
+from llmcompress.store.headers import ModelHeaders
 from llmcompress.store.output import OutputDirectory
 from llmcompress.store.staging import Staging
 from llmcompress.transforms.base import Transform
@@ -28,7 +29,6 @@ from llmcompress.workers import SERIAL, Workers
 
 Judge = Callable[[Sequence[LedgerEntry]], None]
 
-_FRONT_MATTER = 1_000_000  # characters
 _WRITERS = {"safetensors": write_safetensors, "gguf": write_gguf}  # by the kind of output of a plan
 
 
@@ -71,6 +71,8 @@ def model_card_facts(plan: Plan, result: dict[str, Any]) -> dict[str, Any]:
         "version": __version__,
         "config": plan.headers.config,
         "source_readme": beginning_of_readme(plan.headers.path / "README.md"),
+        "base_model": plan.recipe.output.base_model,
+        "license": plan.recipe.output.license,
         "grids": dict(sorted(Counter(item["grid"] for item in linears if item["grid"]).items())),
         "bits": _bits(plan),
         "inputs": 8 if any(entry.inputs is not None for entry in plan.entries) else 16,
@@ -111,26 +113,16 @@ def _calibration_facts(plan: Plan, calibration: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def beginning_of_readme(file: Path) -> str:
-    """The first part of a README, which holds the front matter; empty where there is no README."""
-    if not file.is_file():
-        return ""
-    with file.open(encoding="utf-8", errors="replace") as handle:
-        return handle.read(_FRONT_MATTER)
-
-
 def _title(plan: Plan) -> str:
-    """The title of the model card. It depends on the model and the recipe, not on their paths."""
+    """The title of the model card: the model's name and what was done to it."""
     steps = " ".join(_said(step) for step in plan.recipe.steps)
-    return f"{model_title(plan.headers.config)} {steps} ({plan.format.name})"
+    return f"{model_title(plan.headers, plan.recipe.output.base_model)} {steps} ({plan.format.name})"
 
 
-def model_title(config: Mapping[str, Any]) -> str:
-    """The name of a model by its config, whatever its directory is called."""
-    named = str(config.get("_name_or_path") or "").rpartition("/")[2]
-    architectures = config.get("architectures")
-    first = architectures[0] if isinstance(architectures, list) and architectures else config["model_type"]
-    return one_line(str(named or first))
+def model_title(headers: ModelHeaders, base_model: str | None = None) -> str:
+    """The name of a model: as the user says, as its config says, or that of its directory."""
+    named = base_model or str(headers.config.get("_name_or_path") or "")
+    return one_line(named.rstrip("/").rpartition("/")[2] or headers.name)
 
 
 def _said(step: Method | Pruner | Transform) -> str:

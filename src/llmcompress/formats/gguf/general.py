@@ -1,16 +1,13 @@
 """The general.* keys of a GGUF file: what a model is called, what it was made from, under which licence it stands."""
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
+from llmcompress.formats.front_matter import HUB_ID, front_matter, hub_ids, names
 from llmcompress.formats.gguf.keys import Key, f32, text, texts, u32
 from llmcompress.formats.gguf.tensors import GGUFTensor
-from llmcompress.yamlfile import read_yaml
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_LONGEST = 1000  # characters of a value: it comes from a stranger's file
 _SAMPLING = {"temperature": "temp", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty_repeat"}
 
 
@@ -20,20 +17,22 @@ def general_keys(
     name: str,
     readme: str = "",
     generation: Mapping[str, Any] | None = None,
+    base_model: str | None = None,
+    licence: str | None = None,
 ) -> list[Key]:
     """Keys that describe the model; what is not known is left out.
 
     name: what to call it where config.json has no hub id: `owner/model` or the name of a directory, of whose parts
     size, version and kind are guessed as llama.cpp's converter does. readme: README.md of the model, generation:
-    generation_config.json.
+    generation_config.json. base_model, licence: what a user says in place of what the README says.
     """
     from gguf import Metadata
 
     said = config.get("_name_or_path")
-    model = said if isinstance(said, str) and _HUB_ID.fullmatch(said) else name
+    model = said if isinstance(said, str) and HUB_ID.fullmatch(said) else name
     total, label = _parameters(tensors)
     full, owner, basename, finetune, version, size = Metadata.get_model_id_components(model, total)
-    matter = _front_matter(readme)
+    matter = front_matter(readme, base_model, licence)
     found = {
         "type": "model",
         "name": Metadata.id_to_title(full or model),
@@ -43,14 +42,14 @@ def general_keys(
         "basename": basename,
         "quantized_by": "llmcompress",
         "size_label": size or label,
-        "license": ",".join(_names(matter.get("license"))),
-        "license.name": "".join(_names(matter.get("license_name"))[:1]),
-        "license.link": "".join(_names(matter.get("license_link"))[:1]),
+        "license": ",".join(names(matter.get("license"))),
+        "license.name": "".join(names(matter.get("license_name"))[:1]),
+        "license.link": "".join(names(matter.get("license_link"))[:1]),
     }
     keys = [text(f"general.{key}", value) for key, value in found.items() if value]
     keys += _base_models(matter, total)
     for key, given in (("tags", ("tags", "pipeline_tag")), ("languages", ("languages", "language"))):
-        if values := [value for item in given for value in _names(matter.get(item))]:
+        if values := [value for item in given for value in names(matter.get(item))]:
             keys.append(texts(f"general.{key}", values))
     return keys + list(_sampling(generation or {}))
 
@@ -70,7 +69,7 @@ def _base_models(matter: Mapping[str, Any], total: int) -> list[Key]:
     """The models that a README says this one was made from."""
     from gguf import Metadata
 
-    ids = [value for value in _names(matter.get("base_model")) if _HUB_ID.fullmatch(value)]
+    ids = hub_ids(matter.get("base_model"))
     keys = [u32("general.base_model.count", len(ids))] if ids else []
     for number, model in enumerate(ids):
         full, owner, _, _, version, _ = Metadata.get_model_id_components(model, total)
@@ -92,20 +91,3 @@ def _sampling(generation: Mapping[str, Any]) -> Iterator[Key]:
         value = generation.get(key)
         if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e6:
             yield f32(f"general.sampling.{name}", value)
-
-
-def _front_matter(readme: str) -> Mapping[str, Any]:
-    """The YAML at the beginning of a README; nothing where there is none that parses."""
-    found = re.match(r"---\r?\n(.*?)\r?\n---\s*(\r?\n|$)", readme, re.DOTALL)
-    try:
-        matter = read_yaml(found[1]) if found else None
-    except ValueError:
-        return {}
-    return matter if isinstance(matter, dict) else {}
-
-
-def _names(value: Any) -> list[str]:
-    """The names among a value of front matter or a list of them. YAML takes Norwegian's `no` for false."""
-    values = value if isinstance(value, list) else [value]
-    values = ["no" if item is False else item for item in values]
-    return [item for item in values if isinstance(item, str) and item and item.isprintable() and len(item) <= _LONGEST]

@@ -22,12 +22,15 @@ def metadata(
     name: str,
     readme: str = "",
     generation: Mapping[str, Any] | None = None,
+    base_model: str | None = None,
+    licence: str | None = None,
 ) -> list[Key]:
     """All keys but general.architecture and those of the tokenizer, in a fixed order.
 
     config: config.json. tensors: from `names.gguf_tensors`, which has checked the config against the weights. kind: of
     the file. name: `owner/model` or the name of the model's directory. readme: text of its README.md. generation: its
-    generation_config.json. CheckpointError for what config.json lacks.
+    generation_config.json. base_model, licence: what a user says in place of what the README says. CheckpointError for
+    what config.json lacks.
     """
     from gguf import GGML_QUANT_VERSION
 
@@ -36,7 +39,7 @@ def metadata(
     own = family.own_keys(hyper, rope)
     said = {key.name for key in own}
     return [
-        *general_keys(config, tensors, name, readme, generation),
+        *general_keys(config, tensors, name, readme, generation, base_model, licence),
         *(key for key in _hyperparameters(family, hyper, rope, _rows(tensors)) if key.name not in said),
         *own,
         u32("general.file_type", kind.id),
