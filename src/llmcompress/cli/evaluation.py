@@ -132,6 +132,10 @@ def evaluate(
         typer.Option("--output", "-o", help="Save the whole result as JSON, for `report`."),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file of --output if it exists.")] = False,
+    update_card: Annotated[
+        bool,
+        typer.Option("--update-card", help="Write the figures into the output's README.md, as hubs show them."),
+    ] = False,
     trust_remote_code: flags.Trust = False,
     deadline: flags.Deadline = None,
     json_: flags.Json = False,
@@ -145,6 +149,8 @@ def evaluate(
     of a window is scored on the full vocabulary. Intervals are 95%, by bootstrap over windows.
     """
     from llmcompress.store.files import refuse_existing
+    from llmcompress.store.unfinished import write_whole
+    from llmcompress.validate.card_figures import card_of, card_with_figures
     from llmcompress.validate.evaluate import parse_gate
     from llmcompress.validate.key_value_cache import CacheOptions
     from llmcompress.validate.request import Request
@@ -163,6 +169,13 @@ def evaluate(
         raise RecipeError(f"--tasks does not go with {others[0]}", "evaluate each on its own")
     if items is not None and tasks is None:
         raise RecipeError("--items counts items of --tasks", "use --windows for text")
+    if update_card:
+        measures = {"--tasks": tasks, "--draft": draft, "--adapter": adapter, "--kv-bits": kv_bits}
+        if others := [name for name, value in measures.items() if value is not None]:
+            raise RecipeError(
+                f"--update-card does not go with {others[0]}", "the card has figures of the output as it is"
+            )
+        card = card_of(subject)
     cache_options = CacheOptions(kv_bits, kv_type)
     request = Request(
         subject,
@@ -195,6 +208,8 @@ def evaluate(
             result = evaluated(request, steps.at, Stop(deadline), console.say)
         if output is not None and not_finite(result.figures) is None:
             result.save(output, overwrite=overwrite)
+        if update_card and not_finite(result.figures) is None:
+            write_whole(card, card_with_figures(card, result.document).encode(), overwrite=True)
         log.event("figures", **result.figures)
         samples = continuations(request, generate, max_new_tokens) if generate is not None else None
         _show(request, result.document, samples, json_)

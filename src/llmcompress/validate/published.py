@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from llmcompress.validate.card_figures import without_figures
 from llmcompress.validate.findings import Check, guarded, summary
 from llmcompress.validate.stored import DamageError, is_blob
 
@@ -59,11 +60,21 @@ def _directory_wrongs(path: Path, report: Mapping[str, Any], told: list[str]) ->
     for name in sorted(present):
         if name == REPORT or name in recorded:
             found = misfit(path / name) if name == REPORT else content_wrong(path / name, recorded[name])
-            (told if name == CARD and found == _CHANGED else wrong).extend([f"{name} {found}"] if found else [])
+            if name == CARD and found == _CHANGED:
+                told.append(f"{name} {_card_change(path / name, recorded[name])}")
+            else:
+                wrong.extend([f"{name} {found}"] if found else [])
         else:
             other = name == _ATTRIBUTES or name.startswith(_HUB)
             (told if other else wrong).append(f"{_shown(name)} was not written by the run")
     return wrong
+
+
+def _card_change(card: Path, record: Mapping[str, Any]) -> str:
+    """What became of a model card: figures that `eval --update-card` writes into it leave the rest as it was."""
+    written = without_figures(card.read_bytes().decode(errors="replace")).encode()
+    same = hashlib.sha256(written).hexdigest() == record.get("sha256")
+    return "has got figures of an evaluation and is otherwise what was written" if same else _CHANGED
 
 
 def misfit(file: Path) -> str | None:

@@ -1,0 +1,62 @@
+"""Fidelity on the model card: read by huggingface_hub as the hub reads it; nothing else of the card changes."""
+
+import json
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+
+
+@pytest.fixture
+def out(main, tiny_model_dir, tmp_path):
+    assert main("rtn", tiny_model_dir, "--group-size", 64, "-o", tmp_path / "out", "-q") == 0
+    return tmp_path / "out"
+
+
+def test_the_card_gets_the_figures_and_verify_knows_what_happened(main, capsys, tiny_model_dir, out, tmp_path):
+    written = (out / "README.md").read_text()
+    report = (out / "report.json").read_bytes()
+    command = ["eval", out, "--ref", tiny_model_dir, "--length", 32, "--windows", 4, "-q", "--update-card"]
+    assert main(*command, "-o", tmp_path / "a.json") == 0
+    document = json.loads((tmp_path / "a.json").read_text())
+    text = (out / "README.md").read_text()
+    matter = yaml.safe_load(text.split("---\n")[1])
+    (index,) = matter.pop("model-index")
+    assert matter == yaml.safe_load(written.split("---\n")[1])
+    assert text.split("---\n", 2)[2] == written.split("---\n", 2)[2]
+    assert index["name"] == written.split("\n# ")[1].splitlines()[0]
+    (result,) = index["results"]
+    assert result["dataset"]["args"] == {"windows": 4, "length": 32}
+    found = {metric["type"]: metric for metric in result["metrics"]}
+    for name in ("kl", "top1", "perplexity"):
+        assert found[name]["value"] == document["figures"][name]
+        assert found[name]["args"]["confidence_interval_95"] == document["figures"][f"{name}_ci"]
+    assert {result.metric_type for result in ModelCard(text).data.eval_results} == set(found)
+    assert (out / "report.json").read_bytes() == report
+    assert sorted(path.name for path in out.iterdir() if "partial" in path.name) == []
+    capsys.readouterr()
+    assert main("verify", out, "--source", tiny_model_dir) == 0
+    assert "README.md has got figures of an evaluation" in " ".join(capsys.readouterr().out.split())
+
+    assert main(*command) == 0  # again on the same text: the same card
+    assert (out / "README.md").read_text() == text
+    assert main(*command, "--length", 16) == 0  # on other windows: beside them
+    two = ModelCard((out / "README.md").read_text()).data.eval_results
+    assert len(two) == 2 * len(found)
+    (out / "README.md").write_text(text.replace("## Figures", "## My figures"))
+    assert main("verify", out, "--source", tiny_model_dir) == 0
+    assert "README.md is not what was written" in " ".join(capsys.readouterr().out.split())
+
+
+def test_what_has_no_card_is_refused_before_anything_is_measured(main, capsys, tiny_model_dir, out):
+    command = ["eval", "--ref", tiny_model_dir, "--length", 32, "--windows", 4, "--update-card"]
+    assert main(*command, tiny_model_dir) == 2
+    assert "has no model card to update" in capsys.readouterr().err
+    assert main(*command, out, "--kv-bits", 8) == 2
+    assert "--update-card does not go with --kv-bits" in capsys.readouterr().err
+    good = (out / "README.md").read_text()
+    for text in ("# mine\n", "---\n[\n---\n", good.replace("tags:", "model-index: 3\ntags:", 1)):
+        (out / "README.md").write_text(text)
+        assert main(*command, out) == 2
+        assert "takes no figures" in capsys.readouterr().err
+        assert (out / "README.md").read_text() == text
