@@ -96,10 +96,6 @@ class Nf4Grid(ScaledGrid):
         return torch.arange(self.absmax.shape[1], device=self.absmax.device).repeat_interleave(self.spec.group_size)
 
     @property
-    def factor_index(self) -> Tensor | None:
-        return self.group_index if self.code is None else None
-
-    @property
     def table(self) -> Tensor:
         return torch.tensor(LEVELS, dtype=torch.float32, device=self.absmax.device)
 

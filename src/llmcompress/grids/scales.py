@@ -31,7 +31,8 @@ class ScaledGrid(Grid):
 
     @property
     def factor_index(self) -> Tensor | None:
-        return self.group_index
+        joined = self.spec.joins_rows or self.spec.joins_matrices
+        return None if joined else self.group_index
 
     def multiplied(self, factors: Tensor, scale_dtype: torch.dtype) -> Self:
         everywhere = torch.ones(len(factors), dtype=torch.bool, device=factors.device)

@@ -83,6 +83,18 @@ def test_factors_of_scaled_channels_are_kept(model, ids, tmp_path):
     assert passed(checks), [check for check in checks if not check.ok]
 
 
+def test_figures_of_the_model_as_it_was_leave_the_card(model, ids, tmp_path):
+    out = compressed(model, tmp_path / "out")
+    card = (out / "README.md").read_text()
+    figures = "model-index:\n- name: x\n  results: []\n"
+    (out / "README.md").write_text(card.replace("---\n", f"---\n{figures}", 1))
+    recovered(out, model, tmp_path / "to", ids)
+    said = (tmp_path / "to" / "README.md").read_text()
+    assert said.startswith(card.rstrip())
+    assert "model-index" not in said
+    assert said[len(card) :].lstrip().startswith("## Recovery\n")
+
+
 def test_rotated_models_are_recovered(model, ids, tmp_path):
     out = compressed(model, tmp_path / "out", {"method": "rotate"}, RTN)
     report = recovered(out, model, tmp_path / "to", ids)

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 
 from llmcompress import __version__
@@ -11,6 +12,7 @@ from llmcompress.engine.recover.factors import FACTORS, Factors
 from llmcompress.engine.recover.recover_plan import RecoverPlan
 from llmcompress.engine.recover.trained import Trained, TrainedMatrix, TrainedNorm
 from llmcompress.engine.recover.trained_parts import encoded
+from llmcompress.formats.front_matter import front_matter
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.output import OutputDirectory
 
@@ -40,7 +42,7 @@ def write_recovered(
     linears = [_record(item, trained.get(f"{item['name']}.weight"), factors) for item in plan.report["linears"]]
     card = plan.stored.path / _CARD
     text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
-    out.write_text(_CARD, f"{text.rstrip()}\n\n{_said(record)}")
+    out.write_text(_CARD, f"{_without_figures(text).rstrip()}\n\n{_said(record)}")
     report = {key: value for key, value in plan.report.items() if key not in ("files", "sha256")}
     ledger = [*plan.report["ledger"], *plan.opened.ledger.as_json()]
     done = {"llmcompress": __version__, "linears": linears, "ledger": ledger, "tensors": hashes}
@@ -84,6 +86,15 @@ def _relative_error(value: Tensor, source: Tensor) -> float:
         missed += float((mine - theirs).square().sum(dtype=torch.float64))
         whole += float(theirs.square().sum(dtype=torch.float64))
     return float(f"{(missed / max(whole, 1e-60)) ** 0.5:.6g}")
+
+
+def _without_figures(card: str) -> str:
+    """A model card without the figures of an evaluation, which are those of the model as it was."""
+    _, _, rest = card.partition("\n---\n")
+    matter = dict(front_matter(card))
+    if matter.pop("model-index", None) is None:
+        return card
+    return f"---\n{yaml.safe_dump(matter, sort_keys=False, allow_unicode=True)}---\n{rest}"
 
 
 def _said(record: Mapping[str, Any]) -> str:
