@@ -139,8 +139,8 @@ def recover(
 ) -> Result:
     """Train the scales of a compressed model, and the gains of its norms, towards the original's predictions.
 
-    ref: the model it was made from. steps: of training. rate: the share by which a step changes a scale at most, at
-    first; by default a hundredth of the mean error of the matrices. settings: `calibration`, `field`, `samples`,
+    ref: the model it was made from. steps: of training. rate: the share by which a step changes a scale at
+    most; by default a hundredth of the mean error of the matrices. settings: `calibration`, `field`, `samples`,
     `length`, `seed`. Raises LlmcompressError; RunError where the divergence on text that is held back did not fall.
 
         >>> rounded = llmcompress.compress("model", method="rtn", bits=3, output="model-w3")

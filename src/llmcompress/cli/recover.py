@@ -29,7 +29,7 @@ Rate = Annotated[
         "--rate",
         min=1e-6,
         max=0.1,
-        help="Share by which a step changes a scale at most, at first. Default: a hundredth of the mean error.",
+        help="Share by which a step changes a scale at most. Default: a hundredth of the mean error.",
     ),
 ]
 

@@ -32,7 +32,7 @@ MADE_FROM = "give the model it was made from: --ref"
 class RecoverRequest(NamedTuple):
     """What a user asks for. steps: of training, each of AT_ONCE windows.
 
-    rate: by which a step moves a logarithm at most, at first; None for a share of what rounding has changed.
+    rate: by which a step moves a logarithm at most; None for a share of what rounding has changed.
     """
 
     steps: int
@@ -59,7 +59,7 @@ class RecoverPlan:
 
     @property
     def rate(self) -> float:
-        """The rate of the first steps."""
+        """The highest rate."""
         if self.request.rate is not None:
             return self.request.rate
         errors = [item["relative_error"] for item in self.report["linears"] if item["grid"]]

@@ -19,6 +19,7 @@ class NoGainError(RunError):
 
 
 _LOOKS = 8  # times that text held back is looked at during training
+_RISING = 10  # one in so many steps
 _BEST = "best"
 
 
@@ -58,7 +59,7 @@ class Look(NamedTuple):
 
 
 class Training:
-    """Steps of Adam, and looks at what is held back. rate: of the first step; it falls along a cosine."""
+    """Steps of Adam, and looks at what is held back. rate: the highest; it rises, then falls along a cosine."""
 
     def __init__(
         self, learner: Distillation, text: TrainingText, steps: int, at_once: int, rate: float, seed: int
@@ -99,11 +100,16 @@ class Training:
         divergence, gradients = self.learner.gradients(now)
         if not math.isfinite(divergence):
             raise NoGainError(f"the divergence is {divergence} after {done} steps", "try a lower --rate")
-        self.adam.step(gradients, self.rate * (1 + math.cos(math.pi * done / self.steps)) / 2)
+        self.adam.step(gradients, self._rate(done))
         return_freed_memory()
         done += 1
         if done == self.steps or done % max(1, self.steps // _LOOKS) == 0:
             self._look()
+
+    def _rate(self, done: int) -> float:
+        """The rate of the step after `done` ones: it rises at first, while Adam has seen few gradients."""
+        risen = min(1.0, (done + 1) * _RISING / self.steps)
+        return self.rate * risen * (1 + math.cos(math.pi * done / self.steps)) / 2
 
     def _look(self) -> None:
         divergences = {name: self.learner.divergence(windows) for name, windows in self.text.held.items()}

@@ -138,7 +138,7 @@ class Recovery(Document):
 
     steps: Positive
     windows_at_once: Positive = Field(description="windows of a step")
-    rate: Magnitude = Field(description="share by which a step changes a scale at most, at first")
+    rate: Magnitude = Field(description="share by which a step changes a scale at most")
     best_step: Positive = Field(description="the step whose scales were kept")
     matrices: Count = Field(description="matrices whose scales were trained")
     norms: Count = Field(description="norms whose gains were trained")
