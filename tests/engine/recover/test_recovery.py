@@ -44,7 +44,7 @@ def model(random_model_dir):
 def test_codes_stay_and_predictions_come_nearer(name, model, ids, tmp_path):
     step, form, moving = FORMS[name]
     out = compressed(model, tmp_path / "out", step, form=form)
-    report = recovered(out, model, tmp_path / "to", ids, steps=16)
+    report = recovered(out, model, tmp_path / "to", ids, steps=16, rate=2e-3)
     checks = verify(tmp_path / "to", model)
     assert passed(checks), [check for check in checks if not check.ok]
     held = report["recovery"]["held_back"]["calibration"]
