@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import llmcompress.calib
-from llmcompress.engine.plan.matrix_options import matches, resolve_matrix_options
+from llmcompress.engine.plan.matrix_options import matches, resolve_matrix_options, resolve_pruner_options
 from llmcompress.errors import LlmcompressError, PlanError, RecipeError
 from llmcompress.grids.grid_type import grid_types
 from llmcompress.ledger import Ledger
@@ -150,6 +150,9 @@ def test_a_pattern_of_another_type_begins_with_the_width_and_groups_of_that_type
     grids = {module: method.grid.name for module, method in found.items()}
     assert grids == {"a": "nvfp4", "b": "fp8-row", "b.c": "int8-g64-asym", "d": "mxfp8", "e": "int3-g64-asym"}
     assert {method.clip for method in found.values()} == {"minmax"}
+    pruner = pruners()["magnitude"](sparsity=0.5, set={"a": {"type": "fp8"}})
+    with pytest.raises(RecipeError, match="unknown option 'type' in set of step magnitude"):
+        resolve_pruner_options(pruner, {"a": 256})
 
 
 def test_a_named_group_size_that_does_not_fit_is_refused_with_ones_that_do():

@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from shutil import rmtree
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,17 +76,23 @@ def export_checkpoint(model: Path, formats: Sequence[str], out: Path | None, ove
     step = _step(headers, list(matrices_of(headers, False, Ledger()).widths))
     stem = out or model
     plans = []
-    for name in formats:
-        target = stem if out is not None and len(formats) == 1 else stem.with_name(f"{stem.name}-{name}")
-        recipe = Recipe(steps=(step,), output=Output(format=name))
-        work = target.with_name(f"{target.name}.export")  # of no run: what an earlier try left there is thrown away
-        plans.append(make_plan(recipe, model, Options(out=target, work=work, overwrite=overwrite, restart=True)))
-    for plan in plans:
-        try:
+    with _work_beside(stem) as work:
+        for name in formats:
+            target = stem if out is not None and len(formats) == 1 else stem.with_name(f"{stem.name}-{name}")
+            recipe = Recipe(steps=(step,), output=Output(format=name))
+            plans.append(make_plan(recipe, model, Options(out=target, work=Path(work) / name, overwrite=overwrite)))
+        for plan in plans:
             run(plan)
-        finally:
-            rmtree(plan.work, ignore_errors=True)
     return [Exported(plan.format.name, plan.out, plan.estimate.output_bytes) for plan in plans]
+
+
+def _work_beside(target: Path) -> "TemporaryDirectory[str]":
+    """A directory for the work, where the output will be; PlanError where nothing can be written."""
+    place = next(parent for parent in target.absolute().parents if parent.exists())
+    try:
+        return TemporaryDirectory(dir=place, prefix=f".{target.name}-")
+    except OSError as error:
+        raise PlanError(f"{place} cannot be written to: {error.strerror}", "choose another --output") from None
 
 
 def _step(headers: DecodedHeaders, modules: Sequence[str]) -> _Kept:
@@ -127,13 +133,18 @@ def _options(checkpoint: DecodedCheckpoint, module: str) -> dict[str, Any]:
 
 def _patterns(wanted: Mapping[str, Mapping[str, Any]], usual: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Patterns of `set` for what is not as usual: one for a place in all layers, then single modules."""
+    skips = _SKIPPED in wanted.values()
+    said = {
+        module: {"skip": False, **options} if skips and options != _SKIPPED else options
+        for module, options in wanted.items()
+    }
     found: dict[str, Mapping[str, Any]] = {}
     for module, options in wanted.items():
         if options != usual:
-            found.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", module), options)
+            found.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", module), said[module])
     held = {}
-    for module, options in wanted.items():
-        last = next((found[pattern] for pattern in reversed(found) if matches(pattern, module)), usual)
-        if last != options:
-            held[module] = options if options == _SKIPPED else {"skip": False, **options}
+    for module in wanted:
+        last = next((found[pattern] for pattern in reversed(found) if matches(pattern, module)), None)
+        if last not in (None, said[module]):
+            held[module] = said[module]
     return found | held

@@ -98,7 +98,7 @@ def _options(step: Step, module: str) -> Step | None:
             kind = changes.get("type", options.get("type"))
             if kind != options.get("type"):
                 options = {name: value for name, value in options.items() if name not in _OF_TYPE}
-                options |= {name: own[name] for name in _OF_TYPE if kind == own["type"]}
+                options |= {name: own[name] for name in _OF_TYPE if kind == own.get("type") and name in own}
             options.update(changes)
     skip = options.pop("skip", False)
     if not isinstance(skip, bool):
