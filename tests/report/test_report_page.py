@@ -1,13 +1,14 @@
 """The page: the same bytes for the same inputs, true to its inputs, and closed to what strangers' names might do."""
 
-import base64
-import hashlib
 import html
 import json
 import re
 from html.parser import HTMLParser
+from xml.etree import ElementTree
 
+import gguf
 import pytest
+from safetensors import safe_open
 
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
@@ -18,6 +19,7 @@ from llmcompress.report.cells import METRICS, cells_of
 from llmcompress.report.figures import binned
 from llmcompress.report.page import render
 from llmcompress.report.page_inputs import Timed, read_outputs
+from llmcompress.report.parts import parts_of
 from llmcompress.report.words import duration, figure, size
 from llmcompress.validate.session import Request, evaluate_whole
 
@@ -54,8 +56,42 @@ def whole(made):
     return page(made, "four", "three", "small.gguf")
 
 
+class Drawn:
+    """A plot as an XML reader sees it: titles of its shapes with their elements, and the places that axes name."""
+
+    def __init__(self, text):
+        self.root = ElementTree.fromstring(text)
+        shapes = [shape for shape in self.root.findall("path") if shape.find("title") is not None]
+        self.shapes = {shape.find("title").text: shape for shape in shapes}
+        assert len(self.shapes) == len(shapes)
+
+    def axis(self, name):
+        """A function from a place on an axis to its value, by two of the places that the axis names; and all values."""
+        words = [word for word in self.root.findall("text") if word.get("class") == name]
+        # a word's middle lies 4 above its baseline
+        named = [(place(word)[1] - 4 if name == "y" else place(word)[0], float(word.text)) for word in words]
+        (first, low), (last, high) = named[0], named[-1]
+        middle = dict(named).keys() - {first, last}
+        straight = all(
+            low + (at - first) / (last - first) * (high - low) == pytest.approx(dict(named)[at], rel=0.02, abs=1e-9)
+            for at in middle
+        )
+        if straight:
+            return lambda at: low + (at - first) / (last - first) * (high - low)
+        return lambda at: low * (high / low) ** ((at - first) / (last - first))
+
+
+def place(element):
+    """Where an element stands."""
+    if moved := element.get("transform"):
+        return tuple(map(float, re.match(r"translate\((\S+) (\S+)\)", moved).groups()))
+    return float(element.get("x")), float(element.get("y"))
+
+
 def figures(text):
-    return json.loads(re.search(r'<script type="application/json" id="figures">(.*?)</script>', text, re.S)[1])
+    """Plots by the id of their place."""
+    found = re.findall(r'<div class="plot" id="([^"]+)">\s*(<svg.*?</svg>)', text, re.S)
+    return {name: Drawn(svg) for name, svg in found}
 
 
 def test_the_same_inputs_give_the_same_bytes(made, whole, main, tmp_path):
@@ -76,50 +112,106 @@ def test_the_page_asks_nothing_of_anyone(whole):
     assert not re.search(r"url\(|@import", "".join(re.findall(r"<style>(.*?)</style>", whole, re.S)))
 
 
-def test_only_the_scripts_that_were_meant_may_run(whole):
+def test_nothing_may_run_and_the_page_is_small(whole):
     elements = Elements(whole)
     (policy,) = (meta["content"] for meta in elements.all("meta") if "http-equiv" in meta)
     assert policy.startswith("default-src 'none'; ")
-    assert "unsafe" not in policy.partition("style-src")[0]
-    allowed = re.findall(r"'sha256-([^']+)'", policy)
-    _, *scripts = elements.scripts
-    assert [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts] == allowed
+    assert "script" not in policy
+    assert elements.all("script") == []
+    assert not any(key.startswith("on") for _, attributes in elements.found for key in attributes)
+    assert len(whole) < 250_000
 
 
 def test_every_figure_has_its_place(whole):
     places = {attributes["id"] for attributes in Elements(whole).all("div") if "id" in attributes}
     assert places == set(figures(whole))
-    assert {"size-kl", "kl-windows", "kl-positions", "seconds", "memory", "rtn_ratio-0", "bits-2"} <= places
+    assert {"size-kl", "sizes", "kl-windows", "kl-positions", "seconds", "memory", "rtn_ratio-0", "bits-2"} <= places
 
 
-def test_figures_hold_what_the_documents_say(made, whole):
+def test_heat_maps_hold_what_the_report_says_and_darker_is_more(made, whole):
     report = json.loads((made.outputs["four"] / "report.json").read_text())
-    drawn = figures(whole)
     values = {linear["name"]: linear["relative_error"] for linear in report["linears"]}
-    trace = drawn["relative_error-0"]["data"][0]
-    for name, row in zip(trace["y"], trace["z"], strict=True):
-        assert row == [values[f"model.layers.{layer}.{name}"] for layer in trace["x"]]
+    drawn = figures(whole)["relative_error-0"]
+    said = {}
+    for title, cell in drawn.shapes.items():
+        layer, name, shown = re.fullmatch(r"layer (\d+), (\S+): (\S+)", title).groups()
+        value = values.pop(f"model.layers.{layer}.{name}")
+        assert shown == figure(value)
+        said[value] = sum(int(cell.get("fill")[at : at + 2], 16) for at in (1, 3, 5))
+    assert values == {}
+    brightness = [said[value] for value in sorted(said)]
+    assert brightness == sorted(brightness, reverse=True)
+    assert len(set(brightness)) > 5
+
+
+def test_points_and_lines_lie_where_their_axes_say(made, whole):
     evaluation = json.loads(made.evaluations["three"].read_text())
-    assert drawn["kl-windows"]["data"][1]["y"] == evaluation["by_window"]["kl"]
-    point = next(trace for trace in drawn["size-kl"]["data"] if "three" in trace["text"][0])
-    assert point["y"] == [evaluation["figures"]["kl"]]
+    report = json.loads((made.outputs["three"] / "report.json").read_text())
+    drawn = figures(whole)["size-kl"]
+    (point,) = (shape for title, shape in drawn.shapes.items() if title.startswith("three"))
+    x, y = place(point)
+    assert drawn.axis("x")(x) == pytest.approx(report["output_bytes"] / 1e6, rel=0.01)
+    assert drawn.axis("y")(y) == pytest.approx(evaluation["figures"]["kl"], rel=0.01)
+    (bar,) = (path for path in drawn.root.findall("path") if path.get("class") == "line" and f"M{x}" in path.get("d"))
+    top, bottom = map(float, re.match(r"M\S+ (\S+?)V([\d.]+)", bar.get("d")).groups())
     low, high = evaluation["figures"]["kl_ci"]
-    assert point["y"][0] + point["error_y"]["array"][0] == pytest.approx(high)
-    assert point["y"][0] - point["error_y"]["arrayminus"][0] == pytest.approx(low)
+    assert [drawn.axis("y")(end) for end in (bottom, top)] == pytest.approx([low, high], rel=0.01)
+    drawn = figures(whole)["kl-windows"]
+    for number, kl in enumerate(evaluation["by_window"]["kl"], 1):
+        x, y = place(drawn.shapes[f"three, {number}: {figure(kl)}"])
+        assert drawn.axis("x")(x) == pytest.approx(number, rel=0.01)
+        assert drawn.axis("y")(y) == pytest.approx(kl, rel=0.01)
     assert figure(evaluation["figures"]["kl"]) in whole
     assert size(report["output_bytes"]) in whole
 
 
 def test_colours_mean_the_same_in_all_outputs(whole):
+    """Equal values have equal colours, whichever output they are of."""
     drawn = figures(whole)
     for metric in METRICS:
-        scales = {
-            (trace["zmin"], trace["zmax"])
-            for name, plot in drawn.items()
-            for trace in plot["data"]
-            if re.fullmatch(rf"{metric.key}-\d+", name)
-        }
-        assert len(scales) <= 1
+        colours = {}
+        for name, plot in drawn.items():
+            if re.fullmatch(rf"{metric.key}-\d+", name):
+                for title, cell in plot.shapes.items():
+                    colours.setdefault(title.rpartition(": ")[2].split()[0], []).append(cell.get("fill"))
+        for shown, found in colours.items():
+            channels = [[int(colour[at : at + 2], 16) for colour in found] for at in (1, 3, 5)]
+            assert all(max(each) - min(each) < 12 for each in channels), (metric.key, shown)
+
+
+def test_a_metric_that_is_the_same_everywhere_is_said_in_words(made):
+    text = page(made, "four")
+    assert "bits-0" not in figures(text)
+    assert "4.25 throughout." in text
+
+
+def test_the_page_begins_with_what_came_of_it(made, whole):
+    found = json.loads(made.evaluations["four"].read_text())["figures"]
+    report = json.loads((made.outputs["four"] / "report.json").read_text())
+    share = f"{report['output_bytes'] / report['source']['bytes']:.0%} of the original&#39;s size"
+    (first, *_) = re.findall(r'<p class="verdict">(.*?)</p>', whole)
+    assert first.startswith(f"four has {share}")
+    assert f"the same most likely next token {found['top1']:.0%} of the time" in first
+    alone = render(read_outputs([made.outputs["four"]], [], []))
+    assert f"It has {share}" in alone
+    assert "how faithful it is was not measured" in alone
+
+
+def test_parts_are_those_of_the_files(made, whole):
+    """The bytes of every tensor, by the safetensors library and the gguf package."""
+    with safe_open(made.outputs["four"] / "model.safetensors", "pt") as file:
+        sizes = {name: file.get_tensor(name).nbytes for name in file.keys()}  # noqa: SIM118
+    norms = sum(count for name, count in sizes.items() if "norm" in name)
+    attention = sum(count for name, count in sizes.items() if "self_attn" in name)
+    tensors = gguf.GGUFReader(made.outputs["small.gguf"]).tensors
+    down = sum(int(tensor.n_bytes) for tensor in tensors if "ffn_" in tensor.name and "norm" not in tensor.name)
+    titles = figures(whole)["sizes"].shapes
+    assert f"four, norms: {size(norms)}, {norms / sum(sizes.values()):.0%}" in titles
+    assert f"four, attention: {size(attention)}, {attention / sum(sizes.values()):.0%}" in titles
+    assert any(title.startswith(f"small.gguf, feed-forward: {size(down)}, ") for title in titles)
+    found = parts_of(made.outputs["four"])
+    assert sum(found.values()) == sum(sizes.values())
+    assert "other" not in found
 
 
 def test_names_of_strangers_stay_text(made, tmp_path):
@@ -133,13 +225,12 @@ def test_names_of_strangers_stay_text(made, tmp_path):
     (out / "report.json").write_text(json.dumps(report))
     text = render(read_outputs([out], [], []))
     elements = Elements(text)
-    assert len(elements.all("script")) == 3
+    assert elements.all("script") == []
     assert elements.all("img") == []
     assert elements.all("b") == []
     assert text.count("alert(1)") >= 3
     assert html.escape(HOSTILE, quote=False).replace('"', "&#34;").replace("'", "&#39;") in text
-    drawn = figures(text)["relative_error-0"]["data"][0]
-    assert not any("<img" in name or "<script" in name for name in drawn["y"])
+    assert any(HOSTILE in title for title in figures(text)["relative_error-0"].shapes)
 
 
 def linear(name, **about):
@@ -160,9 +251,8 @@ def test_an_output_without_matrices_and_evaluations_without_a_reference_have_a_p
         file.write_text(json.dumps(evaluate_whole(request, lambda done, of: None)))
         paths.append(out)
         files.append(file)
-    alone = figures(render(read_outputs(paths[:1], files[:1], [])))
-    assert alone == {}
-    assert set(figures(render(read_outputs(paths, files, [])))) == {"kl-windows", "kl-positions"}
+    assert set(figures(render(read_outputs(paths[:1], files[:1], [])))) == {"sizes"}
+    assert set(figures(render(read_outputs(paths, files, [])))) == {"sizes", "kl-windows", "kl-positions"}
 
 
 def test_experts_of_a_layer_share_a_cell():

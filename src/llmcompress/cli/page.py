@@ -38,12 +38,9 @@ def report(
 ) -> None:
     """Write one HTML page about outputs, side by side: needs no network and nothing beside it.
 
-    What was done to every matrix, size, perplexity, KL divergence along the text, the ledger, time and memory; of
-    depth, width and lora what was removed or added, with the figures of each layer.
+    A verdict, size by part, what was done to every matrix, perplexity, KL divergence along the text, the ledger, time
+    and memory; of depth, width and lora what was removed or added, with the figures of each layer.
     """
-    from llmcompress.extras import needs_extra
-
-    needs_extra("plotly", "report", "a report page")
     from llmcompress.report.page import render
     from llmcompress.report.page_inputs import read_outputs
     from llmcompress.report.structure import is_structural, read_structural, render_structural

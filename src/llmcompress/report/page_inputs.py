@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -13,6 +13,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from llmcompress.engine.write.report_schema import Finished, LayerDone, Report, Start, Timing
 from llmcompress.engine.write.timings import run_sha256
 from llmcompress.errors import CheckpointError
+from llmcompress.report.parts import parts_of
 from llmcompress.store.headers import read_json
 from llmcompress.validate.evaluation import Evaluation, report_beside
 from llmcompress.validate.gguf_file import gguf_in
@@ -52,13 +53,18 @@ class Timed:
 
 @dataclass(frozen=True)
 class ReportedOutput:
-    """An output with its evaluations and times. name: its directory or file; sha256: of its report.json."""
+    """An output with its evaluations and times.
+
+    name: its directory or file. sha256: of its report.json. parts: bytes of each part of the model, if its weights are
+    there.
+    """
 
     name: str
     sha256: str
     report: Report
     evaluations: tuple[Evaluation, ...]
     timed: Timed | None
+    parts: Mapping[str, int] = field(default_factory=dict)
 
 
 def read_outputs(paths: Sequence[Path], evaluations: Sequence[Path], timings: Sequence[Path]) -> list[ReportedOutput]:
@@ -71,8 +77,8 @@ def read_outputs(paths: Sequence[Path], evaluations: Sequence[Path], timings: Se
     timed = _by_run(timings, {run for _, run, _ in found})
     names = _names(paths)
     return [
-        ReportedOutput(name, digest, report, tuple(evaluated.get(digest, ())), timed.get(run))
-        for name, (digest, run, report) in zip(names, found, strict=True)
+        ReportedOutput(name, digest, report, tuple(evaluated.get(digest, ())), timed.get(run), parts_of(path))
+        for path, name, (digest, run, report) in zip(paths, names, found, strict=True)
     ]
 
 

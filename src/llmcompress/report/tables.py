@@ -1,7 +1,7 @@
 """Tables as rows of text: the values of the plots, for print and for readers who cannot see plots."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from llmcompress.engine.write.report_schema import LedgerEntry, Report
@@ -108,6 +108,15 @@ def decisions(entries: Sequence[LedgerEntry]) -> Table:
         named = ", ".join(subjects[:_SUBJECTS]) + (f" and {more} more" if more > 0 else "")
         rows.append([kind.replace("_", " "), named, why])
     return Table(["kind", "what", "why"], rows)
+
+
+def parts(outputs: Sequence[tuple[str, Mapping[str, int]]]) -> Table:
+    """The bytes of each part of a model, one output a column, with its share of the output."""
+    rows = []
+    for part in dict.fromkeys(name for _, sizes in outputs for name in sizes):
+        found = [f"{size(own[part])}, {own[part] / sum(own.values()):.0%}" if part in own else "" for _, own in outputs]
+        rows.append([part, *found])
+    return Table(["part", *(name for name, _ in outputs)], rows)
 
 
 def facts(output: ReportedOutput) -> list[tuple[str, str]]:
