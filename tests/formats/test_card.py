@@ -111,6 +111,20 @@ def test_options_reach_the_card_and_exports_of_the_run(main, capsys, shallow_mod
         assert value in capsys.readouterr().err
 
 
+def test_a_folder_of_gguf_files_tells_how_llama_cpp_runs_them(main, tiny_model_dir, tmp_path):
+    """Run as it stands where llama.cpp's programs are on the PATH."""
+    assert main("gguf", tiny_model_dir, "--type", "Q8_0", "-o", tmp_path / "out", "-q") == 0
+    matter, body = front((tmp_path / "out" / "README.md").read_text())
+    assert matter["library_name"] == "gguf"
+    (command,) = re.findall(r"^llama-completion .*$", body, re.MULTILINE)
+    words = shlex.split(command)
+    assert (tmp_path / "out" / words[words.index("-m") + 1]).is_file()
+    if shutil.which(words[0]):
+        done = subprocess.run(words, cwd=tmp_path / "out", capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert "The river" in done.stdout
+
+
 LIBRARIES = {
     "compressed-tensors": "transformers",
     "dense": "transformers",

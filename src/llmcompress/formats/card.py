@@ -1,6 +1,7 @@
 """The model card: README.md with the front matter that hubs read, the recipe, and the figures of the run."""
 
 from collections.abc import Mapping, Sequence
+from shlex import quote
 from typing import Any
 
 from llmcompress.formats.front_matter import HUB_ID, front_matter, hub_ids, names
@@ -14,9 +15,10 @@ _LOADING = {
     "codebook": "Only llmcompress reads this checkpoint: `llmcompress eval` runs it, `gguf` converts it.",
     "qoq": "Only llmcompress reads this checkpoint: `llmcompress eval` runs it, `gguf` converts it.",
     "int8-outliers": "Only llmcompress reads this checkpoint: `llmcompress eval` runs it.",
+    "gguf": "llama.cpp and what is built on it read this file.",
     "dense": "Weights are stored decoded, in the type of the original: whatever loads the original loads this.",
 }
-_LIBRARIES = {"mlx": "mlx", **dict.fromkeys(("codebook", "qoq", "int8-outliers"), "llmcompress")}
+_LIBRARIES = {"mlx": "mlx", "gguf": "gguf", **dict.fromkeys(("codebook", "qoq", "int8-outliers"), "llmcompress")}
 """By format, what hubs call the library that loads it; transformers for all others."""
 _SNIPPETS = {
     "transformers": """```python
@@ -29,6 +31,9 @@ print(tokenizer.decode(model.generate(**ids, max_new_tokens=32)[0]))
 ```""",
     "mlx": """```sh
 mlx_lm.generate --model . --prompt "The river" --max-tokens 32
+```""",
+    "gguf": """```sh
+llama-completion -m FILE -no-cnv -n 32 -p "The river"
 ```""",
     "llmcompress": """```sh
 llmcompress eval . --windows 8 --generate "The river"
@@ -46,6 +51,7 @@ def model_card(facts: Mapping[str, Any]) -> str:
     inputs: width of inputs in bits while the model runs, 16 if absent.
     calibration: {label: value}. figures: {label: value}, such as sizes and errors. notes: sentences about engines.
     unquantised: matrices left in their source type. recipe: YAML text that reproduces the result.
+    file: the name of the first file of weights, where the format is gguf.
     change: what was done to the model in one word, "quantized" if absent.
     """
     from huggingface_hub import ModelCard, ModelCardData
@@ -57,7 +63,7 @@ def model_card(facts: Mapping[str, Any]) -> str:
         _LOADING.get(facts["format"], ""),
         *(f"- {note}" for note in facts.get("notes", ())),
         "## Use",
-        f"In this directory:\n\n{_SNIPPETS[_library(facts)]}",
+        f"In this directory:\n\n{_SNIPPETS[_library(facts)].replace('FILE', quote(facts.get('file', '')))}",
     ]
     for title, key in (("Grids", "grids"), ("Calibration", "calibration"), ("Figures", "figures")):
         if facts.get(key):

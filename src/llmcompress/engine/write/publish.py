@@ -80,6 +80,7 @@ def model_card_facts(plan: Plan, result: dict[str, Any]) -> dict[str, Any]:
             *(step.name for step in plan.recipe.steps if not isinstance(step, Method)),
             *dict.fromkeys(item["method"] for item in linears),
         ],
+        **({"file": plan.files[0].name} if plan.files else {}),
         **({} if plan.headers.merged is None else {"adapter": plan.headers.merged.sha256}),
         "figures": _figures(plan, [item["relative_error"] for item in linears]),
         "notes": [entry["why"] for entry in result["ledger"] if entry["kind"] == "engine"],
