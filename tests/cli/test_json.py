@@ -36,6 +36,7 @@ def others(compressed, shallow_model_dir, tmp_path):
     return {
         ("export",): [f"{compressed}.work", "--format", "dense", "-o", tmp_path / "dense"],
         ("eval",): [compressed, "--ref", shallow_model_dir, *EVAL],
+        ("compare",): [compressed, "--ref", shallow_model_dir, *EVAL],
         ("verify",): [compressed],
         ("inspect",): [compressed],
         ("list",): ["methods"],

@@ -1,7 +1,7 @@
 """How faithful a compressed model is, and gates on it: what `eval` does."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -156,3 +156,14 @@ def evaluated(
 
     with quiet_libraries():
         return EvaluationResult(request, evaluate_whole(request, watched(progress, stop, NOTHING_KEPT), say))
+
+
+def evaluated_together(
+    requests: "Sequence[Request]", progress: Watch | None = None, stop: Callable[[int], bool] | None = None
+) -> list[EvaluationResult]:
+    """The results of several models of one reference, which runs once."""
+    from llmcompress.validate.session import evaluate_together
+
+    with quiet_libraries():
+        found = evaluate_together(requests, watched(progress, stop, NOTHING_KEPT))
+    return [EvaluationResult(request, document) for request, document in zip(requests, found, strict=True)]

@@ -11,6 +11,7 @@ from llmcompress.api.presets import PRESETS
 from llmcompress.api.recipes import as_recipe
 from llmcompress.cli import (
     checks,
+    comparing,
     console,
     data,
     evaluation,
@@ -77,6 +78,7 @@ def register(app: typer.Typer) -> list[str]:
     fit.register(app)
     app.add_typer(plan, name="plan", rich_help_panel="Compress")
     evaluation.register(app)
+    comparing.register(app)
     kernels.register(app)
     checks.register(app)
     data.register(app)

@@ -254,13 +254,13 @@ def _show(request: "Request", found: Mapping[str, Any], samples: dict[str, str] 
     for name, continuation in (samples or {}).items():
         console.table(name, ("",), [(continuation,)])
     if request.ref is not None and request.adapter is None and "top1" in figures:
-        share = _weight_bytes(request.model) / _weight_bytes(request.ref)
+        share = weight_bytes(request.model) / weight_bytes(request.ref)
         console.say(
             f"the same next token as the original {figures['top1']:.1%} of the time, at {share:.0%} of its size"
         )
 
 
-def _weight_bytes(model: Path) -> int:
+def weight_bytes(model: Path) -> int:
     """Bytes of all tensors of a model directory, or of a GGUF file with all its shards."""
     from llmcompress.store.gguf_model import read_gguf
     from llmcompress.store.headers import read_headers

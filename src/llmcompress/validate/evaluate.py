@@ -41,11 +41,23 @@ def measure(
 
     Every position but the first of a window is scored, in float32 on the full vocabulary.
     """
-    collected = Collected()
-    models = [model for model in (subject, reference) if model is not None]
+    return measure_several([subject], reference, ids, batch, watch)[0]
+
+
+def measure_several(
+    subjects: Sequence[StreamedModel],
+    reference: StreamedModel | None,
+    ids: Tensor,
+    batch: int = 4,
+    watch: Watch = lambda done, of: None,
+) -> list[Tokens]:
+    """What `measure` gives for each of several models, from one pass of their reference."""
+    collected = [Collected() for _ in subjects]
+    models = [*subjects, *([] if reference is None else [reference])]
     for window, logits in zip(ids, lockstep(models, torch.split(ids, batch), watch), strict=True):
-        collected.add(logits, window)
-    return collected.tokens()
+        for one, own in zip(collected, logits, strict=False):
+            one.add([own, *logits[len(subjects) :]], window)
+    return [one.tokens() for one in collected]
 
 
 class Collected:

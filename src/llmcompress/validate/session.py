@@ -1,7 +1,7 @@
 """An evaluation as the command line asks for it: two models, a text, a protocol."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.store.headers import read_json, refuse_adapter
 from llmcompress.store.output_file import is_single, report_of
 from llmcompress.validate.adapted_model import adapt_streamed, adapt_whole
-from llmcompress.validate.evaluate import cut_windows, measure
+from llmcompress.validate.evaluate import cut_windows, measure_several
 from llmcompress.validate.evaluation import evaluation
 from llmcompress.validate.gguf_file import gguf_in
 from llmcompress.validate.key_value_cache import ByScale, TokenCodes, cache_of
@@ -47,18 +47,40 @@ def evaluate_whole(
     """
     check_models(request)
     windows = _windows(request)
-    expected = _expected(request.model) if request.ref is not None else {}
-    about = request.model, request.ref, request.text
     if request.backend is not None:
         from llmcompress.validate.backed import validate
 
+        expected = _expected(request.model) if request.ref is not None else {}
+        about = request.model, request.ref, request.text
         run = validate(request, windows, watch, say)
         found = {**run.figures, **expected, "kv_cache": run.cache and str(run.cache)}
         return evaluation(*about, windows.numpy(), run.dtype, found, run.tokens, run.runtime)
-    subject, reference, cache = open_models(request)
-    tokens = measure(subject, reference, windows, request.batch, watch)
-    found = {**token_figures(tokens), **expected, "kv_cache": cache and str(cache)}
-    return evaluation(*about, windows.numpy(), request.dtype or _DTYPE, found, tokens)
+    (document,) = _measured([request], windows, watch)
+    return document
+
+
+def evaluate_together(requests: Sequence[Request], watch: Callable[[int, int], None]) -> list[dict[str, Any]]:
+    """The evaluation document of each of several models of one reference, which runs once.
+
+    requests: without backends, and alike but for the model.
+    """
+    for request in requests:
+        check_models(request)
+    return _measured(requests, _windows(requests[0]), watch)
+
+
+def _measured(requests: Sequence[Request], windows: Tensor, watch: Callable[[int, int], None]) -> list[dict[str, Any]]:
+    """The documents of models that are run one section at a time, together."""
+    opened = [open_models(request) for request in requests]
+    reference = opened[0][1]  # each was tried beside its model, and none has read a weight yet
+    found = measure_several([subject for subject, *_ in opened], reference, windows, requests[0].batch, watch)
+    documents = []
+    for request, (*_, cache), tokens in zip(requests, opened, found, strict=True):
+        expected = _expected(request.model) if request.ref is not None else {}
+        figures = {**token_figures(tokens), **expected, "kv_cache": cache and str(cache)}
+        about = request.model, request.ref, request.text
+        documents.append(evaluation(*about, windows.numpy(), request.dtype or _DTYPE, figures, tokens))
+    return documents
 
 
 def _windows(request: Request) -> Tensor:
