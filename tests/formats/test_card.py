@@ -61,7 +61,7 @@ def test_what_is_not_known_is_not_claimed():
 
 
 def test_a_damaged_readme_of_the_source_is_no_obstacle():
-    odd = ("[", "!!int ''", "!!bool x", "2001-01-01", "{a: b}", '"a\\x07b"', '"a\\nb"', "3", "[[mit]]", "&a [*a]")
+    odd = ("[", "!!int ''", "!!bool x", "2001-01-01", "{a: b}", '"a\\x07b"', '"a\\nb"', "3", "no", "[[mit]]", "&a [*a]")
     damaged = ["", "# no front matter", "---\n- a\n---\n", "---\nlicense: mit\n"]
     for readme in (*damaged, *(f"---\nlicense: {text}\n---\n" for text in odd)):
         matter, _ = front(model_card({**FACTS, "source_readme": readme}))

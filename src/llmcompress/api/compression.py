@@ -48,10 +48,10 @@ def compress(
     recipe, the name of a command that compresses: "gptq", "rtn", "awq", "nf4", "sparsegpt", "gguf" and so on. settings:
     that command's options, named as on the command line with `_` for `-`: `bits`, `group_size`, `calibration`,
     `samples`, `length`, `format`; `set` and `tensor_type` are mappings by pattern, sizes are bytes. A recipe takes
-    `format` and `shard_size` alone. options: what the run may use, and whether it may overwrite. progress: told of
-    layers and matrices. stop: asked before every layer, with the number of layers that this call has finished; when it
-    returns true, StoppedError is raised. Raises LlmcompressError: RecipeError, PlanError, CheckpointError or
-    CalibrationError before anything is computed, RunError or StoppedError later.
+    `format`, `shard_size`, `base_model` and `license`. options: what the run may use, and whether it may overwrite.
+    progress: told of layers and matrices. stop: asked before every layer, with the number of layers that this call has
+    finished; when it returns true, StoppedError is raised. Raises LlmcompressError: RecipeError, PlanError,
+    CheckpointError or CalibrationError before anything is computed, RunError or StoppedError later.
 
         >>> result = llmcompress.compress("model", method="gptq", bits=4, samples=8, length=128, output="model-w4")
         >>> result.nbytes < result.report["source"]["bytes"]

@@ -86,9 +86,9 @@ def _front_matter(facts: Mapping[str, Any]) -> dict[str, Any]:
     elif origins := hub_ids(said.get("base_model")):  # of the source itself: what was done to them is not known
         matter |= {"base_model": origins}
     for key in ("license", "license_name", "license_link"):
-        found = names(said.get(key))
-        if found and len(found) == len(said[key] if isinstance(said[key], list) else [said[key]]):
-            matter[key] = said[key]
+        value = said.get(key)
+        if value and names(value) == (value if isinstance(value, list) else [value]):
+            matter[key] = value
     matter |= {"library_name": _library(facts), "pipeline_tag": "text-generation"}
     tags = ["llmcompress", facts.get("change", "quantized")]
     if facts["format"] != "dense":  # whose weights have 16 bits again
