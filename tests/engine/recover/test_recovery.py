@@ -41,10 +41,11 @@ def model(random_model_dir):
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_codes_stay_and_predictions_come_nearer(name, model, ids, tmp_path):
+def test_codes_stay_and_predictions_come_nearer(name, model, tmp_path):
     step, form, moving = FORMS[name]
+    ids = write_ids(tmp_path / "ids.safetensors", samples=160)
     out = compressed(model, tmp_path / "out", step, form=form)
-    report = recovered(out, model, tmp_path / "to", ids, steps=16, rate=2e-3)
+    report = recovered(out, model, tmp_path / "to", ids, steps=32, rate=1e-3, samples=160)
     checks = verify(tmp_path / "to", model)
     assert passed(checks), [check for check in checks if not check.ok]
     held = report["recovery"]["held_back"]["calibration"]
