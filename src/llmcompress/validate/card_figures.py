@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 from llmcompress.errors import CheckpointError, RecipeError, one_line
 from llmcompress.store.output_file import is_single
 from llmcompress.validate.evaluation import report_beside
+from llmcompress.validate.published import FRONT, without_figures
 from llmcompress.yamlfile import read_yaml
 
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult, ModelCardData
 
-_FRONT = re.compile(r"---\n(.*?\n)---\n", re.DOTALL)
-_INDEX = re.compile(r"^model-index:.*\n([ -].*\n)*", re.MULTILINE)  # the key and the lines below it
 _METRICS = {
     "kl": "KL divergence from the original, mean (nats)",
     "kl_p99": "KL divergence from the original, 99th percentile (nats)",
@@ -60,7 +59,7 @@ def _read(card: Path) -> "tuple[str, ModelCardData]":
 
     try:
         text = card.read_bytes().decode()
-        found = _FRONT.match(text)
+        found = FRONT.match(text)
         matter = read_yaml(found[1]) if found else None
         if not isinstance(matter, dict):
             raise ValueError("it does not begin with lines of YAML between two lines of ---")
@@ -68,12 +67,6 @@ def _read(card: Path) -> "tuple[str, ModelCardData]":
     except (OSError, ValueError, TypeError) as error:
         said = one_line(str(error))
         raise CheckpointError(f"{card} takes no figures: {said}", "mend it, or leave --update-card out") from None
-
-
-def without_figures(text: str) -> str:
-    """A card as it is without its model-index."""
-    found = _FRONT.match(text)
-    return text if found is None else f"---\n{_INDEX.sub('', found[1])}{text[found.end(1) :]}"
 
 
 def _results(document: Mapping[str, Any]) -> "list[EvalResult]":

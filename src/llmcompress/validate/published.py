@@ -6,15 +6,17 @@ No signature: whoever renews every hash and the digest of the report is not foun
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmcompress.validate.card_figures import without_figures
 from llmcompress.validate.findings import Check, guarded, summary
 from llmcompress.validate.stored import DamageError, is_blob
 
+FRONT = re.compile(r"---\n(.*?\n)---\n", re.DOTALL)
+_INDEX = re.compile(r"^model-index:.*\n([ -].*\n)*", re.MULTILINE)  # the key and the lines below it
 REPORT = "report.json"
 CARD = "README.md"
 _HUB = ".cache/huggingface/"  # where hub clients keep what they know of a download
@@ -68,6 +70,12 @@ def _directory_wrongs(path: Path, report: Mapping[str, Any], told: list[str]) ->
             other = name == _ATTRIBUTES or name.startswith(_HUB)
             (told if other else wrong).append(f"{_shown(name)} was not written by the run")
     return wrong
+
+
+def without_figures(text: str) -> str:
+    """A card as it is without its model-index."""
+    found = FRONT.match(text)
+    return text if found is None else f"---\n{_INDEX.sub('', found[1])}{text[found.end(1) :]}"
 
 
 def _card_change(card: Path, record: Mapping[str, Any]) -> str:
