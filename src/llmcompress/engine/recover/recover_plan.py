@@ -12,13 +12,13 @@ from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.source.header_checks import hidden_width
 from llmcompress.engine.source.matrix_refs import Matrices, matrices_of
 from llmcompress.engine.source.open import source_headers
-from llmcompress.engine.source.quantised import DecodedHeaders, decoded_headers
+from llmcompress.engine.source.quantised import DecodedHeaders, decoded_headers, in_own_type
 from llmcompress.engine.structure.source_model import OpenModel, open_model
 from llmcompress.errors import CheckpointError, PlanError
 from llmcompress.ledger import Ledger
 from llmcompress.recipe import Calibration
 from llmcompress.store.files import refuse_unwritable
-from llmcompress.store.headers import ModelHeaders, read_headers, read_json
+from llmcompress.store.headers import ModelHeaders, Stored, read_headers, read_json
 from llmcompress.store.side_files import has_tokenizer
 
 AT_ONCE = 4  # windows of a step
@@ -74,6 +74,11 @@ class RecoverPlan:
     def records(self) -> dict[str, Mapping[str, Any]]:
         """What the report says of each matrix, by its module."""
         return {item["name"]: item for item in self.report["linears"]}
+
+    @cached_property
+    def own(self) -> Mapping[str, Stored]:
+        """The tensors of the decoded model, every matrix in the model's own type."""
+        return in_own_type(self.opened.headers).tensors
 
     @property
     def identity(self) -> dict[str, Any]:

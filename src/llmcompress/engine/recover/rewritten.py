@@ -54,7 +54,7 @@ def _tensors(plan: RecoverPlan, trained: Mapping[str, Trained], stored: Checkpoi
     made: dict[str, Tensor] = {}
     matrices = {item.module: item for item in trained.values() if isinstance(item, TrainedMatrix)}
     for name in stored.names():
-        module = next((head for head in _heads(name) if head in matrices), None)
+        module = next((owner for owner in _modules_of(name) if owner in matrices), None)
         if module is not None:
             made |= encoded(plan, module, matrices.pop(module).coded())
         norm = trained.get(name)
@@ -63,7 +63,7 @@ def _tensors(plan: RecoverPlan, trained: Mapping[str, Trained], stored: Checkpoi
         yield name, made.pop(name) if name in made else stored.read(name)
 
 
-def _heads(name: str) -> Iterator[str]:
+def _modules_of(name: str) -> Iterator[str]:
     """The names of all modules that a tensor may belong to, the longest first."""
     while "." in name:
         name = name.rpartition(".")[0]

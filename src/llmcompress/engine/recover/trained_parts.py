@@ -10,7 +10,7 @@ from llmcompress.engine.recover.distill import TrainedPlace
 from llmcompress.engine.recover.factors import Factors
 from llmcompress.engine.recover.recover_plan import RecoverPlan
 from llmcompress.engine.recover.trained import Trained, TrainedMatrix, TrainedNorm
-from llmcompress.engine.source.quantised import DecodedHeaders, in_own_type
+from llmcompress.engine.source.quantised import DecodedHeaders
 from llmcompress.errors import CheckpointError, RunError
 from llmcompress.formats.base import Entry, TensorSpec
 from llmcompress.grids.base import INPUT_SPECS
@@ -62,7 +62,7 @@ class TrainedParts:
         if not isinstance(headers, DecodedHeaders) or module not in headers.packed or module in headers.pieces:
             return None
         checkpoint = self.plan.opened.checkpoint
-        own = DTYPES[in_own_type(headers).tensors[f"{module}.weight"].spec.dtype]
+        own = DTYPES[self.plan.own[f"{module}.weight"].spec.dtype]
         found = TrainedMatrix.of(checkpoint, module, own, module in headers.transposed)
         if found is None:
             return None
@@ -93,7 +93,7 @@ def encoded(plan: RecoverPlan, module: str, coded: "Coded") -> "dict[str, Tensor
     headers = plan.opened.headers
     assert isinstance(headers, DecodedHeaders)  # else there are no codes
     record = plan.records.get(module, {})
-    own = in_own_type(headers).tensors[f"{module}.weight"].spec
+    own = plan.own[f"{module}.weight"].spec
     entry = Entry(
         TensorSpec(own.name, own.dtype, own.shape),
         coded.grid.spec,
