@@ -75,6 +75,8 @@ def test_json_is_one_document_and_the_printed_recipe_is_yaml(tiny_model_dir, kep
         (("--bpw", 4, "--bits", "3,7"), "--bits 7 is none"),
         (("--bpw", 4, "--bits", "3;4"), "no list of numbers"),
         (("--bpw", 4, "--group-size", "0"), "--group-size 0 is none"),
+        (("--bpw", 4, "--type", "nvfp4,int9"), "--type int9 is none"),
+        (("--bpw", 4, "--type", "nvfp4"), "there is only one grid for each matrix"),
         (("--bpw", 4, "--format", "awq"), "widths cannot be mixed"),
         (("--bpw", 4, "--format", "gptq", "--target", "transformers"), "widths cannot be mixed"),
         (("--bpw", 4, "--format", "gguf"), "use llmcompress gguf"),

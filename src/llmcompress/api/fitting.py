@@ -13,6 +13,7 @@ from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.process.ranks import refuse_several
 from llmcompress.errors import RecipeError
 from llmcompress.grids.base import PER_ROW
+from llmcompress.grids.grid_type import grid_types
 from llmcompress.grids.integer import INTEGER_BITS
 from llmcompress.ledger import LedgerEntry
 from llmcompress.recipe import Recipe
@@ -20,6 +21,8 @@ from llmcompress.recipe import Recipe
 if TYPE_CHECKING:
     from llmcompress.engine.budget.fit_to_size import Budget
     from llmcompress.engine.budget.matrix_grids import GridFitRequest
+
+GROUP_SIZES = (32, 64, 128)
 
 
 @dataclass(frozen=True)
@@ -50,19 +53,21 @@ def fit(
     kl: float | None = None,
     method: Literal["gptq", "rtn", "gguf"] = "gptq",
     bits: Sequence[int] = INTEGER_BITS,
-    group_size: Sequence[int] = (32, 64, 128),
+    group_size: Sequence[int] = GROUP_SIZES,
+    types: str | Sequence[str] = "int",
     losses: str | Path | None = None,
     options: Options | None = None,
     progress: Watch | None = None,
     stop: Callable[[int], bool] | None = None,
     **settings: Any,
 ) -> FitResult:
-    """A recipe that gives every matrix the bits and the group size by which a model loses least within a size.
+    """A recipe that gives every matrix the grid by which a model loses least within a size.
 
     size: of all weight files, in bytes or as text such as "90MB". bpw: bits per weight instead. kl: the smallest result
-    whose expected KL divergence is at most this, in nats per token; within a size, where one is given too. bits,
-    group_size: what may be chosen. method: "gguf" chooses types of a GGUF file instead; it takes a size alone. losses:
-    a file that keeps what is measured, for other sizes. options: `work` is where finished layers are kept until all are
+    whose expected KL divergence is at most this, in nats per token; within a size, where one is given too. types: those
+    that may be chosen, such as "nvfp4,fp8"; bits, group_size: those of types that leave them open. method: "gguf"
+    chooses types of a GGUF file instead; it takes a size alone. losses: a file that keeps what is measured, for other
+    sizes. options: `work` is where finished layers are kept until all are
     measured ("fit.work"). settings: options of the command `fit`, or `gguf`, as `compress` takes them. Raises
     LlmcompressError.
 
@@ -78,7 +83,7 @@ def fit(
             raise RecipeError("types of GGUF are chosen by a size", "give size or bpw instead of kl")
         room = _some_budget(size, bpw)
         return fitted_types(type_recipe(settings), Path(model), room, kept, options or Options(), progress, stop)
-    wanted = wanted_of(size, bpw, kl, bits, group_size, kept)
+    wanted = wanted_of(size, bpw, kl, kept, bits, group_size, types)
     work = Path("fit.work") if options is None or options.work is None else options.work
     return fitted_grids(method_recipe(method, settings), Path(model), wanted, work, options, progress, stop)
 
@@ -134,18 +139,29 @@ def wanted_of(
     size: int | str | None,
     bpw: float | None,
     kl: float | None,
-    bits: str | Sequence[int],
-    group_size: str | Sequence[int],
     losses: Path | None,
+    bits: str | Sequence[int] = INTEGER_BITS,
+    group_size: str | Sequence[int] = GROUP_SIZES,
+    types: str | Sequence[str] = "int",
 ) -> "GridFitRequest":
-    """RecipeError unless one budget is given, or a divergence, and all numbers are some."""
+    """RecipeError unless one budget is given, or a divergence, all numbers are some, and all types are known."""
     from llmcompress.engine.budget.matrix_grids import GridFitRequest
 
     room = budget_of(size, bpw) if kl is not None else _some_budget(size, bpw)
     if kl is not None:
         _refuse_no_number("--kl", kl, 0.05)
     widths, groups = _numbers("--bits", bits, INTEGER_BITS), _numbers("--group-size", group_size, None)
-    return GridFitRequest(room, widths, groups, kl, losses)
+    return GridFitRequest(room, widths, groups, kl, losses, _types(types))
+
+
+def _types(given: str | Sequence[str]) -> list[str]:
+    """Names of types that `--type` takes; RecipeError for another."""
+    known = [name for name, kind in grid_types().items() if kind.chosen]
+    names = [name.strip() for name in given.split(",")] if isinstance(given, str) else list(given)
+    for name in names:
+        if name not in known:
+            raise RecipeError(f"--type {name} is none that there is", f"choose from --type {','.join(known)}")
+    return list(dict.fromkeys(names))
 
 
 def _some_budget(size: int | str | None, bpw: float | None) -> "Budget":
@@ -182,7 +198,7 @@ def _refuse_no_number(option: str, value: float, usual: float) -> None:
 
 def _numbers(option: str, given: str | Sequence[int], known: tuple[int, ...] | None) -> list[int]:
     """Whole numbers, as they are or as text with commas between them; RecipeError for one that is not `known`."""
-    example = ",".join(map(str, known or (32, 64, 128)))
+    example = ",".join(map(str, known or GROUP_SIZES))
     try:
         numbers = [int(part) for part in (given.split(",") if isinstance(given, str) else given)]
     except ValueError:

@@ -1,11 +1,22 @@
 """Options that say how large a result is to be, for commands that choose widths or types by what each would lose."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 PANEL = "Budget"
+
+Kl = Annotated[
+    float | None,
+    typer.Option(
+        "--kl",
+        help="The smallest result whose expected KL divergence is at most this, in nats per token; with --size or "
+        "--bpw, within that.",
+        rich_help_panel=PANEL,
+    ),
+]
 
 
 def options(of: str, kept: str) -> dict[str, tuple[Any, Any]]:
@@ -30,3 +41,13 @@ def options(of: str, kept: str) -> dict[str, tuple[Any, Any]]:
         ),
     ]
     return {"bpw": (bits, None), "size": (size, None), kept: (file, None)}
+
+
+def label(values: Mapping[str, Any]) -> str:
+    """What a budget is called in file names: '4.5bpw', '0.09GB', 'kl0.05'."""
+    from llmcompress.api.fitting import budget_of
+
+    wanted = budget_of(values["size"], values["bpw"])
+    if wanted.nbytes is not None:
+        return f"{wanted.nbytes / 1e9:g}GB"
+    return f"{wanted.bits:g}bpw" if wanted.bits is not None else f"kl{values['kl']:g}"

@@ -24,6 +24,7 @@ from llmcompress.cli import (
     presets,
     recipes,
     recover,
+    sized,
     statistics,
     structured,
     sweep,
@@ -51,6 +52,8 @@ def register(app: typer.Typer) -> list[str]:
         }
         if issubclass(step, Pruner):
             given["format_"] = (flags.Format, "dense")
+        if name in sized.METHODS:
+            given |= sized.OPTIONS
         doc = f"{step.summary}\n\n{step.__doc__ or ''}"
         app.command(name, rich_help_panel="Compress")(flags.command(_step(name), given, name, doc))
         plan.command(name)(
@@ -104,6 +107,11 @@ RecipeFile = Annotated[
 
 def _step(name: str, dry: bool = False) -> Callable[..., None]:
     def run(**values: Any) -> None:
+        if name in sized.METHODS:
+            if sized.asked(values):
+                sized.start_sized(name, values, dry)
+                return
+            values = {option: value for option, value in values.items() if option not in sized.OPTIONS}
         start(Job.of(name, values), execution=Execution.of(values), dry=dry)
 
     return run

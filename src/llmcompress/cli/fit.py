@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from llmcompress.api.fitting import FitResult, fitted_grids, wanted_of
+from llmcompress.api.fitting import GROUP_SIZES, FitResult, fitted_grids, wanted_of
 from llmcompress.api.recipes import method_recipe
 from llmcompress.api.settings import TEXT_SETTINGS
 from llmcompress.cli import budget, console
@@ -18,22 +18,13 @@ from llmcompress.cli.structured import tell_plan
 from llmcompress.grids.integer import INTEGER_BITS
 from llmcompress.recipe import DEFAULT_FORMAT, Recipe, methods
 
-DOC = """Find bits and group size of every matrix by which a model loses least within a size, as a recipe for `run`.
+DOC = """Find the grid of every matrix by which a model loses least within a size, as a recipe for `run`.
 
 What each matrix would lose on each grid is measured on text: by gradients of what the model predicts, and by rounding \
 a part of its weights. The recipe carries the KL divergence, the bits and the bytes that are expected of it; \
 `llmcompress eval` of the result shows them beside what it measures. \
 For types of GGUF see `llmcompress gguf --bpw`."""
 
-Kl = Annotated[
-    float | None,
-    typer.Option(
-        "--kl",
-        help="The smallest result whose expected KL divergence is at most this, in nats per token; with --size or "
-        "--bpw, within that.",
-        rich_help_panel=budget.PANEL,
-    ),
-]
 Out = Annotated[
     Path | None,
     typer.Option("--output", "-o", help="Recipe to write. Default: print it.", rich_help_panel=flags.OUTPUT),
@@ -44,11 +35,22 @@ Overwrite = Annotated[
 MethodName = Annotated[
     Literal["gptq", "rtn"], typer.Option("--method", help="How weights are rounded, for which errors are measured.")
 ]
-Bits = Annotated[str, typer.Option("--bits", help="Widths to choose from, as far as format and target take them.")]
+Types = Annotated[
+    str,
+    typer.Option(
+        "--type",
+        metavar="GRIDS",
+        help="Types to choose from, such as nvfp4,fp8, as far as format and target take them; "
+        "see `llmcompress gptq --help`.",
+    ),
+]
+Bits = Annotated[str, typer.Option("--bits", help="Widths to choose from, for types that have several.")]
 GroupSizes = Annotated[
     str,
     typer.Option(
-        "--group-size", help="Input channels per scale to choose from, as far as they divide a width; -1: whole rows."
+        "--group-size",
+        help="Input channels per scale to choose from, for types that leave it open, as far as they divide a width; "
+        "-1: whole rows.",
     ),
 ]
 Work = Annotated[
@@ -71,10 +73,11 @@ Patterns = Annotated[
 OPTIONS: dict[str, tuple[Any, Any]] = {
     "model": (flags.Model, ...),
     **budget.options("what is quantised, scales included", kept="sensitivity"),
-    "kl": (Kl, None),
+    "kl": (budget.Kl, None),
     "method": (MethodName, "gptq"),
+    "type_": (Types, "int"),
     "bits": (Bits, ",".join(map(str, INTEGER_BITS))),
-    "group_size": (GroupSizes, "32,64,128"),
+    "group_size": (GroupSizes, ",".join(map(str, GROUP_SIZES))),
     "sym": (flags.field_options(methods()["gptq"])["sym"][0], True),
     "set": (Patterns, None),
     "out": (Out, None),
@@ -96,7 +99,7 @@ def fit(**values: Any) -> None:
     """Measure, choose, write, tell."""
     from llmcompress.store.unfinished import claimed, put_in_place
 
-    names = ("size", "bpw", "kl", "bits", "group_size", "sensitivity")
+    names = ("size", "bpw", "kl", "sensitivity", "bits", "group_size", "type_")
     wanted, recipe, out = wanted_of(*(values[name] for name in names)), recipe_of(values), values["out"]
     _refuse_place(out, values["overwrite"])
     quiet = values["quiet"] or (values["json_"] and not log.active)

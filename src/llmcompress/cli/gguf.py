@@ -198,9 +198,7 @@ def _named(values: dict[str, Any]) -> Path:
     """The default output: beside the model, named after the budget."""
     from llmcompress.engine.plan.paths import path_beside
 
-    wanted = budget_of(values["size"], values["bpw"])
-    size = f"{wanted.bits:g}bpw" if wanted.nbytes is None else f"{wanted.nbytes / 1e9:g}GB"
-    return path_beside(values["model"], f"{size}.gguf")
+    return path_beside(values["model"], f"{budget.label(values)}.gguf")
 
 
 def _budgeted(values: dict[str, Any], begin: Callable[[], object]) -> tuple[Job, Stop]:

@@ -18,7 +18,7 @@ OPTIONS = {
     "--out": "write `--output PATH`, or `-o PATH`",
 }
 VALUES = {
-    "--bits": "bits of one matrix are whole; for an average use `llmcompress fit --bpw` or `llmcompress gguf --bpw`",
+    "--bits": "bits of one matrix are whole; for an average use --bpw of gptq, rtn or gguf",
 }
 """By option: what may have been meant by a value that is refused."""
 

@@ -3,9 +3,11 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmcompress.engine.budget.patterns import patterns_of
+from llmcompress.engine.budget.patterns import options_of, patterns_of
 from llmcompress.engine.plan.matrix_options import resolve_matrix_options
+from llmcompress.grids.float8 import Float8Spec
 from llmcompress.grids.integer import IntegerSpec
+from llmcompress.grids.nvfp4 import Nvfp4Spec
 from llmcompress.ledger import Ledger
 from llmcompress.methods.rtn import Rtn
 
@@ -19,7 +21,7 @@ def modules(layers, places=PLACES + EXPERTS):
 
 
 def resolved(grids, common):
-    step = Rtn(bits=common.bits, group_size=common.group_size, set=patterns_of(grids, common))
+    step = Rtn(**options_of(common), set=patterns_of(grids, common))
     found = resolve_matrix_options(step, dict.fromkeys(grids, 1024), Ledger())
     return {module: method.grid for module, method in found.items()}
 
@@ -28,6 +30,14 @@ def resolved(grids, common):
 @settings(deadline=None, max_examples=60)
 def test_every_module_gets_its_grid(layers, common, data):
     grids = {name: data.draw(st.sampled_from([SMALL, SMALL, LARGE, FINE])) for name in modules(layers)}
+    assert resolved(grids, common) == grids
+
+
+@given(st.integers(1, 24), st.sampled_from([SMALL, Nvfp4Spec(), Float8Spec()]), st.data())
+@settings(deadline=None, max_examples=60)
+def test_every_module_gets_its_grid_where_there_are_several_types(layers, common, data):
+    choices = st.sampled_from([Nvfp4Spec(), Nvfp4Spec(), Float8Spec(), SMALL, FINE])
+    grids = {name: data.draw(choices) for name in modules(layers)}
     assert resolved(grids, common) == grids
 
 

@@ -32,10 +32,21 @@ def recipe(form="gptq", method="gptq", samples=16, **options):
 
 
 def fitted(
-    model, made, tmp_path, kept=None, size=None, bpw=None, kl=None, bits=BITS, sizes=SIZES, threads=1, **resources
+    model,
+    made,
+    tmp_path,
+    kept=None,
+    size=None,
+    bpw=None,
+    kl=None,
+    bits=BITS,
+    sizes=SIZES,
+    types=("int",),
+    threads=1,
+    **resources,
 ):
     options = Options(out=tmp_path / "out", threads=threads, **resources)
-    return fitted_to_grids(made, model, options, GridFitRequest(Budget(size, bpw), bits, sizes, kl, kept))
+    return fitted_to_grids(made, model, options, GridFitRequest(Budget(size, bpw), bits, sizes, kl, kept, types))
 
 
 def write(made, model, out):
@@ -167,6 +178,22 @@ def test_the_best_combination_is_found_among_those_that_the_runtime_can_fuse(ran
         assert fit.recipe.expected.kl <= best * 1.25
         for members in fused(fit.plan.entries).values():
             assert len({entry.grid for entry in members}) == 1
+
+
+def test_floats_of_several_types_are_chosen_and_beat_the_one_that_most_have(tiny_model_dir, tmp_path):
+    """NVFP4 where it does and FP8 where it matters: between both in size, below NVFP4 in what is measured."""
+    made = recipe("compressed-tensors")
+    fit = fitted(tiny_model_dir, made, tmp_path, types=("nvfp4", "fp8"), bpw=5.5, target="vllm")
+    assert {chosen.grid.name for chosen in fit.losses} == {"nvfp4", "fp8-row"}
+    assert 5 < fit.plan.estimate.bits_per_weight <= 5.5
+    mixed = measured(write(fit.recipe, tiny_model_dir, tmp_path / "mixed"), tiny_model_dir)
+    alone = measured(
+        write(recipe("compressed-tensors", type="nvfp4"), tiny_model_dir, tmp_path / "nvfp4"), tiny_model_dir
+    )
+    assert mixed["kl"] < 0.7 * alone["kl"]
+    assert 0.6 < mixed["kl"] / fit.recipe.expected.kl < 1.6
+    for members in fused(fit.plan.entries).values():
+        assert len({entry.grid for entry in members}) == 1
 
 
 def test_experts_of_a_layer_share_a_grid(random_model, tmp_path):

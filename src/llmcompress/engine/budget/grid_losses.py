@@ -22,9 +22,9 @@ from llmcompress.engine.budget.fisher_window import WindowFisher
 from llmcompress.engine.budget.type_losses import Losses
 from llmcompress.engine.plan.matrix_plan import MatrixPlan
 from llmcompress.engine.plan.plan import Plan
-from llmcompress.grids.base import Clip
+from llmcompress.grids.base import Clip, Spec
 from llmcompress.grids.coded import Coded
-from llmcompress.grids.integer import IntegerSpec, fit
+from llmcompress.grids.fitting import fit
 from llmcompress.ledger import Ledger
 from llmcompress.methods.base import Method
 from llmcompress.methods.gptq import Gptq
@@ -38,7 +38,7 @@ from llmcompress.workers import Workers
 
 SAMPLED = 1 << 16  # weights of a matrix that are rounded to see what it loses
 
-Wanted = Mapping[str, Sequence[IntegerSpec]]
+Wanted = Mapping[str, Sequence[Spec]]
 """The grids to measure, by module."""
 
 
@@ -146,7 +146,7 @@ class _Rounding(WindowFisher):
 
     def finish(self) -> dict[str, Fisher]:
         found = super().finish()
-        groups: dict[tuple[str, str, tuple[IntegerSpec, ...]], list[MatrixPlan]] = {}
+        groups: dict[tuple[str, str, tuple[Spec, ...]], list[MatrixPlan]] = {}
         for matrix in self.layer:
             if matrix.path in found and float(found[matrix.path].outputs.sum()) > 0:
                 key = self.spaces[matrix.path], matrix.method.model_dump_json(), tuple(self.wanted[matrix.module])
@@ -159,8 +159,8 @@ class _Rounding(WindowFisher):
         return found
 
     def _lost(
-        self, space: str, samples: Sequence[_Sample], found: Mapping[str, Fisher], grids: Sequence[IntegerSpec]
-    ) -> Iterator[tuple[IntegerSpec, list[float]]]:
+        self, space: str, samples: Sequence[_Sample], found: Mapping[str, Fisher], grids: Sequence[Spec]
+    ) -> Iterator[tuple[Spec, list[float]]]:
         """For each grid the losses of samples that read one space and have one method, summed over tokens."""
         method = samples[0].matrix.method
         rows = torch.cat([sample.rows for sample in samples])
@@ -171,15 +171,15 @@ class _Rounding(WindowFisher):
             ready = Prepared(hessian, order, inverse_factor(hessian[order][:, order], method.percdamp))
             judges = [self._judge(sample.matrix.path) for sample in samples]
 
-            def rounded(grid: IntegerSpec) -> Tensor:
+            def rounded(grid: Spec) -> Tensor:
                 return _compensated(method, ready, rows.to(hessian.device), grid, dtype)
         else:
             judges = [inputs / inputs.sum() for inputs in (found[s.matrix.path].inputs for s in samples)]
 
-            def rounded(grid: IntegerSpec) -> Tensor:
+            def rounded(grid: Spec) -> Tensor:
                 return _nearest(method, rows, grid, dtype)
 
-        def lost(grid: IntegerSpec) -> tuple[IntegerSpec, list[float]]:
+        def lost(grid: Spec) -> tuple[Spec, list[float]]:
             errors = torch.split(rounded(grid) - rows, [len(sample.rows) for sample in samples])
             return grid, [
                 (coupled_loss if judge.dim() == 2 else expected_loss)(error, sample.outputs, judge)
@@ -207,7 +207,7 @@ def _sample(matrix: MatrixPlan, fisher: Fisher, checkpoint: Checkpoint) -> _Samp
     return _Sample(matrix, weight[rows].to(torch.float32), outputs)
 
 
-def _compensated(method: Gptq, ready: Prepared, rows: Tensor, grid: IntegerSpec, dtype: torch.dtype) -> Tensor:
+def _compensated(method: Gptq, ready: Prepared, rows: Tensor, grid: Spec, dtype: torch.dtype) -> Tensor:
     """The values [rows, in] float32 that GPTQ rounds rows to."""
     gram = ready.refiner.hessian if method.clip == "output" else None
     fitted = fit(rows, grid, clip=method.clip, importance=ready.cost, gram=gram, scale_dtype=dtype)
@@ -215,7 +215,7 @@ def _compensated(method: Gptq, ready: Prepared, rows: Tensor, grid: IntegerSpec,
     return ready.refiner.refine(rows, coded, dtype, method.descent).decode().cpu()
 
 
-def _nearest(method: Method, rows: Tensor, grid: IntegerSpec, dtype: torch.dtype) -> Tensor:
+def _nearest(method: Method, rows: Tensor, grid: Spec, dtype: torch.dtype) -> Tensor:
     """The values [rows, in] float32 that rounding to nearest gives."""
     clip: Clip = "minmax" if method.clip == "minmax" else "search"  # near enough to the search by outputs
     fitted = fit(rows, grid, clip=clip, scale_dtype=dtype)

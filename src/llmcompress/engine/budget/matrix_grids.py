@@ -16,21 +16,19 @@ from llmcompress.engine.budget.matrix_groups import (
     sized,
     stored_bits,
 )
-from llmcompress.engine.budget.patterns import patterns_of
+from llmcompress.engine.budget.patterns import CHOSEN, options_of, patterns_of
 from llmcompress.engine.plan.make_plan import format_of, make_plan
 from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.targets.verdicts import requested_target
 from llmcompress.errors import PlanError
-from llmcompress.grids.base import PER_ROW
-from llmcompress.grids.integer import IntegerSpec
+from llmcompress.grids.base import PER_ROW, Spec
 from llmcompress.ledger import Ledger
 from llmcompress.recipe import Expected, Recipe, build
 from llmcompress.solve.knapsack import Choice, cheapest, choose, mirrored
 from llmcompress.store.output_file import is_single
 
 Watch = Callable[[int, int], None]
-_CHOSEN = ("bits", "group_size")
 
 
 @dataclass(frozen=True)
@@ -38,8 +36,8 @@ class GridFitRequest:
     """What a fit must keep within, and what it may choose from.
 
     kl: if given, the smallest result whose expected KL divergence is at most this is sought, within `budget` if that
-    has a limit. bits, group_sizes: of the grids to choose from. kept: file of losses; where it does not exist, losses
-    are measured and written to it.
+    has a limit. bits, group_sizes, types: of the grids to choose from. kept: file of losses; where it does not exist,
+    losses are measured and written to it.
     """
 
     budget: Budget
@@ -47,13 +45,14 @@ class GridFitRequest:
     group_sizes: Sequence[int]
     kl: float | None = None
     kept: Path | None = None
+    types: Sequence[str] = ("int",)
 
 
 class ChosenGrid(NamedTuple):
     """Matrices, the grid they get, and the loss that is expected of it."""
 
     group: MatrixGroup
-    grid: IntegerSpec
+    grid: Spec
     loss: float
 
 
@@ -75,10 +74,10 @@ def fitted_to_grids(
     watch: Watch = lambda done, of: None,
     begin: Callable[[int], None] = lambda memory: None,
 ) -> GridFit:
-    """The recipe with bits and a group size for every matrix, chosen for the least expected KL divergence.
+    """The recipe with a grid for every matrix, chosen for the least expected KL divergence.
 
-    recipe: of a method of integer grids; bits that its `set` gives to modules stay. options: nothing is written to
-    `out`; losses are measured in the directory `work`, which a later start goes on with and which is removed at the
+    recipe: of a method; types, bits and group sizes that its `set` gives to modules stay. options: nothing is written
+    to `out`; losses are measured in the directory `work`, which a later start goes on with and which is removed at the
     end. begin: called before anything is measured with the memory in bytes that measuring will take. watch: called with
     how many steps are done, and of how many. PlanError for what is impossible, where that can be told before anything
     is measured.
@@ -93,7 +92,7 @@ def fitted_to_grids(
     assert step is not None
     groups = matrix_groups(
         [matrix for layer in base.layers for matrix in layer],
-        OfferedGrids(wanted.bits, wanted.group_sizes, step.set),
+        OfferedGrids(wanted.types, wanted.bits, wanted.group_sizes, step.set),
         replace(destination, config=base.headers.config),
     )
     fitting = _Fitting(recipe, model, options, groups, wanted.budget)
@@ -125,7 +124,7 @@ def _base(recipe: Recipe, model: Path, options: Options) -> Plan:
     """A plan of the same matrices with a grid and a format that refuse nothing."""
     step = recipe.method
     assert step is not None
-    widest = step.model_copy(update={"bits": 8, "group_size": PER_ROW})
+    widest = step.model_copy(update={"type": "int", "bits": 8, "group_size": PER_ROW})
     dense = recipe.output.model_copy(update={"format": "dense"})
     changed = recipe.model_copy(update={"steps": (*recipe.transforms, widest), "output": dense})
     return make_plan(changed, model, replace(options, target=None, tp=1))
@@ -155,11 +154,12 @@ class _Fitting:
         common = Counter(modules.values()).most_common(1)[0][0]
         step = self.recipe.method
         assert step is not None
-        # patterns keep their other options; bits and group sizes are given anew
-        others = {name: {k: v for k, v in said.items() if k not in _CHOSEN} for name, said in step.set.items()}
+        # patterns keep their other options; those that ask for a grid are given anew
+        others = {name: {k: v for k, v in said.items() if k not in CHOSEN} for name, said in step.set.items()}
         told = {name: {**others.get(name, {}), **options} for name, options in patterns_of(modules, common).items()}
         patterns = {name: options for name, options in {**others, **told}.items() if options}
-        options = {**step.model_dump(), "bits": common.bits, "group_size": common.group_size, "set": patterns}
+        kept = {name: value for name, value in step.model_dump().items() if name not in CHOSEN}
+        options = {**kept, **options_of(common), "set": patterns}
         new = build(type(step), options, f"step {step.name}")
         recipe = self.recipe.model_copy(update={"steps": (*self.recipe.transforms, new)})
         return make_plan(recipe, self.model, self.options)

@@ -1,7 +1,7 @@
 """Which matrices must share a grid, and which grids each may have: by the format, the runtime, and the widths."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,8 +12,8 @@ from llmcompress.engine.targets.verdicts import violations
 from llmcompress.errors import PlanError
 from llmcompress.formats.base import Entry, Format
 from llmcompress.formats.entry_checks import fused
-from llmcompress.grids.base import PER_ROW
-from llmcompress.grids.integer import IntegerSpec
+from llmcompress.grids.base import PER_ROW, Spec
+from llmcompress.grids.grid_type import grid_types
 
 Patterns = Mapping[str, Mapping[str, Any]]
 
@@ -23,9 +23,9 @@ class MatrixGroup:
     """Matrices that get the same grid, and the grids to choose from, smallest first."""
 
     matrices: tuple[MatrixPlan, ...]
-    grids: tuple[IntegerSpec, ...]
+    grids: tuple[Spec, ...]
 
-    def with_grid(self, grid: IntegerSpec) -> tuple[Entry, ...]:
+    def with_grid(self, grid: Spec) -> tuple[Entry, ...]:
         """The entries of the matrices on a grid."""
         return tuple(replace(matrix.entry, grid=grid) for matrix in self.matrices)
 
@@ -55,22 +55,39 @@ class Destination:
 
 @dataclass(frozen=True)
 class OfferedGrids:
-    """Bits and group sizes to choose from. named: patterns of `set`; the bits and group sizes they give stay."""
+    """Types of grids to choose from, with the bits and group sizes of those types that leave them open.
 
+    named: patterns of `set`; the types, bits and group sizes they give stay.
+    """
+
+    types: Sequence[str]
     bits: Sequence[int]
     group_sizes: Sequence[int]
     named: Patterns
 
-    def grids(self, members: Sequence[MatrixPlan]) -> list[IntegerSpec]:
+    def grids(self, members: Sequence[MatrixPlan]) -> list[Spec]:
         """Grids for matrices that share one, smallest first: groups that divide their inputs, else whole rows."""
-        bits = self._of("bits", members) or self.bits
-        sizes = self._of("group_size", members) or self.group_sizes
-        widths = {matrix.entry.in_features for matrix in members}
-        dividing = [size for size in sizes if size == PER_ROW or not any(width % size for width in widths)]
-        made = {IntegerSpec(width, size, members[0].method.sym) for width in bits for size in dividing or (PER_ROW,)}
-        return sorted(made, key=lambda grid: (grid.bits, -grid.width(1 << 31)))
+        made = {grid for kind in self._of("type", members) or self.types for grid in self._of_type(kind, members)}
+        width = members[0].entry.in_features
+        return sorted(made, key=lambda grid: (grid.bits_per_weight(width), grid.name))
 
-    def _of(self, option: str, members: Sequence[MatrixPlan]) -> list[int]:
+    def _of_type(self, name: str, members: Sequence[MatrixPlan]) -> Iterator[Spec]:
+        kind, method = grid_types()[name], members[0].method
+        if not kind.grouped:
+            for width in kind.widths or (method.bits,):
+                yield method.model_copy(
+                    update={"type": name, "bits": width, "group_size": kind.default_group, "sym": True}
+                ).grid
+            return
+        sizes = self._of("group_size", members) or self.group_sizes
+        inputs = {matrix.entry.in_features for matrix in members}
+        dividing = [size for size in sizes if size == PER_ROW or not any(width % size for width in inputs)]
+        for bits in self._of("bits", members) or self.bits:
+            if kind.widths is None or bits in kind.widths:
+                for size in dividing or (PER_ROW,):
+                    yield method.model_copy(update={"type": name, "bits": bits, "group_size": size}).grid
+
+    def _of(self, option: str, members: Sequence[MatrixPlan]) -> list[Any]:
         """The value of an option that `set` gives one of the members, in a list; empty where `set` gives none."""
         return [
             getattr(matrix.method, option)
@@ -115,7 +132,10 @@ def _refuse_unmixed(groups: Sequence[MatrixGroup], destination: Destination) -> 
     """PlanError unless groups may have different grids; tried with one group on its last grid, others on the first."""
     several = next((group for group in groups if len(group.grids) > 1), None)
     if several is None:
-        raise PlanError("there is only one grid for each matrix, so nothing is to be chosen", "offer more --bits")
+        raise PlanError(
+            "there is only one grid for each matrix, so nothing is to be chosen",
+            "offer more: `llmcompress fit` takes several --type, --bits and --group-size",
+        )
     low, high = several.grids[0], several.grids[-1]
     others = [group for group in groups if group is not several and low in group.grids]
     mixed = [*several.with_grid(high), *(entry for group in others for entry in group.with_grid(low))]
@@ -124,12 +144,12 @@ def _refuse_unmixed(groups: Sequence[MatrixGroup], destination: Destination) -> 
         raise PlanError(f"widths cannot be mixed: {refused[0]}", "use another --format or --target")
 
 
-def sized(group: MatrixGroup, grid: IntegerSpec, format_: Format) -> int:
+def sized(group: MatrixGroup, grid: Spec, format_: Format) -> int:
     """Bytes of a group's tensors in a format."""
     return sum(spec.nbytes for entry in group.with_grid(grid) for spec in format_.layout(entry))
 
 
-def stored_bits(group: MatrixGroup, grid: IntegerSpec) -> int:
+def stored_bits(group: MatrixGroup, grid: Spec) -> int:
     """Bits of a group's codes, scales and zero points."""
     return round(
         sum(

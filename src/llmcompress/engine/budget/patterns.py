@@ -7,19 +7,36 @@ from typing import Any
 
 from llmcompress.engine.plan.matrix_options import matches
 from llmcompress.engine.source.tensor_names import without_numbers
-from llmcompress.grids.integer import IntegerSpec
+from llmcompress.grids.base import Spec
+from llmcompress.grids.grid_type import type_of
 
-Patterns = dict[str, dict[str, int]]
+Options = dict[str, Any]
+Patterns = dict[str, Options]
+CHOSEN = ("type", "bits", "group_size")
+"""The options by which a step, or a pattern of its `set`, asks for a grid."""
 
 
-def patterns_of(grids: Mapping[str, IntegerSpec], common: IntegerSpec) -> Patterns:
-    """Patterns of `set` that give every module of `grids` its bits and group size, in a step with those of `common`.
+def options_of(grid: Spec) -> Options:
+    """The options that ask for a grid; a type with one width and no groups to choose needs no others."""
+    kind = type_of(grid)
+    width = {} if kind.widths is not None and len(kind.widths) == 1 else {"bits": grid.bits}
+    return {"type": kind.name, **width, **({"group_size": grid.group_size} if kind.grouped else {})}
+
+
+def patterns_of(grids: Mapping[str, Spec], common: Spec) -> Patterns:
+    """Patterns of `set` that give every module of `grids` its grid, in a step with that of `common`.
 
     The first patterns give a place in a layer, such as mlp.down_proj, the grid that it has in most layers. Then come
     layers with another grid, joined by their digits (layers.1[0-35].mlp.down_proj). Later patterns win. Modules that no
-    such pattern can tell from others are named in full.
+    such pattern can tell from others are named in full. Types are named where there are several.
     """
-    places: dict[tuple[str, str], dict[int, IntegerSpec]] = {}
+    several = any(grid.type != common.type for grid in grids.values())
+
+    def said(grid: Spec) -> Options:
+        options = options_of(grid)
+        return options if several else {name: value for name, value in options.items() if name != "type"}
+
+    places: dict[tuple[str, str], dict[int, Spec]] = {}
     for module, grid in grids.items():
         layers, number, place = _parts(module)
         places.setdefault((layers, place), {})[number] = grid
@@ -27,15 +44,11 @@ def patterns_of(grids: Mapping[str, IntegerSpec], common: IntegerSpec) -> Patter
     for names, table in _joined(places):
         usual = Counter(table.values()).most_common(1)[0][0]
         if usual != common:
-            made |= dict.fromkeys((place for _, place in names), _options(usual))
+            made |= dict.fromkeys((place for _, place in names), said(usual))
         for grid in dict.fromkeys(grid for grid in table.values() if grid != usual):
             for numbers in _classes(sorted(number for number, other in table.items() if other == grid)):
-                made |= dict.fromkeys((f"{layers}.{numbers}.{place}" for layers, place in names), _options(grid))
-    return made | _corrections(grids, common, made)
-
-
-def _options(grid: IntegerSpec) -> dict[str, int]:
-    return {"bits": grid.bits, "group_size": grid.group_size}
+                made |= dict.fromkeys((f"{layers}.{numbers}.{place}" for layers, place in names), said(grid))
+    return made | _corrections({module: said(grid) for module, grid in grids.items()}, said(common), made)
 
 
 def _parts(module: str) -> tuple[str, int, str]:
@@ -47,10 +60,10 @@ def _parts(module: str) -> tuple[str, int, str]:
 
 
 def _joined(
-    places: Mapping[tuple[str, str], Mapping[int, IntegerSpec]],
-) -> Iterator[tuple[list[tuple[str, str]], Mapping[int, IntegerSpec]]]:
+    places: Mapping[tuple[str, str], Mapping[int, Spec]],
+) -> Iterator[tuple[list[tuple[str, str]], Mapping[int, Spec]]]:
     """Joins places that have the same grids in all layers; names that differ in one letter become one pattern."""
-    alike: list[tuple[list[tuple[str, str]], Mapping[int, IntegerSpec]]] = []
+    alike: list[tuple[list[tuple[str, str]], Mapping[int, Spec]]] = []
     for name, table in places.items():
         names = next((names for names, other in alike if other == table), None)
         if names is None:
@@ -95,14 +108,11 @@ def _digits(units: Sequence[int]) -> str:
     return f"[{''.join(spelled)}]"
 
 
-def _corrections(grids: Mapping[str, IntegerSpec], common: IntegerSpec, made: Patterns) -> Patterns:
-    """Patterns that name in full those modules to which `made` gives a wrong grid."""
+def _corrections(wanted: Mapping[str, Options], common: Options, made: Patterns) -> Patterns:
+    """Patterns that name in full those modules to which `made` gives the options of another grid."""
     wrong: Patterns = {}
-    for module, grid in grids.items():
-        merged: dict[str, Any] = _options(common)
-        for pattern, options in made.items():
-            if matches(pattern, module):
-                merged |= options
-        if merged != _options(grid):
-            wrong[module] = _options(grid)
+    for module, options in wanted.items():
+        given = [said for pattern, said in made.items() if matches(pattern, module)]
+        if ([common, *given])[-1] != options:
+            wrong[module] = options
     return wrong

@@ -1,0 +1,82 @@
+"""`gptq` and `rtn` within a size or a divergence: grids are chosen by what each matrix would lose, then it is run."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from llmcompress.api.fitting import GROUP_SIZES, FitResult, fitted_grids, wanted_of
+from llmcompress.api.recipes import method_recipe
+from llmcompress.cli import budget, console
+from llmcompress.cli import options as flags
+from llmcompress.cli.jobs import Execution, Job
+from llmcompress.cli.running import start
+from llmcompress.cli.stopping import Stop
+from llmcompress.cli.structured import tell_plan
+from llmcompress.engine.process.ranks import refuse_several
+from llmcompress.errors import RecipeError
+from llmcompress.grids.integer import INTEGER_BITS
+
+METHODS = ("gptq", "rtn")
+OPTIONS: dict[str, tuple[Any, Any]] = {
+    **budget.options("what is quantised, scales included; bits are chosen by measured loss", kept="sensitivity"),
+    "kl": (budget.Kl, None),
+}
+
+
+def asked(values: dict[str, Any]) -> bool:
+    """Whether a size or a divergence says which grids are chosen; RecipeError where other options contradict that."""
+    given = [f"--{name}" for name in ("size", "bpw", "kl") if values[name] is not None]
+    if not given and values["sensitivity"] is not None:
+        raise RecipeError("--sensitivity is of use with --size, --bpw or --kl only", "leave it out")
+    if given and values["bits"] is not None:
+        raise RecipeError(
+            f"{given[0]} and --bits both say how wide weights are to be",
+            "leave one of them out; `llmcompress fit --bits 3,4` chooses among some widths",
+        )
+    return bool(given)
+
+
+def start_sized(method: str, values: dict[str, Any], dry: bool) -> None:
+    """Measure, choose, and carry out. dry: print the plan of what was chosen and stop.
+
+    What is measured is kept beside the output until that is written, so that a later start need not measure again.
+    """
+    from llmcompress.engine.plan.paths import path_beside
+    from llmcompress.store.output_file import output_of
+
+    refuse_several("choosing grids by a size")
+    execution, stop = Execution.of(values), Stop(values["deadline"])
+    computes = not (dry or execution.dry_run or execution.print_recipe)
+    out = values["out"] or path_beside(values["model"], f"{method}-{budget.label(values)}")
+    kept = values["sensitivity"] or (out.with_name(f"{out.name}.sensitivity.json") if computes else None)
+    if values["restart"] and values["sensitivity"] is None and kept is not None:
+        kept.unlink(missing_ok=True)
+    with ExitStack() as stack:
+        output = output_of(out, values["format_"], values["overwrite"] or not computes)
+        if computes:
+            stack.enter_context(output)
+        found = _found(method, {**values, "out": out, "sensitivity": kept}, execution, stop)
+        job = Job(found.recipe, values["model"], flags.run_options({**values, "out": out}), found.ledger)
+        start(job, execution=execution, dry=dry, stop=stop, output=output if computes else None)
+    if values["sensitivity"] is None and kept is not None:
+        kept.unlink(missing_ok=True)
+
+
+def _found(method: str, values: dict[str, Any], execution: Execution, stop: Stop) -> FitResult:
+    group_sizes = GROUP_SIZES if values["group_size"] is None else [values["group_size"]]
+    size, bpw, kl, kept = (values[name] for name in ("size", "bpw", "kl", "sensitivity"))
+    wanted = wanted_of(size, bpw, kl, kept, INTEGER_BITS, group_sizes, values["type"])
+    settings = {name: value for name, value in values.items() if name not in (*OPTIONS, "bits", "group_size", "type")}
+    quiet = execution.quiet or execution.json
+    out: Path = values["out"]
+    with console.Steps("measuring", quiet) as steps:
+        return fitted_grids(
+            method_recipe(method, flags.recipe_settings(settings)),
+            values["model"],
+            wanted,
+            out.with_name(f"{out.name}.fit"),
+            flags.run_options(values),
+            steps.at,
+            stop,
+            lambda memory: tell_plan({"memory_bytes": memory}, quiet),
+        )

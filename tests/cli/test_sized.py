@@ -1,0 +1,94 @@
+"""`gptq` and `rtn` within a size: the bytes of `fit` and `run`, from any start, and nothing left behind."""
+
+import json
+
+import pytest
+import yaml
+
+from llmcompress.engine.budget import group_losses
+
+SHORT = ("--samples", 2, "--length", 32, "--threads", 1)
+
+
+def files(folder):
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_one_command_writes_what_two_write_wherever_it_was_stopped(tiny_model_dir, tmp_path, main, capsys):
+    both, out = tmp_path / "two" / "out", tmp_path / "one" / "out"
+    fit = ("fit", tiny_model_dir, "--bpw", 5, "--group-size", 32, *SHORT, "--target", "vllm")
+    assert main(*fit, "-o", both.with_name("recipe.yaml")) == 0
+    assert main("run", both.with_name("recipe.yaml"), tiny_model_dir, "-o", both, "--threads", 1) == 0
+    asked = ("gptq", tiny_model_dir, "--bpw", 5, "--group-size", 32, *SHORT, "--target", "vllm", "-o", out)
+    starts = 0
+    while (code := main(*asked, "--deadline", 0)) == 75:
+        assert not out.exists()
+        starts += 1
+    assert code == 0
+    assert starts == 8 + 3  # steps of measuring but one, layers but one
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+    assert (recipe := yaml.safe_load((out / "llmcompress.yaml").read_text()))["expected"]["bits_per_weight"] <= 5
+    ours, theirs = files(out), files(both)
+    for report in (ours, theirs):
+        report["report.json"] = {**json.loads(report["report.json"]), "ledger": None, "sha256": None}
+    assert ours == theirs
+    assert recipe["expected"]["output_bytes"] == sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    capsys.readouterr()
+    assert main("eval", out, "--ref", tiny_model_dir, "--length", 32, "--windows", 2) == 0
+    assert "as `fit` expected" in capsys.readouterr().out
+
+
+def test_a_plan_chooses_as_the_run_does_and_writes_nothing(tiny_model_dir, tmp_path, main, capsys):
+    kept = tmp_path / "kept.json"
+    asked = ("rtn", tiny_model_dir, "--kl", 0.01, *SHORT, "--sensitivity", kept)
+    assert main("plan", *asked, "-o", tmp_path / "out", "--json") == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept.json"]
+    assert main(*asked, "-o", tmp_path / "out", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["recipe"] == planned["recipe"]
+    assert report["recipe"]["expected"]["kl"] <= 0.01
+    assert any(entry["kind"] == "budget" for entry in report["ledger"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kept.json", "out"]
+
+
+def test_the_name_of_the_output_says_what_was_asked(tiny_model_dir, tmp_path, main, capsys):
+    model, kept = tmp_path / "m", tmp_path / "kept.json"
+    model.symlink_to(tiny_model_dir)
+    for option, value, name in (("--size", "2MB", "0.002GB"), ("--bpw", 4.5, "4.5bpw"), ("--kl", 0.5, "kl0.5")):
+        assert main("plan", "gptq", model, option, value, *SHORT, "--sensitivity", kept) == 0
+        assert f"-gptq-{name}.work" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--bpw", 4, "--bits", 4), "--bpw and --bits both say how wide"),
+        (("--size", "2MB", "--bpw", 4), "--size and --bpw both say how large"),
+        (("--sensitivity", "s.json"), "--sensitivity is of use with"),
+        (("--bpw", 1), "is not possible: the smallest grids make"),
+        (("--kl", 0), "is no number"),
+        (("--bpw", 4, "--type", "nvfp4"), "several --type"),
+        (("--bpw", 4, "--format", "gguf"), "use llmcompress gguf"),
+        (("--bpw", 4, "--format", "awq"), "widths cannot be mixed"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_writes_nothing(
+    options, words, tiny_model_dir, tmp_path, main, capsys, monkeypatch
+):
+    monkeypatch.setattr(group_losses, "measured_losses", None)
+    assert main("gptq", tiny_model_dir, *options, *SHORT, "-o", tmp_path / "out") == 2
+    shown = capsys.readouterr().err
+    assert shown.count("error: ") == 1
+    assert words in shown
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_output_that_is_there_is_refused_before_anything_is_measured(
+    tiny_model_dir, tmp_path, main, capsys, monkeypatch
+):
+    monkeypatch.setattr(group_losses, "measured_losses", None)
+    (tmp_path / "out").mkdir()
+    assert main("gptq", tiny_model_dir, "--bpw", 5, *SHORT, "-o", tmp_path / "out") == 2
+    assert "already exists" in capsys.readouterr().err
+    assert list((tmp_path / "out").iterdir()) == []
