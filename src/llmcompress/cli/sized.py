@@ -1,7 +1,6 @@
 """`gptq` and `rtn` within a size or a divergence: grids are chosen by what each matrix would lose, then it is run."""
 
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from llmcompress.api.fitting import GROUP_SIZES, FitResult, fitted_grids, wanted_of
@@ -39,7 +38,7 @@ def asked(values: dict[str, Any]) -> bool:
 def start_sized(method: str, values: dict[str, Any], dry: bool) -> None:
     """Measure, choose, and carry out. dry: print the plan of what was chosen and stop.
 
-    What is measured is kept beside the output until that is written, so that a later start need not measure again.
+    What is measured is kept beside the work directory until the output is written, so that a later start goes on.
     """
     from llmcompress.engine.plan.paths import path_beside
     from llmcompress.store.output_file import output_of
@@ -48,14 +47,16 @@ def start_sized(method: str, values: dict[str, Any], dry: bool) -> None:
     execution, stop = Execution.of(values), Stop(values["deadline"])
     computes = not (dry or execution.dry_run or execution.print_recipe)
     out = values["out"] or path_beside(values["model"], f"{method}-{budget.label(values)}")
-    kept = values["sensitivity"] or (out.with_name(f"{out.name}.sensitivity.json") if computes else None)
+    work = values["work"] or out.with_name(f"{out.name}.work")
+    kept = values["sensitivity"] or (work.with_name(f"{work.name}.sensitivity.json") if computes else None)
     if values["restart"] and values["sensitivity"] is None and kept is not None:
         kept.unlink(missing_ok=True)
     with ExitStack() as stack:
         output = output_of(out, values["format_"], values["overwrite"] or not computes)
         if computes:
             stack.enter_context(output)
-        found = _found(method, {**values, "out": out, "sensitivity": kept}, execution, stop)
+        measuring = work.with_name(f"{work.name}.fit")
+        found = _found(method, {**values, "sensitivity": kept, "work": measuring}, execution, stop)
         job = Job(found.recipe, values["model"], flags.run_options({**values, "out": out}), found.ledger)
         start(job, execution=execution, dry=dry, stop=stop, output=output if computes else None)
     if values["sensitivity"] is None and kept is not None:
@@ -68,13 +69,12 @@ def _found(method: str, values: dict[str, Any], execution: Execution, stop: Stop
     wanted = wanted_of(size, bpw, kl, kept, INTEGER_BITS, group_sizes, values["type"])
     settings = {name: value for name, value in values.items() if name not in (*OPTIONS, "bits", "group_size", "type")}
     quiet = execution.quiet or execution.json
-    out: Path = values["out"]
     with console.Steps("measuring", quiet) as steps:
         return fitted_grids(
             method_recipe(method, flags.recipe_settings(settings)),
             values["model"],
             wanted,
-            out.with_name(f"{out.name}.fit"),
+            values["work"],
             flags.run_options(values),
             steps.at,
             stop,
