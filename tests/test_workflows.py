@@ -1,4 +1,4 @@
-"""The workflows of docs/ci.md, job by job as their services run them: each in a fresh directory, with the cache alone."""
+"""The workflows of docs/ci.md, job by job as their services run them: fresh directories, and the cache alone."""
 
 import os
 import re
