@@ -136,6 +136,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": {
         "num_key_value_heads": 4, "indexer_types": ["full", "full"], **INDEX,
     },
+    "kimi_linear": {
+        "num_hidden_layers": 4, "num_key_value_heads": 4, "q_lora_rank": None, "linear_head_dim": 16,
+        "linear_num_heads": 4, "layer_types": [LINEAR, LINEAR, FULL, LINEAR], "model_max_length": 128,
+        "mlp_layer_types": ["dense", *["sparse"] * 3],
+    },
     "youtu": {"num_key_value_heads": 4, "pad_token_id": None},  # transformers forgets the row of that token as it loads
 }  # fmt: skip
 
@@ -163,7 +168,24 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "granite_swa": {"no_rope_layers": [1, 0, 1, 1]},
     "bamba": {"attn_rotary_emb": 8},
+    "kimi_linear": {
+        "linear_attn_config": {
+            "full_attn_layers": [3],
+            "kda_layers": [1, 2, 4],
+            "head_dim": 16,
+            "num_heads": 4,
+            "short_conv_kernel_size": 4,
+        },
+        "first_k_dense_replace": 1,
+        "moe_router_activation_func": "sigmoid",
+    },
 }
+
+
+def published_name(kind: str, name: str) -> str:
+    """The name in published checkpoints of a tensor that transformers saves: dense blocks of Kimi have another."""
+    dense = kind == "kimi_linear" and name.split(".")[-2] in ("gate_proj", "up_proj", "down_proj")
+    return name.replace(".block_sparse_moe.", ".mlp.") if dense and ".shared_experts." not in name else name
 
 
 def small_config(kind: str, rows: int = SMALL["vocab_size"]) -> dict[str, Any]:

@@ -127,7 +127,8 @@ def save(folder: Path, model_type: str, config: dict, changes: dict) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **config), dtype=torch.float32)
     model.save_pretrained(folder)
     file, settings = folder / "model.safetensors", folder / "config.json"
-    save_file({name: values(name, value.shape) for name, value in load_file(file).items()}, file)
+    stored = {ggufmodels.published_name(model_type, name): value for name, value in load_file(file).items()}
+    save_file({name: values(name, value.shape) for name, value in stored.items()}, file)
     changed = json.loads(settings.read_text()) | changes
     settings.write_text(json.dumps({key: value for key, value in changed.items() if changes.get(key, 0) is not None}))
     tokens = {

@@ -14,7 +14,7 @@ REASONS = {
     ),
     **dict.fromkeys(
         (
-            "deepseek_v4", "hrm_text", "hy_v4", "kimi_linear", "minimax", "minimax_m3_vl_text",
+            "deepseek_v4", "hrm_text", "hy_v4", "minimax", "minimax_m3_vl_text",
             "qwen4_exp_text",
         ),
         "llama.cpp has its architecture, which nothing here declares yet",

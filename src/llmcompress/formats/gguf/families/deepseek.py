@@ -21,17 +21,18 @@ _INDEXED = (*_TOLD, "norm_topk_prob", "index_n_heads", "index_head_dim", "index_
 _ONLY = {"hidden_act": ("silu", None), "attention_bias": (False, None), "rope_interleave": (True, None)}
 
 
-def _sizes(hyper: Hyper) -> tuple[int, int, int, int]:
+def latent_sizes(hyper: Hyper) -> tuple[int, int, int, int]:
     """Width of the latent, and values of a head: of queries and keys without and with positions, and of values."""
     names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     latent, plain, turned, values = (whole(hyper.config, name) for name in names)
     return latent, plain, turned, values
 
 
-def _parts(path: str, shape: Shape, hyper: Hyper) -> Sequence[GGUFTensor] | None:
+def latent_parts(path: str, shape: Shape, hyper: Hyper) -> Sequence[GGUFTensor] | None:
+    """The matrix that makes keys and values of the latent, taken apart; None for any other."""
     if not path.endswith(".kv_b_proj.weight"):
         return None
-    latent, plain, _, values = _sizes(hyper)
+    latent, plain, _, values = latent_sizes(hyper)
     heads, both = hyper.heads, plain + values
     if shape != (heads * both, latent):
         return None
@@ -42,8 +43,9 @@ def _parts(path: str, shape: Shape, hyper: Hyper) -> Sequence[GGUFTensor] | None
     )
 
 
-def _shapes(hyper: Hyper, layer: int) -> Mapping[str, Shape]:
-    latent, plain, turned, values = _sizes(hyper)
+def latent_shapes(hyper: Hyper) -> dict[str, Shape]:
+    """Shapes of latent attention."""
+    latent, plain, turned, values = latent_sizes(hyper)
     ranked = hyper.config.get("q_lora_rank")
     queries = hyper.heads * (plain + turned)
     found: dict[str, Shape] = {
@@ -59,6 +61,10 @@ def _shapes(hyper: Hyper, layer: int) -> Mapping[str, Shape]:
     return found
 
 
+def _shapes(hyper: Hyper, layer: int) -> Mapping[str, Shape]:
+    return latent_shapes(hyper)
+
+
 def _queries(hyper: Hyper) -> tuple[str, ...]:
     return ("attn_q_a", "attn_q_a_norm", "attn_q_b") if hyper.config.get("q_lora_rank") else ("attn_q",)
 
@@ -69,7 +75,7 @@ def _layer(chosen: bool, hyper: Hyper, layer: int) -> tuple[str, ...]:
 
 
 def _keys(arch: str, gating: int, hyper: Hyper, rope: Rope) -> list[Key]:
-    latent, plain, turned, values = _sizes(hyper)
+    latent, plain, turned, values = latent_sizes(hyper)
     found = [
         leading.key(arch, hyper),
         u32(f"{arch}.attention.head_count_kv", 1),
@@ -144,31 +150,32 @@ FAMILY = Kin(
         Family(
             "deepseek_v2", ("deepseek_v2",), "deepseek2", experts=True, biases=(),
             ropes=("default", "yarn"), told=_TOLD,
-            layer=lambda hyper, layer: _layer(False, hyper, layer), shapes=_shapes, parts=_parts, objection=_greedy,
+            layer=lambda hyper, layer: _layer(False, hyper, layer), shapes=_shapes, parts=latent_parts,
+            objection=_greedy,
             keys=lambda hyper, rope: _keys("deepseek2", leading.SOFTMAX, hyper, rope),
             only={**_ONLY, "norm_topk_prob": (False, None)},
         ),
         Family(
             "deepseek_v3", ("deepseek_v3", "glm4_moe_lite"), "deepseek2", experts=True, biases=(),
-            ropes=("default", "yarn"), told=(*_TOLD, "norm_topk_prob"), shapes=_shapes, parts=_parts,
+            ropes=("default", "yarn"), told=(*_TOLD, "norm_topk_prob"), shapes=_shapes, parts=latent_parts,
             layer=lambda hyper, layer: _layer(True, hyper, layer), objection=_objection,
             keys=lambda hyper, rope: _keys("deepseek2", leading.SIGMOID, hyper, rope), only=_ONLY,
         ),
         Family(
             "youtu", ("youtu",), "deepseek2", tied=True, biases=(), ropes=("default", "yarn"), told=_TOLD,
-            shapes=_shapes, parts=_parts, layer=lambda hyper, layer: (*_LATENT, *_queries(hyper), *GATED),
+            shapes=_shapes, parts=latent_parts, layer=lambda hyper, layer: (*_LATENT, *_queries(hyper), *GATED),
             meant=_all_dense, keys=lambda hyper, rope: _keys("deepseek2", leading.SIGMOID, hyper, rope),
             objection=_objection, only=_ONLY,
         ),
         Family(
             "deepseek_v32", ("deepseek_v32",), "deepseek32", named="glm-dsa", experts=True,
             biased=("indexer.k_norm",), biases=(), ropes=("default", "yarn"), told=_INDEXED, layer=_indexed_layer,
-            shapes=_indexed_shapes, parts=_parts, objection=_indexed_objection,
+            shapes=_indexed_shapes, parts=latent_parts, objection=_indexed_objection,
             keys=lambda hyper, rope: _keys("deepseek32", leading.SIGMOID, hyper, rope), only=_ONLY,
         ),
         Family(
             "glm_moe_dsa", ("glm_moe_dsa",), "glm-dsa", experts=True, biased=("indexer.k_norm",), biases=(),
-            ropes=("default",), told=_INDEXED, layer=_indexed_layer, shapes=_indexed_shapes, parts=_parts,
+            ropes=("default",), told=_INDEXED, layer=_indexed_layer, shapes=_indexed_shapes, parts=latent_parts,
             objection=_indexed_objection, keys=_glm_dsa_keys, only=_ONLY,
         ),
     ),
