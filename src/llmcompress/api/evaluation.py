@@ -104,6 +104,7 @@ def evaluate(
     compute_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     backend: Literal["auto", "kernels", "torch"] | None = None,
     adapter: str | Path | None = None,
+    ref_adapter: str | Path | None = None,
     kv_bits: int | None = None,
     kv_type: Literal["int", "fp8"] | None = None,
     trust_remote_code: bool = False,
@@ -116,9 +117,9 @@ def evaluate(
     (shipped with llmcompress), a file or a folder. It is cut into disjoint windows of `length` tokens; the first
     `windows` of them are scored (80, or all of the shipped text). batch: windows run at once. compute_dtype: float32
     unless a backend runs. backend: runs the whole model on packed weights by CUDA kernels or torch, instead of one
-    decoded layer at a time. adapter: a LoRA adapter of the model. kv_bits, kv_type: simulate cached keys and values
-    of so many bits. progress: told after every layer how many of all are done; stop: asked then, with the number of
-    layers; StoppedError when it returns true. Raises LlmcompressError.
+    decoded layer at a time. adapter: a LoRA adapter of the model; ref_adapter: one of `ref`, without a backend.
+    kv_bits, kv_type: simulate cached keys and values of so many bits. progress: told after every layer how many of all
+    are done; stop: asked then, with the number of layers; StoppedError when it returns true. Raises LlmcompressError.
 
         >>> evaluation = llmcompress.evaluate("model-w4", "model", windows=2, length=128)
         >>> evaluation.kl < 1
@@ -141,6 +142,7 @@ def evaluate(
         None if adapter is None else Path(adapter),
         CacheOptions(kv_bits, kv_type),
         backend,
+        ref_adapter=None if ref_adapter is None else Path(ref_adapter),
     )
     return evaluated(request, progress, stop)
 

@@ -53,6 +53,10 @@ def evaluate(
     adapter: Annotated[
         Path | None, typer.Option("--adapter", help="A LoRA adapter of the model, such as `lora` writes.")
     ] = None,
+    ref_adapter: Annotated[
+        Path | None,
+        typer.Option("--ref-adapter", help="A LoRA adapter of the original, for a model that was compressed with it."),
+    ] = None,
     text: Annotated[
         str, typer.Option("--text", help="Text file to evaluate on; default: text shipped with llmcompress.")
     ] = "default",
@@ -167,6 +171,11 @@ def evaluate(
     }
     if tasks is not None and (others := [name for name, value in given.items() if value]):
         raise RecipeError(f"--tasks does not go with {others[0]}", "evaluate each on its own")
+    if ref_adapter is not None and (ref is None or draft is not None or backend is not None):
+        raise RecipeError(
+            "--ref-adapter is merged into --ref, where both models run a section at a time",
+            "leave --draft and --backend out" if ref is not None else "give the original model's directory as --ref",
+        )
     if items is not None and tasks is None:
         raise RecipeError("--items counts items of --tasks", "use --windows for text")
     if update_card:
@@ -190,6 +199,7 @@ def evaluate(
         adapter,
         cache_options,
         backend,
+        ref_adapter=ref_adapter,
     )
     with gated("eval", junit) as gates:
         if draft is not None:

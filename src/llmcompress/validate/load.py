@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from llmcompress.engine.source.adapting import as_merged
 from llmcompress.engine.source.header_checks import check_numbers
 from llmcompress.engine.source.matrix_refs import described
 from llmcompress.engine.source.multimodal import text_part, text_view
@@ -35,10 +36,12 @@ def open_streamed(
     device: torch.device | None = None,
     trust_remote_code: bool = False,
     source: Path | None = None,
+    adapter: Path | None = None,
 ) -> StreamedModel:
     """Open a directory or GGUF file as a model run section by section, its inputs rounded as the checkpoint declares.
 
-    source: the directory that a GGUF file was made from, for the config that the file lacks.
+    source: the directory that a GGUF file was made from, for the config that the file lacks. adapter: merged into the
+    weights of a directory while they are read.
     """
     file = gguf_in(path)
     if file is not None and source is None:
@@ -48,7 +51,7 @@ def open_streamed(
     stored = text_view(read_headers(directory)) if file is None else text_part(read_headers(directory), ledger)
     check_numbers(stored)
     spec, _ = described(decoded_headers(stored), trust_remote_code, ledger)
-    headers = decoded_headers(stored, spec)
+    headers = as_merged(decoded_headers(stored, spec), adapter)
     if headers is stored and "quantization_config" in stored.config:
         raise CheckpointError(
             f"{directory} is quantised in a format that is not known here", "see `llmcompress list formats`"
@@ -70,13 +73,15 @@ def load_whole(
     linear: MakeLinear | None = PackedLinear,
     trust_remote_code: bool = False,
     source: Path | None = None,
+    adapter: Path | None = None,
 ) -> nn.Module:
     """Load a directory or GGUF file as a whole transformers model in memory.
 
     linear: makes a linear on `device` from stored codes without decoding the whole weight; None decodes the weights.
-    The bias that `linear` is given has no memory yet. source: as in `open_streamed`.
+    The bias that `linear` is given has no memory yet. source, adapter: as in `open_streamed`.
     """
-    streamed = open_streamed(path, dtype=dtype, device=device, trust_remote_code=trust_remote_code, source=source)
+    opening = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
+    streamed = open_streamed(path, **opening, source=source, adapter=adapter)  # type: ignore[arg-type]
     if linear is not None:
         _pack(streamed, linear)
     return whole_model(streamed)

@@ -39,4 +39,5 @@ class Request:
     adapter: Path | None = None  # of the model
     cache: CacheOptions = field(default_factory=CacheOptions)  # of the model; the reference has none that is quantised
     backend: BackendChoice | None = None  # runs the whole model; None for one section at a time, decoded
+    ref_adapter: Path | None = None  # of the reference, merged while that is read
     timing: Timing = field(default_factory=Timing)  # with a backend, which measures speed as well

@@ -105,7 +105,9 @@ def open_models(request: Request) -> tuple[StreamedModel, StreamedModel | None, 
     if request.adapter is not None:
         adapt_streamed(subject, request.adapter, request.model)
     cache = subject.cache = cache_of(request.model, request.cache)
-    reference = open_streamed(request.ref, **opening) if request.ref is not None else None
+    reference = None
+    if request.ref is not None:
+        reference = open_streamed(request.ref, **opening, adapter=request.ref_adapter)
     if reference is not None and request.ref is not None:
         refuse_other_vocabulary(request.model, subject.config, request.ref, reference.config)
     return subject, reference, cache
@@ -156,6 +158,7 @@ def continuations(request: Request, prompt: str, max_new_tokens: int) -> dict[st
             linear=linear,
             trust_remote_code=request.trust_remote_code,
             source=request.ref,
+            adapter=request.ref_adapter if path == request.ref else None,
         )
         if path == request.model and request.adapter is not None:
             adapt_whole(model, request.adapter, path)

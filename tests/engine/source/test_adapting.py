@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 
 import pytest
 import torch
@@ -151,6 +152,29 @@ def test_a_run_with_an_adapter_is_proven_with_it_alone(tiny_model_dir, tmp_path,
     assert report["adapter"]["sha256"] in note["why"]
     assert report["adapter"]["sha256"] in (out / "README.md").read_text()
     assert str(tmp_path) not in (out / "report.json").read_text() + (out / "README.md").read_text()
+
+
+def test_divergence_is_measured_from_the_original_with_its_adapter(tiny_model_dir, tmp_path, main, capsys):
+    """As from a directory into which the adapter was merged before."""
+    adapter, out, whole = of_queries(tmp_path / "adapter", tiny_model_dir), tmp_path / "out", tmp_path / "whole"
+    assert main("rtn", tiny_model_dir, "--adapter", adapter, "--bits", "8", "-o", out) == 0
+    shutil.copytree(tiny_model_dir, whole)
+    save_file(merged(tiny_model_dir, adapter), whole / "model.safetensors")
+
+    def figures(ref, *more):
+        capsys.readouterr()
+        assert main("eval", out, "--ref", ref, "--length", "64", "--windows", "2", "--json", *more) == 0
+        return json.loads(capsys.readouterr().out)
+
+    wanted = figures(whole, "--generate", "It was", "--max-new-tokens", "4")
+    found = figures(tiny_model_dir, "--ref-adapter", adapter, "--generate", "It was", "--max-new-tokens", "4")
+    assert found.pop("generated")[str(tiny_model_dir)] == wanted.pop("generated")[str(whole)]
+    assert found == wanted
+    assert figures(tiny_model_dir)["kl"] > 3 * found["kl"]
+    assert main("eval", out, "--ref-adapter", adapter) == 2
+    assert "give the original model's directory as --ref" in capsys.readouterr().err
+    assert main("eval", out, "--ref", tiny_model_dir, "--ref-adapter", adapter, "--backend", "torch") == 2
+    assert "leave --draft and --backend out" in capsys.readouterr().err
 
 
 def test_a_gguf_file_of_a_model_with_an_adapter_in_one_command(tiny_model_dir, tmp_path, main):
