@@ -19,6 +19,7 @@ KINDS = {
     "sparsity": "weights that were pruned are not exactly zero in the type they are stored in",
     "statistics": "statistics of another run were gone by, without the errors of this one",
     "rotation": "what a rotation had to make do with, or adds to the file",
+    "ternary": "weights of more than three levels are rounded to types of three",
     "requantised": "codes of a quantised source were decoded and rounded anew, or their scales rounded",
     "kv_cache": "scales of cached keys and values in the source were left out",
     "adapter": "an adapter was merged into the weights",

@@ -138,7 +138,7 @@ def nothing(_):
 
 REFUSED = {
     "a type nobody knows": (nothing, ["gguf", "MODEL", "--type", "Q4_K_L"], ["'Q4_K_L'", "did you mean 'Q4_K_S'"]),
-    "a type that is not written": (nothing, ["gguf", "MODEL", "--type", "IQ1_S"], ["unknown GGUF file type 'IQ1_S'"]),
+    "a type that is not written": (nothing, ["gguf", "MODEL", "--type", "Q2_0"], ["unknown GGUF file type 'Q2_0'"]),
     "a type of points that needs importance": (
         nothing,
         ["gguf", "MODEL", "--type", "IQ2_XXS"],

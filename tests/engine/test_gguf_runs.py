@@ -1,6 +1,7 @@
 """From a model directory to a GGUF file: read back by the gguf package, and by a verifier that decodes with it."""
 
 import json
+import re
 import resource
 import shutil
 import signal
@@ -29,7 +30,7 @@ from llmcompress.validate.session import Request, evaluate_paths
 from llmcompress.workers import SERIAL
 from madetokenizers import byte_level, save
 
-KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K_M", "Q2_K", "IQ4_NL", "MXFP4", "NVFP4")
+KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K_M", "Q2_K", "IQ4_NL", "TQ2_0", "MXFP4", "NVFP4")
 CALIBRATION = {"source": "default", "samples": 4, "length": 64}
 
 
@@ -82,7 +83,9 @@ def test_every_type_is_of_the_planned_size_and_near_the_source(kind, width, narr
     assert inside(tmp_path) == ["model.gguf", "model.gguf.report.json"]
     found = types(file)
     assert found["blk.0.attn_norm.weight"] == "F32"
-    expected = {"Q4_K_M": ("Q5_0", "Q4_K"), "Q2_K": ("Q4_0", "Q2_K")}.get(kind, (kind, kind))
+    expected = {"Q4_K_M": ("Q5_0", "Q4_K"), "Q2_K": ("Q4_0", "Q2_K"), "TQ2_0": ("Q4_0", "TQ2_0")}.get(
+        kind, (kind, kind)
+    )
     assert found["blk.1.ffn_up.weight"] == expected[width == "wide"]
     assert (
         gguf.GGUFReader(file).get_field("general.file_type").contents()
@@ -90,7 +93,7 @@ def test_every_type_is_of_the_planned_size_and_near_the_source(kind, width, narr
     )
 
 
-@pytest.mark.parametrize("kind", ["Q2_K", "IQ3_S", "MXFP4", "NVFP4"])
+@pytest.mark.parametrize("kind", ["Q2_K", "IQ3_S", "TQ1_0", "MXFP4", "NVFP4"])
 def test_calibration_makes_the_same_bytes_closer(kind, shallow_model_dir, tmp_path):
     kl, sizes = [], []
     for method in ("rtn", "gptq"):
@@ -105,7 +108,7 @@ def test_calibration_makes_the_same_bytes_closer(kind, shallow_model_dir, tmp_pa
 
 def test_fewer_bits_by_eights_than_by_one_are_no_further_from_the_original(shallow_model_dir, tmp_path):
     kl, sizes = [], []
-    for kind in ("IQ2_M", "Q2_K"):
+    for kind in ("IQ2_M", "Q2_K", "IQ1_S", "IQ1_M", "TQ2_0"):
         file = write(shallow_model_dir, tmp_path / f"{kind}.gguf", kind, "gptq", pure=True)
         assert failures(file, shallow_model_dir) == {}
         request = Request(file, shallow_model_dir, "default", 64, 4, 4, "cpu", "float32")
@@ -113,6 +116,45 @@ def test_fewer_bits_by_eights_than_by_one_are_no_further_from_the_original(shall
         sizes.append(file.stat().st_size)
     assert sizes[0] < sizes[1]
     assert kl[0] < kl[1]
+    assert sizes[2] < sizes[3] < sizes[4]
+    assert kl[3] < kl[4]
+    assert kl[3] < kl[2]
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+@pytest.mark.parametrize("kind", ["TQ1_0", "TQ2_0"])
+def test_ternary_weights_are_stored_exactly(kind, method, tiny_model_dir, tmp_path):
+    model = tmp_path / "ternary"
+    shutil.copytree(tiny_model_dir, model)
+    stored = load_file(model / "model.safetensors")
+    layers = [name for name in stored if name.endswith("_proj.weight")]
+    for name in layers:
+        values = stored[name].float()
+        stored[name] = (values.sign() * (values.abs() > values.abs().median()) * 0.0371).to(torch.bfloat16)
+    save_file(stored, model / "model.safetensors", metadata={"format": "pt"})
+    planned = plan(model, tmp_path / "model.gguf", kind, method)
+    assert not [note for note in planned.ledger if note.kind == "ternary"]
+    run(planned)
+    assert failures(tmp_path / "model.gguf", model) == {}
+    report = json.loads((tmp_path / "model.gguf.report.json").read_text())
+    errors = {record["name"]: record["relative_error"] for record in report["linears"]}
+    assert errors == dict.fromkeys((name.removesuffix(".weight") for name in layers), 0)
+
+
+def test_weights_that_are_not_ternary_are_named_with_their_error(tiny_model_dir, tmp_path):
+    notes = plan(tiny_model_dir, tmp_path / "out.gguf", "TQ2_0").ledger
+    (said,) = [note for note in notes if note.kind == "ternary"]
+    name, percent = re.search(r"(blk\S+) is off by (\d+)%", said.why).groups()
+    file = write(tiny_model_dir, tmp_path / "model.gguf", "TQ2_0")
+    (tensor,) = [tensor for tensor in gguf.GGUFReader(file).tensors if tensor.name == name]
+    (plain,) = [
+        tensor
+        for tensor in gguf.GGUFReader(write(tiny_model_dir, tmp_path / "plain.gguf", "F32")).tensors
+        if tensor.name == name
+    ]
+    rounded = gguf.quants.dequantize(tensor.data, tensor.tensor_type)[:64]
+    error = np.linalg.norm(rounded - plain.data[:64]) / np.linalg.norm(plain.data[:64])
+    assert abs(100 * error - int(percent)) < 1
 
 
 def test_what_types_by_eights_cannot_do_is_refused(tiny_model_dir, tmp_path):

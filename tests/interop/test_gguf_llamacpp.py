@@ -205,7 +205,7 @@ def test_the_trained_model_says_the_same_in_llama_cpp(tiny_model_dir, tmp_path):
             (kind, 0.003)
             for kind in (
                 *("Q4_K_M", "Q2_K", "Q3_K_S", "IQ4_NL", "Q4_0", "Q4_1", "IQ4_XS", "MXFP4", "NVFP4"),
-                *("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"),
+                *("TQ1_0", "TQ2_0", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"),
             )
         ),  # 8-bit inputs
         ("BF16", 1e-4),  # inputs in bfloat16
@@ -213,7 +213,7 @@ def test_the_trained_model_says_the_same_in_llama_cpp(tiny_model_dir, tmp_path):
     ],
 )
 def test_llama_cpp_decodes_blocks_as_we_do(kind, bound, tiny_model_dir, tiny_eval_text, tmp_path):
-    informed = {"method": "gptq"} if kind.startswith(("IQ2", "IQ3")) else {}
+    informed = {"method": "gptq"} if kind.startswith(("IQ1", "IQ2", "IQ3")) else {}
     file = write(tiny_model_dir, tmp_path / "model.gguf", kind, **informed)
     ids = AutoTokenizer.from_pretrained(tiny_model_dir)(tiny_eval_text.read_text()[:300])["input_ids"]
     mine = ours(file, tiny_model_dir, ids).log_softmax(-1)

@@ -71,7 +71,7 @@ class Grid(ABC):
         """Codes uint8 of levels [out, in]; TypeError where there are no levels."""
         raise TypeError(f"{self.spec.name} has no levels")
 
-    def snapped(self, units: Tensor, metric: Tensor) -> Tensor:
+    def snapped(self, units: Tensor, metric: Tensor, group: int) -> Tensor:
         """Levels [n, together] nearest to values in units of their scales [n, together], where the spec has `together`.
 
         metric [together, together]: errors e of a row cost e metric e^T. TypeError for a grid of single codes.

@@ -14,12 +14,14 @@ from llmcompress.workers import Workers
 def encode(weight: Tensor, spec: Spec, level: Search, workers: Workers, importance: Tensor | None = None) -> Coded:
     """Weight [out, in] float32 rounded to a type of GGUF; importance [in]: what an error in an input channel costs.
 
-    A grid that has a type in GGUF without being one of its block types has its own search, and at level compat the gguf
-    package's rounding.
+    A grid that has a type in GGUF without being one of its block types has its own search. Where that finds scales
+    alone, level compat is the gguf package's rounding.
     """
     if (block := BLOCK_TYPES.get(spec.name)) is not None:
         return _encoded(weight, block, level, workers, importance)
     kind = type_of(spec)
+    if (found := kind.rounded(weight, spec, level, workers, importance)) is not None:
+        return found
     if level == "compat":
         return kind.of_gguf_rows(spec, plain(weight, str(spec.gguf_type)))
     grid = kind.fit(weight, spec, Fitting(importance=importance))

@@ -30,7 +30,9 @@ UNIT = 8
 _CHUNK = 1 << 14  # weights fitted at once: what points gain stays in the cache
 _ODD = (1, 31)
 _REACHES = tuple(0.7 + 0.05 * i for i in range(11))  # of the largest magnitude of a group, tried for the largest level
-_UNITS = tuple(0.7 + 0.05 * i for i in range(13))  # of d, where 1 makes the largest scale of a block 31 of them
+_UNITS = tuple(
+    0.7 + 0.05 * i for i in range(13)
+)  # of d, where 1 makes the largest scale of a block the largest multiple
 _LEAST_IMPORTANCE = 1e-3  # of the mean: channels that were never active keep a sensible scale
 
 
@@ -48,7 +50,7 @@ class LatticeSpec(BlockSpec):
 
     def whole(self, multiples: Tensor) -> Tensor:
         """The nearest odd numbers that scales may be."""
-        return ((multiples - 1) / 2).round_().mul_(2).add_(1).clamp_(*_ODD)
+        return whole_odd(multiples, self)
 
     @property
     def together(self) -> int:
@@ -65,6 +67,11 @@ SPECS = {
         LatticeSpec("IQ3_S", 256, 110, 32, 4, multiples=_ODD, quad=True, fraction=1),
     )
 }
+
+
+def whole_odd(multiples: Tensor, spec: BlockSpec) -> Tensor:
+    """The nearest odd numbers in the range of a type's multiples."""
+    return ((multiples - 1) / 2).round_().mul_(2).add_(1).clamp_(*(spec.multiples or _ODD))
 
 
 @dataclass(frozen=True)
@@ -131,14 +138,11 @@ class LatticeGrid(BlockGrid):
         """Codes of the nearest points for weight [out, in], errors counting alike."""
         scale = self.scale.repeat_interleave(self.spec.group_size, dim=1)
         units = torch.where(scale == 0, 0.0, weight / scale).view(-1, UNIT)
-        parts = [self.snapped(part, torch.eye(UNIT, device=part.device)) for part in torch.split(units, _CHUNK // UNIT)]
+        metric = torch.eye(UNIT, device=units.device)
+        parts = [nearest(part, metric, self.spec) for part in torch.split(units, _CHUNK // UNIT)]
         return self.codes(torch.cat(parts).view(weight.shape))
 
-    def snapped(self, units: Tensor, metric: Tensor) -> Tensor:
-        """Levels [n, 8] of the points nearest to values in units of their scales [n, 8].
-
-        metric [8, 8]: errors e of a row cost e metric e^T.
-        """
+    def snapped(self, units: Tensor, metric: Tensor, group: int) -> Tensor:
         return nearest(units, metric, self.spec)
 
     def numbers(self, codes: Tensor) -> bool:
@@ -166,7 +170,10 @@ class LatticeGrid(BlockGrid):
 
 
 def nearest(units: Tensor, metric: Tensor, spec: LatticeSpec) -> Tensor:
-    """`LatticeGrid.snapped`."""
+    """Levels [n, 8] of the points nearest to values in units of their scales [n, 8].
+
+    metric [8, 8]: errors e of a row cost e metric e^T.
+    """
     if not spec.quad:
         return _nearest(units, metric, spec, _signs(units, metric, even=spec.even))
     first, second = slice(0, 4), slice(4, 8)
@@ -214,15 +221,37 @@ def fitted(weight: Tensor, spec: LatticeSpec, workers: Workers, importance: Tens
     """
     rows, width = weight.shape
     step = max(1, at_once(weight, _CHUNK) // width)
-    weigh = None
-    if importance is not None:
-        mean = importance.to(torch.float32).mean()
-        weigh = (importance / mean).clamp_min_(_LEAST_IMPORTANCE) if mean > 0 else torch.ones_like(importance)
+    weigh = importance_of_rows(importance)
 
     def piece(start: int) -> Coded:
         return _Fit(weight[start : start + step].to(torch.float32), spec, weigh).coded()
 
     return Coded.stacked(list(workers.in_order(piece, range(0, max(rows, 1), step))))
+
+
+def importance_of_rows(importance: Tensor | None) -> Tensor | None:
+    """An importance [in] beside its mean, none of it next to nothing."""
+    if importance is None:
+        return None
+    mean = importance.to(torch.float32).mean()
+    return (importance / mean).clamp_min_(_LEAST_IMPORTANCE) if mean > 0 else torch.ones_like(importance)
+
+
+def whole_scales(scale: Tensor, bend: Tensor, spec: BlockSpec) -> tuple[Tensor, Tensor]:
+    """d [out, blocks] and odd multiples for scales [out, groups], an error in which costs its square times `bend`."""
+    per = spec.groups_per_block
+    scale, bend = (part.view(len(part), -1, per) for part in (scale, bend))
+    unit = scale.amax(-1, keepdim=True) / (spec.multiples or _ODD)[1]
+    least = torch.full_like(unit, torch.inf)
+    d, multiples = torch.zeros_like(unit), torch.ones_like(scale)
+    for share in _UNITS:
+        tried = spec.whole(torch.where(unit > 0, scale / (unit * share), 1.0))
+        own = float16((bend * tried * scale).sum(-1, keepdim=True) / (bend * tried.square()).sum(-1, keepdim=True))
+        loss = (bend * (own * tried - scale).square()).sum(-1, keepdim=True)
+        better = loss < least
+        least, d = torch.where(better, loss, least), torch.where(better, own, d)
+        multiples = torch.where(better, tried, multiples)
+    return d.squeeze(-1), multiples.flatten(1)
 
 
 class _Fit:
@@ -264,26 +293,10 @@ class _Fit:
             best = torch.maximum(gain, best)
         levels = self.levels(scale)
         bend = (self.weigh * levels.square()).sum((2, 3))
-        d, multiples = self._units((self.turned * levels).sum((2, 3)).clamp_min_(0) / bend, bend)
+        d, multiples = whole_scales((self.turned * levels).sum((2, 3)).clamp_min_(0) / bend, bend, self.spec)
         levels = self.levels(d.repeat_interleave(multiples.shape[1] // d.shape[1], dim=1) * multiples) * self.signs
         grid = LatticeGrid(self.spec, d, multiples)
         return Coded(grid.codes(levels.view(self.shape)), grid)
-
-    def _units(self, scale: Tensor, bend: Tensor) -> tuple[Tensor, Tensor]:
-        """d and odd multiples for scales [rows, groups], an error in which costs its square times `bend`."""
-        per = self.spec.groups_per_block
-        scale, bend = (part.view(len(part), -1, per) for part in (scale, bend))
-        unit = scale.amax(-1, keepdim=True) / _ODD[1]
-        least = torch.full_like(unit, torch.inf)
-        d, multiples = torch.zeros_like(unit), torch.ones_like(scale)
-        for share in _UNITS:
-            tried = self.spec.whole(torch.where(unit > 0, scale / (unit * share), 1.0))
-            own = float16((bend * tried * scale).sum(-1, keepdim=True) / (bend * tried.square()).sum(-1, keepdim=True))
-            loss = (bend * (own * tried - scale).square()).sum(-1, keepdim=True)
-            better = loss < least
-            least, d = torch.where(better, loss, least), torch.where(better, own, d)
-            multiples = torch.where(better, tried, multiples)
-        return d.squeeze(-1), multiples.flatten(1)
 
 
 class Lattices(GridType):

@@ -6,6 +6,7 @@ from torch import Tensor
 from llmcompress.grids.base import Spec
 from llmcompress.grids.blocks import BlockGrid, BlockSpec
 from llmcompress.grids.coded import Coded
+from llmcompress.grids.grid_type import type_of
 from llmcompress.grids.scales import float16
 
 _HALF_STEP = 2.0**-11  # of float16, relative
@@ -35,7 +36,7 @@ def recode(coded: Coded, spec: Spec) -> Coded | None:
     levels = grid.levels(coded.codes) + spec.middle
     if bool((levels < spec.lowest).any()) or bool((levels >= spec.levels).any()):
         return None
-    return Coded(levels.to(torch.uint8), BlockGrid(spec, d))
+    return Coded(levels.to(torch.uint8), type_of(spec).restored(spec, width, {"d": d}))
 
 
 def _with_minima(coded: Coded, spec: BlockSpec, d: Tensor, least: Tensor) -> Coded | None:

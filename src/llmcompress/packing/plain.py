@@ -1,15 +1,14 @@
-"""GGUF types whose encoding needs no search: floats and types that the gguf package encodes."""
+"""GGUF types whose encoding needs no search: floats, and types as the gguf package encodes them."""
 
 import numpy as np
 import torch
 from torch import Tensor
 
-PLAIN = ("F32", "F16", "BF16", "TQ1_0", "TQ2_0")
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def plain(values: Tensor, kind: str) -> Tensor:
-    """Values float32 [rows, width] in a type of PLAIN, or another that the package encodes: uint8 [rows, bytes].
+    """Values float32 [rows, width] in a type of floats, or another that the package encodes: uint8 [rows, bytes].
 
     Too large for F16 becomes infinite.
     """

@@ -24,11 +24,12 @@ def codes_together(weight: Tensor, grid: Grid, factor: Factor, order: Tensor, bl
         stop = start + len(errors)
         for low in range(start, stop, size):
             high = low + size
-            near, scale = columns[low:high], scales[groups[low // size]]
+            near, group = columns[low:high], groups[low // size]
+            scale = scales[group]
             chain = factor.ahead[low:high, low:high].triu(1).T + eye
             left = torch.linalg.solve_triangular(chain, eye, upper=False)
             metric = left.T @ (left * factor.pivots[low:high, None] ** -2)
-            chosen[low:high] = grid.snapped(_units(near, scale).T, metric).T
+            chosen[low:high] = grid.snapped(_units(near, scale).T, metric, group).T
             wrong = torch.mm(left, near - chosen[low:high] * scale, out=errors[low - start : high - start])
             if high < stop:
                 columns[high:stop].addmm_(factor.ahead[low:high, high:stop].T, wrong, alpha=-1)
@@ -54,10 +55,10 @@ def descend_together(
         stop = start + len(moves)
         for low in range(start, stop, size):
             high = low + size
-            unit = order[low:high]
-            old, scale, metric = levels[low:high], scales[groups[low // size]], hessian[unit][:, unit]
+            unit, group = order[low:high], groups[low // size]
+            old, scale, metric = levels[low:high], scales[group], hessian[unit][:, unit]
             best = old + _units(torch.linalg.solve(metric, gradient[low:high]), scale)
-            new = grid.snapped(best.T, metric).T
+            new = grid.snapped(best.T, metric, group).T
             before, after = best - old, best - new
             better = ((metric @ after) * after).sum(0) < ((metric @ before) * before).sum(0)
             new = torch.where(better, new, old)

@@ -12,7 +12,7 @@ from llmcompress.formats.gguf.rules import Facts
 from llmcompress.formats.gguf.types import ALIASES, FILE_TYPES, file_type, tensor_type
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "gguf_mixtures.json").read_text())
-COARSE = {"IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS"}
+COARSE = {"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS"}
 CASES = [(model, kind) for model, answer in GOLDEN.items() for kind in answer["types"]]
 WISHES = [(model, number) for model, answer in GOLDEN.items() for number in range(len(answer["wishes"]))]
 

@@ -23,6 +23,7 @@ from llmcompress.engine.plan.modelfile import modelfile_text
 from llmcompress.engine.plan.requantise import file_matrices, file_model
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.plan.scaled_sites import with_sites
+from llmcompress.engine.plan.ternary_check import note_not_ternary
 from llmcompress.engine.plan.transform_headers import transformed_headers
 from llmcompress.engine.source.adapting import with_adapter
 from llmcompress.engine.source.gguf_input import GgufHeaders
@@ -206,10 +207,13 @@ class GgufOutput(SafetensorsOutput):
             )
         matrices = file_matrices(headers)
         model = file_model(headers, step, self.recipe.output, self.ledger, self._measured)
+        note_not_ternary(headers, model.types, self.ledger)
         return Contents(headers, matrices, GridsByType(model.types), model)
 
     def _typed(self, headers: ModelHeaders, matrices: Matrices, asked: GgufTypes) -> Contents:
         model = gguf_model(headers, asked, self.recipe.output, self._measured, self.ledger)
+        if not self.recipe.transforms:
+            note_not_ternary(headers, model.types, self.ledger)
         return Contents(headers, matrices, GridsByType(model.types), model)
 
     def layout(

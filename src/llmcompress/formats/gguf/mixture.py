@@ -39,7 +39,7 @@ _NARROW = {
     "Q4_K": "Q5_0",
     "Q5_K": "Q5_1",
     "Q6_K": "Q8_0",
-    **dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS"), "IQ4_NL"),
+    **dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS"), "IQ4_NL"),
     "TQ1_0": "Q4_0",
     "TQ2_0": "Q4_0",
     "NVFP4": "IQ4_NL",
@@ -47,8 +47,7 @@ _NARROW = {
 
 _EMBEDDINGS = ("token_embd.weight", "per_layer_token_embd.weight")
 _EMBEDDING = {
-    "IQ2_XXS": "Q2_K",
-    "IQ2_XS": "Q2_K",
+    **dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS"), "Q2_K"),
     "IQ2_S": "IQ3_S",
     "IQ2_M": "IQ3_S",
     "IQ3_XXS": "IQ3_S",
@@ -58,7 +57,14 @@ _EMBEDDING = {
     "NVFP4": "Q6_K",
 }  # of mixtures whose default is too coarse for it
 _COARSE_HEAD = (*LOW, "IQ3_XXS")
-_IMPORTANT = ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS")  # types that are too coarse for errors that all count alike
+_IMPORTANT = (
+    "IQ1_S",
+    "IQ1_M",
+    "IQ2_XXS",
+    "IQ2_XS",
+    "IQ2_S",
+    "IQ3_XXS",
+)  # types that are too coarse for errors that all count alike
 
 
 @dataclass(frozen=True)

@@ -103,8 +103,7 @@ Rules = Mapping[str, Sequence[tuple[str, Callable[[Place], bool]]]]
 VALUE: Rules = {
     "Q2_K": (("Q4_K", Place.shared), ("Q3_K", Place.always)),
     "Q2_K_S": (("Q4_K", Place.shared),),
-    "IQ2_XXS": (("Q4_K", Place.worth), ("Q2_K", Place.always)),
-    "IQ2_XS": (("Q4_K", Place.worth), ("Q2_K", Place.always)),
+    **dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS"), (("Q4_K", Place.worth), ("Q2_K", Place.always))),
     "IQ2_S": (("Q4_K", Place.worth), ("IQ3_S", Place.always)),
     "IQ2_M": (("Q4_K", Place.worth), ("IQ3_S", Place.always)),
     "IQ3_XXS": (("Q4_K", Place.shared), ("IQ3_S", Place.unweighted)),
@@ -122,8 +121,7 @@ VALUE: Rules = {
 DOWN: Rules = {
     "Q2_K": (("Q3_K", Place.always),),
     "Q2_K_S": (("Q4_K", Place.early),),
-    "IQ2_XXS": (("Q2_K", Place.early),),
-    "IQ2_XS": (("Q2_K", Place.early),),
+    **dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS"), (("Q2_K", Place.early),)),
     "IQ2_S": (("IQ3_S", Place.early),),
     "IQ2_M": (("IQ3_S", Place.early),),
     "IQ3_XXS": (("Q4_K", Place.early_unweighted), ("Q3_K", Place.unweighted)),
@@ -140,13 +138,13 @@ DOWN: Rules = {
 }
 UP: Rules = {"IQ3_XS": (("IQ3_XXS", Place.inner),)}
 """Of the matrices of feed-forward blocks other than the last."""
-LOW = ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M")
+LOW = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M")
 """Mixtures whose eight experts do not get what those of all others do."""
 QUERY = {"IQ3_XS": "IQ3_XXS", "IQ3_XXS": "IQ2_S"}
 """Of queries and keys."""
 ATTENTION_OUTPUT = {
     "Q2_K": "Q3_K", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K", "IQ2_S": "IQ3_S", "IQ2_M": "IQ3_S", "IQ3_XXS": "IQ3_S",
-    "IQ3_M": "Q4_K",
+    "IQ3_M": "Q4_K", "IQ1_S": "IQ2_XXS", "IQ1_M": "IQ2_XXS",
 }  # fmt: skip
 ATTENTION_OUTPUT_OF_8_EXPERTS = dict.fromkeys(
     (

@@ -10,7 +10,8 @@ from llmcompress.registry import suggest
 
 _TENSOR_TYPES = (
     "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
-    "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4",
+    "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4",
+    "NVFP4",
 )  # fmt: skip
 
 
@@ -75,6 +76,8 @@ FILE_TYPES = {
         FileType("Q5_K_S", 16, "Q5_K"),
         FileType("Q5_K_M", 17, "Q5_K"),
         FileType("Q6_K", 18, "Q6_K"),
+        FileType("IQ1_S", 24, "IQ1_S"),
+        FileType("IQ1_M", 31, "IQ1_M"),
         FileType("IQ2_XXS", 19, "IQ2_XXS"),
         FileType("IQ2_XS", 20, "IQ2_XS"),
         FileType("IQ2_S", 28, "IQ2_XS"),

@@ -1,0 +1,130 @@
+"""Types of GGUF for models whose weights are ternary: TQ1_0 and TQ2_0, minus one, zero or one times a scale of 256.
+
+Codes are 0 to 2; TQ2_0 has a fourth that stands for two, which is read but never chosen.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from llmcompress.grids.base import Search, Spec
+from llmcompress.grids.blocks import BlockGrid, BlockSpec, whole_blocks
+from llmcompress.grids.coded import Coded, wide
+from llmcompress.grids.grid_type import Fitting, GridType
+from llmcompress.grids.scales import float16
+from llmcompress.hardware import at_once
+from llmcompress.lazy import Tensor, torch
+from llmcompress.packing.ternary_bytes import pack_tq1, pack_tq2, take_tq1, take_tq2
+
+if TYPE_CHECKING:
+    from llmcompress.workers import Workers
+
+_CHUNK = 1 << 17  # weights fitted at once: they stay in the cache
+_HALF = 2  # bytes of d, the last of a block
+
+
+@dataclass(frozen=True)
+class TernarySpec(BlockSpec):
+    """A block of three levels and one scale."""
+
+    type: ClassVar[str] = "ternary"
+
+    @property
+    def levels(self) -> int:
+        return 3
+
+
+SPECS = {spec.name: spec for spec in (TernarySpec(f"TQ{n}_0", 256, size, 256, 2, 1) for n, size in ((1, 54), (2, 66)))}
+_BYTES = {"TQ1_0": (pack_tq1, take_tq1), "TQ2_0": (pack_tq2, take_tq2)}
+
+
+@dataclass(frozen=True)
+class TernaryGrid(BlockGrid):
+    """Fitted grid of a matrix [out, in]; of the fields of `BlockGrid` it has d alone."""
+
+    spec: TernarySpec
+
+    def gguf_rows(self, codes: Tensor) -> Tensor:
+        held = _BYTES[self.spec.name][0](codes.view(*self.d.shape, -1))
+        half = self.d.to(torch.float16).unsqueeze(-1).view(torch.uint8)
+        return torch.cat([held, half], dim=-1).flatten(1)
+
+
+def fitted(weight: Tensor, spec: TernarySpec, workers: Workers, importance: Tensor | None = None) -> Coded:
+    """Codes and scales of weight [out, in] float32 of least error, the sum of importance [in] * (w - q)^2.
+
+    For the n largest magnitudes of a block as ones, the best scale is their mean and lowers the error by its square
+    times their importance; all n are tried.
+    """
+    rows, width = weight.shape
+    step = max(1, at_once(weight, _CHUNK) // width)
+
+    def piece(start: int) -> Coded:
+        part = weight[start : start + step].to(torch.float32)
+        blocks = part.view(len(part), -1, spec.block_size)
+        size, order = blocks.abs().sort(dim=-1, descending=True)
+        costs = torch.ones_like(size)
+        if importance is not None:
+            costs = importance.to(torch.float32).view(1, *blocks.shape[1:]).expand_as(size).gather(-1, order)
+        held, cost = (costs * size).cumsum(-1, dtype=torch.float64), costs.cumsum(-1, dtype=torch.float64)
+        mean = torch.where(cost > 0, held / cost, 0.0)
+        best = (mean * held).argmax(-1, keepdim=True)
+        grid = TernaryGrid(spec, float16(mean.gather(-1, best).squeeze(-1).to(torch.float32)))
+        return Coded(grid.encode(part), grid)
+
+    return Coded.stacked(list(workers.in_order(piece, range(0, max(rows, 1), step))))
+
+
+class Ternaries(GridType):
+    """Types of GGUF of three levels."""
+
+    name = "ternary"
+    place = 97
+    pattern = "|".join(SPECS)
+    chosen = False
+    clips = False
+    formats = ("gguf",)
+
+    def named(self, found: re.Match[str]) -> Spec:
+        return SPECS[found[0]]
+
+    def specs(self) -> list[Spec]:
+        return list(SPECS.values())
+
+    def listed(self) -> list[tuple[str, str]]:
+        said = "{} levels, groups of {}, for weights that are ternary; {:g} bits per weight"
+        return [(s.name, said.format(s.levels, s.group_size, s.bits_per_weight(0))) for s in SPECS.values()]
+
+    def fit(self, weight: Tensor, spec: TernarySpec, how: Fitting) -> TernaryGrid:
+        from llmcompress.workers import SERIAL
+
+        grid = self.rounded(weight, spec, how.search, SERIAL, how.importance).grid  # who fits shares rows out
+        assert isinstance(grid, TernaryGrid)
+        return grid
+
+    def rounded(
+        self, weight: Tensor, spec: TernarySpec, search: Search, workers: Workers, importance: Tensor | None
+    ) -> Coded:
+        from llmcompress.packing.plain import plain
+
+        if search == "compat":  # the gguf package rounds as llama-quantize does, which takes no importance
+            return self.of_gguf_rows(spec, plain(weight, spec.name))
+        return fitted(weight, spec, workers, importance)
+
+    def nearest(self, weight: Tensor, spec: TernarySpec, workers: Workers) -> Tensor:
+        return fitted(weight, spec, workers).decode()
+
+    def restored(self, spec: TernarySpec, width: int, parts: Mapping[str, Tensor]) -> TernaryGrid:
+        return TernaryGrid(spec, **wide(parts))
+
+    def of_gguf_rows(self, spec: TernarySpec, rows: Tensor) -> Coded:
+        blocks = whole_blocks(rows, spec.block_bytes, spec.name)
+        d = blocks[..., -_HALF:].contiguous().view(torch.float16).squeeze(-1).to(torch.float32)
+        codes = _BYTES[spec.name][1](blocks[..., :-_HALF].contiguous())
+        return Coded(codes.flatten(1), TernaryGrid(spec, d))
+
+
+GRID = Ternaries()
