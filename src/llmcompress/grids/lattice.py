@@ -307,6 +307,7 @@ class Lattices(GridType):
     pattern = "|".join(SPECS)
     chosen = False
     clips = False
+    compat = False
     formats = ("gguf",)
 
     def named(self, found: re.Match[str]) -> Spec:

@@ -118,6 +118,7 @@ class Nvfp4(E2m1Type):
 
     name = "nvfp4"
     place = 7
+    compat = False
     values = "4-bit floats in blocks of 16"
     pattern = "nvfp4"
     formats = ("compressed-tensors", "modelopt")

@@ -272,7 +272,10 @@ class OneBits(GridType):
     def rounded(
         self, weight: Tensor, spec: OneBitSpec, search: Search, workers: Workers, importance: Tensor | None
     ) -> Coded:
-        return fitted(weight, spec, workers, importance)
+        from llmcompress.grids import compat_one_bit
+
+        encode = compat_one_bit.encode if search == "compat" else fitted
+        return encode(weight, spec, workers, importance)
 
     def nearest(self, weight: Tensor, spec: OneBitSpec, workers: Workers) -> Tensor:
         return fitted(weight, spec, workers).decode()

@@ -6,9 +6,8 @@ from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 from llmcompress.errors import PlanError, RecipeError
-from llmcompress.formats.gguf.types import FACTORED
 from llmcompress.grids.ggml import GgufTypes, gguf_types
-from llmcompress.grids.grid_type import gguf_specs
+from llmcompress.grids.grid_type import gguf_specs, type_of
 from llmcompress.ledger import Ledger
 from llmcompress.methods.base import DEFAULT_GROUP_SIZES, Method
 from llmcompress.pruners.base import Pruner
@@ -114,7 +113,7 @@ def _typed(item: Method | None, module: str, kind: str | None) -> Method | None:
         raise RecipeError(f"{module} can be given another type of GGUF, but not left out", "use tensors: of gguf")
     if kind not in gguf_specs():
         return None
-    if item.search == "compat" and (kind in FACTORED or gguf_specs()[kind].together > 1):
+    if item.search == "compat" and not type_of(gguf_specs()[kind]).compat:
         raise RecipeError(f"{kind} as llama-quantize rounds it is not known here", "use --search fast or best")
     return item.model_copy(update={"gguf": GgufTypes(type=kind, search=item.search)})
 
