@@ -233,7 +233,8 @@ def importance_of_rows(importance: Tensor | None) -> Tensor | None:
     """An importance [in] beside its mean, none of it next to nothing."""
     if importance is None:
         return None
-    mean = importance.to(torch.float32).mean()
+    importance = importance.to(torch.float32)
+    mean = importance.mean()
     return (importance / mean).clamp_min_(_LEAST_IMPORTANCE) if mean > 0 else torch.ones_like(importance)
 
 

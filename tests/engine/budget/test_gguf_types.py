@@ -84,6 +84,27 @@ def test_it_is_closer_than_the_mixture_of_the_same_size(kind, tiny_model_dir, lo
     assert "KL divergence of 0.0" in note.why
 
 
+def test_runs_that_know_their_inputs_choose_among_types_by_eights_too(tiny_model_dir, losses, tmp_path, main, capsys):
+    calibrated = ("--calibration", "default", "--samples", 16, "--length", 64, "-q")
+    fixed, chosen, kept = (tmp_path / name for name in ("fixed.gguf", "chosen.gguf", "new.json"))
+    assert main("gguf", tiny_model_dir, "--type", "IQ2_XXS", *calibrated, "-o", fixed) == 0
+    size = fixed.stat().st_size
+    asked = ("gguf", tiny_model_dir, "--size", size / 1e9, *calibrated, "-o", chosen, "--losses")
+    assert main(*asked, losses) == 2
+    assert "losses.json holds no losses of this calibration" in capsys.readouterr().err
+    assert main(*asked, kept) == 0
+    assert 0.97 * size < chosen.stat().st_size <= size
+    assert any(kind.startswith(("IQ1", "IQ2")) for kind in types(chosen).values())
+    assert kl(chosen, tiny_model_dir) <= 0.9 * kl(fixed, tiny_model_dir)
+    assert [check.name for check in verify_gguf(chosen, tiny_model_dir) if not check.ok] == []
+    table = json.loads(kept.read_text())["losses"]["blk.1.ffn_up.weight"]
+    assert list(table) == list(candidates(256, True))
+    sizes = [gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]] for kind in table]
+    assert [nbytes / count for count, nbytes in sizes] == sorted(nbytes / count for count, nbytes in sizes)
+    by_size = [table[kind] for kind in ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "Q4_K")]
+    assert by_size == sorted(by_size, reverse=True)
+
+
 def test_the_expected_divergence_is_near_the_measured_one(tiny_model_dir, losses, tmp_path):
     made, ledger = fitted(tiny_model_dir, tmp_path / "model.gguf", losses, bits=5)
     expected = float(ledger.entries[0].why.split(" of ")[1].split()[0])
@@ -161,7 +182,7 @@ def test_experts_of_a_stack_share_a_type_and_split_files_keep_the_budget(narrow,
     whole, _ = fitted(narrow, tmp_path / "model.gguf", kept, bits=6)
     found = types(write(whole, narrow, tmp_path / "model.gguf"))
     assert found["blk.0.ffn_gate_inp.weight"] == "F32"
-    assert found["blk.1.ffn_down_exps.weight"] in candidates(96)
+    assert found["blk.1.ffn_down_exps.weight"] in candidates(96, False)
     assert [check.name for check in verify_gguf(tmp_path / "model.gguf", narrow) if not check.ok] == []
     size = (tmp_path / "model.gguf").stat().st_size
     split, _ = fitted(narrow, tmp_path / "split", kept, size=size, shard_size=45_000)

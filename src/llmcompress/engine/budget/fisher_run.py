@@ -69,10 +69,12 @@ class FisherRun:
             yield found, workers
 
 
-def measure(plan: Plan, tensors: Sequence[GGUFTensor], ledger: Ledger, watch: Callable[[int, int], None]) -> Losses:
+def measure(
+    plan: Plan, tensors: Sequence[GGUFTensor], informed: bool, ledger: Ledger, watch: Callable[[int, int], None]
+) -> Losses:
     """Losses of a plan's tensors for every candidate type, measured on the text of the plan's recipe.
 
-    watch: called with how many steps are done, and of how many.
+    informed: as for `candidates`. watch: called with how many steps are done, and of how many.
     """
     matrices = matrices_of(plan.headers, plan.options.trust_remote_code, Ledger())
     places = {f"{ref.module}.weight": (ref.layer, ref.path) for ref in matrices.refs}
@@ -90,7 +92,7 @@ def measure(plan: Plan, tensors: Sequence[GGUFTensor], ledger: Ledger, watch: Ca
     ):
         known = _known(tensors, places, found, ledger)
         return measured_losses(
-            tensors, known, fisher_run.checkpoint.read_finite, workers, lambda: watch(next(steps), of)
+            tensors, known, fisher_run.checkpoint.read_finite, informed, workers, lambda: watch(next(steps), of)
         )
 
 

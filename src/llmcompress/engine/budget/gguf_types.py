@@ -22,7 +22,8 @@ from llmcompress.recipe import Recipe
 from llmcompress.solve.knapsack import Choice, choose
 from llmcompress.store.output_file import is_single
 
-SMALLEST = "Q2_K"  # or Q4_0 where rows are too narrow for it: what `candidates` begins with
+SMALLEST = "Q2_K"  # of types that any run may choose, or Q4_0 where rows are too narrow for it
+SMALLEST_INFORMED = "IQ1_S"  # or IQ4_NL, as large
 
 
 def fitted_to_budget(
@@ -61,14 +62,15 @@ def fitted_to_budget(
             f"{model} is a GGUF file: a budget asks for the directory it was made from, to run text through it",
             "give that, or a --type",
         )
-    _, smallest = planned(type=SMALLEST, pure=True)
+    informed = step.needs_calibration or recipe.calibration.imatrix is not None
+    _, smallest = planned(type=SMALLEST_INFORMED if informed else SMALLEST, pure=True)
     if _excess(budget, smallest) > 0:
         raise impossible(budget, "types", smallest.estimate.output_bytes, _bits(smallest), "weight")
     begin()
     ledger = Ledger()
     matrices = [item for item in _placed(smallest) if is_quantised(item.tensor.name, item.tensor.shape)]
-    losses = _losses(smallest, matrices, kept, ledger, watch)
-    kinds = _kinds(matrices, wished)
+    losses = _losses(smallest, matrices, informed, kept, ledger, watch)
+    kinds = _kinds(matrices, informed, wished)
     least = sum(padded(item.nbytes) for item in matrices)
 
     def attempt(room: float) -> tuple[dict[str, str], Recipe, Plan]:
@@ -110,20 +112,28 @@ def _excess(budget: Budget, plan: Plan) -> int:
 
 
 def _losses(
-    plan: Plan, matrices: list[Placed], kept: Path | None, ledger: Ledger, watch: Callable[[int, int], None]
+    plan: Plan,
+    matrices: list[Placed],
+    informed: bool,
+    kept: Path | None,
+    ledger: Ledger,
+    watch: Callable[[int, int], None],
 ) -> Losses:
     """The losses of the matrices: read from the file `kept` if it exists, else measured now."""
     tensors = [item.tensor for item in matrices]
-    wanted = {tensor.name: candidates(tensor.shape[-1]) for tensor in tensors}
-    return kept_losses(kept, {"model": plan.headers.contents}, wanted, lambda: measure(plan, tensors, ledger, watch))
+    wanted = {tensor.name: candidates(tensor.shape[-1], informed) for tensor in tensors}
+    of = {"model": plan.headers.contents} | ({"calibration": "given"} if informed else {})
+    return kept_losses(kept, of, wanted, lambda: measure(plan, tensors, informed, ledger, watch))
 
 
-def _kinds(matrices: list[Placed], wished: GgufTypes) -> dict[str, tuple[str, ...]]:
+def _kinds(matrices: list[Placed], informed: bool, wished: GgufTypes) -> dict[str, tuple[str, ...]]:
     """The types to choose from for each tensor: the one type that the user named for it, or all candidates."""
     wishes = Wishes(output=wished.output, embedding=wished.embedding, tensors=wished.tensors)
     named = asked([item.tensor.name for item in matrices], wishes)
     return {
-        item.tensor.name: (item.type.name,) if item.tensor.name in named else candidates(item.tensor.shape[-1])
+        item.tensor.name: (item.type.name,)
+        if item.tensor.name in named
+        else candidates(item.tensor.shape[-1], informed)
         for item in matrices
     }
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from llmcompress.formats.gguf.mixture import is_quantised
 from llmcompress.formats.gguf.tensors import GGUFTensor, Piece, Read, multiplied, pieces, unmultiplied
 from llmcompress.formats.gguf.types import tensor_type
-from llmcompress.grids.blocks import BLOCK_TYPES
 from llmcompress.grids.encoders import encode
+from llmcompress.grids.grid_type import gguf_specs
 from llmcompress.stats.fisher import Fisher, expected_loss, sampled_rows
 from llmcompress.workers import SERIAL, Workers
 
@@ -21,31 +21,45 @@ Known = Sequence[Sequence[Fisher]]
 """Fisher information of each matrix of a tensor: one for each use of the matrix, none where it is never used."""
 
 _WIDE = ("Q2_K", "Q3_K", "IQ4_XS", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "F16")
+_BY_EIGHTS = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
 _NARROW = ("Q4_0", "IQ4_NL", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16")
-_SAMPLED = 1 << 18  # weights of a matrix that are rounded to see what it loses
+_SAMPLED = 1 << 18  # weights of a matrix that are rounded to see what it loses, and
+_FEWER = 4  # times less for types that take thirty times as long, measured beside
+_BESIDE = "Q2_K"
 
 
-def candidates(width: int) -> tuple[str, ...]:
-    """Names of the tensor types to choose from for rows of `width`, smallest first."""
-    kinds = _WIDE if tensor_type(_WIDE[0]).fits(width) else _NARROW
+def candidates(width: int, informed: bool) -> tuple[str, ...]:
+    """Names of the tensor types to choose from for rows of `width`, smallest first.
+
+    informed: whether the run knows what errors in inputs cost, which types that are rounded by eights ask for.
+    """
+    wide = sorted((*_WIDE, *_BY_EIGHTS), key=_size) if informed else _WIDE
+    kinds = wide if tensor_type(_WIDE[0]).fits(width) else _NARROW
     return tuple(kind for kind in kinds if tensor_type(kind).fits(width))
+
+
+def _size(kind: str) -> float:
+    found = tensor_type(kind)
+    return found.block_bytes / found.block
 
 
 def measured_losses(
     tensors: Sequence[GGUFTensor],
     known: Mapping[str, Known],
     read: Read,
+    informed: bool,
     workers: Workers,
     watch: Callable[[], None] = lambda: None,
 ) -> Losses:
     """Losses of the tensors that have a type to choose, each for all its candidates.
 
-    Of large matrices a sample of rows is rounded, by the encoder called `fast`. watch: called after each tensor.
+    Of large matrices a sample of rows is rounded, by the encoder called `fast`. informed: as for `candidates`; rows are
+    then rounded by what errors in the inputs cost. watch: called after each tensor.
     """
     chosen = [tensor for tensor in tensors if is_quantised(tensor.name, tensor.shape)]
-    losses = {tensor.name: dict.fromkeys(candidates(tensor.shape[-1]), 0.0) for tensor in chosen}
+    losses = {tensor.name: dict.fromkeys(candidates(tensor.shape[-1], informed), 0.0) for tensor in chosen}
     samples = _samples(chosen, known, read, watch)
-    for sample, found in workers.in_order(lambda sample: (sample, _rounded(sample)), samples):
+    for sample, found in workers.in_order(lambda sample: (sample, _rounded(sample, informed)), samples):
         for kind, loss in found.items():
             losses[sample.name][kind] += loss
     return losses
@@ -85,13 +99,23 @@ def _sample(name: str, piece: Piece, fisher: Fisher) -> _Sample | None:
     return _Sample(name, values.contiguous(), weights, fisher.inputs / total)
 
 
-def _rounded(sample: _Sample) -> dict[str, float]:
+def _rounded(sample: _Sample, informed: bool) -> dict[str, float]:
     """The loss of a sample by each type."""
-    found = {}
-    for kind in candidates(sample.rows.shape[-1]):
-        if kind in BLOCK_TYPES:
-            values = encode(sample.rows, BLOCK_TYPES[kind], "fast", SERIAL).decode()
-        else:
-            values = sample.rows.to(torch.float16).to(torch.float32)
-        found[kind] = expected_loss(values - sample.rows, sample.outputs, sample.inputs)
+    kinds = candidates(sample.rows.shape[-1], informed)
+    slow = [kind for kind in kinds if kind in _BY_EIGHTS]
+    found = {kind: _loss(sample, kind, informed) for kind in kinds if kind not in slow}
+    if slow:
+        few = sample._replace(rows=sample.rows[::_FEWER].contiguous(), outputs=sample.outputs[::_FEWER])
+        beside = _loss(few, _BESIDE, informed)
+        share = found[_BESIDE] / beside if beside > 0 else 0.0
+        found |= {kind: share * _loss(few, kind, informed) for kind in slow}
     return found
+
+
+def _loss(sample: _Sample, kind: str, informed: bool) -> float:
+    spec = gguf_specs().get(kind)
+    if spec is None:
+        values = sample.rows.to(torch.float16).to(torch.float32)
+    else:
+        values = encode(sample.rows, spec, "fast", SERIAL, sample.inputs if informed else None).decode()
+    return expected_loss(values - sample.rows, sample.outputs, sample.inputs)
