@@ -20,7 +20,7 @@ from llmcompress.errors import RecipeError
 from llmcompress.store.output_file import is_single, output_of
 
 TYPES = "Types"
-DOC = """Write a GGUF file for llama.cpp from safetensors or from another one, in any of its types from Q2_K to Q8_0.
+DOC = """Write a GGUF file for llama.cpp from safetensors or from another one, in any of its types from IQ1_S to Q8_0.
 
 Without --calibration weights are rounded with nothing but themselves, in seconds. \
 With it, errors are measured on text and made up for (gptq on the type's own grid): \
