@@ -1,6 +1,8 @@
 """Types of GGUF that are rounded by eights: bytes as the gguf package reads them, points that are the nearest."""
 
+import json
 from itertools import product
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -16,6 +18,7 @@ from llmcompress.solve.refine import row_loss
 from llmcompress.workers import SERIAL
 
 NAMES = sorted(SPECS)
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "gguf_blocks.json").read_text())
 
 
 def drawn(*shape, seed=0):
@@ -108,6 +111,31 @@ def test_the_second_four_make_up_for_the_first(name):
         return float(((delta @ metric) * delta).sum())
 
     assert loss(nearest(values, metric, spec)) < 0.95 * loss(nearest(values, torch.eye(UNIT), spec))
+
+
+@pytest.mark.parametrize("name", ["IQ2_XXS", "IQ2_XS"])
+def test_at_level_compat_bytes_are_those_of_llama_quantize(name):
+    for key, text in GOLDEN["rows"][name]["weighted"].items():
+        weight = torch.frombuffer(bytearray.fromhex(GOLDEN["inputs"][key]), dtype=torch.float32).unsqueeze(0)
+        width = weight.shape[1]
+        period, divisor = (7, 4) if width == 256 else (11, 8)
+        importance = torch.tensor([1 + (place % period) ** 2 / divisor for place in range(width)])
+        coded = encode(weight, SPECS[name], "compat", SERIAL, importance)
+        assert bytes(pack(coded)[0].tolist()).hex() == text, key
+        assert coded.grid.numbers(coded.codes)
+
+
+@pytest.mark.parametrize("name", ["IQ2_XXS", "IQ2_XS"])
+def test_at_level_compat_rows_do_not_depend_on_their_neighbours_nor_on_threads(name):
+    weight, importance = 0.1 * drawn(300, 512, seed=13), drawn(512, seed=14).exp()
+    weight[7, :256], weight[8, 256:300], weight[9] = 0, 0, 1e-9 * weight[9]
+    whole = pack(encode(weight, SPECS[name], "compat", SERIAL, importance))
+    with SERIAL.with_threads(2) as workers:
+        assert torch.equal(pack(encode(weight, SPECS[name], "compat", workers, importance)), whole)
+    for row in (0, 7, 8, 9, 299):
+        assert torch.equal(
+            pack(encode(weight[row : row + 1], SPECS[name], "compat", SERIAL, importance))[0], whole[row]
+        )
 
 
 # relative squared errors in percent of Gaussian weights, of this encoder

@@ -14,17 +14,16 @@ import torch
 from torch import Tensor
 
 from llmcompress.grids.coded import Coded
-from llmcompress.grids.compat_search import Array, nearest, total
+from llmcompress.grids.compat_points import Table
+from llmcompress.grids.compat_search import Array, F, nearest, total
 from llmcompress.grids.one_bit import OneBitGrid, OneBitSpec, points
 from llmcompress.workers import Workers
 
-F = np.float32
 _CHUNK = 1 << 17  # weights encoded at once
 _LEVELS = {1: (F(-0.875), F(0.125), F(1.125)), -1: (F(-1.125), F(-0.125), F(0.875))}  # raised, lowered
 _SIGNS = {"IQ1_S": ((1,), (-1,)), "IQ1_M": ((1, 1), (1, -1), (-1, 1), (-1, -1))}  # of the parts of a group, as tried
 _EMPTY = {"IQ1_S": F(1e-12), "IQ1_M": F(1e-7)}  # a group whose largest magnitude is less counts as zero
 _RAISED_D = {"IQ1_S": F(1.125), "IQ1_M": F(1.1125)}
-_DISTANCES = 3  # of points from an eight that is none: the nearest ones are looked at
 
 
 def encode(weight: Tensor, spec: OneBitSpec, workers: Workers, importance: Tensor | None = None) -> Coded:
@@ -113,29 +112,12 @@ class _Encoding:
 
     def _on_table(self, digits: Array, scale: Array, signs: Array) -> tuple[Array, Array]:
         """Digits of points, and for which groups [groups] some are others. signs [units, groups]."""
-        place, around = _around()
-        eights = digits.reshape(self.units, 8, -1)
-        numbers = np.tensordot(3 ** np.arange(8), eights, axes=(0, 1))  # [units, groups]
-        unit, group = np.nonzero(place[numbers] < 0)
-        x, weigh = (item.reshape(self.units, 8, -1)[unit, :, group] for item in (self.x, self.weigh))
-        levels = np.array([_LEVELS[-1], _LEVELS[1]])[(signs[unit, group] + 1) // 2]  # [n, 3]
-        best, chosen = np.full(len(unit), np.finfo(F).max), np.zeros((len(unit), 8), int)
-        near = around[-1 - place[numbers[unit, group]]]
-        table = _digits()
-        for point in near.T:
-            known = point >= 0
-            tried = table[point]
-            distance = np.zeros(len(unit), F)
-            for j in range(8):
-                delta = scale[group] * np.take_along_axis(levels, tried[:, j : j + 1], 1)[:, 0] - x[:, j]
-                distance = distance + weigh[:, j] * delta * delta
-            better = known & (distance < best)
-            best, chosen = np.where(better, distance, best), np.where(better[:, None], tried, chosen)
-        result = eights.copy()
-        result[unit, :, group] = chosen
-        moved = np.zeros(digits.shape[1], bool)
-        moved[group] = True
-        return result.reshape(digits.shape), moved
+        raised, lowered = (np.array(_LEVELS[sign])[None, :, None] for sign in (1, -1))
+        values = scale * np.where(signs[:, None] > 0, raised, lowered)
+        eights, x, weigh = (item.reshape(self.units, 8, -1) for item in (digits, self.x, self.weigh))
+        found, off = _table().nearest(eights, x, weigh, values)
+        moved: Array = np.asarray(off.any(axis=0))
+        return found.reshape(digits.shape), moved
 
     def _levels(self, digits: Array, signs: Array) -> Array:
         """Levels [positions, groups] float32 of digits with signs [units, groups]."""
@@ -156,7 +138,7 @@ class _Encoding:
         d = largest / F(15)
         multiples = np.clip(nearest(F(0.5) * ((F(1) / d)[:, None] * blocks - F(1))), 0, 7)
         multiples = 2 * np.where(none[:, None], F(0), multiples) + 1
-        digits = np.where(empty, _digits()[0][np.arange(len(digits)) % 8][:, None], digits)
+        digits = np.where(empty, _table().digits[0][np.arange(len(digits)) % 8][:, None], digits)
         signs = np.where(np.repeat(none, per), 1, signs)
         by_unit = np.repeat(signs, self.units // self.parts, axis=0)
         if self.parts > 1:
@@ -212,31 +194,5 @@ def _halves_bend(sums: Array, i: int, j: int, levels: tuple[Any, ...]) -> Array:
 
 
 @cache
-def _digits() -> Array:
-    """The table of points as 0 to 2 [2048, 8]."""
-    found: Array = points().numpy().astype(int) + 1
-    return found
-
-
-@cache
-def _around() -> tuple[Array, Array]:
-    """Which row of the table eight digits are, read as a number [3 ** 8], and rows of points to look at.
-
-    Where they are none, the first is -1 - n, and the second [n] has the points, -1 after the last.
-    """
-    table, powers = _digits(), 3 ** np.arange(8)
-    every = np.arange(3**8)[:, None] // powers % 3
-    place = np.full(len(every), -1)
-    place[table @ powers] = np.arange(len(table))
-    missing = np.nonzero(place < 0)[0]
-    lists = []
-    for number in missing:
-        distance = np.square(table - every[number]).sum(1)
-        order = np.argsort(distance, kind="stable")
-        furthest = np.unique(distance)[:_DISTANCES][-1]
-        lists.append(order[distance[order] <= furthest])
-    around = np.full((len(lists), max(map(len, lists))), -1)
-    for n, found in enumerate(lists):
-        around[n, : len(found)] = found
-    place[missing] = -1 - np.arange(len(missing))
-    return place, around
+def _table() -> Table:
+    return Table.of(points().numpy().astype(int) + 1, 3)

@@ -45,8 +45,8 @@ class GridType(ABC):
     may have, None where its spec says what is wrong with others. grouped: whether group size and zero points can be
     chosen. group_sizes: sizes to suggest; per_row: whether one scale per row is one more. default_group: size where
     none is asked for; None: one that divides. chosen: whether by `--type`. clips: whether ranges go by `--clip`;
-    output_clip: also by the error of outputs. compat: whether rounding as llama-quantize does is known. options: fields
-    that methods have because of it. formats: to suggest where another cannot hold it.
+    output_clip: also by the error of outputs. options: fields that methods have because of it. formats: to suggest
+    where another cannot hold it.
     """
 
     name: ClassVar[str]
@@ -60,7 +60,6 @@ class GridType(ABC):
     chosen: ClassVar[bool] = True
     clips: ClassVar[bool] = True
     output_clip: ClassVar[bool] = False
-    compat: ClassVar[bool] = True
     options: ClassVar[type[GridOptions] | None] = None
     formats: ClassVar[tuple[str, ...]] = ()
     pattern: ClassVar[str]
@@ -106,6 +105,10 @@ class GridType(ABC):
     def search(self, asked: Any) -> Search:
         """How the scales of types of GGUF are found."""
         return "best"
+
+    def is_compat(self, spec: Any) -> bool:
+        """Whether it is known how llama-quantize rounds to a type of GGUF."""
+        return True
 
     def needs_peaks(self, asked: Any) -> bool:
         """Whether the largest magnitude of each input channel is to be measured."""

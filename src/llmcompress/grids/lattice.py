@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from llmcompress.workers import Workers
 
 UNIT = 8
+_COMPAT = ("IQ2_XXS", "IQ2_XS")  # types of which llama-quantize's rounding is known
 _CHUNK = 1 << 14  # weights fitted at once: what points gain stays in the cache
 _ODD = (1, 31)
 _REACHES = tuple(0.7 + 0.05 * i for i in range(11))  # of the largest magnitude of a group, tried for the largest level
@@ -308,7 +309,6 @@ class Lattices(GridType):
     pattern = "|".join(SPECS)
     chosen = False
     clips = False
-    compat = False
     formats = ("gguf",)
 
     def named(self, found: re.Match[str]) -> Spec:
@@ -324,6 +324,9 @@ class Lattices(GridType):
             for s in SPECS.values()
         ]
 
+    def is_compat(self, spec: LatticeSpec) -> bool:
+        return spec.name in _COMPAT
+
     def fit(self, weight: Tensor, spec: LatticeSpec, how: Fitting) -> LatticeGrid:
         from llmcompress.workers import SERIAL
 
@@ -334,7 +337,10 @@ class Lattices(GridType):
     def rounded(
         self, weight: Tensor, spec: LatticeSpec, search: Search, workers: Workers, importance: Tensor | None
     ) -> Coded:
-        return fitted(weight, spec, workers, importance)
+        from llmcompress.grids import compat_lattice
+
+        encode = compat_lattice.encode if search == "compat" else fitted
+        return encode(weight, spec, workers, importance)
 
     def nearest(self, weight: Tensor, spec: LatticeSpec, workers: Workers) -> Tensor:
         return fitted(weight, spec, workers).decode()

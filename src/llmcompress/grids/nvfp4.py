@@ -118,11 +118,13 @@ class Nvfp4(E2m1Type):
 
     name = "nvfp4"
     place = 7
-    compat = False
     values = "4-bit floats in blocks of 16"
     pattern = "nvfp4"
     formats = ("compressed-tensors", "modelopt")
     made = Nvfp4Spec()
+
+    def is_compat(self, spec: Nvfp4Spec) -> bool:
+        return False
 
     def fit(self, weight: Tensor, spec: Nvfp4Spec, how: Fitting) -> Nvfp4Grid:
         return fit(weight, how.clip, how.importance)

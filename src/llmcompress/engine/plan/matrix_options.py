@@ -113,7 +113,8 @@ def _typed(item: Method | None, module: str, kind: str | None) -> Method | None:
         raise RecipeError(f"{module} can be given another type of GGUF, but not left out", "use tensors: of gguf")
     if kind not in gguf_specs():
         return None
-    if item.search == "compat" and not type_of(gguf_specs()[kind]).compat:
+    spec = gguf_specs()[kind]
+    if item.search == "compat" and not type_of(spec).is_compat(spec):
         raise RecipeError(f"{kind} as llama-quantize rounds it is not known here", "use --search fast or best")
     return item.model_copy(update={"gguf": GgufTypes(type=kind, search=item.search)})
 

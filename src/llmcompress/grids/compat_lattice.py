@@ -1,0 +1,168 @@
+"""llama-quantize's own choice of codes and scales for IQ2_XXS and IQ2_XS, to the bit.
+
+Scales of a group are tried one after another; each weight takes its nearest level, and eights that are no point of the
+table the nearest of a few points around them. As in `compat`, the same float32 operations in the same order for all
+groups at once, arrays being [position, groups]. Source: the rules of ggml 0.25, its x86-64 build.
+"""
+
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmcompress.grids.coded import Coded
+from llmcompress.grids.compat_points import Table
+from llmcompress.grids.compat_search import Array, F, nearest, total
+from llmcompress.grids.lattice import LatticeGrid, LatticeSpec, points
+from llmcompress.workers import Workers
+
+_CHUNK = 1 << 17  # weights encoded at once
+_TRIALS = {"IQ2_XXS": 6, "IQ2_XS": 9}  # tenths of a level, up and down, that the largest level is tried at
+_LEVELS = np.array([1, 3, 5], F)  # in units of the scale while it is searched for
+_EMPTY = F(1e-15)  # a group whose largest magnitude is less counts as zero
+_COARSE = 4  # steps of the first scale of IQ2_XXS
+_SWEEPS = 5
+
+
+def encode(weight: Tensor, spec: LatticeSpec, workers: Workers, importance: Tensor | None = None) -> Coded:
+    """Codes and scales of weight [out, in] float32 as llama-quantize chooses them.
+
+    importance [in]: mean squares of the inputs, which these types need there; without it all inputs count alike.
+    """
+    rows, width = weight.shape
+    step = max(1, _CHUNK // width)
+    cost = np.ones(width, F) if importance is None else importance.detach().cpu().to(torch.float32).numpy()
+
+    def piece(start: int) -> Coded:
+        with np.errstate(all="ignore"):
+            return _Encoding(weight[start : start + step].detach().cpu().numpy(), spec, cost).coded()
+
+    return Coded.stacked(list(workers.in_order(piece, range(0, rows, step)))).to(weight.device)
+
+
+@cache
+def _table(name: str) -> Table:
+    levels = points(name).magnitudes
+    known = torch.tensor(sorted(set(levels.flatten().tolist())))
+    return Table.of(torch.searchsorted(known, levels).numpy(), 2)
+
+
+class _Encoding:
+    """Groups of weight [out, in], as magnitudes x and weigh [positions, groups]; one of eight x may be negative."""
+
+    def __init__(self, weight: Array, spec: LatticeSpec, importance: Array) -> None:
+        self.spec, self.shape, self.table = spec, weight.shape, _table(spec.name)
+        size = spec.group_size
+        signed = np.ascontiguousarray(weight.reshape(-1, size).T)
+        blocks = weight.reshape(-1, spec.block_size)
+        energy = np.add.accumulate(blocks * blocks, axis=1)[:, -1] / F(spec.block_size)
+        cost = np.tile(importance.reshape(-1, size).T, (1, len(weight)))
+        self.weigh = cost * np.sqrt(np.repeat(energy, spec.groups_per_block) + signed * signed)
+        minus = self._eights(signed < 0).copy()
+        flipped = np.argmin(self._eights(self.weigh * signed * signed), axis=1)[:, None]
+        odd = (minus.sum(axis=1) % 2 == 1)[:, None]
+        np.put_along_axis(minus, flipped, np.take_along_axis(minus, flipped, 1) ^ odd, 1)
+        self.minus = minus.reshape(signed.shape)
+        self.x = np.where(self.minus, -signed, signed)
+
+    def _eights(self, values: Array) -> Array:
+        return values.reshape(-1, 8, values.shape[-1])
+
+    def coded(self) -> Coded:
+        largest = self.x.max(axis=0)
+        empty = largest < _EMPTY
+        if self.spec.name == "IQ2_XXS":
+            scale = self._coarse(largest)
+            most = scale * F(3)
+            empty |= most <= 0
+        else:
+            scale, most = largest / F(5), largest
+        scale, digits, off = self._tried(scale, most)
+        scale, digits = self._again(scale, digits, off)
+        turned = scale < 0
+        minus = self.minus ^ turned
+        scale = np.where(empty, F(0), np.abs(scale))
+        none = scale.reshape(-1, self.spec.groups_per_block).max(axis=1) == 0
+        blank = empty | np.repeat(none, self.spec.groups_per_block)
+        first = np.tile(self.table.digits[0], len(digits) // 8)[:, None]
+        return self._with_scales(scale, none, np.where(blank, first, digits), minus & ~blank)
+
+    def _coarse(self, largest: Array) -> Array:
+        """The scale of levels 0 to 4; a negative level is one of 8 bits without a sign, as it is there."""
+        x, weigh = self.x, self.weigh
+        per_unit = F(_COARSE) / largest
+        off = x - (F(1) / per_unit) * (nearest(per_unit * x) % F(256))
+        best = total(weigh * off * off)
+        for step in (-4, -3, -2, -1, 1, 2, 3, 4):
+            tried = (F(0.1) * F(step) + F(_COARSE)) / largest
+            off = x - (F(1) / tried) * np.minimum(nearest(tried * x), _COARSE)
+            loss = total(weigh * off * off)
+            better = loss < best
+            per_unit, best = np.where(better, tried, per_unit), np.where(better, loss, best)
+        codes = np.minimum(nearest(per_unit * x), F(_COARSE))
+        along, square = total(weigh * x * codes), total(weigh * codes * codes)
+        codes = codes % F(256)
+        for _ in range(_SWEEPS):
+            changed = False
+            for w, value, code in zip(weigh, x, codes, strict=True):
+                others, others_square = along - w * value * code, square - w * code * code
+                usable = (others > 0) & (others_square > 0)
+                moved = np.minimum(nearest(value * others_square / others), F(_COARSE))
+                others, others_square = others + w * value * moved, others_square + w * moved * moved
+                better = usable & (moved != code) & (others * others * square > along * along * others_square)
+                np.copyto(code, moved % F(256), where=better)
+                along, square = np.where(better, others, along), np.where(better, others_square, square)
+                changed |= bool(better.any())
+            if not changed:
+                break
+        return np.where(square > 0, along / square, F(0))
+
+    def _tried(self, scale: Array, most: Array) -> tuple[Array, Array, Array]:
+        """The best scale [groups] of all that are tried, its digits, and which units [units, groups] had no point."""
+        best = np.zeros_like(scale)
+        digits = np.zeros(self.x.shape, int)
+        off = np.zeros((len(self.x) // 8, len(scale)), bool)
+        cost = self._eights(np.sqrt(self.weigh))
+        for step in range(-_TRIALS[self.spec.name], _TRIALS[self.spec.name] + 1):
+            per_unit = (F(5) + F(step) * F(0.1)) / most
+            found, missed = self._points(per_unit, F(1) / per_unit, cost)
+            slope, bend = self._sums(found)
+            better = (bend > 0) & (slope * slope > best * bend)
+            scale = np.where(better, slope / bend, scale)
+            best = np.where(better, scale * slope, best)
+            digits, off = np.where(better, found, digits), np.where(better, missed, off)
+        return scale, digits, off
+
+    def _again(self, scale: Array, digits: Array, off: Array) -> tuple[Array, Array]:
+        """Points chosen anew for the scale found, in IQ2_XS of units that had none; then the scale that fits them."""
+        which = (off if self.spec.name == "IQ2_XS" else np.ones_like(off)) & (scale > 0)
+        found, _ = self._points(F(1) / scale, scale, self._eights(np.sqrt(self.weigh)))
+        digits = np.where(np.repeat(which, 8, axis=0), found, digits)
+        slope, bend = self._sums(digits)
+        return np.where(which.any(axis=0) & (bend > 0), slope / bend, scale), digits
+
+    def _points(self, per_unit: Array, scale: Array, cost: Array) -> tuple[Array, Array]:
+        digits = np.nan_to_num(np.clip(nearest(F(0.5) * (per_unit * self.x - F(1))), 0, 2)).astype(int)
+        values = np.broadcast_to(scale * _LEVELS[:, None], (len(self.x) // 8, 3, len(scale)))
+        found, off = self.table.nearest(self._eights(digits), self._eights(self.x), cost, values)
+        return found.reshape(digits.shape), off
+
+    def _sums(self, digits: Array) -> tuple[Array, Array]:
+        """What a scale of these digits would lower the error by, and the curve of that."""
+        levels = _LEVELS[digits]
+        return total(self.weigh * self.x * levels), total(self.weigh * levels * levels)
+
+    def _with_scales(self, scale: Array, none: Array, digits: Array, minus: Array) -> Coded:
+        blocks = scale.reshape(len(none), -1)
+        d = blocks.max(axis=1) / F(31)
+        multiples = np.clip(nearest(F(0.5) * ((F(1) / d)[:, None] * blocks - F(1))), 0, 15)
+        multiples = 2 * np.where(none[:, None], F(0), multiples) + 1
+        rows, width = self.shape
+        base = points(self.spec.name).base
+        codes = np.where(minus, base - 1 - digits, base + digits).T.astype(np.uint8)
+        half = np.clip(d, F(-65504), F(65504)).astype(np.float16).astype(F)
+        units, whole = (torch.from_numpy(np.ascontiguousarray(item, F).reshape(rows, -1)) for item in (half, multiples))
+        return Coded(
+            torch.from_numpy(np.ascontiguousarray(codes)).reshape(rows, width), LatticeGrid(self.spec, units, whole)
+        )
