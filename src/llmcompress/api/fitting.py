@@ -66,10 +66,9 @@ def fit(
     size: of all weight files, in bytes or as text such as "90MB". bpw: bits per weight instead. kl: the smallest result
     whose expected KL divergence is at most this, in nats per token; within a size, where one is given too. types: those
     that may be chosen, such as "nvfp4,fp8"; bits, group_size: those of types that leave them open. method: "gguf"
-    chooses types of a GGUF file instead; it takes a size alone. losses: a file that keeps what is measured, for other
-    sizes. options: `work` is where finished layers are kept until all are
-    measured ("fit.work"). settings: options of the command `fit`, or `gguf`, as `compress` takes them. Raises
-    LlmcompressError.
+    chooses types of a GGUF file instead. losses: a file that keeps what is measured, for other sizes. options: `work`
+    is where finished layers are kept until all are measured ("fit.work"). settings: options of the command `fit`, or
+    `gguf`, as `compress` takes them. Raises LlmcompressError.
 
         >>> fitted = llmcompress.fit("model", bpw=5.5, method="rtn", bits=(4, 8), samples=2, length=64)
         >>> fitted.recipe.expected.bits_per_weight <= 5.5
@@ -79,10 +78,9 @@ def fit(
     refuse_several("fit() of Python")
     kept = None if losses is None else Path(losses)
     if method == GGUF:
-        if kl is not None:
-            raise RecipeError("types of GGUF are chosen by a size", "give size or bpw instead of kl")
-        room = _some_budget(size, bpw)
-        return fitted_types(type_recipe(settings), Path(model), room, kept, options or Options(), progress, stop)
+        room = budget_or_divergence(size, bpw, kl)
+        recipe = type_recipe(settings)
+        return fitted_types(recipe, Path(model), room, kept, options or Options(), progress, stop, kl=kl)
     wanted = wanted_of(size, bpw, kl, kept, bits, group_size, types)
     work = Path("fit.work") if options is None or options.work is None else options.work
     return fitted_grids(method_recipe(method, settings), Path(model), wanted, work, options, progress, stop)
@@ -118,13 +116,15 @@ def fitted_types(
     progress: Watch | None = None,
     stop: Callable[[int], bool] | None = None,
     begin: Callable[[], object] = lambda: None,
+    kl: float | None = None,
 ) -> FitResult:
     """The recipe with a type of GGUF for every tensor. begin: called once the budget is known to be possible."""
     from llmcompress.engine.budget.gguf_types import fitted_to_budget
 
     kept = "losses are kept by --losses once all are measured; run the same command again"
     with quiet_libraries():
-        found, ledger = fitted_to_budget(recipe, model, options, budget, losses, watched(progress, stop, kept), begin)
+        watch = watched(progress, stop, kept)
+        found, ledger = fitted_to_budget(recipe, model, options, budget, losses, watch, begin, kl)
     return FitResult(found, tuple(ledger.entries))
 
 
@@ -147,9 +147,7 @@ def wanted_of(
     """RecipeError unless one budget is given, or a divergence, all numbers are some, and all types are known."""
     from llmcompress.engine.budget.matrix_grids import GridFitRequest
 
-    room = budget_of(size, bpw) if kl is not None else _some_budget(size, bpw)
-    if kl is not None:
-        _refuse_no_number("--kl", kl, 0.05)
+    room = budget_or_divergence(size, bpw, kl)
     widths, groups = _numbers("--bits", bits, INTEGER_BITS), _numbers("--group-size", group_size, None)
     return GridFitRequest(room, widths, groups, kl, losses, _types(types))
 
@@ -164,9 +162,12 @@ def _types(given: str | Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _some_budget(size: int | str | None, bpw: float | None) -> "Budget":
-    if size is None and bpw is None:
+def budget_or_divergence(size: int | str | None, bpw: float | None, kl: float | None) -> "Budget":
+    """The budget, of any size where a divergence is given; RecipeError for none of all, and for what is no number."""
+    if size is None and bpw is None and kl is None:
         raise RecipeError("nothing says how large the result is to be", "give --size, --bpw or --kl")
+    if kl is not None:
+        _refuse_no_number("--kl", kl, 0.05)
     return budget_of(size, bpw)
 
 

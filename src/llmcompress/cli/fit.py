@@ -23,7 +23,7 @@ DOC = """Find the grid of every matrix by which a model loses least within a siz
 What each matrix would lose on each grid is measured on text: by gradients of what the model predicts, and by rounding \
 a part of its weights. The recipe carries the KL divergence, the bits and the bytes that are expected of it; \
 `llmcompress eval` of the result shows them beside what it measures. \
-For types of GGUF see `llmcompress gguf --bpw`."""
+For types of GGUF see `llmcompress gguf --bpw` and `--kl`."""
 
 Out = Annotated[
     Path | None,

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from llmcompress.api.fitting import budget_of, fitted_types, type_recipe
+from llmcompress.api.fitting import budget_or_divergence, fitted_types, type_recipe
 from llmcompress.api.recipes import GGUF, method_recipe
 from llmcompress.api.settings import TEXT_SETTINGS
 from llmcompress.cli import budget, console
@@ -25,7 +25,7 @@ DOC = """Write a GGUF file for llama.cpp from safetensors or from another one, i
 Without --calibration weights are rounded with nothing but themselves, in seconds. \
 With it, errors are measured on text and made up for (gptq on the type's own grid): \
 the same size, and much closer to the original. \
---bpw or --size chooses types tensor by tensor by what each would lose, and gets closer still. \
+--bpw, --size or --kl chooses types tensor by tensor by what each would lose, and gets closer still. \
 --imatrix rounds by how much each input matters, as llama-quantize does: between the two."""
 
 Model = Annotated[
@@ -112,11 +112,12 @@ _OF_RECIPE = (
     *("base_model", "license"),
     *TEXT_SETTINGS,
 )
-_SIZES = {"--type": "type_", "--bpw": "bpw", "--size": "size"}
+_SIZES = {"--type": "type_", "--bpw": "bpw", "--size": "size", "--kl": "kl"}
 OPTIONS: dict[str, tuple[Any, Any]] = {
     "model": (Model, ...),
     "type_": (Type, None),
     **budget.options("all tensors together, in place of a type; types are chosen by measured loss", kept="losses"),
+    "kl": (budget.Kl, None),
     "tensor_type": (TensorTypes, None),
     "output_type": (OutputType, None),
     "embedding_type": (EmbeddingType, None),
@@ -183,11 +184,11 @@ def _appended(place: Path | None, kind: str) -> Path | None:
 def _refuse_contradiction(values: dict[str, Any]) -> None:
     """RecipeError unless exactly one thing says how large the result is."""
     given = [option for option, name in _SIZES.items() if values[name] not in (None, [])]
-    if len(given) != 1:
+    if len(given) != 1 and ("--kl" not in given or "--type" in given):
         which = f"{' and '.join(given)} both say" if given else "nothing says"
-        raise RecipeError(f"{which} how large the result is to be", "give one of --type, --bpw and --size")
+        raise RecipeError(f"{which} how large the result is to be", "give one of --type, --bpw, --size and --kl")
     if given == ["--type"] and values["losses"] is not None:
-        raise RecipeError("--losses is of use with --bpw or --size only", "leave it out")
+        raise RecipeError("--losses is of use with --bpw, --size or --kl only", "leave it out")
     if given != ["--type"] and values["pure"]:
         raise RecipeError(
             f"--pure asks for one type everywhere, {given[0]} for the best of each", "leave one of them out"
@@ -207,13 +208,21 @@ def _budgeted(values: dict[str, Any], begin: Callable[[], object]) -> tuple[Job,
     begin: called once the budget is known to be possible.
     """
     refuse_several("choosing types by a size")
-    wanted = budget_of(values["size"], values["bpw"])
+    wanted = budget_or_divergence(values["size"], values["bpw"], values["kl"])
     recipe, options = type_recipe(_settings(values)), flags.run_options(values)
     stop = Stop(values["deadline"])
     with console.Steps("measuring", values["quiet"] or values["json_"]) as steps:
         # the deadline does not stop measuring, of which nothing would be kept: a later start would get no further
         found = fitted_types(
-            recipe, values["model"], wanted, values["losses"], options, steps.at, lambda done: stop(0), begin
+            recipe,
+            values["model"],
+            wanted,
+            values["losses"],
+            options,
+            steps.at,
+            lambda done: stop(0),
+            begin,
+            values["kl"],
         )
     return Job(found.recipe, values["model"], options, found.ledger), stop
 

@@ -14,6 +14,7 @@ from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.errors import PlanError
 from llmcompress.recipe import load, parse
+from llmcompress.store.sealed import content_of, sealed
 from llmcompress.validate.gguf_verify import verify_gguf
 from llmcompress.validate.session import Request, evaluate_paths
 from madetokenizers import byte_level, save
@@ -121,6 +122,25 @@ def test_bits_per_weight_are_kept_as_the_gguf_package_counts_them(bits, tiny_mod
     assert 0.93 * min(bits, 16) < found <= bits
 
 
+@pytest.mark.parametrize("most", [0.02, 0.08])
+def test_the_smallest_file_of_a_divergence_is_as_small_as_one_by_size(
+    most, tiny_model_dir, losses, unmeasured, tmp_path, main, capsys
+):
+    out = tmp_path / "model.gguf"
+    asked = ("gguf", tiny_model_dir, "-o", out, "--losses", losses, "-q", "--kl", most)
+    assert main(*asked) == 0
+    report = json.loads((tmp_path / "model.gguf.report.json").read_text())
+    expected = float(report["ledger"][0]["why"].split(" of ")[1].split()[0])
+    assert 0.9 * most < expected <= most
+    assert 0.5 < expected / kl(out, tiny_model_dir) < 2
+    size = out.stat().st_size
+    _, ledger = fitted(tiny_model_dir, tmp_path / "other.gguf", losses, size=int(0.98 * size))
+    assert float(ledger.entries[0].why.split(" of ")[1].split()[0]) > expected
+    assert main(*asked, "--overwrite", "--size", size / 1e9) == 0
+    assert main(*asked, "--overwrite", "--size", 0.98 * size / 1e9) == 2
+    assert f"--kl {most} is not possible within --size" in capsys.readouterr().err
+
+
 def test_the_file_is_called_after_the_type_of_most_tensors(tiny_model_dir, losses, tmp_path):
     made, _ = fitted(tiny_model_dir, tmp_path / "model.gguf", losses, bits=6.6)
     assert made.steps[0].gguf.type in ("Q5_K", "Q6_K", "Q8_0")
@@ -169,6 +189,15 @@ def test_types_that_are_named_stay(tiny_model_dir, losses, tmp_path):
     assert (found["blk.2.ffn_up.weight"], found["token_embd.weight"]) == ("Q4_0", "Q6_K")
     with pytest.raises(PlanError, match="is not possible"):
         fitted(tiny_model_dir, tmp_path / "other.gguf", losses, bits=3, **named)
+
+
+def test_a_divergence_that_no_types_have_is_refused(tiny_model_dir, losses, unmeasured, tmp_path):
+    data = content_of(json.loads(losses.read_text()))
+    data["losses"]["blk.1.attn_q.weight"] = dict.fromkeys(data["losses"]["blk.1.attn_q.weight"], 0.03)
+    (tmp_path / "losses.json").write_bytes(sealed(data))
+    options = Options(out=tmp_path / "model.gguf", threads=1)
+    with pytest.raises(PlanError, match=r"--kl 0\.02 is not possible: of the largest types 0\.03 is expected"):
+        fitted_to_budget(recipe(), tiny_model_dir, options, Budget(), tmp_path / "losses.json", kl=0.02)
 
 
 def test_losses_are_kept_where_they_can_be(tiny_model_dir, unmeasured, tmp_path):
@@ -221,6 +250,9 @@ def test_losses_that_are_not_of_this_model_are_refused(damage, tiny_model_dir, l
         ("--bpw", -1),
         ("--size", -1),
         ("--bpw", 4, "--pure"),
+        ("--type", "Q4_K_M", "--kl", 0.1),
+        ("--kl", 0),
+        ("--kl", 0.1, "--pure"),
         ("--type", "Q4_K_M", "--losses", "losses.json"),
     ],
 )

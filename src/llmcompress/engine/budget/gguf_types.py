@@ -19,7 +19,7 @@ from llmcompress.formats.gguf.types import tensor_type
 from llmcompress.grids.ggml import GgufTypes, gguf_types
 from llmcompress.ledger import Ledger
 from llmcompress.recipe import Recipe
-from llmcompress.solve.knapsack import Choice, choose
+from llmcompress.solve.knapsack import Choice, cheapest, choose, mirrored
 from llmcompress.store.output_file import is_single
 
 SMALLEST = "Q2_K"  # of types that any run may choose, or Q4_0 where rows are too narrow for it
@@ -34,13 +34,15 @@ def fitted_to_budget(
     kept: Path | None = None,
     watch: Callable[[int, int], None] = lambda done, of: None,
     begin: Callable[[], object] = lambda: None,
+    kl: float | None = None,
 ) -> tuple[Recipe, Ledger]:
     """The recipe with a type for every tensor, chosen for least loss within `budget`, and notes on how.
 
+    kl: if given, the smallest types whose expected KL divergence is at most this, in nats per token.
     recipe: of a method with types of GGUF; those that its `tensors`, `output` and `embedding` name stay. kept: file of
     losses measured before; where it is missing they are measured and written there. watch: told how many steps of all
     are done. begin: called before measuring. PlanError for a GGUF file, and for a budget below the smallest possible
-    size, before anything is measured.
+    size, before anything is measured; for a divergence that no types have, or none within the budget, after it.
     """
     step = recipe.method
     if recipe.transforms:
@@ -73,13 +75,28 @@ def fitted_to_budget(
     kinds = _kinds(matrices, informed, wished)
     least = sum(padded(item.nbytes) for item in matrices)
 
-    def attempt(room: float) -> tuple[dict[str, str], Recipe, Plan]:
-        chosen = _chosen(matrices, kinds, losses, room)
+    items = [_choices(item, kinds[item.tensor.name], losses[item.tensor.name]) for item in matrices]
+
+    def typed(numbers: list[int]) -> tuple[dict[str, str], Recipe, Plan]:
+        names = [item.tensor.name for item in matrices]
+        chosen = {name: kinds[name][number] for name, number in zip(names, numbers, strict=True)}
         return chosen, *planned(type=_most(chosen), output=None, embedding=None, tensors=chosen)
 
-    chosen, result, plan = allotted(
-        attempt, least - _excess(budget, smallest), least, lambda made: _excess(budget, made[-1])
-    )
+    if kl is None:
+        chosen, result, plan = allotted(
+            lambda room: typed(choose(items, room)),
+            least - _excess(budget, smallest),
+            least,
+            lambda made: _excess(budget, made[-1]),
+        )
+    else:
+        chosen, result, plan = typed(_within(items, kl))
+        if _excess(budget, plan) > 0:
+            raise PlanError(
+                f"--kl {kl:g} is not possible within {budget.asked}: it takes {plan.estimate.output_bytes:,} bytes, "
+                f"{_bits(plan):.4f} bits per weight",
+                "allow more of either",
+            )
     loss = sum(losses[name][kind] for name, kind in chosen.items() if len(kinds[name]) > 1)
     ledger.note(
         "budget",
@@ -106,7 +123,8 @@ def _excess(budget: Budget, plan: Plan) -> int:
     """Bytes by which a plan's result exceeds a budget; negative where there is room."""
     if budget.nbytes is not None:
         return plan.estimate.output_bytes - budget.nbytes
-    assert budget.bits is not None
+    if budget.bits is None:
+        return 0
     limit = sum(len(file.header) for file in plan.files) + int(budget.bits * _weights(plan) / 8)
     return plan.estimate.output_bytes - limit
 
@@ -138,18 +156,20 @@ def _kinds(matrices: list[Placed], informed: bool, wished: GgufTypes) -> dict[st
     }
 
 
-def _chosen(
-    matrices: list[Placed], kinds: Mapping[str, tuple[str, ...]], losses: Losses, room: float
-) -> dict[str, str]:
-    """A type for each tensor, such that all tensors together take at most `room` bytes."""
-    items = []
-    for item in matrices:
-        name, shape = item.tensor.name, item.tensor.shape
-        items.append(
-            [Choice(padded(tensor_type(kind).nbytes(shape)), losses[name].get(kind, 0.0)) for kind in kinds[name]]
+def _choices(item: Placed, kinds: tuple[str, ...], losses: Mapping[str, float]) -> list[Choice]:
+    """Bytes and losses of the types of a tensor; what a type was named for loses nothing that could be helped."""
+    return [Choice(padded(tensor_type(kind).nbytes(item.tensor.shape)), losses.get(kind, 0.0)) for kind in kinds]
+
+
+def _within(items: list[list[Choice]], kl: float) -> list[int]:
+    """The number of a type for each tensor, such that all tensors together lose at most `kl` in few bytes."""
+    turned = mirrored([[choice if len(item) > 1 else choice._replace(loss=0.0) for choice in item] for item in items])
+    best = sum(options[cheapest(options)].cost for options in turned)
+    if best > kl:
+        raise PlanError(
+            f"--kl {kl:g} is not possible: of the largest types {best:.3g} is expected", "allow a larger divergence"
         )
-    numbers = choose(items, room)
-    return {item.tensor.name: kinds[item.tensor.name][number] for item, number in zip(matrices, numbers, strict=True)}
+    return choose(turned, kl)
 
 
 def _most(chosen: Mapping[str, str]) -> str:
