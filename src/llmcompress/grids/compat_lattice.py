@@ -5,16 +5,16 @@ table the nearest of a few points around them. As in `compat`, the same float32 
 groups at once, arrays being [position, groups]. Source: the rules of ggml 0.25, its x86-64 build.
 """
 
-from functools import cache
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from llmcompress.grids.coded import Coded
-from llmcompress.grids.compat_points import Table
+from llmcompress.grids.blocks import BlockSpec
+from llmcompress.grids.coded import Coded, Grid
+from llmcompress.grids.compat_points import EightsTable
 from llmcompress.grids.compat_search import Array, F, nearest, total
-from llmcompress.grids.lattice import LatticeGrid, LatticeSpec, points
 from llmcompress.workers import Workers
 
 _CHUNK = 1 << 17  # weights encoded at once
@@ -25,7 +25,18 @@ _COARSE = 4  # steps of the first scale of IQ2_XXS
 _SWEEPS = 5
 
 
-def encode(weight: Tensor, spec: LatticeSpec, workers: Workers, importance: Tensor | None = None) -> Coded:
+Made = Callable[[Tensor, Tensor], Grid]
+"""A grid of d [out, blocks] and multiples [out, groups]."""
+
+
+def encode(
+    weight: Tensor,
+    spec: BlockSpec,
+    table: EightsTable,
+    made: Made,
+    workers: Workers,
+    importance: Tensor | None = None,
+) -> Coded:
     """Codes and scales of weight [out, in] float32 as llama-quantize chooses them.
 
     importance [in]: mean squares of the inputs, which these types need there; without it all inputs count alike.
@@ -36,23 +47,16 @@ def encode(weight: Tensor, spec: LatticeSpec, workers: Workers, importance: Tens
 
     def piece(start: int) -> Coded:
         with np.errstate(all="ignore"):
-            return _Encoding(weight[start : start + step].detach().cpu().numpy(), spec, cost).coded()
+            return _Encoding(weight[start : start + step].detach().cpu().numpy(), spec, table, cost).coded(made)
 
     return Coded.stacked(list(workers.in_order(piece, range(0, rows, step)))).to(weight.device)
-
-
-@cache
-def _table(name: str) -> Table:
-    levels = points(name).magnitudes
-    known = torch.tensor(sorted(set(levels.flatten().tolist())))
-    return Table.of(torch.searchsorted(known, levels).numpy(), 2)
 
 
 class _Encoding:
     """Groups of weight [out, in], as magnitudes x and weigh [positions, groups]; one of eight x may be negative."""
 
-    def __init__(self, weight: Array, spec: LatticeSpec, importance: Array) -> None:
-        self.spec, self.shape, self.table = spec, weight.shape, _table(spec.name)
+    def __init__(self, weight: Array, spec: BlockSpec, table: EightsTable, importance: Array) -> None:
+        self.spec, self.shape, self.table = spec, weight.shape, table
         size = spec.group_size
         signed = np.ascontiguousarray(weight.reshape(-1, size).T)
         blocks = weight.reshape(-1, spec.block_size)
@@ -69,7 +73,7 @@ class _Encoding:
     def _eights(self, values: Array) -> Array:
         return values.reshape(-1, 8, values.shape[-1])
 
-    def coded(self) -> Coded:
+    def coded(self, made: Made) -> Coded:
         largest = self.x.max(axis=0)
         empty = largest < _EMPTY
         if self.spec.name == "IQ2_XXS":
@@ -86,7 +90,7 @@ class _Encoding:
         none = scale.reshape(-1, self.spec.groups_per_block).max(axis=1) == 0
         blank = empty | np.repeat(none, self.spec.groups_per_block)
         first = np.tile(self.table.digits[0], len(digits) // 8)[:, None]
-        return self._with_scales(scale, none, np.where(blank, first, digits), minus & ~blank)
+        return self._with_scales(scale, none, np.where(blank, first, digits), minus & ~blank, made)
 
     def _coarse(self, largest: Array) -> Array:
         """The scale of levels 0 to 4; a negative level is one of 8 bits without a sign, as it is there."""
@@ -153,16 +157,14 @@ class _Encoding:
         levels = _LEVELS[digits]
         return total(self.weigh * self.x * levels), total(self.weigh * levels * levels)
 
-    def _with_scales(self, scale: Array, none: Array, digits: Array, minus: Array) -> Coded:
+    def _with_scales(self, scale: Array, none: Array, digits: Array, minus: Array, made: Made) -> Coded:
         blocks = scale.reshape(len(none), -1)
         d = blocks.max(axis=1) / F(31)
         multiples = np.clip(nearest(F(0.5) * ((F(1) / d)[:, None] * blocks - F(1))), 0, 15)
         multiples = 2 * np.where(none[:, None], F(0), multiples) + 1
         rows, width = self.shape
-        base = points(self.spec.name).base
-        codes = np.where(minus, base - 1 - digits, base + digits).T.astype(np.uint8)
+        codes = np.where(minus, len(_LEVELS) - 1 - digits, len(_LEVELS) + digits).T.astype(np.uint8)
         half = np.clip(d, F(-65504), F(65504)).astype(np.float16).astype(F)
         units, whole = (torch.from_numpy(np.ascontiguousarray(item, F).reshape(rows, -1)) for item in (half, multiples))
-        return Coded(
-            torch.from_numpy(np.ascontiguousarray(codes)).reshape(rows, width), LatticeGrid(self.spec, units, whole)
-        )
+        kept = torch.from_numpy(np.ascontiguousarray(codes)).reshape(rows, width)
+        return Coded(kept, made(units, whole))

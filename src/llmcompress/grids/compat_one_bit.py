@@ -6,17 +6,17 @@ scale and levels; eights that are no point of the table then take the nearest of
 the rules of ggml 0.25, its x86-64 build.
 """
 
-from functools import cache
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from llmcompress.grids.coded import Coded
-from llmcompress.grids.compat_points import Table
+from llmcompress.grids.blocks import BlockSpec
+from llmcompress.grids.coded import Coded, Grid
+from llmcompress.grids.compat_points import EightsTable
 from llmcompress.grids.compat_search import Array, F, nearest, total
-from llmcompress.grids.one_bit import OneBitGrid, OneBitSpec, points
 from llmcompress.workers import Workers
 
 _CHUNK = 1 << 17  # weights encoded at once
@@ -26,7 +26,18 @@ _EMPTY = {"IQ1_S": F(1e-12), "IQ1_M": F(1e-7)}  # a group whose largest magnitud
 _RAISED_D = {"IQ1_S": F(1.125), "IQ1_M": F(1.1125)}
 
 
-def encode(weight: Tensor, spec: OneBitSpec, workers: Workers, importance: Tensor | None = None) -> Coded:
+Made = Callable[[Tensor, Tensor, Tensor | None], Grid]
+"""A grid of d [out, blocks], multiples [out, groups] and whether groups are raised, where they are as a whole."""
+
+
+def encode(
+    weight: Tensor,
+    spec: BlockSpec,
+    table: EightsTable,
+    made: Made,
+    workers: Workers,
+    importance: Tensor | None = None,
+) -> Coded:
     """Codes and scales of weight [out, in] float32 as llama-quantize chooses them.
 
     importance [in]: mean squares of the inputs; without it, for which IQ1_S has no rule there, squares of the weights
@@ -38,7 +49,7 @@ def encode(weight: Tensor, spec: OneBitSpec, workers: Workers, importance: Tenso
 
     def piece(start: int) -> Coded:
         with np.errstate(all="ignore"):
-            return _Encoding(weight[start : start + step].detach().cpu().numpy(), spec, cost).coded()
+            return _Encoding(weight[start : start + step].detach().cpu().numpy(), spec, table, cost).coded(made)
 
     return Coded.stacked(list(workers.in_order(piece, range(0, rows, step)))).to(weight.device)
 
@@ -46,8 +57,8 @@ def encode(weight: Tensor, spec: OneBitSpec, workers: Workers, importance: Tenso
 class _Encoding:
     """Groups of weight [out, in], as x and weigh [positions, groups]."""
 
-    def __init__(self, weight: Array, spec: OneBitSpec, importance: Array | None) -> None:
-        self.spec, self.shape = spec, weight.shape
+    def __init__(self, weight: Array, spec: BlockSpec, table: EightsTable, importance: Array | None) -> None:
+        self.spec, self.shape, self.table = spec, weight.shape, table
         size = spec.group_size
         self.x = np.ascontiguousarray(weight.reshape(-1, size).T)
         if importance is None:
@@ -60,7 +71,7 @@ class _Encoding:
         self.parts = len(_SIGNS[spec.name][0])
         self.units = size // 8
 
-    def coded(self) -> Coded:
+    def coded(self, made: Made) -> Coded:
         scale, digits, signs = self._cut()
         empty = (np.abs(self.x).max(axis=0) < _EMPTY[self.spec.name]) | (signs[0] == 0)
         scale, signs = np.where(empty, F(0), scale), np.where(empty, 1, signs)
@@ -72,7 +83,7 @@ class _Encoding:
         levels = self._levels(digits, by_unit)
         slope, bend = self._sums(levels)
         scale = np.where(moved & ~empty & (slope > 0) & (bend > 0), slope / bend, scale)
-        return self._with_scales(scale, digits, signs, empty)
+        return self._with_scales(scale, digits, signs, empty, made)
 
     def _cut(self) -> tuple[Array, Array, Array]:
         """The best scale [groups], of either sign, digits 0 to 2 [positions, groups] and signs [parts, groups]."""
@@ -115,7 +126,7 @@ class _Encoding:
         raised, lowered = (np.array(_LEVELS[sign])[None, :, None] for sign in (1, -1))
         values = scale * np.where(signs[:, None] > 0, raised, lowered)
         eights, x, weigh = (item.reshape(self.units, 8, -1) for item in (digits, self.x, self.weigh))
-        found, off = _table().nearest(eights, x, weigh, values)
+        found, off = self.table.nearest(eights, x, weigh, values)
         moved: Array = np.asarray(off.any(axis=0))
         return found.reshape(digits.shape), moved
 
@@ -129,7 +140,7 @@ class _Encoding:
         both = self.weigh * levels
         return total(both * self.x), total(both * levels)
 
-    def _with_scales(self, scale: Array, digits: Array, signs: Array, empty: Array) -> Coded:
+    def _with_scales(self, scale: Array, digits: Array, signs: Array, empty: Array, made: Made) -> Coded:
         """Scales rounded to multiples; groups that are empty have the first point of the table."""
         per = self.spec.groups_per_block
         blocks = scale.reshape(-1, per)
@@ -138,7 +149,7 @@ class _Encoding:
         d = largest / F(15)
         multiples = np.clip(nearest(F(0.5) * ((F(1) / d)[:, None] * blocks - F(1))), 0, 7)
         multiples = 2 * np.where(none[:, None], F(0), multiples) + 1
-        digits = np.where(empty, _table().digits[0][np.arange(len(digits)) % 8][:, None], digits)
+        digits = np.where(empty, self.table.digits[0][np.arange(len(digits)) % 8][:, None], digits)
         signs = np.where(np.repeat(none, per), 1, signs)
         by_unit = np.repeat(signs, self.units // self.parts, axis=0)
         if self.parts > 1:
@@ -149,9 +160,9 @@ class _Encoding:
         raised = np.repeat(by_unit > 0, 8, axis=0)
         codes = torch.from_numpy(np.ascontiguousarray((2 * digits + raised).T.astype(np.uint8)).reshape(rows, width))
         half = np.clip(d, F(-65504), F(65504)).astype(np.float16).astype(F)
-        shared = torch.from_numpy((signs[0] > 0).astype(F).reshape(rows, -1)) if self.spec.shared else None
+        shared = torch.from_numpy((signs[0] > 0).astype(F).reshape(rows, -1)) if self.parts == 1 else None
         units, whole = (torch.from_numpy(np.ascontiguousarray(item, F).reshape(rows, -1)) for item in (half, multiples))
-        return Coded(codes, OneBitGrid(self.spec, units, whole, raised=shared))
+        return Coded(codes, made(units, whole, shared))
 
     def _sums_of_blocks(self, levels: Array) -> tuple[Array, Array]:
         """`_sums` of whole blocks, one position after another."""
@@ -191,8 +202,3 @@ def _halves_bend(sums: Array, i: int, j: int, levels: tuple[Any, ...]) -> Array:
         sums[-1] * high * high + sums[i] * (low * low - middle * middle) + sums[j] * (middle * middle - high * high)
     )
     return found
-
-
-@cache
-def _table() -> Table:
-    return Table.of(points().numpy().astype(int) + 1, 3)

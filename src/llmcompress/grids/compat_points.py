@@ -13,7 +13,7 @@ _POWERS = 3 ** np.arange(8)
 
 
 @dataclass(frozen=True)
-class Table:
+class EightsTable:
     """digits [points, 8]. place [3 ** 8]: which point eight digits are, read as a number; -1 - n where they are none.
 
     around [n, most]: the points to look at then, of which there are counts [n].
@@ -25,7 +25,7 @@ class Table:
     counts: Array
 
     @classmethod
-    def of(cls, digits: Array, distances: int) -> "Table":
+    def of(cls, digits: Array, distances: int) -> "EightsTable":
         """distances: how many of the least distances of points there are to look at."""
         every = np.arange(3**8)[:, None] // _POWERS % 3
         place = np.full(len(every), -1)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, ClassVar
 
 from llmcompress.grids.base import Search, Spec
@@ -24,6 +24,7 @@ from llmcompress.lazy import Tensor, torch
 from llmcompress.packing.lattice_bytes import LATTICE_BYTES
 
 if TYPE_CHECKING:
+    from llmcompress.grids.compat_points import EightsTable
     from llmcompress.workers import Workers
 
 UNIT = 8
@@ -119,6 +120,15 @@ def points(name: str) -> Points:
     place = torch.full((found.base ** digits.shape[1],), -1, dtype=torch.int64)
     place[(digits * powers).sum(1)] = torch.arange(len(digits))
     return replace(found, place=place)
+
+
+@cache
+def _eights(name: str) -> EightsTable:
+    """The table of a type of eight magnitudes as llama-quantize looks for points in it."""
+    from llmcompress.grids.compat_points import EightsTable
+
+    table = points(name)
+    return EightsTable.of(torch.searchsorted(table.values[table.base :], table.magnitudes).numpy(), 2)
 
 
 @dataclass(frozen=True)
@@ -337,10 +347,11 @@ class Lattices(GridType):
     def rounded(
         self, weight: Tensor, spec: LatticeSpec, search: Search, workers: Workers, importance: Tensor | None
     ) -> Coded:
-        from llmcompress.grids import compat_lattice
+        if search != "compat":
+            return fitted(weight, spec, workers, importance)
+        from llmcompress.grids.compat_lattice import encode
 
-        encode = compat_lattice.encode if search == "compat" else fitted
-        return encode(weight, spec, workers, importance)
+        return encode(weight, spec, _eights(spec.name), partial(LatticeGrid, spec), workers, importance)
 
     def nearest(self, weight: Tensor, spec: LatticeSpec, workers: Workers) -> Tensor:
         return fitted(weight, spec, workers).decode()

@@ -23,6 +23,7 @@ from llmcompress.lazy import Tensor, torch
 from llmcompress.packing.ternary_bytes import pack_iq1m, pack_iq1s, take_iq1m, take_iq1s
 
 if TYPE_CHECKING:
+    from llmcompress.grids.compat_points import EightsTable
     from llmcompress.workers import Workers
 
 _CHUNK = 1 << 14  # weights fitted at once, and
@@ -78,6 +79,14 @@ def _places() -> Tensor:
     place = torch.full((3**UNIT,), -1, dtype=torch.int64)
     place[_number(points().to(torch.int64) + 1)] = torch.arange(len(points()))
     return place
+
+
+@cache
+def _eights() -> EightsTable:
+    """The table as llama-quantize looks for points in it."""
+    from llmcompress.grids.compat_points import EightsTable
+
+    return EightsTable.of(points().numpy().astype(int) + 1, 3)
 
 
 def _number(digits: Tensor) -> Tensor:
@@ -272,10 +281,14 @@ class OneBits(GridType):
     def rounded(
         self, weight: Tensor, spec: OneBitSpec, search: Search, workers: Workers, importance: Tensor | None
     ) -> Coded:
-        from llmcompress.grids import compat_one_bit
+        if search != "compat":
+            return fitted(weight, spec, workers, importance)
+        from llmcompress.grids.compat_one_bit import encode
 
-        encode = compat_one_bit.encode if search == "compat" else fitted
-        return encode(weight, spec, workers, importance)
+        def made(d: Tensor, multiples: Tensor, raised: Tensor | None) -> OneBitGrid:
+            return OneBitGrid(spec, d, multiples, raised=raised)
+
+        return encode(weight, spec, _eights(), made, workers, importance)
 
     def nearest(self, weight: Tensor, spec: OneBitSpec, workers: Workers) -> Tensor:
         return fitted(weight, spec, workers).decode()
