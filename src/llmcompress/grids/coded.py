@@ -74,7 +74,8 @@ class Grid(ABC):
     def snapped(self, units: Tensor, metric: Tensor, group: int) -> Tensor:
         """Levels [n, together] nearest to values in units of their scales [n, together], where the spec has `together`.
 
-        metric [together, together]: errors e of a row cost e metric e^T. TypeError for a grid of single codes.
+        metric [together, together]: errors e of a row cost e metric e^T. group: of the columns. TypeError for a grid of
+        single codes.
         """
         raise TypeError(f"{self.spec.name} rounds its weights one by one")
 

@@ -32,9 +32,7 @@ _COMPAT = ("IQ2_XXS", "IQ2_XS")  # types of which llama-quantize's rounding is k
 _CHUNK = 1 << 14  # weights fitted at once: what points gain stays in the cache
 _ODD = (1, 31)
 _REACHES = tuple(0.7 + 0.05 * i for i in range(11))  # of the largest magnitude of a group, tried for the largest level
-_UNITS = tuple(
-    0.7 + 0.05 * i for i in range(13)
-)  # of d, where 1 makes the largest scale of a block the largest multiple
+_UNITS = tuple(0.7 + 0.05 * i for i in range(13))  # of d, where 1 makes the largest scale the largest multiple
 _LEAST_IMPORTANCE = 1e-3  # of the mean: channels that were never active keep a sensible scale
 
 

@@ -98,6 +98,8 @@ def test_runs_that_know_their_inputs_choose_among_types_by_eights_too(tiny_model
     assert any(kind.startswith(("IQ1", "IQ2")) for kind in types(chosen).values())
     assert kl(chosen, tiny_model_dir) <= 0.9 * kl(fixed, tiny_model_dir)
     assert [check.name for check in verify_gguf(chosen, tiny_model_dir) if not check.ok] == []
+    assert main("gguf", tiny_model_dir, "--bpw", 5, "-o", tmp_path / "plain.gguf", "--losses", kept) == 2
+    assert "new.json holds no losses of this calibration" in capsys.readouterr().err
     table = json.loads(kept.read_text())["losses"]["blk.1.ffn_up.weight"]
     assert list(table) == list(candidates(256, True))
     sizes = [gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]] for kind in table]

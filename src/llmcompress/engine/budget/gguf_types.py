@@ -140,7 +140,7 @@ def _losses(
     """The losses of the matrices: read from the file `kept` if it exists, else measured now."""
     tensors = [item.tensor for item in matrices]
     wanted = {tensor.name: candidates(tensor.shape[-1], informed) for tensor in tensors}
-    of = {"model": plan.headers.contents} | ({"calibration": "given"} if informed else {})
+    of = {"model": plan.headers.contents, "calibration": "given" if informed else "none"}
     return kept_losses(kept, of, wanted, lambda: measure(plan, tensors, informed, ledger, watch))
 
 
