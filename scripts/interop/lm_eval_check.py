@@ -3,8 +3,8 @@
     .venv-lm_eval/bin/python lm_eval_check.py MODEL TASKS SAMPLES
 
 TASKS is a folder of task files in YAML; an `include` of a path below `lm_eval/` means the task of that name that comes
-with lm-evaluation-harness. The last line printed has, by task, its scores and the log-likelihoods of all choices; its
-samples are saved in the folder SAMPLES, as its --log_samples does.
+with lm-evaluation-harness. The last line printed has, by task, its scores and the log-likelihoods of all choices, or
+the texts that it wrote; its samples are saved in the folder SAMPLES, as its --log_samples does.
 """
 
 import json
@@ -40,9 +40,12 @@ def main() -> None:
     tracker.save_results_aggregated(results=found, samples=found["samples"])
     said = {}
     for name, rows in found["samples"].items():
-        likely = [[pair[0][0] for pair in row["resps"]] for row in rows]
+        once = [row for row in rows if row["filter"] == rows[0]["filter"]]  # each filter has rows of its own
+        answers = [[pair[0] for pair in row["resps"]] for row in once]
+        texts = [one for of_row in answers for one in of_row if isinstance(one, str)]
+        likely = [] if texts else [[pair[0] for pair in of_row] for of_row in answers]
         tracker.save_results_samples(task_name=name, samples=rows)
-        said[name] = {"scores": found["results"][name], "loglikelihood": likely}
+        said[name] = {"scores": found["results"][name], "loglikelihood": likely, "texts": texts}
     print(json.dumps(said))
 
 

@@ -5,10 +5,12 @@ import json
 import numpy as np
 import pytest
 from other_environment import told
+from transformers import AutoTokenizer
 
 from llmcompress.calib.default import shipped
 from llmcompress.validate import tasks as module
 from llmcompress.validate.request import Request
+from llmcompress.validate.session import writer
 from llmcompress.validate.task_items import read_tasks
 from llmcompress.validate.tasks import task_figures
 
@@ -30,6 +32,7 @@ doc_to_target: " {{target}}"
 metric_list: [{metric: acc}]
 """,
 }
+GSM8K = "include: lm_eval/tasks/gsm8k/gsm8k.yaml\ntag: null\nnum_fewshot: 0\n"
 THEIRS = {
     "arc": "arc/arc_easy.yaml",
     "hellaswag": "hellaswag/hellaswag.yaml",
@@ -46,6 +49,10 @@ def rows():
     # a target that begins with a space needs none between
     found["cloze"] = [row for row in found["cloze"] if not row["text"][-1].isspace()]
     found |= {name: [] for name in THEIRS}
+    found["gsm8k"] = [
+        {"question": f"{number} + 4 = 7, 12 12 12 12 12 12", "answer": f"So it is.\n#### {number % 3}"}
+        for number in range(9)
+    ]
     for number in range(24):
         words = TEXT[number % len(TEXT)].split(" ")
         start, end = " ".join(words[:6]), " ".join(words[6:12])
@@ -82,9 +89,8 @@ def scored(tiny_model_dir, tmp_path_factory):
         file.write_text("".join(json.dumps(row) + "\n" for row in lines))
         splits = ", ".join(f"{split}: {file}" for split in ("train", "validation", "test", "dev"))
         data = f"dataset_path: json\ndataset_name: null\ndataset_kwargs: {{data_files: {{{splits}}}}}\n"
-        task = (
-            f"test_split: test\n{OWN[name]}" if name in OWN else f"include: lm_eval/tasks/{THEIRS[name]}\ntag: null\n"
-        )
+        known = {"gsm8k": GSM8K, **{name: f"test_split: test\n{task}" for name, task in OWN.items()}}
+        task = known.get(name) or f"include: lm_eval/tasks/{THEIRS[name]}\ntag: null\n"
         (tasks / f"{name}.yaml").write_text(f"{task}task: {name}\n{data}")
     return told("lm_eval", place, [tiny_model_dir, tasks, samples]), items, samples
 
@@ -113,3 +119,18 @@ def test_scores_are_equal(scored, tiny_model_dir, monkeypatch, name, source):
     assert found["acc"] == pytest.approx(scores["acc,none"], abs=1e-6)
     if "acc_norm,none" in scores:
         assert found["acc_norm"] == pytest.approx(scores["acc_norm,none"], abs=1e-6)
+
+
+def test_texts_and_the_numbers_in_them_are_equal(scored, tiny_model_dir):
+    theirs, items, _ = scored
+    request = Request(tiny_model_dir, None, "default", 2, None, 3, "cpu", None)
+    [task] = read_tasks(str(items / "gsm8k.jsonl"))
+    tokenizer, write = AutoTokenizer.from_pretrained(tiny_model_dir), writer(request, tiny_model_dir)
+    for item, wanted in zip(task.items, theirs["gsm8k"]["texts"], strict=True):
+        text = write(tokenizer(item.pairs[0][0])["input_ids"], item.written.most, item.written.stops)
+        for stop in item.written.stops:
+            text = text.partition(stop)[0]
+        assert text == wanted
+    found = task_figures(request, [task], lambda *_: None)["acc"]
+    assert found == pytest.approx(theirs["gsm8k"]["scores"]["exact_match,flexible-extract"], abs=1e-6)
+    assert 0 < found < 1

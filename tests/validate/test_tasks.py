@@ -1,6 +1,7 @@
 """Scores of tasks against a whole model run by transformers, item by item, and statistics against definitions."""
 
 import json
+import re
 from fractions import Fraction
 from itertools import product
 from math import comb
@@ -110,6 +111,59 @@ def test_a_text_to_finish_is_right_where_it_is_written_greedily():
     of = answers(items, ChoiceScores(np.array([-1.0, -1.0]), np.array([1.0, 0.0])))
     assert of.right.tolist() == [1, 0]
     assert of.normed is None
+
+
+WRITTEN = [
+    {"prompt": "Once there was", "pattern": "[a-z]+", "answer": "unknown", "stops": ["."], "most": 5},
+    {"prompt": "The river runs", "pattern": "(x+)|([A-Za-z]+)", "answer": "unknown", "most": 7},
+    {"question": "How many?", "answer": "First.\n#### 1,234"},
+]
+
+
+def test_a_text_is_written_greedily_and_judged_by_its_last_match(tiny_model_dir, tmp_path):
+    """Against plain transformers: the answer is made what it wrote, and then something else."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+
+    def last(row):
+        ids = tokenizer(row["prompt"], return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            for _ in range(row["most"]):
+                ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
+        start = len(tokenizer(row["prompt"])["input_ids"])
+        text = tokenizer.decode(ids[0, start:], skip_special_tokens=True)
+        for stop in row.get("stops", ["\n\n"]):
+            text = text.partition(stop)[0]
+        return re.findall(r"[A-Za-z]+", text)[-1]
+
+    rows = [{**row, "answer": last(row).upper()} for row in WRITTEN[:2]]
+    steps = []
+    place = write(tmp_path / "own.jsonl", [*rows, *WRITTEN[:2], ROWS[2]])
+    found = task_figures(
+        request(tiny_model_dir, tiny_model_dir), read_tasks(str(place)), lambda step, of: steps.append((step, of))
+    )
+    assert found["acc"] == pytest.approx(2 / 5)
+    assert (found["acc_drop"], found["same_answer"]) == (0, 1)
+    assert steps[-1][0] == steps[-1][1]
+    assert [step for step, _ in steps[-8:]] == list(range(steps[-1][1] - 7, steps[-1][1] + 1))  # four texts each
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("5 and 6 make 11. So $1,234.", True),
+        ("#### 1234", True),
+        ("1234 or 12", False),
+        ("1234 Question: 12", True),
+        ("I do not know", False),
+        ("-1234", False),
+    ],
+)
+def test_the_last_number_is_the_answer_to_gsm8k(tmp_path, text, right):
+    [task] = read_tasks(str(write(tmp_path / "gsm8k.jsonl", WRITTEN[2:])))
+    [item] = task.items
+    assert item.pairs == [("Question: How many?\nAnswer:", " First.\n#### 1,234")]
+    assert item.written.right(text) is right
 
 
 def test_what_is_not_finite_is_no_answer():
@@ -243,6 +297,12 @@ def test_what_comes_with_llmcompress_can_be_answered():
 
 
 BAD = {
+    "a pattern that is none": ({**WRITTEN[0], "pattern": "("}, "line 1: its pattern cannot be used: missing )"),
+    "a pattern that never ends": (
+        {**WRITTEN[0], "pattern": "(a|a)*$", "answer": "a" * 40 + "b"},
+        "line 1: its pattern cannot be used: regex timed out",
+    ),
+    "no number": ({**WRITTEN[2], "answer": "many"}, "line 1: its answer has no number after '####'"),
     "no item": ({"prompt": "a"}, "line 1 is no item of a task: it has prompt"),
     "answer beyond": ({**ROWS[0], "answer": 3}, "line 1: its answer is 3, of 3 choices counted from 0"),
     "answer of another kind": ({**ROWS[0], "answer": "soup"}, "line 1: answer: input should be a valid integer"),
@@ -269,6 +329,12 @@ def test_what_is_no_item_is_refused_with_its_place(tmp_path, name):
 def test_an_item_longer_than_the_context_is_refused(tiny_model_dir, tmp_path):
     rows = [ROWS[0], {"text": "word " * 5000, "target": "word"}]
     with pytest.raises(CalibrationError, match=r"line 2 has \d+ tokens, the model reads \d+"):
+        task_figures(request(tiny_model_dir), read_tasks(str(write(tmp_path / "own.jsonl", rows))), lambda *_: None)
+
+
+def test_an_item_that_leaves_no_room_to_write_is_refused(tiny_model_dir, tmp_path):
+    rows = [{**WRITTEN[0], "most": 60000}]
+    with pytest.raises(CalibrationError, match=r"line 1 has \d+ tokens and up to 60000 to write, the model reads \d+"):
         task_figures(request(tiny_model_dir), read_tasks(str(write(tmp_path / "own.jsonl", rows))), lambda *_: None)
 
 

@@ -144,33 +144,49 @@ def check_models(request: Request) -> None:
 def continuations(request: Request, prompt: str, max_new_tokens: int) -> dict[str, str]:
     """Greedy continuations of a prompt by each model, the compressed one on its packed weights."""
     tokenizer = load_tokenizer(request.ref or request.model, request.trust_remote_code)
-    ids = torch.tensor([next(token_ids(tokenizer, [Document("the prompt", prompt)], "the prompt")).tolist()])
-    if ids.numel() == 0:
+    ids = next(token_ids(tokenizer, [Document("the prompt", prompt)], "the prompt")).tolist()
+    if not ids:
         raise RecipeError("the prompt of --generate has no tokens", "give some text")
-    result = {}
-    for path in (request.model, request.ref):
-        if path is None:
-            continue
-        linear = None if gguf_in(path) is not None else PackedLinear  # blocks would be decoded for every token
-        model = load_whole(
-            path,
-            dtype=torch.float32,
-            linear=linear,
-            trust_remote_code=request.trust_remote_code,
-            source=request.ref,
-            adapter=request.ref_adapter if path == request.ref else None,
+    paths = [path for path in (request.model, request.ref) if path is not None]
+    return {str(path): writer(request, path)(ids, max_new_tokens) for path in paths}
+
+
+def writer(request: Request, path: Path) -> Callable[..., str]:
+    """Writes greedily: a function of token ids, the most tokens to write, and texts at which to end.
+
+    path: of the model or of the reference, which is held in memory, on its packed weights where they are codes.
+    """
+    tokenizer = load_tokenizer(request.ref or request.model, request.trust_remote_code)
+    linear = None if gguf_in(path) is not None else PackedLinear  # blocks would be decoded for every token
+    model = load_whole(
+        path,
+        dtype=torch.float32,
+        linear=linear,
+        trust_remote_code=request.trust_remote_code,
+        source=request.ref,
+        adapter=request.ref_adapter if path == request.ref else None,
+    )
+    if path == request.model and request.adapter is not None:
+        adapt_whole(model, request.adapter, path)
+    change = cache_of(path, request.cache) if path == request.model else None
+
+    @torch.no_grad()
+    def write(ids: Sequence[int], most: int, stops: Sequence[str] = ()) -> str:
+        given = torch.tensor([ids])
+
+        def stopped(written: Tensor, scores: object) -> Tensor:
+            text = tokenizer.decode(written[0, len(ids) :], skip_special_tokens=True)
+            return torch.tensor([any(stop in text for stop in stops)])
+
+        out = model.generate(  # type: ignore[operator]
+            given,
+            attention_mask=torch.ones_like(given),
+            do_sample=False,
+            max_new_tokens=most,
+            past_key_values=None if change is None else ChangingCache(model.config, change),
+            pad_token_id=tokenizer.eos_token_id,
+            stopping_criteria=[stopped] if stops else None,
         )
-        if path == request.model and request.adapter is not None:
-            adapt_whole(model, request.adapter, path)
-        change = cache_of(path, request.cache) if path == request.model else None
-        with torch.no_grad():
-            out = model.generate(  # type: ignore[operator]
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                max_new_tokens=max_new_tokens,
-                past_key_values=None if change is None else ChangingCache(model.config, change),
-                pad_token_id=tokenizer.eos_token_id,
-            )
-        result[str(path)] = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
-    return result
+        return str(tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True))
+
+    return write

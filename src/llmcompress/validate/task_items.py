@@ -7,13 +7,14 @@ scores ours equal: a space stands between a prompt and a choice.
 import json
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from re import sub
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+import regex
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from llmcompress.calib.dataset import is_saved, table_rows
 from llmcompress.calib.default import shipped
@@ -21,7 +22,38 @@ from llmcompress.calib.jsonl import json_rows
 from llmcompress.errors import CalibrationError
 from llmcompress.isolation import Limit, isolated
 
+_SECONDS = 1  # for a regular expression of a stranger
 _HINT = "docs/cli.md shows the columns of the tasks that are known"
+
+
+@dataclass(frozen=True)
+class Written:
+    """How a text that a model writes is judged: by the last match of a regular expression, against an answer.
+
+    A match is its first group that took part, or all of it where there is no group. stops: texts at which writing ends,
+    left out; most: tokens after which it ends anyway. ignored: regular expressions taken out of match and answer, which
+    are compared without regard to case and to space around them.
+    """
+
+    pattern: str
+    answer: str
+    stops: Sequence[str]
+    most: int
+    ignored: Sequence[str] = ()
+
+    def right(self, text: str) -> bool:
+        """Whether a text has the answer. TimeoutError for a pattern that takes too long, `regex.error` for none."""
+        cut = min((at for stop in self.stops if (at := text.find(stop)) >= 0), default=len(text))
+        matches = list(regex.finditer(self.pattern, text[:cut], timeout=_SECONDS))
+        if not matches:
+            return False
+        taken = next((group for group in matches[-1].groups() if group), matches[-1][0])
+        return self._plain(taken) == self._plain(self.answer)
+
+    def _plain(self, text: str) -> str:
+        for pattern in self.ignored:
+            text = regex.sub(pattern, "", text, timeout=_SECONDS)
+        return text.strip().casefold()
 
 
 @dataclass(frozen=True)
@@ -29,13 +61,14 @@ class Item:
     """where: its place, in words. pairs: what is read, and what may follow. answer: the pair that is right.
 
     lengths: characters of the choices, by which log-likelihoods are divided for `acc_norm`; None where that is not
-    defined. An item with one pair asks whether the model writes it.
+    defined. An item with one pair asks whether the model writes it; what it writes is judged by `written`, if given.
     """
 
     where: str
     pairs: Sequence[tuple[str, str]]
     answer: int
     lengths: Sequence[int] | None
+    written: Written | None = None
 
 
 @dataclass(frozen=True)
@@ -54,7 +87,7 @@ class TaskRow(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        cls.columns = frozenset(cls.model_fields)
+        cls.columns = frozenset(name for name, field in cls.model_fields.items() if field.is_required())
 
     @abstractmethod
     def item(self, where: str) -> Item: ...
@@ -173,6 +206,45 @@ class Cloze(TaskRow):
         return Item(where, [(self.text, gap + self.target)], 0, None)
 
 
+class Prompted(TaskRow):
+    """Our own layout of a text that is written after a prompt, and judged by a regular expression."""
+
+    prompt: str
+    pattern: str
+    answer: str
+    stops: list[str] = ["\n\n"]
+    most: int = Field(64, ge=1, le=1 << 16)
+
+    def item(self, where: str) -> Item:
+        written = Written(self.pattern, self.answer, self.stops, self.most)
+        return _to_write(where, self.prompt, self.answer, written)
+
+
+class Gsm8k(TaskRow):
+    """GSM8K without examples: the last number that is written, as its flexible-extract has it."""
+
+    question: str
+    answer: str
+
+    def item(self, where: str) -> Item:
+        *_, number = self.answer.partition("####")
+        if not number.strip():
+            raise ValueError("its answer has no number after '####'")
+        written = Written(
+            r"(-?[$0-9.,]{2,})|(-?[0-9]+)", number, ("Question:", "</s>", "<|im_end|>"), 256, (",", r"\$", r"\.$")
+        )
+        return _to_write(where, f"Question: {self.question}\nAnswer:", self.answer, written)
+
+
+def _to_write(where: str, prompt: str, answer: str, written: Written) -> Item:
+    try:
+        written.right(written.answer)
+    except (regex.error, TimeoutError) as error:
+        raise ValueError(f"its pattern cannot be used: {error}") from None
+    gap = "" if answer[:1].isspace() or prompt[-1:].isspace() else " "
+    return Item(where, [(prompt, gap + answer)], 0, None, written)
+
+
 class LoggedSample(TaskRow):
     """A sample as lm-evaluation-harness exports it with --log_samples."""
 
@@ -196,7 +268,9 @@ class LoggedSample(TaskRow):
 
 
 # a row is in the first of these whose columns it has
-TASK_ROWS: tuple[type[TaskRow], ...] = (LoggedSample, WinoGrande, HellaSwag, Piqa, Mmlu, Question, Arc, Cloze)
+TASK_ROWS: tuple[type[TaskRow], ...] = (
+    *(LoggedSample, WinoGrande, HellaSwag, Piqa, Mmlu, Question, Arc, Cloze, Prompted, Gsm8k),
+)
 
 
 def read_tasks(place: str, items: int | None = None) -> list[Task]:
@@ -226,15 +300,17 @@ def _items(path: Path, most: int | None) -> list[Item]:
         rows = json_rows(path) if path.suffix == ".jsonl" else table_rows(path)
         for where, row in islice(rows, most):
             item = _item(where, row)
-            yield json.dumps([item.where, item.pairs, item.answer, item.lengths]).encode()
+            yield json.dumps(asdict(item)).encode()
 
     def failed(reason: str) -> CalibrationError:
         return CalibrationError(f"{path} cannot be read as items of a task: {reason}", _HINT)
 
     found = []
     for data in isolated(work, failed):
-        where, pairs, answer, lengths = json.loads(data)
-        found.append(Item(where, [(prompt, choice) for prompt, choice in pairs], answer, lengths))
+        item = json.loads(data)
+        pairs = [(prompt, choice) for prompt, choice in item["pairs"]]
+        written = None if item["written"] is None else Written(**item["written"])
+        found.append(Item(item["where"], pairs, item["answer"], item["lengths"], written))
     if not found:
         raise CalibrationError(f"{path} holds no items", _HINT)
     return found

@@ -1,13 +1,14 @@
 """How many items of tasks a compressed model answers as well as its original.
 
 An item is answered by the choice whose log-likelihood after the prompt is largest, or, where there is one choice, by
-whether the model would write it greedily. Both models answer the same items, so differences are paired. 95% intervals
-are Wilson's for shares (1927), those of Agresti and Min for differences of shares (2005, section 3: half an item added
-to each of the four outcomes), which say something where few items differ or none does, and by bootstrap over items for
-log-likelihoods. McNemar's exact test (1947) judges the items that one model alone gets right.
+whether the model would write it greedily, or by a regular expression on what it writes. Both models answer the same
+items, so differences are paired. 95% intervals are Wilson's for shares (1927), those of Agresti and Min for differences
+of shares (2005, section 3: half an item added to each of the four outcomes), which say something where few items differ
+or none does, and by bootstrap over items for log-likelihoods. McNemar's exact test (1947) judges the items that one
+model alone gets right.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import comb
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from llmcompress.errors import CalibrationError
 from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.validate.evaluate import Watch, lockstep
 from llmcompress.validate.request import Request
-from llmcompress.validate.session import check_models, open_models
+from llmcompress.validate.session import check_models, open_models, writer
 from llmcompress.validate.task_items import Item, Task
 from llmcompress.validate.token_statistics import Array, rounded
 
@@ -44,7 +45,10 @@ class Asked(NamedTuple):
 
 
 class ChoiceScores(NamedTuple):
-    """Of a model's continuations: log-likelihood [pairs] in nats, and whether each token is the likeliest [pairs]."""
+    """Of a model's continuations: log-likelihood [pairs] in nats, and whether each token is the likeliest [pairs].
+
+    Where an item says how what is written is judged, greedy is whether that is right.
+    """
 
     loglikelihood: Array
     greedy: Array
@@ -73,7 +77,16 @@ def task_figures(request: Request, tasks: Sequence[Task], watch: Watch) -> dict[
     subject, reference, _ = open_models(request)
     _refuse_longer(subject, asked, items)
     models = [model for model in (subject, reference) if model is not None]
-    scores = score(models, [one for of_item in asked for one in of_item], request.batch, watch)
+    prompts = _prompts(request, items, subject)
+    more, steps = len(prompts) * len(models), 0
+
+    def scoring(done: int, of: int) -> None:
+        nonlocal steps
+        steps = of
+        watch(done, of + more)
+
+    scores = score(models, [one for of_item in asked for one in of_item], request.batch, scoring)
+    _write(request, items, prompts, scores, lambda done: watch(steps + done, steps + more))
     found, start, pairs = {}, 0, 0
     for task in tasks:
         stop = start + len(task.items)
@@ -106,11 +119,64 @@ def _asked(request: Request, items: Sequence[Item]) -> list[list[Asked]]:
 
 def _refuse_longer(model: StreamedModel, asked: Sequence[Sequence[Asked]], items: Sequence[Item]) -> None:
     """CalibrationError for an item that does not fit into the model's context."""
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    most = _context(model)
     for item, of_item in zip(items, asked, strict=True):
         longest = max(len(one.ids) for one in of_item)
-        if isinstance(most, int) and longest > most:
+        if most is not None and longest > most:
             raise CalibrationError(f"{item.where} has {longest} tokens, the model reads {most}", "shorten the item")
+
+
+def _context(model: StreamedModel) -> int | None:
+    """The tokens that a model reads at most, where its config says so."""
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return most if isinstance(most, int) else None
+
+
+def _prompts(request: Request, items: Sequence[Item], model: StreamedModel) -> dict[int, list[int]]:
+    """Token ids of the prompt of each item whose answer is written, by the item's number.
+
+    CalibrationError for one that leaves no room to write in the model's context.
+    """
+    wanted = {number: item for number, item in enumerate(items) if item.written is not None}
+    tokenizer = load_tokenizer(request.ref or request.model, request.trust_remote_code)
+    documents = (Document(item.where, item.pairs[0][0]) for item in wanted.values())
+    found = {}
+    room = _context(model)
+    for number, ids in zip(wanted, token_ids(tokenizer, documents, "the items of --tasks"), strict=True):
+        found[number], most = ids.tolist(), getattr(wanted[number].written, "most", 0)
+        if room is not None and len(ids) + most > room:
+            raise CalibrationError(
+                f"{wanted[number].where} has {len(ids)} tokens and up to {most} to write, the model reads {room}",
+                "shorten the item, or its 'most'",
+            )
+    return found
+
+
+def _write(
+    request: Request,
+    items: Sequence[Item],
+    prompts: Mapping[int, Sequence[int]],
+    scores: Sequence[ChoiceScores],
+    watch: Callable[[int], None],
+) -> None:
+    """Have each model write after each prompt, and put whether that is right into its scores.
+
+    watch: told how many texts are written. CalibrationError for a pattern that takes too long.
+    """
+    places = np.cumsum([0, *(len(item.pairs) for item in items)])
+    paths = [path for path in (request.model, request.ref) if path is not None]
+    for turn, (path, of_model) in enumerate(zip(paths, scores, strict=True)):
+        write = writer(request, path) if prompts else None
+        for done, (number, ids) in enumerate(prompts.items(), 1):
+            judged = items[number].written
+            assert write is not None
+            assert judged is not None
+            try:
+                right = judged.right(write(ids, judged.most, judged.stops))
+            except TimeoutError:
+                raise CalibrationError(f"{items[number].where}: its pattern takes too long", "write another") from None
+            of_model.greedy[places[number]] = float(right)
+            watch(turn * len(prompts) + done)
 
 
 def score(models: list[StreamedModel], asked: Sequence[Asked], batch: int, watch: Watch) -> list[ChoiceScores]:
