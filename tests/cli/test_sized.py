@@ -65,6 +65,7 @@ def test_the_name_of_the_output_says_what_was_asked(tiny_model_dir, tmp_path, ma
     [
         (("--bpw", 4, "--bits", 4), "--bpw and --bits both say how wide"),
         (("--size", "2MB", "--bpw", 4), "--size and --bpw both say how large"),
+        (("--bpw", 8, "--activations", "int8-token"), "whose inputs are not rounded"),
         (("--sensitivity", "s.json"), "--sensitivity is of use with"),
         (("--bpw", 1), "is not possible: the smallest grids make"),
         (("--kl", 0), "is no number"),

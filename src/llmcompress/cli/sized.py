@@ -32,6 +32,11 @@ def asked(values: dict[str, Any]) -> bool:
             f"{given[0]} and --bits both say how wide weights are to be",
             "leave one of them out; `llmcompress fit --bits 3,4` chooses among some widths",
         )
+    if given and values["activations"] != "none":
+        raise RecipeError(
+            f"{given[0]} chooses among widths of weights whose inputs are not rounded",
+            "leave --activations out, or give --bits instead",
+        )
     return bool(given)
 
 
