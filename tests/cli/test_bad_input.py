@@ -419,7 +419,7 @@ INSTEAD = {
     "help": (["help", "gptq"], "llmcompress gptq --help"),
     "skip": (["gptq", "model", "--skip", "lm_head"], "--set 'PATTERN: {skip: true}'"),
     "keep-head": (["rtn", "model", "--keep-head"], "--head-bits"),
-    "half bits": (["gptq", "model", "--bits", "4.5"], "fit --bpw"),
+    "half bits": (["gptq", "model", "--bits", "4.5"], "--bpw of gptq"),
     "percent": (["wanda", "model", "--sparsity", "50"], "such as 0.5"),
     "ollama": (["gptq", "model", "--target", "ollama"], "gguf MODEL --modelfile"),
     "tgi": (["gptq", "model", "--target", "tgi"], "--target vllm"),
