@@ -302,6 +302,7 @@ BAD = {
         {**WRITTEN[0], "pattern": "(a|a)*$", "answer": "a" * 40 + "b"},
         "line 1: its pattern cannot be used: regex timed out",
     ),
+    "a text that ends all": ({**WRITTEN[0], "stops": [""]}, "line 1: stops.0: string should have at least 1 character"),
     "no number": ({**WRITTEN[2], "answer": "many"}, "line 1: its answer has no number after '####'"),
     "no item": ({"prompt": "a"}, "line 1 is no item of a task: it has prompt"),
     "answer beyond": ({**ROWS[0], "answer": 3}, "line 1: its answer is 3, of 3 choices counted from 0"),

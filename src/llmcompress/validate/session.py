@@ -147,14 +147,16 @@ def continuations(request: Request, prompt: str, max_new_tokens: int) -> dict[st
     ids = next(token_ids(tokenizer, [Document("the prompt", prompt)], "the prompt")).tolist()
     if not ids:
         raise RecipeError("the prompt of --generate has no tokens", "give some text")
-    paths = [path for path in (request.model, request.ref) if path is not None]
-    return {str(path): writer(request, path)(ids, max_new_tokens) for path in paths}
+    found = {str(request.model): writer(request, request.model)(ids, max_new_tokens)}
+    if request.ref is not None:
+        found[str(request.ref)] = writer(request, request.ref, original=True)(ids, max_new_tokens)
+    return found
 
 
-def writer(request: Request, path: Path) -> Callable[..., str]:
+def writer(request: Request, path: Path, original: bool = False) -> Callable[..., str]:
     """Writes greedily: a function of token ids, the most tokens to write, and texts at which to end.
 
-    path: of the model or of the reference, which is held in memory, on its packed weights where they are codes.
+    path: of the model, or of its `original`; it is held in memory, on its packed weights where they are codes.
     """
     tokenizer = load_tokenizer(request.ref or request.model, request.trust_remote_code)
     linear = None if gguf_in(path) is not None else PackedLinear  # blocks would be decoded for every token
@@ -164,11 +166,11 @@ def writer(request: Request, path: Path) -> Callable[..., str]:
         linear=linear,
         trust_remote_code=request.trust_remote_code,
         source=request.ref,
-        adapter=request.ref_adapter if path == request.ref else None,
+        adapter=request.ref_adapter if original else None,
     )
-    if path == request.model and request.adapter is not None:
+    if not original and request.adapter is not None:
         adapt_whole(model, request.adapter, path)
-    change = cache_of(path, request.cache) if path == request.model else None
+    change = None if original else cache_of(path, request.cache)
 
     @torch.no_grad()
     def write(ids: Sequence[int], most: int, stops: Sequence[str] = ()) -> str:

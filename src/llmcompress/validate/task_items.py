@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from re import sub
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import regex
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -212,7 +212,7 @@ class Prompted(TaskRow):
     prompt: str
     pattern: str
     answer: str
-    stops: list[str] = ["\n\n"]
+    stops: list[Annotated[str, Field(min_length=1)]] = ["\n\n"]
     most: int = Field(64, ge=1, le=1 << 16)
 
     def item(self, where: str) -> Item:

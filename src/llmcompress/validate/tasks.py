@@ -166,7 +166,7 @@ def _write(
     places = np.cumsum([0, *(len(item.pairs) for item in items)])
     paths = [path for path in (request.model, request.ref) if path is not None]
     for turn, (path, of_model) in enumerate(zip(paths, scores, strict=True)):
-        write = writer(request, path) if prompts else None
+        write = writer(request, path, original=turn > 0) if prompts else None
         for done, (number, ids) in enumerate(prompts.items(), 1):
             judged = items[number].written
             assert write is not None

@@ -19,6 +19,8 @@ from llmcompress.engine.write.export_work import export_work
 from llmcompress.errors import CheckpointError, PlanError, StoppedError
 from llmcompress.ledger import Ledger
 from llmcompress.validate.gguf_verify import verify_gguf
+from llmcompress.validate.request import Request
+from llmcompress.validate.session import writer
 from llmcompress.validate.verify import passed, verify
 from tinyruns import after, compress, recipe, steps_recipe
 
@@ -171,6 +173,9 @@ def test_divergence_is_measured_from_the_original_with_its_adapter(tiny_model_di
     assert found.pop("generated")[str(tiny_model_dir)] == wanted.pop("generated")[str(whole)]
     assert found == wanted
     assert figures(tiny_model_dir)["kl"] > 3 * found["kl"]
+    same = Request(tiny_model_dir, tiny_model_dir, "default", 2, None, 1, "cpu", None, ref_adapter=adapter)
+    texts = [writer(same, tiny_model_dir, original)(range(5, 9), 12) for original in (False, True)]
+    assert texts[0] != texts[1]  # the original alone has it
     assert main("eval", out, "--ref-adapter", adapter) == 2
     assert "give the original model's directory as --ref" in capsys.readouterr().err
     assert main("eval", out, "--ref", tiny_model_dir, "--ref-adapter", adapter, "--backend", "torch") == 2
