@@ -43,6 +43,7 @@ def test_dense_blocks_have_the_name_of_sparse_ones_where_transformers_saved_them
         ({"moe_renormalize": False}, "moe_renormalize is False"),
         ({"num_expert_group": 2}, "num_expert_group is 2"),
         ({"moe_router_activation_func": "softmax"}, "moe_router_activation_func"),
+        ({"layer_types": None, "linear_attn_config": "unknown"}, "does not tell of 4 layers"),
         ({"layer_types": ["full_attention"]}, "does not tell of 4 layers"),
         ({"mlp_layer_types": ["dense", "sparse", "dense", "sparse"]}, "a dense layer after one with experts"),
     ],

@@ -22,24 +22,27 @@ _DENSE = {f".block_sparse_moe.{part}_proj.weight": f"ffn_{part}.weight" for part
 """Dense blocks, where transformers saves them under the name of those with experts."""
 
 
+def _own(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What published configs say of linear attention in a part of its own."""
+    own = config.get("linear_attn_config")
+    return own if isinstance(own, dict) else {}
+
+
 def _meant(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """config.json with what published ones say of linear attention in a part of its own, and llama.cpp's names."""
-    own = config.get("linear_attn_config") or {}
+    """config.json with the names that transformers saves, and the context under its usual name."""
+    own = _own(config)
     names = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads",
              "short_conv_kernel_size": "linear_conv_kernel_dim"}  # fmt: skip
-    found = {**config, **{name: own[part] for part, name in names.items() if part in own}}
-    if not isinstance(found.get("layer_types"), list) and isinstance(attends := own.get("full_attn_layers"), list):
-        count = int(config.get("num_hidden_layers") or 0)
-        found["layer_types"] = [
-            "full_attention" if layer + 1 in attends else "linear_attention" for layer in range(count)
-        ]
     longest = config.get("max_position_embeddings", config.get("model_max_length"))
-    return {**found, "max_position_embeddings": longest}
+    return {**config, **{names[part]: own[part] for part in names if part in own}, "max_position_embeddings": longest}
 
 
 def _attends(hyper: Hyper) -> list[bool]:
-    """Which layers have latent attention."""
-    return [kind == "full_attention" for kind in hyper.config.get("layer_types") or ()]
+    """Which layers have latent attention; published configs count them from one."""
+    kinds, numbers = hyper.config.get("layer_types"), _own(hyper.config).get("full_attn_layers")
+    if isinstance(kinds, list):
+        return [kind == "full_attention" for kind in kinds]
+    return [layer + 1 in numbers for layer in range(hyper.layers)] if isinstance(numbers, list) else []
 
 
 def _layer(hyper: Hyper, layer: int) -> tuple[str, ...]:
