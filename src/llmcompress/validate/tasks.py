@@ -137,16 +137,15 @@ def _prompts(request: Request, items: Sequence[Item], model: StreamedModel) -> d
 
     CalibrationError for one that leaves no room to write in the model's context.
     """
-    wanted = {number: item for number, item in enumerate(items) if item.written is not None}
+    wanted = [(number, item, item.written.most) for number, item in enumerate(items) if item.written is not None]
     tokenizer = load_tokenizer(request.ref or request.model, request.trust_remote_code)
-    documents = (Document(item.where, item.pairs[0][0]) for item in wanted.values())
-    found = {}
-    room = _context(model)
-    for number, ids in zip(wanted, token_ids(tokenizer, documents, "the items of --tasks"), strict=True):
-        found[number], most = ids.tolist(), getattr(wanted[number].written, "most", 0)
+    documents = (Document(item.where, item.pairs[0][0]) for _, item, _ in wanted)
+    found, room = {}, _context(model)
+    for (number, item, most), ids in zip(wanted, token_ids(tokenizer, documents, "the items of --tasks"), strict=True):
+        found[number] = ids.tolist()
         if room is not None and len(ids) + most > room:
             raise CalibrationError(
-                f"{wanted[number].where} has {len(ids)} tokens and up to {most} to write, the model reads {room}",
+                f"{item.where} has {len(ids)} tokens and up to {most} to write, the model reads {room}",
                 "shorten the item, or its 'most'",
             )
     return found
