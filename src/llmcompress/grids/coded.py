@@ -13,6 +13,8 @@ from llmcompress.lazy import Tensor, torch
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from llmcompress.workers import Workers
+
 
 @dataclass(frozen=True)
 class Grid(ABC):
@@ -201,6 +203,14 @@ class Coded:
         """Tensors that, with the grid's spec, are all there is to it; `grid_type.restored` takes them back."""
         fixed = {} if self.input_scale is None else {"input_scale": self.input_scale}
         return {"codes": self.codes, **fixed, **self.grid.stored()}
+
+    @classmethod
+    def by_rows(cls, weight: Tensor, at_most: int, workers: Workers, coded: Callable[[Tensor], Coded]) -> Coded:
+        """What `coded` makes of the rows of weight [out, in], of some `at_most` weights at once."""
+        rows, width = weight.shape
+        step = max(1, at_most // width)
+        starts = range(0, max(rows, 1), step)
+        return cls.stacked(list(workers.in_order(lambda start: coded(weight[start : start + step]), starts)))
 
     @classmethod
     def stacked(cls, parts: Sequence[Coded]) -> Coded:

@@ -56,14 +56,12 @@ def encode(weight: Tensor, spec: BlockSpec, workers: Workers, importance: Tensor
     importance [in]: mean squares of the inputs, an importance matrix's entries. Codes are those that are stored, which
     for the types of 32 are not always the nearest for the scale that is stored.
     """
-    rows, width = weight.shape
-    step = max(1, _CHUNK // width)
     importance_row = None if importance is None else importance.detach().cpu().to(torch.float32).numpy()
 
-    def piece(start: int) -> Coded:
-        return _encode(weight[start : start + step].detach().cpu().numpy(), spec, importance_row)
+    def piece(part: Tensor) -> Coded:
+        return _encode(part.detach().cpu().numpy(), spec, importance_row)
 
-    return Coded.stacked(list(workers.in_order(piece, range(0, rows, step)))).to(weight.device)
+    return Coded.by_rows(weight, _CHUNK, workers, piece).to(weight.device)
 
 
 def _encode(weight: Array, spec: BlockSpec, importance: Array | None) -> Coded:

@@ -41,15 +41,13 @@ def encode(
 
     importance [in]: mean squares of the inputs, which these types need there; without it all inputs count alike.
     """
-    rows, width = weight.shape
-    step = max(1, _CHUNK // width)
-    cost = np.ones(width, F) if importance is None else importance.detach().cpu().to(torch.float32).numpy()
+    cost = np.ones(weight.shape[1], F) if importance is None else importance.detach().cpu().to(torch.float32).numpy()
 
-    def piece(start: int) -> Coded:
+    def piece(part: Tensor) -> Coded:
         with np.errstate(all="ignore"):
-            return _Encoding(weight[start : start + step].detach().cpu().numpy(), spec, table, cost).coded(made)
+            return _Encoding(part.detach().cpu().numpy(), spec, table, cost).coded(made)
 
-    return Coded.stacked(list(workers.in_order(piece, range(0, rows, step)))).to(weight.device)
+    return Coded.by_rows(weight, _CHUNK, workers, piece).to(weight.device)
 
 
 class _Encoding:

@@ -43,15 +43,13 @@ def encode(
     importance [in]: mean squares of the inputs; without it, for which IQ1_S has no rule there, squares of the weights
     stand in for what errors cost.
     """
-    rows, width = weight.shape
-    step = max(1, _CHUNK // width)
     cost = None if importance is None else importance.detach().cpu().to(torch.float32).numpy()
 
-    def piece(start: int) -> Coded:
+    def piece(part: Tensor) -> Coded:
         with np.errstate(all="ignore"):
-            return _Encoding(weight[start : start + step].detach().cpu().numpy(), spec, table, cost).coded(made)
+            return _Encoding(part.detach().cpu().numpy(), spec, table, cost).coded(made)
 
-    return Coded.stacked(list(workers.in_order(piece, range(0, rows, step)))).to(weight.device)
+    return Coded.by_rows(weight, _CHUNK, workers, piece).to(weight.device)
 
 
 class _Encoding:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from llmcompress.grids.base import GridOptions, GridRequest, InputSpec, Search, Spec
-from llmcompress.grids.blocks import BLOCK_TYPES, BlockGrid, BlockSpec
-from llmcompress.grids.coded import Coded, Grid, wide
-from llmcompress.grids.grid_type import Fitting, GridType, gguf_specs
+from llmcompress.grids.block_type import BlockType
+from llmcompress.grids.blocks import BLOCK_TYPES
+from llmcompress.grids.coded import Coded
+from llmcompress.grids.grid_type import gguf_specs
 from llmcompress.lazy import Tensor
 
 if TYPE_CHECKING:
@@ -49,29 +48,17 @@ def gguf_types(method: object) -> GgufTypes | None:
     return getattr(method, "gguf", None)
 
 
-class Ggml(GridType):
+class Ggml(BlockType):
     """Tensor types of GGUF files."""
 
     name = "ggml"
     place = 99
     pattern = "|".join(BLOCK_TYPES)
-    chosen = False
-    clips = False
+    known = BLOCK_TYPES
     options = GgufOptions
-    formats = ("gguf",)
-
-    def named(self, found: re.Match[str]) -> Spec:
-        return BLOCK_TYPES[found[0]]
 
     def spec(self, asked: Any) -> Spec:
         return gguf_specs()[asked.gguf.type]
-
-    def specs(self) -> list[Spec]:
-        return list(BLOCK_TYPES.values())
-
-    def listed(self) -> list[tuple[str, str]]:
-        said = "{} levels, groups of {}; {:g} bits per weight"
-        return [(s.name, said.format(s.levels, s.group_size, s.bits_per_weight(0))) for s in BLOCK_TYPES.values()]
 
     def objection(self, asked: Any) -> str | None:
         alone = asked.gguf is None or (asked.type, asked.outliers, asked.activations) == ("int", "none", "none")
@@ -87,21 +74,10 @@ class Ggml(GridType):
         found: Search = asked.gguf.search
         return found
 
-    def fit(self, weight: Tensor, spec: BlockSpec, how: Fitting) -> Grid:
-        from llmcompress.workers import SERIAL
-
-        return self.rounded(weight, spec, how.search, SERIAL, how.importance).grid  # who fits shares rows out
-
     def rounded(self, weight: Tensor, spec: Spec, search: Search, workers: Workers, importance: Tensor | None) -> Coded:
         from llmcompress.grids.encoders import encode
 
         return encode(weight, spec, search, workers, importance)
-
-    def nearest(self, weight: Tensor, spec: BlockSpec, workers: Workers) -> Tensor:
-        return self.rounded(weight, spec, "fast", workers, None).decode()
-
-    def restored(self, spec: BlockSpec, width: int, parts: Mapping[str, Tensor]) -> BlockGrid:
-        return BlockGrid(spec, **wide(parts))
 
 
 GRID = Ggml()

@@ -8,16 +8,15 @@ how errors of neighbours add up: a matrix says what an error costs (QuIP#, arXiv
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, ClassVar
 
-from llmcompress.grids.base import Search, Spec
+from llmcompress.grids.base import Search
+from llmcompress.grids.block_type import BlockType
 from llmcompress.grids.blocks import BlockGrid, BlockSpec, whole_blocks
-from llmcompress.grids.coded import Coded, wide
-from llmcompress.grids.grid_type import Fitting, GridType
+from llmcompress.grids.coded import Coded
+from llmcompress.grids.grid_type import Fitting
 from llmcompress.grids.scales import float16
 from llmcompress.hardware import at_once
 from llmcompress.lazy import Tensor, torch
@@ -228,14 +227,12 @@ def fitted(weight: Tensor, spec: LatticeSpec, workers: Workers, importance: Tens
     Without importance large weights matter more than their share: errors count by the magnitude of a weight beside that
     of its group.
     """
-    rows, width = weight.shape
-    step = max(1, at_once(weight, _CHUNK) // width)
     weigh = importance_of_rows(importance)
 
-    def piece(start: int) -> Coded:
-        return _Fit(weight[start : start + step].to(torch.float32), spec, weigh).coded()
+    def piece(part: Tensor) -> Coded:
+        return _Fit(part.to(torch.float32), spec, weigh).coded()
 
-    return Coded.stacked(list(workers.in_order(piece, range(0, max(rows, 1), step))))
+    return Coded.by_rows(weight, at_once(weight, _CHUNK), workers, piece)
 
 
 def importance_of_rows(importance: Tensor | None) -> Tensor | None:
@@ -309,26 +306,19 @@ class _Fit:
         return Coded(grid.codes(levels.view(self.shape)), grid)
 
 
-class Lattices(GridType):
+class Lattices(BlockType):
     """Types of GGUF rounded by eights."""
 
     name = "lattice"
     place = 98
     pattern = "|".join(SPECS)
-    chosen = False
-    clips = False
-    formats = ("gguf",)
-
-    def named(self, found: re.Match[str]) -> Spec:
-        return SPECS[found[0]]
-
-    def specs(self) -> list[Spec]:
-        return list(SPECS.values())
+    known = SPECS
+    made = LatticeGrid
+    said = "{} levels by eights, groups of {}; {:g} bits per weight"
 
     def listed(self) -> list[tuple[str, str]]:
-        said = "{} levels by eights, groups of {}; {:g} bits per weight"
         return [
-            (s.name, said.format(len(points(s.name).values), s.group_size, s.bits_per_weight(0)))
+            (s.name, self.said.format(len(points(s.name).values), s.group_size, s.bits_per_weight(0)))
             for s in SPECS.values()
         ]
 
@@ -350,12 +340,6 @@ class Lattices(GridType):
         from llmcompress.grids.compat_lattice import encode
 
         return encode(weight, spec, _eights(spec.name), partial(LatticeGrid, spec), workers, importance)
-
-    def nearest(self, weight: Tensor, spec: LatticeSpec, workers: Workers) -> Tensor:
-        return fitted(weight, spec, workers).decode()
-
-    def restored(self, spec: LatticeSpec, width: int, parts: Mapping[str, Tensor]) -> LatticeGrid:
-        return LatticeGrid(spec, **wide(parts))
 
     def of_gguf_rows(self, spec: LatticeSpec, rows: Tensor) -> Coded:
         blocks = whole_blocks(rows, spec.block_bytes, spec.name)

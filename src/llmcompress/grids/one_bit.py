@@ -7,16 +7,15 @@ IQ1_S those 32 are raised or lowered alike. What is nearest depends on how error
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
-from llmcompress.grids.base import Search, Spec
+from llmcompress.grids.base import Search
+from llmcompress.grids.block_type import BlockType
 from llmcompress.grids.blocks import BlockGrid, BlockSpec, whole_blocks
-from llmcompress.grids.coded import Coded, wide
-from llmcompress.grids.grid_type import Fitting, GridType
+from llmcompress.grids.coded import Coded
 from llmcompress.grids.lattice import UNIT, importance_of_rows, whole_odd, whole_scales
 from llmcompress.hardware import at_once
 from llmcompress.lazy import Tensor, torch
@@ -174,14 +173,12 @@ def fitted(weight: Tensor, spec: OneBitSpec, workers: Workers, importance: Tenso
 
     Without importance errors count by the magnitude of a weight beside that of its group.
     """
-    rows, width = weight.shape
-    step = max(1, at_once(weight, _CHUNK) // width)
     weigh = importance_of_rows(importance)
 
-    def piece(start: int) -> Coded:
-        return _Fit(weight[start : start + step].to(torch.float32), spec, weigh).coded()
+    def piece(part: Tensor) -> Coded:
+        return _Fit(part.to(torch.float32), spec, weigh).coded()
 
-    return Coded.stacked(list(workers.in_order(piece, range(0, max(rows, 1), step))))
+    return Coded.by_rows(weight, at_once(weight, _CHUNK), workers, piece)
 
 
 class _Fit:
@@ -251,32 +248,15 @@ class _Fit:
         return found + shift, (self.weigh * (goal - by * found).square()).sum(-1, keepdim=True)
 
 
-class OneBits(GridType):
+class OneBits(BlockType):
     """Types of GGUF below two bits, rounded by eights."""
 
     name = "one-bit"
     place = 96
     pattern = "|".join(SPECS)
-    chosen = False
-    clips = False
-    formats = ("gguf",)
-
-    def named(self, found: re.Match[str]) -> Spec:
-        return SPECS[found[0]]
-
-    def specs(self) -> list[Spec]:
-        return list(SPECS.values())
-
-    def listed(self) -> list[tuple[str, str]]:
-        said = "{} levels by eights, groups of {}; {:g} bits per weight"
-        return [(s.name, said.format(s.levels, s.group_size, s.bits_per_weight(0))) for s in SPECS.values()]
-
-    def fit(self, weight: Tensor, spec: OneBitSpec, how: Fitting) -> OneBitGrid:
-        from llmcompress.workers import SERIAL
-
-        grid = self.rounded(weight, spec, how.search, SERIAL, how.importance).grid  # who fits shares rows out
-        assert isinstance(grid, OneBitGrid)
-        return grid
+    known = SPECS
+    made = OneBitGrid
+    said = "{} levels by eights, groups of {}; {:g} bits per weight"
 
     def rounded(
         self, weight: Tensor, spec: OneBitSpec, search: Search, workers: Workers, importance: Tensor | None
@@ -289,12 +269,6 @@ class OneBits(GridType):
             return OneBitGrid(spec, d, multiples, raised=raised)
 
         return encode(weight, spec, _eights(), made, workers, importance)
-
-    def nearest(self, weight: Tensor, spec: OneBitSpec, workers: Workers) -> Tensor:
-        return fitted(weight, spec, workers).decode()
-
-    def restored(self, spec: OneBitSpec, width: int, parts: Mapping[str, Tensor]) -> OneBitGrid:
-        return OneBitGrid(spec, **wide(parts))
 
     def of_gguf_rows(self, spec: OneBitSpec, rows: Tensor) -> Coded:
         d, places, lowered, scales = _BYTES[spec.name][1](whole_blocks(rows, spec.block_bytes, spec.name))

@@ -107,19 +107,17 @@ def _search(
     importance: Tensor | None,
     choose: Callable[[_Piece], tuple[Chunk, BlockParameters]],
 ) -> Coded:
-    rows, width = weight.shape
-    step = max(1, at_once(weight, _CHUNK) // width)
     limit = _limit(spec)
     floored = None if importance is None else _laid(_floored(importance).view(1, -1), spec).unsqueeze(2)
 
-    def search(start: int) -> Coded:
-        part = weight[start : start + step].to(torch.float32)
+    def search(part: Tensor) -> Coded:
+        part = part.to(torch.float32)
         x = _laid(part, spec).clamp_(-limit, limit)
         spread = None if floored is None else floored.expand(-1, -1, len(part), -1).reshape(x.shape)
         chunk, stored = choose(_Piece(spec, x, spread, len(part)))
         return _coded(chunk, stored, part.shape)
 
-    return Coded.stacked(list(workers.in_order(search, range(0, max(rows, 1), step))))
+    return Coded.by_rows(weight, at_once(weight, _CHUNK), workers, search)
 
 
 def _coded(chunk: Chunk, stored: BlockParameters, shape: torch.Size) -> Coded:

@@ -5,15 +5,13 @@ Codes are 0 to 2; TQ2_0 has a fourth that stands for two, which is read but neve
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from llmcompress.grids.base import Search, Spec
+from llmcompress.grids.base import Search
+from llmcompress.grids.block_type import BlockType
 from llmcompress.grids.blocks import BlockGrid, BlockSpec, whole_blocks
-from llmcompress.grids.coded import Coded, wide
-from llmcompress.grids.grid_type import Fitting, GridType
+from llmcompress.grids.coded import Coded
 from llmcompress.grids.scales import float16
 from llmcompress.hardware import at_once
 from llmcompress.lazy import Tensor, torch
@@ -59,11 +57,9 @@ def fitted(weight: Tensor, spec: TernarySpec, workers: Workers, importance: Tens
     For the n largest magnitudes of a block as ones, the best scale is their mean and lowers the error by its square
     times their importance; all n are tried.
     """
-    rows, width = weight.shape
-    step = max(1, at_once(weight, _CHUNK) // width)
 
-    def piece(start: int) -> Coded:
-        part = weight[start : start + step].to(torch.float32)
+    def piece(part: Tensor) -> Coded:
+        part = part.to(torch.float32)
         blocks = part.view(len(part), -1, spec.block_size)
         size, order = blocks.abs().sort(dim=-1, descending=True)
         costs = torch.ones_like(size)
@@ -75,35 +71,18 @@ def fitted(weight: Tensor, spec: TernarySpec, workers: Workers, importance: Tens
         grid = TernaryGrid(spec, float16(mean.gather(-1, best).squeeze(-1).to(torch.float32)))
         return Coded(grid.encode(part), grid)
 
-    return Coded.stacked(list(workers.in_order(piece, range(0, max(rows, 1), step))))
+    return Coded.by_rows(weight, at_once(weight, _CHUNK), workers, piece)
 
 
-class Ternaries(GridType):
+class Ternaries(BlockType):
     """Types of GGUF of three levels."""
 
     name = "ternary"
     place = 97
     pattern = "|".join(SPECS)
-    chosen = False
-    clips = False
-    formats = ("gguf",)
-
-    def named(self, found: re.Match[str]) -> Spec:
-        return SPECS[found[0]]
-
-    def specs(self) -> list[Spec]:
-        return list(SPECS.values())
-
-    def listed(self) -> list[tuple[str, str]]:
-        said = "{} levels, groups of {}, for weights that are ternary; {:g} bits per weight"
-        return [(s.name, said.format(s.levels, s.group_size, s.bits_per_weight(0))) for s in SPECS.values()]
-
-    def fit(self, weight: Tensor, spec: TernarySpec, how: Fitting) -> TernaryGrid:
-        from llmcompress.workers import SERIAL
-
-        grid = self.rounded(weight, spec, how.search, SERIAL, how.importance).grid  # who fits shares rows out
-        assert isinstance(grid, TernaryGrid)
-        return grid
+    known = SPECS
+    made = TernaryGrid
+    said = "{} levels, groups of {}, for weights that are ternary; {:g} bits per weight"
 
     def rounded(
         self, weight: Tensor, spec: TernarySpec, search: Search, workers: Workers, importance: Tensor | None
@@ -113,12 +92,6 @@ class Ternaries(GridType):
         if search == "compat":  # the gguf package rounds as llama-quantize does, which takes no importance
             return self.of_gguf_rows(spec, plain(weight, spec.name))
         return fitted(weight, spec, workers, importance)
-
-    def nearest(self, weight: Tensor, spec: TernarySpec, workers: Workers) -> Tensor:
-        return fitted(weight, spec, workers).decode()
-
-    def restored(self, spec: TernarySpec, width: int, parts: Mapping[str, Tensor]) -> TernaryGrid:
-        return TernaryGrid(spec, **wide(parts))
 
     def of_gguf_rows(self, spec: TernarySpec, rows: Tensor) -> Coded:
         blocks = whole_blocks(rows, spec.block_bytes, spec.name)
