@@ -73,11 +73,10 @@ def task_figures(request: Request, tasks: Sequence[Task], watch: Watch) -> dict[
     """
     check_models(request)
     items = [item for task in tasks for item in task.items]
-    asked = _asked(request, items)
+    asked, prompts = _asked(request, items)
     subject, reference, _ = open_models(request)
-    _refuse_longer(subject, asked, items)
+    _refuse_longer(subject, asked, prompts, items)
     models = [model for model in (subject, reference) if model is not None]
-    prompts = _prompts(request, items, subject)
     more, steps = len(prompts) * len(models), 0
 
     def scoring(done: int, of: int) -> None:
@@ -97,14 +96,19 @@ def task_figures(request: Request, tasks: Sequence[Task], watch: Watch) -> dict[
     return {**figures(items, scores), "tasks": found}
 
 
-def _asked(request: Request, items: Sequence[Item]) -> list[list[Asked]]:
-    """What models read for each pair of each item. Spaces at the end of a prompt belong to what follows it."""
+def _asked(request: Request, items: Sequence[Item]) -> tuple[list[list[Asked]], dict[int, list[int]]]:
+    """What models read for each pair of each item, and the prompts after which they write, by the item's number.
+
+    Spaces at the end of a prompt belong to what follows it, but for one after which models write.
+    """
     tokenizer = load_tokenizer(request.ref or request.model, request.trust_remote_code)
     known: dict[str, str] = {}
     for item in items:
         for prompt, choice in item.pairs:
             known.setdefault(prompt.rstrip(), item.where)
             known.setdefault(prompt + choice, item.where)
+            if item.written is not None:
+                known.setdefault(prompt, item.where)
     documents = (Document(where, text) for text, where in known.items())
     tokens = dict(zip(known, token_ids(tokenizer, documents, "the items of --tasks"), strict=True))
     found = [
@@ -114,41 +118,27 @@ def _asked(request: Request, items: Sequence[Item]) -> list[list[Asked]]:
     for item, asked in zip(items, found, strict=True):
         if any(not 0 < one.start < len(one.ids) for one in asked):
             raise CalibrationError(f"{item.where}: what follows its prompt adds no token", "change or remove the item")
-    return found
+    written = {n: tokens[item.pairs[0][0]].tolist() for n, item in enumerate(items) if item.written is not None}
+    return found, written
 
 
-def _refuse_longer(model: StreamedModel, asked: Sequence[Sequence[Asked]], items: Sequence[Item]) -> None:
-    """CalibrationError for an item that does not fit into the model's context."""
-    most = _context(model)
-    for item, of_item in zip(items, asked, strict=True):
+def _refuse_longer(
+    model: StreamedModel, asked: Sequence[Sequence[Asked]], prompts: Mapping[int, Sequence[int]], items: Sequence[Item]
+) -> None:
+    """CalibrationError for an item that does not fit into the model's context, or leaves no room there to write."""
+    room = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(room, int):
+        return
+    for number, (item, of_item) in enumerate(zip(items, asked, strict=True)):
         longest = max(len(one.ids) for one in of_item)
-        if most is not None and longest > most:
-            raise CalibrationError(f"{item.where} has {longest} tokens, the model reads {most}", "shorten the item")
-
-
-def _context(model: StreamedModel) -> int | None:
-    """The tokens that a model reads at most, where its config says so."""
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return most if isinstance(most, int) else None
-
-
-def _prompts(request: Request, items: Sequence[Item], model: StreamedModel) -> dict[int, list[int]]:
-    """Token ids of the prompt of each item whose answer is written, by the item's number.
-
-    CalibrationError for one that leaves no room to write in the model's context.
-    """
-    wanted = [(number, item, item.written.most) for number, item in enumerate(items) if item.written is not None]
-    tokenizer = load_tokenizer(request.ref or request.model, request.trust_remote_code)
-    documents = (Document(item.where, item.pairs[0][0]) for _, item, _ in wanted)
-    found, room = {}, _context(model)
-    for (number, item, most), ids in zip(wanted, token_ids(tokenizer, documents, "the items of --tasks"), strict=True):
-        found[number] = ids.tolist()
-        if room is not None and len(ids) + most > room:
+        if longest > room:
+            raise CalibrationError(f"{item.where} has {longest} tokens, the model reads {room}", "shorten the item")
+        if item.written is not None and len(prompts[number]) + item.written.most > room:
             raise CalibrationError(
-                f"{item.where} has {len(ids)} tokens and up to {most} to write, the model reads {room}",
+                f"{item.where} has {len(prompts[number])} tokens and up to {item.written.most} to write, "
+                f"the model reads {room}",
                 "shorten the item, or its 'most'",
             )
-    return found
 
 
 def _write(
