@@ -1,10 +1,11 @@
 """Choosing options within a size budget, where only a plan tells how much of the budget a choice uses."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from llmcompress.errors import PlanError
+from llmcompress.solve.knapsack import Choice, cheapest, choose, mirrored
 
 T = TypeVar("T")
 
@@ -43,6 +44,26 @@ def impossible(budget: Budget, what: str, nbytes: int, bits: float, weight: str)
     return PlanError(
         f"{budget.asked} is not possible: the smallest {what} make {nbytes:,} bytes, {_up(bits, 4)} bits per {weight}",
         f"ask for --size {_up(nbytes / 1e9, 6)} or --bpw {_up(bits, 4)} at least",
+    )
+
+
+def within_divergence(choices: Sequence[Sequence[Choice]], kl: float, what: str, hint: str) -> list[int]:
+    """The number of a choice for each item, such that all together lose at most `kl` and cost little.
+
+    PlanError with `hint` where even the largest of `what` lose more.
+    """
+    turned = mirrored(choices)
+    best = sum(options[cheapest(options)].cost for options in turned)
+    if best > kl:
+        raise PlanError(f"--kl {kl:g} is not possible: of the largest {what} {best:.3g} is expected", hint)
+    return choose(turned, kl)
+
+
+def too_little(budget: Budget, kl: float, nbytes: int, bits: float, weight: str) -> PlanError:
+    """The error for a budget within which no divergence of `kl` is possible, which takes `nbytes` and `bits`."""
+    return PlanError(
+        f"--kl {kl:g} is not possible within {budget.asked}: it takes {nbytes:,} bytes, {bits:.4f} bits per {weight}",
+        "allow more of either",
     )
 
 

@@ -6,7 +6,7 @@ from math import prod
 from pathlib import Path
 
 from llmcompress.engine.budget.fisher_run import measure
-from llmcompress.engine.budget.fit_to_size import Budget, allotted, impossible
+from llmcompress.engine.budget.fit_to_size import Budget, allotted, impossible, too_little, within_divergence
 from llmcompress.engine.budget.losses_file import kept_losses
 from llmcompress.engine.budget.type_losses import Losses, candidates
 from llmcompress.engine.plan.make_plan import make_plan
@@ -19,7 +19,7 @@ from llmcompress.formats.gguf.types import tensor_type
 from llmcompress.grids.ggml import GgufTypes, gguf_types
 from llmcompress.ledger import Ledger
 from llmcompress.recipe import Recipe
-from llmcompress.solve.knapsack import Choice, cheapest, choose, mirrored
+from llmcompress.solve.knapsack import Choice, choose
 from llmcompress.store.output_file import is_single
 
 SMALLEST = "Q2_K"  # of types that any run may choose, or Q4_0 where rows are too narrow for it
@@ -92,11 +92,7 @@ def fitted_to_budget(
     else:
         chosen, result, plan = typed(_within(items, kl))
         if _excess(budget, plan) > 0:
-            raise PlanError(
-                f"--kl {kl:g} is not possible within {budget.asked}: it takes {plan.estimate.output_bytes:,} bytes, "
-                f"{_bits(plan):.4f} bits per weight",
-                "allow more of either",
-            )
+            raise too_little(budget, kl, plan.estimate.output_bytes, _bits(plan), "weight")
     loss = sum(losses[name][kind] for name, kind in chosen.items() if len(kinds[name]) > 1)
     ledger.note(
         "budget",
@@ -163,13 +159,8 @@ def _choices(item: Placed, kinds: tuple[str, ...], losses: Mapping[str, float]) 
 
 def _within(items: list[list[Choice]], kl: float) -> list[int]:
     """The number of a type for each tensor, such that all tensors together lose at most `kl` in few bytes."""
-    turned = mirrored([[choice if len(item) > 1 else choice._replace(loss=0.0) for choice in item] for item in items])
-    best = sum(options[cheapest(options)].cost for options in turned)
-    if best > kl:
-        raise PlanError(
-            f"--kl {kl:g} is not possible: of the largest types {best:.3g} is expected", "allow a larger divergence"
-        )
-    return choose(turned, kl)
+    named = [[choice if len(item) > 1 else choice._replace(loss=0.0) for choice in item] for item in items]
+    return within_divergence(named, kl, "types", "allow a larger divergence")
 
 
 def _most(chosen: Mapping[str, str]) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from llmcompress.engine.budget.fit_to_size import Budget, allotted, impossible
+from llmcompress.engine.budget.fit_to_size import Budget, allotted, impossible, too_little, within_divergence
 from llmcompress.engine.budget.group_losses import losses_of, within_memory
 from llmcompress.engine.budget.matrix_groups import (
     Destination,
@@ -25,7 +25,7 @@ from llmcompress.errors import PlanError
 from llmcompress.grids.base import PER_ROW, Spec
 from llmcompress.ledger import Ledger
 from llmcompress.recipe import Expected, Recipe, build
-from llmcompress.solve.knapsack import Choice, cheapest, choose, mirrored
+from llmcompress.solve.knapsack import Choice, choose
 from llmcompress.store.output_file import is_single
 
 Watch = Callable[[int, int], None]
@@ -219,18 +219,9 @@ class _Fitting:
     def within(self, losses: dict[str, dict[str, float]], kl: float) -> tuple[list[ChosenGrid], Plan]:
         """The smallest grids within a loss; PlanError if there are none, or none that also keep within the budget."""
         choices = self._choices(losses)
-        turned = mirrored(choices)
-        best = sum(options[cheapest(options)].cost for options in turned)
-        if best > kl:
-            raise PlanError(
-                f"--kl {kl:g} is not possible: of the largest grids {best:.3g} is expected", "offer more --bits"
-            )
-        numbers = choose(turned, kl)
+        numbers = within_divergence(choices, kl, "grids", "offer more --bits")
         plan = self.planned(numbers)
         if self.excess(plan) > 0:
-            raise PlanError(
-                f"--kl {kl:g} is not possible within {self.budget.asked}: it takes "
-                f"{plan.estimate.output_bytes:,} bytes, {plan.estimate.bits_per_weight:.4f} bits per quantised weight",
-                "allow more of either",
-            )
+            estimate = plan.estimate
+            raise too_little(self.budget, kl, estimate.output_bytes, estimate.bits_per_weight, "quantised weight")
         return self._taken(choices, numbers), plan
