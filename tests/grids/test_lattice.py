@@ -1,34 +1,22 @@
 """Types of GGUF that are rounded by eights: bytes as the gguf package reads them, points that are the nearest."""
 
-import json
 from itertools import product
-from pathlib import Path
 
+import eights
 import gguf
 import numpy as np
 import pytest
 import torch
+from eights import drawn, of_channels
 from gguf import quants
 
 from llmcompress.grids.encoders import encode
 from llmcompress.grids.grid_type import gguf_specs, type_of
 from llmcompress.grids.lattice import GRID, SPECS, UNIT, LatticeGrid, fitted, nearest, points
 from llmcompress.packing.ggml import pack, unpack
-from llmcompress.solve.refine import row_loss
 from llmcompress.workers import SERIAL
 
 NAMES = sorted(SPECS)
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "gguf_blocks.json").read_text())
-
-
-def drawn(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def of_channels(size, seed=1):
-    """A Gram matrix of inputs that go together."""
-    x = drawn(4 * size, size, seed=seed) @ (torch.eye(size) + 0.5 * drawn(size, size, seed=seed + 1) / size**0.5)
-    return x.T @ x / len(x)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -115,27 +103,12 @@ def test_the_second_four_make_up_for_the_first(name):
 
 @pytest.mark.parametrize("name", ["IQ2_XXS", "IQ2_XS"])
 def test_at_level_compat_bytes_are_those_of_llama_quantize(name):
-    for key, text in GOLDEN["rows"][name]["weighted"].items():
-        weight = torch.frombuffer(bytearray.fromhex(GOLDEN["inputs"][key]), dtype=torch.float32).unsqueeze(0)
-        width = weight.shape[1]
-        period, divisor = (7, 4) if width == 256 else (11, 8)
-        importance = torch.tensor([1 + (place % period) ** 2 / divisor for place in range(width)])
-        coded = encode(weight, SPECS[name], "compat", SERIAL, importance)
-        assert bytes(pack(coded)[0].tolist()).hex() == text, key
-        assert coded.grid.numbers(coded.codes)
+    eights.compat_bytes_are_those_of_llama_quantize(SPECS[name])
 
 
 @pytest.mark.parametrize("name", ["IQ2_XXS", "IQ2_XS"])
 def test_at_level_compat_rows_do_not_depend_on_their_neighbours_nor_on_threads(name):
-    weight, importance = 0.1 * drawn(300, 512, seed=13), drawn(512, seed=14).exp()
-    weight[7, :256], weight[8, 256:300], weight[9] = 0, 0, 1e-9 * weight[9]
-    whole = pack(encode(weight, SPECS[name], "compat", SERIAL, importance))
-    with SERIAL.with_threads(2) as workers:
-        assert torch.equal(pack(encode(weight, SPECS[name], "compat", workers, importance)), whole)
-    for row in (0, 7, 8, 9, 299):
-        assert torch.equal(
-            pack(encode(weight[row : row + 1], SPECS[name], "compat", SERIAL, importance))[0], whole[row]
-        )
+    eights.compat_rows_stand_alone(SPECS[name])
 
 
 # relative squared errors in percent of Gaussian weights, of this encoder
@@ -151,32 +124,17 @@ def test_rounding_costs_less_with_more_bits(name, most):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_importance_moves_errors_to_where_they_cost_less(name):
-    weight, importance = drawn(16, 512, seed=8), drawn(512, seed=9).exp()
-    plain, weighed = (encode(weight, SPECS[name], "best", SERIAL, item) for item in (torch.ones(512), importance))
-    cost = [float(((coded.decode() - weight).square() * importance).sum()) for coded in (plain, weighed)]
-    assert cost[1] < 0.99 * cost[0]
+    eights.importance_moves_errors(SPECS[name], 0.99)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_zeros_and_extremes_become_points(name):
-    weight = torch.zeros(3, 512)
-    weight[1, :256], weight[2] = 1e4, 1e-6 * drawn(512)
-    coded = encode(weight, SPECS[name], "best", SERIAL)
-    assert torch.isfinite(coded.decode()).all()
-    assert coded.grid.numbers(coded.codes)
-    assert torch.equal(coded.decode()[0], torch.zeros(512))
-    assert torch.equal(unpack(pack(coded), SPECS[name]).decode(), coded.decode())
+    eights.zeros_and_extremes_become_points(SPECS[name])
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_refitted_scales_stay_odd_and_never_cost_more(name):
-    weight, hessian = drawn(24, 512, seed=10), of_channels(512, seed=11)
-    coded = encode(weight, SPECS[name], "best", SERIAL, torch.ones(512))
-    better = coded.grid.refit(coded.codes, hessian, weight @ hessian, torch.float16)
-    assert isinstance(better.grid, LatticeGrid)
-    assert (better.grid.multiples % 2 == 1).all()
-    assert (row_loss(weight, better, hessian) <= row_loss(weight, coded, hessian) * (1 + 1e-5)).all()
-    assert row_loss(weight, better, hessian).sum() < 0.995 * row_loss(weight, coded, hessian).sum()
+    assert isinstance(eights.refitted(SPECS[name]).grid, LatticeGrid)
 
 
 @pytest.mark.parametrize("name", NAMES)
