@@ -64,6 +64,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_parameters": {FULL: YARN, SLIDING: {"rope_type": "default", "rope_theta": 150000.0}},
     },
     "hy_v3": {"num_hidden_layers": 3},
+    "minimax": {
+        "num_hidden_layers": 4, "layer_types": [LINEAR, FULL, LINEAR, LINEAR],
+        **dict.fromkeys(("full_attn_alpha_factor", "linear_attn_alpha_factor", "mlp_alpha_factor"), 1.75),
+    },
     "cohere2_moe": {"num_hidden_layers": 4, "layer_types": PERIOD},
     "granite_swa": {
         "num_hidden_layers": 4, "layer_types": PERIOD, "layer_rope_theta": [10000.0, 0.0, 10000.0, 10000.0],
@@ -148,6 +152,11 @@ MODELS: dict[str, dict[str, Any]] = {
 PUBLISHED: dict[str, dict[str, Any]] = {
     "cohere2": {"rotary_pct": 1.0},
     "hunyuan_v1_moe": {"moe_intermediate_size": [96, 96], "moe_topk": [2, 2], "num_shared_expert": [1, 1]},
+    "minimax": {
+        **{f"layernorm_{part}_alpha": 1.75 for part in ("full_attention", "linear_attention", "mlp")},
+        **{f"layernorm_{part}_beta": 1.0 for part in ("full_attention", "linear_attention", "mlp")},
+        "rotary_dim": 8,
+    },
     "minimax_m2": {"rotary_dim": 8},
     "falcon": {"num_kv_heads": 1},
     "solar_open": {"partial_rotary_factor": 1.0, "first_k_dense_replace": 0},
@@ -180,6 +189,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "moe_router_activation_func": "sigmoid",
     },
 }
+
+COMPUTED = (".slope_rate", ".query_decay", ".key_decay", ".diagonal_decay")
+"""Ends of names of tables that transformers saves and published checkpoints lack: those of MiniMax."""
 
 
 def published_name(kind: str, name: str) -> str:

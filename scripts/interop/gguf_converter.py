@@ -83,7 +83,10 @@ MODELS = {
     "gpt_neox": ("gpt_neox", COMMON, {"rotary_pct": 0.25}),
     "olmo2": ("olmo2", GROUPED, {}),
 }  # fmt: skip
-OTHER_NAMES = {"MptForCausalLM": "MPTForCausalLM"}  # of classes, which transformers 5 calls otherwise
+OTHER_NAMES = {  # of classes, which transformers 5 calls otherwise
+    "MptForCausalLM": "MPTForCausalLM",
+    "MiniMaxForCausalLM": "MiniMaxText01ForCausalLM",
+}
 VOCABULARY = 90  # tokens of Gemma 3's tokenizer, fewer than rows of its embedding
 
 
@@ -128,6 +131,7 @@ def save(folder: Path, model_type: str, config: dict, changes: dict) -> None:
     model.save_pretrained(folder)
     file, settings = folder / "model.safetensors", folder / "config.json"
     stored = {ggufmodels.published_name(model_type, name): value for name, value in load_file(file).items()}
+    stored = {name: value for name, value in stored.items() if not name.endswith(ggufmodels.COMPUTED)}
     save_file({name: values(name, value.shape) for name, value in stored.items()}, file)
     changed = json.loads(settings.read_text()) | changes
     settings.write_text(json.dumps({key: value for key, value in changed.items() if changes.get(key, 0) is not None}))
@@ -152,6 +156,7 @@ def converted(folder: Path) -> tuple[dict, dict]:
     name = hyperparameters["architectures"][0]
     model_class = get_model_class(OTHER_NAMES.get(name, name))
     model_class.set_vocab = lambda self: None
+    model_class._get_suppress_tokens = lambda self: None  # which reads the tokenizer
     model_class.no_mtp = True
     model = model_class(folder, gguf.LlamaFileType.ALL_F32, folder / "converted.gguf")
     type(getattr(model, "impl", model)).set_vocab = lambda self: None

@@ -27,6 +27,7 @@ MORE = {  # what is written although the converter does not: llama.cpp takes the
     "vocab_size", "attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.freq_base",
     "final_logit_softcapping",  # of Gemma 4 without it, where llama.cpp takes 30
     "feed_forward_length",  # of models whose blocks all hold experts, which read that of an expert
+    "attention.recurrent_layers",  # of MiniMax, where llama.cpp takes every eighth layer for one without
     "attention.sliding_window_pattern",  # of Laguna, where llama.cpp takes every fourth layer for one without
     "expert_gating_func",  # published configs say it, those that transformers saves do not
 }  # fmt: skip
