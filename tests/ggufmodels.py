@@ -1,5 +1,6 @@
 """Tiny models of the families that GGUF files are written of: what is special in their configs, by model type."""
 
+from collections.abc import Sequence
 from typing import Any
 
 MAY_BE_NONE = ("sliding_window", "n_group", "topk_group")
@@ -59,6 +60,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {}, "minimax_m2": {"intermediate_size": 32},
     "exaone_moe": {"num_hidden_layers": 4, "layer_types": PERIOD, "mlp_layer_types": ["dense", *["sparse"] * 3]},
     "afmoe": {"num_hidden_layers": 4, "layer_types": PERIOD, "mup_enabled": True}, "solar_open": {},
+    "minimax_m3_vl_text": {
+        "num_hidden_layers": 3, "mlp_layer_types": ["dense", *["sparse"] * 2], "intermediate_size": 32,
+        "dense_intermediate_size": 96, "shared_intermediate_size": 32,
+        "layer_types": [FULL, *["minimax_m3_sparse"] * 2], "index_n_heads": 2,
+        "index_head_dim": 16, "index_block_size": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
     "mellum": {
         "num_hidden_layers": 4, "layer_types": PERIOD, "mlp_layer_types": ["sparse"] * 4,
         "rope_parameters": {FULL: YARN, SLIDING: {"rope_type": "default", "rope_theta": 150000.0}},
@@ -175,6 +183,19 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             "partial_rotary_factor": 0.5,
         },
     },
+    "minimax_m3_vl_text": {
+        "sparse_attention_config": {
+            "sparse_num_index_heads": 2,
+            "sparse_index_dim": 16,
+            "sparse_topk_blocks": 16,
+            "sparse_block_size": 8,
+            "sparse_local_block": 1,
+            "sparse_attention_freq": [0, 1, 1],
+        },
+        "moe_layer_freq": [0, 1, 1],
+        "n_shared_experts": 1,
+        "scoring_func": "sigmoid",
+    },
     "granite_swa": {"no_rope_layers": [1, 0, 1, 1]},
     "bamba": {"attn_rotary_emb": 8},
     "kimi_linear": {
@@ -191,13 +212,31 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 
 COMPUTED = (".slope_rate", ".query_decay", ".key_decay", ".diagonal_decay")
-"""Ends of names of tables that transformers saves and published checkpoints lack: those of MiniMax."""
+"""Ends of names of tables that transformers saves and published checkpoints of MiniMax lack."""
+_LEAVES = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
 
 
-def published_name(kind: str, name: str) -> str:
-    """The name in published checkpoints of a tensor that transformers saves: dense blocks of Kimi have another."""
+def published(kind: str, name: str, shape: Sequence[int]) -> dict[str, list[int]]:
+    """Names and shapes in published checkpoints of what transformers saves as one tensor."""
+    if kind == "minimax_m3_vl_text":
+        return _published_m3(name, list(shape))
     dense = kind == "kimi_linear" and name.split(".")[-2] in ("gate_proj", "up_proj", "down_proj")
-    return name.replace(".block_sparse_moe.", ".mlp.") if dense and ".shared_experts." not in name else name
+    renamed = name.replace(".block_sparse_moe.", ".mlp.") if dense and ".shared_experts." not in name else name
+    return {} if kind == "minimax" and name.endswith(COMPUTED) else {renamed: list(shape)}
+
+
+def _published_m3(name: str, shape: list[int]) -> dict[str, list[int]]:
+    name = name.replace(".self_attn.indexer.", ".self_attn.index_")
+    name = name.replace(".mlp.gate.e_score", ".block_sparse_moe.e_score")
+    for part in ("gate", "experts", "shared_experts"):
+        name = name.replace(f".mlp.{part}.", f".block_sparse_moe.{part}.")
+    head, _, leaf = name.rpartition(".")
+    if leaf in _LEAVES:
+        each = [shape[1] // len(_LEAVES[leaf]), shape[2]]
+        return {f"{head}.{expert}.{part}.weight": each for expert in range(shape[0]) for part in _LEAVES[leaf]}
+    if head.endswith(".gate_up_proj"):
+        return {name.replace("gate_up", part): [shape[0] // 2, shape[1]] for part in ("gate", "up")}
+    return {name: shape}
 
 
 def small_config(kind: str, rows: int = SMALL["vocab_size"]) -> dict[str, Any]:

@@ -86,7 +86,11 @@ MODELS = {
 OTHER_NAMES = {  # of classes, which transformers 5 calls otherwise
     "MptForCausalLM": "MPTForCausalLM",
     "MiniMaxForCausalLM": "MiniMaxText01ForCausalLM",
+    "MiniMaxM3VLForCausalLM": "MiniMaxM3SparseForCausalLM",
 }
+AS_PUBLISHED = (
+    "minimax_m3_vl_text",
+)  # types whose configs the converter would read through transformers, which drops keys
 VOCABULARY = 90  # tokens of Gemma 3's tokenizer, fewer than rows of its embedding
 
 
@@ -130,9 +134,12 @@ def save(folder: Path, model_type: str, config: dict, changes: dict) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **config), dtype=torch.float32)
     model.save_pretrained(folder)
     file, settings = folder / "model.safetensors", folder / "config.json"
-    stored = {ggufmodels.published_name(model_type, name): value for name, value in load_file(file).items()}
-    stored = {name: value for name, value in stored.items() if not name.endswith(ggufmodels.COMPUTED)}
-    save_file({name: values(name, value.shape) for name, value in stored.items()}, file)
+    shapes = {
+        part: extents
+        for name, value in load_file(file).items()
+        for part, extents in ggufmodels.published(model_type, name, value.shape).items()
+    }
+    save_file({name: values(name, torch.Size(extents)) for name, extents in shapes.items()}, file)
     changed = json.loads(settings.read_text()) | changes
     settings.write_text(json.dumps({key: value for key, value in changed.items() if changes.get(key, 0) is not None}))
     tokens = {
@@ -152,7 +159,9 @@ def converted(folder: Path) -> tuple[dict, dict]:
     from conversion import get_model_class
     from conversion.base import ModelBase
 
-    hyperparameters = ModelBase.load_hparams(folder, False)
+    hyperparameters = json.loads((folder / "config.json").read_text())
+    if hyperparameters["model_type"] in AS_PUBLISHED:
+        ModelBase.load_hparams = staticmethod(lambda *_: dict(hyperparameters))
     name = hyperparameters["architectures"][0]
     model_class = get_model_class(OTHER_NAMES.get(name, name))
     model_class.set_vocab = lambda self: None

@@ -101,10 +101,17 @@ def test_every_family_gives_the_logits_of_transformers(kind, model_of, tmp_path)
     assert torch.allclose(logits, ours(tmp_path / "F32.gguf", model, IDS), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
-def test_llama_cpp_chooses_the_keys_that_an_index_chooses(kind, model_of, tmp_path):
-    """8 of 24, by keys that llama.cpp keeps in float16: a token now and then chooses another one."""
-    some, every = model_of(kind, index_topk=8), model_of(kind)
+@pytest.mark.parametrize(
+    ("kind", "few"),
+    [
+        ("deepseek_v32", {"index_topk": 8}),
+        ("glm_moe_dsa", {"index_topk": 8}),
+        ("minimax_m3_vl_text", {"index_topk_blocks": 3, "index_block_size": 4}),
+    ],
+)
+def test_llama_cpp_chooses_the_keys_that_an_index_chooses(kind, few, model_of, tmp_path):
+    """Some of 24, by keys that llama.cpp keeps in float16: a token now and then chooses another one."""
+    some, every = model_of(kind, **few), model_of(kind)
     file = write(some, tmp_path / "some.gguf", "F32")
     mine, whole = ours(file, some, IDS), ours(write(every, tmp_path / "every.gguf", "F32"), every, IDS)
     with Llama(file, length=64) as llama:

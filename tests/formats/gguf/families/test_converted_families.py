@@ -54,6 +54,9 @@ OTHER_ORDER = {  # of rows, by the end of a tensor's name
     "bamba": ("attn_q.weight", "attn_k.weight"),  # the converter pairs values of whole heads, of which half is rotated
 }
 
+NEWER = {f"blk.{{bid}}.indexer.{role}" for role in ("q_proj", "k_proj", "q_norm")}
+"""Names of tensors that the package does not know yet, only llama.cpp."""
+
 
 def tensors_of(kind, source=None, **changes):
     entry = GOLDEN[kind]
@@ -122,7 +125,7 @@ def test_every_tensor_is_one_that_the_gguf_package_knows_in_the_architecture(kin
     known = {gguf.TENSOR_NAMES[tensor] for tensor in tensors}
     for tensor in tensors_of(kind):
         role = ".".join("{bid}" if part.isdecimal() else part for part in tensor.name.split("."))
-        assert {role, role.rpartition(".")[0]} & known, tensor.name
+        assert {role, role.rpartition(".")[0]} & (known | NEWER), tensor.name
 
 
 @pytest.mark.parametrize("kind", GOLDEN)
