@@ -31,7 +31,8 @@ Shaped = tuple[str, Sequence[int]]
 _LAYER = re.compile(r"blk\.(\d+)\.")
 _NEVER = (
     "_norm.weight", "ffn_gate_inp.weight", "position_embd.weight", "token_types.weight", "ssm_conv1d",
-    "shortconv.conv.weight", "altup", "laurel", "per_layer_model_proj",
+    "shortconv.conv.weight", "altup", "laurel", "per_layer_model_proj", "indexer.q_proj.weight",
+    "indexer.k_proj.weight",
 )  # fmt: skip
 _NARROW = {
     "Q2_K": "Q4_0",

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from llmcompress.errors import PlanError
+from llmcompress.formats.gguf.mixture import is_quantised
 from llmcompress.formats.gguf.names import gguf_tensors
 from llmcompress.formats.gguf.tensors import convert
 
@@ -48,6 +49,12 @@ def test_tensors_that_transformers_saves_are_those_of_published_checkpoints():
     published, again = converted(stored), converted(saved(stored))
     assert published.keys() == again.keys() == GOLDEN["tensors"].keys()
     assert all(torch.equal(value, again[name]) for name, value in published.items())
+
+
+def test_the_index_is_not_rounded_by_a_mixture_as_llama_quantize_leaves_it():
+    kept = {tensor.name for tensor in gguf_tensors(CONFIG, list(SOURCE.items())) if ".indexer." in tensor.name}
+    assert len(kept) == 8
+    assert not [name for name in kept if is_quantised(name, (32, 64))]
 
 
 @pytest.mark.parametrize(
