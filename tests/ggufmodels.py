@@ -121,6 +121,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_next": {"num_hidden_layers": 4, "layer_types": [LINEAR] * 3 + [FULL]},
     "qwen3_5_text": {"num_hidden_layers": 4, "layer_types": [LINEAR] * 3 + [FULL], "rope_parameters": SECTIONED},
     "qwen3_5_moe_text": {"num_hidden_layers": 4, "layer_types": [LINEAR] * 3 + [FULL], "rope_parameters": SECTIONED},
+    "qwen4_exp_text": {
+        "num_hidden_layers": 4, "layer_types": [LINEAR] * 3 + [FULL], "rope_parameters": SECTIONED, "hc_count": 2,
+        "hc_lowrank": 16, "ple_layer_ids": [2], "ple_embed_dim": 64, "ngram_vocab_size_base": 50, "heads_per_ngram": 2,
+        "split_ngram_parts": 4, "make_ngram_vocab_size_divisible_by": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1,
+        "indexer_head_dim": 16, "indexer_budget": 32, "indexer_compress_ratio": 4, "output_gate_type": "sigmoid",
+    },
     # others
     "gpt_oss": {"intermediate_size": 64, "layer_types": [SLIDING, FULL], "rope_parameters": TRUNCATED},
     "llama4_text": {
@@ -196,6 +202,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "n_shared_experts": 1,
         "scoring_func": "sigmoid",
     },
+    "qwen4_exp_text": {"layer_types": [LINEAR] * 3 + [FULL]},
     "granite_swa": {"no_rope_layers": [1, 0, 1, 1]},
     "bamba": {"attn_rotary_emb": 8},
     "kimi_linear": {
@@ -213,6 +220,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 COMPUTED = (".slope_rate", ".query_decay", ".key_decay", ".diagonal_decay")
 """Ends of names of tables that transformers saves and published checkpoints of MiniMax lack."""
+INTEGERS = (".layer_multipliers", ".ngram_heads_vocab_sizes", ".ngram_heads_offsets")
+"""Ends of names of tensors of whole numbers, those of Qwen4's n-grams."""
 _LEAVES = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
 
 

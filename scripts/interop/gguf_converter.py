@@ -90,7 +90,9 @@ OTHER_NAMES = {  # of classes, which transformers 5 calls otherwise
 }
 AS_PUBLISHED = (
     "minimax_m3_vl_text",
-)  # types whose configs the converter would read through transformers, which drops keys
+    "qwen4_exp_text",
+)  # whose configs transformers changes as the converter reads them
+READERS = {}  # of config.json: the converter's, and one that takes it as it is
 VOCABULARY = 90  # tokens of Gemma 3's tokenizer, fewer than rows of its embedding
 
 
@@ -149,8 +151,10 @@ def save(folder: Path, model_type: str, config: dict, changes: dict) -> None:
 
 
 def values(name: str, shape: torch.Size) -> torch.Tensor:
-    """Numbers that float32 holds exactly, other ones for every name."""
+    """Numbers that float32 holds exactly, or whole ones, other ones for every name."""
     numbers = torch.arange(shape.numel()) * 31 + sum(name.encode())
+    if name.endswith(ggufmodels.INTEGERS):
+        return numbers.view(shape)
     return ((numbers % 509 - 254) / 256).view(shape)
 
 
@@ -160,8 +164,9 @@ def converted(folder: Path) -> tuple[dict, dict]:
     from conversion.base import ModelBase
 
     hyperparameters = json.loads((folder / "config.json").read_text())
-    if hyperparameters["model_type"] in AS_PUBLISHED:
-        ModelBase.load_hparams = staticmethod(lambda *_: dict(hyperparameters))
+    READERS.setdefault(False, ModelBase.load_hparams)
+    READERS[True] = lambda *_: dict(hyperparameters)
+    ModelBase.load_hparams = staticmethod(READERS[hyperparameters["model_type"] in AS_PUBLISHED])
     name = hyperparameters["architectures"][0]
     model_class = get_model_class(OTHER_NAMES.get(name, name))
     model_class.set_vocab = lambda self: None

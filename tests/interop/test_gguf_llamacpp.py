@@ -107,6 +107,7 @@ def test_every_family_gives_the_logits_of_transformers(kind, model_of, tmp_path)
         ("deepseek_v32", {"index_topk": 8}),
         ("glm_moe_dsa", {"index_topk": 8}),
         ("minimax_m3_vl_text", {"index_topk_blocks": 3, "index_block_size": 4}),
+        ("qwen4_exp_text", {"indexer_budget": 4}),
     ],
 )
 def test_llama_cpp_chooses_the_keys_that_an_index_chooses(kind, few, model_of, tmp_path):

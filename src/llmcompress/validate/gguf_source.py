@@ -97,7 +97,7 @@ def parts_of(header: GgufHeader, tensor: GGUFTensor) -> list[EncodedRows]:
     """One part for each source of a tensor, in order; a computed tensor is one part."""
     count = max(1, len(tensor.sources))
     rows = rows_of(header, tensor.name) // count
-    shape = tensor.shape if count == 1 else (rows, tensor.shape[-1])[3 - len(tensor.shape) :]
+    shape = tensor.shape if count == 1 else (rows, tensor.shape[-1])[int(rows == 1 and len(tensor.shape) < 3) :]
     return [EncodedRows(tensor, shape, number * rows, (number + 1) * rows) for number in range(count)]
 
 

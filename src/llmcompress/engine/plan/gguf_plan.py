@@ -165,7 +165,8 @@ def _description(
             output.license,
         )
         write(writer, keys)
-        if find(headers.config).listed:
+        family = find(headers.config)
+        if family.listed or family.lists:
             write(writer, listed_keys(headers.config, headers.tensors, open_checkpoint(headers).read))
         write_tokenizer(writer, tokenizer)
 

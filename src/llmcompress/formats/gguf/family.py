@@ -85,6 +85,7 @@ class Family:
     roles that may have one. shapes: of roles of a layer (-1: outside of them) that are not as usual. parts: what a
     tensor of the checkpoint, of that path, is taken apart into, without sources; None for one that stays whole.
     skipped: parts of names that are left out. listed: ends of names of numbers, one in each layer, that a key lists.
+    lists: ends of names of tensors of whole numbers that keys hold, by key.
     forms: of values, by role (tensors.FORMS). reshaped: roles of tensors
     that take the extents `shapes` gives them. stacked: roles of tensors outside of layers that are made of numbered
     matrices, by the last part of the path before the number. lengthened: config keys that say how many rows a table
@@ -133,6 +134,7 @@ class Family:
     forms: Mapping[str, str] = field(default_factory=dict)
     reshaped: tuple[str, ...] = ()
     listed: Mapping[str, str] = field(default_factory=dict)
+    lists: Mapping[str, str] = field(default_factory=dict)
     stacked: Mapping[str, str] = field(default_factory=dict)
     lengthened: Mapping[str, str] = field(default_factory=dict)
     rms: bool = True

@@ -16,7 +16,7 @@ class Key:
 
     name: str
     value: Value
-    kind: Literal["u32", "i32", "f32", "bool", "text", "texts", "i32s", "f32s", "bools"]
+    kind: Literal["u32", "i32", "f32", "bool", "text", "texts", "i32s", "u64s", "f32s", "bools"]
 
 
 def u32(name: str, value: int) -> Key:
@@ -43,6 +43,10 @@ def i32s(name: str, values: Iterable[int]) -> Key:
     return Key(name, tuple(values), "i32s")
 
 
+def u64s(name: str, values: Iterable[int]) -> Key:
+    return Key(name, tuple(values), "u64s")
+
+
 def f32s(name: str, values: Iterable[float]) -> Key:
     return Key(name, tuple(map(float, values)), "f32s")
 
@@ -55,7 +59,8 @@ def write(writer: "GGUFWriter", keys: Iterable[Key]) -> None:
     """Add keys to a gguf.GGUFWriter in order. An empty list is left out: GGUF cannot say what it would hold."""
     from gguf import GGUFValueType as Type
 
-    plain = {"u32": Type.UINT32, "i32": Type.INT32, "f32": Type.FLOAT32, "bool": Type.BOOL, "text": Type.STRING}
+    plain = {"u32": Type.UINT32, "i32": Type.INT32, "u64": Type.UINT64, "f32": Type.FLOAT32, "bool": Type.BOOL,
+             "text": Type.STRING}  # fmt: skip
     for key in keys:
         if not isinstance(key.value, tuple):
             writer.add_key_value(key.name, key.value, plain[key.kind])

@@ -7,7 +7,7 @@ from llmcompress.errors import CheckpointError
 from llmcompress.formats.gguf.family import Family, find
 from llmcompress.formats.gguf.general import general_keys
 from llmcompress.formats.gguf.hyper import Hyper
-from llmcompress.formats.gguf.keys import Key, f32, f32s, u32
+from llmcompress.formats.gguf.keys import Key, f32, f32s, u32, u64s
 from llmcompress.formats.gguf.names import layer_of
 from llmcompress.formats.gguf.rope import Rope, scaling_keys
 from llmcompress.formats.gguf.rules import Facts
@@ -48,11 +48,11 @@ def metadata(
 
 
 def listed_keys(config: Mapping[str, Any], names: Iterable[str], read: Read) -> list[Key]:
-    """The keys that list a number of each layer, which are tensors of the checkpoint.
+    """The keys that list a number of each layer, or all of a tensor, which are tensors of the checkpoint.
 
-    names: of its tensors. CheckpointError where a layer has no such number, or several.
+    names: of its tensors. CheckpointError where a layer has no such number, or several, or a list is below zero.
     """
-    family = find(config)
+    family, names = find(config), list(names)
     listed = listed_names(family, names)
     hyper, _ = family.read(config)
     found = []
@@ -66,6 +66,12 @@ def listed_keys(config: Mapping[str, Any], names: Iterable[str], read: Read) -> 
         if any(len(values) != 1 for values in numbers):
             raise CheckpointError(f"tensors {family.listed[key]} are not one number each", "fetch the weights again")
         found.append(f32s(key, [value for (value,) in numbers]))
+    for key, end in family.lists.items():
+        for name in (name for name in names if name.endswith(end)):
+            values = read(name).flatten().tolist()
+            if not all(isinstance(value, int) and value >= 0 for value in values):
+                raise CheckpointError(f"tensor {name} does not hold whole numbers", "fetch the weights again")
+            found.append(u64s(key, values))
     return found
 
 

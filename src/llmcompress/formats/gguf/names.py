@@ -23,10 +23,10 @@ Source = tuple[str, Sequence[int]]
 # what old checkpoints hold besides weights: masks, and tables that are computed
 _SKIPPED = (".attention.bias", ".attention.masked_bias", ".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 _EXPERT = re.compile(r"(?P<layer>.*)\.experts\.(?P<number>\d{1,9})\.(?P<leaf>\w+)\.(?P<kind>weight|bias)")
-_NUMBERED = re.compile(r".*\.(?P<leaf>\w+)\.(?P<number>\d{1,9})\.weight")
+_NUMBERED = re.compile(r".*\.(?P<leaf>\w+)\.(shard_)?(?P<number>\d{1,9})\.weight")
 _FUSED = re.compile(r"(?P<layer>.*)\.\w+\.experts\.(?P<leaf>gate_up_proj|down_proj)(\.weight)?")
 _HEAD = "output.weight"
-_NAMED = ("blk.", "output", "rope_", "altup_")
+_NAMED = ("blk.", "output", "rope_", "altup_", "per_layer_")
 # parameters that are neither weight nor bias, and names that stand for them in the gguf package's maps
 _RENAMES = {
     ".e_score_correction_bias": ".e_score_correction.bias",
@@ -118,13 +118,14 @@ def _whole(family: Family, hyper: Hyper, source: Sequence[Source]) -> dict[str, 
     for name, extents in source:
         path, shape = _path(name, family), tuple(extents)
         if (
-            path.endswith((*_SKIPPED, *family.listed.values()))
+            path.endswith((*_SKIPPED, *family.listed.values(), *family.lists.values()))
             or any(part in path for part in family.skipped)
             or _is_after(path, hyper)
         ):
             continue
         if (parts := family.parts(path, shape, hyper)) is not None:
-            found |= {f"blk.{layer_of(path)}.{part.name}": replace(part, sources=(name,)) for part in parts}
+            place = f"blk.{layer_of(path)}." if layer_of(path) else ""
+            found |= {f"{place}{part.name}": replace(part, sources=(name,)) for part in parts}
         elif expert := _EXPERT.fullmatch(path):
             together, number = _expert_place(expert, family, hyper)
             stacks.setdefault(together, {})[number] = (name, shape)
@@ -174,14 +175,21 @@ def layer_of(path: str) -> str:
 
 
 def _stacked(path: str, parts: Mapping[int, Source], family: Family, hyper: Hyper) -> GGUFTensor:
-    """The matrices of all experts of a layer, or those that a family numbers outside of layers, as one tensor."""
+    """The matrices of all experts of a layer, or those that a family numbers outside of layers, as one tensor.
+
+    Where the family has a table in place of a stack, they lie one below the other.
+    """
     name, shape = next(iter(parts.values()))
     ways = 1
     if path.startswith("blk."):
         kind, count = "experts", hyper.experts
         ways = 2 if len(parts) == 2 * count else 1  # gate and up of an expert, one below the other
+        whole = (count, ways * shape[0], *shape[1:])
     else:
-        kind, count = "matrices", family.shapes(hyper, -1)[_role(path)][0]
+        kind, wanted = "matrices", family.shapes(hyper, -1).get(_role(path), (0,))
+        table = len(wanted) == len(shape)
+        count = wanted[0] // max(1, shape[0]) if table else wanted[0]
+        whole = (count * shape[0], *shape[1:]) if table else (count, *shape)
     if sorted(parts) != list(range(ways * count)):
         raise CheckpointError(
             f"{len(parts)} {kind} are like {name}, config.json speaks of {count}",
@@ -190,7 +198,7 @@ def _stacked(path: str, parts: Mapping[int, Source], family: Family, hyper: Hype
     for other, extents in parts.values():
         if extents != shape:
             raise CheckpointError(f"tensors {name} and {other} of {kind} have different shapes")
-    return GGUFTensor("", (count, ways * shape[0], *shape[1:]), tuple(parts[at][0] for at in sorted(parts)))
+    return GGUFTensor("", whole, tuple(parts[at][0] for at in sorted(parts)))
 
 
 def _split(fused: re.Match[str], name: str, shape: tuple[int, ...]) -> dict[str, GGUFTensor]:

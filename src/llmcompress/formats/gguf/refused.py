@@ -13,7 +13,7 @@ REASONS = {
         _LACKS,
     ),
     **dict.fromkeys(
-        ("deepseek_v4", "hrm_text", "hy_v4", "qwen4_exp_text"),
+        ("deepseek_v4", "hrm_text", "hy_v4"),
         "llama.cpp has its architecture, which nothing here declares yet",
     ),
     "bitnet": "llama.cpp's converter rounds its weights to three values, other ones than those of the checkpoint",

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from ggufmodels import INTEGERS
 from llmcompress.errors import CheckpointError, LlmcompressError, PlanError
 from llmcompress.formats.gguf.family import known_types
 from llmcompress.formats.gguf.metadata import architecture, listed_keys, metadata
@@ -22,7 +23,7 @@ FOLDER = Path(__file__).parents[3] / "golden"
 GOLDEN = json.loads((FOLDER / "gguf_families.json").read_text())
 FIRST = json.loads((FOLDER / "gguf_converter.json").read_text())
 VOCABULARY = 90
-KINDS = {"u32": "UINT32", "i32": "INT32", "f32": "FLOAT32", "bool": "BOOL", "text": "STRING"}
+KINDS = {"u32": "UINT32", "i32": "INT32", "u64": "UINT64", "f32": "FLOAT32", "bool": "BOOL", "text": "STRING"}
 MORE = {  # what is written although the converter does not: llama.cpp takes the same where it is left out
     "vocab_size", "attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.freq_base",
     "final_logit_softcapping",  # of Gemma 4 without it, where llama.cpp takes 30
@@ -54,7 +55,12 @@ OTHER_ORDER = {  # of rows, by the end of a tensor's name
     "bamba": ("attn_q.weight", "attn_k.weight"),  # the converter pairs values of whole heads, of which half is rotated
 }
 
-NEWER = {f"blk.{{bid}}.indexer.{role}" for role in ("q_proj", "k_proj", "q_norm")}
+NEWER = {
+    *(f"blk.{{bid}}.indexer.{role}" for role in ("q_proj", "k_proj", "q_norm")),
+    *(f"{mixer}_{role}" for mixer in ("blk.{bid}.hc_attn", "blk.{bid}.hc_ffn", "output_hc")
+      for role in ("norm", "down", "up", "inject")),
+    *(f"blk.{{bid}}.ple_{role}" for role in ("key", "value", "norm_key", "norm_query", "norm_conv", "conv1d")),
+}  # fmt: skip
 """Names of tensors that the package does not know yet, only llama.cpp."""
 
 
@@ -66,6 +72,8 @@ def tensors_of(kind, source=None, **changes):
 
 def values(name, shape):
     numbers = torch.arange(torch.Size(shape).numel()) * 31 + sum(name.encode())
+    if name.endswith(INTEGERS):
+        return numbers.view(shape)
     return ((numbers % 509 - 254) / 256).view(shape)
 
 

@@ -11,14 +11,14 @@ from llmcompress.formats.gguf.tensors import GGUFTensor, Strips
 _SPARSE = ("post_attention_norm", *EXPERTS[1:], *SHARED_EXPERT, "ffn_gate_inp_shexp")
 _DENSE = ("post_attention_norm", *GATED[1:])
 _GATED_ATTENTION = (*ATTENTION, "attn_q_norm", "attn_k_norm")
-_LINEAR = ("attn_norm", "attn_qkv", "attn_gate", "ssm_conv1d", "ssm_dt.bias", "ssm_a", "ssm_norm", "ssm_out")
-_TOLD = ("linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads")
-_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size")
-_ONLY = {
+LINEAR = ("attn_norm", "attn_qkv", "attn_gate", "ssm_conv1d", "ssm_dt.bias", "ssm_a", "ssm_norm", "ssm_out")
+TOLD = ("linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads")
+WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size")
+ONLY = {
     "hidden_act": ("silu", None), "norm_topk_prob": (True, None), "decoder_sparse_step": (1, None),
     "mlp_only_layers": ([], None),
 }  # fmt: skip
-_SECTIONS = (11, 11, 10)  # of the rotary positions, where config.json leaves them out
+SECTIONS = (11, 11, 10)  # of the rotary positions, where config.json leaves them out
 
 
 def _heads(hyper: Hyper) -> tuple[int, int, int, int]:
@@ -28,7 +28,7 @@ def _heads(hyper: Hyper) -> tuple[int, int, int, int]:
     return keys, values // keys, key, value
 
 
-def _shapes(hyper: Hyper, layer: int) -> Mapping[str, Shape]:
+def shapes(hyper: Hyper, layer: int) -> Mapping[str, Shape]:
     keys, times, key, value = _heads(hyper)
     wide, count, mixed = keys * times * value, keys * times, 2 * keys * key + keys * times * value
     return {
@@ -47,7 +47,7 @@ def _shapes(hyper: Hyper, layer: int) -> Mapping[str, Shape]:
     }
 
 
-def _kinds(hyper: Hyper) -> list[bool]:
+def kinds(hyper: Hyper) -> list[bool]:
     """Of each layer, whether its attention is linear."""
     kinds = hyper.config.get("layer_types")
     if isinstance(kinds, list):
@@ -57,28 +57,28 @@ def _kinds(hyper: Hyper) -> list[bool]:
 
 
 def _layer(linear: tuple[str, ...], block: tuple[str, ...], hyper: Hyper, layer: int) -> tuple[str, ...]:
-    return (*((*_LINEAR, *linear) if _kinds(hyper)[layer] else _GATED_ATTENTION), *block)
+    return (*((*LINEAR, *linear) if kinds(hyper)[layer] else _GATED_ATTENTION), *block)
 
 
 def _keys(arch: str, hyper: Hyper, rope: Rope) -> list[Key]:
     keys, times, _, value = _heads(hyper)
     return [
         u32(f"{arch}.ssm.inner_size", keys * times * value),
-        flags(f"{arch}.attention.recurrent_layers", _kinds(hyper)),
+        flags(f"{arch}.attention.recurrent_layers", kinds(hyper)),
         u32(f"{arch}.full_attention_interval", hyper.config.get("full_attention_interval") or 4),
     ]
 
 
-def _sectioned(arch: str, hyper: Hyper, rope: Rope) -> list[Key]:
-    sections = list(rope.scaling.get("mrope_section") or _SECTIONS)
+def sectioned(arch: str, hyper: Hyper, rope: Rope) -> list[Key]:
+    sections = list(rope.scaling.get("mrope_section") or SECTIONS)
     return [*_keys(arch, hyper, rope), i32s(f"{arch}.rope.dimension_sections", (*sections, 0, 0, 0)[:4])]
 
 
-def _objection(hyper: Hyper) -> str | None:
-    sections = (hyper.config.get("rope_parameters") or {}).get("mrope_section") or _SECTIONS
+def objection(hyper: Hyper) -> str | None:
+    sections = (hyper.config.get("rope_parameters") or {}).get("mrope_section") or SECTIONS
     if "qwen3_5" in str(hyper.config.get("model_type")) and sum(sections) > hyper.head_dim:
         return f"config.json: mrope_section {list(sections)} is more than llama.cpp takes of heads of {hyper.head_dim}"
-    if len(_kinds(hyper)) != hyper.layers:
+    if len(kinds(hyper)) != hyper.layers:
         return f"config.json: layer_types does not tell of {hyper.layers} layers"
     return None
 
@@ -107,7 +107,7 @@ def _tiled(hyper: Hyper, size: int, first: int = 0) -> Strips:
     return Strips((*before, *((first + at * size, size, times * size, keys) for at in range(times))))
 
 
-def _rows(role: str, hyper: Hyper) -> Strips | None:
+def rows(role: str, hyper: Hyper) -> Strips | None:
     keys, _, key, value = _heads(hyper)
     if role in ("attn_qkv", "ssm_conv1d"):
         return _tiled(hyper, value, 2 * keys * key)
@@ -115,7 +115,7 @@ def _rows(role: str, hyper: Hyper) -> Strips | None:
     return _tiled(hyper, sizes[role]) if role in sizes else None
 
 
-def _inputs(role: str, hyper: Hyper) -> Strips | None:
+def inputs(role: str, hyper: Hyper) -> Strips | None:
     return _tiled(hyper, _heads(hyper)[3]) if role == "ssm_out" else None
 
 
@@ -124,24 +124,24 @@ FAMILY = Kin(
     (
         Family(
             "qwen3_next", ("qwen3_next",), "qwen3next", experts=True, partly=True, norm_offset=1.0, biases=(),
-            ropes=("default",), skipped=("mtp.",), forms={"ssm_a": "decay"}, shapes=_shapes, parts=_parts,
-            layer=lambda hyper, layer: _layer(("ssm_ba",), _SPARSE, hyper, layer), objection=_objection,
-            keys=lambda hyper, rope: _keys("qwen3next", hyper, rope), told=(*_TOLD, *_WIDTHS),
-            defaults={"partial_rotary_factor": 0.25}, only=_ONLY,
+            ropes=("default",), skipped=("mtp.",), forms={"ssm_a": "decay"}, shapes=shapes, parts=_parts,
+            layer=lambda hyper, layer: _layer(("ssm_ba",), _SPARSE, hyper, layer), objection=objection,
+            keys=lambda hyper, rope: _keys("qwen3next", hyper, rope), told=(*TOLD, *WIDTHS),
+            defaults={"partial_rotary_factor": 0.25}, only=ONLY,
         ),
         Family(
             "qwen3_5", ("qwen3_5_text",), "qwen35", partly=True, norm_offset=1.0, biases=(), ropes=("default",),
-            skipped=("mtp.",), forms={"ssm_a": "decay"}, shapes=_shapes, rows=_rows, inputs=_inputs,
-            layer=lambda hyper, layer: _layer(("ssm_beta", "ssm_alpha"), _DENSE, hyper, layer), objection=_objection,
-            keys=lambda hyper, rope: _sectioned("qwen35", hyper, rope), told=_TOLD,
-            defaults={"partial_rotary_factor": 0.25}, only=_ONLY,
+            skipped=("mtp.",), forms={"ssm_a": "decay"}, shapes=shapes, rows=rows, inputs=inputs,
+            layer=lambda hyper, layer: _layer(("ssm_beta", "ssm_alpha"), _DENSE, hyper, layer), objection=objection,
+            keys=lambda hyper, rope: sectioned("qwen35", hyper, rope), told=TOLD,
+            defaults={"partial_rotary_factor": 0.25}, only=ONLY,
         ),
         Family(
             "qwen3_5_moe", ("qwen3_5_moe_text",), "qwen35moe", experts=True, partly=True, norm_offset=1.0, biases=(),
-            ropes=("default",), skipped=("mtp.",), forms={"ssm_a": "decay"}, shapes=_shapes, rows=_rows, inputs=_inputs,
-            layer=lambda hyper, layer: _layer(("ssm_beta", "ssm_alpha"), _SPARSE, hyper, layer), objection=_objection,
-            keys=lambda hyper, rope: _sectioned("qwen35moe", hyper, rope), told=(*_TOLD, *_WIDTHS),
-            defaults={"partial_rotary_factor": 0.25}, only=_ONLY,
+            ropes=("default",), skipped=("mtp.",), forms={"ssm_a": "decay"}, shapes=shapes, rows=rows, inputs=inputs,
+            layer=lambda hyper, layer: _layer(("ssm_beta", "ssm_alpha"), _SPARSE, hyper, layer), objection=objection,
+            keys=lambda hyper, rope: sectioned("qwen35moe", hyper, rope), told=(*TOLD, *WIDTHS),
+            defaults={"partial_rotary_factor": 0.25}, only=ONLY,
         ),
     ),
 )  # fmt: skip
