@@ -44,6 +44,10 @@ def _no_objection(hyper: Hyper) -> str | None:
     return None
 
 
+def _no_roles(hyper: Hyper, layer: int) -> tuple[str, ...]:
+    return ()
+
+
 def _no_shapes(hyper: Hyper, layer: int) -> Mapping[str, Shape]:
     return {}
 
@@ -80,6 +84,7 @@ class Family:
     matrices stored [in, out]. norm_offset: added to the weights of norms. cut_vocabulary: rows of the embedding that no
     token has are cut. factored: llama.cpp multiplies by the factors of types that have such (types.FACTORED).
     layer: roles of the tensors of a layer, all of which llama.cpp asks for, or a function that says those of one layer;
+    unused: roles among them of which llama.cpp only asks that they be there.
     outer: those outside of layers beyond embedding, norm and head. bare: roles of weights whose names do not say so
     at their end. biased: roles of both that have a bias too, biases:
     roles that may have one. shapes: of roles of a layer (-1: outside of them) that are not as usual. parts: what a
@@ -120,6 +125,7 @@ class Family:
     transposed: tuple[str, ...] = ()
     norm_offset: float = 0.0
     layer: tuple[str, ...] | Callable[[Hyper, int], tuple[str, ...]] = (*ATTENTION, *GATED)
+    unused: Callable[[Hyper, int], tuple[str, ...]] = _no_roles
     outer: tuple[str, ...] | Callable[[Hyper], tuple[str, ...]] = ()
     bare: tuple[str, ...] = ()
     biased: tuple[str, ...] = ()

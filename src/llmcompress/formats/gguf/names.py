@@ -1,7 +1,7 @@
 """From the tensors of a Hugging Face checkpoint to those of a GGUF file: names, order, and what is done to each."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from math import prod
@@ -11,7 +11,7 @@ from llmcompress.errors import CheckpointError
 from llmcompress.formats.gguf.family import Family, find
 from llmcompress.formats.gguf.hyper import Hyper
 from llmcompress.formats.gguf.mixture import visiting_order
-from llmcompress.formats.gguf.shapes import check
+from llmcompress.formats.gguf.shapes import check, expected
 from llmcompress.formats.gguf.tensors import Factors, GGUFTensor, Rows, Strips, stretch
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ def gguf_tensors(
     _set_head(found, family, config)
     found = {name: replace(tensor, factors=_factors(name, family, hyper)) for name, tensor in found.items()}
     found |= {f"{role}.weight": _lengthened(found, role, key, hyper) for role, key in family.lengthened.items()}
+    found |= {tensor.name: tensor for tensor in _blank(family, hyper) if tensor.name not in found}
     check(list(found.values()), family, hyper)
     if family.cut_vocabulary and vocabulary is not None and vocabulary < hyper.vocabulary:
         found |= {
@@ -76,6 +77,15 @@ def gguf_tensors(
     for name, values in family.values(hyper, rope).items():
         found[name] = GGUFTensor(name, (len(values),), values=values)
     return sorted(found.values(), key=lambda tensor: visiting_order(tensor.name))
+
+
+def _blank(family: Family, hyper: Hyper) -> Iterator[GGUFTensor]:
+    """What llama.cpp asks for and does not use, for where the checkpoint lacks it."""
+    unused = {layer: family.unused(hyper, layer) for layer in range(hyper.layers)}
+    if any(unused.values()):
+        shapes, _ = expected(family, hyper)
+        names = (f"blk.{layer}.{role}.weight" for layer, roles in unused.items() for role in roles)
+        yield from (GGUFTensor(name, shapes[name], blank=True) for name in names)
 
 
 def _factors(name: str, family: Family, hyper: Hyper) -> Factors:

@@ -102,6 +102,7 @@ class GGUFTensor:
     [in, out]), or as `split` such matrices, one below the other, of which `rows` are taken, and columns in the
     order of `inputs`; `turned` matrices are transposed after that. form: what is done to every value (`FORMS`), before
     `offset` is added. factors: what the rows of a source are multiplied by after that. values: of a computed tensor.
+    blank: all zeros, where llama.cpp asks for a tensor that it does not use and the checkpoint lacks.
     factor_of: on-disk names of the matrices whose codes are multiplied by the values of this tensor, one for each.
     """
 
@@ -118,6 +119,7 @@ class GGUFTensor:
     turned: bool = False
     form: str = ""
     factors: Factors = ()
+    blank: bool = False
 
     @property
     def by_rows(self) -> bool:
@@ -193,6 +195,8 @@ def pieces(tensor: GGUFTensor, read: Read) -> "Iterator[Piece]":
 
     if tensor.values is not None:
         yield Piece(torch.tensor(tensor.values, dtype=torch.float32), None, 0.0)
+    if tensor.blank:
+        yield Piece(torch.zeros(1).expand(tensor.shape), None, 0.0)
     index = None if tensor.rows is None else tensor.rows.index()
     for name in tensor.sources:
         for part in tensor.parts(read(name)):

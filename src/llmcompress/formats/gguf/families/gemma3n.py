@@ -1,6 +1,7 @@
 """Gemma 3n (text): four streams of hidden states, embeddings by layer, sparse blocks, shared keys and values.
 
-llama.cpp has most of its sizes built in, and asks for keys and values of layers that take those of earlier ones too.
+llama.cpp has most of its sizes built in, and asks for keys and values of layers that take those of earlier ones too,
+without using them; transformers does not save them.
 """
 
 from collections.abc import Mapping
@@ -106,6 +107,7 @@ FAMILY = Family(
     ropes=("default",),
     windowed=True,
     layer=_LAYER,
+    unused=lambda hyper, layer: () if layer < _OWN else ("attn_k", "attn_v", "attn_k_norm"),
     outer=lambda hyper: _OUTER,
     biases=(),
     shapes=_shapes,
