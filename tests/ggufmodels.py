@@ -121,12 +121,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_next": {"num_hidden_layers": 4, "layer_types": [LINEAR] * 3 + [FULL]},
     "qwen3_5_text": {"num_hidden_layers": 4, "layer_types": [LINEAR] * 3 + [FULL], "rope_parameters": SECTIONED},
     "qwen3_5_moe_text": {"num_hidden_layers": 4, "layer_types": [LINEAR] * 3 + [FULL], "rope_parameters": SECTIONED},
-    "qwen4_exp_text": {
-        "num_hidden_layers": 4, "layer_types": [LINEAR] * 3 + [FULL], "rope_parameters": SECTIONED, "hc_count": 2,
-        "hc_lowrank": 16, "ple_layer_ids": [2], "ple_embed_dim": 64, "ngram_vocab_size_base": 50, "heads_per_ngram": 2,
-        "split_ngram_parts": 4, "make_ngram_vocab_size_divisible_by": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1,
-        "indexer_head_dim": 16, "indexer_budget": 32, "indexer_compress_ratio": 4, "output_gate_type": "sigmoid",
-    },
     # others
     "gpt_oss": {"intermediate_size": 64, "layer_types": [SLIDING, FULL], "rope_parameters": TRUNCATED},
     "llama4_text": {
@@ -160,6 +154,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["dense", *["sparse"] * 3],
     },
     "youtu": {"num_key_value_heads": 4, "pad_token_id": None},  # transformers forgets the row of that token as it loads
+    # the last, since llama.cpp's converter keeps its names of an index for all models after it
+    "qwen4_exp_text": {
+        "num_hidden_layers": 4, "layer_types": [LINEAR] * 3 + [FULL], "rope_parameters": SECTIONED, "hc_count": 2,
+        "hc_lowrank": 16, "ple_layer_ids": [2], "ple_embed_dim": 64, "ngram_vocab_size_base": 50, "heads_per_ngram": 2,
+        "split_ngram_parts": 4, "make_ngram_vocab_size_divisible_by": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1,
+        "indexer_head_dim": 16, "indexer_budget": 32, "indexer_compress_ratio": 4, "output_gate_type": "sigmoid",
+    },
 }  # fmt: skip
 
 # keys of the configs that the makers published, which the converter reads and transformers does not write

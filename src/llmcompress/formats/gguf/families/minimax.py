@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from llmcompress.formats.gguf.family import ATTENTION, EXPERTS, Family, Shape, renamed
-from llmcompress.formats.gguf.hyper import Hyper, number
+from llmcompress.formats.gguf.hyper import Hyper, number, whole
 from llmcompress.formats.gguf.keys import Key, f32, flags, u32
 from llmcompress.formats.gguf.rope import Rope
 from llmcompress.formats.gguf.tensors import GGUFTensor
@@ -43,10 +43,11 @@ def _parts(path: str, shape: Shape, hyper: Hyper) -> Sequence[GGUFTensor] | None
 
 
 def _keys(hyper: Hyper, rope: Rope) -> list[Key]:
+    turned = {"rotary_dim": hyper.config.get("rotary_dim") or hyper.head_dim}
     return [
         flags(f"{_ARCH}.attention.recurrent_layers", _linear(hyper)),
         f32(f"{_ARCH}.residual_scale", number(hyper.config, _SHARES[0])),
-        u32(f"{_ARCH}.rope.dimension_count", hyper.config.get("rotary_dim") or hyper.head_dim),
+        u32(f"{_ARCH}.rope.dimension_count", whole(turned, "rotary_dim")),
     ]
 
 
