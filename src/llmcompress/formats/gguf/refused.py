@@ -13,10 +13,11 @@ REASONS = {
         _LACKS,
     ),
     **dict.fromkeys(
-        ("deepseek_v4", "hrm_text", "hy_v4"),
+        ("deepseek_v4", "hrm_text"),
         "llama.cpp has its architecture, which nothing here declares yet",
     ),
     "bitnet": "llama.cpp's converter rounds its weights to three values, other ones than those of the checkpoint",
+    "hy_v4": "llama.cpp rotates neighbouring values of a head, transformers halves of it, of the same weights",
     "phimoe": "llama.cpp computes its norms without subtracting the mean, and its router in another way",
 }  # fmt: skip
 """Reasons by `model_type`."""
