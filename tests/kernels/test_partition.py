@@ -1,5 +1,6 @@
 """Shares of work: they fit the device, cover everything once, and follow sizes alone."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -43,3 +44,34 @@ def test_rows_cost_little_until_products_take_longer_than_bytes():
 def test_sums_are_left_only_where_tiles_are_shared():
     for plan in candidates(Problem(4, 4096, 4096, W4), "sm_90", 132):
         assert (plan.partial > 0) == (plan.slots != plan.columns)
+
+
+def shared_by(plan):
+    """The most blocks that have units of one tile, by going through all units."""
+    least, longer = divmod(plan.columns * plan.depth, plan.slots)
+    owners = [block for block in range(plan.slots) for _ in range(least + (block < longer))]
+    tiles = [set(owners[start : start + plan.depth]) for start in range(0, len(owners), plan.depth)]
+    return max(map(len, tiles))
+
+
+def test_sharers_are_those_of_the_tile_that_most_blocks_share():
+    for rows, (outputs, inputs) in product((1, 16, 64), ((4096, 4096), (4096, 11008), (512, 640), (22016, 4096))):
+        for plan in candidates(Problem(rows, outputs, inputs, W4), "sm_90", 132):
+            assert plan.sharers == shared_by(plan)
+
+
+def test_a_join_costs_more_the_more_rows_and_blocks_it_brings_together():
+    whole, *shared = sorted(
+        (plan for plan in candidates(Problem(64, 4096, 4096, W4), "sm_90", 132) if plan.tiles == 8),
+        key=lambda plan: plan.sharers,
+    )
+    costs = [plan.join_cost for plan in shared]
+    assert whole.join_cost == 0 and whole.sharers == 1
+    assert costs == sorted(costs) and costs[-1] > 1.5 * costs[0]
+    rows = [replace(shared[0], problem=Problem(rows, 4096, 4096, W4)).join_cost for rows in (8, 16, 32, 64)]
+    assert rows == sorted(rows) and rows[-1] > 1.5 * rows[0]
+
+
+def test_many_rows_are_shared_by_fewer_blocks():
+    few, many = (best(Problem(rows, 4096, 4096, W4), "sm_90", 132) for rows in (16, 64))
+    assert many.slots < few.slots

@@ -21,7 +21,10 @@ _FROM_MEMORY = 4300 / 132  # bytes, the rate of a copy
 _FROM_CACHE = 5500 / 132  # bytes
 _PRODUCTS = 0.62 * 1.75  # instructions m16n8k16
 _LATENCY = 900.0  # ns until bytes asked for are there
-_JOINING = 1200.0  # ns to bring the sums of several blocks together
+_JOIN_BEGINS = 600.0  # ns until a block's sums, and then its mark, have reached the L2 cache and the last block knows
+_JOIN_ROUND = 250.0  # ns of a round of loads from the L2 cache
+_TO_ONE = 100.0  # bytes per ns from the L2 cache to one multiprocessor
+_LOADS = 8  # of 16 bytes that a thread has under way while it joins (csrc/matmul_sums.cuh)
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,18 @@ class Partition:
         )
 
     @property
+    def sharers(self) -> int:
+        """The most blocks that have units of one tile of outputs."""
+        least, longer = divmod(self.columns * self.depth, self.slots)
+
+        def block_of(unit: int) -> int:
+            in_longer = longer * (least + 1)
+            return unit // (least + 1) if unit < in_longer else longer + (unit - in_longer) // least
+
+        begins = range(0, self.columns * self.depth, self.depth)
+        return max(block_of(begin + self.depth - 1) - block_of(begin) + 1 for begin in begins)
+
+    @property
     def counters(self) -> int:
         return self.row_blocks * self.columns
 
@@ -114,7 +129,18 @@ class Partition:
             products / _PRODUCTS,
         )
         units = ceil(self.columns * self.depth, self.slots)
-        return waves * (_LATENCY + units * beside * unit) + (_JOINING if self.partial else 0.0)
+        return waves * (_LATENCY + units * beside * unit) + self.join_cost
+
+    @property
+    def join_cost(self) -> float:
+        """Expected ns that the last block of a tile takes to add up the sums of all."""
+        if not self.partial:
+            return 0.0
+        pieces = min(self.problem.rows, 8 * self.tiles) * OUTPUTS * self.warps_n // 4  # of 16 bytes
+        each = ceil(pieces, self.threads)
+        rate = min(_TO_ONE, _FROM_CACHE * 132 / self.counters)
+        loaded = max(16 * pieces * self.sharers / rate, ceil(each * self.sharers, _LOADS) * _JOIN_ROUND)
+        return _JOIN_BEGINS + loaded
 
 
 @cache
@@ -127,9 +153,10 @@ def best(problem: Problem, architecture: str, multiprocessors: int) -> Partition
 def candidates(problem: Problem, architecture: str, multiprocessors: int) -> Iterator[Partition]:
     """All ways that fit a device."""
     for plan in variants(problem, architecture):
-        yield replace(plan, slots=plan.columns)
         even = max(1, min(multiprocessors * plan.blocks // plan.row_blocks, plan.columns * plan.depth))
         yield replace(plan, slots=even)
+        for sharers in range(1, max(1, even // plan.columns) + 1):
+            yield replace(plan, slots=plan.columns * sharers)
 
 
 def variants(problem: Problem, architecture: str) -> Iterator[Partition]:

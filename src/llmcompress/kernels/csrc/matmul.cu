@@ -102,7 +102,7 @@ DEVICE void run(const Work &work, const Warp &warp, uint4 *stages, float *sums, 
 // for each tile of outputs and block of rows; zeros again when the kernel ends.
 KERNEL __launch_bounds__(THREADS, BLOCKS)
     matmul(const uint4 *codes, const uint4 *scales, const uint4 *zeros, const unsigned short *x,
-           const unsigned short *bias, unsigned short *y, float *partial, unsigned *counters, int m, int n, int k,
+           const unsigned short *bias, unsigned short *y, float4 *partial, unsigned *counters, int m, int n, int k,
            int stride) {
     Work work{codes, scales, zeros, x, bias, y, partial, counters};
     work.first_row = blockIdx.y * ROWS, work.rows = min(ROWS, m - work.first_row);

@@ -13,7 +13,7 @@ struct Work {
     const uint4 *codes, *scales, *zeros;
     const unsigned short *x, *bias;
     unsigned short *y;
-    float *partial;
+    float4 *partial;
     unsigned *counters;
     unsigned first_row, rows, outputs;
     int inputs, stride;
