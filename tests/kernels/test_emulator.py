@@ -224,6 +224,28 @@ def test_atomics_count_all_blocks():
     assert (count.item(), total.item(), last.item()) == (7, 448.0, 7)
 
 
+def joined(fault, seed):
+    """Whether sums over blocks are right, and the counter zero again."""
+    x, partial, y = torch.arange(64.0 * 5), torch.full((320,), torch.nan), torch.full((64,), torch.nan)
+    counter = torch.zeros(1, dtype=torch.int32)
+    probe("join", x, partial, counter, y, fault, threads=64, blocks=5, shared=16, seed=seed)
+    return torch.equal(y, x.view(5, 64).sum(0)) and counter.item() == 0
+
+
+def test_blocks_that_keep_to_the_protocol_see_one_anothers_sums():
+    assert all(joined(0, seed) for seed in range(100))
+
+
+@pytest.mark.parametrize("fault", [1, 2, 3, 5], ids=["no-release", "no-barrier", "no-acquire", "counter-left"])
+def test_a_join_that_leaves_out_a_part_of_the_protocol_is_wrong(fault):
+    assert not all(joined(fault, seed) for seed in range(100))
+
+
+def test_reading_what_other_blocks_write_as_constant_is_found():
+    with pytest.raises(EmulatorError, match="launch writes is read as if nothing wrote it"):
+        joined(4, 0)
+
+
 FAULTS = {
     1: "outside of every tensor",
     2: "outside of every tensor",

@@ -66,10 +66,13 @@ def test_a_join_costs_more_the_more_rows_and_blocks_it_brings_together():
         key=lambda plan: plan.sharers,
     )
     costs = [plan.join_cost for plan in shared]
-    assert whole.join_cost == 0 and whole.sharers == 1
-    assert costs == sorted(costs) and costs[-1] > 1.5 * costs[0]
+    assert whole.join_cost == 0
+    assert whole.sharers == 1
+    assert costs == sorted(costs)
+    assert costs[-1] > 1.5 * costs[0]
     rows = [replace(shared[0], problem=Problem(rows, 4096, 4096, W4)).join_cost for rows in (8, 16, 32, 64)]
-    assert rows == sorted(rows) and rows[-1] > 1.5 * rows[0]
+    assert rows == sorted(rows)
+    assert rows[-1] > 1.5 * rows[0]
 
 
 def test_many_rows_are_shared_by_fewer_blocks():

@@ -1,4 +1,5 @@
-// The primitives of csrc/primitives.cuh on a processor: each thread of a block is a fiber, blocks run one by one.
+// The primitives of csrc/primitives.cuh on a processor: each thread is a fiber, and
+// several blocks are under way at once.
 //
 // Pointers that a kernel gets are not addresses: each access is checked (bounds, alignment, races in shared memory) and
 // translated, so one that goes round the primitives faults at once.
@@ -15,14 +16,14 @@ template <class T> DEVICE T emulator_read(const unsigned char *from) {
     std::memcpy(&value, from, sizeof value);
     return value;
 }
-template <class T> DEVICE T load(const T *at) {
-    return emulator_read<T>(emulator::emulator_global(at, sizeof(T), emulator::READ));
+template <class T> DEVICE T load(const T *at) { return emulator_read<T>(emulator::emulator_constant(at, sizeof(T))); }
+template <class T> DEVICE T load_latest(const T *at) {
+    T value;
+    emulator::emulator_latest(at, sizeof value, &value);
+    return value;
 }
-template <class T> DEVICE T load_latest(const T *at) { return load(at); }
 DEVICE uint4 load_once(const uint4 *at) { return load(at); }
-template <class T> DEVICE void store(T *at, T value) {
-    std::memcpy(emulator::emulator_global(at, sizeof(T), emulator::WRITE), &value, sizeof value);
-}
+template <class T> DEVICE void store(T *at, T value) { emulator::emulator_store(at, sizeof value, &value); }
 template <class T> DEVICE T load_shared(const T *at) {
     return emulator_read<T>(emulator::emulator_shared(at, sizeof(T), emulator::READ));
 }
@@ -30,11 +31,12 @@ template <class T> DEVICE void store_shared(T *at, T value) {
     std::memcpy(emulator::emulator_shared(at, sizeof(T), emulator::WRITE), &value, sizeof value);
 }
 template <class T> DEVICE T atomic_add(T *at, T value) {
-    const T before = load(at);
-    store(at, T(before + value));
+    unsigned char *there = emulator::emulator_atomic(at, sizeof value);
+    const T before = emulator_read<T>(there), after = before + value;
+    std::memcpy(there, &after, sizeof after);
     return before;
 }
-DEVICE void fence() {}
+DEVICE void fence() { emulator::emulator_fence(); }
 
 DEVICE void copy_async(uint4 *to, const uint4 *from, int bytes = 16) { emulator::emulator_copy(to, from, bytes); }
 DEVICE unsigned long long leave_first() { return 1; }

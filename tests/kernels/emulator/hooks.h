@@ -36,8 +36,12 @@ struct Place { Index thread, block, block_size, grid_size; };
 extern "C" Place emulator_place;
 
 enum Access { READ, WRITE };
-// The real address of `bytes` bytes at a kernel's pointer, checked; a failed check ends the launch.
-extern "C" unsigned char *emulator_global(const void *pointer, unsigned bytes, Access access);
+// Global memory at a kernel's pointer, each access checked; a failed check ends the launch.
+extern "C" const unsigned char *emulator_constant(const void *pointer, unsigned bytes);  // that nothing writes
+extern "C" void emulator_latest(const void *pointer, unsigned bytes, void *value);
+extern "C" void emulator_store(void *pointer, unsigned bytes, const void *value);
+extern "C" unsigned char *emulator_atomic(void *pointer, unsigned bytes);  // to be changed at once
+extern "C" void emulator_fence();
 extern "C" unsigned char *emulator_shared(const void *pointer, unsigned bytes, Access access);
 extern "C" unsigned char *emulator_shared_base();
 extern "C" [[noreturn]] void emulator_fail(const char *message);

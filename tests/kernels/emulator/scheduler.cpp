@@ -1,15 +1,16 @@
-// Runs a grid: blocks one after another in a shuffled order, the threads of a block as fibers in a shuffled order.
+// Runs a grid: blocks in a shuffled order, some at once, whose threads are fibers that take turns at random wherever one
+// waits for others or deals with other blocks.
 #include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
 #include <cstdarg>
 #include <cstdio>
-#include <deque>
 #include <random>
 #include <string>
 #include <vector>
 
+#include "memory.h"
 #include "races.h"
 
 using namespace emulator;
@@ -18,7 +19,7 @@ namespace {
 
 constexpr uint64_t GLOBAL = 1ull << 60, SHARED = 1ull << 61;  // added to addresses: not canonical, so they fault
 constexpr size_t STACK = 128 << 10;
-constexpr unsigned MOST_SHARED = 227 << 10, MOST_THREADS = 1024;
+constexpr unsigned MOST_SHARED = 227 << 10, MOST_THREADS = 1024, MOST_RESIDENT = 4;
 
 struct Range { uint64_t begin, bytes; };
 struct Copy { unsigned char *to; const unsigned char *from; int bytes; };
@@ -37,14 +38,24 @@ struct Warp {
     unsigned arrived, kind, epoch;
     std::vector<unsigned char> in;
 };
-std::vector<Fiber> fibers;
-std::vector<Warp> warps;
-std::vector<unsigned char> stacks;
-std::deque<unsigned> ready;
+// A block that is under way, or the place for one.
+struct Block {
+    Index index;
+    unsigned left = 0, waiting, epoch = 0;  // threads that have not ended; that wait for all others; barriers passed
+    std::vector<Fiber> fibers;
+    std::vector<Warp> warps;
+    std::vector<unsigned> ready;
+    std::vector<unsigned char> stacks, shared_memory;
+    unsigned char *shared;
+    Races races{MOST_SHARED};
+    Memory::Block memory;
+};
+std::vector<Block> blocks(MOST_RESIDENT);
+Block *block;      // of the running fiber
+unsigned running;  // the fiber's number in it
+Memory memory;
 std::vector<Range> ranges;
-Races shared_races(MOST_SHARED);
-alignas(1024) unsigned char shared[MOST_SHARED];
-unsigned shared_bytes, running, waiting_for_block, epoch;
+unsigned shared_bytes;
 jmp_buf scheduler;
 std::string failure;
 std::mt19937 order;
@@ -67,82 +78,114 @@ const uint64_t *values;
 
 // Leaves the running fiber until it is ready again.
 void leave(State state) {
-    fibers[running].state = state;
-    if (!_setjmp(fibers[running].at)) _longjmp(scheduler, 1);
+    Fiber &fiber = block->fibers[running];
+    fiber.state = state;
+    if (state == READY) block->ready.push_back(running);
+    if (!_setjmp(fiber.at)) _longjmp(scheduler, 1);
 }
 
 void begin() {
     kernel(values);
-    fibers[running].state = DONE;
-    fibers[running].groups.push_back(fibers[running].copies);
-    for (const auto &group : fibers[running].groups)
+    Fiber &fiber = block->fibers[running];
+    fiber.state = DONE;
+    fiber.groups.push_back(fiber.copies);
+    for (const auto &group : fiber.groups)
         if (!group.empty()) fail("ends with copies under way");
     _longjmp(scheduler, 1);
 }
 
-void enter(unsigned thread) {
-    running = thread;
+void enter(Block &of, unsigned thread) {
+    block = &of, running = thread;
     const Index size = emulator_place.block_size;
+    emulator_place.block = of.index;
     emulator_place.thread = {thread % size.x, thread / size.x % size.y, thread / size.x / size.y};
     if (_setjmp(scheduler)) return;
-    Fiber &fiber = fibers[thread];
+    Fiber &fiber = of.fibers[thread];
     if (fiber.begun) _longjmp(fiber.at, 1);
     fiber.begun = true;
     setcontext(&fiber.first);
 }
 
 void make_ready(unsigned first, unsigned count, State from) {
-    std::vector<unsigned> threads;
     for (unsigned thread = first; thread < first + count; thread++)
-        if (fibers[thread].state == from && thread != running) threads.push_back(thread);
-    std::shuffle(threads.begin(), threads.end(), order);
-    for (unsigned thread : threads) fibers[thread].state = READY, ready.push_back(thread);
+        if (block->fibers[thread].state == from && thread != running)
+            block->fibers[thread].state = READY, block->ready.push_back(thread);
 }
 
-void start_threads(unsigned count) {
-    fibers.assign(count, Fiber{});
-    warps.assign(count / 32, Warp{});
-    stacks.resize(STACK * count);
+void start(Block &one, Index index, unsigned count) {
+    block = &one;
+    one.index = index, one.left = count, one.waiting = 0;
+    one.shared_memory.resize(MOST_SHARED + 1024);
+    one.shared = one.shared_memory.data() + (1024 - reinterpret_cast<uintptr_t>(one.shared_memory.data()) % 1024);
+    std::fill(one.shared, one.shared + shared_bytes, 0xff);
+    one.epoch++;
+    one.memory = memory.begin_block(count);
+    one.ready.clear();
+    one.fibers.assign(count, Fiber{});
+    one.warps.assign(count / 32, Warp{});
+    one.stacks.resize(STACK * count);
     for (unsigned thread = 0; thread < count; thread++) {
-        ucontext_t &context = fibers[thread].first;
+        ucontext_t &context = one.fibers[thread].first;
         getcontext(&context);
-        context.uc_stack.ss_sp = stacks.data() + STACK * thread;
+        context.uc_stack.ss_sp = one.stacks.data() + STACK * thread;
         context.uc_stack.ss_size = STACK;
         context.uc_link = nullptr;
         makecontext(&context, begin, 0);
     }
     running = count;
-    waiting_for_block = 0;
     make_ready(0, count, READY);
 }
 
-void run_block(unsigned count) {
-    std::fill(shared, shared + shared_bytes, 0xff);
-    epoch++;
-    start_threads(count);
-    unsigned left = count;
-    while (!ready.empty()) {
-        const unsigned thread = ready.front();
-        ready.pop_front();
-        enter(thread);
+// Runs all blocks, so many at once; one of them goes on for a while, on average `stretch` turns, before another does.
+void run_blocks(std::vector<Index> left, unsigned count, unsigned at_once, unsigned stretch) {
+    for (Block &one : blocks) one.left = 0, one.ready.clear();
+    Block *favoured = nullptr;
+    for (;;) {
+        std::vector<Block *> able;
+        unsigned under_way = 0;
+        for (unsigned i = 0; i < at_once; i++) {
+            if (!blocks[i].left && !left.empty()) start(blocks[i], left.back(), count), left.pop_back();
+            under_way += blocks[i].left > 0;
+            if (!blocks[i].ready.empty()) able.push_back(&blocks[i]);
+        }
+        if (!under_way) return memory.end_launch();
+        if (able.empty()) {
+            failure = "threads wait for others that have gone another way (barrier or warp operation not met by all)";
+            return;
+        }
+        if (std::find(able.begin(), able.end(), favoured) == able.end() || order() % stretch == 0)
+            favoured = able[order() % able.size()];
+        Block &one = *favoured;
+        std::swap(one.ready[order() % one.ready.size()], one.ready.back());
+        const unsigned thread = one.ready.back();
+        one.ready.pop_back();
+        enter(one, thread);
         if (!failure.empty()) return;
-        left -= fibers[thread].state == DONE;
+        if (one.fibers[thread].state == DONE && !--one.left) memory.end_block(one.memory);
     }
-    if (left) failure = "threads wait for others that have gone another way (barrier or warp operation not met by all)";
 }
 
 void note(unsigned first, unsigned bytes, Access access) {
-    const Moment now{epoch, warps[running / 32].epoch, running};
+    const Moment now{block->epoch, block->warps[running / 32].epoch, running};
     for (unsigned i = first; i < first + bytes; i++)
-        if (const char *race = shared_races.note(i, access, now)) fail("shared byte %u: %s", i, race);
+        if (const char *race = block->races.note(i, access, now)) fail("shared byte %u: %s", i, race);
 }
 
 void finish(const std::vector<Copy> &copies) {
     for (const Copy &copy : copies) {
         std::memset(copy.to, 0, 16);
         std::memcpy(copy.to, copy.from, copy.bytes);
-        note(copy.to - shared, 16, WRITE);
+        note(copy.to - block->shared, 16, WRITE);
     }
+}
+
+// The real address of a kernel's pointer to global memory.
+uint64_t global(const void *pointer, unsigned bytes, const char *what) {
+    const uint64_t address = reinterpret_cast<uint64_t>(pointer) - GLOBAL;
+    if (address % bytes) fail("global access of %u bytes is not aligned", bytes);
+    for (const Range &range : ranges)
+        if (address >= range.begin && address + bytes <= range.begin + range.bytes) return address;
+    fail("global %s of %u bytes lies outside of every tensor", what, bytes);
 }
 
 }  // namespace
@@ -152,13 +195,30 @@ extern "C" {
 
 Place emulator_place;
 
-unsigned char *emulator_global(const void *pointer, unsigned bytes, Access access) {
-    const uint64_t address = reinterpret_cast<uint64_t>(pointer) - GLOBAL;
-    if (address % bytes) fail("global access of %u bytes is not aligned", bytes);
-    for (const Range &range : ranges)
-        if (address >= range.begin && address + bytes <= range.begin + range.bytes)
-            return reinterpret_cast<unsigned char *>(address);
-    fail("global %s of %u bytes lies outside of every tensor", access == READ ? "read" : "write", bytes);
+const unsigned char *emulator_constant(const void *pointer, unsigned bytes) {
+    const uint64_t address = global(pointer, bytes, "read");
+    if (memory.is_written(address, bytes)) fail("global memory that the launch writes is read as if nothing wrote it");
+    return reinterpret_cast<const unsigned char *>(address);
+}
+
+void emulator_latest(const void *pointer, unsigned bytes, void *value) {
+    memory.read(block->memory, running, global(pointer, bytes, "read"), bytes, value);
+}
+
+void emulator_store(void *pointer, unsigned bytes, const void *value) {
+    memory.store(block->memory, running, global(pointer, bytes, "write"), bytes, value);
+}
+
+unsigned char *emulator_atomic(void *pointer, unsigned bytes) {
+    const uint64_t address = global(pointer, bytes, "write");
+    leave(READY);
+    memory.touch(block->memory, running, address, bytes);
+    return reinterpret_cast<unsigned char *>(address);
+}
+
+void emulator_fence() {
+    memory.fence(block->memory, running);
+    leave(READY);
 }
 
 unsigned char *emulator_shared_base() { return reinterpret_cast<unsigned char *>(SHARED); }
@@ -168,18 +228,18 @@ unsigned char *emulator_shared(const void *pointer, unsigned bytes, Access acces
     if (at % bytes) fail("shared access of %u bytes is not aligned", bytes);
     if (at + bytes > shared_bytes) fail("shared access beyond the %u bytes asked for", shared_bytes);
     note(at, bytes, access);
-    return shared + at;
+    return block->shared + at;
 }
 
 void emulator_fail(const char *message) { fail("%s", message); }
 
 void emulator_warp(unsigned kind, const void *in, unsigned in_bytes, void *out, unsigned out_bytes, Compute compute) {
-    Warp &warp = warps[running / 32];
+    Warp &warp = block->warps[running / 32];
     if (warp.arrived && warp.kind != kind) fail("lanes of a warp are at different operations");
     warp.kind = kind;
     warp.in.resize(32 * in_bytes);
     if (in_bytes) std::memcpy(warp.in.data() + running % 32 * in_bytes, in, in_bytes);
-    fibers[running].out = out;
+    block->fibers[running].out = out;
     if (++warp.arrived < 32) return leave(AT_WARP);
     warp.arrived = 0;
     const unsigned first = running / 32 * 32;
@@ -187,7 +247,7 @@ void emulator_warp(unsigned kind, const void *in, unsigned in_bytes, void *out, 
         alignas(16) unsigned char results[32 * 64];
         compute(warp.in.data(), results);
         for (unsigned lane = 0; lane < 32; lane++)
-            std::memcpy(fibers[first + lane].out, results + lane * out_bytes, out_bytes);
+            std::memcpy(block->fibers[first + lane].out, results + lane * out_bytes, out_bytes);
     } else {
         warp.epoch++;
     }
@@ -195,10 +255,11 @@ void emulator_warp(unsigned kind, const void *in, unsigned in_bytes, void *out, 
 }
 
 void emulator_sync_block() {
-    if (++waiting_for_block < fibers.size()) return leave(AT_BLOCK);
-    waiting_for_block = 0;
-    epoch++;
-    make_ready(0, fibers.size(), AT_BLOCK);
+    if (++block->waiting < block->fibers.size()) return leave(AT_BLOCK);
+    block->waiting = 0;
+    block->epoch++;
+    memory.barrier(block->memory);
+    make_ready(0, block->fibers.size(), AT_BLOCK);
 }
 
 // The copy is made as late as may be, when it is waited for, so that whoever reads too early finds what was there.
@@ -208,17 +269,18 @@ void emulator_copy(void *to, const void *from, int bytes) {
     unsigned char *target = emulator_shared(to, 16, WRITE);
     std::memset(target, 0xff, 16);
     const unsigned char *source = reinterpret_cast<const unsigned char *>(from) - GLOBAL;
-    for (int part = 0; part < bytes; part++) emulator_global(static_cast<const char *>(from) + part, 1, READ);
-    fibers[running].copies.push_back({target, source, bytes});
+    for (int part = 0; part < bytes; part++) emulator_constant(static_cast<const char *>(from) + part, 1);
+    block->fibers[running].copies.push_back({target, source, bytes});
 }
 
 void emulator_copy_commit() {
-    fibers[running].groups.push_back(fibers[running].copies);
-    fibers[running].copies.clear();
+    Fiber &fiber = block->fibers[running];
+    fiber.groups.push_back(fiber.copies);
+    fiber.copies.clear();
 }
 
 void emulator_copy_wait(int groups) {
-    auto &mine = fibers[running].groups;
+    auto &mine = block->fibers[running].groups;
     while (mine.size() > size_t(groups)) {
         finish(mine.front());
         mine.erase(mine.begin());
@@ -229,10 +291,9 @@ void emulator_copy_wait(int groups) {
 const char *emulator_run(void (*call)(const uint64_t *), const uint64_t *arguments, const char *kinds,
                          const uint64_t *tensors, unsigned tensor_count, const unsigned *sizes, unsigned bytes,
                          unsigned seed) {
-    const Index grid{sizes[0], sizes[1], sizes[2]}, block{sizes[3], sizes[4], sizes[5]};
-    const unsigned count = block.x * block.y * block.z;
+    const Index grid{sizes[0], sizes[1], sizes[2]}, size{sizes[3], sizes[4], sizes[5]};
+    const unsigned count = size.x * size.y * size.z;
     failure.clear();
-    ready.clear();
     if (count % 32 || count == 0 || count > MOST_THREADS) return "blocks have 32 to 1024 threads, in whole warps";
     if (bytes > MOST_SHARED) return "more than 227 KB of shared memory";
     if (!grid.x || !grid.y || !grid.z || grid.y > 65535 || grid.z > 65535) return "a grid that no device takes";
@@ -242,16 +303,15 @@ const char *emulator_run(void (*call)(const uint64_t *), const uint64_t *argumen
     for (size_t i = 0; i < given.size(); i++)
         if (kinds[i] == 'p' && given[i]) given[i] += GLOBAL;
     kernel = call, values = given.data(), shared_bytes = bytes;
-    emulator_place.block_size = block, emulator_place.grid_size = grid;
+    emulator_place.block_size = size, emulator_place.grid_size = grid;
     order.seed(seed);
-    std::vector<unsigned> blocks(grid.x * grid.y * grid.z);
-    for (unsigned i = 0; i < blocks.size(); i++) blocks[i] = i;
-    std::shuffle(blocks.begin(), blocks.end(), order);
-    for (unsigned i : blocks) {
-        emulator_place.block = {i % grid.x, i / grid.x % grid.y, i / grid.x / grid.y};
-        run_block(count);
-        if (!failure.empty()) return failure.c_str();
-    }
+    std::vector<Index> all;
+    for (unsigned i = 0; i < grid.x * grid.y * grid.z; i++) all.push_back({i % grid.x, i / grid.x % grid.y, i / grid.x / grid.y});
+    std::shuffle(all.begin(), all.end(), order);
+    memory.begin_launch();
+    const unsigned at_once = 1 + order() % MOST_RESIDENT, stretch = 1u << order() % 10;
+    run_blocks(all, count, at_once, stretch);
+    if (!failure.empty()) return failure.c_str();
     return "";
 }
 }

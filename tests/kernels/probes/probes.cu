@@ -122,3 +122,23 @@ KERNEL probe_fault(const unsigned *x, unsigned *y, int fault) {
     if (fault == 8) store_shared(words + i, load_shared(words));
     if (fault == 9) copy_async(reinterpret_cast<uint4 *>(words), reinterpret_cast<const uint4 *>(x));
 }
+
+// Sums over blocks, left in `partial` and added up by the last block. fault: which part of the protocol is left out.
+KERNEL probe_join(const float *x, float *partial, unsigned *counter, float *y, int fault) {
+    unsigned *last = reinterpret_cast<unsigned *>(shared_memory());
+    const int i = threadIdx.x, n = blockDim.x;
+    store(partial + blockIdx.x * n + i, load(x + blockIdx.x * n + i));
+    if (fault != 1) fence();
+    if (fault != 2) sync_block();
+    if (i == 0) store_shared(last, unsigned(atomic_add(counter, 1u) == gridDim.x - 1));
+    sync_block();
+    if (!load_shared(last)) return;
+    if (fault != 3) fence();
+    float sum = 0.0f;
+    for (unsigned block = 0; block < gridDim.x; block++) {
+        const float *from = partial + block * n + i;
+        sum += fault == 4 ? load(from) : load_latest(from);
+    }
+    store(y + i, sum);
+    if (i == 0 && fault != 5) store(counter, 0u);
+}
