@@ -16,6 +16,7 @@ from llmcompress.kernels.build import Builder
 from llmcompress.kernels.build_cache import Cache, Made
 from llmcompress.kernels.check import KernelCase
 from llmcompress.kernels.compile_errors import KernelsError
+from llmcompress.kernels.gpu_sweep import gpu_sweeper
 from llmcompress.kernels.variants import variants
 
 BF16 = torch.bfloat16
@@ -106,6 +107,17 @@ def test_a_gpu_without_a_compiler_is_told_what_to_install(main, capsys, monkeypa
     first, hint = capsys.readouterr().err.splitlines()
     assert "nothing to compile kernels with" in first
     assert "llmcompress[gpu]" in hint
+
+
+def test_a_compiler_without_a_launcher_is_one_line_and_torch_decides(monkeypatch):
+    monkeypatch.setattr(cuda, "usable", lambda device: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(cuda, "find_compiler", lambda: None)
+    monkeypatch.setitem(__import__("sys").modules, "cuda.core", None)
+    said = []
+    assert gpu_sweeper(torch.device("cuda", 0), said.append) is None
+    assert len(said) == 1
+    assert "kernels are launched by way of cuda-core, which cannot be imported" in said[0]
 
 
 def test_the_cache_is_shown_and_cleared(main, capsys, tmp_path):

@@ -92,6 +92,13 @@ def open_gpu(
     device = usable(device)
     major, minor = torch.cuda.get_device_capability(device)
     compiler = find_compiler()
+    try:
+        import cuda.core  # noqa: F401  # the compiler may be nvcc, which does without it
+    except ImportError as error:
+        raise KernelsError(
+            f"kernels are launched by way of cuda-core, which cannot be imported ({error})",
+            "install `llmcompress[gpu]`",
+        ) from None
     return CudaLauncher(device, Builder(compiler, Cache(directory_of(cache)), f"sm_{major}{minor}", say))
 
 
