@@ -13,7 +13,7 @@ from llmcompress.kernels.tiles import USUAL, TileSpec
 W4 = TileSpec(4, 128, 8, torch.float16)
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120"])
 def test_every_problem_has_a_plan_that_fits(architecture):
     for spec, rows in product(USUAL, (1, 9, 40, 128)):
         plans = list(candidates(Problem(rows, 4096, 11008, spec), architecture, 108))
@@ -78,3 +78,9 @@ def test_a_join_costs_more_the_more_rows_and_blocks_it_brings_together():
 def test_many_rows_are_shared_by_fewer_blocks():
     few, many = (best(Problem(rows, 4096, 4096, W4), "sm_90", 132) for rows in (16, 64))
     assert many.slots < few.slots
+
+
+def test_large_gpus_have_room_for_the_longest_pipelines():
+    for architecture in ("sm_90", "sm_100", "sm_103", "sm_110"):
+        assert shared_limit(architecture) == 227 << 10
+    assert shared_limit("sm_120") == 99 << 10

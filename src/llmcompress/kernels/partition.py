@@ -1,7 +1,7 @@
 """The choice of a variant of `csrc/matmul.cu` and its grid: the cheapest by a simple model of a multiprocessor.
 
 Units of work are shared out evenly, so that no multiprocessor waits for another; or, where that is cheaper, every tile
-of outputs is one block's, so that no sums need to be brought together.
+of outputs is one block's, so that no sums need to be brought together, or that of a few.
 """
 
 from collections.abc import Iterator

@@ -8,7 +8,8 @@ from llmcompress.kernels.compile_errors import TakesNotError
 
 MOST = (1 << 31) - 1  # what kernels count with
 MOST_BLOCKS = 65535  # of channels: in the second dimension of a grid
-SHARED = {"sm_80": 163 << 10, "sm_87": 163 << 10, "sm_90": 227 << 10}  # bytes a block may have
+_LARGE = dict.fromkeys(("sm_90", "sm_100", "sm_103", "sm_110"), 227 << 10)
+SHARED = {"sm_80": 163 << 10, "sm_87": 163 << 10, **_LARGE}  # bytes a block may have
 RESERVED = 1 << 10  # that each block takes besides
 LEAST_SHARED = 99 << 10  # on all others from sm_80
 
