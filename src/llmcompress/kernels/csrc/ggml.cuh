@@ -63,7 +63,8 @@ DEVICE unsigned nibble_pair(const Record &record, int chunk, int half, int i) {
     const unsigned low = word(record.codes[chunk / 2], chunk % 2 * 2 + half);
     const bool inside = !BFLOAT && i % 2 == 1;  // a field of float16 may stay at bit 4: its mantissa has 10 bits
     const int at = inside ? 4 : 0;
-    unsigned bits = (low >> (4 * i - at)) & (0x000f000fu << at);
+    const unsigned magic = BFLOAT ? 0x43004300u : 0x64006400u;  // numbers whose last bit counts 1
+    unsigned bits = lop3<0xea>(low >> (4 * i - at), 0x000f000fu << at, magic);
     if (BITS == 5) {
         const int pair = (chunk % 2 * 2 + half) * 4 + i;
         bits |= moved(word(record.further[0], chunk / 2), pair, at + 4, 0x00010001u);
@@ -72,9 +73,9 @@ DEVICE unsigned nibble_pair(const Record &record, int chunk, int half, int i) {
         const int pair = half * 4 + i;
         bits |= moved(word(record.further[chunk / 4], chunk % 4), 2 * pair, at + 4, 0x00030003u);
     }
-    if (BFLOAT) return Float::fma2(bits | 0x43004300u, 0x3f803f80u, ZERO ? 0xc320c320u : 0xc300c300u);  // -160, -128
-    if (inside) return Float::fma2(bits | 0x64006400u, 0x2c002c00u, ZERO ? 0xd600d600u : 0xd400d400u);  // -96, -64
-    return Float::fma2(bits | 0x64006400u, 0x3c003c00u, ZERO ? 0xe420e420u : 0xe400e400u);            // -1056, -1024
+    if (BFLOAT) return Float::fma2(bits, 0x3f803f80u, ZERO ? 0xc320c320u : 0xc300c300u);  // -160, -128
+    if (inside) return Float::fma2(bits, 0x2c002c00u, ZERO ? 0xd600d600u : 0xd400d400u);  // -96, -64
+    return Float::fma2(bits, 0x3c003c00u, ZERO ? 0xe420e420u : 0xe400e400u);            // -1056, -1024
 }
 
 // The same of Q8_0, whose words hold inputs 0, 2, 1, 3 of four.
