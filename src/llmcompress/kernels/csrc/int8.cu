@@ -24,21 +24,25 @@ constexpr int STAGE = (TILE_M + TILE_N) * CHUNKS;  // pieces of 16 bytes
 DEVICE int token_piece(int row, int chunk) { return row * CHUNKS + (chunk ^ (row & 7)); }
 DEVICE int channel_piece(int row, int chunk) { return row * CHUNKS + (chunk ^ ((row & 1) | (row >> 2 & 6))); }
 
-// Starts to copy one tile of inputs. Rows after the last token or channel are copies of it, and are not stored.
+// Starts to copy one tile of inputs. Rows after the last token or channel are zeros, and are not stored.
 DEVICE void copy_tile(uint4 *stage, const signed char *x, const signed char *weight, int first_token,
                       int first_channel, int tokens, int channels, int padded, int tile) {
     constexpr int AT_ONCE = THREADS / CHUNKS;  // rows
-    const int chunk = threadIdx.x % CHUNKS, at = tile * TILE_K + chunk * 16;
+    static_assert(TILE_M % AT_ONCE == 0 && TILE_N % AT_ONCE == 0, "threads copy equally many rows");
+    const int chunk = threadIdx.x % CHUNKS, first = threadIdx.x / CHUNKS, at = tile * TILE_K + chunk * 16;
+    const size_t step = size_t(AT_ONCE) * padded;
+    const signed char *of_x = x + size_t(first_token + first) * padded + at;
+    const signed char *of_weight = weight + size_t(first_channel + first) * padded + at;
 #pragma unroll
-    for (int row = threadIdx.x / CHUNKS; row < TILE_M; row += AT_ONCE) {
-        const signed char *from = x + size_t(min(first_token + row, tokens - 1)) * padded + at;
-        copy_async(stage + token_piece(row, chunk), reinterpret_cast<const uint4 *>(from));
+    for (int row = 0; row < TILE_M; row += AT_ONCE, of_x += step) {
+        const int bytes = first_token + first + row < tokens ? 16 : 0;
+        copy_async(stage + token_piece(first + row, chunk), reinterpret_cast<const uint4 *>(of_x), bytes);
     }
     stage += TILE_M * CHUNKS;
 #pragma unroll
-    for (int row = threadIdx.x / CHUNKS; row < TILE_N; row += AT_ONCE) {
-        const signed char *from = weight + size_t(min(first_channel + row, channels - 1)) * padded + at;
-        copy_async(stage + channel_piece(row, chunk), reinterpret_cast<const uint4 *>(from));
+    for (int row = 0; row < TILE_N; row += AT_ONCE, of_weight += step) {
+        const int bytes = first_channel + first + row < channels ? 16 : 0;
+        copy_async(stage + channel_piece(first + row, chunk), reinterpret_cast<const uint4 *>(of_weight), bytes);
     }
 }
 
