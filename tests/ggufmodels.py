@@ -1,7 +1,10 @@
 """Tiny models of the families that GGUF files are written of: what is special in their configs, by model type."""
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 MAY_BE_NONE = ("sliding_window", "n_group", "topk_group")
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
@@ -223,7 +226,16 @@ COMPUTED = (".slope_rate", ".query_decay", ".key_decay", ".diagonal_decay")
 """Ends of names of tables that transformers saves and published checkpoints of MiniMax lack."""
 INTEGERS = (".layer_multipliers", ".ngram_heads_vocab_sizes", ".ngram_heads_offsets")
 """Ends of names of tensors of whole numbers, those of Qwen4's n-grams."""
+DECAY = ".ssm_a"
+"""End of names of tensors whose values the converter makes by exp, and so not to the bit on every processor."""
 _LEAVES = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
+
+
+def digest(name: str, values: np.ndarray) -> str:
+    """A hash of the values of a tensor of GGUF; of decays, of the whole 256ths whose exp they are."""
+    if name.endswith(DECAY):
+        values = np.rint(np.log(-values.astype(np.float64)) * 256).astype(np.int32)
+    return hashlib.sha256(values.tobytes()).hexdigest()[:16]
 
 
 def published(kind: str, name: str, shape: Sequence[int]) -> dict[str, list[int]]:

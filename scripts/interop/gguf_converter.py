@@ -8,7 +8,6 @@ written: gguf_converter.json has several configs of the first families, gguf_fam
 """
 
 import argparse
-import hashlib
 import json
 import sys
 import tempfile
@@ -184,7 +183,7 @@ def converted(folder: Path) -> tuple[dict, dict]:
         if not name.startswith("GGUF.")
     }
     tensors = {
-        tensor.name: [tensor.shape.tolist()[::-1], hashlib.sha256(tensor.data.tobytes()).hexdigest()[:16]]
+        tensor.name: [tensor.shape.tolist()[::-1], ggufmodels.digest(tensor.name, tensor.data)]
         for tensor in reader.tensors
     }
     return keys, tensors

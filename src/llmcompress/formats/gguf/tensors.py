@@ -140,7 +140,7 @@ class GGUFTensor:
 
 
 def _decay(values: "Tensor") -> "Tensor":
-    return -values.exp()
+    return -values.double().exp().to(values.dtype)  # float32's exp differs between processors in its last bit
 
 
 def _decay_undone(values: "Tensor") -> "Tensor":
