@@ -10,7 +10,7 @@ rm -rf "$environment"
 bin="$PWD/$environment/bin"
 "$bin/python" -m pip install --quiet --upgrade pip
 "$bin/python" -m pip install --quiet --constraint constraints.txt torch
-"$bin/python" -m pip install --quiet --constraint constraints.txt --editable '.[test,interop,dev,docs,gpu]' nvidia-cuda-nvrtc
+"$bin/python" -m pip install --quiet --constraint constraints.txt --editable '.[test,interop,dev,docs]' nvidia-cuda-nvrtc
 
 "$bin/ruff" format --check .
 "$bin/ruff" check .

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import llmcompress.kernels.check
 from emulated import COMPILER, EmulatedLauncher
 from llmcompress.errors import LlmcompressError
 from llmcompress.grids.integer import IntegerSpec
-from llmcompress.kernels import cuda, rivals
+from llmcompress.kernels import cuda, driver, nvrtc, rivals
 from llmcompress.kernels.build import Builder
 from llmcompress.kernels.build_cache import Cache, Made
 from llmcompress.kernels.check import KernelCase
@@ -101,23 +102,24 @@ def test_too_old_a_gpu_is_named(monkeypatch):
 def test_a_gpu_without_a_compiler_is_told_what_to_install(main, capsys, monkeypatch):
     monkeypatch.setattr(cuda, "usable", lambda device: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setitem(__import__("sys").modules, "cuda.core", None)
+    monkeypatch.setattr(nvrtc, "_candidates", lambda: ["libnvrtc.so.0"])
     monkeypatch.setenv("PATH", "")
     assert main("kernels", "check") == 2
     first, hint = capsys.readouterr().err.splitlines()
     assert "nothing to compile kernels with" in first
-    assert "llmcompress[gpu]" in hint
+    assert "pip install nvidia-cuda-nvrtc" in hint
 
 
-def test_a_compiler_without_a_launcher_is_one_line_and_torch_decides(monkeypatch):
+def test_a_compiler_without_a_driver_is_one_line_and_torch_decides(monkeypatch):
     monkeypatch.setattr(cuda, "usable", lambda device: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(cuda, "find_compiler", lambda: None)
-    monkeypatch.setitem(__import__("sys").modules, "cuda.core", None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(driver, "_LIBRARY", "libcuda.so.0")
     said = []
     assert gpu_sweeper(torch.device("cuda", 0), said.append) is None
     assert len(said) == 1
-    assert "kernels are launched by way of cuda-core, which cannot be imported" in said[0]
+    assert "the CUDA driver cannot be used (libcuda.so.0" in said[0]
 
 
 def test_the_cache_is_shown_and_cleared(main, capsys, tmp_path):

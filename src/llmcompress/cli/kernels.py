@@ -105,7 +105,7 @@ def bench(
     json_: flags.Json = False,
 ) -> None:
     """Time all kernels on the GPU at hand, cold caches, beside cuBLAS and what else torch has for the same."""
-    from llmcompress.kernels.bench import SHAPES, SUBJECTS
+    from llmcompress.kernels.bench import SHAPES, SUBJECTS, Clock
     from llmcompress.kernels.bench import bench as timed
     from llmcompress.registry import suggest
 
@@ -115,7 +115,8 @@ def bench(
             raise RecipeError(f"there is no kernel {name!r} to time", suggest(name, names))
     shapes = [_shape(text) for text in shape or ()] or SHAPES
     launcher = _gpu(cache)
-    found = list(timed(launcher, launcher.device, [item for item in SUBJECTS if not only or item.name in only], shapes))
+    subjects = [item for item in SUBJECTS if not only or item.name in only]
+    found = list(timed(launcher, Clock(launcher.device), subjects, shapes))
     if json_:
         console.print_json({"device": _about(launcher), "products": [asdict(item) for item in found]})
         return

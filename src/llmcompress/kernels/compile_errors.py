@@ -2,6 +2,9 @@
 
 from llmcompress.errors import EXIT_FAILED, PlanError
 
+INSTALL = "`pip install nvidia-cuda-nvrtc`, or put nvcc on the PATH"  # where there is no compiler
+_LOG_LINES = 6  # of a compiler's words that an error quotes
+
 
 class KernelsError(PlanError):
     """Kernels cannot run on this machine: no GPU, one that is too old, or nothing to compile them with."""
@@ -15,3 +18,13 @@ class CompileError(KernelsError):
 
 class TakesNotError(PlanError):
     """No kernel takes a matrix of this shape, grid or type; torch does."""
+
+
+def not_compiled(version: str, architecture: str, log: str) -> CompileError:
+    """The error for a source that a compiler refuses. version: of the compiler; log: its words."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    telling = [line for line in lines if "error" in line.lower()] or lines
+    return CompileError(
+        f"{version} does not compile a kernel for {architecture}: {' | '.join(telling[:_LOG_LINES])}",
+        "a newer CUDA may know this GPU; else this is a bug in llmcompress, please report it",
+    )

@@ -1,11 +1,9 @@
-"""Launching kernels on a GPU, on the stream that torch works on, by way of cuda-core."""
+"""Launching kernels on a GPU, on the stream that torch works on."""
 
 from collections import Counter
-from functools import cache as remembered
+from ctypes import c_void_p
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +11,7 @@ from llmcompress.kernels.build import Builder, Say
 from llmcompress.kernels.build_cache import Cache, directory_of
 from llmcompress.kernels.compile_errors import KernelsError
 from llmcompress.kernels.compilers import find_compiler
+from llmcompress.kernels.driver import Driver, config_of
 from llmcompress.kernels.launch import Kernel, Launch
 
 OLDEST = (8, 0)  # compute capability: cp.async and mma.sync of bf16
@@ -23,62 +22,39 @@ class CudaLauncher:
     """Launches on one GPU; kernels are built when they are first launched. counts: how often each ran."""
 
     def __init__(self, device: torch.device, builder: Builder) -> None:
+        """KernelsError where the driver cannot be used."""
         properties = torch.cuda.get_device_properties(device)
         self.device, self.builder = device, builder
         self.architecture = builder.architecture
         self.multiprocessors: int = properties.multi_processor_count
         self.counts: Counter[Kernel] = Counter()
-        self._loaded: dict[Kernel, Any] = {}
+        self._driver = Driver(device.index)
+        self._loaded: dict[Kernel, c_void_p] = {}
         self._shared: Counter[Kernel] = Counter()
 
     def __call__(self, launch: Launch, *arguments: Tensor | int | float) -> None:
-        """As `Launcher`. KernelsError for a kernel that does not load; errors of CUDA come as cuda-core raises them."""
-        from cuda.core import launch as start
-
-        with torch.cuda.device(self.device):
+        """As `Launcher`. KernelsError for a kernel that does not load, and in the driver's words if it cannot start."""
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        with self._driver:
             kernel = self._kernel(launch.kernel)
             if launch.shared > max(_STATIC_SHARED, self._shared[launch.kernel]):
-                self._allow(launch.kernel, kernel, launch.shared)
-            start(torch.cuda.current_stream(), _config(launch), kernel, *map(_plain, arguments))
+                self._driver.allow(kernel, launch.shared)
+                self._shared[launch.kernel] = launch.shared
+            self._driver.start(kernel, config_of(launch, stream), arguments)
         self.counts[launch.kernel] += 1
 
-    def _kernel(self, wanted: Kernel) -> Any:
-        from cuda.core import ObjectCode
-
+    def _kernel(self, wanted: Kernel) -> c_void_p:
         if wanted not in self._loaded:
             cubin = self.builder(wanted)
             try:
-                self._loaded[wanted] = ObjectCode.from_cubin(cubin).get_kernel(wanted.name)
-            except Exception as error:  # a driver older than the compiler, say; CUDAError's module is not public
+                self._loaded[wanted] = self._driver.load(cubin, wanted.name)
+            except KernelsError as error:  # a driver older than the compiler, say
                 raise KernelsError(
-                    f"the driver does not load {wanted.name} as {self.builder.compiler.version} makes it: {error}",
+                    f"the driver does not load {wanted.name} as {self.builder.compiler.version} makes it: "
+                    f"{error.message}",
                     "update the driver, or install an NVRTC of its version",
                 ) from None
         return self._loaded[wanted]
-
-    def _allow(self, wanted: Kernel, kernel: Any, shared: int) -> None:
-        """Let a kernel have more shared memory than others."""
-        from cuda.bindings import driver
-
-        most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        (status,) = driver.cuKernelSetAttribute(most, shared, kernel.handle, driver.CUdevice(self.device.index))
-        if int(status) != 0:
-            raise KernelsError(f"{wanted.name} is refused {shared} bytes of shared memory (error {int(status)})")
-        self._shared[wanted] = shared
-
-
-@remembered
-def _config(launch: Launch) -> Any:
-    from cuda.core import LaunchConfig
-
-    return LaunchConfig(grid=launch.grid, block=launch.block, shmem_size=launch.shared)
-
-
-def _plain(argument: Tensor | int | float) -> Any:
-    """An argument as cuda-core takes it: whole numbers of Python are addresses there."""
-    if isinstance(argument, Tensor):
-        return argument.data_ptr()
-    return np.int32(argument) if isinstance(argument, int) else np.float32(argument)
 
 
 def open_gpu(
@@ -91,15 +67,8 @@ def open_gpu(
     """
     device = usable(device)
     major, minor = torch.cuda.get_device_capability(device)
-    compiler = find_compiler()
-    try:
-        import cuda.core  # noqa: F401  # the compiler may be nvcc, which does without it
-    except ImportError as error:
-        raise KernelsError(
-            f"kernels are launched by way of cuda-core, which cannot be imported ({error})",
-            "install `llmcompress[gpu]`",
-        ) from None
-    return CudaLauncher(device, Builder(compiler, Cache(directory_of(cache)), f"sm_{major}{minor}", say))
+    builder = Builder(find_compiler(), Cache(directory_of(cache)), f"sm_{major}{minor}", say)
+    return CudaLauncher(device, builder)
 
 
 def usable(device: torch.device | None = None) -> torch.device:
