@@ -5,6 +5,7 @@ are medians of CUDA events, each around one pass over all copies, whose launches
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -122,14 +123,17 @@ class Clock:
 
 
 def bench(
-    launcher: Launcher, device: torch.device, subjects: Sequence[BenchWeight], shapes: Sequence[tuple[int, int]]
+    launcher: Launcher,
+    clock: Clock,
+    subjects: Sequence[BenchWeight],
+    shapes: Sequence[tuple[int, int]],
+    tokens: Sequence[int] = TOKENS,
 ) -> Iterator[TimedProduct]:
-    """Our kernels and torch's, subject by subject and shape by shape. KernelsError for memory that is not there."""
-    clock = Clock(device)
+    """Our kernels and torch's, shape by shape and subject by subject. KernelsError for memory that is not there."""
     for shape in shapes:
-        weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.02
+        weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(clock.device) * 0.02
         try:
-            yield from _of_shape(launcher, clock, weight, subjects)
+            yield from _of_shape(launcher, clock, weight, subjects, tokens)
         except torch.OutOfMemoryError:
             raise KernelsError(
                 f"out of GPU memory at {shape[0]} x {shape[1]}", "name smaller ones by --shape, or free the GPU"
@@ -137,7 +141,7 @@ def bench(
 
 
 def _of_shape(
-    launcher: Launcher, clock: Clock, weight: Tensor, subjects: Sequence[BenchWeight]
+    launcher: Launcher, clock: Clock, weight: Tensor, subjects: Sequence[BenchWeight], counts: Sequence[int]
 ) -> Iterator[TimedProduct]:
     device, shape = clock.device, (weight.shape[0], weight.shape[1])
     bf16: dict[int, float] = {}
@@ -148,7 +152,7 @@ def _of_shape(
         times = bf16.setdefault(tokens, seconds) / seconds  # cuBLAS comes first
         return TimedProduct(name, shape, tokens, seconds * 1e6, nbytes, rate / clock.copy_rate, share, times)
 
-    for rival in rivals(weight.to(device, torch.bfloat16), weight, TOKENS):
+    for rival in rivals(weight.to(torch.bfloat16), weight, counts):
         held = [rival.copy() for _ in range(_copies(rival.nbytes))]
         for tokens in rival.tokens:
             x = rival.prepare(_inputs(tokens, shape[1], device))
@@ -157,7 +161,7 @@ def _of_shape(
     for subject in subjects:
         products = _products(launcher, device, weight, subject)
         nbytes = int(products[0].packed_bytes)
-        for tokens in TOKENS:
+        for tokens in counts:
             x = _inputs(tokens, shape[1], device)
             yield timed(subject.name, tokens, _seconds(clock, lambda x, one: one(x, None), x, products), nbytes)
 
@@ -166,11 +170,10 @@ def _products(launcher: Launcher, device: torch.device, weight: Tensor, subject:
     """Copies of a weight, enough that no cache holds the next copy."""
     spec: Any = subject.spec
     grid = fit(weight, spec, clip="minmax", search="fast")
-    coded = Coded(grid.encode(weight), grid).to(device)
     inputs = None if subject.inputs is None else InputGrid(INPUT_SPECS[subject.inputs])
     tools = Products(launcher, device)
-    first: Any = tools(coded, torch.bfloat16, inputs)[0]
-    return [first, *(tools(coded, torch.bfloat16, inputs)[0] for _ in range(_copies(first.packed_bytes) - 1))]
+    first: Any = tools(Coded(grid.encode(weight), grid), torch.bfloat16, inputs)[0]
+    return [first, *(deepcopy(first, {id(tools): tools}) for _ in range(_copies(first.packed_bytes) - 1))]
 
 
 def _inputs(tokens: int, width: int, device: torch.device) -> Tensor:

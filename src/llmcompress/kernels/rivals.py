@@ -30,7 +30,7 @@ class Rival:
 def rivals(dense: Tensor, weight: Tensor, tokens: Sequence[int]) -> Iterator[Rival]:
     """cuBLAS in bfloat16, then what this build of torch has on this GPU.
 
-    dense: the weight [out, in] on the GPU in bfloat16; weight: the same on the CPU in float32. KernelsError for a 2:4
+    dense: the weight [out, in] on the GPU in bfloat16; weight: the same in float32. KernelsError for a 2:4
     product that is not that of the dense matrix with zeros.
     """
     yield Rival("cuBLAS bf16", tokens, dense.nbytes, dense.clone, lambda x, w: x @ w.T)
