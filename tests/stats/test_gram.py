@@ -1,5 +1,8 @@
 """The Gram matrix against float64, and that measuring it changes nothing else."""
 
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -182,3 +185,22 @@ def test_torch_without_the_setting_is_served(monkeypatch):
     gram = Gram(32, SERIAL)
     gram.update(x)
     assert_gram(gram, oracle(x))
+
+
+@pytest.mark.parametrize("ask", [Gram.finish, Gram.mean, lambda gram: (gram.finish(), gram.mean())[1]])
+def test_threads_that_ask_at_once_get_the_same_mean(ask):
+    # two matrices that read one input are pruned in two threads, each of which asks for the energy of the input
+    together = Barrier(4)
+
+    def asked(gram):
+        together.wait()
+        return ask(gram)
+
+    x = rows(700, 512)
+    truth = oracle(x)
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(20):
+            gram = Gram(512, SERIAL)
+            gram.update(x)
+            for mean in pool.map(asked, [gram] * 4):
+                assert torch.allclose(mean.to(torch.float64), truth, rtol=1e-3, atol=1e-3)

@@ -1,6 +1,7 @@
 """How far an input has drifted from its counterpart in the uncompressed model: sum of (x~ - x) x^T over tokens."""
 
 from functools import partial
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ class Drift:
         self._lost: Count = 0
         self.hessian: Tensor | None = None
         self._finished = self._last = False
+        self._finishing = Lock()  # matrices that read one input are worked on by several threads
 
     def update(self, original: Tensor, x: Tensor) -> None:
         """Add a pair of inputs [..., in] of the same tokens; tokens with inf or nan in either are left out."""
@@ -80,17 +82,19 @@ class Drift:
 
     def mean(self) -> Tensor:
         """The matrix sum((X~ - X)^T X) / tokens [in, in]; not symmetric."""
-        return self.sum.clone() if self._finished else self.sum / max(self.tokens, 1)
+        with self._finishing:
+            return self.sum.clone() if self._finished else self.sum / max(self.tokens, 1)
 
     def finish(self) -> Tensor:
         """As `mean`, but in the memory of the sum: nothing more can be added."""
-        if not self._finished:
-            self.sum.div_(max(self.tokens, 1))
-            self._finished = True
-        mean = self.sum
-        if self._last:
-            self.sum, self.hessian = torch.empty(0, 0), None
-        return mean
+        with self._finishing:
+            if not self._finished:
+                self.sum.div_(max(self.tokens, 1))
+                self._finished = True
+            mean = self.sum
+            if self._last:
+                self.sum, self.hessian = torch.empty(0, 0), None
+            return mean
 
 
 STATISTIC = PairedStatistic("drift", Drift, beside="gram")

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from threading import Lock
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ class Gram:
         self._lost: Count = 0
         self._borrowed = 0.0
         self._finished = False
+        self._finishing = Lock()  # matrices that read one input are worked on by several threads
 
     @classmethod
     def of(cls, mean: Tensor, tokens: int) -> "Gram":
@@ -91,14 +93,16 @@ class Gram:
 
     def mean(self) -> Tensor:
         """The symmetric matrix sum(X^T X) / tokens [in, in], float32."""
-        return self.sum if self._finished else self._averaged(self.sum.clone())
+        with self._finishing:
+            return self.sum if self._finished else self._averaged(self.sum.clone())
 
     def finish(self) -> Tensor:
         """As `mean`, but in the memory of the sum: nothing more can be added."""
-        if not self._finished:
-            self._averaged(self.sum)
-            self._finished = True
-        return self.sum
+        with self._finishing:
+            if not self._finished:
+                self._averaged(self.sum)
+                self._finished = True
+            return self.sum
 
     def _averaged(self, total: Tensor) -> Tensor:
         """Turn a sum whose upper triangle is filled in into the symmetric mean, in place."""
