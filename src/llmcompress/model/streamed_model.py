@@ -19,8 +19,9 @@ from llmcompress.errors import CheckpointError
 from llmcompress.model import attention
 from llmcompress.model.carried import Carried
 from llmcompress.model.changing_cache import Change, call_through
-from llmcompress.model.on_demand import hold_own_weight, read_on_demand
+from llmcompress.model.on_demand import LookedUpRows, hold_own_weight, read_on_demand
 from llmcompress.model.skeleton import kept_in_float32, skeleton
+from llmcompress.store.checkpoint import Checkpoint
 
 
 class Weights(Protocol):
@@ -185,6 +186,8 @@ class StreamedModel:
     def outer(self, *, embed: bool, head: bool) -> Iterator[nn.Module]:
         """Load everything outside the layers; the embedding table and the head only if asked for.
 
+        Of embeddings, rows are read when they are looked up, where the source's rows can be read one by one.
+
         Inside another `outer` that holds as much, nothing is read again.
         """
         asked = {name for name, wanted in (("embed", embed), ("head", head)) if wanted}
@@ -204,6 +207,8 @@ class StreamedModel:
                 without: tuple[str, ...] = ()
                 if (owner is output and tied) or (owner is embedding and not (embed or (head and tied))):
                     without = ("weight",)
+                if isinstance(owner, nn.Embedding) and not without and not (owner is embedding and head and tied):
+                    without = ("weight",) if self._look_up(owner, path) else ()
                 self._fill(owner, "", path, without)
             if head and tied:
                 output._parameters["weight"] = embedding._parameters["weight"]
@@ -211,6 +216,15 @@ class StreamedModel:
         finally:
             self._outer = None
             _empty(self.causal)
+
+    def _look_up(self, owner: nn.Embedding, path: str) -> bool:
+        """Leave the table of the embedding at `path` in its file, if its rows can be read one by one."""
+        names = self._disk_names_of("", f"{path}.weight")
+        rows = self.weights.rows(names[0]) if isinstance(self.weights, Checkpoint) and len(names) == 1 else None
+        if rows is None or rows.shape != owner.weight.shape:
+            return False
+        owner._parameters["weight"] = LookedUpRows.of(rows, self.dtype, self.device)  # type: ignore[assignment]
+        return True
 
     @cached_property
     def head_is_tied(self) -> bool:
@@ -391,4 +405,5 @@ def _empty(module: nn.Module) -> None:
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
             if parameter is not None and not parameter.is_meta:
-                owner._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                owner._parameters[name] = nn.Parameter(empty, requires_grad=False)

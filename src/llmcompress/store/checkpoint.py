@@ -2,9 +2,11 @@
 
 import os
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +39,13 @@ class WeightsError(CheckpointError):
     """Weights that prove unusable while they are read, after the run began; finished work is kept."""
 
     exit_code = EXIT_FAILED
+
+
+class StoredRows(NamedTuple):
+    """The rows of a matrix of this shape [rows, in], as they lie in a file; read: some of them, by their numbers."""
+
+    shape: tuple[int, ...]
+    read: Callable[[Sequence[int]], Tensor]
 
 
 class Checkpoint:
@@ -75,7 +84,7 @@ class Checkpoint:
     def read(self, name: str) -> Tensor:
         """A tensor in its stored type, in memory of its own; the file is closed again and not mapped."""
         stored = self._place(name)
-        value = self._read(stored, stored.begin, stored.end)
+        value = self._read(stored, (stored.begin, stored.end))
         if stored.cut is None:
             return value.reshape(stored.spec.shape)
         return stored.cut.of(value.reshape(stored.cut.share)).clone(memory_format=torch.contiguous_format)
@@ -88,7 +97,25 @@ class Checkpoint:
             raise CheckpointError(f"tensor {name} has no entry {number}, it has {count}")
         size = (stored.end - stored.begin) // count
         begin = stored.begin + number * size
-        return self._read(stored, begin, begin + size).reshape(stored.spec.shape[1:])
+        return self._read(stored, (begin, begin + size)).reshape(stored.spec.shape[1:])
+
+    def rows(self, name: str) -> StoredRows | None:
+        """The rows of a matrix, where one of them can be read without the others; else None."""
+        stored = self._place(name)
+        if stored.cut is not None or len(stored.spec.shape) != 2:
+            return None
+        return StoredRows(stored.spec.shape, partial(self._read_rows, stored))
+
+    def _read_rows(self, stored: Stored, numbers: Sequence[int]) -> Tensor:
+        """Rows [numbers, in] of a stored matrix; neighbours are read at once."""
+        count, width = stored.spec.shape
+        size = (stored.end - stored.begin) // max(count, 1)
+        spans: list[tuple[int, int]] = []
+        for number in numbers:
+            begin = stored.begin + size * number
+            first = spans.pop()[0] if spans and spans[-1][1] == begin else begin
+            spans.append((first, begin + size))
+        return self._read(stored, *spans).reshape(len(numbers), width)
 
     def _place(self, name: str) -> Stored:
         stored = self.headers.tensors.get(name)
@@ -96,21 +123,23 @@ class Checkpoint:
             raise CheckpointError(f"tensor {name} is missing from {self.path}", "the config does not fit the weights")
         return stored
 
-    def _read(self, stored: Stored, begin: int, end: int) -> Tensor:
-        """Some bytes of a file's data as a tensor of the stored type, flat."""
+    def _read(self, stored: Stored, *spans: tuple[int, int]) -> Tensor:
+        """Some bytes of a file's data, from begin to end of each span, as a tensor of the stored type, flat."""
         name = stored.spec.name
         # read into the tensor's memory: a mapped file would be copied and counted as further memory
-        data = torch.empty(end - begin, dtype=torch.uint8)
+        data = torch.empty(sum(end - begin for begin, end in spans), dtype=torch.uint8)
         try:
             with stored.file.open("rb", buffering=0) as file:
                 start = 8 + struct.unpack("<Q", file.read(8))[0]
-                file.seek(start + begin)
-                rest = data.numpy().data
-                while rest:
-                    count = file.readinto(rest)  # at most 2 GiB at a time on Linux
-                    if not count:
-                        raise WeightsError(f"{stored.file} ends within tensor {name}", "fetch the file again")
-                    rest = rest[count:]
+                free = data.numpy().data
+                for begin, end in spans:
+                    file.seek(start + begin)
+                    rest, free = free[: end - begin], free[end - begin :]
+                    while rest:
+                        count = file.readinto(rest)  # at most 2 GiB at a time on Linux
+                        if not count:
+                            raise WeightsError(f"{stored.file} ends within tensor {name}", "fetch the file again")
+                        rest = rest[count:]
         except (OSError, OverflowError, struct.error) as error:
             raise WeightsError(
                 f"{stored.file} cannot be read at tensor {name}: {error}", "fetch the file again"

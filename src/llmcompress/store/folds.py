@@ -16,7 +16,7 @@ from torch import Tensor
 from llmcompress.grids.base import Spec
 from llmcompress.grids.coded import Coded
 from llmcompress.solve.hadamard import Rotation
-from llmcompress.store.checkpoint import DTYPES, Checkpoint
+from llmcompress.store.checkpoint import DTYPES, Checkpoint, StoredRows
 
 TURNED_ROWS = 1024  # rows rotated at once
 
@@ -126,6 +126,9 @@ class FoldedCheckpoint(Checkpoint):
     def read_at(self, name: str, number: int) -> Tensor:
         folded = name in self._folds or name in self.shared
         return self.read(name)[number] if folded else self.base.read_at(name, number)
+
+    def rows(self, name: str) -> StoredRows | None:
+        return None if name in self._folds or name in self.shared else self.base.rows(name)
 
     def code_grid(self, module: str, scales: str | None = None) -> Spec | None:
         return None if f"{module}.weight" in self._folds else self.base.code_grid(module, scales)

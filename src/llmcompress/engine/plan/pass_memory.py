@@ -47,15 +47,15 @@ class ModelSizes(NamedTuple):
         count = vocabulary if isinstance(vocabulary, int) else spec.shape[0]
         return cls(list(layers.values()), hidden_width(headers), count, (prod(spec.shape), spec.nbytes), length)
 
-    def table(self, dtype: str) -> Term:
-        """The embedding, or the head, as it is read and then in the type of the layers."""
+    def head(self, dtype: str) -> Term:
+        """The head as it is read and then in the type of the layers."""
         elements, nbytes = self.largest
         wide = elements * ITEM_BYTES[dtype]
-        return Term("embedding", nbytes if wide <= nbytes else wide + nbytes)
+        return Term("head", nbytes if wide <= nbytes else wide + nbytes)
 
-    def embedding(self, resources: Resources) -> Phase:
-        batch = memory.entering(resources.batch * self.length, self.hidden, resources.item_bytes)
-        return Phase("embedding", [self.table(resources.dtype), batch])
+    def entering(self, resources: Resources) -> Phase:
+        """A batch is embedded; of the embedding only the rows of its tokens are read."""
+        return Phase("entering", [memory.entering(resources.batch * self.length, self.hidden, resources.item_bytes)])
 
     @property
     def writing(self) -> Phase:
@@ -70,11 +70,11 @@ class ModelSizes(NamedTuple):
 
 def depth_memory(sizes: ModelSizes, resources: Resources, compared: bool) -> MemoryModel:
     """Of dropping layers. compared: whether by the divergence of logits."""
-    phases = [sizes.embedding(resources), sizes.writing]
+    phases = [sizes.entering(resources), sizes.writing]
     phases += [Phase("running", sizes.running(layer, resources)) for layer in sizes.layers]
     if compared:
         logits = Term("logits", memory.LOGIT_DIVERGENCE * memory.HEAD_TOKENS * sizes.vocabulary)
-        phases.append(Phase("head", [sizes.table(resources.dtype), logits]))
+        phases.append(Phase("head", [sizes.head(resources.dtype), logits]))
     return MemoryModel(memory.process(resources.threads, algebra=False), phases)
 
 
@@ -86,7 +86,7 @@ def width_memory(sizes: ModelSizes, resources: Resources, inner: int, width: int
         "refitting": 4 * inner * width + 20 * width**2 + 16 * out * width,
         "measuring the loss": 12 * out * inner,
     }
-    phases = [sizes.embedding(resources), sizes.writing]
+    phases = [sizes.entering(resources), sizes.writing]
     for layer in sizes.layers:
         begun = [_loaded(layer, resources), gram, Term("matrix, twice", 8 * out * inner)]
         phases.append(Phase("running", [gram, *sizes.running(layer, resources)]))
@@ -96,7 +96,7 @@ def width_memory(sizes: ModelSizes, resources: Resources, inner: int, width: int
 
 def lora_memory(sizes: ModelSizes, resources: Resources, by_outputs: bool) -> MemoryModel:
     """Of adapters. by_outputs: whether errors are those of outputs on text."""
-    phases = [sizes.embedding(resources)] if by_outputs else []
+    phases = [sizes.entering(resources)] if by_outputs else []
     for layer in sizes.layers:
         for space in dict.fromkeys(matrix.space for matrix in layer if not matrix.expert):
             stage = [matrix for matrix in layer if matrix.space == space]
@@ -116,7 +116,7 @@ def fit_memory(sizes: ModelSizes, resources: Resources, compensated: bool, sampl
     """
     resources, shares = replace(resources, dtype="float32"), resources.threads + 1
     logits = Term("logits", memory.LOGIT_GRADIENT * memory.HEAD_TOKENS * sizes.vocabulary)
-    phases = [Phase("embedding", [sizes.table("float32")])]
+    phases = [Phase("head being read", [sizes.head("float32")])]
     phases.append(Phase("head", [Term("head", 4 * sizes.largest[0]), logits]))
     for layer in sizes.layers:
         loaded, kept = _loaded(layer, resources), _kept(layer) if compensated else []
@@ -139,7 +139,7 @@ def recover_memory(sizes: ModelSizes, resources: Resources, at_once: int) -> Mem
         Term("factors", int(memory.TRAINED * weights)),
     ]
     logits = Term("logits", memory.LOGIT_GRADIENT * memory.HEAD_TOKENS * sizes.vocabulary * threads)
-    phases = [sizes.embedding(resources), sizes.writing, Phase("head", [*kept, logits])]
+    phases = [sizes.entering(resources), sizes.writing, Phase("head", [*kept, logits])]
     phases += [Phase("original", sizes.running(layer, resources)) for layer in sizes.layers]
     for layer in sizes.layers:
         loaded, widest = _loaded(layer, resources), max(matrix.rows for matrix in layer)

@@ -170,6 +170,9 @@ class GgufCheckpoint(Checkpoint):
         raw = tensor_bytes(header, whole)[number * spec.nbytes : (number + 1) * spec.nbytes]
         return torch.from_numpy(raw.copy()).view(DTYPES[spec.dtype]).reshape(spec.shape)
 
+    def rows(self, name: str) -> None:
+        """No rows are read alone: no text runs through a model in a GGUF file."""
+
     def stored(self, name: str, kind: str) -> Iterator[memoryview] | None:
         tensor = self.headers.gguf.tensors[name]
         if tensor.type != kind or kind in FLOAT_TYPES:

@@ -23,7 +23,7 @@ from llmcompress.grids.coded import Coded
 from llmcompress.grids.inputs import Rounding
 from llmcompress.ledger import Ledger
 from llmcompress.recipe import stored_formats
-from llmcompress.store.checkpoint import DTYPES, Checkpoint
+from llmcompress.store.checkpoint import DTYPES, Checkpoint, StoredRows
 from llmcompress.store.expert_stacks import Cut
 from llmcompress.store.headers import ModelHeaders, Stored, read_json
 
@@ -234,6 +234,9 @@ class DecodedCheckpoint(Checkpoint):
         if coded is None:
             return self._stored.read_at(name, number)
         return _decoded(coded).to(DTYPES[STACKED]).t().contiguous()
+
+    def rows(self, name: str) -> StoredRows | None:
+        return None if name.removesuffix(".weight") in self.headers.packed else super().rows(name)
 
     def read(self, name: str) -> Tensor:
         if name in self.headers.stacks:
