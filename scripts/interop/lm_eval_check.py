@@ -1,10 +1,11 @@
 """Score tasks with lm-evaluation-harness, and print what it found as JSON.
 
-    .venv-lm_eval/bin/python lm_eval_check.py MODEL TASKS SAMPLES
+    .venv-lm_eval/bin/python lm_eval_check.py MODEL TASKS SAMPLES OPTIONS
 
 TASKS is a folder of task files in YAML; an `include` of a path below `lm_eval/` means the task of that name that comes
 with lm-evaluation-harness. The last line printed has, by task, its scores and the log-likelihoods of all choices, or
-the texts that it wrote; its samples are saved in the folder SAMPLES, as its --log_samples does.
+the texts that it wrote; its samples are saved in the folder SAMPLES, as its --log_samples does. OPTIONS are more
+arguments of its `simple_evaluate`, as JSON.
 """
 
 import json
@@ -16,7 +17,7 @@ os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
 
 
 def main() -> None:
-    model, tasks, samples = sys.argv[1:]
+    model, tasks, samples, options = sys.argv[1:]
     os.environ["HF_HOME"] = f"{samples}/cache"
 
     import lm_eval
@@ -36,6 +37,7 @@ def main() -> None:
         log_samples=True,
         bootstrap_iters=0,
         evaluation_tracker=tracker,
+        **json.loads(options),
     )
     tracker.save_results_aggregated(results=found, samples=found["samples"])
     said = {}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from llmcompress.api.answers import TasksResult, evaluate_tasks
     from llmcompress.api.compression import compress, export, plan, run
     from llmcompress.api.evaluation import EvaluationResult, evaluate
     from llmcompress.api.fitting import FitResult, fit
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from llmcompress.recipe import Calibration, Recipe
 
 _MODULES = {
+    "llmcompress.api.answers": ("TasksResult", "evaluate_tasks"),
     "llmcompress.api.compression": ("compress", "export", "plan", "run"),
     "llmcompress.api.evaluation": ("EvaluationResult", "evaluate"),
     "llmcompress.api.fitting": ("FitResult", "fit"),
@@ -78,10 +80,12 @@ __all__ = [
     "Result",
     "RunError",
     "StoppedError",
+    "TasksResult",
     "VerificationResult",
     "__version__",
     "compress",
     "evaluate",
+    "evaluate_tasks",
     "export",
     "fit",
     "load_recipe",

@@ -58,6 +58,8 @@ def test_examples_do_what_they_say(name, text, workshop, place, capfd):
         names["result"] = llmcompress.compress("model", method="rtn", output="out")
     if name.startswith("EvaluationResult."):
         names["evaluation"] = llmcompress.evaluate("model-w4", "model", windows=2, length=64)
+    if name.startswith("TasksResult."):
+        names["answers"] = llmcompress.evaluate_tasks("model-w4", "model", items=2)
     example = doctest.DocTestParser().get_doctest(text, names, name, None, 0)
     assert example.examples
     said = []

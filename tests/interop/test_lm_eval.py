@@ -5,13 +5,13 @@ import json
 import numpy as np
 import pytest
 from other_environment import told
-from transformers import AutoTokenizer
 
 from llmcompress.calib.default import shipped
 from llmcompress.validate import tasks as module
 from llmcompress.validate.request import Request
 from llmcompress.validate.session import writer
-from llmcompress.validate.task_items import read_tasks
+from llmcompress.validate.task_files import read_tasks
+from llmcompress.validate.task_prompts import asked_of
 from llmcompress.validate.tasks import task_figures
 
 pytestmark = pytest.mark.interop
@@ -32,7 +32,11 @@ doc_to_target: " {{target}}"
 metric_list: [{metric: acc}]
 """,
 }
-GSM8K = "include: lm_eval/tasks/gsm8k/gsm8k.yaml\ntag: null\nnum_fewshot: 0\n"
+SHOTS = """
+fewshot_split: train
+fewshot_config: {sampler: first_n}
+"""
+GSM8K = "include: lm_eval/tasks/gsm8k/gsm8k.yaml\ntag: null\n"
 THEIRS = {
     "arc": "arc/arc_easy.yaml",
     "hellaswag": "hellaswag/hellaswag.yaml",
@@ -42,8 +46,11 @@ THEIRS = {
 }
 
 
-def rows():
-    """Items by task: ours, and in the columns of published data sets, cut from a story with other ends."""
+def rows(first=0):
+    """Items by task: ours, and in the columns of published data sets, cut from a story with other ends.
+
+    first: the number of the first one of those that are not ours.
+    """
     tasks = shipped("eval_data") / "tasks"
     found = {name: [json.loads(line) for line in (tasks / f"{name}.jsonl").read_text().splitlines()] for name in OWN}
     # a target that begins with a space needs none between
@@ -51,9 +58,9 @@ def rows():
     found |= {name: [] for name in THEIRS}
     found["gsm8k"] = [
         {"question": f"{number} + 4 = 7, 12 12 12 12 12 12", "answer": f"So it is.\n#### {number % 3}"}
-        for number in range(9)
+        for number in range(first, first + 9)
     ]
-    for number in range(24):
+    for number in range(first, first + 24):
         words = TEXT[number % len(TEXT)].split(" ")
         start, end = " ".join(words[:6]), " ".join(words[6:12])
         other = [" ".join(TEXT[(number + step) % len(TEXT)].split(" ")[4 : 8 + step]) for step in (1, 2, 3)]
@@ -77,32 +84,43 @@ def rows():
     return found
 
 
-@pytest.fixture(scope="module")
-def scored(tiny_model_dir, tmp_path_factory):
-    """What lm-evaluation-harness finds, by task; the folder of the items, and that of its samples."""
+@pytest.fixture(scope="module", params=[(False, 0), (False, 3), (True, 0), (True, 2)], ids=str)
+def scored(request, tiny_model_dir, tmp_path_factory):
+    """What lm-evaluation-harness finds, by task; the folder of the items, and that of its samples; chat and shots."""
+    chat, shots = request.param
     place = tmp_path_factory.mktemp("lm_eval")
     items, tasks, samples = place / "items", place / "tasks", place / "samples"
     for folder in (items, tasks, samples):
         folder.mkdir()
+    # the space of a target that is no choice is its own, beside that between question and answer of an example
+    delimiter = 'target_delimiter: ""'
+    own = dict(OWN)
+    own["cloze"] = OWN["cloze"].replace('" {{target}}"', '"{{target}}"') if chat else f"{OWN['cloze']}{delimiter}\n"
+    examples = rows(12)  # half of the items are among them
     for name, lines in rows().items():
-        file = items / f"{name}.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in lines))
-        splits = ", ".join(f"{split}: {file}" for split in ("train", "validation", "test", "dev"))
+        for file, written in ((f"{name}.jsonl", lines), (f"{name}.shots.jsonl", examples[name])):
+            (items / file).write_text("".join(json.dumps(row) + "\n" for row in written))
+        of_split = {"train": ".shots", "dev": ".shots", "validation": "", "test": ""}
+        splits = ", ".join(f"{split}: {items / name}{end}.jsonl" for split, end in of_split.items())
         data = f"dataset_path: json\ndataset_name: null\ndataset_kwargs: {{data_files: {{{splits}}}}}\n"
-        known = {"gsm8k": GSM8K, **{name: f"test_split: test\n{task}" for name, task in OWN.items()}}
+        known = {"gsm8k": GSM8K, **{name: f"test_split: test\n{task}{SHOTS}" for name, task in own.items()}}
         task = known.get(name) or f"include: lm_eval/tasks/{THEIRS[name]}\ntag: null\n"
-        (tasks / f"{name}.yaml").write_text(f"{task}task: {name}\n{data}")
-    return told("lm_eval", place, [tiny_model_dir, tasks, samples]), items, samples
+        (tasks / f"{name}.yaml").write_text(f"{task}task: {name}\n{data}num_fewshot: {shots}\n")
+    options = json.dumps({"apply_chat_template": chat, "fewshot_as_multiturn": False})
+    return told("lm_eval", place, [tiny_model_dir, tasks, samples, options]), items, samples, chat, shots
 
 
-def ours(model, items, monkeypatch):
+def ours(model, items, monkeypatch, chat, shots):
     """Our figures and log-likelihoods of a file of items."""
     kept = []
     monkeypatch.setattr(
         module, "figures", lambda items, scores, make=module.figures: kept.append(scores) or make(items, scores)
     )
     found = task_figures(
-        Request(model, None, "default", 2, None, 3, "cpu", None), read_tasks(str(items)), lambda *_: None
+        Request(model, None, "default", 2, None, 3, "cpu", None),
+        read_tasks(str(items), shots=shots),
+        lambda *_: None,
+        chat,
     )
     return found, kept[0][0].loglikelihood
 
@@ -110,9 +128,10 @@ def ours(model, items, monkeypatch):
 @pytest.mark.parametrize("name", [*OWN, *THEIRS])
 @pytest.mark.parametrize("source", ["items", "samples"])
 def test_scores_are_equal(scored, tiny_model_dir, monkeypatch, name, source):
-    theirs, items, samples = scored
+    theirs, items, samples, chat, shots = scored
     file = items / f"{name}.jsonl" if source == "items" else next(samples.rglob(f"samples_{name}_*.jsonl"))
-    found, likely = ours(tiny_model_dir, file, monkeypatch)
+    around = (chat, shots) if source == "items" else (False, 0)  # samples have it
+    found, likely = ours(tiny_model_dir, file, monkeypatch, *around)
     wanted = [value for row in theirs[name]["loglikelihood"] for value in row]
     np.testing.assert_allclose(likely, wanted, rtol=1e-4)
     scores = theirs[name]["scores"]
@@ -122,15 +141,15 @@ def test_scores_are_equal(scored, tiny_model_dir, monkeypatch, name, source):
 
 
 def test_texts_and_the_numbers_in_them_are_equal(scored, tiny_model_dir):
-    theirs, items, _ = scored
+    theirs, items, _, chat, shots = scored
     request = Request(tiny_model_dir, None, "default", 2, None, 3, "cpu", None)
-    [task] = read_tasks(str(items / "gsm8k.jsonl"))
-    tokenizer, write = AutoTokenizer.from_pretrained(tiny_model_dir), writer(request, tiny_model_dir)
-    for item, wanted in zip(task.items, theirs["gsm8k"]["texts"], strict=True):
-        text = write(tokenizer(item.pairs[0][0])["input_ids"], item.written.most, item.written.stops)
+    [task] = read_tasks(str(items / "gsm8k.jsonl"), shots=shots)
+    write, (_, prompts) = writer(request, tiny_model_dir), asked_of(request, task.items, chat)
+    for item, ids, wanted in zip(task.items, prompts.values(), theirs["gsm8k"]["texts"], strict=True):
+        text = write(ids, item.written.most, item.written.stops)
         for stop in item.written.stops:
             text = text.partition(stop)[0]
         assert text == wanted
-    found = task_figures(request, [task], lambda *_: None)["acc"]
+    found = task_figures(request, [task], lambda *_: None, chat)["acc"]
     assert found == pytest.approx(theirs["gsm8k"]["scores"]["exact_match,flexible-extract"], abs=1e-6)
-    assert 0 < found < 1
+    assert chat or shots or 0 < found < 1

@@ -3,6 +3,7 @@
 import html
 import json
 import re
+from hashlib import sha256
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
@@ -212,6 +213,53 @@ def test_parts_are_those_of_the_files(made, whole):
     found = parts_of(made.outputs["four"])
     assert sum(found.values()) == sum(sizes.values())
     assert "other" not in found
+
+
+def answered(place, output, name, right, of, original=None, **asked):
+    """An evaluation on one task beside an output, with figures that are made up."""
+    figures = {"items": of, "acc": right / of, "acc_ci": [0.25, 0.75], "loglikelihood": -2.0}
+    figures["loglikelihood_ci"] = [-3.0, -1.0]
+    if original is not None:
+        figures |= {"ref_acc": original / of, "acc_drop": (original - right) / of, "acc_drop_ci": [-0.125, 0.375]}
+    document = {
+        "schema_version": 1,
+        "llmcompress": "0",
+        "model": {"name": "x", "report_sha256": sha256((output / "report.json").read_bytes()).hexdigest()},
+        "reference": None,
+        "asked": {"name": name, "items_sha256": "0" * 64, "shots": 0, "chat": False, **asked},
+        "compute_dtype": "float32",
+        "figures": figures,
+        "tasks": {HOSTILE: figures, "other": figures},
+    }
+    file = place / f"{output.name}{len(list(place.iterdir()))}.json"
+    file.write_text(json.dumps(document))
+    return file
+
+
+def test_right_answers_stand_beside_each_other(made, tmp_path):
+    four, three = made.outputs["four"], made.outputs["three"]
+    files = [
+        answered(tmp_path, four, "default", 1, 8, 5),
+        answered(tmp_path, four, "default", 4, 8, 5),  # the last counts
+        answered(tmp_path, three, "default", 2, 8, 5),
+        answered(tmp_path, three, "mine", 6, 8, shots=3, chat=True),
+    ]
+    text = render(read_outputs([four, three], files, []))
+    shown = [html.unescape(re.sub("<[^>]+>", "|", row)) for row in re.findall(r"<tr [^>]*>.*?</tr>", text)]
+    titles = [number for number, row in enumerate(shown) if "Right answers" in row]
+    assert [shown[number].strip("|") for number in titles] == [
+        "Right answers to the shipped tasks, 95% intervals",
+        "Right answers to mine, 3 examples before each item, in a chat, 95% intervals",
+    ]
+    rows = [[part for part in row.split("|") if part] for row in shown[titles[0] + 1 : titles[1]]]
+    below = ["25.0% – 75.0%, 8 items", "original 62.5%"]
+    values = ["50.0%", *below, "lost 12.5% (-12.5% – 37.5%)", "25.0%", *below, "lost 37.5% (-12.5% – 37.5%)"]
+    assert rows == [[name, *values] for name in (HOSTILE, "other", "All tasks")]
+    assert "–" in shown[titles[1] + 1]  # not measured
+    assert "75.0%" in shown[titles[1] + 1]
+    assert "four has" in text
+    assert "answers 50.0% of 8 items right, the original 62.5%." in text
+    assert Elements(text).scripts == []
 
 
 def test_names_of_strangers_stay_text(made, tmp_path):

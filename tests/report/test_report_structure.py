@@ -79,6 +79,16 @@ def test_several_on_one_page_with_their_evaluations(outputs, main, tiny_model_di
     assert page.read_bytes() == first
 
 
+def test_right_answers_are_said_of_every_task(outputs, main, tiny_model_dir, tmp_path):
+    file = tmp_path / "tasks.json"
+    assert main("eval", outputs["depth"], "--ref", tiny_model_dir, "--tasks", "default", "--items", 2, "-o", file) == 0
+    assert main("report", outputs["depth"], "--evaluation", file, "-o", tmp_path / "page.html") == 0
+    saved, text = json.loads(file.read_text()), (tmp_path / "page.html").read_text()
+    [said] = re.findall("<dt>Right answers</dt><dd>(.*?)</dd>", text)
+    assert said.startswith(f"{saved['figures']['acc']:.1%} of 8, original {saved['figures']['ref_acc']:.1%} (cloze ")
+    assert all(f"{name} {figures['acc']:.1%}" in said for name, figures in saved["tasks"].items())
+
+
 def test_what_does_not_belong_is_one_line(outputs, main, tmp_path, capsys):
     page = tmp_path / "page.html"
     assert main("report", outputs["depth"], outputs["rtn"], "-o", page) == 2

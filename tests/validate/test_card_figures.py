@@ -48,6 +48,30 @@ def test_the_card_gets_the_figures_and_verify_knows_what_happened(main, capsys, 
     assert "README.md is not what was written" in " ".join(capsys.readouterr().out.split())
 
 
+def test_the_card_gets_an_entry_for_each_task(main, capsys, tiny_model_dir, out, tmp_path):
+    command = ["eval", out, "--ref", tiny_model_dir, "-q", "--update-card"]
+    assert main(*command, "--length", 32, "--windows", 4) == 0
+    before = yaml.safe_load((out / "README.md").read_text().split("---\n")[1])["model-index"][0]["results"]
+    asked = [*command, "--tasks", "default", "--items", 3]
+    assert main(*asked, "-o", tmp_path / "a.json") == 0
+    document, text = json.loads((tmp_path / "a.json").read_text()), (out / "README.md").read_text()
+    results = yaml.safe_load(text.split("---\n")[1])["model-index"][0]["results"]
+    assert [result for result in results if "windows" in result["dataset"]["args"]] == before
+    found = {result["dataset"]["config"]: result for result in results if result not in before}
+    assert set(found) == set(document["tasks"]) == {"cloze", "questions", "stories", "written"}
+    for name, result in found.items():
+        assert result["dataset"]["args"] == {"items": 3, "shots": 0, "chat": False}
+        for metric in result["metrics"]:
+            assert metric["value"] == document["tasks"][name][metric["type"]]
+            assert metric["args"]["confidence_interval_95"] == document["tasks"][name][f"{metric['type']}_ci"]
+    assert {metric["type"] for metric in found["cloze"]["metrics"]} == {"acc", "ref_acc", "acc_drop"}
+    assert main(*asked) == 0  # the same items again: the same card
+    assert (out / "README.md").read_text() == text
+    capsys.readouterr()
+    assert main("verify", out, "--source", tiny_model_dir) == 0
+    assert "README.md has got figures of an evaluation" in " ".join(capsys.readouterr().out.split())
+
+
 def test_what_has_no_card_is_refused_before_anything_is_measured(main, capsys, tiny_model_dir, out):
     command = ["eval", "--ref", tiny_model_dir, "--length", 32, "--windows", 4, "--update-card"]
     assert main(*command, tiny_model_dir) == 2

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from llmcompress.errors import CalibrationError
 from llmcompress.validate import tasks as module
 from llmcompress.validate.request import Request
-from llmcompress.validate.task_items import Item, Task, read_tasks
+from llmcompress.validate.task_files import Task, read_tasks
+from llmcompress.validate.task_items import Item
 from llmcompress.validate.tasks import (
     ChoiceScores,
     answers,
@@ -266,7 +267,7 @@ def test_a_layout_is_known_by_its_columns(tmp_path, name):
     [task] = read_tasks(str(write(tmp_path / "some.jsonl", [row])))
     [item] = task.items
     assert task.name == "some"
-    assert item.pairs[0][0].endswith(prompt)
+    assert (item.about + item.pairs[0][0]).endswith(prompt)
     assert item.pairs[0][1] == choice
     assert (item.answer, item.lengths) == (answer, lengths)
 
@@ -353,7 +354,7 @@ def test_the_command_shows_and_judges(main, capsys, tiny_model_dir, tmp_path):
     assert "needs the original" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("more", [["--generate", "a"], ["--text", "b.txt"], ["--backend", "torch"], ["-o", "c.json"]])
+@pytest.mark.parametrize("more", [["--generate", "a"], ["--text", "b.txt"], ["--backend", "torch"]])
 def test_tasks_stand_alone(main, capsys, tiny_model_dir, more):
     assert main("eval", tiny_model_dir, "--tasks", "default", *more) == 2
     assert "--tasks does not go with" in capsys.readouterr().err

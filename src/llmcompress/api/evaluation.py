@@ -58,14 +58,10 @@ class EvaluationResult:
         >>> evaluation.fail_if("kl > 5", "top1 < 0.01")
         """
         from llmcompress.validate.evaluate import parse_gate
-        from llmcompress.validate.token_statistics import refuse_not_finite
 
         gates = [parse_gate(text) for text in conditions]
         refuse_unmeasured_gates(self.request, gates)
-        refuse_not_finite(self.figures)
-        for gate in gates:
-            if gate.fails(self.figures):
-                raise GateError(gate.broken(self.figures))
+        refuse_broken(self.figures, gates)
 
     def save(self, file: str | Path, *, overwrite: bool = False) -> None:
         """Write the document as JSON, for `llmcompress report`. PlanError for a file that exists, without `overwrite`.
@@ -74,13 +70,28 @@ class EvaluationResult:
 
         >>> evaluation.save("model-w4.eval.json")
         """
-        from llmcompress.store.files import refuse_existing
-        from llmcompress.store.unfinished import write_whole
-        from llmcompress.validate.token_statistics import refuse_not_finite
+        save_document(self.document, file, overwrite)
 
-        refuse_not_finite(self.figures)
-        refuse_existing(Path(file), overwrite)
-        write_whole(Path(file), json.dumps(self.document, indent=1).encode() + b"\n", overwrite)
+
+def refuse_broken(figures: Mapping[str, Any], gates: "Iterable[Gate]") -> None:
+    """GateError for figures that are not finite, or for the first gate that fails."""
+    from llmcompress.validate.token_statistics import refuse_not_finite
+
+    refuse_not_finite(figures)
+    for gate in gates:
+        if gate.fails(figures):
+            raise GateError(gate.broken(figures))
+
+
+def save_document(document: Mapping[str, Any], file: str | Path, overwrite: bool) -> None:
+    """Write the document of an evaluation; PlanError for a file that exists, GateError for what is not finite."""
+    from llmcompress.store.files import refuse_existing
+    from llmcompress.store.unfinished import write_whole
+    from llmcompress.validate.token_statistics import refuse_not_finite
+
+    refuse_not_finite(document["figures"])
+    refuse_existing(Path(file), overwrite)
+    write_whole(Path(file), json.dumps(document, indent=1).encode() + b"\n", overwrite)
 
 
 def refuse_unmeasured_gates(request: "Request", gates: "Iterable[Gate]") -> None:

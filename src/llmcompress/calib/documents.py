@@ -1,7 +1,7 @@
 """From files and rows to the token ids of a document; shared by the sources that read text."""
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -88,11 +88,15 @@ def encode(tokenizer: Any, text: str, where: str, *, special_tokens: bool = True
 
 
 class Document(NamedTuple):
-    """A text, a file of text, or a row that holds a text in its `field` or as messages. where: its place, in words."""
+    """A text, a file of text, or a row that holds a text in its `field` or as messages. where: its place, in words.
+
+    special_tokens: whether a text gets those that the tokenizer itself adds.
+    """
 
     where: str
     content: str | Path | Mapping[str, Any]
     field: str = "text"
+    special_tokens: bool = True
 
     @property
     def nbytes(self) -> int:
@@ -106,17 +110,47 @@ class Document(NamedTuple):
         if isinstance(self.content, Path):
             return encode(tokenizer, read_text(self.content), self.where)
         if isinstance(self.content, str):
-            return encode(tokenizer, self.content, self.where)
+            return encode(tokenizer, self.content, self.where, special_tokens=self.special_tokens)
         return encode_row(tokenizer, self.content, self.field, self.where)
 
 
 def token_ids(tokenizer: Any, documents: Iterable[Document], origin: str, mapped: int = 0) -> Iterator["array[int]"]:
     """The token ids of each document. Documents are read and encoded in a process of their own, within limits.
 
-    A tokenizer or a chat template is a program of whoever made the checkpoint. mapped: bytes of files that reading the
-    documents keeps in its address space, and unpacks.
+    mapped: bytes of files that reading the documents keeps in its address space, and unpacks.
     """
-    held = mapped // 5
+    for ids in _each(
+        lambda document: array("q", document.encoded(tokenizer)).tobytes(), documents, origin, mapped // 5
+    ):
+        yield array("q", ids)
+
+
+def prompts(tokenizer: Any, rows: Iterable[Document], origin: str) -> Iterator[str]:
+    """Rows of `messages` as texts, each up to where the assistant's answer begins, in a process of their own.
+
+    A system message that the template refuses is left out.
+    """
+
+    def rendered(row: Document) -> bytes:
+        assert isinstance(row.content, Mapping)
+        messages = row.content["messages"]
+        try:
+            text = _chat(tokenizer, messages, row.where, answered=False)
+        except CalibrationError:
+            if messages[0]["role"] != "system":
+                raise
+            text = _chat(tokenizer, messages[1:], row.where, answered=False)
+        return text.encode(errors="surrogatepass")
+
+    for text in _each(rendered, rows, origin, 0):
+        yield text.decode(errors="surrogatepass")
+
+
+def _each(made: Callable[[Document], bytes], documents: Iterable[Document], origin: str, held: int) -> Iterator[bytes]:
+    """What is made of each document, in a process of its own, within limits.
+
+    A tokenizer or a chat template is a program of whoever made the checkpoint. held: bytes beyond a document's own.
+    """
     place = [origin]
 
     def work(limit: Limit) -> Iterator[bytes]:
@@ -125,9 +159,9 @@ def token_ids(tokenizer: Any, documents: Iterable[Document], origin: str, mapped
             place[0] = document.where
             yield document.where.encode(errors="surrogateescape")
             limit(held + document.nbytes)
-            ids = array("q", document.encoded(tokenizer)).tobytes()
+            data = made(document)
             limit(held)
-            yield ids
+            yield data
 
     def failed(reason: str) -> CalibrationError:
         return CalibrationError(
@@ -138,7 +172,7 @@ def token_ids(tokenizer: Any, documents: Iterable[Document], origin: str, mapped
     found = isolated(work, failed)
     for where in found:
         place[0] = where.decode(errors="surrogateescape")
-        yield array("q", next(found))
+        yield next(found)
 
 
 def encode_row(tokenizer: Any, row: Mapping[str, Any], field: str, where: str) -> list[int]:
@@ -164,8 +198,11 @@ def encode_row(tokenizer: Any, row: Mapping[str, Any], field: str, where: str) -
     )
 
 
-def _chat(tokenizer: Any, messages: list[Any], what: str) -> str:
-    """`messages` (role and content each) as text, through the tokenizer's chat template, which adds special tokens."""
+def _chat(tokenizer: Any, messages: list[Any], what: str, *, answered: bool = True) -> str:
+    """`messages` (role and content each) as text, through the tokenizer's chat template, which adds special tokens.
+
+    answered: whether that is all; else the beginning of the assistant's answer follows.
+    """
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise CalibrationError(f"{what} holds a message without a role", "a message is {role: ..., content: ...}")
@@ -181,7 +218,9 @@ def _chat(tokenizer: Any, messages: list[Any], what: str) -> str:
     try:
         template = tokenizer.get_chat_template()
         dated = FIXED_DATE + template if "strftime_now" in template else template
-        text: str = tokenizer.apply_chat_template(given, chat_template=dated, tokenize=False)
+        text: str = tokenizer.apply_chat_template(
+            given, chat_template=dated, tokenize=False, add_generation_prompt=not answered
+        )
     # a template is a program of the checkpoint's; transformers runs it in a sandbox, where it may still fail in any way
     except MemoryError:  # which says nothing
         raise

@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from math import isfinite
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmcompress.api.evaluation import NOTHING_KEPT
-from llmcompress.api.quiet import quiet_libraries
-from llmcompress.api.steps import watched
+from llmcompress.api.answers import Questions, answered, read_questions, refuse_unmeasured_shares
 from llmcompress.cli import console
 from llmcompress.cli.gates import Gates
 from llmcompress.cli.log import log
@@ -18,36 +17,42 @@ if TYPE_CHECKING:
 
 def run(
     request: "Request",
-    place: str,
-    most: int | None,
+    questions: Questions,
     fail_if: Sequence[str],
+    output: Path | None,
+    overwrite: bool,
+    card: Path | None,
     gates: Gates,
     steps: console.Steps,
     stop: Stop,
     as_json: bool,
 ) -> None:
-    """Have the items of --tasks answered; show and judge the figures. most: items of each task, None for all."""
-    from llmcompress.validate.evaluate import parse_gate, refuse_unmeasured
-    from llmcompress.validate.task_items import read_tasks
-    from llmcompress.validate.tasks import ALONE, COMPARED, task_figures
+    """Have the items of --tasks answered; show, save and judge the figures. output: the file to save to, if any.
+
+    card: the model card that gets the figures, if any.
+    """
+    from llmcompress.store.unfinished import write_whole
+    from llmcompress.validate.card_figures import card_with_figures
+    from llmcompress.validate.evaluate import parse_gate
+    from llmcompress.validate.token_statistics import not_finite
 
     conditions = {text: parse_gate(text) for text in fail_if}
     gates.expect(f"--fail-if {text}" for text in conditions)
-    tasks = read_tasks(place, most)
+    tasks = read_questions(request, questions)
     by_characters = all(item.lengths is not None for task in tasks for item in task.items)
-    alone, compared = (
-        [name for name in names if by_characters or "acc_norm" not in name] for names in (ALONE, COMPARED)
-    )
-    refuse_unmeasured(conditions.values(), request.ref is not None, alone, compared)
-    with quiet_libraries():
-        found = task_figures(request, tasks, watched(steps.at, stop, NOTHING_KEPT))
-    overall = {name: value for name, value in found.items() if name != "tasks"}
-    log.event("figures", **overall)
+    refuse_unmeasured_shares(conditions.values(), request.ref is not None, by_characters)
+    result = answered(request, questions, tasks, steps.at, stop)
+    if output is not None and not_finite(result.figures) is None:
+        result.save(output, overwrite=overwrite)
+    if card is not None and not_finite(result.figures) is None:
+        write_whole(card, card_with_figures(card, result.document).encode(), overwrite=True)
+    log.event("figures", **result.figures)
+    found = {**result.figures, "tasks": result.tasks}
     if as_json:
         console.print_json(found)
     else:
         _show(request, found)
-    gates.judge_figures(overall, conditions)
+    gates.judge_figures(result.figures, conditions)
 
 
 def _show(request: "Request", found: Mapping[str, Any]) -> None:

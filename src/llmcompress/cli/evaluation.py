@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from llmcompress.api.answers import Questions
 from llmcompress.api.evaluation import evaluated, refuse_unmeasured_gates
 from llmcompress.cli import answering, console, drafting, runtime_table
 from llmcompress.cli import options as flags
@@ -72,6 +73,18 @@ def evaluate(
         int | None,
         typer.Option("--items", min=1, max=1_000_000, help="Items of each task, from its start. Default: all."),
     ] = None,
+    shots: Annotated[
+        int,
+        typer.Option(
+            "--shots",
+            min=0,
+            max=1000,
+            help="Worked examples before each item of --tasks, from NAME.shots.jsonl beside it.",
+        ),
+    ] = 0,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Ask the questions of --tasks through the chat template, as a user does.")
+    ] = False,
     length: Annotated[int, typer.Option("--length", min=2, max=1 << 24, help="Tokens per window.")] = 512,
     windows: Annotated[
         int | None,
@@ -166,7 +179,6 @@ def evaluate(
         "--draft": draft,
         "--generate": generate,
         "--backend": backend,
-        "--output": output,
         "--text": text != "default",
     }
     if tasks is not None and (others := [name for name, value in given.items() if value]):
@@ -178,13 +190,16 @@ def evaluate(
         )
     if items is not None and tasks is None:
         raise RecipeError("--items counts items of --tasks", "use --windows for text")
+    if (chat or shots) and tasks is None:
+        name = "--chat" if chat else "--shots"
+        raise RecipeError(f"{name} is for the questions of --tasks", f"give --tasks, or leave {name} out")
     if update_card:
-        measures = {"--tasks": tasks, "--draft": draft, "--adapter": adapter, "--kv-bits": kv_bits}
+        measures = {"--draft": draft, "--adapter": adapter, "--kv-bits": kv_bits}
         if others := [name for name, value in measures.items() if value is not None]:
             raise RecipeError(
                 f"--update-card does not go with {others[0]}", "the card has figures of the output as it is"
             )
-        card = card_of(subject)
+    card = card_of(subject) if update_card else None
     cache_options = CacheOptions(kv_bits, kv_type)
     request = Request(
         subject,
@@ -206,8 +221,13 @@ def evaluate(
             drafting.run(request, generate, max_new_tokens, draft_tokens, fail_if or [], output, gates, json_)
             return
         if tasks is not None:
+            if output is not None:
+                refuse_existing(output, overwrite)
+            questions = Questions(tasks, items, shots, chat)
             with console.Steps("layers", quiet or (json_ and not log.active)) as steps:
-                answering.run(request, tasks, items, fail_if or [], gates, steps, Stop(deadline), json_)
+                answering.run(
+                    request, questions, fail_if or [], output, overwrite, card, gates, steps, Stop(deadline), json_
+                )
             return
         conditions = {text: parse_gate(text) for text in fail_if or []}
         gates.expect(f"--fail-if {text}" for text in conditions)
@@ -218,7 +238,7 @@ def evaluate(
             result = evaluated(request, steps.at, Stop(deadline), console.say)
         if output is not None and not_finite(result.figures) is None:
             result.save(output, overwrite=overwrite)
-        if update_card and not_finite(result.figures) is None:
+        if card is not None and not_finite(result.figures) is None:
             write_whole(card, card_with_figures(card, result.document).encode(), overwrite=True)
         log.event("figures", **result.figures)
         samples = continuations(request, generate, max_new_tokens) if generate is not None else None

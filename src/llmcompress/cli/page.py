@@ -14,7 +14,9 @@ Outputs = Annotated[list[Path], typer.Argument(help="Directories or GGUF files l
 Page = Annotated[Path, typer.Option("--output", "-o", help="Page to write (.html).")]
 Evaluations = Annotated[
     list[Path] | None,
-    typer.Option("--evaluation", help="Result of `eval --output`; belongs to the output it is of. Repeatable."),
+    typer.Option(
+        "--evaluation", help="Result of `eval --output`, on text or tasks; belongs to the output it is of. Repeatable."
+    ),
 ]
 TimingsFiles = Annotated[
     list[Path] | None,
@@ -65,9 +67,9 @@ def report(
 
 
 def schema(
-    what: Annotated[str, typer.Argument(help="report, evaluation or timings.", show_default=False)],
+    what: Annotated[str, typer.Argument(help="report, evaluation, tasks or timings.", show_default=False)],
 ) -> None:
-    """Print the JSON schema of report.json, of an evaluation, or of a line of timings."""
+    """Print the JSON schema of report.json, of an evaluation on text or tasks, or of a line of timings."""
     from llmcompress.report.schemas import SCHEMAS, schema_text
 
     if what not in SCHEMAS:

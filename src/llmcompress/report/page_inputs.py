@@ -17,6 +17,7 @@ from llmcompress.report.parts import parts_of
 from llmcompress.store.headers import read_json
 from llmcompress.validate.evaluation import Evaluation, report_beside
 from llmcompress.validate.gguf_file import gguf_in
+from llmcompress.validate.task_evaluation import TaskEvaluation
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -56,7 +57,7 @@ class ReportedOutput:
     """An output with its evaluations and times.
 
     name: its directory or file. sha256: of its report.json. parts: bytes of each part of the model, if its weights are
-    there.
+    there. answers: its evaluations on tasks.
     """
 
     name: str
@@ -65,6 +66,7 @@ class ReportedOutput:
     evaluations: tuple[Evaluation, ...]
     timed: Timed | None
     parts: Mapping[str, int] = field(default_factory=dict)
+    answers: tuple[TaskEvaluation, ...] = ()
 
 
 def read_outputs(paths: Sequence[Path], evaluations: Sequence[Path], timings: Sequence[Path]) -> list[ReportedOutput]:
@@ -77,7 +79,15 @@ def read_outputs(paths: Sequence[Path], evaluations: Sequence[Path], timings: Se
     timed = _by_run(timings, {run for _, run, _ in found})
     names = _names(paths)
     return [
-        ReportedOutput(name, digest, report, tuple(evaluated.get(digest, ())), timed.get(run), parts_of(path))
+        ReportedOutput(
+            name,
+            digest,
+            report,
+            tuple(one for one in evaluated.get(digest, ()) if isinstance(one, Evaluation)),
+            timed.get(run),
+            parts_of(path),
+            tuple(one for one in evaluated.get(digest, ()) if isinstance(one, TaskEvaluation)),
+        )
         for path, name, (digest, run, report) in zip(paths, names, found, strict=True)
     ]
 
@@ -104,11 +114,13 @@ def _read_report(path: Path) -> tuple[str, str, Report]:
     return sha256(file.read_bytes()).hexdigest(), run, report
 
 
-def evaluations_by_report(files: Sequence[Path], known: set[str]) -> dict[str, list[Evaluation]]:
-    """Evaluations by the report of the output that was evaluated."""
-    result: dict[str, list[Evaluation]] = {}
+def evaluations_by_report(files: Sequence[Path], known: set[str]) -> dict[str, list[Evaluation | TaskEvaluation]]:
+    """Evaluations, on texts and on tasks, by the report of the output that was evaluated."""
+    result: dict[str, list[Evaluation | TaskEvaluation]] = {}
     for file in files:
-        _, found = _read(file, Evaluation, "evaluate again with `llmcompress eval --output`")
+        found: Evaluation | TaskEvaluation
+        model = TaskEvaluation if "asked" in read_json(file) else Evaluation
+        _, found = _read(file, model, "evaluate again with `llmcompress eval --output`")
         if found.model.report_sha256 not in known:
             raise CheckpointError(
                 f"evaluation {file} is of another checkpoint, {found.model.name}",

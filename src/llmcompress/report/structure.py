@@ -18,6 +18,7 @@ from llmcompress.report.tables import Table, decisions
 from llmcompress.report.words import figure, size
 from llmcompress.store.headers import read_json
 from llmcompress.validate.evaluation import Evaluation, report_beside
+from llmcompress.validate.task_evaluation import TaskEvaluation
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _HINT = "run again, or use the llmcompress that wrote it"
@@ -131,7 +132,7 @@ def render_structural(outputs: Sequence[Structural]) -> str:
     return environment.get_template("structure.html").render(outputs=outputs, version=__version__, style=style)
 
 
-def _about(name: str, report: _Changed, evaluations: Sequence[Evaluation]) -> Structural:
+def _about(name: str, report: _Changed, evaluations: Sequence[Evaluation | TaskEvaluation]) -> Structural:
     facts: list[tuple[str, str]] = []
     figures: list[tuple[str, Table]] = []
     if report.depth is not None:
@@ -149,6 +150,9 @@ def _about(name: str, report: _Changed, evaluations: Sequence[Evaluation]) -> St
         figures.append(("Error of each matrix, as a share of its energy", _of_lora(report.lora)))
     facts.append(("Size", f"{size(report.output_bytes)}; source {size(report.source.bytes)}"))
     for found in evaluations:
+        if isinstance(found, TaskEvaluation):
+            facts.append(("Right answers", _right(found)))
+            continue
         text = f"on {found.text.name}, {found.text.windows} windows of {found.text.length} tokens"
         kl = [] if found.figures.kl is None else [f"KL divergence {figure(found.figures.kl)} nats"]
         facts.append(("Evaluated", ", ".join([*kl, f"perplexity {found.figures.perplexity:.2f}", text])))
@@ -158,6 +162,14 @@ def _about(name: str, report: _Changed, evaluations: Sequence[Evaluation]) -> St
     facts.append(("Layers ran in", report.compute_dtype))
     facts.append(("Written by", f"llmcompress {report.llmcompress}"))
     return Structural(name, facts, figures, decisions(report.ledger))
+
+
+def _right(found: TaskEvaluation) -> str:
+    """The shares of items answered right, of all tasks and of each."""
+    figures = found.figures
+    original = "" if figures.ref_acc is None else f", original {figures.ref_acc:.1%}"
+    each = ", ".join(f"{name} {of_task.acc:.1%}" for name, of_task in found.tasks.items())
+    return f"{figures.acc:.1%} of {figures.items}{original} ({each})"
 
 
 def _of_depth(depth: _Depth) -> list[tuple[str, Table]]:

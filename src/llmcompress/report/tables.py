@@ -10,6 +10,7 @@ from llmcompress.report.figures import Series
 from llmcompress.report.page_inputs import ReportedOutput
 from llmcompress.report.words import duration, figure, size
 from llmcompress.validate.evaluation import Evaluation
+from llmcompress.validate.task_evaluation import AskedTasks, TaskFigures
 
 _SUBJECTS = 3  # subjects named for each kind in the ledger
 
@@ -65,6 +66,7 @@ def summary(outputs: Sequence[ReportedOutput]) -> Summary:
             if any(found is not None and getattr(found.figures, key) is not None for found in each)
         ]
         groups.append((_text(text), rows))
+    groups += _groups_of_tasks(outputs)
     if any(output.timed is not None for output in outputs):
         timed = [output.timed for output in outputs]
         spent = [
@@ -73,6 +75,46 @@ def summary(outputs: Sequence[ReportedOutput]) -> Summary:
         ]
         groups.append(("The run", spent))
     return Summary([output.name for output in outputs], groups)
+
+
+def _groups_of_tasks(outputs: Sequence[ReportedOutput]) -> list[tuple[str, list[tuple[str, list[Value]]]]]:
+    """For each set of items that outputs were asked, the shares that each output answers right."""
+    sets = {(found.asked.items_sha256, found.asked.chat): found.asked for output in outputs for found in output.answers}
+    groups = []
+    for (digest, chat), asked in sets.items():
+        each = [
+            next(
+                (one for one in output.answers[::-1] if (one.asked.items_sha256, one.asked.chat) == (digest, chat)),
+                None,
+            )
+            for output in outputs
+        ]
+        names = dict.fromkeys(name for found in each if found is not None for name in found.tasks)
+        rows = [
+            (name, [_answers(None if found is None else found.tasks.get(name)) for found in each]) for name in names
+        ]
+        if len(names) > 1:
+            rows.append(("All tasks", [_answers(None if found is None else found.figures) for found in each]))
+        groups.append((_asked(asked), rows))
+    return groups
+
+
+def _answers(figures: TaskFigures | None) -> Value:
+    """The share of items answered right; below it the interval, the original's, and what is lost."""
+    if figures is None:
+        return Value("")
+    low, high = figures.acc_ci
+    below = [f"{low:.1%} – {high:.1%}, {figures.items} items"]
+    if figures.ref_acc is not None and figures.acc_drop is not None and figures.acc_drop_ci is not None:
+        low, high = figures.acc_drop_ci
+        below += [f"original {figures.ref_acc:.1%}", f"lost {figures.acc_drop:.1%} ({low:.1%} – {high:.1%})"]
+    return Value(f"{figures.acc:.1%}", below)
+
+
+def _asked(asked: AskedTasks) -> str:
+    name = "the shipped tasks" if asked.name == "default" else asked.name
+    how = [f"{asked.shots} examples before each item"] * (asked.shots > 0) + ["in a chat"] * asked.chat
+    return ", ".join([f"Right answers to {name}", *how, "95% intervals"])
 
 
 def heat_map(cells: Cells, metric: Metric) -> Table:

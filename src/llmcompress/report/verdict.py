@@ -17,6 +17,9 @@ def _verdict(output: ReportedOutput, named: bool) -> str:
     begin = f"{output.name} has" if named else "It has"
     sized = f"{begin} {share:.0%} of the original's size ({size(report.output_bytes)})"
     known = [found.figures for found in output.evaluations if found.figures.top1 is not None]
+    if not known and output.answers and (original := output.answers[-1].figures.ref_acc) is not None:
+        right = output.answers[-1].figures
+        return f"{sized} and answers {right.acc:.1%} of {right.items} items right, the original {original:.1%}."
     if not known:
         return f"{sized}; how faithful it is was not measured."
     figures = known[-1]

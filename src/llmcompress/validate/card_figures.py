@@ -23,6 +23,13 @@ _METRICS = {
     "perplexity_ratio": "Perplexity over that of the original",
 }
 """What of the figures of an evaluation the card gets, and what a hub shows it as."""
+_SHARES = {
+    "acc": "Items answered right",
+    "acc_norm": "Items answered right, by characters",
+    "ref_acc": "Items that the original answers right",
+    "acc_drop": "Items answered right, lost",
+}
+"""The same of tasks."""
 
 
 def card_of(model: Path) -> Path:
@@ -37,15 +44,17 @@ def card_of(model: Path) -> Path:
 
 
 def card_with_figures(card: Path, document: Mapping[str, Any]) -> str:
-    """The text of a card with the figures of an evaluation, in place of earlier ones on the same text.
+    """The text of a card with the figures of an evaluation, in place of earlier ones on the same text or items.
 
-    document: an evaluation. CheckpointError for a card without front matter, or with a model-index that is none.
+    document: an evaluation, on text or tasks. CheckpointError for a card without front matter, or with a model-index
+    that is none.
     """
     from huggingface_hub import ModelCardData
 
     text, data = _read(card)
-    new = _results(document)
-    kept = [result for result in data.eval_results or [] if result.unique_identifier != new[0].unique_identifier]
+    new = _of_tasks(document) if "asked" in document else _results(document)
+    known = {result.unique_identifier for result in new}
+    kept = [result for result in data.eval_results or [] if result.unique_identifier not in known]
     title = re.search(r"^# (.+)$", text, re.MULTILINE)
     name = data.model_name or (title[1] if title else document["model"]["name"])
     index = ModelCardData(model_name=name, eval_results=[*kept, *new]).to_yaml()
@@ -87,5 +96,30 @@ def _results(document: Mapping[str, Any]) -> "list[EvalResult]":
             metric_args={"confidence_interval_95": figures[f"{key}_ci"]} if f"{key}_ci" in figures else None,
         )
         for key, name in _METRICS.items()
+        if key in figures
+    ]
+
+
+def _of_tasks(document: Mapping[str, Any]) -> "list[EvalResult]":
+    """An entry for each task."""
+    from huggingface_hub import EvalResult
+
+    asked = document["asked"]
+    shipped = asked["name"] == "default"
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type="llmcompress" if shipped else "items",
+            dataset_name=f"{task}, of {'the tasks shipped with llmcompress' if shipped else asked['name']}",
+            dataset_config=task,
+            dataset_revision=asked["items_sha256"],
+            dataset_args={"items": figures["items"], "shots": asked["shots"], "chat": asked["chat"]},
+            metric_type=key,
+            metric_name=name,
+            metric_value=figures[key],
+            metric_args={"confidence_interval_95": figures[f"{key}_ci"]},
+        )
+        for task, figures in document["tasks"].items()
+        for key, name in _SHARES.items()
         if key in figures
     ]

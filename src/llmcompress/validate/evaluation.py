@@ -14,6 +14,7 @@ from llmcompress.validate.gguf_file import gguf_in
 from llmcompress.validate.token_statistics import Array, Tokens
 
 EVALUATION_SCHEMA = 1
+DTYPE = "float32"  # that models run in, unless another is asked for
 
 Interval = Annotated[list[Magnitude], Field(min_length=2, max_length=2)]
 
@@ -134,8 +135,8 @@ def evaluation(
     return {
         "schema_version": EVALUATION_SCHEMA,
         "llmcompress": __version__,
-        "model": _evaluated(model),
-        "reference": None if ref is None else _evaluated(ref),
+        "model": evaluated_model(model),
+        "reference": None if ref is None else evaluated_model(ref),
         "text": {
             "name": name,
             "tokens_sha256": sha256(np.ascontiguousarray(ids, dtype="<i8").tobytes()).hexdigest(),
@@ -158,7 +159,8 @@ def report_beside(path: Path) -> Path:
     return own if own.exists() else path.with_name("report.json")
 
 
-def _evaluated(path: Path) -> dict[str, Any]:
+def evaluated_model(path: Path) -> dict[str, Any]:
+    """What says which checkpoint was evaluated."""
     report = report_beside(gguf_in(path) or path)
     known = sha256(report.read_bytes()).hexdigest() if report.is_file() else None
     return {"name": path.resolve().name, "report_sha256": known}

@@ -20,7 +20,7 @@ from llmcompress.store.headers import read_json, refuse_adapter
 from llmcompress.store.output_file import is_single, report_of
 from llmcompress.validate.adapted_model import adapt_streamed, adapt_whole
 from llmcompress.validate.evaluate import cut_windows, measure_several
-from llmcompress.validate.evaluation import evaluation
+from llmcompress.validate.evaluation import DTYPE, evaluation
 from llmcompress.validate.gguf_file import gguf_in
 from llmcompress.validate.key_value_cache import ByScale, TokenCodes, cache_of
 from llmcompress.validate.load import load_whole, open_streamed, refuse_other_vocabulary
@@ -29,7 +29,6 @@ from llmcompress.validate.request import Request
 from llmcompress.validate.token_statistics import token_figures
 
 DEFAULT_WINDOWS = 80
-_DTYPE = "float32"
 
 
 def evaluate_paths(request: Request, watch: Callable[[int, int], None]) -> dict[str, Any]:
@@ -79,7 +78,7 @@ def _measured(requests: Sequence[Request], windows: Tensor, watch: Callable[[int
         expected = _expected(request.model) if request.ref is not None else {}
         figures = {**token_figures(tokens), **expected, "kv_cache": cache and str(cache)}
         about = request.model, request.ref, request.text
-        documents.append(evaluation(*about, windows.numpy(), request.dtype or _DTYPE, figures, tokens))
+        documents.append(evaluation(*about, windows.numpy(), request.dtype or DTYPE, figures, tokens))
     return documents
 
 
@@ -97,7 +96,7 @@ def _windows(request: Request) -> Tensor:
 def open_models(request: Request) -> tuple[StreamedModel, StreamedModel | None, TokenCodes | ByScale | None]:
     """A model and its reference, each run one section at a time, and the cache that is simulated."""
     opening = {
-        "dtype": getattr(torch, request.dtype or _DTYPE),
+        "dtype": getattr(torch, request.dtype or DTYPE),
         "device": device_of(request.device),
         "trust_remote_code": request.trust_remote_code,
     }

@@ -4,26 +4,19 @@ The columns of a row say whose layout it is in. Prompts and continuations are th
 scores ours equal: a space stands between a prompt and a choice.
 """
 
-import json
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import islice
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from re import sub
 from typing import Annotated, Any, ClassVar
 
 import regex
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from llmcompress.calib.dataset import is_saved, table_rows
-from llmcompress.calib.default import shipped
-from llmcompress.calib.jsonl import json_rows
 from llmcompress.errors import CalibrationError
-from llmcompress.isolation import Limit, isolated
 
 _SECONDS = 1  # for a regular expression of a stranger
-_HINT = "docs/cli.md shows the columns of the tasks that are known"
+HINT = "docs/cli.md shows the columns of the tasks that are known"
 
 
 @dataclass(frozen=True)
@@ -62,6 +55,8 @@ class Item:
 
     lengths: characters of the choices, by which log-likelihoods are divided for `acc_norm`; None where that is not
     defined. An item with one pair asks whether the model writes it; what it writes is judged by `written`, if given.
+    about: read before all else, in a chat as the system's; shots: worked examples, read after it.
+    fixed: whether nothing may be put around what is read.
     """
 
     where: str
@@ -69,21 +64,20 @@ class Item:
     answer: int
     lengths: Sequence[int] | None
     written: Written | None = None
-
-
-@dataclass(frozen=True)
-class Task:
-    """Items of one file."""
-
-    name: str
-    items: Sequence[Item]
+    about: str = ""
+    shots: str = ""
+    fixed: bool = False
 
 
 class TaskRow(BaseModel):
-    """A row of a file of items. ValueError where its values contradict each other."""
+    """A row of a file of items. ValueError where its values contradict each other.
+
+    spare: how many more examples are drawn at random for an item than it gets; None where the first ones are taken.
+    """
 
     model_config = ConfigDict(coerce_numbers_to_str=True)
     columns: ClassVar[frozenset[str]]
+    spare: ClassVar[int | None] = None
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
@@ -122,7 +116,8 @@ class Mmlu(Question):
         letters = "ABCDEFGHIJ"[: len(self.choices)]
         listed = "".join(f"\n{letter}. {choice}" for letter, choice in zip(letters, self.choices, strict=False))
         about = f"The following are multiple choice questions (with answers) about {self.subject.replace('_', ' ')}."
-        return _chosen(where, f"{about}\n\n{self.question.strip()}{listed}\nAnswer:", letters, self.answer)
+        item = _chosen(where, f"{self.question.strip()}{listed}\nAnswer:", letters, self.answer)
+        return replace(item, about=f"{about}\n\n")
 
 
 class LabelledChoices(BaseModel):
@@ -134,6 +129,8 @@ class LabelledChoices(BaseModel):
 
 class Arc(TaskRow):
     """ARC, easy or challenge."""
+
+    spare = 0
 
     question: str
     choices: LabelledChoices
@@ -148,6 +145,8 @@ class Arc(TaskRow):
 
 class HellaSwag(TaskRow):
     """HellaSwag: which ending goes on."""
+
+    spare = 1
 
     activity_label: str
     ctx_a: str
@@ -168,6 +167,8 @@ def _without_brackets(text: str) -> str:
 class Piqa(TaskRow):
     """PIQA: which of two solutions reaches a goal."""
 
+    spare = 1
+
     goal: str
     sol1: str
     sol2: str
@@ -179,6 +180,8 @@ class Piqa(TaskRow):
 
 class WinoGrande(TaskRow):
     """WinoGrande: which of two words fills a blank, judged by what follows it."""
+
+    spare = 1
 
     sentence: str
     option1: str
@@ -221,7 +224,9 @@ class Prompted(TaskRow):
 
 
 class Gsm8k(TaskRow):
-    """GSM8K without examples: the last number that is written, as its flexible-extract has it."""
+    """GSM8K: the last number that is written, as its flexible-extract has it."""
+
+    spare = 0
 
     question: str
     answer: str
@@ -259,12 +264,13 @@ class LoggedSample(TaskRow):
             raise ValueError("it asks for generated text, not for the likelihood of a text")
         said: list[tuple[str, str]] = pairs  # type: ignore[assignment]
         if len(said) == 1:
-            return Item(where, said, 0, None)
+            return Item(where, said, 0, None, fixed=True)
         if len({prompt for prompt, _ in said}) > 1:  # its target is the text that follows, and not a choice
-            return _item(f"{where}, doc", self.doc)
+            return replace(item_of(f"{where}, doc", self.doc), pairs=said, about="", fixed=True)
         if not self.target.isdigit() or int(self.target) >= len(said):
             raise ValueError(f"its target {self.target!r} is none of its {len(said)} choices")
-        return Item(where, said, int(self.target), [len(choice.removeprefix(" ")) for _, choice in said])
+        lengths = [len(choice.removeprefix(" ")) for _, choice in said]
+        return Item(where, said, int(self.target), lengths, fixed=True)
 
 
 # a row is in the first of these whose columns it has
@@ -273,63 +279,25 @@ TASK_ROWS: tuple[type[TaskRow], ...] = (
 )
 
 
-def read_tasks(place: str, items: int | None = None) -> list[Task]:
-    """The tasks of a file, or of the files of a folder; 'default': those that come with llmcompress.
-
-    items: how many of each task, from its start; None for all. CalibrationError for what is no item.
-    """
-    path = shipped("eval_data") / "tasks" if place == "default" else Path(place)
-    if not path.exists():
-        raise CalibrationError(f"--tasks {place}: there is no such file or folder", "give a .jsonl file, or 'default'")
-    found = [path]
-    if path.is_dir() and not is_saved(path):
-        found = sorted(item for item in path.iterdir() if item.suffix in (".jsonl", ".parquet") or is_saved(item))
-        if not found:
-            raise CalibrationError(f"{path} holds no tasks", "give .jsonl or .parquet files, or folders of datasets")
-    stems = [item.stem for item in found]
-    names = [item.name if stems.count(item.stem) > 1 else item.stem for item in found]
-    return [Task(name, _items(item, items)) for name, item in zip(names, found, strict=True)]
-
-
-def _items(path: Path, most: int | None) -> list[Item]:
-    """The items of a file, which is read in a process of its own: a small table may unpack to a large one."""
-    files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
-
-    def work(limit: Limit) -> Iterator[bytes]:
-        limit(sum(file.stat().st_size for file in files))
-        rows = json_rows(path) if path.suffix == ".jsonl" else table_rows(path)
-        for where, row in islice(rows, most):
-            item = _item(where, row)
-            yield json.dumps(asdict(item)).encode()
-
-    def failed(reason: str) -> CalibrationError:
-        return CalibrationError(f"{path} cannot be read as items of a task: {reason}", _HINT)
-
-    found = []
-    for data in isolated(work, failed):
-        item = json.loads(data)
-        pairs = [(prompt, choice) for prompt, choice in item["pairs"]]
-        written = None if item["written"] is None else Written(**item["written"])
-        found.append(Item(item["where"], pairs, item["answer"], item["lengths"], written))
-    if not found:
-        raise CalibrationError(f"{path} holds no items", _HINT)
-    return found
-
-
-def _item(where: str, row: Mapping[str, Any]) -> Item:
-    """A row as an item, checked."""
+def layout_of(where: str, row: Mapping[str, Any]) -> type[TaskRow]:
+    """The layout that a row is in. CalibrationError for a row that is in none."""
     present = {name for name, value in row.items() if value is not None}
     layout = next((layout for layout in TASK_ROWS if layout.columns <= present), None)
     if layout is None:
-        raise CalibrationError(f"{where} is no item of a task: it has {', '.join(sorted(present)) or 'nothing'}", _HINT)
+        raise CalibrationError(f"{where} is no item of a task: it has {', '.join(sorted(present)) or 'nothing'}", HINT)
+    return layout
+
+
+def item_of(where: str, row: Mapping[str, Any]) -> Item:
+    """A row as an item, checked. CalibrationError for what is none."""
     try:
-        item = layout.model_validate(dict(row)).item(where)
+        item = layout_of(where, row).model_validate(dict(row)).item(where)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         at = ".".join(map(str, first["loc"]))
-        raise CalibrationError(f"{where}: {at}: {first['msg'][:1].lower()}{first['msg'][1:]}", _HINT) from None
+        raise CalibrationError(f"{where}: {at}: {first['msg'][:1].lower()}{first['msg'][1:]}", HINT) from None
     except ValueError as error:
-        raise CalibrationError(f"{where}: {error}", _HINT) from None
+        raise CalibrationError(f"{where}: {error}", HINT) from None
     for prompt, choice in item.pairs:
         if not prompt.strip() or not choice.strip():
             raise CalibrationError(f"{where} has an empty {'choice' if prompt.strip() else 'prompt'}", "fill it")

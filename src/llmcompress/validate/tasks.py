@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmcompress.calib.documents import Document, token_ids
-from llmcompress.engine.source.text_tokenizer import load_tokenizer
 from llmcompress.errors import CalibrationError
 from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.validate.evaluate import Watch, lockstep
 from llmcompress.validate.request import Request
 from llmcompress.validate.session import check_models, open_models, writer
-from llmcompress.validate.task_items import Item, Task
+from llmcompress.validate.task_files import Task
+from llmcompress.validate.task_items import Item
+from llmcompress.validate.task_prompts import Asked, asked_of, refuse_longer
 from llmcompress.validate.token_statistics import Array, rounded
 
 ALONE = ("items", "acc", "acc_norm", "loglikelihood")
@@ -35,13 +35,6 @@ _HELD = 1 << 30  # bytes of hidden states that are in memory at once
 _STEP = 16  # lengths are filled up to multiples of this, so that few of them differ
 _RESAMPLES = 1000
 _Z = 1.959964  # of a 95% interval
-
-
-class Asked(NamedTuple):
-    """Token ids that a model reads but for the last, of which those from `start` on are the continuation."""
-
-    ids: tuple[int, ...]
-    start: int
 
 
 class ChoiceScores(NamedTuple):
@@ -66,16 +59,16 @@ class Answers(NamedTuple):
     chosen: Array
 
 
-def task_figures(request: Request, tasks: Sequence[Task], watch: Watch) -> dict[str, Any]:
-    """Figures of all items, and under `tasks` those of each task by its name.
+def task_figures(request: Request, tasks: Sequence[Task], watch: Watch, chat: bool = False) -> dict[str, Any]:
+    """Figures of all items, and under `tasks` those of each task by its name. chat: through the chat template.
 
     CalibrationError for an item that is longer than the model's context or whose continuation has no tokens.
     """
     check_models(request)
     items = [item for task in tasks for item in task.items]
-    asked, prompts = _asked(request, items)
+    asked, prompts = asked_of(request, items, chat)
     subject, reference, _ = open_models(request)
-    _refuse_longer(subject, asked, prompts, items)
+    refuse_longer(subject, asked, prompts, items)
     models = [model for model in (subject, reference) if model is not None]
     more, steps = len(prompts) * len(models), 0
 
@@ -94,51 +87,6 @@ def task_figures(request: Request, tasks: Sequence[Task], watch: Watch) -> dict[
         found[task.name] = figures(task.items, part)
         start, pairs = stop, pairs + many
     return {**figures(items, scores), "tasks": found}
-
-
-def _asked(request: Request, items: Sequence[Item]) -> tuple[list[list[Asked]], dict[int, list[int]]]:
-    """What models read for each pair of each item, and the prompts after which they write, by the item's number.
-
-    Spaces at the end of a prompt belong to what follows it, but for one after which models write.
-    """
-    tokenizer = load_tokenizer(request.ref or request.model, request.trust_remote_code)
-    known: dict[str, str] = {}
-    for item in items:
-        for prompt, choice in item.pairs:
-            known.setdefault(prompt.rstrip(), item.where)
-            known.setdefault(prompt + choice, item.where)
-            if item.written is not None:
-                known.setdefault(prompt, item.where)
-    documents = (Document(where, text) for text, where in known.items())
-    tokens = dict(zip(known, token_ids(tokenizer, documents, "the items of --tasks"), strict=True))
-    found = [
-        [Asked(tuple(tokens[prompt + choice]), len(tokens[prompt.rstrip()])) for prompt, choice in item.pairs]
-        for item in items
-    ]
-    for item, asked in zip(items, found, strict=True):
-        if any(not 0 < one.start < len(one.ids) for one in asked):
-            raise CalibrationError(f"{item.where}: what follows its prompt adds no token", "change or remove the item")
-    written = {n: tokens[item.pairs[0][0]].tolist() for n, item in enumerate(items) if item.written is not None}
-    return found, written
-
-
-def _refuse_longer(
-    model: StreamedModel, asked: Sequence[Sequence[Asked]], prompts: Mapping[int, Sequence[int]], items: Sequence[Item]
-) -> None:
-    """CalibrationError for an item that does not fit into the model's context, or leaves no room there to write."""
-    room = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if not isinstance(room, int):
-        return
-    for number, (item, of_item) in enumerate(zip(items, asked, strict=True)):
-        longest = max(len(one.ids) for one in of_item)
-        if longest > room:
-            raise CalibrationError(f"{item.where} has {longest} tokens, the model reads {room}", "shorten the item")
-        if item.written is not None and len(prompts[number]) + item.written.most > room:
-            raise CalibrationError(
-                f"{item.where} has {len(prompts[number])} tokens and up to {item.written.most} to write, "
-                f"the model reads {room}",
-                "shorten the item, or its 'most'",
-            )
 
 
 def _write(

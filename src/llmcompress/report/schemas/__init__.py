@@ -8,8 +8,9 @@ from pydantic import TypeAdapter
 
 from llmcompress.engine.write.report_schema import Report, Timing
 from llmcompress.validate.evaluation import Evaluation
+from llmcompress.validate.task_evaluation import TaskEvaluation
 
-SCHEMAS: dict[str, Any] = {"report": Report, "evaluation": Evaluation, "timings": Timing}
+SCHEMAS: dict[str, Any] = {"report": Report, "evaluation": Evaluation, "tasks": TaskEvaluation, "timings": Timing}
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
