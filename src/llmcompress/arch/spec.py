@@ -14,6 +14,7 @@ from llmcompress.errors import CheckpointError
 
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 """What config.json may call the number of layers."""
+_FURTHER_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers")
 RESIDUAL = "residual"  # the space of the hidden states, which every layer adds to
 
 _QUERY_HEADS = ("num_attention_heads", "n_head")
@@ -195,6 +196,12 @@ class ArchSpec:
         """On-disk path of a parameter, both below the layer, or both of what stands outside the layers."""
         module, dot, leaf = path.rpartition(".")
         return self.disk.get(path) or f"{self.disk_path(module)}{dot}{leaf}"
+
+
+def further_layers(config: Mapping[str, Any]) -> int:
+    """The number of layers after the last by config.json, which predict further tokens; 0 where it says none."""
+    said = (config.get(key) for key in _FURTHER_COUNTS)
+    return next((count for count in said if isinstance(count, int)), 0)
 
 
 def attention_heads(config: Mapping[str, Any]) -> tuple[int, int] | None:

@@ -62,6 +62,7 @@ class Entry:
     and those whose names look like an embedding's.
     embedding: a quantised one whose rows are looked up, whether or not it is the head as well.
     permuted: groups follow the activation order, so a group index must be stored.
+    further: of a layer after the last, which predicts further tokens.
     runtime: the module path in transformers, where that may differ from the on-disk module.
     options: what the method recorded about itself, for the format's config: damp_percent (float), act_order (bool),
     static_groups (bool), true_sequential (bool), scale_type (of scales wider than the model's); each may be absent.
@@ -75,6 +76,7 @@ class Entry:
     linear: bool = False
     embedding: bool = False
     permuted: bool = False
+    further: bool = False
     runtime: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 

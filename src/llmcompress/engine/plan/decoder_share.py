@@ -10,7 +10,8 @@ from llmcompress.engine.source.tensor_names import without_numbers
 
 @dataclass(frozen=True)
 class DecoderShare:
-    """Of all weights in tensors of two or more dimensions inside the decoder layers of a source.
+    """Of all weights in tensors of two or more dimensions inside the decoder layers of a source, without those that
+    predict further tokens.
 
     changed: the share that is rounded or pruned, 1.0 for a decoder without such tensors. left: the shares of the others
     by on-disk name, `*` in place of numbers, the largest first.
@@ -25,7 +26,7 @@ def decoder_share(plan: Plan) -> DecoderShare:
     changed = {matrix.entry.source.name for matrix in plan.matrices}
     sizes, left = 0, Counter[str]()
     for entry in plan.entries:
-        if entry.block and len(entry.source.shape) > 1:
+        if entry.block and not entry.further and len(entry.source.shape) > 1:
             size = prod(entry.source.shape)
             sizes += size
             if entry.source.name not in changed:

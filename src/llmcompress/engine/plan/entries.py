@@ -4,10 +4,12 @@ import re
 from collections.abc import Iterable, Mapping
 
 from llmcompress.arch.spec import ArchSpec
-from llmcompress.engine.plan.head_matrix import outside_method
+from llmcompress.engine.plan.head_matrix import FURTHER, outside_method
 from llmcompress.engine.plan.matrix_options import resolve_pruner_options
 from llmcompress.engine.plan.matrix_plan import MatrixPlan
+from llmcompress.engine.source.further_layers import FurtherLayers
 from llmcompress.engine.source.matrix_refs import Matrices
+from llmcompress.engine.source.tensor_names import Anatomy
 from llmcompress.errors import PlanError
 from llmcompress.formats.base import Entry, TensorSpec
 from llmcompress.formats.kv_cache import OPTION, PARTS
@@ -21,6 +23,9 @@ from llmcompress.store.headers import ModelHeaders
 _KEYS = re.compile(
     r"(?:^|.*\.)(\d+)\.self_attn\.(?:k_proj|qkv_proj)\.weight"
 )  # the name by which loaders find attention
+_AFTER_LAST = (
+    "of a layer after the last, which predicts further tokens; --set 'PATTERN: {skip: false}' rounds such ones"
+)
 
 
 def planned_matrices(
@@ -37,8 +42,10 @@ def planned_matrices(
     for ref in matrices.refs:
         stored = headers.tensors[f"{ref.module}.weight"].spec
         method, pruner, conv1d = chosen[ref.module], pruners.get(ref.module), ref.linear.conv1d
-        if method is not None and ref.module in matrices.outside:
-            method = outside_method(method, ref)
+        outside = matrices.outside.get(ref.module)
+        described = {} if method is None else method.described()
+        if method is not None and outside is not None:
+            method = outside_method(method, ref.module, outside)
         if method is None and pruner is not None:
             method = Unrounded(dtype=stored.dtype)
         if method is None:
@@ -53,15 +60,25 @@ def planned_matrices(
             grid=None if isinstance(method, Unrounded) else method.grid,
             inputs=method.inputs,
             transposed=conv1d,
-            block=ref.module not in matrices.outside,
+            block=outside in (None, FURTHER),
             linear=True,
             embedding=ref.linear.path == matrices.spec.embed,
-            runtime=matrices.linears.get(ref.module, ref.linear.path if ref.module in matrices.outside else None),
+            further=outside == FURTHER,
+            runtime=matrices.linears.get(ref.module, ref.linear.path if outside not in (None, FURTHER) else None),
             permuted=method.permutes_groups,
-            options=method.described(),
+            options=described or method.described(),  # engines want one group of modules to say the same
         )
         planned[ref.module] = MatrixPlan(
-            ref.layer, ref.expert, ref.path, ref.module, ref.space, conv1d, entry, method, pruner
+            ref.layer,
+            ref.expert,
+            ref.path,
+            ref.module,
+            ref.space,
+            conv1d,
+            entry,
+            method,
+            pruner,
+            inside=outside is None,
         )
     _check_input_scales(planned.values())
     _check_shared_factors(planned.values())
@@ -104,6 +121,7 @@ def source_entries(
 ) -> tuple[Entry, ...]:
     """An entry for every tensor of the source; the ledger names each matrix of a layer that no declaration knows."""
     spec = matrices.spec
+    further = FurtherLayers(Anatomy(headers, spec, matrices.prefix, matrices.layers))
     conv1d = {ref.module: ref.linear.conv1d for ref in matrices.refs}
     layers = f".{(matrices.prefix or spec.layers).rpartition('.')[2]}."
     whole = f".{matrices.prefix}." if headers.wrapper is not None else layers  # towers have layers too
@@ -116,11 +134,18 @@ def source_entries(
         block = whole in f".{name}"
         matrix = len(stored.spec.shape) >= 2 and block
         if matrix and module not in conv1d:
-            ledger.note("unquantised", name, _why_left(name, spec))
+            ledger.note("unquantised", name, _AFTER_LAST if name in further else _why_left(name, spec))
         runtime = matrices.linears.get(module)
         linear = matrix or runtime is not None
         entries.append(
-            Entry(stored.spec, transposed=conv1d.get(module, False), block=block, linear=linear, runtime=runtime)
+            Entry(
+                stored.spec,
+                transposed=conv1d.get(module, False),
+                block=block,
+                linear=linear,
+                further=name in further,
+                runtime=runtime,
+            )
         )
     if headers.wrapper is not None:
         _note_beside(headers, matrices, ledger)

@@ -1,10 +1,12 @@
-"""The output head and the embedding as matrices to be rounded, where a step asks for it: after all layers."""
+"""Matrices that are rounded after all layers where a step asks for it: head, embedding, layers after the last."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from llmcompress.arch.spec import Linear
+from llmcompress.engine.plan.matrix_options import matches
+from llmcompress.engine.source.further_layers import FurtherLayers
 from llmcompress.engine.source.matrix_refs import Matrices
 from llmcompress.engine.source.tensor_names import Anatomy, MatrixRef
 from llmcompress.errors import PlanError
@@ -13,6 +15,7 @@ from llmcompress.methods.base import Method
 from llmcompress.methods.gptq import Gptq
 from llmcompress.methods.rtn import Rtn
 
+FURTHER = "further"  # what a matrix is that lies in a layer after the last
 _HEAD, _EMBEDDING = "head", "embedding"  # the spaces that they read
 _AS_IT_IS = "leave --head-bits and --embedding-bits out"
 
@@ -24,10 +27,12 @@ def outside_bits(step: Method | None) -> dict[str, int]:
 
 
 def with_outside(matrices: Matrices, anatomy: Anatomy, step: Method | None, format_: Format) -> Matrices:
-    """The matrices with head and embedding behind them where `step` rounds them; PlanError for what cannot be rounded.
+    """The matrices with others behind them that `step` rounds; PlanError for what cannot be rounded.
 
-    A head that is the embedding is one matrix, under the name of the embedding.
+    A head that is the embedding is one matrix, under the name of the embedding. Of layers after the last it is those
+    that a pattern of `set` says not to skip.
     """
+    matrices = _with_further(matrices, anatomy, step)
     asked, spec = outside_bits(step), anatomy.spec
     if not asked:
         return matrices
@@ -59,6 +64,29 @@ def with_outside(matrices: Matrices, anatomy: Anatomy, step: Method | None, form
     return matrices
 
 
+def _with_further(matrices: Matrices, anatomy: Anatomy, step: Method | None) -> Matrices:
+    """The matrices with those of layers after the last that patterns of a step ask for."""
+    wanted = [pattern for pattern, options in (step.set if step else {}).items() if options.get("skip") is False]
+    if not wanted:
+        return matrices
+    refs = [
+        MatrixRef(module, matrices.layers, None, module, space, linear)
+        for module, linear, space in FurtherLayers(anatomy).matrices()
+        if any(matches(pattern, module) for pattern in wanted)
+    ]
+    tensors = anatomy.headers.tensors
+    for ref in refs:
+        stored = tensors[f"{ref.module}.weight"].spec
+        if len(stored.shape) != 2 or stored.dtype not in FLOAT_TYPES:
+            raise PlanError(f"{stored.name} is {stored.dtype} {list(stored.shape)}, not a floating-point matrix")
+    return replace(
+        matrices,
+        refs=[*matrices.refs, *refs],
+        widths={**matrices.widths, **{ref.module: tensors[f"{ref.module}.weight"].spec.shape[1] for ref in refs}},
+        outside={**matrices.outside, **{ref.module: FURTHER for ref in refs}},
+    )
+
+
 def _check_asked(asked: Mapping[str, int], tied: bool, format_: Format) -> None:
     """PlanError for what the loaders of a format do not read, and for an embedding that is asked for as another."""
     typed = format_.name == "gguf"
@@ -83,6 +111,8 @@ def with_outside_options(step: Method, matrices: Matrices) -> Method:
     """The step with the own options of head and embedding after those of all patterns."""
     bits = outside_bits(step)
     for module, what in matrices.outside.items():
+        if what == FURTHER:
+            continue
         given = step.set.get(module, {})
         only = step.grid_type.widths
         if only is not None and bits[what] not in only and "type" not in given:
@@ -96,9 +126,18 @@ def with_outside_options(step: Method, matrices: Matrices) -> Method:
     return step
 
 
-def outside_method(method: Method, ref: MatrixRef) -> Method:
-    """What rounds a matrix outside of the layers: an embedding multiplies no input, so its values are just rounded."""
-    if ref.space != _EMBEDDING:
+def outside_method(method: Method, module: str, what: str) -> Method:
+    """What rounds a matrix outside of the layers: its values are just rounded where nothing is known of its inputs.
+
+    what: of `Matrices.outside`. PlanError for inputs that would have to be measured.
+    """
+    if what == _HEAD:
         return method
     options = {name: value for name, value in method.model_dump().items() if name in Rtn.model_fields}
-    return Rtn.model_validate({**options, "clip": "search" if method.clip == "output" else method.clip})
+    rounded = Rtn.model_validate({**options, "clip": "search" if method.clip == "output" else method.clip})
+    if rounded.needs_calibration:
+        raise PlanError(
+            f"no text runs through {module}, and {method.activations} inputs would have to be measured",
+            "leave it as it is, or give it others: --set 'PATTERN: {skip: false, activations: none}'",
+        )
+    return rounded

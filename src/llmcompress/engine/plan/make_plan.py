@@ -61,7 +61,7 @@ def _plan_for_any_target(recipe: Recipe, model: Path, options: Options) -> Plan:
     _check_format(format_, entries, headers.config, ledger)
     layout = kind.layout(contents, entries, out, importance)
     layers = _by_layer(planned, contents)
-    head = tuple(plan for plan in planned.values() if not plan.entry.block)
+    head = tuple(plan for plan in planned.values() if not plan.inside)
     run_with = partial(memory_of_run, headers, recipe, (*layers, head))
     experts = any(plan.expert is not None for plan in planned.values()) and not recipe.scales_channels
     resources = choose_resources(options, recipe.calibration, lambda resources: run_with(resources).model(), experts)

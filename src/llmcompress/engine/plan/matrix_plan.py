@@ -14,7 +14,8 @@ class MatrixPlan:
     """One matrix to be changed. path: module path below the layer. module: on-disk name. space: the input it reads.
 
     pruner: chooses the weights that become zero, before `method` rounds the other weights; None where nothing prunes.
-    factors: what the file has the rows of the matrix multiplied by: the steps work on the product.
+    factors: what the file has the rows of the matrix multiplied by: the steps work on the product. inside: it lies in a
+    layer that text runs through; others, such as the head, are solved after all layers.
     """
 
     layer: int
@@ -27,6 +28,7 @@ class MatrixPlan:
     method: Method
     pruner: Pruner | None = None
     factors: Factors = ()
+    inside: bool = True
 
     @property
     def steps(self) -> tuple[Method | Pruner, ...]:

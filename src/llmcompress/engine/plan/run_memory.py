@@ -81,7 +81,7 @@ class RunMemory:
 
         Nothing runs through a head.
         """
-        if not all(plan.entry.block for plan in layer):
+        if not all(plan.inside for plan in layer):
             return 0
         last = max((at for at, plan in enumerate(layer, 1) if plan.expert is None), default=0)
         return _weights(layer) + (_weights(layer[:last]) if self.paired else 0)
@@ -244,7 +244,7 @@ def _weights(layer: Layer) -> int:
 
 def _widest(layer: Layer) -> int:
     # a pass stops before the head, whose outputs are never made
-    return max(max(plan.entry.out_features * plan.entry.block, plan.entry.in_features) for plan in layer)
+    return max(max(plan.entry.out_features * plan.inside, plan.entry.in_features) for plan in layer)
 
 
 def _largest_square(layer: Layer) -> int:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from llmcompress.arch.spec import RESIDUAL
+from llmcompress.engine.source.further_layers import FurtherLayers
 from llmcompress.engine.source.tensor_names import Anatomy
 from llmcompress.errors import PlanError
 from llmcompress.formats.base import TensorSpec
@@ -75,6 +76,11 @@ def transformed_headers(headers: ModelHeaders, recipe: Recipe, anatomy: Anatomy,
             raise PlanError(
                 f"the hidden states of a {headers.wrapper['model_type']!r} model cannot be rotated: "
                 "what its other parts make of images comes in among them",
+                "use rotate with residual: false, which turns values alone",
+            )
+        if isinstance(step, Rotate) and step.residual and (name := FurtherLayers(anatomy).first()) is not None:
+            raise PlanError(
+                f"the hidden states of this model cannot be rotated: {name}, of a layer after the last, reads them too",
                 "use rotate with residual: false, which turns values alone",
             )
         if isinstance(step, Rotate) and step.residual:

@@ -110,7 +110,7 @@ class Compressor:
                 linears.append(record)
                 self.progress.matrix(record)
                 # nothing reads what leaves the head, or keys of a layer that takes those of an earlier one
-                if layer is not None and plan.entry.block and _has(layer, plan.path):
+                if layer is not None and plan.inside and _has(layer, plan.path):
                     install(layer, plan, solved)
         if self.keeping is not None:
             self.keeping.write(number, gathered)

@@ -113,7 +113,7 @@ def _check_layers_alike(headers: ModelHeaders, spec: ArchSpec, prefix: str, coun
     """CheckpointError unless all layers hold tensors of the same names and shapes, but for those of experts."""
     held: dict[int, dict[str, Stored]] = {number: {} for number in range(count)}
     for number, name, stored in _below(headers, prefix):
-        if spec.experts is None or not name.startswith(("mlp.", "block_sparse_moe.")):
+        if number < count and (spec.experts is None or not name.startswith(("mlp.", "block_sparse_moe."))):
             held[number][name] = stored
     for number, names in held.items():
         for name in (*sorted(held[0].keys() - names.keys()), *sorted(names.keys() - held[0].keys())):

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from llmcompress.arch import find
-from llmcompress.arch.spec import ArchSpec
+from llmcompress.arch.spec import LAYER_COUNTS, ArchSpec, further_layers
 from llmcompress.engine.source.header_checks import (
     check_hyperparameters,
     check_names,
@@ -24,9 +25,10 @@ class Matrices:
     """Every declared matrix, in order of execution. widths: number of inputs (in_features) by on-disk module.
 
     prefix: on-disk name of the list of layers; empty for GGUF files, which have names of their own. layers: number of
-    layers; 0 for GGUF files. linears: by on-disk module of a multimodal model, the path in
-    transformers of every linear, in its language model or not. outside: by on-disk module, the last of `refs`, what is
-    to be rounded outside of the layers: head, embedding.
+    layers, without those that predict further tokens; 0 for GGUF files. linears: by on-disk module of a multimodal
+    model, the path in transformers of every linear, in its language model or not. outside: by on-disk module, the last
+    of `refs`, what is to be rounded outside of the layers: head, embedding, further (of a layer that predicts further
+    tokens).
     """
 
     spec: ArchSpec
@@ -122,8 +124,14 @@ def _layer_prefix(headers: ModelHeaders, spec: ArchSpec) -> tuple[str, int]:
         if numbers:
             if max(numbers) >= len(headers.tensors):
                 raise CheckpointError(f"{headers.place} has no matrices of most layers below {prefix}.{max(numbers)}")
-            return prefix, max(numbers) + 1
+            return prefix, _without_further(headers.config, max(numbers) + 1)
     raise CheckpointError(f"{headers.place} has no tensors under {whole}", "the config does not fit the weights")
+
+
+def _without_further(config: Mapping[str, Any], count: int) -> int:
+    """How many of so many numbered layers come before those that predict further tokens."""
+    stated = next((config[key] for key in LAYER_COUNTS if isinstance(config.get(key), int)), count)
+    return stated if stated < count <= stated + further_layers(config) else count
 
 
 def _shape(headers: ModelHeaders, ref: MatrixRef) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from llmcompress.arch.spec import LAYER_COUNTS
+from llmcompress.arch.spec import LAYER_COUNTS, further_layers
 from llmcompress.engine.source.header_checks import PER_LAYER, numbered
 from llmcompress.engine.source.open import config_of
 from llmcompress.engine.source.tensor_names import Anatomy
@@ -28,6 +28,8 @@ _NAMES = ("layer_idx", "layer_id", "layer_number", "block_idx")  # attributes of
 def kept_headers(anatomy: Anatomy, kept: Sequence[int], config: Mapping[str, Any]) -> ModelHeaders:
     """Headers of the model that has only the layers `kept`, in this order; `config` is what its config.json says."""
     places = {number: place for place, number in enumerate(kept)}
+    further = range(anatomy.layers, anatomy.layers + further_layers(anatomy.headers.config))
+    places |= {number: len(kept) + place for place, number in enumerate(further)}
     pattern = numbered(anatomy.prefix)
     tensors: dict[str, Stored] = {}
     for name, stored in anatomy.headers.tensors.items():

@@ -20,6 +20,7 @@ from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.process.process_memory import return_freed_memory
 from llmcompress.engine.run.forward import Forward, Recording, Stream
 from llmcompress.engine.run.overflow import refuse_overflow
+from llmcompress.engine.source.further_layers import FurtherLayers
 from llmcompress.engine.source.header_checks import hidden_width, numbered
 from llmcompress.engine.structure.derived_model import DerivedModel, calibration_facts, card
 from llmcompress.engine.structure.feed_forward import FeedForward, feed_forward, narrowed_config
@@ -96,6 +97,11 @@ def plan_width(model: Path, request: WidthRequest, text: Calibration, options: O
     """Check a request from headers. Raises LlmcompressError."""
     opened = open_model(read_headers(model), text, options or Options(), "width")
     anatomy = opened.anatomy
+    if (name := FurtherLayers(anatomy).first()) is not None:
+        raise PlanError(
+            f"{name} is of a layer after the last, which would keep the width that config.json says of all layers",
+            "remove these layers, and the number that config.json says of them, first",
+        )
     layers = tuple(feed_forward(anatomy, number) for number in range(anatomy.layers))
     before = layers[0].width
     width = request.width(before)

@@ -35,7 +35,8 @@ class Target:
 
     formats: what it reads, the best first, each with the facts that limit it. tensor_parallel: matrices are split over
     devices. fuses: q, k, v and gate, up run as one linear each. decodes: codes are read only to be decoded, so that
-    nothing is lost by writing decoded weights. remark: what a user of it should know.
+    nothing is lost by writing decoded weights. further: it loads layers after the last. remark: what a user of it
+    should know.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Target:
     tensor_parallel: bool = False
     fuses: bool = False
     decodes: bool = False
+    further: bool = True
     remark: str = ""
 
 
@@ -184,6 +186,7 @@ _TRANSFORMERS = Target(
         ),
         "dense": (),
     },
+    further=False,
 )
 _RENAMED = (  # it goes by the names that transformers gives to modules
     Unread(
@@ -216,6 +219,7 @@ _GPTQMODEL = Target(
         "awq": (_AWQ_BITS, _AWQ_GROUPS, *_RENAMED),
         "dense": (),
     },
+    further=False,
 )
 _CODED_HEAD = Unread(
     lambda entry: entry.grid is not None and entry.module.rpartition(".")[2] in HEADS,

@@ -49,6 +49,7 @@ def violations(
     if facts is None:
         return [Violation(f"it does not read format {format_}", (), f"use --format {' or '.join(target.formats)}")]
     tp = tp if target.tensor_parallel else 1
+    entries = [entry for entry in entries if target.further or not entry.further]
     if found := unsplittable(entries, config, tp):
         smaller = next(n for n in range(min(tp - 1, _MOST), 0, -1) if not unsplittable(entries, config, n))
         return [Violation(item.what, item.modules, f"use --tp {smaller}") for item in found]

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from llmcompress.arch.spec import further_layers
 from llmcompress.errors import CheckpointError
 from llmcompress.formats.gguf.family import Family, find
 from llmcompress.formats.gguf.general import general_keys
@@ -103,7 +104,7 @@ def notes(config: Mapping[str, Any]) -> list[str]:
     found = _window_notes(family, hyper)
     if rope.kind == "yarn" and rope.scaling.get("truncate") is False:
         found.append("llama.cpp rounds the range of yarn's frequencies to whole numbers, which this model does not")
-    if family.skipped or hyper.config.get("num_nextn_predict_layers"):
+    if family.skipped or further_layers(hyper.config):
         found.append("layers after the last, which predict further tokens, are left out")
     return found
 

@@ -7,6 +7,7 @@ from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from llmcompress.arch.spec import further_layers
 from llmcompress.errors import CheckpointError
 from llmcompress.formats.gguf.family import Family, find
 from llmcompress.formats.gguf.hyper import Hyper
@@ -152,8 +153,8 @@ def _whole(family: Family, hyper: Hyper, source: Sequence[Source]) -> dict[str, 
 
 def _is_after(path: str, hyper: Hyper) -> bool:
     """Whether a path lies in a layer after the last, which predicts further tokens; llama.cpp does without."""
-    number, more = layer_of(path), hyper.config.get("num_nextn_predict_layers") or 0
-    return number != "" and hyper.layers <= int(number) < hyper.layers + int(more)
+    number, more = layer_of(path), further_layers(hyper.config)
+    return number != "" and hyper.layers <= int(number) < hyper.layers + more
 
 
 def _path(name: str, family: Family) -> str:
