@@ -6,7 +6,9 @@ from safetensors.torch import save_file
 from torch.nn import functional
 
 from llmcompress.model.on_demand import LookedUpRows
+from llmcompress.model.whole import whole_model
 from llmcompress.store.checkpoint import Checkpoint, StoredRows
+from streaming import ids, reference_logits, streamed
 
 TABLE = torch.randn(50, 6, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
 
@@ -31,12 +33,12 @@ def looked_up(tmp_path, asked):
     return LookedUpRows.of(StoredRows(rows.shape, read), torch.float32, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("ids", [[[3, 4, 5, 49], [0, 3, 3, 4]], [[7]], [[0, 49]]], ids=str)
-def test_a_lookup_gives_the_rows_of_the_table_and_reads_no_others(looked_up, asked, ids):
+@pytest.mark.parametrize("tokens", [[[3, 4, 5, 49], [0, 3, 3, 4]], [[7]], [[0, 49]]], ids=str)
+def test_a_lookup_gives_the_rows_of_the_table_and_reads_no_others(looked_up, asked, tokens):
     module = torch.nn.Embedding(50, 6, padding_idx=0, device="meta")
     module._parameters["weight"] = looked_up
-    assert torch.equal(module(torch.tensor(ids)), TABLE[torch.tensor(ids)].float())
-    assert asked == sorted({number for row in ids for number in row})
+    assert torch.equal(module(torch.tensor(tokens)), TABLE[torch.tensor(tokens)].float())
+    assert asked == sorted({number for row in tokens for number in row})
 
 
 def test_the_table_is_told_without_being_read(looked_up, asked):
@@ -62,3 +64,14 @@ def test_the_table_is_told_without_being_read(looked_up, asked):
 def test_any_other_use_sees_the_whole_table(looked_up, use):
     assert torch.equal(use(looked_up), use(TABLE.float()))
     assert type(use(looked_up)) is torch.Tensor
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_whole_model_holds_its_table_and_one_that_is_streamed_does_not(random_model_dir, tied):
+    path = random_model_dir("llama", tie_word_embeddings=tied)
+    model = streamed(path)
+    with model.outer(embed=True, head=False):
+        assert isinstance(model.causal.get_input_embeddings().weight, LookedUpRows)
+    whole = whole_model(streamed(path, dtype=torch.bfloat16)).float()
+    with torch.no_grad():
+        assert torch.equal(whole(ids()).logits, reference_logits(path, ids()))

@@ -186,7 +186,8 @@ class StreamedModel:
     def outer(self, *, embed: bool, head: bool) -> Iterator[nn.Module]:
         """Load everything outside the layers; the embedding table and the head only if asked for.
 
-        Of embeddings, rows are read when they are looked up, where the source's rows can be read one by one.
+        Of embeddings, rows are read when they are looked up, where the source's rows can be read one by one and not
+        all of the model is asked for.
 
         Inside another `outer` that holds as much, nothing is read again.
         """
@@ -207,7 +208,7 @@ class StreamedModel:
                 without: tuple[str, ...] = ()
                 if (owner is output and tied) or (owner is embedding and not (embed or (head and tied))):
                     without = ("weight",)
-                if isinstance(owner, nn.Embedding) and not without and not (owner is embedding and head and tied):
+                if isinstance(owner, nn.Embedding) and not without and not (head and (embed or owner is embedding)):
                     without = ("weight",) if self._look_up(owner, path) else ()
                 self._fill(owner, "", path, without)
             if head and tied:
