@@ -99,7 +99,7 @@ def measure(
 def _known(
     tensors: Sequence[GGUFTensor], places: Mapping[str, tuple[int, str]], found: Found, ledger: Ledger
 ) -> dict[str, Known]:
-    """Fisher information of the matrices of each tensor, for each use of a matrix."""
+    """Fisher information of the matrices of each tensor, for each use of a matrix; none of what layers do not run."""
     tied = all(tensor.name != "output.weight" for tensor in tensors)
     outer: dict[str, Known] = {
         "token_embd.weight": [[found[EMBEDDING], found[HEAD]] if tied else [found[EMBEDDING]]],
@@ -107,9 +107,11 @@ def _known(
     }
     known: dict[str, Known] = {}
     for tensor in tensors:
-        parts: Known = outer.get(tensor.name) or [
-            [found[places[source]]] if places[source] in found else [] for source in tensor.sources
-        ]
+        parts = outer.get(tensor.name, [])
+        if not parts and places.keys() >= set(tensor.sources):
+            parts = [[found[places[source]]] if places[source] in found else [] for source in tensor.sources]
+        if not parts:
+            ledger.note("budget", tensor.name, "not measured: its loss is taken to be that of others for each weight")
         unseen = [number for number, part in enumerate(parts) if not part]
         if unseen:
             ledger.note("budget", tensor.name, f"no token came to {numbered(unseen, len(parts))}")

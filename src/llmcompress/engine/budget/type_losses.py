@@ -1,6 +1,7 @@
 """What rounding each tensor of a GGUF file to each type would lose, by the Fisher information of its matrices."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,10 @@ Losses = dict[str, dict[str, float]]
 """Expected KL divergence per token in nats, by GGUF name and tensor type."""
 
 Known = Sequence[Sequence[Fisher]]
-"""Fisher information of each matrix of a tensor: one for each use of the matrix, none where it is never used."""
+"""Fisher information of each matrix of a tensor: one for each use of the matrix, none where it is never used.
+
+Empty for a tensor of which no information is gathered.
+"""
 
 _WIDE = ("Q2_K", "Q3_K", "IQ4_XS", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "F16")
 _BY_EIGHTS = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
@@ -26,6 +30,7 @@ _NARROW = ("Q4_0", "IQ4_NL", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16")
 _SAMPLED = 1 << 18  # weights of a matrix that are rounded to see what it loses, and
 _FEWER = 4  # times less for types that take thirty times as long, measured beside
 _BESIDE = "Q2_K"
+_TABLE = "token_embd.weight"
 
 
 def candidates(width: int, informed: bool) -> tuple[str, ...]:
@@ -62,7 +67,24 @@ def measured_losses(
     for sample, found in workers.in_order(lambda sample: (sample, _rounded(sample, informed)), samples):
         for kind, loss in found.items():
             losses[sample.name][kind] += loss
-    return losses
+    supposed = {tensor.name: _supposed(tensor, chosen, losses, known) for tensor in chosen if not known[tensor.name]}
+    return losses | supposed
+
+
+def _supposed(
+    tensor: GGUFTensor, others: Sequence[GGUFTensor], losses: Losses, known: Mapping[str, Known]
+) -> dict[str, float]:
+    """Losses of a tensor without information: those of the embedding, if it is a table of as many tokens, or of all
+    tensors that have some, for as many weights."""
+    measured = [other for other in others if known[other.name]]
+    alike = [other for other in measured if other.name == _TABLE and other.shape[0] == tensor.shape[0]] or measured
+    found = {}
+    for kind in losses[tensor.name]:
+        same = [other for other in alike if kind in losses[other.name]] or alike
+        nearest = [min(losses[other.name], key=lambda one: abs(_size(one) - _size(kind))) for other in same]
+        lost = sum(losses[other.name][near] for other, near in zip(same, nearest, strict=True))
+        found[kind] = lost * prod(tensor.shape) / sum(prod(other.shape) for other in same)
+    return found
 
 
 class _Sample(NamedTuple):
@@ -78,7 +100,8 @@ def _samples(
     tensors: Sequence[GGUFTensor], known: Mapping[str, Known], read: Read, watch: Callable[[], None]
 ) -> Iterator[_Sample]:
     for tensor in tensors:
-        for fishers, piece in zip(known[tensor.name], pieces(tensor, read), strict=True):
+        measured = zip(known[tensor.name], pieces(tensor, read), strict=True) if known[tensor.name] else ()
+        for fishers, piece in measured:
             for fisher in fishers:
                 sample = _sample(tensor.name, piece, fisher)
                 if sample is not None:
