@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from llmcompress.engine.run.rtn_ratio import against_rtn
+from llmcompress.engine.run.rtn_ratio import against_rtn, output_energies
 from llmcompress.grids.codebook import CodebookSpec
 from llmcompress.grids.int8 import Int8Spec
 from llmcompress.grids.integer import IntegerSpec
@@ -23,6 +23,16 @@ def rounded(weight, bits, group):
     scale = grouped.abs().amax(-1, keepdim=True) * 2 / ((1 << bits) - 1)
     half = 1 << (bits - 1)
     return ((grouped / scale).round().clamp(-half, half - 1) * scale).reshape(weight.shape)
+
+
+@pytest.mark.parametrize("width", [3, 512, 513, 1300])
+def test_energies_are_those_of_the_outputs(width):
+    generator = torch.Generator().manual_seed(0)
+    rows, other = (torch.randn(7, width, generator=generator) for _ in range(2))
+    inputs = torch.randn(50, width, generator=generator)
+    found = output_energies((rows, other), inputs.T @ inputs, SERIAL)
+    exact = [float((part.double() @ inputs.T.double()).square().sum()) for part in (rows, other)]
+    assert found == pytest.approx(exact, rel=1e-5)
 
 
 @pytest.mark.parametrize("calibrated", [False, True])

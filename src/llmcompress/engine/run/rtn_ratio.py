@@ -10,6 +10,7 @@ from llmcompress.grids.base import Spec
 from llmcompress.grids.nearest import nearest
 from llmcompress.workers import Workers
 
+_PANEL = 512  # columns of a Gram matrix in one product
 COMPARED = 256  # rows of a matrix on which its error is compared with that of plain rounding
 
 
@@ -32,4 +33,13 @@ def against_rtn(weight: Tensor, delta: Tensor, spec: Spec, hessian: Tensor | Non
 
 
 def _output_energy(rows: Tensor, hessian: Tensor) -> float:
-    return float((rows @ hessian).mul_(rows).sum())
+    """tr(R H R^T) by the diagonal blocks of H and twice what is above them: half of the products of all of H."""
+    energy, width = 0.0, hessian.shape[0]
+    for start in range(0, width, _PANEL):
+        stop = min(start + _PANEL, width)
+        part = rows[:, start:stop]
+        output = part @ hessian[start:stop, start:stop]
+        if start:
+            output.addmm_(rows[:, :start], hessian[:start, start:stop], alpha=2)
+        energy += float(output.mul_(part).sum())
+    return energy
