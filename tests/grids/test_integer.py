@@ -1,5 +1,7 @@
 """Integer grids: stored scales, full ranges, and a search that never loses to min-max on what it minimises."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -113,3 +115,29 @@ def test_unknown_widths_and_groups_are_refused():
         IntegerSpec(7, 64)
     with pytest.raises(RecipeError, match="group size 0"):
         IntegerSpec(4, 0)
+
+
+@pytest.mark.parametrize("sym", [True, False])
+@pytest.mark.parametrize("order", ["natural", "permuted", "backwards"])
+@pytest.mark.parametrize("points", ["fitted", "others"])
+def test_codes_levels_and_values_go_by_the_group_of_each_column(sym, order, points):
+    generator, weight = torch.Generator().manual_seed(1), weights()
+    spec = IntegerSpec(4, 16, sym)
+    grid = fit(weight, spec)
+    index = grid.group_index
+    index = {
+        "natural": index,
+        "permuted": index[torch.randperm(len(index), generator=generator)],
+        "backwards": index.flip(0),
+    }[order]
+    zero = grid.zero if points == "fitted" else (grid.zero + 3) % spec.levels  # as files of others may have them
+    grid = replace(grid, group_index=index, zero=zero)
+    codes = torch.randint(0, spec.levels, weight.shape, dtype=torch.uint8, generator=generator)
+    scale = grid.scale.double()[:, index]
+    levels = codes.double() - zero.double()[:, index]
+    assert torch.equal(grid.levels(codes).double(), levels)
+    assert torch.equal(grid.codes(grid.levels(codes)), codes)
+    assert torch.allclose(grid.decode(codes).double(), levels * scale, rtol=1e-6)
+    nearest = (weight.double() / scale + zero.double()[:, index]).round().clamp(0, spec.levels - 1)
+    assert (grid.encode(weight).double() != nearest).double().mean() < 1e-3  # but for ties
+    assert torch.equal(grid.encode(weight.T.contiguous().T), grid.encode(weight))

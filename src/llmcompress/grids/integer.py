@@ -7,8 +7,9 @@ puts the entry of largest magnitude on the longer side. Every decoder multiplies
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 from llmcompress.errors import RecipeError
@@ -16,7 +17,7 @@ from llmcompress.grids.base import PER_ROW, PRODUCT_ROWS, Clip, GridRequest, Inp
 from llmcompress.grids.coded import wide
 from llmcompress.grids.errors import ByChannel, ByOutput, Errors
 from llmcompress.grids.grid_type import Fitting, GridType
-from llmcompress.grids.scales import ScaledGrid, natural_groups, positive, storable
+from llmcompress.grids.scales import ScaledGrid, natural, natural_groups, positive, storable
 from llmcompress.hardware import at_once
 from llmcompress.lazy import Tensor, torch
 
@@ -90,17 +91,40 @@ class IntegerGrid(ScaledGrid):
         return -self.zero, self.spec.levels - 1 - self.zero
 
     def levels(self, codes: Tensor) -> Tensor:
-        return codes.to(torch.float32) - self.zero[:, self.group_index]
+        levels = codes.to(torch.float32, copy=True)
+        return levels.sub_(self.spec.middle) if self._centred else self._each(torch.Tensor.sub_, levels, self.zero)
 
     def codes(self, levels: Tensor) -> Tensor:
-        return (levels + self.zero[:, self.group_index]).to(torch.uint8)
+        if self._centred:
+            return (levels + self.spec.middle).to(torch.uint8)
+        return self._each(torch.Tensor.add_, levels.clone(), self.zero).to(torch.uint8)
 
     def encode(self, weight: Tensor) -> Tensor:
-        scale, zero = self.scale[:, self.group_index], self.zero[:, self.group_index]
-        return (weight / scale + zero).round_().clamp_(0, self.spec.levels - 1).to(torch.uint8)
+        levels = self._each(torch.Tensor.add_, self._each(torch.Tensor.div_, weight.clone(), self.scale), self.zero)
+        return levels.round_().clamp_(0, self.spec.levels - 1).to(torch.uint8)
 
     def decode(self, codes: Tensor) -> Tensor:
-        return self.levels(codes) * self.scale[:, self.group_index]
+        return self._each(torch.Tensor.mul_, self.levels(codes), self.scale)
+
+    def _each(self, operation: Callable[[Tensor, Tensor], Tensor], values: Tensor, part: Tensor) -> Tensor:
+        """Values [out, in] after an operation in place with the number that their group has in part [out, groups]."""
+        if self._in_order and values.is_contiguous():
+            operation(values.view(*part.shape, -1), part.unsqueeze(-1))
+        else:
+            operation(values, part[:, self.group_index])
+        return values
+
+    @cached_property
+    def _centred(self) -> bool:
+        """Whether every zero point is the middle code, as it is of symmetric grids but for files of others."""
+        return bool((self.zero == self.spec.middle).all())
+
+    @cached_property
+    def _in_order(self) -> bool:
+        """Whether groups are as many neighbouring channels each, in order."""
+        index, groups = self.group_index, self.scale.shape[1]
+        size = max(1, -(-len(index) // groups))
+        return size * groups == len(index) and torch.equal(index, natural(len(index), size).to(index.device))
 
     def rescaled(self, scale: Tensor, rows: Tensor, dtype: torch.dtype) -> IntegerGrid:
         return replace(self, scale=torch.where(rows[:, None], storable(scale, dtype), self.scale))
@@ -231,13 +255,6 @@ def fit(
     return IntegerGrid(spec, torch.cat(scales), torch.cat(zeros), index)
 
 
-def _loss(block: Tensor, errors: Errors, scale: Tensor, zero: Tensor, spec: IntegerSpec) -> tuple[Tensor, Tensor]:
-    """Squared error [rows, groups] of rounding block [rows, groups, group], and the centred codes."""
-    scale, zero = scale.unsqueeze(-1), zero.unsqueeze(-1)
-    centred = (block / scale).add_(zero).round_().clamp_(0, spec.levels - 1).sub_(zero)
-    return errors.squared((centred * scale).sub_(block)), centred
-
-
 def _refit(block: Tensor, errors: Errors, centred: Tensor, scale: Tensor) -> Tensor:
     """Least-squares scale for fixed centred codes; the old one where all codes are zero."""
     linear, square = errors.products(centred, block)
@@ -250,27 +267,40 @@ def _shrinks(spec: IntegerSpec) -> list[float]:
 
 
 class _Best:
-    """Keeps per group the candidate of least loss; ties keep the earlier (wider) one."""
+    """Keeps per group of block [rows, groups, group] the candidate of least loss; ties keep the earlier (wider) one."""
 
     def __init__(
         self, block: Tensor, errors: Errors, spec: IntegerSpec, dtype: torch.dtype | None, scale: Tensor, zero: Tensor
     ):
         self.block, self.errors, self.spec, self.dtype = block, errors, spec, dtype
+        self._work = torch.empty_like(block)  # of every candidate in turn: memory that is not touched anew
         self.scale, self.zero = storable(scale, dtype), zero
-        self.loss, self.centred = _loss(block, errors, self.scale, zero, spec)
+        self.loss = self._loss(self.scale, zero)
+
+    def _centred(self, scale: Tensor, zero: Tensor) -> Tensor:
+        """The centred codes, in memory that the next candidate takes."""
+        levels, zero = torch.div(self.block, scale.unsqueeze(-1), out=self._work), zero.unsqueeze(-1)
+        if self.spec.symmetric:
+            low, high = -self.spec.middle, self.spec.levels - 1 - self.spec.middle
+            return levels.round_().clamp_(low, high)
+        return levels.add_(zero).round_().clamp_(0, self.spec.levels - 1).sub_(zero)
+
+    def _loss(self, scale: Tensor, zero: Tensor) -> Tensor:
+        """Squared error [rows, groups] of rounding."""
+        return self.errors.squared(self._centred(scale, zero).mul_(scale.unsqueeze(-1)).sub_(self.block))
 
     def offer(self, scale: Tensor, zero: Tensor) -> None:
         scale = storable(scale, self.dtype)
-        loss, centred = _loss(self.block, self.errors, scale, zero, self.spec)
+        loss = self._loss(scale, zero)
         better = loss < self.loss
         self.loss = torch.where(better, loss, self.loss)
         self.scale = torch.where(better, scale, self.scale)
         self.zero = torch.where(better, zero, self.zero)
-        self.centred = torch.where(better.unsqueeze(-1), centred, self.centred)
 
     def refit(self, times: int) -> None:
         for _ in range(times):
-            self.offer(_refit(self.block, self.errors, self.centred, self.scale), self.zero)
+            centred = self._centred(self.scale, self.zero)
+            self.offer(_refit(self.block, self.errors, centred, self.scale), self.zero)
 
 
 def _fit_symmetric(

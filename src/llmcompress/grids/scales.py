@@ -109,4 +109,9 @@ def positive(weigh: Tensor) -> Tensor:
 
 def natural_groups(spec: Spec, in_features: int) -> Tensor:
     """group_index [in] of contiguous groups."""
-    return torch.arange(in_features) // spec.width(in_features)
+    return natural(in_features, spec.width(in_features))
+
+
+def natural(in_features: int, size: int) -> Tensor:
+    """group_index [in] of contiguous groups of `size` channels."""
+    return torch.arange(in_features) // size

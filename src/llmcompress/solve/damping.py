@@ -45,9 +45,10 @@ def damp(hessian: Tensor, percdamp: float) -> Tensor:
 def inverse_factor(hessian: Tensor, percdamp: float) -> Factor:
     """Factor of a mean Gram matrix [in, in], its columns in processing order.
 
-    One Cholesky of the matrix flipped in both directions and one triangular inverse, in float64 (GPTQ,
-    arXiv:2210.17323, section 3.3, in the form that never inverts H). If the matrix is not positive definite the
-    damping is raised tenfold, twice; RunError after that, never a silent fall back to rounding.
+    One Cholesky of the matrix flipped in both directions in float64, and one triangular inverse in float32, whose
+    condition is only the root of the matrix's (GPTQ, arXiv:2210.17323, section 3.3, in the form that never inverts H).
+    If the matrix is not positive definite the damping is raised tenfold, twice; RunError after that, never a silent
+    fall back to rounding.
     """
     for step in _LADDER:
         used = percdamp * step
@@ -55,9 +56,9 @@ def inverse_factor(hessian: Tensor, percdamp: float) -> Factor:
         info = torch.empty(0, dtype=torch.int32, device=matrix.device)
         torch.linalg.cholesky_ex(matrix, out=(matrix, info))  # in place: a matrix of float64 is the largest thing here
         if int(info) == 0:
-            _invert(matrix)
             lower = matrix.to(torch.float32, memory_format=torch.contiguous_format)
             del matrix
+            _invert(lower)
             upper = lower.flip(0, 1)
             if bool(torch.isfinite(upper.sum())):
                 pivots = upper.diagonal().clone()
