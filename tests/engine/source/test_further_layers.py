@@ -8,15 +8,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from llmcompress import arch
 from llmcompress.engine.plan.decoder_share import decoder_share
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
+from llmcompress.engine.source.further_layers import FurtherLayers
+from llmcompress.engine.source.tensor_names import Anatomy
 from llmcompress.engine.structure.depth import DepthRequest, plan_depth, prune_depth
 from llmcompress.engine.structure.width import WidthRequest, plan_width
 from llmcompress.engine.targets.table import TARGETS
 from llmcompress.engine.targets.verdicts import violations
 from llmcompress.errors import CheckpointError, PlanError
 from llmcompress.recipe import Calibration
+from llmcompress.store.headers import read_headers
 from llmcompress.validate.verify import passed, verify
 from tinyruns import LAYERS, compress, recipe, steps_recipe
 
@@ -66,6 +70,28 @@ def weights(path):
 
 def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("name", "further"),
+    [
+        ("model.layers.3.mlp.up_proj.weight", False),
+        ("model.layers.4.mlp.up_proj.weight", True),
+        ("model.layers.61.shared_head.norm.weight", True),
+        ("model.mtp.layers.0.mlp.up_proj.weight", True),
+        ("model.mtp_layers.0.self_attn.q_proj.weight", True),
+        ("model.mtp_block.0.self_attn.q_proj.weight", True),
+        ("model.mtp_linear_proj.0.weight", True),
+        ("mtp.fc.weight", True),
+        ("model.smtp.weight", False),
+        ("model.embed_tokens.weight", False),
+    ],
+)
+def test_names_that_models_are_published_with_are_known(name, further, tiny_model_dir):
+    headers = read_headers(tiny_model_dir)
+    layers = FurtherLayers(Anatomy(headers, arch.find("llama"), "model.layers", LAYERS))
+    assert (name in layers) == further
+    assert layers.first() is None
 
 
 @pytest.mark.parametrize("kind", PLACES)

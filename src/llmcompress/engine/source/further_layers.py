@@ -11,7 +11,7 @@ from llmcompress.arch.spec import Linear
 from llmcompress.engine.source.header_checks import numbered
 from llmcompress.engine.source.tensor_names import Anatomy
 
-_BELOW_MTP = re.compile(r"(?:^|\.)mtp(?:_[a-z]+)?\.(?:(?:layers\.)?[0-9]{1,9}\.)?")
+_BELOW_MTP = re.compile(r"(?:^|\.)mtp(?:_[a-z_]+)?\.(?:(?:layers\.)?[0-9]{1,9}\.)?")
 
 
 class FurtherLayers:
