@@ -72,9 +72,12 @@ def scale_loss(codes: Tensor, grid: Grid, hessian: Tensor, target: Tensor) -> tu
     size = width // groups
     linear = (centred * target).view(rows, groups, size).sum(dim=2)  # [out, groups]
     square = torch.empty(rows, groups, groups, device=centred.device)
+    work = torch.empty(rows * width, device=centred.device)  # of all groups: fresh memory costs as much as arithmetic
     for group in range(groups):
         start = group * size
-        right = (centred[:, start : start + size] @ hessian[start : start + size, start:]).mul_(centred[:, start:])
+        right = work[: rows * (width - start)].view(rows, width - start)
+        torch.mm(centred[:, start : start + size], hessian[start : start + size, start:], out=right)
+        right.mul_(centred[:, start:])
         square[:, group, group:] = square[:, group:, group] = right.view(rows, groups - group, size).sum(dim=2)
     return square, linear
 

@@ -61,7 +61,9 @@ class Refiner:
             return descend_together(coded, target, self.hessian, self.order, self.ahead, block_size)
         rounder = ColumnRounder(coded.grid)
         before = coded.grid.levels(coded.codes).T[self.order].contiguous()  # [in, out]
-        gradient = (target - coded.decode() @ self.hessian).T[self.order].contiguous()
+        reached = coded.decode() @ self.hessian
+        gradient = torch.sub(target, reached, out=reached).T[self.order].contiguous()
+        del reached
         whole = rounder.integer_levels(self.order)
         if sweeper and sweeper.takes(gradient) and whole is not None:
             decide = partial(sweeper.move_block, gradient, before, keep, self.ahead, self.curve, whole)
