@@ -136,7 +136,7 @@ class RunMemory:
         yield Term("matrix being decoded", memory.BEING_DECODED * self.decoded)
 
     def solving(self, layer: Layer) -> Iterator[list[Term]]:
-        """Each stage: its statistics, its weights, and a dozen tensors of the rows at work; codes of those before.
+        """Each stage: its statistics, its weights, and several tensors of the rows at work; codes of those before.
 
         Each thread solves an expert of its own, beside what all of them borrow from.
         """
@@ -149,7 +149,7 @@ class RunMemory:
             if plan.expert is not None and plan.needs_gram:
                 every, squares = self.threads, min(squares, 5)
             # without an inverse, rows are rounded in pieces that fit a processor's cache
-            at_once = 32 * min(rows, SOLVED_ROWS * self.threads // every) if plan.inverts else 0
+            at_once = 28 * min(rows, SOLVED_ROWS * self.threads // every) if plan.inverts else 0
             searched = memory.OUTPUT_SEARCH * PRODUCT_ROWS * self.threads if plan.method.clip == "output" else 0
             at_work = Term("rows at work", max(every * at_once, searched) * columns)
             weights = Term("weights", every * 16 * rows * columns)
