@@ -131,10 +131,10 @@ def source_entries(
         if name.endswith(".weight") and module in planned:
             entries.append(planned[module].entry)
             continue
-        block = whole in f".{name}"
+        block, after = whole in f".{name}", name in further
         matrix = len(stored.spec.shape) >= 2 and block
         if matrix and module not in conv1d:
-            ledger.note("unquantised", name, _AFTER_LAST if name in further else _why_left(name, spec))
+            ledger.note("unquantised", name, _AFTER_LAST if after else _why_left(name, spec))
         runtime = matrices.linears.get(module)
         linear = matrix or runtime is not None
         entries.append(
@@ -143,7 +143,7 @@ def source_entries(
                 transposed=conv1d.get(module, False),
                 block=block,
                 linear=linear,
-                further=name in further,
+                further=after,
                 runtime=runtime,
             )
         )

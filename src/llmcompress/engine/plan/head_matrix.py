@@ -7,7 +7,7 @@ from typing import Any
 from llmcompress.arch.spec import Linear
 from llmcompress.engine.plan.matrix_options import matches
 from llmcompress.engine.source.further_layers import FurtherLayers
-from llmcompress.engine.source.matrix_refs import Matrices
+from llmcompress.engine.source.matrix_refs import Matrices, shape_of
 from llmcompress.engine.source.tensor_names import Anatomy, MatrixRef
 from llmcompress.errors import PlanError
 from llmcompress.formats.base import FLOAT_TYPES, Format
@@ -74,15 +74,10 @@ def _with_further(matrices: Matrices, anatomy: Anatomy, step: Method | None) -> 
         for module, linear, space in FurtherLayers(anatomy).matrices()
         if any(matches(pattern, module) for pattern in wanted)
     ]
-    tensors = anatomy.headers.tensors
-    for ref in refs:
-        stored = tensors[f"{ref.module}.weight"].spec
-        if len(stored.shape) != 2 or stored.dtype not in FLOAT_TYPES:
-            raise PlanError(f"{stored.name} is {stored.dtype} {list(stored.shape)}, not a floating-point matrix")
     return replace(
         matrices,
         refs=[*matrices.refs, *refs],
-        widths={**matrices.widths, **{ref.module: tensors[f"{ref.module}.weight"].spec.shape[1] for ref in refs}},
+        widths={**matrices.widths, **{ref.module: shape_of(anatomy.headers, ref)[1] for ref in refs}},
         outside={**matrices.outside, **{ref.module: FURTHER for ref in refs}},
     )
 

@@ -48,7 +48,7 @@ def matrices_of(headers: ModelHeaders, trust_remote_code: bool, ledger: Ledger) 
     spec, linears = described(headers, trust_remote_code, ledger)
     prefix, count = _layer_prefix(headers, spec)
     refs = _matrix_refs(headers, spec, prefix, count)
-    widths = {ref.module: _shape(headers, ref)[1] for ref in refs}
+    widths = {ref.module: shape_of(headers, ref)[1] for ref in refs}
     check_shapes(headers, spec, refs)
     return Matrices(spec, refs, widths, prefix, count, linears)
 
@@ -134,7 +134,7 @@ def _without_further(config: Mapping[str, Any], count: int) -> int:
     return stated if stated < count <= stated + further_layers(config) else count
 
 
-def _shape(headers: ModelHeaders, ref: MatrixRef) -> tuple[int, int]:
+def shape_of(headers: ModelHeaders, ref: MatrixRef) -> tuple[int, int]:
     """Rows (outputs) and columns (inputs) of a matrix; CheckpointError unless it holds floating-point values."""
     spec = headers.tensors[f"{ref.module}.weight"].spec
     if len(spec.shape) != 2 or spec.dtype not in FLOAT_TYPES:
