@@ -79,12 +79,14 @@ class InputGrid:
         return self if self.scale is None else InputGrid(self.spec, self.scale.to(device))
 
 
-def foreseen(x: Tensor, spec: InputSpec) -> Tensor:
+def foreseen(x: Tensor, spec: InputSpec | None) -> Tensor:
     """An input [..., in] as it will be rounded, as far as calibration can tell before it has ended.
 
     A divisor of scales is known then: until then each token has that of its own largest magnitude, so that only which
-    scales are subnormal differs. One scale for all inputs is not known, and they stay as they are.
+    scales are subnormal differs. One scale for all inputs is not known, and they stay as they are. Without `spec` too.
     """
+    if spec is None:
+        return x
     if spec.dynamic:
         return InputGrid(spec).rounded(x)
     if spec.group is None:

@@ -69,7 +69,7 @@ class SpaceStatistics:
 
     def multiplied(self, x: Tensor) -> Tensor:
         """An input as matrices will multiply it: rounded, where their inputs will be."""
-        return x if self._rounding is None else foreseen(x, self._rounding)
+        return foreseen(x, self._rounding)
 
     def original_ended(self) -> None:
         for name, pair in self.paired.items():
@@ -102,9 +102,11 @@ def collect(
         for number, (space, plans) in enumerate(wanted.items())
     }
     originals = paired.inputs(paths) if paired is not None else iter(())
-    watch = None if experts is None else experts.watch
+    follows = experts is not None and experts.before is not None
+    watch = None if experts is None or follows else experts.watch
     watched = {watch.path: watch.path} if watch is not None else {}
-    for number, here in enumerate(compressed.inputs({**watched, **paths})):
+    batches = experts.batches() if experts is not None and follows else compressed.inputs({**watched, **paths})
+    for number, here in enumerate(batches):
         if watch is not None:
             watch.update(here.pop(watch.path))
         if paired is not None and number == paired.batches:
@@ -113,7 +115,7 @@ def collect(
         if not routed:
             refuse_missing(paths, here)
         if experts is not None:
-            experts.inputs.append({space: known[space].multiplied(x) for space, x in here.items()})
+            experts.inputs.append(here)
         for space, x in here.items():
             known[space].update(x, None if there is None else there[space], None if routed else compressed.length)
         progress.tokens(sum(x.numel() // x.shape[-1] for x in here.values()))

@@ -5,7 +5,7 @@ again but read from disk (bypass.py): attention and feed-forward are computed on
 to the bit.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +17,7 @@ from llmcompress.engine.run.bypass import Bypass, Bypasses, find_bypasses
 from llmcompress.engine.run.current_batch import Batch, CurrentBatch, stop_forward, until_stopped
 from llmcompress.engine.run.kv_ranges import KeyValueWatch
 from llmcompress.engine.run.prefetch import Prefetch
+from llmcompress.model.experts import Expert
 from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.stats.key_value_range import KeyValueRange
 from llmcompress.store.folder import Folder, HeldFile
@@ -122,7 +123,9 @@ class Forward:
         # experts run in order of their numbers and may be skipped: nothing tells which of them is the last
         only = None if len(wanted) > 1 else next(iter(wanted))
         watch = KeyValueWatch() if self._watches_cache else None
-        with self._seeing(wanted, stop_at=only), self.bypasses.recording(only) as record:
+        experts = self._experts(wanted)
+        ends = {only, *experts}
+        with self._seeing(wanted, None, ends), _ended(experts), self.bypasses.recording(only) as record:
             for batch in self.workers.in_order(partial(self._stage, watch), self._spans):
                 record(batch)
                 yield batch.seen
@@ -176,14 +179,14 @@ class Forward:
 
     @contextmanager
     def _seeing(
-        self, wanted: Mapping[str, str], summary: Callable[[Tensor], Any] | None = None, stop_at: str | None = None
+        self, wanted: Mapping[str, str], summary: Callable[[Tensor], Any] | None = None, ends: Container[str] = ()
     ) -> Iterator[None]:
-        """Within, batches note the inputs of the spaces in `wanted`, or summaries; a forward ends at `stop_at`."""
+        """Within, batches note the inputs of the spaces in `wanted`, or summaries; a forward stops at any of `ends`."""
 
         def see(space: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
             def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
                 self._current.batch.seen[space] = args[0] if summary is None else summary(args[0])
-                if space == stop_at:
+                if space in ends:
                     stop_forward()
 
             return hook
@@ -196,6 +199,16 @@ class Forward:
             for handle in handles:
                 handle.remove()
 
+    def _experts(self, wanted: Mapping[str, str]) -> dict[str, tuple[nn.Module, Expert]]:
+        """By space in `wanted`, the block of experts and the expert of the matrix that reads it, where there is one."""
+        parents = {space: path.rpartition(".")[0] for space, path in wanted.items()}
+        modules = {space: (path, self.stream.layer.get_submodule(path)) for space, path in parents.items()}
+        return {
+            space: (self.stream.layer.get_submodule(path.rpartition(".")[0]), module)
+            for space, (path, module) in modules.items()
+            if isinstance(module, Expert)
+        }
+
     def _stage(self, watch: KeyValueWatch | None, span: slice) -> Batch:
         """One batch through the layer, until a hook has seen what it wants."""
         with until_stopped():
@@ -205,3 +218,28 @@ class Forward:
     def _call(self, span: slice, watch: KeyValueWatch | None = None) -> Tensor:
         self._current.begin(span)
         return self.model.call(self.number, self.stream.layer, self._windows.read(span), watch)
+
+
+@contextmanager
+def _ended(experts: Mapping[str, tuple[nn.Module, Expert]]) -> Iterator[None]:
+    """Within, experts stop where their input has been seen and give zeros, and the layer stops after their block."""
+
+    def shown(expert: Expert) -> Callable[[Tensor], Tensor]:
+        def forward(x: Tensor) -> Tensor:
+            with until_stopped():
+                Expert.forward(expert, x)
+            return x.new_zeros(()).expand_as(x)
+
+        return forward
+
+    blocks = {block for block, _ in experts.values()}
+    handles = [block.register_forward_hook(lambda *_: stop_forward()) for block in blocks] if len(blocks) == 1 else []
+    try:
+        for _, expert in experts.values():
+            expert.forward = shown(expert)  # type: ignore[method-assign]
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for _, expert in experts.values():
+            expert.__dict__.pop("forward", None)

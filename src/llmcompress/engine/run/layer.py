@@ -41,6 +41,7 @@ from llmcompress.store.checkpoint import DTYPES, Checkpoint
 from llmcompress.store.statistics import Kept
 from llmcompress.workers import Workers
 
+_EXPERTS_OF_A_THREAD = 4  # solved before freed memory goes back to the system
 Result = tuple[list[Coded], list[dict[str, Any]], list[dict[str, str]]]  # codes, records and notes of a group
 
 
@@ -84,6 +85,7 @@ class Compressor:
             note_reuse(self.plan, self.known, ledger)
         stages = stages_of(self.plan.sections[number])
         paired = 1 + max((at for at, stage in enumerate(stages) if stage[0].expert is None), default=-1)
+        statistics, before = StageStatistics({}), None
         for number_of_stage, stage in enumerate(stages):
             self.progress.stage(stage[0].space, len(stage))
             kept = [
@@ -97,8 +99,11 @@ class Compressor:
             if original is not None and number_of_stage >= paired:
                 original.conclude(onward=number + 1 < len(self.plan.sections))
                 original = None
+            before = statistics.experts or before
             statistics = (
-                StageStatistics(known) if known else self._statistics(layer, compressed, original, stage, ledger)
+                StageStatistics(known)
+                if known
+                else self._statistics(layer, compressed, original, stage, before, ledger)
             )
             if self.keeping is not None:
                 gathered |= statistics.packed(workers)
@@ -126,8 +131,9 @@ class Compressor:
         """The matrices of a stage, solved group by group; ranks share the groups, and threads those of experts."""
         final = {group[0].space: number for number, group in enumerate(groups)}
 
-        def solve(number: int, known: Statistics, notes: Ledger, workers: Workers) -> Result:
-            group = groups[number]
+        def solve(workers: Workers, number: int) -> Result:
+            group, notes = groups[number], Ledger()
+            known = statistics.of(group[0].space, notes, workers) or self._importance_of(group[0])
             last = final[group[0].space] == number
             _, codes, records = zip(*self._solve(group, known, notes, workers, last), strict=True)
             return list(codes), list(records), notes.as_json()
@@ -135,18 +141,12 @@ class Compressor:
         def solve_some(numbers: Sequence[int], workers: Workers) -> list[Result]:
             if statistics.experts is not None:
                 return_freed_memory()  # or holes between codes that stay would be as large as they are
-            notes = [Ledger() for _ in numbers]
-            known = [
-                statistics.of(groups[number][0].space, note, workers) or self._importance_of(groups[number][0])
-                for number, note in zip(numbers, notes, strict=True)
-            ]
             if len(numbers) == 1:
-                return [solve(numbers[0], known[0], notes[0], workers)]
-            each = zip(numbers, known, notes, strict=True)
-            return workers.together(partial(solve, *one, workers) for one in each)
+                return [solve(workers, numbers[0])]
+            return list(workers.in_order(partial(solve, workers), numbers))
 
         # a matrix of an expert is too small for several threads: each thread takes a whole one
-        size = workers.threads if statistics.experts is not None else 1
+        size = _EXPERTS_OF_A_THREAD * workers.threads if statistics.experts is not None else 1
         parts = [range(start, min(start + size, len(groups))) for start in range(0, len(groups), size)]
         solved = chain.from_iterable(workers.map_ranks([partial(solve_some, numbers) for numbers in parts]))
         for group, (codes, records, notes) in zip(groups, solved, strict=True):
@@ -159,9 +159,10 @@ class Compressor:
         compressed: Forward | None,
         original: Forward | None,
         stage: list[MatrixPlan],
+        before: ExpertGrams | None,
         ledger: Ledger,
     ) -> StageStatistics:
-        """The statistics of inputs that the steps of a stage need."""
+        """The statistics of inputs that the steps of a stage need. before: of the last stage of experts."""
         needing: dict[str, list[MatrixPlan]] = {}
         for plan in stage:
             if plan.needs:
@@ -172,7 +173,9 @@ class Compressor:
         routed = next((plan.path for plan in stage if plan.expert is not None and plan.needs_gram), None)
         if routed is not None:
             path = None if self.plan.spec.experts is None else self.plan.spec.experts.block(routed)
-            experts = ExpertGrams(path, layer, compressed, self.model.device)
+            paths = {space: plans[0].path for space, plans in needing.items()}
+            before = before if before is not None and before.leads_to(paths.values()) else None
+            experts = ExpertGrams(path, paths, layer, compressed, self.model.device, before)
         try:
             found = collect(compressed, original, needing, self.model.device, self.progress, experts)
         except RunError:

@@ -5,12 +5,15 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from llmcompress.grids.base import InputSpec
+from llmcompress.grids.inputs import foreseen
 from llmcompress.stats.gram import Gram
 from llmcompress.store.folder import HeldFile
 from llmcompress.store.windows import Windows, WindowsWriter
 from llmcompress.workers import Workers
 
 GATHERED = 2048  # rows of one expert that are read, and added to its Gram matrix, at once
+_FEW = 256  # rows: a product of more has a multiple of this
 
 
 class SpilledInputs:
@@ -43,16 +46,25 @@ class SpilledInputs:
         if self._writer is not None:
             self._windows = self._writer.finish()
 
-    def gram(self, space: str, size: int, workers: Workers, device: torch.device) -> Gram:
-        """The Gram matrix of a space of `size` channels; it does not depend on how its rows came in batches."""
+    def gram(
+        self, space: str, size: int, workers: Workers, device: torch.device, rounding: InputSpec | None = None
+    ) -> Gram:
+        """The Gram matrix of a space of `size` channels; it does not depend on how its rows came in batches.
+
+        rounding: of inputs before they are multiplied.
+        """
         gram = Gram(size, workers, device)
-        for rows in self._chunks(space):
+        for rows in self.read(space):
             # torch keeps code for every number of rows it has multiplied, some MB for each expert: few numbers are used
-            blank = (1 << (len(rows) - 1).bit_length()) - len(rows)
-            gram.update(nn.functional.pad(rows, (0, 0, 0, blank)).to(device), blank)
+            blank = min(1 << (len(rows) - 1).bit_length(), -(-len(rows) // _FEW) * _FEW) - len(rows)
+            gram.update(nn.functional.pad(foreseen(rows.to(device), rounding), (0, 0, 0, blank)), blank)
         return gram
 
-    def _chunks(self, space: str) -> Iterator[Tensor]:
+    def chunks(self, space: str) -> int:
+        """How many tensors `read` gives."""
+        return -(-sum(span.stop - span.start for span in self._spans.get(space, ())) // GATHERED)
+
+    def read(self, space: str) -> Iterator[Tensor]:
         """The rows of a space, `GATHERED` at a time."""
         waiting: list[Tensor] = []
         held = 0

@@ -1,6 +1,7 @@
 """Experts that few tokens or none were sent to: which statistics stand in for their own."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from llmcompress.stats.gram import Gram
 from llmcompress.store.statistics import packed_statistics
 from llmcompress.workers import Workers
 
+_LAST = ".down_proj"  # of an expert
 STARVED = 4  # tokens per input channel below which an expert's Gram is blended with the layer's
 
 
@@ -49,19 +51,61 @@ class ExpertInputs:
 class ExpertGrams:
     """The Gram matrices of what enters the experts of a stage, each made when its expert is solved."""
 
-    def __init__(self, path: str | None, layer: nn.Module, forward: Forward, device: torch.device) -> None:
-        """path: of the block of experts below the layer; None where nothing says which tokens enter them all."""
-        self.inputs = SpilledInputs(forward.record("experts"))
+    def __init__(
+        self,
+        path: str | None,
+        paths: Mapping[str, str],
+        layer: nn.Module,
+        forward: Forward,
+        device: torch.device,
+        before: "ExpertGrams | None" = None,
+    ) -> None:
+        """path: of the block of experts below the layer; None where nothing says which tokens enter them all.
+
+        paths: by space, a matrix below the layer that reads it. before: those of the stage before this one, where all
+        of these experts were among its own (`leads_to`): what they saw then says what they see now.
+        """
+        self.inputs = SpilledInputs(forward.record("experts" if before is None else "experts-inner"))
+        self.before = before
         self.watch: ExpertInputs | None = None
-        if path is not None:
+        if before is not None:
+            self.watch = before.watch
+        elif path is not None:
             block = layer.get_submodule(path)
             assert isinstance(block, UnfusedExperts)
             self.watch = ExpertInputs(path, block, device, forward.workers)
+        self._paths, self._workers = paths, forward.workers
         self._layer, self._device, self._dtype = layer, device, forward.model.dtype
 
+    def leads_to(self, paths: Iterable[str]) -> bool:
+        """Whether matrices at `paths` are the last ones of experts whose first ones these are."""
+        first = {_parent(path) for path in self._paths.values() if not path.endswith(_LAST)}
+        experts = {path: self._layer.get_submodule(_parent(path)) for path in paths}
+        return all(
+            path.endswith(_LAST) and _parent(path) in first and isinstance(expert, Expert)
+            for path, expert in experts.items()
+        )
+
+    def batches(self) -> Iterator[dict[str, Tensor]]:
+        """Inputs of the spaces, by what entered the same experts `before`: no layer runs for them."""
+        assert self.before is not None
+        known = self.before.inputs
+        entered = {_parent(path): space for space, path in self.before._paths.items()}
+        parts = [(space, _parent(path), entered[_parent(path)]) for space, path in self._paths.items()]
+        count = sum(known.chunks(source) for *_, source in parts)
+        every = ((space, expert, rows) for space, expert, source in parts for rows in known.read(source))
+        mine = islice(every, self._workers.rank, None, self._workers.size)
+
+        def inner(item: tuple[str, str, Tensor]) -> dict[str, Tensor]:
+            space, path, rows = item
+            expert: Any = self._layer.get_submodule(path)
+            return {space: expert.inner(rows.to(self._device))}
+
+        return self._workers.interleave_ranks(self._workers.in_order(inner, mine), count)
+
     def of(self, plan: MatrixPlan, ledger: Ledger, workers: Workers) -> Gram:
-        """That of the input of a matrix, with what an expert with few tokens borrows from its layer."""
-        gram = self.inputs.gram(plan.space, plan.entry.in_features, workers, self._device)
+        """That of the input of a matrix as it multiplies it, with what an expert with few tokens borrows."""
+        gram = self.inputs.gram(plan.space, plan.entry.in_features, workers, self._device, plan.entry.inputs)
         refuse_overflow(plan.module, [gram], self._dtype, routed=True)
         if gram.dropped:
             ledger.note("nonfinite_inputs", plan.module, f"{gram.dropped} tokens left out of its statistics")
@@ -98,6 +142,11 @@ class StageStatistics:
         return tensors
 
 
+def _parent(path: str) -> str:
+    """The path of the module that a matrix belongs to."""
+    return path.rpartition(".")[0]
+
+
 def blend_starved(
     gram: Gram, plan: MatrixPlan, watch: ExpertInputs, layer: nn.Module, ledger: Ledger, workers: Workers
 ) -> None:
@@ -111,8 +160,8 @@ def blend_starved(
     if seen >= needed:
         return
     prior = watch.gram
-    if plan.path.endswith("down_proj"):
-        expert = layer.get_submodule(plan.path.rpartition(".")[0])
+    if plan.path.endswith(_LAST):
+        expert = layer.get_submodule(_parent(plan.path))
         assert isinstance(expert, Expert)
         prior = Gram(gram.size, workers, gram.sum.device)
         with torch.no_grad():
