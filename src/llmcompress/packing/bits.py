@@ -26,6 +26,14 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
     rows, count = codes.shape
+    if 8 % bits == 0:  # whole values in each byte
+        per = 8 // bits
+        padded = codes.new_zeros(rows, 4 * words_for(count, bits) * per, dtype=torch.uint8)
+        padded[:, :count] = codes
+        packed = padded[:, ::per].clone()
+        for place in range(1, per):
+            packed |= padded[:, place::per] << (place * bits)
+        return packed.view(torch.int32)
     blocks = (count + 31) // 32
     padded = torch.zeros(rows, blocks * 32, dtype=torch.int64, device=codes.device)
     padded[:, :count] = codes
@@ -49,6 +57,10 @@ def unpack(words: Tensor, bits: int, count: int) -> Tensor:
 
 def _unpack(words: Tensor, bits: int, count: int) -> Tensor:
     rows = words.shape[0]
+    if 8 % bits == 0:
+        packed = words.contiguous().view(torch.uint8)
+        places = [(packed >> (place * bits)) & ((1 << bits) - 1) for place in range(8 // bits)]
+        return torch.stack(places, dim=-1).view(rows, -1)[:, :count].contiguous()
     blocks = (count + 31) // 32
     wide = torch.zeros(rows, blocks * bits + 1, dtype=torch.int64, device=words.device)
     wide[:, : words.shape[1]] = words.to(torch.int64) & 0xFFFFFFFF
