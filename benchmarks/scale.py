@@ -86,8 +86,8 @@ class Work:
         """Every matrix runs once, since what enters and leaves modules is recorded (engine/run/forward.py).
 
         Factor: Cholesky and inverse (solve/damping.py). Correction: Cholesky, a product, two solves (solve/correct.py).
-        Sweep and descent: 1 and 7 times rows * width^2 (solve/column_sweep.py, solve/refine.py). Loss and
-        energy of a matrix (engine/run/layer.py).
+        Sweep and descent: 1 and 5 times rows * width^2 (solve/column_sweep.py, solve/refine.py). Loss and
+        energy of a matrix, by half of their products (engine/run/rtn_ratio.py).
         """
         drift = self.again > 0
         return {
@@ -96,8 +96,8 @@ class Work:
             "drift": total(lambda s: 2 * self.again * s.width**2),
             "factors, float64": total(lambda s: 2 / 3 * s.width**3),
             "correction": drift * total(lambda s: s.width**3 / 3 + 4 * s.rows * s.width**2),
-            "sweep and descent": total(lambda s: 8 * s.rows * s.width**2),
-            "loss for the report": total(lambda s: 4 * s.rows * s.width**2),
+            "sweep and descent": total(lambda s: 6 * s.rows * s.width**2),
+            "loss for the report": total(lambda s: 2 * s.rows * s.width**2),
         }
 
     @property
@@ -155,7 +155,7 @@ def seconds(machine: Machine, work: Work) -> dict[str, float]:
 
 def piece(machine: Machine, stage: Stage) -> float:
     """Seconds for the rows of a stage that are solved at once: arithmetic, or the starts of its kernels."""
-    return max(8 * min(PIECE, stage.rows) * stage.width**2 / machine.float32, stage.width * machine.column)
+    return max(6 * min(PIECE, stage.rows) * stage.width**2 / machine.float32, stage.width * machine.column)
 
 
 def table(head: list[str], rows: list[list[str]]) -> None:

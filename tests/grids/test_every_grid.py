@@ -144,7 +144,7 @@ def test_whoever_asks_a_grid_gets_an_answer(name):
     codes = grid.encode(weight)
     assert torch.equal(grid.encode(grid.decode(codes)), codes)
     assert torch.equal(grid.codes(grid.levels(codes)), codes)
-    again = grid.refit(codes, hessian, weight @ hessian, torch.float16)
+    again = grid.refit(codes, hessian, (weight - grid.decode(codes)) @ hessian, torch.float16)
 
     def lost(values):
         return (((values - weight) @ hessian) * (values - weight)).sum(1)

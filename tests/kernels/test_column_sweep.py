@@ -63,8 +63,8 @@ def sweeper(seed=0):
 
 def solved(weight, ready, grid, mask, by, **options):
     coded = gptq_codes(weight, grid, ready.factor, ready.order, mask=mask, sweeper=by, **options)
-    target, keep = weight @ ready.refiner.hessian, None if mask is None else mask.keep
-    return coded, ready.refiner.descend_codes(coded, target, keep, sweeper=by)
+    keep, gradient = None if mask is None else mask.keep, ready.refiner.gradient(weight, coded)
+    return coded, ready.refiner.descend_codes(coded, gradient, keep, sweeper=by)[0]
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["dense", "masked"])
@@ -125,8 +125,8 @@ def test_a_block_is_what_float64_makes_of_it_by_hand():
 
     slopes = (torch.randn(128, 5, generator=torch.Generator().manual_seed(2)) * 0.003).contiguous()
     moved, moves = levels.clone(), torch.full_like(columns, torch.nan)
-    sweeper().move_block(slopes, moved, None, ready.refiner.ahead, ready.refiner.curve, steps, 0, moves)
-    bend, curve = ready.refiner.ahead.double().numpy(), ready.refiner.curve.double().numpy()
+    sweeper().move_block(slopes, moved, None, ready.refiner.ordered, ready.refiner.curve, steps, 0, moves)
+    bend, curve = ready.refiner.ordered.double().numpy(), ready.refiner.curve.double().numpy()
     assert (moved != levels).any()
     for row in range(5):
         slope = slopes[:, row].double().numpy().copy()

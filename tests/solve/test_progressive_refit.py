@@ -62,7 +62,7 @@ def test_the_scale_of_a_row_is_that_of_least_squares_and_no_multiple_can_be_move
     hessian = damped(stats.gram.finish(), 0.01)
     grid = fit(weight, ProgressiveSpec(32), clip="minmax")
     codes = grid.encode(weight)
-    found = grid.refit(codes, hessian, weight @ hessian, torch.float16)
+    found = grid.refit(codes, hessian, (weight - grid.decode(codes)) @ hessian, torch.float16)
     loss = row_loss(weight, found, hessian)
     assert (loss < row_loss(weight, Coded(codes, grid), hessian)).all()
     whole = found.grid.whole(codes).double()

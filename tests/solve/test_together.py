@@ -40,8 +40,9 @@ def test_columns_make_up_for_those_before(name, problem):
     alone = encode(weight, SPECS[name], "best", SERIAL, hessian.diagonal())
     assert coded.grid.numbers(coded.codes)
     assert row_loss(weight, coded, hessian).sum() < 0.75 * row_loss(weight, alone, hessian).sum()
-    target = weight @ ready.refiner.hessian
-    better = ready.refiner.descend_codes(coded, target)
+    better, gradient = ready.refiner.descend_codes(coded, ready.refiner.gradient(weight, coded))
+    exact = ready.refiner.gradient(weight, better)
+    torch.testing.assert_close(gradient, exact, rtol=1e-3, atol=1e-4 * float(exact.abs().max()))
     assert better.grid.numbers(better.codes)
     before, after = (row_loss(weight, item, ready.refiner.hessian) for item in (coded, better))
     assert (after <= before * (1 + 1e-5)).all()

@@ -189,9 +189,9 @@ class BlockGrid(Grid):
         dmin = None if self.dmin is None else float16(self.dmin * factors)
         return replace(self, d=float16(self.d * factors), dmin=dmin)
 
-    def refit(self, codes: Tensor, hessian: Tensor, target: Tensor, scale_dtype: torch.dtype) -> Coded:
+    def refit(self, codes: Tensor, hessian: Tensor, gradient: Tensor, scale_dtype: torch.dtype) -> Coded:
         """Better scales, by descent on multiples and minima of groups, then on d and dmin of blocks, block by block."""
-        return Coded(codes, _refitted(self, codes, hessian, target))
+        return Coded(codes, _refitted(self, codes, hessian, gradient))
 
 
 def whole_blocks(rows: Tensor, size: int, name: str) -> Tensor:
@@ -211,15 +211,15 @@ def _product(unit: Tensor, multiples: Tensor | None) -> Tensor:
     return unit.repeat_interleave(multiples.shape[1] // unit.shape[1], dim=1) * multiples
 
 
-def _refitted(grid: BlockGrid, codes: Tensor, hessian: Tensor, target: Tensor) -> BlockGrid:
-    """The grid with better scales for fixed codes [out, in]; no step raises the loss of a row. target [out, in]: W H.
+def _refitted(grid: BlockGrid, codes: Tensor, hessian: Tensor, gradient: Tensor) -> BlockGrid:
+    """The grid with better scales for fixed codes [out, in]; no step raises the loss of a row.
 
     A row's loss is (w - q) H (w - q)^T. A change of the values of one group or block, delta, lowers it by
     2 gradient . delta - delta H delta^T with gradient = (w - q) H; so each step is a parabola in one or two unknowns.
     """
     spec = grid.spec
     levels = grid.levels(codes)
-    gradient = target - grid.decode(codes) @ hessian
+    gradient = gradient.clone()
     parts = {name: tensor.clone() for name, tensor in grid.parts.items()}
     size = spec.block_size
     for block in range(codes.shape[1] // size):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from llmcompress.grids.coded import Coded, Grid
-from llmcompress.grids.scales import natural_groups, positive, row_costs, scale_loss
+from llmcompress.grids.scales import gains, natural_groups, positive, scale_loss
 from llmcompress.hardware import at_once
 from llmcompress.lazy import Tensor, torch
 
@@ -48,18 +48,18 @@ class ChosenScaleGrid(Grid):
     def _spread(self) -> Tensor:
         return self.scale.repeat_interleave(self.spec.group_size, dim=1)
 
-    def refit(self, codes: Tensor, hessian: Tensor, target: Tensor, scale_dtype: torch.dtype) -> Coded:
+    def refit(self, codes: Tensor, hessian: Tensor, gradient: Tensor, scale_dtype: torch.dtype) -> Coded:
         """Better scales, one moved after another where that lowers the loss; no row gets worse."""
         rows, groups = self.scale.shape
         step = max(1, _SQUARES // groups**2)
         parts = (slice(start, start + step) for start in range(0, rows, step))
-        return Coded.stacked([self.rows(part)._refit(codes[part], hessian, target[part]) for part in parts])
+        return Coded.stacked([self.rows(part)._refit(codes[part], hessian, gradient[part]) for part in parts])
 
-    def _refit(self, codes: Tensor, hessian: Tensor, target: Tensor) -> Coded:
-        square, linear = scale_loss(codes, self, hessian, target)
+    def _refit(self, codes: Tensor, hessian: Tensor, gradient: Tensor) -> Coded:
+        square, first = scale_loss(codes, self, hessian, gradient)
         before = self.scale
         scale, bend = before.clone(), square.diagonal(dim1=1, dim2=2)
-        slope = linear - torch.einsum("rgh,rh->rg", square, scale)
+        slope = first.clone()
         for _ in range(_ROUNDS):
             for group in range(scale.shape[1]):
                 old, steep = scale[:, group], bend[:, group]
@@ -71,7 +71,7 @@ class ChosenScaleGrid(Grid):
                     best, gain = torch.where(found > gain, tried, best), torch.maximum(found, gain)
                 slope = slope - square[:, :, group] * (best - old).unsqueeze(1)
                 scale[:, group] = best
-        return Coded(codes, self.rescaled(scale, row_costs(square, linear, scale) < row_costs(square, linear, before)))
+        return Coded(codes, self.rescaled(scale, gains(square, first, scale - before) > 0))
 
 
 @dataclass(frozen=True)

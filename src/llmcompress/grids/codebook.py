@@ -16,7 +16,7 @@ from llmcompress.errors import RecipeError
 from llmcompress.grids.base import PER_ROW, GridRequest, Spec
 from llmcompress.grids.coded import Coded, Grid
 from llmcompress.grids.grid_type import Fitting, GridType
-from llmcompress.grids.scales import between, float16, positive
+from llmcompress.grids.scales import between, float16, gains, positive
 from llmcompress.lazy import Tensor, torch
 
 CODEBOOK_BITS = (2, 3, 4)
@@ -89,27 +89,23 @@ class CodebookGrid(Grid):
     def stored(self) -> dict[str, Tensor]:
         return {"width": torch.tensor(self.width), **super().stored()}
 
-    def refit(self, codes: Tensor, hessian: Tensor, target: Tensor, scale_dtype: torch.dtype) -> Coded:
+    def refit(self, codes: Tensor, hessian: Tensor, gradient: Tensor, scale_dtype: torch.dtype) -> Coded:
         """Better tables by least squares; rows that would not gain keep theirs.
 
-        With C the indicator of a row's codes [in, levels], the loss is t^T (C^T H C) t - 2 t^T C^T H w + const. The
-        codes of a row whose new values are in another order are renumbered.
+        With C the indicator of a row's codes [in, levels], a step d of its values gains 2 d^T C^T H (w - q)
+        - d^T (C^T H C) d. The codes of a row whose new values are in another order are renumbered.
         """
         rows, levels = self.values.shape
         index = codes.long()
-        linear = target.new_zeros(rows, levels).scatter_add_(1, index, target)
-        square = target.new_zeros(rows, levels, levels)
+        slope = gradient.new_zeros(rows, levels).scatter_add_(1, index, gradient)
+        square = gradient.new_zeros(rows, levels, levels)
         for level in range(levels):
             square[:, level].scatter_add_(1, index, (codes == level).to(hessian.dtype) @ hessian)
         ridge = 1e-5 * square.diagonal(dim1=1, dim2=2).mean(dim=1).clamp_min(1e-30)  # values that no code stands for
         eye = torch.eye(levels, device=codes.device)
-        solved = torch.linalg.solve(square + ridge[:, None, None] * eye, linear + ridge[:, None] * self.values)
-        values = float16(torch.where(torch.isfinite(solved), solved, self.values))
-
-        def loss(t: Tensor) -> Tensor:
-            return (torch.einsum("rkl,rl->rk", square, t) - 2 * linear).mul_(t).sum(dim=1)
-
-        values = torch.where((loss(values) < loss(self.values))[:, None], values, self.values)
+        step = torch.linalg.solve(square + ridge[:, None, None] * eye, slope)
+        values = float16(torch.where(torch.isfinite(step), self.values + step, self.values))
+        values = torch.where((gains(square, slope, values - self.values) > 0)[:, None], values, self.values)
         ascending, order = values.sort(dim=1, stable=True)
         places = torch.empty_like(order).scatter_(1, order, torch.arange(levels, device=codes.device).expand_as(order))
         return Coded(places.gather(1, index).to(torch.uint8), replace(self, values=ascending))

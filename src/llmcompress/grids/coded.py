@@ -93,11 +93,11 @@ class Grid(ABC):
         """Whether all codes [out, in] stand for numbers."""
         return True
 
-    def refit(self, codes: Tensor, hessian: Tensor, target: Tensor, scale_dtype: torch.dtype) -> Coded:
+    def refit(self, codes: Tensor, hessian: Tensor, gradient: Tensor, scale_dtype: torch.dtype) -> Coded:
         """Better scales or tables for fixed codes [out, in] on the full Gram matrix; no row gets worse.
 
-        hessian [in, in]: damped. target [out, in]: W H. scale_dtype: in which scales are stored. TypeError for a grid
-        without scales.
+        hessian [in, in]: damped. gradient [out, in]: (W - Q) H, with Q what codes stand for now. scale_dtype: in which
+        scales are stored. TypeError for a grid without scales.
         """
         raise TypeError(f"{self.spec.name} has no scales")
 

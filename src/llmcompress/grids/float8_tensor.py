@@ -44,7 +44,7 @@ class TensorFloatGrid(FloatGrid):
 
     spec: Float8TensorSpec  # type: ignore[assignment]
 
-    def refit(self, codes: Tensor, hessian: Tensor, target: Tensor, scale_dtype: torch.dtype) -> Coded:
+    def refit(self, codes: Tensor, hessian: Tensor, gradient: Tensor, scale_dtype: torch.dtype) -> Coded:
         return Coded(codes, self)
 
 

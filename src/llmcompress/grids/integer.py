@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from llmcompress.workers import Workers
 
 INTEGER_BITS = (2, 3, 4, 5, 6, 8)
-SEARCHED = 1 << 17  # weights searched at once: the temporaries stay in the cache
+SEARCHED = 1 << 18  # weights searched at once: the temporaries stay in the cache, and calls are few
 _SHRINKS = {2: 24, 3: 24, 4: 20, 5: 14, 6: 10, 8: 6}
 _NARROWEST = {2: 0.30, 3: 0.45, 4: 0.60, 5: 0.70, 6: 0.80, 8: 0.90}
 

@@ -108,14 +108,14 @@ class OffsetGrid(Grid):
         scale, start = storable(self.scale * factors, scale_dtype), stored_offset(self.start * factors, scale_dtype)
         return replace(self, scale=scale, start=start)
 
-    def refit(self, codes: Tensor, hessian: Tensor, target: Tensor, scale_dtype: torch.dtype) -> Coded:
+    def refit(self, codes: Tensor, hessian: Tensor, gradient: Tensor, scale_dtype: torch.dtype) -> Coded:
         """Scale and offset of one group after another by least squares, the others fixed; no step loses.
 
         A row's loss is (w - q) H (w - q)^T. A change delta of its values lowers it by 2 gradient . delta
         - delta H delta^T, with gradient = (w - q) H.
         """
         scale, start, size = self.scale.clone(), self.start.clone(), self.spec.group_size
-        levels, gradient = self.levels(codes), target - self.decode(codes) @ hessian
+        levels, gradient = self.levels(codes), gradient.clone()
         for _ in range(_ROUNDS):
             for group in range(scale.shape[1]):
                 columns = slice(group * size, (group + 1) * size)

@@ -19,7 +19,7 @@ from llmcompress.grids import integer
 from llmcompress.grids.base import Clip, GridRequest, InputSpec, Spec
 from llmcompress.grids.coded import Coded, Grid, wide
 from llmcompress.grids.grid_type import Fitting, GridType
-from llmcompress.grids.scales import natural_groups, positive, row_costs, scale_loss, storable
+from llmcompress.grids.scales import gains, natural_groups, positive, scale_loss, storable
 from llmcompress.hardware import at_once
 from llmcompress.lazy import Tensor, torch
 
@@ -107,13 +107,14 @@ class ProgressiveGrid(Grid):
     def decode(self, codes: Tensor) -> Tensor:
         return self.levels(codes) * self.scale[:, self.group_index]
 
-    def refit(self, codes: Tensor, hessian: Tensor, target: Tensor, scale_dtype: torch.dtype) -> Coded:
+    def refit(self, codes: Tensor, hessian: Tensor, gradient: Tensor, scale_dtype: torch.dtype) -> Coded:
         """Better s0 and s1; rows that would not gain keep theirs.
 
         s0 has a closed form; each s1 is the whole number nearest to the best, the others held, so that neither raises
         the loss but by rounding s0 to float16. Decoded whole numbers stay within -127 ... 127.
         """
-        square, linear = scale_loss(codes, self, hessian, target)
+        square, slope = scale_loss(codes, self, hessian, gradient)
+        linear = slope + torch.einsum("rgh,rh->rg", square, self.scale)
         most = most_multiples(self._magnitudes(codes))
         diagonal = square.diagonal(dim1=1, dim2=2)
         multiple, scale = self.multiple.clone(), self.row_scale
@@ -127,8 +128,7 @@ class ProgressiveGrid(Grid):
                 product += square[:, :, group] * (new - old).unsqueeze(1)
                 multiple[:, group] = new
         scale = _row_scale(square, linear, multiple, scale)
-        better = row_costs(square, linear, scale * multiple) < row_costs(square, linear, self.scale)
-        better = better.unsqueeze(1)
+        better = (gains(square, slope, scale * multiple - self.scale) > 0).unsqueeze(1)
         row_scale = torch.where(better, scale, self.row_scale)
         return Coded(codes, replace(self, row_scale=row_scale, multiple=torch.where(better, multiple, self.multiple)))
 

@@ -38,39 +38,39 @@ class ScaledGrid(Grid):
         everywhere = torch.ones(len(factors), dtype=torch.bool, device=factors.device)
         return self.rescaled(self.scale * factors, everywhere, scale_dtype)
 
-    def refit(self, codes: Tensor, hessian: Tensor, target: Tensor, scale_dtype: torch.dtype) -> Coded:
+    def refit(self, codes: Tensor, hessian: Tensor, gradient: Tensor, scale_dtype: torch.dtype) -> Coded:
         """Least-squares scales of every row for its codes; rows that would not gain keep theirs."""
-        square, linear = scale_loss(codes, self, hessian, target)
-        rows, groups = linear.shape
+        square, slope = scale_loss(codes, self, hessian, gradient)
+        rows, groups = slope.shape
         ridge = 1e-4 * square.diagonal(dim1=1, dim2=2).mean(dim=1).clamp_min(1e-30)  # groups whose codes are all zero
         eye = torch.eye(groups, device=codes.device)
-        solved = torch.linalg.solve(square + ridge[:, None, None] * eye, linear + ridge[:, None] * self.scale)
+        step = torch.linalg.solve(square + ridge[:, None, None] * eye, slope)
         everywhere = torch.ones(rows, dtype=torch.bool, device=codes.device)
-        wanted = torch.where(torch.isfinite(solved), solved, self.scale)
+        wanted = torch.where(torch.isfinite(step), self.scale + step, self.scale)
         scale = self.rescaled(wanted, everywhere, scale_dtype).scale
-        better = row_costs(square, linear, scale) < row_costs(square, linear, self.scale)
-        return Coded(codes, self.rescaled(scale, better, scale_dtype))
+        return Coded(codes, self.rescaled(scale, gains(square, slope, scale - self.scale) > 0, scale_dtype))
 
 
-def row_costs(square: Tensor, linear: Tensor, scale: Tensor) -> Tensor:
-    """s^T A s - 2 b^T s of every row [out]; square A [out, groups, groups], linear b and scale s [out, groups]."""
-    return (torch.einsum("rgh,rh->rg", square, scale) - 2 * linear).mul_(scale).sum(dim=1)
+def gains(square: Tensor, slope: Tensor, step: Tensor) -> Tensor:
+    """2 b^T d - d^T A d of every row [out]; square A [out, groups, groups], slope b and step d [out, groups]."""
+    return (2 * slope - torch.einsum("rgh,rh->rg", square, step)).mul_(step).sum(dim=1)
 
 
-def scale_loss(codes: Tensor, grid: Grid, hessian: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """A [out, groups, groups] and b [out, groups] of s^T A s - 2 b^T s, what a row's scales s [groups] cost.
+def scale_loss(codes: Tensor, grid: Grid, hessian: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """A [out, groups, groups] and b [out, groups] of 2 b^T d - d^T A d, by how much a step d of a row's scales gains.
 
-    With C the codes of a row spread over its groups [in, groups], A = C^T H C and b = C^T H w. target [out, in]: W H.
+    With C the codes of a row spread over its groups [in, groups], A = C^T H C and b = C^T H (w - q). gradient
+    [out, in]: (W - Q) H.
     """
     groups = grid.scale.shape[1]
     centred = grid.levels(codes)
     if bool((grid.group_index.diff() < 0).any()):  # groups in another order: columns of a group side by side
         together = torch.argsort(grid.group_index, stable=True)
-        centred, target = centred[:, together], target[:, together]
+        centred, gradient = centred[:, together], gradient[:, together]
         hessian = hessian[together][:, together]
     rows, width = centred.shape
     size = width // groups
-    linear = (centred * target).view(rows, groups, size).sum(dim=2)  # [out, groups]
+    slope = (centred * gradient).view(rows, groups, size).sum(dim=2)  # [out, groups]
     square = torch.empty(rows, groups, groups, device=centred.device)
     work = torch.empty(rows * width, device=centred.device)  # of all groups: fresh memory costs as much as arithmetic
     for group in range(groups):
@@ -79,7 +79,7 @@ def scale_loss(codes: Tensor, grid: Grid, hessian: Tensor, target: Tensor) -> tu
         torch.mm(centred[:, start : start + size], hessian[start : start + size, start:], out=right)
         right.mul_(centred[:, start:])
         square[:, group, group:] = square[:, group:, group] = right.view(rows, groups - group, size).sum(dim=2)
-    return square, linear
+    return square, slope
 
 
 def storable(scale: Tensor, dtype: torch.dtype | None) -> Tensor:

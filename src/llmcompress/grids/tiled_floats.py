@@ -81,7 +81,7 @@ class TiledFloatGrid(E4m3Grid):
     def decode(self, codes: Tensor) -> Tensor:
         return self.levels(codes).mul_(self._spread(codes.shape[1]))
 
-    def refit(self, codes: Tensor, hessian: Tensor, target: Tensor, scale_dtype: torch.dtype) -> Coded:
+    def refit(self, codes: Tensor, hessian: Tensor, gradient: Tensor, scale_dtype: torch.dtype) -> Coded:
         return Coded(codes, self)
 
     def _spread(self, width: int) -> Tensor:

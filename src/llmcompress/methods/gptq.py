@@ -50,7 +50,7 @@ class Gptq(Method):
         None, description="round the embedding too, where it is not the head; left out: it stays as it is"
     )
     descent: int = Field(
-        1, ge=0, le=1000, description="rounds of re-fitting scales and codes after the sweep; 0: plain GPTQ"
+        1, ge=0, le=1000, description="rounds of descent on codes, then scales, after the sweep; 0: plain GPTQ"
     )
 
     @property
@@ -86,7 +86,7 @@ class Gptq(Method):
         from llmcompress.grids.coded import Coded
         from llmcompress.grids.fitting import fit
         from llmcompress.solve.correct import Corrected, correction
-        from llmcompress.solve.damping import inverse_factor
+        from llmcompress.solve.damping import inverse_factor, permuted
         from llmcompress.solve.gptq import gptq_codes
         from llmcompress.solve.masked_target import MaskedTarget
         from llmcompress.solve.outliers import remaining, with_outliers
@@ -110,7 +110,7 @@ class Gptq(Method):
                 return None
             return correction(weight, whole if drift.hessian is None else drift.hessian, drift.finish())
 
-        moved, factor = blocks.workers.both(correct, lambda: inverse_factor(hessian[order][:, order], self.percdamp))
+        moved, factor = blocks.workers.both(correct, lambda: inverse_factor(permuted(hessian, order), self.percdamp))
         ready = Prepared(hessian, order, factor)
         wanted, sparse = Corrected(weight, moved, self.qep_alpha), pruned
         aim: Corrected | torch.Tensor = wanted

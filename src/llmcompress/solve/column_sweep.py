@@ -1,6 +1,6 @@
 """The column sweep of optimal brain surgery: decide a column, make up for its error in the columns after it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,13 +41,39 @@ def by_blocks(columns: Tensor, ahead: Tensor, decide: Callable[[int, Tensor], No
 
     decide(start, errors [<= block_size, out]): of the columns from `start` on, writes what they differ by.
     """
-    size = columns.shape[0]
-    for start in range(0, size, block_size):
-        stop = min(start + block_size, size)
-        errors = torch.empty(stop - start, columns.shape[1], dtype=columns.dtype, device=columns.device)
+    for start, stop, errors in _blocks(columns, block_size):
         decide(start, errors)
-        if stop < size:
+        if stop < len(columns):
             columns[stop:].addmm_(ahead[start:stop, stop:].T, errors, alpha=-1)
+
+
+def move_by_blocks(gradient: Tensor, square: Tensor, decide: Callable[[int, Tensor], None], block_size: int) -> None:
+    """Move values block by block; all of their `gradient` [in, out] follows each block, before it and within it too.
+
+    square [in, in]: the Gram matrix of the columns, symmetric. decide(start, moves [<= block_size, out]): as in
+    `by_blocks`; it leaves the gradient as it is.
+    """
+    for start, stop, moves in _blocks(gradient, block_size):
+        decide(start, moves)
+        gradient.addmm_(square[start:stop].T, moves, alpha=-1)
+
+
+def _blocks(columns: Tensor, size: int) -> Iterator[tuple[int, int, Tensor]]:
+    """First column of each block, the one after its last, and memory for what is decided of it [some, out]."""
+    count = len(columns)
+    for start in range(0, count, size):
+        stop = min(start + size, count)
+        yield start, stop, torch.empty(stop - start, columns.shape[1], dtype=columns.dtype, device=columns.device)
+
+
+def in_order(matrix: Tensor, order: Tensor) -> Tensor:
+    """The columns of a matrix [out, in] as rows [in, out], in `order`."""
+    return matrix.T.contiguous().index_select(0, order)  # a gather across rows would take twice the time
+
+
+def as_stored(columns: Tensor, order: Tensor) -> Tensor:
+    """The matrix [out, in] whose columns `in_order` gave; a view of memory of its own."""
+    return columns.index_select(0, torch.argsort(order)).T
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,11 @@ class Factor:
     dead: int
 
 
+def permuted(hessian: Tensor, order: Tensor) -> Tensor:
+    """A square matrix [in, in] with rows and columns in `order` [in], in memory of its own."""
+    return hessian.index_select(0, order).index_select(1, order)
+
+
 def damped(hessian: Tensor, percdamp: float) -> Tensor:
     """H [in, in], in its own type, with percdamp * mean(diagonal) added and dead channels decoupled.
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from llmcompress.grids.coded import Coded, Grid
 from llmcompress.grids.scales import between
-from llmcompress.solve.column_sweep import IntegerLevels, Sweeper, by_blocks, obs_sweep
+from llmcompress.solve.column_sweep import IntegerLevels, Sweeper, as_stored, by_blocks, in_order, obs_sweep
 from llmcompress.solve.damping import Factor
 from llmcompress.solve.sparsegpt import FixedMask
 from llmcompress.solve.together import codes_together
@@ -30,7 +30,7 @@ def gptq_codes(
     """
     if grid.spec.together > 1:
         return codes_together(weight, grid, factor, order, block_size)
-    columns = weight.T[order].contiguous()
+    columns = in_order(weight, order)
     rounder = ColumnRounder(grid)
     chosen = torch.empty_like(columns)
     whole = rounder.integer_levels(order)
@@ -101,6 +101,4 @@ class ColumnRounder:
 
     def coded(self, chosen: Tensor, order: Tensor) -> Coded:
         """What levels [in, out], rows in `order`, stand for, as stored."""
-        stored = torch.empty_like(chosen)
-        stored[order] = chosen
-        return Coded(self.grid.codes(stored.T).contiguous(), self.grid)
+        return Coded(self.grid.codes(as_stored(chosen, order)).contiguous(), self.grid)

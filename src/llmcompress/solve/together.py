@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from llmcompress.grids.coded import Coded, Grid
-from llmcompress.solve.column_sweep import by_blocks
+from llmcompress.solve.column_sweep import as_stored, by_blocks, in_order, move_by_blocks
 from llmcompress.solve.damping import Factor
 
 
@@ -15,7 +15,7 @@ def codes_together(weight: Tensor, grid: Grid, factor: Factor, order: Tensor, bl
     that the loss of a unit is a quadratic form, and the unit is rounded to the point that is nearest by it.
     """
     size = grid.spec.together
-    columns = weight.T[order].contiguous()
+    columns = in_order(weight, order)
     chosen = torch.empty_like(columns)
     scales, groups = _by_unit(grid, order)
     eye = torch.eye(size, device=columns.device)
@@ -38,26 +38,24 @@ def codes_together(weight: Tensor, grid: Grid, factor: Factor, order: Tensor, bl
     return _coded(grid, chosen, order)
 
 
-def descend_together(
-    coded: Coded, target: Tensor, hessian: Tensor, order: Tensor, ahead: Tensor, block_size: int
-) -> Coded:
+def descend_together(coded: Coded, gradient: Tensor, ordered: Tensor, order: Tensor, block_size: int) -> Coded:
     """`Refiner.descend_codes` of such a grid: every unit to the point that is best for it alone, or none is better.
 
-    ahead [in, in]: as a `Refiner` has it.
+    gradient [in, out], which follows the moves, and ordered [in, in]: as a `Refiner` has them.
     """
     grid = coded.grid
     size = grid.spec.together
-    levels = grid.levels(coded.codes).T[order].contiguous()
-    gradient = (target - coded.decode() @ hessian).T[order].contiguous()
+    levels = in_order(grid.levels(coded.codes), order)
     scales, groups = _by_unit(grid, order)
 
     def descend(start: int, moves: Tensor) -> None:
         stop = start + len(moves)
+        slopes = gradient[start:stop].clone()
         for low in range(start, stop, size):
             high = low + size
-            unit, group = order[low:high], groups[low // size]
-            old, scale, metric = levels[low:high], scales[group], hessian[unit][:, unit]
-            best = old + _units(torch.linalg.solve(metric, gradient[low:high]), scale)
+            group = groups[low // size]
+            old, scale, metric = levels[low:high], scales[group], ordered[low:high, low:high]
+            best = old + _units(torch.linalg.solve(metric, slopes[low - start : high - start]), scale)
             new = grid.snapped(best.T, metric, group).T
             before, after = best - old, best - new
             better = ((metric @ after) * after).sum(0) < ((metric @ before) * before).sum(0)
@@ -65,9 +63,9 @@ def descend_together(
             move = torch.mul(new - old, scale, out=moves[low - start : high - start])
             levels[low:high] = new
             if high < stop:
-                gradient[high:stop].addmm_(ahead[low:high, high:stop].T, move, alpha=-1)
+                slopes[high - start :].addmm_(ordered[low:high, high:stop].T, move, alpha=-1)
 
-    by_blocks(gradient, ahead, descend, max(1, block_size // size) * size)
+    move_by_blocks(gradient, ordered, descend, max(1, block_size // size) * size)
     return _coded(grid, levels, order)
 
 
@@ -83,6 +81,4 @@ def _units(values: Tensor, scale: Tensor) -> Tensor:
 
 def _coded(grid: Grid, levels: Tensor, order: Tensor) -> Coded:
     """What levels [in, out], rows in `order`, stand for, as stored."""
-    stored = torch.empty_like(levels)
-    stored[order] = levels
-    return Coded(grid.codes(stored.T).contiguous(), grid)
+    return Coded(grid.codes(as_stored(levels, order)).contiguous(), grid)
