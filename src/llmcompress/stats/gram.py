@@ -15,6 +15,7 @@ from llmcompress.stats.statistic import Statistic
 from llmcompress.workers import SERIAL, WHOLE, Part, Workers
 
 _PANEL, PANELS = 192, 8  # columns in a panel at least, and panels at most
+_MIRRORED = 512  # columns that are copied across the diagonal at once
 _CHUNK = 1024  # tokens in one product of bfloat16
 _EXACT = 16384  # tokens after which such products may be rounded
 
@@ -105,14 +106,19 @@ class Gram:
             return self.sum
 
     def _averaged(self, total: Tensor) -> Tensor:
-        """Turn a sum whose upper triangle is filled in into the symmetric mean, in place."""
-        total.triu_()
-        total += total.triu(1).T
-        return total.div_((self.tokens + self._borrowed) or 1)
+        """Turn a sum whose upper triangle is filled in into the symmetric mean, in place, by blocks."""
+        for start in range(0, self.size, _MIRRORED):
+            stop = min(start + _MIRRORED, self.size)
+            across, corner = total[start:stop, start:], total[start:stop, start:stop]
+            across.div_((self.tokens + self._borrowed) or 1)
+            corner.triu_()
+            corner += corner.triu(1).T
+            total[stop:, start:stop] = total[start:stop, stop:].T
+        return total
 
     def shrink_towards(self, prior: Tensor, weight: float) -> None:
         """Add another mean Gram matrix [in, in] with the weight of so many tokens."""
-        self.sum += torch.triu(prior) * weight
+        self.sum.add_(prior, alpha=weight)  # what is below the diagonal is not looked at
         self._borrowed += weight
 
 
