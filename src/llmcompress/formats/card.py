@@ -9,6 +9,7 @@ from llmcompress.formats.front_matter import HUB_ID, front_matter, hub_ids, name
 _LOADING = {
     "gptq": "transformers (with `optimum` and `gptqmodel`), GPTQModel, vLLM and SGLang read gptq checkpoints.",
     "awq": "transformers (with `gptqmodel` and `accelerate`), GPTQModel, vLLM and SGLang read awq checkpoints.",
+    "auto-round": "transformers (with `auto-round`), vLLM and SGLang read auto-round checkpoints.",
     "compressed-tensors": "vLLM, SGLang and transformers (with `compressed-tensors`) read this checkpoint.",
     "mlx": "mlx-lm reads this checkpoint.",
     "bitsandbytes": "transformers reads this checkpoint, with `bitsandbytes` installed.",

@@ -14,6 +14,15 @@ from llmcompress.validate.matrix import FLOATS, INTEGERS, PACKED
 from llmcompress.validate.mlx_codes import mlx_wrongs
 from llmcompress.validate.stored import Tensor, read_json
 
+_AUTO_ROUND_KEYS = (
+    "bits",
+    "group_size",
+    "sym",
+    "data_type",
+    "packing_format",
+    "block_name_to_quantize",
+    "extra_config",
+)
 _GPTQ_KEYS = ("bits", "group_size", "sym", "desc_act", "lm_head", "checkpoint_format")
 _PACKED_KEYS = ("format", "quantization_status", "config_groups", "ignore")
 _BITSANDBYTES_KEYS = ("load_in_4bit", "load_in_8bit", "llm_int8_skip_modules")
@@ -43,6 +52,7 @@ def config_wrongs(directory: Directory) -> list[str]:
     looks = {
         "gptq": _gptq_wrongs,
         "awq": _awq_wrongs,
+        "auto-round": _auto_round_wrongs,
         "compressed-tensors": _packed_wrongs,
         "bitsandbytes": _bitsandbytes_wrongs,
         "fp8": _fp8_wrongs,
@@ -110,6 +120,22 @@ def _gptq_wrongs(directory: Directory, settings: Mapping[str, Any]) -> list[str]
 
 def _awq_wrongs(directory: Directory, settings: Mapping[str, Any]) -> list[str]:
     return awq.config_wrongs(settings, _plain_matrices(directory) | set(quantised_modules(directory.tensors, "awq")))
+
+
+def _auto_round_wrongs(directory: Directory, settings: Mapping[str, Any]) -> list[str]:
+    wrong = [f"quantization_config has no {key!r}" for key in _AUTO_ROUND_KEYS if key not in settings]
+    if wrong:
+        return wrong
+    if settings["data_type"] != "int":
+        wrong.append(f"data_type is {settings['data_type']!r}")
+    if settings["packing_format"] != "auto_round:auto_gptq" or settings["sym"] is not True:
+        wrong.append(f"packing_format is {settings['packing_format']} with sym {settings['sym']}")
+    wrong += [
+        f"extra_config speaks of {name} without its bits, or of a grid that is not symmetric"
+        for name, said in settings["extra_config"].items()
+        if "bits" not in said or (said["bits"] < 16 and said.get("sym") is not True)
+    ]
+    return wrong
 
 
 def _packed_wrongs(directory: Directory, settings: Mapping[str, Any]) -> list[str]:

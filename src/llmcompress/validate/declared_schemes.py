@@ -18,6 +18,7 @@ from llmcompress.validate.table_codes import TABLE_PARTS, missing_table_parts, t
 PARTS: Mapping[str, tuple[str, ...]] = {
     "gptq": ("qweight", "qzeros", "scales", "g_idx"),
     "awq": ("qweight", "qzeros", "scales"),
+    "auto-round": ("qweight", "qzeros", "scales"),
     "compressed-tensors": (
         "weight_packed",
         "weight_scale",
@@ -71,6 +72,7 @@ def scheme_of(module: str, config: Mapping[str, Any]) -> StoredScheme | None:
     schemes = {
         "gptq": _gptq_scheme,
         "awq": _awq_scheme,
+        "auto-round": _auto_round_scheme,
         "compressed-tensors": _packed_scheme,
         "fp8": _blocks_scheme,
         "modelopt": _modelopt_scheme,
@@ -97,6 +99,16 @@ def _awq_scheme(module: str, settings: Mapping[str, Any]) -> StoredScheme | None
     if True in skipped(module, settings):
         return None
     return StoredScheme(int(settings["bits"]), int(settings["group_size"]), not settings["zero_point"])
+
+
+def _auto_round_scheme(module: str, settings: Mapping[str, Any]) -> StoredScheme | None:
+    extra = settings["extra_config"]
+    said = {**settings, **extra.get(module, {})}
+    blocks = settings["block_name_to_quantize"].split(",")
+    inside = any(re.match(rf"{re.escape(block)}\.\d+\.", module) for block in blocks)
+    if said["bits"] >= 16 or not (inside or module in extra):
+        return None
+    return StoredScheme(int(said["bits"]), int(said["group_size"]), bool(said["sym"]))
 
 
 def _packed_scheme(module: str, settings: Mapping[str, Any]) -> StoredScheme | None:

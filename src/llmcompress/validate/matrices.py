@@ -100,7 +100,8 @@ def read_matrix(
         return read_float8(module, scheme, tensors, apart=form == "modelopt")
     settings = config["quantization_config"]
     readers = {
-        "gptq": _read_gptq, "awq": _read_awq, "compressed-tensors": _read_packed, "modelopt": _read_float8
+        "gptq": _read_gptq, "awq": _read_awq, "compressed-tensors": _read_packed, "modelopt": _read_float8,
+        "auto-round": _read_auto_round,
     }  # fmt: skip
     matrix, wrong = readers[form](module, scheme, tensors, settings)
     if not np.isfinite(matrix.scale).all():
@@ -168,6 +169,25 @@ def _read_awq(
     scale = np.ascontiguousarray(scales.floats().T)
     index = np.arange(width) // (width // groups)
     return AffineMatrix(module, scheme, rows, width, scale, zero, index, words, "awq"), []
+
+
+def _read_auto_round(
+    module: str, scheme: StoredScheme, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
+) -> tuple[AffineMatrix, list[str]]:
+    words, zeros, scales = (tensors[f"{module}.{part}"] for part in PARTS["auto-round"])
+    if len(words.shape) != 2:
+        raise DamageError(f"{module} has a qweight of the wrong number of dimensions")
+    width, rows = words.shape[0] * 32 // scheme.bits, words.shape[1]
+    groups = _groups(module, scheme, width)
+    shaped(words, ("I32",), (words_for(width, scheme.bits), rows))
+    shaped(zeros, ("I32",), (groups, words_for(rows, scheme.bits)))
+    shaped(scales, ("F16",), (groups, rows))
+    points, clean = unpack(zeros.array(), scheme.bits, rows)
+    zero = (points.astype(np.float32).T + 1) % (1 << scheme.bits)
+    scale = np.ascontiguousarray(scales.floats().T)
+    wrong = [] if clean else [f"{module}.qzeros has padding bits that are not zero"]
+    index = np.arange(width) // (width // groups)
+    return AffineMatrix(module, scheme, rows, width, scale, zero, index, words, "columns"), wrong
 
 
 def _read_packed(

@@ -76,6 +76,12 @@ _AWQ = (
     _FUSED,
     Words(zeros=True, why="codes and zero points must fill whole 32-bit words"),
 )
+_INC = (
+    BitWidths((4, 8), why="its kernels for auto-round take 4 and 8 bits (its loader was read, not run)"),
+    _MARLIN_GROUPS,
+    _FUSED,
+    Words(zeros=True, why="codes and zero points must fill whole 32-bit words"),
+)
 _LOST_EXPERTS = Unread(
     lambda entry: experts_of(entry.module) is not None,
     why="it leaves quantised experts at random values, without an error",
@@ -174,6 +180,10 @@ _TRANSFORMERS = Target(
             Multiples(32, 1, why="on a CPU it takes multiples of 32 outputs, as one kernel serves all modules"),
         ),
         "awq": (_AWQ_BITS, _AWQ_GROUPS, _LOST_EXPERTS),
+        "auto-round": (
+            Devices(why="it needs the package auto-round, whose own kernels for a CPU multiply in bfloat16"),
+            Unread(lambda entry: experts_of(entry.module) is not None, why="it was not seen to read experts"),
+        ),
         "fp8": (
             Devices(why="on GPUs before compute capability 8.9 and on CPUs it decodes to bfloat16, inputs as they are"),
         ),
@@ -265,6 +275,7 @@ _VLLM = Target(
             Words(zeros=True, why="codes and zero points must fill whole 32-bit words"),
         ),
         "awq": _AWQ,
+        "auto-round": _INC,
         "fp8": (_FUSED, _TILES, Devices(why=_FLOAT_DEVICES)),
         "modelopt": (
             _FUSED,
@@ -315,6 +326,7 @@ _SGLANG = Target(
             *_MARLIN_SHAPES,
         ),
         "awq": _AWQ,
+        "auto-round": _INC,
         "fp8": (_FUSED, _TILES, Devices(why=_FLOAT_DEVICES)),
         "modelopt": (
             _FUSED,
