@@ -124,7 +124,7 @@ class Forward:
         only = None if len(wanted) > 1 else next(iter(wanted))
         watch = KeyValueWatch() if self._watches_cache else None
         experts = self._experts(wanted)
-        ends = {only, *experts}
+        ends = {*experts} if only is None else {only, *experts}
         with self._seeing(wanted, None, ends), _ended(experts), self.bypasses.recording(only) as record:
             for batch in self.workers.in_order(partial(self._stage, watch), self._spans):
                 record(batch)
@@ -236,7 +236,7 @@ def _ended(experts: Mapping[str, tuple[nn.Module, Expert]]) -> Iterator[None]:
     handles = [block.register_forward_hook(lambda *_: stop_forward()) for block in blocks] if len(blocks) == 1 else []
     try:
         for _, expert in experts.values():
-            expert.forward = shown(expert)  # type: ignore[method-assign]
+            expert.forward = shown(expert)  # type: ignore[method-assign, assignment]
         yield
     finally:
         for handle in handles:

@@ -146,7 +146,10 @@ class Compressor:
             return list(workers.in_order(partial(solve, workers), numbers))
 
         # a matrix of an expert is too small for several threads: each thread takes a whole one
-        size = _EXPERTS_OF_A_THREAD * workers.threads if statistics.experts is not None else 1
+        size = 1
+        if statistics.experts is not None:
+            each = min(_EXPERTS_OF_A_THREAD, len(groups) // (workers.threads * workers.size))  # no rank is left idle
+            size = workers.threads * max(each, 1)
         parts = [range(start, min(start + size, len(groups))) for start in range(0, len(groups), size)]
         solved = chain.from_iterable(workers.map_ranks([partial(solve_some, numbers) for numbers in parts]))
         for group, (codes, records, notes) in zip(groups, solved, strict=True):

@@ -62,7 +62,8 @@ class SpilledInputs:
 
     def chunks(self, space: str) -> int:
         """How many tensors `read` gives."""
-        return -(-sum(span.stop - span.start for span in self._spans.get(space, ())) // GATHERED)
+        rows: int = sum(span.stop - span.start for span in self._spans.get(space, ()))
+        return -(-rows // GATHERED)
 
     def read(self, space: str) -> Iterator[Tensor]:
         """The rows of a space, `GATHERED` at a time."""
