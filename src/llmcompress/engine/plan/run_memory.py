@@ -101,7 +101,8 @@ class RunMemory:
         if self.counted:
             yield from memory.process(self.threads, any(plan.inverts for plan in self.matrices))
             routed = any(map(self.routed, self.layers))
-            yield Term("products of experts", memory.EXPERT_PRODUCTS * routed)
+            # kept for products of 16-bit floats alone
+            yield Term("products of experts", memory.EXPERT_PRODUCTS * (routed and self.item < 4))
         else:
             yield Term("interpreter", memory.WITHOUT_MODEL)
 
@@ -122,7 +123,11 @@ class RunMemory:
 
         The Gram matrices of experts are not among them: each is made of inputs on disk when the expert is solved.
         """
-        yield self._batches(layer)
+        alone = [plan for plan in layer if plan.expert is None]
+        if alone and self.routed(layer):  # no pass over its stages computes an expert
+            yield Term("batches", 3 * self.tokens * (self.threads + 1) * _widest(alone) * self.item)
+        else:
+            yield self._batches(layer)
         yield Term("inputs of experts", self.tokens * (self.threads + 2) * self.routed(layer) * self.item)
         yield Term("statistics", (3 if self.paired else 1) * _largest_square(layer))
         if self.resources.experts_on_demand:
@@ -149,7 +154,7 @@ class RunMemory:
             if plan.expert is not None and plan.needs_gram:
                 every, squares = self.threads, min(squares, 5)
             # without an inverse, rows are rounded in pieces that fit a processor's cache
-            at_once = 28 * min(rows, SOLVED_ROWS * self.threads // every) if plan.inverts else 0
+            at_once = 12 * min(rows, SOLVED_ROWS * self.threads // every) if plan.inverts else 0
             searched = memory.OUTPUT_SEARCH * PRODUCT_ROWS * self.threads if plan.method.clip == "output" else 0
             at_work = Term("rows at work", max(every * at_once, searched) * columns)
             weights = Term("weights", every * 16 * rows * columns)
