@@ -326,7 +326,7 @@ _SGLANG = Target(
             *_MARLIN_SHAPES,
         ),
         "awq": _AWQ,
-        "auto-round": _INC,
+        "auto-round": (*_INC, *_MARLIN_SHAPES),
         "fp8": (_FUSED, _TILES, Devices(why=_FLOAT_DEVICES)),
         "modelopt": (
             _FUSED,
