@@ -2,6 +2,8 @@
 
 import re
 
+import torch
+
 import llmcompress.formats
 from llmcompress.formats.base import Entry, TensorSpec
 from llmcompress.grids.integer import IntegerSpec
@@ -19,6 +21,22 @@ LEAVES = {
     "mlp.up_proj": (256, 128),
     "mlp.down_proj": (128, 256),
 }
+
+
+def there_and_back(form, entry, coded):
+    """A matrix encoded and decoded: tensors and config.json are as the format says beforehand, its codes as before."""
+    tensors = form.encode(entry, coded)
+    layout = {spec.name: spec for spec in form.layout(entry)}
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
+        name: spec.shape for name, spec in layout.items()
+    }
+    config = form.config([entry], {})["config.json"]
+    assert form.recognises(config)
+    assert form.shape(entry.module, layout, tensors.__getitem__, config) == (entry.out_features, entry.in_features)
+    again = form.decode(entry.module, tensors.__getitem__, config)
+    assert again.grid.spec == entry.grid == form.grid(entry.module, config)
+    assert torch.equal(again.codes, coded.codes)
+    return again
 
 
 def matrix(name, grid=W4, shape=(128, 128), dtype="BF16", **about):

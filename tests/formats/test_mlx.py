@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import llmcompress
+from entries import there_and_back
 from llmcompress.errors import CheckpointError, PlanError
 from llmcompress.formats.base import Entry, TensorSpec
 from llmcompress.formats.mlx import FORMAT
@@ -46,18 +47,8 @@ def test_words_are_a_stream_of_bits():
 @pytest.mark.parametrize("name", NAMES)
 def test_the_way_back(name):
     grid = spec_named(name)
-    entry, coded = entry_of(grid), coded_of(grid)
-    tensors = FORMAT.encode(entry, coded)
-    layout = {spec.name: spec for spec in FORMAT.layout(entry)}
-    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
-        name: spec.shape for name, spec in layout.items()
-    }
-    config = FORMAT.config([entry], {})["config.json"]
-    assert FORMAT.recognises(config)
-    assert FORMAT.shape("m", layout, tensors.__getitem__, config) == (8, 128)
-    again = FORMAT.decode("m", tensors.__getitem__, config)
-    assert again.grid.spec == grid == FORMAT.grid("m", config)
-    assert torch.equal(again.codes, coded.codes)
+    coded = coded_of(grid)
+    again = there_and_back(FORMAT, entry_of(grid), coded)
     assert torch.equal(again.decode(), coded.decode())
 
 

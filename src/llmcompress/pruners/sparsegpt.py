@@ -71,7 +71,7 @@ class SparseGpt(Pruner):
         import torch
 
         from llmcompress.solve.correct import corrected
-        from llmcompress.solve.damping import damped, inverse_factor
+        from llmcompress.solve.damping import damped, inverse_factor, permuted
         from llmcompress.solve.masked import refitted
         from llmcompress.solve.prune import Pruned
         from llmcompress.solve.row_blocks import SOLVED_ROWS
@@ -81,7 +81,7 @@ class SparseGpt(Pruner):
             raise RunError(f"{self.name} needs the statistics of its inputs")
         hessian, drift, choice = stats.gram.finish(), stats.drift, self.choice
         order = choice.order(hessian.diagonal())
-        factor = inverse_factor(hessian[order][:, order], self.percdamp)
+        factor = inverse_factor(permuted(hessian, order), self.percdamp)
         loss = damped(hessian, factor.percdamp)
 
         def aim(weight: "Tensor") -> "Tensor":

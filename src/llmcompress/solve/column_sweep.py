@@ -133,6 +133,7 @@ class Sweeper(Protocol):
     ) -> None:
         """Descent: move `levels` [in, out] from `start` on; write moves [some, out] of their values.
 
-        slopes [in, out]: of the loss, by the columns before. curve [in]: 1 over the diagonal of the Gram matrix.
+        slopes [in, out]: of the loss, by the columns before. ahead [in, in]: the Gram matrix of the columns; what lies
+        below its diagonal is not looked at. curve [in]: 1 over the diagonal of the Gram matrix.
         """
         ...

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from llmcompress.solve.column_sweep import as_stored, in_order
 from llmcompress.solve.damping import Factor
 from llmcompress.solve.masked import refitted
 from llmcompress.solve.prune import Pruned
@@ -35,10 +36,9 @@ class MaskedTarget:
         self._keep: Tensor | None = None
         if isinstance(sparse, Pruned):
             self.aim = self.ranged = _refitted(sparse.weight, wanted, sparse.keep, hessian, blocks)
-            self._keep = sparse.keep.T[order].to(torch.float32)
+            self._keep = in_order(sparse.keep, order).to(torch.float32)
         else:
-            keep = torch.empty_like(wanted)
-            keep[:, order] = sparse.guess(wanted.T[order], factor.pivots).T
+            keep = as_stored(sparse.guess(in_order(wanted, order), factor.pivots), order).contiguous()
             self.ranged = _refitted(wanted, wanted, keep, hessian, blocks)
 
     def mask(self, part: slice) -> FixedMask:

@@ -68,12 +68,12 @@ class Refiner:
         if coded.grid.spec.together > 1:
             return descend_together(coded, gradient, self.ordered, self.order, block_size), gradient
         rounder = ColumnRounder(coded.grid)
-        before = in_order(coded.grid.levels(coded.codes), self.order)
+        levels = in_order(coded.grid.levels(coded.codes), self.order)
         whole = rounder.integer_levels(self.order)
         if sweeper and sweeper.takes(gradient) and whole is not None:
-            decide = partial(sweeper.move_block, gradient, before, keep, self.ordered, self.curve, whole)
+            decide = partial(sweeper.move_block, gradient, levels, keep, self.ordered, self.curve, whole)
             move_by_blocks(gradient, self.ordered, decide, sweeper.columns)
-            return rounder.coded(before, self.order), gradient
+            return rounder.coded(levels, self.order), gradient
         groups = coded.grid.group_index[self.order].tolist()
 
         def descend(start: int, moves: Tensor) -> None:
@@ -83,7 +83,7 @@ class Refiner:
             for low in range(0, len(moves), inner):
                 high = low + inner
                 near, moved = slopes[low:high], moves[low:high]
-                views = near, before[start + low : min(start + high, stop)], moved, ahead[low:high, low:high]
+                views = near, levels[start + low : min(start + high, stop)], moved, ahead[low:high, low:high]
                 for j, (slope, old, move, share) in enumerate(
                     zip(*(view.unbind(0) for view in views), strict=True), start + low
                 ):
@@ -99,7 +99,7 @@ class Refiner:
                     slopes[high:].addmm_(ahead[low:high, high:].T, moved, alpha=-1)
 
         move_by_blocks(gradient, self.ordered, descend, block_size)
-        return rounder.coded(before, self.order), gradient
+        return rounder.coded(levels, self.order), gradient
 
 
 def row_loss(weight: Tensor, coded: Coded, hessian: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmcompress.solve.column_sweep import obs_sweep
+from llmcompress.solve.column_sweep import as_stored, in_order, obs_sweep
 from llmcompress.solve.damping import Factor
 from llmcompress.solve.prune import Pattern, smallest, smallest_of_each
 
@@ -91,12 +91,10 @@ def sparse_weights(weight: Tensor, factor: Factor, order: Tensor, mask: FixedMas
 
     factor: of the mean Gram matrix with rows and columns in `order` [in], the order in which columns are decided.
     """
-    columns = weight.T[order].contiguous()
+    columns = in_order(weight, order)
 
     def choose(j: int, column: Tensor, error: Tensor) -> None:
         torch.addcmul(column, column, mask.at(j, columns), value=-1, out=error)
 
     obs_sweep(columns, factor.ahead, choose, *mask.sizes)
-    found = torch.empty_like(columns)
-    found[order] = columns.mul_(mask.keep)
-    return found.T.contiguous()
+    return as_stored(columns.mul_(mask.keep), order).contiguous()

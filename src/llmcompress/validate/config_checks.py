@@ -1,7 +1,7 @@
 """Whether config.json has the keys engines need, and says of every linear what its tensors say."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from llmcompress.validate import awq
@@ -94,9 +94,12 @@ def _plain_matrix(tensor: Tensor) -> bool:
     return part == "weight" and len(tensor.shape) == 2 and (inside or not table)
 
 
+def _missing(keys: Iterable[str], settings: Mapping[str, Any]) -> list[str]:
+    return [f"quantization_config has no {key!r}" for key in keys if key not in settings]
+
+
 def _gptq_wrongs(directory: Directory, settings: Mapping[str, Any]) -> list[str]:
-    wrong = [f"quantization_config has no {key!r}" for key in _GPTQ_KEYS if key not in settings]
-    if wrong:
+    if wrong := _missing(_GPTQ_KEYS, settings):
         return wrong
     if settings["bits"] not in (2, 3, 4, 8):
         wrong.append(f"bits is {settings['bits']}")
@@ -123,8 +126,7 @@ def _awq_wrongs(directory: Directory, settings: Mapping[str, Any]) -> list[str]:
 
 
 def _auto_round_wrongs(directory: Directory, settings: Mapping[str, Any]) -> list[str]:
-    wrong = [f"quantization_config has no {key!r}" for key in _AUTO_ROUND_KEYS if key not in settings]
-    if wrong:
+    if wrong := _missing(_AUTO_ROUND_KEYS, settings):
         return wrong
     if settings["data_type"] != "int":
         wrong.append(f"data_type is {settings['data_type']!r}")
@@ -139,8 +141,7 @@ def _auto_round_wrongs(directory: Directory, settings: Mapping[str, Any]) -> lis
 
 
 def _packed_wrongs(directory: Directory, settings: Mapping[str, Any]) -> list[str]:
-    wrong = [f"quantization_config has no {key!r}" for key in _PACKED_KEYS if key not in settings]
-    if wrong:
+    if wrong := _missing(_PACKED_KEYS, settings):
         return wrong
     if settings["quantization_status"] != "compressed":
         wrong.append(f"quantization_status is {settings['quantization_status']!r}, so loaders ignore the codes")
@@ -165,11 +166,11 @@ def _packed_wrongs(directory: Directory, settings: Mapping[str, Any]) -> list[st
 
 
 def _fp8_wrongs(directory: Directory, settings: Mapping[str, Any]) -> list[str]:
-    return [f"quantization_config has no {key!r}" for key in _FP8_KEYS if key not in settings]
+    return _missing(_FP8_KEYS, settings)
 
 
 def _modelopt_wrongs(directory: Directory, settings: Mapping[str, Any]) -> list[str]:
-    if wrong := [f"quantization_config has no {key!r}" for key in _MODELOPT_KEYS if key not in settings]:
+    if wrong := _missing(_MODELOPT_KEYS, settings):
         return wrong
     other = read_json(directory.path / "hf_quant_config.json").get("quantization", {})
     pairs = {
@@ -187,8 +188,7 @@ def _modelopt_wrongs(directory: Directory, settings: Mapping[str, Any]) -> list[
 
 
 def _bitsandbytes_wrongs(directory: Directory, settings: Mapping[str, Any]) -> list[str]:
-    wrong = [f"quantization_config has no {key!r}" for key in _BITSANDBYTES_KEYS if key not in settings]
-    if wrong:
+    if wrong := _missing(_BITSANDBYTES_KEYS, settings):
         return wrong
     if settings["load_in_4bit"] == settings["load_in_8bit"]:
         wrong.append("load_in_4bit and load_in_8bit say the same")

@@ -4,7 +4,7 @@ A second reader: imports nothing that takes part in writing (formats, packing, g
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -128,29 +128,48 @@ def _groups(module: str, scheme: StoredScheme, width: int) -> int:
 def _read_gptq(
     module: str, scheme: StoredScheme, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
 ) -> tuple[AffineMatrix, list[str]]:
-    words, zeros, scales, order = (tensors[f"{module}.{part}"] for part in PARTS["gptq"])
+    words, order = tensors[f"{module}.qweight"], tensors[f"{module}.g_idx"]
     if len(order.shape) != 1 or len(words.shape) != 2:
         raise DamageError(f"{module} has a qweight or g_idx of the wrong number of dimensions")
-    width, rows = order.shape[0], words.shape[1]
+    width = order.shape[0]
+    matrix, faults = _read_columns(module, scheme, tensors, width, settings["checkpoint_format"] == "gptq")
     groups = _groups(module, scheme, width)
-    shaped(words, ("I32",), (words_for(width, scheme.bits), rows))
-    shaped(zeros, ("I32",), (groups, words_for(rows, scheme.bits)))
-    shaped(scales, ("F16",), (groups, rows))
     index = shaped(order, ("I32",), (width,)).array().astype(np.int64)
     if index.min() < 0 or index.max() >= groups:
         raise DamageError(f"{module}.g_idx names groups outside of 0 ... {groups - 1}")
     wrong = []
     if not (np.bincount(index, minlength=groups) == width // groups).all():
         wrong.append(f"{module}.g_idx has groups of unequal size")
-    if not scheme.order and not (index == np.arange(width) // (width // groups)).all():
+    if not scheme.order and not (index == matrix.index).all():
         wrong.append(f"{module}.g_idx is not in natural order, and desc_act is false")
+    return replace(matrix, index=index), wrong + faults
+
+
+def _read_auto_round(
+    module: str, scheme: StoredScheme, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
+) -> tuple[AffineMatrix, list[str]]:
+    words = tensors[f"{module}.qweight"]
+    if len(words.shape) != 2:
+        raise DamageError(f"{module} has a qweight of the wrong number of dimensions")
+    return _read_columns(module, scheme, tensors, words.shape[0] * 32 // scheme.bits, less_one=True)
+
+
+def _read_columns(
+    module: str, scheme: StoredScheme, tensors: Mapping[str, Tensor], width: int, less_one: bool
+) -> tuple[AffineMatrix, list[str]]:
+    """Codes of an output in a column, groups in natural order. less_one: zero points are stored less one."""
+    words, zeros, scales = (tensors[f"{module}.{part}"] for part in PARTS["auto-round"])
+    rows, groups = words.shape[1], _groups(module, scheme, width)
+    shaped(words, ("I32",), (words_for(width, scheme.bits), rows))
+    shaped(zeros, ("I32",), (groups, words_for(rows, scheme.bits)))
+    shaped(scales, ("F16",), (groups, rows))
     points, clean = unpack(zeros.array(), scheme.bits, rows)
-    if not clean:
-        wrong.append(f"{module}.qzeros has padding bits that are not zero")
     zero = points.astype(np.float32).T
-    if settings["checkpoint_format"] == "gptq":
+    if less_one:
         zero = (zero + 1) % (1 << scheme.bits)
+    wrong = [] if clean else [f"{module}.qzeros has padding bits that are not zero"]
     scale = np.ascontiguousarray(scales.floats().T)
+    index = np.arange(width) // (width // groups)
     return AffineMatrix(module, scheme, rows, width, scale, zero, index, words, "columns"), wrong
 
 
@@ -169,25 +188,6 @@ def _read_awq(
     scale = np.ascontiguousarray(scales.floats().T)
     index = np.arange(width) // (width // groups)
     return AffineMatrix(module, scheme, rows, width, scale, zero, index, words, "awq"), []
-
-
-def _read_auto_round(
-    module: str, scheme: StoredScheme, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
-) -> tuple[AffineMatrix, list[str]]:
-    words, zeros, scales = (tensors[f"{module}.{part}"] for part in PARTS["auto-round"])
-    if len(words.shape) != 2:
-        raise DamageError(f"{module} has a qweight of the wrong number of dimensions")
-    width, rows = words.shape[0] * 32 // scheme.bits, words.shape[1]
-    groups = _groups(module, scheme, width)
-    shaped(words, ("I32",), (words_for(width, scheme.bits), rows))
-    shaped(zeros, ("I32",), (groups, words_for(rows, scheme.bits)))
-    shaped(scales, ("F16",), (groups, rows))
-    points, clean = unpack(zeros.array(), scheme.bits, rows)
-    zero = (points.astype(np.float32).T + 1) % (1 << scheme.bits)
-    scale = np.ascontiguousarray(scales.floats().T)
-    wrong = [] if clean else [f"{module}.qzeros has padding bits that are not zero"]
-    index = np.arange(width) // (width // groups)
-    return AffineMatrix(module, scheme, rows, width, scale, zero, index, words, "columns"), wrong
 
 
 def _read_packed(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from llmcompress.engine.run.collect import collect
-from llmcompress.engine.run.forward import NOT_RECORDED, Forward, Stream
+from llmcompress.engine.run.forward import Forward, Recording, Stream
 from llmcompress.engine.run.starved_experts import ExpertGrams
 from llmcompress.model.experts import Expert
 from llmcompress.store.staging import Staging
@@ -33,8 +33,7 @@ def opened(random_model_dir, tmp_path):
 
 def running(opened, layer, workers=SERIAL):
     model, hidden, folder = opened
-    recording = type(NOT_RECORDED)(folder, {})
-    return Forward(model, 1, Stream("compressed", layer, hidden), BATCH, workers, recording)
+    return Forward(model, 1, Stream("compressed", layer, hidden), BATCH, workers, Recording(folder, {}))
 
 
 def by_hand(opened, layer, paths):

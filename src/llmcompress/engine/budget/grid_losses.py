@@ -28,7 +28,7 @@ from llmcompress.grids.fitting import fit
 from llmcompress.ledger import Ledger
 from llmcompress.methods.base import Method
 from llmcompress.methods.gptq import Gptq
-from llmcompress.solve.damping import inverse_factor
+from llmcompress.solve.damping import inverse_factor, permuted
 from llmcompress.solve.gptq import gptq_codes
 from llmcompress.solve.prepared import Prepared, column_order
 from llmcompress.stats.fisher import Fisher, coupled_loss, expected_loss, sampled_rows
@@ -168,7 +168,7 @@ class _Rounding(WindowFisher):
         if isinstance(method, Gptq):
             hessian = self.seen(space)
             order = column_order(hessian, by_energy=method.actorder != "none")
-            ready = Prepared(hessian, order, inverse_factor(hessian[order][:, order], method.percdamp))
+            ready = Prepared(hessian, order, inverse_factor(permuted(hessian, order), method.percdamp))
             judges = [self._judge(sample.matrix.path) for sample in samples]
 
             def rounded(grid: Spec) -> Tensor:

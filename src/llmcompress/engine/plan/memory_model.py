@@ -97,3 +97,8 @@ def running(tokens: int, threads: int, widest: int, hidden: int, item: int) -> T
     tokens: of a batch. widest: most rows or columns of a matrix of the layer.
     """
     return Term("batches", tokens * (threads + 1) * (3 * widest + 8 * hidden) * item)
+
+
+def running_without_experts(tokens: int, threads: int, widest: int, item: int) -> Term:
+    """The same in a layer of which no expert is computed: three values of each token, as wide as its other matrices."""
+    return Term("batches", 3 * tokens * (threads + 1) * widest * item)

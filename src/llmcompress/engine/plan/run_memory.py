@@ -125,7 +125,7 @@ class RunMemory:
         """
         alone = [plan for plan in layer if plan.expert is None]
         if alone and self.routed(layer):  # no pass over its stages computes an expert
-            yield Term("batches", 3 * self.tokens * (self.threads + 1) * _widest(alone) * self.item)
+            yield memory.running_without_experts(self.tokens, self.threads, _widest(alone), self.item)
         else:
             yield self._batches(layer)
         yield Term("inputs of experts", self.tokens * (self.threads + 2) * self.routed(layer) * self.item)

@@ -85,7 +85,7 @@ class Compressor:
             note_reuse(self.plan, self.known, ledger)
         stages = stages_of(self.plan.sections[number])
         paired = 1 + max((at for at, stage in enumerate(stages) if stage[0].expert is None), default=-1)
-        statistics, before = StageStatistics({}), None
+        before: ExpertGrams | None = None
         for number_of_stage, stage in enumerate(stages):
             self.progress.stage(stage[0].space, len(stage))
             kept = [
@@ -99,7 +99,6 @@ class Compressor:
             if original is not None and number_of_stage >= paired:
                 original.conclude(onward=number + 1 < len(self.plan.sections))
                 original = None
-            before = statistics.experts or before
             statistics = (
                 StageStatistics(known)
                 if known
@@ -117,6 +116,7 @@ class Compressor:
                 # nothing reads what leaves the head, or keys of a layer that takes those of an earlier one
                 if layer is not None and plan.inside and _has(layer, plan.path):
                     install(layer, plan, solved)
+            before = statistics.experts or before
         if self.keeping is not None:
             self.keeping.write(number, gathered)
         records: dict[str, Any] = {"linears": linears, "ledger": ledger.as_json()}
