@@ -31,6 +31,15 @@ COMMON = {
     "max_position_embeddings": 128,
 }
 
+PROBING = (  # modules that try, in a process of its own, what is done next in this one
+    "engine.source.stacked",
+    "engine.source.text_tokenizer",
+    "formats.gguf.tokenizer",
+    "model.observe",
+    "model.rehearsal",
+    "model.skeleton",
+    "model.wrapped",
+)
 RandomModel = Callable[..., Path]
 Main = Callable[..., int]
 
@@ -106,6 +115,35 @@ def _texts_are_encoded_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(default, "token_ids", token_ids)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _what_went_well_is_tried_once() -> Iterator[None]:
+    """Work on the same input is tried once in a forked process: forking is a fifth of what a small run takes."""
+    from importlib import import_module
+
+    from fingerprints import UnknownError, fingerprint
+
+    done: set[str] = set()
+
+    def once(probe: Callable[..., None]) -> Callable[..., None]:
+        def tried(work: Callable[[], object], *others: Any) -> None:
+            try:
+                key = fingerprint(work)
+            except UnknownError:
+                return probe(work, *others)
+            if key not in done:
+                probe(work, *others)
+                done.add(key)
+            return None
+
+        return tried
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in PROBING:
+            module = import_module(f"llmcompress.{name}")
+            patch.setattr(module, "probe", once(module.probe))
         yield
 
 

@@ -29,8 +29,8 @@ HANG = 60  # seconds after which an input is given up
 BATCH = 20  # inputs drawn at once: what hypothesis does around an example takes longer than reading one
 
 # the same inputs every time in the default suite; many more, and others every time, in the slow one
-INPUTS = pytest.mark.parametrize("inputs", [200, pytest.param(4_000, marks=pytest.mark.slow)])
-FEWER_INPUTS = pytest.mark.parametrize("inputs", [60, pytest.param(500, marks=pytest.mark.slow)])  # 50 ms each and more
+INPUTS = pytest.mark.parametrize("inputs", [200, pytest.param(2_000, marks=pytest.mark.slow)])
+FEWER_INPUTS = pytest.mark.parametrize("inputs", [60, pytest.param(250, marks=pytest.mark.slow)])  # 50 ms each and more
 
 
 def fuzz(inputs: int, check: Callable[["Dice"], None]) -> None:

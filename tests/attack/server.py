@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 
 def preload() -> None:
-    """Import what commands import when they run, and register the commands."""
+    """Import what commands import when they run, register the commands, and make what reads their words."""
     import gguf  # noqa: F401
     import torch
     from transformers.models.auto import modeling_auto, tokenization_auto  # noqa: F401
@@ -30,6 +30,7 @@ def preload() -> None:
 
     torch.set_num_threads(1)
     app.SHARED.update(commands.register(app.app))
+    app.parser()
 
 
 def command(words: list[str]) -> int:

@@ -83,14 +83,14 @@ def in_header(data, dice):
 @pytest.mark.parametrize(
     ("name", "change", "commands", "count"),
     [
-        ("config.json", as_tree, RUNS, 80),
-        ("config.json", as_tree, PLANS, 160),
-        ("tokenizer.json", as_tree, [GPTQ, EVAL, GGUF], 24),
-        ("tokenizer_config.json", as_tree, [GPTQ, EVAL, GGUF], 24),
-        ("generation_config.json", as_tree, [RTN, GGUF], 16),
-        ("chat_template.jinja", damaged, [GPTQ, RTN], 16),
-        ("model.safetensors", in_header, PLANS, 100),
-        ("model.safetensors", damaged, RUNS, 32),
+        ("config.json", as_tree, RUNS, 40),
+        ("config.json", as_tree, PLANS, 80),
+        ("tokenizer.json", as_tree, [GPTQ, EVAL, GGUF], 12),
+        ("tokenizer_config.json", as_tree, [GPTQ, EVAL, GGUF], 12),
+        ("generation_config.json", as_tree, [RTN, GGUF], 8),
+        ("chat_template.jinja", damaged, [GPTQ, RTN], 8),
+        ("model.safetensors", in_header, PLANS, 48),
+        ("model.safetensors", damaged, RUNS, 16),
     ],
 )
 def test_models(attack, tiny_model_dir, name, change, commands, count):
@@ -139,7 +139,7 @@ def test_recipes(attack, tiny_model_dir, words):
             seconds=120,
         )
 
-    attack("recipes", [attempt(seed) for seed in range(24 if words == ["run"] else 100)])
+    attack("recipes", [attempt(seed) for seed in range(ROUNDS * (12 if words == ["run"] else 48))])
 
 
 def test_texts(attack, tiny_model_dir):
@@ -176,7 +176,7 @@ def test_texts(attack, tiny_model_dir):
             left=("ids.safetensors",),
         )
 
-    attack("texts", [attempt(seed) for seed in range(80)])
+    attack("texts", [attempt(seed) for seed in range(40 * ROUNDS)])
 
 
 def test_gguf_files(attack, tiny_model_dir, servers, tmp_path):
@@ -193,7 +193,7 @@ def test_gguf_files(attack, tiny_model_dir, servers, tmp_path):
             lambda place: (place / "in.gguf").write_bytes(damaged(whole[:half], rolls(seed)) + whole[half:]),
         )
 
-    attack("GGUF files", [attempt(seed) for seed in range(120)])
+    attack("GGUF files", [attempt(seed) for seed in range(60 * ROUNDS)])
 
 
 def test_outputs(attack, tiny_model_dir, servers, tmp_path):
@@ -222,7 +222,7 @@ def test_outputs(attack, tiny_model_dir, servers, tmp_path):
         words = lines[1] if name.startswith("work") else lines[seed // len(files) % 5]
         return Attempt(f"{words[0]} {name} {seed}", words, prepare, left=("made", "page.html"))
 
-    attack("outputs", [attempt(seed) for seed in range(80)])
+    attack("outputs", [attempt(seed) for seed in range(40 * ROUNDS)])
 
 
 LIMITS = {"RLIMIT_FSIZE": (0, 3_000_000), "RLIMIT_NOFILE": (3, 60)}
@@ -245,4 +245,4 @@ def test_resources(attack, tiny_model_dir, limit):
             limits={limit: draw.randrange(low, high)},
         )
 
-    attack(f"resources: {limit}", [attempt(seed) for seed in range(24)])
+    attack(f"resources: {limit}", [attempt(seed) for seed in range(12 * ROUNDS)])

@@ -41,7 +41,7 @@ def test_damaged_configs(inputs, hollow_model, tmp_path):
     fuzz(inputs, check)
 
 
-@pytest.mark.parametrize("inputs", [20, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("inputs", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_damaged_configs_in_transformers(inputs, hollow_model, tmp_path):
     """Fewer, and without a limit on memory: transformers imports a family's code when a config names it."""
     tracemalloc.stop()

@@ -23,8 +23,8 @@ VALUES = ['"gptq"', '"int4-g64-sym"', '"int9-g0-sym"', '"Linear"', '["re:["]', '
     ("format_", "inputs"),
     [
         ("compressed-tensors", 20),
-        pytest.param("compressed-tensors", 100, marks=pytest.mark.slow),
-        pytest.param("gptq", 100, marks=pytest.mark.slow),
+        pytest.param("compressed-tensors", 50, marks=pytest.mark.slow),
+        pytest.param("gptq", 50, marks=pytest.mark.slow),
     ],
 )
 def test_damaged_outputs(format_, inputs, random_model_dir, tmp_path, capsys):

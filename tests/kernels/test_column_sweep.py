@@ -71,18 +71,18 @@ def solved(weight, ready, grid, mask, by, **options):
 @pytest.mark.parametrize("name", GRIDS)
 def test_codes_are_those_of_the_plain_sweep_but_for_the_order_of_sums(name, masked):
     spec = GRIDS[name]
-    weight, ready = problem(48, 256)
+    weight, ready = problem(24, 256)
     grid = fit(weight, spec, importance=ready.cost)
     generator = torch.Generator().manual_seed(1)
-    keep = (torch.rand(256, 48, generator=generator) > 0.4).to(torch.float32)
+    keep = (torch.rand(256, 24, generator=generator) > 0.4).to(torch.float32)
     mask = FixedMask(keep) if masked else None
     by = sweeper()
     for kernel, plain in zip(
         solved(weight, ready, grid, mask, by), solved(weight, ready, grid, mask, None), strict=True
     ):
         levels = grid.levels(kernel.codes) - grid.levels(plain.codes)
-        # of 48 rows: where two levels are equally near, the order of sums decides, and the rest of the row follows
-        assert int((levels != 0).any(dim=1).sum()) <= 3
+        # of 24 rows: where two levels are equally near, the order of sums decides, and the rest of the row follows
+        assert int((levels != 0).any(dim=1).sum()) <= 2
         torch.testing.assert_close(
             row_loss(weight, kernel, ready.refiner.hessian).sum(),
             row_loss(weight, plain, ready.refiner.hessian).sum(),
@@ -196,7 +196,7 @@ def test_a_whole_run_goes_by_the_kernels(random_model_dir, tmp_path):
     by, found = sweeper(), {}
     for name, chosen in (("kernel", by), ("torch", None)):
         options = Options(out=tmp_path / name, threads=1, keep_work=True, device="cpu", compute_dtype="float32")
-        plan = make_plan(recipe, random_model_dir("llama"), options)
+        plan = make_plan(recipe, random_model_dir("llama", num_hidden_layers=1), options)
         run(plan, sweeper=chosen)
         found[name] = [load_file(file) for file in sorted(plan.work.glob("section-*.safetensors"))]
     assert by.launcher.launches
@@ -206,7 +206,7 @@ def test_a_whole_run_goes_by_the_kernels(random_model_dir, tmp_path):
         for key in theirs
         if key.endswith(".codes")
     }
-    assert len(differing) == 14
+    assert len(differing) == 7
     first = [share for key, share in differing.items() if "layer 0" in key and key.split(".")[-2][0] in "qkv"]
     assert len(first) == 3
     assert max(first) < 0.001

@@ -3,11 +3,14 @@
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import typer
+from typer.main import get_command
 
 from llmcompress import __version__
 from llmcompress.cli import console
@@ -70,6 +73,12 @@ def main() -> None:
     sys.exit(_flushed(code))
 
 
+@cache
+def parser() -> Callable[..., Any]:
+    """What reads command lines, once commands are registered; it takes longer to make than a short command does."""
+    return get_command(app)
+
+
 def _open_streams() -> None:
     """Put nothing in the place of streams that are closed: else a file would get their number, and what they print."""
     for number in range(3):
@@ -88,7 +97,7 @@ def _run() -> int:
     try:
         _refuse_empty(sys.argv[1:])
         _refuse_no_place()
-        code = app(standalone_mode=False)
+        code = parser()(standalone_mode=False)
     except LlmcompressError as error:
         return _failed(error)
     except KeyboardInterrupt:

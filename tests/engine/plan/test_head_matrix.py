@@ -16,16 +16,16 @@ from llmcompress.errors import LlmcompressError, PlanError, StoppedError
 from llmcompress.solve import row_blocks
 from llmcompress.validate.load import load_whole
 from llmcompress.validate.verify import passed, verify
-from tinyruns import LAYERS, after, compress, digest, recipe
+from tinyruns import FEW, after, compress, digest, recipe
 
 MORE = {"samples": 32, "length": 128}
 
 
 @pytest.fixture(scope="module")
-def untied(tmp_path_factory, tiny_model_dir):
-    """The tiny model with its embedding once more as a head of its own."""
+def untied(tmp_path_factory, shallow_model_dir):
+    """The shallow model with its embedding once more as a head of its own."""
     path = tmp_path_factory.mktemp("untied") / "model"
-    shutil.copytree(tiny_model_dir, path)
+    shutil.copytree(shallow_model_dir, path)
     tensors = load_file(path / "model.safetensors")
     (path / "model.safetensors").unlink()
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -73,7 +73,7 @@ def test_a_run_that_stops_before_the_head_goes_on_to_the_same_bytes(untied, tmp_
     made = recipe(head_bits=6)
     compress(untied, tmp_path / "whole", made)
     with pytest.raises(StoppedError):
-        compress(untied, tmp_path / "cut", made, stop=after(LAYERS))
+        compress(untied, tmp_path / "cut", made, stop=after(FEW))
     compress(untied, tmp_path / "cut", made)
     whole, cut = digest(tmp_path / "whole"), digest(tmp_path / "cut")
     assert whole["model.safetensors"] == cut["model.safetensors"]
@@ -101,19 +101,19 @@ def test_options_of_the_head_alone_go_by_its_name(untied, tmp_path):
 
 
 @pytest.mark.parametrize("format_", ["compressed-tensors", "gptq"])
-def test_a_head_that_is_the_embedding_is_refused_where_loaders_read_no_embedding(tiny_model_dir, tmp_path, format_):
+def test_a_head_that_is_the_embedding_is_refused_where_loaders_read_no_embedding(shallow_model_dir, tmp_path, format_):
     with pytest.raises(PlanError, match="read no codes of the head, which is the embedding") as error:
-        make_plan(recipe(format_=format_, head_bits=6), tiny_model_dir, Options(out=tmp_path / "out"))
+        make_plan(recipe(format_=format_, head_bits=6), shallow_model_dir, Options(out=tmp_path / "out"))
     assert "--format mlx" in error.value.hint
 
 
 @pytest.mark.parametrize("format_", ["dense", "mlx"])
-def test_a_head_that_is_the_embedding_is_rounded_once_by_both_losses(tiny_model_dir, untied, tmp_path, format_):
-    report = compress(tiny_model_dir, tmp_path / "tied", recipe(format_=format_, head_bits=3, calibration=MORE))
+def test_a_head_that_is_the_embedding_is_rounded_once_by_both_losses(shallow_model_dir, untied, tmp_path, format_):
+    report = compress(shallow_model_dir, tmp_path / "tied", recipe(format_=format_, head_bits=3, calibration=MORE))
     assert report["linears"][-1]["name"] == "model.embed_tokens"
-    assert passed(verify(tmp_path / "tied", source=tiny_model_dir))
+    assert passed(verify(tmp_path / "tied", source=shallow_model_dir))
     compress(untied, tmp_path / "alone", recipe(format_=format_, head_bits=3, calibration=MORE))
-    source = load_file(tiny_model_dir / "model.safetensors")["model.embed_tokens.weight"].to(torch.float64)
+    source = load_file(shallow_model_dir / "model.safetensors")["model.embed_tokens.weight"].to(torch.float64)
     both, alone = (load_whole(tmp_path / name, dtype=torch.float32, linear=None) for name in ("tied", "alone"))
     weight = both.get_input_embeddings().weight.detach().to(torch.float64)
     assert torch.equal(weight, both.get_output_embeddings().weight.detach().to(torch.float64))
@@ -153,9 +153,9 @@ def test_an_embedding_of_its_own_is_rounded_by_its_values(untied, tmp_path):
     assert (found - table).square().sum() < 0.97 * (covering - table).square().sum()
 
 
-def test_an_embedding_that_is_the_head_is_asked_for_as_the_head(tiny_model_dir, tmp_path):
+def test_an_embedding_that_is_the_head_is_asked_for_as_the_head(shallow_model_dir, tmp_path):
     with pytest.raises(PlanError, match="is its head too") as error:
-        make_plan(recipe(format_="mlx", embedding_bits=6), tiny_model_dir, Options(out=tmp_path / "out"))
+        make_plan(recipe(format_="mlx", embedding_bits=6), shallow_model_dir, Options(out=tmp_path / "out"))
     assert "--head-bits" in error.value.hint
 
 

@@ -12,7 +12,7 @@ from sizedmodels import WIDTHS, call, write
 TEXT = ("--samples", 20, "--length", 512)
 COMMANDS = {  # each with a number of threads
     "depth": (1, ["depth", "--drop", 1, "--keep-first", 0, *TEXT]),
-    "depth by kl": (1, ["depth", "--drop", 1, "--keep-first", 0, "--by", "kl", *TEXT]),
+    "depth by kl": (1, ["depth", "--drop", 1, "--keep-first", 0, "--by", "kl", "--samples", 4, "--length", 512]),
     "width": (1, ["width", "--ratio", 0.25, *TEXT]),
     "width by cost": (2, ["width", "--ratio", 0.25, "--by", "cost", *TEXT]),
     "lora": (2, ["lora", "--rank", 16, *TEXT]),
@@ -35,14 +35,15 @@ def models(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["small", "smollm2"])
 @pytest.mark.parametrize("what", COMMANDS)
-def test_the_estimate_is_within_a_tenth(models, tmp_path, name, what):
+def test_the_estimate_is_within_a_tenth(models, tmp_path, main, capsys, name, what):
     threads, (command, *options) = COMMANDS[what]
     model = models[name]
     rounded = model.with_name(f"{name}-rtn")
     taken = {"lora": [model, rounded], "recover": [rounded, "--ref", model]}
     given = [*taken.get(command, [model]), "-o", tmp_path / "out", *options]
     given += ["--threads", threads, "--calibration", model.with_suffix(".ids.safetensors")]
-    planned = json.loads(call(command, *given, "--dry-run").stdout)["memory_bytes"]
+    assert main(command, *given, "--dry-run", "--json") == 0
+    planned = json.loads(capsys.readouterr().out)["memory_bytes"]
     done = call(command, *given)
     assert done.returncode == 0, done.stderr
     assert planned == pytest.approx(json.loads(done.stdout)["peak_memory_bytes"], rel=0.1)

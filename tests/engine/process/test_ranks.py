@@ -96,8 +96,8 @@ def same_as_alone(tmp_path, arguments, size=2, name="out"):
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_dense_model_has_the_same_bytes(size, tiny_model_dir, tmp_path):
-    same_as_alone(tmp_path, ["gptq", tiny_model_dir, *GPTQ], size)
+def test_a_dense_model_has_the_same_bytes(size, shallow_model_dir, tmp_path):
+    same_as_alone(tmp_path, ["gptq", shallow_model_dir, *GPTQ], size)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("mixtral", marks=pytest.mark.slow)])
@@ -128,13 +128,13 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_every_kind_of_statistic_and_code_has_the_same_bytes(case, tiny_model_dir, tmp_path):
+def test_every_kind_of_statistic_and_code_has_the_same_bytes(case, shallow_model_dir, tmp_path):
     command, *options = CASES[case]
     if options:
-        arguments = [command, tiny_model_dir, *options]
+        arguments = [command, shallow_model_dir, *options]
     else:  # steps of a recipe
         (tmp_path / "recipe.yaml").write_text(f"calibration: {{samples: 6, length: 32}}\nsteps: [{command}]\n")
-        arguments = ["run", tmp_path / "recipe.yaml", tiny_model_dir, "--batch", 2]
+        arguments = ["run", tmp_path / "recipe.yaml", shallow_model_dir, "--batch", 2]
     same_as_alone(tmp_path, arguments)
 
 
@@ -149,13 +149,13 @@ def test_ranges_and_factors_of_experts_have_the_same_bytes(options, random_model
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [["--calibration", "default", *SMALL], ["--threads", 1]], ids=["text", "no text"])
-def test_gguf_files_have_the_same_bytes(options, tiny_model_dir, tmp_path):
-    same_as_alone(tmp_path, ["gguf", tiny_model_dir, "--type", "Q4_0", *options], name="out.gguf")
+def test_gguf_files_have_the_same_bytes(options, shallow_model_dir, tmp_path):
+    same_as_alone(tmp_path, ["gguf", shallow_model_dir, "--type", "Q4_0", *options], name="out.gguf")
 
 
 @pytest.mark.slow
-def test_threads_and_ranks_together_have_the_same_bytes(tiny_model_dir, tmp_path):
-    arguments = ["gptq", tiny_model_dir, *GPTQ[:-1]]
+def test_threads_and_ranks_together_have_the_same_bytes(shallow_model_dir, tmp_path):
+    arguments = ["gptq", shallow_model_dir, *GPTQ[:-1]]
     for count, threads in ((1, 1), (2, 2)):
         place = tmp_path / f"out-{count}"
         started = Started(tmp_path, [*arguments, threads, "-o", place], count)
@@ -164,12 +164,12 @@ def test_threads_and_ranks_together_have_the_same_bytes(tiny_model_dir, tmp_path
 
 
 @pytest.mark.slow
-def test_kept_statistics_are_those_of_one_process(tiny_model_dir, tmp_path):
+def test_kept_statistics_are_those_of_one_process(shallow_model_dir, tmp_path):
     for size in (1, 2):
         store = ["--stats", tmp_path / f"store-{size}"]
         for name, command in (("first", GPTQ), ("second", [*GPTQ, "--bits", 8])):  # the second goes by the first's
             started = Started(
-                tmp_path, ["gptq", tiny_model_dir, *command, *store, "-o", tmp_path / name / str(size)], size
+                tmp_path, ["gptq", shallow_model_dir, *command, *store, "-o", tmp_path / name / str(size)], size
             )
             assert started.end() == [0] * size, started.said
     for name in ("first/1", "second/1", "store-1"):

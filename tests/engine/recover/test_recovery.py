@@ -63,13 +63,13 @@ def test_codes_stay_and_predictions_come_nearer(name, model, tmp_path):
     assert recipe == (out / "llmcompress.yaml").read_bytes()
 
 
-def test_other_windows_come_nearer_as_well(tiny_model_dir, tmp_path):
+def test_other_windows_come_nearer_as_well(shallow_model_dir, tmp_path):
     """On the shipped evaluation text, which nothing was fitted to; the model and its tokenizer are real."""
-    out = compressed(tiny_model_dir, tmp_path / "out", {"method": "gptq", "bits": 3, "group_size": 64})
-    recovered(out, tiny_model_dir, tmp_path / "to", "default", steps=32, length=128)
+    out = compressed(shallow_model_dir, tmp_path / "out", {"method": "gptq", "bits": 3, "group_size": 64})
+    recovered(out, shallow_model_dir, tmp_path / "to", "default", steps=32, length=64)
 
     def kl(path):
-        request = Request(path, tiny_model_dir, "default", 64, 16, 4, "cpu", "float32")
+        request = Request(path, shallow_model_dir, "default", 64, 8, 4, "cpu", "float32")
         return evaluate_paths(request, lambda done, of: None)["kl"]
 
     assert kl(tmp_path / "to") < 0.95 * kl(out)
