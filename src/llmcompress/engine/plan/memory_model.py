@@ -19,7 +19,8 @@ HEAD_TOKENS = 128  # tokens of which all logits, and a few tensors as large, are
 WITH_MODEL = 286_000_000  # fitted: Python with torch and transformers' model code, without the files of libraries
 WITHOUT_MODEL = 272_000_000  # fitted: the same for a run that builds no model
 WITH_GGUF = 26_000_000  # fitted: more with the gguf package and a vocabulary
-ALGEBRA = 26_000_000  # fitted: more once a matrix is factorised
+ALGEBRA = 26_000_000  # fitted: more once a run factorises a matrix
+FLOAT32_ALGEBRA = 12_000_000  # fitted: the same where that is done in float32 alone
 EXPERT_PRODUCTS = 50_000_000  # fitted: code that torch keeps for the numbers of rows that come to experts
 PER_THREAD = 24_000_000  # fitted: buffers that torch's libraries keep for each thread but the first
 WITH_CUDA = 2_500_000_000  # assumed: what CUDA's libraries and driver take of main memory
@@ -80,10 +81,10 @@ def _on(device: Device, terms: Iterable[Term]) -> int:
     return sum(term.nbytes for term in terms if term.device == device)
 
 
-def process(threads: int, algebra: bool) -> list[Term]:
-    """A process that runs text through a model. algebra: whether it factorises matrices."""
+def process(threads: int, algebra: int) -> list[Term]:
+    """A process that runs text through a model. algebra: bytes that it takes because it factorises matrices."""
     buffers = Term("buffers of threads", PER_THREAD * (threads - 1))
-    return [Term("interpreter", WITH_MODEL), buffers, Term("linear algebra", ALGEBRA * algebra)]
+    return [Term("interpreter", WITH_MODEL), buffers, Term("linear algebra", algebra)]
 
 
 def entering(tokens: int, hidden: int, item: int) -> Term:

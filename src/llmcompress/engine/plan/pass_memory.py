@@ -75,7 +75,7 @@ def depth_memory(sizes: ModelSizes, resources: Resources, compared: bool) -> Mem
     if compared:
         logits = Term("logits", memory.LOGIT_DIVERGENCE * memory.HEAD_TOKENS * sizes.vocabulary)
         phases.append(Phase("head", [sizes.head(resources.dtype), logits]))
-    return MemoryModel(memory.process(resources.threads, algebra=False), phases)
+    return MemoryModel(memory.process(resources.threads, 0), phases)
 
 
 def width_memory(sizes: ModelSizes, resources: Resources, inner: int, width: int, inverse: bool) -> MemoryModel:
@@ -91,7 +91,7 @@ def width_memory(sizes: ModelSizes, resources: Resources, inner: int, width: int
         begun = [_loaded(layer, resources), gram, Term("matrix, twice", 8 * out * inner)]
         phases.append(Phase("running", [gram, *sizes.running(layer, resources)]))
         phases += [Phase(name, [*begun, Term("at work", nbytes)]) for name, nbytes in solving.items()]
-    return MemoryModel(memory.process(resources.threads, algebra=True), phases)
+    return MemoryModel(memory.process(resources.threads, memory.FLOAT32_ALGEBRA), phases)
 
 
 def lora_memory(sizes: ModelSizes, resources: Resources, by_outputs: bool) -> MemoryModel:
@@ -106,7 +106,7 @@ def lora_memory(sizes: ModelSizes, resources: Resources, by_outputs: bool) -> Me
             phases.append(Phase("solving", [*loaded, *gram, Term("matrices at work", sum(solved))]))
             if by_outputs:
                 phases.append(Phase("running", [*gram, *sizes.running(layer, resources)]))
-    return MemoryModel(memory.process(resources.threads, algebra=True), phases)
+    return MemoryModel(memory.process(resources.threads, memory.FLOAT32_ALGEBRA), phases)
 
 
 def fit_memory(sizes: ModelSizes, resources: Resources, compensated: bool, sampled: int) -> MemoryModel:
@@ -126,7 +126,7 @@ def fit_memory(sizes: ModelSizes, resources: Resources, compensated: bool, sampl
         phases.append(Phase("backward", [*kept, loaded, gradients, Term("values of windows", values * shares)]))
         if compensated:
             phases.append(Phase("rounding", [*kept, *_rounding(layer, sampled * shares)]))
-    return MemoryModel(memory.process(resources.threads, algebra=True), phases)
+    return MemoryModel(memory.process(resources.threads, memory.ALGEBRA), phases)
 
 
 def recover_memory(sizes: ModelSizes, resources: Resources, at_once: int) -> MemoryModel:
@@ -149,7 +149,7 @@ def recover_memory(sizes: ModelSizes, resources: Resources, at_once: int) -> Mem
         decoded = Term("matrix being decoded", memory.BEING_DECODED * largest)
         phases.append(Phase("reading", [*kept, loaded, decoded]))
         phases.append(Phase("backward", [*kept, loaded, gradients, Term("values of windows", values * shares)]))
-    return MemoryModel(memory.process(threads, algebra=False), phases)
+    return MemoryModel(memory.process(threads, 0), phases)
 
 
 def _loaded(layer: Layer, resources: Resources) -> Term:
