@@ -6,7 +6,7 @@ import shutil
 import zipfile
 
 import pytest
-from attempts import LONG, ROUNDS, Attempt
+from attempts import LONG, Attempt, in_turn
 
 pytestmark = pytest.mark.slow
 
@@ -102,13 +102,6 @@ def endless(place, name, begin=b""):
     os.truncate(file, 40 << 30)
 
 
-def in_turn(changes, commands, count):
-    """Each change with some of the commands, or with all where attempts may take long."""
-    for number, name in enumerate(changes):
-        shifted = commands[number % len(commands) :] + commands[: number % len(commands)]
-        yield name, shifted if ROUNDS > 1 else shifted[:count]
-
-
 def attempts(model, name, change, commands):
     """change: called with the folder, in which the model lies."""
 
@@ -141,15 +134,16 @@ def entries(name, changes):
 
 def test_tokenizers(attack, tiny_model_dir):
     attack("bombs in tokenizers", [
-        attempt for name, commands in in_turn(TOKENIZERS, READING, 2)
-        for attempt in attempts(tiny_model_dir, name, entries("tokenizer.json", TOKENIZERS[name]), commands)
+        attempt for number, (name, changes) in enumerate(TOKENIZERS.items())
+        for attempt in attempts(tiny_model_dir, name, entries("tokenizer.json", changes), in_turn(READING, number, 2))
     ])  # fmt: skip
 
 
 def test_configs(attack, tiny_model_dir):
     attack("bombs in configs", [
-        attempt for name, commands in in_turn(CONFIGS, ["plan", "eval", "rtn"], 2)
-        for attempt in attempts(tiny_model_dir, name, entries("config.json", CONFIGS[name]), commands)
+        attempt for number, (name, changes) in enumerate(CONFIGS.items())
+        for attempt in attempts(tiny_model_dir, name, entries("config.json", changes),
+                                in_turn(["plan", "eval", "rtn"], number))
     ])  # fmt: skip
 
 

@@ -5,7 +5,7 @@ import shutil
 from functools import partial
 
 import pytest
-from attempts import LONG, Attempt
+from attempts import LONG, Attempt, in_turn
 from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.slow
@@ -101,8 +101,8 @@ def test_numbers_of_a_config(attack, tiny_model_dir):
         "numbers of a config",
         [
             attempt(f"{how} {config}", CALIBRATED[how], ({}, config), tiny_model_dir, *TEXT)
-            for config in configs
-            for how in ("gptq", "width")
+            for number, config in enumerate(configs)
+            for how in in_turn(("gptq", "width"), number)
         ],
     )
 
@@ -111,9 +111,9 @@ def test_no_gate_passes_on_nothing(attack, tiny_model_dir):
     window = ["--length", 16, "--windows", 2, "-q"]
     gates = [f"{figure} {operator} {bound}" for figure in ("kl", "top1", "tv", "kl_max", "ref_perplexity")
              for operator in (">", "<", ">=", "<=") for bound in (-1e9, 1e9)]  # fmt: skip
-    attempts = []
-    for subject, reference in (("model", tiny_model_dir), (tiny_model_dir, "model"), ("model", "model")):
-        for number, gate in enumerate(gates):
+    attempts, pairs = [], [("model", tiny_model_dir), (tiny_model_dir, "model"), ("model", "model")]
+    for number, gate in enumerate(gates):
+        for subject, reference in in_turn(pairs, number):
             factors = {("model.norm", "embed_tokens")[number % 2]: float("nan")}
             words = ["eval", subject, "--ref", reference, *window, "--fail-if", gate, "--json"]
             prepare = partial(changed, (factors, {}), tiny_model_dir)
