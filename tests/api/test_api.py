@@ -260,8 +260,8 @@ def test_several_processes_are_for_the_command_line(monkeypatch, tiny_model_dir)
         llmcompress.compress(tiny_model_dir, "rtn-w8")
 
 
-def test_types_of_gguf_fit_a_size(tiny_model_dir, tmp_path):
-    fitted = llmcompress.fit(tiny_model_dir, method="gguf", bpw=6, calibration="default", **SHORT)
-    result = llmcompress.compress(tiny_model_dir, fitted.recipe, tmp_path / "model.gguf")
-    assert result.nbytes < Path(tiny_model_dir, "model.safetensors").stat().st_size * 7 / 16
+def test_types_of_gguf_fit_a_size(shallow_model_dir, tmp_path):
+    fitted = llmcompress.fit(shallow_model_dir, method="gguf", bpw=6, calibration="default", **SHORT)
+    result = llmcompress.compress(shallow_model_dir, fitted.recipe, tmp_path / "model.gguf")
+    assert result.nbytes < Path(shallow_model_dir, "model.safetensors").stat().st_size * 7 / 16
     assert [entry.kind for entry in fitted.ledger] == ["budget"]

@@ -4,7 +4,7 @@ import os
 import shutil
 
 import pytest
-from attempts import Attempt
+from attempts import Attempt, in_turn
 
 pytestmark = pytest.mark.slow
 
@@ -54,12 +54,14 @@ def attempt(kind, label, model, **more):
 
 def test_closed_streams(attack, tiny_model_dir):
     attack("closed streams", [
-        attempt(f"closed {closed}", label, tiny_model_dir, closed=closed) for closed in CLOSED for label in COMMANDS
+        attempt(f"closed {closed}", label, tiny_model_dir, closed=closed)
+        for number, closed in enumerate(CLOSED) for label in in_turn([*COMMANDS], number, 4)
     ])  # fmt: skip
 
 
 def test_environments(attack, tiny_model_dir):
     attack("environments", [
         attempt(name, label, tiny_model_dir, environment=variables)
-        for name, variables in ENVIRONMENTS.items() for label in ("rtn", "gptq", "plan", "refused", "inspect", "log")
+        for number, (name, variables) in enumerate(ENVIRONMENTS.items())
+        for label in in_turn(("rtn", "gptq", "plan", "refused", "inspect", "log"), number, 3)
     ])  # fmt: skip
