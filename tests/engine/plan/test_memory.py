@@ -11,18 +11,21 @@ from sizedmodels import WIDTHS, call, write
 IDS = "token ids of the model"
 CALIBRATED = ["--calibration", IDS, "--samples", "20", "--length", "512"]
 GROUPS = ["--group-size", "64", *CALIBRATED]
-SMALLER, LARGER, ALL = ("small", "smollm2"), ("smollm2", "wide"), tuple(WIDTHS)
 RECIPES = {  # each with the models that it is run on, and a number of threads
-    "gptq": (ALL, 2, ["gptq", *GROUPS]),
-    "symmetric calibration, 3 bits": (ALL, 1, ["gptq", *GROUPS, "--bits", 3, "--qep-alpha", 0, "--format", "gptq"]),
-    "plain, group order": (SMALLER, 2, ["gptq", *GROUPS, "--descent", 0, "--actorder", "group", "--format", "gptq"]),
-    "rtn": (SMALLER, 1, ["rtn", *GROUPS]),
-    "rtn by outputs, awq": (LARGER, 1, ["rtn", *GROUPS, "--clip", "output", "--asym", "--format", "awq"]),
-    "rtn, scales of keys and values": (SMALLER, 1, ["rtn", *GROUPS, "--kv-cache", "fp8"]),
-    "awq": (LARGER, 2, ["awq", *GROUPS]),
-    "rotate": (LARGER, 1, ["rotate"]),
-    "gguf": (SMALLER, 2, ["gguf", "--type", "Q4_K_M"]),
-    "gguf, calibrated": (ALL, 2, ["gguf", "--type", "Q4_K_M", *CALIBRATED]),
+    "gptq": (WIDTHS, 2, ["gptq", *GROUPS]),
+    "symmetric calibration, 3 bits": (
+        ("smollm2", "wide"),
+        1,
+        ["gptq", *GROUPS, "--bits", 3, "--qep-alpha", 0, "--format", "gptq"],
+    ),
+    "plain, group order": (["small"], 2, ["gptq", *GROUPS, "--descent", 0, "--actorder", "group", "--format", "gptq"]),
+    "rtn": (["small"], 1, ["rtn", *GROUPS]),
+    "rtn by outputs, awq": (["smollm2"], 1, ["rtn", *GROUPS, "--clip", "output", "--asym", "--format", "awq"]),
+    "rtn, scales of keys and values": (["small"], 1, ["rtn", *GROUPS, "--kv-cache", "fp8"]),
+    "awq": (["smollm2"], 2, ["awq", *GROUPS]),
+    "rotate": (["smollm2"], 1, ["rotate"]),
+    "gguf": (["small"], 2, ["gguf", "--type", "Q4_K_M"]),
+    "gguf, calibrated": (["small", "wide"], 2, ["gguf", "--type", "Q4_K_M", *CALIBRATED]),
 }
 KINDS = ("*.safetensors", "*.safetensors.index.json", "*.gguf")
 
