@@ -123,7 +123,7 @@ def _what_went_well_is_tried_once() -> Iterator[None]:
     """Work on the same input is tried once in a forked process: forking is a fifth of what a small run takes."""
     from importlib import import_module
 
-    from fingerprints import UnknownError, fingerprint
+    from fingerprints import fingerprint
 
     done: set[str] = set()
 
@@ -131,7 +131,7 @@ def _what_went_well_is_tried_once() -> Iterator[None]:
         def tried(work: Callable[[], object], *others: Any) -> None:
             try:
                 key = fingerprint(work)
-            except UnknownError:
+            except Exception:  # of whatever is no usable config or file
                 return probe(work, *others)
             if key not in done:
                 probe(work, *others)

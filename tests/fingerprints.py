@@ -8,14 +8,11 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
-
-
-class UnknownError(Exception):
-    """A value of which nobody can say whether it is the same."""
+from transformers import PreTrainedConfig
 
 
 def fingerprint(value: Any) -> str:
-    """The same text for what is the same; UnknownError where that cannot be said."""
+    """The same text for what is the same; TypeError where that cannot be said."""
     if value is None or isinstance(
         value, bool | int | float | str | bytes | torch.dtype | torch.Size | type | ModuleType
     ):
@@ -36,12 +33,12 @@ def fingerprint(value: Any) -> str:
         return f"{type(value)}{sorted(map(fingerprint, value))}"
     if isinstance(value, list | tuple):
         return f"{type(value)}{[fingerprint(item) for item in value]}"
+    if isinstance(value, PreTrainedConfig):
+        return f"{type(value)}{value.to_json_string(use_diff=False)}"
     if dataclasses.is_dataclass(value):
         parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return f"{type(value)}{fingerprint(parts)}"
-    if hasattr(value, "to_json_string"):  # a config of transformers
-        return f"{type(value)}{value.to_json_string(use_diff=False)}"
-    raise UnknownError(type(value))
+    raise TypeError(f"whether a {type(value)} is the same cannot be said")
 
 
 def _state(file: Path) -> object:
