@@ -5,7 +5,7 @@ import os
 import shutil
 
 import pytest
-from attempts import Attempt
+from attempts import ROUNDS, Attempt
 
 from corruptions import corruptions
 from resealed import reseal, seal
@@ -77,4 +77,4 @@ def test_hostile_outputs(attack, made, tiny_model_dir):
     ]
     names = [name for name, _ in hostile(made / "out")]
     attempts += [attempt(name, "out", ["copy"], lambda copy, name=name: dict(hostile(copy))[name]()) for name in names]
-    attack("verify", attempts)
+    attack("verify", attempts[:: 2 if ROUNDS == 1 else 1])

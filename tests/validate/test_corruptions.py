@@ -21,7 +21,7 @@ SCALED = {"method": "rtn", "bits": 8, "group_size": -1, "activations": "int8-ten
 SINGLE = "model.gguf"
 OF_SOURCE = ("source", "bound")  # beginnings of the names of checks that need the source
 SHORT = {"samples": 4, "length": 32}
-EVERY = 1 if int(os.environ.get("LLMCOMPRESS_ATTACK_ROUNDS", "1")) > 1 else 4  # of which corruption is planted
+EVERY = 1 if int(os.environ.get("LLMCOMPRESS_ATTACK_ROUNDS", "1")) > 1 else 6  # of which corruption is planted
 
 
 def made(steps, format_="compressed-tensors", **output):
