@@ -35,6 +35,7 @@ SAMPLES, LENGTH = 6, 32
 GPTQ = ["--bits", 4, "--group-size", 64, "--samples", SAMPLES, "--length", LENGTH, "--batch", 2]
 KILLED = -signal.SIGKILL
 STOPPED = 75
+EVERY = 1 if int(os.environ.get("LLMCOMPRESS_ATTACK_ROUNDS", "1")) > 1 else 3  # of which change a run is killed before
 REFERENCE = os.environ.get("LLMCOMPRESS_REFERENCE_MODEL")
 
 
@@ -287,8 +288,8 @@ def test_a_kill_while_a_work_directory_is_begun_changes_nothing(random_model_dir
 
 @pytest.mark.slow
 def test_a_kill_before_any_change_to_a_file_changes_nothing(random_model_dir, ids, tmp_path):
-    died, failed = die_before(random_model_dir, ids, tmp_path, range(1000))
-    assert died > 30
+    died, failed = die_before(random_model_dir, ids, tmp_path, range(0, 1000, EVERY))
+    assert died > 30 / EVERY
     assert failed == {}
 
 
