@@ -13,9 +13,11 @@ bin="$PWD/$environment/bin"
 "$bin/python" -m pip install --quiet --constraint constraints.txt torch
 "$bin/python" -m pip install --quiet --constraint constraints.txt --editable '.[test,interop,dev,docs]' nvidia-cuda-nvrtc
 
+bash scripts/interop/gptqmodel_env.sh &
+other=$!
+bash scripts/interop/lm_eval_env.sh
 "$bin/ruff" format --check .
 "$bin/ruff" check .
 "$bin/mypy"
-bash scripts/interop/gptqmodel_env.sh
-bash scripts/interop/lm_eval_env.sh
+wait "$other"
 "$bin/pytest" -n 2 -q -m ''

@@ -1,4 +1,4 @@
-"""The table of docs/models.md: every other model type is planned as it says, and some are run."""
+"""The table of docs/models.md: every fourth model type is planned as it says, and some are run."""
 
 import json
 import subprocess
@@ -43,11 +43,11 @@ def test_the_table_has_every_type_and_counts_what_it_says():
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_plans_say_what_the_table_says(part, tmp_path):
-    """Plans of gptq for every other type, the others for every twelfth."""
+    """Plans of gptq for every fourth type, the others for some of them."""
     rows, found = told(), {}
-    for number, (kind, model) in enumerate(zoo(tmp_path / "zoo", known_types()[part :: 2 * PARTS])):
+    for number, (kind, model) in enumerate(zoo(tmp_path / "zoo", known_types()[part :: 4 * PARTS])):
         for column, words in models.PLANNED.items():
-            if column != "gptq" and number % 6 != part:
+            if column != "gptq" and number != part:
                 continue
             code, out, _ = models.command(tmp_path, words[0], model, *words[1:], "--dry-run", "--json")
             found[kind, column] = code

@@ -14,7 +14,7 @@ GROUPS = ["--group-size", "64", *CALIBRATED]
 RECIPES = {  # each with the models that it is run on, and a number of threads
     "gptq": (WIDTHS, 2, ["gptq", *GROUPS]),
     "symmetric calibration, 3 bits": (
-        ("smollm2", "wide"),
+        ["smollm2"],
         1,
         ["gptq", *GROUPS, "--bits", 3, "--qep-alpha", 0, "--format", "gptq"],
     ),
