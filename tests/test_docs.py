@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import typer
 import yaml
 
-from llmcompress.cli.app import app
-from llmcompress.cli.commands import register
+from llmcompress.cli.app import parser
 from llmcompress.cli.log import log
 from llmcompress.grids.grid_type import spec_named
 from llmcompress.grids.integer import IntegerGrid
@@ -36,9 +34,7 @@ def commands(text):
 
 def understood(words):
     """The innermost command's context, its options read and checked; as the program itself does it."""
-    if not app.registered_commands:
-        register(app)
-    command, context = typer.main.get_command(app), None
+    command, context = parser(), None
     try:
         while True:
             context = command.make_context(words[0] if words else "", list(words), parent=context)

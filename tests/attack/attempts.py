@@ -26,22 +26,16 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-ROUNDS = int(os.environ.get("LLMCOMPRESS_ATTACK_ROUNDS", "1"))  # of the cheap attempts
+from rounds import ROUNDS
+
 LONG = pytest.mark.skipif(ROUNDS < 2, reason="takes long: set LLMCOMPRESS_ATTACK_ROUNDS to 2 or more")
 CODES = frozenset({0, 1, 2, 3})
 SECONDS = 60.0  # after which an attempt is killed, and counts as broken
 MEMORY = 600_000_000  # bytes that the process may hold beyond what it held at its start
 _LONGEST = 6_000  # characters on stderr
-
-
-def in_turn(values: Sequence[Any], number: int, count: int = 1) -> Sequence[Any]:
-    """Of what could meet attempt `number` a few, each in its turn; all where attempts may take long."""
-    at = number % len(values)
-    return values if ROUNDS > 1 else [*values[at:], *values[:at]][:count]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 
 def preload() -> None:
-    """Import what commands import when they run, register the commands, and make what reads their words."""
+    """Import what commands import when they run, and make what reads their words."""
     import gguf  # noqa: F401
     import torch
     from transformers.models.auto import modeling_auto, tokenization_auto  # noqa: F401
@@ -26,10 +26,9 @@ def preload() -> None:
     import llmcompress.validate.gguf_verify
     import llmcompress.validate.session
     import llmcompress.validate.verify  # noqa: F401
-    from llmcompress.cli import app, commands
+    from llmcompress.cli import app
 
     torch.set_num_threads(1)
-    app.SHARED.update(commands.register(app.app))
     app.parser()
 
 

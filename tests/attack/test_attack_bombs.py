@@ -6,7 +6,9 @@ import shutil
 import zipfile
 
 import pytest
-from attempts import LONG, Attempt, in_turn
+from attempts import LONG, Attempt
+
+from rounds import in_turn
 
 pytestmark = pytest.mark.slow
 

@@ -11,9 +11,10 @@ import shutil
 import struct
 
 import pytest
-from attempts import ROUNDS, Attempt
+from attempts import Attempt
 
 from mutations import Dice, damaged, mutated
+from rounds import ROUNDS
 
 pytestmark = pytest.mark.slow
 

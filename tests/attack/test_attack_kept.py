@@ -6,8 +6,10 @@ import shutil
 from functools import partial
 
 import pytest
-from attempts import LONG, ROUNDS
+from attempts import LONG
 from trials import SHORT, digest, make
+
+from rounds import ROUNDS
 
 pytestmark = [pytest.mark.slow, LONG]
 

@@ -11,8 +11,10 @@ from contextlib import suppress
 from functools import partial
 
 import pytest
-from attempts import LONG, ROUNDS
+from attempts import LONG
 from trials import COMMANDS, SHORT, digest, left, make, orderly
+
+from rounds import ROUNDS
 
 pytestmark = [pytest.mark.slow, LONG]
 

@@ -5,8 +5,10 @@ import shutil
 from functools import partial
 
 import pytest
-from attempts import LONG, Attempt, in_turn
+from attempts import LONG, Attempt
 from safetensors.torch import load_file, save_file
+
+from rounds import in_turn
 
 pytestmark = pytest.mark.slow
 

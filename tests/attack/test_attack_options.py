@@ -4,11 +4,10 @@ import random
 import shutil
 
 import pytest
-import typer
-from attempts import CODES, ROUNDS, Attempt
+from attempts import CODES, Attempt
 
-from llmcompress.cli.app import app
-from llmcompress.cli.commands import register
+from llmcompress.cli.app import parser
+from rounds import thinned
 
 pytestmark = pytest.mark.slow
 
@@ -29,9 +28,7 @@ _NEEDED = {
 
 def commands():
     """Every command: its words, and its parameters as Typer knows them."""
-    if not app.registered_commands:
-        register(app)
-    waiting = [((), typer.main.get_command(app))]
+    waiting = [((), parser())]
     while waiting:
         words, command = waiting.pop()
         if hasattr(command, "commands"):
@@ -95,4 +92,4 @@ def attempts(stage):
 
 
 def test_options(attack, stage):
-    attack("options", list(attempts(stage))[:: 3 if ROUNDS == 1 else 1])  # commands share most options
+    attack("options", thinned(list(attempts(stage)), 3))  # commands share most options

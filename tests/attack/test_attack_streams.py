@@ -4,7 +4,9 @@ import os
 import shutil
 
 import pytest
-from attempts import Attempt, in_turn
+from attempts import Attempt
+
+from rounds import in_turn
 
 pytestmark = pytest.mark.slow
 

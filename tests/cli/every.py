@@ -3,17 +3,12 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-import typer
-
-from llmcompress.cli.app import app
-from llmcompress.cli.commands import register
+from llmcompress.cli.app import parser
 
 
 def all_commands() -> dict[tuple[str, ...], set[str]]:
     """Every command by the words that call it, with its options (`--json`, `--output`, ...)."""
-    if not app.registered_commands:
-        register(app)
-    return dict(_below((), typer.main.get_command(app)))
+    return dict(_below((), parser()))
 
 
 def _below(words: tuple[str, ...], command) -> Iterator[tuple[tuple[str, ...], set[str]]]:

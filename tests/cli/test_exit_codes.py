@@ -13,7 +13,7 @@ import pytest
 
 from forkserver import call
 from llmcompress import errors
-from llmcompress.cli.app import app
+from llmcompress.cli.app import parser
 
 DOCS = Path(__file__).parents[2] / "docs" / "ci.md"
 COMMAND = [sys.executable, "-m", "llmcompress"]
@@ -110,14 +110,13 @@ NUMBERS_CHECKED_LATER = {"--bpw", "--kl", "--shard-size", "--split-max-size"}  #
 
 def numeric_options():
     """Every numeric option of a command that no recipe holds: (command, option, lowest, highest)."""
-    import typer
     from every import all_commands
 
     from test_recipe import options_of_recipes
 
     recipes = {name for _, name, _ in options_of_recipes()} | {"bits", "kv_bits"}  # these two are one of some numbers
     commands = all_commands()
-    whole = typer.main.get_command(app)
+    whole = parser()
     for words in commands:
         command = whole
         for word in words:

@@ -29,13 +29,14 @@ from llmcompress.engine.plan.run_options import Options
 from llmcompress.errors import PlanError
 from llmcompress.recipe import parse
 from llmcompress.store.staging import Staging
+from rounds import ROUNDS
 
 LAYERS = 4
 SAMPLES, LENGTH = 6, 32
 GPTQ = ["--bits", 4, "--group-size", 64, "--samples", SAMPLES, "--length", LENGTH, "--batch", 2]
 KILLED = -signal.SIGKILL
 STOPPED = 75
-EVERY = 1 if int(os.environ.get("LLMCOMPRESS_ATTACK_ROUNDS", "1")) > 1 else 5  # of which change a run is killed before
+EVERY = 1 if ROUNDS > 1 else 5  # of which change a run is killed before
 REFERENCE = os.environ.get("LLMCOMPRESS_REFERENCE_MODEL")
 
 

@@ -3,7 +3,6 @@
 Every cell is an output copied, damaged in one way, and read again. What is told only as a warning counts as missed.
 """
 
-import os
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -14,6 +13,7 @@ from corruptions import corruptions
 from llmcompress.api.structure import prune_depth, prune_width, repair_lora
 from llmcompress.api.verification import verify
 from llmcompress.errors import LlmcompressError
+from rounds import ROUNDS
 from tinyruns import compress, steps_recipe
 
 RTN = {"method": "rtn", "bits": 4, "group_size": 32}
@@ -21,7 +21,7 @@ SCALED = {"method": "rtn", "bits": 8, "group_size": -1, "activations": "int8-ten
 SINGLE = "model.gguf"
 OF_SOURCE = ("source", "bound")  # beginnings of the names of checks that need the source
 SHORT = {"samples": 4, "length": 32}
-EVERY = 1 if int(os.environ.get("LLMCOMPRESS_ATTACK_ROUNDS", "1")) > 1 else 6  # of which corruption is planted
+EVERY = 1 if ROUNDS > 1 else 6  # of which corruption is planted
 
 
 def made(steps, format_="compressed-tensors", **output):

@@ -3,7 +3,7 @@
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import pairwise
@@ -61,10 +61,7 @@ def options(
 def main() -> None:
     """Entry point: run the command, turn errors into one line and an exit code."""
     _open_streams()
-    from llmcompress.cli import commands
-
-    if not app.registered_commands:
-        SHARED.update(commands.register(app))
+    parser()
     try:
         code = _run()
     finally:
@@ -74,8 +71,11 @@ def main() -> None:
 
 
 @cache
-def parser() -> Callable[..., Any]:
-    """What reads command lines, once commands are registered; it takes longer to make than a short command does."""
+def parser() -> Any:
+    """What reads command lines, with every command registered; making it takes longer than a short command does."""
+    from llmcompress.cli import commands
+
+    SHARED.update(commands.register(app))
     return get_command(app)
 
 

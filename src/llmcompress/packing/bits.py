@@ -12,7 +12,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-_CHUNK = 1 << 20  # codes packed at once: the temporaries take some bytes for each
+_CHUNK = 1 << 20  # codes packed at once, whose temporaries take up to four bytes each
 
 
 def words_for(count: int, bits: int) -> int:

@@ -38,18 +38,14 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture
-def planned_memory(main, capsys):
-    """planned_memory(*arguments): bytes; in this process, as one of its own takes longer than the runs of some."""
+def plan(main, capsys):
+    """plan(*arguments): in this process, as one of its own takes longer than the runs of some."""
 
-    def plan(*arguments):
-        return plan_of(main, capsys, *arguments)["memory_bytes"]
+    def made(*arguments):
+        assert main("plan", *arguments, "--json") == 0
+        return json.loads(capsys.readouterr().out)
 
-    return plan
-
-
-def plan_of(main, capsys, *arguments):
-    assert main("plan", *arguments, "--json") == 0
-    return json.loads(capsys.readouterr().out)
+    return made
 
 
 def arguments_for(model, recipe, *more):
@@ -59,10 +55,10 @@ def arguments_for(model, recipe, *more):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "name"), [(recipe, name) for recipe in RECIPES for name in RECIPES[recipe][0]])
-def test_peak_memory_is_within_a_tenth_of_the_plan(models, tmp_path, main, capsys, name, recipe):
+def test_peak_memory_is_within_a_tenth_of_the_plan(models, tmp_path, plan, name, recipe):
     _, threads, command = RECIPES[recipe]
     arguments = arguments_for(models[name], command, "--threads", threads, "-o", tmp_path / "out")
-    expected = plan_of(main, capsys, *arguments)
+    expected = plan(*arguments)
     done = call(*arguments)
     assert done.returncode == 0, done.stderr
     measured = json.loads(done.stdout)["peak_memory_bytes"]
@@ -73,13 +69,13 @@ def test_peak_memory_is_within_a_tenth_of_the_plan(models, tmp_path, main, capsy
 
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_head_of_many_rows_takes_little_more_than_itself(tmp_path, planned_memory, threads):
+def test_a_head_of_many_rows_takes_little_more_than_itself(tmp_path, plan, threads):
     hidden, inner, heads, pairs, _ = WIDTHS["small"]
     rows = 131072
     model = write(tmp_path / "tall", hidden, inner, heads, pairs, rows, tied=False)
     head = ["--head-bits", "6", "--threads", threads, "-o", tmp_path / "out"]
     arguments = arguments_for(model, ["gptq", *GROUPS], *head)
-    planned = planned_memory(*arguments)
+    planned = plan(*arguments)["memory_bytes"]
     done = call(*arguments)
     assert done.returncode == 0, done.stderr
     measured = json.loads(done.stdout)["peak_memory_bytes"]
@@ -89,20 +85,20 @@ def test_a_head_of_many_rows_takes_little_more_than_itself(tmp_path, planned_mem
 
 
 @pytest.mark.slow
-def test_a_limit_is_kept_by_fewer_threads_and_smaller_batches(models, tmp_path, planned_memory):
+def test_a_limit_is_kept_by_fewer_threads_and_smaller_batches(models, tmp_path, plan):
     arguments = arguments_for(models["smollm2"], ["gptq", *GROUPS], "-o", tmp_path / "out", "--batch", 8)
-    free = planned_memory(*arguments, "--threads", 4)
+    free = plan(*arguments, "--threads", 4)["memory_bytes"]
     arguments = arguments_for(models["smollm2"], ["gptq", *GROUPS], "-o", tmp_path / "out")
     limit = 0.69e9
     assert free > limit
-    assert planned_memory(*arguments, "--max-memory", limit / 1e9) <= limit
+    assert plan(*arguments, "--max-memory", limit / 1e9)["memory_bytes"] <= limit
     done = call(*arguments, "--max-memory", limit / 1e9)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["peak_memory_bytes"] <= limit
 
 
 @pytest.mark.slow
-def test_gram_matrices_of_experts_are_never_in_memory_together(random_model_dir, tmp_path, planned_memory):
+def test_gram_matrices_of_experts_are_never_in_memory_together(random_model_dir, tmp_path, plan):
     experts, width = 96, 1024
     sizes = {
         "hidden_size": width,
@@ -115,7 +111,7 @@ def test_gram_matrices_of_experts_are_never_in_memory_together(random_model_dir,
     save(torch.randint(3, 96, (8, 512), generator=torch.Generator().manual_seed(0)), tmp_path / "ids.safetensors")
     text = ["--calibration", tmp_path / "ids.safetensors", "--samples", 8, "--length", 512, "--group-size", 32]
     arguments = ["gptq", model, *text, "--threads", 2, "-o", tmp_path / "out"]
-    planned = planned_memory(*arguments)
+    planned = plan(*arguments)["memory_bytes"]
     done = call(*arguments, "--max-memory", planned * 1.1 / 1e9)
     assert done.returncode == 0, done.stderr
     measured = json.loads(done.stdout)["peak_memory_bytes"]
@@ -125,7 +121,7 @@ def test_gram_matrices_of_experts_are_never_in_memory_together(random_model_dir,
 
 
 @pytest.mark.slow
-def test_experts_that_do_not_fit_together_are_read_for_every_product(random_model_dir, tmp_path, planned_memory):
+def test_experts_that_do_not_fit_together_are_read_for_every_product(random_model_dir, tmp_path, plan):
     width, experts = 512, 96
     sizes = {"hidden_size": width, "num_experts": experts, "moe_intermediate_size": width, "num_hidden_layers": 1}
     model = random_model_dir("qwen3_moe", max_position_embeddings=512, **sizes)
@@ -136,7 +132,7 @@ def test_experts_that_do_not_fit_together_are_read_for_every_product(random_mode
     for name in ("held", "read"):
         limits = [] if not planned else ["--max-memory", 1.09 * planned[0] / 1e9]  # a tenth more has to fit
         command = [*arguments, "-o", tmp_path / name, *limits]
-        planned.append(planned_memory(*command))
+        planned.append(plan(*command)["memory_bytes"])
         done = call(*command)
         assert done.returncode == 0, done.stderr
         measured.append(json.loads(done.stdout)["peak_memory_bytes"])
