@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from llmcompress.grids.coded import Coded, Grid
-from llmcompress.grids.scales import gains, natural_groups, positive, scale_loss
+from llmcompress.grids.errors import positive
+from llmcompress.grids.scales import gains, natural_groups, scale_loss
 from llmcompress.hardware import at_once
 from llmcompress.lazy import Tensor, torch
 

@@ -15,8 +15,9 @@ from typing import ClassVar, NamedTuple
 from llmcompress.errors import RecipeError
 from llmcompress.grids.base import PER_ROW, GridRequest, Spec
 from llmcompress.grids.coded import Coded, Grid
+from llmcompress.grids.errors import positive
 from llmcompress.grids.grid_type import Fitting, GridType
-from llmcompress.grids.scales import between, float16, gains, positive
+from llmcompress.grids.scales import between, float16, gains
 from llmcompress.lazy import Tensor, torch
 
 CODEBOOK_BITS = (2, 3, 4)

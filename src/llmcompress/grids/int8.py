@@ -16,8 +16,9 @@ from pydantic import Field
 from llmcompress.errors import PlanError, RunError
 from llmcompress.grids.base import PER_ROW, Clip, GridOptions, Spec
 from llmcompress.grids.coded import Coded
+from llmcompress.grids.errors import positive
 from llmcompress.grids.grid_type import Fitting, GridType
-from llmcompress.grids.scales import ScaledGrid, float16, positive
+from llmcompress.grids.scales import ScaledGrid, float16
 from llmcompress.hardware import at_once
 from llmcompress.lazy import Tensor, torch
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, ClassVar
 from llmcompress.errors import RecipeError
 from llmcompress.grids.base import PER_ROW, PRODUCT_ROWS, Clip, GridRequest, InputSpec, Spec
 from llmcompress.grids.coded import wide
-from llmcompress.grids.errors import ByChannel, ByOutput, Errors
+from llmcompress.grids.errors import Errors
 from llmcompress.grids.grid_type import Fitting, GridType
-from llmcompress.grids.scales import ScaledGrid, natural, natural_groups, positive, storable
+from llmcompress.grids.scales import ScaledGrid, natural, natural_groups, storable
 from llmcompress.hardware import at_once
 from llmcompress.lazy import Tensor, torch
 
@@ -234,109 +234,26 @@ def fit(
         index = torch.empty_like(grid.group_index)
         index[order] = grid.group_index
         return replace(grid, group_index=index)
+    from llmcompress.grids.scripted_search import searched
+
     rows, width = weight.shape
     group = spec.width(width)
-    per_chunk = max(1, at_once(weight, SEARCHED) // width)
-    errors: Errors
-    if clip == "output":
-        if gram is None:
-            raise TypeError("the error of outputs is measured by the Gram matrix of the inputs")
-        errors, per_chunk = ByOutput.of(gram, group), max(PRODUCT_ROWS, per_chunk)
-    else:
-        weigh = torch.ones(width, device=weight.device) if importance is None else importance.to(torch.float32)
-        errors = ByChannel(positive(weigh).view(1, -1, group))
+    errors = Errors.of(weight, group, clip, importance, gram)
+    per_chunk = max(PRODUCT_ROWS if errors.by_output else 1, at_once(weight, SEARCHED) // width)
+    asked = errors.weigh, errors.by_output, spec.symmetric, scale_dtype == torch.bfloat16, spec.levels - 1
+    shrinks = [] if clip == "minmax" else _shrinks(spec)
     scales, zeros = [], []
     for start in range(0, rows, per_chunk):
         block = weight[start : start + per_chunk].reshape(-1, width // group, group)
-        chosen = (_fit_symmetric if spec.symmetric else _fit_asymmetric)(block, errors, spec, clip, scale_dtype)
-        scales.append(chosen[0])
-        zeros.append(chosen[1])
+        scale, zero = searched(block, *asked, shrinks)
+        scales.append(scale)
+        zeros.append(zero)
     index = natural_groups(spec, width).to(weight.device)
     return IntegerGrid(spec, torch.cat(scales), torch.cat(zeros), index)
 
 
-def _refit(block: Tensor, errors: Errors, centred: Tensor, scale: Tensor) -> Tensor:
-    """Least-squares scale for fixed centred codes; the old one where all codes are zero."""
-    linear, square = errors.products(centred, block)
-    return torch.where(square > 0, linear / square.clamp_min(1e-30), scale)
-
-
 def _shrinks(spec: IntegerSpec) -> list[float]:
-    count, low = _SHRINKS[spec.bits], _NARROWEST[spec.bits]
-    return [1 - (1 - low) * i / count for i in range(1, count + 1)]
-
-
-class _Best:
-    """Keeps per group of block [rows, groups, group] the candidate of least loss; ties keep the earlier (wider) one."""
-
-    def __init__(
-        self, block: Tensor, errors: Errors, spec: IntegerSpec, dtype: torch.dtype | None, scale: Tensor, zero: Tensor
-    ):
-        self.block, self.errors, self.spec, self.dtype = block, errors, spec, dtype
-        self._work = torch.empty_like(block)  # of every candidate in turn: memory that is not touched anew
-        self.scale, self.zero = storable(scale, dtype), zero
-        self.loss = self._loss(self.scale, zero)
-
-    def _centred(self, scale: Tensor, zero: Tensor) -> Tensor:
-        """The centred codes, in memory that the next candidate takes."""
-        levels, zero = torch.div(self.block, scale.unsqueeze(-1), out=self._work), zero.unsqueeze(-1)
-        if self.spec.symmetric:
-            low, high = -self.spec.middle, self.spec.levels - 1 - self.spec.middle
-            return levels.round_().clamp_(low, high)
-        return levels.add_(zero).round_().clamp_(0, self.spec.levels - 1).sub_(zero)
-
-    def _loss(self, scale: Tensor, zero: Tensor) -> Tensor:
-        """Squared error [rows, groups] of rounding."""
-        return self.errors.squared(self._centred(scale, zero).mul_(scale.unsqueeze(-1)).sub_(self.block))
-
-    def offer(self, scale: Tensor, zero: Tensor) -> None:
-        scale = storable(scale, self.dtype)
-        loss = self._loss(scale, zero)
-        better = loss < self.loss
-        self.loss = torch.where(better, loss, self.loss)
-        self.scale = torch.where(better, scale, self.scale)
-        self.zero = torch.where(better, zero, self.zero)
-
-    def refit(self, times: int) -> None:
-        for _ in range(times):
-            centred = self._centred(self.scale, self.zero)
-            self.offer(_refit(self.block, self.errors, centred, self.scale), self.zero)
-
-
-def _fit_symmetric(
-    block: Tensor, errors: Errors, spec: IntegerSpec, clip: Clip, dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor]:
-    low, high = block.amin(-1), block.amax(-1)
-    largest = torch.maximum(-low, high)
-    sign = torch.where(high > -low, -1.0, 1.0)  # the extreme entry lands on code -2^(b-1)
-    middle = torch.full_like(largest, float(spec.middle))
-    if clip == "minmax":
-        return storable(largest * (2 / (spec.levels - 1)), dtype), middle
-    best = _Best(block, errors, spec, dtype, largest * (2 / (spec.levels - 1)), middle)
-    full = sign * largest / spec.middle
-    for shrink in (spec.middle / max(spec.middle - 1, 1), 1.0, *_shrinks(spec)):
-        best.offer(full * shrink, middle)
-    best.refit(2)
-    return best.scale, best.zero
-
-
-def _fit_asymmetric(
-    block: Tensor, errors: Errors, spec: IntegerSpec, clip: Clip, dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor]:
-    low, high = block.amin(-1).clamp_max(0), block.amax(-1).clamp_min(0)  # the range contains zero
-    top = spec.levels - 1
-
-    def candidate(below: float, above: float) -> tuple[Tensor, Tensor]:
-        scale = storable((high * above - low * below) / top, dtype)
-        return scale, (-low * below / scale).round().clamp(0, top)
-
-    scale, zero = candidate(1.0, 1.0)
-    if clip == "minmax":
-        return scale, zero
-    best = _Best(block, errors, spec, dtype, scale, zero)
-    for shrink in _shrinks(spec):
-        best.offer(*candidate(shrink, shrink))
-    for step in (-1.0, 1.0):
-        best.offer(best.scale, (best.zero + step).clamp(0, top))
-    best.refit(2)
-    return best.scale, best.zero
+    """Ranges to try, as shares of the one whose ends are codes."""
+    count, low, middle = _SHRINKS[spec.bits], _NARROWEST[spec.bits], spec.middle
+    widest = [middle / max(middle - 1, 1), 1.0] if spec.symmetric else []
+    return [*widest, *(1 - (1 - low) * i / count for i in range(1, count + 1))]

@@ -16,8 +16,9 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from llmcompress.grids.base import Clip, GridOptions, Spec
+from llmcompress.grids.errors import positive
 from llmcompress.grids.grid_type import Fitting, GridType
-from llmcompress.grids.scales import ScaledGrid, between, positive
+from llmcompress.grids.scales import ScaledGrid, between
 from llmcompress.hardware import at_once
 from llmcompress.lazy import Tensor, torch
 

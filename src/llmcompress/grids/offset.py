@@ -14,10 +14,10 @@ from typing import ClassVar
 from llmcompress.errors import RecipeError
 from llmcompress.grids.base import PRODUCT_ROWS, GridRequest, InputSpec, Spec
 from llmcompress.grids.coded import Coded, Grid, wide
-from llmcompress.grids.errors import ByChannel, ByOutput, Errors
+from llmcompress.grids.errors import Errors
 from llmcompress.grids.grid_type import Fitting, GridType
 from llmcompress.grids.integer import INTEGER_BITS, resolved
-from llmcompress.grids.scales import float16, natural_groups, positive, storable
+from llmcompress.grids.scales import float16, natural_groups, storable
 from llmcompress.hardware import at_once
 from llmcompress.lazy import Tensor, torch
 
@@ -192,12 +192,7 @@ def fit(weight: Tensor, spec: OffsetSpec, how: Fitting) -> OffsetGrid:
     group's part of the output, by the diagonal blocks of gram [in, in].
     """
     width, size = weight.shape[1], spec.group_size
-    errors: Errors
-    if how.clip == "output" and how.gram is not None:
-        errors = ByOutput.of(how.gram, size)
-    else:
-        weigh = torch.ones(width, device=weight.device) if how.importance is None else how.importance.to(torch.float32)
-        errors = ByChannel(positive(weigh).view(1, -1, size))
+    errors = Errors.of(weight, size, how.clip, how.importance, how.gram)
     parts = torch.split(weight, max(PRODUCT_ROWS, at_once(weight, _SEARCHED) // width))
     found = [_fit(part.reshape(len(part), -1, size), errors, spec, how) for part in parts]
     return OffsetGrid(spec, *(torch.cat(tensors) for tensors in zip(*found, strict=True)))

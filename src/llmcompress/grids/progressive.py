@@ -18,8 +18,9 @@ from llmcompress.errors import RecipeError
 from llmcompress.grids import integer
 from llmcompress.grids.base import Clip, GridRequest, InputSpec, Spec
 from llmcompress.grids.coded import Coded, Grid, wide
+from llmcompress.grids.errors import positive
 from llmcompress.grids.grid_type import Fitting, GridType
-from llmcompress.grids.scales import gains, natural_groups, positive, scale_loss, storable
+from llmcompress.grids.scales import gains, natural_groups, scale_loss, storable
 from llmcompress.hardware import at_once
 from llmcompress.lazy import Tensor, torch
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from llmcompress.grids.coded import Coded, Grid
-from llmcompress.grids.errors import UNKNOWN
 from llmcompress.lazy import Tensor, torch
 
 if TYPE_CHECKING:
@@ -87,11 +86,9 @@ def storable(scale: Tensor, dtype: torch.dtype | None) -> Tensor:
 
     bfloat16 first, float16 second: the same codes can then be written with either type of scale.
     """
-    if dtype == torch.bfloat16:
-        scale = scale.to(torch.bfloat16).to(torch.float32)
-    scale = scale.clamp(-65504.0, 65504.0).to(torch.float16).to(torch.float32)
-    tiny = scale.abs() < SMALLEST_SCALE
-    return torch.where(tiny, torch.full_like(scale, SMALLEST_SCALE), scale)
+    from llmcompress.grids.scripted_search import stored
+
+    return stored(scale, dtype == torch.bfloat16)
 
 
 def float16(value: Tensor) -> Tensor:
@@ -102,12 +99,6 @@ def float16(value: Tensor) -> Tensor:
 def between(levels: Tensor) -> Tensor:
     """Midpoints of levels that ascend along the last dimension: a value on one belongs to the level above."""
     return (levels[..., 1:] + levels[..., :-1]) / 2
-
-
-def positive(weigh: Tensor) -> Tensor:
-    """Channels that were never active still count a little, so that their weights keep a sensible scale."""
-    mean = weigh.mean()
-    return torch.ones_like(weigh) if mean <= 0 else weigh + UNKNOWN * mean
 
 
 def natural_groups(spec: Spec, in_features: int) -> Tensor:

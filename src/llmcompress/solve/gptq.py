@@ -9,6 +9,7 @@ from llmcompress.grids.coded import Coded, Grid
 from llmcompress.grids.scales import between
 from llmcompress.solve.column_sweep import IntegerLevels, Sweeper, as_stored, by_blocks, in_order, obs_sweep
 from llmcompress.solve.damping import Factor
+from llmcompress.solve.scripted_sweep import ScriptedSweeper
 from llmcompress.solve.sparsegpt import FixedMask
 from llmcompress.solve.together import codes_together
 
@@ -34,9 +35,10 @@ def gptq_codes(
     rounder = ColumnRounder(grid)
     chosen = torch.empty_like(columns)
     whole = rounder.integer_levels(order)
-    if sweeper and sweeper.takes(columns) and whole is not None and (mask is None or type(mask) is FixedMask):
-        decide = partial(sweeper.round_block, columns, chosen, None if mask is None else mask.keep, factor.ahead, whole)
-        by_blocks(columns, factor.ahead, decide, sweeper.columns)
+    if whole is not None and (mask is None or type(mask) is FixedMask):
+        by = sweeper if sweeper and sweeper.takes(columns) else ScriptedSweeper(block_size)
+        decide = partial(by.round_block, columns, chosen, None if mask is None else mask.keep, factor.ahead, whole)
+        by_blocks(columns, factor.ahead, decide, by.columns)
         return rounder.coded(chosen, order)
     groups = grid.group_index[order].tolist()
     rows = chosen.unbind(0)

@@ -15,6 +15,7 @@ from llmcompress.grids.coded import Coded
 from llmcompress.solve.column_sweep import Sweeper, as_stored, in_order, move_by_blocks
 from llmcompress.solve.damping import permuted
 from llmcompress.solve.gptq import ColumnRounder
+from llmcompress.solve.scripted_sweep import ScriptedSweeper
 from llmcompress.solve.together import descend_together
 
 
@@ -70,9 +71,10 @@ class Refiner:
         rounder = ColumnRounder(coded.grid)
         levels = in_order(coded.grid.levels(coded.codes), self.order)
         whole = rounder.integer_levels(self.order)
-        if sweeper and sweeper.takes(gradient) and whole is not None:
-            decide = partial(sweeper.move_block, gradient, levels, keep, self.ordered, self.curve, whole)
-            move_by_blocks(gradient, self.ordered, decide, sweeper.columns)
+        if whole is not None:
+            by = sweeper if sweeper and sweeper.takes(gradient) else ScriptedSweeper(block_size)
+            decide = partial(by.move_block, gradient, levels, keep, self.ordered, self.curve, whole)
+            move_by_blocks(gradient, self.ordered, decide, by.columns)
             return rounder.coded(levels, self.order), gradient
         groups = coded.grid.group_index[self.order].tolist()
 
