@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import NamedTuple
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
 
 from llmcompress.lazy import torch
 
@@ -42,11 +42,37 @@ def gpu_memory(device: torch.device | None = None) -> GpuMemory | None:
 
 @contextmanager
 def exact_float32() -> Iterator[None]:
-    """Within, products of float32 on a GPU round no input, whatever the environment asks for (TF32 keeps 11 bits)."""
+    """Within, products of float32 round no input, whatever the environment asks for (TF32 keeps 11 bits).
+
+    The switches are those of the process: all of its threads multiply exactly meanwhile.
+    """
     backend = torch.backends.cuda.matmul  # by the older of its two switches: newer ones alone do not undo that one
     before = backend.allow_tf32
     backend.allow_tf32 = False
     try:
-        yield
+        with _products_on_processor("ieee"):
+            yield
     finally:
         backend.allow_tf32 = before
+
+
+def rounded_float32() -> AbstractContextManager[None]:
+    """Within, a processor's products of float32 may round their inputs to bfloat16, where that is faster.
+
+    In all threads of the process: for work beside which no other is done.
+    """
+    return _products_on_processor("bf16")
+
+
+@contextmanager
+def _products_on_processor(precision: str) -> Iterator[None]:
+    backend: Any = getattr(torch.backends.mkldnn, "matmul", None)
+    if not hasattr(backend, "fp32_precision"):  # before torch 2.9 products are exact
+        yield
+        return
+    before = backend.fp32_precision
+    backend.fp32_precision = precision
+    try:
+        yield
+    finally:
+        backend.fp32_precision = before

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from llmcompress.stats.finite import Count, only_finite
-from llmcompress.stats.gram import Gram, precision_of, product, products_of
+from llmcompress.stats.gram import Gram, product, products_of
 from llmcompress.stats.panels import owners
 from llmcompress.stats.statistic import PairedStatistic
 from llmcompress.workers import WHOLE, Part, Workers
@@ -45,8 +45,7 @@ class Drift:
             for one, other in zip(left, right, strict=True):
                 panel += product(one[:, start : start + panel.shape[0]], other)
 
-        with precision_of(here):
-            self._workers.together(partial(add, start, panel) for start, panel in self._panels(self.part.number))
+        self._workers.together(partial(add, start, panel) for start, panel in self._panels(self.part.number))
 
     def original_ended(self, beside: Gram) -> None:
         """Keep the mean of x x^T of the tokens so far: the Gram matrix `beside` will go on without this one."""

@@ -1,10 +1,8 @@
 """The Gram matrix of an input: sum of x x^T over tokens (up to a factor, the Hessian of a linear's squared error)."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from threading import Lock
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +13,7 @@ from llmcompress.stats.statistic import Statistic
 from llmcompress.workers import SERIAL, WHOLE, Part, Workers
 
 _PANEL, PANELS = 192, 8  # columns in a panel at least, and panels at most
-_MIRRORED = 512  # columns that are copied across the diagonal at once
+_MIRRORED = 128  # columns that are copied across the diagonal at once
 _CHUNK = 1024  # tokens in one product of bfloat16
 _EXACT = 16384  # tokens after which such products may be rounded
 
@@ -77,8 +75,7 @@ class Gram:
             for part in products:
                 panel += product(part[:, start : start + panel.shape[0]], part[:, start:])
 
-        with precision_of(rows):
-            self._workers.together(partial(add, panel) for panel in self.views(self.part.number))
+        self._workers.together(partial(add, panel) for panel in self.views(self.part.number))
 
     def views(self, number: int) -> list[Tensor]:
         """The panels of the upper triangle that belong to part `number`; each begins at the column of its first row."""
@@ -142,21 +139,6 @@ def products_of(rows: Tensor, exact: bool) -> Sequence[Tensor]:
     if rows.dtype == torch.bfloat16 and not exact:
         return torch.split(rows, _CHUNK)
     return (rows.to(torch.float32),)
-
-
-@contextmanager
-def precision_of(rows: Tensor) -> Iterator[None]:
-    """Within, a processor's float32 products may round their inputs to what the rows hold anyway, and no coarser."""
-    backend: Any = getattr(torch.backends.mkldnn, "matmul", None)
-    if rows.is_cuda or not hasattr(backend, "fp32_precision"):  # before torch 2.9 the default is exact
-        yield
-        return
-    before = backend.fp32_precision
-    backend.fp32_precision = "bf16" if rows.dtype == torch.bfloat16 else "ieee"
-    try:
-        yield
-    finally:
-        backend.fp32_precision = before
 
 
 STATISTIC = Statistic("gram", Gram, multiplied=True)

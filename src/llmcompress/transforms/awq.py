@@ -42,7 +42,7 @@ class AwqScale(Scaling):
     def factors(self, site: Scalable, workers: "Workers") -> "Tensor":
         import torch
 
-        from llmcompress.stats.gram import precision_of
+        from llmcompress.hardware import rounded_float32
 
         readers = [reader for reader in site.readers if reader.grid is not None]
         one = torch.ones(site.channels, device=site.inputs.mean.device)
@@ -51,7 +51,7 @@ class AwqScale(Scaling):
         candidates = [one, *self._candidates(site)]
         square = site.inputs.hessian
         share = max(1, max(128, _WORK // square.numel()) // len(readers))
-        with precision_of(square[:0].bfloat16()):  # losses are compared, no more
+        with rounded_float32():  # losses are compared, no more
             cost = _compensated(square) if site.compensated else None
             losses = workers.distribute(
                 partial(_loss, site, site.spread_out(factors), cost, share) for factors in candidates

@@ -131,27 +131,30 @@ class Compressor:
         """The matrices of a stage, solved group by group; ranks share the groups, and threads those of experts."""
         final = {group[0].space: number for number, group in enumerate(groups)}
 
+        together = _EXPERTS_OF_A_THREAD * workers.threads
+
         def solve(workers: Workers, number: int) -> Result:
             group, notes = groups[number], Ledger()
+            if statistics.experts is not None and number % together == 0:
+                return_freed_memory()  # or holes between codes that stay would be as large as they are
             known = statistics.of(group[0].space, notes, workers) or self._importance_of(group[0])
             last = final[group[0].space] == number
             _, codes, records = zip(*self._solve(group, known, notes, workers, last), strict=True)
             return list(codes), list(records), notes.as_json()
 
         def solve_some(numbers: Sequence[int], workers: Workers) -> list[Result]:
-            if statistics.experts is not None:
-                return_freed_memory()  # or holes between codes that stay would be as large as they are
-            if len(numbers) == 1:
-                return [solve(workers, numbers[0])]
             return list(workers.in_order(partial(solve, workers), numbers))
 
         # a matrix of an expert is too small for several threads: each thread takes a whole one
-        size = 1
-        if statistics.experts is not None:
+        if statistics.experts is None:
+            solved = workers.map_ranks([partial(solve, number=number) for number in range(len(groups))])
+        elif workers.size == 1:
+            solved = workers.in_order(partial(solve, workers), range(len(groups)))
+        else:
             each = min(_EXPERTS_OF_A_THREAD, len(groups) // (workers.threads * workers.size))  # no rank is left idle
             size = workers.threads * max(each, 1)
-        parts = [range(start, min(start + size, len(groups))) for start in range(0, len(groups), size)]
-        solved = chain.from_iterable(workers.map_ranks([partial(solve_some, numbers) for numbers in parts]))
+            parts = [range(start, min(start + size, len(groups))) for start in range(0, len(groups), size)]
+            solved = chain.from_iterable(workers.map_ranks([partial(solve_some, numbers) for numbers in parts]))
         for group, (codes, records, notes) in zip(groups, solved, strict=True):
             ledger.extend(LedgerEntry(**note) for note in notes)
             yield from zip(group, codes, records, strict=True)
