@@ -241,19 +241,20 @@ def fit(
     errors = Errors.of(weight, group, clip, importance, gram)
     per_chunk = max(PRODUCT_ROWS if errors.by_output else 1, at_once(weight, SEARCHED) // width)
     asked = errors.weigh, errors.by_output, spec.symmetric, scale_dtype == torch.bfloat16, spec.levels - 1
-    shrinks = [] if clip == "minmax" else _shrinks(spec)
+    shares, step = ([], 0.0) if clip == "minmax" else _shares(spec)
     scales, zeros = [], []
     for start in range(0, rows, per_chunk):
         block = weight[start : start + per_chunk].reshape(-1, width // group, group)
-        scale, zero = searched(block, *asked, shrinks)
+        scale, zero = searched(block, *asked, shares, step)
         scales.append(scale)
         zeros.append(zero)
     index = natural_groups(spec, width).to(weight.device)
     return IntegerGrid(spec, torch.cat(scales), torch.cat(zeros), index)
 
 
-def _shrinks(spec: IntegerSpec) -> list[float]:
-    """Ranges to try, as shares of the one whose ends are codes."""
+def _shares(spec: IntegerSpec) -> tuple[list[float], float]:
+    """Ranges to try, as shares of the one whose ends are codes, and by how much the best is then changed."""
     count, low, middle = _SHRINKS[spec.bits], _NARROWEST[spec.bits], spec.middle
     widest = [middle / max(middle - 1, 1), 1.0] if spec.symmetric else []
-    return [*widest, *(1 - (1 - low) * i / count for i in range(1, count + 1))]
+    step = (1 - low) / count
+    return [*widest, *(1 - step * i for i in range(2, count + 1, 2))], step

@@ -34,12 +34,19 @@ def products(levels: Tensor, block: Tensor, weigh: Tensor, by_output: bool) -> t
 
 @scripted
 def searched(
-    block: Tensor, weigh: Tensor, by_output: bool, symmetric: bool, bfloat16: bool, top: int, shrinks: list[float]
+    block: Tensor,
+    weigh: Tensor,
+    by_output: bool,
+    symmetric: bool,
+    bfloat16: bool,
+    top: int,
+    shares: list[float],
+    step: float,
 ) -> tuple[Tensor, Tensor]:
-    """Scales and zero points: those that cover every weight, or the best of them and of ranges times `shrinks`.
+    """Scales and zero points: those that cover every weight, or the best of them and of `shares` of their range.
 
-    top: the largest code. The best range gets the least-squares scale for the codes it gives, if that is better; where
-    zero points are free, those beside its own are tried too.
+    top: the largest code. Tried next, each if it is better: shares that are `step` more and less than the best one;
+    where zero points are free, those beside its own; twice, the least-squares scale for the codes it gives.
     """
     low, high = block.amin(-1), block.amax(-1)
     middle = (top + 1) // 2
@@ -53,28 +60,38 @@ def searched(
         full = (high - low) / top
         scale = stored(full, bfloat16)
         zero = (-low / scale).round().clamp(0, top)
-    if len(shrinks) == 0:
+    if len(shares) == 0:
         return scale, zero
+    share = torch.ones_like(scale)  # of the best
     work = torch.empty_like(block)  # of every candidate in turn: memory that is not touched anew
     loss = _loss(block, weigh, by_output, scale, zero, symmetric, top, work)
-    moves = 0 if symmetric else 2
-    for trial in range(len(shrinks) + moves + 2):
-        if trial < len(shrinks):
-            new, at = stored(full * shrinks[trial], bfloat16), zero
+    near = torch.ones_like(scale)
+    ranges, zeros = len(shares) + 2, 0 if symmetric else 2
+    for trial in range(ranges + zeros + 2):
+        new, at, tried = scale, zero, share
+        if trial < ranges:
+            if trial < len(shares):
+                tried = torch.full_like(share, shares[trial])
+            elif trial == len(shares):
+                near = share
+                tried = near + step
+            else:
+                tried = near - step
+            new = stored(full * tried, bfloat16)
             if not symmetric:
-                at = (-low * shrinks[trial] / new).round().clamp(0, top)
-        elif trial < len(shrinks) + moves:
-            new, at = scale, (zero + (2 * (trial - len(shrinks)) - 1)).clamp(0, top)
+                at = (-low * tried / new).round().clamp(0, top)
+        elif trial < ranges + zeros:
+            at = (zero + (2 * (trial - ranges) - 1)).clamp(0, top)
         else:
             levels = _levels(block, scale, zero, symmetric, top, work)
             linear, square = products(levels, block, weigh, by_output)
-            new, at = torch.where(square > 0, linear / square.clamp_min(1e-30), scale), zero
-            new = stored(new, bfloat16)
+            new = stored(torch.where(square > 0, linear / square.clamp_min(1e-30), scale), bfloat16)
         lost = _loss(block, weigh, by_output, new, at, symmetric, top, work)
         better = lost < loss
         loss = torch.where(better, lost, loss)
         scale = torch.where(better, new, scale)
         zero = torch.where(better, at, zero)
+        share = torch.where(better, tried, share)
     return scale, zero
 
 

@@ -31,15 +31,16 @@ def peak_device_memory() -> int | None:
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
 
 
-def keep_freed_memory() -> None:
+def keep_freed_memory(most: int = 4 << 20) -> None:
     """Have glibc keep freed memory for the next tensor instead of asking the system for each anew.
 
     By default every large tensor is mapped on its own, and touching its pages for the first time costs a third of a
-    run; and each thread has a heap of its own. Does nothing elsewhere.
+    run; and each thread has a heap of its own. Does nothing elsewhere. most: bytes of the tensors whose memory is kept,
+    at most 32 MB: the larger they are, the more of the heap lies in holes that are too small for others.
     """
     option = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if option is not None:
-        option(_MMAP_THRESHOLD, 4 << 20)
+        option(_MMAP_THRESHOLD, most)
         option(_TRIM_THRESHOLD, 1 << 30)
         option(_ARENA_MAX, 1)
 

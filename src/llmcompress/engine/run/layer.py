@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from llmcompress.engine.plan.matrix_plan import MatrixPlan
 from llmcompress.engine.plan.plan import Plan
-from llmcompress.engine.process.process_memory import return_freed_memory
+from llmcompress.engine.process.process_memory import keep_freed_memory, return_freed_memory
 from llmcompress.engine.process.progress import Progress
 from llmcompress.engine.process.ranks import device_of
 from llmcompress.engine.run.collect import collect, stages_of
@@ -41,6 +41,7 @@ from llmcompress.store.checkpoint import DTYPES, Checkpoint
 from llmcompress.store.statistics import Kept
 from llmcompress.workers import Workers
 
+_KEPT = 32 << 20  # bytes of tensors whose memory is kept while experts are solved: thousands of them have one size
 _EXPERTS_OF_A_THREAD = 4  # solved before freed memory goes back to the system
 Result = tuple[list[Coded], list[dict[str, Any]], list[dict[str, str]]]  # codes, records and notes of a group
 
@@ -130,6 +131,8 @@ class Compressor:
     ) -> Iterator[tuple[MatrixPlan, Coded, dict[str, Any]]]:
         """The matrices of a stage, solved group by group; ranks share the groups, and threads those of experts."""
         final = {group[0].space: number for number, group in enumerate(groups)}
+        if statistics.experts is not None:
+            keep_freed_memory(_KEPT)
 
         together = _EXPERTS_OF_A_THREAD * workers.threads
 
@@ -158,6 +161,7 @@ class Compressor:
         for group, (codes, records, notes) in zip(groups, solved, strict=True):
             ledger.extend(LedgerEntry(**note) for note in notes)
             yield from zip(group, codes, records, strict=True)
+        keep_freed_memory()
 
     def _statistics(
         self,
