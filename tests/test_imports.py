@@ -17,6 +17,7 @@ ROW = [
         "registry",
         "ledger",
         "hardware",
+        "scripted",
         "workers",
         "background",
         "yamlfile",

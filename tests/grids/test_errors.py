@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmcompress.grids.errors import UNKNOWN, ByChannel, ByOutput
+from llmcompress.grids.errors import UNKNOWN, Errors
 from llmcompress.grids.integer import IntegerSpec, fit
 
 GROUP, WIDTH, ROWS = 16, 48, 12
@@ -35,18 +35,18 @@ def gram(x):
 @pytest.mark.parametrize("rows", [1, 5])
 def test_errors_of_outputs_are_those_of_the_tokens(rows):
     x, delta = tokens(), torch.randn(rows, WIDTH // GROUP, GROUP, generator=torch.Generator().manual_seed(2))
-    found = ByOutput.of(gram(x), GROUP).squared(delta.clone())
+    found = Errors.of(weights(), GROUP, "output", None, gram(x)).squared(delta.clone())
     parts = x.double().view(-1, WIDTH // GROUP, GROUP)
     outputs = torch.einsum("tgk,rgk->trg", parts, delta.double())
     unseen = UNKNOWN * x.double().square().mean() * delta.double().square().sum(-1)
     assert torch.allclose(found.double(), outputs.square().mean(0) + unseen, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["channel", "output"])
+@pytest.mark.parametrize("kind", ["search", "output"])
 def test_the_quotient_of_products_is_the_least_squares_scale(kind):
     x, levels = tokens(), torch.randint(-8, 8, (4, 3, GROUP), generator=torch.Generator().manual_seed(3)).float()
     block = 0.02 * levels + weights()[:4].reshape(4, 3, GROUP)
-    errors = ByOutput.of(gram(x), GROUP) if kind == "output" else ByChannel(gram(x).diagonal().view(1, 3, GROUP) + 1)
+    errors = Errors.of(weights(), GROUP, kind, gram(x).diagonal(), gram(x))
     linear, square = errors.products(levels, block)
     best = (linear / square).unsqueeze(-1)
     least = errors.squared(levels * best - block)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmcompress.stats.gram import Gram
+from llmcompress.stats.gram import Gram, product
 from llmcompress.workers import SERIAL
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -161,30 +161,18 @@ def test_an_expert_without_tokens_gets_the_prior():
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_the_precision_of_everyone_elses_products_is_restored(dtype):
-    backend = torch.backends.mkldnn.matmul
-    before = backend.fp32_precision
-    try:
-        for setting in ("ieee", "bf16"):
-            backend.fp32_precision = setting
-            gram = Gram(32, SERIAL)
-            gram.update(rows(64, 32, dtype))
-            assert backend.fp32_precision == setting
-            assert_gram(gram, oracle(rows(64, 32, dtype)))  # its own precision does not depend on the setting
-            with pytest.raises(RuntimeError):
-                gram.update(rows(64, 31, dtype))
-            assert backend.fp32_precision == setting
-    finally:
-        backend.fp32_precision = before
-    torch.get_float32_matmul_precision()  # raises where the new and the old setting disagree
+def test_products_are_made_without_a_switch_that_other_threads_would_feel(dtype, monkeypatch):
+    backend, seen = torch.backends.mkldnn.matmul, []
 
+    def watched(left, right):
+        seen.append(backend.fp32_precision)
+        return product(left, right)
 
-def test_torch_without_the_setting_is_served(monkeypatch):
-    monkeypatch.delattr(type(torch.backends.mkldnn), "matmul")
-    x = rows(64, 32, torch.bfloat16)
-    gram = Gram(32, SERIAL)
-    gram.update(x)
-    assert_gram(gram, oracle(x))
+    monkeypatch.setattr("llmcompress.stats.gram.product", watched)
+    before, gram = backend.fp32_precision, Gram(32, SERIAL)
+    gram.update(rows(64, 32, dtype))
+    assert set(seen) == {before}
+    assert_gram(gram, oracle(rows(64, 32, dtype)))
 
 
 @pytest.mark.parametrize("ask", [Gram.finish, Gram.mean, lambda gram: (gram.finish(), gram.mean())[1]])
