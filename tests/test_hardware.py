@@ -19,9 +19,12 @@ def before(request):
 
 @pytest.mark.parametrize(("within", "wanted"), [(exact_float32, "ieee"), (rounded_float32, "bf16")])
 def test_the_precision_of_products_is_put_back(within, wanted, before):
-    with pytest.raises(KeyError), within():
+    def failing():
         assert BACKEND.fp32_precision == wanted
         raise KeyError
+
+    with pytest.raises(KeyError), within():
+        failing()
     assert BACKEND.fp32_precision == before
 
 

@@ -23,8 +23,9 @@ from llmcompress.kernels.gpu_sweep import KernelSweeper, gpu_sweeper
 from llmcompress.methods.base import Statistics
 from llmcompress.methods.gptq import Gptq
 from llmcompress.recipe import Calibration, Recipe
+from llmcompress.solve.column_sweep import Levels
 from llmcompress.solve.damping import inverse_factor
-from llmcompress.solve.gptq import ColumnRounder, gptq_codes
+from llmcompress.solve.gptq import gptq_codes
 from llmcompress.solve.prepared import Prepared, column_order
 from llmcompress.solve.refine import row_loss
 from llmcompress.solve.row_blocks import RowBlocks
@@ -108,12 +109,12 @@ def test_a_block_is_what_float64_makes_of_it_by_hand():
     """Column by column on one row, no blocks: errors and levels of round_block, values and levels of move_block."""
     weight, ready = problem(5, 128)
     grid = fit(weight, IntegerSpec(4, 32), importance=ready.cost)
-    steps = ColumnRounder(grid).integer_levels(ready.order)
+    steps = Levels.of(grid, ready.order)
     columns = weight.T[ready.order].contiguous()
     levels, errors = torch.full_like(columns, torch.nan), torch.full_like(columns, torch.nan)
     sweeper().round_block(columns, levels, None, ready.factor.ahead, steps, 0, errors)
     ahead = ready.factor.ahead.double().numpy()
-    scale, low, high = (part[steps.index.long()].double().numpy() for part in (steps.scale, steps.low, steps.high))
+    scale, low, high = (part[steps.index.long()].double().numpy() for part in (steps.scale, *steps.bounds))
     for row in range(5):
         values = columns[:, row].double().numpy().copy()
         for j in range(128):

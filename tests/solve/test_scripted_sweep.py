@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmcompress.solve.column_sweep import IntegerLevels
+from llmcompress.solve.column_sweep import Levels
 from llmcompress.solve.scripted_sweep import ScriptedSweeper
 
 COLUMNS, ROWS, START, GROUPS = 37, 5, 11, 3  # of a block within a matrix; two inner blocks and a part of one
@@ -17,7 +17,7 @@ def steps(offset):
     index = torch.randint(0, GROUPS, (START + COLUMNS + 4,), generator=generator).to(torch.int32)
     bounds = torch.full((GROUPS, ROWS), -4.0), torch.full((GROUPS, ROWS), 3.0)
     shift = 0.1 * torch.randn(GROUPS, ROWS, generator=generator) if offset else None
-    return IntegerLevels(scale, 1 / scale, *bounds, shift, index)
+    return Levels(scale, 1 / scale, shift, index, bounds)
 
 
 def matrices(count):
@@ -33,7 +33,7 @@ def at(part, group, row):
 
 
 def snapped(value, grid, group, row):
-    return np.clip(np.rint(value), at(grid.low, group, row), at(grid.high, group, row))
+    return np.clip(np.rint(value), *(at(bound, group, row) for bound in grid.bounds))
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -117,7 +117,7 @@ def test_the_gradient_follows_every_move():
     order = by_energy(hessian)
     refiner = Refiner(damped(hessian, 0.01), order)
     coded = gptq(w, hessian, IntegerSpec(3, 16))
-    moved, gradient = refiner.descend_codes(coded, refiner.gradient(w, coded), block_size=24, inner=5)
+    moved, gradient = refiner.descend_codes(coded, refiner.gradient(w, coded), block_size=24)
     assert (moved.codes != coded.codes).any()
     exact = (refiner.hessian.double() @ (w - moved.decode()).double().T)[order]
     torch.testing.assert_close(gradient.double(), exact, rtol=1e-3, atol=1e-5 * float(exact.abs().max()))

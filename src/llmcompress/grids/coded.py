@@ -27,8 +27,8 @@ class Grid(ABC):
 
     by_row: ClassVar[Mapping[str, str | None]] = {}
     shared: ClassVar[Mapping[str, str | None]] = {}
-    whole_levels: ClassVar[bool] = True
-    """Whether levels are whole numbers within `bounds`, where there is no `table`."""
+    mantissa: ClassVar[tuple[int, float, float] | None] = None
+    """Of levels that are floats within `bounds`, as `snapped_` takes it; None for whole numbers, or a `table`."""
 
     if TYPE_CHECKING:  # fields or properties of the dataclasses
 
@@ -60,10 +60,6 @@ class Grid(ABC):
     def table(self) -> Tensor | None:
         """Levels in ascending order, [levels] or [out, levels], where they are neither whole numbers nor floats."""
         return None
-
-    def rounded_(self, values: Tensor) -> Tensor:
-        """Values in units of the scale to the nearest levels, whatever their bounds, in place."""
-        return values.round_()
 
     def levels(self, codes: Tensor) -> Tensor:
         """Levels float32 of codes [out, in]; TypeError for a grid whose codes are the values themselves."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from llmcompress.kernels.compile_errors import KernelsError
 from llmcompress.kernels.launch import Kernel, Launch, Launcher
-from llmcompress.solve.column_sweep import IntegerLevels
+from llmcompress.solve.column_sweep import Levels
 
 COLUMNS = 128  # of a block
 _ROWS = 8  # of a thread block, one for each warp
@@ -24,8 +24,9 @@ class KernelSweeper:
     device: torch.device
     columns: int = COLUMNS
 
-    def takes(self, columns: Tensor) -> bool:
-        return columns.device.type == self.device.type and columns.dtype == torch.float32
+    def takes(self, columns: Tensor, steps: Levels) -> bool:
+        here = columns.device.type == self.device.type and columns.dtype == torch.float32
+        return here and steps.whole is not None
 
     def round_block(
         self,
@@ -33,13 +34,14 @@ class KernelSweeper:
         levels: Tensor,
         keep: Tensor | None,
         ahead: Tensor,
-        steps: IntegerLevels,
+        steps: Levels,
         start: int,
         errors: Tensor,
     ) -> None:
         offset = _or_none(steps.offset, columns)
         tensors = (columns, levels, errors, _or_none(keep, columns), ahead)
-        tables = (steps.scale, steps.inverse, steps.low, steps.high, offset, steps.index)
+        assert steps.whole is not None
+        tables = (steps.scale, steps.inverse, *steps.whole, offset, steps.index)
         self._launch(_ROUND, (*tensors, *tables), columns, start, errors)
 
     def move_block(
@@ -49,12 +51,13 @@ class KernelSweeper:
         keep: Tensor | None,
         ahead: Tensor,
         curve: Tensor,
-        steps: IntegerLevels,
+        steps: Levels,
         start: int,
         moves: Tensor,
     ) -> None:
         tensors = (slopes, levels, moves, _or_none(keep, slopes), ahead, curve)
-        tables = (steps.scale, steps.inverse, steps.low, steps.high, steps.index)
+        assert steps.whole is not None
+        tables = (steps.scale, steps.inverse, *steps.whole, steps.index)
         self._launch(_MOVE, (*tensors, *tables), slopes, start, moves)
 
     def _launch(self, kernel: Kernel, tensors: tuple[Tensor, ...], columns: Tensor, start: int, errors: Tensor) -> None:
@@ -77,7 +80,7 @@ def gpu_sweeper(device: torch.device, say: Callable[[str], None]) -> KernelSweep
     try:
         found = KernelSweeper(open_gpu(device, say), device)
         one = torch.ones(1, 1, device=device)
-        steps = IntegerLevels(one, one, -one, one, None, torch.zeros(1, dtype=torch.int32, device=device))
+        steps = Levels(one, one, None, torch.zeros(1, dtype=torch.int32, device=device), (-one, one))
         found.round_block(one, one.clone(), None, one, steps, 0, one.clone())
         found.move_block(one, one.clone(), None, one, one, steps, 0, one.clone())
     except KernelsError as error:

@@ -7,6 +7,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from llmcompress.grids.coded import Coded, Grid
+from llmcompress.grids.scales import between
+
 Choose = Callable[[int, Tensor, Tensor], None]
 
 
@@ -76,24 +79,54 @@ def as_stored(columns: Tensor, order: Tensor) -> Tensor:
     return columns.index_select(0, torch.argsort(order)).T
 
 
-@dataclass(frozen=True)
-class IntegerLevels:
-    """A grid whose levels are whole numbers, as a `Sweeper` wants it.
+def coded_levels(grid: Grid, chosen: Tensor, order: Tensor) -> Coded:
+    """What levels [in, out], rows in `order`, stand for, as stored."""
+    return Coded(grid.codes(as_stored(chosen, order)).contiguous(), grid)
 
-    scale, inverse, low, high, offset [groups, out] float32: values are scale * level + offset, levels low ... high;
-    offset None for zero. index [in] int32: the group of each column, in order of the sweep.
+
+@dataclass(frozen=True)
+class Levels:
+    """A grid of single codes as a `Sweeper` wants it: values are scale * level + offset.
+
+    scale, inverse, offset [groups, out] float32; offset None for zero. index [in] int32: the group of each column, in
+    order of the sweep. bounds [groups, out]: the least and the largest level, where they are whole numbers or floats;
+    mantissa: of floats (grids/float_rounding.py). table [levels] or [out, levels]: others, in ascending order; between:
+    the midpoints of it.
     """
 
     scale: Tensor
     inverse: Tensor
-    low: Tensor
-    high: Tensor
     offset: Tensor | None
     index: Tensor
+    bounds: tuple[Tensor, Tensor] | None
+    mantissa: tuple[int, float, float] | None = None
+    table: Tensor | None = None
+    between: Tensor | None = None
+
+    @classmethod
+    def of(cls, grid: Grid, order: Tensor) -> "Levels":
+        """Those of a grid whose columns are taken in `order` [in]."""
+        scale = grid.scale.T.contiguous()  # a group's scales are contiguous
+        offset, table = grid.offset, grid.table
+        common = (
+            scale,
+            torch.where(scale == 0, 0.0, 1 / scale),
+            None if offset is None else offset.T.contiguous(),
+            grid.group_index[order].to(torch.int32),
+        )
+        if table is not None:
+            return cls(*common, None, None, table, between(table).contiguous())
+        low, high = (bound.T.contiguous() for bound in grid.bounds)
+        return cls(*common, (low, high), grid.mantissa)
+
+    @property
+    def whole(self) -> tuple[Tensor, Tensor] | None:
+        """The bounds of levels that are whole numbers; None for others."""
+        return None if self.mantissa else self.bounds
 
 
 class Sweeper(Protocol):
-    """Decides whole blocks of columns in one go, which on a GPU saves a dozen calls for each column.
+    """Decides whole blocks of columns in one go, which saves a dozen calls from Python for each column.
 
     All tensors are contiguous; keep [in, out] is as in `gptq_codes`.
     """
@@ -103,8 +136,8 @@ class Sweeper(Protocol):
         """Of a block at most."""
         ...
 
-    def takes(self, columns: Tensor) -> bool:
-        """Whether it works where a tensor is."""
+    def takes(self, columns: Tensor, steps: Levels) -> bool:
+        """Whether it works where a tensor is, on such levels."""
         ...
 
     def round_block(
@@ -113,7 +146,7 @@ class Sweeper(Protocol):
         levels: Tensor,
         keep: Tensor | None,
         ahead: Tensor,
-        steps: IntegerLevels,
+        steps: Levels,
         start: int,
         errors: Tensor,
     ) -> None:
@@ -127,7 +160,7 @@ class Sweeper(Protocol):
         keep: Tensor | None,
         ahead: Tensor,
         curve: Tensor,
-        steps: IntegerLevels,
+        steps: Levels,
         start: int,
         moves: Tensor,
     ) -> None:

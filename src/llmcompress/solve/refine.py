@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from llmcompress.grids.coded import Coded
-from llmcompress.solve.column_sweep import Sweeper, as_stored, in_order, move_by_blocks
+from llmcompress.solve.column_sweep import Levels, Sweeper, as_stored, coded_levels, in_order, move_by_blocks
 from llmcompress.solve.damping import permuted
-from llmcompress.solve.gptq import ColumnRounder
 from llmcompress.solve.scripted_sweep import ScriptedSweeper
 from llmcompress.solve.together import descend_together
 
@@ -26,7 +25,6 @@ class Refiner:
         self.hessian, self.order = hessian, order
         self.ordered = permuted(hessian, order)
         self.curve = 1.0 / self.ordered.diagonal()
-        self.inverse = self.curve.tolist()
 
     def refine(
         self,
@@ -58,7 +56,6 @@ class Refiner:
         gradient: Tensor,
         keep: Tensor | None = None,
         block_size: int = 128,
-        inner: int = 16,
         sweeper: Sweeper | None = None,
     ) -> tuple[Coded, Tensor]:
         """One pass of exact coordinate descent over the codes, columns in order; and the gradient after it.
@@ -68,40 +65,11 @@ class Refiner:
         """
         if coded.grid.spec.together > 1:
             return descend_together(coded, gradient, self.ordered, self.order, block_size), gradient
-        rounder = ColumnRounder(coded.grid)
-        levels = in_order(coded.grid.levels(coded.codes), self.order)
-        whole = rounder.integer_levels(self.order)
-        if whole is not None:
-            by = sweeper if sweeper and sweeper.takes(gradient) else ScriptedSweeper(block_size)
-            decide = partial(by.move_block, gradient, levels, keep, self.ordered, self.curve, whole)
-            move_by_blocks(gradient, self.ordered, decide, by.columns)
-            return rounder.coded(levels, self.order), gradient
-        groups = coded.grid.group_index[self.order].tolist()
-
-        def descend(start: int, moves: Tensor) -> None:
-            stop = start + len(moves)
-            slopes, new = gradient[start:stop].clone(), torch.empty_like(moves[0])
-            ahead = self.ordered[start:stop, start:stop].triu(1)
-            for low in range(0, len(moves), inner):
-                high = low + inner
-                near, moved = slopes[low:high], moves[low:high]
-                views = near, levels[start + low : min(start + high, stop)], moved, ahead[low:high, low:high]
-                for j, (slope, old, move, share) in enumerate(
-                    zip(*(view.unbind(0) for view in views), strict=True), start + low
-                ):
-                    group = groups[j]
-                    torch.addcmul(old, slope, rounder.inverse[group], value=self.inverse[j], out=new)
-                    rounder.snap(new, group)
-                    if keep is not None:
-                        torch.lerp(old, new, keep[j], out=new)  # what is gone stays where it is
-                    torch.sub(new, old, out=move).mul_(rounder.scale[group])
-                    old.copy_(new)
-                    near.addr_(share, move, alpha=-1)
-                if start + high < stop:
-                    slopes[high:].addmm_(ahead[low:high, high:].T, moved, alpha=-1)
-
-        move_by_blocks(gradient, self.ordered, descend, block_size)
-        return rounder.coded(levels, self.order), gradient
+        levels, steps = in_order(coded.grid.levels(coded.codes), self.order), Levels.of(coded.grid, self.order)
+        by = sweeper if sweeper and sweeper.takes(gradient, steps) else ScriptedSweeper(block_size)
+        decide = partial(by.move_block, gradient, levels, keep, self.ordered, self.curve, steps)
+        move_by_blocks(gradient, self.ordered, decide, by.columns)
+        return coded_levels(coded.grid, levels, self.order), gradient
 
 
 def row_loss(weight: Tensor, coded: Coded, hessian: Tensor) -> Tensor:

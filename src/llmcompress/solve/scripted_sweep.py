@@ -1,10 +1,11 @@
-"""Blocks of columns of sweep and descent, decided on whole numbers by loops that TorchScript runs."""
+"""Blocks of columns of sweep and descent, decided by loops that TorchScript runs."""
 
 import torch
 from torch import Tensor
 
+from llmcompress.grids.float_rounding import snapped_
 from llmcompress.scripted import scripted
-from llmcompress.solve.column_sweep import IntegerLevels
+from llmcompress.solve.column_sweep import Levels
 
 _NEAR = 16  # columns that follow each column at once; the others of a block follow after so many
 
@@ -15,7 +16,7 @@ class ScriptedSweeper:
     def __init__(self, columns: int = 128) -> None:
         self.columns = columns
 
-    def takes(self, columns: Tensor) -> bool:
+    def takes(self, columns: Tensor, steps: Levels) -> bool:
         return True
 
     def round_block(
@@ -24,7 +25,7 @@ class ScriptedSweeper:
         levels: Tensor,
         keep: Tensor | None,
         ahead: Tensor,
-        steps: IntegerLevels,
+        steps: Levels,
         start: int,
         errors: Tensor,
     ) -> None:
@@ -36,10 +37,12 @@ class ScriptedSweeper:
             ahead[start:stop, start:stop],
             steps.scale,
             steps.inverse,
-            steps.low,
-            steps.high,
             steps.offset,
             steps.index[start:stop].tolist(),
+            steps.bounds,
+            steps.mantissa,
+            steps.table,
+            steps.between,
             errors,
             _NEAR,
         )
@@ -51,7 +54,7 @@ class ScriptedSweeper:
         keep: Tensor | None,
         ahead: Tensor,
         curve: Tensor,
-        steps: IntegerLevels,
+        steps: Levels,
         start: int,
         moves: Tensor,
     ) -> None:
@@ -64,12 +67,37 @@ class ScriptedSweeper:
             curve[start:stop].tolist(),
             steps.scale,
             steps.inverse,
-            steps.low,
-            steps.high,
             steps.index[start:stop].tolist(),
+            steps.bounds,
+            steps.mantissa,
+            steps.table,
+            steps.between,
             moves,
             _NEAR,
         )
+
+
+def _snapped_(
+    level: Tensor,
+    group: int,
+    bounds: tuple[Tensor, Tensor] | None,
+    mantissa: tuple[int, float, float] | None,
+    table: Tensor | None,
+    between: Tensor | None,
+) -> None:
+    """Move values [out] in units of their scale to the nearest levels, in place."""
+    if bounds is not None:
+        if mantissa is None:
+            level.round_()
+        else:
+            snapped_(level, mantissa[0], mantissa[1], mantissa[2])
+        torch.clamp(level, bounds[0][group], bounds[1][group], out=level)
+    elif table is not None and between is not None:
+        if table.dim() == 2:  # one for each row
+            place = torch.searchsorted(between, level.unsqueeze(1), right=True)
+            level.copy_(table.gather(1, place).squeeze(1))
+        else:
+            torch.take(table, torch.bucketize(level, between, right=True), out=level)
 
 
 @scripted
@@ -80,10 +108,12 @@ def _round_columns(
     ahead: Tensor,
     scale: Tensor,
     inverse: Tensor,
-    low: Tensor,
-    high: Tensor,
     offset: Tensor | None,
     groups: list[int],
+    bounds: tuple[Tensor, Tensor] | None,
+    mantissa: tuple[int, float, float] | None,
+    table: Tensor | None,
+    between: Tensor | None,
     errors: Tensor,
     near: int,
 ) -> None:
@@ -99,7 +129,7 @@ def _round_columns(
             if keep is not None:
                 value = column * keep[j] if offset is None else torch.lerp(-offset[group], column, keep[j])
             torch.mul(value, inverse[group], out=level)
-            torch.clamp(level.round_(), low[group], high[group], out=level)
+            _snapped_(level, group, bounds, mantissa, table, between)
             torch.addcmul(column, level, scale[group], value=-1, out=error)
             if j + 1 < last:
                 columns[j + 1 : last].addr_(ahead[j, j + 1 : last], error, alpha=-1)
@@ -116,9 +146,11 @@ def _move_columns(
     curve: list[float],
     scale: Tensor,
     inverse: Tensor,
-    low: Tensor,
-    high: Tensor,
     groups: list[int],
+    bounds: tuple[Tensor, Tensor] | None,
+    mantissa: tuple[int, float, float] | None,
+    table: Tensor | None,
+    between: Tensor | None,
     moves: Tensor,
     near: int,
 ) -> None:
@@ -130,7 +162,7 @@ def _move_columns(
         for j in range(first, last):
             level, move, group = levels[j], moves[j], groups[j]
             torch.addcmul(level, slopes[j], inverse[group], value=curve[j], out=new)
-            torch.clamp(new.round_(), low[group], high[group], out=new)
+            _snapped_(new, group, bounds, mantissa, table, between)
             if keep is not None:
                 torch.lerp(level, new, keep[j], out=new)  # what is gone stays where it is
             torch.sub(new, level, out=move).mul_(scale[group])
@@ -139,3 +171,6 @@ def _move_columns(
                 slopes[j + 1 : last].addr_(ahead[j, j + 1 : last], move, alpha=-1)
         if last < count:
             slopes[last:].addmm_(ahead[first:last, last:].t(), moves[first:last], alpha=-1)
+
+
+snap_ = scripted(_snapped_)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from llmcompress.grids.coded import Coded, Grid
-from llmcompress.solve.column_sweep import as_stored, by_blocks, in_order, move_by_blocks
+from llmcompress.solve.column_sweep import by_blocks, coded_levels, in_order, move_by_blocks
 from llmcompress.solve.damping import Factor
 
 
@@ -35,7 +35,7 @@ def codes_together(weight: Tensor, grid: Grid, factor: Factor, order: Tensor, bl
                 columns[high:stop].addmm_(factor.ahead[low:high, high:stop].T, wrong, alpha=-1)
 
     by_blocks(columns, factor.ahead, decide, max(1, block_size // size) * size)
-    return _coded(grid, chosen, order)
+    return coded_levels(grid, chosen, order)
 
 
 def descend_together(coded: Coded, gradient: Tensor, ordered: Tensor, order: Tensor, block_size: int) -> Coded:
@@ -66,7 +66,7 @@ def descend_together(coded: Coded, gradient: Tensor, ordered: Tensor, order: Ten
                 slopes[high - start :].addmm_(ordered[low:high, high:stop].T, move, alpha=-1)
 
     move_by_blocks(gradient, ordered, descend, max(1, block_size // size) * size)
-    return _coded(grid, levels, order)
+    return coded_levels(grid, levels, order)
 
 
 def _by_unit(grid: Grid, order: Tensor) -> tuple[Tensor, list[int]]:
@@ -77,8 +77,3 @@ def _by_unit(grid: Grid, order: Tensor) -> tuple[Tensor, list[int]]:
 def _units(values: Tensor, scale: Tensor) -> Tensor:
     """Values [size, out] in units of scales [out]; zero where there is none."""
     return torch.where(scale == 0, 0.0, values / scale)
-
-
-def _coded(grid: Grid, levels: Tensor, order: Tensor) -> Coded:
-    """What levels [in, out], rows in `order`, stand for, as stored."""
-    return Coded(grid.codes(as_stored(levels, order)).contiguous(), grid)
