@@ -148,7 +148,7 @@ def test_what_the_kernel_does_not_know_is_left_to_torch():
     whole = fit(weight, IntegerSpec(4, 32))
     for grid, mask in ((fp8, None), (curved, None), (whole, chosen)):
         gptq_codes(weight, grid, ready.factor, ready.order, mask=mask, sweeper=by)
-    assert not by.takes(weight.double())
+    assert not by.takes(weight.double(), Levels.of(whole, ready.order))
     assert by.launcher.launches == []
 
 

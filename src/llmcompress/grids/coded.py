@@ -27,8 +27,8 @@ class Grid(ABC):
 
     by_row: ClassVar[Mapping[str, str | None]] = {}
     shared: ClassVar[Mapping[str, str | None]] = {}
-    mantissa: ClassVar[tuple[int, float, float] | None] = None
-    """Of levels that are floats within `bounds`, as `snapped_` takes it; None for whole numbers, or a `table`."""
+    float8: ClassVar[bool] = False
+    """Whether levels are floats of 8 bits (E4M3) within `bounds`, not whole numbers or those of a `table`."""
 
     if TYPE_CHECKING:  # fields or properties of the dataclasses
 

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from llmcompress.grids.base import GridRequest, Spec
 from llmcompress.grids.chosen_scales import ChosenScaleGrid
+from llmcompress.grids.e4m3 import snapped_
 from llmcompress.grids.grid_type import GridType
 from llmcompress.grids.scales import between
 from llmcompress.lazy import Tensor, torch
@@ -92,8 +93,6 @@ def unhalved(bytes_: Tensor) -> Tensor:
 
 def rounded_(values: Tensor) -> Tensor:
     """Round float32 values of any shape to the nearest levels, ties to those with an even code, in place."""
-    from llmcompress.grids.float_rounding import snapped_
-
     return snapped_(values, 1, 1.0, 4.0).clamp_(-LARGEST, LARGEST)
 
 

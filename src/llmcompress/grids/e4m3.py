@@ -13,20 +13,30 @@ from llmcompress.grids.coded import Grid
 from llmcompress.lazy import Tensor, torch
 
 LARGEST = 448.0
-MANTISSA = 3, 2.0**-6, 256.0  # its bits, the least value with all of them, and the last power of two
+_NORMAL = 2.0**-6  # least value with all three bits of mantissa
+_EXPONENT = 0x7F800000  # of a float32
+_PIN = 1.5 * 2.0**23  # times a power of two, added and taken away again: leaves multiples of that power
 
 
 def rounded_(values: Tensor) -> Tensor:
     """Round float32 values of any shape to the nearest E4M3 floats, ties to even, in place; zero is never negative."""
-    from llmcompress.grids.float_rounding import snapped_
+    return snapped_(values, 3, _NORMAL, 256.0).clamp_(-LARGEST, LARGEST)
 
-    return snapped_(values, *MANTISSA).clamp_(-LARGEST, LARGEST)
+
+def snapped_(values: Tensor, bits: int, least: float, most: float) -> Tensor:
+    """Round float32 values in place to floats with `bits` of mantissa, ties to even ones.
+
+    least, most: powers of two; below the first floats are evenly spaced, beyond the second as they are from it on.
+    """
+    octave = (values.view(torch.int32) & _EXPONENT).view(torch.float32).clamp_(least, most)
+    pin = octave.mul_(_PIN / 2**bits)
+    return values.add_(pin).sub_(pin)
 
 
 class E4m3Grid(Grid):
     """A grid whose codes are floats of 8 bits, in units of the scale of their group."""
 
-    mantissa: ClassVar[tuple[int, float, float] | None] = MANTISSA
+    float8: ClassVar[bool] = True
 
     @property
     def bounds(self) -> tuple[Tensor, Tensor]:

@@ -89,9 +89,9 @@ class Levels:
     """A grid of single codes as a `Sweeper` wants it: values are scale * level + offset.
 
     scale, inverse, offset [groups, out] float32; offset None for zero. index [in] int32: the group of each column, in
-    order of the sweep. bounds [groups, out]: the least and the largest level, where they are whole numbers or floats;
-    mantissa: of floats (grids/float_rounding.py). table [levels] or [out, levels]: others, in ascending order; between:
-    the midpoints of it.
+    order of the sweep. bounds [groups, out]: the least and the largest level, where they are whole numbers or, where
+    float8 says so, floats of 8 bits. table [levels] or [out, levels]: others, in ascending order; between: their
+    midpoints.
     """
 
     scale: Tensor
@@ -99,7 +99,7 @@ class Levels:
     offset: Tensor | None
     index: Tensor
     bounds: tuple[Tensor, Tensor] | None
-    mantissa: tuple[int, float, float] | None = None
+    float8: bool = False
     table: Tensor | None = None
     between: Tensor | None = None
 
@@ -115,14 +115,14 @@ class Levels:
             grid.group_index[order].to(torch.int32),
         )
         if table is not None:
-            return cls(*common, None, None, table, between(table).contiguous())
+            return cls(*common, None, False, table, between(table).contiguous())
         low, high = (bound.T.contiguous() for bound in grid.bounds)
-        return cls(*common, (low, high), grid.mantissa)
+        return cls(*common, (low, high), grid.float8)
 
     @property
     def whole(self) -> tuple[Tensor, Tensor] | None:
         """The bounds of levels that are whole numbers; None for others."""
-        return None if self.mantissa else self.bounds
+        return None if self.float8 else self.bounds
 
 
 class Sweeper(Protocol):

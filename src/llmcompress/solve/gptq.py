@@ -53,7 +53,7 @@ def _round_as_chosen(columns: Tensor, chosen: Tensor, factor: Factor, steps: Lev
             offset = steps.offset[group]
             value = torch.lerp(-offset, column.sub_(offset), kept)
         torch.mul(value, steps.inverse[group], out=level)
-        snap_(level, group, steps.bounds, steps.mantissa, steps.table, steps.between)
+        snap_(level, group, steps.bounds, steps.float8, steps.table, steps.between)
         torch.addcmul(column, level, steps.scale[group], value=-1, out=error)
 
     obs_sweep(columns, factor.ahead, choose, *mask.sizes)

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from llmcompress.grids.float_rounding import snapped_
 from llmcompress.scripted import scripted
 from llmcompress.solve.column_sweep import Levels
 
@@ -40,7 +39,7 @@ class ScriptedSweeper:
             steps.offset,
             steps.index[start:stop].tolist(),
             steps.bounds,
-            steps.mantissa,
+            steps.float8,
             steps.table,
             steps.between,
             errors,
@@ -69,7 +68,7 @@ class ScriptedSweeper:
             steps.inverse,
             steps.index[start:stop].tolist(),
             steps.bounds,
-            steps.mantissa,
+            steps.float8,
             steps.table,
             steps.between,
             moves,
@@ -81,16 +80,16 @@ def _snapped_(
     level: Tensor,
     group: int,
     bounds: tuple[Tensor, Tensor] | None,
-    mantissa: tuple[int, float, float] | None,
+    float8: bool,
     table: Tensor | None,
     between: Tensor | None,
 ) -> None:
     """Move values [out] in units of their scale to the nearest levels, in place."""
     if bounds is not None:
-        if mantissa is None:
-            level.round_()
+        if float8:
+            level.copy_(level.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn)).add_(0.0)  # zero is never negative
         else:
-            snapped_(level, mantissa[0], mantissa[1], mantissa[2])
+            level.round_()
         torch.clamp(level, bounds[0][group], bounds[1][group], out=level)
     elif table is not None and between is not None:
         if table.dim() == 2:  # one for each row
@@ -111,7 +110,7 @@ def _round_columns(
     offset: Tensor | None,
     groups: list[int],
     bounds: tuple[Tensor, Tensor] | None,
-    mantissa: tuple[int, float, float] | None,
+    float8: bool,
     table: Tensor | None,
     between: Tensor | None,
     errors: Tensor,
@@ -129,7 +128,7 @@ def _round_columns(
             if keep is not None:
                 value = column * keep[j] if offset is None else torch.lerp(-offset[group], column, keep[j])
             torch.mul(value, inverse[group], out=level)
-            _snapped_(level, group, bounds, mantissa, table, between)
+            _snapped_(level, group, bounds, float8, table, between)
             torch.addcmul(column, level, scale[group], value=-1, out=error)
             if j + 1 < last:
                 columns[j + 1 : last].addr_(ahead[j, j + 1 : last], error, alpha=-1)
@@ -148,7 +147,7 @@ def _move_columns(
     inverse: Tensor,
     groups: list[int],
     bounds: tuple[Tensor, Tensor] | None,
-    mantissa: tuple[int, float, float] | None,
+    float8: bool,
     table: Tensor | None,
     between: Tensor | None,
     moves: Tensor,
@@ -162,7 +161,7 @@ def _move_columns(
         for j in range(first, last):
             level, move, group = levels[j], moves[j], groups[j]
             torch.addcmul(level, slopes[j], inverse[group], value=curve[j], out=new)
-            _snapped_(new, group, bounds, mantissa, table, between)
+            _snapped_(new, group, bounds, float8, table, between)
             if keep is not None:
                 torch.lerp(level, new, keep[j], out=new)  # what is gone stays where it is
             torch.sub(new, level, out=move).mul_(scale[group])
