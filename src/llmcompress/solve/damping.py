@@ -61,9 +61,8 @@ def inverse_factor(hessian: Tensor, percdamp: float) -> Factor:
         info = torch.empty(0, dtype=torch.int32, device=matrix.device)
         torch.linalg.cholesky_ex(matrix, out=(matrix, info))  # in place: a matrix of float64 is the largest thing here
         if int(info) == 0:
-            lower = matrix.to(
-                torch.float32
-            ).contiguous()  # in two steps: a cast that transposes takes three times as long
+            # in two steps: a cast that transposes takes three times as long
+            lower = matrix.to(torch.float32).contiguous()
             del matrix
             _invert(lower)
             upper = lower.flip(0, 1)

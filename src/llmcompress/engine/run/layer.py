@@ -1,6 +1,7 @@
 """Compressing one layer, stage by stage: each stage is measured on what the compressed stages before it give."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -41,7 +42,7 @@ from llmcompress.store.checkpoint import DTYPES, Checkpoint
 from llmcompress.store.statistics import Kept
 from llmcompress.workers import Workers
 
-_KEPT = 32 << 20  # bytes of tensors whose memory is kept while experts are solved: thousands of them have one size
+_KEPT = 32 << 20  # bytes of tensors whose memory is kept while experts are solved
 _EXPERTS_OF_A_THREAD = 4  # solved before freed memory goes back to the system
 Result = tuple[list[Coded], list[dict[str, Any]], list[dict[str, str]]]  # codes, records and notes of a group
 
@@ -131,9 +132,6 @@ class Compressor:
     ) -> Iterator[tuple[MatrixPlan, Coded, dict[str, Any]]]:
         """The matrices of a stage, solved group by group; ranks share the groups, and threads those of experts."""
         final = {group[0].space: number for number, group in enumerate(groups)}
-        if statistics.experts is not None:
-            keep_freed_memory(_KEPT)
-
         together = _EXPERTS_OF_A_THREAD * workers.threads
 
         def solve(workers: Workers, number: int) -> Result:
@@ -158,10 +156,10 @@ class Compressor:
             size = workers.threads * max(each, 1)
             parts = [range(start, min(start + size, len(groups))) for start in range(0, len(groups), size)]
             solved = chain.from_iterable(workers.map_ranks([partial(solve_some, numbers) for numbers in parts]))
-        for group, (codes, records, notes) in zip(groups, solved, strict=True):
-            ledger.extend(LedgerEntry(**note) for note in notes)
-            yield from zip(group, codes, records, strict=True)
-        keep_freed_memory()
+        with _large_tensors_kept() if statistics.experts is not None else nullcontext():
+            for group, (codes, records, notes) in zip(groups, solved, strict=True):
+                ledger.extend(LedgerEntry(**note) for note in notes)
+                yield from zip(group, codes, records, strict=True)
 
     def _statistics(
         self,
@@ -260,6 +258,16 @@ class Compressor:
         weight = multiplied(weight.T.contiguous() if plan.conv1d else weight, plan.factors)
         refuse_extremes(plan, weight)
         return weight
+
+
+@contextmanager
+def _large_tensors_kept() -> Iterator[None]:
+    """Within, the memory of larger tensors than usual is kept: those of thousands of experts have the same sizes."""
+    keep_freed_memory(_KEPT)
+    try:
+        yield
+    finally:
+        keep_freed_memory()
 
 
 def _stacked(weights: list[Tensor]) -> Tensor:
