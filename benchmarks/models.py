@@ -218,6 +218,7 @@ if __name__ == "__main__":
     parser.add_argument("--again", nargs="+", default=[], choices=COLUMNS)
     parser.add_argument("--write", type=Path, help="a page whose table is replaced")
     given = parser.parse_args()
+    torch.set_num_threads(1)  # a process that is forked waits for ever for the threads of the one before
     rows = measure(given.work, given.types, given.again)
     print(json.dumps(counts(rows)))
     if given.write:
