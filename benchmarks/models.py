@@ -218,7 +218,8 @@ if __name__ == "__main__":
     parser.add_argument("--again", nargs="+", default=[], choices=COLUMNS)
     parser.add_argument("--write", type=Path, help="a page whose table is replaced")
     given = parser.parse_args()
-    torch.set_num_threads(1)  # a process that is forked waits for ever for the threads of the one before
+    if "OMP_NUM_THREADS" not in os.environ:  # a forked process waits for ever for threads that the one before had
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "OMP_NUM_THREADS": "1"})
     rows = measure(given.work, given.types, given.again)
     print(json.dumps(counts(rows)))
     if given.write:
