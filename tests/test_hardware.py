@@ -15,6 +15,7 @@ def before(request):
     BACKEND.fp32_precision = request.param
     yield request.param
     BACKEND.fp32_precision = found
+    torch.get_float32_matmul_precision()  # raises where the new and the old setting disagree
 
 
 @pytest.mark.parametrize(("within", "wanted"), [(exact_float32, "ieee"), (rounded_float32, "bf16")])

@@ -86,11 +86,11 @@ def _snapped_(
 ) -> None:
     """Move values [out] in units of their scale to the nearest levels, in place."""
     if bounds is not None:
+        torch.clamp(level, bounds[0][group], bounds[1][group], out=level)  # bounds are levels: rounding stays within
         if float8:
-            level.copy_(level.clamp_(-448.0, 448.0).to(torch.float8_e4m3fn)).add_(0.0)  # zero is never negative
+            level.copy_(level.to(torch.float8_e4m3fn)).add_(0.0)  # zero is never negative
         else:
             level.round_()
-        torch.clamp(level, bounds[0][group], bounds[1][group], out=level)
     elif table is not None and between is not None:
         if table.dim() == 2:  # one for each row
             place = torch.searchsorted(between, level.unsqueeze(1), right=True)
