@@ -88,15 +88,16 @@ def ran(place: Path, model: Path, *words: object, ending: str = "") -> Row:
     run = [words[0], model, "-o", output, *words[1:]]
     planned, out, planning = command(place, *run, "--dry-run", "--json")
     code, _, err = command(place, *run, "-q")
-    share = json.loads(out)["decoder_share"] if planned == 0 else None
+    plan = json.loads(out) if planned == 0 else None
+    said = {} if plan is None else {"share": plan["decoder_share"], "promised": plan["targets"]["transformers"] == "ok"}
     if planned == 2 and code == 2:
         return {"says": "refused", "why": reason(err)}
     if (planned, code) != (0, 0):
         return {"says": "failed", "why": f"plan {planned}, run {code}: {reason(err or planning)}"}
     verified, _, err = command(place, "verify", output, "--source", model)
     if verified:
-        return {"says": "failed", "why": f"verify {verified}: {reason(err)}", "share": share}
-    return {"says": "ok", "share": share}
+        return {"says": "failed", "why": f"verify {verified}: {reason(err)}", **said}
+    return {"says": "ok", **said}
 
 
 def divergence(place: Path, model: Path) -> float | None:
@@ -172,6 +173,7 @@ def counts(found: Mapping[str, Row]) -> dict[str, int]:
         "types": len(rows),
         "gptq and verify": len(done),
         "loads in transformers": sum(map(loads, done)),
+        "loads or does not, as plan says": sum(row["promised"] == loads(row) for row in done),
         "at least 90% of the decoder": sum(row["share"] >= 0.9 for row in done),
         "KL at most that of rtn": sum(None not in (row["kl"], row["rtn"]) and row["kl"] <= row["rtn"] for row in done),
         "awq and verify": sum(row["awq"]["says"] == "ok" for row in found.values()),

@@ -1,11 +1,15 @@
 """The table of docs/models.md: every fourth model type is planned as it says, and some are run."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from streaming import reference_logits, streamed, streamed_logits
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -54,6 +58,20 @@ def test_plans_say_what_the_table_says(part, tmp_path):
             if column == "gptq" and code == 0:
                 assert f"{json.loads(out)['decoder_share']:.1%}" == rows[kind]["decoder"], kind
     assert found == {(kind, column): 2 if rows[kind][column] == "refused" else 0 for kind, column in found}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_type_that_is_compressed_is_computed_as_transformers_computes_it(part, tmp_path):
+    """Layer by layer, in batches, on texts that are longer than windows and than what sparse attention looks at."""
+    tokens = torch.randint(3, 1000, (3, 64), generator=torch.Generator().manual_seed(0))
+    rows = told()
+    kinds = [kind for kind in known_types() if rows[kind]["gptq"] == "ok" or rows[kind]["gguf"] == "ok"]
+    for kind, model in zoo(tmp_path / "zoo", kinds[part::PARTS]):
+        truth = reference_logits(model, tokens)
+        ours = streamed_logits(streamed(model), tokens)
+        torch.testing.assert_close(ours, truth, rtol=0, atol=1e-4 * float(truth.abs().max()), msg=kind)
+        shutil.rmtree(model)
 
 
 @pytest.mark.slow

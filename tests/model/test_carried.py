@@ -1,6 +1,8 @@
 """Layers that get more than hidden states from others run alone as they do in the model."""
 
 import shutil
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +10,13 @@ from safetensors.torch import load_file, save_file
 
 from ggufmodels import small_config
 from llmcompress.calib.pack import save
+from llmcompress.errors import CheckpointError
+from llmcompress.model.carried import Carried, HandedOn
 from streaming import LENGTH, ids, observed, reference_logits, streamed, streamed_logits
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from zoo import config_of
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 STREAMS = {  # of Gemma 3n, whose hidden states are four
@@ -23,14 +31,81 @@ CASES = [
     ("gemma3n_text", {**STREAMS, "num_kv_shared_layers": 0}),
     ("gemma4_text", small_config("gemma4_text")),
     ("gemma4_text", {**small_config("gemma4_text"), "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}),
+    ("zamba", {}),  # the embeddings enter every layer
+    ("zamba2", {}),
+    ("zaya", {}),  # routers look at the states of the ones before
+    ("hy_v4", {"index_topk": 8}),  # tokens found by one layer are those that the next looks at; streams
+    ("glm_moe_dsa", {"index_topk": 8, "indexer_types": ["full", "shared", "full", "shared"]}),
+    ("deepseek_v4", {}),  # a layer routes by the tokens themselves; streams
 ]
 
 
 @pytest.mark.parametrize(("kind", "config"), CASES)
 def test_layers_run_one_by_one_in_batches_as_in_the_model(kind, config, random_model_dir):
+    if "hidden_size" not in config:
+        config = {**config_of(kind).to_dict(), **config}
+        del config["dtype"]
     path = random_model_dir(kind, dtype="float32", **config)
     tokens = ids(5)
-    assert torch.allclose(streamed_logits(streamed(path), tokens), reference_logits(path, tokens), atol=1e-5)
+    truth = reference_logits(path, tokens)
+    assert truth.std() > 0.01
+    assert torch.allclose(streamed_logits(streamed(path), tokens), truth, atol=1e-5)
+
+
+class Layer(torch.nn.Module):
+    def forward(self, hidden_states, more=None, *, other=None):
+        return hidden_states, more
+
+
+def test_whole_numbers_and_vectors_travel_in_rows_of_every_type():
+    """What is made of the tokens reaches each layer that gets it, and what one hands on the next alone."""
+    carried, tokens = Carried([Layer(), Layer(), Layer()]), torch.Size((1, 4))
+    hidden, found = torch.randn(1, 4, 8), torch.tensor([[0, 255, 65536, 256**3 - 1]])
+    vectors = torch.arange(12.0).view(1, 4, 3)
+    calls = [
+        ((), {"other": found}),
+        ((HandedOn(1),), {"other": vectors}),
+        ((HandedOn(1),), {"other": found}),
+    ]
+    others = [
+        ((), {"other": found + 1}),
+        ((HandedOn(1),), {"other": vectors + 1}),
+        ((HandedOn(1),), {"other": found + 1}),
+    ]
+    assert carried.learn(tokens, hidden, calls, others)
+    carried.see_handed(tokens, (hidden, torch.zeros(1, 4, 2, dtype=torch.int64)))
+    plain = [((), {"other": None}), ((None,), {"other": None}), ((None,), {"other": None})]
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        rows = carried.packed(hidden.to(dtype), calls)
+        assert rows.shape == (1, 4, 8 + 3 + 3 + 2 * 3)
+        states, call = carried.opened(0, rows, plain[0])
+        assert torch.equal(states, hidden.to(dtype))
+        assert torch.equal(call[1]["other"], found)
+        handed = torch.tensor([[[1, 70000]] * 4])
+        rows = carried.closed(0, rows, (states, handed), call)
+        _, call = carried.opened(1, rows, plain[1])
+        assert torch.equal(call[0][0], handed)
+        assert torch.equal(call[1]["other"], vectors.to(dtype))
+        _, call = carried.opened(2, carried.closed(1, rows, (states, handed + 1), call), plain[2])
+        assert torch.equal(call[0][0], handed + 1)
+        random = carried.random(rows, torch.Generator().manual_seed(0))
+        assert not torch.equal(random[..., :8], rows[..., :8])
+        assert torch.equal(random[..., 8:11], rows[..., 8:11])
+        assert torch.equal(random[..., 14:], rows[..., 14:])
+
+
+@pytest.mark.parametrize("value", [torch.randn(1, 2, 4, 4), {"mask": torch.randn(4)}])
+def test_what_depends_on_the_tokens_in_another_way_is_refused(value):
+    """A layer that is called with more than can be carried would otherwise silently run on another text."""
+    other = {"mask": torch.randn(4)} if isinstance(value, dict) else value + 1
+    carried = Carried([Layer()])
+    hidden = torch.randn(1, 4, 8)
+    assert not carried.learn(torch.Size((1, 4)), hidden, [((value,), {})], [((value,), {})])
+    with pytest.raises(CheckpointError, match="made of the tokens"):
+        carried.learn(torch.Size((1, 4)), hidden, [((value,), {})], [((other,), {})])
+    assert carried.learn(torch.Size((1, 4)), hidden, [((HandedOn(1),), {})], [((HandedOn(1),), {})])
+    with pytest.raises(CheckpointError, match="handed on"):
+        carried.see_handed(torch.Size((1, 4)), (hidden, None))
 
 
 def test_what_mixes_streams_is_never_rounded(random_model_dir):

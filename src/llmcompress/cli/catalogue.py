@@ -6,7 +6,7 @@ from typing import TypeVar
 import llmcompress.arch
 import llmcompress.calib
 from llmcompress.engine.targets.facts import Asymmetric, BitWidths, Fact, Groups
-from llmcompress.engine.targets.table import TARGETS
+from llmcompress.engine.targets.table import TARGETS, Target
 from llmcompress.errors import RecipeError
 from llmcompress.formats.gguf.types import ALIASES, FILE_TYPES, tensor_type
 from llmcompress.grids.grid_type import grid_types
@@ -82,9 +82,14 @@ def _targets() -> Listing:
             "; ".join([fact.why for fact in facts] + [target.remark] * bool(target.remark and facts)),
         )
         for target in TARGETS.values()
-        for name, facts in target.formats.items()
+        for name, facts in _facts(target).items()
     ]
     return ("target", "as of", "format", "bits", "asymmetric", "groups", "facts"), rows
+
+
+def _facts(target: Target) -> dict[str, tuple[Fact, ...]]:
+    """The facts by format, those of every format at the first one."""
+    return {name: (*target.always * (not row), *facts) for row, (name, facts) in enumerate(target.formats.items())}
 
 
 def _first(facts: Sequence[Fact], kind: type[Kind], show: Callable[[Kind], str]) -> str:

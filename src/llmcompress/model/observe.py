@@ -153,14 +153,15 @@ def _running(
     found = CheckpointError("")
     for outputs in (1, 2):
         model = StreamedModel(
-            Zeros(shapes),
+            Zeros(shapes, rising=f"{spec.embed}.weight"),
             config,
             replace(spec, outputs=outputs, disk={}, joined={}),
             dtype=torch.float32,
             trust_remote_code=trust_remote_code,
         )
         try:
-            return model, model.embed(torch.zeros(1, LENGTH, dtype=torch.int64))
+            with ZeroProducts():
+                return model, torch.zeros_like(model.embed(torch.arange(LENGTH)[None]))
         except UNUSABLE as error:
             found = CheckpointError(
                 f"a {spec.name!r} model cannot be run without its layers: {first_line(error)}", _HINT

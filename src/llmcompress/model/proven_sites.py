@@ -62,8 +62,7 @@ def _proven(config: Any, spec: ArchSpec, trust_remote_code: bool) -> list[Any]:
             weights.shapes.update(_shapes(model))
             hidden = model.embed(torch.arange(LENGTH)[None] + 3)
         for numbers in _kinds(model.layers, spec):
-            generator = torch.Generator().manual_seed(0)
-            entering = torch.randn(hidden.shape, dtype=torch.float64, generator=generator)
+            entering = model.random_rows(hidden, torch.Generator().manual_seed(0))
             with model.layer(numbers[0]) as layer:
                 proof = SiteProof(TracedLayer(model, numbers[0], layer, entering), spec)
             kinds.append([numbers, [_packed(site) for site in proof.sites], proof.refused])

@@ -22,17 +22,25 @@ _WHOLE_CHUNK = 71  # tokens; families that go through a text in chunks compute t
 
 
 class Zeros:
-    """Weights of the right shapes that are all zero and take no memory: one number, repeated."""
+    """Weights of the right shapes that are all zero and take no memory: one number, repeated.
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype = torch.float32) -> None:
-        self._shapes = shapes
+    rising: a table, with or without the prefix of a base model, whose rows differ instead, so that tokens do.
+    """
+
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype = torch.float32, rising: str | None = None
+    ) -> None:
+        self._shapes, self._rising = shapes, rising
         self._zero = torch.zeros((), dtype=dtype)
 
     def __contains__(self, name: str) -> bool:
         return name in self._shapes
 
     def read(self, name: str) -> Tensor:
-        return self._zero.expand(self._shapes[name])
+        shape = self._shapes[name]
+        if f".{self._rising}".endswith(f".{name}"):
+            return (torch.arange(shape[0]) % 100).to(self._zero.dtype)[:, None].expand(shape)
+        return self._zero.expand(shape)
 
 
 class ZeroProducts(TorchFunctionMode):
@@ -89,7 +97,7 @@ def _run(
     tiled_attention: bool,
 ) -> None:
     model = StreamedModel(
-        Zeros(shapes, dtype),
+        Zeros(shapes, dtype, spec.disk_parameter(f"{spec.embed}.weight")),
         config,
         spec,
         dtype=dtype,
@@ -97,9 +105,8 @@ def _run(
         tiled_attention=tiled_attention,
     )
     with ZeroProducts(), torch.no_grad():
-        hidden = model.embed(
-            torch.zeros(2, _WHOLE_CHUNK, dtype=torch.int64)
-        )  # two: batches are called otherwise than one
+        # two: batches are called otherwise than one
+        hidden = model.embed((torch.arange(_WHOLE_CHUNK) % 2).expand(2, -1))
         with model.outer(embed=True, head=True):
             pass
         different = set(distinct(model.layers))

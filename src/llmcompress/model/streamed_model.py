@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from llmcompress.arch.spec import ArchSpec
 from llmcompress.errors import CheckpointError
 from llmcompress.model import attention
-from llmcompress.model.carried import Carried
+from llmcompress.model.carried import Call, Carried, HandedOn
 from llmcompress.model.changing_cache import Change, call_through
 from llmcompress.model.on_demand import LookedUpRows, hold_own_weight, read_on_demand
 from llmcompress.model.skeleton import kept_in_float32, skeleton
@@ -52,12 +52,12 @@ class _Recorder(nn.Module):
         self.inject: Tensor | None = None
         self.stop = False
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Any, ...]:
         self.hidden, self.call, self.shape = hidden_states, (args, kwargs), hidden_states.shape
         if self.stop:
             raise _Recorded
         out = hidden_states if self.inject is None else self.inject
-        return out if self.outputs == 1 else (out, *[None] * (self.outputs - 1))
+        return out if self.outputs == 1 else (out, *map(HandedOn, range(1, self.outputs)))
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -287,8 +287,17 @@ class StreamedModel:
     @torch.no_grad()
     def prepare(self, ids: Tensor) -> int:
         """Record, from the first sample, what each layer is called with besides the hidden states; their width."""
+        ids = ids[:1].to(self.device)
         with self.outer(embed=True, head=False) as causal:
-            return self._record(causal, 1, ids.shape[1], input_ids=ids[:1].to(self.device))
+            _, others = self._recorded(causal, input_ids=ids.roll(1, -1))
+            hidden, calls = self._recorded(causal, input_ids=ids)
+            hands_on = self._carried.learn(ids.shape, hidden, calls, others)
+        self._calls[1, ids.shape[1]] = calls
+        if hands_on:
+            with self.layer(0) as layer:
+                args, kwargs = calls[0]
+                self._carried.see_handed(ids.shape, layer(hidden, *args, **kwargs))
+        return self._carried.packed(hidden, calls).shape[-1]
 
     @torch.no_grad()
     def embedded(self, ids: Tensor, batch: int) -> Iterator[Tensor]:
@@ -297,41 +306,39 @@ class StreamedModel:
             for start in range(0, len(ids), batch):
                 yield self.entering(causal, ids[start : start + batch])
 
+    def random_rows(self, like: Tensor, generator: torch.Generator) -> Tensor:
+        """What may enter a layer, of random numbers. like: what enters the first one."""
+        return self._carried.random(like, generator)
+
     def entering(self, causal: nn.Module, ids: Tensor) -> Tensor:
         """Hidden states that enter the first layer, within `outer(embed=True, head=False)`."""
-        last = self._recorders[-1 if self._carried.of_tokens else 0]
-        last.stop = True
-        try:
-            return self._run(causal, input_ids=ids.to(self.device))
-        finally:
-            last.stop = False
+        hidden, calls = self._run(causal, -1 if self._carried.whole_calls else 0, input_ids=ids.to(self.device))
+        return self._carried.packed(hidden, calls)
 
-    def _run(self, causal: nn.Module, **inputs: Any) -> Tensor:
-        with suppress(_Recorded):
-            causal(use_cache=False, **inputs)
-        hidden = self._recorders[0].hidden
+    def _run(self, causal: nn.Module, last: int, **inputs: Any) -> tuple[Tensor, list[Call | None]]:
+        """What enters the first layer, and the calls of the layers up to `last`."""
+        self._recorders[last].stop = True
+        try:
+            with suppress(_Recorded):
+                causal(use_cache=False, **inputs)
+        finally:
+            self._recorders[last].stop = False
+        hidden, calls = self._recorders[0].hidden, [recorder.call for recorder in self._recorders]
         assert hidden is not None
         for recorder in self._recorders:
-            recorder.hidden = None
-        return self._carried.packed(hidden, [recorder.call for recorder in self._recorders])
+            recorder.hidden = recorder.call = None
+        return hidden, calls
 
-    def _record(self, causal: nn.Module, batch: int, length: int, **inputs: Any) -> int:
-        last = self._recorders[-1]
-        last.stop = True
-        try:
-            width = self._run(causal, **inputs).shape[-1]
-        finally:
-            last.stop = False
-        calls = []
-        for recorder in self._recorders:
-            if recorder.call is None or recorder.shape != self._recorders[0].shape:
-                raise CheckpointError(
-                    f"the layers of a {self.spec.name!r} model do not simply follow one another, so none can run alone"
-                )
-            calls.append(recorder.call)
-            recorder.call = None
-        self._calls[batch, length] = calls
-        return width
+    def _recorded(self, causal: nn.Module, **inputs: Any) -> tuple[Tensor, list[Call]]:
+        """What enters the first layer, and what each layer is called with; CheckpointError if one is not called."""
+        hidden, found = self._run(causal, -1, **inputs)
+        calls = [call for call in found if call is not None]
+        shapes = {recorder.shape for recorder in self._recorders}
+        if len(calls) < len(found) or len(shapes) > 1:
+            raise CheckpointError(
+                f"the layers of a {self.spec.name!r} model do not simply follow one another, so none can run alone"
+            )
+        return hidden, calls
 
     def _shape_of_call(self, batch: int, length: int) -> tuple[int, int]:
         # one sample's masks and rotary tables serve any batch; what an unknown family passes may not (ALiBi of Bloom)
@@ -343,7 +350,7 @@ class StreamedModel:
         batch, length = self._shape_of_call(batch, length)
         if (batch, length) not in self._calls and (1, length) in self._calls:
             with self.outer(embed=False, head=False) as causal:
-                self._record(causal, batch, length, **self._placeholder(batch, length))
+                _, self._calls[batch, length] = self._recorded(causal, **self._placeholder(batch, length))
 
     def call(self, number: int, layer: nn.Module, hidden: Tensor, watch: Change | None = None) -> Tensor:
         """A layer's output for hidden states [batch, length, hidden], called as the model itself calls it.
@@ -366,7 +373,6 @@ class StreamedModel:
             out, reached = call_through(layer, number, change, (hidden, *args), kwargs)
             if watch is None and not reached:
                 raise CheckpointError(f"layer {number} of this {self.spec.name!r} model keeps no keys and values")
-        out = out[0] if isinstance(out, tuple) else out
         return self._carried.closed(number, rows, out, (args, kwargs))
 
     def logits(self, causal: nn.Module, hidden: Tensor) -> Tensor:

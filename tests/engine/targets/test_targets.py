@@ -11,12 +11,13 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from entries import AWQ, DENSE, GPTQ, PACKED, W4, matrix, model
 from forkserver import call
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
-from llmcompress.engine.targets.facts import Devices, LostTypes
+from llmcompress.engine.targets.facts import Devices, LackedTypes, LostTypes
 from llmcompress.engine.targets.table import TARGETS
 from llmcompress.engine.targets.verdicts import engine_notes, verdicts, violations
 from llmcompress.errors import PlanError, RecipeError
@@ -304,6 +305,29 @@ def test_model_types_that_are_lost_are_refused_by_name():
     [why] = reasons(expert, "granitemoe")
     assert "random values" in why
     assert violations(target, "dense", plain, {"model_type": "falcon"}) == []
+
+
+def test_model_types_that_a_runtime_has_no_class_for_are_refused_in_every_format():
+    plain = [Entry(TensorSpec("model.layers.0.mlp.up_proj.weight", "BF16", (128, 128)), W4, block=True, linear=True)]
+    for name, format_, model_type, words in (
+        ("vllm", "compressed-tensors", "bamba", "'bamba' among them: it has no class of its own"),
+        ("vllm", "gptq", "mpt", "'mpt' among them"),
+        ("sglang", "dense", "falcon", "'falcon' among them"),
+        ("llama.cpp", "compressed-tensors", "axk1", "'axk1' among them: llama.cpp has no such architecture"),
+        ("llama.cpp", "dense", "phimoe", "'phimoe' among them: llama.cpp computes its norms"),
+    ):
+        [item] = violations(TARGETS[name], format_, plain, {"model_type": model_type})
+        assert words in item.what
+        assert "list targets" in item.by_hand
+    for name, model_type in (("vllm", "dots1"), ("sglang", "glm")):
+        config = {"model_type": model_type}
+        assert violations(TARGETS[name], "compressed-tensors", plain, config) == []
+        notes = engine_notes("compressed-tensors", plain, config)
+        assert any("not seen with quantised weights" in note for note in notes)
+    for target in TARGETS.values():
+        lacked = {name for fact in target.always if isinstance(fact, LackedTypes) for name in fact.lacked}
+        assert not lacked & set(target.borrowed)
+        assert lacked | set(target.borrowed) <= MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
 
 
 def test_every_fact_is_broken_by_some_case(headers_of, tmp_path):

@@ -105,6 +105,20 @@ class LostTypes(Fact):
 
 
 @dataclass(frozen=True)
+class LackedTypes(Fact):
+    """The runtime cannot run models of these types at all. lacked: why not, by model type."""
+
+    lacked: Mapping[str, str]
+
+    def violations(self, case: LoadCase) -> list[Violation]:
+        reason = self.lacked.get(case.model_type)
+        if reason is None:
+            return []
+        what = f"{self.why}, {case.model_type!r} among them: {reason}"
+        return [Violation(what, (), "see `llmcompress list targets` for others")]
+
+
+@dataclass(frozen=True)
 class BitWidths(Fact):
     """The runtime accepts these widths in bits."""
 

@@ -12,6 +12,7 @@ from llmcompress.engine.targets.facts import (
     ExpertsAlike,
     Fact,
     Groups,
+    LackedTypes,
     LostTypes,
     ModelTypes,
     Multiples,
@@ -25,6 +26,7 @@ from llmcompress.engine.targets.facts import (
     Words,
 )
 from llmcompress.formats.entry_checks import HEADS, experts_of
+from llmcompress.formats.gguf.refused import NOT_RUN
 from llmcompress.formats.kv_cache import OPTION
 from llmcompress.formats.schemes import FLOATS, HOLDS, INTEGERS, kind
 
@@ -33,16 +35,18 @@ from llmcompress.formats.schemes import FLOATS, HOLDS, INTEGERS, kind
 class Target:
     """One runtime. name: as on the command line. title: as in a sentence. checked: the version the facts are of.
 
-    formats: what it reads, the best first, each with the facts that limit it. tensor_parallel: matrices are split over
-    devices. fuses: q, k, v and gate, up run as one linear each. decodes: codes are read only to be decoded, so that
-    nothing is lost by writing decoded weights. further: it loads layers after the last. remark: what a user of it
-    should know.
+    formats: what it reads, the best first, each with the facts that limit it. always: facts that limit every format.
+    borrowed: model types that it runs by transformers' own classes. tensor_parallel: matrices are split over devices.
+    fuses: q, k, v and gate, up run as one linear each. decodes: codes are read only to be decoded, so that nothing is
+    lost by writing decoded weights. further: it loads layers after the last. remark: what a user of it should know.
     """
 
     name: str
     title: str
     checked: str
     formats: Mapping[str, tuple[Fact, ...]] = field(default_factory=dict)
+    always: tuple[Fact, ...] = ()
+    borrowed: tuple[str, ...] = ()
     tensor_parallel: bool = False
     fuses: bool = False
     decodes: bool = False
@@ -110,9 +114,9 @@ _TILES = WholeTiles(why="it takes blocks of 128 x 128 that are full, in each par
 
 # as `benchmarks/models.py` found, on the versions that the target names
 _LOST_IN_TRANSFORMERS = (
-    "bailing_hybrid", "falcon", "falcon_mamba", "gpt_bigcode", "inkling_text", "kimi_linear", "longcat_flash", "mamba",
-    "mamba2", "minimax_m3_vl_text", "modernbert-decoder", "nanochat", "olmo_hybrid", "phimoe", "recurrent_gemma",
-    "xlstm", "zaya",
+    "bailing_hybrid", "deepseek_v4", "falcon", "falcon_mamba", "gpt_bigcode", "hy_v4", "inkling_text", "kimi_linear",
+    "longcat_flash", "mamba", "mamba2", "minimax_m3_vl_text", "modernbert-decoder", "nanochat", "olmo_hybrid", "phimoe",
+    "recurrent_gemma", "xlstm", "zaya",
 )  # fmt: skip
 _EXPERTS_LOST_IN_TRANSFORMERS = (
     "aria_text", "dbrx", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "jetmoe",
@@ -236,11 +240,28 @@ _CODED_HEAD = Unread(
     by_hand="leave --head-bits out",
     why="it was not seen to read codes of a head",
 )
+_SOME_TYPES = "it does not run some types of models"
+# what the registries of engines lack, less what transformers says of its own classes
+_NO_CLASS = (
+    "it has no class of its own for them, and runs transformers' own only where every layer is attention that it can "
+    "put its own in place of"
+)
+_LACKED_BY_VLLM = (
+    "bailing_hybrid", "bamba", "codegen", "cpmant", "gpt_neo", "gpt_neox_japanese", "lfm3", "minimax",
+    "mpt", "openai-gpt", "recurrent_gemma", "rwkv", "xglm", "xlstm", "zamba",
+)  # fmt: skip
+_BORROWED_BY_VLLM = (
+    "aria_text", "axk2", "biogpt", "bitnet", "ctrl", "diffllama", "doge", "dots1", "helium", "jetmoe",
+    "minimax_m3_vl_text", "ministral", "modernbert-decoder", "nanochat", "persimmon", "phimoe", "solar_open",
+    "youtu", "zaya",
+)  # fmt: skip
 _VLLM = Target(
     "vllm",
     "vLLM",
     "0.33",
-    {
+    always=(LackedTypes(dict.fromkeys(_LACKED_BY_VLLM, _NO_CLASS), why=_SOME_TYPES),),
+    borrowed=_BORROWED_BY_VLLM,
+    formats={
         "compressed-tensors": (
             Devices(
                 why="it multiplies 2, 3, 5 and 6 bits on GPUs alone, by its Humming kernels: in float16 from compute "
@@ -297,12 +318,24 @@ _VLLM = Target(
     fuses=True,
 )
 
-
+_LACKED_BY_SGLANG = (
+    "bailing_hybrid", "bamba", "biogpt", "bloom", "codegen", "cpmant", "falcon", "gpt_neo",
+    "gpt_neox_japanese", "jamba", "lfm3", "minimax", "mpt", "olmo_hybrid", "openai-gpt",
+    "recurrent_gemma", "rwkv", "xglm", "xlstm", "zamba", "zamba2",
+)  # fmt: skip
+_BORROWED_BY_SGLANG = (
+    "aria_text", "axk1", "axk2", "bitnet", "ctrl", "cwm", "diffllama", "doge", "dots1", "ernie4_5", "flex_olmo",
+    "flint", "glm", "gpt_neox", "helium", "hyperclovax", "jais2", "jetmoe", "kolibri1", "minimax_m3_vl_text",
+    "ministral", "modernbert-decoder", "nanochat", "nemotron", "olmo3", "phimoe", "seed_oss", "smollm3",
+    "solar_open", "vaultgemma", "youtu",
+)  # fmt: skip
 _SGLANG = Target(
     "sglang",
     "SGLang",
     "0.5.23",
-    {
+    always=(LackedTypes(dict.fromkeys(_LACKED_BY_SGLANG, _NO_CLASS), why=_SOME_TYPES),),
+    borrowed=_BORROWED_BY_SGLANG,
+    formats={
         "compressed-tensors": (
             BitWidths((4, 8), why="its kernels take 4 and 8 bits"),
             _MARLIN_GROUPS,
@@ -346,12 +379,21 @@ _SGLANG = Target(
     tensor_parallel=True,
     fuses=True,
 )
+_LOST_IN_LLAMA_CPP = (
+    LostTypes(
+        ("dbrx", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "llama4_text"),
+        experts=True,
+        why="it looks for experts in one tensor, and they are written one by one",
+    ),
+    LostTypes(("gemma3n_text",), why="it finds no scales of some codes"),
+)
 _LLAMA_CPP = Target(
     "llama.cpp",
     "llama.cpp's converter",
     "build 11434",
     {
         "compressed-tensors": (
+            *_LOST_IN_LLAMA_CPP,
             BitWidths((2, 4, 8), why="it reads 2, 4 and 8 bits"),
             OneScheme(order=True, why="it takes one config group"),
             _unread("mxfp4", "it knows no mxfp4-pack-quantized"),
@@ -366,12 +408,14 @@ _LLAMA_CPP = Target(
             ),
         ),
         "gptq": (
+            *_LOST_IN_LLAMA_CPP,
             BitWidths((2, 4, 8), why="it reads 2, 4 and 8 bits"),
             OneScheme(why="it takes one setting for all modules"),
         ),
         "dense": (),
         "gguf": (),
     },
+    always=(LackedTypes(NOT_RUN, why=_SOME_TYPES),),
     decodes=True,
     remark="convert_hf_to_gguf reads the directory and decodes the codes to floats: quantise its result again",
 )

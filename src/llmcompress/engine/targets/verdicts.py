@@ -54,7 +54,7 @@ def violations(
         smaller = next(n for n in range(min(tp - 1, _MOST), 0, -1) if not unsplittable(entries, config, n))
         return [Violation(item.what, item.modules, f"use --tp {smaller}") for item in found]
     case = LoadCase(entries, shards(entries, config, tp, target.fuses), str(config.get("model_type")))
-    return [item for fact in facts for item in fact.violations(case)]
+    return [item for fact in (*target.always, *facts) for item in fact.violations(case)]
 
 
 def verdicts(
@@ -73,10 +73,16 @@ def labels(found: Mapping[str, str | list[str]], tp: int, only: str | None = Non
 
 
 def engine_notes(format_: str, entries: Sequence[Entry], config: Mapping[str, Any]) -> list[str]:
-    """One sentence for each runtime that reads the format and does not load this checkpoint on one device."""
-    found = {
-        target.title: violations(target, format_, entries, config)
-        for target in TARGETS.values()
-        if format_ in target.formats
-    }
-    return [f"{title} does not load this: {'; '.join(map(str, items))}" for title, items in found.items() if items]
+    """One sentence for each runtime that reads the format and does not load this on one device, or was not seen to."""
+    model_type, notes = config.get("model_type"), []
+    for target in TARGETS.values():
+        if format_ not in target.formats:
+            continue
+        if found := violations(target, format_, entries, config):
+            notes.append(f"{target.title} does not load this: {'; '.join(map(str, found))}")
+        elif model_type in target.borrowed:
+            notes.append(
+                f"{target.title} has no class for models of type {model_type!r} and runs transformers' own, which was "
+                "not seen with quantised weights"
+            )
+    return notes

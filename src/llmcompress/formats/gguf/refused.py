@@ -1,7 +1,9 @@
 """Model types of which no GGUF file could be run, and why."""
 
+from collections.abc import Mapping
+
 _LACKS = "llama.cpp has no such architecture"
-REASONS = {
+NOT_RUN: Mapping[str, str] = {
     **dict.fromkeys(
         (
             "aria_text", "axk1", "axk2", "bailing_hybrid", "biogpt", "codegen", "ctrl", "cwm", "diffllama", "doge",
@@ -12,12 +14,14 @@ REASONS = {
         ),
         _LACKS,
     ),
-    **dict.fromkeys(
-        ("deepseek_v4", "hrm_text"),
-        "llama.cpp has its architecture, which nothing here declares yet",
-    ),
     "bitnet": "llama.cpp's converter rounds its weights to three values, other ones than those of the checkpoint",
     "hy_v4": "llama.cpp rotates neighbouring values of a head, transformers halves of it, of the same weights",
     "phimoe": "llama.cpp computes its norms without subtracting the mean, and its router in another way",
 }  # fmt: skip
-"""Reasons by `model_type`."""
+"""Why llama.cpp does not run a model, by `model_type`."""
+
+REASONS: Mapping[str, str] = {
+    **NOT_RUN,
+    **dict.fromkeys(("deepseek_v4", "hrm_text"), "llama.cpp has its architecture, which nothing here declares yet"),
+}
+"""Why no GGUF file is written of a model, by `model_type`."""
