@@ -131,3 +131,15 @@ def test_scales_of_others_that_16_bits_do_not_hold_stay_as_they_are(kind, made, 
     assert {tensor.dtype for name, tensor in there.items() if name.endswith("_scale")} == {torch.float32}
     llmcompress.export(tmp_path / "there", "modelopt", tmp_path / "back")
     same(load_file(source / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors"), exact=True)
+
+
+def test_experts_that_no_one_puts_together_again_are_told_of(random_model_dir, tmp_path, capsys, main):
+    """transformers would load the decoded model with experts at random values."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    source = random_model_dir("granitemoe", num_local_experts=3, num_experts_per_tok=2, **heads)
+    assert main("rtn", source, "--bits", 4, "--group-size", 32, "-o", tmp_path / "codes") == 0
+    capsys.readouterr()
+    assert main("export", tmp_path / "codes", "--format", "dense", "-o", tmp_path / "dense") == 0
+    said = capsys.readouterr().err
+    assert "transformers does not load this: it leaves at random values experts" in said
+    assert "next: llmcompress verify" in said

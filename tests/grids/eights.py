@@ -24,14 +24,15 @@ def of_channels(size, seed=1):
 
 
 def compat_bytes_are_those_of_llama_quantize(spec):
-    for key, text in GOLDEN["rows"][spec.name]["weighted"].items():
-        weight = torch.frombuffer(bytearray.fromhex(GOLDEN["inputs"][key]), dtype=torch.float32).unsqueeze(0)
-        width = weight.shape[1]
-        period, divisor = (7, 4) if width == 256 else (11, 8)
-        importance = torch.tensor([1 + (place % period) ** 2 / divisor for place in range(width)])
-        coded = encode(weight, spec, "compat", SERIAL, importance)
-        assert bytes(pack(coded)[0].tolist()).hex() == text, key
-        assert coded.grid.numbers(coded.codes)
+    for kind, rows in GOLDEN["rows"][spec.name].items():
+        for key, text in rows.items():
+            weight = torch.frombuffer(bytearray.fromhex(GOLDEN["inputs"][key]), dtype=torch.float32).unsqueeze(0)
+            width = weight.shape[1]
+            period, divisor = (7, 4) if width == 256 else (11, 8)
+            importance = torch.tensor([1 + (place % period) ** 2 / divisor for place in range(width)])
+            coded = encode(weight, spec, "compat", SERIAL, importance if kind == "weighted" else None)
+            assert bytes(pack(coded)[0].tolist()).hex() == text, (kind, key)
+            assert coded.grid.numbers(coded.codes)
 
 
 def compat_rows_stand_alone(spec):

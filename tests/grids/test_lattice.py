@@ -101,12 +101,20 @@ def test_the_second_four_make_up_for_the_first(name):
     assert loss(nearest(values, metric, spec)) < 0.95 * loss(nearest(values, torch.eye(UNIT), spec))
 
 
-@pytest.mark.parametrize("name", ["IQ2_XXS", "IQ2_XS"])
+@pytest.mark.parametrize("name", NAMES)
 def test_at_level_compat_bytes_are_those_of_llama_quantize(name):
     eights.compat_bytes_are_those_of_llama_quantize(SPECS[name])
 
 
-@pytest.mark.parametrize("name", ["IQ2_XXS", "IQ2_XS"])
+def test_at_level_compat_what_stands_behind_zeros_is_where_it_belongs():
+    weight = drawn(1, 256, seed=15)
+    weight[0, 64:96] = 0
+    off = encode(weight, SPECS["IQ3_S"], "compat", SERIAL, torch.ones(256)).decode() - weight
+    assert off[0, 64:96].abs().max() < 0.01, "the type has no zero"
+    assert off.square().sum() < 0.03 * weight.square().sum()
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_at_level_compat_rows_do_not_depend_on_their_neighbours_nor_on_threads(name):
     eights.compat_rows_stand_alone(SPECS[name])
 

@@ -32,6 +32,7 @@ from llmcompress.cli import (
 from llmcompress.cli import options as flags
 from llmcompress.cli.jobs import Execution, Job
 from llmcompress.cli.running import start
+from llmcompress.ledger import as_json
 from llmcompress.methods.base import Method
 from llmcompress.pruners.base import Pruner
 from llmcompress.recipe import methods, pruners
@@ -141,8 +142,9 @@ def export(
     """Write other formats of a finished run, or of a quantised checkpoint, without computing anything again."""
     done = compression.export(work, formats, out, overwrite=overwrite)
     if json_:
-        console.print_json([{"format": name, "output": str(path), "bytes": size} for name, path, size in done])
+        console.print_json([{"format": item.format, "output": str(item.output), "bytes": item.nbytes} for item in done])
         return
-    for name, path, size in done:
-        console.say(f"{path}: {name}, {console.size(size)}")
-    console.next_step("verify", done[-1][1])
+    for item in done:
+        console.say(f"{item.output}: {item.format}, {console.size(item.nbytes)}")
+        console.ledger(as_json(item.engines))
+    console.next_step("verify", done[-1].output)

@@ -83,7 +83,7 @@ def export_checkpoint(model: Path, formats: Sequence[str], out: Path | None, ove
             plans.append(make_plan(recipe, model, Options(out=target, work=Path(work) / name, overwrite=overwrite)))
         for plan in plans:
             run(plan)
-    return [Exported(plan.format.name, plan.out, plan.estimate.output_bytes) for plan in plans]
+    return [Exported.of(plan) for plan in plans]
 
 
 def _work_beside(target: Path) -> "TemporaryDirectory[str]":

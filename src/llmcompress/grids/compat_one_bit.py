@@ -15,7 +15,7 @@ from torch import Tensor
 
 from llmcompress.grids.blocks import BlockSpec
 from llmcompress.grids.coded import Coded, Grid
-from llmcompress.grids.compat_points import EightsTable
+from llmcompress.grids.compat_points import PointTable
 from llmcompress.grids.compat_search import Array, F, nearest, total
 from llmcompress.workers import Workers
 
@@ -33,7 +33,7 @@ Made = Callable[[Tensor, Tensor, Tensor | None], Grid]
 def encode(
     weight: Tensor,
     spec: BlockSpec,
-    table: EightsTable,
+    table: PointTable,
     made: Made,
     workers: Workers,
     importance: Tensor | None = None,
@@ -55,7 +55,7 @@ def encode(
 class _Encoding:
     """Groups of weight [out, in], as x and weigh [positions, groups]."""
 
-    def __init__(self, weight: Array, spec: BlockSpec, table: EightsTable, importance: Array | None) -> None:
+    def __init__(self, weight: Array, spec: BlockSpec, table: PointTable, importance: Array | None) -> None:
         self.spec, self.shape, self.table = spec, weight.shape, table
         size = spec.group_size
         self.x = np.ascontiguousarray(weight.reshape(-1, size).T)

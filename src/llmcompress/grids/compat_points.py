@@ -1,6 +1,7 @@
-"""How llama-quantize takes eight weights to a point of a table, to the bit: to the nearest of a few around them.
+"""How llama-quantize takes eight weights, or four, to a point of a table, to the bit: to the nearest of a few around.
 
-Arrays are [units, 8, groups] of numpy; digits are 0 to 2. Source: the rules of ggml 0.25, its x86-64 build.
+Arrays are [units, 8 or 4, groups] of numpy; digits are whole numbers below a base. Source: the rules of ggml 0.25, its
+x86-64 build.
 """
 
 from dataclasses import dataclass
@@ -9,27 +10,28 @@ import numpy as np
 
 from llmcompress.grids.compat_search import Array, F, total
 
-_POWERS = 3 ** np.arange(8)
-
 
 @dataclass(frozen=True)
-class EightsTable:
-    """digits [points, 8]. place [3 ** 8]: which point eight digits are, read as a number; -1 - n where they are none.
+class PointTable:
+    """digits [points, unit] below `base`. place [base ** unit]: which point digits are, read as a number; -1 - n where
+    they are none.
 
     around [n, most]: the points to look at then, of which there are counts [n].
     """
 
     digits: Array
+    base: int
     place: Array
     around: Array
     counts: Array
 
     @classmethod
-    def of(cls, digits: Array, distances: int) -> "EightsTable":
+    def of(cls, digits: Array, base: int, distances: int) -> "PointTable":
         """distances: how many of the least distances of points there are to look at."""
-        every = np.arange(3**8)[:, None] // _POWERS % 3
+        powers = base ** np.arange(digits.shape[1])
+        every = np.arange(base ** digits.shape[1])[:, None] // powers % base
         place = np.full(len(every), -1)
-        place[digits @ _POWERS] = np.arange(len(digits))
+        place[digits @ powers] = np.arange(len(digits))
         missing = np.nonzero(place < 0)[0]
         lists = []
         for number in missing:
@@ -40,14 +42,19 @@ class EightsTable:
         for n, found in enumerate(lists):
             around[n, : len(found)] = found
         place[missing] = -1 - np.arange(len(missing))
-        return cls(digits, place, around, np.array([len(found) for found in lists]))
+        return cls(digits, base, place, around, np.array([len(found) for found in lists]))
+
+    @property
+    def unit(self) -> int:
+        """How many weights are a point."""
+        return int(self.digits.shape[1])
 
     def nearest(self, digits: Array, x: Array, weigh: Array, values: Array) -> tuple[Array, Array]:
         """Digits of points, and which units [units, groups] had none.
 
-        values [units, 3, groups]: what digits stand for; an error e costs weigh * e * e.
+        values [units, base, groups]: what digits stand for; an error e costs weigh * e * e.
         """
-        place = self.place[np.tensordot(_POWERS, digits, axes=(0, 1))]
+        place = self.place[np.tensordot(self.base ** np.arange(self.unit), digits, axes=(0, 1))]
         off: Array = place < 0
         unit, group = np.nonzero(off)
         number = -1 - place[off]

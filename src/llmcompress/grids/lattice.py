@@ -23,11 +23,10 @@ from llmcompress.lazy import Tensor, torch
 from llmcompress.packing.lattice_bytes import LATTICE_BYTES
 
 if TYPE_CHECKING:
-    from llmcompress.grids.compat_points import EightsTable
+    from llmcompress.grids.compat_points import PointTable
     from llmcompress.workers import Workers
 
 UNIT = 8
-_COMPAT = ("IQ2_XXS", "IQ2_XS")  # types of which llama-quantize's rounding is known
 _CHUNK = 1 << 14  # weights fitted at once: what points gain stays in the cache
 _ODD = (1, 31)
 _REACHES = tuple(0.7 + 0.05 * i for i in range(11))  # of the largest magnitude of a group, tried for the largest level
@@ -120,12 +119,14 @@ def points(name: str) -> Points:
 
 
 @cache
-def _eights(name: str) -> EightsTable:
-    """The table of a type of eight magnitudes as llama-quantize looks for points in it."""
-    from llmcompress.grids.compat_points import EightsTable
+def _point_table(name: str) -> PointTable:
+    """The table of a type as llama-quantize looks for points in it."""
+    from llmcompress.grids.compat_lattice import RULES
+    from llmcompress.grids.compat_points import PointTable
 
     table = points(name)
-    return EightsTable.of(torch.searchsorted(table.values[table.base :], table.magnitudes).numpy(), 2)
+    digits = torch.searchsorted(table.values[table.base :], table.magnitudes).numpy()
+    return PointTable.of(digits, table.base, RULES[name].distances)
 
 
 @dataclass(frozen=True)
@@ -322,9 +323,6 @@ class Lattices(BlockType):
             for s in SPECS.values()
         ]
 
-    def is_compat(self, spec: LatticeSpec) -> bool:
-        return spec.name in _COMPAT
-
     def fit(self, weight: Tensor, spec: LatticeSpec, how: Fitting) -> LatticeGrid:
         from llmcompress.workers import SERIAL
 
@@ -339,7 +337,7 @@ class Lattices(BlockType):
             return fitted(weight, spec, workers, importance)
         from llmcompress.grids.compat_lattice import encode
 
-        return encode(weight, spec, _eights(spec.name), partial(LatticeGrid, spec), workers, importance)
+        return encode(weight, spec, _point_table(spec.name), partial(LatticeGrid, spec), workers, importance)
 
     def of_gguf_rows(self, spec: LatticeSpec, rows: Tensor) -> Coded:
         blocks = whole_blocks(rows, spec.block_bytes, spec.name)

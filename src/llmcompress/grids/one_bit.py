@@ -22,7 +22,7 @@ from llmcompress.lazy import Tensor, torch
 from llmcompress.packing.ternary_bytes import pack_iq1m, pack_iq1s, take_iq1m, take_iq1s
 
 if TYPE_CHECKING:
-    from llmcompress.grids.compat_points import EightsTable
+    from llmcompress.grids.compat_points import PointTable
     from llmcompress.workers import Workers
 
 _CHUNK = 1 << 14  # weights fitted at once, and
@@ -81,11 +81,11 @@ def _places() -> Tensor:
 
 
 @cache
-def _eights() -> EightsTable:
+def _eights() -> PointTable:
     """The table as llama-quantize looks for points in it."""
-    from llmcompress.grids.compat_points import EightsTable
+    from llmcompress.grids.compat_points import PointTable
 
-    return EightsTable.of(points().numpy().astype(int) + 1, 3)
+    return PointTable.of(points().numpy().astype(int) + 1, 3, 3)
 
 
 def _number(digits: Tensor) -> Tensor:

@@ -305,6 +305,10 @@ def test_model_types_that_are_lost_are_refused_by_name():
     [why] = reasons(expert, "granitemoe")
     assert "random values" in why
     assert violations(target, "dense", plain, {"model_type": "falcon"}) == []
+    for name in ("transformers", "llama.cpp"):
+        [item] = violations(TARGETS[name], "dense", expert, {"model_type": "granitemoe"})
+        assert "from the original" in item.by_hand
+        assert violations(TARGETS[name], "dense", plain, {"model_type": "granitemoe"}) == []
 
 
 def test_model_types_that_a_runtime_has_no_class_for_are_refused_in_every_format():

@@ -91,17 +91,18 @@ class ModelTypes(Fact):
 
 @dataclass(frozen=True)
 class LostTypes(Fact):
-    """The runtime does not load codes of these model types. experts: those of experts alone."""
+    """The runtime does not load codes of these model types. experts: those of experts alone. by_hand: the way out."""
 
     lost: tuple[str, ...]
     experts: bool = False
+    by_hand: str = "use --format dense"
 
     def violations(self, case: LoadCase) -> list[Violation]:
         if case.model_type not in self.lost:
             return []
         if self.experts and not any(_OF_MANY.search(entry.module) for entry, _ in quantised(case.entries)):
             return []
-        return [Violation(f"{self.why}, as in models of type {case.model_type!r}", (), "use --format dense")]
+        return [Violation(f"{self.why}, as in models of type {case.model_type!r}", (), self.by_hand)]
 
 
 @dataclass(frozen=True)

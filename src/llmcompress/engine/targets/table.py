@@ -1,7 +1,7 @@
 """What each runtime's loader and kernels accept. To add a runtime, add a `Target`; nothing else knows their names."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from llmcompress.engine.targets.facts import (
     Alike,
@@ -121,6 +121,8 @@ _LOST_IN_TRANSFORMERS = (
 _EXPERTS_LOST_IN_TRANSFORMERS = (
     "aria_text", "dbrx", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "jetmoe",
 )  # fmt: skip
+_ONE_BY_ONE = "it leaves at random values experts that it has in one tensor and that are written one by one"
+_FROM_ORIGINAL = "start from the original, whose experts lie in one tensor"
 _TRANSFORMERS = Target(
     "transformers",
     "transformers",
@@ -134,7 +136,7 @@ _TRANSFORMERS = Target(
             LostTypes(
                 _EXPERTS_LOST_IN_TRANSFORMERS,
                 experts=True,
-                why="it leaves at random values experts that it has in one tensor and that are written one by one",
+                why=_ONE_BY_ONE,
             ),
             Devices(why="it needs compressed-tensors 0.18 for 3, 5 and 6 bits, which were packed otherwise before"),
             Asymmetric(
@@ -198,7 +200,11 @@ _TRANSFORMERS = Target(
             ),
             _SPLIT_EXPERTS,
         ),
-        "dense": (),
+        "dense": (
+            LostTypes(
+                (*_EXPERTS_LOST_IN_TRANSFORMERS, "llama4_text"), experts=True, by_hand=_FROM_ORIGINAL, why=_ONE_BY_ONE
+            ),
+        ),
     },
     further=False,
 )
@@ -412,7 +418,7 @@ _LLAMA_CPP = Target(
             BitWidths((2, 4, 8), why="it reads 2, 4 and 8 bits"),
             OneScheme(why="it takes one setting for all modules"),
         ),
-        "dense": (),
+        "dense": (replace(_LOST_IN_LLAMA_CPP[0], by_hand=_FROM_ORIGINAL),),
         "gguf": (),
     },
     always=(LackedTypes(NOT_RUN, why=_SOME_TYPES),),

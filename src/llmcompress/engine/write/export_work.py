@@ -6,20 +6,29 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llmcompress.engine.plan.make_plan import make_plan
+from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.write.publish import finish
 from llmcompress.errors import PlanError
+from llmcompress.ledger import LedgerEntry
 from llmcompress.recipe import parse
 from llmcompress.store.output_file import output_of
 from llmcompress.store.staging import Staging, kept_work
 
 
 class Exported(NamedTuple):
-    """What was written: its format, its directory, bytes of its weight files."""
+    """What was written: its format, its directory, bytes of its weight files, and who does not load it."""
 
     format: str
     output: Path
     nbytes: int
+    engines: tuple[LedgerEntry, ...]
+
+    @classmethod
+    def of(cls, plan: Plan) -> "Exported":
+        """What a plan that was carried out has written."""
+        engines = tuple(entry for entry in plan.ledger if entry.kind == "engine")
+        return cls(plan.format.name, plan.out, plan.estimate.output_bytes, engines)
 
 
 def export_work(work: Path, formats: Sequence[str], out: Path | None, overwrite: bool) -> list[Exported]:
@@ -67,5 +76,5 @@ def export_work(work: Path, formats: Sequence[str], out: Path | None, overwrite:
                 )
             finish(plan, staged, calibration, output)
             staged.close()
-            done.append(Exported(plan.format.name, plan.out, plan.estimate.output_bytes))
+            done.append(Exported.of(plan))
     return done
