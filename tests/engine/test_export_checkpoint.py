@@ -1,6 +1,7 @@
 """Codes of a quantised checkpoint in another container: the same bytes, of several types at once, without any text."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ from safetensors.torch import load_file
 
 import llmcompress
 from llmcompress.calib.pack import save
+from llmcompress.engine.source.open import checkpoint_headers
+from llmcompress.engine.source.quantised import DecodedCheckpoint
 from llmcompress.errors import PlanError, RunError
 from llmcompress.recipe import parse
 from llmcompress.validate.verify import passed, verify
@@ -94,6 +97,48 @@ def test_integers_go_to_any_format_that_holds_them(made, tmp_path):
         same(load_file(path / "model.safetensors"), load_file(made(form, form, **options) / "model.safetensors"))
 
 
+@pytest.mark.parametrize(
+    ("start", "others", "options"),
+    [
+        ("gptq", ["compressed-tensors", "awq", "auto-round", "mlx"], {}),
+        ("gptq", ["compressed-tensors", "auto-round"], {"set": {"down_proj": {"bits": 8}}}),
+        ("awq", ["compressed-tensors", "gptq"], {"sym": False}),
+        ("auto-round", ["compressed-tensors", "gptq", "awq", "mlx"], {}),
+    ],
+)
+def test_words_of_codes_go_to_other_containers_and_back(start, others, options, made, model, tmp_path):
+    source = made(f"{start}-{len(options)}-words", start, group_size=32, **options)
+    whole = DecodedCheckpoint(checkpoint_headers(source))
+    for other in others:
+        (done,) = llmcompress.export(source, other, tmp_path / other)
+        report = json.loads((done.output / "report.json").read_text())
+        assert {item["method"] for item in report["linears"]} == {"recoded"}
+        assert passed(verify(done.output, source))
+        there = DecodedCheckpoint(checkpoint_headers(done.output))
+        assert all(torch.equal(there.read(name), whole.read(name)) for name in whole.headers.tensors)
+        llmcompress.export(done.output, start, tmp_path / f"{other}-back")
+        same(load_file(tmp_path / f"{other}-back" / "model.safetensors"), load_file(source / "model.safetensors"))
+
+
+@pytest.mark.parametrize("start", ["gptq", "awq"])
+def test_scales_of_float16_go_where_they_have_room(start, made, tmp_path):
+    """As other tools write them, beside a model in bfloat16."""
+
+    def finer(tensors):
+        for name, tensor in tensors.items():
+            if name.endswith(".scales"):
+                tensor.mul_(1.0009)
+
+    source = changed(made(f"{start}-words", start, group_size=32, sym=start == "gptq"), tmp_path / "source", finer)
+    other = {"gptq": "auto-round", "awq": "gptq"}[start]
+    for name in (other, "dense"):
+        llmcompress.export(source, name, tmp_path / name)
+        assert passed(verify(tmp_path / name, source))
+    with pytest.raises(PlanError, match="stores scales as BF16, which does not hold those of model"):
+        llmcompress.export(source, "compressed-tensors", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_cannot_be_taken_over_is_refused(made, model, tmp_path):
     with pytest.raises(PlanError, match="a command of their own"):
         llmcompress.export(made("int", "compressed-tensors", group_size=32), ["mlx", "gguf"])
@@ -101,8 +146,14 @@ def test_what_cannot_be_taken_over_is_refused(made, model, tmp_path):
         llmcompress.export(model, "modelopt", tmp_path / "out")
     with pytest.raises(PlanError, match="cannot hold int8-g32-sym"):
         llmcompress.export(made("int8", "compressed-tensors", bits=8, group_size=32), "modelopt", tmp_path / "out")
+    ordered = tmp_path / "ordered"
+    shutil.copytree(made("gptq", "gptq", group_size=32), ordered)
+    config = json.loads((ordered / "config.json").read_text())
+    config["quantization_config"]["desc_act"] = True
+    (ordered / "config.json").write_text(json.dumps(config))
     with pytest.raises(PlanError, match="format gptq does not tell the grid of"):
-        llmcompress.export(made("gptq", "gptq", group_size=32), "compressed-tensors", tmp_path / "out")
+        llmcompress.export(ordered, "compressed-tensors", tmp_path / "out")
+    shutil.rmtree(ordered)
     source = changed(
         made("int", "compressed-tensors", group_size=32, set={"down_proj": {"bits": 8}}),
         tmp_path / "source",

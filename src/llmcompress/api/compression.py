@@ -157,8 +157,9 @@ def export(
     """Write other formats without computing anything again.
 
     work: the work directory that a run has kept, or a quantised checkpoint whose config.json tells its grids
-    (compressed-tensors, ModelOpt, MLX). output: the directory to write; the formats' names are appended where there
-    are several. PlanError if the run is not finished, the directory is neither, or a format cannot hold the codes.
+    (compressed-tensors, ModelOpt, MLX, GPTQ without activation order, AWQ, auto-round). output: the directory to write;
+    the formats' names are appended where there are several. PlanError if the run is not finished, the directory is
+    neither, or a format cannot hold the codes or scales.
 
         >>> from pathlib import Path
         >>> options = llmcompress.Options(work=Path("work"), keep_work=True)

@@ -12,10 +12,11 @@ import torch
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.matrix_options import matches
+from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.source.matrix_refs import matrices_of
 from llmcompress.engine.source.open import checkpoint_headers
-from llmcompress.engine.source.quantised import DecodedCheckpoint, DecodedHeaders, code_grid
+from llmcompress.engine.source.quantised import DecodedCheckpoint, DecodedHeaders, code_grid, kept_grid
 from llmcompress.engine.write.export_work import Exported
 from llmcompress.errors import PlanError, RunError
 from llmcompress.grids.grid_type import type_of
@@ -81,9 +82,21 @@ def export_checkpoint(model: Path, formats: Sequence[str], out: Path | None, ove
             target = stem if out is not None and len(formats) == 1 else stem.with_name(f"{stem.name}-{name}")
             recipe = Recipe(steps=(step,), output=Output(format=name))
             plans.append(make_plan(recipe, model, Options(out=target, work=Path(work) / name, overwrite=overwrite)))
+            _check_scales(headers, plans[-1])
         for plan in plans:
             run(plan)
     return [Exported.of(plan) for plan in plans]
+
+
+def _check_scales(headers: DecodedHeaders, plan: Plan) -> None:
+    """PlanError for scales that the output cannot hold."""
+    for entry in plan.entries:
+        if entry.grid and kept_grid(headers, entry.module, plan.format.scales_of_sources) != entry.grid:
+            raise PlanError(
+                f"format {plan.format.name} stores scales as {entry.source.dtype}, which does not hold those of "
+                f"{entry.module}",
+                "--format gptq and awq have float16 scales, dense has none; or round anew: llmcompress rtn",
+            )
 
 
 def _work_beside(target: Path) -> "TemporaryDirectory[str]":

@@ -40,6 +40,7 @@ class AutoRound(PackedFormat):
     quant_method = "auto-round"
     required = ("qweight", "qzeros", "scales")
     scales = "F16"
+    scale_name = "scales"
 
     def misfit(self, entry: Entry, grid: Spec) -> Refusal | None:
         if not grid.symmetric or grid.bits not in BITS:

@@ -55,6 +55,8 @@ class Awq(PackedFormat):
     affine = True
     quant_method = "awq"
     required = ("qweight", "qzeros", "scales")
+    room = "F16"
+    scale_name = "scales"
 
     def refuses(self, entries: Sequence[Entry], config: Config) -> Refusal | None:
         misfit = next((pair for pair in quantised(entries) if pair[1].type not in self.holds), None)
@@ -126,6 +128,9 @@ class Awq(PackedFormat):
     def shape(self, module: str, specs: Specs, read: Reader, config: Config) -> tuple[int, int] | None:
         words = matrix_shape(specs, f"{module}.qweight")
         return None if words is None else (words[1] * 8, words[0])
+
+    def grid(self, module: str, config: Config) -> Spec | None:
+        return _spec(config["quantization_config"])
 
     def unpacked(self, module: str, tensors: "list[Tensor]", read: Reader, settings: Config) -> "Coded":
         import torch

@@ -124,7 +124,8 @@ class Format(ABC):
 
     writes: whether runs can write it; others' formats may be read alone (`read_only`). affine: whether what it decodes
     may be whole numbers with scales and zero points. keys: of config.json that speak of quantisation. scales: the type
-    of scales that are not a grid's own, None for that of the model.
+    of scales that are not a grid's own, None for that of the model. room: the type that they are stored in, where that
+    holds more. scale_name: what such a tensor is called.
     Everything about what will be written is answered from entries alone, before any tensor is read.
     """
 
@@ -133,11 +134,18 @@ class Format(ABC):
     writes: bool = True
     affine: bool = False
     scales: str | None = None
+    room: str | None = None
+    scale_name: str = "weight_scale"
     keys: tuple[str, ...] = ("quantization_config",)
     head_codes: bool = False  # whether loaders read codes of an output head
     embedding_codes: bool = False  # whether they read codes of an embedding, also where it is the head
     holds: Container[str] | None  # names of the grids whose codes it has a place for; None: it stores decoded values
     marker: str | tuple[str, ...]  # the tensor (one of those) that quantised modules alone have: "qweight"
+
+    @property
+    def scales_of_sources(self) -> str | None:
+        """The type that scales of a quantised source may have, None for that of the model."""
+        return self.room or self.scales
 
     @abstractmethod
     def refuses(self, entries: Sequence[Entry], config: Config) -> tuple[str, str] | None:

@@ -25,6 +25,7 @@ class DenseFormat(Format):
     embedding_codes = True
     summary = "decoded weights in the source's type, for any loader; as large as the source"
     holds = None
+    room = "F32"
     marker = "weight"
 
     def refuses(self, entries: Sequence[Entry], config: Config) -> Refusal | None:

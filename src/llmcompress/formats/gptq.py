@@ -56,6 +56,8 @@ class GptqFormat(PackedFormat):
     affine = True
     quant_method = "gptq"
     required = ("qweight", "qzeros", "scales")
+    room = "F16"
+    scale_name = "scales"
 
     def refuses(self, entries: Sequence[Entry], config: Config) -> Refusal | None:
         coded = quantised(entries)
@@ -161,6 +163,10 @@ class GptqFormat(PackedFormat):
         spec = _spec(module, config["quantization_config"])
         width = words[0] * 32 // spec.bits if index is None or not index.shape else index.shape[0]
         return scales[1], width
+
+    def grid(self, module: str, config: Config) -> Spec | None:
+        settings = config["quantization_config"]
+        return None if settings.get("desc_act") else _spec(module, settings)
 
     def unpacked(self, module: str, tensors: "list[Tensor]", read: Reader, settings: Config) -> "Coded":
         """Both zero-point conventions, any order of groups, settings of its own through `dynamic`."""

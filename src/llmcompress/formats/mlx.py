@@ -44,6 +44,7 @@ class MlxFormat(PackedFormat):
     summary = "integers of 2, 3, 4, 5, 6, 8 bits with offsets or symmetric, mxfp4 and mxfp8; read by mlx-lm"
     holds = ("int", "offset", *_POWERS)
     marker = "scales"
+    scale_name = "scales"
     keys = ("quantization_config", "quantization")
     quant_method = "mlx"
     required = ("weight", "scales")

@@ -172,7 +172,7 @@ class SafetensorsOutput:
 
     def _keeps(self, headers: DecodedHeaders, entry: Entry, grid: Spec) -> bool:
         """Whether a matrix keeps the codes that its source has."""
-        if entry.permuted or kept_grid(headers, entry.module, self.format.scales) != grid:
+        if entry.permuted or kept_grid(headers, entry.module, self.format.scales_of_sources) != grid:
             return False
         if entry.inputs is None or entry.inputs.dynamic:
             return True

@@ -25,7 +25,7 @@ def recoded(
     grid = plan.entry.grid
     if plan.pruner is not None or grid is None or plan.factors:
         return None
-    same = checkpoint.code_grid(plan.module, format_.scales) == grid and not plan.entry.permuted
+    same = checkpoint.code_grid(plan.module, format_.scales_of_sources) == grid and not plan.entry.permuted
     inputs = plan.entry.inputs if same and plan.method.fixed_inputs else None
     fixed = None if inputs is None else fixed_for(checkpoint.inputs(plan.module), inputs)
     same = same and plan.method.fixed_inputs == (fixed is not None)

@@ -272,14 +272,20 @@ def code_grid(headers: DecodedHeaders, module: str) -> Spec | None:
 def kept_grid(headers: DecodedHeaders, module: str, scales: str | None = None) -> Spec | None:
     """The same grid where an output may hold its scales: in types of the grid's own, of a format, or of the model.
 
-    scales: the type of scales in the output, None for that of the model.
+    scales: the type of scales in the output, None for that of the model, which may hold values of another type too.
     """
     grid = code_grid(headers, module)
     if grid is None or grid.parts(1, 1) or scales is not None:
         return grid
-    scale = headers.stored.tensors.get(f"{module}.weight_scale")
-    own = headers.format.scales or headers.tensors[f"{module}.weight"].spec.dtype
-    return grid if scale is not None and scale.spec.dtype == own else None
+    name = f"{module}.{headers.format.scale_name}"
+    stored = headers.stored.tensors.get(name)
+    if stored is None:
+        return None
+    own = headers.tensors[f"{module}.weight"].spec.dtype
+    if stored.spec.dtype in (own, "F32" if headers.format.scales == "F32" else own):
+        return grid
+    scale = Checkpoint(headers.stored).read(name)
+    return grid if own in DTYPES and torch.equal(scale.to(DTYPES[own]).to(scale.dtype), scale) else None
 
 
 def _decoded(coded: Coded) -> Tensor:
