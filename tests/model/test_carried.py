@@ -88,10 +88,23 @@ def test_whole_numbers_and_vectors_travel_in_rows_of_every_type():
         assert torch.equal(call[1]["other"], vectors.to(dtype))
         _, call = carried.opened(2, carried.closed(1, rows, (states, handed + 1), call), plain[2])
         assert torch.equal(call[0][0], handed + 1)
+        with pytest.raises(CheckpointError, match="layer 1 hands on something else"):
+            carried.closed(1, rows, (states, None), call)
         random = carried.random(rows, torch.Generator().manual_seed(0))
         assert not torch.equal(random[..., :8], rows[..., :8])
         assert torch.equal(random[..., 8:11], rows[..., 8:11])
         assert torch.equal(random[..., 14:], rows[..., 14:])
+
+
+@pytest.mark.parametrize(("kind", "config"), CASES[:2])
+def test_what_a_layer_gets_of_its_own_is_carried_once(kind, config, random_model_dir):
+    model = streamed(random_model_dir(kind, dtype="float32", **config))
+    rows = model.embed(ids(2))
+    keys = (
+        2 * 16 * config["num_key_value_heads"] * len(set(config["layer_types"])) * bool(config["num_kv_shared_layers"])
+    )
+    own = config["num_hidden_layers"] * config["hidden_size_per_layer_input"]
+    assert rows.shape[-1] == model.streams * config["hidden_size"] + own + keys
 
 
 @pytest.mark.parametrize("value", [torch.randn(1, 2, 4, 4), {"mask": torch.randn(4)}])

@@ -148,10 +148,11 @@ class Carried:
         known: list[Tensor] = []
         for number, (call, other) in enumerate(zip(calls, others, strict=True)):
             self._made_at[number], self._handed_at[number] = {}, None
+            own = None if (at := self._own[number]) is None else at.of(*call)
             for place, value in _arguments(call):
                 if isinstance(value, HandedOn):
                     self._handed_at[number], self._returned = place, value.number
-                elif place.name != _OWN and _differs(value, place.of(*other)):
+                elif value is not own and _differs(value, place.of(*other)):
                     same = next((index for index, seen in enumerate(known) if seen is value), len(known))
                     if same == len(known):
                         columns = _Columns.like(value, tokens)
@@ -235,7 +236,10 @@ class Carried:
         states = self._flat(values[0])
         own, made, handed, left = self._parted(rows)
         if self._handed is not None and number + 1 < len(self._handed_at):
-            handed = self._handed.row(values[self._returned], states)
+            value = values[self._returned] if len(values) > self._returned else None
+            if not isinstance(value, Tensor) or _Columns.like(value, rows.shape[:2]) != self._handed:
+                raise CheckpointError(f"layer {number} hands on something else than the first one does")
+            handed = self._handed.row(value, states)
         shared = self._shared[number]
         if shared is not None and self._left:
             kept: MutableMapping[str, tuple[Tensor, Tensor]] = shared.of(*call)
