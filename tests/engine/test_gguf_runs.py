@@ -160,8 +160,8 @@ def test_what_types_by_eights_cannot_do_is_refused(tiny_model_dir, tmp_path):
     out = tmp_path / "out.gguf"
     with pytest.raises(PlanError, match="IQ2_XS needs the importance of inputs"):
         plan(tiny_model_dir, out, "IQ2_XS")
-    with pytest.raises(RecipeError, match="IQ3_S as llama-quantize rounds it is not known"):
-        plan(tiny_model_dir, out, "IQ3_S", search="compat")
+    with pytest.raises(RecipeError, match="NVFP4 as llama-quantize rounds it is not known"):
+        plan(tiny_model_dir, out, "NVFP4", search="compat")
     steps = [{"method": "wanda", "sparsity": 0.5}, {"method": "gptq", "gguf": {"type": "IQ3_S"}}]
     recipe = parse({"calibration": CALIBRATION, "steps": steps, "output": {"format": "gguf"}})
     with pytest.raises(PlanError, match=r"IQ3_S has no zero, and wanda leaves zeros in model\.layers\.0"):
