@@ -7,10 +7,13 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from llmcompress.errors import CheckpointError
+from llmcompress.grids.coded import Coded
 from llmcompress.grids.e2m1 import LEVELS
+from llmcompress.grids.fitting import fit as fitted
 from llmcompress.grids.grid_type import spec_named
 from llmcompress.grids.nvfp4 import GRID, Nvfp4Grid, Nvfp4Spec, fit
 from llmcompress.solve.damping import damped
+from llmcompress.solve.refine import Refiner, row_loss
 
 SCALES = torch.arange(1, 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)  # all positive ones
 
@@ -103,6 +106,37 @@ def test_every_weight_is_as_near_as_any_value():
     grid = fit(weight)
     near = (weight[..., None] - grid._spread()[..., None] * torch.tensor(LEVELS)).abs().amin(-1)
     assert torch.allclose((grid.decode(grid.encode(weight)) - weight).abs(), near, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4", "mxfp8"])
+def test_scales_are_refitted_with_their_codes(kind):
+    """After descent on codes, groups with another scale and codes of their own lose less; a second time hardly."""
+    generator = torch.Generator().manual_seed(1)
+    weight, inputs = torch.randn(64, 96, generator=generator), torch.randn(400, 96, generator=generator)
+    inputs = inputs @ (torch.eye(96) + 0.1 * torch.randn(96, 96, generator=generator))
+    hessian = damped(inputs.T @ inputs / 400, 0.01)
+    refiner, grid = Refiner(hessian, torch.arange(96)), fitted(weight, spec_named(kind))
+    coded = Coded(grid.encode(weight), grid)
+    coded, _ = refiner.descend_codes(coded, refiner.gradient(weight, coded))
+
+    def gained(how):
+        slopes = refiner.gradient(weight, coded).T.contiguous()
+        return row_loss(weight, getattr(coded.grid, how)(coded.codes, hessian, slopes, torch.float16), hessian).sum()
+
+    before = row_loss(weight, coded, hessian).sum()
+    assert gained("refit_all") < 0.97 * before
+    assert gained("refit_all") < 0.99 * gained("refit")
+
+
+def test_a_mask_stays_where_it_is():
+    generator = torch.Generator().manual_seed(1)
+    weight, inputs = torch.randn(32, 96, generator=generator), torch.randn(400, 96, generator=generator)
+    hessian, keep = damped(inputs.T @ inputs / 400, 0.01), torch.rand(32, 96, generator=generator) < 0.5
+    grid = fit(weight * keep)
+    coded = Coded(grid.encode(weight * keep), grid)
+    found = Refiner(hessian, torch.arange(96)).refine(weight, coded, torch.float16, 2, keep.T.float())
+    assert not found.decode()[~keep].any()
+    assert row_loss(weight, found, hessian).sum() < row_loss(weight, coded, hessian).sum()
 
 
 def test_scales_are_refitted_one_by_one_to_the_best():

@@ -35,6 +35,10 @@ class ChosenScaleGrid(Grid):
     def rescaled(self, scale: Tensor, rows: Tensor) -> Self:
         """The grid with other scales [out, groups], each of the set, in the rows where `rows` [out] is true."""
 
+    @abstractmethod
+    def beside_scale(self, old: Tensor) -> Sequence[Tensor]:
+        """Scales [out] that are tried in the place of `old` together with other codes, `old` among them."""
+
     @property
     def group_index(self) -> Tensor:
         width = self.scale.shape[1] * self.spec.group_size
@@ -55,6 +59,45 @@ class ChosenScaleGrid(Grid):
         step = max(1, _SQUARES // groups**2)
         parts = (slice(start, start + step) for start in range(0, rows, step))
         return Coded.stacked([self.rows(part)._refit(codes[part], hessian, gradient[part]) for part in parts])
+
+    def refit_all(self, codes: Tensor, hessian: Tensor, gradient: Tensor, scale_dtype: torch.dtype) -> Coded:
+        """Group after group, each row takes of some scales, with the codes that each of them asks for, the best.
+
+        What a group should be is told by the gradient; its codes are decided one by one, those behind making up for the
+        error as far as the group's own part of the Gram matrix lets them (GPTQ within the group).
+        """
+        size = self.spec.group_size
+        slopes, scale = gradient.T.contiguous(), self.scale.clone()  # [in, out] from here on
+        levels = self.levels(codes).T.contiguous()
+        for group, start in enumerate(range(0, len(hessian), size)):
+            part = slice(start, start + size)
+            square, slope, now = hessian[part, part], slopes[part], levels[part] * scale[:, group]
+            inverse = torch.cholesky_inverse(torch.linalg.cholesky(square.double()))
+            factor = torch.linalg.cholesky(inverse, upper=True).to(square.dtype)
+            tried = torch.stack(list(self.beside_scale(scale[:, group])))
+            found = self._decided(now + inverse.to(square.dtype) @ slope, tried, factor)
+            moves = found * tried - now[:, None]
+            won = ((2 * slope[:, None] - (square @ moves.flatten(1)).view_as(moves)) * moves).sum(0)
+            gain, which = won.max(0)
+            better, chosen = gain > 0, which.expand(size, 1, -1)
+            levels[part] = torch.where(better, found.gather(1, chosen)[:, 0], levels[part])
+            scale[:, group] = torch.where(better, tried.gather(0, which[None])[0], scale[:, group])
+            slopes.addmm_(hessian[:, part], moves.gather(1, chosen)[:, 0] * better, alpha=-1)
+        everywhere = torch.ones(len(scale), dtype=torch.bool, device=scale.device)
+        return Coded(self.codes(levels.T), self.rescaled(scale, everywhere))
+
+    def _decided(self, aim: Tensor, scale: Tensor, factor: Tensor) -> Tensor:
+        """Levels [size, tried, out] of a group that should be `aim` [size, out], for scales [tried, out].
+
+        factor: the upper Cholesky factor of the inverse of the group's part of the Gram matrix.
+        """
+        left = aim[:, None].repeat(1, len(scale), 1)
+        levels = torch.empty_like(left)
+        for column, row in enumerate(factor.unbind()):
+            levels[column] = self.levels(self.codes(left[column] / scale))
+            error = (left[column] - levels[column] * scale) / row[column]
+            left[column + 1 :].sub_(row[column + 1 :, None, None] * error)
+        return levels
 
     def _refit(self, codes: Tensor, hessian: Tensor, gradient: Tensor) -> Coded:
         square, first = scale_loss(codes, self, hessian, gradient)
@@ -103,6 +146,9 @@ class PowerScaleGrid(ChosenScaleGrid):
     def tried(self, old: Tensor, wanted: Tensor) -> Sequence[Tensor]:
         least, most = (2.0**end for end in self.exponents)
         return [(old * factor).clamp(least, most) for factor in (0.5, 2.0)]
+
+    def beside_scale(self, old: Tensor) -> Sequence[Tensor]:
+        return [old, *self.tried(old, old)]
 
     def rescaled(self, scale: Tensor, rows: Tensor) -> Self:
         return replace(self, exponent=torch.where(rows[:, None], torch.log2(scale), self.exponent))

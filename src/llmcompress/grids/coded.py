@@ -97,6 +97,10 @@ class Grid(ABC):
         """
         raise TypeError(f"{self.spec.name} has no scales")
 
+    def refit_all(self, codes: Tensor, hessian: Tensor, gradient: Tensor, scale_dtype: torch.dtype) -> Coded:
+        """As `refit`, of grids that know how with other codes too."""
+        return self.refit(codes, hessian, gradient, scale_dtype)
+
     @property
     def factor_index(self) -> Tensor | None:
         """[in] int64: the column of the factors that `multiplied` takes, by input channel; None where it takes none."""

@@ -8,19 +8,16 @@ thing is done otherwise: behind a group of IQ3_S that is all zero, llama-quantiz
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from llmcompress.grids.blocks import BlockSpec
 from llmcompress.grids.coded import Coded, Grid
 from llmcompress.grids.compat_points import PointTable
 from llmcompress.grids.compat_search import Array, F, nearest, total
 from llmcompress.workers import Workers
-
-if TYPE_CHECKING:
-    from llmcompress.grids.lattice import LatticeSpec
 
 _CHUNK = 1 << 17  # weights encoded at once
 _SINGLE, _QUAD = F(0.1), F(0.2)  # of a level, between scales that are tried
@@ -60,21 +57,23 @@ Made = Callable[[Tensor, Tensor], Grid]
 
 def encode(
     weight: Tensor,
-    spec: "LatticeSpec",
+    spec: BlockSpec,
     table: PointTable,
+    even: bool,
     made: Made,
     workers: Workers,
     importance: Tensor | None = None,
 ) -> Coded:
     """Codes and scales of weight [out, in] float32 as llama-quantize chooses them.
 
-    importance [in]: mean squares of the inputs. Types of two bits need it there: without it all inputs count alike.
+    even: whether eight weights have an even number of minus signs. importance [in]: mean squares of the inputs. Types of
+    two bits need it there: without it all inputs count alike.
     """
     cost = None if importance is None else importance.detach().cpu().to(torch.float32).numpy()
 
     def piece(part: Tensor) -> Coded:
         with np.errstate(all="ignore"):
-            return _Encoding(part.detach().cpu().numpy(), spec, table, cost).coded(made)
+            return _Encoding(part.detach().cpu().numpy(), spec, table, even, cost).coded(made)
 
     return Coded.by_rows(weight, _CHUNK, workers, piece).to(weight.device)
 
@@ -82,14 +81,14 @@ def encode(
 class _Encoding:
     """Groups of weight [out, in], as magnitudes x and weigh [positions, groups]; one of eight x may be negative."""
 
-    def __init__(self, weight: Array, spec: "LatticeSpec", table: PointTable, importance: Array | None) -> None:
-        self.spec, self.shape, self.table, self.rule = spec, weight.shape, table, RULES[spec.name]
+    def __init__(self, weight: Array, spec: BlockSpec, table: PointTable, even: bool, importance: Array | None) -> None:
+        self.spec, self.shape, self.table, self.rule, self.even = spec, weight.shape, table, RULES[spec.name], even
         self.levels = (2 * np.arange(table.base) + 1).astype(F)  # in units of the scale while it is searched for
         size = spec.group_size
         signed = np.ascontiguousarray(weight.reshape(-1, size).T)
         self.weigh = self._weighed(signed, weight, importance)
         minus = signed < 0
-        if spec.even:
+        if even:
             eights = minus.reshape(-1, 8, minus.shape[-1]).copy()
             flipped = np.argmin((self.weigh * signed * signed).reshape(eights.shape), axis=1)[:, None]
             odd = (eights.sum(axis=1) % 2 == 1)[:, None]
@@ -101,12 +100,12 @@ class _Encoding:
     def _weighed(self, signed: Array, weight: Array, importance: Array | None) -> Array:
         """What a squared error costs, as `signed` [positions, groups]."""
         square: Array = signed * signed
-        if importance is None and self.spec.quad:
+        if importance is None and self.table.unit == 4:
             return square
         blocks = weight.reshape(-1, self.spec.block_size)
         energy = F(self.rule.energy) * np.add.accumulate(blocks * blocks, axis=1)[:, -1] / F(self.spec.block_size)
         spread: Array = np.repeat(energy, self.spec.groups_per_block)
-        if importance is None and not self.spec.even:
+        if importance is None and not self.even:
             return np.add(F(0.25) * spread, square)
         cost: Array = np.sqrt(spread + square)
         if importance is not None:

@@ -337,7 +337,8 @@ class Lattices(BlockType):
             return fitted(weight, spec, workers, importance)
         from llmcompress.grids.compat_lattice import encode
 
-        return encode(weight, spec, _point_table(spec.name), partial(LatticeGrid, spec), workers, importance)
+        table = _point_table(spec.name)
+        return encode(weight, spec, table, spec.even, partial(LatticeGrid, spec), workers, importance)
 
     def of_gguf_rows(self, spec: LatticeSpec, rows: Tensor) -> Coded:
         blocks = whole_blocks(rows, spec.block_bytes, spec.name)

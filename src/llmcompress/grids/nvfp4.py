@@ -33,6 +33,7 @@ from llmcompress.lazy import Tensor, torch
 _HEADROOM = 256.0  # the scale that covers the largest weight, where a search may choose larger ones
 _SMALLEST_SCALE = 2.0**-9
 _LEAST, _MOST = 1, 0x7E  # bytes of the smallest and of the largest scale
+_MOVED = (-1, 1)  # bytes beside that of a group, tried with other codes
 _OF_ZEROS = 0.125  # the scale of a group whose own is rounded to zero, as compressed-tensors has it
 _TRIED = (0, -1, -2, -3, 1, 2, 3, 4, 5, 6)  # bytes beside the one that covers a group
 _BLOCK_GROUPS = 4  # whose scales and codes lie together in GGUF files
@@ -75,6 +76,10 @@ class Nvfp4Grid(E2m1Grid):
 
     def tried(self, old: Tensor, wanted: Tensor) -> Sequence[Tensor]:
         return [_rounded(wanted * self.divisor) / self.divisor]
+
+    def beside_scale(self, old: Tensor) -> Sequence[Tensor]:
+        at = (old * self.divisor).to(torch.float8_e4m3fn).view(torch.uint8).to(torch.int16)
+        return [old, *(_of_byte(at + step) / self.divisor for step in _MOVED)]
 
     def rescaled(self, scale: Tensor, rows: Tensor) -> Nvfp4Grid:
         return replace(self, small=torch.where(rows[:, None], _rounded(scale * self.divisor), self.small))

@@ -2,8 +2,8 @@
 
 The sweep decides each column once, with scales fitted before it began. Both steps here lower
 tr((W - Q) H (W - Q)^T) row by row and never raise it: codes by coordinate descent for fixed scales (QuantEase,
-arXiv:2309.01885, with blocked lazy updates as in GPTQ), scales by least squares for fixed codes. Both go by the same
-gradient, which is multiplied out once for each round.
+arXiv:2309.01885, with blocked lazy updates as in GPTQ), scales by least squares for fixed codes, or, where scales are
+of a small set, together with codes. Both go by the same gradient, which is multiplied out once for each round.
 """
 
 from functools import partial
@@ -40,7 +40,8 @@ class Refiner:
             coded, gradient = self.descend_codes(coded, self.gradient(weight, coded), keep, sweeper=sweeper)
             slopes = as_stored(gradient, self.order)
             del gradient
-            coded = coded.grid.refit(coded.codes, self.hessian, slopes, scale_dtype)
+            fit = coded.grid.refit_all if keep is None else coded.grid.refit  # a mask stays where it is
+            coded = fit(coded.codes, self.hessian, slopes, scale_dtype)
         return coded
 
     def gradient(self, weight: Tensor, coded: Coded) -> Tensor:
