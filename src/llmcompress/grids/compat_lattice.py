@@ -66,8 +66,8 @@ def encode(
 ) -> Coded:
     """Codes and scales of weight [out, in] float32 as llama-quantize chooses them.
 
-    even: whether eight weights have an even number of minus signs. importance [in]: mean squares of the inputs. Types of
-    two bits need it there: without it all inputs count alike.
+    even: whether eight weights have an even number of minus signs. importance [in]: mean squares of the inputs; types
+    of two bits need it there, and without it all inputs count alike.
     """
     cost = None if importance is None else importance.detach().cpu().to(torch.float32).numpy()
 
