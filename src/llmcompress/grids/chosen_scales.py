@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 BIAS = 127  # of powers of two that are stored as bytes
 _ROUNDS = 2  # of descent on scales
-_SQUARES = 1 << 24  # numbers at once of how the scales of a row act on one another: groups are many
+_SQUARES = 1 << 24  # numbers at once of how scales of a row act on one another, or of rows whose codes move too
 _CHUNK = 1 << 17  # weights searched at once: the temporaries stay in the cache
 
 
@@ -66,6 +66,11 @@ class ChosenScaleGrid(Grid):
         What a group should be is told by the gradient; its codes are decided one by one, those behind making up for the
         error as far as the group's own part of the Gram matrix lets them (GPTQ within the group).
         """
+        step = max(1, _SQUARES // len(hessian))
+        parts = (slice(start, start + step) for start in range(0, len(codes), step))
+        return Coded.stacked([self.rows(part)._refit_all(codes[part], hessian, gradient[part]) for part in parts])
+
+    def _refit_all(self, codes: Tensor, hessian: Tensor, gradient: Tensor) -> Coded:
         size = self.spec.group_size
         slopes, scale = gradient.T.contiguous(), self.scale.clone()  # [in, out] from here on
         levels = self.levels(codes).T.contiguous()
