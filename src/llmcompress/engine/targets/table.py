@@ -202,7 +202,10 @@ _TRANSFORMERS = Target(
         ),
         "dense": (
             LostTypes(
-                (*_EXPERTS_LOST_IN_TRANSFORMERS, "llama4_text"), experts=True, by_hand=_FROM_ORIGINAL, why=_ONE_BY_ONE
+                (*_EXPERTS_LOST_IN_TRANSFORMERS, "hy_v4", "llama4_text", "minimax_m3_vl_text", "zaya"),
+                experts=True,
+                by_hand=_FROM_ORIGINAL,
+                why=_ONE_BY_ONE,
             ),
         ),
     },
