@@ -107,6 +107,14 @@ def test_what_a_layer_gets_of_its_own_is_carried_once(kind, config, random_model
     assert rows.shape[-1] == model.streams * config["hidden_size"] + own + keys
 
 
+@pytest.mark.parametrize("kind", ["zamba", "gemma3n_text"])
+def test_a_first_text_of_one_token_repeated_tells_as_much(kind, random_model_dir):
+    config = {"zamba": config_of("zamba").to_dict(), "gemma3n_text": STREAMS}[kind]
+    path = random_model_dir(kind, **{**config, "dtype": "float32"})
+    tokens = torch.cat([torch.full((1, LENGTH), 7), ids(2)])
+    assert torch.allclose(streamed_logits(streamed(path), tokens), reference_logits(path, tokens), atol=1e-5)
+
+
 @pytest.mark.parametrize("value", [torch.randn(1, 2, 4, 4), {"mask": torch.randn(4)}])
 def test_what_depends_on_the_tokens_in_another_way_is_refused(value):
     """A layer that is called with more than can be carried would otherwise silently run on another text."""

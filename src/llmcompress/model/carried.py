@@ -1,9 +1,9 @@
 """What goes from layer to layer beside the hidden states of a token, so that each layer can run alone.
 
 All of it lies in the row of a token: the streams of the model one after the other (one, but for AltUp of Gemma 3n and
-hyper-connections), the inputs that each layer gets of its own, in order of the layers, then what is made of the tokens
-for all layers (the embeddings of Zamba), what a layer hands to the next one (indices of DeepSeek's sparse attention,
-states of Zaya's routers), and keys and values that layers leave for later ones.
+hyper-connections), what is made of the tokens for all layers (the embeddings of Zamba) or for each of them (Gemma's
+inputs by layer), what a layer hands to the next one (indices of DeepSeek's sparse attention, states of Zaya's routers),
+and keys and values that layers leave for later ones.
 """
 
 import inspect
@@ -113,10 +113,14 @@ class _Made:
 
 
 class Carried:
-    """What the layers of a model carry. streams, width: as many hidden states, as wide each, as `packed` has seen."""
+    """What the layers of a model carry.
+
+    of_tokens: whether layers get inputs that only the token ids tell, not the embeddings. streams, width: as many
+    hidden states, as wide each, as `packed` has seen.
+    """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self._own = [_place_of(layer, _OWN) for layer in layers]
+        self.of_tokens = any(_place_of(layer, _OWN) for layer in layers)
         self._shared = [_place_of(layer, _SHARED) for layer in layers]
         self._left = list(_left_by(layers))
         self._made: list[_Made] = []
@@ -128,14 +132,9 @@ class Carried:
         self._axis = 0  # of streams, in hidden states that have some
 
     @property
-    def of_tokens(self) -> bool:
-        """Whether layers get inputs of their own, made of the tokens."""
-        return any(self._own)
-
-    @property
     def whole_calls(self) -> bool:
         """Whether a row is made of the calls of all layers, not of the hidden states that enter the first alone."""
-        return self.of_tokens or bool(self._made)
+        return bool(self._made)
 
     def learn(self, tokens: torch.Size, hidden: Tensor, calls: Sequence[Call], others: Sequence[Call]) -> bool:
         """See what layers are called with that depends on the tokens, from two texts of [batch, length] tokens.
@@ -148,11 +147,10 @@ class Carried:
         known: list[Tensor] = []
         for number, (call, other) in enumerate(zip(calls, others, strict=True)):
             self._made_at[number], self._handed_at[number] = {}, None
-            own = None if (at := self._own[number]) is None else at.of(*call)
             for place, value in _arguments(call):
                 if isinstance(value, HandedOn):
                     self._handed_at[number], self._returned = place, value.number
-                elif value is not own and _differs(value, place.of(*other)):
+                elif _differs(value, place.of(*other)):
                     same = next((index for index, seen in enumerate(known) if seen is value), len(known))
                     if same == len(known):
                         columns = _Columns.like(value, tokens)
@@ -177,11 +175,7 @@ class Carried:
         if hidden.ndim == 4:
             self.streams = hidden.shape[self._axis]
             hidden = self._flat(hidden)
-        more = [
-            value
-            for place, call in zip(self._own, calls, strict=True)
-            if place is not None and call is not None and (value := place.of(*call)) is not None
-        ]
+        more = []
         for made in self._made:
             call = calls[made.number]
             assert call is not None
@@ -205,7 +199,7 @@ class Carried:
         """Rows like these of normally distributed numbers; whole numbers, which may be indices, stay as they are."""
         found = torch.randn(rows.shape, dtype=rows.dtype, generator=generator)
         columns = [made.columns for made in self._made] + [self._handed] * (self._handed is not None)
-        (_, made, handed, _), (_, made_now, handed_now, _) = self._parted(found), self._parted(rows)
+        (made, handed, _), (made_now, handed_now, _) = self._parted(found), self._parted(rows)
         for item, part, now in zip(columns, (*made, handed), (*made_now, handed_now), strict=False):
             if item is not None and item.whole:
                 part.copy_(now)
@@ -213,10 +207,8 @@ class Carried:
 
     def opened(self, number: int, rows: Tensor, call: Call) -> tuple[Tensor, Call]:
         """Hidden states for a layer, and its call with what the rows carry for it."""
-        own, made, handed, left = self._parted(rows)
-        place, shared = self._own[number], self._shared[number]
-        if place is not None and own.shape[-1]:
-            call = place.put(own.reshape(*own.shape[:2], len(self._own), -1)[..., number, :], *call)
+        made, handed, left = self._parted(rows)
+        shared = self._shared[number]
         for where, index in self._made_at[number].items():
             call = where.put(self._made[index].columns.of(made[index]), *call)
         where_handed = self._handed_at[number]
@@ -234,7 +226,7 @@ class Carried:
         """Rows behind a layer that was called so, and returned `out`."""
         values = (out,) if isinstance(out, Tensor) else out
         states = self._flat(values[0])
-        own, made, handed, left = self._parted(rows)
+        made, handed, left = self._parted(rows)
         if self._handed is not None and number + 1 < len(self._handed_at):
             value = values[self._returned] if len(values) > self._returned else None
             if not isinstance(value, Tensor) or _Columns.like(value, rows.shape[:2]) != self._handed:
@@ -244,20 +236,20 @@ class Carried:
         if shared is not None and self._left:
             kept: MutableMapping[str, tuple[Tensor, Tensor]] = shared.of(*call)
             left = [item.row(kept[item.kind]) for item in self._left]
-        more = [part for part in (own, *made, handed, *left) if part.shape[-1]]
+        more = [part for part in (*made, handed, *left) if part.shape[-1]]
         return torch.cat([states, *more], -1) if more else states
 
-    def _parted(self, rows: Tensor) -> tuple[Tensor, list[Tensor], Tensor, list[Tensor]]:
-        """What lies behind the hidden states in rows: the layers' own, what is made, handed on, and left for later."""
-        start = self.streams * self.width
+    def _parted(self, rows: Tensor) -> tuple[list[Tensor], Tensor, list[Tensor]]:
+        """What lies behind the hidden states in rows: what is made, handed on, and left for later."""
         sizes = [made.columns.size for made in self._made]
         sizes += [0 if self._handed is None else self._handed.size, *(item.size for item in self._left)]
-        own, *parts = torch.split(rows[..., start:], [rows.shape[-1] - start - sum(sizes), *sizes], -1)
+        parts = torch.split(rows[..., self.streams * self.width :], sizes, -1)
         count = len(self._made)
-        return own, parts[:count], parts[count], parts[count + 1 :]
+        return list(parts[:count]), parts[count], list(parts[count + 1 :])
 
 
 def _arguments(call: Call) -> Iterator[tuple[_Place, Any]]:
+    """What a layer is called with, and where."""
     args, kwargs = call
     for number, value in enumerate(args):
         yield _Place("", number), value

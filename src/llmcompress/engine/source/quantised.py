@@ -282,7 +282,7 @@ def kept_grid(headers: DecodedHeaders, module: str, scales: str | None = None) -
     if stored is None:
         return None
     own = headers.tensors[f"{module}.weight"].spec.dtype
-    if stored.spec.dtype in (own, "F32" if headers.format.scales == "F32" else own):
+    if stored.spec.dtype == own or stored.spec.dtype == headers.format.scales == "F32":
         return grid
     scale = Checkpoint(headers.stored).read(name)
     return grid if own in DTYPES and torch.equal(scale.to(DTYPES[own]).to(scale.dtype), scale) else None
