@@ -102,7 +102,8 @@ class Bench:
         if not self.given.no_fidelity:
             arguments = ("-m", path, "-c", self.given.length, "--chunks", self.given.chunks, "-f", self.given.evaluate)
             logits = ("--kl-divergence-base", self.logits, "--kl-divergence")
-            _, said = self.tool("llama-perplexity", *arguments, *logits)
+            # tensors repacked for AMX end llama-perplexity in a fault on some machines
+            _, said = self.tool("llama-perplexity", "--no-repack", *arguments, *logits)
             result |= {key: [float(part) for part in found_in(said, key)] for key in _FIGURES}
         if not self.given.keep:
             path.unlink()

@@ -131,6 +131,13 @@ class Watching(RunProgress):
         elif not self.quiet and done:
             say(f"{done} of {layers} layers were finished before; going on")
 
+    def gradients(self, done: int, of: int) -> None:
+        if self.bar is not None:
+            self.bar.update(self.task, note=f"gradients {done}/{of}")
+        elif not self.quiet and done in (1, of):
+            say(f"gradients  {done}/{of} steps")
+        self.begun = time.perf_counter()
+
     def layer(self, number: int) -> None:
         self.losses = []
 

@@ -91,6 +91,10 @@ class Logged(Progress):
         self.layers, self.losses, self.tokens_seen, self.begun = layers, list[float](), 0, time.perf_counter()
         log.event("running", layers=layers, finished_before=done)
 
+    def gradients(self, done: int, of: int) -> None:
+        log.event("progress", what="gradients", done=done, of=of)
+        self.begun = time.perf_counter()
+
     def layer(self, number: int) -> None:
         self.number, self.losses = number, []
 

@@ -294,6 +294,11 @@ class Method(WithGridOptions):
         """On how many windows the inputs of the uncompressed model are wanted beside those of the compressed one."""
         return 0
 
+    @property
+    def weighs_tokens(self) -> bool:
+        """Whether tokens count in the Gram matrix by what an error at each does to the prediction."""
+        return False
+
     def solve(
         self,
         weight: "Tensor",

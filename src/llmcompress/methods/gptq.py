@@ -41,6 +41,11 @@ class Gptq(Method):
     qep_samples: int = Field(
         16, ge=1, le=1_000_000, description="windows of the calibration set on which that error is measured"
     )
+    guided: bool = Field(
+        False,
+        description="let tokens of the calibration text count by what an error at each does to the prediction "
+        "(GuidedQuant); a pass of gradients comes before the run",
+    )
     head_bits: Literal[2, 3, 4, 5, 6, 8] | None = Field(
         None,
         description="round the output head too, after all layers, and with it the embedding where both are one; "
@@ -64,6 +69,10 @@ class Gptq(Method):
     @property
     def original_samples(self) -> int:
         return self.qep_samples if self.qep_alpha > 0 else 0
+
+    @property
+    def weighs_tokens(self) -> bool:
+        return self.guided
 
     def described(self) -> dict[str, Any]:
         return {

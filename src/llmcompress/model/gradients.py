@@ -33,7 +33,7 @@ def head_gradient(
         hidden = hidden.detach().requires_grad_()
         with torch.enable_grad():
             logits = model.logits(causal, hidden)
-            logs = logits.log_softmax(dim=-1)
+            logs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
     finally:
         handle.remove()
     probabilities = logs.detach().exp()

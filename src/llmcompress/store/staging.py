@@ -5,6 +5,7 @@ plan.json                          what the run is; any other is refused, naming
 place.json                         where the model lies, for `export`
 tokens.safetensors                 windows sampled from the model itself
 training.safetensors               what `recover` has learnt so far
+weights-00007.safetensors          how much each token counts in the statistics of layer 7, where that is measured
 section-00007.safetensors          codes, scales and zero points of layer 7, with its records in the header
 hidden-<name>-00008-<crc>.bin      hidden states [samples, length, hidden] that enter layer 8: `compressed`, of the
                                    model as compressed so far, and `original`, where a method asks for it
@@ -41,7 +42,7 @@ PLAN, PLACE = "plan.json", "place.json"
 _MARK = ".llmcompress-work"
 _FACTORS = "factors/"  # before the name of a space, in the name of a tensor
 _OWN = re.compile(
-    r"(plan\.json|place\.json|t(?:okens|raining)\.safetensors|section-\d{5,}\.safetensors)(\.partial)?"
+    r"(plan\.json|place\.json|t(?:okens|raining)\.safetensors|(?:section|weights)-\d{5,}\.safetensors)(\.partial)?"
     r"|(hidden|record)-.+\.(bin|partial)"
 )
 _HIDDEN = re.compile(r"hidden-(\w+)-(\d{5,})-([0-9a-f]{8})\.bin")
@@ -156,6 +157,27 @@ class Staging:
                 yield file
         except (OSError, ValueError) as error:
             raise RunError(f"{self._section(number)} is damaged: {error}", "remove this file and run again") from None
+
+    # -- weights of tokens ---------------------------------------------------------------------------------------------
+
+    def _weights(self, number: int) -> HeldFile:
+        return self.folder / f"weights-{number:05d}.safetensors"
+
+    def has_weights(self, number: int) -> bool:
+        return self._weights(number).exists()
+
+    def write_weights(self, number: int, weights: Mapping[str, Tensor]) -> None:
+        """Write the weights [tokens] of the calibration tokens for each space of a layer."""
+        with writing(self._weights(number)):
+            write_tensors(self._weights(number), self._of, weights, {})
+
+    def read_weights(self, number: int) -> dict[str, Tensor]:
+        """The weights [tokens] by space; RunError for a damaged file."""
+        try:
+            with checked_tensors(self._weights(number), self._of) as file:
+                return {name: file.read(name) for name in file.names}
+        except (OSError, ValueError) as error:
+            raise RunError(f"{self._weights(number)} is damaged: {error}", "remove this file and run again") from None
 
     # -- hidden states -------------------------------------------------------------------------------------------------
 

@@ -8,11 +8,18 @@ from typing import Any
 
 from torch import Tensor
 
-from llmcompress.engine.budget.fisher_pass import EMBEDDING, HEAD, FinishedLayers, Found, fisher_information
-from llmcompress.engine.budget.fisher_window import FisherSum, TokenFisher
 from llmcompress.engine.budget.type_losses import Known, Losses, measured_losses
 from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.process.process_memory import keep_freed_memory
+from llmcompress.engine.run.gradient_pass import (
+    EMBEDDING,
+    HEAD,
+    FinishedLayers,
+    FisherSum,
+    Found,
+    TokenFisher,
+    fisher_information,
+)
 from llmcompress.engine.run.opened_model import check_model, opened_model
 from llmcompress.engine.run.tokens import tokens_for
 from llmcompress.engine.source.matrix_refs import matrices_of

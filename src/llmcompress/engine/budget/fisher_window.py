@@ -1,46 +1,14 @@
 """How the Fisher information of a layer's matrices is summed up, from what each window shows of them."""
 
 from collections.abc import Mapping
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
 from torch import Tensor
 
 from llmcompress.engine.source.tensor_names import without_numbers
-from llmcompress.stats.fisher import Fisher, of_matrix, of_window
+from llmcompress.stats.fisher import Fisher, of_window
 from llmcompress.stats.gram import Gram
 from llmcompress.workers import Workers
-
-P = TypeVar("P")
-
-
-class FisherSum(Protocol, Generic[P]):
-    """Sums up the Fisher information of one layer's matrices.
-
-    `part` takes the input [..., in] of a matrix and the gradient [..., out] at its output; any thread may call it.
-    `add` and `finish` are called by one thread, in order of the windows' numbers.
-    """
-
-    def part(self, x: Tensor, gradient: Tensor) -> P: ...
-
-    def add(self, path: str, part: P, window: int) -> None: ...
-
-    def finish(self) -> dict[str, Fisher]: ...
-
-
-class TokenFisher:
-    """Sums over tokens, each token with its own gradient."""
-
-    def __init__(self) -> None:
-        self._found: dict[str, Fisher] = {}
-
-    def part(self, x: Tensor, gradient: Tensor) -> Fisher:
-        return of_matrix(x, gradient)
-
-    def add(self, path: str, part: Fisher, window: int) -> None:
-        self._found[path] = self._found[path].plus(part) if path in self._found else part
-
-    def finish(self) -> dict[str, Fisher]:
-        return self._found
 
 
 class Window(NamedTuple):

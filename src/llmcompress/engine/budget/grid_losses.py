@@ -16,12 +16,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llmcompress.engine.budget.fisher_pass import FinishedLayers
 from llmcompress.engine.budget.fisher_run import FisherRun
 from llmcompress.engine.budget.fisher_window import WindowFisher
 from llmcompress.engine.budget.type_losses import Losses
 from llmcompress.engine.plan.matrix_plan import MatrixPlan
 from llmcompress.engine.plan.plan import Plan
+from llmcompress.engine.run.gradient_pass import FinishedLayers
 from llmcompress.grids.base import Clip, Spec
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.fitting import fit

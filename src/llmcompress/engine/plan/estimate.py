@@ -9,8 +9,8 @@ from llmcompress.engine.plan.run_memory import RunMemory
 class Estimate:
     """output_bytes: exact size of all weight files and their index. The others are estimates in bytes.
 
-    passes: forward passes over the calibration set through the whole model (a partial pass counts as one). gpu_bytes:
-    of tensors on the GPU, where one is used; memory_bytes is main memory.
+    passes: forward passes over the calibration set through the whole model (a partial pass counts as one, the way back
+    of gradients as another). gpu_bytes: of tensors on the GPU, where one is used; memory_bytes is main memory.
     """
 
     output_bytes: int
@@ -31,7 +31,7 @@ def estimate(run: RunMemory, output_bytes: int) -> Estimate:
         output_bytes=output_bytes,
         work_bytes=int(weights * 1.1) + (_windows(run) if run.calibrated else 0),
         memory_bytes=memory.peak("host"),
-        passes=(2 if run.paired else 1) if run.calibrated else 0,
+        passes=((2 if run.paired else 1) + 3 * run.weighed) if run.calibrated else 0,
         source_bytes=run.headers.nbytes,
         bits_per_weight=bits / weights if weights else 0.0,
         gpu_bytes=memory.peak("gpu"),
@@ -49,4 +49,6 @@ def _windows(run: RunMemory) -> int:
     )
     kept = 2 * run.hidden if resources.gpu else 3 * run.hidden + recorded
     experts = text.samples * text.length * max(map(run.routed, run.layers))
-    return (tokens * kept + experts) * resources.item_bytes
+    # what enters and leaves every layer and a layer's gradients, before there is anything else
+    gradients = text.samples * text.length * (len(run.layers) + 3) * run.hidden if run.weighed else 0
+    return max(tokens * kept + experts, gradients) * resources.item_bytes

@@ -74,6 +74,11 @@ class MatrixPlan:
         return max(step.original_samples for step in self.steps)
 
     @property
+    def weighs_tokens(self) -> bool:
+        """Whether tokens count by their gradients in its Gram matrix."""
+        return self.needs_gram and self.method.weighs_tokens
+
+    @property
     def settings(self) -> str:
         """The options of the steps as text; matrices that share an input and these settings are solved together."""
         return "\n".join(step.model_dump_json() for step in self.steps)

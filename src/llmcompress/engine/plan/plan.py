@@ -82,6 +82,11 @@ class Plan:
         return min(-(-asked // self.batch) * self.batch, self.recipe.calibration.samples)
 
     @property
+    def weighs_tokens(self) -> bool:
+        """Whether a pass of gradients says beforehand how much each token counts."""
+        return any(matrix.weighs_tokens for layer in self.layers for matrix in layer)
+
+    @property
     def dtype(self) -> str:
         """The floating-point type in which layers run."""
         return self.resources.dtype

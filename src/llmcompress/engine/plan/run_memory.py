@@ -49,6 +49,7 @@ class RunMemory:
         self.calibrated = recipe.needs_calibration or measured
         self.counted = measured if resources.gpu else self.calibrated
         self.paired = any(plan.original_samples for plan in self.matrices)
+        self.weighed = any(plan.weighs_tokens for plan in self.matrices)
         self.largest = max((stored.spec for stored in headers.tensors.values()), key=lambda spec: spec.nbytes)
         packed = headers.packed if isinstance(headers, DecodedHeaders) else ()
         decoded = {f"{module}.weight" for module in packed} | (
@@ -62,9 +63,11 @@ class RunMemory:
     def model(self) -> MemoryModel:
         """The largest tensor alone, or a layer that runs, or whose scales or codes are chosen."""
         phases = [Phase("largest tensor", list(self.table()))]
+        phases += [Phase("gradients at the head", list(self.head_gradients()))] if self.weighed else []
         for layer in filter(None, self.layers):
             loaded = list(self.loaded(layer))
             phases += [Phase("decoding", [*loaded, *self.decoding()])] if self.decoded else []
+            phases += [Phase("gradients", list(self.gradients(layer)))] if self.weighed else []
             phases += [Phase("running", [*loaded, *self.running(layer)])] if self.counted else []
             phases += [Phase("scaling", [*loaded, *terms]) for terms in self.scaling(layer)] if self.scaled else []
             phases += [Phase("solving", [*loaded, *terms]) for terms in self.solving(layer)]
@@ -135,6 +138,19 @@ class RunMemory:
             largest = max((_weights([plan]) for plan in experts), default=0)
             yield Term("codes of experts", _weights(experts))
             yield Term("matrices of experts being read", memory.READ_ON_DEMAND * self.threads * largest)
+
+    def head_gradients(self) -> Iterator[Term]:
+        """The head, and logits of some tokens, where gradients begin."""
+        count = self.headers.config.get("vocab_size")
+        vocabulary = count if isinstance(count, int) else self.largest.shape[0]
+        yield self.term("head", prod(self.largest.shape) * self.item)
+        yield self.term("logits", memory.LOGIT_GRADIENT * memory.HEAD_TOKENS * vocabulary)
+
+    def gradients(self, layer: Layer) -> Iterator[Term]:
+        """A layer, and what windows that run back through it keep: those of the threads, and one that waits."""
+        yield self.term("layer", _weights(layer) * self.item)
+        values = memory.GRADIENT_VALUES * self.item // 4 * (self.hidden + _widest(layer))
+        yield self.term("values of windows", values * self.recipe.calibration.length * (self.threads + 1))
 
     def decoding(self) -> Iterator[Term]:
         """The largest matrix that the source stores as codes, as it is read."""

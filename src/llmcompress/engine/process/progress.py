@@ -9,6 +9,9 @@ class Progress:
     def start(self, layers: int, done: int) -> None:
         """A run of `layers` sections begins; `done` of them were found finished."""
 
+    def gradients(self, done: int, of: int) -> None:
+        """`done` of so many steps of a pass of gradients are made, which comes before all layers."""
+
     def layer(self, number: int) -> None:
         """Work on a decoder layer begins."""
 

@@ -35,10 +35,12 @@ class SpaceStatistics:
         turn: int,
         paired: bool,
         later: frozenset[str] = frozenset(),
+        weights: Tensor | None = None,
     ) -> None:
         """turn: number of the space, so that ranks take turns in shared sums. paired: whether both models run.
 
-        later: names of the statistics that are not gathered now.
+        later: names of the statistics that are not gathered now. weights: of all tokens [tokens], as they count in
+        Gram matrices and drift; None for all alike.
         """
         known = discover(stats, "STATISTIC")
         needs = frozenset[str]().union(*(plan.needs for plan in plans)) - later
@@ -47,6 +49,8 @@ class SpaceStatistics:
         beside = [item for item in known.values() if isinstance(item, PairedStatistic) and item.beside in needs]
         self._multiplied = {item.name for item in chosen if item.multiplied}
         self._rounding = plans[0].entry.inputs
+        self._roots = None if weights is None else weights.sqrt().to(device)
+        self._tokens = 0  # that were added
         self._by_window = {item.name for item in chosen if item.by_window}
         self.alone: dict[str, Accumulator] = {item.name: item.make(size, workers, device, part) for item in chosen}
         self.paired: dict[str, PairedAccumulator] = {
@@ -59,17 +63,27 @@ class SpaceStatistics:
 
         length: tokens of a window; None where windows cannot be told.
         """
-        rounded = self.multiplied(x) if self._multiplied or self.paired else x
+        counted = self._weighed(self.multiplied(x)) if self._multiplied or self.paired else x
         for name, accumulator in self.alone.items():
-            seen = rounded if name in self._multiplied else x
+            seen = counted if name in self._multiplied else x
             accumulator.update(by_window(seen, length) if length and name in self._by_window else seen)
         if original is not None:
             for pair in self.paired.values():
-                pair.update(original, rounded)
+                pair.update(self._weighed(original), counted)
+        self._tokens += x.numel() // x.shape[-1]
 
     def multiplied(self, x: Tensor) -> Tensor:
         """An input as matrices will multiply it: rounded, where their inputs will be."""
         return foreseen(x, self._rounding)
+
+    def _weighed(self, x: Tensor) -> Tensor:
+        """The next tokens [..., in] times the roots of their weights."""
+        if self._roots is None:
+            return x
+        rows = x.reshape(-1, x.shape[-1])
+        roots = self._roots[self._tokens : self._tokens + rows.shape[0], None]
+        # bfloat16 holds what float32 does; float16 may not
+        return (rows * roots).to(rows.dtype if rows.dtype == torch.bfloat16 else torch.float32)
 
     def original_ended(self) -> None:
         for name, pair in self.paired.items():
@@ -87,10 +101,12 @@ def collect(
     device: torch.device,
     progress: Progress,
     experts: ExpertGrams | None = None,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Statistics]:
     """Statistics of each space in `wanted` (space to the matrices that read it).
 
-    experts: takes the inputs that Gram matrices will be made of, which are then not among the statistics.
+    experts: takes the inputs that Gram matrices will be made of, which are then not among the statistics. weights: of
+    all tokens [tokens], by space, where they do not count alike.
     Experts have no paired statistics, since the two models may send a token to different experts.
     """
     workers = compressed.workers
@@ -98,7 +114,7 @@ def collect(
     routed = any(plan.expert is not None for plans in wanted.values() for plan in plans)
     paired, later = None if routed else original, frozenset(() if experts is None else {"gram"})
     known = {
-        space: SpaceStatistics(plans, workers, device, number, paired is not None, later)
+        space: SpaceStatistics(plans, workers, device, number, paired is not None, later, (weights or {}).get(space))
         for number, (space, plans) in enumerate(wanted.items())
     }
     originals = paired.inputs(paths) if paired is not None else iter(())

@@ -60,6 +60,7 @@ def _about(plan: Plan, tokens: str) -> dict[str, Any]:
         "batch": plan.batch,
         "transforms": [{"method": step.name, **step.model_dump()} for step in plan.recipe.transforms],
         "layers": len(plan.sections),
+        "weighs_tokens": plan.weighs_tokens,
     }
 
 

@@ -1,6 +1,6 @@
 """Compressing one layer, stage by stage: each stage is measured on what the compressed stages before it give."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -59,13 +59,15 @@ class Compressor:
         sweeper: Sweeper | None,
         known: Kept | None = None,
         keeping: Kept | None = None,
+        weights: Callable[[int], Mapping[str, Tensor]] = lambda number: {},
     ) -> None:
         """sweeper: what decides blocks of columns on the run's device; None for torch.
 
-        known: stored statistics that are used instead of text. keeping: where gathered statistics are stored.
+        known: stored statistics that are used instead of text. keeping: where gathered statistics are stored. weights:
+        of the tokens of the text, by space, for the number of a section (token_weights.py).
         """
         self.plan, self.checkpoint, self.model, self.progress = plan, checkpoint, model, progress
-        self.sweeper, self.known, self.keeping = sweeper, known, keeping
+        self.sweeper, self.known, self.keeping, self.weights = sweeper, known, keeping, weights
         self.device = device_of(plan.options.device)
         self.rounded = isinstance(plan.headers, DecodedHeaders | GgufHeaders)
 
@@ -83,6 +85,7 @@ class Compressor:
         ledger = Ledger()
         known = {} if self.known is None else self.known.read(number, self.device)
         gathered: dict[str, Tensor] = {}
+        weights = self.weights(number)
         if self.known is not None:
             note_reuse(self.plan, self.known, ledger)
         stages = stages_of(self.plan.sections[number])
@@ -104,7 +107,7 @@ class Compressor:
             statistics = (
                 StageStatistics(known)
                 if known
-                else self._statistics(layer, compressed, original, stage, before, ledger)
+                else self._statistics(layer, compressed, original, stage, before, weights, ledger)
             )
             if self.keeping is not None:
                 gathered |= statistics.packed(workers)
@@ -168,6 +171,7 @@ class Compressor:
         original: Forward | None,
         stage: list[MatrixPlan],
         before: ExpertGrams | None,
+        weights: Mapping[str, Tensor],
         ledger: Ledger,
     ) -> StageStatistics:
         """The statistics of inputs that the steps of a stage need. before: of the last stage of experts."""
@@ -185,7 +189,7 @@ class Compressor:
             before = before if before is not None and before.leads_to(paths.values()) else None
             experts = ExpertGrams(path, paths, layer, compressed, self.model.device, before)
         try:
-            found = collect(compressed, original, needing, self.model.device, self.progress, experts)
+            found = collect(compressed, original, needing, self.model.device, self.progress, experts, weights)
         except RunError:
             self._refuse_infinite_weights(stage[0])  # which would be the cause
             raise

@@ -54,6 +54,13 @@ class Timings(Progress):
         )
         self.watch.start(layers, done)
 
+    def gradients(self, done: int, of: int) -> None:
+        if done == of:
+            now = self.clock()
+            self._append(event="gradients", seconds=now - self.last, **_memory())
+            self.last = now
+        self.watch.gradients(done, of)
+
     def layer(self, number: int) -> None:
         self.watch.layer(number)
 

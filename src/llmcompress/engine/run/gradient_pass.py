@@ -1,4 +1,4 @@
-"""Measuring how much errors in every matrix of a model matter: its Fisher information, one layer in memory at a time.
+"""Gradients of what a model predicts at the outputs of all its matrices, one layer in memory at a time.
 
 All windows run forward once, the hidden states that enter each layer being kept on disk; then gradients run back from
 the head, through each layer anew, to the embedding.
@@ -6,28 +6,60 @@ the head, through each layer anew, to the embedding.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from llmcompress.engine.budget.fisher_window import FisherSum, TokenFisher
 from llmcompress.engine.plan.memory_model import HEAD_TOKENS
 from llmcompress.engine.process.process_memory import return_freed_memory
 from llmcompress.errors import RunError
 from llmcompress.model.gradients import LayerGradient, embedding_gradient, head_gradient
 from llmcompress.model.streamed_model import StreamedModel
-from llmcompress.stats.fisher import Fisher
+from llmcompress.stats.fisher import Fisher, of_matrix
 from llmcompress.store.folder import Folder
 from llmcompress.store.windows import Windows, WindowsWriter
 from llmcompress.workers import Workers
 
 EMBEDDING, HEAD = "embedding", "head"
 ENTERING, GRADIENT = "entering", "gradient"
+RECORDED = ("record-entering", "record-gradient")
+"""What the names of files begin with that a pass leaves."""
 
+P = TypeVar("P")
 Watch = Callable[[int], None]
 Found = dict[tuple[int, str] | str, Fisher]
 """Fisher information by (layer, path of the matrix below the layer), or by EMBEDDING or HEAD."""
+
+
+class FisherSum(Protocol[P]):
+    """Sums up the Fisher information of one layer's matrices.
+
+    `part` takes the input [..., in] of a matrix and the gradient [..., out] at its output; any thread may call it.
+    `add` and `finish` are called by one thread, in order of the windows' numbers.
+    """
+
+    def part(self, x: Tensor, gradient: Tensor) -> P: ...
+
+    def add(self, path: str, part: P, window: int) -> None: ...
+
+    def finish(self) -> dict[str, Fisher]: ...
+
+
+class TokenFisher:
+    """Sums over tokens, each token with its own gradient."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, Fisher] = {}
+
+    def part(self, x: Tensor, gradient: Tensor) -> Fisher:
+        return of_matrix(x, gradient)
+
+    def add(self, path: str, part: Fisher, window: int) -> None:
+        self._found[path] = self._found[path].plus(part) if path in self._found else part
+
+    def finish(self) -> dict[str, Fisher]:
+        return self._found
 
 
 class FinishedLayers:

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llmcompress import arch
-from llmcompress.engine.budget.fisher_pass import EMBEDDING, HEAD, fisher_information
+from llmcompress.engine.run.gradient_pass import EMBEDDING, HEAD, fisher_information
 from llmcompress.model.gradients import drawn
 from llmcompress.model.skeleton import load_config
 from llmcompress.model.streamed_model import StreamedModel
