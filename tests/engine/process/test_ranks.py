@@ -122,6 +122,7 @@ CASES = {
     "pruned": ["sparsegpt", "--pattern", "2:4", *SMALL],
     "pruned by outliers": ["wanda", "--sparsity", 0.5, "--allocation", "owl", "--refit", 2, *SMALL],
     "pruned and rounded": ["{method: sparsegpt, pattern: '2:4', joint: true}, {method: gptq, group_size: 32}"],
+    "weighed tokens": ["gptq", "--guided", *GPTQ],
     "an original stream of one batch": ["gptq", "--qep-samples", 2, *GPTQ],
 }
 

@@ -144,7 +144,9 @@ class RunMemory:
         count = self.headers.config.get("vocab_size")
         vocabulary = count if isinstance(count, int) else self.largest.shape[0]
         yield self.term("head", prod(self.largest.shape) * self.item)
-        yield self.term("logits", memory.LOGIT_GRADIENT * memory.HEAD_TOKENS * vocabulary)
+        # half of what is kept for a logit is in the type of the layers
+        kept = memory.LOGIT_GRADIENT * (4 + self.item) // 8
+        yield self.term("logits", kept * memory.HEAD_TOKENS * vocabulary)
 
     def gradients(self, layer: Layer) -> Iterator[Term]:
         """A layer, and what windows that run back through it keep: those of the threads, and one that waits."""
