@@ -100,6 +100,40 @@ def test_scales_are_the_largest_of_what_the_written_model_caches(
     assert passed(verify(out))
 
 
+@pytest.mark.parametrize(("family", "makers"), [("llama", ("k_proj", "v_proj")), ("phi3", ("qkv_proj", "qkv_proj"))])
+def test_modelopt_has_the_same_scales_at_the_matrices_that_make_keys_and_values(compressed, family, makers):
+    fp8 = {"type": "fp8", "activations": "fp8-token", "bits": 8, "group_size": None}
+    one = compressed("rtn", family=family, name="one", **fp8)
+    out = compressed("rtn", format_="modelopt", family=family, name="modelopt", **fp8)
+    other, found = scales_in(one), scales_in(out)
+    assert len(found) == len(other) == 4
+    for layer in range(2):
+        for maker, part in zip(makers, ("k_scale", "v_scale"), strict=True):
+            scale = found[f"model.layers.{layer}.self_attn.{maker}.{part}"]
+            assert (scale.shape, scale.dtype) == ((), torch.float32)
+            rounded = other[f"model.layers.{layer}.self_attn.{part}"]  # up, in bfloat16
+            assert float(scale) <= float(rounded) == pytest.approx(float(scale), rel=2**-7)
+    settings = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert settings["kv_cache_scheme"] == {"dynamic": False, "num_bits": 8, "type": "float"}
+    assert json.loads((out / "hf_quant_config.json").read_text())["quantization"]["kv_cache_quant_algo"] == "FP8"
+    assert passed(verify(out))
+    cache = cache_of(out, CacheOptions())
+    assert isinstance(cache, ByScale)
+    assert {layer: tuple(map(float, pair)) for layer, pair in cache.scales.items()} == {
+        layer: tuple(
+            float(found[f"model.layers.{layer}.self_attn.{maker}.{part}"])
+            for maker, part in zip(makers, ("k_scale", "v_scale"), strict=True)
+        )
+        for layer in range(2)
+    }
+
+
+def test_modelopt_has_scales_of_fp8_alone(compressed):
+    fp8 = {"type": "fp8", "activations": "fp8-token", "bits": 8, "group_size": None}
+    with pytest.raises(PlanError, match=r"ModelOpt knows scales of keys and values in fp8 alone"):
+        compressed("rtn", "int8", format_="modelopt", **fp8)
+
+
 def test_nothing_else_changes_with_scales(compressed):
     plain, scaled = compressed("rtn", None, name="plain"), compressed("rtn", "fp8", name="scaled")
     before, after = load_file(plain / "model.safetensors"), load_file(scaled / "model.safetensors")

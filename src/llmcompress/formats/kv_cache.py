@@ -1,16 +1,20 @@
 """Static scales of quantised keys and values, as a format may hold them: which tensors, and what a config says.
 
-The attention module M of a layer has M.k_scale and M.v_scale, shape [1], in the type of the model: a cache holds
-K / k_scale and V / v_scale in 8 bits. Both compressed-tensors and, for fp8, vLLM read them.
+A cache holds K / k_scale and V / v_scale in 8 bits. For the attention module M of a layer the scales are
+
+    compressed-tensors   M.k_scale, M.v_scale [1] in the type of the model; read by vLLM and compressed-tensors
+    modelopt             M.k_proj.k_scale, M.v_proj.v_scale F32 [] (where a matrix makes both, of M.qkv_proj), fp8
+                         alone; read by vLLM, SGLang and TensorRT-LLM
 """
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from llmcompress.formats.base import Entry
+from llmcompress.formats.base import Entry, TensorSpec
 
 OPTION = "kv_cache"  # of an entry: the code that its scale is for
-HOLDERS = ("compressed-tensors",)
+_BY_MATRIX = "modelopt"
+HOLDERS = ("compressed-tensors", _BY_MATRIX)
 PARTS = ("k_scale", "v_scale")  # last parts of names
 
 _TYPES = {"fp8": "float", "int8": "int"}
@@ -23,12 +27,26 @@ def code_of(entries: Iterable[Entry]) -> str | None:
 
 def refusal(name: str, entries: Iterable[Entry]) -> tuple[str, str] | None:
     """Why format `name` cannot hold the scales among `entries`, and the way out; None if it can, or there are none."""
-    if name in HOLDERS or code_of(entries) is None:
+    code = code_of(entries)
+    if name == _BY_MATRIX and code == "int8":
+        return "ModelOpt knows scales of keys and values in fp8 alone", "use --kv-cache fp8"
+    if name in HOLDERS or code is None:
         return None
     return (
         f"format {name} has no place for scales of cached keys and values",
         f"use --format {' or '.join(HOLDERS)}, or leave --kv-cache out",
     )
+
+
+def places(name: str, matrix: str, dtype: str) -> list[TensorSpec]:
+    """The scales of one attention in format `name`: of keys, of values.
+
+    matrix: the module that makes the keys. dtype: of the model.
+    """
+    if name != _BY_MATRIX:
+        return [TensorSpec(f"{matrix.rpartition('.')[0]}.{part}", dtype, (1,)) for part in PARTS]
+    makers = matrix, matrix.removesuffix("k_proj") + "v_proj" if matrix.endswith(".k_proj") else matrix
+    return [TensorSpec(f"{maker}.{part}", "F32", ()) for maker, part in zip(makers, PARTS, strict=True)]
 
 
 def scheme(code: str) -> Mapping[str, Any]:

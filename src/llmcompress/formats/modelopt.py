@@ -23,6 +23,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from llmcompress.errors import CheckpointError
+from llmcompress.formats import kv_cache
 from llmcompress.formats.base import Config, Entry, Reader, Specs
 from llmcompress.formats.entry_checks import HEADS, Refusal, left_alone, quantised, stored_scale
 from llmcompress.formats.float8_tensors import Tile, float8_shape, read_float8, scale_values
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 SETTINGS = "hf_quant_config.json"
 _PRODUCER = {"name": "modelopt", "version": "0.47.0"}  # engines know the layout by this name
+_CACHE = {"dynamic": False, "num_bits": 8, "type": "float"}
 _BLOCK = (128, 128)
 _MX = (1, 32)
 _MIXED = "MIXED_PRECISION"
@@ -144,7 +146,7 @@ class ModelOpt(PackedFormat):
         one = ALGORITHMS.get(said["quant_algo"])
         quantization = {
             "quant_algo": said["quant_algo"],
-            "kv_cache_quant_algo": None,
+            "kv_cache_quant_algo": None if kv_cache.code_of(entries) is None else "FP8",
             **({} if one is None else one.size),
             "exclude_modules": said["ignore"],
             **{key: said[key] for key in ("quantized_layers",) if key in said},
@@ -169,6 +171,7 @@ class ModelOpt(PackedFormat):
             "config_groups": groups,
             "ignore": alone,
             "producer": _PRODUCER,
+            **({} if kv_cache.code_of(entries) is None else {"kv_cache_scheme": _CACHE}),
             **({} if one else {"quantized_layers": layers}),
         }
 

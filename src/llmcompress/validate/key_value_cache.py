@@ -16,7 +16,7 @@ from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.headers import read_headers
 from llmcompress.validate.gguf_file import gguf_in
 
-_SCALE = re.compile(r"(?:^|.*\.)(\d+)\.self_attn\.([kv])_scale")
+_SCALE = re.compile(r"(?:^|.*\.)(\d+)\.self_attn\.(?:(?:[kv]|qkv)_proj\.)?([kv])_scale")
 _KINDS: dict[Code, tuple[str, int]] = {"fp8": ("float", 8), "int8": ("int", 8)}
 
 
@@ -82,7 +82,7 @@ def cache_of(path: Path, asked: CacheOptions) -> TokenCodes | ByScale | None:
 
 
 def stored_cache(path: Path) -> ByScale | None:
-    """The static scales of a compressed-tensors directory; None if its config declares none."""
+    """The static scales of a directory of compressed-tensors or ModelOpt; None if its config declares none."""
     headers = text_view(read_headers(path))
     settings = headers.config.get("quantization_config")
     scheme = settings.get("kv_cache_scheme") if isinstance(settings, dict) else None
@@ -97,7 +97,7 @@ def stored_cache(path: Path) -> ByScale | None:
     shapes: dict[str, list[tuple[int, ...]]] = {"tensor": [(), (1,)]}
     if heads is not None:
         shapes["attn_head"] = [(heads[1], 1, 1)]
-    fitting = shapes.get(str(scheme.get("strategy")))
+    fitting = shapes.get(str(scheme.get("strategy", "tensor")))  # ModelOpt has no other, and does not say so
     static = scheme.get("dynamic", False) is False and scheme.get("symmetric", True) is True
     if code is None or fitting is None or not static:
         raise CheckpointError(

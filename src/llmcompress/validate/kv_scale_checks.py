@@ -1,7 +1,8 @@
 """Scales of cached keys and values in a directory, checked by numpy alone.
 
-Proved: config.json and the tensors agree on whether there are scales, every attention has both, each is a positive
-number of shape [1], and each is the largest magnitude recorded in report.json divided by the code's largest value.
+Proved: config.json and the tensors agree on whether there are scales, every attention has both, each is one positive
+number where the format has its place, and each is the largest magnitude recorded in report.json divided by the code's
+largest value.
 """
 
 import re
@@ -10,8 +11,8 @@ from typing import Any
 
 from llmcompress.validate.stored import Tensor
 
-_SCALE = re.compile(r"(.*\.(\d+)\.self_attn)\.([kv])_scale")
-_KEYS = re.compile(r"(.*\.\d+\.self_attn)\.(?:k_proj|qkv_proj)\.(?:weight|weight_packed)")
+_SCALE = re.compile(r"(.*\.(\d+)\.self_attn)(\.(?:[kv]|qkv)_proj)?\.([kv])_scale")
+_KEYS = re.compile(r"(.*\.\d+\.self_attn)\.(k_proj|qkv_proj)\.(?:weight|weight_packed)")
 _CODES = {("float", 8): ("fp8", 448.0), ("int", 8): ("int8", 127.0)}
 _STATIC = {"symmetric": True, "strategy": "tensor", "dynamic": False}
 _SIDES = {"k": "key", "v": "value"}
@@ -29,26 +30,38 @@ def cache_wrongs(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], rep
     if scheme is None:
         return [f"{name} is there, and config.json has no kv_cache_scheme" for name in held]
     code, end = _CODES.get((scheme["type"], scheme["num_bits"]), (None, 0.0))
-    if code is None or any(scheme[key] != value for key, value in _STATIC.items()):
+    by_matrix = settings.get("quant_method") == "modelopt"  # which leaves out what it always says of scales
+    if code is None or any(scheme.get(key, value if by_matrix else None) != value for key, value in _STATIC.items()):
         return [f"kv_cache_scheme is none of one scale per layer in 8 bits: {scheme}"]
-    wanted = {f"{match[1]}.{side}_scale" for name in tensors if (match := _KEYS.fullmatch(name)) for side in _SIDES}
+    wanted = {
+        _place(match[1], match[2], side, by_matrix)
+        for name in tensors
+        if (match := _KEYS.fullmatch(name))
+        for side in _SIDES
+    }
     wrong = [f"{name} is missing" for name in sorted(wanted - held.keys())]
     wrong += [f"{name} belongs to no attention" for name in sorted(held.keys() - wanted)]
     recorded = report.get("kv_cache") or {}
     if recorded.get("code", code) != code:
         wrong.append(f"kv_cache_scheme says {code}, report.json {recorded['code']}")
     for name, tensor in held.items():
-        if tensor.shape != (1,) or tensor.dtype not in _ROUNDING:
+        if tensor.shape != (() if by_matrix else (1,)) or tensor.dtype not in (["F32"] if by_matrix else _ROUNDING):
             wrong.append(f"{name} is {tensor.dtype} {list(tensor.shape)}, not one floating number")
             continue
-        scale = float(tensor.floats()[0])
+        scale = float(tensor.array() if by_matrix else tensor.floats()[0])
         if not 0 < scale < float("inf"):
             wrong.append(f"{name} is {scale}")
         elif recorded:
             match = _SCALE.fullmatch(name)
             assert match is not None
-            largest = float(recorded["largest"][int(match[2])][_SIDES[match[3]]])
+            largest = float(recorded["largest"][int(match[2])][_SIDES[match[4]]])
             exact = largest / end or 1.0
             if not exact * (1 - 1e-6) <= scale <= exact * (1 + _ROUNDING[tensor.dtype]):
                 wrong.append(f"{name} is {scale:g}, by report.json {exact:g}")
     return wrong
+
+
+def _place(attention: str, keys: str, side: str, by_matrix: bool) -> str:
+    """The name of a scale: below the matrix that makes keys or values, or below the attention."""
+    matrix = f".{side}_proj" if keys == "k_proj" else f".{keys}"
+    return f"{attention}{matrix if by_matrix else ''}.{side}_scale"

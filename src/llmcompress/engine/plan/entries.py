@@ -11,8 +11,8 @@ from llmcompress.engine.source.further_layers import FurtherLayers
 from llmcompress.engine.source.matrix_refs import Matrices
 from llmcompress.engine.source.tensor_names import Anatomy
 from llmcompress.errors import PlanError
-from llmcompress.formats.base import Entry, TensorSpec
-from llmcompress.formats.kv_cache import OPTION, PARTS
+from llmcompress.formats.base import Entry
+from llmcompress.formats.kv_cache import OPTION, places
 from llmcompress.grids.base import Spec
 from llmcompress.ledger import Ledger
 from llmcompress.methods.base import Method
@@ -21,7 +21,7 @@ from llmcompress.recipe import Recipe
 from llmcompress.store.headers import ModelHeaders
 
 _KEYS = re.compile(
-    r"(?:^|.*\.)(\d+)\.self_attn\.(?:k_proj|qkv_proj)\.weight"
+    r"((?:^|.*\.)(\d+)\.self_attn\.(?:k_proj|qkv_proj))\.weight"
 )  # the name by which loaders find attention
 _AFTER_LAST = (
     "of a layer after the last, which predicts further tokens; --set 'PATTERN: {skip: false}' rounds such ones"
@@ -178,7 +178,7 @@ def _why_left(name: str, spec: ArchSpec) -> str:
     return next(whys, "not a matrix that the architecture declares")
 
 
-def kv_scale_entries(recipe: Recipe, headers: ModelHeaders, spec: ArchSpec) -> tuple[Entry, ...]:
+def kv_scale_entries(recipe: Recipe, format_name: str, headers: ModelHeaders, spec: ArchSpec) -> tuple[Entry, ...]:
     """An entry for every static scale of cached keys and values that a recipe asks for, in order of layers.
 
     PlanError where loaders would not find the scales.
@@ -186,7 +186,7 @@ def kv_scale_entries(recipe: Recipe, headers: ModelHeaders, spec: ArchSpec) -> t
     if recipe.kv_cache is None:
         return ()
     found = {
-        int(match[1]): (name.rpartition(".self_attn.")[0], stored.spec.dtype)
+        int(match[2]): places(format_name, match[1], stored.spec.dtype)
         for name, stored in headers.tensors.items()
         if (match := _KEYS.fullmatch(name))
     }
@@ -195,7 +195,7 @@ def kv_scale_entries(recipe: Recipe, headers: ModelHeaders, spec: ArchSpec) -> t
             f"scales of cached keys and values have no known place in a {spec.name!r} model", "leave --kv-cache out"
         )
     return tuple(
-        Entry(TensorSpec(f"{layer}.self_attn.{part}", dtype, (1,)), block=True, options={OPTION: recipe.kv_cache.code})
-        for _, (layer, dtype) in sorted(found.items())
-        for part in PARTS
+        Entry(place, block=True, options={OPTION: recipe.kv_cache.code})
+        for _, scales in sorted(found.items())
+        for place in scales
     )

@@ -57,7 +57,9 @@ def _plan_for_any_target(recipe: Recipe, model: Path, options: Options) -> Plan:
     headers, spec = contents.headers, contents.matrices.spec
     importance = contents.grids.importance(recipe, ledger)
     planned = _planned(recipe, format_, contents, ledger)
-    entries = source_entries(headers, contents.matrices, planned, ledger) + kv_scale_entries(recipe, headers, spec)
+    entries = source_entries(headers, contents.matrices, planned, ledger) + kv_scale_entries(
+        recipe, format_.name, headers, spec
+    )
     _check_format(format_, entries, headers.config, ledger)
     layout = kind.layout(contents, entries, out, importance)
     layers = _by_layer(planned, contents)

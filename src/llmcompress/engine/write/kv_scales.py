@@ -35,6 +35,6 @@ def kv_scale_tensors(plan: "Plan", staged: Staging) -> dict[str, Tensor]:
             found["largest"][place // len(PARTS)][_SIDES[spec.name.rpartition(".")[2]]],
             plan.recipe.kv_cache.code,
             DTYPES[spec.dtype],
-        )
+        ).reshape(spec.shape)
         for place, spec in enumerate(made)
     }
