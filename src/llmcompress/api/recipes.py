@@ -42,7 +42,7 @@ _TYPE_NAMES = {
     "search": "search",
 }
 """Fields of GgufTypes by the settings that give them."""
-_OF_GGUF = ("imatrix", "shard_size", "modelfile", "pre", "base_model", "license")
+_OF_GGUF = ("guided", "imatrix", "shard_size", "modelfile", "pre", "base_model", "license")
 
 
 @dataclass(frozen=True)
@@ -141,11 +141,14 @@ def _gguf_recipe(settings: Mapping[str, Any]) -> Recipe:
     calibrated, weighted = settings.get("calibration") is not None, settings.get("imatrix") is not None
     if calibrated and weighted:
         raise RecipeError("--imatrix and --calibration both say what errors cost", "give one of them")
+    if settings.get("guided") and not calibrated:
+        raise RecipeError("--guided weighs the tokens of a calibration text, and there is none", "add --calibration")
     types = {field: settings[name] for name, field in _TYPE_NAMES.items() if settings.get(name) is not None}
     types.setdefault("search", "best" if calibrated or weighted else "fast")
     text = text_of(settings)
     if weighted:
         text = text.model_copy(update={"imatrix": str(settings["imatrix"])})
     method = "gptq" if calibrated else "rtn"
-    step = build(methods()[method], {"gguf": build(GgufTypes, types, "the types")}, method)
+    guided = {"guided": True} if settings.get("guided") else {}
+    step = build(methods()[method], {"gguf": build(GgufTypes, types, "the types"), **guided}, method)
     return Recipe(calibration=text, steps=(step,), output=output_of({**settings, "format": GGUF}, "modelfile", "pre"))

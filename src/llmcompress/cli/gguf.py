@@ -81,6 +81,14 @@ Imatrix = Annotated[
         rich_help_panel=flags.CALIBRATION,
     ),
 ]
+Guided = Annotated[
+    bool,
+    typer.Option(
+        "--guided",
+        help="With --calibration: let tokens count by what an error at each does to the prediction. Takes longer.",
+        rich_help_panel=flags.CALIBRATION,
+    ),
+]
 Pre = Annotated[
     str | None,
     typer.Option(
@@ -109,7 +117,7 @@ SplitSize = Annotated[
 
 _OF_RECIPE = (
     *("type_", "pure", "output_type", "embedding_type", "allow_requantize", "search", "imatrix", "pre", "modelfile"),
-    *("base_model", "license"),
+    *("guided", "base_model", "license"),
     *TEXT_SETTINGS,
 )
 _SIZES = {"--type": "type_", "--bpw": "bpw", "--size": "size", "--kl": "kl"}
@@ -130,6 +138,7 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "modelfile": (Modelfile, False),
     **flags.taken("overwrite", "base_model", "license"),
     "calibration": (flags.OptionalSource, None),
+    "guided": (Guided, False),
     "imatrix": (Imatrix, None),
     **{name: flags.RUN_OPTIONS[name] for name in ("field", "samples", "length", "seed")},
     **{name: option for name, option in flags.RESOURCE_OPTIONS.items() if name not in ("target", "tp", "repair")},
