@@ -63,6 +63,25 @@ def test_codes_stay_and_predictions_come_nearer(name, model, tmp_path):
     assert recipe == (out / "llmcompress.yaml").read_bytes()
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])  # the latter's matrices are stored [in, out]
+def test_weights_that_stay_are_trained_and_zeros_stay(family, random_model_dir, tmp_path):
+    model = random_model_dir(family)
+    ids = write_ids(tmp_path / "ids.safetensors", samples=160)
+    out = compressed(model, tmp_path / "out", {"method": "magnitude", "pattern": "2:4"}, form="dense")
+    report = recovered(out, model, tmp_path / "to", ids, steps=32, rate=1e-3, samples=160)
+    checks = verify(tmp_path / "to", model)
+    assert passed(checks), [check for check in checks if not check.ok]
+    held = report["recovery"]["held_back"]["calibration"]
+    assert held["kl"] < held["kl_before"]
+    before, after = (load_file(path / "model.safetensors") for path in (out, tmp_path / "to"))
+    pruned = {f"{item['name']}.weight" for item in report["linears"]}
+    assert report["recovery"]["pruned"] == len(pruned) > 0
+    for name in pruned:
+        assert torch.equal(before[name] == 0, after[name] == 0)
+        assert not torch.equal(before[name], after[name])
+    assert "weights that stayed" in (tmp_path / "to" / "README.md").read_text()
+
+
 def test_other_windows_come_nearer_as_well(shallow_model_dir, tmp_path):
     """On the shipped evaluation text, which nothing was fitted to; the model and its tokenizer are real."""
     out = compressed(shallow_model_dir, tmp_path / "out", {"method": "gptq", "bits": 3, "group_size": 64})

@@ -13,7 +13,7 @@ from llmcompress.engine.process.process_memory import keep_freed_memory, return_
 from llmcompress.engine.recover.distill import Distillation
 from llmcompress.engine.recover.recover_plan import AT_ONCE, MADE_FROM, ONE_OF, RecoverPlan
 from llmcompress.engine.recover.rewritten import write_recovered
-from llmcompress.engine.recover.trained import TrainedMatrix, TrainedNorm, TrainedWeights
+from llmcompress.engine.recover.trained import TrainedMatrix, TrainedNorm, TrainedPruned, TrainedWeights
 from llmcompress.engine.recover.trained_parts import TrainedParts
 from llmcompress.engine.recover.training import Look, NoGainError, Training, TrainingText
 from llmcompress.engine.run.forward import Forward, Stream
@@ -134,6 +134,7 @@ def _record(plan: RecoverPlan, parts: TrainedParts, text: TrainingText, first: L
         "rate": plan.rate,
         "best_step": best.step,
         "matrices": sum(isinstance(item, TrainedMatrix) for item in trained),
+        "pruned": sum(isinstance(item, TrainedPruned) for item in trained),
         "norms": sum(isinstance(item, TrainedNorm) for item in trained),
         "calibration": calibration_facts(text.tokens),
         "held_back": {

@@ -1,4 +1,5 @@
-"""A compressed model written anew: what was trained has other scales and gains, all else is as it was, to the byte."""
+"""A compressed model written anew: what was trained has other scales, weights or gains, all else is as it was, to the
+byte."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor
 from llmcompress import __version__
 from llmcompress.engine.recover.factors import FACTORS, Factors
 from llmcompress.engine.recover.recover_plan import RecoverPlan
-from llmcompress.engine.recover.trained import Trained, TrainedMatrix, TrainedNorm
+from llmcompress.engine.recover.trained import Trained, TrainedMatrix, TrainedNorm, TrainedPruned
 from llmcompress.engine.recover.trained_parts import encoded
 from llmcompress.formats.front_matter import front_matter
 from llmcompress.store.checkpoint import Checkpoint
@@ -32,7 +33,7 @@ def write_recovered(
     hashes = out.write_weights(specs, _tensors(plan, trained, stored), shard)
     for name, item in trained.items():
         if isinstance(item, TrainedNorm):
-            factors.with_gains(name, item.log.exp(), item.offset)
+            factors.with_gains(name, item.learnt.exp(), item.offset)
     if factors.arrays:
         out.write_arrays(FACTORS, factors.arrays)
     written = {*out.files, _REPORT, _CARD}
@@ -57,9 +58,9 @@ def _tensors(plan: RecoverPlan, trained: Mapping[str, Trained], stored: Checkpoi
         module = next((owner for owner in _modules_of(name) if owner in matrices), None)
         if module is not None:
             made |= encoded(plan, module, matrices.pop(module).coded())
-        norm = trained.get(name)
-        if isinstance(norm, TrainedNorm):
-            made[name] = norm.value()
+        whole = trained.get(name)
+        if isinstance(whole, TrainedNorm | TrainedPruned):
+            made[name] = whole.value()
         yield name, made.pop(name) if name in made else stored.read(name)
 
 
@@ -72,11 +73,13 @@ def _modules_of(name: str) -> Iterator[str]:
 
 def _record(record: Mapping[str, Any], trained: Trained | None, factors: Factors) -> dict[str, Any]:
     """The record of a matrix, with its error of now; without what was measured of its scales as they were."""
-    if not isinstance(trained, TrainedMatrix):
+    if not isinstance(trained, TrainedMatrix | TrainedPruned):
         return dict(record)
     kept = {**{key: value for key, value in record.items() if key not in _MEASURED}, "recovered": True}
-    source = factors.source(f"{trained.module}.weight")
-    return kept if source is None else {**kept, "relative_error": _relative_error(trained.value(), source)}
+    source = factors.source(f"{record['name']}.weight")
+    if source is None:
+        return kept
+    return {**kept, "relative_error": _relative_error(trained.value().to(torch.float32), source)}
 
 
 def _relative_error(value: Tensor, source: Tensor) -> float:
@@ -102,9 +105,12 @@ def _said(record: Mapping[str, Any]) -> str:
     held = "; ".join(
         f"{name}: {item['kl_before']:.4g} before, {item['kl']:.4g} after" for name, item in record["held_back"].items()
     )
+    scales = f"the scales of {record['matrices']} matrices"
+    weights = f"the weights that stayed of {record['pruned']} pruned matrices"
+    parts = [*([scales] if record["matrices"] else []), *([weights] if record["pruned"] else [])]
+    trained = " and ".join([*parts, f"the gains of {record['norms']} norms"])
     return (
         "## Recovery\n\n"
-        f"The scales of {record['matrices']} matrices and the gains of {record['norms']} norms were trained for "
-        f"{record['best_step']} steps towards the predictions of the original; codes are as they were. KL divergence "
-        f"from the original on text held back ({held}).\n"
+        f"{trained[0].upper()}{trained[1:]} were trained for {record['best_step']} steps towards the predictions of "
+        f"the original; codes and zeros are as they were. KL divergence from the original on text held back ({held}).\n"
     )

@@ -1,12 +1,15 @@
-"""What is trained of a compressed model: a factor for every scale of a matrix, and for every gain of a norm.
+"""What is trained of a compressed model: a factor for every scale of a matrix on codes, and for every gain of a norm;
+of pruned matrices the weights that stay.
 
-The logarithms of the factors are learnt, from zero on; codes stay as they are. The model runs on values rounded to the
-types that they are stored in; gradients pass the rounding as if there were none (straight through, arXiv:1308.3432).
+Of factors the logarithms are learnt, from zero on; codes and zeros stay as they are. The model runs on values rounded
+to the types that they are stored in; gradients pass the rounding as if there were none (straight through,
+arXiv:1308.3432).
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -14,28 +17,30 @@ from torch import Tensor
 from llmcompress.grids.coded import Coded
 from llmcompress.store.checkpoint import Checkpoint
 
+RANK = 16  # of what is added to a pruned matrix
+
 
 class Trained(Protocol):
-    """A tensor whose factors are learnt. log [rows, columns] or [channels] float32: the logarithms of the factors.
+    """A tensor of which something is learnt. learnt: float32, of any shape; a step moves every number by the rate.
 
-    pace: of its logarithms, by which the rate is multiplied.
+    pace: of what is learnt, by which the rate is multiplied.
     """
 
     pace: ClassVar[float]
-    log: Tensor
+    learnt: Tensor
 
     def value(self) -> Tensor:
-        """The tensor as the checkpoint decodes it, with the factors as they are now."""
+        """The tensor as the checkpoint decodes it, with what is learnt as it is now."""
         ...
 
     def slope(self, value: Tensor, gradient: Tensor) -> Tensor:
-        """The gradient at `log`, from the tensor's value and the gradient there."""
+        """The gradient at `learnt`, from the tensor's value and the gradient there."""
         ...
 
 
 @dataclass
 class TrainedMatrix:
-    """A matrix [out, in] on codes, of which scales are learnt.
+    """A matrix [out, in] on codes, of which scales are learnt. learnt [out, groups]: logarithms of factors.
 
     scale_dtype: the type of its scales, where that is a matter of choice. transposed: the tensor is [in, out].
     """
@@ -46,7 +51,7 @@ class TrainedMatrix:
     scale_dtype: torch.dtype
     transposed: bool
     index: Tensor
-    log: Tensor
+    learnt: Tensor
 
     @classmethod
     def of(
@@ -57,14 +62,14 @@ class TrainedMatrix:
         index = None if coded is None else coded.grid.factor_index
         if coded is None or index is None:
             return None
-        log = torch.zeros(coded.codes.shape[0], int(index.max()) + 1)
-        return cls(checkpoint, module, scale_dtype, transposed, index, log)
+        learnt = torch.zeros(coded.codes.shape[0], int(index.max()) + 1)
+        return cls(checkpoint, module, scale_dtype, transposed, index, learnt)
 
     def coded(self) -> Coded:
         """The codes, and their scales times the factors."""
         coded = self.checkpoint.coded(self.module)
         assert coded is not None  # it was there when the object was made
-        return replace(coded, grid=coded.grid.multiplied(self.log.exp(), self.scale_dtype))
+        return replace(coded, grid=coded.grid.multiplied(self.learnt.exp(), self.scale_dtype))
 
     def value(self) -> Tensor:
         value = self.coded().decode()
@@ -73,28 +78,67 @@ class TrainedMatrix:
     def slope(self, value: Tensor, gradient: Tensor) -> Tensor:
         product = value.to(torch.float32) * gradient
         product = product.t() if self.transposed else product
-        sums = torch.zeros(self.log.shape, device=product.device)
-        return sums.index_add_(1, self.index.to(product.device), product).to(self.log.device)
+        sums = torch.zeros(self.learnt.shape, device=product.device)
+        return sums.index_add_(1, self.index.to(product.device), product).to(self.learnt.device)
+
+
+class TrainedPruned:
+    """A pruned matrix, of which weights that stay are learnt: the change is a product of two matrices of low rank
+    (LoRA, arXiv:2106.09685), of which the second begins as zeros, and the first as signs.
+
+    learnt [RANK, columns + rows]: both, side by side. A step of all numbers by the rate moves a weight by as large a
+    share of the root mean square of the weights, times the root of the rank at most.
+    """
+
+    pace: ClassVar[float] = 1.0
+
+    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
+        """name: of the tensor, which is read again for each value."""
+        self.checkpoint, self.name = checkpoint, name
+        base = checkpoint.read_finite(name)
+        rows, self.columns = base.shape
+        self.dtype = base.dtype
+        left = int(base.count_nonzero())
+        self.unit = float(base.to(torch.float32).norm()) / max(left * RANK, 1) ** 0.5
+        signs = torch.randint(2, (RANK, self.columns), generator=torch.Generator().manual_seed(crc32(name.encode())))
+        self.learnt = torch.cat([signs.to(torch.float32) * 2 - 1, torch.zeros(RANK, rows)], dim=1)
+
+    def value(self) -> Tensor:
+        base, (first, second) = self.checkpoint.read(self.name), self._factors(self.learnt)
+        moved = torch.addmm(base.to(torch.float32), second.t(), first, alpha=self.unit)
+        return torch.where(base == 0, 0, moved).to(self.dtype)
+
+    def slope(self, value: Tensor, gradient: Tensor) -> Tensor:
+        first, second = (part.to(gradient.device) for part in self._factors(self.learnt))
+        stays = torch.where(value == 0, 0, gradient).to(torch.float32) * self.unit
+        return torch.cat([second @ stays, first @ stays.t()], dim=1).to(self.learnt.device)
+
+    def _factors(self, both: Tensor) -> tuple[Tensor, Tensor]:
+        """[RANK, columns] and [RANK, rows]."""
+        return both[:, : self.columns], both[:, self.columns :]
 
 
 @dataclass
 class TrainedNorm:
-    """The weight [channels] of a norm. base: float32, before training. offset: the gain is the weight plus this."""
+    """The weight [channels] of a norm. base: float32, before training. offset: the gain is the weight plus this.
+
+    learnt [channels]: logarithms of factors.
+    """
 
     pace: ClassVar[float] = 4.0  # gains are few: steps at which millions of scales shake each other loose suit them
     base: Tensor
     dtype: torch.dtype
     offset: float = 0.0
-    log: Tensor = field(init=False)
+    learnt: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.log = torch.zeros_like(self.base)
+        self.learnt = torch.zeros_like(self.base)
 
     def value(self) -> Tensor:
-        return ((self.base + self.offset) * self.log.exp() - self.offset).to(self.dtype)
+        return ((self.base + self.offset) * self.learnt.exp() - self.offset).to(self.dtype)
 
     def slope(self, value: Tensor, gradient: Tensor) -> Tensor:
-        return ((value.to(torch.float32) + self.offset) * gradient).to(self.log.device)
+        return ((value.to(torch.float32) + self.offset) * gradient).to(self.learnt.device)
 
 
 class TrainedWeights:
@@ -112,15 +156,15 @@ class TrainedWeights:
 
 
 class Adam:
-    """Adam (arXiv:1412.6980, algorithm 1) on the logarithms of `trained`."""
+    """Adam (arXiv:1412.6980, algorithm 1) on what is learnt of `trained`."""
 
     def __init__(self, trained: Mapping[str, Trained], betas: tuple[float, float] = (0.9, 0.95)) -> None:
         self.trained, self.betas, self.steps = trained, betas, 0
-        self.means = {name: torch.zeros_like(item.log) for name, item in trained.items()}
-        self.squares = {name: torch.zeros_like(item.log) for name, item in trained.items()}
+        self.means = {name: torch.zeros_like(item.learnt) for name, item in trained.items()}
+        self.squares = {name: torch.zeros_like(item.learnt) for name, item in trained.items()}
 
     def step(self, gradients: Mapping[str, Tensor], rate: float) -> None:
-        """Move every logarithm of which there is a gradient."""
+        """Move all of which there is a gradient."""
         self.steps += 1
         first, second = self.betas
         for name, gradient in gradients.items():
@@ -128,4 +172,4 @@ class Adam:
             square.lerp_(gradient.square(), 1 - second)
             spread = (square / (1 - second**self.steps)).sqrt_().add_(1e-12)
             item = self.trained[name]
-            item.log.addcdiv_(mean, spread, value=-rate * item.pace / (1 - first**self.steps))
+            item.learnt.addcdiv_(mean, spread, value=-rate * item.pace / (1 - first**self.steps))

@@ -1,4 +1,4 @@
-"""What of a compressed model is trained: matrices whose scales are free numbers, and the gains of norms."""
+"""What of a compressed model is trained: matrices whose scales are free numbers, pruned ones, and gains of norms."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -9,7 +9,7 @@ from torch import nn
 from llmcompress.engine.recover.distill import TrainedPlace
 from llmcompress.engine.recover.factors import Factors
 from llmcompress.engine.recover.recover_plan import RecoverPlan
-from llmcompress.engine.recover.trained import Trained, TrainedMatrix, TrainedNorm
+from llmcompress.engine.recover.trained import Trained, TrainedMatrix, TrainedNorm, TrainedPruned
 from llmcompress.engine.source.quantised import DecodedHeaders
 from llmcompress.errors import CheckpointError, RunError
 from llmcompress.formats.base import Entry, TensorSpec
@@ -39,7 +39,9 @@ class TrainedParts:
         why = "its scales are no free numbers, or are not stored as they are used"
         for ref in self.plan.opened.matrices.refs:
             name = f"{ref.module}.weight"
-            found = self._matrix(ref.module) if self._runs_as(ref.layer, ref.path, name) else None
+            found: Trained | None = None
+            if self._runs_as(ref.layer, ref.path, name):
+                found = self._matrix(ref.module) or self._pruned(ref.module)
             if found is None:
                 self.plan.opened.ledger.note("untrained", ref.module, why)
                 continue
@@ -71,6 +73,13 @@ class TrainedParts:
         except RunError:
             return None
         return found if all(torch.equal(part, self.stored.read(name)) for name, part in again.items()) else None
+
+    def _pruned(self, module: str) -> TrainedPruned | None:
+        """The matrix of a module, if it was pruned and nothing has rounded it."""
+        name, record = f"{module}.weight", self.plan.records.get(module, {})
+        if "pruner" not in record or record["grid"] is not None or name not in self.stored:
+            return None
+        return TrainedPruned(self.stored, name)
 
     def _norms(self) -> None:
         factors = Factors(self.plan)

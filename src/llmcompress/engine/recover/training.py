@@ -91,7 +91,7 @@ class Training:
                 "nothing was written; try a lower --rate, more --steps or other text",
             )
         for name, item in self.learner.trained.items():
-            item.log = self.best[name]
+            item.learnt = self.best[name]
         return first, min(good, key=lambda look: look.mean)
 
     def _step(self) -> None:
@@ -116,11 +116,11 @@ class Training:
         now = Look(self.adam.steps, divergences)
         before = [look for look in self.looks if look.gains(self.looks[0])]
         if self.looks and now.gains(self.looks[0]) and all(now.mean < look.mean for look in before):
-            self.best = {name: item.log.clone() for name, item in self.learner.trained.items()}
+            self.best = {name: item.learnt.clone() for name, item in self.learner.trained.items()}
         self.looks.append(now)
 
     def _keep(self, staged: Staging) -> None:
-        parts = {"log": {name: item.log for name, item in self.learner.trained.items()}, _BEST: self.best}
+        parts = {"learnt": {name: item.learnt for name, item in self.learner.trained.items()}, _BEST: self.best}
         parts |= {"mean": self.adam.means, "square": self.adam.squares}
         tensors = {f"{kind}/{name}": tensor for kind, held in parts.items() for name, tensor in held.items()}
         looks = [[look.step, dict(look.divergences)] for look in self.looks]
@@ -135,6 +135,6 @@ class Training:
         self.adam.steps = int(facts["steps"])
         self.looks = [Look(int(step), divergences) for step, divergences in facts["looks"]]
         for name, item in self.learner.trained.items():
-            item.log = tensors[f"log/{name}"]
+            item.learnt = tensors[f"learnt/{name}"]
             self.adam.means[name], self.adam.squares[name] = tensors[f"mean/{name}"], tensors[f"square/{name}"]
         self.best = {name: tensors[f"{_BEST}/{name}"] for name in self.adam.means if f"{_BEST}/{name}" in tensors}
