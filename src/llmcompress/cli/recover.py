@@ -1,4 +1,4 @@
-"""`recover`: the scales and gains of a compressed model, trained towards the original."""
+"""`recover`: scales and gains of a compressed model, or what pruning left, trained towards the original."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -33,9 +33,9 @@ Rate = Annotated[
     ),
 ]
 
-DOC = """Train the scales of a compressed model, and the gains of its norms, towards the original's predictions.
+DOC = """Train a compressed model's scales, or the weights that pruning left, and its gains, towards the original.
 
-Codes, format and size stay as they are, so that whatever loads the model loads the result. One in 16 windows of text \
+Codes, zeros, format and size stay as they are, so that whatever loads the model loads the result. One in 16 windows of text \
 is held back, and nothing is written unless the divergence on those falls."""
 OPTIONS: dict[str, tuple[Any, Any]] = {
     "compressed": (Compressed, ...),

@@ -24,6 +24,7 @@ from llmcompress.store.side_files import has_tokenizer
 AT_ONCE = 4  # windows of a step
 ONE_OF = 16  # windows, one is held back
 _RATE = 1e-3  # of norms alone
+_PRUNED_RATE = 3e-3  # where weights that stay are trained, which nothing has rounded
 _LEAST = 2 * ONE_OF
 SHARE = 1 / 100  # of the mean relative error of the matrices: the rate, where none is asked for
 MADE_FROM = "give the model it was made from: --ref"
@@ -63,7 +64,9 @@ class RecoverPlan:
         if self.request.rate is not None:
             return self.request.rate
         errors = [item["relative_error"] for item in self.report["linears"] if item["grid"]]
-        return float(f"{SHARE * sum(errors) / len(errors):.2g}") if errors else _RATE
+        if errors:
+            return float(f"{SHARE * sum(errors) / len(errors):.2g}")
+        return _PRUNED_RATE if any("pruner" in item for item in self.report["linears"]) else _RATE
 
     @property
     def passes(self) -> float:
