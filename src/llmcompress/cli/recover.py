@@ -35,7 +35,7 @@ Rate = Annotated[
 
 DOC = """Train a compressed model's scales, or the weights that pruning left, and its gains, towards the original.
 
-Codes, zeros, format and size stay as they are, so that whatever loads the model loads the result. One in 16 windows of text \
+Codes, zeros, format and size stay, so that whatever loads the model loads the result. One in 16 windows of text \
 is held back, and nothing is written unless the divergence on those falls."""
 OPTIONS: dict[str, tuple[Any, Any]] = {
     "compressed": (Compressed, ...),
