@@ -19,12 +19,13 @@ P = TypeVar("P")
 
 
 def head_gradient(
-    model: StreamedModel, causal: nn.Module, hidden: Tensor, generator: torch.Generator
-) -> tuple[Fisher, Tensor]:
+    model: StreamedModel, causal: nn.Module, hidden: Tensor, generator: torch.Generator, informed: bool = True
+) -> tuple[Fisher | None, Tensor]:
     """Fisher information of the head, and the gradient at the last layer's outputs `hidden` [batch, length, hidden].
 
     Within `outer(embed=False, head=True)`. generator: draws the tokens, on the CPU. The head's own is the expectation
-    over all tokens, p (1 - p) of each output; what is done to logits after it (scaling, capping) counts too.
+    over all tokens, p (1 - p) of each output; what is done to logits after it (scaling, capping) counts too. informed:
+    whether it is wanted.
     """
     seen: list[tuple[Tensor, Tensor]] = []
     head = causal.get_submodule(model.spec.head)
@@ -33,12 +34,16 @@ def head_gradient(
         hidden = hidden.detach().requires_grad_()
         with torch.enable_grad():
             logits = model.logits(causal, hidden)
-            logs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
     finally:
         handle.remove()
-    probabilities = logs.detach().exp()
-    picked = logs.gather(-1, drawn(probabilities, generator).unsqueeze(-1)).sum()
-    (gradient,) = torch.autograd.grad(picked, hidden, retain_graph=True)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    probabilities = logits.detach().to(wide).softmax(dim=-1)
+    places = drawn(probabilities, generator).unsqueeze(-1)
+    # of the logarithm of a softmax: 1 at the token that was drawn, less the probabilities
+    back = probabilities.neg().scatter_add_(-1, places, probabilities.new_ones(places.shape))
+    (gradient,) = torch.autograd.grad(logits, hidden, back.to(logits.dtype), retain_graph=informed)
+    if not informed:
+        return None, gradient
     x, out = seen[0]
     (slope,) = torch.autograd.grad(logits.sum(), out)  # each logit depends on its own output alone
     squares = (probabilities * (1 - probabilities)).mul_(slope.square())

@@ -86,15 +86,16 @@ def fisher_information(
     watch: Watch = lambda done: None,
     gathering: Callable[[int, Workers], FisherSum[Any]] = lambda number, workers: TokenFisher(),
     finished: FinishedLayers | None = None,
+    outside: bool = True,
 ) -> Found:
     """Mean Fisher information per token of `tokens` [samples, length] for the matrices at `paths` of each layer.
 
     The gradients are those of the log-probabilities of drawn tokens; a generator made from `seed` and the number of a
     window draws the tokens of that window. folder: for hidden states and gradients of all layers; where layers may be
     `finished`, files of an earlier start are used again. watch: called after each of 2 * layers + 1 steps with how many
-    are done. gathering: how the information of a layer's matrices is summed up, by the layer's number. The numbers are
-    the same for any number of threads. Absent are matrices that no token came to, and layers that were finished
-    before. RunError for gradients that are not finite.
+    are done. gathering: how the information of a layer's matrices is summed up, by the layer's number. outside: whether
+    that of head and embedding is wanted too. The numbers are the same for any number of threads. Absent are matrices
+    that no token came to, and layers that were finished before. RunError for gradients that are not finite.
     """
     count, past = len(model.layers), finished or FinishedLayers()
     left = next((number for number in range(count) if past.has(number)), count)
@@ -104,7 +105,7 @@ def fisher_information(
     return_freed_memory()
     found: Found = {}
     if not states.known(GRADIENT, left):
-        _head(model, states, seed, found)
+        _head(model, states, seed, found, outside)
         watch(count + 1)
     for number in reversed(range(left)):
         return_freed_memory()
@@ -113,9 +114,10 @@ def fisher_information(
         states.drop(number)
         watch(2 * count + 1 - number)
     return_freed_memory()
-    with model.outer(embed=True, head=False) as causal:
-        for window, back in enumerate(_read(states.of(GRADIENT, 0))):
-            _add(found, EMBEDDING, embedding_gradient(model, causal, tokens[window : window + 1], back))
+    if outside:
+        with model.outer(embed=True, head=False) as causal:
+            for window, back in enumerate(_read(states.of(GRADIENT, 0))):
+                _add(found, EMBEDDING, embedding_gradient(model, causal, tokens[window : window + 1], back))
     _refuse_infinite(found)
     return {name: part.times(1 / tokens.numel()) for name, part in found.items()}
 
@@ -188,8 +190,8 @@ def _forward(model: StreamedModel, tokens: Tensor, states: _States, workers: Wor
                 watch(number + 1)
 
 
-def _head(model: StreamedModel, states: _States, seed: int, found: Found) -> None:
-    """Add the information of the head to `found`, and write the gradients at the outputs of the last layer."""
+def _head(model: StreamedModel, states: _States, seed: int, found: Found, informed: bool) -> None:
+    """Write the gradients at the outputs of the last layer; if `informed`, add what is known of the head to `found`."""
     last = len(model.layers)
 
     def through(causal: torch.nn.Module) -> Iterator[Tensor]:
@@ -197,8 +199,9 @@ def _head(model: StreamedModel, states: _States, seed: int, found: Found) -> Non
             generator = torch.Generator().manual_seed((seed + window) % (1 << 63))
             parts = []
             for piece in torch.split(hidden, HEAD_TOKENS, dim=1):
-                part, gradient = head_gradient(model, causal, piece, generator)
-                _add(found, HEAD, part)
+                part, gradient = head_gradient(model, causal, piece, generator, informed)
+                if part is not None:
+                    _add(found, HEAD, part)
                 parts.append(gradient)
             yield torch.cat(parts, dim=1)
 

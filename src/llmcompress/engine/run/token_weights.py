@@ -69,6 +69,7 @@ def token_weights(
                 watch,
                 lambda number, _: finished.gathering(number),
                 finished,
+                outside=False,
             )
         for name in staged.folder.names():
             if name.startswith(RECORDED):
