@@ -28,13 +28,15 @@ def observed(path):
 
 
 @torch.no_grad()
-def streamed_logits(model, tokens, batch=2):
+def streamed_logits(model, tokens, batch=2, piece=None):
+    """piece: tokens whose logits are computed at once; all of them by default."""
     hidden = model.embed(tokens)
     for number in range(len(model.layers)):
         with model.layer(number) as layer:
             hidden = torch.cat([model.call(number, layer, part) for part in hidden.split(batch)])
     with model.outer(embed=False, head=True) as causal:
-        return model.logits(causal, hidden)
+        parts = hidden.split(piece or tokens.shape[1], dim=1)
+        return torch.cat([model.logits(causal, part) for part in parts], dim=1)
 
 
 @torch.no_grad()

@@ -85,6 +85,14 @@ def test_likelihoods_are_those_of_the_model_run_on_each_pair_alone(
     assert steps[-1][0] == steps[-1][1]
 
 
+def test_rows_are_filled_up_to_few_lengths_within_what_models_read():
+    rows = [(5,) * 490, (6,) * 497]
+    for room, length in ((None, 512), (512, 512), (500, 497)):
+        filled = module._filled(rows, room)
+        assert filled.shape == (2, length)
+        assert filled.count_nonzero(dim=1).tolist() == [490, 497]
+
+
 def test_figures_of_two_models_are_paired(tiny_model_dir, tmp_path):
     tasks = read_tasks(str(write(tmp_path / "own.jsonl", ROWS[:2])))
     found = task_figures(request(tiny_model_dir, tiny_model_dir), tasks, lambda done, of: None)

@@ -126,12 +126,13 @@ def _measured(
     """Per-token figures of a model, and relative errors [windows, length] of its logits to the decoded model's."""
     beside = [item for item in (decoded, reference) if item is not None]
     collected, errors = Collected(), []
-    for ids, (wanted, *original) in zip(windows, lockstep(beside, torch.split(windows, batch), watch), strict=True):
+    for ids, rows in zip(windows, lockstep(beside, torch.split(windows, batch), watch), strict=True):
+        wanted, *original = rows(0, len(ids))
         kept = {} if cache is None else {"past_key_values": ChangingCache(model.config, cache)}
         logits = model(ids[None].to(wanted.device), use_cache=cache is not None, **kept).logits[0].to(torch.float32)
         errors.append(agreement.logits_errors(logits, wanted).to("cpu", torch.float64).numpy())
-        collected.add([logits, *original], ids)
-    return collected.tokens(), np.stack(errors)
+        collected.add([values[:-1] for values in (logits, *original)], ids[1:])
+    return collected.tokens(len(windows)), np.stack(errors)
 
 
 @contextmanager

@@ -17,6 +17,10 @@ from llmcompress.registry import suggest
 from llmcompress.validate.token_statistics import ALONE, COMPARED, OPERATORS, Array, Tokens, shown
 
 Watch = Callable[[int, int], None]
+Rows = Callable[[int, int], list[Tensor]]
+"""Logits float32 [tokens, vocabulary] of each model, from a token of a text up to another, which is left out."""
+
+_PIECE = 512  # tokens whose logits, over the whole vocabulary, are in memory at once
 
 
 def cut_windows(ids: list[int], length: int, windows: int, origin: str) -> Tensor:
@@ -54,10 +58,14 @@ def measure_several(
     """What `measure` gives for each of several models, from one pass of their reference."""
     collected = [Collected() for _ in subjects]
     models = [*subjects, *([] if reference is None else [reference])]
-    for window, logits in zip(ids, lockstep(models, torch.split(ids, batch), watch), strict=True):
-        for one, own in zip(collected, logits, strict=False):
-            one.add([own, *logits[len(subjects) :]], window)
-    return [one.tokens() for one in collected]
+    for window, rows in zip(ids, lockstep(models, torch.split(ids, batch), watch), strict=True):
+        scored = len(window) - 1
+        for start in range(0, scored, _PIECE):
+            stop = min(start + _PIECE, scored)
+            logits = rows(start, stop)
+            for one, own in zip(collected, logits, strict=False):
+                one.add([own, *logits[len(subjects) :]], window[start + 1 : stop + 1])
+    return [one.tokens(len(ids)) for one in collected]
 
 
 class Collected:
@@ -66,21 +74,25 @@ class Collected:
     def __init__(self) -> None:
         self._found: dict[str, list[Array]] = {}
 
-    def add(self, logits: list[Tensor], ids: Tensor) -> None:
-        """Measure a window. ids [length]; logits: float32 [length, vocabulary] of the subject and of any reference."""
-        logs = [values[:-1].log_softmax(dim=-1) for values in logits]
-        for name, value in _compare(logs, ids[1:].to(logs[0].device)).items():
+    def add(self, logits: list[Tensor], truth: Tensor) -> None:
+        """Measure some tokens of a window, `truth` [tokens], by what is predicted of each.
+
+        logits: float32 [tokens, vocabulary] of the subject and of any reference.
+        """
+        logs = [values.log_softmax(dim=-1) for values in logits]
+        for name, value in _compare(logs, truth.to(logs[0].device)).items():
             self._found.setdefault(name, []).append(value.to("cpu", torch.float64).numpy())
 
-    def tokens(self) -> Tokens:
-        return Tokens(**{name: np.stack(values) for name, values in self._found.items()})
+    def tokens(self, windows: int) -> Tokens:
+        """The measurements of all windows, of which there were so many."""
+        return Tokens(**{name: np.concatenate(values).reshape(windows, -1) for name, values in self._found.items()})
 
 
 @torch.no_grad()
-def lockstep(models: list[StreamedModel], batches: Sequence[Tensor], watch: Watch) -> Iterator[list[Tensor]]:
-    """For every row of batches [rows, length] the logits float32 [length, vocabulary] of each model.
+def lockstep(models: list[StreamedModel], batches: Sequence[Tensor], watch: Watch) -> Iterator[Rows]:
+    """For every row of batches [rows, length] what gives the logits of each model, until the next row is asked for.
 
-    One layer of each is in memory at a time. Batches may differ in length.
+    One layer of each model is in memory at a time. Batches may differ in length.
     """
     hidden = []
     for model in models:
@@ -96,10 +108,14 @@ def lockstep(models: list[StreamedModel], batches: Sequence[Tensor], watch: Watc
         heads = [stack.enter_context(model.outer(embed=False, head=True)) for model in models]
         for at, ids in enumerate(batches):
             for row in range(len(ids)):
-                yield [
-                    model.logits(head, states[at][row : row + 1])[0].to(torch.float32)
-                    for model, head, states in zip(models, heads, hidden, strict=True)
-                ]
+
+                def rows(start: int, stop: int, at: int = at, row: int = row) -> list[Tensor]:
+                    return [
+                        model.logits(head, states[at][row : row + 1, start:stop])[0].to(torch.float32)
+                        for model, head, states in zip(models, heads, hidden, strict=True)
+                    ]
+
+                yield rows
     watch(steps, steps)
 
 

@@ -96,12 +96,18 @@ def _texts(tokenizer: Any, texts: Mapping[str, str]) -> Iterator[Document]:
         yield Document(where, text, special_tokens=not (opening and text.startswith(opening)))
 
 
+def room_of(model: StreamedModel) -> int | None:
+    """The most tokens that a model reads at once; None where its config sets no limit."""
+    room = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return room if isinstance(room, int) else None
+
+
 def refuse_longer(
     model: StreamedModel, asked: Sequence[Sequence[Asked]], prompts: Mapping[int, Sequence[int]], items: Sequence[Item]
 ) -> None:
     """CalibrationError for an item that does not fit into the model's context, or leaves no room there to write."""
-    room = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if not isinstance(room, int):
+    room = room_of(model)
+    if room is None:
         return
     for number, (item, of_item) in enumerate(zip(items, asked, strict=True)):
         longest = max(len(one.ids) for one in of_item)

@@ -23,7 +23,7 @@ from llmcompress.validate.request import Request
 from llmcompress.validate.session import check_models, open_models, writer
 from llmcompress.validate.task_files import Task
 from llmcompress.validate.task_items import Item
-from llmcompress.validate.task_prompts import Asked, asked_of, refuse_longer
+from llmcompress.validate.task_prompts import Asked, asked_of, refuse_longer, room_of
 from llmcompress.validate.token_statistics import Array, rounded
 
 ALONE = ("items", "acc", "acc_norm", "loglikelihood")
@@ -126,13 +126,17 @@ def score(models: list[StreamedModel], asked: Sequence[Asked], batch: int, watch
         readers.setdefault(one.ids[:-1], []).append(number)
     inputs = sorted(readers, key=len)
     found = [ChoiceScores(np.full(len(asked), np.nan), np.full(len(asked), np.nan)) for _ in models]
+    room = min((most for model in models if (most := room_of(model)) is not None), default=None)
     portions = list(_portions(inputs, models, batch))
     for done, portion in enumerate(portions):
-        batches = [_filled(portion[start : start + batch]) for start in range(0, len(portion), batch)]
-        for ids, logits in zip(portion, lockstep(models, batches, _shifted(watch, done, len(portions))), strict=True):
-            for scores, values in zip(found, logits, strict=True):
+        batches = [_filled(portion[start : start + batch], room) for start in range(0, len(portion), batch)]
+        for ids, rows in zip(portion, lockstep(models, batches, _shifted(watch, done, len(portions))), strict=True):
+            first = min(asked[number].start for number in readers[ids]) - 1  # what is read before needs no logits
+            for scores, logits in zip(found, rows(first, len(ids)), strict=True):
                 for number in readers[ids]:
-                    scores.loglikelihood[number], scores.greedy[number] = _continuation(values, asked[number])
+                    one = asked[number]
+                    values = logits[one.start - 1 - first :]
+                    scores.loglikelihood[number], scores.greedy[number] = _continuation(values, one)
     return found
 
 
@@ -153,9 +157,12 @@ def _portions(
         yield portion
 
 
-def _filled(rows: Sequence[tuple[int, ...]]) -> Tensor:
-    """Rows of token ids as one tensor int64 [rows, length], filled up with zeros."""
-    length = -(-max(map(len, rows)) // _STEP) * _STEP
+def _filled(rows: Sequence[tuple[int, ...]], room: int | None) -> Tensor:
+    """Rows of token ids as one tensor int64 [rows, length], filled up with zeros. room: the most tokens models read."""
+    longest = max(map(len, rows))
+    length = -(-longest // _STEP) * _STEP
+    if room is not None and length > room:
+        length = longest
     return torch.tensor([[*ids, *[0] * (length - len(ids))] for ids in rows])
 
 
@@ -165,9 +172,12 @@ def _shifted(watch: Watch, done: int, portions: int) -> Watch:
 
 
 def _continuation(logits: Tensor, one: Asked) -> tuple[float, float]:
-    """Log-likelihood of a continuation, and whether it is what the model would write greedily."""
+    """Log-likelihood of a continuation, and whether it is what the model would write greedily.
+
+    logits: [tokens, vocabulary] from the last token of the prompt on.
+    """
     wanted = torch.tensor(one.ids[one.start :], device=logits.device)
-    values = logits[one.start - 1 : len(one.ids) - 1].log_softmax(dim=-1)
+    values = logits.log_softmax(dim=-1)
     total = float(values.gather(1, wanted[:, None]).sum())
     return total, float(bool((values.argmax(dim=-1) == wanted).all())) if np.isfinite(total) else np.nan
 
@@ -211,7 +221,7 @@ def figures(items: Sequence[Item], scores: Sequence[ChoiceScores]) -> dict[str, 
         add(f"{prefix}acc", of_model.right.mean(), share_interval(of_model.right))
         if of_model.normed is not None:
             add(f"{prefix}acc_norm", of_model.normed.mean(), share_interval(of_model.normed))
-        add(f"{prefix}loglikelihood", of_model.loglikelihood.mean(), _mean_interval(of_model.loglikelihood))
+        add(f"{prefix}loglikelihood", of_model.loglikelihood.mean(), mean_interval(of_model.loglikelihood))
 
     add_model("", subject)
     for reference in others:
@@ -221,7 +231,7 @@ def figures(items: Sequence[Item], scores: Sequence[ChoiceScores]) -> dict[str, 
             drop = (reference.normed - subject.normed).mean()
             add("acc_norm_drop", drop, drop_interval(reference.normed, subject.normed))
         likely = reference.loglikelihood - subject.loglikelihood
-        add("loglikelihood_drop", likely.mean(), _mean_interval(likely))
+        add("loglikelihood_drop", likely.mean(), mean_interval(likely))
         result["acc_p"] = mcnemar(reference.right, subject.right)
         missing = np.isnan(reference.chosen + subject.chosen)
         same = np.where(missing, np.nan, reference.chosen == subject.chosen)
@@ -234,7 +244,7 @@ def share_interval(values: Array) -> tuple[float, float]:
     count, share = len(values), values.mean()
     middle = (share + _Z**2 / (2 * count)) / (1 + _Z**2 / count)
     half = _Z / (1 + _Z**2 / count) * np.sqrt(share * (1 - share) / count + _Z**2 / (4 * count**2))
-    return float(middle - half), float(middle + half)
+    return float(max(middle - half, 0.0)), float(min(middle + half, 1.0))
 
 
 def drop_interval(before: Array, after: Array) -> tuple[float, float]:
@@ -245,7 +255,7 @@ def drop_interval(before: Array, after: Array) -> tuple[float, float]:
     return float(drop - half), float(drop + half)
 
 
-def _mean_interval(values: Array) -> tuple[float, float]:
+def mean_interval(values: Array) -> tuple[float, float]:
     """Percentile bootstrap of a mean over items, with the same draws for everything of one number of items."""
     draw = np.random.default_rng(0).integers
     means = [values[draw(0, len(values), size=len(values))].mean() for _ in range(_RESAMPLES)]
