@@ -615,7 +615,7 @@ def proving() -> dict[str, str]:
     }
     for what in ("methods", "grids", "types", "formats", "archs", "sources", "targets", "ledger"):
         made[f"list {what}"] = f"list {what} --json"
-    for what in ("report", "evaluation", "timings"):
+    for what in ("report", "evaluation", "tasks", "long", "timings"):
         made[f"schema {what}"] = f"schema {what}"
     for words in (
         "gptq",

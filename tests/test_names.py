@@ -16,6 +16,7 @@ COMMANDS = {
     "evaluation",
     "fitting",
     "imatrix",
+    "long_text",
     "lora",
     "page",
     "presets",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from llmcompress.api.compression import compress, export, plan, run
     from llmcompress.api.evaluation import EvaluationResult, evaluate
     from llmcompress.api.fitting import FitResult, fit
+    from llmcompress.api.long_text import LongResult, evaluate_long
     from llmcompress.api.recipes import load_recipe
     from llmcompress.api.results import Result
     from llmcompress.api.structure import prune_depth, prune_width, recover, repair_lora
@@ -42,6 +43,7 @@ _MODULES = {
     "llmcompress.api.compression": ("compress", "export", "plan", "run"),
     "llmcompress.api.evaluation": ("EvaluationResult", "evaluate"),
     "llmcompress.api.fitting": ("FitResult", "fit"),
+    "llmcompress.api.long_text": ("LongResult", "evaluate_long"),
     "llmcompress.api.recipes": ("load_recipe",),
     "llmcompress.api.results": ("Result",),
     "llmcompress.api.structure": ("prune_depth", "prune_width", "recover", "repair_lora"),
@@ -71,6 +73,7 @@ __all__ = [
     "FitResult",
     "GateError",
     "LlmcompressError",
+    "LongResult",
     "Options",
     "Plan",
     "PlanError",
@@ -85,6 +88,7 @@ __all__ = [
     "__version__",
     "compress",
     "evaluate",
+    "evaluate_long",
     "evaluate_tasks",
     "export",
     "fit",

@@ -60,6 +60,8 @@ def test_examples_do_what_they_say(name, text, workshop, place, capfd):
         names["evaluation"] = llmcompress.evaluate("model-w4", "model", windows=2, length=64)
     if name.startswith("TasksResult."):
         names["answers"] = llmcompress.evaluate_tasks("model-w4", "model", items=2)
+    if name.startswith("LongResult."):
+        names["long"] = llmcompress.evaluate_long("model-w4", "model", length=256, windows=1, items=1)
     example = doctest.DocTestParser().get_doctest(text, names, name, None, 0)
     assert example.examples
     said = []

@@ -9,7 +9,7 @@ import typer
 
 from llmcompress.api.answers import Questions
 from llmcompress.api.evaluation import evaluated, refuse_unmeasured_gates
-from llmcompress.cli import answering, console, drafting, runtime_table
+from llmcompress.cli import answering, console, drafting, long_text, runtime_table
 from llmcompress.cli import options as flags
 from llmcompress.cli.gates import gated
 from llmcompress.cli.log import log
@@ -71,7 +71,13 @@ def evaluate(
     ] = None,
     items: Annotated[
         int | None,
-        typer.Option("--items", min=1, max=1_000_000, help="Items of each task, from its start. Default: all."),
+        typer.Option(
+            "--items",
+            min=1,
+            max=1_000_000,
+            help="Items of each task, from its start. Default: all. With --long: facts at each depth of text of each "
+            "length. Default: 2.",
+        ),
     ] = None,
     shots: Annotated[
         int,
@@ -85,17 +91,36 @@ def evaluate(
     chat: Annotated[
         bool, typer.Option("--chat", help="Ask the questions of --tasks through the chat template, as a user does.")
     ] = False,
-    length: Annotated[int, typer.Option("--length", min=2, max=1 << 24, help="Tokens per window.")] = 512,
+    long: Annotated[
+        bool,
+        typer.Option(
+            "--long",
+            help="In long text instead: divergence by position, whether facts planted in text are found again, and how "
+            "much of 200 greedy tokens is repetition.",
+        ),
+    ] = False,
+    length: Annotated[
+        int | None,
+        typer.Option(
+            "--length",
+            min=2,
+            max=1 << 24,
+            help="Tokens per window. Default: 512; with --long the model's context, at most 4096.",
+        ),
+    ] = None,
     windows: Annotated[
         int | None,
         typer.Option(
             "--windows",
             min=1,
             max=1_000_000,
-            help="Windows, from the start of the text. Default: 80, or all of the shipped text.",
+            help="Windows, from the start of the text. Default: 80, or all of the shipped text; with --long 16.",
         ),
     ] = None,
-    batch: Annotated[int, typer.Option("--batch", min=1, max=1_000_000, help="Windows run at once.")] = 4,
+    batch: Annotated[
+        int | None,
+        typer.Option("--batch", min=1, max=1_000_000, help="Windows run at once. Default: 4; with --long 1."),
+    ] = None,
     device: flags.Device = "auto",
     backend: Annotated[
         Literal["auto", "kernels", "torch"] | None,
@@ -175,39 +200,33 @@ def evaluate(
     from llmcompress.validate.token_statistics import not_finite
 
     subject = _subject(model, draft)
-    given = {
-        "--draft": draft,
-        "--generate": generate,
-        "--backend": backend,
-        "--text": text != "default",
-    }
-    if tasks is not None and (others := [name for name, value in given.items() if value]):
-        raise RecipeError(f"--tasks does not go with {others[0]}", "evaluate each on its own")
+    given = {"--draft": draft, "--generate": generate, "--backend": backend}
+    if tasks is not None:
+        _refuse_beside("--tasks", {**given, "--text": text != "default", "--long": long}, "evaluate each on its own")
+    if long:
+        _refuse_beside("--long", {**given, "--update-card": update_card}, "evaluate each on its own")
     if ref_adapter is not None and (ref is None or draft is not None or backend is not None):
         raise RecipeError(
             "--ref-adapter is merged into --ref, where both models run a section at a time",
             "leave --draft and --backend out" if ref is not None else "give the original model's directory as --ref",
         )
-    if items is not None and tasks is None:
-        raise RecipeError("--items counts items of --tasks", "use --windows for text")
+    if items is not None and tasks is None and not long:
+        raise RecipeError("--items counts items of --tasks, or facts of --long", "use --windows for text")
     if (chat or shots) and tasks is None:
         name = "--chat" if chat else "--shots"
         raise RecipeError(f"{name} is for the questions of --tasks", f"give --tasks, or leave {name} out")
     if update_card:
         measures = {"--draft": draft, "--adapter": adapter, "--kv-bits": kv_bits}
-        if others := [name for name, value in measures.items() if value is not None]:
-            raise RecipeError(
-                f"--update-card does not go with {others[0]}", "the card has figures of the output as it is"
-            )
+        _refuse_beside("--update-card", measures, "the card has figures of the output as it is")
     card = card_of(subject) if update_card else None
     cache_options = CacheOptions(kv_bits, kv_type)
     request = Request(
         subject,
         ref,
         text,
-        length,
+        length or 512,
         windows,
-        batch,
+        batch or (1 if long else 4),
         device,
         compute_dtype,
         trust_remote_code,
@@ -220,13 +239,19 @@ def evaluate(
         if draft is not None:
             drafting.run(request, generate, max_new_tokens, draft_tokens, fail_if or [], output, gates, json_)
             return
+        if (tasks is not None or long) and output is not None:
+            refuse_existing(output, overwrite)
         if tasks is not None:
-            if output is not None:
-                refuse_existing(output, overwrite)
             questions = Questions(tasks, items, shots, chat)
             with console.Steps("layers", quiet or (json_ and not log.active)) as steps:
                 answering.run(
                     request, questions, fail_if or [], output, overwrite, card, gates, steps, Stop(deadline), json_
+                )
+            return
+        if long:
+            with console.Steps("layers", quiet or (json_ and not log.active)) as steps:
+                long_text.run(
+                    request, length, items or 2, fail_if or [], output, overwrite, gates, steps, Stop(deadline), json_
                 )
             return
         conditions = {text: parse_gate(text) for text in fail_if or []}
@@ -246,6 +271,13 @@ def evaluate(
         if output is not None and not (json_ or quiet):
             console.next_step("report", subject, "--evaluation", output)
         gates.judge_figures(result.figures, conditions)
+
+
+def _refuse_beside(option: str, others: Mapping[str, Any], hint: str) -> None:
+    """RecipeError if any of the options that do not go with one was given."""
+    for name, value in others.items():
+        if value:
+            raise RecipeError(f"{option} does not go with {name}", hint)
 
 
 def _subject(model: Path | None, draft: Path | None) -> Path:

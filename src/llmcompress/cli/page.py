@@ -15,7 +15,8 @@ Page = Annotated[Path, typer.Option("--output", "-o", help="Page to write (.html
 Evaluations = Annotated[
     list[Path] | None,
     typer.Option(
-        "--evaluation", help="Result of `eval --output`, on text or tasks; belongs to the output it is of. Repeatable."
+        "--evaluation",
+        help="Result of `eval --output`, on text, with --tasks or --long; belongs to the output it is of. Repeatable.",
     ),
 ]
 TimingsFiles = Annotated[
@@ -67,9 +68,9 @@ def report(
 
 
 def schema(
-    what: Annotated[str, typer.Argument(help="report, evaluation, tasks or timings.", show_default=False)],
+    what: Annotated[str, typer.Argument(help="report, evaluation, tasks, long or timings.", show_default=False)],
 ) -> None:
-    """Print the JSON schema of report.json, of an evaluation on text or tasks, or of a line of timings."""
+    """Print the JSON schema of report.json, of an evaluation (on text, tasks, or --long), or of a line of timings."""
     from llmcompress.report.schemas import SCHEMAS, schema_text
 
     if what not in SCHEMAS:

@@ -17,9 +17,11 @@ from llmcompress.report.parts import parts_of
 from llmcompress.store.headers import read_json
 from llmcompress.validate.evaluation import Evaluation, report_beside
 from llmcompress.validate.gguf_file import gguf_in
+from llmcompress.validate.long_evaluation import LongEvaluation
 from llmcompress.validate.task_evaluation import TaskEvaluation
 
 Model = TypeVar("Model", bound=BaseModel)
+AnyEvaluation = Evaluation | TaskEvaluation | LongEvaluation
 
 _TIMING: TypeAdapter[Start | LayerDone | Finished] = TypeAdapter(Timing)
 _LARGEST = 1 << 28  # bytes of a file of timings
@@ -57,7 +59,7 @@ class ReportedOutput:
     """An output with its evaluations and times.
 
     name: its directory or file. sha256: of its report.json. parts: bytes of each part of the model, if its weights are
-    there. answers: its evaluations on tasks.
+    there. answers: its evaluations on tasks; long: those in long text.
     """
 
     name: str
@@ -67,6 +69,7 @@ class ReportedOutput:
     timed: Timed | None
     parts: Mapping[str, int] = field(default_factory=dict)
     answers: tuple[TaskEvaluation, ...] = ()
+    long: tuple[LongEvaluation, ...] = ()
 
 
 def read_outputs(paths: Sequence[Path], evaluations: Sequence[Path], timings: Sequence[Path]) -> list[ReportedOutput]:
@@ -87,6 +90,7 @@ def read_outputs(paths: Sequence[Path], evaluations: Sequence[Path], timings: Se
             timed.get(run),
             parts_of(path),
             tuple(one for one in evaluated.get(digest, ()) if isinstance(one, TaskEvaluation)),
+            tuple(one for one in evaluated.get(digest, ()) if isinstance(one, LongEvaluation)),
         )
         for path, name, (digest, run, report) in zip(paths, names, found, strict=True)
     ]
@@ -114,12 +118,15 @@ def _read_report(path: Path) -> tuple[str, str, Report]:
     return sha256(file.read_bytes()).hexdigest(), run, report
 
 
-def evaluations_by_report(files: Sequence[Path], known: set[str]) -> dict[str, list[Evaluation | TaskEvaluation]]:
-    """Evaluations, on texts and on tasks, by the report of the output that was evaluated."""
-    result: dict[str, list[Evaluation | TaskEvaluation]] = {}
+def evaluations_by_report(files: Sequence[Path], known: set[str]) -> dict[str, list[AnyEvaluation]]:
+    """Evaluations, on texts, on tasks and in long text, by the report of the output that was evaluated."""
+    result: dict[str, list[AnyEvaluation]] = {}
     for file in files:
-        found: Evaluation | TaskEvaluation
-        model = TaskEvaluation if "asked" in read_json(file) else Evaluation
+        found: AnyEvaluation
+        keys = read_json(file)
+        model: type[AnyEvaluation] = Evaluation
+        if "asked" in keys or "needles" in keys:
+            model = TaskEvaluation if "asked" in keys else LongEvaluation
         _, found = _read(file, model, "evaluate again with `llmcompress eval --output`")
         if found.model.report_sha256 not in known:
             raise CheckpointError(

@@ -13,11 +13,12 @@ from pydantic import BaseModel, ConfigDict
 from llmcompress import __version__
 from llmcompress.engine.write.report_schema import LedgerEntry, Tokens
 from llmcompress.errors import CheckpointError
-from llmcompress.report.page_inputs import evaluations_by_report, read_document
+from llmcompress.report.page_inputs import AnyEvaluation, evaluations_by_report, read_document
 from llmcompress.report.tables import Table, decisions
 from llmcompress.report.words import figure, size
 from llmcompress.store.headers import read_json
-from llmcompress.validate.evaluation import Evaluation, report_beside
+from llmcompress.validate.evaluation import report_beside
+from llmcompress.validate.long_evaluation import LongEvaluation
 from llmcompress.validate.task_evaluation import TaskEvaluation
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -132,7 +133,7 @@ def render_structural(outputs: Sequence[Structural]) -> str:
     return environment.get_template("structure.html").render(outputs=outputs, version=__version__, style=style)
 
 
-def _about(name: str, report: _Changed, evaluations: Sequence[Evaluation | TaskEvaluation]) -> Structural:
+def _about(name: str, report: _Changed, evaluations: Sequence[AnyEvaluation]) -> Structural:
     facts: list[tuple[str, str]] = []
     figures: list[tuple[str, Table]] = []
     if report.depth is not None:
@@ -153,6 +154,9 @@ def _about(name: str, report: _Changed, evaluations: Sequence[Evaluation | TaskE
         if isinstance(found, TaskEvaluation):
             facts.append(("Right answers", _right(found)))
             continue
+        if isinstance(found, LongEvaluation):
+            facts.append(("In long text", _far(found)))
+            continue
         text = f"on {found.text.name}, {found.text.windows} windows of {found.text.length} tokens"
         kl = [] if found.figures.kl is None else [f"KL divergence {figure(found.figures.kl)} nats"]
         facts.append(("Evaluated", ", ".join([*kl, f"perplexity {found.figures.perplexity:.2f}", text])))
@@ -170,6 +174,18 @@ def _right(found: TaskEvaluation) -> str:
     original = "" if figures.ref_acc is None else f", original {figures.ref_acc:.1%}"
     each = ", ".join(f"{name} {of_task.acc:.1%}" for name, of_task in found.tasks.items())
     return f"{figures.acc:.1%} of {figures.items}{original} ({each})"
+
+
+def _far(found: LongEvaluation) -> str:
+    """The divergence at the end of long windows, the facts that are found again, and repetition."""
+    last, needles, written = found.bands[-1], found.needles.figures, found.repetition
+    kl = "" if last.kl is None else f"KL divergence {figure(last.kl)} nats after {last.first} to {last.last} tokens, "
+    shares = (
+        ("of planted facts written", needles.exact, needles.ref_exact),
+        ("of sequences of 4 tokens repeated", written.repetition, written.ref_repetition),
+    )
+    said = [f"{share:.1%} {what}" + ("" if ref is None else f" (original {ref:.1%})") for what, share, ref in shares]
+    return kl + ", ".join(said)
 
 
 def _of_depth(depth: _Depth) -> list[tuple[str, Table]]:

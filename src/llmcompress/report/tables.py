@@ -9,7 +9,8 @@ from llmcompress.report.cells import Cells, Metric
 from llmcompress.report.figures import Series
 from llmcompress.report.page_inputs import ReportedOutput
 from llmcompress.report.words import duration, figure, size
-from llmcompress.validate.evaluation import Evaluation
+from llmcompress.validate.evaluation import Evaluation, TokenFigures
+from llmcompress.validate.long_evaluation import RepetitionFigures
 from llmcompress.validate.task_evaluation import AskedTasks, TaskFigures
 
 _SUBJECTS = 3  # subjects named for each kind in the ledger
@@ -61,12 +62,13 @@ def summary(outputs: Sequence[ReportedOutput]) -> Summary:
     for digest, text in texts.items():
         each = [_of_text(output, digest) for output in outputs]
         rows = [
-            (title, [_measured(found, key) for found in each])
+            (title, [_measured(None if found is None else found.figures, key) for found in each])
             for key, title in _FIGURES
             if any(found is not None and getattr(found.figures, key) is not None for found in each)
         ]
         groups.append((_text(text), rows))
     groups += _groups_of_tasks(outputs)
+    groups += _groups_of_long(outputs)
     if any(output.timed is not None for output in outputs):
         timed = [output.timed for output in outputs]
         spent = [
@@ -99,16 +101,56 @@ def _groups_of_tasks(outputs: Sequence[ReportedOutput]) -> list[tuple[str, list[
     return groups
 
 
+def _groups_of_long(outputs: Sequence[ReportedOutput]) -> list[tuple[str, list[tuple[str, list[Value]]]]]:
+    """For each long text, divergence by position, the facts that are found again, and repetition."""
+    texts = {found.text.tokens_sha256: found for output in outputs for found in output.long}
+    groups = []
+    for digest, text in texts.items():
+        each = [
+            next((one for one in output.long[::-1] if one.text.tokens_sha256 == digest), None) for output in outputs
+        ]
+        key, title = ("perplexity", "Perplexity") if text.reference is None else ("kl", "KL")
+        rows = [
+            (
+                f"{title}, {band.first} to {band.last} tokens before",
+                [_measured(None if found is None else found.bands[number], key) for found in each],
+            )
+            for number, band in enumerate(text.bands)
+        ]
+        needles = [None if found is None else found.needles.figures for found in each]
+        written = [None if found is None else found.repetition for found in each]
+        rows += [
+            ("Planted facts that it writes", [_beside(found, "exact", "drop", "facts") for found in needles]),
+            ("Sequences of 4 tokens repeated", [_beside(found, "repetition", "rise", "prompts") for found in written]),
+            ("Texts that end in a loop", [_beside(found, "looping", "rise", "prompts") for found in written]),
+        ]
+        groups.append((f"In long text: {text.text.windows} windows of {text.text.length} tokens, 95% intervals", rows))
+    return groups
+
+
 def _answers(figures: TaskFigures | None) -> Value:
-    """The share of items answered right; below it the interval, the original's, and what is lost."""
+    """The share of items answered right."""
+    return _beside(figures, "acc", "drop", "items")
+
+
+def _beside(figures: TaskFigures | RepetitionFigures | None, name: str, change: str, of: str) -> Value:
+    """A share; below it the interval, the original's share, and what is lost (drop) or more (rise) than there.
+
+    of: what it is a share of.
+    """
     if figures is None:
         return Value("")
-    low, high = figures.acc_ci
-    below = [f"{low:.1%} – {high:.1%}, {figures.items} items"]
-    if figures.ref_acc is not None and figures.acc_drop is not None and figures.acc_drop_ci is not None:
-        low, high = figures.acc_drop_ci
-        below += [f"original {figures.ref_acc:.1%}", f"lost {figures.acc_drop:.1%} ({low:.1%} – {high:.1%})"]
-    return Value(f"{figures.acc:.1%}", below)
+    found = figures.model_dump()
+    low, high = found[f"{name}_ci"]
+    below = [f"{low:.1%} – {high:.1%}, {found.get('items', found.get('prompts'))} {of}"]
+    if found[f"ref_{name}"] is not None:
+        low, high = found[f"{name}_{change}_ci"]
+        said = {"drop": "lost", "rise": "more"}[change]
+        below += [
+            f"original {found[f'ref_{name}']:.1%}",
+            f"{said} {found[f'{name}_{change}']:.1%} ({low:.1%} – {high:.1%})",
+        ]
+    return Value(f"{found[name]:.1%}", below)
 
 
 def _asked(asked: AskedTasks) -> str:
@@ -194,17 +236,17 @@ def _of_text(output: ReportedOutput, digest: str) -> Evaluation | None:
     return found[-1] if found else None
 
 
-def _measured(found: Evaluation | None, key: str) -> Value:
-    value = None if found is None else getattr(found.figures, key)
+def _measured(found: TokenFigures | None, key: str) -> Value:
+    value = None if found is None else getattr(found, key)
     if found is None or value is None:
         return Value("")
     write = _WRITTEN.get(key, figure)
     below = []
-    interval = getattr(found.figures, f"{key}_ci")
+    interval = getattr(found, f"{key}_ci")
     if interval is not None:
         below.append(f"{write(interval[0])} – {write(interval[1])}")
-    if key == "perplexity" and found.figures.ref_perplexity is not None:
-        below.append(f"original {write(found.figures.ref_perplexity)}")
+    if key == "perplexity" and found.ref_perplexity is not None:
+        below.append(f"original {write(found.ref_perplexity)}")
     return Value(write(value), below)
 
 

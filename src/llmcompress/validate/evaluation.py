@@ -35,8 +35,8 @@ class Text(Document):
     length: Positive = Field(description="tokens per window, of which all but the first are scored")
 
 
-class Figures(Document):
-    """Figures over all scored tokens, natural logarithms; `_ci`: 95% interval by bootstrap over windows."""
+class TokenFigures(Document):
+    """Figures over scored tokens, natural logarithms; `_ci`: 95% interval by bootstrap over windows."""
 
     perplexity: Magnitude
     perplexity_ci: Interval | None = None
@@ -59,6 +59,11 @@ class Figures(Document):
     tv_ci: Interval | None = None
     tokens: Count
     windows: Count
+
+
+class Figures(TokenFigures):
+    """Figures over all scored tokens, natural logarithms; `_ci`: 95% interval by bootstrap over windows."""
+
     kv_cache: str | None = Field(description="how keys and values were rounded")
     logits_error: Magnitude | None = Field(
         None, description="relative error of logits against the decoded checkpoint in float32, root mean square"
@@ -130,24 +135,28 @@ def evaluation(
 
     runtime: how the model was run, if as a whole.
     """
-    windows, length = ids.shape
-    name = text if text == "default" else Path(text).resolve().name
     return {
         "schema_version": EVALUATION_SCHEMA,
         "llmcompress": __version__,
         "model": evaluated_model(model),
         "reference": None if ref is None else evaluated_model(ref),
-        "text": {
-            "name": name,
-            "tokens_sha256": sha256(np.ascontiguousarray(ids, dtype="<i8").tobytes()).hexdigest(),
-            "windows": windows,
-            "length": length,
-        },
+        "text": text_of(text, ids),
         "compute_dtype": compute_dtype,
         "figures": found,
         "by_window": _means(tokens, axis=1),
         "by_position": _means(tokens, axis=0),
         **({} if runtime is None else {"runtime": runtime}),
+    }
+
+
+def text_of(text: str, ids: Array) -> dict[str, Any]:
+    """What says which windows [windows, length] of a text were evaluated on."""
+    windows, length = ids.shape
+    return {
+        "name": text if text == "default" else Path(text).resolve().name,
+        "tokens_sha256": sha256(np.ascontiguousarray(ids, dtype="<i8").tobytes()).hexdigest(),
+        "windows": windows,
+        "length": length,
     }
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +83,15 @@ def _measured(requests: Sequence[Request], windows: Tensor, watch: Callable[[int
     return documents
 
 
+def packed_ids(request: Request, tokenizer: Any) -> list[int]:
+    """The token ids of all of a text, its files one behind the other."""
+    documents = (Document(str(file), file) for file in evaluated_files(request.text))
+    return [token for found in token_ids(tokenizer, documents, str(request.text)) for token in found]
+
+
 def _windows(request: Request) -> Tensor:
     """The tokens to score: windows [windows, length]."""
-    tokenizer = load_tokenizer(request.ref or request.model, request.trust_remote_code)
-    documents = (Document(str(file), file) for file in evaluated_files(request.text))
-    ids = [token for found in token_ids(tokenizer, documents, str(request.text)) for token in found]
+    ids = packed_ids(request, load_tokenizer(request.ref or request.model, request.trust_remote_code))
     wanted = request.windows or (
         min(DEFAULT_WINDOWS, len(ids) // request.length) if request.text == "default" else DEFAULT_WINDOWS
     )
@@ -155,11 +160,30 @@ def continuations(request: Request, prompt: str, max_new_tokens: int) -> dict[st
 def writer(request: Request, path: Path, original: bool = False) -> Callable[..., str]:
     """Writes greedily: a function of token ids, the most tokens to write, and texts at which to end.
 
-    path: of the model, or of its `original`; it is held in memory, on its packed weights where they are codes.
+    path, original: as in `greedy_writer`.
     """
     tokenizer = load_tokenizer(request.ref or request.model, request.trust_remote_code)
+    write = greedy_writer(request, path, original, tokenizer)
+
+    def text(ids: Sequence[int], most: int, stops: Sequence[str] = ()) -> str:
+        def stopped(written: Tensor, scores: object) -> Tensor:
+            so_far = tokenizer.decode(written[0, len(ids) :], skip_special_tokens=True)
+            return torch.tensor([any(stop in so_far for stop in stops)])
+
+        (found,) = write(torch.tensor([ids]), most, [stopped] if stops else None)
+        return str(tokenizer.decode(found, skip_special_tokens=True))
+
+    return text
+
+
+def greedy_writer(request: Request, path: Path, original: bool, tokenizer: Any) -> Callable[..., list[list[int]]]:
+    """Writes greedily: a function of token ids [rows, length], the most tokens to write, and transformers' criteria.
+
+    It gives the token ids that are written after each row, up to the token that ends a text. path: of the model, or of
+    its `original`; it is held in memory, on its packed weights where they are codes.
+    """
     linear = None if gguf_in(path) is not None else PackedLinear  # blocks would be decoded for every token
-    model = load_whole(
+    model: Any = load_whole(
         path,
         dtype=torch.float32,
         linear=linear,
@@ -170,24 +194,21 @@ def writer(request: Request, path: Path, original: bool = False) -> Callable[...
     if not original and request.adapter is not None:
         adapt_whole(model, request.adapter, path)
     change = None if original else cache_of(path, request.cache)
+    last = model.generation_config.eos_token_id
+    ends = set(last if isinstance(last, list) else [] if last is None else [last])
 
     @torch.no_grad()
-    def write(ids: Sequence[int], most: int, stops: Sequence[str] = ()) -> str:
-        given = torch.tensor([ids])
-
-        def stopped(written: Tensor, scores: object) -> Tensor:
-            text = tokenizer.decode(written[0, len(ids) :], skip_special_tokens=True)
-            return torch.tensor([any(stop in text for stop in stops)])
-
-        out = model.generate(  # type: ignore[operator]
-            given,
-            attention_mask=torch.ones_like(given),
+    def write(ids: Tensor, most: int, criteria: list[Callable[..., Tensor]] | None = None) -> list[list[int]]:
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
             do_sample=False,
             max_new_tokens=most,
             past_key_values=None if change is None else ChangingCache(model.config, change),
             pad_token_id=tokenizer.eos_token_id,
-            stopping_criteria=[stopped] if stops else None,
+            stopping_criteria=criteria,
         )
-        return str(tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True))
+        written: list[list[int]] = out[:, ids.shape[1] :].tolist()
+        return [list(takewhile(lambda token: token not in ends, row)) for row in written]
 
     return write

@@ -8,9 +8,16 @@ from pydantic import TypeAdapter
 
 from llmcompress.engine.write.report_schema import Report, Timing
 from llmcompress.validate.evaluation import Evaluation
+from llmcompress.validate.long_evaluation import LongEvaluation
 from llmcompress.validate.task_evaluation import TaskEvaluation
 
-SCHEMAS: dict[str, Any] = {"report": Report, "evaluation": Evaluation, "tasks": TaskEvaluation, "timings": Timing}
+SCHEMAS: dict[str, Any] = {
+    "report": Report,
+    "evaluation": Evaluation,
+    "tasks": TaskEvaluation,
+    "long": LongEvaluation,
+    "timings": Timing,
+}
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
