@@ -241,6 +241,9 @@ def test_what_cannot_be_measured_is_refused_before_a_weight_is_read(
     short.write_text("A text of six words, no more.")
     assert "too many for text of " in refused(shallow_model_dir, short)
     assert "windows of 512 tokens, 99 were asked for" in refused(shallow_model_dir, tiny_eval_text, windows=99)
+    for items in (0, 101):
+        with pytest.raises(RecipeError, match=f"1 to 100 --items, not {items}"):
+            llmcompress.evaluate_long(shallow_model_dir, items=items)
     monkeypatch.setattr(module, "_WRITTEN", 480)
     assert "480 tokens written after 33, the model reads 512" in refused(shallow_model_dir, tiny_eval_text)
 

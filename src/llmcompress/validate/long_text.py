@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llmcompress.calib.base import opening
 from llmcompress.engine.source.text_tokenizer import load_tokenizer
-from llmcompress.errors import CalibrationError
+from llmcompress.errors import CalibrationError, RecipeError
 from llmcompress.validate.evaluate import Watch, cut_windows, measure
 from llmcompress.validate.long_evaluation import long_evaluation
 from llmcompress.validate.needles import DEPTHS, Haystack, Needle, haystack, needle_figures, plant
@@ -38,6 +38,7 @@ COMPARED = (
 LONGEST = 4096  # tokens of a window, unless another length is asked for
 _WINDOWS = 16  # at most, unless others are asked for
 _FIRST = 128  # tokens of the first band
+_MOST_NEEDLES = 100  # texts of each length with facts, all of which are in memory
 _PROMPTS, _PROMPT, _WRITTEN = 16, 32, 200  # texts that are written, tokens of the text before each, and after
 
 
@@ -45,8 +46,11 @@ def long_document(request: Request, length: int | None, needles: int, watch: Wat
     """The document of what becomes of request.model, and of request.ref if there is one, in long text.
 
     length: tokens of a window; None for the context, at most 4096 and no more than the text has. needles: texts of each
-    length with planted facts. CalibrationError for a length beyond the context or the text, or too short for the facts.
+    length with planted facts, 1 to 100. CalibrationError for a length beyond the context or the text, or too short for
+    the facts.
     """
+    if not 1 <= needles <= _MOST_NEEDLES:
+        raise RecipeError(f"--long plants 1 to {_MOST_NEEDLES} --items, not {needles}")
     check_models(request)
     tokenizer = load_tokenizer(request.ref or request.model, request.trust_remote_code)
     ids = packed_ids(request, tokenizer)
