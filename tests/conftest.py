@@ -8,6 +8,7 @@ import os
 import re
 import runpy
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -71,11 +72,49 @@ def _reports_are_as_published() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _json_is_as_described() -> Iterator[None]:
+    """Whatever a command prints with --json in this process follows the schema that `llmcompress schema` has of it."""
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import best_match
+
+    from llmcompress.cli import console
+    from llmcompress.cli.app import parser
+    from llmcompress.cli.log import finite
+    from llmcompress.cli.page import schema_name
+    from llmcompress.report.schemas import schema_text
+
+    print_json, validators = console.print_json, {}
+
+    def described() -> str:
+        """The schema of what the command under way prints."""
+        words, command = [], parser()
+        for word in sys.argv[1:]:
+            command = getattr(command, "commands", {}).get(word)
+            if command is None:
+                break
+            words.append(word)
+        return "page" if words == ["report"] else schema_name(words)
+
+    def checked(data: Any) -> None:
+        name = described()
+        if name not in validators:
+            validators[name] = Draft202012Validator(json.loads(schema_text(name)))
+        fault = best_match(validators[name].iter_errors(json.loads(json.dumps(finite(data)))))
+        if fault is not None:
+            said = f"{fault.json_path}: {fault.message[:1000]}"
+            pytest.fail(f"what {sys.argv[1:]} prints is not what `schema {name}` says: {said}", pytrace=False)
+        print_json(data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(console, "print_json", checked)
+        yield
+
+
 @pytest.fixture
 def main(monkeypatch: pytest.MonkeyPatch) -> Main:
     """main(*arguments): the command line in this process, as `llmcompress` runs it; its exit code."""
     import signal
-    import sys
 
     from llmcompress.cli import app
 

@@ -6,6 +6,7 @@ import shutil
 import pytest
 from every import all_commands, arguments, with_option
 
+import llmcompress.cli.console
 import llmcompress.store.headers
 from llmcompress.cli.log import finite
 from tinyruns import FEW
@@ -116,6 +117,36 @@ def test_stdout_is_empty_when_a_command_is_refused(words, main, capsys, others, 
     else:
         assert (code, shown.out) == (2, "")
     assert [line[:7] for line in shown.err.splitlines() if not line.startswith("  hint: ")] == ["error: "]
+
+
+@pytest.mark.parametrize("words", with_option("--json"), ids=" ".join)
+def test_every_command_has_a_schema_of_its_document(words, main, capsys):
+    assert main("schema", *({("report",): ["page"]}.get(words, words))) == 0
+    assert json.loads(capsys.readouterr().out)["$schema"]
+
+
+@pytest.mark.parametrize("words", [words for words in with_option("--dry-run") if words[0] != "plan"], ids=" ".join)
+def test_a_plan_is_one_json_document_too(words, main, capsys, others, shallow_model_dir, tmp_path):
+    assert main(*case(words, others, shallow_model_dir, tmp_path), "--json", "--dry-run") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert all("seconds" not in item for item in (found if isinstance(found, list) else [found]))
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_a_document_lacks_or_has_too_many_is_noticed(main, capsys, compressed, monkeypatch):
+    """The fixture of conftest.py holds every document to its schema."""
+    real = llmcompress.cli.console.print_json
+    monkeypatch.setattr(llmcompress.cli.console, "print_json", lambda data: real({**data, "extra": 1}))
+    with pytest.raises(pytest.fail.Exception, match=r"is not what `schema inspect` says: .*extra"):
+        main("inspect", compressed, "--json")
+
+
+def test_several_files_are_a_list(main, capsys, shallow_model_dir, tmp_path):
+    assert main("gguf", shallow_model_dir, "-o", tmp_path / "out", "--type", "Q8_0", "--type", "Q4_0", "--json") == 0
+    assert len(json.loads(capsys.readouterr().out)) == 2
+    for file in sorted((tmp_path / "out").glob("*.gguf")):
+        assert main("inspect", file, "--tensors", "--json") == 0
+        assert json.loads(capsys.readouterr().out)["tensor_list"]
 
 
 def test_stdout_is_empty_when_a_run_stops_or_fails(main, capsys, random_model_dir, tmp_path, monkeypatch):

@@ -50,7 +50,7 @@ def run(
         result.save(output, overwrite=overwrite)
     log.event("figures", **figures)
     if as_json:
-        console.print_json({**figures, **{name: result.document[name] for name in ("text", "bands", "needles")}})
+        console.print_json(result.document)
     else:
         _show_bands(request, result.document)
         _show_needles(result.document["needles"], request.ref is not None)

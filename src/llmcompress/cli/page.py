@@ -1,13 +1,16 @@
 """`report` and `schema`: what was done, for people to look at and for programs to check."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from llmcompress.api.presets import PRESETS
 from llmcompress.cli import console
 from llmcompress.cli import options as flags
 from llmcompress.errors import RecipeError
+from llmcompress.recipe import methods, pruners
 from llmcompress.registry import suggest
 
 Outputs = Annotated[list[Path], typer.Argument(help="Directories or GGUF files llmcompress wrote.", show_default=False)]
@@ -68,11 +71,32 @@ def report(
 
 
 def schema(
-    what: Annotated[str, typer.Argument(help="report, evaluation, tasks, long or timings.", show_default=False)],
+    what: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="WHAT",
+            help="report (report.json), evaluation, tasks, long, timings, or a command: what it prints with --json. "
+            "page: what `report` prints.",
+            show_default=False,
+        ),
+    ],
 ) -> None:
-    """Print the JSON schema of report.json, of an evaluation (on text, tasks, or --long), or of a line of timings."""
-    from llmcompress.report.schemas import SCHEMAS, schema_text
+    """Print the JSON schema of a file, or of what a command prints with --json.
 
-    if what not in SCHEMAS:
-        raise RecipeError(f"there is no schema of {what!r}", suggest(what, list(SCHEMAS)))
-    typer.echo(schema_text(what), nl=False)
+    Files are report.json, what `eval --output` saves on text, tasks or long text, and each line of timings.
+    """
+    from llmcompress.report.schemas import SCHEMAS, schema_text
+    from llmcompress.report.schemas.printed import PRINTED
+
+    name = schema_name(what)
+    if name not in (*SCHEMAS, *PRINTED):
+        raise RecipeError(f"there is no schema of {name!r}", suggest(name, [*SCHEMAS, *PRINTED]))
+    typer.echo(schema_text(name), nl=False)
+
+
+def schema_name(words: Sequence[str]) -> str:
+    """The schema of a file or command: one for all commands that compress, and one for all their plans."""
+    compressing = {*methods(), *pruners(), *PRESETS, "gguf", "run"}
+    if words[0] == "plan" and set(words[1:]) <= compressing:
+        return "plan"
+    return "run" if len(words) == 1 and words[0] in compressing else " ".join(words)

@@ -4,16 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Literal
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
-from pydantic import BaseModel, ConfigDict
 
 from llmcompress import __version__
-from llmcompress.engine.write.report_schema import LedgerEntry, Tokens
 from llmcompress.errors import CheckpointError
 from llmcompress.report.page_inputs import AnyEvaluation, evaluations_by_report, read_document
+from llmcompress.report.schemas.structural import Depth, DepthReport, Lora, LoraReport, Width, WidthReport
 from llmcompress.report.tables import Table, decisions
 from llmcompress.report.words import figure, size
 from llmcompress.store.headers import read_json
@@ -25,69 +23,11 @@ _TEMPLATES = Path(__file__).parent / "templates"
 _HINT = "run again, or use the llmcompress that wrote it"
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True)
-
-
-class _Source(_Part):
-    bytes: int
-
-
-class _Round(_Part):
-    measure: Literal["cosine", "kl"]
-    scores: dict[str, float]
-    removed: list[int]
-
-
-class _Depth(_Part):
-    by: str
-    layers: int
-    removed: list[int]
-    scores: list[_Round]
-
-
-class _Narrowed(_Part):
-    layer: int
-    cut: float
-    loss: float
-
-
-class _Width(_Part):
-    before: int
-    after: int
-    by: str
-    repair: bool
-    layers: list[_Narrowed]
-
-
-class _Repaired(_Part):
-    name: str
-    shape: list[int]
-    before: float
-    after: float
-
-
-class _Lora(_Part):
-    rank: int
-    by: str
-    bits_per_weight_added: float
-    matrices: list[_Repaired]
-
-
-class _Changed(_Part):
-    """report.json of an output of depth, width or lora."""
-
-    model_config = ConfigDict(title="report")
-
-    llmcompress: str
-    source: _Source
-    calibration: Tokens | None
-    compute_dtype: str
-    output_bytes: int
-    ledger: list[LedgerEntry]
-    depth: _Depth | None = None
-    width: _Width | None = None
-    lora: _Lora | None = None
+_REPORTS: dict[str, type[DepthReport | WidthReport | LoraReport]] = {
+    "depth": DepthReport,
+    "width": WidthReport,
+    "lora": LoraReport,
+}
 
 
 @dataclass(frozen=True)
@@ -103,7 +43,7 @@ class Structural:
 def is_structural(path: Path) -> bool:
     """Whether an output is of depth, width or lora."""
     file = report_beside(path)
-    return path.is_dir() and file.is_file() and any(kind in read_json(file) for kind in ("depth", "width", "lora"))
+    return path.is_dir() and file.is_file() and not read_json(file).keys().isdisjoint(_REPORTS)
 
 
 def read_structural(paths: Sequence[Path], evaluations: Sequence[Path]) -> list[Structural]:
@@ -116,7 +56,7 @@ def read_structural(paths: Sequence[Path], evaluations: Sequence[Path]) -> list[
     files = [report_beside(path) for path in paths]
     digests = [sha256(file.read_bytes()).hexdigest() for file in files]
     known = evaluations_by_report(evaluations, set(digests))
-    reports = [read_document(file, _Changed, _HINT) for file in files]
+    reports = [_read(file) for file in files]
     return [
         _about(path.resolve().name, report, known.get(digest, []))
         for path, report, digest in zip(paths, reports, digests, strict=True)
@@ -133,19 +73,26 @@ def render_structural(outputs: Sequence[Structural]) -> str:
     return environment.get_template("structure.html").render(outputs=outputs, version=__version__, style=style)
 
 
-def _about(name: str, report: _Changed, evaluations: Sequence[AnyEvaluation]) -> Structural:
+def _read(file: Path) -> DepthReport | WidthReport | LoraReport:
+    kind = next(kind for kind in _REPORTS if kind in read_json(file))
+    return read_document(file, _REPORTS[kind], _HINT)
+
+
+def _about(
+    name: str, report: DepthReport | WidthReport | LoraReport, evaluations: Sequence[AnyEvaluation]
+) -> Structural:
     facts: list[tuple[str, str]] = []
     figures: list[tuple[str, Table]] = []
-    if report.depth is not None:
+    if isinstance(report, DepthReport):
         facts.append(("Layers", f"{report.depth.layers - len(report.depth.removed)} of {report.depth.layers}"))
         facts.append(("Removed", ", ".join(map(str, report.depth.removed))))
         figures += _of_depth(report.depth)
-    if report.width is not None:
+    if isinstance(report, WidthReport):
         facts.append(("Channels of the feed-forward", f"{report.width.after} of {report.width.before}"))
         facts.append(("Chosen by", report.width.by))
         facts.append(("What reads them", "fitted to those that stay" if report.width.repair else "as it was"))
         figures.append(("Error of the feed-forward's output, as a share of its energy", _of_width(report.width)))
-    if report.lora is not None:
+    if isinstance(report, LoraReport):
         facts.append(("Rank", f"{report.lora.rank}, {report.lora.bits_per_weight_added:.3f} bits per weight more"))
         facts.append(("Made least", f"the error of {report.lora.by}"))
         figures.append(("Error of each matrix, as a share of its energy", _of_lora(report.lora)))
@@ -188,7 +135,7 @@ def _far(found: LongEvaluation) -> str:
     return kl + ", ".join(said)
 
 
-def _of_depth(depth: _Depth) -> list[tuple[str, Table]]:
+def _of_depth(depth: Depth) -> list[tuple[str, Table]]:
     """The scores of every round, by the first layer that would be removed."""
     what = {"cosine": "Similarity of what enters and leaves", "kl": "KL divergence without the layer, nats"}
     found = []
@@ -200,12 +147,12 @@ def _of_depth(depth: _Depth) -> list[tuple[str, Table]]:
     return found
 
 
-def _of_width(width: _Width) -> Table:
+def _of_width(width: Width) -> Table:
     rows = [[str(each.layer), figure(each.cut), figure(each.loss)] for each in width.layers]
     return Table(["layer", "channels taken out", "as written"], rows)
 
 
-def _of_lora(lora: _Lora) -> Table:
+def _of_lora(lora: Lora) -> Table:
     rows = [[each.name, " x ".join(map(str, each.shape)), figure(each.before), figure(each.after)]
             for each in lora.matrices]  # fmt: skip
     return Table(["matrix", "out x in", "compressed", "with the adapter"], rows)

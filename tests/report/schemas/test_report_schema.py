@@ -1,7 +1,13 @@
-"""The published schemas are those of the documents, and strict; what is written follows them."""
+"""The published schemas are those of the documents, and strict; what is written follows them.
+
+What commands print with --json is held to theirs in every test: conftest.py.
+"""
 
 import json
+import re
+from dataclasses import fields
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from jsonschema import Draft202012Validator, ValidationError
@@ -9,12 +15,15 @@ from jsonschema import Draft202012Validator, ValidationError
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
+from llmcompress.kernels import bench
+from llmcompress.kernels.check import Checked
 from llmcompress.recipe import parse
 from llmcompress.report import schemas
 from llmcompress.report.cells import METRICS, cells_of
 from llmcompress.report.page import render
 from llmcompress.report.page_inputs import read_outputs
 from llmcompress.report.schemas import SCHEMAS, schema_text
+from llmcompress.report.schemas.printed import PRINTED, CheckedKernels, TimedKernels
 
 
 def validator(name):
@@ -37,6 +46,22 @@ def test_the_command_prints_the_published_schema(main, capsys):
         assert capsys.readouterr().out == schema_text(name)
     assert main("schema", "repor") == 2
     assert "did you mean 'report'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_what_a_command_prints_has_a_schema_that_knows_null_for_figures_that_are_not_finite(main, capsys, name):
+    assert main("schema", *name.split()) == 0
+    found = json.loads(capsys.readouterr().out)
+    Draft202012Validator.check_schema(found)
+    assert '"number"' not in re.sub(r'\["number",\s*"null"\]', "", json.dumps(found))
+
+
+@pytest.mark.parametrize(("name", "kind"), [(CheckedKernels, Checked), (TimedKernels, bench.TimedProduct)])
+def test_what_is_said_of_kernels_is_what_they_are_measured_by(name, kind):
+    """What no test prints, since it takes a GPU."""
+    (rows,) = (field.annotation for field in name.model_fields.values() if "list" in str(field.annotation))
+    (row,) = get_args(rows)
+    assert set(row.model_fields) - {"ok"} == {field.name for field in fields(kind)}
 
 
 def test_every_document_that_is_written_follows_its_schema(made):
