@@ -311,6 +311,18 @@ def test_both_agree_on_families_without_a_declaration(family, agree, whole, rand
     agree(GPTQ, "--format", "dense")
 
 
+def test_a_budget_is_planned_beside_an_output_that_exists(main, capsys, shallow_model_dir, tmp_path):
+    out, losses = tmp_path / "model.gguf", tmp_path / "losses.json"
+    command = ["gguf", shallow_model_dir, "-o", out, "--bpw", 9, "--losses", losses, "--samples", 2, "--length", 16]
+    assert main(*command) == 0
+    capsys.readouterr()
+    assert main("plan", *command) == 0
+    assert "it exists already; to run this, give another file, or --overwrite" in capsys.readouterr().err
+    before = out.read_bytes()
+    assert main(*command) == 2
+    assert out.read_bytes() == before
+
+
 def test_a_plan_is_made_beside_an_output_and_says_so(main, capsys, tiny_model_dir, tmp_path):
     out = tmp_path / "out"
     command = ["rtn", tiny_model_dir, "--group-size", "64", "-o", out]

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -158,7 +160,8 @@ def command(dry: bool) -> Callable[..., None]:
             computes = not (dry or execution.dry_run or execution.print_recipe)
             with ExitStack() as stack:
                 output = output_of(out, GGUF, values["overwrite"] or not computes)
-                job, stop = _budgeted({**values, "out": out}, lambda: computes and stack.enter_context(output))
+                begin = partial(stack.enter_context, output) if computes else None
+                job, stop = _budgeted({**values, "out": out}, begin)
                 start(job, execution=execution, dry=dry, stop=stop, output=output if computes else None)
 
     return run
@@ -211,10 +214,10 @@ def _named(values: dict[str, Any]) -> Path:
     return path_beside(values["model"], f"{budget.label(values)}.gguf")
 
 
-def _budgeted(values: dict[str, Any], begin: Callable[[], object]) -> tuple[Job, Stop]:
+def _budgeted(values: dict[str, Any], begin: Callable[[], object] | None) -> tuple[Job, Stop]:
     """The job of a budget, for which types are chosen first by what they lose on text, and its deadline.
 
-    begin: called once the budget is known to be possible.
+    begin: called once the budget is known to be possible; None for a plan, beside which the output may exist.
     """
     refuse_several("choosing types by a size")
     wanted = budget_or_divergence(values["size"], values["bpw"], values["kl"])
@@ -227,10 +230,10 @@ def _budgeted(values: dict[str, Any], begin: Callable[[], object]) -> tuple[Job,
             values["model"],
             wanted,
             values["losses"],
-            options,
+            replace(options, overwrite=options.overwrite or begin is None),
             steps.at,
             lambda done: stop(0),
-            begin,
+            begin or (lambda: None),
             values["kl"],
         )
     return Job(found.recipe, values["model"], options, found.ledger), stop
