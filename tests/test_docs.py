@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,39 +10,14 @@ import pytest
 import torch
 import yaml
 
+from documents import DOCUMENTS, ROOT, code_of, ours, understood
 from llmcompress.cli.app import parser
-from llmcompress.cli.log import log
 from llmcompress.grids.grid_type import spec_named
 from llmcompress.grids.integer import IntegerGrid
 from llmcompress.packing.bits import pack
 
-ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 INDEX = ROOT / "docs" / "index.md"
 WORKFLOWS = re.findall(r"^```yaml\n(.*?)^```$", (ROOT / "docs" / "ci.md").read_text(), flags=re.MULTILINE | re.DOTALL)
-
-
-def commands(text):
-    """Every `llmcompress ...` that begins a line of a script, without what the shell does with it."""
-    for line in text.replace("\\\n", " ").splitlines():
-        if line.strip().startswith("llmcompress "):
-            words = shlex.split(line, comments=True)
-            shell = [number for number, word in enumerate(words) if word in ("||", "&&", ";") or word.startswith(">")]
-            yield words[1 : shell[0] if shell else None]
-
-
-def understood(words):
-    """The innermost command's context, its options read and checked; as the program itself does it."""
-    command, context = parser(), None
-    try:
-        while True:
-            context = command.make_context(words[0] if words else "", list(words), parent=context)
-            if not hasattr(command, "commands"):
-                context.close()
-                return context
-            _, command, words = command.resolve_command(context, [*context._protected_args, *context.args])
-    finally:
-        log.close()
 
 
 def scripts(node):
@@ -59,21 +33,57 @@ def scripts(node):
             yield from scripts(item)
 
 
-def in_document(file):
-    """Commands in the code of a document: lines set in by four spaces, or fenced."""
-    text = file.read_text()
-    fenced = re.findall(r"^```\w*\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-    return list(commands("\n".join([*fenced, *re.findall(r"^ {4}(.*)$", text, flags=re.MULTILINE)])))
-
-
 @pytest.mark.parametrize("file", DOCUMENTS, ids=lambda file: file.name)
 def test_every_command_in_the_documents_is_understood(file):
-    for words in in_document(file):
+    for words in ours(code_of(file)):
         assert understood(words) is not None, words
 
 
+def options_of(command):
+    """The options of a command, or of all below it."""
+    below = getattr(command, "commands", {}).values()
+    own = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    return own.union(*map(options_of, below))
+
+
+def in_words(file):
+    """What a document's words call a command with options, such as `eval --tasks`: the command, the options."""
+    for span in re.findall(
+        r"`(?:next: )?(?:llmcompress )?([^`]+)`", re.sub(r"```.*?```", "", file.read_text(), flags=re.S)
+    ):
+        words, command = span.split(), parser()
+        while words and words[0] in getattr(command, "commands", {}):
+            command = command.commands[words.pop(0)]
+        if command is not parser():
+            yield command, {word.partition("=")[0] for word in words if word.startswith("--")}
+
+
+@pytest.mark.parametrize(
+    "file", [*DOCUMENTS, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"], ids=lambda file: file.name
+)
+def test_every_option_that_words_name_is_one_of_its_command(file):
+    for command, options in in_words(file):
+        assert options <= {"--help"} | options_of(command), command.name
+
+
+def test_options_are_found_in_words():
+    found = [(command.name, option) for command, options in in_words(ROOT / "docs" / "cli.md") for option in options]
+    assert {("eval", "--tasks"), ("lora", "--rank"), ("verify", "--source")} <= set(found)
+
+
+def test_every_command_that_methods_md_advises_can_be_planned(main, shallow_model_dir, tmp_path):
+    advised = [line.split("|")[3] for line in (ROOT / "docs" / "methods.md").read_text().split("##")[0].splitlines()
+               if line.startswith("| ")][1:]  # fmt: skip
+    commands = [span.split() for cell in advised for span in re.findall(r"`([^`]+)`", cell) if not span.startswith("-")]
+    assert len(commands) > 10
+    for name, *options in commands:
+        place = 1 if name == "run" else 0
+        words = [name, *options[:place], shallow_model_dir, *options[place:], "-o", tmp_path / "out"]
+        assert main("plan", *words) == 0, words
+
+
 def test_there_are_commands_in_the_documents():
-    found = {file.name: len(in_document(file)) for file in DOCUMENTS}
+    found = {file.name: len(ours(code_of(file))) for file in DOCUMENTS}
     assert found["README.md"] > 5
     assert found["ci.md"] > 10
 
@@ -86,7 +96,7 @@ def test_a_command_that_does_not_exist_would_be_noticed(words):
 
 @pytest.mark.parametrize("text", WORKFLOWS, ids=["github", "gitlab"])
 def test_workflows_are_yaml_whose_commands_are_understood(text):
-    found = [words for script in scripts(yaml.safe_load(text)) for words in commands(script)]
+    found = [words for script in scripts(yaml.safe_load(text)) for words in ours(script)]
     assert [words[0] for words in found] == ["recipe", "run", "verify", "eval"]
     for words in found:
         understood(words)

@@ -3,14 +3,17 @@
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from llmcompress.cli.log import log
 
+CI = Path(__file__).parents[2] / "docs" / "ci.md"
 SHORT = ["--bits", 4, "--group-size", 64, "--samples", 2, "--length", 16]
 
 
@@ -46,6 +49,16 @@ def test_a_run_as_events(events, tiny_model_dir, tmp_path):
     assert [event["name"] for event in told] == [record["name"] for record in report["linears"]]
     assert [event["loss"] for event in told] == [record["loss"] for record in report["linears"]]
     assert [event["layer"] for event in found if event["event"] == "layer"] == [0, 1, 2, 3]
+    for event in found:
+        assert event["event"] == "matrix" or event.keys() - {"event", "elapsed"} <= documented()[event["event"]]
+
+
+def documented():
+    """The fields of each event, and what else its row of the table in docs/ci.md names."""
+    table = CI.read_text().split("## stderr: events")[1].split("\n\n`-q`")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| `")]
+    return {name: set(re.findall(r"`(\w+)`", fields)) for names, _, fields in rows
+            for name in re.findall(r"`(\w+)`", names)}  # fmt: skip
 
 
 def test_decisions_gates_and_failures_are_events(events, random_model_dir, tmp_path):
@@ -72,7 +85,7 @@ def test_a_run_that_stops_and_goes_on(events, random_model_dir, tmp_path):
     assert "run the same command again" in found[-1]["hint"]
     code, found = events(*command)
     assert code == 0
-    assert next(event for event in found if event["event"] == "running")["finished_before"] == 1
+    assert next(event for event in found if event["event"] == "running")["finished_layers"] == 1
 
 
 def test_eval_tells_its_progress_and_figures(events, tiny_model_dir):
@@ -88,6 +101,11 @@ def test_eval_tells_its_progress_and_figures(events, tiny_model_dir):
 def test_quiet_leaves_progress_out(events, tiny_model_dir, tmp_path):
     _, found = events("rtn", tiny_model_dir, "-o", tmp_path / "out", "--group-size", 64, "-q")
     assert [event["event"] for event in found] == ["started", "planned", "written", "done"]
+    _, whole = events("rtn", tiny_model_dir, "-o", tmp_path / "loud", "--group-size", 64,
+                      "--set", "o_proj: {skip: true}")  # fmt: skip
+    left_out = {event["event"] for event in whole} - {"started", "planned", "written", "done"}
+    said = re.search(r"^`-q` leaves out (.*)\.$", CI.read_text(), flags=re.MULTILINE)[1]
+    assert {*left_out, "progress"} == set(re.findall(r"`(\w+)`", said))
 
 
 @pytest.mark.parametrize("option", [["--log-format", "json"], ["--log-format=json"]])

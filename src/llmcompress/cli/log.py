@@ -89,7 +89,7 @@ class Logged(Progress):
 
     def start(self, layers: int, done: int) -> None:
         self.layers, self.losses, self.tokens_seen, self.begun = layers, list[float](), 0, time.perf_counter()
-        log.event("running", layers=layers, finished_before=done)
+        log.event("running", layers=layers, finished_layers=done)
 
     def gradients(self, done: int, of: int) -> None:
         log.event("progress", what="gradients", done=done, of=of)
