@@ -47,13 +47,16 @@ def compared(recipe: Path, args: argparse.Namespace) -> Row:
 
 def table(rows: dict[str, Row]) -> str:
     """As Markdown, in the order they were asked for."""
-    lines = ["| recipe | bits per weight | KL (95%) | KL expected | perplexity | top-1 |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| recipe | bits per quantised weight | KL (95%) | KL expected | perplexity | top-1 |",
+        "|---|---|---|---|---|---|",
+    ]
     for name, row in rows.items():
         low, high = row["kl_ci"]
         expected = f"{row['kl_expected']:.4f}" if "kl_expected" in row else ""
         kl = f"{row['kl']:.4f} ({low:.4f} to {high:.4f})"
         figures = f"{kl} | {expected} | {row['perplexity']:.2f} | {row['top1']:.1%}"
-        lines.append(f"| {name} | {row['bits_per_weight']:.3f} | {figures} |")
+        lines.append(f"| {name} | {row['bits_per_quantised_weight']:.3f} | {figures} |")
     return "\n".join(lines)
 
 

@@ -39,7 +39,7 @@ def measured(recipe: Path, args: argparse.Namespace) -> Row:
     return {
         **asdict(cost),
         "bytes": result["output_bytes"],
-        "bits_per_weight": result["bits_per_weight"],
+        "bits_per_quantised_weight": result["bits_per_quantised_weight"],
         **{key: figures[key] for key in ("perplexity", "kl", "kl_ci", "top1")},
     }
 
@@ -47,13 +47,14 @@ def measured(recipe: Path, args: argparse.Namespace) -> Row:
 def table(rows: dict[str, Row]) -> str:
     """As Markdown, in the order of the recipes."""
     lines = [
-        "| recipe | bits per weight | perplexity | KL (95%) | top-1 | CPU s | peak MB |",
+        "| recipe | bits per quantised weight | perplexity | KL (95%) | top-1 | CPU s | peak MB |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, row in rows.items():
         low, high = row["kl_ci"]
         kl = f"{row['kl']:.4f} ({low:.4f} to {high:.4f})"
-        figures = f"{row['bits_per_weight']:.2f} | {row['perplexity']:.2f} | {kl} | {row['top1']:.1%}"
+        bits = row["bits_per_quantised_weight"]
+        figures = f"{'' if bits is None else format(bits, '.2f')} | {row['perplexity']:.2f} | {kl} | {row['top1']:.1%}"
         lines.append(f"| {name} | {figures} | {row['cpu_s']:.0f} | {row['peak_mb']:.0f} |")
     return "\n".join(lines)
 

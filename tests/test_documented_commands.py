@@ -75,8 +75,18 @@ def place(shallow_model_dir, tiny_model_dir, tiny_eval_text, tmp_path, monkeypat
     shutil.copy(tiny_eval_text, tmp_path / "text")
     (tmp_path / "reports").mkdir()
     shutil.copy(ROOT / "configs" / "gptq-w4.yaml", tmp_path / "recipe.yaml")
+    with_own_head(tmp_path / "MODEL")
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def with_own_head(model):
+    """Give a model a head that is not its embedding, which --head-bits rounds in any format."""
+    tensors = load_file(model / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
 
 
 def with_further_layers(model):

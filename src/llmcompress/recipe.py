@@ -87,7 +87,7 @@ class Expected(_Strict):
     """What was expected of a recipe when it was made to fit a budget; it says nothing about how to carry it out."""
 
     kl: float = Field(ge=0, le=1e9, description="KL divergence from the original, nats per token")
-    bits_per_weight: float = Field(gt=0, le=64, description="stored bits per quantised weight, scales included")
+    bits_per_quantised_weight: float = Field(gt=0, le=64, description="stored bits, scales included")
     output_bytes: int = Field(gt=0, lt=1 << 63, description="bytes of all weight files")
 
 

@@ -50,7 +50,7 @@ def test_the_plan_names_every_tensor_and_the_size_to_the_byte(model, main, capsy
     told = next(line for line in printed.splitlines() if "weight files" in line)
     size, bits = told.split(maxsplit=2)[2].strip().removesuffix(" bits per quantised weight").split(" bytes exactly, ")
     assert size == f"{planned['output_bytes']:,}"
-    assert float(bits) == pytest.approx(planned["bits_per_weight"], abs=6e-4)
+    assert float(bits) == pytest.approx(planned["bits_per_quantised_weight"], abs=6e-4)
 
 
 def test_a_file_without_quantised_weights_has_no_bits_per_quantised_weight(model, main, capsys):

@@ -27,7 +27,9 @@ def test_one_command_writes_what_two_write_wherever_it_was_stopped(shallow_model
     assert code == 0
     assert starts == 4 + 1  # steps of measuring but one, layers but one
     assert [path.name for path in out.parent.iterdir()] == ["out"]
-    assert (recipe := yaml.safe_load((out / "llmcompress.yaml").read_text()))["expected"]["bits_per_weight"] <= 5
+    assert (recipe := yaml.safe_load((out / "llmcompress.yaml").read_text()))["expected"][
+        "bits_per_quantised_weight"
+    ] <= 5
     ours, theirs = files(out), files(both)
     for report in (ours, theirs):
         report["report.json"] = {**json.loads(report["report.json"]), "ledger": None, "sha256": None}

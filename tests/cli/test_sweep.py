@@ -239,6 +239,7 @@ def test_gates_of_every_run(swept, tmp_path):
 
 def test_figures_that_are_not_finite_fail_the_sweep(swept, main, capsys, monkeypatch, recipe, tiny_model_dir, tmp_path):
     nothing = {"perplexity": float("nan"), "ref_perplexity": 3.0, "kl": float("nan"), "kl_ci": [float("nan")] * 2}
+    nothing |= {"tokens": 62, "windows": 2, "kv_cache": None}
     monkeypatch.setattr(llmcompress.validate.evaluation_cache, "evaluate_paths", lambda *_: nothing)
     code, found = swept(*EVALUATE, "--junit", tmp_path / "a.xml", lists=("--bits", "4"))
     assert code == 3

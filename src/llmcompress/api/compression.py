@@ -77,7 +77,8 @@ def plan(
 
     The plan has `recipe`, `out` and `work` (paths), `layers` (the matrices of each layer: `module`, `grid`, `method`),
     `tensors` (name, dtype and shape of all that is written), `estimate` (exact `output_bytes`; `memory_bytes`,
-    `work_bytes`, `passes`, `bits_per_weight`) and `ledger`. Raises LlmcompressError for what `compress` would refuse.
+    `work_bytes`, `passes`, `bits_per_weight` of all tensors) and `ledger`. Raises LlmcompressError for what `compress`
+    would refuse.
 
         >>> plan = llmcompress.plan("model", method="rtn", bits=8)
         >>> plan.estimate.output_bytes < plan.estimate.source_bytes

@@ -71,7 +71,7 @@ def fit(
     `gguf`, as `compress` takes them. Raises LlmcompressError.
 
         >>> fitted = llmcompress.fit("model", bpw=5.5, method="rtn", bits=(4, 8), samples=2, length=64)
-        >>> fitted.recipe.expected.bits_per_weight <= 5.5
+        >>> fitted.recipe.expected.bits_per_quantised_weight <= 5.5
         True
         >>> result = llmcompress.compress("model", fitted.recipe, "model-fitted")
     """

@@ -31,8 +31,14 @@ class Result:
 
     @property
     def bits_per_weight(self) -> float | None:
-        """Stored bits for each quantised weight, scales included; None where the run quantised nothing."""
+        """Stored bits for each weight of all tensors; None of models that lost parts and of adapters."""
         bits = self.report.get("bits_per_weight")
+        return None if bits is None else float(bits)
+
+    @property
+    def bits_per_quantised_weight(self) -> float | None:
+        """Stored bits for each quantised weight, scales included; None where the run quantised nothing."""
+        bits = self.report.get("bits_per_quantised_weight")
         return None if bits is None else float(bits)
 
     @property

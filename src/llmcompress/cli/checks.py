@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,8 +13,10 @@ from llmcompress.api import verification
 from llmcompress.cli import console
 from llmcompress.cli import options as flags
 from llmcompress.cli.gates import GateCase, gated
+from llmcompress.store.headers import read_json
 
 if TYPE_CHECKING:
+    from llmcompress.store.headers import ModelHeaders
     from llmcompress.validate.findings import Check
 
 
@@ -89,6 +92,7 @@ def inspect(
         "files": len(headers.files),
         "tensors": len(headers.tensors),
         "bytes": headers.nbytes,
+        "bits_per_weight": _bits_per_weight(headers),
         "bytes_by_type": dict(sorted(kinds.items())),
         "quantization": quantization,
     }
@@ -102,6 +106,16 @@ def inspect(
     console.table(None, ("", ""), [(key.replace("_", " "), str(value)) for key, value in shown.items()])
     if tensors:
         _tensor_table(rows)
+
+
+def _bits_per_weight(headers: "ModelHeaders") -> float | None:
+    """Bits of all tensors for each weight; of packed codes as the report says, None where there is none."""
+    report = headers.path / "report.json"
+    if headers.config.get("quantization_config") is not None:
+        said = read_json(report).get("bits_per_weight") if report.is_file() else None
+        return said if isinstance(said, float) else None
+    weights = sum(prod(stored.spec.shape) for stored in headers.tensors.values())
+    return round(8 * headers.nbytes / weights, 4) if weights else None
 
 
 def _inspect_gguf(file: Path, tensors: bool, json_: bool) -> None:

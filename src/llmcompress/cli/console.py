@@ -94,9 +94,9 @@ def next_step(*words: object) -> None:
         say(f"next: llmcompress {shlex.join(map(str, words))}")
 
 
-def bits(per_weight: float) -> str:
+def bits(per_weight: float | None) -> str:
     """The bits of a quantised weight for people, after a comma; nothing where no weight is quantised."""
-    return f", {per_weight:.3f} bits per quantised weight" if per_weight else ""
+    return f", {per_weight:.3f} bits per quantised weight" if per_weight is not None else ""
 
 
 class Watching(RunProgress):

@@ -169,8 +169,9 @@ def _tell(found: FitResult, values: dict[str, Any]) -> None:
         typer.echo(found.recipe.as_yaml(), nl=False)
     where = "recipe" if values["out"] is None else values["out"]
     console.say(
-        f"{where}: expects a KL divergence of {expected.kl:.4g} nats per token, {expected.bits_per_weight:.3f} bits "
-        f"per quantised weight; weight files of {expected.output_bytes:,} bytes exactly"
+        f"{where}: expects a KL divergence of {expected.kl:.4g} nats per token, "
+        f"{expected.bits_per_quantised_weight:.3f} bits per quantised weight; "
+        f"weight files of {expected.output_bytes:,} bytes exactly"
     )
     if values["out"] is not None:
         console.next_step("run", values["out"], values["model"])

@@ -49,7 +49,7 @@ def _facts(plan: "Plan") -> dict[str, Any]:
         "gpu_memory_bytes": cost.gpu_bytes,
         "batch": plan.batch,
         "passes": cost.passes,
-        "bits_per_weight": round(cost.bits_per_weight, 4),
+        **cost.bits(),
         "decoder_share": round(decoder_share(plan).changed, 4),
         "matrices": [
             {
@@ -90,7 +90,7 @@ def _show(plan: "Plan") -> None:
             ("decoder", _decoder(plan)),
             ("loads in", ", ".join(labels(_loaded(plan), options.tp, options.target)) or "nothing known"),
             *_unchanged(plan),
-            ("weight files", f"{cost.output_bytes:,} bytes exactly{console.bits(cost.bits_per_weight)}"),
+            ("weight files", f"{cost.output_bytes:,} bytes exactly{console.bits(cost.bits_per_quantised_weight)}"),
             ("peak memory", f"about {console.size(cost.memory_bytes)}"),
             *(
                 [("GPU memory", f"about {console.size(cost.gpu_bytes)}, {_windows(plan)} at once")]

@@ -217,7 +217,7 @@ def _log_plan(plan: "Plan", finished: bool) -> None:
         work_bytes=cost.work_bytes,
         memory_bytes=cost.memory_bytes,
         gpu_memory_bytes=cost.gpu_bytes,
-        bits_per_weight=round(cost.bits_per_weight, 4),
+        **cost.bits(),
     )
 
 
@@ -231,14 +231,14 @@ def tell(plan: "Plan", result: Result, quiet: bool) -> None:
             "written",
             output=str(plan.out),
             bytes=cost.output_bytes,
-            bits_per_weight=round(cost.bits_per_weight, 4),
+            **cost.bits(),
             seconds=result.seconds,
             peak_memory_bytes=result.peak_memory_bytes,
         )
         return
     written = f"{console.size(cost.output_bytes)}, {cost.output_bytes / cost.source_bytes:.0%} of the source"
     took = f"{result.seconds:.1f} s, peak memory {console.size(result.peak_memory_bytes)}"
-    console.say(f"{plan.out}: {written}{console.bits(cost.bits_per_weight)}; {took}")
+    console.say(f"{plan.out}: {written}{console.bits(cost.bits_per_quantised_weight)}; {took}")
     if not quiet:
         adapter = () if plan.options.adapter is None else ("--adapter", plan.options.adapter)
         console.next_step("verify", plan.out, "--source", plan.headers.path, *adapter)

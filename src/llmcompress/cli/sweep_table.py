@@ -43,7 +43,8 @@ def show_runs(runs: Sequence[Run], model: Path, as_json: bool, measured: bool) -
 
 def _figures(run: Run, measured: bool) -> list[str]:
     cost, found = run.plan.estimate, run.figures
-    columns = [console.size(cost.output_bytes), f"{cost.bits_per_weight:.3f}" if cost.bits_per_weight else ""]
+    bits = cost.bits_per_quantised_weight
+    columns = [console.size(cost.output_bytes), f"{bits:.3f}" if bits is not None else ""]
     if not measured:
         return columns
     if not found:
@@ -74,7 +75,7 @@ def _facts(run: Run) -> dict[str, Any]:
         "bits": None if grid is None else grid.bits,
         "group_size": None if grid is None else grid.group_size,
         "output_bytes": cost.output_bytes,
-        "bits_per_weight": round(cost.bits_per_weight, 4),
+        **cost.bits(),
         "seconds": None if run.result is None else run.result.seconds,
         "figures": run.figures or None,
     }

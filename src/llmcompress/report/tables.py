@@ -49,13 +49,18 @@ _FIGURES = (
 _WRITTEN: dict[str, Callable[[float], str]] = {"top1": "{:.1%}".format, "perplexity": "{:.2f}".format}
 
 
+def _bits(count: float | None) -> str:
+    return "" if count is None else f"{count:.3f}"
+
+
 def summary(outputs: Sequence[ReportedOutput]) -> Summary:
     """The outputs side by side."""
     made: list[tuple[str, list[Value]]] = [
         ("Format", [Value(output.report.format) for output in outputs]),
         ("Method", [Value(_method(output.report)) for output in outputs]),
         ("Size", [Value(size(output.report.output_bytes), [_share(output.report)]) for output in outputs]),
-        ("Bits per quantised weight", [Value(f"{output.report.bits_per_weight:.3f}") for output in outputs]),
+        ("Bits per weight", [Value(f"{output.report.bits_per_weight:.3f}") for output in outputs]),
+        ("Bits per quantised weight", [Value(_bits(output.report.bits_per_quantised_weight)) for output in outputs]),
     ]
     groups: list[tuple[str, list[tuple[str, list[Value]]]]] = [("", made)]
     texts = {found.text.tokens_sha256: found for output in outputs for found in output.evaluations}

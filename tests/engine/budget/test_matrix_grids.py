@@ -94,7 +94,7 @@ def test_it_is_closer_than_one_grid_and_what_it_expects_is_near(tiny_model_dir, 
     mixed = measured(write(found.recipe, tiny_model_dir, tmp_path / "mixed"), tiny_model_dir)
     plain = measured(write(recipe(bits=3, group_size=32), tiny_model_dir, tmp_path / "plain"), tiny_model_dir)
     report = json.loads((tmp_path / "mixed" / "report.json").read_text())
-    assert 3.45 < report["bits_per_weight"] <= 3.5
+    assert 3.45 < report["bits_per_quantised_weight"] <= 3.5
     assert mixed["kl"] < 0.7 * plain["kl"]
     assert mixed["kl_expected"] == report["recipe"]["expected"]["kl"] == found.recipe.expected.kl
     assert 0.6 < mixed["kl_expected"] / mixed["kl"] < 1.6
@@ -173,7 +173,7 @@ def test_the_best_combination_is_found_among_those_that_the_runtime_can_fuse(ran
     for budget in (4.125, 4.3, 4.6, 5.0, 5.7, 6.4, 7.5, 8.2):
         fit = fitted(model, made, tmp_path, bpw=budget, **resources)
         best = min(loss for bits, loss in table if bits <= budget)
-        assert fit.plan.estimate.bits_per_weight <= budget
+        assert fit.plan.estimate.bits_per_quantised_weight <= budget
         assert best <= fit.recipe.expected.kl * (1 + 1e-5)
         assert fit.recipe.expected.kl <= best * 1.25
         for members in fused(fit.plan.entries).values():
@@ -185,7 +185,7 @@ def test_floats_of_several_types_are_chosen_and_beat_the_one_that_most_have(tiny
     made = recipe("compressed-tensors")
     fit = fitted(tiny_model_dir, made, tmp_path, types=("nvfp4", "fp8"), bpw=5.5, target="vllm")
     assert {chosen.grid.name for chosen in fit.losses} == {"nvfp4", "fp8-row"}
-    assert 5 < fit.plan.estimate.bits_per_weight <= 5.5
+    assert 5 < fit.plan.estimate.bits_per_quantised_weight <= 5.5
     mixed = measured(write(fit.recipe, tiny_model_dir, tmp_path / "mixed"), tiny_model_dir)
     alone = measured(
         write(recipe("compressed-tensors", type="nvfp4"), tiny_model_dir, tmp_path / "nvfp4"), tiny_model_dir
@@ -303,9 +303,9 @@ def test_who_cannot_mix_is_refused_before_measuring(form, target, bits, what, ti
 def test_dense_files_know_no_size_but_bits(tiny_model_dir, kept, unmeasured, tmp_path):
     with pytest.raises(PlanError, match="files of format dense are of one size"):
         fitted(tiny_model_dir, recipe("dense"), tmp_path, kept, size=10**7)
-    assert fitted(tiny_model_dir, recipe("dense"), tmp_path, kept, bpw=4).recipe.expected.bits_per_weight <= 4
+    assert fitted(tiny_model_dir, recipe("dense"), tmp_path, kept, bpw=4).recipe.expected.bits_per_quantised_weight <= 4
     expected = fitted(tiny_model_dir, recipe("dense"), tmp_path, kept, kl=0.004).recipe.expected
-    assert (0.0036 < expected.kl <= 0.004, 2.2 < expected.bits_per_weight < 5) == (True, True)
+    assert (0.0036 < expected.kl <= 0.004, 2.2 < expected.bits_per_quantised_weight < 5) == (True, True)
     with pytest.raises(PlanError, match="only one grid for each matrix"):
         fitted(tiny_model_dir, recipe("dense"), tmp_path, kept, bpw=4, bits=(4,), sizes=(32,))
 

@@ -17,6 +17,7 @@ from llmcompress.engine.budget.matrix_groups import (
     stored_bits,
 )
 from llmcompress.engine.budget.patterns import CHOSEN, options_of, patterns_of
+from llmcompress.engine.plan.estimate import Estimate
 from llmcompress.engine.plan.make_plan import format_of, make_plan
 from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.plan.run_options import Options
@@ -102,14 +103,22 @@ def fitted_to_grids(
     chosen, plan = fitting.least(losses, smallest) if wanted.kl is None else fitting.within(losses, wanted.kl)
     kl = sum(loss for _, _, loss in chosen)
     estimate = plan.estimate
-    bits = estimate.bits_per_weight
+    bits = _bits(estimate)
     ledger.note(
         "budget",
         f"{bits:.3f} bits per quantised weight",
         f"a KL divergence of {kl:.3g} nats per token is expected of rounding",
     )
-    expected = Expected(kl=float(f"{kl:.6g}"), bits_per_weight=round(bits, 4), output_bytes=estimate.output_bytes)
+    expected = Expected(
+        kl=float(f"{kl:.6g}"), bits_per_quantised_weight=round(bits, 4), output_bytes=estimate.output_bytes
+    )
     return GridFit(plan.recipe.model_copy(update={"expected": expected}), plan, chosen, ledger)
+
+
+def _bits(estimate: Estimate) -> float:
+    """Bits per quantised weight: grids are chosen for one matrix at least."""
+    assert estimate.bits_per_quantised_weight is not None
+    return estimate.bits_per_quantised_weight
 
 
 def _destination(recipe: Recipe, model: Path, options: Options) -> Destination:
@@ -186,7 +195,13 @@ class _Fitting:
         plan = self.planned([costs.index(min(costs)) for costs in self.costs])
         if self.excess(plan) > 0:
             estimate = plan.estimate
-            raise impossible(self.budget, "grids", estimate.output_bytes, estimate.bits_per_weight, "quantised weight")
+            raise impossible(
+                self.budget,
+                "grids",
+                estimate.output_bytes,
+                _bits(estimate),
+                "quantised weight",
+            )
         return plan
 
     def _choices(self, losses: dict[str, dict[str, float]]) -> list[list[Choice]]:
@@ -223,5 +238,5 @@ class _Fitting:
         plan = self.planned(numbers)
         if self.excess(plan) > 0:
             estimate = plan.estimate
-            raise too_little(self.budget, kl, estimate.output_bytes, estimate.bits_per_weight, "quantised weight")
+            raise too_little(self.budget, kl, estimate.output_bytes, _bits(estimate), "quantised weight")
         return self._taken(choices, numbers), plan

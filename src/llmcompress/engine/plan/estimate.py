@@ -11,6 +11,8 @@ class Estimate:
 
     passes: forward passes over the calibration set through the whole model (a partial pass counts as one, the way back
     of gradients as another). gpu_bytes: of tensors on the GPU, where one is used; memory_bytes is main memory.
+    bits_per_weight: of all tensors that are written; bits_per_quantised_weight: of what is quantised, scales included,
+    None where nothing is.
     """
 
     output_bytes: int
@@ -19,21 +21,32 @@ class Estimate:
     passes: int
     source_bytes: int
     bits_per_weight: float
+    bits_per_quantised_weight: float | None
     gpu_bytes: int = 0
 
+    def bits(self) -> dict[str, float | None]:
+        """Bits per weight and per quantised weight as documents have them."""
+        quantised = self.bits_per_quantised_weight
+        return {
+            "bits_per_weight": round(self.bits_per_weight, 4),
+            "bits_per_quantised_weight": None if quantised is None else round(quantised, 4),
+        }
 
-def estimate(run: RunMemory, output_bytes: int) -> Estimate:
-    """Costs of a run whose weight files have `output_bytes`."""
+
+def estimate(run: RunMemory, output_bytes: int, bits_per_weight: float) -> Estimate:
+    """Costs of a run whose weight files have `output_bytes`, and bits_per_weight of all tensors."""
     sizes = [(plan.entry.out_features * plan.entry.in_features, plan) for plan in run.matrices]
     weights, memory = sum(size for size, _ in sizes), run.model()
-    bits = sum(size * plan.grid.bits_per_weight(plan.entry.in_features) for size, plan in sizes)
+    rounded = [(size, plan) for size, plan in sizes if plan.entry.grid is not None]  # not where zeros alone are chosen
+    bits = sum(size * plan.grid.bits_per_weight(plan.entry.in_features) for size, plan in rounded)
     return Estimate(
         output_bytes=output_bytes,
         work_bytes=int(weights * 1.1) + (_windows(run) if run.calibrated else 0),
         memory_bytes=memory.peak("host"),
         passes=((2 if run.paired else 1) + 3 * run.weighed) if run.calibrated else 0,
         source_bytes=run.headers.nbytes,
-        bits_per_weight=bits / weights if weights else 0.0,
+        bits_per_weight=bits_per_weight,
+        bits_per_quantised_weight=bits / sum(size for size, _ in rounded) if rounded else None,
         gpu_bytes=memory.peak("gpu"),
     )
 

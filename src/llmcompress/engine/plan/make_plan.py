@@ -69,7 +69,7 @@ def _plan_for_any_target(recipe: Recipe, model: Path, options: Options) -> Plan:
     resources = choose_resources(options, recipe.calibration, lambda resources: run_with(resources).model(), experts)
     if resources.experts_on_demand:
         ledger.note("experts_on_demand", str(resources.batch), "windows run at once, which read all experts of a layer")
-    cost = estimate(run_with(resources), layout.nbytes)
+    cost = estimate(run_with(resources), layout.nbytes, layout.bits_per_weight(entries))
     check_disk(out, work, cost)
     return Plan(
         recipe=recipe,

@@ -5,6 +5,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -107,6 +108,14 @@ class OutputLayout:
     nbytes: int
     files: tuple[GgufFile, ...] = ()
     modelfile: str | None = None
+
+    def bits_per_weight(self, entries: Sequence[Entry]) -> float:
+        """Bits of all tensors over the number of weights that they hold. entries: what the weights are decoded to."""
+        shapes = [placed.tensor.shape for file in self.files for placed in file.tensors]
+        shapes = shapes or [entry.source.shape for entry in entries]
+        stored = [placed.nbytes for file in self.files for placed in file.tensors]
+        stored = stored or [tensor.nbytes for tensor in self.tensors]
+        return 8 * sum(stored) / max(sum(map(prod, shapes)), 1)
 
 
 @dataclass(frozen=True)

@@ -96,11 +96,12 @@ def _bits(plan: Plan) -> list[int]:
 
 
 def _figures(plan: Plan, errors: Sequence[float]) -> dict[str, str]:
-    cost = plan.estimate
+    cost, quantised = plan.estimate, plan.estimate.bits_per_quantised_weight
     return {
         "bytes of weights": f"{cost.output_bytes:,}",
         "share of the source": f"{cost.output_bytes / cost.source_bytes:.1%}",
-        "bits per quantised weight": f"{cost.bits_per_weight:.3f}",
+        "bits per weight": f"{cost.bits_per_weight:.3f}",
+        **({} if quantised is None else {"bits per quantised weight": f"{quantised:.3f}"}),
         "mean relative error of a matrix": f"{sum(errors) / max(len(errors), 1):.4f}",
     }
 

@@ -189,7 +189,10 @@ class Report(Document):
     kv_cache: KvCacheRanges | None
     compute_dtype: str
     output_bytes: Count = Field(description="of the weight files")
-    bits_per_weight: Magnitude = Field(description="of quantised weights, scales and zero points included")
+    bits_per_weight: Magnitude = Field(description="of all tensors")
+    bits_per_quantised_weight: Magnitude | None = Field(
+        description="of quantised weights, scales and zero points included; null where none is quantised"
+    )
     linears: list[Linear] = Field(description="in order of execution")
     sites: list[ScaledSite]
     ledger: list[LedgerEntry]

@@ -40,7 +40,7 @@ def build_report(
         "kv_cache": kv_cache,
         "compute_dtype": plan.dtype,
         "output_bytes": plan.estimate.output_bytes,
-        "bits_per_weight": round(plan.estimate.bits_per_weight, 4),
+        **plan.estimate.bits(),
         **records,
         "ledger": ledger.as_json(),
         "tensors": dict(tensors),

@@ -86,7 +86,8 @@ class PrintedPlan(Document):
     gpu_memory_bytes: Count = Field(description="of tensors on the GPU, about; 0 where none is used")
     batch: Positive = Field(description="windows at once")
     passes: Count = Field(description="forward passes over the text, at most")
-    bits_per_weight: Magnitude = Field(description="of quantised weights, scales and zero points included")
+    bits_per_weight: Magnitude = Field(description="of all tensors")
+    bits_per_quantised_weight: Magnitude | None = Field(description="of what is quantised, scales included")
     decoder_share: Share = Field(description="share of the decoder's weights that change")
     matrices: list[PlannedMatrix]
     tensors: list[PlannedTensor]
@@ -258,6 +259,9 @@ class InspectedDirectory(Document):
     files: Count
     tensors: Count
     bytes: Count
+    bits_per_weight: Magnitude | None = Field(
+        description="of all tensors; of packed codes as report.json says, null without it"
+    )
     bytes_by_type: dict[str, Count]
     quantization: Any = Field(description="config.json's quantization_config; null where there is none")
     tensor_list: list[InspectedTensor] | None = Field(None, description="with --tensors")
@@ -385,7 +389,8 @@ class SweptRun(Document):
     bits: Positive | None = Field(description="null where the type alone says it")
     group_size: int | None = Field(description="-1: whole rows")
     output_bytes: Count
-    bits_per_weight: Magnitude = Field(description="of quantised weights, scales and zero points included")
+    bits_per_weight: Magnitude = Field(description="of all tensors")
+    bits_per_quantised_weight: Magnitude | None = Field(description="of what is quantised, scales included")
     seconds: Magnitude | None
     figures: Figures | None
 
