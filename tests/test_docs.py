@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -128,6 +129,15 @@ def test_the_site_builds_strictly(tmp_path):
     page = (tmp_path / "site" / "index.html").read_text()
     assert "one-weight.svg" in page
     assert (tmp_path / "site" / "one-weight.svg").is_file()
+
+
+def test_the_drawing_is_that_of_the_table():
+    drawing = runpy.run_path(str(ROOT / "scripts" / "draw_pareto.py"))
+    table = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert (ROOT / "docs" / "pareto.svg").read_text() == drawing["svg"](table), "python scripts/draw_pareto.py"
+    theirs, ours = drawing["points"](table).values()
+    assert [kind for kind, *_ in ours] == [kind for kind, *_ in theirs]
+    assert len(ours) == 10
 
 
 def test_pages_fetch_nothing_while_they_are_read():

@@ -14,8 +14,8 @@ from documents import DOCUMENTS, ROOT, in_document, understood
 
 pytestmark = pytest.mark.slow
 
-MOST = {"--samples": 16, "--length": 64, "--windows": 8, "--items": 4, "--eval-windows": 4, "--steps": 8}
-"""Of options with larger values, or where a command does not say them, so that it ends soon."""
+SIZES = {"--samples": 32, "--length": 64, "--windows": 8, "--items": 4, "--eval-windows": 4, "--steps": 8}
+"""What these options say here, so that a command ends soon."""
 WORDS = {
     "1.5GB": "2MB",  # of a size
     "0.1": "0.0015",  # GB
@@ -49,15 +49,15 @@ def smaller(words):
     """The words of a command, changed to what fits the tiny model and ends soon."""
     program, *words = [WORDS.get(word, word) for word in words if word != "..."]
     for number, option in enumerate(words[:-1]):
-        if option in MOST and words[number + 1].isdecimal():
-            words[number + 1] = str(min(int(words[number + 1]), MOST[option]))
+        if option in SIZES and words[number + 1].isdecimal():
+            words[number + 1] = str(SIZES[option])
     if program == "python":
         return [name for word in words for name in (sorted(map(str, Path().glob(word))) if "*" in word else [word])]
     known = {option for parameter in understood(words).command.params for option in parameter.opts}
-    unsaid = [option for option in MOST if option in known and option not in words]
+    unsaid = [option for option in SIZES if option in known and option not in words]
     if words[0] == "eval" and "--tasks" not in words:
         unsaid = [option for option in unsaid if option != "--items"]
-    words += [word for option in unsaid for word in (option, str(MOST[option]))]
+    words += [word for option in unsaid for word in (option, str(SIZES[option]))]
     writes = "--overwrite" in known and words[0] not in ("eval", "plan")  # what a command before may have written
     return [*words, "--overwrite"] if writes else words
 
@@ -101,7 +101,7 @@ def with_further_layers(model):
 
 
 PREPARED = [  # what the documents name without saying how it came about, made by commands
-    "calib pack ds -o ds/ids.safetensors --samples 4 --length 64",
+    "calib pack ds -o ds/ids.safetensors --samples 32 --length 64",
     "imatrix model -o one.gguf --samples 2 --length 64",
     "imatrix model -o two.gguf --samples 2 --length 64",
     "fp8 vendor-as-it-was -o vendor",
