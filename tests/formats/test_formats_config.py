@@ -54,6 +54,13 @@ def test_gptq_says_what_it_skips_to_every_engine():
     assert not {"lm_head", "model.layers.1.mlp.down_proj"} & set(listed)
 
 
+def test_a_head_is_named_as_vllm_looks_for_it():
+    [group] = settings_of(PACKED, model(head=True))["config_groups"].values()
+    assert group["targets"] == ["Linear", "lm_head"]  # which it does not take for a Linear
+    [listed] = settings_of(GPTQ, model({"down_proj": None}, head=True))["modules_in_block_to_quantize"]
+    assert "lm_head" in listed
+
+
 def test_gptq_says_which_modules_have_settings_of_their_own():
     entries = model(
         {r"mlp\.down_proj": IntegerSpec(8, PER_ROW), r"mlp\.(gate|up)": IntegerSpec(8, 64), "layers.0.*o_proj": None}

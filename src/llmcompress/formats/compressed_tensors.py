@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from llmcompress.errors import CheckpointError
 from llmcompress.formats import kv_cache
 from llmcompress.formats.base import FLOAT_TYPES, Config, Entry, Reader, Specs
-from llmcompress.formats.entry_checks import Refusal, experts_of, left_alone, quantised, stored_type
+from llmcompress.formats.entry_checks import HEADS, Refusal, experts_of, left_alone, quantised, stored_type
 from llmcompress.formats.float8_tensors import float8_shape, read_float8
 from llmcompress.formats.packed_format import PackedFormat, Part, matrix_shape, stored_extents
 from llmcompress.formats.scheme_tensors import (
@@ -235,10 +235,11 @@ class CompressedTensors(PackedFormat):
 def _targets(groups: list[list[str]]) -> list[list[str]]:
     """What config groups name, by the modules of each.
 
-    Experts that are all of one group are named by a pattern, by which alone transformers finds their scheme.
+    Experts that are all of one group are named by a pattern, by which alone transformers finds their scheme. A head is
+    always named: vLLM does not take it for a Linear.
     """
     if len(groups) == 1:
-        return [["Linear"]]
+        return [["Linear", *(name for name in groups[0] if name.rpartition(".")[2] in HEADS)]]
     if sum(any(map(experts_of, modules)) for modules in groups) != 1:
         return groups
     return [list(dict.fromkeys(_EXPERTS if experts_of(name) else name for name in modules)) for modules in groups]

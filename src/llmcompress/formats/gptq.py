@@ -151,7 +151,7 @@ class GptqFormat(PackedFormat):
         # GPTQModel, vLLM and SGLang go by `dynamic`, transformers by the list of modules: whoever needs one needs both
         if others or any(entry.linear for entry in left_alone(entries)):
             settings["dynamic"] = _dynamic(entries, common)
-            settings["modules_in_block_to_quantize"] = [[entry.module for entry, _ in coded if entry.block]]
+            settings["modules_in_block_to_quantize"] = [[entry.module for entry, _ in coded]]
         settings["meta"] = {"quantizer": [f"llmcompress:{__version__}"]}
         return settings
 

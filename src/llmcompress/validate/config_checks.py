@@ -114,7 +114,7 @@ def _gptq_wrongs(directory: Directory, settings: Mapping[str, Any]) -> list[str]
     if settings["lm_head"] != (len(inside) < len(coded)):
         wrong.append(f"lm_head is {settings['lm_head']}, which the tensors deny")
     listed = settings.get("modules_in_block_to_quantize")
-    if listed is not None and sorted(name for part in listed for name in part) != inside:
+    if listed is not None and sorted(name for part in listed for name in part) not in (inside, sorted(coded)):
         wrong.append("modules_in_block_to_quantize does not list what is quantised")
     if listed is None and any(rule.startswith("-:") for rule in settings.get("dynamic") or {}):
         wrong.append("modules are skipped by `dynamic`, and modules_in_block_to_quantize is missing")
