@@ -140,13 +140,19 @@ class BitWidths(Fact):
 
 @dataclass(frozen=True)
 class Asymmetric(Fact):
-    """The runtime accepts asymmetric grids of these widths in bits only."""
+    """The runtime accepts asymmetric grids of these widths in bits only. experts: the fact is of experts alone."""
 
     bits: tuple[int, ...] = ()
+    experts: bool = False
 
     def violations(self, case: LoadCase) -> list[Violation]:
-        coded = quantised(case.entries)
-        wrong = [(entry.module, grid) for entry, grid in coded if not grid.symmetric and grid.bits not in self.bits]
+        wrong = [
+            (entry.module, grid)
+            for entry, grid in quantised(case.entries)
+            if not grid.symmetric
+            and grid.bits not in self.bits
+            and (not self.experts or experts_of(entry.module) is not None)
+        ]
         if not wrong:
             return []
         names = tuple(name for name, _ in wrong)
@@ -454,22 +460,55 @@ class Unread(Fact):
 
 @dataclass(frozen=True)
 class RoundedInputs(Fact):
-    """The runtime rounds inputs for weights of these kinds of storage (`formats.schemes`) only."""
+    """The runtime rounds inputs for weights of these kinds of storage (`formats.schemes`) only.
+
+    by_token: further kinds, for which it does so token by token only.
+    """
 
     kinds: tuple[str, ...]
+    by_token: tuple[str, ...] = ()
 
     def violations(self, case: LoadCase) -> list[Violation]:
-        wrong = [
-            entry
-            for entry, grid in quantised(case.entries)
-            if entry.inputs is not None and kind(grid, entry.inputs) not in self.kinds
-        ]
+        wrong = [entry for entry, grid in quantised(case.entries) if not self._rounds(entry, grid)]
         if not wrong:
             return []
         names = tuple(entry.module for entry in wrong)
         changes = {name: {"activations": "none"} for name in names}
         what = f"{self.why}, not {scheme_name(wrong[0])}"
         return [Violation(what, names, "use --activations none", changes, "leave inputs as they are")]
+
+    def _rounds(self, entry: Entry, grid: Spec) -> bool:
+        if entry.inputs is None:
+            return True
+        stored = kind(grid, entry.inputs)
+        return stored in self.kinds or (stored in self.by_token and entry.inputs.dynamic)
+
+
+@dataclass(frozen=True)
+class ExpertInputs(Fact):
+    """The runtime takes experts with these inputs only, the best first ("none": as they are).
+
+    takes: inputs by type of grid, of integers by kind of storage. Of others any will do.
+    """
+
+    takes: Mapping[str, tuple[str, ...]]
+
+    def violations(self, case: LoadCase) -> list[Violation]:
+        found: dict[tuple[str, str], list[str]] = {}
+        for entry, grid in quantised(case.entries):
+            taken = self.takes.get(grid.type, self.takes.get(kind(grid, entry.inputs)))
+            if experts_of(entry.module) is not None and taken is not None and _inputs(entry) not in taken:
+                found.setdefault((scheme_name(entry), taken[0]), []).append(entry.module)
+        return [
+            Violation(
+                f"{self.why}, not {scheme}",
+                tuple(names),
+                f"use --activations {best}",
+                {name: {"activations": best} for name in names},
+                "leave inputs as they are" if best == "none" else f"use {best}",
+            )
+            for (scheme, best), names in found.items()
+        ]
 
 
 @dataclass(frozen=True)
@@ -484,6 +523,30 @@ class ScalesByToken(Fact):
         changes = {name: {"activations": other.get(spec.type, "none")} for name, spec in fixed.items()}
         new = next(iter(changes.values()))["activations"]
         return [Violation(self.why, tuple(fixed), f"use --activations {new}", changes, f"use {new}")]
+
+
+@dataclass(frozen=True)
+class Schemes(Fact):
+    """Matrices of experts, or all others, have one of these schemes.
+
+    taken: the type of the grid, its bits, and inputs ("none": as they are).
+    """
+
+    taken: tuple[tuple[str, int, str], ...]
+    experts: bool = False
+    by_hand: str = ""
+
+    def violations(self, case: LoadCase) -> list[Violation]:
+        wrong = [
+            entry
+            for entry, grid in quantised(case.entries)
+            if (experts_of(entry.module) is not None) == self.experts
+            and (grid.type, grid.bits, _inputs(entry)) not in self.taken
+        ]
+        if not wrong:
+            return []
+        names = tuple(entry.module for entry in wrong)
+        return [Violation(f"{self.why}, not {scheme_name(wrong[0])}", names, self.by_hand)]
 
 
 @dataclass(frozen=True)

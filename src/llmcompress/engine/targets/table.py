@@ -9,6 +9,7 @@ from llmcompress.engine.targets.facts import (
     Beside,
     BitWidths,
     Devices,
+    ExpertInputs,
     ExpertsAlike,
     Fact,
     Groups,
@@ -20,15 +21,18 @@ from llmcompress.engine.targets.facts import (
     OneScheme,
     RoundedInputs,
     ScalesByToken,
+    Schemes,
     Symmetric,
     Unread,
     WholeTiles,
     Words,
 )
+from llmcompress.formats.base import Entry
 from llmcompress.formats.entry_checks import HEADS, experts_of
 from llmcompress.formats.gguf.refused import NOT_RUN
 from llmcompress.formats.kv_cache import OPTION
-from llmcompress.formats.schemes import FLOATS, HOLDS, INTEGERS, kind
+from llmcompress.formats.schemes import FLOATS, HOLDS, INTEGERS, PACKED, kind
+from llmcompress.grids.base import PER_ROW
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class Target:
     borrowed: model types that it runs by transformers' own classes. tensor_parallel: matrices are split over devices.
     fuses: q, k, v and gate, up run as one linear each. decodes: codes are read only to be decoded, so that nothing is
     lost by writing decoded weights. further: it loads layers after the last. remark: what a user of it should know.
+    unasked: whether the ledger says that it does not load a result where no target is named.
     """
 
     name: str
@@ -52,12 +57,14 @@ class Target:
     decodes: bool = False
     further: bool = True
     remark: str = ""
+    unasked: bool = True
 
 
 _MARLIN_GROUPS = Groups((32, 64, 128), why="its Marlin kernels take groups of 32, 64 or 128, or one scale per row")
 _FUSED = Alike(why="it runs q, k, v as one, gate, up as one, and all experts of a layer as one, each with one scheme")
+_AS_STORED = (INTEGERS, FLOATS, *(HOLDS[name].packed for name in ("mxfp8", "mxfp4", "nvfp4")))
 _ROUNDED = RoundedInputs(
-    (INTEGERS, FLOATS, *(HOLDS[name].packed for name in ("mxfp8", "mxfp4", "nvfp4"))),
+    _AS_STORED,
     why="it multiplies rounded inputs by weights of int8 or fp8 with one scale per row, or by blocks of floats",
 )
 _FLOAT_DEVICES = "on devices without products of fp8 (before compute capability 8.9) it leaves fp8 inputs in 16 bits"
@@ -81,11 +88,27 @@ _AWQ = (
     Words(zeros=True, why="codes and zero points must fill whole 32-bit words"),
 )
 _INC = (
-    BitWidths((4, 8), why="its kernels for auto-round take 4 and 8 bits (its loader was read, not run)"),
+    BitWidths((4, 8), why="its kernels for auto-round take 4 and 8 bits"),
     _MARLIN_GROUPS,
     _FUSED,
     Words(zeros=True, why="codes and zero points must fill whole 32-bit words"),
 )
+_SECOND = frozenset({"w2", "down_proj"})  # the last parts of names of experts' second matrices
+
+
+def _without_marlin(entry: Entry, widths: tuple[int, ...] = (4, 8), inner: int = 1) -> bool:
+    """Whether a matrix of experts has one scale per row where vLLM does not run it by its Marlin kernels.
+
+    widths: the bits that these take. inner: what the number of outputs of the first matrices is a multiple of there.
+    """
+    grid = entry.grid
+    if grid is None or experts_of(entry.module) is None or grid.group_size != PER_ROW or entry.inputs is not None:
+        return False
+    shape = entry.in_features, entry.out_features
+    hidden, between = reversed(shape) if entry.module.rpartition(".")[2] in _SECOND else shape
+    return grid.type == "int" and bool(grid.bits not in widths or hidden % 128 or between % inner)
+
+
 _LOST_EXPERTS = Unread(
     lambda entry: experts_of(entry.module) is not None,
     why="it leaves quantised experts at random values, without an error",
@@ -109,6 +132,11 @@ def _unread(grid: str, why: str) -> Unread:
     return Unread(lambda entry: entry.grid is not None and entry.grid.type == grid, why=why)
 
 
+_BLOCKS_ALONE = Unread(
+    lambda entry: entry.grid is not None and entry.grid.type == "fp8-block" and entry.inputs is None,
+    by_hand="use --activations fp8-group",
+    why="it fails on blocks of 8-bit floats whose inputs are not rounded",
+)
 _TILES = WholeTiles(why="it takes blocks of 128 x 128 that are full, in each part of what it runs as one")
 
 
@@ -244,6 +272,11 @@ _GPTQMODEL = Target(
     },
     further=False,
 )
+_GPTQ_HEAD = Unread(
+    lambda entry: entry.module.rpartition(".")[2] in HEADS and entry.out_features % 64 > 0,
+    by_hand="leave --head-bits out",
+    why="of a head in gptq it takes a number of rows that is a multiple of 64",
+)
 _CODED_HEAD = Unread(
     lambda entry: entry.grid is not None and entry.module.rpartition(".")[2] in HEADS,
     by_hand="leave --head-bits out",
@@ -273,20 +306,37 @@ _VLLM = Target(
     formats={
         "compressed-tensors": (
             Devices(
-                why="it multiplies 2, 3, 5 and 6 bits on GPUs alone, by its Humming kernels: in float16 from compute "
-                "capability 7.5, in bfloat16 from 8.0"
+                why="it multiplies 2, 3, 5 and 6 bits, 8 bits with zero points, and integers in groups by int8 inputs "
+                "on GPUs alone, by its Humming kernels: in float16 from compute capability 7.5, in bfloat16 from 8.0"
             ),
-            Asymmetric((2, 3, 4, 5, 6), why="of asymmetric grids of 8 bits it has no kernel"),
+            Asymmetric((2, 3, 4, 5, 6), experts=True, why="of asymmetric grids of 8 bits it has no kernel for experts"),
             _MARLIN_GROUPS,
+            Unread(
+                _without_marlin,
+                by_hand="use --group-size 128",
+                why="of experts with one scale per row it takes 4 and 8 bits, and a hidden size that is a multiple "
+                "of 128",
+            ),
             _FUSED,
             Words(zeros=False, why="codes and zero points must fill whole 32-bit words"),
-            _ROUNDED,
-            _TILES,
-            Unread(
-                lambda entry: entry.grid is not None and entry.grid.type == "fp8-block" and entry.inputs is None,
-                by_hand="use --activations fp8-group",
-                why="it fails on blocks of 8-bit floats whose inputs are not rounded",
+            RoundedInputs(
+                _AS_STORED,
+                (PACKED,),
+                why="it rounds inputs to int8 token by token where weights are packed, and in other ways where they "
+                "are int8 or fp8 with one scale per row, or blocks of floats",
             ),
+            ExpertInputs(
+                {
+                    PACKED: ("none",),
+                    INTEGERS: ("int8-token",),
+                    "fp8": ("fp8-token",),
+                    "fp8-tensor": ("fp8-tensor",),
+                },
+                why="it takes experts of packed integers with inputs as they are, of int8 and fp8 with inputs rounded "
+                "token by token, and of fp8-tensor with those of fp8-tensor",
+            ),
+            _TILES,
+            _BLOCKS_ALONE,
             Devices(
                 why="it rounds inputs to 4 bits on GPUs from compute capability 10.0 on, those of mxfp4 unasked, and "
                 "leaves them in 16 bits on older ones"
@@ -294,18 +344,38 @@ _VLLM = Target(
             Devices(why="it multiplies int8 by int8 on CPUs, and on GPUs from compute capability 7.5 to below 10.0"),
             Devices(why=_FLOAT_DEVICES),
             _ONLY_FP8,
-            _CODED_HEAD,
         ),
         "gptq": (
             BitWidths((4, 8), why="its kernels take 4 and 8 bits"),
             Asymmetric(why="of gptq checkpoints it takes symmetric grids"),
             _MARLIN_GROUPS,
+            Unread(
+                _without_marlin,
+                by_hand="use --group-size 128",
+                why="of experts with one scale per row it takes a hidden size that is a multiple of 128",
+            ),
             NaturalOrder(why="it refuses groups in activation order (desc_act)"),
             _FUSED,
             Words(zeros=True, why="codes and zero points must fill whole 32-bit words"),
+            _GPTQ_HEAD,
         ),
-        "awq": _AWQ,
-        "auto-round": _INC,
+        "awq": (
+            *_AWQ,
+            Unread(
+                lambda entry: _without_marlin(entry, widths=()),
+                by_hand="use --group-size 128",
+                why="it fails on experts of awq with one scale per row",
+            ),
+        ),
+        "auto-round": (
+            *_INC,
+            Unread(
+                lambda entry: _without_marlin(entry, inner=64),
+                by_hand="use --group-size 128",
+                why="of experts with one scale per row it takes a hidden size that is a multiple of 128, and an inner "
+                "one of 64",
+            ),
+        ),
         "fp8": (_FUSED, _TILES, Devices(why=_FLOAT_DEVICES)),
         "modelopt": (
             _FUSED,
@@ -327,6 +397,90 @@ _VLLM = Target(
     fuses=True,
 )
 
+_CPU_SHAPES = Multiples(32, 32, why="its product of 4 bits takes multiples of 32 outputs and inputs")
+_CPU_FOUR = Devices(why="it multiplies 4 bits on processors with AVX-512")
+_CPU_BLOCKS = Devices(why="it multiplies blocks of fp8, and experts, on processors with AMX")
+_CPU_FEW = BitWidths((4,), why="it multiplies 4 bits")
+_CPU_NO_EXPERTS = Unread(
+    lambda entry: experts_of(entry.module) is not None,
+    by_hand="use --format compressed-tensors",
+    why="of experts it was not seen to run these",
+)
+_CPU_ROWS = Unread(
+    lambda entry: _without_marlin(entry, widths=()),
+    by_hand="use --group-size 128",
+    why="of experts of 4 bits it takes groups",
+)
+# as tests/interop/test_vllm_loading.py finds it without stand-ins
+_VLLM_CPU = Target(
+    "vllm-cpu",
+    "vLLM on a CPU",
+    "0.32",
+    always=_VLLM.always,
+    borrowed=_BORROWED_BY_VLLM,
+    formats={
+        "compressed-tensors": (
+            Schemes(
+                (
+                    ("int", 4, "none"),
+                    ("int", 4, "int8-token"),
+                    ("int", 8, "int8-token"),
+                    ("int", 8, "int8-tensor"),
+                    ("fp8", 8, "fp8-token"),
+                    ("fp8-block", 8, "fp8-group"),
+                ),
+                by_hand="use --type int --bits 4 --activations none",
+                why="it multiplies 4 bits, int8 by int8, fp8 with one scale per row by inputs rounded token by token, "
+                "and blocks of fp8",
+            ),
+            Schemes(
+                (("int", 4, "none"), ("int", 8, "int8-token"), ("fp8-block", 8, "fp8-group")),
+                experts=True,
+                by_hand="leave experts as they are: --set 'PATTERN: {skip: true}'",
+                why="of experts it multiplies 4 bits, int8 by int8, and blocks of fp8",
+            ),
+            Asymmetric(experts=True, why="of experts it takes symmetric grids"),
+            _CPU_ROWS,
+            _FUSED,
+            _CPU_SHAPES,
+            _TILES,
+            _CPU_FOUR,
+            _CPU_BLOCKS,
+            Devices(why="its product of int8 by int8 saturates on processors without VNNI"),
+            Devices(why="it caches keys and values in fp8 on processors with AVX-512 or AMX"),
+            _ONLY_FP8,
+        ),
+        "gptq": (
+            _CPU_FEW,
+            Asymmetric(why="of gptq checkpoints it takes symmetric grids"),
+            _MARLIN_GROUPS,
+            NaturalOrder(why="it refuses groups in activation order (desc_act)"),
+            _FUSED,
+            _CPU_SHAPES,
+            _CPU_ROWS,
+            _GPTQ_HEAD,
+            _CPU_FOUR,
+        ),
+        "awq": (_AWQ_BITS, _MARLIN_GROUPS, _FUSED, _CPU_SHAPES, _CPU_ROWS, _CPU_FOUR),
+        "auto-round": (_CPU_FEW, _MARLIN_GROUPS, _FUSED, _CPU_SHAPES, _CPU_NO_EXPERTS, _CPU_FOUR),
+        "fp8": (_FUSED, _TILES, _CPU_BLOCKS),
+        "modelopt": (
+            Schemes(
+                (("fp8", 8, "fp8-token"), ("fp8-tensor", 8, "fp8-tensor"), ("fp8-block", 8, "fp8-group")),
+                by_hand="use --format compressed-tensors",
+                why="of modelopt it multiplies fp8",
+            ),
+            _CPU_NO_EXPERTS,
+            _FUSED,
+            _TILES,
+            _CPU_BLOCKS,
+        ),
+        "dense": (),
+    },
+    fuses=True,
+    unasked=False,
+)
+
 _LACKED_BY_SGLANG = (
     "bailing_hybrid", "bamba", "biogpt", "bloom", "codegen", "cpmant", "falcon", "gpt_neo",
     "gpt_neox_japanese", "jamba", "lfm3", "minimax", "mpt", "olmo_hybrid", "openai-gpt",
@@ -341,7 +495,7 @@ _BORROWED_BY_SGLANG = (
 _SGLANG = Target(
     "sglang",
     "SGLang",
-    "0.5.23",
+    "0.5.23, read, not run",
     always=(LackedTypes(dict.fromkeys(_LACKED_BY_SGLANG, _NO_CLASS), why=_SOME_TYPES),),
     borrowed=_BORROWED_BY_SGLANG,
     formats={
@@ -354,6 +508,7 @@ _SGLANG = Target(
             _unread("mxfp8", "it was not seen to read mxfp8-quantized"),
             _ROUNDED,
             _TILES,
+            _BLOCKS_ALONE,
             Devices(why=_FP4_DEVICES),
             Devices(why="it multiplies int8 by int8 from compute capability 8.0 on"),
             Devices(why=_FLOAT_DEVICES),
@@ -452,5 +607,5 @@ _MLX_LM = Target(
 )
 
 TARGETS: Mapping[str, Target] = {
-    target.name: target for target in (_TRANSFORMERS, _GPTQMODEL, _VLLM, _SGLANG, _LLAMA_CPP, _MLX_LM)
+    target.name: target for target in (_TRANSFORMERS, _GPTQMODEL, _VLLM, _VLLM_CPU, _SGLANG, _LLAMA_CPP, _MLX_LM)
 }

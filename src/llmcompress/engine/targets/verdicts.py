@@ -76,7 +76,7 @@ def engine_notes(format_: str, entries: Sequence[Entry], config: Mapping[str, An
     """One sentence for each runtime that reads the format and does not load this on one device, or was not seen to."""
     model_type, notes = config.get("model_type"), []
     for target in TARGETS.values():
-        if format_ not in target.formats:
+        if format_ not in target.formats or not target.unasked:
             continue
         if found := violations(target, format_, entries, config):
             notes.append(f"{target.title} does not load this: {'; '.join(map(str, found))}")
