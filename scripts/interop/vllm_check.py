@@ -4,10 +4,11 @@
 
 vLLM needs an environment of its own, which vllm_env.sh makes. IDS holds an integer tensor `input_ids` [samples,
 length]. FOUND gets a float32 tensor [samples, length - 1, vocabulary] under each checkpoint's name as given. The last
-line printed is a JSON object with `errors`, those of checkpoints that do not load, and `verdicts`, what kernels of GPUs
-say of matrices.
+line printed is a JSON object with `errors`, those of checkpoints that do not load, `verdicts`, what kernels of GPUs say
+of matrices, and `scales`, by name those that keys and values are cached under.
 
-Models run in float32, with what vllm_standins.py has for products that vLLM has on GPUs alone.
+Models run in float32, with what vllm_standins.py has for products that vLLM has on GPUs alone. With `--own` they run in
+bfloat16, by what vLLM has for this processor.
 """
 
 import argparse
@@ -20,6 +21,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # all in this process, where the stand-ins are
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # nothing here is worth compiling
 
 import torch
 import vllm_standins
@@ -27,37 +29,42 @@ from safetensors.torch import load_file, save_file
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
+PARTS = ("k_scale", "v_scale")
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--own", action="store_true", help="no stand-ins")
     parser.add_argument("ids", metavar="IDS.safetensors")
     parser.add_argument("found", metavar="FOUND.safetensors")
     parser.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT")
     arguments = parser.parse_args()
     ids = load_file(arguments.ids)["input_ids"].tolist()
-    vllm_standins.install()
-    gc.freeze()  # vLLM collects garbage many times
+    if not arguments.own:
+        vllm_standins.install()
     found: dict[str, torch.Tensor] = {}
     errors: dict[str, str] = {}
     verdicts: dict[str, dict[str, list[str]]] = {}
+    scales: dict[str, dict[str, float]] = {}
     for checkpoint in arguments.checkpoints:
+        gc.collect()
+        gc.freeze()  # vLLM collects garbage many times, and would look at all that is loaded each time
         vllm_standins.verdicts.clear()
         try:
-            found[checkpoint] = probabilities(checkpoint, ids)
+            found[checkpoint], scales[checkpoint] = probabilities(checkpoint, ids, arguments.own)
         except Exception as error:  # whatever another project raises is the finding
             errors[checkpoint] = f"{type(error).__name__}: {error}"
         verdicts[checkpoint] = {kernel: sorted(answers) for kernel, answers in vllm_standins.verdicts.items()}
-        gc.collect()
         cleanup_dist_env_and_memory()
     save_file(found, arguments.found)
-    print(json.dumps({"errors": errors, "verdicts": verdicts}), flush=True)
+    print(json.dumps({"errors": errors, "verdicts": verdicts, "scales": scales}), flush=True)
 
 
-def probabilities(checkpoint: str, ids: list[list[int]]) -> torch.Tensor:
-    """Logarithms of the probabilities of all tokens after each but the last."""
+def probabilities(checkpoint: str, ids: list[list[int]], own: bool) -> tuple[torch.Tensor, dict[str, float]]:
+    """Logarithms of the probabilities of all tokens after each but the last; scales of cached keys and values."""
     llm = LLM(
         checkpoint,
-        dtype="float32",
+        dtype="bfloat16" if own else "float32",
         enforce_eager=True,
         max_model_len=len(ids[0]) + 1,
         max_num_seqs=len(ids),
@@ -72,7 +79,13 @@ def probabilities(checkpoint: str, ids: list[list[int]]) -> torch.Tensor:
         prompts: Any = [{"prompt_token_ids": sample} for sample in ids]
         wanted = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=-1, detokenize=False)
         answers = llm.generate(prompts, wanted, use_tqdm=False)
-        return torch.tensor([[values(token) for token in answer.prompt_logprobs[1:]] for answer in answers])
+        found = torch.tensor([[values(token) for token in answer.prompt_logprobs[1:]] for answer in answers])
+        model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+        layers = {name: layer for name, layer in model.named_modules() if hasattr(layer, "_k_scale_float")}
+        scales = {
+            f"{name}.{part}": getattr(layer, f"_{part}_float") for name, layer in layers.items() for part in PARTS
+        }
+        return found, scales
     finally:
         llm.llm_engine.engine_core.shutdown()
 

@@ -5,7 +5,7 @@ a matrix, one of these is offered, which decodes what was loaded and multiplies 
 of GPUs say of the same matrix is asked and kept. Nothing here rounds inputs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -26,8 +26,26 @@ from vllm.model_executor.kernels.linear.nvfp4.marlin import MarlinNvFp4LinearKer
 from vllm.model_executor.kernels.linear.scaled_mm import FP8ScaledMMLinearKernel, Int8ScaledMMLinearKernel
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
 from vllm.model_executor.kernels.linear.scaled_mm.marlin import MarlinFP8ScaledMMLinearKernel
-from vllm.model_executor.layers.quantization import get_quantization_config, modelopt
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.experts import fused_humming_moe
+from vllm.model_executor.layers.quantization import (
+    QUANTIZATION_METHODS,
+    auto_awq,
+    auto_gptq,
+    fp8,
+    get_quantization_config,
+    modelopt,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    compressed_tensors_moe_w4a4_mxfp4,
+    compressed_tensors_moe_w4a4_nvfp4,
+    compressed_tensors_moe_w8a8_fp8,
+    compressed_tensors_moe_w8a8_int8,
+    compressed_tensors_moe_w8a8_mxfp8,
+    compressed_tensors_moe_wna16,
+)
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import compressed_tensors_w4a4_nvfp4
+from vllm.model_executor.layers.quantization.inc.schemes.inc_wna16_scheme import INCWna16Scheme
 from vllm.platforms import PlatformEnum, current_platform
 from vllm.platforms.interface import DeviceCapability
 
@@ -38,13 +56,14 @@ verdicts: dict[str, set[str]] = {}
 
 @contextmanager
 def on_a_gpu() -> Iterator[None]:
-    """vLLM takes this machine for one with a GPU of compute capability 9.0 and all that its wheels for GPUs require."""
+    """vLLM takes this machine for one with a GPU of compute capability 8.9 and all that its wheels for GPUs require."""
     platform = type(current_platform)
-    capability = classmethod(lambda cls, device_id=0: DeviceCapability(9, 0))
+    capability = classmethod(lambda cls, device_id=0: DeviceCapability(8, 9))
     with (
         patch.object(platform, "_enum", PlatformEnum.CUDA),
         patch.object(platform, "get_device_capability", capability),
         patch.object(humming, "has_humming", lambda: True),
+        patch.object(fused_humming_moe, "has_humming", lambda: True),
     ):
         yield
 
@@ -190,6 +209,110 @@ def nvfp4_kernel(use_a16: bool = False) -> Nv4:
     return Nv4(NvFp4LinearLayerConfig())
 
 
+# --- experts, which vLLM has in one parameter for all of a layer ---
+
+
+def stand_in_for_experts(method: type[FusedMoEMethodBase]) -> None:
+    """A method for experts keeps its parameters and its choice of a kernel, as on a GPU, and decodes what is loaded."""
+    made = method.__init__
+
+    def make(self: Any, *arguments: Any, **options: Any) -> None:
+        with on_a_gpu():
+            made(self, *arguments, **options)
+        verdicts.setdefault("experts", set()).add(self.experts_cls.__name__)
+
+    method.__init__, method.is_monolithic = make, False
+    method.process_weights_after_loading, method.apply = decode_experts, multiply_experts
+    method.get_fused_moe_quant_config = lambda self, layer: None
+
+
+def decode_experts(self: FusedMoEMethodBase, layer: torch.nn.Module) -> None:
+    layer.decoded = [decoded_experts(self, layer, part) for part in ("w13", "w2")]
+
+
+def multiply_experts(
+    self: FusedMoEMethodBase,
+    layer: torch.nn.Module,
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    **_: Any,
+) -> torch.Tensor:
+    first, second = layer.decoded
+    total = torch.zeros_like(x)
+    for expert in range(len(first)):
+        tokens, choices = (topk_ids == expert).nonzero(as_tuple=True)
+        gate, up = torch.nn.functional.linear(x[tokens], first[expert].to(x.dtype)).chunk(2, -1)
+        inner = torch.nn.functional.silu(gate) * up
+        outputs = torch.nn.functional.linear(inner, second[expert].to(x.dtype))
+        total.index_add_(0, tokens, outputs * topk_weights[tokens, choices, None].to(x.dtype))
+    return total
+
+
+def decoded_experts(method: FusedMoEMethodBase, layer: torch.nn.Module, part: str) -> torch.Tensor:
+    """Weights [experts, out, in] of the first (w13, the gate above the other) or second matrices, as loaded."""
+
+    def loaded(*names: str) -> torch.Tensor | None:
+        found = [getattr(layer, f"{part}_{name}", None) for name in names]
+        return next((tensor.data for tensor in found if tensor is not None), None)
+
+    codes, scale = loaded("weight_packed", "qweight", "weight"), loaded("weight_scale", "weight_scale_inv", "scales")
+    if codes.dtype == torch.int32:
+        return words_of_experts(method, codes, scale, loaded("weight_zero_point", "qzeros"))
+    values = halves(codes) if codes.dtype == torch.uint8 else codes.float()
+    scale = powers(scale) if scale.dtype == torch.uint8 else scale.float()
+    if getattr(method, "block_quant", False):
+        scale = scale.repeat_interleave(128, 1)
+    if scale.dim() < 3:  # of a matrix, of each of the two in the first, or of its rows
+        scale = scale.reshape(len(scale), -1).repeat_interleave(values.shape[1] // (scale.numel() // len(scale)), 1)
+        scale = scale.unsqueeze(-1)
+    values = scaled(values, scale)
+    divisor, factor = loaded("weight_global_scale"), loaded("weight_scale_2")
+    whole = 1 / divisor if divisor is not None else factor
+    if whole is None:
+        return values
+    whole = whole.float().reshape(len(values), -1)
+    return values * whole.repeat_interleave(values.shape[1] // whole.shape[1], 1).unsqueeze(-1)
+
+
+def words_of_experts(
+    method: FusedMoEMethodBase, words: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None
+) -> torch.Tensor:
+    """Integers in words [experts, out, in / ...], of gptq [experts, in / ..., out], of awq [experts, in, out / ...]."""
+    kind = method.quant_type if hasattr(method, "quant_type") else method.quant_config.quant_type
+    bits = kind.size_bits
+    if isinstance(method, auto_awq.AutoAWQMoEMethod):
+        order = [0, 4, 1, 5, 2, 6, 3, 7]
+        codes, zero = (along(each, bits, 2).unflatten(2, (-1, 8))[..., order].flatten(2) for each in (words, zero))
+        return scaled((codes - zero.repeat_interleave(codes.shape[1] // zero.shape[1], 1)).mT, scale.mT)
+    if isinstance(method, auto_gptq.AutoGPTQMoEMethod):
+        return scaled(along(words, bits, 1).mT - kind.bias, scale.mT)
+    codes = along(words, bits, 2)
+    if zero is None or kind.has_bias():
+        return scaled(codes - kind.bias, scale)
+    zero = along(zero, bits, 1)
+    return scaled(codes - zero.repeat_interleave(codes.shape[2] // zero.shape[2], 2), scale)
+
+
+EXPERTS = (
+    compressed_tensors_moe_wna16.CompressedTensorsWNA16MoEMethod,
+    compressed_tensors_moe_w4a4_nvfp4.CompressedTensorsW4A4Nvfp4MoEMethod,
+    compressed_tensors_moe_w4a4_mxfp4.CompressedTensorsW4A4Mxfp4MoEMethod,
+    compressed_tensors_moe_w8a8_mxfp8.CompressedTensorsW8A8Mxfp8MoEMethod,
+    compressed_tensors_moe_w8a8_fp8.CompressedTensorsW8A8Fp8MoEMethod,
+    compressed_tensors_moe_w8a8_int8.CompressedTensorsW8A8Int8MoEMethod,
+    auto_gptq.AutoGPTQMoEMethod,
+    auto_awq.AutoAWQMoEMethod,
+    fp8.Fp8MoEMethod,
+    modelopt.ModelOptFp8MoEMethod,
+    modelopt.ModelOptNvFp4FusedMoE,
+    modelopt.ModelOptMxFp8FusedMoE,
+)
+
+
+# --- decoding ---
+
+
 def along(words: torch.Tensor, bits: int, axis: int) -> torch.Tensor:
     """Codes of `bits` bits from words of 32 along an axis: a stream, the lowest bits first."""
     words = words.movedim(axis, -1).long() & 0xFFFFFFFF
@@ -244,8 +367,23 @@ def product(
     return torch.nn.functional.linear(input, scaled(codes - wide, scales.data.t()).to(input.dtype), bias)
 
 
+def rounded(input: torch.Tensor, scale: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: A002
+    """8-bit floats under a scale that is given, which vLLM makes of matrices that it joins under one scale."""
+    return (input / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+
+def as_on_a_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of vLLM that answers for the platform."""
+
+    def asked(*arguments: Any, **options: Any) -> Any:
+        with on_a_gpu():
+            return function(*arguments, **options)
+
+    return asked
+
+
 def install() -> None:
-    """Offer the stand-ins, and let gptq and awq run in float32."""
+    """Offer the stand-ins, and let all that is quantised run in float32."""
     cpu = PlatformEnum.CPU
     linear._POSSIBLE_KERNELS[cpu].insert(0, AskedOfGpus)
     linear._POSSIBLE_KERNELS[cpu].append(Words)
@@ -254,7 +392,13 @@ def install() -> None:
     linear._POSSIBLE_INT8_KERNELS[cpu] = [Integers]
     linear._POSSIBLE_MXFP8_KERNELS[cpu], linear._POSSIBLE_MXFP4_KERNELS[cpu] = [Mx8], [Mx4]
     compressed_tensors_w4a4_nvfp4.init_nvfp4_linear_kernel = modelopt.init_nvfp4_linear_kernel = nvfp4_kernel
-    _custom_ops.cpu_gemm_wna16 = product
+    _custom_ops.cpu_gemm_wna16, _custom_ops.scaled_fp8_quant = product, rounded
+    for module in (auto_gptq, auto_awq):
+        module.verify_marlin_supported = as_on_a_gpu(module.verify_marlin_supported)
+    for name in ("get_linear_method", "get_moe_method"):
+        setattr(INCWna16Scheme, name, as_on_a_gpu(getattr(INCWna16Scheme, name)))
+    for method in EXPERTS:
+        stand_in_for_experts(method)
     types = [torch.float16, torch.bfloat16, torch.float32]
-    for name in ("auto_gptq", "auto_awq", "modelopt", "modelopt_fp4", "fp8"):
+    for name in QUANTIZATION_METHODS:
         get_quantization_config(name).get_supported_act_dtypes = classmethod(lambda cls: types)
