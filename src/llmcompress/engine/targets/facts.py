@@ -485,7 +485,7 @@ class RoundedInputs(Fact):
 
 
 @dataclass(frozen=True)
-class ExpertInputs(Fact):
+class InputsOfExperts(Fact):
     """The runtime takes experts with these inputs only, the best first ("none": as they are).
 
     takes: inputs by type of grid, of integers by kind of storage. Of others any will do.

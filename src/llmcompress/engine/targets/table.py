@@ -9,10 +9,10 @@ from llmcompress.engine.targets.facts import (
     Beside,
     BitWidths,
     Devices,
-    ExpertInputs,
     ExpertsAlike,
     Fact,
     Groups,
+    InputsOfExperts,
     LackedTypes,
     LostTypes,
     ModelTypes,
@@ -325,7 +325,7 @@ _VLLM = Target(
                 why="it rounds inputs to int8 token by token where weights are packed, and in other ways where they "
                 "are int8 or fp8 with one scale per row, or blocks of floats",
             ),
-            ExpertInputs(
+            InputsOfExperts(
                 {
                     PACKED: ("none",),
                     INTEGERS: ("int8-token",),
@@ -409,7 +409,7 @@ _CPU_NO_EXPERTS = Unread(
 _CPU_ROWS = Unread(
     lambda entry: _without_marlin(entry, widths=()),
     by_hand="use --group-size 128",
-    why="of experts of 4 bits it takes groups",
+    why="of experts of 4 bits it takes groups, and fails on rows or gives no numbers",
 )
 # as tests/interop/test_vllm_loading.py finds it without stand-ins
 _VLLM_CPU = Target(
