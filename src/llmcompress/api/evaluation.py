@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from llmcompress.api.quiet import quiet_libraries
 from llmcompress.api.steps import Watch, watched
 from llmcompress.engine.process.ranks import refuse_several
-from llmcompress.errors import GateError
+from llmcompress.errors import GateError, RecipeError
 
 if TYPE_CHECKING:
     from llmcompress.validate.evaluate import Gate
@@ -118,6 +118,9 @@ def evaluate(
     ref_adapter: str | Path | None = None,
     kv_bits: int | None = None,
     kv_type: Literal["int", "fp8"] | None = None,
+    kv: str | None = None,
+    mlp_sparsity: float | None = None,
+    attention_sparsity: float | None = None,
     trust_remote_code: bool = False,
     progress: Watch | None = None,
     stop: Callable[[int], bool] | None = None,
@@ -129,7 +132,9 @@ def evaluate(
     `windows` of them are scored (80, or all of the shipped text). batch: windows run at once. compute_dtype: float32
     unless a backend runs. backend: runs the whole model on packed weights by CUDA kernels or torch, instead of one
     decoded layer at a time. adapter: a LoRA adapter of the model; ref_adapter: one of `ref`, without a backend.
-    kv_bits, kv_type: simulate cached keys and values of so many bits. progress: told after every layer how many of all
+    kv_bits, kv_type: simulate cached keys and values of so many bits. kv: evict a share of them, "snapkv:0.5" for
+    example; mlp_sparsity, attention_sparsity: leave out a share of neurons or attention weights. Of these three one at
+    a time; without `ref` the model is compared with itself. progress: told after every layer how many of all
     are done; stop: asked then, with the number of layers; StoppedError when it returns true. Raises LlmcompressError.
 
         >>> evaluation = llmcompress.evaluate("model-w4", "model", windows=2, length=128)
@@ -137,9 +142,14 @@ def evaluate(
         True
     """
     from llmcompress.validate.key_value_cache import CacheOptions
-    from llmcompress.validate.request import Request
+    from llmcompress.validate.omission import omissions_of
+    from llmcompress.validate.request import Request, with_omission
 
     refuse_several("evaluate() of Python")
+    shares = (None if share is None else str(share) for share in (mlp_sparsity, attention_sparsity))
+    omissions = omissions_of(kv, *shares)
+    if len(omissions) > 1 or (omissions and backend is not None):
+        raise RecipeError("evaluate() leaves out one thing at a time, and without a backend", "call it once for each")
     request = Request(
         Path(model),
         None if ref is None else Path(ref),
@@ -155,7 +165,7 @@ def evaluate(
         backend,
         ref_adapter=None if ref_adapter is None else Path(ref_adapter),
     )
-    return evaluated(request, progress, stop)
+    return evaluated(with_omission(request, *omissions), progress, stop)
 
 
 def evaluated(

@@ -9,7 +9,7 @@ import typer
 
 from llmcompress.api.answers import Questions
 from llmcompress.api.evaluation import evaluated, refuse_unmeasured_gates
-from llmcompress.cli import answering, console, drafting, long_text, runtime_table
+from llmcompress.cli import answering, console, drafting, long_text, omitting, runtime_table
 from llmcompress.cli import options as flags
 from llmcompress.cli.gates import gated
 from llmcompress.cli.log import log
@@ -169,6 +169,26 @@ def evaluate(
             "Default: what the checkpoint's config.json says, int with --kv-bits.",
         ),
     ] = None,
+    kv: Annotated[
+        str | None,
+        typer.Option(
+            "--kv",
+            help="Evict a share of the cached keys and values of each window's first half before the other goes on: "
+            "snapkv:0.5, or several with commas. Scores: streaming, h2o, snapkv, tova, knorm, expected.",
+        ),
+    ] = None,
+    mlp_sparsity: Annotated[
+        str | None,
+        typer.Option(
+            "--mlp-sparsity", help="Leave out the share of neurons that matter least to each token: 0.5, or 0.5,0.9."
+        ),
+    ] = None,
+    attention_sparsity: Annotated[
+        str | None,
+        typer.Option(
+            "--attention-sparsity", help="Leave out the share of each query's attention weights that are the smallest."
+        ),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Save the whole result as JSON, for `report`."),
@@ -195,7 +215,8 @@ def evaluate(
     from llmcompress.validate.card_figures import card_of, card_with_figures
     from llmcompress.validate.evaluate import parse_gate
     from llmcompress.validate.key_value_cache import CacheOptions
-    from llmcompress.validate.request import Request
+    from llmcompress.validate.omission import omissions_of
+    from llmcompress.validate.request import Request, with_omission
     from llmcompress.validate.session import continuations
     from llmcompress.validate.token_statistics import not_finite
 
@@ -218,6 +239,9 @@ def evaluate(
     if update_card:
         measures = {"--draft": draft, "--adapter": adapter, "--kv-bits": kv_bits}
         _refuse_beside("--update-card", measures, "the card has figures of the output as it is")
+    omissions = omissions_of(kv, mlp_sparsity, attention_sparsity)
+    beside = {**given, "--tasks": tasks, "--long": long, "--update-card": update_card}
+    omitting.refuse_others(beside, omissions)
     card = card_of(subject) if update_card else None
     cache_options = CacheOptions(kv_bits, kv_type)
     request = Request(
@@ -235,6 +259,12 @@ def evaluate(
         backend,
         ref_adapter=ref_adapter,
     )
+    if len(omissions) > 1:
+        omitting.refuse_others({"--output": output, "--fail-if": fail_if, "--junit": junit}, omissions)
+        with console.Steps("layers", quiet or (json_ and not log.active)) as steps:
+            omitting.run(request, omissions, steps, Stop(deadline), json_)
+        return
+    request = with_omission(request, *omissions)
     with gated("eval", junit) as gates:
         if draft is not None:
             drafting.run(request, generate, max_new_tokens, draft_tokens, fail_if or [], output, gates, json_)
@@ -304,6 +334,7 @@ def _show(request: "Request", found: Mapping[str, Any], samples: dict[str, str] 
             low, high = figures.get(f"{key}_ci", (nan, nan))
             rows.append((label, shown(figures[key]), f"{low:.5g} ... {high:.5g}" if isfinite(low + high) else ""))
     cached = f", keys and values {figures['kv_cache']}" if figures["kv_cache"] else ""
+    cached += f", {figures['omitted']}" if request.omission is not None else ""
     console.table(
         f"{request.model}: {figures['windows']} windows of {request.length} tokens, {figures['tokens']} scored, "
         f"{found['compute_dtype']}{cached}{'' if (said := not_finite(figures)) is None else f'; {said}'}",
@@ -315,7 +346,7 @@ def _show(request: "Request", found: Mapping[str, Any], samples: dict[str, str] 
         runtime_table.show(runtime, figures)
     for name, continuation in (samples or {}).items():
         console.table(name, ("",), [(continuation,)])
-    if request.ref is not None and request.adapter is None and "top1" in figures:
+    if request.ref is not None and request.adapter is None and request.omission is None and "top1" in figures:
         share = weight_bytes(request.model) / weight_bytes(request.ref)
         console.say(
             f"the same next token as the original {figures['top1']:.1%} of the time, at {share:.0%} of its size"

@@ -65,6 +65,7 @@ class Figures(TokenFigures):
     """Figures over all scored tokens, natural logarithms; `_ci`: 95% interval by bootstrap over windows."""
 
     kv_cache: str | None = Field(description="how keys and values were rounded")
+    omitted: str | None = Field(None, description="what was left out of the model as it ran, and in how many layers")
     logits_error: Magnitude | None = Field(
         None, description="relative error of logits against the decoded checkpoint in float32, root mean square"
     )

@@ -1,10 +1,11 @@
 """The request of an evaluation: models, text, windows and how to run."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from llmcompress.validate.backend import BackendChoice
 from llmcompress.validate.key_value_cache import CacheOptions
+from llmcompress.validate.omission import Omission
 
 
 @dataclass(frozen=True)
@@ -41,3 +42,11 @@ class Request:
     backend: BackendChoice | None = None  # runs the whole model; None for one section at a time, decoded
     ref_adapter: Path | None = None  # of the reference, merged while that is read
     timing: Timing = field(default_factory=Timing)  # with a backend, which measures speed as well
+    omission: Omission | None = None  # what is left out of the model, not of the reference
+
+
+def with_omission(request: Request, omission: Omission | None = None) -> Request:
+    """The request with something left out of its model, which without a reference is then compared with itself."""
+    if omission is None or request.ref is not None:
+        return replace(request, omission=omission)
+    return replace(request, omission=omission, ref=request.model, ref_adapter=request.adapter)

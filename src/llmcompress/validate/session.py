@@ -62,7 +62,7 @@ def evaluate_whole(
 def evaluate_together(requests: Sequence[Request], watch: Callable[[int, int], None]) -> list[dict[str, Any]]:
     """The evaluation document of each of several models of one reference, which runs once.
 
-    requests: without backends, and alike but for the model.
+    requests: without backends, and alike but for the model and what is left out of it.
     """
     for request in requests:
         check_models(request)
@@ -73,11 +73,18 @@ def _measured(requests: Sequence[Request], windows: Tensor, watch: Callable[[int
     """The documents of models that are run one section at a time, together."""
     opened = [open_models(request) for request in requests]
     reference = opened[0][1]  # each was tried beside its model, and none has read a weight yet
+    omitted = [
+        None if request.omission is None else request.omission.install(subject)
+        for request, (subject, *_) in zip(requests, opened, strict=True)
+    ]
     found = measure_several([subject for subject, *_ in opened], reference, windows, requests[0].batch, watch)
     documents = []
-    for request, (*_, cache), tokens in zip(requests, opened, found, strict=True):
-        expected = _expected(request.model) if request.ref is not None else {}
-        figures = {**token_figures(tokens), **expected, "kv_cache": cache and str(cache)}
+    for request, (subject, *_, cache), layers, tokens in zip(requests, opened, omitted, found, strict=True):
+        more: dict[str, Any] = _expected(request.model) if request.ref is not None else {}
+        if request.omission is not None:
+            tokens = tokens.after(request.omission.first(request.length))
+            more = {"omitted": _said(request, layers or set(), len(subject.layers))}
+        figures = {**token_figures(tokens), **more, "kv_cache": cache and str(cache)}
         about = request.model, request.ref, request.text
         documents.append(evaluation(*about, windows.numpy(), request.dtype or DTYPE, figures, tokens))
     return documents
@@ -87,6 +94,16 @@ def packed_ids(request: Request, tokenizer: Any) -> list[int]:
     """The token ids of all of a text, its files one behind the other."""
     documents = (Document(str(file), file) for file in evaluated_files(request.text))
     return [token for found in token_ids(tokenizer, documents, str(request.text)) for token in found]
+
+
+def _said(request: Request, layers: set[int], of: int) -> str:
+    """What was left out, and in how many layers; CheckpointError if in none."""
+    if not layers:
+        raise CheckpointError(
+            f"{request.model}: {request.omission} leaves out nothing, since no layer has what it speaks of",
+            "layers with sliding windows shorter than --length keep their cache",
+        )
+    return f"{request.omission} in {len(layers)} of {of} layers"
 
 
 def _windows(request: Request) -> Tensor:
@@ -135,7 +152,7 @@ def evaluated_files(text: str) -> list[Path]:
 def check_models(request: Request) -> None:
     """CheckpointError for an adapter as the model, a GGUF file without a reference, or a GGUF file as the reference.
 
-    A GGUF file has neither config.json nor tokenizer files.
+    A GGUF file has neither config.json nor tokenizer files. RecipeError for windows too short for an omission.
     """
     for path in filter(None, (request.model, request.ref)):
         refuse_adapter(path)
@@ -143,6 +160,8 @@ def check_models(request: Request) -> None:
         raise CheckpointError(f"{request.model} is a GGUF file", "give the model it was made from as --ref")
     if request.ref is not None and gguf_in(request.ref) is not None:
         raise CheckpointError(f"--ref {request.ref} is a GGUF file", "give the original model's directory as --ref")
+    if request.omission is not None:
+        request.omission.check(request.length)
 
 
 def continuations(request: Request, prompt: str, max_new_tokens: int) -> dict[str, str]:

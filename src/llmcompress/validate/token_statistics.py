@@ -5,7 +5,7 @@ its own. Two models are measured on the same windows, so their figures are paire
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
 
@@ -32,6 +32,12 @@ class Tokens:
     kl: Array | None = None
     tv: Array | None = None
     top1: Array | None = None
+
+    def after(self, position: int) -> "Tokens":
+        """Those that are predicted at `position` of each window or behind it."""
+        return replace(
+            self, **{name: values[:, position:] for name, values in vars(self).items() if values is not None}
+        )
 
 
 @np.errstate(over="ignore", invalid="ignore")  # what is not finite is said as a figure, not as a warning
