@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from llmcompress.errors import RecipeError
 from llmcompress.model.choosing_attention import Attended, choose
-from llmcompress.model.rotation import Rotation
+from llmcompress.model.rotary_positions import RotaryPositions
 from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.registry import discover, suggest
 from llmcompress.validate import eviction
@@ -65,12 +65,12 @@ class Eviction:
         return length // 2
 
     def install(self, model: StreamedModel) -> set[int]:
-        rotation = Rotation(model) if self.score.rotates else None
+        rotation = RotaryPositions(model) if self.score.rotates else None
         done: set[int] = set()
         choose(model, partial(self._remaining, rotation, done))
         return done
 
-    def _remaining(self, rotation: Rotation | None, done: set[int], seen: Attended) -> Tensor | None:
+    def _remaining(self, rotation: RotaryPositions | None, done: set[int], seen: Attended) -> Tensor | None:
         if not seen.whole:
             return None
         done.add(seen.layer)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from llmcompress.model.rotation import Rotation
+from llmcompress.model.rotary_positions import RotaryPositions
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Context:
     value: Tensor
     weights: Tensor
     scaling: float
-    rotation: Rotation | None = None
+    rotation: RotaryPositions | None = None
 
     def by_key_head(self, of_heads: Tensor) -> Tensor:
         """Means [batch, kv heads, ...] over the query heads that read one key head."""

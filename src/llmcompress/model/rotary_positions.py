@@ -16,7 +16,7 @@ from llmcompress.model.choosing_attention import home
 from llmcompress.model.streamed_model import StreamedModel
 
 
-class Rotation:
+class RotaryPositions:
     """The rotary positions of a model: of queries [batch, heads, length, dim]."""
 
     def __init__(self, model: StreamedModel) -> None:
