@@ -231,17 +231,13 @@ def evaluate(
             "--ref-adapter is merged into --ref, where both models run a section at a time",
             "leave --draft and --backend out" if ref is not None else "give the original model's directory as --ref",
         )
-    if items is not None and tasks is None and not long:
-        raise RecipeError("--items counts items of --tasks, or facts of --long", "use --windows for text")
-    if (chat or shots) and tasks is None:
-        name = "--chat" if chat else "--shots"
-        raise RecipeError(f"{name} is for the questions of --tasks", f"give --tasks, or leave {name} out")
+    if tasks is None:
+        _refuse_of_tasks(None if long else items, chat, shots)
     if update_card:
         measures = {"--draft": draft, "--adapter": adapter, "--kv-bits": kv_bits}
         _refuse_beside("--update-card", measures, "the card has figures of the output as it is")
     omissions = omissions_of(kv, mlp_sparsity, attention_sparsity)
-    beside = {**given, "--tasks": tasks, "--long": long, "--update-card": update_card}
-    omitting.refuse_others(beside, omissions)
+    omitting.refuse_others({**given, "--tasks": tasks, "--long": long, "--update-card": update_card}, omissions)
     card = card_of(subject) if update_card else None
     cache_options = CacheOptions(kv_bits, kv_type)
     request = Request(
@@ -269,7 +265,7 @@ def evaluate(
         if draft is not None:
             drafting.run(request, generate, max_new_tokens, draft_tokens, fail_if or [], output, gates, json_)
             return
-        if (tasks is not None or long) and output is not None:
+        if output is not None:
             refuse_existing(output, overwrite)
         if tasks is not None:
             questions = Questions(tasks, items, shots, chat)
@@ -286,8 +282,6 @@ def evaluate(
             return
         conditions = {text: parse_gate(text) for text in fail_if or []}
         gates.expect(f"--fail-if {text}" for text in conditions)
-        if output is not None:
-            refuse_existing(output, overwrite)
         refuse_unmeasured_gates(request, conditions.values())
         with console.Steps("layers", quiet or (json_ and not log.active)) as steps:
             result = evaluated(request, steps.at, Stop(deadline), console.say)
@@ -301,6 +295,15 @@ def evaluate(
         if output is not None and not (json_ or quiet):
             console.next_step("report", subject, "--evaluation", output)
         gates.judge_figures(result.figures, conditions)
+
+
+def _refuse_of_tasks(items: int | None, chat: bool, shots: int) -> None:
+    """RecipeError if any option was given that is for --tasks."""
+    if items is not None:
+        raise RecipeError("--items counts items of --tasks, or facts of --long", "use --windows for text")
+    if chat or shots:
+        name = "--chat" if chat else "--shots"
+        raise RecipeError(f"{name} is for the questions of --tasks", f"give --tasks, or leave {name} out")
 
 
 def _refuse_beside(option: str, others: Mapping[str, Any], hint: str) -> None:

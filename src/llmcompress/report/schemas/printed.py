@@ -494,7 +494,7 @@ PRINTED: dict[str, Any] = {
     "plan": _PLANNED,
     "export": list[ExportedOutput],
     "fit": Fitted,
-    "eval": PrintedEvaluation | Answered | LongEvaluation | PrintedDraft,
+    "eval": PrintedEvaluation | list[PrintedEvaluation] | Answered | LongEvaluation | PrintedDraft,
     "compare": list[Compared],
     "verify": Verified,
     "inspect": InspectedDirectory | InspectedGguf,
