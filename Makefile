@@ -36,4 +36,4 @@ format:
 	ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-test .venv-gptqmodel .venv-lm_eval .venv-vllm demo
+	rm -rf .venv .venv-test .venv-gptqmodel .venv-lm_eval .venv-vllm .venv-kvpress demo
