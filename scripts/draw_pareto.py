@@ -22,7 +22,7 @@ Point = tuple[str, float, float]
 
 def points(text: str) -> dict[str, list[Point]]:
     """Type, MB and KL of each file, by series, by size."""
-    table = text.split("\n`smollm2-768` (rotated", 1)[1].split("\n`smollm2-pad`", 1)[0]
+    table = text.split("\n`smollm2-768` (rotated", 1)[1].split("\nFloats of 4 bits", 1)[0]
     found: dict[str, list[Point]] = {name: [] for name in SERIES}
     for kind, name, nbytes, loss in re.findall(r"^\| (\w+) \| (.*?) \| ([\d,]+) \| ([\d.]+) ±", table, re.MULTILINE):
         if name in found:
