@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from llmcompress.engine.write.report_schema import Finished, LayerDone, Report, Start, Timing
+from llmcompress.engine.write.report_schema import Finished, GradientsDone, LayerDone, Report, Timing, TimingLine
 from llmcompress.engine.write.timings import run_sha256
 from llmcompress.errors import CheckpointError
 from llmcompress.report.parts import parts_of
@@ -23,7 +23,7 @@ from llmcompress.validate.task_evaluation import TaskEvaluation
 Model = TypeVar("Model", bound=BaseModel)
 AnyEvaluation = Evaluation | TaskEvaluation | LongEvaluation
 
-_TIMING: TypeAdapter[Start | LayerDone | Finished] = TypeAdapter(Timing)
+_TIMING: TypeAdapter[TimingLine] = TypeAdapter(Timing)
 _LARGEST = 1 << 28  # bytes of a file of timings
 
 
@@ -31,27 +31,31 @@ _LARGEST = 1 << 28  # bytes of a file of timings
 class Timed:
     """Times of a run over all its starts; a start from nothing discards earlier times. layers: by number."""
 
+    gradients: GradientsDone | None = None
     layers: dict[int, LayerDone] = field(default_factory=dict)
     end: Finished | None = None
 
-    def add(self, line: Start | LayerDone | Finished) -> None:
+    def add(self, line: TimingLine) -> None:
         if isinstance(line, LayerDone):
             self.layers[line.layer] = line
         elif isinstance(line, Finished):
             self.end = line
+        elif isinstance(line, GradientsDone):
+            self.gradients = line
         elif line.done == 0:
-            self.layers, self.end = {}, None
+            self.gradients, self.layers, self.end = None, {}, None
 
     @property
     def seconds(self) -> float:
-        """Seconds of all layers and of writing."""
-        return sum(layer.seconds for layer in self.layers.values()) + (self.end.writing if self.end else 0.0)
+        """Seconds of the gradients, of all layers and of writing."""
+        before = self.gradients.seconds if self.gradients else 0.0
+        return before + sum(layer.seconds for layer in self.layers.values()) + (self.end.writing if self.end else 0.0)
 
     @property
     def peak(self) -> int:
         """Peak memory of the process in bytes."""
-        lines: list[LayerDone | Finished] = [*self.layers.values(), *([self.end] if self.end else [])]
-        return max((line.peak_memory_bytes for line in lines), default=0)
+        others = (line.peak_memory_bytes for line in (self.gradients, self.end) if line is not None)
+        return max([*(line.peak_memory_bytes for line in self.layers.values()), *others], default=0)
 
 
 @dataclass(frozen=True)
@@ -150,7 +154,7 @@ def _by_run(files: Sequence[Path], known: set[str]) -> dict[str, Timed]:
     return result
 
 
-def _lines(file: Path) -> Iterator[Start | LayerDone | Finished]:
+def _lines(file: Path) -> Iterator[TimingLine]:
     try:
         if file.exists() and (not file.is_file() or file.stat().st_size > _LARGEST):
             raise CheckpointError(f"{file} is no file of timings")

@@ -53,7 +53,7 @@ def planned(models, tmp_path_factory):
 def test_runs_are_foreseen_to_take_what_they_did(planned, model, recipe):
     plan = planned(model, recipe)
     run_with = partial(memory_of_run, plan.headers, plan.recipe, plan.layers)
-    found = [estimate(run_with(resources), 0) for resources in RESOURCES]
+    found = [estimate(run_with(resources), 0, 0.0) for resources in RESOURCES]
     assert [[cost.memory_bytes, cost.gpu_bytes, cost.work_bytes] for cost in found] == GOLDEN["runs"][model][recipe]
 
 

@@ -4,12 +4,15 @@ import json
 import os
 
 import pytest
+from pydantic import TypeAdapter
 
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.process.progress import Progress
+from llmcompress.engine.write.report_schema import Timing
 from llmcompress.engine.write.timings import Timings, run_sha256
 from llmcompress.errors import RunError, StoppedError
+from llmcompress.report.page_inputs import Timed
 from tinyruns import LAYERS, after, compress, digest, recipe
 
 
@@ -58,9 +61,16 @@ def test_everything_is_passed_on(tiny_model_dir, tmp_path):
                 return lambda *_: self.calls.append(name)
             return object.__getattribute__(self, name)
 
-    heard, plan = Heard(), make_plan(recipe(), tiny_model_dir, Options(out=tmp_path / "out"))
-    compress(tiny_model_dir, plan.out, recipe(), progress=Timings(tmp_path / "lines", plan, heard))
+    made = recipe(guided=True)
+    heard, plan = Heard(), make_plan(made, tiny_model_dir, Options(out=tmp_path / "out"))
+    compress(tiny_model_dir, plan.out, made, progress=Timings(tmp_path / "lines", plan, heard))
     assert set(heard.calls) == {name for name in vars(Progress) if not name.startswith("_")}
+    before, *layers = [line for line in lines(tmp_path / "lines") if line["event"] != "start"]
+    assert (before["event"], {line["event"] for line in layers}) == ("gradients", {"layer"})
+    read = Timed()
+    for line in lines(tmp_path / "lines"):
+        read.add(TypeAdapter(Timing).validate_json(json.dumps(line)))
+    assert read.seconds == pytest.approx(sum(line["seconds"] for line in (before, *layers)))
 
 
 def test_a_place_inside_of_what_is_written_is_refused_before_anything_is_computed(

@@ -92,7 +92,7 @@ def streamed_logits(path, kv):
     model = open_streamed(path, dtype=torch.float32)
     [omission] = omissions_of(kv)
     layers = omission.install(model)
-    [[logits]] = lockstep([model], [IDS], lambda *_: None)
+    [[logits]] = [rows(0, IDS.shape[1]) for rows in lockstep([model], [IDS], lambda *_: None)]
     return logits, layers
 
 

@@ -134,13 +134,14 @@ class HeldBack(Document):
 
 
 class Recovery(Document):
-    """How the scales and gains of an output were trained."""
+    """How an output was trained after it was made."""
 
     steps: Positive
     windows_at_once: Positive = Field(description="windows of a step")
     rate: Magnitude = Field(description="share by which a step changes a scale at most")
-    best_step: Positive = Field(description="the step whose scales were kept")
+    best_step: Positive = Field(description="the step whose result was kept")
     matrices: Count = Field(description="matrices whose scales were trained")
+    pruned: Count = Field(0, description="pruned matrices whose remaining weights were trained")
     norms: Count = Field(description="norms whose gains were trained")
     calibration: Tokens
     held_back: dict[str, HeldBack] = Field(description="by text")
@@ -205,7 +206,7 @@ class Report(Document):
     unstacked: dict[str, UnstackedTensor] | None = Field(
         None, description="tensors of the source that hold something of every expert, which the output has one by one"
     )
-    recovery: Recovery | None = Field(None, description="how scales and gains were trained afterwards")
+    recovery: Recovery | None = Field(None, description="how it was trained afterwards")
     sha256: Sha256 | None = Field(None, description="of the text of this document without this key")
 
 
@@ -223,6 +224,16 @@ class Start(Document):
     done: Count = Field(description="layers found finished")
     threads: Positive
     device: str
+
+
+class GradientsDone(Document):
+    """A line of timings: the pass of gradients that comes before the layers is finished."""
+
+    event: Literal["gradients"]
+    run: Run
+    seconds: Magnitude = Field(description="since the run started")
+    peak_memory_bytes: Count
+    device_peak_bytes: Count | None = None
 
 
 class LayerDone(Document):
@@ -248,5 +259,6 @@ class Finished(Document):
     device_peak_bytes: Count | None = None
 
 
-Timing = Annotated[Start | LayerDone | Finished, Field(discriminator="event")]
+TimingLine = Start | GradientsDone | LayerDone | Finished
+Timing = Annotated[TimingLine, Field(discriminator="event")]
 """One line of the file that --timings appends to."""
