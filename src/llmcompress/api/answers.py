@@ -111,23 +111,20 @@ def evaluate_tasks(
         >>> sorted(answers.tasks)
         ['cloze', 'questions', 'stories', 'written']
     """
-    from llmcompress.validate.key_value_cache import CacheOptions
     from llmcompress.validate.request import Request
 
     refuse_several("evaluate_tasks() of Python")
-    request = Request(
-        Path(model),
-        None if ref is None else Path(ref),
-        "default",
-        2,
-        None,
-        batch,
-        device,
-        compute_dtype,
-        trust_remote_code,
-        None if adapter is None else Path(adapter),
-        CacheOptions(kv_bits, kv_type),
-        ref_adapter=None if ref_adapter is None else Path(ref_adapter),
+    request = Request.given(
+        model,
+        ref,
+        batch=batch,
+        device=device,
+        compute_dtype=compute_dtype,
+        adapter=adapter,
+        ref_adapter=ref_adapter,
+        kv_bits=kv_bits,
+        kv_type=kv_type,
+        trust_remote_code=trust_remote_code,
     )
     questions = Questions(str(tasks), items, shots, chat)
     return answered(request, questions, read_questions(request, questions), progress, stop)

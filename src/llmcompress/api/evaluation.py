@@ -141,7 +141,6 @@ def evaluate(
         >>> evaluation.kl < 1
         True
     """
-    from llmcompress.validate.key_value_cache import CacheOptions
     from llmcompress.validate.omission import omissions_of
     from llmcompress.validate.request import Request, with_omission
 
@@ -150,20 +149,21 @@ def evaluate(
     omissions = omissions_of(kv, *shares)
     if len(omissions) > 1 or (omissions and backend is not None):
         raise RecipeError("evaluate() leaves out one thing at a time, and without a backend", "call it once for each")
-    request = Request(
-        Path(model),
-        None if ref is None else Path(ref),
-        str(text),
-        length,
-        windows,
-        batch,
-        device,
-        compute_dtype,
-        trust_remote_code,
-        None if adapter is None else Path(adapter),
-        CacheOptions(kv_bits, kv_type),
-        backend,
-        ref_adapter=None if ref_adapter is None else Path(ref_adapter),
+    request = Request.given(
+        model,
+        ref,
+        text=text,
+        length=length,
+        windows=windows,
+        backend=backend,
+        batch=batch,
+        device=device,
+        compute_dtype=compute_dtype,
+        adapter=adapter,
+        ref_adapter=ref_adapter,
+        kv_bits=kv_bits,
+        kv_type=kv_type,
+        trust_remote_code=trust_remote_code,
     )
     return evaluated(with_omission(request, *omissions), progress, stop)
 

@@ -101,23 +101,22 @@ def evaluate_long(
         >>> [band["last"] for band in long.bands]
         [127, 255]
     """
-    from llmcompress.validate.key_value_cache import CacheOptions
     from llmcompress.validate.request import Request
 
     refuse_several("evaluate_long() of Python")
-    request = Request(
-        Path(model),
-        None if ref is None else Path(ref),
-        str(text),
-        2,
-        windows,
-        batch,
-        device,
-        compute_dtype,
-        trust_remote_code,
-        None if adapter is None else Path(adapter),
-        CacheOptions(kv_bits, kv_type),
-        ref_adapter=None if ref_adapter is None else Path(ref_adapter),
+    request = Request.given(
+        model,
+        ref,
+        text=text,
+        windows=windows,
+        batch=batch,
+        device=device,
+        compute_dtype=compute_dtype,
+        adapter=adapter,
+        ref_adapter=ref_adapter,
+        kv_bits=kv_bits,
+        kv_type=kv_type,
+        trust_remote_code=trust_remote_code,
     )
     return evaluated_long(request, length, items, progress, stop)
 

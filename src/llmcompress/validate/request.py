@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from llmcompress.validate.backend import BackendChoice
 from llmcompress.validate.key_value_cache import CacheOptions
@@ -43,6 +44,43 @@ class Request:
     ref_adapter: Path | None = None  # of the reference, merged while that is read
     timing: Timing = field(default_factory=Timing)  # with a backend, which measures speed as well
     omission: Omission | None = None  # what is left out of the model, not of the reference
+
+    @classmethod
+    def given(
+        cls,
+        model: str | Path,
+        ref: str | Path | None,
+        *,
+        batch: int,
+        device: str,
+        compute_dtype: str | None,
+        adapter: str | Path | None,
+        ref_adapter: str | Path | None,
+        kv_bits: int | None,
+        kv_type: Literal["int", "fp8"] | None,
+        trust_remote_code: bool,
+        text: str | Path = "default",
+        length: int = 2,
+        windows: int | None = None,
+        backend: BackendChoice | None = None,
+    ) -> "Request":
+        """The request that arguments of Python's functions make. length, windows: of text, where that is cut so."""
+        ref, adapter, ref_adapter = (None if place is None else Path(place) for place in (ref, adapter, ref_adapter))
+        return cls(
+            Path(model),
+            ref,
+            str(text),
+            length,
+            windows,
+            batch,
+            device,
+            compute_dtype,
+            trust_remote_code,
+            adapter,
+            CacheOptions(kv_bits, kv_type),
+            backend,
+            ref_adapter,
+        )
 
 
 def with_omission(request: Request, omission: Omission | None = None) -> Request:

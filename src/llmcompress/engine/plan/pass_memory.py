@@ -8,7 +8,7 @@ from typing import NamedTuple
 from llmcompress.engine.plan import memory_model as memory
 from llmcompress.engine.plan.memory_model import MemoryModel, Phase, Term
 from llmcompress.engine.plan.resources import ITEM_BYTES, Resources
-from llmcompress.engine.source.header_checks import hidden_width
+from llmcompress.engine.source.header_checks import hidden_width, likely_vocabulary
 from llmcompress.engine.source.tensor_names import MatrixRef
 from llmcompress.store.headers import ModelHeaders
 
@@ -43,9 +43,8 @@ class ModelSizes(NamedTuple):
             rows, columns = shape[::-1] if ref.linear.conv1d else shape
             layers.setdefault(ref.layer, []).append(Matrix(ref.space, rows, columns, ref.expert is not None))
         spec = max((stored.spec for stored in headers.tensors.values()), key=lambda spec: spec.nbytes)
-        vocabulary = headers.config.get("vocab_size")
-        count = vocabulary if isinstance(vocabulary, int) else spec.shape[0]
-        return cls(list(layers.values()), hidden_width(headers), count, (prod(spec.shape), spec.nbytes), length)
+        largest, vocabulary = (prod(spec.shape), spec.nbytes), likely_vocabulary(headers)
+        return cls(list(layers.values()), hidden_width(headers), vocabulary, largest, length)
 
     def head(self, dtype: str) -> Term:
         """The head as it is read and then in the type of the layers."""

@@ -7,7 +7,7 @@ from llmcompress.engine.plan import memory_model as memory
 from llmcompress.engine.plan.matrix_plan import MatrixPlan
 from llmcompress.engine.plan.memory_model import Device, MemoryModel, Phase, Term
 from llmcompress.engine.plan.resources import Resources
-from llmcompress.engine.source.header_checks import hidden_width
+from llmcompress.engine.source.header_checks import hidden_width, likely_vocabulary
 from llmcompress.engine.source.quantised import DecodedHeaders
 from llmcompress.formats.gguf.file import ENCODED_AT_ONCE
 from llmcompress.formats.gguf.hyper import EXPERTS_USED
@@ -141,12 +141,10 @@ class RunMemory:
 
     def head_gradients(self) -> Iterator[Term]:
         """The head, and logits of some tokens, where gradients begin."""
-        count = self.headers.config.get("vocab_size")
-        vocabulary = count if isinstance(count, int) else self.largest.shape[0]
         yield self.term("head", prod(self.largest.shape) * self.item)
         # half of what is kept for a logit is in the type of the layers
         kept = memory.LOGIT_GRADIENT * (4 + self.item) // 8
-        yield self.term("logits", kept * memory.HEAD_TOKENS * vocabulary)
+        yield self.term("logits", kept * memory.HEAD_TOKENS * likely_vocabulary(self.headers))
 
     def gradients(self, layer: Layer) -> Iterator[Term]:
         """A layer, and what windows that run back through it keep: those of the threads, and one that waits."""

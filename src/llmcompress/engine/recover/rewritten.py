@@ -1,5 +1,4 @@
-"""A compressed model written anew: what was trained has other scales, weights or gains, all else is as it was, to the
-byte."""
+"""A compressed model written anew: what was trained has other values, all else is as it was, to the byte."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

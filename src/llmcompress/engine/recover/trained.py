@@ -1,9 +1,8 @@
-"""What is trained of a compressed model: a factor for every scale of a matrix on codes, and for every gain of a norm;
-of pruned matrices the weights that stay.
+"""What is trained of a compressed model: scales of matrices on codes, weights that pruning left, and gains of norms.
 
-Of factors the logarithms are learnt, from zero on; codes and zeros stay as they are. The model runs on values rounded
-to the types that they are stored in; gradients pass the rounding as if there were none (straight through,
-arXiv:1308.3432).
+Scales and gains are multiplied by factors, whose logarithms are learnt, from zero on; codes and zeros stay as they are.
+The model runs on values rounded to the types that they are stored in; gradients pass the rounding as if there were none
+(straight through, arXiv:1308.3432).
 """
 
 from collections.abc import Mapping

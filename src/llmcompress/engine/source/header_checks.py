@@ -175,6 +175,13 @@ def check_shapes(headers: ModelHeaders, spec: ArchSpec, matrices: Sequence[Matri
             _same(headers, table, "columns", table.spec.shape[1], embedded)
 
 
+def likely_vocabulary(headers: ModelHeaders) -> int:
+    """The size of the vocabulary for an estimate: by config.json, or else the rows of the largest tensor."""
+    said = headers.config.get("vocab_size")
+    largest = max((stored.spec for stored in headers.tensors.values()), key=lambda spec: spec.nbytes)
+    return said if isinstance(said, int) else largest.shape[0]
+
+
 def vocabulary_size(headers: ModelHeaders) -> int:
     """The number of tokens in the vocabulary, by config.json; CheckpointError where config.json does not say it."""
     text = headers.config.get("text_config")
