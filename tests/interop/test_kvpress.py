@@ -37,5 +37,5 @@ def logits(path, evictions, context):
     for model, kv in zip(models, evictions, strict=True):
         for omission in omissions_of(kv):
             omission.install(model)
-    rows = lockstep(models, [IDS], lambda *_: None)
-    return [torch.stack(of_model)[:, context:] for of_model in zip(*rows, strict=True)]
+    windows = [rows(context, IDS.shape[1]) for rows in lockstep(models, [IDS], lambda *_: None)]
+    return [torch.stack(of_model) for of_model in zip(*windows, strict=True)]
