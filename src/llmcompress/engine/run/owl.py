@@ -46,7 +46,7 @@ def _outlier_shares(
     An outlier is larger than `threshold` times the mean of its matrix.
     """
     shares: list[float] = []
-    files = [scratch / f"record-owl-{number}.bin" for number in range(2)]
+    files = [scratch / f"record-owl-{workers.rank}-{number}.bin" for number in range(2)]  # ranks may share the folder
     try:
         with model.outer(embed=True, head=False):
             model.prepare(tokens[:1])
