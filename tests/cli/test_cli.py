@@ -74,15 +74,16 @@ def test_an_original_against_itself_is_exact(tiny_model_dir):
     assert figures["top1"] == 1
 
 
-def test_generate_shows_both_continuations(compressed, tiny_model_dir):
+def test_generate_shows_and_saves_both_continuations(compressed, tiny_model_dir, tmp_path):
     out, _ = compressed
-    done = call(
-        "eval", out, "--ref", tiny_model_dir, "--length", "32", "--windows", "1", "--generate", "The water", "--json"
-    )
+    command = ["eval", out, "--ref", tiny_model_dir, "--length", "32", "--windows", "1", "--generate", "The water"]
+    done = call(*command, "--json", "--output", tmp_path / "eval.json")
     assert done.returncode == 0, done.stderr
     samples = json.loads(done.stdout)["generated"]
     assert set(samples) == {str(out), str(tiny_model_dir)}
     assert all(text.strip() for text in samples.values())
+    written = json.loads((tmp_path / "eval.json").read_text())["written"]
+    assert written == {"prompt": "The water", "model": samples[str(out)], "reference": samples[str(tiny_model_dir)]}
 
 
 def test_verify_passes_and_finds_damage(compressed, tiny_model_dir, tmp_path):

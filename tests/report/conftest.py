@@ -1,18 +1,18 @@
 """Outputs of the tiny model, evaluated and timed once for all tests of pages."""
 
-import json
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from llmcompress.api.evaluation import EvaluationResult
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.process.progress import Progress
 from llmcompress.engine.write.timings import Timings
 from llmcompress.recipe import parse
-from llmcompress.validate.session import Request, evaluate_whole
+from llmcompress.validate.session import Request, continuations, evaluate_whole
 
 STEPS = {
     "four": ("compressed-tensors", {"method": "gptq", "bits": 4, "group_size": 64}),
@@ -57,5 +57,7 @@ def made(tiny_model_dir: Path, tiny_eval_text: Path, tmp_path_factory: pytest.Te
         compress(tiny_model_dir, outputs[name], name, timings)
         request = Request(outputs[name], tiny_model_dir, str(tiny_eval_text), 48, 6, 6, "cpu", "float32")
         evaluations[name] = folder / f"{name}.eval.json"
-        evaluations[name].write_text(json.dumps(evaluate_whole(request, lambda done, of: None)))
+        result = EvaluationResult(request, evaluate_whole(request, lambda done, of: None))
+        written = continuations(request, "The water", 24)
+        result.with_written("The water", written).save(evaluations[name])
     return Made(outputs, evaluations, timings)

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -97,6 +98,31 @@ def test_nothing_is_wider_than_the_screen(made, tmp_path, width):
     found = re.search(r"<title>(\S+) (\S+) (\S+)</title>", look(outer, tmp_path).elements).groups()
     assert [float(each) for each in found[:2]] == [0, 0]
     assert float(found[2]) > 9.5  # pixels of the words on plots
+
+
+@pytest.mark.parametrize("theme", ["dark", "light"])
+def test_axe_finds_nothing_that_keeps_readers_out(made, tmp_path, theme):
+    """axe-core on a copy of the page that lets its script run."""
+    names = ["four", "three", "small.gguf"]
+    text = render(read_outputs([made.outputs[n] for n in names], [made.evaluations[n] for n in names], [made.timings]))
+    axe = files("axe_core_python").joinpath("axe.min.js").read_text()
+    found = _violations(text, axe, tmp_path, theme)
+    assert found == []
+    pale = _violations(text.replace("--soft: ", "--soft: #8888; --was: "), axe, tmp_path, theme)
+    assert "color-contrast" in {rule for rule, _, _ in pale}
+
+
+def _violations(text, axe, folder, theme):
+    """Rules of axe-core that a page breaks, each with the element that does and what is said of it."""
+    end = (
+        "axe.run().then(({ violations }) => { document.title = 'found ' + JSON.stringify(violations.flatMap((rule) => "
+        "rule.nodes.map((node) => [rule.id, node.target.join(' '), node.any.map((one) => one.message).join('; ')]))) })"
+    )
+    page = folder / "open.html"
+    page.write_text(f"{re.sub(r'<meta http-equiv.*?>', '', text)}<script>{axe}</script><script>{end}</script>")
+    scheme = {"dark": 0, "light": 1}[theme]
+    seen = look(page, folder, f"--blink-settings=preferredColorScheme={scheme}", "--window-size=1200,900")
+    return json.loads(html.unescape(re.search(r"<title>found (.*?)</title>", seen.elements)[1]))
 
 
 def test_the_test_would_see_an_error_and_a_request(idle, tmp_path):

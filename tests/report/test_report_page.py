@@ -21,7 +21,7 @@ from llmcompress.report.figures import binned
 from llmcompress.report.page import render
 from llmcompress.report.page_inputs import Timed, read_outputs
 from llmcompress.report.parts import parts_of
-from llmcompress.report.words import duration, figure, size
+from llmcompress.report.words import duration, figure, marked_words, size
 from llmcompress.validate.session import Request, evaluate_whole
 
 HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(1)">&\'%{z}'
@@ -260,6 +260,38 @@ def test_right_answers_stand_beside_each_other(made, tmp_path):
     assert "four has" in text
     assert "answers 50.0% of 8 items right, the original 62.5%." in text
     assert Elements(text).scripts == []
+
+
+def test_matrices_with_the_largest_errors_are_named(made):
+    (table,) = re.findall(
+        r'aria-label="Matrices of four with the largest errors">(.*?)</table>', page(made, "four"), re.S
+    )
+    named = re.findall(r'<th scope="row">([^<]*)</th>', table)
+    linears = json.loads((made.outputs["four"] / "report.json").read_text())["linears"]
+    assert named == [each["name"] for each in sorted(linears, key=lambda each: each["loss"], reverse=True)[:8]]
+
+
+def test_what_an_output_writes_stands_beside_the_original(made, whole):
+    (section,) = re.findall(r'<section id="written">(.*?)</section>', whole, re.S)
+    found = re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", section, re.S)
+    assert [name for name, _ in found] == ["original", "four", "three", "small.gguf"]
+    plain = {name: html.unescape(re.sub(r"</?mark>", "", text)) for name, text in found}
+    for name, file in made.evaluations.items():
+        written = json.loads(file.read_text())["written"]
+        assert (plain[name], plain["original"]) == (written["model"], written["reference"])
+
+
+def test_words_that_are_not_the_originals_are_marked():
+    assert marked_words("a new dog  barks", "a dog barks") == [
+        ("a", False),
+        (" new", True),
+        (" dog", False),
+        ("  barks", True),
+    ]
+    assert marked_words("the same", "the same") == [("the same", False)]
+    assert marked_words("anything", None) == [("anything", False)]
+    assert marked_words("", "something") == []
+    assert marked_words("x", "") == [("x", True)]
 
 
 def test_names_of_strangers_stay_text(made, tmp_path):

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -62,6 +62,13 @@ class EvaluationResult:
         gates = [parse_gate(text) for text in conditions]
         refuse_unmeasured_gates(self.request, gates)
         refuse_broken(self.figures, gates)
+
+    def with_written(self, prompt: str, continuations: Mapping[str, str]) -> "EvaluationResult":
+        """The result with what each model, by its path, writes after a prompt."""
+        model, ref = str(self.request.model), self.request.ref
+        reference = None if ref is None else continuations[str(ref)]
+        written = {"prompt": prompt, "model": continuations[model], "reference": reference}
+        return replace(self, document={**self.document, "written": written})
 
     def save(self, file: str | Path, *, overwrite: bool = False) -> None:
         """Write the document as JSON, for `llmcompress report`. PlanError for a file that exists, without `overwrite`.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from llmcompress.api.answers import Questions
-from llmcompress.api.evaluation import evaluated, refuse_unmeasured_gates
+from llmcompress.api.evaluation import EvaluationResult, evaluated, refuse_unmeasured_gates
 from llmcompress.cli import answering, console, drafting, long_text, omitting, runtime_table
 from llmcompress.cli import options as flags
 from llmcompress.cli.gates import gated
@@ -217,7 +217,6 @@ def evaluate(
     from llmcompress.validate.key_value_cache import CacheOptions
     from llmcompress.validate.omission import omissions_of
     from llmcompress.validate.request import Request, with_omission
-    from llmcompress.validate.session import continuations
     from llmcompress.validate.token_statistics import not_finite
 
     subject = _subject(model, draft)
@@ -290,11 +289,22 @@ def evaluate(
         if card is not None and not_finite(result.figures) is None:
             write_whole(card, card_with_figures(card, result.document).encode(), overwrite=True)
         log.event("figures", **result.figures)
-        samples = continuations(request, generate, max_new_tokens) if generate is not None else None
+        samples = None if generate is None else _written(result, generate, max_new_tokens, output)
         _show(request, result.document, samples, json_)
         if output is not None and not (json_ or quiet):
             console.next_step("report", subject, "--evaluation", output)
         gates.judge_figures(result.figures, conditions)
+
+
+def _written(result: EvaluationResult, prompt: str, tokens: int, output: Path | None) -> dict[str, str]:
+    """What each model writes after a prompt; it is added to what was saved."""
+    from llmcompress.validate.session import continuations
+    from llmcompress.validate.token_statistics import not_finite
+
+    samples = continuations(result.request, prompt, tokens)
+    if output is not None and not_finite(result.figures) is None:
+        result.with_written(prompt, samples).save(output, overwrite=True)
+    return samples
 
 
 def _refuse_of_tasks(items: int | None, chat: bool, shots: int) -> None:

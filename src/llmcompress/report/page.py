@@ -14,7 +14,7 @@ from llmcompress.report.cells import METRICS, Metric, cells_of
 from llmcompress.report.page_inputs import ReportedOutput
 from llmcompress.report.plot import Plot
 from llmcompress.report.verdict import verdicts
-from llmcompress.report.words import figure, label
+from llmcompress.report.words import figure, label, marked_words
 
 _TEMPLATES = Path(__file__).parent / "templates"
 
@@ -42,6 +42,7 @@ def _content(outputs: Sequence[ReportedOutput]) -> dict[str, Any]:
         "along": _along(outputs),
         "maps": _maps(outputs),
         "spent": _spent(outputs),
+        "written": _written(outputs),
         "sources": len({output.report.source.headers_sha256 for output in outputs}),
     }
 
@@ -51,6 +52,7 @@ def _about(output: ReportedOutput) -> dict[str, Any]:
     return {
         "name": output.name,
         "facts": tables.facts(output),
+        "worst": tables.worst(output.report.linears),
         "ledger": tables.ledger(output.report),
         "recipe": yaml.safe_dump(output.report.recipe.model_dump(), sort_keys=False, allow_unicode=True),
     }
@@ -126,6 +128,19 @@ def _along(outputs: Sequence[ReportedOutput]) -> list[Mapping[str, Any]]:
             "table": tables.series(across, series),
         }
         for place, title, across, series in parts
+    ]
+
+
+def _written(outputs: Sequence[ReportedOutput]) -> list[Mapping[str, Any]]:
+    """What outputs and their original write after each prompt, words of an output that the original has not marked."""
+    prompts: dict[tuple[str, str | None], list[tuple[str, list[tuple[str, bool]]]]] = {}
+    for output in outputs:
+        for written in (found.written for found in output.evaluations if found.written is not None):
+            words = marked_words(written.model, written.reference)
+            prompts.setdefault((written.prompt, written.reference), []).append((output.name, words))
+    return [
+        {"prompt": prompt, "original": original, "continuations": continuations}
+        for (prompt, original), continuations in prompts.items()
     ]
 
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from llmcompress.engine.write.report_schema import LedgerEntry, Report
+from llmcompress.engine.write.report_schema import LedgerEntry, Linear, Report
 from llmcompress.report.cells import Cells, Metric
 from llmcompress.report.figures import Series
 from llmcompress.report.page_inputs import ReportedOutput
@@ -14,6 +14,7 @@ from llmcompress.validate.long_evaluation import RepetitionFigures
 from llmcompress.validate.task_evaluation import AskedTasks, TaskFigures
 
 _SUBJECTS = 3  # subjects named for each kind in the ledger
+_WORST = 8  # matrices named for their errors
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,24 @@ def series(across: str, lines: Series) -> Table:
     found = [dict(zip(xs, ys, strict=True)) for _, xs, ys in lines]
     rows = [[f"{x:g}", *(figure(line[x]) if x in line else "" for line in found)] for x in places]
     return Table([across, *(name for name, _, _ in lines)], rows)
+
+
+def worst(linears: Sequence[Linear]) -> Table:
+    """The matrices of the largest error of outputs, or of weights where no output was measured."""
+    measured = [(linear.loss, linear) for linear in linears if linear.loss is not None]
+    heads = ["matrix", "grid", "error of outputs", "error of weights", "against plain rounding"]
+    found = measured or [(linear.relative_error, linear) for linear in linears if linear.grid is not None]
+    rows = [
+        [
+            linear.name,
+            linear.grid or "not rounded",
+            "" if linear.loss is None else f"{linear.loss:.2%}",
+            f"{linear.relative_error:.2%}",
+            "" if linear.rtn_ratio is None else figure(linear.rtn_ratio),
+        ]
+        for _, linear in sorted(found, key=lambda each: -each[0])[:_WORST]
+    ]
+    return Table(heads, rows)
 
 
 def ledger(report: Report) -> Table:

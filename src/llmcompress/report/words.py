@@ -1,6 +1,8 @@
 """Numbers and names as text on a page."""
 
+import re
 from collections.abc import Sequence
+from difflib import SequenceMatcher
 
 from llmcompress.report.page_inputs import ReportedOutput
 from llmcompress.validate.evaluation import Evaluation
@@ -35,6 +37,15 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def marked_words(text: str, original: str | None) -> list[tuple[str, bool]]:
+    """A text in pieces, each with whether its words are not those of the original at their place."""
+    if original is None:
+        return [(text, False)]
+    words, others = (re.findall(r"\s*\S+|\s+", each) for each in (text, original))
+    moves = SequenceMatcher(None, others, words, autojunk=False).get_opcodes()
+    return [("".join(words[start:end]), kind != "equal") for kind, _, _, start, end in moves if end > start]
 
 
 def label(output: ReportedOutput, found: Evaluation, outputs: Sequence[ReportedOutput]) -> str:

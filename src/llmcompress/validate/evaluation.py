@@ -107,6 +107,14 @@ class Runtime(Document):
     reference_speed: list[Speed] | None = Field(None, description="of the original in bfloat16")
 
 
+class Written(Document):
+    """What both models write greedily after a prompt."""
+
+    prompt: str
+    model: str = Field(description="what the model goes on with")
+    reference: str | None = Field(description="what the original goes on with; null without an original")
+
+
 class Evaluation(Document):
     """What `eval --output` saves."""
 
@@ -120,6 +128,7 @@ class Evaluation(Document):
     by_window: Series = Field(description="means over each window, in order of the text")
     by_position: Series = Field(description="means over all windows at each scored position of a window")
     runtime: Runtime | None = Field(None, description="how it was run, where that was as a whole")
+    written: Written | None = Field(None, description="with --generate")
 
 
 def evaluation(
