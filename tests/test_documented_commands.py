@@ -24,6 +24,7 @@ WORDS = {
     "benchmarks/recipes/*.yaml": "benchmarks/recipes/rotate*.yaml",
 }
 """What the tiny model has in place of a word."""
+DOMAINS = ["--domain", "encyclopaedia", "--domain", "documentation"]  # of the six, those that need no further text
 REFUSED = {"llmcompress plan gptq model/ --target vllm --tp 4"}
 ELSEWHERE = {
     "python -m pip": "installs what is tested here",
@@ -53,6 +54,8 @@ def smaller(words):
         if option in sizes and words[number + 1].isdecimal():
             words[number + 1] = str(sizes[option])
     if program == "python":
+        if words[0].endswith("domains.py") and "--domain" not in words:
+            words += DOMAINS
         return [name for word in words for name in (sorted(map(str, Path().glob(word))) if "*" in word else [word])]
     known = {option for parameter in understood(words).command.params for option in parameter.opts}
     unsaid = [option for option in SIZES if option in known and option not in words]

@@ -20,17 +20,21 @@ def asked(name, ids, folder, paths, arguments=(), timeout=1200):
     return told(name, folder, [*arguments, given, found, *paths], timeout), load_file(found)
 
 
-def told(name, folder, arguments, timeout=1200):
-    """What scripts/interop/NAME_check.py says in its last line.
+def python_of(name):
+    """The Python of the environment that LLMCOMPRESS_NAME_VENV names, else of .venv-NAME in the repository.
 
-    The environment is the one that LLMCOMPRESS_NAME_VENV names, else .venv-NAME in the repository, which
-    scripts/interop/NAME_env.sh makes; the test is skipped where there is none.
+    scripts/interop/NAME_env.sh makes the latter; the test is skipped where there is none.
     """
     venv = Path(os.environ.get(f"LLMCOMPRESS_{name.upper()}_VENV", ROOT / f".venv-{name}"))
     python = venv / "bin" / "python"
     if not python.exists():
         pytest.skip(f"no environment with {name}: scripts/interop/{name}_env.sh makes it")
-    command = [python, ROOT / "scripts" / "interop" / f"{name}_check.py", *arguments]
+    return python
+
+
+def told(name, folder, arguments, timeout=1200):
+    """What scripts/interop/NAME_check.py says in its last line."""
+    command = [python_of(name), ROOT / "scripts" / "interop" / f"{name}_check.py", *arguments]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     done = subprocess.run(
         command, capture_output=True, text=True, env=environment, cwd=folder, timeout=timeout, check=False
