@@ -93,7 +93,7 @@ def test_every_type_is_of_the_planned_size_and_near_the_source(kind, width, narr
     )
 
 
-@pytest.mark.parametrize("kind", ["Q2_K", "IQ3_S", "TQ1_0", "MXFP4", "NVFP4"])
+@pytest.mark.parametrize("kind", ["Q2_K", pytest.param("IQ3_S", marks=pytest.mark.slow), "TQ1_0", "MXFP4", "NVFP4"])
 def test_calibration_makes_the_same_bytes_closer(kind, shallow_model_dir, tmp_path):
     kl, sizes = [], []
     for method in ("rtn", "gptq"):
@@ -106,6 +106,7 @@ def test_calibration_makes_the_same_bytes_closer(kind, shallow_model_dir, tmp_pa
     assert kl[1] < 0.8 * kl[0]
 
 
+@pytest.mark.slow
 def test_fewer_bits_by_eights_than_by_one_are_no_further_from_the_original(shallow_model_dir, tmp_path):
     kl, sizes = [], []
     for kind in ("IQ2_M", "Q2_K", "IQ1_M", "TQ2_0"):

@@ -37,6 +37,7 @@ def test_compress_and_evaluate(tiny_model_dir, tmp_path):
     assert "KL divergence 0." in lines[-1]
 
 
+@pytest.mark.slow
 def test_gguf_files(tiny_model_dir, tmp_path):
     script = EXAMPLES / "gguf_files.py"
     done = ran(script, tiny_model_dir, tmp_path, "Q8_0", "Q4_0", "--bpw", 6, "--samples", 2)

@@ -212,7 +212,7 @@ def test_transforms_go_before_every_kind_of_grid(shallow_model_dir, tmp_path, wi
     [
         ("bitsandbytes", {"type": "nf4"}),
         ("bitsandbytes", {"type": "int8", "bits": 8}),
-        ("codebook", {"type": "codebook", "bits": 4}),
+        pytest.param("codebook", {"type": "codebook", "bits": 4}, marks=pytest.mark.slow),
         ("int8-outliers", {"type": "int8", "bits": 8, "outliers": "topk", "outlier_count": 4}),
         ("qoq", {"type": "progressive", "activations": "int8-token"}),
     ],

@@ -85,6 +85,7 @@ def test_it_is_closer_than_the_mixture_of_the_same_size(kind, tiny_model_dir, lo
     assert "KL divergence of 0.0" in note.why
 
 
+@pytest.mark.slow
 def test_runs_that_know_their_inputs_choose_among_types_by_eights_too(shallow_model_dir, tmp_path, main, capsys):
     calibrated = ("--calibration", "default", "--samples", 8, "--length", 64, "-q")
     fixed, chosen, kept = (tmp_path / name for name in ("fixed.gguf", "chosen.gguf", "new.json"))
