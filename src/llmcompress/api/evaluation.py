@@ -123,6 +123,7 @@ def evaluate(
     backend: Literal["auto", "kernels", "torch"] | None = None,
     adapter: str | Path | None = None,
     ref_adapter: str | Path | None = None,
+    ref_cache: str | Path | None = None,
     kv_bits: int | None = None,
     kv_type: Literal["int", "fp8"] | None = None,
     kv: str | None = None,
@@ -139,10 +140,11 @@ def evaluate(
     `windows` of them are scored (80, or all of the shipped text). batch: windows run at once. compute_dtype: float32
     unless a backend runs. backend: runs the whole model on packed weights by CUDA kernels or torch, instead of one
     decoded layer at a time. adapter: a LoRA adapter of the model; ref_adapter: one of `ref`, without a backend.
-    kv_bits, kv_type: simulate cached keys and values of so many bits. kv: evict a share of them, "snapkv:0.5" for
-    example; mlp_sparsity, attention_sparsity: leave out a share of neurons or attention weights. Of these three one at
-    a time; without `ref` the model is compared with itself. progress: told after every layer how many of all
-    are done; stop: asked then, with the number of layers; StoppedError when it returns true. Raises LlmcompressError.
+    ref_cache: a folder in which what the layers of `ref` give is kept, so that they run once for many models; same
+    figures. kv_bits, kv_type: simulate cached keys and values of so many bits. kv: evict a share of them, "snapkv:0.5"
+    for example; mlp_sparsity, attention_sparsity: leave out a share of neurons or attention weights. Of these three one
+    at a time; without `ref` the model is compared with itself. progress: told after every layer how many of all are
+    done; stop: asked then, with the number of layers; StoppedError when it returns true. Raises LlmcompressError.
 
         >>> evaluation = llmcompress.evaluate("model-w4", "model", windows=2, length=128)
         >>> evaluation.kl < 1
@@ -171,6 +173,7 @@ def evaluate(
         kv_bits=kv_bits,
         kv_type=kv_type,
         trust_remote_code=trust_remote_code,
+        ref_cache=ref_cache,
     )
     return evaluated(with_omission(request, *omissions), progress, stop)
 

@@ -27,6 +27,7 @@ def compare(
         list[Path], typer.Argument(help="Directories or GGUF files, all made from one original.", show_default=False)
     ],
     ref: Annotated[Path, typer.Option("--ref", help="The original, which runs once for all.", show_default=False)],
+    ref_cache: flags.RefCache = None,
     text: Annotated[
         str, typer.Option("--text", help="Text file to evaluate on; default: text shipped with llmcompress.")
     ] = "default",
@@ -62,9 +63,8 @@ def compare(
     places = [path.resolve() for path in models]
     if twice := next((path for path in models if places.count(path.resolve()) > 1), None):
         raise RecipeError(f"{twice} is given twice", "give every model once")
-    requests = [
-        Request(model, ref, text, length, windows, batch, device, compute_dtype, trust_remote_code) for model in models
-    ]
+    asked = text, length, windows, batch, device, compute_dtype, trust_remote_code
+    requests = [Request(model, ref, *asked, ref_cache=ref_cache) for model in models]
     with gated("compare", junit):
         with console.Steps("layers", quiet or (json_ and not log.active)) as steps:
             found = evaluated_together(requests, steps.at, Stop(deadline))
@@ -74,12 +74,17 @@ def compare(
                 raise GateError(f"{result.request.model}: {said}")
 
 
+def _outcome(result: "EvaluationResult") -> dict[str, str]:
+    """What came of the cache of the original, where there was one."""
+    return {name: value for name, value in result.document.items() if name == "ref_cache"}
+
+
 def _show(ref: Path, found: "list[EvaluationResult]", as_json: bool) -> None:
     sizes = [weight_bytes(result.request.model) for result in found]
     if as_json:
         console.print_json(
             [
-                {"model": str(result.request.model), "bytes": nbytes, **result.figures}
+                {"model": str(result.request.model), "bytes": nbytes, **result.figures, **_outcome(result)}
                 for result, nbytes in zip(found, sizes, strict=True)
             ]
         )

@@ -58,6 +58,7 @@ def evaluate(
         Path | None,
         typer.Option("--ref-adapter", help="A LoRA adapter of the original, for a model that was compressed with it."),
     ] = None,
+    ref_cache: flags.RefCache = None,
     text: Annotated[
         str, typer.Option("--text", help="Text file to evaluate on; default: text shipped with llmcompress.")
     ] = "default",
@@ -223,6 +224,9 @@ def evaluate(
     given = {"--draft": draft, "--generate": generate, "--backend": backend}
     if tasks is not None:
         _refuse_beside("--tasks", {**given, "--text": text != "default", "--long": long}, "evaluate each on its own")
+    if ref_cache is not None:
+        others = {"--tasks": tasks, "--long": long, "--draft": draft}
+        _refuse_beside("--ref-cache", others, "it keeps what a reference gives for windows of text")
     if long:
         _refuse_beside("--long", {**given, "--update-card": update_card}, "evaluate each on its own")
     if ref_adapter is not None and (ref is None or draft is not None or backend is not None):
@@ -253,6 +257,7 @@ def evaluate(
         cache_options,
         backend,
         ref_adapter=ref_adapter,
+        ref_cache=ref_cache,
     )
     if len(omissions) > 1:
         omitting.refuse_others({"--output": output, "--fail-if": fail_if, "--junit": junit}, omissions)
@@ -336,7 +341,7 @@ def _subject(model: Path | None, draft: Path | None) -> Path:
 def _show(request: "Request", found: Mapping[str, Any], samples: dict[str, str] | None, as_json: bool) -> None:
     figures, runtime = found["figures"], found.get("runtime")
     if as_json:
-        more = {"runtime": runtime, "generated": samples}
+        more = {"runtime": runtime, "generated": samples, "ref_cache": found.get("ref_cache")}
         console.print_json({**figures, **{name: value for name, value in more.items() if value is not None}})
         return
     from llmcompress.validate.token_statistics import not_finite, shown
@@ -348,6 +353,7 @@ def _show(request: "Request", found: Mapping[str, Any], samples: dict[str, str] 
             rows.append((label, shown(figures[key]), f"{low:.5g} ... {high:.5g}" if isfinite(low + high) else ""))
     cached = f", keys and values {figures['kv_cache']}" if figures["kv_cache"] else ""
     cached += f", {figures['omitted']}" if request.omission is not None else ""
+    cached += ", reference from its cache" if found.get("ref_cache") == "hit" else ""
     console.table(
         f"{request.model}: {figures['windows']} windows of {request.length} tokens, {figures['tokens']} scored, "
         f"{found['compute_dtype']}{cached}{'' if (said := not_finite(figures)) is None else f'; {said}'}",

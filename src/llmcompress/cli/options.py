@@ -203,6 +203,13 @@ Strict = Annotated[
         rich_help_panel=RUNNING,
     ),
 ]
+RefCache = Annotated[
+    Path | None,
+    typer.Option(
+        "--ref-cache",
+        help="Folder in which what the original's layers give for a text is kept: they run once for all models.",
+    ),
+]
 Trust = Annotated[
     bool,
     typer.Option("--trust-remote-code", help="Run Python code that the checkpoint brings.", rich_help_panel=RUNNING),

@@ -20,7 +20,7 @@ from llmcompress.cli.running import Strict, carry_out, tell
 from llmcompress.cli.stopping import Stop
 from llmcompress.cli.sweep_recipes import Variant, listed, variants
 from llmcompress.cli.sweep_table import Run, show_runs
-from llmcompress.errors import GateError, LlmcompressError, RunError, StoppedError
+from llmcompress.errors import GateError, LlmcompressError, RecipeError, RunError, StoppedError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,6 +79,14 @@ EvalWindows = Annotated[
     int | None,
     typer.Option("--eval-windows", min=1, max=1_000_000, help="Windows of --evaluate.", rich_help_panel=_ROOM),
 ]
+RefCache = Annotated[
+    Path | None,
+    typer.Option(
+        "--ref-cache",
+        help="Folder in which what the original's layers give for the text of --evaluate is kept: they run once.",
+        rich_help_panel=_ROOM,
+    ),
+]
 OPTIONS: dict[str, tuple[Any, Any]] = {
     "recipe": (RecipeName, ...),
     "model": (flags.Model, ...),
@@ -89,6 +97,7 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "evaluate": (Evaluate, None),
     "eval_length": (EvalLength, 512),
     "eval_windows": (EvalWindows, None),
+    "ref_cache": (RefCache, None),
     "format_": (flags.FormatOverride, None),
     "overwrite": (flags.Overwrite, False),
     **{name: option for name, option in flags.RESOURCE_OPTIONS.items() if name not in _NAMES},
@@ -104,8 +113,13 @@ def sweep(**values: Any) -> None:
     from llmcompress.engine.run.start import refuse_start
     from llmcompress.engine.write.timings import refuse_place
     from llmcompress.store.unfinished import claimed
+    from llmcompress.validate.reference_cache import refuse_cache
 
     refuse_unknown_kinds(values["strict"] or [])
+    if values["ref_cache"] is not None:
+        if values["evaluate"] is None:
+            raise RecipeError("--ref-cache is for what is evaluated", "give a text as --evaluate, or 'default'")
+        refuse_cache(values["ref_cache"], compared=True)
     wanted = variants(
         as_recipe(values["recipe"], None, flags.output_settings(values)),
         listed("--method", values["methods"], str),
@@ -230,6 +244,7 @@ def _one(run: Run, values: dict[str, Any], stop: Stop, tokens: "Tensor | None", 
         device=values["device"],
         dtype="float32",
         trust_remote_code=values["trust_remote_code"],
+        ref_cache=values["ref_cache"],
     )
     # figures are kept once all are there: the deadline waits for them, unless this start has got somewhere already
     with quiet_libraries(), console.Steps(f"evaluating {run.variant.name}", quiet) as steps:

@@ -186,10 +186,14 @@ class Carried:
 
     def hidden(self, rows: Tensor) -> Tensor:
         """The hidden states in rows, as layers take them."""
-        states = rows[..., : self.streams * self.width]
+        states = self.states(rows)
         if self.streams == 1:
             return states
         return states.reshape(*rows.shape[:2], self.streams, self.width).movedim(2, self._axis)
+
+    def states(self, rows: Tensor) -> Tensor:
+        """The columns of rows that are hidden states."""
+        return rows[..., : self.streams * self.width]
 
     def _flat(self, hidden: Tensor) -> Tensor:
         """Hidden states as in rows."""

@@ -285,15 +285,18 @@ class StreamedModel:
         return torch.cat(list(self.embedded(ids, 8)))
 
     @torch.no_grad()
-    def prepare(self, ids: Tensor) -> int:
-        """Record, from the first sample, what each layer is called with besides the hidden states; their width."""
+    def prepare(self, ids: Tensor, layers: bool = True) -> int:
+        """Record, from the first sample, what each layer is called with besides the hidden states; their width.
+
+        layers: whether layers are going to run, and not the head alone.
+        """
         ids = ids[:1].to(self.device)
         with self.outer(embed=True, head=False) as causal:
             _, others = self._recorded(causal, input_ids=_another(ids))
             hidden, calls = self._recorded(causal, input_ids=ids)
             hands_on = self._carried.learn(ids.shape, hidden, calls, others)
         self._calls[1, ids.shape[1]] = calls
-        if hands_on:
+        if hands_on and layers:
             with self.layer(0) as layer:
                 args, kwargs = calls[0]
                 self._carried.see_handed(ids.shape, layer(hidden, *args, **kwargs))
@@ -390,6 +393,10 @@ class StreamedModel:
             last.inject = None
             for recorder in recorders:
                 recorder.hidden = recorder.call = None
+
+    def read_by_head(self, rows: Tensor) -> Tensor:
+        """The part [batch, length, width] that `logits` needs of what leaves the last layer."""
+        return self._carried.states(rows)
 
     def _placeholder(self, batch: int, length: int) -> dict[str, Tensor]:
         """An input that stands for tokens of which only the number matters."""

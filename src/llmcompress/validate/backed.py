@@ -24,8 +24,10 @@ from llmcompress.validate.adapted_model import adapt_streamed, adapt_whole
 from llmcompress.validate.backend import Backend, Say, compute_dtype, open_backend
 from llmcompress.validate.device_memory import refuse_beyond, validation_memory
 from llmcompress.validate.evaluate import Collected, Watch, lockstep
+from llmcompress.validate.evaluation import CacheOutcome
 from llmcompress.validate.key_value_cache import cache_of
 from llmcompress.validate.load import load_whole, open_streamed, refuse_other_vocabulary
+from llmcompress.validate.reference_cache import ReferenceCache, reference_cache
 from llmcompress.validate.request import Request
 from llmcompress.validate.speed import speeds
 from llmcompress.validate.token_statistics import Array, Tokens, token_figures
@@ -42,6 +44,7 @@ class Validated:
     tokens: Tokens
     dtype: str
     cache: Change | None
+    ref_cache: CacheOutcome | None
 
 
 def validate(request: Request, windows: Tensor, watch: Watch, say: Say) -> Validated:
@@ -66,7 +69,8 @@ def _validated(
     if request.adapter is not None:
         adapt_whole(model, request.adapter, request.model, backend.device)
     decoded, reference = _beside(request, backend.device, cache)
-    tokens, errors = _measured(model, cache, decoded, reference, windows, request.batch, watch)
+    kept = reference_cache(request, reference, windows)
+    tokens, errors = _measured(model, cache, decoded, reference, windows, request.batch, watch, kept)
     found = agreement.agreement_figures(errors, dtype, len(decoded.layers), _rounds_inputs(model))
     timing = replace(request.timing, prompt=min(request.timing.prompt, windows.shape[1]))
     runtime = {
@@ -84,7 +88,8 @@ def _validated(
         original = _whole(request.ref, request, backend.device, _REFERENCE, linear=None)
         runtime["reference_weights_bytes"] = _bytes_of(original)
         runtime["reference_speed"] = speeds(original, backend.device, timing)
-    return Validated({**token_figures(tokens), **found}, runtime, tokens, str(dtype).removeprefix("torch."), cache)
+    figures, outcome = {**token_figures(tokens), **found}, None if kept is None else kept.outcome
+    return Validated(figures, runtime, tokens, str(dtype).removeprefix("torch."), cache, outcome)
 
 
 def _whole(path: Path, request: Request, device: torch.device, dtype: torch.dtype, linear: Any) -> nn.Module:
@@ -122,14 +127,15 @@ def _measured(
     windows: Tensor,
     batch: int,
     watch: Watch,
+    kept: ReferenceCache | None,
 ) -> tuple[Tokens, Array]:
     """Per-token figures of a model, and relative errors [windows, length] of its logits to the decoded model's."""
     beside = [item for item in (decoded, reference) if item is not None]
     collected, errors = Collected(), []
-    for ids, rows in zip(windows, lockstep(beside, torch.split(windows, batch), watch), strict=True):
+    for ids, rows in zip(windows, lockstep(beside, torch.split(windows, batch), watch, kept), strict=True):
         wanted, *original = rows(0, len(ids))
-        kept = {} if cache is None else {"past_key_values": ChangingCache(model.config, cache)}
-        logits = model(ids[None].to(wanted.device), use_cache=cache is not None, **kept).logits[0].to(torch.float32)
+        rounded = {} if cache is None else {"past_key_values": ChangingCache(model.config, cache)}
+        logits = model(ids[None].to(wanted.device), use_cache=cache is not None, **rounded).logits[0].to(torch.float32)
         errors.append(agreement.logits_errors(logits, wanted).to("cpu", torch.float64).numpy())
         collected.add([values[:-1] for values in (logits, *original)], ids[1:])
     return collected.tokens(len(windows)), np.stack(errors)

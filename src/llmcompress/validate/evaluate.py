@@ -14,6 +14,7 @@ from torch import Tensor
 from llmcompress.errors import CalibrationError, RecipeError
 from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.registry import suggest
+from llmcompress.validate.reference_cache import ReferenceCache
 from llmcompress.validate.token_statistics import ALONE, COMPARED, OPERATORS, Array, Tokens, shown
 
 Watch = Callable[[int, int], None]
@@ -54,11 +55,12 @@ def measure_several(
     ids: Tensor,
     batch: int = 4,
     watch: Watch = lambda done, of: None,
+    kept: ReferenceCache | None = None,
 ) -> list[Tokens]:
-    """What `measure` gives for each of several models, from one pass of their reference."""
+    """What `measure` gives for each of several models, from one pass of their reference. kept: of the reference."""
     collected = [Collected() for _ in subjects]
     models = [*subjects, *([] if reference is None else [reference])]
-    for window, rows in zip(ids, lockstep(models, torch.split(ids, batch), watch), strict=True):
+    for window, rows in zip(ids, lockstep(models, torch.split(ids, batch), watch, kept), strict=True):
         scored = len(window) - 1
         for start in range(0, scored, _PIECE):
             stop = min(start + _PIECE, scored)
@@ -89,21 +91,31 @@ class Collected:
 
 
 @torch.no_grad()
-def lockstep(models: list[StreamedModel], batches: Sequence[Tensor], watch: Watch) -> Iterator[Rows]:
+def lockstep(
+    models: list[StreamedModel], batches: Sequence[Tensor], watch: Watch, kept: ReferenceCache | None = None
+) -> Iterator[Rows]:
     """For every row of batches [rows, length] what gives the logits of each model, until the next row is asked for.
 
-    One layer of each model is in memory at a time. Batches may differ in length.
+    One layer of each model is in memory at a time. Batches may differ in length. kept: what the layers of the last
+    model give for these batches; they run only where it has not got that, and it is given it then.
     """
+    found = None if kept is None else kept.read()
+    running = models if found is None else models[:-1]
     hidden = []
-    for model in models:
+    for model in running:
         with model.outer(embed=True, head=False):  # so that each batch finds the table read
             hidden.append([model.embed(ids) for ids in batches])
-    steps = max(len(model.layers) for model in models) + 1
+    steps = max(len(model.layers) for model in running) + 1
     for number in range(steps - 1):
-        for model, states in zip(models, hidden, strict=True):
+        for model, states in zip(running, hidden, strict=True):
             if number < len(model.layers):
                 _advance(model, number, states)
         watch(number + 1, steps)
+    if found is not None:
+        models[-1].prepare(batches[0], layers=False)
+        hidden.append([state.to(models[-1].device) for state in found])
+    elif kept is not None:
+        kept.write([models[-1].read_by_head(state) for state in hidden[-1]])
     with ExitStack() as stack:
         heads = [stack.enter_context(model.outer(embed=False, head=True)) for model in models]
         for at, ids in enumerate(batches):

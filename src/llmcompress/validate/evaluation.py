@@ -16,6 +16,13 @@ from llmcompress.validate.token_statistics import Array, Tokens
 EVALUATION_SCHEMA = 1
 DTYPE = "float32"  # that models run in, unless another is asked for
 
+CacheOutcome = Literal["hit", "miss"]
+REF_CACHE = Field(
+    None,
+    description="hit: what the reference's layers give was read from --ref-cache, and they did not run; miss: they "
+    "did, and it was written there",
+)
+
 Interval = Annotated[list[Magnitude], Field(min_length=2, max_length=2)]
 
 
@@ -129,6 +136,7 @@ class Evaluation(Document):
     by_position: Series = Field(description="means over all windows at each scored position of a window")
     runtime: Runtime | None = Field(None, description="how it was run, where that was as a whole")
     written: Written | None = Field(None, description="with --generate")
+    ref_cache: CacheOutcome | None = REF_CACHE
 
 
 def evaluation(
@@ -140,10 +148,11 @@ def evaluation(
     found: dict[str, Any],
     tokens: Tokens,
     runtime: dict[str, Any] | None = None,
+    ref_cache: CacheOutcome | None = None,
 ) -> dict[str, Any]:
     """The document of an evaluation. ids [windows, length]: the tokens; found: its figures; tokens: per token.
 
-    runtime: how the model was run, if as a whole.
+    runtime: how the model was run, if as a whole. ref_cache: what came of a cache of the reference, if there was one.
     """
     return {
         "schema_version": EVALUATION_SCHEMA,
@@ -156,6 +165,7 @@ def evaluation(
         "by_window": _means(tokens, axis=1),
         "by_position": _means(tokens, axis=0),
         **({} if runtime is None else {"runtime": runtime}),
+        **({} if ref_cache is None else {"ref_cache": ref_cache}),
     }
 
 

@@ -33,7 +33,7 @@ def cached_figures(request: Request, kept: Path, watch: Callable[[int, int], Non
 def _identity(request: Request) -> dict[str, Any]:
     """Everything except the machine that the figures depend on."""
     asked = asdict(request)
-    for place in ("model", "ref", "text", "cache", "timing"):
+    for place in ("model", "ref", "text", "cache", "timing", "ref_cache"):
         del asked[place]
     digest = hashlib.sha256()
     for file in evaluated_files(request.text):

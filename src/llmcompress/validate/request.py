@@ -44,6 +44,7 @@ class Request:
     ref_adapter: Path | None = None  # of the reference, merged while that is read
     timing: Timing = field(default_factory=Timing)  # with a backend, which measures speed as well
     omission: Omission | None = None  # what is left out of the model, not of the reference
+    ref_cache: Path | None = None  # folder in which what the reference's layers give is kept
 
     @classmethod
     def given(
@@ -63,6 +64,7 @@ class Request:
         length: int = 2,
         windows: int | None = None,
         backend: BackendChoice | None = None,
+        ref_cache: str | Path | None = None,
     ) -> "Request":
         """The request that arguments of Python's functions make. length, windows: of text, where that is cut so."""
         ref, adapter, ref_adapter = (None if place is None else Path(place) for place in (ref, adapter, ref_adapter))
@@ -80,6 +82,7 @@ class Request:
             CacheOptions(kv_bits, kv_type),
             backend,
             ref_adapter,
+            ref_cache=None if ref_cache is None else Path(ref_cache),
         )
 
 

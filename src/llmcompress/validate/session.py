@@ -26,6 +26,7 @@ from llmcompress.validate.gguf_file import gguf_in
 from llmcompress.validate.key_value_cache import ByScale, TokenCodes, cache_of
 from llmcompress.validate.load import load_whole, open_streamed, refuse_other_vocabulary
 from llmcompress.validate.packed import PackedLinear
+from llmcompress.validate.reference_cache import reference_cache, refuse_cache
 from llmcompress.validate.request import Request
 from llmcompress.validate.token_statistics import token_figures
 
@@ -54,7 +55,7 @@ def evaluate_whole(
         about = request.model, request.ref, request.text
         run = validate(request, windows, watch, say)
         found = {**run.figures, **expected, "kv_cache": run.cache and str(run.cache)}
-        return evaluation(*about, windows.numpy(), run.dtype, found, run.tokens, run.runtime)
+        return evaluation(*about, windows.numpy(), run.dtype, found, run.tokens, run.runtime, run.ref_cache)
     (document,) = _measured([request], windows, watch)
     return document
 
@@ -77,7 +78,9 @@ def _measured(requests: Sequence[Request], windows: Tensor, watch: Callable[[int
         None if request.omission is None else request.omission.install(subject)
         for request, (subject, *_) in zip(requests, opened, strict=True)
     ]
-    found = measure_several([subject for subject, *_ in opened], reference, windows, requests[0].batch, watch)
+    kept = reference_cache(requests[0], reference, windows)
+    found = measure_several([subject for subject, *_ in opened], reference, windows, requests[0].batch, watch, kept)
+    outcome = None if kept is None else kept.outcome
     documents = []
     for request, (subject, *_, cache), layers, tokens in zip(requests, opened, omitted, found, strict=True):
         more: dict[str, Any] = _expected(request.model) if request.ref is not None else {}
@@ -86,7 +89,8 @@ def _measured(requests: Sequence[Request], windows: Tensor, watch: Callable[[int
             more = {"omitted": _said(request, layers or set(), len(subject.layers))}
         figures = {**token_figures(tokens), **more, "kv_cache": cache and str(cache)}
         about = request.model, request.ref, request.text
-        documents.append(evaluation(*about, windows.numpy(), request.dtype or DTYPE, figures, tokens))
+        dtype = request.dtype or DTYPE
+        documents.append(evaluation(*about, windows.numpy(), dtype, figures, tokens, ref_cache=outcome))
     return documents
 
 
@@ -152,7 +156,8 @@ def evaluated_files(text: str) -> list[Path]:
 def check_models(request: Request) -> None:
     """CheckpointError for an adapter as the model, a GGUF file without a reference, or a GGUF file as the reference.
 
-    A GGUF file has neither config.json nor tokenizer files. RecipeError for windows too short for an omission.
+    A GGUF file has neither config.json nor tokenizer files. RecipeError for windows too short for an omission; errors
+    of `refuse_cache`.
     """
     for path in filter(None, (request.model, request.ref)):
         refuse_adapter(path)
@@ -162,6 +167,8 @@ def check_models(request: Request) -> None:
         raise CheckpointError(f"--ref {request.ref} is a GGUF file", "give the original model's directory as --ref")
     if request.omission is not None:
         request.omission.check(request.length)
+    if request.ref_cache is not None:
+        refuse_cache(request.ref_cache, compared=request.ref is not None)
 
 
 def continuations(request: Request, prompt: str, max_new_tokens: int) -> dict[str, str]:

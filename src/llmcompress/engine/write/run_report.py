@@ -60,13 +60,14 @@ def source_record(headers: ModelHeaders) -> dict[str, Any]:
     config = headers.path / "config.json"
     return {
         "headers_sha256": headers.fingerprint,
-        "config_sha256": _sha256(config) if config.is_file() else None,
-        "files_sha256": {file.name: _sha256(file) for file in headers.files},
+        "config_sha256": file_sha256(config) if config.is_file() else None,
+        "files_sha256": {file.name: file_sha256(file) for file in headers.files},
         "bytes": headers.nbytes,
     }
 
 
-def _sha256(file: Path) -> str:
+def file_sha256(file: Path) -> str:
+    """SHA-256 (hex) of the content of a file."""
     total = hashlib.sha256()
     with file.open("rb") as handle:
         while chunk := handle.read(1 << 22):

@@ -19,7 +19,7 @@ from llmcompress.engine.write.report_schema import (
 )
 from llmcompress.recipe import Expected
 from llmcompress.report.schemas.structural import DepthReport, LoraReport, WidthReport
-from llmcompress.validate.evaluation import Figures, Runtime
+from llmcompress.validate.evaluation import REF_CACHE, CacheOutcome, Figures, Runtime
 from llmcompress.validate.long_evaluation import LongEvaluation
 from llmcompress.validate.task_evaluation import TaskFigures
 
@@ -181,6 +181,7 @@ class PrintedEvaluation(Figures):
 
     runtime: Runtime | None = Field(None, description="how it was run, where that was as a whole")
     generated: dict[str, str] | None = Field(None, description="continuations of the prompt, by model")
+    ref_cache: CacheOutcome | None = REF_CACHE
 
 
 class Answered(TaskFigures):
@@ -219,6 +220,7 @@ class Compared(Figures):
 
     model: str
     bytes: Count
+    ref_cache: CacheOutcome | None = REF_CACHE
 
 
 class PrintedCheck(Document):
