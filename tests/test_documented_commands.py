@@ -36,6 +36,7 @@ ELSEWHERE = {
     "python benchmarks/pruning.py": "needs an environment with llm-compressor",
     "python benchmarks/gguf_encoders.py": "needs a build of llama.cpp",
     "python benchmarks/gguf_vs_llamacpp.py": "needs a build of llama.cpp",
+    "python benchmarks/eval_speed.py": "needs a build of llama.cpp",
     "python benchmarks/random_experts.py": "writes 15 GB",
     "python benchmarks/models.py": "takes hours; tests/benchmarks/test_models.py runs it on some types",
 }

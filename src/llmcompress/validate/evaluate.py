@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from llmcompress.errors import CalibrationError, RecipeError
+from llmcompress.hardware import at_once
 from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.registry import suggest
 from llmcompress.validate.reference_cache import ReferenceCache
@@ -22,6 +23,7 @@ Rows = Callable[[int, int], list[Tensor]]
 """Logits float32 [tokens, vocabulary] of each model, from a token of a text up to another, which is left out."""
 
 _PIECE = 512  # tokens whose logits, over the whole vocabulary, are in memory at once
+_COMPARED = 128  # tokens whose logits a processor goes over many times: fewer of them stay nearer to it
 
 
 def cut_windows(ids: list[int], length: int, windows: int, origin: str) -> Tensor:
@@ -81,9 +83,11 @@ class Collected:
 
         logits: float32 [tokens, vocabulary] of the subject and of any reference.
         """
-        logs = [values.log_softmax(dim=-1) for values in logits]
-        for name, value in _compare(logs, truth.to(logs[0].device)).items():
-            self._found.setdefault(name, []).append(value.to("cpu", torch.float64).numpy())
+        step = at_once(logits[0], _COMPARED)
+        for start in range(0, len(truth), step):
+            logs = [values[start : start + step].log_softmax(dim=-1) for values in logits]
+            for name, value in _compare(logs, truth[start : start + step].to(logs[0].device)).items():
+                self._found.setdefault(name, []).append(value.to("cpu", torch.float64).numpy())
 
     def tokens(self, windows: int) -> Tokens:
         """The measurements of all windows, of which there were so many."""
