@@ -14,6 +14,7 @@ from llmcompress.cli import (
     comparing,
     console,
     data,
+    draft,
     evaluation,
     fit,
     gguf,
@@ -90,6 +91,7 @@ def register(app: typer.Typer) -> list[str]:
     structured.register(app)
     lora.register(app)
     recover.register(app)
+    draft.register(app)
     page.register(app)
     statistics.register(app)
     recipes.register(app)

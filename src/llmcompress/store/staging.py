@@ -211,17 +211,19 @@ class Staging:
 
     def keep_hidden(self, position: int, dtype: torch.dtype, streams: Mapping[str, Iterator[Tensor]]) -> "Hidden":
         """Write the hidden states that enter section `position`, batch by batch, then drop those of other positions."""
-        kept = {}
-        for name, batches in streams.items():
-            writer = WindowsWriter(self.folder / f"hidden-{name}.partial", dtype, self.seed(f"{name}-{position}"))
-            for batch in batches:
-                writer.append(batch)
-            kept[name] = writer.finish(lambda crc, name=name: f"hidden-{name}-{position:05d}-{crc:08x}.bin")  # type: ignore[misc]
+        kept = {name: self.keep_stream(name, position, dtype, batches) for name, batches in streams.items()}
         files = {item.file.name for item in kept.values()}
         for match in filter(None, map(_HIDDEN.fullmatch, self.folder.names())):
             if match[0] not in files:
                 (self.folder / match[0]).rename(f"hidden-{match[1]}.partial")  # to be written over next
         return Hidden(position, kept)
+
+    def keep_stream(self, name: str, position: int, dtype: torch.dtype, batches: Iterable[Tensor]) -> Windows:
+        """Write the hidden states of one stream that enter section `position`, which `hidden` finds."""
+        writer = WindowsWriter(self.folder / f"hidden-{name}.partial", dtype, self.seed(f"{name}-{position}"))
+        for batch in batches:
+            writer.append(batch)
+        return writer.finish(lambda crc: f"hidden-{name}-{position:05d}-{crc:08x}.bin")
 
     # -- tokens --------------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from llmcompress.engine.plan.memory_model import MemoryModel, Phase, Term
 from llmcompress.engine.plan.resources import ITEM_BYTES, Resources
 from llmcompress.engine.source.header_checks import hidden_width, likely_vocabulary
 from llmcompress.engine.source.tensor_names import MatrixRef
+from llmcompress.store.draft import DraftShape
 from llmcompress.store.headers import ModelHeaders
 
 
@@ -148,6 +149,27 @@ def recover_memory(sizes: ModelSizes, resources: Resources, at_once: int) -> Mem
         decoded = Term("matrix being decoded", memory.BEING_DECODED * largest)
         phases.append(Phase("reading", [*kept, loaded, decoded]))
         phases.append(Phase("backward", [*kept, loaded, gradients, Term("values of windows", values * shares)]))
+    return MemoryModel(memory.process(threads, 0), phases)
+
+
+def draft_memory(sizes: ModelSizes, resources: Resources, head: DraftShape, learnt: int, writes: bool) -> MemoryModel:
+    """Of training a draft head of `learnt` numbers. writes: whether the model writes text, all of it in memory."""
+    item, threads, width = resources.item_bytes, resources.threads, memory.GRADIENT_VALUES
+    held = [
+        Term("embedding and head", 2 * sizes.largest[0] * item),
+        # the tensors, Adam's two of each, the best and the sum of gradients; and as they are used
+        Term("head of the draft", learnt * (5 * 4 + item)),
+    ]
+    chances = 3 * memory.LOGIT_DIVERGENCE * head.vocabulary  # at three depths
+    scores = 3 * 4 * (4 + item) * head.heads * sizes.length // 4
+    values = Term("values of windows", (chances + scores + width * (head.hidden + head.inner)) * sizes.length * threads)
+    gradients = Term("gradients", learnt * (4 + item) * (threads + 1))
+    logits = Term("logits", memory.LOGIT_DIVERGENCE * memory.HEAD_TOKENS * sizes.vocabulary * threads)
+    phases = [sizes.entering(resources), Phase("training", [*held, values, gradients, logits])]
+    phases += [Phase("target", sizes.running(layer, resources)) for layer in sizes.layers]
+    if writes:
+        weights = sum(_loaded(layer, resources).nbytes for layer in sizes.layers)
+        phases.append(Phase("writing text", [held[0], Term("layers", weights)]))
     return MemoryModel(memory.process(threads, 0), phases)
 
 

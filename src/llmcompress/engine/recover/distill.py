@@ -58,7 +58,7 @@ class Distillation:
             student.prepare(self.tokens[:1])
             student.prepare_batch(1, self.tokens.shape[1])
             _mark(self._outer, self.places[-1])
-            self._heads = _PerThread(self._outer, target)
+            self._heads = PerThread(self._outer, target)
             yield
 
     def divergence(self, windows: Sequence[int]) -> float:
@@ -170,7 +170,7 @@ class Distillation:
         return slopes, back
 
 
-class _PerThread:
+class PerThread:
     """Copies of what stands outside of the layers for each thread, since running it leaves traces there."""
 
     def __init__(self, *sections: nn.Module) -> None:

@@ -19,14 +19,18 @@ from llmcompress.store.checkpoint import Checkpoint
 RANK = 16  # of what is added to a pruned matrix
 
 
-class Trained(Protocol):
-    """A tensor of which something is learnt. learnt: float32, of any shape; a step moves every number by the rate.
+class Learnt(Protocol):
+    """What is learnt. learnt: float32, of any shape; a step moves every number by the rate.
 
     pace: of what is learnt, by which the rate is multiplied.
     """
 
     pace: ClassVar[float]
     learnt: Tensor
+
+
+class Trained(Learnt, Protocol):
+    """A tensor of which something is learnt."""
 
     def value(self) -> Tensor:
         """The tensor as the checkpoint decodes it, with what is learnt as it is now."""
@@ -157,7 +161,7 @@ class TrainedWeights:
 class Adam:
     """Adam (arXiv:1412.6980, algorithm 1) on what is learnt of `trained`."""
 
-    def __init__(self, trained: Mapping[str, Trained], betas: tuple[float, float] = (0.9, 0.95)) -> None:
+    def __init__(self, trained: Mapping[str, Learnt], betas: tuple[float, float] = (0.9, 0.95)) -> None:
         self.trained, self.betas, self.steps = trained, betas, 0
         self.means = {name: torch.zeros_like(item.learnt) for name, item in trained.items()}
         self.squares = {name: torch.zeros_like(item.learnt) for name, item in trained.items()}

@@ -1,15 +1,15 @@
-"""Training step by step: what was learnt is kept after every step, so that a later start goes on with it."""
+"""Training step by step: what was learnt is kept, so that a later start goes on with it."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from contextlib import AbstractContextManager
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from llmcompress.engine.process.process_memory import return_freed_memory
-from llmcompress.engine.recover.distill import Distillation
-from llmcompress.engine.recover.trained import Adam
+from llmcompress.engine.recover.trained import Adam, Learnt
 from llmcompress.errors import RunError
 from llmcompress.store.staging import Staging
 
@@ -58,20 +58,41 @@ class Look(NamedTuple):
         return kept and self.mean < first.mean
 
 
+class Learner(Protocol):
+    """What learns from windows, within `heads`. trained: by name."""
+
+    @property
+    def trained(self) -> Mapping[str, Learnt]: ...
+
+    def heads(self) -> AbstractContextManager[None]: ...
+
+    def divergence(self, windows: Sequence[int]) -> float:
+        """The mean over some windows of what is to become less."""
+        ...
+
+    def gradients(self, windows: Sequence[int]) -> tuple[float, dict[str, Tensor]]:
+        """The same mean, and its gradient at what is learnt, by name."""
+        ...
+
+
 class Training:
-    """Steps of Adam, and looks at what is held back. rate: the highest; it rises, then falls along a cosine."""
+    """Steps of Adam, and looks at what is held back. rate: the highest; it rises, then falls along a cosine.
+
+    keeps: after how many steps what was learnt is kept; it also is where a step is the last one of a start.
+    """
 
     def __init__(
-        self, learner: Distillation, text: TrainingText, steps: int, at_once: int, rate: float, seed: int
+        self, learner: Learner, text: TrainingText, steps: int, at_once: int, rate: float, seed: int, keeps: int = 1
     ) -> None:
         self.learner, self.text, self.steps, self.at_once, self.rate = learner, text, steps, at_once, rate
+        self.keeps = keeps
         self.adam = Adam(learner.trained)
         self.looks: list[Look] = []
         self.best: dict[str, Tensor] = {}
         self._order = text.order(steps * at_once, seed)
 
     def run(self, staged: Staging, watch: Callable[[int], None]) -> tuple[Look, Look]:
-        """Train, and leave the best logarithms in what is trained; the first look, and the best.
+        """Train, and leave the best values in what is trained; the first look, and the best.
 
         watch: told after each step how many are done. RunError where the divergence did not fall.
         """
@@ -81,8 +102,15 @@ class Training:
                 self._look()
             while self.adam.steps < self.steps:
                 self._step()
-                self._keep(staged)
-                watch(self.adam.steps)
+                kept = self.adam.steps % self.keeps == 0 or self.adam.steps == self.steps
+                if kept:
+                    self._keep(staged)
+                try:
+                    watch(self.adam.steps)
+                except BaseException:
+                    if not kept:
+                        self._keep(staged)
+                    raise
         first, *later = self.looks
         good = [look for look in later if look.gains(first)]
         if not good:

@@ -1,0 +1,160 @@
+"""Planning a draft head: its sizes, by the target's config, and what training it takes."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from llmcompress.engine.plan.pass_memory import draft_memory
+from llmcompress.engine.plan.paths import check_room
+from llmcompress.engine.plan.run_options import Options
+from llmcompress.engine.recover.recover_plan import ONE_OF
+from llmcompress.engine.source.header_checks import hidden_width, vocabulary_size
+from llmcompress.engine.source.open import config_of
+from llmcompress.engine.source.quantised import DecodedHeaders, decoded_headers
+from llmcompress.engine.structure.source_model import OpenModel, open_model
+from llmcompress.errors import PlanError
+from llmcompress.formats.base import TensorSpec
+from llmcompress.recipe import Calibration
+from llmcompress.store.draft import AUXILIARY, KIND, DraftShape
+from llmcompress.store.files import refuse_unwritable
+from llmcompress.store.headers import ModelHeaders, read_headers
+from llmcompress.store.side_files import has_tokenizer
+
+DEPTHS = 3  # of training-time test: tokens that are drafted one upon the other
+_LEAST = 2 * ONE_OF  # windows
+_EPS, _THETA, _POSITIONS = 1e-5, 10_000.0, 2048  # of targets whose config does not say them
+
+
+class DraftRequest(NamedTuple):
+    """What a user asks for. steps: of training, each of AT_ONCE windows. vocabulary: most tokens that can be drafted.
+
+    written: windows that the model writes itself, beside the calibration text. rate: the highest.
+    """
+
+    steps: int
+    vocabulary: int
+    written: int
+    rate: float
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """What a run will do. opened: the target. shape: of its head. memory_bytes, scratch_bytes: estimates."""
+
+    opened: OpenModel
+    shape: DraftShape
+    request: DraftRequest
+    dtype: str
+    memory_bytes: int
+    scratch_bytes: int
+    work: Path
+
+    @property
+    def specs(self) -> list[TensorSpec]:
+        return self.shape.specs(self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the head's tensors."""
+        return sum(spec.nbytes for spec in self.specs)
+
+    @property
+    def share(self) -> float:
+        """Weights of the head as a share of the target's."""
+        own = sum(prod(shape) for shape in self.shape.matrices.values())
+        return own / sum(prod(stored.spec.shape) for stored in self.opened.headers.tensors.values())
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a work directory says of its run; a later start goes on only where all of this is equal."""
+        return {
+            "draft": self.request._asdict(),
+            "shape": asdict(self.shape) | {"states": list(self.shape.states)},
+            "text": self.opened.text.model_dump(mode="json"),
+            "model": stored(self.opened.headers).contents,
+            "compute_dtype": self.opened.resources.dtype,
+        }
+
+
+def plan_draft(model: Path, request: DraftRequest, text: Calibration, options: Options | None = None) -> DraftPlan:
+    """Check from headers that a head can be trained for a model. Raises LlmcompressError."""
+    options = options or Options()
+    if text.source == "self":
+        raise PlanError("the model's own text comes beside another", f"write --written {text.samples} in its place")
+    if text.samples < ONE_OF or text.samples + request.written < _LEAST:
+        raise PlanError(
+            f"--samples {text.samples} and --written {request.written} leave too few windows to hold some back",
+            f"use --samples {_LEAST} or more",
+        )
+    if request.written and not has_tokenizer(model):
+        raise PlanError(f"{model} has no tokenizer, without which it writes no text", "use --written 0")
+    opened = open_model(decoded_headers(read_headers(model)), text, options, "draft")
+    shape = _shape(opened, request.vocabulary)
+    windows = text.samples + request.written
+    numbers = len({*shape.states, opened.matrices.layers})
+    scratch = windows * text.length * shape.hidden * opened.resources.item_bytes * (numbers + 2)
+    work = options.work or opened.out.with_name(f"{opened.out.name}.work")
+    refuse_unwritable(work)
+    dtype = _embedding(opened).dtype
+    learnt = sum(prod(part) for part in shape.matrices.values())
+    plan = DraftPlan(opened, shape, request, dtype, 0, scratch + 16 * learnt, work)  # and what Adam keeps
+    check_room((opened.out, plan.nbytes), (work, plan.scratch_bytes))
+    memory = partial(draft_memory, opened.sizes, head=shape, learnt=learnt, writes=request.written > 0)
+    opened = opened.within_memory(memory)
+    return replace(plan, opened=opened, memory_bytes=memory(opened.resources).peak("host"))
+
+
+def stored(headers: ModelHeaders) -> ModelHeaders:
+    """The headers of a model's files."""
+    return headers.stored if isinstance(headers, DecodedHeaders) else headers
+
+
+def _embedding(opened: OpenModel) -> TensorSpec:
+    """The table of the embedding; PlanError unless its rows are as wide as hidden states."""
+    name = opened.anatomy.outer(opened.matrices.spec.embed) or opened.anatomy.outer(opened.matrices.spec.head)
+    width = hidden_width(opened.headers)
+    if name is None or opened.headers.tensors[name].spec.shape[-1] != width:
+        path = opened.headers.path
+        raise PlanError(f"{path} has no embedding as wide as its {width} channels, which a head of {KIND} shares")
+    return opened.headers.tensors[name].spec
+
+
+def _shape(opened: OpenModel, vocabulary: int) -> DraftShape:
+    """The sizes of the head: those of a layer of the target, where its config says them as llama does."""
+    config: Any = config_of(opened.headers, opened.options.trust_remote_code).get_text_config()
+    layers, hidden, target = opened.matrices.layers, hidden_width(opened.headers), vocabulary_size(opened.headers)
+    if layers < AUXILIARY - 1:
+        raise PlanError(f"{opened.headers.path} has {layers} layer, too few for a head that reads {AUXILIARY} states")
+    heads = _whole(config, "num_attention_heads") or 1
+    head_dim = _whole(config, "head_dim") or hidden // heads
+    if head_dim % 2:
+        raise PlanError(f"heads of {head_dim} channels have no rotary positions, which a head of {KIND} needs")
+    kv_heads = _whole(config, "num_key_value_heads") or heads
+    rope = getattr(config, "rope_parameters", None)
+    theta = rope.get("rope_theta") if isinstance(rope, Mapping) else None
+    return DraftShape(
+        hidden=hidden,
+        inner=_whole(config, "intermediate_size") or 4 * hidden,
+        heads=heads,
+        kv_heads=kv_heads if heads % kv_heads == 0 else heads,
+        head_dim=head_dim,
+        vocabulary=min(vocabulary, target),
+        target_vocabulary=target,
+        positions=_whole(config, "max_position_embeddings") or _POSITIONS,
+        eps=float(getattr(config, "rms_norm_eps", None) or _EPS),
+        theta=float(theta or _THETA),
+        states=states_of(layers),
+    )
+
+
+def states_of(layers: int) -> tuple[int, ...]:
+    """Numbers of the hidden states that are read: vLLM's default, or the last three where that names one twice."""
+    return (2, layers // 2, layers - 3) if layers > 6 else (layers - 2, layers - 1, layers)
+
+
+def _whole(config: Any, name: str) -> int | None:
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) and value > 0 else None

@@ -1,0 +1,107 @@
+"""What a head learns from: windows of text, and the target's hidden states for them, kept in the work directory."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from llmcompress.calib.base import TokenRequest
+from llmcompress.calib.sampled import Sampled
+from llmcompress.engine.draft.draft_plan import DraftPlan
+from llmcompress.engine.process.process_memory import return_freed_memory
+from llmcompress.engine.recover.recover_plan import ONE_OF
+from llmcompress.engine.recover.training import TrainingText
+from llmcompress.engine.run.forward import Forward, Stream
+from llmcompress.engine.run.opened_model import opened_model
+from llmcompress.engine.source.open import round_as_stored
+from llmcompress.engine.source.text_tokenizer import load_tokenizer
+from llmcompress.errors import PlanError
+from llmcompress.model.streamed_model import StreamedModel
+from llmcompress.model.whole import whole_model
+from llmcompress.store.draft import KIND
+from llmcompress.store.staging import Staging, kept_tokens
+from llmcompress.store.windows import Windows, write_windows
+from llmcompress.workers import Workers
+
+
+def target_model(plan: DraftPlan) -> StreamedModel:
+    """The target as it will be served: decoded, inputs rounded as its checkpoint says."""
+    opened = plan.opened
+    checkpoint = opened.checkpoint
+    model = opened_model(
+        checkpoint, opened.matrices.spec, opened.resources.dtype, opened.options, tiled_attention=False
+    )
+    round_as_stored(model, checkpoint)
+    return model
+
+
+def training_text(plan: DraftPlan, given: Tensor, staged: Staging) -> TrainingText:
+    """The calibration windows `given`, and those that the target writes; of each, one in ONE_OF is held back."""
+    parts = {"calibration": given}
+    if plan.request.written:
+        found = kept_tokens(plan.work)
+        if found is None:
+            found = _written(plan)
+            staged.keep_tokens(found)
+        parts["written"] = found
+    trained: list[int] = []
+    held: dict[str, range] = {}
+    start = 0
+    for name, part in parts.items():
+        end = start + len(part)
+        held[name] = range(start + min(ONE_OF, len(part)) - 1, end, ONE_OF)
+        trained += [number for number in range(start, end) if number not in held[name]]
+        start = end
+    return TrainingText(torch.cat(list(parts.values())), trained, held)
+
+
+def _written(plan: DraftPlan) -> Tensor:
+    """Windows [windows, length] that the target samples, with all its layers in memory."""
+    opened = plan.opened
+    request = TokenRequest(
+        tokenizer=load_tokenizer(opened.headers.path, opened.options.trust_remote_code),
+        samples=plan.request.written,
+        length=opened.text.length,
+        seed=opened.text.seed,
+        vocab_size=plan.shape.target_vocabulary,
+        model=lambda: whole_model(target_model(plan)),
+    )
+    tokens = Sampled().tokens(request)
+    return_freed_memory()
+    return tokens
+
+
+def target_states(
+    plan: DraftPlan, model: StreamedModel, tokens: Tensor, staged: Staging, workers: Workers
+) -> Mapping[int, Windows]:
+    """By their number, the hidden states [windows, length, hidden] that the head reads, and those behind all layers.
+
+    An earlier start's are used where they are whole. PlanError where a token has more than one hidden state.
+    """
+    count, batch = len(model.layers), plan.opened.resources.batch
+    wanted = sorted({*plan.shape.states, count})
+    names = {number: f"state{number}" for number in wanted}
+    found = staged.hidden(dict.fromkeys(names.values(), (*tokens.shape, plan.shape.hidden)), model.dtype, 0)
+    if found is not None:
+        return {number: found.streams[name] for number, name in names.items()}
+    kept: dict[int, Windows] = {}
+
+    def written(number: int, batches: Iterator[Tensor]) -> Windows:
+        if number not in names:
+            return write_windows(batches, staged.folder / f"record-{number % 2}.bin", model.dtype)
+        kept[number] = staged.keep_stream(names[number], 0, model.dtype, batches)
+        return kept[number]
+
+    with model.outer(embed=True, head=False):
+        if model.prepare(tokens[:1]) != plan.shape.hidden or model.streams != 1:
+            path = plan.opened.headers.path
+            raise PlanError(
+                f"layers of {path} hand on more than one hidden state, of which a head of {KIND} knows none"
+            )
+        hidden = written(0, model.embedded(tokens, batch))
+        for number in range(count):
+            with model.layer(number) as layer:
+                forward = Forward(model, number, Stream("target", layer, hidden), batch, workers)
+                hidden = written(number + 1, forward.outputs())
+            return_freed_memory()
+    return kept
