@@ -45,6 +45,7 @@ PHASES = [
     {"execute"},
     {"structure", "budget", "export_checkpoint"},
     {"recover"},
+    {"draft"},
 ]
 PHASE_RANK = {name: rank for rank, names in enumerate(PHASES) for name in names}
 

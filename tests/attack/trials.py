@@ -51,6 +51,11 @@ COMMANDS = [
         "out",
         ("model", "small"),
     ),
+    Command(
+        "draft",
+        ["draft", "model", "-o", "out", "--steps", "2", "--samples", "32", "--written", "0", "--length", "16"],
+        "out",
+    ),
     Command("export", ["export", "kept", "--format", "gptq", "-o", "out"], "out", ("model", "kept")),
     Command("imatrix", ["imatrix", "model", "-o", "out", *SHORT], "out"),
     Command(

@@ -60,6 +60,12 @@ def others(compressed, shallow_model_dir, tmp_path):
             "--length",
             16,
         ],
+        ("draft",): [
+            shallow_model_dir,
+            "-o",
+            tmp_path / "draft",
+            *("--steps", 8, "--samples", 32, "--written", 0, "--length", 16, "--vocab", 64),
+        ],
         ("fit",): [
             shallow_model_dir,
             "--bpw",

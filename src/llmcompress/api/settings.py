@@ -11,7 +11,7 @@ TEXT_SETTINGS = ("calibration", "field", "samples", "length", "seed")
 OUTPUT_SETTINGS = ("format", "shard_size", "base_model", "license")
 FEW_WINDOWS = 8  # enough to tell layers apart
 STEPS = 64  # of recovery, four windows each
-DRAFT_STEPS, DRAFT_RATE, DRAFT_VOCABULARY, WRITTEN = 512, 2e-3, 8192, 128  # of draft heads
+DRAFT_STEPS, DRAFT_RATE, DRAFT_VOCABULARY, WRITTEN = 512, 1e-3, 8192, 128  # of draft heads
 COMMON_SETTINGS = (*TEXT_SETTINGS, *OUTPUT_SETTINGS, "kv_cache")
 """Settings of every command that writes safetensors."""
 

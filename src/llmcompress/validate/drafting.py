@@ -1,23 +1,33 @@
-"""A compressed model as the draft of its original, as the command line asks for it."""
+"""A compressed model as the draft of its original, or a head as that of its target, as the command line asks for it."""
 
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from llmcompress.calib.documents import Document, token_ids
 from llmcompress.engine.process.ranks import device_of
 from llmcompress.engine.source.text_tokenizer import load_tokenizer
 from llmcompress.errors import GateError, RecipeError
+from llmcompress.store.draft import is_draft
 from llmcompress.store.headers import refuse_adapter
 from llmcompress.validate.adapted_model import adapt_whole
 from llmcompress.validate.backend import Backend, Say, compute_dtype, open_backend
+from llmcompress.validate.eagle import ModelTarget, open_head, speculate_with_head, variations_by_depth
 from llmcompress.validate.key_value_cache import CacheOptions
-from llmcompress.validate.load import load_whole, refuse_other_vocabulary
+from llmcompress.validate.load import load_whole, open_streamed, refuse_other_vocabulary
 from llmcompress.validate.request import Request
-from llmcompress.validate.speculative import acceptance_figures, sample, speculate, total_variations
-from llmcompress.validate.token_statistics import NOT_FINITE_HINT
+from llmcompress.validate.speculative import (
+    Drafted,
+    acceptance_figures,
+    depths_of,
+    sample,
+    speculate,
+    total_variations,
+)
+from llmcompress.validate.token_statistics import NOT_FINITE_HINT, Array
 
 FIGURES = (
     "new_tokens",
@@ -31,7 +41,7 @@ _SEED = 0
 
 
 def speculative_figures(request: Request, prompt: str, tokens: int, guesses: int, say: Say) -> dict[str, Any]:
-    """Sample `tokens` tokens of request.ref after `prompt`, drafted by request.model `guesses` at a time.
+    """Sample `tokens` tokens of request.ref after `prompt`, drafted by request.model, a model or a head.
 
     Returns the figures of validate/speculative.py, the text and the speeds.
     """
@@ -39,6 +49,9 @@ def speculative_figures(request: Request, prompt: str, tokens: int, guesses: int
     assert ref is not None
     for path in (request.model, ref):
         refuse_adapter(path)
+    headed = is_draft(request.model)
+    if headed and request.adapter is not None:
+        raise RecipeError("--adapter is for a model, and --draft names a head", "leave it out")
     if request.cache != CacheOptions():
         raise RecipeError("--draft does not simulate caches", "leave --kv-bits and --kv-type out")
     backend = _backend(request, say)
@@ -53,21 +66,37 @@ def speculative_figures(request: Request, prompt: str, tokens: int, guesses: int
         "device": backend.device,
         "trust_remote_code": request.trust_remote_code,
     }
-    draft: Any = load_whole(request.model, linear=backend.linears(say), source=ref, **common)
     target: Any = load_whole(ref, **common, linear=backend.linears(say))
-    for path, model in ((request.model, draft), (ref, target)):
-        model.register_forward_hook(partial(_refuse_not_finite, path))
-    refuse_other_vocabulary(request.model, draft.config, ref, target.config)
-    if request.adapter is not None:
-        adapt_whole(draft, request.adapter, request.model, backend.device)
-    found = speculate(target, draft, ids, tokens, guesses, _SEED)
+    target.register_forward_hook(partial(_refuse_not_finite, ref))
+    if headed:
+        found, apart = _by_head(request.model, ref, target, common, ids, tokens, guesses)
+    else:
+        draft: Any = load_whole(request.model, linear=backend.linears(say), source=ref, **common)
+        draft.register_forward_hook(partial(_refuse_not_finite, request.model))
+        refuse_other_vocabulary(request.model, draft.config, ref, target.config)
+        if request.adapter is not None:
+            adapt_whole(draft, request.adapter, request.model, backend.device)
+        found = speculate(target, draft, ids, tokens, guesses, _SEED)
+        apart = total_variations(target, draft, found)
     alone = sample(target, ids, tokens, _SEED)
     return {
-        **acceptance_figures(found, total_variations(target, draft, found)),
+        **acceptance_figures(found, apart),
         "draft_tokens": guesses,
         "generated": tokenizer.decode(found.ids[found.prompt :], skip_special_tokens=True),
         "speed": {"drafted": tokens / found.seconds, "alone": tokens / alone},
     }
+
+
+def _by_head(
+    path: Path, ref: Path, target: Any, common: dict[str, Any], ids: Tensor, tokens: int, guesses: int
+) -> tuple[Drafted, Array]:
+    """The text that a head has drafted, and its total variations [depths, new]."""
+    if getattr(target, "_is_stateful", False):
+        raise RecipeError(f"{ref} keeps a state from which no token can be taken back, so that nothing can be drafted")
+    drafter = open_head(path, ref, target.config, target.get_input_embeddings().weight.detach(), common["dtype"])
+    model = ModelTarget(target, open_streamed(ref, **common).spec.layers, drafter.head.shape.states)
+    found = speculate_with_head(model, drafter, ids, tokens, guesses, _SEED)
+    return found, variations_by_depth(model, drafter, found, depths_of(guesses))
 
 
 def _refuse_not_finite(path: Path, _: Any, __: Any, out: Any) -> None:

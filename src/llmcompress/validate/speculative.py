@@ -112,11 +112,17 @@ def total_variations(target: nn.Module, draft: nn.Module, drafted: Drafted) -> A
 def acceptance_figures(drafted: Drafted, tv: Array) -> dict[str, Any]:
     """Figures of a drafted text: as measured, and as tv [new] predicts for the same steps.
 
+    tv may be [depths, new], where it hangs on how many tokens of a step come before: one row for each number of them.
+
     acceptance: share of judged tokens that were accepted; tokens after a step's first rejected token are not judged.
     """
     accepted, proposed = np.array(drafted.accepted), np.array(drafted.proposed)
     judged = accepted + (accepted < proposed)
-    chance = 1 - tv
+    depths, rows = depths_of(int(proposed.max(initial=0))), 1 - np.atleast_2d(tv)
+    chance: Array = np.broadcast_to(rows, (depths, rows.shape[1]))
+    own = np.concatenate(
+        [chance.diagonal(start)[: count + 1] for start, count in zip(drafted.starts, accepted, strict=True)]
+    )
     rate = float(accepted.sum() / max(judged.sum(), 1))
     foretold = [_accepted(chance, start, count) for start, count in zip(drafted.starts, proposed, strict=True)]
     return {
@@ -128,19 +134,24 @@ def acceptance_figures(drafted: Drafted, tv: Array) -> dict[str, Any]:
         "accepted_per_step_expected": rounded(np.mean(foretold)),
         "acceptance": rounded(rate),
         "acceptance_se": rounded((rate * (1 - rate) / max(judged.sum(), 1)) ** 0.5),
-        "acceptance_expected": rounded(chance.mean()),
-        "acceptance_expected_se": rounded(_error(chance)),
+        "acceptance_expected": rounded(own.mean()),
+        "acceptance_expected_se": rounded(_error(own)),
         "tokens_per_step_expected": {
-            str(count): rounded(1 + np.mean([_accepted(chance, start, count) for start in range(len(chance))]))
+            str(count): rounded(1 + np.mean([_accepted(chance, start, count) for start in range(chance.shape[1])]))
             for count in GUESSES
-            if count <= len(chance)
+            if count <= chance.shape[1]
         },
     }
 
 
 def _accepted(chance: Array, start: int, count: int) -> float:
-    """Expected accepted tokens of `count` tokens drafted from `start` on. chance [new]: acceptance of each token."""
-    return float(np.cumprod(chance[start : start + count]).sum())
+    """Expected accepted tokens of `count` tokens drafted from `start` on. chance [depths, new]: of acceptance."""
+    return float(np.cumprod(chance.diagonal(start)[:count]).sum())
+
+
+def depths_of(guesses: int) -> int:
+    """How many depths figures of so many tokens drafted at a time are made of."""
+    return max(*GUESSES, guesses + 1)
 
 
 def _error(values: Array | Any) -> float:

@@ -22,15 +22,32 @@ from llmcompress.store.draft import DraftShape
 from llmcompress.store.windows import Windows
 from llmcompress.workers import Workers
 
+_FUSED, _HEAD = "fc.weight", "lm_head.weight"
 _SPREAD = 0.5  # of weights that begin at random, times the root of their inputs
+_CALM = 0.4  # of the gains before the head: what is first predicted is another token's, and had better be unsure
+_WINDOWS = 16  # that tell how large channels are
 
 
 @dataclass
 class LearntTensor:
-    """A tensor of the head. learnt: its value, float32."""
+    """A tensor of the head. learnt: its value times `unit`, which spreads over columns; float32.
+
+    Some channels of hidden states are a thousand times as large as others. A step of Adam moves all numbers alike, so
+    those that read large channels are learnt in units of these.
+    """
 
     pace: ClassVar[float] = 1.0
     learnt: Tensor
+    unit: Tensor
+
+    def value(self) -> Tensor:
+        return self.learnt / self.unit
+
+
+class LearntSlowly(LearntTensor):
+    """Rows of which few tokens say anything, and that are good to begin with."""
+
+    pace: ClassVar[float] = 0.2
 
 
 class _Seen(NamedTuple):
@@ -57,8 +74,10 @@ class DraftLearner:
         self.last = states[len(model.layers)]
         self.ids = frequent(text.tokens[list(text.trained)], plan.shape)
         self._causal = model.causal
-        started = _started(plan, self._head_rows(), self._gains())
-        self.trained = {name: LearntTensor(value) for name, value in started.items()}
+        started, one = _started(plan, self._head_rows(), self._gains()), torch.ones(())
+        self.trained = {name: LearntTensor(value, one) for name, value in started.items()}
+        self.trained[_FUSED] = LearntTensor(started[_FUSED] * (sizes := self._sizes()), sizes)
+        self.trained[_HEAD] = LearntSlowly(started[_HEAD], one)
 
     @contextmanager
     def heads(self) -> Iterator[None]:
@@ -88,6 +107,7 @@ class DraftLearner:
             total += loss
             for held, slope in zip(sums, slopes, strict=True):
                 held += slope
+        sums = [held / item.unit for held, item in zip(sums, self.trained.values(), strict=True)]
         return total / len(windows), {name: held / len(windows) for name, held in zip(self.trained, sums, strict=True)}
 
     def acceptances(self, windows: Sequence[int], depths: int) -> list[float]:
@@ -139,7 +159,7 @@ class DraftLearner:
         """The head as it is now, in the type and on the device of the target."""
         place, dtype = self.model.device, self.model.dtype
         weights = {
-            name: item.learnt.to(place, dtype, copy=True).requires_grad_(learning)
+            name: item.value().to(place, dtype, copy=True).requires_grad_(learning)
             for name, item in self.trained.items()
         }
         return EagleHead(self.shape, weights)
@@ -148,6 +168,14 @@ class DraftLearner:
         """The target's head for the tokens that can be drafted: [draft vocabulary, hidden] float32."""
         head: Tensor = self._causal.get_submodule(self.model.spec.head).weight  # type: ignore[assignment]
         return head[self.ids].to("cpu", torch.float32)
+
+    def _sizes(self) -> Tensor:
+        """The root mean square [3 hidden] of each channel of the hidden states, over some windows, as a share of
+        that of all channels of the last one; float32."""
+        span = slice(0, min(_WINDOWS, len(self.tokens)))
+        states = torch.cat([item.read(span).to(torch.float32).flatten(0, 1) for item in self.auxiliary], dim=-1)
+        found = states.square().mean(dim=0).sqrt()
+        return (found / found[-self.shape.hidden :].square().mean().sqrt()).clamp(min=1e-3)
 
     def _gains(self) -> Tensor:
         """The root mean square [hidden] of each channel that enters the target's head, float32."""
@@ -180,6 +208,6 @@ def _started(plan: DraftPlan, head: Tensor, gains: Tensor) -> dict[str, Tensor]:
             found[name] = torch.zeros(shape)
         else:
             found[name] = torch.randn(shape, generator=generator) * _SPREAD / shape[1] ** 0.5
-    found["fc.weight"] = torch.zeros(plan.shape.matrices["fc.weight"])
-    found["fc.weight"][:, -plan.shape.hidden :] = torch.eye(plan.shape.hidden)
-    return {**found, "norm.weight": gains, "lm_head.weight": head}
+    found[_FUSED] = torch.zeros(plan.shape.matrices[_FUSED])
+    found[_FUSED][:, -plan.shape.hidden :] = torch.eye(plan.shape.hidden)
+    return {**found, "norm.weight": gains * _CALM, _HEAD: head}

@@ -91,7 +91,7 @@ def _written(plan: DraftPlan, learner: DraftLearner, out: OutputDirectory, recor
 
 def _tensors(plan: DraftPlan, learner: DraftLearner, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     for name, item in learner.trained.items():
-        yield name, item.learnt.to(dtype)
+        yield name, item.value().to(dtype)
     yield IDS, learner.ids - torch.arange(len(learner.ids))
     yield KNOWN, torch.zeros(plan.shape.target_vocabulary, dtype=torch.bool).index_fill_(0, learner.ids, True)
 
@@ -131,8 +131,8 @@ def _card(target: str, report: Mapping[str, Any]) -> str:
         f"---\nbase_model: {target!r}\ntags:\n- llmcompress\n- speculators\n- {KIND}\n---\n\n"
         f"# Draft head for {target}\n\n"
         f"An EAGLE-3 head that drafts for {target}, and for no other model, trained on its hidden states with "
-        f"llmcompress {report['llmcompress']}. It has {made['share_of_weights']:.1%} of the model's weights, and shares "
-        f"its embedding. vLLM and SGLang load it:\n\n"
+        f"llmcompress {report['llmcompress']}. It has {made['share_of_weights']:.1%} of the model's weights, and "
+        f"shares its embedding. vLLM and SGLang load it:\n\n"
         f"```sh\nvllm serve TARGET --speculative-config "
         f"""'{{"model": "DRAFT", "method": "{KIND}", "num_speculative_tokens": {GUESSES}}}'\n```\n\n"""
         f"Of {GUESSES} drafted tokens the model accepts, by total variation on text held back:\n\n"

@@ -18,7 +18,7 @@ from llmcompress.engine.write.report_schema import (
     Share,
 )
 from llmcompress.recipe import Expected
-from llmcompress.report.schemas.structural import DepthReport, LoraReport, WidthReport
+from llmcompress.report.schemas.structural import DepthReport, DraftReport, LoraReport, WidthReport
 from llmcompress.validate.evaluation import REF_CACHE, CacheOutcome, Figures, Runtime
 from llmcompress.validate.long_evaluation import LongEvaluation
 from llmcompress.validate.task_evaluation import TaskFigures
@@ -137,6 +137,17 @@ class PrintedRecoverPlan(_StructuralPlan):
     scratch_bytes: Count = Field(description="on disk while it runs")
 
 
+class PrintedDraftPlan(_StructuralPlan):
+    """What `draft` would do."""
+
+    steps: Positive
+    vocabulary: Positive = Field(description="tokens that can be drafted")
+    states: list[Count] = Field(description="numbers of the hidden states that the head reads")
+    share_of_weights: Magnitude = Field(description="of the head, as a share of the model's")
+    output_bytes: Count
+    scratch_bytes: Count = Field(description="on disk while it runs")
+
+
 class DepthDone(DepthReport, Spent):
     """What `depth` has done."""
 
@@ -147,6 +158,10 @@ class WidthDone(WidthReport, Spent):
 
 class LoraDone(LoraReport, Spent):
     """What `lora` has done."""
+
+
+class DraftDone(DraftReport, Spent):
+    """What `draft` has done."""
 
 
 class ExportedOutput(Document):
@@ -507,6 +522,7 @@ PRINTED: dict[str, Any] = {
     "width": WidthDone | PrintedWidthPlan,
     "lora": LoraDone | PrintedLoraPlan,
     "recover": PrintedResult | PrintedRecoverPlan,
+    "draft": DraftDone | PrintedDraftPlan,
     "page": Page,
     "sweep": Swept | PrintedPlan | list[PrintedPlan],
     "kernels check": CheckedKernels,

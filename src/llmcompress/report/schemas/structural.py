@@ -77,6 +77,30 @@ class Lora(Document):
     matrices: list[Repaired]
 
 
+class HeldFromDraft(Document):
+    """What training did to a draft head on text that was held back."""
+
+    windows: Positive
+    loss_before: Magnitude
+    loss: Magnitude = Field(description="KL divergence of the head from its target, of tokens it can draft")
+    acceptance: list[Magnitude] = Field(description="1 - total variation, by how many tokens before were drafted")
+    accepted_per_step: Magnitude = Field(description="tokens of four that are accepted, by these")
+
+
+class Draft(Document):
+    """A draft head, and how it was trained."""
+
+    steps: Positive
+    windows_at_once: Positive = Field(description="windows of a step")
+    rate: Magnitude
+    best_step: Positive = Field(description="the step whose result was kept")
+    vocabulary: Positive = Field(description="tokens that can be drafted")
+    states: list[Count] = Field(description="numbers of the hidden states that it reads")
+    share_of_weights: Magnitude = Field(description="its weights as a share of its target's")
+    written: Count = Field(description="windows that the target wrote")
+    held_back: dict[str, HeldFromDraft] = Field(description="by text")
+
+
 class _Changed(Document):
     llmcompress: str = Field(description="version that wrote it")
     source: Source
@@ -111,7 +135,7 @@ class WidthReport(_Smaller):
 
 
 class AdaptedCheckpoint(Source):
-    """A checkpoint that an adapter was made from."""
+    """A checkpoint that an adapter or a draft head was made from."""
 
     contents_sha256: Sha256 = Field(description="of the headers and of samples of the data")
 
@@ -126,3 +150,14 @@ class LoraReport(_Changed):
     base: AdaptedCheckpoint = Field(description="the compressed model that it is for")
     calibration: Tokens | None = Field(description="null where errors of weights were made least, without text")
     lora: Lora
+
+
+class DraftReport(_Changed):
+    """report.json of a draft head."""
+
+    model_config = ConfigDict(title="draft")
+
+    format: Literal["eagle3"]
+    source: AdaptedCheckpoint = Field(description="the target")
+    calibration: Tokens
+    draft: Draft
