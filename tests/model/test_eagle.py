@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from llmcompress.model.eagle import EagleHead
-from llmcompress.store.draft import DraftShape
+from llmcompress.store.draft_head import DraftShape
 
 SHAPE = DraftShape(8, 12, 4, 2, 4, 10, 20, 64, 1e-5, 100.0, (0, 1, 2))
 ROWS = 7

@@ -51,7 +51,7 @@ def register(app: typer.Typer) -> None:
 def draft(**values: Any) -> None:
     """Plan, train, write, tell."""
     from llmcompress.engine.draft.draft_plan import DraftRequest, plan_draft
-    from llmcompress.engine.draft.training import train_draft
+    from llmcompress.engine.draft.head_training import train_draft
 
     request = DraftRequest(values["steps"], values["vocab"], values["written"], values["rate"])
     plan = plan_draft(values["model"], request, text_of(values), flags.run_options(values))

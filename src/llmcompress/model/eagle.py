@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llmcompress.store.draft import DraftShape
+from llmcompress.store.draft_head import DraftShape
 
 _LAYER = "layers.0."
 
 
-class Rows(NamedTuple):
+class SeenRows(NamedTuple):
     """Keys and values [rows, key-value heads, head_dim] of rows, keys turned by the position."""
 
     key: Tensor
@@ -38,14 +38,16 @@ class EagleHead:
         """Logits [rows, draft vocabulary] of outputs [rows, hidden]."""
         return functional.linear(self._normed(outputs, "norm"), self.weights["lm_head.weight"])
 
-    def advance(self, embedded: Tensor, features: Tensor, first: int, before: Rows | None) -> tuple[Tensor, Rows]:
+    def advance(
+        self, embedded: Tensor, features: Tensor, first: int, before: SeenRows | None
+    ) -> tuple[Tensor, SeenRows]:
         """Outputs [rows, hidden] of further rows, and all keys and values.
 
         embedded, features [rows, hidden]. first: position of the first row. before: of the rows before them.
         """
         positions = torch.arange(first, first + len(features), device=features.device)
         residual, query, own = self._entering(embedded, features, positions)
-        rows = own if before is None else Rows(*(torch.cat(pair) for pair in zip(before, own, strict=True)))
+        rows = own if before is None else SeenRows(*(torch.cat(pair) for pair in zip(before, own, strict=True)))
         mask = torch.arange(len(rows.key), device=features.device)[None] <= positions[:, None]
         scores = self._scores(query, rows.key).masked_fill(~mask, float("-inf"))
         chances = scores.to(torch.float32).softmax(dim=-1).to(features.dtype)
@@ -61,13 +63,15 @@ class EagleHead:
         count = len(features)
         positions = torch.arange(count, device=features.device)
         apart = positions[:, None] - positions[None]
-        seen: list[Rows] = []
+        seen: list[SeenRows] = []
         outputs: list[Tensor] = []
         for depth in range(depths):
             residual, query, own = self._entering(embedded, features, positions)
             seen.append(own)
             scores = self._scores(query, seen[0].key).masked_fill(apart < depth, float("-inf"))
-            later = [Rows(*(_shifted(part, depth - number) for part in seen[number])) for number in range(1, depth + 1)]
+            later = [
+                SeenRows(*(_shifted(part, depth - number) for part in seen[number])) for number in range(1, depth + 1)
+            ]
             own_scores = [self._own_scores(query, rows.key) for rows in later]
             chances = torch.cat([scores, *own_scores], dim=-1).to(torch.float32).softmax(dim=-1).to(features.dtype)
             mixed = self._mixed(chances[..., :count], seen[0].value)
@@ -85,7 +89,7 @@ class EagleHead:
     def _projected(self, values: Tensor, name: str) -> Tensor:
         return functional.linear(values, self.weights[f"{_LAYER}{name}.weight"])
 
-    def _entering(self, embedded: Tensor, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Rows]:
+    def _entering(self, embedded: Tensor, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, SeenRows]:
         """The residual [rows, hidden], queries [rows, heads, head_dim], keys and values."""
         residual = self._normed(features, f"{_LAYER}hidden_norm")
         both = torch.cat([self._normed(embedded, f"{_LAYER}input_layernorm"), residual], dim=-1)
@@ -93,7 +97,7 @@ class EagleHead:
         width = self.shape.head_dim
         query, key, value = (part.reshape(len(part), -1, width) for part in (query, key, value))
         turn = self._turn(positions)
-        return residual, _turned(query, turn), Rows(_turned(key, turn), value)
+        return residual, _turned(query, turn), SeenRows(_turned(key, turn), value)
 
     def _leaving(self, residual: Tensor, mixed: Tensor) -> Tensor:
         hidden = residual + self._projected(mixed.flatten(-2), "self_attn.o_proj")
@@ -140,7 +144,7 @@ def _turned(values: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _shifted(rows: Tensor, by: int) -> Tensor:
-    """Rows [rows, ...] moved down; zeros come in."""
+    """SeenRows [rows, ...] moved down; zeros come in."""
     return rows if by == 0 else torch.cat([torch.zeros_like(rows[:by]), rows[:-by]])
 
 

@@ -11,11 +11,11 @@ from llmcompress.calib.documents import Document, token_ids
 from llmcompress.engine.process.ranks import device_of
 from llmcompress.engine.source.text_tokenizer import load_tokenizer
 from llmcompress.errors import GateError, RecipeError
-from llmcompress.store.draft import is_draft
+from llmcompress.store.draft_head import is_draft
 from llmcompress.store.headers import refuse_adapter
 from llmcompress.validate.adapted_model import adapt_whole
 from llmcompress.validate.backend import Backend, Say, compute_dtype, open_backend
-from llmcompress.validate.eagle import ModelTarget, open_head, speculate_with_head, variations_by_depth
+from llmcompress.validate.drafting_head import ModelTarget, open_head, speculate_with_head, variations_by_depth
 from llmcompress.validate.key_value_cache import CacheOptions
 from llmcompress.validate.load import load_whole, open_streamed, refuse_other_vocabulary
 from llmcompress.validate.request import Request

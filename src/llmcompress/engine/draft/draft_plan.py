@@ -18,7 +18,7 @@ from llmcompress.engine.structure.source_model import OpenModel, open_model
 from llmcompress.errors import PlanError
 from llmcompress.formats.base import TensorSpec
 from llmcompress.recipe import Calibration
-from llmcompress.store.draft import AUXILIARY, KIND, DraftShape
+from llmcompress.store.draft_head import AUXILIARY, KIND, DraftShape
 from llmcompress.store.files import refuse_unwritable
 from llmcompress.store.headers import ModelHeaders, read_headers
 from llmcompress.store.side_files import has_tokenizer

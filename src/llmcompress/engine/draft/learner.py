@@ -18,7 +18,7 @@ from llmcompress.engine.recover.distill import PerThread
 from llmcompress.engine.recover.training import TrainingText
 from llmcompress.model.eagle import EagleHead
 from llmcompress.model.streamed_model import StreamedModel
-from llmcompress.store.draft import DraftShape
+from llmcompress.store.draft_head import DraftShape
 from llmcompress.store.windows import Windows
 from llmcompress.workers import Workers
 

@@ -1,6 +1,6 @@
 """What a head learns from: windows of text, and the target's hidden states for them, kept in the work directory."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from llmcompress.engine.source.text_tokenizer import load_tokenizer
 from llmcompress.errors import PlanError
 from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.model.whole import whole_model
-from llmcompress.store.draft import KIND
+from llmcompress.store.draft_head import KIND
 from llmcompress.store.staging import Staging, kept_tokens
 from llmcompress.store.windows import Windows, write_windows
 from llmcompress.workers import Workers
@@ -72,15 +72,23 @@ def _written(plan: DraftPlan) -> Tensor:
 
 
 def target_states(
-    plan: DraftPlan, model: StreamedModel, tokens: Tensor, staged: Staging, workers: Workers
+    plan: DraftPlan,
+    model: StreamedModel,
+    tokens: Tensor,
+    staged: Staging,
+    workers: Workers,
+    passed: Callable[[], None],
 ) -> Mapping[int, Windows]:
     """By their number, the hidden states [windows, length, hidden] that the head reads, and those behind all layers.
 
-    An earlier start's are used where they are whole. PlanError where a token has more than one hidden state.
+    An earlier start's are used where they are whole; else `passed` is told once all are kept. Makes the model ready to
+    give logits. PlanError where a token has more than one hidden state.
     """
     count, batch = len(model.layers), plan.opened.resources.batch
-    wanted = sorted({*plan.shape.states, count})
-    names = {number: f"state{number}" for number in wanted}
+    if model.prepare(tokens[:1]) != plan.shape.hidden or model.streams != 1:
+        path = plan.opened.headers.path
+        raise PlanError(f"layers of {path} hand on more than one hidden state, of which a head of {KIND} knows none")
+    names = {number: f"state{number}" for number in sorted({*plan.shape.states, count})}
     found = staged.hidden(dict.fromkeys(names.values(), (*tokens.shape, plan.shape.hidden)), model.dtype, 0)
     if found is not None:
         return {number: found.streams[name] for number, name in names.items()}
@@ -93,15 +101,11 @@ def target_states(
         return kept[number]
 
     with model.outer(embed=True, head=False):
-        if model.prepare(tokens[:1]) != plan.shape.hidden or model.streams != 1:
-            path = plan.opened.headers.path
-            raise PlanError(
-                f"layers of {path} hand on more than one hidden state, of which a head of {KIND} knows none"
-            )
         hidden = written(0, model.embedded(tokens, batch))
         for number in range(count):
             with model.layer(number) as layer:
                 forward = Forward(model, number, Stream("target", layer, hidden), batch, workers)
                 hidden = written(number + 1, forward.outputs())
             return_freed_memory()
+    passed()
     return kept

@@ -10,7 +10,7 @@ from llmcompress.engine.plan.memory_model import MemoryModel, Phase, Term
 from llmcompress.engine.plan.resources import ITEM_BYTES, Resources
 from llmcompress.engine.source.header_checks import hidden_width, likely_vocabulary
 from llmcompress.engine.source.tensor_names import MatrixRef
-from llmcompress.store.draft import DraftShape
+from llmcompress.store.draft_head import DraftShape
 from llmcompress.store.headers import ModelHeaders
 
 

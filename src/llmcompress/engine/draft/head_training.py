@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from itertools import accumulate
 from operator import mul
 from typing import Any
@@ -20,7 +21,7 @@ from llmcompress.engine.recover.training import Look, NoGainError, Training, Tra
 from llmcompress.engine.structure.derived_model import calibration_facts
 from llmcompress.engine.write.run_report import source_record
 from llmcompress.store.checkpoint import DTYPES
-from llmcompress.store.draft import CONFIG, IDS, KIND, KNOWN
+from llmcompress.store.draft_head import CONFIG, IDS, KIND, KNOWN
 from llmcompress.store.output import OutputDirectory
 from llmcompress.store.staging import Staging
 from llmcompress.workers import SERIAL
@@ -47,8 +48,8 @@ def train_draft(plan: DraftPlan, watch: Watch = lambda done, of: None) -> dict[s
         ):
             text = training_text(plan, given, staged)
             model = target_model(plan)
-            states = target_states(plan, model, text.tokens, staged, workers)
-            watch(1, 1 + request.steps)
+            passed = partial(watch, 1, 1 + request.steps)
+            states = target_states(plan, model, text.tokens, staged, workers, passed)
             with model.outer(embed=True, head=True):
                 learner = DraftLearner(plan, model, text, states, workers)
                 keeps = max(1, request.steps // _KEPT)

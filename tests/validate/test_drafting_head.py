@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from llmcompress.engine.draft.draft_plan import DraftRequest, plan_draft
-from llmcompress.engine.draft.training import train_draft
+from llmcompress.engine.draft.head_training import train_draft
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.errors import CheckpointError
 from llmcompress.recipe import Calibration, build
-from llmcompress.validate.eagle import (
+from llmcompress.validate.drafting_head import (
     ModelTarget,
     RandomDraws,
     acceptance,

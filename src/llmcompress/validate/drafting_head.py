@@ -16,8 +16,8 @@ from torch.nn import functional
 from transformers import DynamicCache
 
 from llmcompress.errors import CheckpointError
-from llmcompress.model.eagle import EagleHead, Rows, drafted_ids
-from llmcompress.store.draft import IDS, DraftShape, read_draft
+from llmcompress.model.eagle import EagleHead, SeenRows, drafted_ids
+from llmcompress.store.draft_head import IDS, DraftShape, read_draft
 from llmcompress.validate.speculative import Drafted
 from llmcompress.validate.token_statistics import Array
 
@@ -47,8 +47,8 @@ class RandomDraws:
         return float(torch.rand((), dtype=torch.float64, generator=self._generator)) < chance
 
 
-class Target(Protocol):
-    """A model that reads tokens one after the other."""
+class Judge(Protocol):
+    """The target: a model that reads tokens one after the other."""
 
     def read(self, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Chances [tokens, vocabulary] of what follows each further token, and its hidden states [tokens, 3 hidden]."""
@@ -72,7 +72,7 @@ class Drafter(Protocol):
 
 
 def decode(
-    target: Target, drafter: Drafter, prompt: Sequence[int], tokens: int, guesses: int, draws: Draws
+    target: Judge, drafter: Drafter, prompt: Sequence[int], tokens: int, guesses: int, draws: Draws
 ) -> tuple[list[int], list[int], list[int]]:
     """Sample `tokens` tokens after a prompt: all ids, and by step the tokens that were accepted and proposed."""
     ids, accepted, proposed = list(prompt), list[int](), list[int]()
@@ -159,8 +159,8 @@ class HeadDrafter:
 
     def __init__(self, head: EagleHead, embedding: Tensor, ids: Tensor) -> None:
         self.head, self.embedding, self.ids = head, embedding, ids
-        self._rows: Rows | None = None  # of tokens whose hidden states of the target are known
-        self._own: Rows | None = None  # and of those that were drafted since
+        self._rows: SeenRows | None = None  # of tokens whose hidden states of the target are known
+        self._own: SeenRows | None = None  # and of those that were drafted since
         self._output: Tensor | None = None  # of the last row
 
     def begin(self) -> None:
@@ -179,7 +179,7 @@ class HeadDrafter:
         self._own = self._advance([token], self._output[None], self._own)
         return self._chances()
 
-    def _advance(self, ids: Sequence[int], features: Tensor, before: Rows | None) -> Rows:
+    def _advance(self, ids: Sequence[int], features: Tensor, before: SeenRows | None) -> SeenRows:
         embedded = self.embedding[torch.tensor(list(ids), device=self.embedding.device)].to(features.dtype)
         outputs, rows = self.head.advance(embedded, features, 0 if before is None else len(before.key), before)
         self._output = outputs[-1]
