@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from llmcompress.api.long_text import LongResult, evaluate_long
     from llmcompress.api.recipes import load_recipe
     from llmcompress.api.results import Result
-    from llmcompress.api.structure import prune_depth, prune_width, recover, repair_lora
+    from llmcompress.api.structure import prune_depth, prune_width, recover, repair_lora, train_draft
     from llmcompress.api.verification import VerificationResult, verify
     from llmcompress.engine.plan.plan import Plan
     from llmcompress.engine.plan.run_options import Options
@@ -46,7 +46,7 @@ _MODULES = {
     "llmcompress.api.long_text": ("LongResult", "evaluate_long"),
     "llmcompress.api.recipes": ("load_recipe",),
     "llmcompress.api.results": ("Result",),
-    "llmcompress.api.structure": ("prune_depth", "prune_width", "recover", "repair_lora"),
+    "llmcompress.api.structure": ("prune_depth", "prune_width", "recover", "repair_lora", "train_draft"),
     "llmcompress.api.verification": ("VerificationResult", "verify"),
     "llmcompress.engine.plan.run_options": ("Options",),
     "llmcompress.engine.plan.plan": ("Plan",),
@@ -99,6 +99,7 @@ __all__ = [
     "recover",
     "repair_lora",
     "run",
+    "train_draft",
     "verify",
 ]
 

@@ -171,6 +171,7 @@ def test_what_is_no_request_is_refused_before_the_model_is_opened(settings, word
         (llmcompress.prune_width, {"ratio": 0.25}),
         (partial(llmcompress.repair_lora, compressed="nothing"), {}),
         (partial(llmcompress.recover, ref="nothing"), {}),
+        (llmcompress.train_draft, {}),
         (partial(llmcompress.fit, bpw=4.5), {}),
     ],
 )

@@ -1,4 +1,4 @@
-"""Models that lose layers or channels, adapters and recovery: what `depth`, `width`, `lora` and `recover` do."""
+"""What changes a model, or comes beside it: what `depth`, `width`, `lora`, `recover` and `draft` do."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +7,17 @@ from typing import Any, Literal
 from llmcompress.api.compression import placed
 from llmcompress.api.quiet import quiet_libraries
 from llmcompress.api.results import Result, timed
-from llmcompress.api.settings import STEPS, TEXT_SETTINGS, depth_text, refuse_unknown, text_of
+from llmcompress.api.settings import (
+    DRAFT_RATE,
+    DRAFT_STEPS,
+    DRAFT_VOCABULARY,
+    STEPS,
+    TEXT_SETTINGS,
+    WRITTEN,
+    depth_text,
+    refuse_unknown,
+    text_of,
+)
 from llmcompress.api.steps import Watch, watched
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.process.ranks import refuse_several
@@ -157,3 +167,36 @@ def recover(
     request = RecoverRequest(steps, rate)
     plan = plan_recover(Path(compressed), Path(ref), request, text_of(settings), placed(options, output))
     return restructured(plan.opened.out, lambda watch: recovery.recover(plan, watch), progress, stop, ALL_KEPT)
+
+
+def train_draft(
+    model: str | Path,
+    output: str | Path | None = None,
+    *,
+    steps: int = DRAFT_STEPS,
+    vocabulary: int = DRAFT_VOCABULARY,
+    written: int = WRITTEN,
+    rate: float = DRAFT_RATE,
+    options: Options | None = None,
+    progress: Watch | None = None,
+    stop: Callable[[int], bool] | None = None,
+    **settings: Any,
+) -> Result:
+    """Train a head that drafts tokens for a model, compressed or not: EAGLE-3, as vLLM and SGLang load it.
+
+    steps: of training. vocabulary: how many tokens can be drafted. written: windows that the model writes itself,
+    beside the calibration text. rate: the highest of Adam. settings: `calibration`, `field`, `samples`, `length`,
+    `seed`. Raises LlmcompressError; RunError where the loss on text that is held back did not fall.
+
+        >>> head = llmcompress.train_draft("model", "draft", steps=16, samples=32, written=0, length=64)
+        >>> head.report["format"]
+        'eagle3'
+    """
+    from llmcompress.engine.draft.draft_plan import DraftRequest, plan_draft
+    from llmcompress.engine.draft.head_training import train_draft as trained
+
+    refuse_several("train_draft() of Python")
+    refuse_unknown(settings, TEXT_SETTINGS, "the options of draft")
+    request = DraftRequest(steps, vocabulary, written, rate)
+    plan = plan_draft(Path(model), request, text_of(settings), placed(options, output))
+    return restructured(plan.opened.out, lambda watch: trained(plan, watch), progress, stop, ALL_KEPT)

@@ -77,7 +77,7 @@ class DraftShape:
             "norm_output": False,
             "eagle_aux_hidden_state_layer_ids": list(self.states),
             "tie_word_embeddings": False,
-            "torch_dtype": dtype,
+            "dtype": dtype,
             "transformer_layer_config": {
                 "model_type": "llama",
                 "architectures": ["LlamaForCausalLM"],
@@ -96,7 +96,7 @@ class DraftShape:
                 "attention_bias": False,
                 "mlp_bias": False,
                 "tie_word_embeddings": False,
-                "torch_dtype": dtype,
+                "dtype": dtype,
             },
             "speculators_config": {
                 "algorithm": KIND,

@@ -1,4 +1,4 @@
-"""Memory of depth, width, lora, recover and fit is within 10% of what they say before; limits are kept or refused."""
+"""Memory of depth, width, lora, recover, draft and fit is within 10% of what they say before; limits are kept or refused."""
 
 import json
 
@@ -19,6 +19,7 @@ COMMANDS = {  # each with a number of threads
     "lora by weights": (1, ["lora", "--rank", 16, "--by", "weights"]),
     "recover": (1, ["recover", "--steps", 2, "--samples", 32, "--length", 512]),
     "recover by two threads": (2, ["recover", "--steps", 2, "--samples", 32, "--length", 512]),
+    "draft": (1, ["draft", "--steps", 2, "--samples", 32, "--length", 512, "--written", 0, "--rate", 1e-4]),
 }
 SMALL = ModelSizes([[Matrix("a", 256, 256, False)] * 4], 256, 8192, (256 * 8192, 512 * 8192), 512)
 

@@ -51,8 +51,8 @@ class LearntSlowly(LearntTensor):
 
 
 class _Seen(NamedTuple):
-    """Of one window: embeddings and fused hidden states [rows, ...], and what the target gives the draft's tokens after
-    each row [rows, draft vocabulary] float32."""
+    """Of one window: embeddings [rows, hidden], hidden states [rows, 3 hidden], and the chances that the target gives
+    the tokens that can be drafted after each row [rows, draft vocabulary] float32."""
 
     embedded: Tensor
     states: Tensor
@@ -74,9 +74,10 @@ class DraftLearner:
         self.last = states[len(model.layers)]
         self.ids = frequent(text.tokens[list(text.trained)], plan.shape)
         self._causal = model.causal
-        started, one = _started(plan, self._head_rows(), self._gains()), torch.ones(())
+        started, sizes = _started(plan, self._head_rows(), self._gains()), self._sizes()
+        one = torch.ones(())
         self.trained = {name: LearntTensor(value, one) for name, value in started.items()}
-        self.trained[_FUSED] = LearntTensor(started[_FUSED] * (sizes := self._sizes()), sizes)
+        self.trained[_FUSED] = LearntTensor(started[_FUSED] * sizes, sizes)
         self.trained[_HEAD] = LearntSlowly(started[_HEAD], one)
 
     @contextmanager
