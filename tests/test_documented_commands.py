@@ -14,7 +14,15 @@ from documents import DOCUMENTS, ROOT, in_document, understood
 
 pytestmark = pytest.mark.slow
 
-SIZES = {"--samples": 32, "--length": 64, "--windows": 8, "--items": 4, "--eval-windows": 4, "--steps": 8, "--written": 16}
+SIZES = {
+    "--samples": 32,
+    "--length": 64,
+    "--windows": 8,
+    "--items": 4,
+    "--eval-windows": 4,
+    "--steps": 8,
+    "--written": 16,
+}
 """What these options say here, so that a command ends soon."""
 WORDS = {
     "1.5GB": "2MB",  # of a size
