@@ -144,7 +144,7 @@ def _turned(values: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _shifted(rows: Tensor, by: int) -> Tensor:
-    """SeenRows [rows, ...] moved down; zeros come in."""
+    """Rows [rows, ...] moved down; zeros come in."""
     return rows if by == 0 else torch.cat([torch.zeros_like(rows[:by]), rows[:-by]])
 
 
