@@ -58,6 +58,7 @@ def test_the_loss_is_the_divergence_of_each_depth_and_its_gradients_are_slopes(m
         states = target_states(plan, target, text.tokens, staged, workers, lambda: None)
         with target.outer(embed=True, head=True):
             learner = DraftLearner(plan, target, text, states, workers)
+            gains = learner.trained["norm.weight"].learnt.clone()
             generator = torch.Generator().manual_seed(3)
             for item in learner.trained.values():
                 item.learnt += 0.05 * torch.randn(item.learnt.shape, generator=generator)
@@ -77,6 +78,8 @@ def test_the_loss_is_the_divergence_of_each_depth_and_its_gradients_are_slopes(m
                     assert sides[0] - sides[1] == pytest.approx(2e-2 * float(gradient.norm()), rel=0.05), name
     staged.close()
     whole = load_whole(model, dtype=torch.float64)
+    norm = whole.model.norm.weight.detach().float().abs()
+    torch.testing.assert_close(gains / norm, torch.full_like(norm, float(gains[0] / norm[0])), rtol=1e-2, atol=0)
     head = EagleHead(plan.shape, {name: value.double() for name, value in values.items()})
     total = 0.0
     for window in (0, 5):

@@ -1,4 +1,4 @@
-"""Memory of depth, width, lora, recover, draft and fit is within 10% of what they plan; limits are kept or refused."""
+"""Memory of commands that run text is within 10% of what they say before; limits are kept or refused."""
 
 import json
 

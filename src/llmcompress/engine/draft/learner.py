@@ -179,16 +179,20 @@ class DraftLearner:
         return (found / found[-self.shape.hidden :].square().mean().sqrt()).clamp(min=1e-3)
 
     def _gains(self) -> Tensor:
-        """The root mean square [hidden] of each channel that enters the target's head, float32."""
+        """The gains [hidden] of the norm before the target's head, float32: by channel what leaves it, as a share of
+        what enters it divided by the root mean square of a token."""
         found: list[Tensor] = []
         head = self._causal.get_submodule(self.model.spec.head)
         handle = head.register_forward_pre_hook(lambda _, args: found.append(args[0]))
+        entering = self.last.read(slice(0, 1))[:, :HEAD_TOKENS].to(self.model.device)
         try:
             with torch.no_grad():
-                self.model.logits(self._causal, self.last.read(slice(0, 1))[:, :HEAD_TOKENS].to(self.model.device))
+                self.model.logits(self._causal, entering)
         finally:
             handle.remove()
-        return found[0][0].to("cpu", torch.float32).square().mean(dim=0).sqrt()
+        left, before = found[0][0].to("cpu", torch.float32), entering[0].to("cpu", torch.float32)
+        normed = before / before.square().mean(dim=-1, keepdim=True).sqrt().clamp(min=1e-20)
+        return (left.square().mean(dim=0) / normed.square().mean(dim=0).clamp(min=1e-12)).sqrt()
 
 
 def frequent(tokens: Tensor, shape: DraftShape) -> Tensor:
