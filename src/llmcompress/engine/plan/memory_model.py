@@ -42,6 +42,7 @@ LOGIT_DIVERGENCE = 22  # fitted, for each logit of the tokens at the head, where
 READ_ON_DEMAND = 14  # counted, for each weight: decoded in float32, a product on the way, its code, and as it is used
 BEING_DECODED = 7  # counted, for each weight: its value, its code as stored and alone, and its scale spread over rows
 LOGIT_AGREEMENT = 24  # counted, for each logit of a validated window: six tensors of float32
+DRAFT_LOGITS = 12  # fitted, for each logit of a draft head at each depth, and its gradient
 GRADIENT_VALUES = 32  # fitted, for each token and row of the largest matrix, or hidden channel: kept for gradients
 TRAINED = 0.5  # assumed, for each weight: the factor of its group, what is learnt of it, its gradient, and the best
 DECODED = 12 << 24  # counted, in all: packed weights that are decoded at once in validation, codes and temporaries too

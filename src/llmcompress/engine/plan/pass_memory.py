@@ -160,8 +160,8 @@ def draft_memory(sizes: ModelSizes, resources: Resources, head: DraftShape, lear
         # the tensors, Adam's two of each, the best and the sum of gradients; and as they are used
         Term("head of the draft", learnt * (5 * 4 + item)),
     ]
-    chances = 3 * memory.LOGIT_DIVERGENCE * head.vocabulary  # at three depths
-    scores = 3 * 4 * (4 + item) * head.heads * sizes.length // 4
+    chances = 3 * memory.DRAFT_LOGITS * head.vocabulary  # at three depths
+    scores = 3 * (4 + item) * head.heads * sizes.length
     values = Term("values of windows", (chances + scores + width * (head.hidden + head.inner)) * sizes.length * threads)
     gradients = Term("gradients", learnt * (4 + item) * (threads + 1))
     logits = Term("logits", memory.LOGIT_DIVERGENCE * memory.HEAD_TOKENS * sizes.vocabulary * threads)
