@@ -7,11 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from llmcompress.engine.draft.draft_plan import DraftRequest, plan_draft
-from llmcompress.engine.draft.head_training import train_draft
-from llmcompress.engine.plan.run_options import Options
 from llmcompress.errors import CheckpointError
-from llmcompress.recipe import Calibration, build
 from llmcompress.validate.drafting_head import (
     ModelTarget,
     RandomDraws,
@@ -129,15 +125,6 @@ def test_one_token_is_judged_as_the_paper_says():
         likely = float(q[token]) * taken[token] + rejected * float(left_over(p, q)[token])
         assert likely == pytest.approx(float(p[token]), abs=1e-6)
     assert left_over(p, p).tolist() == p.tolist()
-
-
-@pytest.fixture(scope="module")
-def trained(tiny_model_dir, tmp_path_factory):
-    out = tmp_path_factory.mktemp("head") / "draft"
-    text = build(Calibration, {"samples": 32, "length": 64}, "here")
-    options = Options(out=out, compute_dtype="float32", threads=1)
-    train_draft(plan_draft(tiny_model_dir, DraftRequest(16, 256, 0, 1e-3), text, options))
-    return out
 
 
 @pytest.fixture(scope="module")

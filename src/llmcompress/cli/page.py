@@ -45,7 +45,7 @@ def report(
     """Write one HTML page about outputs, side by side: needs no network and nothing beside it.
 
     A verdict, size by part, what was done to every matrix, perplexity, KL divergence along the text, the ledger, time
-    and memory; of depth, width and lora what was removed or added, with the figures of each layer.
+    and memory; of depth, width, lora and draft what was removed or added, with the figures of each layer.
     """
     from llmcompress.report.page import render
     from llmcompress.report.page_inputs import read_outputs
@@ -56,7 +56,7 @@ def report(
     refuse_existing(page, overwrite)
     if any(is_structural(path) for path in outputs):
         if timings:
-            raise RecipeError("depth, width and lora write no timings", "leave --timings out")
+            raise RecipeError("depth, width, lora and draft write no timings", "leave --timings out")
         changed = read_structural(outputs, evaluation or [])
         names, text = [output.name for output in changed], render_structural(changed)
     else:

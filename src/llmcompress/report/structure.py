@@ -1,4 +1,4 @@
-"""Pages about models that lost layers or channels, and about adapters: what was removed or added, with figures."""
+"""Pages about smaller models, adapters and draft heads: what was removed or added, with figures."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,16 @@ from markupsafe import Markup
 from llmcompress import __version__
 from llmcompress.errors import CheckpointError
 from llmcompress.report.page_inputs import AnyEvaluation, evaluations_by_report, read_document
-from llmcompress.report.schemas.structural import Depth, DepthReport, Lora, LoraReport, Width, WidthReport
+from llmcompress.report.schemas.structural import (
+    Depth,
+    DepthReport,
+    Draft,
+    DraftReport,
+    Lora,
+    LoraReport,
+    Width,
+    WidthReport,
+)
 from llmcompress.report.tables import Table, decisions
 from llmcompress.report.words import figure, size
 from llmcompress.store.headers import read_json
@@ -23,10 +32,12 @@ _TEMPLATES = Path(__file__).parent / "templates"
 _HINT = "run again, or use the llmcompress that wrote it"
 
 
-_REPORTS: dict[str, type[DepthReport | WidthReport | LoraReport]] = {
+AnyReport = DepthReport | WidthReport | LoraReport | DraftReport
+_REPORTS: dict[str, type[AnyReport]] = {
     "depth": DepthReport,
     "width": WidthReport,
     "lora": LoraReport,
+    "draft": DraftReport,
 }
 
 
@@ -41,7 +52,7 @@ class Structural:
 
 
 def is_structural(path: Path) -> bool:
-    """Whether an output is of depth, width or lora."""
+    """Whether an output is of depth, width, lora or draft."""
     file = report_beside(path)
     return path.is_dir() and file.is_file() and not read_json(file).keys().isdisjoint(_REPORTS)
 
@@ -51,7 +62,8 @@ def read_structural(paths: Sequence[Path], evaluations: Sequence[Path]) -> list[
     other = next((path for path in paths if not is_structural(path)), None)
     if other is not None:
         raise CheckpointError(
-            f"{other} has other figures than outputs of depth, width and lora", "give them apart, for a page of each"
+            f"{other} has other figures than outputs of depth, width, lora and draft",
+            "give them apart, for a page of each",
         )
     files = [report_beside(path) for path in paths]
     digests = [sha256(file.read_bytes()).hexdigest() for file in files]
@@ -73,14 +85,12 @@ def render_structural(outputs: Sequence[Structural]) -> str:
     return environment.get_template("structure.html").render(outputs=outputs, version=__version__, style=style)
 
 
-def _read(file: Path) -> DepthReport | WidthReport | LoraReport:
+def _read(file: Path) -> AnyReport:
     kind = next(kind for kind in _REPORTS if kind in read_json(file))
     return read_document(file, _REPORTS[kind], _HINT)
 
 
-def _about(
-    name: str, report: DepthReport | WidthReport | LoraReport, evaluations: Sequence[AnyEvaluation]
-) -> Structural:
+def _about(name: str, report: AnyReport, evaluations: Sequence[AnyEvaluation]) -> Structural:
     facts: list[tuple[str, str]] = []
     figures: list[tuple[str, Table]] = []
     if isinstance(report, DepthReport):
@@ -96,6 +106,14 @@ def _about(
         facts.append(("Rank", f"{report.lora.rank}, {report.lora.bits_per_weight_added:.3f} bits per weight more"))
         facts.append(("Made least", f"the error of {report.lora.by}"))
         figures.append(("Error of each matrix, as a share of its energy", _of_lora(report.lora)))
+    if isinstance(report, DraftReport):
+        made = report.draft
+        facts.append(("Weights", f"{made.share_of_weights:.1%} of the model that it drafts for"))
+        facts.append(("Can draft", f"{made.vocabulary:,} tokens"))
+        facts.append(
+            ("Trained", f"{made.steps} steps of {made.windows_at_once} windows, the best was {made.best_step}")
+        )
+        figures.append(("On text held back", _of_draft(made)))
     facts.append(("Size", f"{size(report.output_bytes)}; source {size(report.source.bytes)}"))
     for found in evaluations:
         if isinstance(found, TaskEvaluation):
@@ -150,6 +168,23 @@ def _of_depth(depth: Depth) -> list[tuple[str, Table]]:
 def _of_width(width: Width) -> Table:
     rows = [[str(each.layer), figure(each.cut), figure(each.loss)] for each in width.layers]
     return Table(["layer", "channels taken out", "as written"], rows)
+
+
+def _of_draft(draft: Draft) -> Table:
+    """What is foretold of text held back, by total variation."""
+    depths = max((len(held.acceptance) for held in draft.held_back.values()), default=0)
+    heads = ["text", "loss before", "loss", *(f"token {depth} accepted" for depth in range(1, depths + 1)), "per step"]
+    rows = [
+        [
+            name,
+            figure(held.loss_before),
+            figure(held.loss),
+            *(f"{share:.1%}" for share in held.acceptance),
+            f"{held.accepted_per_step:.2f}",
+        ]
+        for name, held in draft.held_back.items()
+    ]
+    return Table(heads, rows)
 
 
 def _of_lora(lora: Lora) -> Table:

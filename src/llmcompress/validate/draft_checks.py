@@ -1,0 +1,75 @@
+"""Checks of a draft head of EAGLE-3: what its ids say agrees, and every shape is the one that config.json asks for."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmcompress.store.headers import read_headers
+from llmcompress.validate.findings import Check, guarded, summary
+from llmcompress.validate.stored import Tensor
+
+DRAFT = "eagle3"
+_STATES = 3  # hidden states of the target that `fc` reads
+
+
+def draft_checks(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], report: Mapping[str, Any], source: Path | None
+) -> list[Check]:
+    """Checks of shapes and ids; with `source`, whether that is the model that the head was made for."""
+    checks = [
+        guarded("config", lambda: summary("config", _shape_wrongs(config, tensors), "sizes and tensors agree")),
+        guarded("ids", lambda: _ids(config, tensors)),
+    ]
+    if source is not None:
+        checks.append(guarded("source", lambda: _of_source(report, source)))
+    return checks
+
+
+def _shape_wrongs(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[str]:
+    """Tensors that are missing, too many, or of another shape."""
+    layer = config["transformer_layer_config"]
+    hidden, inner, width = layer["hidden_size"], layer["intermediate_size"], layer["head_dim"]
+    queries, keys = layer["num_attention_heads"] * width, layer["num_key_value_heads"] * width
+    below = {
+        **dict.fromkeys(("input_layernorm", "hidden_norm", "post_attention_layernorm"), (hidden,)),
+        "self_attn.q_proj": (queries, 2 * hidden),
+        **dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), (keys, 2 * hidden)),
+        "self_attn.o_proj": (hidden, queries),
+        **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (inner, hidden)),
+        "mlp.down_proj": (hidden, inner),
+    }
+    wanted = {
+        "fc.weight": (hidden, _STATES * hidden),
+        **{f"layers.0.{name}.weight": shape for name, shape in below.items()},
+        "norm.weight": (hidden,),
+        "lm_head.weight": (config["draft_vocab_size"], hidden),
+        "d2t": (config["draft_vocab_size"],),
+        "t2d": (layer["vocab_size"],),
+    }
+    wrong = [f"{name} is missing" for name in wanted.keys() - tensors.keys()]
+    wrong += [f"{name} has no place in a head" for name in tensors.keys() - wanted.keys()]
+    wrong += [
+        f"{name} is {list(tensors[name].shape)}, config.json asks for {list(shape)}"
+        for name, shape in wanted.items()
+        if name in tensors and tensors[name].shape != shape
+    ]
+    return sorted(wrong)
+
+
+def _ids(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Check:
+    """Whether d2t and t2d name the same tokens of the target, each once."""
+    vocabulary = config["transformer_layer_config"]["vocab_size"]
+    ids = np.arange(config["draft_vocab_size"]) + tensors["d2t"].array()
+    known = np.flatnonzero(tensors["t2d"].array())
+    wrong = [f"d2t leads to token {token}, of {vocabulary}" for token in ids[(ids < 0) | (ids >= vocabulary)]]
+    if not wrong and not np.array_equal(np.sort(ids), known):
+        wrong.append("d2t and t2d name other tokens")
+    return summary("ids", wrong, f"{len(ids)} of {vocabulary} tokens can be drafted")
+
+
+def _of_source(report: Mapping[str, Any], source: Path) -> Check:
+    """Whether `source` is the model that the report names by its headers and samples of its data."""
+    known = report["source"]["contents_sha256"] == read_headers(source).contents
+    return Check("source", known, f"{source} is {'' if known else 'not '}the model that it was made for")
