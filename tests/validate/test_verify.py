@@ -567,6 +567,7 @@ def test_the_reader_shares_no_code_with_the_writer():
         "progressive",
         "float4",
         "float8_blocks",
+        "draft_checks",
         "mlx_codes",
         "table_codes",
         "matrix",

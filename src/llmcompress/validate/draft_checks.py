@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from llmcompress.store.headers import read_headers
 from llmcompress.validate.findings import Check, guarded, summary
+from llmcompress.validate.published import file_sha256
 from llmcompress.validate.stored import Tensor
 
 DRAFT = "eagle3"
@@ -70,6 +70,12 @@ def _ids(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Check:
 
 
 def _of_source(report: Mapping[str, Any], source: Path) -> Check:
-    """Whether `source` is the model that the report names by its headers and samples of its data."""
-    known = report["source"]["contents_sha256"] == read_headers(source).contents
-    return Check("source", known, f"{source} is {'' if known else 'not '}the model that it was made for")
+    """Whether `source` has the files that the report names."""
+    said = {**report["source"]["files_sha256"], "config.json": report["source"]["config_sha256"]}
+    wrong = [f"{name} of {source} is missing" for name in said if not (source / name).is_file()]
+    wrong = wrong or [
+        f"{name} of {source} is not what the head was made for"
+        for name, recorded in said.items()
+        if file_sha256(source / name) != recorded
+    ]
+    return summary("source", wrong, "it was made for this model")

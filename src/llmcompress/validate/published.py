@@ -100,7 +100,7 @@ def content_wrong(file: Path, record: Mapping[str, Any]) -> str | None:
     if not isinstance(whole or (file.suffix == ".safetensors" and header), str):
         return "has no hash in report.json"
     same = file.stat().st_size == record.get("bytes")
-    same = same and (_sha256(file) == whole if whole else _header_sha256(file) == header)
+    same = same and (file_sha256(file) == whole if whole else _header_sha256(file) == header)
     return None if same else _CHANGED
 
 
@@ -120,7 +120,8 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _sha256(file: Path) -> str:
+def file_sha256(file: Path) -> str:
+    """SHA-256 (hex) of the content of a file."""
     digest = hashlib.sha256()
     with file.open("rb") as handle:
         while piece := handle.read(_CHUNK):
