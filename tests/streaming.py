@@ -40,9 +40,9 @@ def streamed_logits(model, tokens, batch=2, piece=None):
 
 
 @torch.no_grad()
-def reference_logits(path, tokens, attention=None):
+def reference_logits(path, tokens, attention=None, dtype=torch.float32):
     options = {} if attention is None else {"attn_implementation": attention}
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options)(input_ids=tokens).logits
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)(input_ids=tokens).logits
 
 
 def parameters(model):

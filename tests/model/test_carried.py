@@ -52,6 +52,17 @@ def test_layers_run_one_by_one_in_batches_as_in_the_model(kind, config, random_m
     assert torch.allclose(streamed_logits(streamed(path), tokens), truth, atol=1e-5)
 
 
+def test_what_is_handed_on_keeps_its_type_beside_states_of_another(random_model_dir):
+    """Routers of Zaya hand on bfloat16 in a model of that type, whose hidden states are float32 all the same."""
+    config = config_of("zaya").to_dict()
+    del config["dtype"]
+    path, tokens = random_model_dir("zaya", dtype="float32", **config), ids(2)
+    model = streamed(path, dtype=torch.bfloat16)
+    assert model.embed(tokens).dtype == torch.float32
+    truth = reference_logits(path, tokens, dtype=torch.bfloat16)
+    assert torch.equal(streamed_logits(model, tokens), truth)
+
+
 class Layer(torch.nn.Module):
     def forward(self, hidden_states, more=None, *, other=None):
         return hidden_states, more
@@ -85,7 +96,7 @@ def test_whole_numbers_and_vectors_travel_in_rows_of_every_type():
         rows = carried.closed(0, rows, (states, handed), call)
         _, call = carried.opened(1, rows, plain[1])
         assert torch.equal(call[0][0], handed)
-        assert torch.equal(call[1]["other"], vectors.to(dtype))
+        assert torch.equal(call[1]["other"], vectors)  # small whole numbers, in the type that they were given in
         _, call = carried.opened(2, carried.closed(1, rows, (states, handed + 1), call), plain[2])
         assert torch.equal(call[0][0], handed + 1)
         with pytest.raises(CheckpointError, match="layer 1 hands on something else"):

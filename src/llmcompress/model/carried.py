@@ -71,18 +71,23 @@ class _Left:
 
 @dataclass(frozen=True)
 class _Columns:
-    """A tensor [batch, length, width] in columns of rows. flat: [batch, length]. whole: each number as three digits."""
+    """A tensor [batch, length, width] in columns of rows, whose type may be another than its `dtype`.
+
+    flat: [batch, length]. whole: each number as three digits.
+    """
 
     width: int
     whole: bool
     flat: bool
+    dtype: torch.dtype
 
     @classmethod
     def like(cls, value: Any, tokens: torch.Size) -> "_Columns | None":
         """Columns for a value that has a vector or a number for each of `tokens` [batch, length]; None for others."""
         if not isinstance(value, Tensor) or value.ndim not in (2, 3) or value.shape[:2] != tokens:
             return None
-        return cls(value.shape[2] if value.ndim == 3 else 1, not value.is_floating_point(), value.ndim == 2)
+        width = value.shape[2] if value.ndim == 3 else 1
+        return cls(width, not value.is_floating_point(), value.ndim == 2, value.dtype)
 
     @property
     def size(self) -> int:
@@ -100,7 +105,7 @@ class _Columns:
         if self.whole:
             first, second, third = torch.split(row.long(), self.width, -1)
             row = (first * _DIGIT + second) * _DIGIT + third
-        return row[..., 0] if self.flat else row
+        return (row[..., 0] if self.flat else row).to(self.dtype)
 
 
 @dataclass(frozen=True)
