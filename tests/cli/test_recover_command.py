@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from trainingstops import goes_on_to_the_same_bytes
+
 SHORT = ["--samples", 32, "--length", 16, "--steps", 3]
 
 
@@ -47,21 +49,7 @@ def test_programs_are_told_each_step(command, main, capsys):
 
 
 def test_a_deadline_stops_after_a_step_and_the_same_command_goes_on(command, main, capsys, tmp_path):
-    """Stopped after every step, the bytes are those of a run that was never stopped."""
-    assert main(*command) == 0
-    done = (tmp_path / "out").rename(tmp_path / "whole")
-    capsys.readouterr()
-    for step in range(1, 5):
-        assert main(*command, "--deadline", 0) == 75
-        message = capsys.readouterr().err
-        assert f"error: stopped at a safe point, {step} of 5 steps done" in message
-        assert "the same command goes on from here" in message
-        assert {path.name for path in tmp_path.iterdir()} == {"whole", "out.work"}
-    assert main(*command, "--deadline", 0) == 0
-    assert {path.name for path in tmp_path.iterdir()} == {"whole", "out"}
-    names = {file.name for file in done.iterdir()}
-    assert names == {file.name for file in (tmp_path / "out").iterdir()}
-    assert all((done / name).read_bytes() == (tmp_path / "out" / name).read_bytes() for name in names)
+    goes_on_to_the_same_bytes(command, main, capsys, tmp_path)
 
 
 def test_work_of_another_run_or_damaged_work_is_not_gone_on_with(command, main, capsys, tmp_path):

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from forked import ended, forked
 from llmcompress.errors import LlmcompressError, PlanError, RunError
 from llmcompress.store.claim import ClaimedError
 from llmcompress.store.files import refuse_existing
@@ -28,23 +29,6 @@ def without_locks(monkeypatch):
 def system(request, monkeypatch):
     if request.param == "no locks":
         without_locks(monkeypatch)
-
-
-def forked(work):
-    """The process id of a process that does `work` and ends."""
-    process = os.fork()
-    if process == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    return process
-
-
-def ended(process):
-    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
 def until(condition):

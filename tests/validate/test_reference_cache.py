@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from forked import ended, forked
 from llmcompress.api.evaluation import evaluate
 from llmcompress.errors import LlmcompressError, PlanError, RecipeError, RunError
 from llmcompress.model.streamed_model import StreamedModel
@@ -275,12 +276,12 @@ def test_a_file_under_the_name_of_another_is_not_taken_for_it(outs, shallow_mode
 
 def test_what_a_killed_run_leaves_is_never_read(outs, shallow_model_dir, cache, monkeypatch):
     wanted = document(outs[0], shallow_model_dir)
-    process = os.fork()
-    if process == 0:
+
+    def work():
         monkeypatch.setattr(HeldFile, "rename", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         document(outs[0], shallow_model_dir, ref_cache=cache)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
+
+    assert ended(forked(work)) == -signal.SIGKILL
     (left,) = cache.iterdir()
     assert left.suffix == ".partial"
     for outcome in ("miss", "hit"):
@@ -312,18 +313,7 @@ def test_many_write_and_read_at_once(cache):
                 assert all(map(torch.equal, found, states))
             kept.write(states)
 
-    processes = []
-    for _ in range(3):
-        process = os.fork()
-        if process == 0:
-            code = 1
-            try:
-                work()
-                code = 0
-            finally:
-                os._exit(code)
-        processes.append(process)
-    assert [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes] == [0, 0, 0]
+    assert [ended(process) for process in [forked(work) for _ in range(3)]] == [0, 0, 0]
     assert [file.suffix for file in cache.iterdir()] == [".safetensors"]
 
 

@@ -9,9 +9,9 @@ import typer
 from llmcompress.api.settings import DRAFT_RATE, DRAFT_STEPS, DRAFT_VOCABULARY, WRITTEN, text_of
 from llmcompress.api.structure import ALL_KEPT
 from llmcompress.cli import options as flags
+from llmcompress.cli.recover import Steps
 from llmcompress.cli.structured import COMMON, carry_out
 
-Steps = Annotated[int, typer.Option("--steps", min=1, max=1_000_000, help="Steps of training, of 4 windows each.")]
 Vocabulary = Annotated[
     int,
     typer.Option("--vocab", min=1, max=1 << 24, help="Tokens that can be drafted: the most frequent ones of the text."),

@@ -152,16 +152,21 @@ def recover_memory(sizes: ModelSizes, resources: Resources, at_once: int) -> Mem
     return MemoryModel(memory.process(threads, 0), phases)
 
 
-def draft_memory(sizes: ModelSizes, resources: Resources, head: DraftShape, learnt: int, writes: bool) -> MemoryModel:
-    """Of training a draft head of `learnt` numbers. writes: whether the model writes text, all of it in memory."""
+def draft_memory(
+    sizes: ModelSizes, resources: Resources, head: DraftShape, learnt: int, depths: int, writes: bool
+) -> MemoryModel:
+    """Of training a draft head of `learnt` numbers at so many depths.
+
+    writes: whether the model writes text, all of it in memory.
+    """
     item, threads, width = resources.item_bytes, resources.threads, memory.GRADIENT_VALUES
     held = [
         Term("embedding and head", 2 * sizes.largest[0] * item),
         # the tensors, Adam's two of each, the best and the sum of gradients; and as they are used
         Term("head of the draft", learnt * (5 * 4 + item)),
     ]
-    chances = 3 * memory.DRAFT_LOGITS * head.vocabulary  # at three depths
-    scores = 3 * (4 + item) * head.heads * sizes.length
+    chances = depths * memory.DRAFT_LOGITS * head.vocabulary
+    scores = depths * (4 + item) * head.heads * sizes.length
     values = Term("values of windows", (chances + scores + width * (head.hidden + head.inner)) * sizes.length * threads)
     gradients = Term("gradients", learnt * (4 + item) * (threads + 1))
     logits = Term("logits", memory.LOGIT_DIVERGENCE * memory.HEAD_TOKENS * sizes.vocabulary * threads)
