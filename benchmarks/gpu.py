@@ -27,7 +27,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARES = {  # seconds, in the order of the parts
-    "machine": 30, "check": 80, "bench": 100, "eval": 35, "gptq": 175, "codes": 30, "packing": 40, "large": 35,
+    "machine": 15, "check": 40, "bench": 70, "eval": 30, "gptq": 250, "codes": 35, "packing": 50, "large": 40,
 }  # fmt: skip
 PRELOADED = ["gpu_parts", "transformers.models.llama.modeling_llama", "llmcompress.validate.evaluate"]
 

@@ -140,12 +140,17 @@ def codes(setting: Setting) -> Iterator[Line]:
     samples, length = WINDOW[True] if setting.dry else (64, 512)
     model, work = _model(setting, "small", None, (samples, length)), setting.folder / "codes"
     text = ("--calibration", model / "ids.safetensors", "--samples", samples, "--length", length)
-    common = (*text, "--group-size", 128, "--qep-alpha", 0, "--compute-dtype", "float32", "--stats", work / "stats")
+    same = ("--batch", 8, "--compute-dtype", "float32", "--stats", work / "stats")  # else each gathers statistics anew
+    common = (*text, "--group-size", 128, "--qep-alpha", 0, *same)
     runs = {"first": ("cpu", 8, "--descent", 0), "one": ("cpu", 4), "other": (setting.device, 4)}
     work.mkdir()
     for name, (device, bits, *more) in runs.items():
         _llmcompress("gptq", model, "-o", work / name, *common, "--bits", bits, *more, "--device", device,
                      "--quiet", "--json", "--keep-work")  # fmt: skip
+    for name in ("one", "other"):
+        ledger = json.loads((work / name / "report.json").read_text())["ledger"]
+        if not any(note["kind"] == "statistics" for note in ledger):
+            raise PartError(f"the run on {runs[name][0]} did not use the first one's statistics")
     different = total = 0
     for file in sorted((work / "one.work").glob("section-*.safetensors")):
         here, there = load_file(file), load_file(work / "other.work" / file.name)

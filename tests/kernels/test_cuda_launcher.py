@@ -1,6 +1,7 @@
 """The launcher on a GPU, with a C library in place of the driver that writes down its calls: so the ABI is tested."""
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -77,6 +78,17 @@ def test_shape_stream_and_arguments_reach_the_driver(launcher, calls, monkeypatc
         f"cuLaunchKernelEx 0x3000000006 {shape}",
         f"arguments {x.data_ptr():#x} -5 2.70000005 {y.data_ptr():#x}",
     ]
+
+
+@pytest.mark.parametrize(("architecture", "early"), [("sm_89", False), ("sm_90", True), ("sm_120", True)])
+def test_a_launch_that_waits_itself_may_begin_early_where_the_gpu_can(launcher, calls, architecture, early):
+    launcher.architecture = architecture
+    launcher(SMALL)
+    launcher(replace(SMALL, overlaps=True))
+    launched = [line.split("attributes ")[1][0] for line in calls("cuLaunchKernelEx", "attribute") if "grid" in line]
+    assert launched == ["0", str(int(early))]
+    launcher(replace(SMALL, overlaps=True))
+    assert calls("attribute") == ["attribute 6 1"] * early  # programmatic stream serialization
 
 
 def test_a_kernel_is_loaded_once_and_its_launches_are_counted(launcher, calls):

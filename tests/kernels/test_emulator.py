@@ -13,10 +13,10 @@ PROBES = Path(__file__).parent / "probes"
 DTYPES = [torch.float16, torch.bfloat16]
 
 
-def probe(name, *arguments, threads=32, blocks=1, shared=0, seed=0, **defines):
+def probe(name, *arguments, threads=32, blocks=1, shared=0, seed=0, overlaps=False, **defines):
     kernel = Kernel("probes.cu", f"probe_{name}", tuple(sorted(defines.items())))
     launcher = EmulatedLauncher(seed=seed, csrc=PROBES)
-    launcher(Launch(kernel, (blocks, 1, 1), (threads, 1, 1), shared), *arguments)
+    launcher(Launch(kernel, (blocks, 1, 1), (threads, 1, 1), shared, overlaps), *arguments)
     assert len(launcher.launches) == 1
 
 
@@ -265,6 +265,16 @@ def test_mistakes_are_found(fault):
     with pytest.raises(EmulatorError, match=FAULTS[fault]):
         probe("fault", x, y, fault, threads=64, shared=256)
     probe("fault", x, y, 0, threads=64, shared=256)
+    assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("fault", range(1, 6))
+def test_memory_that_earlier_launches_may_still_write_is_left_alone(fault):
+    x, y = words(256), torch.zeros(256, dtype=torch.int32)
+    message = "outside of every tensor" if fault == 5 else "before earlier launches have ended"
+    with pytest.raises(EmulatorError, match=message):
+        probe("early", x, y, fault, threads=64, shared=1024, overlaps=True)
+    probe("early", x, y, 0, threads=64, shared=1024, overlaps=True)
     assert torch.equal(x, y)
 
 

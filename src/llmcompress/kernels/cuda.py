@@ -13,6 +13,7 @@ from llmcompress.kernels.compile_errors import KernelsError
 from llmcompress.kernels.compilers import find_compiler
 from llmcompress.kernels.driver import Driver, config_of
 from llmcompress.kernels.launch import Kernel, Launch
+from llmcompress.kernels.tensor_checks import begins_early
 
 OLDEST = (8, 0)  # compute capability: cp.async and mma.sync of bf16
 _STATIC_SHARED = 48 << 10  # bytes of shared memory available without a request
@@ -40,7 +41,8 @@ class CudaLauncher:
             if launch.shared > max(_STATIC_SHARED, self._shared[launch.kernel]):
                 self._driver.allow(kernel, launch.shared)
                 self._shared[launch.kernel] = launch.shared
-            self._driver.start(kernel, config_of(launch, stream), arguments)
+            early = launch.overlaps and begins_early(self.architecture)
+            self._driver.start(kernel, config_of(launch, stream, early), arguments)
         self.counts[launch.kernel] += 1
 
     def _kernel(self, wanted: Kernel) -> c_void_p:

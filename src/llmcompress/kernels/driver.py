@@ -13,7 +13,14 @@ from llmcompress.kernels.launch import Launch
 
 _LIBRARY = "libcuda.so.1"
 _MOST_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _SLOT = 8  # bytes that each argument has here, the larger of a pointer and a number
+
+
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute, whose value is a union of 64 bytes; here a number."""
+
+    _fields_ = (("id", c_uint), ("padding", c_uint), ("value", c_uint), ("rest", c_uint * 15))
 
 
 class LaunchConfig(ctypes.Structure):
@@ -28,7 +35,7 @@ class LaunchConfig(ctypes.Structure):
         ("blockDimZ", c_uint),
         ("sharedMemBytes", c_uint),
         ("hStream", c_void_p),
-        ("attrs", c_void_p),
+        ("attrs", POINTER(LaunchAttribute)),
         ("numAttrs", c_uint),
     )
 
@@ -98,9 +105,10 @@ class Driver:
             raise KernelsError(f"{name} fails: {words[0]}, {words[1]}")
 
 
-def config_of(launch: Launch, stream: int) -> LaunchConfig:
-    """stream: its address, 0 for the default one."""
-    return LaunchConfig(*launch.grid, *launch.block, launch.shared, stream, None, 0)
+def config_of(launch: Launch, stream: int, early: bool) -> LaunchConfig:
+    """stream: its address, 0 for the default one. early: it may begin before the launches before it have ended."""
+    attributes = (LaunchAttribute * 1)(LaunchAttribute(_PROGRAMMATIC_SERIALIZATION, 0, 1))
+    return LaunchConfig(*launch.grid, *launch.block, launch.shared, stream, attributes, int(early))
 
 
 def _packed(arguments: Sequence[Tensor | int | float]) -> "ctypes.Array[ctypes.c_char]":

@@ -55,7 +55,7 @@ def matmul_launch(tokens: int, channels: int, spec: BlockSpec, dtype: torch.dtyp
     at_once = max(1, launcher.multiprocessors * at_once // columns)
     grid = columns, ceil(tiles, ceil(tiles, at_once)), 1
     kernel = _kernel(spec, dtype, count, launcher.architecture)
-    return Launch(kernel, grid, (_WARPS * 32, 1, 1), _shared(spec, count, stages))
+    return Launch(kernel, grid, (_WARPS * 32, 1, 1), _shared(spec, count, stages), overlaps=True)
 
 
 def _shared(spec: BlockSpec, count: int, stages: int) -> int:

@@ -20,12 +20,16 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel and the shape it runs in. shared: bytes of dynamic shared memory."""
+    """A kernel and the shape it runs in. shared: bytes of dynamic shared memory.
+
+    overlaps: the kernel waits itself for the launches before it to end, so that it may begin earlier.
+    """
 
     kernel: Kernel
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     shared: int = 0
+    overlaps: bool = False
 
 
 class Launcher(Protocol):

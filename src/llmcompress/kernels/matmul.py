@@ -54,7 +54,7 @@ def plan_of(rows: int, weight: TiledWeight, launcher: Launcher) -> Partition:
 
 @cache
 def _launch(plan: Partition, dtype: torch.dtype) -> Launch:
-    return Launch(kernel_of(plan, dtype), plan.grid, (plan.threads, 1, 1), plan.shared)
+    return Launch(kernel_of(plan, dtype), plan.grid, (plan.threads, 1, 1), plan.shared, overlaps=True)
 
 
 def kernel_of(plan: Partition, dtype: torch.dtype) -> Kernel:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
-from llmcompress.kernels.tensor_checks import ceil, shared_limit
+from llmcompress.kernels.tensor_checks import begins_early, ceil, shared_limit
 from llmcompress.kernels.tiles import INPUTS, OUTPUTS, TileSpec
 
 SHAPES = ((1, 2, 4), (1, 4, 2), (1, 8, 1), (2, 4, 2), (2, 8, 1), (4, 8, 1), (8, 8, 1))
@@ -145,16 +145,22 @@ class Partition:
 
 @cache
 def best(problem: Problem, architecture: str, multiprocessors: int) -> Partition:
-    """The cheapest way for a device; the same one whenever it is asked for."""
+    """The cheapest way for a device; the same one whenever it is asked for.
+
+    Of equal ones, that whose next launch finds room beside it, if it may begin early, then that whose tiles are shared
+    by the fewest blocks.
+    """
     plans = candidates(problem, architecture, multiprocessors)
-    return min(plans, key=lambda plan: (plan.cost(multiprocessors), -plan.stages))
+    early = begins_early(architecture)
+    return min(plans, key=lambda plan: (plan.cost(multiprocessors), -plan.blocks * early, plan.sharers, -plan.stages))
 
 
 def candidates(problem: Problem, architecture: str, multiprocessors: int) -> Iterator[Partition]:
     """All ways that fit a device."""
     for plan in variants(problem, architecture):
-        even = max(1, min(multiprocessors * plan.blocks // plan.row_blocks, plan.columns * plan.depth))
-        yield replace(plan, slots=even)
+        most = plan.columns * plan.depth
+        alone, even = (max(1, min(multiprocessors * n // plan.row_blocks, most)) for n in (1, plan.blocks))
+        yield from (replace(plan, slots=slots) for slots in {alone, even})
         for sharers in range(1, max(1, even // plan.columns) + 1):
             yield replace(plan, slots=plan.columns * sharers)
 

@@ -42,6 +42,11 @@ def shared_limit(architecture: str) -> int:
     return SHARED.get(architecture, LEAST_SHARED)
 
 
+def begins_early(architecture: str) -> bool:
+    """Whether a launch may begin before the one before it has ended, from compute capability 9.0 on."""
+    return int(architecture.removeprefix("sm_")) >= 90
+
+
 def rows_aligned(x: Tensor) -> bool:
     """Whether every row of x [tokens, width] of 16-bit floats begins at a multiple of 16 bytes."""
     return x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0

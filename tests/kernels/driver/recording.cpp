@@ -6,12 +6,17 @@
 #include <cstdlib>
 #include <cstring>
 
+struct Attribute {
+    unsigned id, padding;
+    unsigned char value[64];
+};
+static_assert(sizeof(Attribute) == 72 && offsetof(Attribute, value) == 8, "as on Linux");
 struct Config {
     unsigned grid[3];
     unsigned block[3];
     unsigned shared;
     void* stream;
-    void* attributes;
+    const Attribute* attributes;
     unsigned count;
 };
 static_assert(sizeof(Config) == 56 && offsetof(Config, stream) == 32 && offsetof(Config, count) == 48, "as on Linux");
@@ -63,6 +68,11 @@ int cuLaunchKernelEx(const Config* config, void* function, void** arguments, voi
     int status = told("cuLaunchKernelEx", "%p grid %u %u %u block %u %u %u shared %u stream %p attributes %u extra %d %d",
                       function, grid[0], grid[1], grid[2], block[0], block[1], block[2], config->shared,
                       config->stream, config->count, extra != nullptr, depth);
+    for (unsigned i = 0; i < config->count; i++) {
+        int value;
+        std::memcpy(&value, config->attributes[i].value, sizeof value);
+        told("attribute", "%u %d", config->attributes[i].id, value);
+    }
     // the kernels that the tests launch with arguments take a pointer, a number, a float and a pointer
     if (arguments != nullptr && std::getenv("ARGUMENTS") != nullptr) {
         told("arguments", "%p %d %.9g %p", *static_cast<void**>(arguments[0]), *static_cast<int32_t*>(arguments[1]),

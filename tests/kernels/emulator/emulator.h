@@ -17,6 +17,7 @@ template <class T> DEVICE T emulator_read(const unsigned char *from) {
     return value;
 }
 template <class T> DEVICE T load(const T *at) { return emulator_read<T>(emulator::emulator_constant(at, sizeof(T))); }
+template <class T> DEVICE T load_earlier(const T *at) { return load(at); }
 template <class T> DEVICE T load_latest(const T *at) {
     T value;
     emulator::emulator_latest(at, sizeof value, &value);
@@ -24,6 +25,7 @@ template <class T> DEVICE T load_latest(const T *at) {
 }
 DEVICE uint4 load_once(const uint4 *at) { return load(at); }
 template <class T> DEVICE void store(T *at, T value) { emulator::emulator_store(at, sizeof value, &value); }
+template <class T> DEVICE void store_passing(T *at, T value) { store(at, value); }
 template <class T> DEVICE T load_shared(const T *at) {
     return emulator_read<T>(emulator::emulator_shared(at, sizeof(T), emulator::READ));
 }
@@ -46,6 +48,12 @@ DEVICE void copy_async_if(bool active, uint4 *to, const uint4 *from, int bytes, 
 }
 DEVICE void copy_commit() { emulator::emulator_copy_commit(); }
 template <int groups> DEVICE void copy_wait() { emulator::emulator_copy_wait(groups); }
+
+// ---- Launches -----------------------------------------------------------------------------------------------------
+
+DEVICE void wait_for_earlier() { emulator::emulator_wait_for_earlier(); }
+DEVICE void let_next_begin() {}
+DEVICE void bring_to_cache(const void *at) { emulator::emulator_bring_to_cache(at); }
 
 // ---- Threads ------------------------------------------------------------------------------------------------------
 

@@ -51,6 +51,8 @@ using Compute = void (*)(const void *in, void *out);
 extern "C" void emulator_warp(unsigned kind, const void *in, unsigned in_bytes, void *out, unsigned out_bytes,
                               Compute compute);
 extern "C" void emulator_sync_block();
+extern "C" void emulator_wait_for_earlier();
+extern "C" void emulator_bring_to_cache(const void *pointer);  // which lies within a tensor
 extern "C" void emulator_copy(void *to, const void *from, int bytes);
 extern "C" void emulator_copy_commit();
 extern "C" void emulator_copy_wait(int groups);

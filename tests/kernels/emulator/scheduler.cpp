@@ -28,6 +28,7 @@ enum State { READY, AT_WARP, AT_BLOCK, DONE };
 struct Fiber {
     State state;
     bool begun;
+    bool alone;  // earlier launches have ended, as far as the thread can know
     jmp_buf at;
     ucontext_t first;
     void *out;                             // of the operation of the warp that is under way
@@ -55,7 +56,7 @@ Block *block;      // of the running fiber
 unsigned running;  // the fiber's number in it
 Memory memory;
 std::vector<Range> ranges;
-unsigned shared_bytes;
+unsigned shared_bytes, overlapping;  // whether the launch may begin before earlier ones have ended
 jmp_buf scheduler;
 std::string failure;
 std::mt19937 order;
@@ -181,6 +182,7 @@ void finish(const std::vector<Copy> &copies) {
 
 // The real address of a kernel's pointer to global memory.
 uint64_t global(const void *pointer, unsigned bytes, const char *what) {
+    if (overlapping && !block->fibers[running].alone) fail("global %s before earlier launches have ended", what);
     const uint64_t address = reinterpret_cast<uint64_t>(pointer) - GLOBAL;
     if (address % bytes) fail("global access of %u bytes is not aligned", bytes);
     for (const Range &range : ranges)
@@ -262,6 +264,15 @@ void emulator_sync_block() {
     make_ready(0, block->fibers.size(), AT_BLOCK);
 }
 
+void emulator_wait_for_earlier() { block->fibers[running].alone = true; }
+
+void emulator_bring_to_cache(const void *pointer) {
+    const uint64_t address = reinterpret_cast<uint64_t>(pointer) - GLOBAL;
+    for (const Range &range : ranges)
+        if (address >= range.begin && address < range.begin + range.bytes) return;
+    fail("what is brought to the cache lies outside of every tensor");
+}
+
 // The copy is made as late as may be, when it is waited for, so that whoever reads too early finds what was there.
 void emulator_copy(void *to, const void *from, int bytes) {
     if (bytes < 0 || bytes > 16) fail("a copy of %d bytes", bytes);
@@ -287,10 +298,11 @@ void emulator_copy_wait(int groups) {
     }
 }
 
-// tensors: address and bytes of each. sizes: grid, then block. Returns what went wrong, or an empty text.
+// tensors: address and bytes of each. sizes: grid, then block. overlaps: whether earlier launches may not have ended.
+// Returns what went wrong, or an empty text.
 const char *emulator_run(void (*call)(const uint64_t *), const uint64_t *arguments, const char *kinds,
                          const uint64_t *tensors, unsigned tensor_count, const unsigned *sizes, unsigned bytes,
-                         unsigned seed) {
+                         unsigned seed, unsigned overlaps) {
     const Index grid{sizes[0], sizes[1], sizes[2]}, size{sizes[3], sizes[4], sizes[5]};
     const unsigned count = size.x * size.y * size.z;
     failure.clear();
@@ -302,7 +314,7 @@ const char *emulator_run(void (*call)(const uint64_t *), const uint64_t *argumen
     std::vector<uint64_t> given(arguments, arguments + std::strlen(kinds));
     for (size_t i = 0; i < given.size(); i++)
         if (kinds[i] == 'p' && given[i]) given[i] += GLOBAL;
-    kernel = call, values = given.data(), shared_bytes = bytes;
+    kernel = call, values = given.data(), shared_bytes = bytes, overlapping = overlaps;
     emulator_place.block_size = size, emulator_place.grid_size = grid;
     order.seed(seed);
     std::vector<Index> all;

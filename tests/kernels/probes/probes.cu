@@ -123,6 +123,24 @@ KERNEL probe_fault(const unsigned *x, unsigned *y, int fault) {
     if (fault == 9) copy_async(reinterpret_cast<uint4 *>(words), reinterpret_cast<const uint4 *>(x));
 }
 
+// What a launch does that may begin before earlier ones have ended. fault: 1 to 4, before they have.
+KERNEL probe_early(const uint4 *x, uint4 *y, int fault) {
+    const int i = threadIdx.x;
+    uint4 *words = reinterpret_cast<uint4 *>(shared_memory());
+    bring_to_cache(x + i + (fault == 5 ? int(blockDim.x) : 0));
+    uint4 value = {};
+    if (fault == 1) value = load(x + i);
+    if (fault == 2) value = load_latest(x + i);
+    if (fault == 3) store(y + i, value);
+    if (fault == 4) copy_async(words + i, x + i);
+    wait_for_earlier();
+    let_next_begin();
+    value = load_earlier(x + i);
+    copy_commit();
+    copy_wait<0>();
+    store(y + i, value);
+}
+
 // Sums over blocks, left in `partial` and added up by the last block. fault: which part of the protocol is left out.
 KERNEL probe_join(const float *x, float *partial, unsigned *counter, float *y, int fault) {
     unsigned *last = reinterpret_cast<unsigned *>(shared_memory());

@@ -8,9 +8,9 @@
 // The inputs of one token that a lane owns in a chunk: b of two steps.
 DEVICE uint4 load_inputs(const unsigned short *row, int chunk) {
     const int t = threadIdx.x % 4;
-    if (BITS != 6) return load(reinterpret_cast<const uint4 *>(row + chunk * 32 + t * 8));
-    const uint2 first = load(reinterpret_cast<const uint2 *>(row + chunk * 32 + t * 4));
-    const uint2 last = load(reinterpret_cast<const uint2 *>(row + chunk * 32 + 16 + t * 4));
+    if (BITS != 6) return load_earlier(reinterpret_cast<const uint4 *>(row + chunk * 32 + t * 8));
+    const uint2 first = load_earlier(reinterpret_cast<const uint2 *>(row + chunk * 32 + t * 4));
+    const uint2 last = load_earlier(reinterpret_cast<const uint2 *>(row + chunk * 32 + 16 + t * 4));
     return make_uint4(first.x, first.y, last.x, last.y);
 }
 
@@ -78,7 +78,7 @@ DEVICE void store_sums(const float (&sums)[TOKENS][4], float *of_warps, const fl
 #pragma unroll
         for (int other = 0; other < WARPS; ++other)
             sum += load_shared(of_warps + (other * TOKENS * 8 + i / 16) * 17 + i % 16);
-        if (bias) sum += load(bias + channel);
+        if (bias) sum += load_earlier(bias + channel);
         store(y + size_t(token) * channels + channel, Float::from_float(sum));
     }
 }
@@ -103,6 +103,15 @@ struct Place {
     }
 };
 
+// Asks for the first records of a warp to be brought to the cache.
+DEVICE void bring_first_records(Place place, const uint4 *records, int count, int tiles) {
+    for (int ahead = 0; ahead < STAGES && place.tile < tiles; ++ahead) {
+        const uint4 *record = records + (size_t(place.tile) * count + place.at) * PIECES;
+        for (int piece = threadIdx.x % 32 * 8; piece < PIECES; piece += 32 * 8) bring_to_cache(record + piece);
+        place.advance(count);
+    }
+}
+
 // y [tokens, channels] = x weight^T + bias. x [tokens, width] in rows of `stride` elements, a multiple of 8; width a
 // multiple of 32; records [ceil(channels / 16), ceil(width / 256)]; bias [channels] may be null. Block (x, y) takes
 // every gridDim.y-th 16 channels from y on. Each warp has STAGES records of its own in shared memory.
@@ -115,6 +124,9 @@ ggml_matmul(const unsigned short *x, const uint4 *records, const float *bias, un
     float *of_warps = reinterpret_cast<float *>(shared_memory() + WARPS * STAGES * PIECES * 16);
     const unsigned long long policy = leave_first();
     Place ahead = {warp < count ? int(blockIdx.y) : tiles, warp};
+    bring_first_records(ahead, records, count, tiles);
+    wait_for_earlier();
+    let_next_begin();
 #pragma unroll
     for (int stage = 0; stage < STAGES - 1; ++stage) {
         copy_record(ahead.tile < tiles, stages + stage * PIECES, records, size_t(ahead.tile) * count + ahead.at, policy);

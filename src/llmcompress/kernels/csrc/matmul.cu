@@ -112,6 +112,9 @@ KERNEL __launch_bounds__(THREADS, BLOCKS)
     work.depth = (work.input_blocks + WARPS_K - 1) / WARPS_K;
     const Warp warp(threadIdx.x);
 
+    bring_first_units(work, warp);
+    wait_for_earlier();
+    let_next_begin();
     uint4 *stages = reinterpret_cast<uint4 *>(shared_memory());
     float *sums = reinterpret_cast<float *>(stages + STAGES * STAGE_PIECES);
     unsigned *last = reinterpret_cast<unsigned *>(sums + WARPS_K * ROWS * PITCH);

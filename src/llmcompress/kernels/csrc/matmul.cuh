@@ -7,6 +7,7 @@ constexpr unsigned ROWS = 8 * TILES, OUTPUTS = BLOCK_OUTPUTS * WARPS_N;
 constexpr unsigned X_PIECES = 16 * ROWS;  // of 16 bytes: 128 inputs of all rows
 constexpr unsigned X_ROWS = THREADS / 16 / WARPS_K;  // copied at once, an even number
 constexpr unsigned STAGE_PIECES = WARPS * BLOCK_PIECES + WARPS_K * X_PIECES;
+constexpr unsigned EARLY = STAGES;  // units that a block asks for before earlier launches have ended
 constexpr unsigned PITCH = OUTPUTS + 4;  // of a row of sums, such that a warp's land in 32 banks
 
 struct Work {

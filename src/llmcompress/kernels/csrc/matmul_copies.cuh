@@ -2,6 +2,23 @@
 #pragma once
 #include "matmul.cuh"
 
+// Asks for the codes and scales of the first units of this block to be brought to the cache, some lines by each lane.
+DEVICE void bring_first_units(const Work &work, const Warp &warp) {
+    constexpr unsigned LINES = BITS * 4;  // of the codes of a warp's part of a unit
+    const unsigned begin = work.begin_of(blockIdx.x), count = min(EARLY, work.begin_of(blockIdx.x + 1) - begin);
+#pragma unroll 1
+    for (unsigned i = warp.lane; i < count * LINES; i += 32) {
+        const unsigned unit = begin + i / LINES, line = i % LINES;
+        const unsigned column = unit / work.depth * WARPS_N + warp.along_n;
+        const unsigned block = unit % work.depth * WARPS_K + warp.along_k;
+        if (column >= work.column_blocks || block >= work.input_blocks) continue;
+        const unsigned long long at = (unsigned long long)column * work.input_blocks + block;
+        bring_to_cache(work.codes + at * (BITS * 32) + line * 8);
+        if (int(line * 8) < SCALE_PIECES) bring_to_cache(work.scales + at * SCALE_PIECES + line * 8);
+        if (int(line * 8) < ZERO_PIECES) bring_to_cache(work.zeros + at * ZERO_PIECES + line * 8);
+    }
+}
+
 // What a thread copies, unit by unit. What lies beyond the ends of W or x is zeros; rows that x lacks are whatever lies
 // there, since rows do not mix and theirs are not written.
 struct Source {

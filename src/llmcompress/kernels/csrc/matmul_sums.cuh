@@ -17,7 +17,7 @@ DEVICE void output(const Work &work, unsigned tile, unsigned piece, float4 sums)
     unsigned short *y = work.y + (unsigned long long)row * work.outputs + column;
 #pragma unroll
     for (unsigned i = 0; i < 4; i++)
-        if (work.bias && column + i < work.outputs) four[i] += Number::to_float(load(work.bias + column + i));
+        if (work.bias && column + i < work.outputs) four[i] += Number::to_float(load_earlier(work.bias + column + i));
 #pragma unroll
     for (unsigned i = 0; i < 4; i++)
         if (column + i < work.outputs) store(y + i, Number::from_float(four[i]));

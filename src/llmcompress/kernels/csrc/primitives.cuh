@@ -20,10 +20,16 @@ DEVICE unsigned char *shared_memory() {
 // Global memory that nothing writes while the kernel runs.
 template <class T> DEVICE T load(const T *at) { return __ldg(at); }
 
+// The same of what an earlier launch may write until wait_for_earlier(): the compiler leaves it behind that.
+template <class T> DEVICE T load_earlier(const T *at) { return *at; }
+
 // Global memory that other blocks may have written, past the L1 cache.
 template <class T> DEVICE T load_latest(const T *at) { return __ldcg(at); }
 
 template <class T> DEVICE void store(T *at, T value) { *at = value; }
+
+// The same of what is more than L2 holds: it is the first to leave it.
+template <class T> DEVICE void store_passing(T *at, T value) { __stcs(at, value); }
 
 // 16 bytes that are read once: they take no place in L1 and are the first to leave L2.
 DEVICE uint4 load_once(const uint4 *at) {
@@ -80,6 +86,24 @@ DEVICE void copy_async_if(bool active, uint4 *to, const uint4 *from, int bytes, 
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most `groups` of this thread's latest groups are under way.
 template <int groups> DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory"); }
+
+// ---- Launches -----------------------------------------------------------------------------------------------------
+
+// Waits until the launches before this one have ended and what they wrote can be read. In a launch that may begin before
+// they have, no thread touches global memory earlier.
+DEVICE void wait_for_earlier() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// Lets blocks of the next launch begin wherever there is room for them.
+DEVICE void let_next_begin() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+// Asks for the 128 bytes around an address to be brought to L2. This is no access: what lies there may yet change.
+DEVICE void bring_to_cache(const void *at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
 // ---- Threads ------------------------------------------------------------------------------------------------------
 
