@@ -3,7 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmcompress.engine.targets.table import TARGETS
+from llmcompress.engine.targets.base import targets
+from llmcompress.engine.targets.machine import Machine
 from llmcompress.engine.targets.verdicts import violations
 from llmcompress.formats.base import Entry, TensorSpec
 from llmcompress.grids.base import PER_ROW
@@ -84,6 +85,6 @@ def test_what_is_accepted_lies_whole_on_every_device(
     if any(entry.in_features % (1 if group == PER_ROW else group) for entry in entries):
         return  # no plan has such groups
     config = {"num_attention_heads": heads, "num_key_value_heads": kv}
-    found = violations(TARGETS[target], "compressed-tensors", entries, config, tp)
+    found = violations(targets()[target], "compressed-tensors", entries, config, Machine(tp))
     whole = whole_on_devices(target, tp, heads, kv, head, hidden, inter, bits, group, symmetric)
     assert (not found) == whole, found

@@ -1,4 +1,4 @@
-"""What runtimes load: each rule of the table passes and refuses a plan, and a repair gives a plan that passes."""
+"""What runtimes load: each of their facts passes and refuses a plan, and a repair gives a plan that passes."""
 
 import json
 import re
@@ -11,15 +11,15 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from entries import AWQ, DENSE, GPTQ, PACKED, W4, matrix, model
+from entries import W4
 from forkserver import call
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
-from llmcompress.engine.targets.facts import Devices, LackedTypes, LostTypes
-from llmcompress.engine.targets.table import TARGETS
-from llmcompress.engine.targets.verdicts import engine_notes, verdicts, violations
+from llmcompress.engine.targets.base import targets
+from llmcompress.engine.targets.machine import Devices, Machine, OnGpus
+from llmcompress.engine.targets.model_facts import LostTypes
+from llmcompress.engine.targets.verdicts import violations
 from llmcompress.errors import PlanError, RecipeError
 from llmcompress.formats.base import Entry, TensorSpec
 from llmcompress.grids.base import PER_ROW
@@ -36,6 +36,8 @@ class Passing:
     model: dict = field(default_factory=dict)
     recipe: dict = field(default_factory=dict)
     tp: int = 1
+    gpu: str | None = None
+    remark: str = ""
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,11 @@ class Refused:
     model: dict = field(default_factory=dict)
     recipe: dict = field(default_factory=dict)
     tp: int = 1
+    gpu: str | None = None
     repaired: dict | None = None
 
 
+TARGETS = targets()
 TABLE = yaml.safe_load(Path(__file__).with_name("targets.yaml").read_text())
 PASSING = [Passing(**case) for case in TABLE["passing"]]
 REFUSED = [Refused(**case) for case in TABLE["refused"]]
@@ -123,7 +127,7 @@ def headers_of(tmp_path_factory):
 def recipe(format="compressed-tensors", method="gptq", kv_cache=None, **options):  # noqa: A002
     steps = [{"method": method, "bits": 4, **options}]
     cached = None if kv_cache is None else {"code": kv_cache}
-    return parse({"steps": steps, "output": {"format": format}, "kv_cache": cached})
+    return parse({"calibration": {"length": 64}, "steps": steps, "output": {"format": format}, "kv_cache": cached})
 
 
 def noted(plan, kind):
@@ -156,12 +160,14 @@ def test_what_a_target_loads_is_planned_as_asked(headers_of, tmp_path, target, c
     tp = case.tp if TARGETS[target].tensor_parallel else 1
     plain = planned(made, model, tmp_path / "out")
     for repair in (False, True):
-        held = planned(made, model, tmp_path / "out", target=target, tp=tp, repair=repair)
+        held = planned(made, model, tmp_path / "out", target=target, tp=tp, gpu=case.gpu, repair=repair)
         assert matrices(held) == matrices(plain)
         assert held.recipe == plain.recipe
         assert held.identity == plain.identity
-        decoded_again = target == "llama.cpp" and plain.format.name != "dense"
-        assert [entry.subject for entry in noted(held, "target")] == [target] * decoded_again
+        told = bool(TARGETS[target].remark) and plain.format.name != "dense"
+        said = [entry for entry in noted(held, "target") if not case.remark or case.remark not in entry.why]
+        assert [entry.subject for entry in said] == [target] * told
+        assert len(noted(held, "target")) == len(said) + bool(case.remark)
 
 
 # --- plans that do not ---
@@ -170,11 +176,12 @@ def test_what_a_target_loads_is_planned_as_asked(headers_of, tmp_path, target, c
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.case)
 def test_what_a_target_does_not_load_is_refused_or_repaired(headers_of, tmp_path, case):
     model, made = headers_of(**case.model), recipe(**case.recipe)
-    target, tp, mended = case.target, case.tp, case.repaired
+    target, mended = case.target, case.repaired
+    machine = {"tp": case.tp, "gpu": case.gpu}
     out = tmp_path / "out"
     plain = planned(made, model, out)
     with pytest.raises(PlanError) as refused:
-        planned(made, model, out, target=target, tp=tp)
+        planned(made, model, out, target=target, **machine)
     assert refused.value.exit_code == 2
     assert case.words in refused.value.message
     assert refused.value.message.startswith(f"{TARGETS[target].title} does not load ")
@@ -183,11 +190,11 @@ def test_what_a_target_does_not_load_is_refused_or_repaired(headers_of, tmp_path
     assert ("--repair" in refused.value.hint) == (mended is not None)
     if mended is None:
         with pytest.raises(PlanError) as again:
-            planned(made, model, out, target=target, tp=tp, repair=True)
+            planned(made, model, out, target=target, **machine, repair=True)
         assert str(again.value) == str(refused.value)
         return
 
-    held = planned(made, model, out, target=target, tp=tp, repair=True)
+    held = planned(made, model, out, target=target, **machine, repair=True)
     format_, found = matrices(held)
     assert format_ == mended.get("format", plain.format.name)
     for pattern, name in mended.items():
@@ -203,7 +210,7 @@ def test_what_a_target_does_not_load_is_refused_or_repaired(headers_of, tmp_path
     assert all("loads it: " in note.why for note in notes)
     written = parse(held.recipe.as_data())
     assert matrices(planned(written, model, out)) == matrices(held)
-    again = planned(written, model, out, target=target, tp=tp)
+    again = planned(written, model, out, target=target, **machine)
     assert matrices(again) == matrices(held)
     assert not [entry for entry in noted(again, "target") if entry.subject != target]
     assert held.identity["recipe"] == planned(written, model, out).identity["recipe"]
@@ -263,7 +270,7 @@ def test_linears_without_a_known_split_are_refused_when_split():
     ]
     for target in (TARGETS["vllm"], TARGETS["sglang"]):
         assert violations(target, "compressed-tensors", entries, {}) == []
-        [item] = violations(target, "compressed-tensors", entries, {}, tp=2)
+        [item] = violations(target, "compressed-tensors", entries, {}, Machine(2))
         assert "not known how a linear of this name is split" in item.what
         assert item.by_hand == "use --tp 1"
 
@@ -273,7 +280,7 @@ def test_a_router_is_never_split():
     expert = Entry(
         TensorSpec("model.layers.0.mlp.experts.0.w2.weight", "BF16", (128, 256)), W4, block=True, linear=True
     )
-    assert violations(TARGETS["vllm"], "compressed-tensors", [router, expert], {}, tp=2) == []
+    assert violations(TARGETS["vllm"], "compressed-tensors", [router, expert], {}, Machine(2)) == []
 
 
 @pytest.mark.parametrize(
@@ -285,6 +292,9 @@ def test_a_router_is_never_split():
         ({"tp": 10**9, "target": "vllm"}, "cannot be shared out to 1000000000 devices"),
         ({"tp": 0, "target": "vllm"}, "--tp 0 is no number of devices"),
         ({"repair": True}, "--repair without --target"),
+        ({"gpu": "sm_90"}, "--gpu says nothing without --target"),
+        ({"gpu": "sm_90", "target": "gptqmodel"}, "--gpu is not for gptqmodel, which has no facts about GPUs"),
+        ({"gpu": "h100", "target": "vllm"}, "--gpu h100 is no architecture of a GPU"),
     ],
 )
 def test_targets_that_say_nothing_are_refused(headers_of, tmp_path, options, words):
@@ -294,57 +304,14 @@ def test_targets_that_say_nothing_are_refused(headers_of, tmp_path, options, wor
     assert refused.value.exit_code == 2
 
 
-def test_model_types_that_are_lost_are_refused_by_name():
-    target = TARGETS["transformers"]
-    expert, plain = ("model.layers.0.mlp.experts.0.up_proj.weight", "model.layers.0.mlp.up_proj.weight")
-    expert, plain = (
-        [Entry(TensorSpec(name, "BF16", (128, 128)), W4, block=True, linear=True)] for name in (expert, plain)
-    )
-
-    def reasons(entries, model_type):
-        return [item.what for item in violations(target, "compressed-tensors", entries, {"model_type": model_type})]
-
-    [why] = reasons(plain, "falcon")
-    assert "as in models of type 'falcon'" in why
-    assert reasons(plain, "llama") == reasons(plain, "granitemoe") == []
-    [why] = reasons(expert, "granitemoe")
-    assert "random values" in why
-    assert violations(target, "dense", plain, {"model_type": "falcon"}) == []
-    for name in ("transformers", "llama.cpp"):
-        [item] = violations(TARGETS[name], "dense", expert, {"model_type": "granitemoe"})
-        assert "from the original" in item.by_hand
-        assert violations(TARGETS[name], "dense", plain, {"model_type": "granitemoe"}) == []
-
-
-def test_model_types_that_a_runtime_has_no_class_for_are_refused_in_every_format():
-    plain = [Entry(TensorSpec("model.layers.0.mlp.up_proj.weight", "BF16", (128, 128)), W4, block=True, linear=True)]
-    for name, format_, model_type, words in (
-        ("vllm", "compressed-tensors", "bamba", "'bamba' among them: it has no class of its own"),
-        ("vllm", "gptq", "mpt", "'mpt' among them"),
-        ("sglang", "dense", "falcon", "'falcon' among them"),
-        ("llama.cpp", "compressed-tensors", "axk1", "'axk1' among them: llama.cpp has no such architecture"),
-        ("llama.cpp", "dense", "phimoe", "'phimoe' among them: llama.cpp computes its norms"),
-    ):
-        [item] = violations(TARGETS[name], format_, plain, {"model_type": model_type})
-        assert words in item.what
-        assert "list targets" in item.by_hand
-    for name, model_type in (("vllm", "dots1"), ("sglang", "glm")):
-        config = {"model_type": model_type}
-        assert violations(TARGETS[name], "compressed-tensors", plain, config) == []
-        notes = engine_notes("compressed-tensors", plain, config)
-        assert any("not seen with quantised weights" in note for note in notes)
-    for target in TARGETS.values():
-        lacked = {name for fact in target.always if isinstance(fact, LackedTypes) for name in fact.lacked}
-        assert not lacked & set(target.borrowed)
-        assert lacked | set(target.borrowed) <= MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
-
-
 def test_every_fact_is_broken_by_some_case(headers_of, tmp_path):
-    """The table cannot grow a fact that no case above exercises."""
+    """No runtime can have a fact that no case above exercises."""
     reached = set()
     for case in REFUSED:
         plan, target = planned(recipe(**case.recipe), headers_of(**case.model), tmp_path / "out"), TARGETS[case.target]
-        found = violations(target, plan.format.name, plan.entries, plan.headers.config, case.tp)
+        found = violations(
+            target, plan.format.name, plan.entries, plan.headers.config, Machine.named(case.tp, case.gpu)
+        )
         for fact in target.formats.get(plan.format.name, ()):
             if any(item.what.startswith((fact.why, fact.why.partition(" q, k, v")[0])) for item in found):
                 reached.add((case.target, fact.why))
@@ -353,7 +320,7 @@ def test_every_fact_is_broken_by_some_case(headers_of, tmp_path):
         for name, target in TARGETS.items()
         for facts in target.formats.values()
         for fact in facts
-        if not isinstance(fact, (Devices, LostTypes))
+        if not isinstance(fact, (Devices, LostTypes)) and not (isinstance(fact, OnGpus) and fact.runs)
     }
     by_entries = {  # below, and in test_head_matrix.py
         ("sglang", "it was not seen to read codes of a head"),
@@ -366,7 +333,7 @@ def test_every_fact_is_broken_by_some_case(headers_of, tmp_path):
     unreachable = {  # the formats themselves refuse other widths, so these only show in `list targets`
         ("transformers", "GPTQModel's kernels take 2, 3, 4 and 8 bits"),
         ("gptqmodel", "it takes 2, 3, 4 and 8 bits"),
-        *((name, "awq has 4 bits") for name in ("transformers", "gptqmodel", "vllm", "vllm-cpu", "sglang")),
+        *((name, "awq has 4 bits") for name, target in TARGETS.items() if "awq" in target.formats),
     }
     assert known - reached == by_entries | unreachable
 
@@ -398,71 +365,8 @@ def test_a_repair_ends_in_a_plan_that_its_recipe_repeats_or_in_a_refusal(
             held = planned(made, model, out, target=target, tp=tp, repair=True)
         except PlanError:
             return
-        assert violations(TARGETS[target], held.format.name, held.entries, held.headers.config, tp) == []
+        assert violations(TARGETS[target], held.format.name, held.entries, held.headers.config, Machine(tp)) == []
         assert matrices(planned(parse(held.recipe.as_data()), model, out)) == matrices(held)
-
-
-# --- what the ledger says of engines when no target is named ---
-
-
-@pytest.mark.parametrize("format_", [GPTQ, PACKED, DENSE])
-def test_the_default_is_read_by_every_engine(format_):
-    assert format_.refuses(model(), {}) is None
-    assert engine_notes(format_.name, model(), {}) == []
-
-
-@pytest.mark.parametrize(
-    ("format_", "entries", "engines"),
-    [
-        (GPTQ, model({"": IntegerSpec(2, 32)}), ["vLLM", "SGLang"]),
-        (GPTQ, model({"": IntegerSpec(3, 32)}), ["vLLM", "SGLang", "llama.cpp's converter"]),
-        (GPTQ, model({"": IntegerSpec(4, 32, symmetric=False)}), ["vLLM", "SGLang"]),
-        (GPTQ, model({"": IntegerSpec(4, 16)}), ["vLLM", "SGLang"]),
-        (GPTQ, [matrix("m", IntegerSpec(4, 48), (128, 384))], ["transformers", "GPTQModel", "vLLM", "SGLang"]),
-        (GPTQ, model({"down": IntegerSpec(8, 32)}), ["transformers", "llama.cpp's converter"]),
-        (GPTQ, model({"q_proj": IntegerSpec(8, 32)}), ["transformers", "vLLM", "SGLang", "llama.cpp's converter"]),
-        (GPTQ, model({"q_proj": None}), ["vLLM", "SGLang"]),
-        (GPTQ, model(permuted=True), ["vLLM"]),
-        (GPTQ, model({"": IntegerSpec(4, PER_ROW)}, permuted=True), []),
-        (GPTQ, model(head=True), ["transformers"]),
-        (GPTQ, [matrix("m", W4, (36, 128))], ["transformers", "vLLM", "SGLang"]),
-        (GPTQ, [matrix("m", W4, (64, 160))], ["SGLang"]),
-        (GPTQ, [matrix("model.layers.0.mlp.experts.0.up_proj")], ["transformers"]),
-        (AWQ, model({"": IntegerSpec(4, 32, symmetric=False)}), []),
-        (AWQ, model(dtype="F16"), []),
-        (AWQ, model(), ["vLLM", "SGLang"]),  # bfloat16 without zero points
-        (AWQ, model({"": IntegerSpec(4, PER_ROW)}, dtype="F16"), ["vLLM", "SGLang"]),
-        (AWQ, model({"": IntegerSpec(4, 16, symmetric=False)}), ["transformers", "GPTQModel", "vLLM", "SGLang"]),
-        (AWQ, [matrix("model.layers.0.mlp.experts.0.up_proj", IntegerSpec(4, 32, symmetric=False))], ["transformers"]),
-        (PACKED, model({"": IntegerSpec(4, 32, symmetric=False)}), ["transformers"]),
-        (PACKED, model({"": IntegerSpec(8, 32, symmetric=False)}), ["transformers"]),
-        (PACKED, model({"": IntegerSpec(2, 32)}), ["SGLang"]),
-        (PACKED, model({"": IntegerSpec(8, PER_ROW)}), ["llama.cpp's converter"]),
-        (PACKED, model({"": IntegerSpec(4, 16)}), ["vLLM", "SGLang"]),
-        (PACKED, model({"down": IntegerSpec(8, 32)}), ["llama.cpp's converter"]),
-        (PACKED, model({"gate": None}), ["vLLM", "SGLang"]),
-        (PACKED, [matrix("model.layers.0.mlp.experts.0.up_proj")], []),
-        (
-            PACKED,
-            [
-                matrix("model.layers.0.self_attn.o_proj"),
-                matrix("model.layers.0.feed_forward.experts.gate_up_proj", None),
-            ],
-            ["transformers"],
-        ),
-        (GPTQ, [matrix("h.0.attn.c_attn", transposed=True)], ["transformers"]),
-        (GPTQ, [matrix("model.layers.0.block_sparse_moe.experts.0.w1")], ["transformers", "GPTQModel"]),
-        (GPTQ, [matrix("model.layers.0.mlp.gate_up_proj")], ["GPTQModel"]),
-        (GPTQ, [matrix("gpt_neox.layers.0.mlp.dense_h_to_4h"), matrix("embed_out", None)], ["GPTQModel"]),
-    ],
-)
-def test_engines_that_read_the_format_but_not_this_are_named_once_each(format_, entries, engines):
-    assert format_.refuses(entries, {}) is None
-    notes = engine_notes(format_.name, entries, {})
-    assert [note.partition(" does not load this: ")[0] for note in notes] == engines
-    verdict = verdicts(format_.name, entries, {})
-    reading = [target for target in TARGETS.values() if format_.name in target.formats and target.unasked]
-    assert [target.title for target in reading if verdict[target.name] != "ok"] == engines
 
 
 # --- the command line ---

@@ -1,0 +1,1 @@
+"""Runtimes: what the loader and the kernels of each accept. One file each, found by their `TARGET`."""
