@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -137,6 +138,108 @@ def test_scales_of_float16_go_where_they_have_room(start, made, tmp_path):
     with pytest.raises(PlanError, match="stores scales as BF16, which does not hold those of model"):
         llmcompress.export(source, "compressed-tensors", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+HEAD = {"lm_head": {"skip": False, "bits": 8}}
+EMBEDDING = {"model.embed_tokens": {"skip": False, "bits": 6, "group_size": 64}}
+
+
+@pytest.mark.parametrize(
+    ("start", "others", "named"),
+    [
+        ("gptq", ["compressed-tensors", "mlx"], HEAD),
+        ("compressed-tensors", ["gptq"], HEAD),
+        ("mlx", ["gptq", "compressed-tensors"], HEAD),
+        ("mlx", ["mlx"], HEAD | EMBEDDING),
+    ],
+)
+def test_codes_of_head_and_embedding_go_where_loaders_read_them_and_back(start, others, named, made, model, tmp_path):
+    kind = "-".join(named)
+    source = made(f"{start}-{kind}", start, group_size=32, set=named)
+    for other in others:
+        (done,) = llmcompress.export(source, other, tmp_path / other)
+        report = json.loads((done.output / "report.json").read_text())
+        assert {item["name"] for item in report["linears"]} > set(named)
+        assert {item["method"] for item in report["linears"]} == {"recoded"}
+        assert passed(verify(done.output, source))
+        weights = load_file(done.output / "model.safetensors")
+        same(weights, load_file(made(f"{other}-{kind}", other, group_size=32, set=named) / "model.safetensors"))
+        (back,) = llmcompress.export(done.output, start, tmp_path / f"{other}-back")
+        same(load_file(back.output / "model.safetensors"), load_file(source / "model.safetensors"))
+
+
+@pytest.fixture(scope="module")
+def tied(random_model_dir, tmp_path_factory):
+    """A model whose head is its embedding, in MLX's codes."""
+    source = random_model_dir("llama", tie_word_embeddings=True)
+    out = tmp_path_factory.mktemp("tied") / "mlx"
+    steps = [{"method": "rtn", "type": "offset", "group_size": 32, "set": EMBEDDING}]
+    compress(source, out, parse({"steps": steps, "output": {"format": "mlx"}}))
+    return out
+
+
+def test_an_embedding_that_is_the_head_is_decoded_by_dense_output(tied, tmp_path):
+    """By the formula of MLX: bits of a row from the lowest of each byte on, times scale, plus bias, in groups."""
+    llmcompress.export(tied, "dense", tmp_path / "dense")
+    assert passed(verify(tmp_path / "dense", tied))
+    held = load_file(tied / "model.safetensors")
+    words = held["model.embed_tokens.weight"].view(torch.uint8).numpy()
+    bits = np.unpackbits(words, axis=1, bitorder="little").reshape(96, -1, 6)
+    codes = (bits << np.arange(6)).sum(axis=2)
+    scale, start = (
+        np.repeat(held[f"model.embed_tokens.{part}"].double().numpy(), 64, axis=1) for part in ("scales", "biases")
+    )
+    found = load_file(tmp_path / "dense" / "model.safetensors")
+    assert torch.equal(found["model.embed_tokens.weight"], torch.from_numpy(codes * scale + start).bfloat16())
+    assert "lm_head.weight" not in found
+
+
+@pytest.mark.parametrize("format_", ["compressed-tensors", "gptq", "auto-round"])
+def test_codes_of_a_tied_head_are_refused_where_there_is_no_room(format_, tied, tmp_path):
+    with pytest.raises(PlanError, match=f"{format_} read no codes of the head, which is the embedding,") as error:
+        llmcompress.export(tied, ["mlx", format_], tmp_path / "out")
+    assert "--format mlx or dense" in error.value.hint
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("start", "named", "format_", "why", "way"),
+    [
+        ("mlx", EMBEDDING, "compressed-tensors", "no codes of the embedding", "--format mlx or dense"),
+        ("gptq", HEAD, "awq", "no codes of a head", "compressed-tensors, gptq, mlx or dense"),
+        ("gptq", HEAD, "auto-round", "no codes of a head", "compressed-tensors, gptq, mlx or dense"),
+    ],
+)
+def test_codes_of_head_and_embedding_are_refused_where_there_is_no_room(
+    start, named, format_, why, way, made, tmp_path
+):
+    source = made(f"{start}-{'-'.join(named)}", start, group_size=32, set=named)
+    with pytest.raises(PlanError, match=f"loaders of format {format_} read {why}") as error:
+        llmcompress.export(source, format_, tmp_path / "out")
+    assert way in error.value.hint
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_head_alone_in_codes_goes_over(made, tmp_path):
+    """With no matrix of a layer, which other tools leave to themselves."""
+    alone = {"self_attn.*": {"skip": True}, "mlp.*": {"skip": True}, **HEAD}
+    source = made("alone", "gptq", group_size=32, set=alone)
+    llmcompress.export(source, "compressed-tensors", tmp_path / "there")
+    assert passed(verify(tmp_path / "there", source))
+    llmcompress.export(tmp_path / "there", "gptq", tmp_path / "back")
+    same(load_file(tmp_path / "back" / "model.safetensors"), load_file(source / "model.safetensors"))
+
+
+def test_a_head_with_rounded_inputs_is_refused(made, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(made("head", "compressed-tensors", group_size=32, set=HEAD), source)
+    config = json.loads((source / "config.json").read_text())
+    groups = config["quantization_config"]["config_groups"].values()
+    (group,) = (group for group in groups if group["targets"] == ["lm_head"])
+    group["input_activations"] = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(PlanError, match="lm_head has rounded inputs"):
+        llmcompress.export(source, "compressed-tensors", tmp_path / "out")
 
 
 def test_what_cannot_be_taken_over_is_refused(made, model, tmp_path):

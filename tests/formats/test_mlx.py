@@ -19,7 +19,7 @@ from llmcompress.grids.offset import OffsetGrid, OffsetSpec
 from llmcompress.validate.verify import passed, verify
 
 NAMES = [*(f"int{bits}-g32-offset" for bits in (2, 3, 4, 5, 6, 8)), "int4-g64-sym", "int8-g128-sym"]
-NAMES += ["mxfp4", "mxfp8"]
+NAMES += ["mxfp4", "mxfp8", "nvfp4-plain"]
 
 
 def entry_of(grid, rows=8, width=128, dtype="F16", **about):
@@ -78,12 +78,12 @@ def test_a_module_may_have_settings_of_its_own(tiny_model_dir, tmp_path):
     assert passed(verify(out, tiny_model_dir))
 
 
-@pytest.mark.parametrize("kind", ["mxfp4", "mxfp8"])
+@pytest.mark.parametrize("kind", ["mxfp4", "mxfp8", "nvfp4-plain"])
 def test_symmetric_integers_among_others_are_told_as_such(kind, shallow_model_dir, tmp_path):
     own = {"o_proj": {"type": "int", "bits": 4, "group_size": 64}}
     llmcompress.compress(shallow_model_dir, output=tmp_path / "out", method="rtn", format="mlx", type=kind, set=own)
     said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization"]
-    assert (said["mode"], said["symmetric"]) == (kind, True)
+    assert (said["mode"], said["symmetric"]) == (kind.removesuffix("-plain"), True)
     assert said["model.layers.0.self_attn.o_proj"] == {"group_size": 64, "bits": 4, "mode": "affine"}
     assert passed(verify(tmp_path / "out", shallow_model_dir))
 
@@ -119,7 +119,7 @@ def test_rotations_are_said_in_the_older_spelling_where_it_is_missing():
         ({"bits": 4, "group_size": 16}, "use --group-size 64"),
         ({"type": "offset", "bits": 4, "group_size": 64, "activations": "int8-token"}, "--activations none"),
         ({"type": "offset", "bits": 4, "group_size": 64, "set": {"mlp.*": {"type": "int"}}}, "--type offset"),
-        ({"type": "nvfp4"}, "compressed-tensors"),
+        ({"type": "nvfp4"}, "--type nvfp4-plain"),
     ],
     ids=repr,
 )
@@ -140,7 +140,7 @@ def test_others_are_read_without_what_only_we_say():
     tensors = FORMAT.encode(entry_of(spec), coded_of(spec))
     config = {"quantization_config": {"quant_method": "mlx", "bits": 4, "group_size": 64}}
     assert FORMAT.decode("m", tensors.__getitem__, config).grid.spec == spec
-    config["quantization_config"]["mode"] = "nvfp4"
+    config["quantization_config"]["mode"] = "mxfp6"
     with pytest.raises(CheckpointError, match="not read"):
         FORMAT.decode("m", tensors.__getitem__, config)
 

@@ -144,6 +144,14 @@ def test_both_configs_say_the_same(inputs, algorithm):
     }  # fmt: skip
 
 
+def test_blocks_of_fp8_are_called_as_modelopt_does():
+    """In small letters: TensorRT-LLM takes no others."""
+    files = OURS.config(model({"": TiledFloatSpec(128, 128)}, inputs=INPUT_SPECS["fp8-group"]), {})
+    assert files["config.json"]["quantization_config"]["quant_algo"] == "fp8_pb_wo"
+    said = files["hf_quant_config.json"]["quantization"]
+    assert (said["quant_algo"], said["group_size"]) == ("fp8_pb_wo", 128)
+
+
 def test_modules_that_differ_have_their_algorithms_by_name():
     """As ModelOpt 0.47's `convert_hf_quant_config_format` groups them, scales found for each token told so."""
     leaves = {"q_proj": ("FP8_PER_CHANNEL_PER_TOKEN", Float8Spec(), "fp8-token"), "up_proj": ("NVFP4", NVFP4, "nvfp4")}
@@ -155,7 +163,10 @@ def test_modules_that_differ_have_their_algorithms_by_name():
     said, other = files["config.json"]["quantization_config"], files["hf_quant_config.json"]["quantization"]
     sizes = {"NVFP4": 16, "W4A16_NVFP4": 16, "FP8_PB_WO": 128, "MXFP8": 32}
     layers = {
-        leaf: {"quant_algo": name, **({"group_size": sizes[name]} if name in sizes else {})}
+        leaf: {
+            "quant_algo": "fp8_pb_wo" if name == "FP8_PB_WO" else name,
+            **({"group_size": sizes[name]} if name in sizes else {}),
+        }
         for leaf, (name, *_) in leaves.items()
     }
     ignored = ["gate_proj", "lm_head"]

@@ -89,3 +89,24 @@ def test_a_scale_is_the_least_of_its_type_under_which_nothing_saturates(dtype, c
         below = torch.nextafter(scale, torch.zeros_like(scale)).double()
         assert float(below) * end < largest
     assert scale_of(0.0, code, dtype).item() == 1
+
+
+def test_nvfp4_takes_the_nearest_level_under_the_scale_of_each_block():
+    """Brute force: the scale of a block is its largest magnitude over 6, the nearest value of float8."""
+    x, scale = states(spread=20.0), 0.125
+    levels = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    levels = np.concatenate([-levels, levels])
+    found = by_scale(x, torch.tensor([scale]), "nvfp4").numpy().astype(np.float64)
+    eighths = e4m3()
+    for place in np.ndindex(2, 3, 7):
+        values = x[place].numpy().astype(np.float64) / scale
+        small = eighths[np.abs(eighths - np.abs(values).max() / 6).argmin()]
+        distance = np.abs(values[:, None] - levels * small).min(-1)
+        assert np.abs(np.abs(found[place] / scale - values) - distance).max() <= 1e-4 * np.abs(values).max()
+
+
+def test_nvfp4_keeps_zeros_and_saturates_far_beyond_its_scale():
+    x = torch.zeros(1, 1, 1, 32)
+    assert torch.equal(by_scale(x, torch.ones(1), "nvfp4"), x)
+    x[..., 0] = 1e6
+    assert float(by_scale(x, torch.ones(1), "nvfp4").max()) == 448 * 6

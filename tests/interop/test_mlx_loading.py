@@ -1,14 +1,17 @@
 """mlx and mlx-lm read what we write, and compute what we promised."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 import llmcompress
 from llmcompress.calib.pack import save
+from llmcompress.errors import PlanError
 from llmcompress.formats.base import Entry, TensorSpec
 from llmcompress.formats.mlx import FORMAT
 from llmcompress.grids.coded import Coded
@@ -20,12 +23,13 @@ from llmcompress.validate.verify import passed, verify
 pytestmark = pytest.mark.interop
 
 GRIDS = [*(f"int{bits}-g{size}-offset" for bits in (2, 3, 4, 5, 6, 8) for size in (32, 64, 128))]
-GRIDS += ["int2-g32-sym", "int4-g64-sym", "int8-g128-sym", "mxfp4", "mxfp8"]
+GRIDS += ["int2-g32-sym", "int4-g64-sym", "int8-g128-sym", "mxfp4", "mxfp8", "nvfp4-plain"]
 SETTINGS = {
     "offset": {"type": "offset", "bits": 4, "group_size": 32},
     "symmetric": {"bits": 4, "group_size": 32},
     "mxfp4": {"type": "mxfp4"},
     "mxfp8": {"type": "mxfp8"},
+    "nvfp4": {"type": "nvfp4-plain"},
     "mixed": {
         "type": "offset",
         "bits": 3,
@@ -106,6 +110,108 @@ def test_mlx_lm_looks_codes_of_embeddings_up_and_multiplies_by_them(family, tied
         ours = load_whole(tmp_path / "out", dtype=torch.float32, linear=None).eval()(IDS).logits
     torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4 * float(ours.abs().max()))
     assert passed(verify(tmp_path / "out", source=made))
+
+
+@pytest.mark.parametrize(
+    ("mode", "bits", "size"), [("affine", 4, 64), ("affine", 3, 32), ("mxfp4", 4, 32), ("nvfp4", 4, 16)]
+)
+def test_what_mlx_lm_converts_is_read_as_it_computes_it(mode, bits, size, mx, tiny_model_dir, tmp_path, main, capsys):
+    load_model, convert = pytest.importorskip("mlx_lm.utils").load_model, pytest.importorskip("mlx_lm").convert
+    out = tmp_path / "out"
+    convert(str(tiny_model_dir), str(out), quantize=True, q_bits=bits, q_group_size=size, q_mode=mode, dtype="float32")
+    ids = torch.randint(3, 1000, (2, 24), generator=torch.Generator().manual_seed(0))
+    model, _ = load_model(out)
+    theirs = torch.from_numpy(np.array(model(mx.array(ids.numpy())).astype(mx.float32)))
+    with torch.no_grad():
+        ours = load_whole(out, dtype=torch.float32, linear=None).eval()(ids).logits
+    torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4 * float(ours.abs().max()))
+    assert main("inspect", out) == 0
+    printed = capsys.readouterr().out
+    assert f"mlx {mode}: {bits} bits, group size {size}" in printed
+    assert "None" not in printed
+    llmcompress.export(out, "mlx", tmp_path / "again")  # with the embedding, which mlx-lm has in codes too
+    before, after = (load_file(path / "model.safetensors") for path in (out, tmp_path / "again"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    model, _ = load_model(tmp_path / "again")
+    assert torch.equal(theirs, torch.from_numpy(np.array(model(mx.array(ids.numpy())).astype(mx.float32))))
+
+
+EXPERTS = {
+    "mixtral": {},
+    "olmoe": {"num_experts": 8},
+    "phimoe": {"num_local_experts": 4, "attention_bias": True, "lm_head_bias": True},
+    "qwen2_moe": {"num_experts": 8, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 96},
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 64},
+}
+
+
+@pytest.fixture(scope="module")
+def converted(random_model_dir, tiny_model_dir, tmp_path_factory):
+    """converted(family): a mixture of experts as mlx-lm converts it, two layers' projections down in 8 bits."""
+    convert = pytest.importorskip("mlx_lm").convert
+    root = tmp_path_factory.mktemp("converted")
+    wider = {"bits": 8, "group_size": 32}
+
+    def of(family):
+        if not (root / family).exists():
+            turned = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}}
+            source = root / f"{family}-source"
+            shutil.copytree(random_model_dir(family, dtype="float32", **turned, **EXPERTS[family]), source)
+            for name in ("tokenizer.json", "tokenizer_config.json"):
+                shutil.copy(tiny_model_dir / name, source)
+            config = json.loads((source / "config.json").read_text())
+            older = {"rope_theta": 5e4, "num_experts": config.get("num_experts", config.get("num_local_experts"))}
+            (source / "config.json").write_text(json.dumps({**config, **older}))
+            convert(
+                str(source),
+                str(root / family),
+                quantize=True,
+                q_bits=4,
+                q_group_size=32,
+                dtype="float32",
+                quant_predicate=lambda path, _: wider if path.endswith("switch_mlp.down_proj") else True,
+            )
+        return root / family
+
+    return of
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_that_mlx_lm_has_stacked_are_read_as_it_computes_them(family, converted, mx, tmp_path):
+    load_model, path = pytest.importorskip("mlx_lm.utils").load_model, converted(family)
+    model, _ = load_model(path)
+    theirs = torch.from_numpy(np.array(model(mx.array(IDS.numpy())).astype(mx.float32)))
+    with torch.no_grad():
+        ours = load_whole(path, dtype=torch.float32, linear=None).eval()(IDS).logits
+    torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4 * float(ours.abs().max()))
+    llmcompress.export(path, "dense", tmp_path / "dense")
+    assert passed(verify(tmp_path / "dense", source=path))
+    found, held = load_file(tmp_path / "dense" / "model.safetensors"), mx.load(str(path / "model.safetensors"))
+    said = json.loads((path / "config.json").read_text())["quantization"]
+    blocks = 0
+    for name in [name for name in held if name.endswith(".scales")]:
+        module = name.removesuffix(".scales")
+        own = {key: said.get(module, said)[key] for key in ("bits", "group_size")}
+        parts = (held[f"{module}.{part}"] for part in ("weight", "scales", "biases"))
+        values = torch.from_numpy(np.array(mx.dequantize(*parts, **own)))
+        block, expert, leaf = module.partition(".switch_mlp.")
+        leaf = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}[leaf] if expert and "sparse" in block else leaf
+        names = [f"{block}.experts.{number}.{leaf}" for number in range(len(values))] if expert else [module]
+        blocks += bool(expert)
+        for one, value in zip(names, values if expert else [values], strict=True):
+            torch.testing.assert_close(found[f"{one}.weight"], value, rtol=1e-6, atol=1e-6)
+    assert blocks == 2 * 3
+
+
+def test_what_else_mlx_lm_puts_in_codes_is_named_where_there_is_no_room(converted, tmp_path):
+    with pytest.raises(PlanError, match=r"layers\.0\.mlp\.gate is neither head nor embedding nor") as error:
+        llmcompress.export(converted("qwen3_moe"), "mlx", tmp_path / "out")
+    assert "--format dense" in error.value.hint
+    step = {"method": "rtn", "type": "offset", "group_size": 32, "set": {"down_proj": {"bits": 8}}}
+    llmcompress.compress(converted("qwen3_moe"), {"steps": [step], "output": {"format": "mlx"}}, tmp_path / "out")
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert {item["method"] for item in report["linears"]} == {"recoded"}
 
 
 def test_no_other_tensors_are_written(random_model_dir, tmp_path):

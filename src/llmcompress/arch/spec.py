@@ -204,6 +204,14 @@ def further_layers(config: Mapping[str, Any]) -> int:
     return next((count for count in said if isinstance(count, int)), 0)
 
 
+def head_width(config: Mapping[str, Any]) -> int | None:
+    """Numbers of a key or value of one head by config.json, None where it does not say."""
+    said, heads, hidden = config.get("head_dim"), attention_heads(config), config.get("hidden_size")
+    if isinstance(said, int):
+        return said
+    return hidden // heads[0] if heads is not None and isinstance(hidden, int) else None
+
+
 def attention_heads(config: Mapping[str, Any]) -> tuple[int, int] | None:
     """Query heads and key-value heads by config.json, None where it does not say."""
     queries = next((config[key] for key in _QUERY_HEADS if config.get(key) is not None), None)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from llmcompress.engine.execute import run
+from llmcompress.engine.plan.head_matrix import FURTHER, outside_modules
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.matrix_options import matches
 from llmcompress.engine.plan.plan import Plan
@@ -24,7 +25,7 @@ from llmcompress.grids.inputs import name_of
 from llmcompress.ledger import Ledger
 from llmcompress.methods.base import Solved, Statistics
 from llmcompress.methods.rtn import Rtn
-from llmcompress.recipe import Output, Recipe
+from llmcompress.recipe import Output, Recipe, format_named
 from llmcompress.store.checkpoint import DTYPES, Checkpoint
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def export_checkpoint(model: Path, formats: Sequence[str], out: Path | None, ove
         raise PlanError(f"{model} is not quantised, so it has no codes to export", "quantise it: llmcompress gptq")
     if "gguf" in formats:
         raise PlanError("GGUF files are made by a command of their own", "llmcompress gguf keeps codes of its types")
-    step = _step(headers, list(matrices_of(headers, False, Ledger()).widths))
+    step = _step(headers, formats)
     stem = out or model
     plans = []
     with _work_beside(stem) as work:
@@ -108,18 +109,45 @@ def _work_beside(target: Path) -> "TemporaryDirectory[str]":
         raise PlanError(f"{place} cannot be written to: {error.strerror}", "choose another --output") from None
 
 
-def _step(headers: DecodedHeaders, modules: Sequence[str]) -> _Kept:
-    """The step whose options are those that the codes of every module have."""
-    if apart := sorted(headers.packed - set(modules)):
-        raise PlanError(f"{apart[0]} is no matrix of a layer, and its codes are not taken over", _ANEW)
+def _step(headers: DecodedHeaders, formats: Sequence[str]) -> _Kept:
+    """The step whose options are those that the codes of every module have.
+
+    PlanError for codes of other modules than matrices of layers, head and embedding: only dense output holds these.
+    """
+    matrices = matrices_of(headers, False, Ledger())
+    outside = outside_modules(matrices.anatomy(headers))
+    apart = sorted(headers.packed - matrices.widths.keys() - outside.keys())
+    if apart and any(format_named(name).holds is not None for name in formats):
+        raise PlanError(
+            f"{apart[0]} is neither head nor embedding nor a matrix of a layer that is ever quantised here",
+            f"--format dense decodes it; or {_ANEW}",
+        )
     checkpoint = DecodedCheckpoint(headers)
-    wanted = {module: _options(checkpoint, module) if module in headers.packed else _SKIPPED for module in modules}
-    counts = Counter(str(options) for options in wanted.values() if options != _SKIPPED)
+    coded = [module for module in (*matrices.widths, *outside) if module in headers.packed]
+    said = {module: _options(checkpoint, module) for module in coded}
+    for module, what in outside.items():
+        if module in said and what != FURTHER and said[module]["activations"] != "none":
+            raise PlanError(f"{module} has rounded inputs, which are known of matrices of layers alone", _ANEW)
+    inside = {module: said.get(module, _SKIPPED) for module in matrices.widths}
+    counts = Counter(str(said[module]) for module in coded if module in inside or inside.keys().isdisjoint(coded))
     if not counts:
         raise PlanError(f"{headers.place} has codes of experts in one tensor, which are not taken over", _ANEW)
-    usual = next(options for options in wanted.values() if str(options) == counts.most_common(1)[0][0])
+    usual = next(options for options in said.values() if str(options) == counts.most_common(1)[0][0])
     kind = _Wide if any(_is_wide(checkpoint, module) for module in headers.packed) else _Kept
-    return kind.model_validate({**usual, "set": _patterns(wanted, usual)})
+    patterns = _patterns(inside, usual)
+    return kind.model_validate({**usual, "set": {**patterns, **_beside(outside, said, patterns)}})
+
+
+def _beside(
+    outside: Mapping[str, str], said: Mapping[str, Mapping[str, Any]], patterns: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Mapping[str, Any]]:
+    """Entries of `set` for what lies outside of the layers: asked for where it is codes, and else by no pattern."""
+    reaching = [pattern for pattern, options in patterns.items() if options.get("skip") is False]
+    return {
+        module: {"skip": False, **said[module]} if module in said else _SKIPPED
+        for module, what in outside.items()
+        if module in said or (what == FURTHER and any(matches(pattern, module) for pattern in reaching))
+    }
 
 
 def _is_wide(checkpoint: DecodedCheckpoint, module: str) -> bool:

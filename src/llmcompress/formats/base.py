@@ -182,6 +182,13 @@ class Format(ABC):
         """The matrix of a module back from its tensors, or None if the module is not quantised."""
         return None
 
+    def experts(self, module: str, config: Config) -> str | None:
+        """What modules of single experts are called whose tensors lie behind one another in those of `module`.
+
+        `{e}` stands for the number of the expert. None where a module is one matrix.
+        """
+        return None
+
     def stacks(self, specs: Specs, config: Config) -> dict[str, Stack]:
         """Tensors of several matrices that are stored as codes, by the names that they have in the decoded model."""
         return {}

@@ -3,16 +3,21 @@
 A linear M with weight [out, in], codes of b bits in groups of g inputs, becomes
 
     M.weight  U32 [out, in*b/32]   row n: the codes of output n as a little-endian bit stream along `in`
-    M.scales  [out, in/g]          in the model's type; U8 for MXFP4 and MXFP8, the exponent with a bias of 127
-    M.biases  [out, in/g]          in the model's type; none for these two
+    M.scales  [out, in/g]          in the model's type; U8 for MXFP4 and MXFP8, the exponent with a bias of 127, and for
+                                   NVFP4, an E4M3 float
+    M.biases  [out, in/g]          in the model's type; none for these three
 
     W[n, k] = scales[n, k/g] * q[n, k] + biases[n, k/g]
 
 config.json says bits, group size and mode under `quantization`, and again under the name of a module that has others.
 Integers without zero points lie here as well, with biases of -2^(b-1) scales; `symmetric` says so, which mlx-lm does
-not look at. Experts are written one by one, and mlx-lm stacks them. Rotations are said in the older spelling as well.
+not look at. Rotations are said in the older spelling as well.
+
+Experts are written one by one, and mlx-lm stacks them. What it writes itself is read too: B.switch_mlp.gate_proj, whose
+tensors have an axis of experts before the others, stands for all B.experts.N.gate_proj (of Mixtral B.experts.N.w1).
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +29,7 @@ from llmcompress.grids.base import Spec
 from llmcompress.grids.integer import IntegerSpec
 from llmcompress.grids.mxfp4 import Mxfp4Spec
 from llmcompress.grids.mxfp8 import Mxfp8Spec
+from llmcompress.grids.nvfp4_plain import PlainNvfp4Spec
 from llmcompress.grids.offset import SIZES, OffsetSpec
 
 if TYPE_CHECKING:
@@ -32,7 +38,18 @@ if TYPE_CHECKING:
     from llmcompress.grids.coded import Coded
 
 _AFFINE = "affine"
-_POWERS: dict[str, Spec] = {spec.type: spec for spec in (Mxfp4Spec(), Mxfp8Spec())}  # modes without biases
+_MODES: dict[str, Spec] = {"mxfp4": Mxfp4Spec(), "mxfp8": Mxfp8Spec(), "nvfp4": PlainNvfp4Spec()}  # without biases
+_FLOATS = {spec.type: mode for mode, spec in _MODES.items()}
+_STACKED = ".switch_mlp."  # in the name of the module that holds a matrix of all experts of a block
+_NUMBERED = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+EXPERTS: Mapping[str, Mapping[str, str]] = {
+    "mixtral": _NUMBERED,
+    "olmoe": {},
+    "phimoe": _NUMBERED,
+    "qwen2_moe": {},
+    "qwen3_moe": {},
+}
+"""Families whose experts mlx-lm stacks and changes nothing else: names of matrices that differ, its own and on disk."""
 
 
 class MlxFormat(PackedFormat):
@@ -41,8 +58,8 @@ class MlxFormat(PackedFormat):
     name = "mlx"
     head_codes = True
     embedding_codes = True
-    summary = "integers of 2, 3, 4, 5, 6, 8 bits with offsets or symmetric, mxfp4 and mxfp8; read by mlx-lm"
-    holds = ("int", "offset", *_POWERS)
+    summary = "integers of 2, 3, 4, 5, 6, 8 bits with offsets or symmetric, mxfp4, mxfp8, nvfp4-plain; read by mlx-lm"
+    holds = ("int", "offset", *_FLOATS)
     marker = "scales"
     scale_name = "scales"
     keys = ("quantization_config", "quantization")
@@ -50,9 +67,11 @@ class MlxFormat(PackedFormat):
     required = ("weight", "scales")
 
     def refuses(self, entries: Sequence[Entry], config: Config) -> Refusal | None:
+        if factored := next((entry for entry, grid in quantised(entries) if grid.type == "nvfp4"), None):
+            return f"mlx has no factor of a matrix, as nvfp4 has ({factored.module})", "use --type nvfp4-plain"
         if refusal := super().refuses(entries, config):
             return refusal
-        if len({grid.symmetric for _, grid in quantised(entries) if grid.type not in _POWERS}) > 1:
+        if len({grid.symmetric for _, grid in quantised(entries) if grid.type not in _FLOATS}) > 1:
             return (
                 "an mlx checkpoint says once for all modules whether integers are symmetric",
                 "use --type offset for all of them",
@@ -80,7 +99,7 @@ class MlxFormat(PackedFormat):
     def parts(self, entry: Entry, grid: Spec) -> list[Part]:
         rows, width = entry.out_features, entry.in_features
         codes, groups = ("weight", "U32", (rows, width * grid.bits // 32)), (rows, grid.groups(width))
-        if grid.type in _POWERS:
+        if grid.type in _FLOATS:
             return [codes, ("scales", "U8", groups)]
         return [codes, ("scales", entry.source.dtype, groups), ("biases", entry.source.dtype, groups)]
 
@@ -91,8 +110,8 @@ class MlxFormat(PackedFormat):
 
         grid, spec = coded.grid, coded.grid.spec
         words = pack(coded.codes, spec.bits).contiguous().view(torch.uint32)
-        if spec.type in _POWERS:
-            return {"weight": words, "scales": grid.packed(coded.codes)["weight_scale"]}
+        if spec.type in _FLOATS:
+            return {"weight": words, "scales": grid.packed(coded.codes)["weight_scale"].view(torch.uint8)}
         start = grid.offset if grid.offset is not None else -spec.middle * grid.scale
         stored = stored_scale(entry, coded, entry.source.dtype)
         return {"weight": words, "scales": stored, "biases": stored_type(entry, start, entry.source.dtype)}
@@ -109,6 +128,12 @@ class MlxFormat(PackedFormat):
         own = {entry.module: _settings(grid) for entry, grid in coded if grid != common}
         return {**_settings(common), **symmetric, **own}
 
+    def recognises(self, config: Config) -> bool:
+        """Ours, and what mlx-lm writes, which names no method."""
+        settings = config.get("quantization_config")
+        said = isinstance(settings, Mapping) and "quant_method" not in settings
+        return super().recognises(config) or (said and settings == config.get("quantization"))
+
     def shape(self, module: str, specs: Specs, read: Reader, config: Config) -> tuple[int, int] | None:
         words, scales = matrix_shape(specs, f"{module}.weight"), matrix_shape(specs, f"{module}.scales")
         if words is None or scales is None:
@@ -117,6 +142,18 @@ class MlxFormat(PackedFormat):
 
     def grid(self, module: str, config: Config) -> Spec | None:
         return _spec(module, config["quantization_config"])
+
+    def experts(self, module: str, config: Config) -> str | None:
+        block, stacked, leaf = module.rpartition(_STACKED)
+        if not stacked:
+            return None
+        names = EXPERTS.get(str(config.get("model_type")))
+        if names is None:
+            raise CheckpointError(
+                f"{module} holds experts as mlx-lm stacks them, which is read of {', '.join(EXPERTS)} alone",
+                "start from the original model",
+            )
+        return f"{block}.experts.{{e}}.{names.get(leaf, leaf)}"
 
     def unpacked(self, module: str, tensors: "list[Tensor]", read: Reader, settings: Config) -> "Coded":
         import torch
@@ -133,8 +170,11 @@ class MlxFormat(PackedFormat):
         if words.dtype != torch.uint32 or tuple(scales.shape) != (words.shape[0], spec.groups(width)):
             raise CheckpointError(f"tensors of {module} do not have the shapes of {spec.name}")
         codes = unpack(words.view(torch.int32), spec.bits, width)
-        if spec.type in _POWERS:
-            return Coded(codes, type_of(spec).restored(spec, width, {"exponent": scales.to(torch.float32) - BIAS}))
+        if spec.type in _FLOATS:
+            if scales.dtype != torch.uint8:
+                raise CheckpointError(f"{module}.scales are no bytes, as those of {spec.name} are")
+            parts = {"exponent": scales.to(torch.float32) - BIAS, "small": scales.view(torch.float8_e4m3fn)}
+            return Coded(codes, type_of(spec).restored(spec, width, parts))
         biases, scale = read(f"{module}.biases").to(torch.float32), scales.to(torch.float32)
         if biases.shape != scale.shape:
             raise CheckpointError(f"{module}.biases is not of the shape of its scales")
@@ -160,21 +200,27 @@ def _older_spelling(config: Config) -> dict[str, Any]:
 
 def _settings(grid: Spec) -> dict[str, Any]:
     """What config.json says of a grid."""
-    mode = grid.type if grid.type in _POWERS else _AFFINE
-    return {"group_size": grid.group_size, "bits": grid.bits, "mode": mode}
+    return {"group_size": grid.group_size, "bits": grid.bits, "mode": _FLOATS.get(grid.type, _AFFINE)}
 
 
 def _spec(module: str, settings: Mapping[str, Any]) -> Spec:
-    """The grid of one module: its own settings, else those of all."""
-    own = settings.get(module)
+    """The grid of one module: its own settings, else those of the stack that it lies in, else those of all."""
+    own = settings.get(module, settings.get(_stack(module)))
     merged = {**settings, **(own if isinstance(own, Mapping) else {})}
     mode = merged.get("mode", _AFFINE)
-    if mode in _POWERS:
-        return _POWERS[mode]
+    if mode in _MODES:
+        return _MODES[mode]
     if mode != _AFFINE:
         raise CheckpointError(f"{module} has the mode {mode!r} of mlx, which is not read")
     bits, size = int(merged["bits"]), int(merged["group_size"])
     return IntegerSpec(bits, size) if merged.get("symmetric", False) else OffsetSpec(bits, size)
+
+
+def _stack(module: str) -> str:
+    """What mlx-lm calls the stack of a matrix of an expert; other names stay as they are."""
+    found = re.fullmatch(r"(.*)\.experts\.[0-9]+\.(\w+)", module)
+    stacks = {name: stack for stack, name in _NUMBERED.items()}
+    return module if found is None else f"{found[1]}{_STACKED}{stacks.get(found[2], found[2])}"
 
 
 FORMAT = MlxFormat()

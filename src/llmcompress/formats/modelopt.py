@@ -5,7 +5,7 @@ A linear M with weight [out, in] is stored as its algorithm says:
     NVFP4, W4A16_NVFP4         M.weight U8 [out, in/2], M.weight_scale F8_E4M3 [out, in/16], M.weight_scale_2 F32 []
     FP8                        M.weight F8_E4M3 [out, in], M.weight_scale F32 []
     FP8_PER_CHANNEL_PER_TOKEN  M.weight F8_E4M3 [out, in], M.weight_scale F32 [out]
-    FP8_PB_WO                  M.weight F8_E4M3 [out, in], M.weight_scale F32 [ceil(out/128), 1, in/128, 1]
+    fp8_pb_wo                  M.weight F8_E4M3 [out, in], M.weight_scale F32 [ceil(out/128), 1, in/128, 1]
     MXFP8                      M.weight F8_E4M3 [out, in], M.weight_scale U8 [out, in/32]
     (MXFP4)                    M.weight U8 [out, in/2], M.weight_scale U8 [out, in/32]
 
@@ -14,7 +14,8 @@ the low bits. Settings stand in config.json (`quant_method: modelopt`) or in hf_
 written. Modules that differ are MIXED_PRECISION, with the algorithm of each under `quantized_layers`. An algorithm also
 says how inputs are rounded. Where something of that is fixed it is M.input_scale F32 []: of FP8 the scale of all
 inputs, of NVFP4 to their scales what weight_scale_2 is to those of M. Engines would wait for that tensor where inputs
-stay as they are, so that NVFP4 is W4A16_NVFP4 then, and FP8 has no such algorithm.
+stay as they are, so that NVFP4 is W4A16_NVFP4 then, and FP8 has no such algorithm. Names of algorithms are read in any
+case, and written in ModelOpt's: TensorRT-LLM knows fp8_pb_wo in small letters alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 
 SETTINGS = "hf_quant_config.json"
 _PRODUCER = {"name": "modelopt", "version": "0.47.0"}  # engines know the layout by this name
-_CACHE = {"dynamic": False, "num_bits": 8, "type": "float"}
 _BLOCK = (128, 128)
 _MX = (1, 32)
 _MIXED = "MIXED_PRECISION"
@@ -82,7 +82,8 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     ),
     "MXFP8": Algorithm(Mxfp8Spec(), INPUT_SPECS["mxfp8"]),
 }
-"""The algorithms that are written, by the name that engines know."""
+"""The algorithms that are written, by the name that engines know, in capitals."""
+_WRITTEN = {"FP8_PB_WO": "fp8_pb_wo"}  # where ModelOpt itself has no capitals
 
 
 class ModelOpt(PackedFormat):
@@ -143,10 +144,10 @@ class ModelOpt(PackedFormat):
     def config(self, entries: Sequence[Entry], config: Config) -> dict[str, dict[str, Any]]:
         files = super().config(entries, config)
         said = files["config.json"]["quantization_config"]
-        one = ALGORITHMS.get(said["quant_algo"])
+        one = ALGORITHMS.get(said["quant_algo"].upper())
         quantization = {
             "quant_algo": said["quant_algo"],
-            "kv_cache_quant_algo": None if kv_cache.code_of(entries) is None else "FP8",
+            "kv_cache_quant_algo": kv_cache.modelopt_scheme(entries)[0],
             **({} if one is None else one.size),
             "exclude_modules": said["ignore"],
             **{key: said[key] for key in ("quantized_layers",) if key in said},
@@ -165,13 +166,18 @@ class ModelOpt(PackedFormat):
             f"group_{number}": {**ALGORITHMS[name].group, "targets": ["Linear"] if one else modules[name]}
             for number, name in enumerate(modules)
         }
-        layers = {module: {"quant_algo": name, **ALGORITHMS[name].size} for name in modules for module in modules[name]}
+        _, cached = kv_cache.modelopt_scheme(entries)
+        layers = {
+            module: {"quant_algo": _WRITTEN.get(name, name), **ALGORITHMS[name].size}
+            for name in modules
+            for module in modules[name]
+        }
         return {
-            "quant_algo": one or _MIXED,
+            "quant_algo": _WRITTEN.get(one, one) if one else _MIXED,
             "config_groups": groups,
             "ignore": alone,
             "producer": _PRODUCER,
-            **({} if kv_cache.code_of(entries) is None else {"kv_cache_scheme": _CACHE}),
+            **({} if cached is None else {"kv_cache_scheme": cached}),
             **({} if one else {"quantized_layers": layers}),
         }
 

@@ -112,6 +112,11 @@ class Spec(ABC):
         return 1
 
     @property
+    def unrounded(self) -> bool:
+        """Whether it is no grid: values stay in the type that they are stored in."""
+        return False
+
+    @property
     def rounds_at_once(self) -> bool:
         """Whether plain rounding costs next to nothing, and is all there is to it: not tables, nor outliers."""
         return True

@@ -5,10 +5,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Code = Literal["fp8", "int8"]
+from llmcompress.grids.base import INPUT_SPECS
+from llmcompress.grids.inputs import InputGrid
 
-LARGEST = {"fp8": 448.0, "int8": 127.0}
-"""What the largest magnitude is scaled to: the end of float8 e4m3, and of the symmetric part of int8."""
+Code = Literal["fp8", "int8", "nvfp4"]
+
+LARGEST = {"fp8": 448.0, "int8": 127.0, "nvfp4": 448.0}
+"""What the largest magnitude is scaled to: the end of float8 e4m3, and of the symmetric part of int8.
+
+For NVFP4, as ModelOpt has it, that end too: scales of blocks are then 448/6 at most, far from their own.
+"""
 
 
 def by_token(x: Tensor, bits: int) -> Tensor:
@@ -30,6 +36,9 @@ def by_scale(x: Tensor, scale: Tensor, code: Code) -> Tensor:
     """Symmetric codes of x / scale for scales known beforehand, [1] or by head [kv heads, 1, 1]; saturating."""
     scale = scale.to(torch.float32)
     values = x.to(torch.float32) / scale
+    if code == "nvfp4":
+        blocks = InputGrid(INPUT_SPECS["nvfp4"], torch.ones(1, device=x.device))
+        return blocks.rounded(values).mul_(scale).to(x.dtype)
     if code == "fp8":
         end = LARGEST["fp8"]
         codes = values.clamp_(-end, end).to(torch.float8_e4m3fn).to(torch.float32)

@@ -25,6 +25,7 @@ class DenseSpec(Spec):
     symmetric: ClassVar[bool] = True
     group_size: ClassVar[int] = PER_ROW
     rounds_at_once: ClassVar[bool] = False
+    unrounded: ClassVar[bool] = True
 
     @property
     def name(self) -> str:

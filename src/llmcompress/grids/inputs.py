@@ -48,7 +48,8 @@ class InputGrid:
             return self._of_groups(x, self.spec.group)
         if self.scale is not None:
             return self.scale
-        return x.abs().amax(dim=-1, keepdim=True).to(torch.float32).clamp_min_(_LEAST) / _TOP[self.spec.type]
+        most = x.abs().amax(dim=-1, keepdim=True).to(torch.float32)
+        return _over(most.clamp_min_(_LEAST), _TOP[self.spec.type])
 
     def _of_groups(self, x: Tensor, size: int) -> Tensor:
         """[..., in]; the last group may not be full."""
@@ -57,12 +58,12 @@ class InputGrid:
         most = full.abs().amax(dim=-1).to(torch.float32)
         top = _TOP[self.spec.type]
         if self.scale is not None:
-            small = e4m3.rounded_(most / top * self.scale)
+            small = e4m3.rounded_(_over(most, top) * self.scale)
             scale = torch.where(small == 0, _OF_ZEROS, small) / self.scale
         elif self.spec.powers:
             scale = _power(most.clamp_min_(_LEAST), top)
         else:
-            scale = most.clamp_min_(_LEAST) / top
+            scale = _over(most.clamp_min_(_LEAST), top)
         return scale.repeat_interleave(size, dim=-1)[..., : x.shape[-1]]
 
     def levels(self, x: Tensor, scales: Tensor) -> Tensor:
@@ -77,6 +78,11 @@ class InputGrid:
     def to(self, device: torch.device | str) -> "InputGrid":
         """The same on another device."""
         return self if self.scale is None else InputGrid(self.spec, self.scale.to(device))
+
+
+def _over(x: Tensor, divisor: float) -> Tensor:
+    """x / divisor, rounded once on every device: on a GPU torch multiplies by the inverse of a number."""
+    return x / torch.full((), divisor, dtype=x.dtype, device=x.device)
 
 
 def foreseen(x: Tensor, spec: InputSpec | None) -> Tensor:

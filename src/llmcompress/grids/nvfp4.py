@@ -125,7 +125,7 @@ class Nvfp4(E2m1Type):
     place = 7
     values = "4-bit floats in blocks of 16"
     pattern = "nvfp4"
-    formats = ("compressed-tensors", "modelopt")
+    formats: ClassVar[tuple[str, ...]] = ("compressed-tensors", "modelopt")
     made = Nvfp4Spec()
 
     def is_compat(self, spec: Nvfp4Spec) -> bool:
@@ -151,18 +151,25 @@ class Nvfp4(E2m1Type):
 GRID = Nvfp4()
 
 
-def fit(weight: Tensor, clip: Clip = "search", importance: Tensor | None = None) -> Nvfp4Grid:
-    """Choose the scales and the divisor for weight [out, in] float32.
+def fit(
+    weight: Tensor,
+    clip: Clip = "search",
+    importance: Tensor | None = None,
+    spec: Nvfp4Spec = GRID.made,
+    divisor: Tensor | None = None,
+) -> Nvfp4Grid:
+    """Choose the scales for weight [out, in] float32, and the divisor [1] where it is not given.
 
     minmax: scales that cover each group, rounded to nearest, as compressed-tensors does. search: of ten neighbouring
     scales the one of least squared error, each input channel weighted by importance [in]; some are larger than cover
     the group, since the levels are denser below 4 than beyond (Cook et al., 2025, arXiv:2512.02010).
     """
-    top = LARGEST_SCALE if clip == "minmax" else _HEADROOM
-    divisor = (top * LARGEST / weight.abs().amax().clamp_min(_SMALL)).reshape(1)
+    if divisor is None:
+        top = LARGEST_SCALE if clip == "minmax" else _HEADROOM
+        divisor = (top * LARGEST / weight.abs().amax().clamp_min(_SMALL)).reshape(1)
 
     def smalls(block: Tensor, weigh: Tensor) -> Tensor:
-        covering = (divisor * block.abs().amax(-1) / LARGEST).to(torch.float8_e4m3fn)
+        covering = (divisor * block.abs().amax(-1) / LARGEST).clamp_(max=LARGEST_SCALE).to(torch.float8_e4m3fn)
         if clip == "minmax":
             found = covering.to(torch.float32)
             return torch.where(found == 0, _OF_ZEROS, found)
@@ -170,7 +177,7 @@ def fit(weight: Tensor, clip: Clip = "search", importance: Tensor | None = None)
         scales = [_of_byte(at + step) / divisor for step in _TRIED]
         return _rounded(best_scale(block, weigh, scales, nearest_levels) * divisor)
 
-    return Nvfp4Grid(Nvfp4Spec(), by_blocks(weight, Nvfp4Spec.group_size, importance, smalls), divisor)
+    return Nvfp4Grid(spec, by_blocks(weight, spec.group_size, importance, smalls), divisor)
 
 
 def _of_byte(byte: Tensor) -> Tensor:

@@ -23,8 +23,9 @@ class Attended:
     """The attention of layer `layer` to whole windows, before anything is left out.
 
     query [batch, heads, length, dim] and key, value [batch, kv heads, length, dim], after rotation. weights [batch,
-    heads, length, length]; visible: which of them the model's own mask allows, bool, broadcastable to weights. scaling:
-    what products of queries and keys are multiplied by.
+    heads, length, length]; where a text is written there are fewer queries than keys, the last ones. visible: which of
+    them the model's own mask allows, bool, broadcastable to weights. scaling: what products of queries and keys are
+    multiplied by.
     """
 
     layer: int
@@ -83,7 +84,7 @@ def _choosing(
     least = torch.finfo(query.dtype).min
     mask = attention_mask
     if mask is None:
-        mask = query.new_full((1, 1, query.shape[2], key.shape[2]), least).triu(1)
+        mask = query.new_full((1, 1, query.shape[2], key.shape[2]), least).triu(1 + key.shape[2] - query.shape[2])
     plain = getattr(home(module), _PLAIN)
     scaling = options.get("scaling")
     options["scaling"] = query.shape[-1] ** -0.5 if scaling is None else scaling

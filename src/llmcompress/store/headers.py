@@ -295,11 +295,12 @@ def _weight_files(path: Path) -> tuple[tuple[Path, ...], Mapping[str, str]]:
     """The safetensors files of a model directory, and the index's file of each tensor (empty without an index)."""
     single = path / SINGLE
     if (path / INDEX).exists():
-        if single.exists():
+        files, names = _indexed_files(path)
+        if single.exists() and set(names.values()) != {SINGLE}:  # which mlx-lm writes, and says the same
             raise CheckpointError(
                 f"{path} has both {SINGLE} and {INDEX}, and loaders disagree on which one counts", "remove one of them"
             )
-        return _indexed_files(path)
+        return files, names
     if single.exists():
         return (inside(path, single),), {}
     others = sorted(file.name for file in path.glob("*.safetensors"))

@@ -121,7 +121,7 @@ def _loss(site: Scalable, scale: "Tensor", cost: "Tensor | None", rows: int = 1 
     for reader in site.readers:
         if reader.grid is not None:
             weight = some_rows(reader.weight, rows)
-            delta = nearest(weight * scale, reader.grid, SERIAL) / scale - weight
+            delta = nearest(weight * scale, reader.grid, SERIAL).div_(scale).sub_(weight)
             bent = delta @ site.inputs.hessian if cost is None else delta * cost
             loss += float(bent.mul_(delta).sum()) * reader.weight.shape[0] / weight.shape[0]
     return loss

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+import llmcompress
 from llmcompress import arch
 from llmcompress.engine.plan.decoder_share import decoder_share
 from llmcompress.engine.plan.make_plan import make_plan
@@ -16,7 +17,7 @@ from llmcompress.engine.source.further_layers import FurtherLayers
 from llmcompress.engine.source.tensor_names import Anatomy
 from llmcompress.engine.structure.depth import DepthRequest, plan_depth, prune_depth
 from llmcompress.engine.structure.width import WidthRequest, plan_width
-from llmcompress.engine.targets.table import TARGETS
+from llmcompress.engine.targets.base import targets
 from llmcompress.engine.targets.verdicts import violations
 from llmcompress.errors import CheckpointError, PlanError
 from llmcompress.recipe import Calibration
@@ -136,6 +137,17 @@ def test_transformers_gives_the_same_logits_whether_or_not_they_are_rounded(mode
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("kind", PLACES)
+def test_their_codes_go_to_another_container_and_back(kind, models, tmp_path):
+    left = {"o_proj": {"skip": True}}
+    for name, patterns in {"rounded": {f"{PLACES[kind]}*": {"skip": False}, **left}, "copied": left}.items():
+        compress(models[kind], tmp_path / name, recipe("rtn", set=patterns))
+        llmcompress.export(tmp_path / name, "gptq", tmp_path / f"{name}-gptq")
+        assert passed(verify(tmp_path / f"{name}-gptq", source=tmp_path / name))
+        llmcompress.export(tmp_path / f"{name}-gptq", "compressed-tensors", tmp_path / f"{name}-back")
+        assert same(weights(tmp_path / f"{name}-back"), weights(tmp_path / name))
+
+
 @pytest.mark.parametrize("kind", ["nvfp4", "mxfp4"])
 def test_blocks_of_small_floats_hold_them(kind, models, tmp_path):
     asked = recipe("rtn", type=kind, bits=4, group_size=None, set={"mtp.*": {"skip": False}})
@@ -152,7 +164,7 @@ def test_experts_of_undeclared_families_are_rounded_too(random_model_dir, tmp_pa
         assert sum(matrix.layer == 2 for matrix in plan.matrices) == (20 if patterns else 0)
         assert decoder_share(plan).changed > 0.99  # the further layer is not of the decoder
         assert not any("layers.2." in name for name, _ in decoder_share(plan).left)
-        refusals = violations(TARGETS["transformers"], "compressed-tensors", plan.entries, plan.headers.config)
+        refusals = violations(targets()["transformers"], "compressed-tensors", plan.entries, plan.headers.config)
         assert not any("experts" in refusal.what for refusal in refusals)
     compress(model, tmp_path / "rounded", recipe("rtn", group_size=32, set={"layers.2.*": {"skip": False}}))
     assert passed(verify(tmp_path / "rounded", source=model))

@@ -107,7 +107,7 @@ class _Places:
 
     @property
     def _anatomy(self) -> Anatomy:
-        return Anatomy(self.headers, self.matrices.spec, self.matrices.prefix, self.matrices.layers)
+        return self.matrices.anatomy(self.headers)
 
     def parameter(self, name: str, shape: tuple[int, ...]) -> str:
         """The tensor that is a parameter; CheckpointError unless there is one of that shape."""

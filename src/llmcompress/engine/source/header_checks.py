@@ -13,7 +13,7 @@ from typing import Any
 from llmcompress.arch import find
 from llmcompress.arch.spec import LAYER_COUNTS, ArchSpec, attention_heads
 from llmcompress.engine.source.tensor_names import MatrixRef
-from llmcompress.errors import CheckpointError
+from llmcompress.errors import CheckpointError, PlanError
 from llmcompress.store.headers import ModelHeaders, Stored
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -74,6 +74,15 @@ def check_hyperparameters(headers: ModelHeaders) -> None:
             raise CheckpointError(
                 f"{headers.path / 'config.json'}: {key} is {value}, with which no text can run", "fetch the file again"
             )
+
+
+def check_length(headers: ModelHeaders, length: int) -> None:
+    """PlanError for windows of `length` tokens that are longer than the model's positions."""
+    limit = next((headers.config[key] for key in _POSITIONS if headers.config.get(key)), None)
+    if isinstance(limit, int) and length > limit:
+        raise PlanError(
+            f"windows of {length} tokens are longer than the model's {limit} positions", f"use --length {limit}"
+        )
 
 
 def _numbers(key: str, value: Any) -> Iterator[tuple[str, float]]:

@@ -13,7 +13,7 @@ from llmcompress.engine.source.header_checks import (
     check_shapes,
     numbered,
 )
-from llmcompress.engine.source.tensor_names import MatrixRef
+from llmcompress.engine.source.tensor_names import Anatomy, MatrixRef
 from llmcompress.errors import CheckpointError
 from llmcompress.formats.base import FLOAT_TYPES
 from llmcompress.ledger import Ledger
@@ -38,6 +38,10 @@ class Matrices:
     layers: int = 0
     linears: Mapping[str, str] = field(default_factory=dict)
     outside: Mapping[str, str] = field(default_factory=dict)
+
+    def anatomy(self, headers: ModelHeaders) -> Anatomy:
+        """The headers of the model, read with what is known of the matrices."""
+        return Anatomy(headers, self.spec, self.prefix, self.layers)
 
 
 def matrices_of(headers: ModelHeaders, trust_remote_code: bool, ledger: Ledger) -> Matrices:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from llmcompress.arch import find
 from llmcompress.arch.spec import ArchSpec
+from llmcompress.engine.source.stacked_codes import with_experts_apart
 from llmcompress.errors import CheckpointError, RecipeError
 from llmcompress.formats import modelopt
 from llmcompress.formats.base import FLOAT_TYPES, Format, Stack, TensorSpec
@@ -65,6 +66,7 @@ def decoded_headers(stored: ModelHeaders, spec: ArchSpec | None = None) -> Model
     found = _format_of(stored)
     if found is None:
         return stored
+    stored = with_experts_apart(stored, found)
     spec = spec or find(str(stored.config.get("model_type")))
     specs = {name: item.spec for name, item in stored.tensors.items()}
     marked = _marked(found, specs)
