@@ -128,10 +128,42 @@ def test_modelopt_has_the_same_scales_at_the_matrices_that_make_keys_and_values(
     }
 
 
-def test_modelopt_has_scales_of_fp8_alone(compressed):
-    fp8 = {"type": "fp8", "activations": "fp8-token", "bits": 8, "group_size": None}
-    with pytest.raises(PlanError, match=r"ModelOpt knows scales of keys and values in fp8 alone"):
-        compressed("rtn", "int8", format_="modelopt", **fp8)
+FP8 = {"type": "fp8", "activations": "fp8-token", "bits": 8, "group_size": None}
+
+
+def test_modelopt_has_no_scales_of_integers(compressed):
+    with pytest.raises(PlanError, match=r"ModelOpt knows scales of keys and values in fp8 and nvfp4"):
+        compressed("rtn", "int8", format_="modelopt", **FP8)
+
+
+def test_scales_of_nvfp4_are_those_of_fp8_under_another_name(compressed):
+    """ModelOpt divides the largest magnitude by 448 for both."""
+    eight = compressed("rtn", "fp8", format_="modelopt", name="eight", **FP8)
+    four = compressed("rtn", "nvfp4", format_="modelopt", name="four", **FP8)
+    assert (eight / "model.safetensors").read_bytes() == (four / "model.safetensors").read_bytes()
+    assert json.loads((four / "config.json").read_text())["quantization_config"]["kv_cache_scheme"] == "NVFP4"
+    assert json.loads((four / "hf_quant_config.json").read_text())["quantization"]["kv_cache_quant_algo"] == "NVFP4"
+    assert passed(verify(four))
+    cache = cache_of(four, CacheOptions())
+    assert cache.code == "nvfp4"
+    assert cache.scales == cache_of(eight, CacheOptions()).scales
+    assert cache_of(four, CacheOptions(type="fp8")) == ByScale("fp8", {})
+    config = json.loads((four / "config.json").read_text())
+    config["quantization_config"]["kv_cache_scheme"] = "NVFP8"
+    (four / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="kv_cache_scheme"):
+        cache_of(four, CacheOptions())
+    assert not passed(verify(four))
+
+
+def test_nvfp4_needs_modelopt_and_whole_blocks(compressed, random_model_dir, tmp_path):
+    with pytest.raises(PlanError, match="no place for keys and values in nvfp4") as refused:
+        compressed("rtn", "nvfp4")
+    assert "--format modelopt" in refused.value.hint
+    narrow = random_model_dir("llama", head_dim=24)
+    recipe = {"steps": [{"method": "rtn", **FP8}], "output": {"format": "modelopt"}, "kv_cache": {"code": "nvfp4"}}
+    with pytest.raises(PlanError, match="blocks of 16, and a head of this model 24 channels"):
+        make_plan(parse(recipe), narrow, Options(out=tmp_path / "out"))
 
 
 def test_nothing_else_changes_with_scales(compressed):
@@ -165,7 +197,7 @@ def test_families_whose_attention_loaders_do_not_know_are_refused(compressed, fa
         compressed("rtn", family=family)
 
 
-def test_recipes_know_two_codes():
+def test_recipes_know_three_codes():
     with pytest.raises(RecipeError, match="code = 'int4'"):
         parse({"steps": [{"method": "rtn"}], "kv_cache": {"code": "int4"}})
     kept = parse({"steps": [{"method": "rtn"}], "kv_cache": {"code": "int8"}})
@@ -223,7 +255,8 @@ def test_scales_asked_for_go_before_those_of_the_checkpoint(compressed, random_m
     assert cache_of(random_model_dir("llama"), CacheOptions()) is None
     assert cache_of(random_model_dir("llama"), CacheOptions(type="fp8")) == ByScale("fp8", {})
     assert cache_of(compressed("rtn", "int8"), CacheOptions(bits=8, type="fp8")) == ByScale("fp8", {})
-    for bits, kind in ((3, None), (4, "fp8"), (16, "int")):
+    assert CacheOptions(4, "nvfp4") != CacheOptions(None, "nvfp4")
+    for bits, kind in ((3, None), (4, "fp8"), (8, "nvfp4"), (16, "int")):
         with pytest.raises(RecipeError):
             CacheOptions(bits, kind)
 
@@ -289,10 +322,11 @@ def test_eval_reports_the_cache_it_simulates(main, tiny_model_dir, tiny_eval_tex
     options = ["--text", tiny_eval_text, "--length", 48, "--windows", 4, "--json"]
     losses = []
     for chosen, called in (([], None), (["--kv-bits", 8], "int8 per token and head"), (["--kv-bits", 4], "int4 per"),
-                           (["--kv-type", "fp8"], "fp8, scales 1")):  # fmt: skip
+                           (["--kv-type", "fp8"], "fp8, scales 1"),
+                           (["--kv-type", "nvfp4"], "nvfp4, scales 1")):  # fmt: skip
         assert main("eval", tiny_model_dir, "--ref", tiny_model_dir, *options, *chosen) == 0
         figures = json.loads(capsys.readouterr().out)
         assert figures["kv_cache"] is None if called is None else figures["kv_cache"].startswith(called)
         losses.append(figures["kl"])
     assert losses[0] == 0
-    assert 0 < losses[1] < losses[3] < losses[2]
+    assert 0 < losses[1] < losses[3] < min(losses[2], losses[4])

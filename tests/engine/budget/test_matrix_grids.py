@@ -1,6 +1,7 @@
 """Grids by a budget: kept to the byte, near what is measured, better than one for all, refused where they must be."""
 
 import json
+import re
 import shutil
 from itertools import product
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from llmcompress.engine.budget import group_losses
+from llmcompress.engine.budget import grid_losses, group_losses
 from llmcompress.engine.budget.fit_to_size import Budget
 from llmcompress.engine.budget.grid_losses import WindowSplit
 from llmcompress.engine.budget.matrix_grids import GridFitRequest, fitted_to_grids
@@ -326,3 +327,73 @@ def test_sensitivities_of_something_else_are_refused(damage, tiny_model_dir, kep
     file.write_bytes(sealed(data))
     with pytest.raises(PlanError, match=r"kept\.json (holds no losses of this|lacks losses of)"):
         fitted(tiny_model_dir, recipe(), tmp_path, file, bpw=4)
+
+
+def outside_of(made, module):
+    """What the step of a recipe says of a module outside of the layers."""
+    return made.method.set.get(module)
+
+
+def test_a_head_that_the_runtime_reads_is_part_of_the_budget(random_model, tmp_path):
+    """The smallest result has codes in the head, the largest none; the files are as large as was said."""
+    model = random_model("llama", tie_word_embeddings=False, hidden_size=64, intermediate_size=128)
+    made, losses = recipe("compressed-tensors", "rtn", samples=2), tmp_path / "losses.json"
+    asked = {"bits": (4, 8), "sizes": (32,), "target": "transformers"}
+    with pytest.raises(PlanError, match="the smallest grids make") as raised:
+        fitted(model, made, tmp_path, losses, size=1000, **asked)
+    least = int(re.search(r"make ([\d,]+) bytes", raised.value.message)[1].replace(",", ""))
+    small = fitted(model, made, tmp_path, losses, size=least, **asked)
+    assert outside_of(small.recipe, "lm_head") == {"skip": False, "type": "int", "bits": 4, "group_size": 32}
+    assert weight_bytes(write(small.recipe, model, tmp_path / "small")) == small.recipe.expected.output_bytes <= least
+    large = fitted(model, made, tmp_path, losses, size=10**9, **asked)
+    assert outside_of(large.recipe, "lm_head") is None
+    assert large.recipe.expected.kl < small.recipe.expected.kl
+    mean = fitted(model, made, tmp_path, losses, bpw=4.5, **asked)  # of what is quantised anyway
+    assert outside_of(mean.recipe, "lm_head") is None
+    said = recipe("compressed-tensors", "rtn", samples=2, set={"lm_head": {"skip": True}})
+    with pytest.raises(PlanError, match="the smallest grids make"):
+        fitted(model, said, tmp_path, size=least, **asked)
+    with pytest.raises(PlanError, match="the smallest grids make"):  # SGLang was not seen to read codes of a head
+        fitted(model, made, tmp_path, size=least, bits=(4, 8), sizes=(32,))
+
+
+def test_what_a_tied_head_is_expected_to_lose_is_near_what_is_measured(tiny_model_dir, tmp_path):
+    """Both uses of the table count; MLX alone reads its codes."""
+    made = recipe("mlx", "rtn", type="offset")
+    fitted(
+        tiny_model_dir,
+        made,
+        tmp_path,
+        tmp_path / "losses.json",
+        size=10**9,
+        types=("offset",),
+        bits=(3, 4),
+        sizes=(64,),
+    )
+    losses = json.loads((tmp_path / "losses.json").read_text())["losses"]["model.embed_tokens"]
+    for bits in (3, 4):
+        only = {"*": {"skip": True}, "model.embed_tokens": {"skip": False, "bits": bits, "group_size": 64}}
+        alone = recipe("mlx", "rtn", type="offset", set=only)
+        kl = measured(write(alone, tiny_model_dir, tmp_path / str(bits)), tiny_model_dir)["kl"]
+        assert 0.5 < losses[f"int{bits}-g64-offset"] / kl < 2, bits
+
+
+def test_losses_of_a_head_outlast_a_stop(random_model, tmp_path, monkeypatch):
+    """A start that finds the gradients at the last layer there looks at the head anew."""
+    model = random_model("llama", tie_word_embeddings=False, hidden_size=64, intermediate_size=128)
+    made = recipe("compressed-tensors", "rtn", samples=2)
+    asked = {"size": 10**9, "bits": (4, 8), "sizes": (32,), "target": "transformers"}
+    fitted(model, made, tmp_path, tmp_path / "whole.json", **asked)
+    finish, layers = grid_losses._Rounding.finish, []
+
+    def stopped(self):
+        layers.append(self)
+        if len(layers) == 2:
+            raise KeyboardInterrupt
+        return finish(self)
+
+    monkeypatch.setattr(grid_losses._Rounding, "finish", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        fitted(model, made, tmp_path, tmp_path / "stopped.json", **asked)
+    fitted(model, made, tmp_path, tmp_path / "stopped.json", **asked)
+    assert (tmp_path / "stopped.json").read_bytes() == (tmp_path / "whole.json").read_bytes()

@@ -8,9 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from yaml import safe_load
 
+from llmcompress.engine.plan.head_matrix import coded_ends
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
-from llmcompress.engine.targets.table import TARGETS
+from llmcompress.engine.targets.base import targets
 from llmcompress.engine.targets.verdicts import violations
 from llmcompress.errors import LlmcompressError, PlanError, StoppedError
 from llmcompress.solve import row_blocks
@@ -153,6 +154,20 @@ def test_an_embedding_of_its_own_is_rounded_by_its_values(untied, tmp_path):
     assert (found - table).square().sum() < 0.97 * (covering - table).square().sum()
 
 
+def test_head_and_embedding_are_also_asked_for_by_their_names(untied, tmp_path):
+    """Of any method: rounded to the nearest value of a grid that covers each group."""
+    named = {"lm_head": {"skip": False, "bits": 8}, "model.embed_tokens": {"skip": False, "group_size": 32}}
+    compress(untied, tmp_path / "out", recipe("rtn", format_="dense", clip="minmax", set=named))
+    assert passed(verify(tmp_path / "out", source=untied))
+    source, found = (load_file(path / "model.safetensors") for path in (untied, tmp_path / "out"))
+    for name, most, size in (("lm_head.weight", 127, 64), ("model.embed_tokens.weight", 7, 32)):
+        parts = source[name].to(torch.float64).reshape(-1, size)
+        step = parts.abs().amax(1, keepdim=True) / most
+        error = (found[name].to(torch.float64).reshape(-1, size) - parts).abs()
+        assert (error <= step).all()
+        assert 0.2 < (error / step).mean() < 0.3  # spread evenly between two codes
+
+
 def test_an_embedding_that_is_the_head_is_asked_for_as_the_head(shallow_model_dir, tmp_path):
     with pytest.raises(PlanError, match="is its head too") as error:
         make_plan(recipe(format_="mlx", embedding_bits=6), shallow_model_dir, Options(out=tmp_path / "out"))
@@ -176,11 +191,27 @@ def test_a_type_that_lacks_the_bits_of_the_head_says_how_to_give_it_another(unti
 
 @pytest.mark.parametrize("format_", ["awq", "bitsandbytes"])
 def test_formats_whose_loaders_read_no_head_are_refused(untied, tmp_path, format_):
-    with pytest.raises(LlmcompressError, match=f"loaders of format {format_} read no head"):
+    with pytest.raises(LlmcompressError, match=f"loaders of format {format_} read no codes of a head"):
         make_plan(recipe(format_=format_, sym=False, head_bits=4), untied, Options(out=tmp_path / "out"))
 
 
 def test_a_target_that_was_not_seen_to_read_codes_of_a_head_says_so(untied, tmp_path):
     plan = make_plan(recipe(head_bits=4), untied, Options(out=tmp_path / "out"))
-    found = violations(TARGETS["sglang"], plan.format.name, plan.entries, plan.headers.config)
+    found = violations(targets()["sglang"], plan.format.name, plan.entries, plan.headers.config)
     assert [item.modules for item in found if "read codes of a head" in item.what] == [("lm_head",)]
+
+
+@pytest.mark.parametrize("embedded", [True, False])
+def test_a_head_that_is_tied_and_stored_is_offered_no_grid(embedded, untied, tmp_path):
+    """Loaders take one of the two for both, with or without a tensor of the embedding."""
+    model = shutil.copytree(untied, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    plan = make_plan(recipe("rtn", "mlx", type="offset"), model, Options(out=tmp_path / "out"))
+    assert coded_ends(plan.anatomy, plan.format) == ["lm_head", "model.embed_tokens"]
+    (model / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    if not embedded:
+        tensors = load_file(model / "model.safetensors")
+        del tensors["model.embed_tokens.weight"]
+        save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    plan = make_plan(recipe("rtn", "mlx", type="offset"), model, Options(out=tmp_path / "out"))
+    assert coded_ends(plan.anatomy, plan.format) == []

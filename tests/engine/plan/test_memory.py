@@ -23,6 +23,7 @@ RECIPES = {  # each with the models that it is run on, and a number of threads
     "rtn": (["small"], 1, ["rtn", *GROUPS]),
     "rtn by outputs, awq": (["smollm2"], 1, ["rtn", *GROUPS, "--clip", "output", "--asym", "--format", "awq"]),
     "rtn, scales of keys and values": (["small"], 1, ["rtn", *GROUPS, "--kv-cache", "fp8"]),
+    "magnitude": (["small"], 1, ["magnitude", "--sparsity", 0.5]),
     "awq": (["smollm2"], 2, ["awq", *GROUPS]),
     "rotate": (["smollm2"], 1, ["rotate"]),
     "gguf": (["small"], 2, ["gguf", "--type", "Q4_K_M"]),

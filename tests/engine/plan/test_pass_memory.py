@@ -19,6 +19,7 @@ COMMANDS = {  # each with a number of threads
     "lora by weights": (1, ["lora", "--rank", 16, "--by", "weights"]),
     "recover": (1, ["recover", "--steps", 2, "--samples", 32, "--length", 512]),
     "recover by two threads": (2, ["recover", "--steps", 2, "--samples", 32, "--length", 512]),
+    "recover of weights": (1, ["recover", "--weights", "full", "--steps", 6, "--samples", 32, "--length", 512]),
     "draft": (1, ["draft", "--steps", 2, "--samples", 32, "--length", 512, "--written", 0, "--rate", 1e-4]),
 }
 SMALL = ModelSizes([[Matrix("a", 256, 256, False)] * 4], 256, 8192, (256 * 8192, 512 * 8192), 512)
@@ -30,19 +31,21 @@ def models(tmp_path_factory):
     found = {name: write(folder / name, *WIDTHS[name]) for name in ("small", "smollm2")}
     for name, model in found.items():
         assert call("rtn", model, "--group-size", 64, "-o", folder / f"{name}-rtn").returncode == 0
+        assert call("magnitude", model, "--pattern", "2:4", "-o", folder / f"{name}-pruned").returncode == 0
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "name"),
-    [(what, "small") for what in COMMANDS] + [(what, "smollm2") for what in ("depth", "width", "lora")],
+    [(what, "small") for what in COMMANDS]
+    + [(what, "smollm2") for what in ("depth", "width", "lora", "recover of weights")],
 )
 def test_the_estimate_is_within_a_tenth(models, tmp_path, main, capsys, name, what):
     threads, (command, *options) = COMMANDS[what]
     model = models[name]
-    rounded = model.with_name(f"{name}-rtn")
-    taken = {"lora": [model, rounded], "recover": [rounded, "--ref", model]}
+    made = model.with_name(f"{name}-{'pruned' if what == 'recover of weights' else 'rtn'}")
+    taken = {"lora": [model, made], "recover": [made, "--ref", model]}
     given = [*taken.get(command, [model]), "-o", tmp_path / "out", *options]
     given += ["--threads", threads, "--calibration", model.with_suffix(".ids.safetensors")]
     assert main(command, *given, "--dry-run", "--json") == 0

@@ -223,6 +223,7 @@ def torchrun(*arguments, size=2):
     return [str(item) for item in (sys.executable, "-m", "torch.distributed.run", *place, "-m", *arguments)]
 
 
+@pytest.mark.slow
 def test_torchrun_starts_a_run_of_the_same_bytes(tiny_model_dir, tmp_path):
     command = ["llmcompress", "gptq", tiny_model_dir, *GPTQ, "-o", tmp_path / "out", "--json"]
     done = subprocess.run(torchrun(*command), capture_output=True, text=True, check=False)

@@ -27,10 +27,22 @@ def compressed(model, out, *steps, form="compressed-tensors", source="default"):
     return out
 
 
-def planned(out, model, to, ids, steps=8, rate=None, threads=1, samples=SAMPLES, length=LENGTH):
+def planned(
+    out,
+    model,
+    to,
+    ids,
+    steps=8,
+    rate=None,
+    threads=1,
+    samples=SAMPLES,
+    length=LENGTH,
+    weights="low-rank",
+    max_memory=None,
+):
     text = build(Calibration, {"source": str(ids), "samples": samples, "length": length}, "here")
-    options = Options(out=to, compute_dtype="float32", threads=threads)
-    return plan_recover(out, model, RecoverRequest(steps, rate), text, options)
+    options = Options(out=to, compute_dtype="float32", threads=threads, max_memory=max_memory)
+    return plan_recover(out, model, RecoverRequest(steps, rate, weights), text, options)
 
 
 def recovered(*arguments, **settings):

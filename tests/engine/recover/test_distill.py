@@ -6,7 +6,7 @@ from recovered import compressed, planned, write_ids
 
 from llmcompress.engine.recover.distill import Distillation
 from llmcompress.engine.recover.recovery import _opened
-from llmcompress.engine.recover.trained import RANK, TrainedMatrix, TrainedPruned, TrainedWeights
+from llmcompress.engine.recover.trained import RANK, TrainedMatrix, TrainedWeight, TrainedWeights
 from llmcompress.engine.recover.trained_parts import TrainedParts
 from llmcompress.engine.source.open import open_checkpoint
 from llmcompress.engine.structure.source_model import embedded_windows, layer_outputs
@@ -82,15 +82,16 @@ def test_gradients_are_those_of_the_whole_model(family, random_model_dir, tmp_pa
     assert len(checked) == {"llama": 19, "gpt2": 13, "gemma2": 23, "mixtral": 37}[family]
 
 
-def test_gradients_of_pruned_matrices_are_those_of_the_whole_model(random_model_dir, tmp_path):
+@pytest.mark.parametrize("weights", ["full", "low-rank"])
+def test_gradients_of_pruned_matrices_are_those_of_the_whole_model(weights, random_model_dir, tmp_path):
     model = random_model_dir("llama", dtype="float32")
     step = {"method": "magnitude", "sparsity": 0.5}
     out = compressed(model, tmp_path / "out", step, form="dense")
-    plan = planned(out, model, tmp_path / "to", write_ids(tmp_path / "ids.safetensors"))
+    plan = planned(out, model, tmp_path / "to", write_ids(tmp_path / "ids.safetensors"), weights=weights)
     tokens, generator = plan.opened.tokens(), torch.Generator().manual_seed(3)
     with claimed(tmp_path / "work") as folder, SERIAL.with_threads(1) as workers:
         learner = learner_of(plan, tokens, folder, workers)
-        pruned = {name: item for name, item in learner.trained.items() if isinstance(item, TrainedPruned)}
+        pruned = {name: item for name, item in learner.trained.items() if isinstance(item, TrainedWeight)}
         assert len(pruned) == 14
         base = {name: item.value() for name, item in pruned.items()}
         for item in pruned.values():  # from zero on, the signs would have no slope yet
@@ -102,12 +103,12 @@ def test_gradients_of_pruned_matrices_are_those_of_the_whole_model(random_model_
     learnt = {name: item.learnt.clone().requires_grad_() for name, item in pruned.items()}
     state = {}
     for name, both in learnt.items():
-        first, second = both[:, : base[name].shape[1]], both[:, base[name].shape[1] :]
         stays = base[name] != 0
         assert 0.49 < stays.float().mean() < 0.51
-        unit = base[name][stays].square().mean().sqrt() / RANK**0.5
-        state[name] = (base[name] + unit * second.T @ first) * stays
-        assert torch.equal(pruned[name].value() != 0, stays)
+        first, second = both[:, : base[name].shape[1]], both[:, base[name].shape[1] :]
+        change = both / 2 if weights == "full" else second.T @ first / RANK**0.5
+        state[name] = (base[name] + base[name][stays].square().mean().sqrt() * change) * stays
+        assert torch.equal(pruned[name].value() != 0, stays)  # no change met a weight exactly
         torch.testing.assert_close(pruned[name].value(), state[name], rtol=1e-4, atol=1e-6)
     logs = torch.func.functional_call(student, state, (tokens[WINDOWS],), {"use_cache": False}).logits.log_softmax(-1)
     with torch.no_grad():

@@ -1,17 +1,25 @@
 """Recovered models: nearer to the original, codes as they were, proved by `verify`, the same bytes every time."""
 
 import json
+import math
 import shutil
+from functools import partial
 
 import pytest
 import torch
-from recovered import compressed, planned, recovered, write_ids
-from safetensors.torch import load_file
+from recovered import LENGTH, compressed, planned, recovered, write_ids
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
+from llmcompress.engine.plan.run_options import Options
+from llmcompress.engine.structure.depth import DepthRequest, plan_depth, prune_depth
+from llmcompress.engine.structure.width import WidthRequest, plan_width, prune_width
 from llmcompress.errors import CheckpointError, PlanError, RunError
+from llmcompress.recipe import Calibration, build
 from llmcompress.validate.session import Request, evaluate_paths
 from llmcompress.validate.verify import passed, verify
 
+FLOAT32 = partial(Options, compute_dtype="float32")
 RTN = {"method": "rtn", "bits": 3, "group_size": 16}
 FORMS = {  # step, format, and what the names of tensors that move end with
     "compressed-tensors": (RTN, "compressed-tensors", ("weight_scale",)),
@@ -63,23 +71,77 @@ def test_codes_stay_and_predictions_come_nearer(name, model, tmp_path):
     assert recipe == (out / "llmcompress.yaml").read_bytes()
 
 
+@pytest.mark.parametrize("weights", ["full", "low-rank"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])  # the latter's matrices are stored [in, out]
-def test_weights_that_stay_are_trained_and_zeros_stay(family, random_model_dir, tmp_path):
+def test_weights_that_stay_are_trained_and_zeros_stay(family, weights, random_model_dir, tmp_path):
     model = random_model_dir(family)
     ids = write_ids(tmp_path / "ids.safetensors", samples=160)
     out = compressed(model, tmp_path / "out", {"method": "magnitude", "pattern": "2:4"}, form="dense")
-    report = recovered(out, model, tmp_path / "to", ids, steps=32, rate=1e-3, samples=160)
+    report = recovered(out, model, tmp_path / "to", ids, steps=32, rate=1e-3, samples=160, weights=weights)
     checks = verify(tmp_path / "to", model)
     assert passed(checks), [check for check in checks if not check.ok]
     held = report["recovery"]["held_back"]["calibration"]
     assert held["kl"] < held["kl_before"]
     before, after = (load_file(path / "model.safetensors") for path in (out, tmp_path / "to"))
+    assert report["recovery"]["weights"] == weights
     pruned = {f"{item['name']}.weight" for item in report["linears"]}
     assert report["recovery"]["pruned"] == len(pruned) > 0
     for name in pruned:
         assert torch.equal(before[name] == 0, after[name] == 0)
         assert not torch.equal(before[name], after[name])
     assert "weights that stayed" in (tmp_path / "to" / "README.md").read_text()
+
+
+def shallower(model, out, text):
+    prune_depth(plan_depth(model, DepthRequest(1, keep_first=0, keep_last=1), text, FLOAT32(out=out)))
+
+
+def narrower(model, out, text):
+    prune_width(plan_width(model, WidthRequest(ffn=64), text, FLOAT32(out=out)))
+
+
+@pytest.mark.parametrize("weights", ["full", "low-rank"])
+@pytest.mark.parametrize("removal", [shallower, narrower])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_models_that_lost_layers_or_channels_are_trained(family, removal, weights, random_model_dir, tmp_path):
+    """Every matrix and norm moves towards the original, which has another structure, and all else stays."""
+    size = {"intermediate_size": 128, "num_hidden_layers": 3} if family == "llama" else {"n_inner": 128, "n_layer": 3}
+    model = random_model_dir(family, hidden_size=64, **size)
+    ids = write_ids(tmp_path / "ids.safetensors", samples=160)
+    out = tmp_path / "out"
+    removal(model, out, build(Calibration, {"source": str(ids), "samples": 4, "length": LENGTH}, "here"))
+    for start, to in ((out, tmp_path / "to"), (tmp_path / "to", tmp_path / "again")):
+        report = recovered(start, model, to, ids, steps=32, rate=1e-3, samples=160, weights=weights)
+        held = report["recovery"]["held_back"]["calibration"]
+        assert held["kl"] < held["kl_before"]
+        checks = verify(to, model)
+        assert passed(checks), [check for check in checks if not check.ok]
+        assert AutoModelForCausalLM.from_pretrained(to).config.to_dict() == (
+            AutoModelForCausalLM.from_pretrained(out).config.to_dict() | {"_name_or_path": str(to)}
+        )
+    before, after = (load_file(path / "model.safetensors") for path in (out, tmp_path / "to"))
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    matrices = {f"{item['name']}.weight" for item in report["linears"]}
+    assert report["recovery"]["pruned"] == len(matrices) > 0
+    assert matrices <= moved
+    assert all("norm" in name or "ln_" in name for name in moved - matrices)
+    weight = next(iter(matrices & load_file(model / "model.safetensors").keys()))
+    after[weight] = after[weight] + 0.01
+    save_file(after, tmp_path / "to" / "model.safetensors", {"format": "pt"})
+    assert not passed(verify(tmp_path / "to", model))
+
+
+def test_full_weights_that_do_not_fit_are_refused_with_the_way_out(random_model_dir, ids, tmp_path):
+    model = random_model_dir("llama", hidden_size=256, intermediate_size=1024)
+    out = compressed(model, tmp_path / "out", {"method": "magnitude", "pattern": "2:4"}, form="dense")
+    full, low = (planned(out, model, tmp_path / "to", ids, weights=weights) for weights in ("full", "low-rank"))
+    weights = sum(math.prod(item["shape"]) for item in full.report["linears"])
+    assert 0 < full.memory_bytes - low.memory_bytes <= 20 * weights
+    assert full.scratch_bytes - low.scratch_bytes == 32 * weights
+    limit = int(full.memory_bytes * 1.1) - 1  # a tenth is kept free
+    planned(out, model, tmp_path / "to", ids, weights="low-rank", max_memory=limit)
+    with pytest.raises(PlanError, match="or use --weights low-rank"):
+        planned(out, model, tmp_path / "to", ids, weights="full", max_memory=limit)
 
 
 def test_other_windows_come_nearer_as_well(shallow_model_dir, tmp_path):

@@ -203,7 +203,7 @@ def test_a_layer_in_the_place_of_another_is_found_out(random_model_dir, ids, tmp
         (["--drop", 2], "--drop 2 of 4 layers, of which the first 2 and the last 1 are kept"),
         (["--drop", 4, "--keep-first", 0, "--keep-last", 1], "drop 3 at most"),
         (["--drop", 1, "--keep-first", 4], "keep fewer"),
-        (["--drop", 1, "--length", 100000], "longer than the model's 512 positions"),
+        (["--drop", 1, "--length", 1 << 24], "longer than the model's 512 positions"),
         (["--drop", 1, "-o", "out.gguf"], "called like a GGUF file"),
     ],
 )

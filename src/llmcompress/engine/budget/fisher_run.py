@@ -62,6 +62,7 @@ class FisherRun:
         watch: Callable[[int], None],
         gathering: Callable[[int, Workers], FisherSum[Any]] = lambda number, workers: TokenFisher(),
         finished: FinishedLayers | None = None,
+        outside: bool = True,
     ) -> Iterator[tuple[Found, Workers]]:
         """Fisher information of the matrices at `paths` of each layer, as `fisher_information` gives it in float32.
 
@@ -72,7 +73,9 @@ class FisherRun:
         keep_freed_memory()
         seed = plan.recipe.calibration.seed
         with writing(folder.path), SERIAL.with_threads(plan.resources.threads) as workers:
-            found = fisher_information(model, self.tokens, paths, seed, folder, workers, watch, gathering, finished)
+            found = fisher_information(
+                model, self.tokens, paths, seed, folder, workers, watch, gathering, finished, outside
+            )
             yield found, workers
 
 

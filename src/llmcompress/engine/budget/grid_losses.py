@@ -21,7 +21,7 @@ from llmcompress.engine.budget.fisher_window import WindowFisher
 from llmcompress.engine.budget.type_losses import Losses
 from llmcompress.engine.plan.matrix_plan import MatrixPlan
 from llmcompress.engine.plan.plan import Plan
-from llmcompress.engine.run.gradient_pass import FinishedLayers
+from llmcompress.engine.run.gradient_pass import EMBEDDING, HEAD, FinishedLayers, Found
 from llmcompress.grids.base import Clip, Spec
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.fitting import fit
@@ -67,14 +67,34 @@ def measured_losses(
         }
         return _Rounding(plan.layers[number], fisher_run.checkpoint, wanted, windows, tokens, losses, workers)
 
-    with fisher_run.information(paths, staged.folder, lambda done: watch(done, of), gathering, kept):
-        pass
+    outside, checkpoint, head = len(paths), fisher_run.checkpoint, plan.head
+    wants = bool(head) and not staged.has(outside)
+    passed = fisher_run.information(paths, staged.folder, lambda done: watch(done, of), gathering, kept, wants)
+    with passed as (found, workers):
+        if wants:
+            lost = workers.in_order(lambda matrix: _losses_outside(matrix, found, wanted, checkpoint), head)
+            staged.write_section(outside, {}, dict(zip((matrix.module for matrix in head), lost, strict=True)))
     losses: Losses = {}
-    for number in range(len(paths)):
+    for number in range(outside + bool(head)):
         losses |= staged.records(number)
     for module, known in losses.items():
         if not any(known.values()):
             ledger.note("budget", module, "no token came to it, so that any grid seems as good")
+    return losses
+
+
+def _losses_outside(matrix: MatrixPlan, found: Found, wanted: Wanted, checkpoint: Checkpoint) -> dict[str, float]:
+    """Losses of a head or an embedding by name of grid, each use of it counted.
+
+    Its errors are those of rounding to nearest: what GPTQ loses of a head is less.
+    """
+    uses = [EMBEDDING] if matrix.space == EMBEDDING else [HEAD, *([EMBEDDING] if matrix.entry.embedding else [])]
+    dtype, losses = DTYPES[matrix.entry.source.dtype], dict.fromkeys((grid.name for grid in wanted[matrix.module]), 0.0)
+    for fisher in (found[use] for use in uses):
+        rows, outputs = _sample(matrix, fisher, checkpoint)[1:]
+        for grid in wanted[matrix.module]:
+            error = _nearest(matrix.method, rows, grid, dtype) - rows
+            losses[grid.name] += expected_loss(error, outputs, fisher.inputs / fisher.inputs.sum())
     return losses
 
 

@@ -50,7 +50,11 @@ def losses_of(
         "method": f"{step.name}, clip {step.clip}",
         "number of samples": str(base.recipe.calibration.samples),
     }
-    grids = {matrix.module: group.grids for group in groups for matrix in group.matrices}
+    grids = {
+        matrix.module: [grid for grid in group.grids if not grid.unrounded]  # which loses nothing
+        for group in groups
+        for matrix in group.matrices
+    }
     names = {module: [grid.name for grid in choices] for module, choices in grids.items()}
     identity = {**of, "seed": base.recipe.calibration.seed, "grids": names}
     done: list[Staging] = []

@@ -1,10 +1,10 @@
 """Choosing a grid for every matrix within a budget: losses by each grid are measured, then a knapsack is packed."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from llmcompress.engine.budget.fit_to_size import Budget, allotted, impossible, too_little, within_divergence
 from llmcompress.engine.budget.group_losses import losses_of, within_memory
@@ -13,11 +13,13 @@ from llmcompress.engine.budget.matrix_groups import (
     MatrixGroup,
     OfferedGrids,
     matrix_groups,
+    outside_groups,
     sized,
     stored_bits,
 )
 from llmcompress.engine.budget.patterns import CHOSEN, options_of, patterns_of
 from llmcompress.engine.plan.estimate import Estimate
+from llmcompress.engine.plan.head_matrix import coded_ends, outside_bits
 from llmcompress.engine.plan.make_plan import format_of, make_plan
 from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.plan.run_options import Options
@@ -91,15 +93,16 @@ def fitted_to_grids(
     base = _base(recipe, model, options)
     step = recipe.method
     assert step is not None
-    groups = matrix_groups(
-        [matrix for layer in base.layers for matrix in layer],
-        OfferedGrids(wanted.types, wanted.bits, wanted.group_sizes, step.set),
-        replace(destination, config=base.headers.config),
-    )
-    fitting = _Fitting(recipe, model, options, groups, wanted.budget)
+    offer = OfferedGrids(wanted.types, wanted.bits, wanted.group_sizes, step.set)
+    destination = replace(destination, config=base.headers.config)
+    groups = matrix_groups([matrix for layer in base.layers for matrix in layer], offer, destination)
+    base, outside = _with_outside(base, recipe, model, options, offer, destination)
+    measured = [*groups, *outside]
+    # a mean is asked for of what is quantised anyway
+    fitting = _Fitting(recipe, model, options, groups if wanted.budget.bits else measured, wanted.budget)
     smallest = fitting.smallest()
     ledger = Ledger()
-    losses = losses_of(within_memory(base, limit), groups, wanted.kept, ledger, watch, begin)
+    losses = losses_of(within_memory(base, limit), measured, wanted.kept, ledger, watch, begin)
     chosen, plan = fitting.least(losses, smallest) if wanted.kl is None else fitting.within(losses, wanted.kl)
     kl = sum(loss for _, _, loss in chosen)
     estimate = plan.estimate
@@ -126,7 +129,7 @@ def _destination(recipe: Recipe, model: Path, options: Options) -> Destination:
     format_ = format_of(recipe)
     if format_.name == "gguf" or is_single(model):
         raise PlanError("types of GGUF are fitted to a size by another command", "use llmcompress gguf with --bpw")
-    return Destination(format_, {}, requested_target(options.target, options.tp, options.repair), options.tp)
+    return Destination(format_, {}, requested_target(options.target, options.machine, options.repair), options.machine)
 
 
 def _base(recipe: Recipe, model: Path, options: Options) -> Plan:
@@ -136,7 +139,28 @@ def _base(recipe: Recipe, model: Path, options: Options) -> Plan:
     widest = step.model_copy(update={"type": "int", "bits": 8, "group_size": PER_ROW})
     dense = recipe.output.model_copy(update={"format": "dense"})
     changed = recipe.model_copy(update={"steps": (*recipe.transforms, widest), "output": dense})
-    return make_plan(changed, model, replace(options, target=None, tp=1))
+    return make_plan(changed, model, replace(options, target=None, tp=1, gpu=None))
+
+
+def _with_outside(
+    base: Plan, recipe: Recipe, model: Path, options: Options, offer: OfferedGrids, destination: Destination
+) -> tuple[Plan, list[MatrixGroup]]:
+    """The plan with head and embedding too, where grids may be chosen for them, and their groups.
+
+    What the recipe says of either stays. A rotation makes a head of its own, which is left alone.
+    """
+    step, format_ = recipe.method, destination.format
+    assert step is not None
+    found = coded_ends(base.anatomy, format_)
+    said = outside_bits(step) or not step.set.keys().isdisjoint(found)
+    rotated = any(transform.name == "rotate" for transform in recipe.transforms)
+    if format_.holds is None or not found or said or rotated:
+        return base, []
+    asked = step.model_copy(update={"set": {**step.set, **{module: {"skip": False} for module in found}}})
+    whole = _base(recipe.model_copy(update={"steps": (*recipe.transforms, asked)}), model, options)
+    groups = outside_groups(whole.head, offer, destination)
+    offered = {matrix.module for group in groups for matrix in group.matrices}
+    return replace(whole, head=tuple(matrix for matrix in whole.head if matrix.module in offered)), groups
 
 
 class _Fitting:
@@ -157,16 +181,19 @@ class _Fitting:
     def planned(self, numbers: Sequence[int]) -> Plan:
         """The plan in which each group has the grid of the given number."""
         grids = [group.grids[number] for group, number in zip(self.groups, numbers, strict=True)]
-        modules = {
-            matrix.module: grid for group, grid in zip(self.groups, grids, strict=True) for matrix in group.matrices
-        }
+        modules, outside = dict[str, Spec](), dict[str, Mapping[str, Any]]()
+        for group, grid in zip(self.groups, grids, strict=True):
+            if group.inside:
+                modules |= {matrix.module: grid for matrix in group.matrices}
+            elif not grid.unrounded:
+                outside |= {matrix.module: {"skip": False, **options_of(grid)} for matrix in group.matrices}
         common = Counter(modules.values()).most_common(1)[0][0]
         step = self.recipe.method
         assert step is not None
         # patterns keep their other options; those that ask for a grid are given anew
         others = {name: {k: v for k, v in said.items() if k not in CHOSEN} for name, said in step.set.items()}
         told = {name: {**others.get(name, {}), **options} for name, options in patterns_of(modules, common).items()}
-        patterns = {name: options for name, options in {**others, **told}.items() if options}
+        patterns = {name: options for name, options in {**others, **told, **outside}.items() if options}
         kept = {name: value for name, value in step.model_dump().items() if name not in CHOSEN}
         options = {**kept, **options_of(common), "set": patterns}
         new = build(type(step), options, f"step {step.name}")
@@ -207,7 +234,7 @@ class _Fitting:
     def _choices(self, losses: dict[str, dict[str, float]]) -> list[list[Choice]]:
         return [
             [
-                Choice(cost, sum(losses[matrix.module][grid.name] for matrix in group.matrices))
+                Choice(cost, sum(losses[matrix.module].get(grid.name, 0.0) for matrix in group.matrices))
                 for grid, cost in zip(group.grids, costs, strict=True)
             ]
             for group, costs in zip(self.groups, self.costs, strict=True)

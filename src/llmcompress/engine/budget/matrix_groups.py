@@ -7,12 +7,14 @@ from typing import Any
 
 from llmcompress.engine.plan.matrix_options import matches
 from llmcompress.engine.plan.matrix_plan import MatrixPlan
-from llmcompress.engine.targets.table import Target
+from llmcompress.engine.targets.base import Target, targets
+from llmcompress.engine.targets.machine import Machine
 from llmcompress.engine.targets.verdicts import violations
 from llmcompress.errors import PlanError
 from llmcompress.formats.base import Entry, Format
 from llmcompress.formats.entry_checks import fused
 from llmcompress.grids.base import PER_ROW, Spec
+from llmcompress.grids.dense import DenseSpec
 from llmcompress.grids.grid_type import grid_types
 
 Patterns = Mapping[str, Mapping[str, Any]]
@@ -25,32 +27,50 @@ class MatrixGroup:
     matrices: tuple[MatrixPlan, ...]
     grids: tuple[Spec, ...]
 
+    @property
+    def inside(self) -> bool:
+        """Whether they lie in a layer; else they may stay unrounded, which is the last of the grids."""
+        return self.matrices[0].inside
+
     def with_grid(self, grid: Spec) -> tuple[Entry, ...]:
         """The entries of the matrices on a grid."""
-        return tuple(replace(matrix.entry, grid=grid) for matrix in self.matrices)
+        coded = None if grid.unrounded else grid
+        return tuple(replace(matrix.entry, grid=coded) for matrix in self.matrices)
 
 
 @dataclass(frozen=True)
 class Destination:
     """The format that the result is written in, and the runtime that is to read it.
 
-    target: None where the runtime is not known. tp: number of devices that the runtime splits matrices over.
+    target: None where the runtime is not known. machine: what it runs on.
     """
 
     format: Format
     config: Mapping[str, Any]
     target: Target | None
-    tp: int
+    machine: Machine
 
     def refusal(self, entries: Sequence[Entry]) -> tuple[str, str | None] | None:
         """Why the format or the runtime refuses these entries, and a way out; None if neither does."""
         if refused := self.format.refuses(entries, self.config):
             return refused
         if self.target is not None:
-            found = violations(self.target, self.format.name, entries, self.config, self.tp)
+            found = violations(self.target, self.format.name, entries, self.config, self.machine)
             if found:
                 return f"{self.target.title} does not load this: {found[0]}", found[0].by_hand or None
         return None
+
+    def may_be_lost(self, entry: Entry, grid: Spec) -> bool:
+        """Whether the runtime, or without a named one any that reads the format, refuses a matrix for its codes."""
+        coded = replace(entry, grid=grid)
+        if self.target is not None or self.format.refuses([coded], self.config):
+            return self.refusal([coded]) is not None
+        readers = [target for target in targets().values() if self.format.name in target.formats and target.unasked]
+        return any(
+            violations(target, self.format.name, [coded], self.config)
+            and not violations(target, self.format.name, [replace(entry, grid=None)], self.config)
+            for target in readers
+        )
 
 
 @dataclass(frozen=True)
@@ -106,6 +126,16 @@ def matrix_groups(matrices: Sequence[MatrixPlan], offer: OfferedGrids, destinati
     return groups
 
 
+def outside_groups(matrices: Sequence[MatrixPlan], offer: OfferedGrids, destination: Destination) -> list[MatrixGroup]:
+    """Head and embedding, each a group: the grids that it may have, and none; without those that may have no grid."""
+    found = []
+    for matrix in matrices:
+        group = MatrixGroup((matrix,), tuple(offer.grids([matrix])))
+        if fitting := [grid for grid in group.grids if not destination.may_be_lost(matrix.entry, grid)]:
+            found.append(replace(group, grids=(*fitting, DenseSpec(matrix.entry.source.dtype))))
+    return found
+
+
 def _sets(matrices: Sequence[MatrixPlan], destination: Destination) -> Iterable[list[MatrixPlan]]:
     """Matrices that share a grid: those that the runtime fuses, and the same matrix of all experts of a layer."""
     wholes: dict[str, str] = {}
@@ -146,7 +176,8 @@ def _refuse_unmixed(groups: Sequence[MatrixGroup], destination: Destination) -> 
 
 def sized(group: MatrixGroup, grid: Spec, format_: Format) -> int:
     """Bytes of a group's tensors in a format."""
-    return sum(spec.nbytes for entry in group.with_grid(grid) for spec in format_.layout(entry))
+    entries = group.with_grid(grid)
+    return sum(spec.nbytes for entry in entries for spec in (format_.layout(entry) if entry.grid else [entry.source]))
 
 
 def stored_bits(group: MatrixGroup, grid: Spec) -> int:

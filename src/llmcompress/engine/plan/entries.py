@@ -3,17 +3,17 @@
 import re
 from collections.abc import Iterable, Mapping
 
-from llmcompress.arch.spec import ArchSpec
+from llmcompress.arch.spec import ArchSpec, head_width
 from llmcompress.engine.plan.head_matrix import FURTHER, outside_method
 from llmcompress.engine.plan.matrix_options import resolve_pruner_options
 from llmcompress.engine.plan.matrix_plan import MatrixPlan
 from llmcompress.engine.source.further_layers import FurtherLayers
 from llmcompress.engine.source.matrix_refs import Matrices
-from llmcompress.engine.source.tensor_names import Anatomy
 from llmcompress.errors import PlanError
 from llmcompress.formats.base import Entry
 from llmcompress.formats.kv_cache import OPTION, places
 from llmcompress.grids.base import Spec
+from llmcompress.grids.nvfp4 import Nvfp4Spec
 from llmcompress.ledger import Ledger
 from llmcompress.methods.base import Method
 from llmcompress.methods.unrounded import Unrounded
@@ -121,7 +121,7 @@ def source_entries(
 ) -> tuple[Entry, ...]:
     """An entry for every tensor of the source; the ledger names each matrix of a layer that no declaration knows."""
     spec = matrices.spec
-    further = FurtherLayers(Anatomy(headers, spec, matrices.prefix, matrices.layers))
+    further = FurtherLayers(matrices.anatomy(headers))
     conv1d = {ref.module: ref.linear.conv1d for ref in matrices.refs}
     layers = f".{(matrices.prefix or spec.layers).rpartition('.')[2]}."
     whole = f".{matrices.prefix}." if headers.wrapper is not None else layers  # towers have layers too
@@ -193,6 +193,13 @@ def kv_scale_entries(recipe: Recipe, format_name: str, headers: ModelHeaders, sp
     if spec.observed or not found:
         raise PlanError(
             f"scales of cached keys and values have no known place in a {spec.name!r} model", "leave --kv-cache out"
+        )
+    width, block = head_width(headers.config), Nvfp4Spec.group_size
+    if recipe.kv_cache.code == "nvfp4" and (width is None or width % block):
+        raise PlanError(
+            f"keys and values in nvfp4 have blocks of {block}, and a head of this model "
+            f"{width or 'an unknown number of'} channels",
+            "use --kv-cache fp8",
         )
     return tuple(
         Entry(place, block=True, options={OPTION: recipe.kv_cache.code})

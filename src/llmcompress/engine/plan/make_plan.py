@@ -9,7 +9,7 @@ from typing import Any
 from llmcompress.engine.plan.entries import kv_scale_entries, planned_matrices, source_entries
 from llmcompress.engine.plan.estimate import estimate
 from llmcompress.engine.plan.head_matrix import with_outside_options
-from llmcompress.engine.plan.matrix_plan import MatrixPlan
+from llmcompress.engine.plan.matrix_plan import MatrixPlan, runs_text
 from llmcompress.engine.plan.output_kinds import Contents, SafetensorsOutput, output_kind
 from llmcompress.engine.plan.paths import check_disk, output_and_work
 from llmcompress.engine.plan.plan import Plan
@@ -18,6 +18,7 @@ from llmcompress.engine.plan.resources import choose_resources
 from llmcompress.engine.plan.run_memory import memory_of_run
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.plan.transform_headers import check_order
+from llmcompress.engine.source.header_checks import check_length
 from llmcompress.engine.targets.verdicts import engine_notes, requested_target
 from llmcompress.errors import PlanError
 from llmcompress.formats.base import Entry, Format
@@ -32,11 +33,11 @@ from llmcompress.store.side_files import side_files
 def make_plan(recipe: Recipe, model: Path, options: Options | None = None) -> Plan:
     """Check everything that can be checked without reading a tensor, and decide the rest. Raises LlmcompressError."""
     options = options or Options()
-    target = requested_target(options.target, options.tp, options.repair)
+    target = requested_target(options.target, options.machine, options.repair)
     if target is None:
         return _plan_for_any_target(recipe, model, options)
     return repaired_plan(
-        lambda recipe: _plan_for_any_target(recipe, model, options), recipe, target, options.tp, options.repair
+        lambda recipe: _plan_for_any_target(recipe, model, options), recipe, target, options.machine, options.repair
     )
 
 
@@ -64,6 +65,8 @@ def _plan_for_any_target(recipe: Recipe, model: Path, options: Options) -> Plan:
     layout = kind.layout(contents, entries, out, importance)
     layers = _by_layer(planned, contents)
     head = tuple(plan for plan in planned.values() if not plan.inside)
+    if runs_text(recipe, planned.values()):
+        check_length(headers, recipe.calibration.length)
     run_with = partial(memory_of_run, headers, recipe, (*layers, head))
     experts = any(plan.expert is not None for plan in planned.values()) and not recipe.scales_channels
     resources = choose_resources(options, recipe.calibration, lambda resources: run_with(resources).model(), experts)
@@ -103,7 +106,9 @@ def _planned(recipe: Recipe, format_: Format, contents: Contents, ledger: Ledger
         )
     methods: Mapping[str, Method | None] = dict.fromkeys(widths)
     if step is not None:
-        methods = contents.grids.methods(with_outside_options(step, contents.matrices), widths, ledger)
+        methods = contents.grids.methods(
+            with_outside_options(step, contents.matrices, contents.headers), widths, ledger
+        )
     planned = planned_matrices(contents.headers, contents.matrices, methods, recipe)
     if not planned and not contents.grids.may_be_empty and (step is not None or recipe.pruner is not None):
         raise PlanError("nothing is left to quantise or to prune", "loosen the patterns of --set")

@@ -1,5 +1,6 @@
 """The plan of one matrix: the steps that change it, and the statistics of its inputs that these steps need."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from llmcompress.formats.base import Entry
@@ -7,6 +8,7 @@ from llmcompress.formats.gguf.tensors import Factors
 from llmcompress.grids.base import Spec
 from llmcompress.methods.base import Method
 from llmcompress.pruners.base import Pruner
+from llmcompress.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,14 @@ class MatrixPlan:
         return "gram" in self.needs
 
     @property
+    def solved_alone(self) -> bool:
+        """Whether nothing is gained by solving it with those that read the same input: they share no statistics.
+
+        Or they must not be solved as one: its rows share what their scales are made of, and other matrices do not.
+        """
+        return (not self.needs or self.method.joins_rows) and not self.grid.joins_matrices
+
+    @property
     def tied(self) -> bool:
         """Whether it is the head and the embedding as well."""
         return self.entry.embedding and self.needs_gram
@@ -82,3 +92,8 @@ class MatrixPlan:
     def settings(self) -> str:
         """The options of the steps as text; matrices that share an input and these settings are solved together."""
         return "\n".join(step.model_dump_json() for step in self.steps)
+
+
+def runs_text(recipe: Recipe, matrices: Iterable[MatrixPlan]) -> bool:
+    """Whether windows of text run through the model, for transforms or for any of the matrices."""
+    return recipe.needs_calibration or any(matrix.needs_calibration for matrix in matrices)

@@ -16,8 +16,8 @@ FETCHED = 2  # batches on their way to a GPU
 HEAD_TOKENS = 128  # tokens of which all logits, and a few tensors as large, are in memory
 
 # Bytes of a process, whatever the model.
-WITH_MODEL = 286_000_000  # fitted: Python with torch and transformers' model code, without the files of libraries
-WITHOUT_MODEL = 272_000_000  # fitted: the same for a run that builds no model
+WITH_MODEL = 298_000_000  # fitted: Python with torch and transformers' model code, without the files of libraries
+WITHOUT_MODEL = 284_000_000  # fitted: the same for a run that builds no model
 WITH_GGUF = 26_000_000  # fitted: more with the gguf package and a vocabulary
 ALGEBRA = 26_000_000  # fitted: more once a run factorises a matrix
 FLOAT32_ALGEBRA = 12_000_000  # fitted: the same where that is done in float32 alone
@@ -44,7 +44,11 @@ BEING_DECODED = 7  # counted, for each weight: its value, its code as stored and
 LOGIT_AGREEMENT = 24  # counted, for each logit of a validated window: six tensors of float32
 DRAFT_LOGITS = 12  # fitted, for each logit of a draft head at each depth, and its gradient
 GRADIENT_VALUES = 32  # fitted, for each token and row of the largest matrix, or hidden channel: kept for gradients
+SOLVED = 16  # fitted, for each weight of the matrices that are solved as one
+PRUNED_ALONE = 28  # fitted, for each weight of a matrix that is pruned without statistics, and so is solved alone
 TRAINED = 0.5  # assumed, for each weight: the factor of its group, what is learnt of it, its gradient, and the best
+LEARNT = 20  # counted, for each weight learnt for itself: what is learnt, its gradient, two of Adam's, and the best
+TRAINING_STATE = 32  # counted, of a disk, for each of these: four of them, twice while they are written anew
 DECODED = 12 << 24  # counted, in all: packed weights that are decoded at once in validation, codes and temporaries too
 
 

@@ -32,7 +32,6 @@ from llmcompress.engine.source.matrix_refs import Matrices, matrices_of
 from llmcompress.engine.source.open import checkpoint_headers, source_headers
 from llmcompress.engine.source.quantised import DecodedCheckpoint, DecodedHeaders, code_grid, kept_grid, note_decoded
 from llmcompress.engine.source.stacked import unstacked_headers
-from llmcompress.engine.source.tensor_names import Anatomy
 from llmcompress.errors import PlanError
 from llmcompress.formats.base import Entry, Format, TensorSpec
 from llmcompress.formats.gguf.file import GgufFile
@@ -147,7 +146,7 @@ class SafetensorsOutput:
         if self.options.adapter is not None:
             headers = with_adapter(headers, matrices, self.options.adapter, self.ledger)
         matrices = with_sites(headers, matrices, self.recipe, self.options.trust_remote_code, self.ledger)
-        anatomy = Anatomy(headers, matrices.spec, matrices.prefix, matrices.layers)
+        anatomy = matrices.anatomy(headers)
         headers = transformed_headers(headers, self.recipe, anatomy, self.ledger)
         matrices = with_outside(matrices, replace(anatomy, headers=headers), self.recipe.method, self.format)
         types = gguf_types(self.recipe.method)

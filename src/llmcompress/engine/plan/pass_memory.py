@@ -129,14 +129,15 @@ def fit_memory(sizes: ModelSizes, resources: Resources, compensated: bool, sampl
     return MemoryModel(memory.process(resources.threads, memory.ALGEBRA), phases)
 
 
-def recover_memory(sizes: ModelSizes, resources: Resources, at_once: int) -> MemoryModel:
-    """Of training the scales of a model. at_once: windows of a step."""
+def recover_memory(sizes: ModelSizes, resources: Resources, at_once: int, learnt: int) -> MemoryModel:
+    """Of training a compressed model. at_once: windows of a step. learnt: weights that are trained each for itself."""
     item, threads = resources.item_bytes, resources.threads
     shares, weights = threads + 1, sum(matrix.rows * matrix.columns for layer in sizes.layers for matrix in layer)
     kept = [
         Term("embedding and both heads", 2 * sizes.largest[0] * item),
         Term("states", (len(sizes.layers) + 2) * at_once * sizes.length * sizes.hidden * item),
         Term("factors", int(memory.TRAINED * weights)),
+        Term("weights that are learnt", memory.LEARNT * learnt),
     ]
     logits = Term("logits", memory.LOGIT_GRADIENT * memory.HEAD_TOKENS * sizes.vocabulary * threads)
     phases = [sizes.entering(resources), sizes.writing, Phase("head", [*kept, logits])]

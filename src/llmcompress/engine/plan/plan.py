@@ -8,7 +8,7 @@ from typing import Any
 from llmcompress.arch.spec import ArchSpec
 from llmcompress.engine.plan.estimate import Estimate
 from llmcompress.engine.plan.importance import Importance
-from llmcompress.engine.plan.matrix_plan import MatrixPlan
+from llmcompress.engine.plan.matrix_plan import MatrixPlan, runs_text
 from llmcompress.engine.plan.resources import Resources
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.source.tensor_names import Anatomy
@@ -73,7 +73,7 @@ class Plan:
     @property
     def calibrated(self) -> bool:
         """Whether windows of text run through the model."""
-        return self.recipe.needs_calibration or any(matrix.needs_calibration for matrix in self.matrices)
+        return runs_text(self.recipe, self.matrices)
 
     @property
     def original_samples(self) -> int:

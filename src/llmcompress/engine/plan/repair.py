@@ -9,9 +9,10 @@ from typing import Any
 
 from llmcompress.engine.plan.matrix_options import matches
 from llmcompress.engine.plan.plan import Plan
+from llmcompress.engine.targets.base import Target
 from llmcompress.engine.targets.facts import Changes, Violation
-from llmcompress.engine.targets.table import Target
-from llmcompress.engine.targets.verdicts import label, violations
+from llmcompress.engine.targets.machine import Machine
+from llmcompress.engine.targets.verdicts import label, remarks, violations
 from llmcompress.errors import PlanError
 from llmcompress.formats.base import Entry
 from llmcompress.formats.entry_checks import named, quantised
@@ -22,8 +23,10 @@ _ROUNDS = 20  # a repair may cause the next violation; no recipe needs so many r
 _EVERYWHERE = "all matrices"
 
 
-def repaired_plan(draft: Callable[[Recipe], Plan], recipe: Recipe, target: Target, tp: int, repair: bool) -> Plan:
-    """A plan whose result the target loads on `tp` devices. draft: makes a plan of a recipe.
+def repaired_plan(
+    draft: Callable[[Recipe], Plan], recipe: Recipe, target: Target, machine: Machine, repair: bool
+) -> Plan:
+    """A plan whose result the target loads on a machine. draft: makes a plan of a recipe.
 
     Where the target does not load the result of `recipe` itself, `repair` allows to change the recipe; PlanError
     without it, and where no repair is known.
@@ -33,49 +36,51 @@ def repaired_plan(draft: Callable[[Recipe], Plan], recipe: Recipe, target: Targe
     sizes = [entry for entry in plan.ledger if entry.kind == "group_size"]
     notes: list[LedgerEntry] = []
     for _ in range(_ROUNDS):
-        checkpoint = plan.entries, plan.headers.config, tp
+        checkpoint = plan.entries, plan.headers.config, machine
         found = violations(target, plan.format.name, *checkpoint)
         if not found:
             break
         first = found[0]
         another = None if first.changes else other_format(target, plan.format.name, *checkpoint)
         if not repair or not (first.changes or another):
-            raise _refused(first, target, tp, another)
+            raise _refused(first, target, machine, another)
         if another is not None:
             done = [("format", f"{another} instead of {plan.format.name}")]
             recipe = recipe.model_copy(update={"output": recipe.output.model_copy(update={"format": another})})
         else:
             recipe, done = repaired_recipe(recipe, plan.entries, first.changes)
-        purpose = f"so that {label(target, tp)} loads it: {first.what}"
+        purpose = f"so that {label(target, machine)} loads it: {first.what}"
         notes += [LedgerEntry("target", subject, f"{change}, {purpose}") for subject, change in done]
         plan = draft(recipe)
     else:
         raise PlanError(f"no repair was found within {_ROUNDS} steps: {first}", first.by_hand or None)
-    if target.remark and plan.format.name != "dense":
-        notes.append(LedgerEntry("target", target.name, target.remark))
+    notes += [
+        LedgerEntry("target", target.name, remark)
+        for remark in remarks(target, plan.format.name, plan.entries, plan.headers.config, machine)
+    ]
     return plan.with_notes([*sizes, *notes])
 
 
-def _refused(violation: Violation, target: Target, tp: int, another: str | None) -> PlanError:
+def _refused(violation: Violation, target: Target, machine: Machine, another: str | None) -> PlanError:
     ways = []
     if violation.changes or another:
         ways.append(f"pass --repair to {violation.mending if violation.changes else f'write format {another}'}")
     if violation.by_hand or another:
         ways.append(violation.by_hand or f"use --format {another}")
     subject = named(violation.modules) if violation.modules else "this"
-    devices = f" on {tp} devices" if tp > 1 and target.tensor_parallel else ""
+    devices = f" on {machine.tp} devices" if machine.tp > 1 and target.tensor_parallel else ""
     hint = ", or ".join(ways) or "use --format dense"
     return PlanError(f"{target.title} does not load {subject}{devices}: {violation.what}", hint)
 
 
 def other_format(
-    target: Target, format_: str, entries: Sequence[Entry], config: Mapping[str, Any], tp: int
+    target: Target, format_: str, entries: Sequence[Entry], config: Mapping[str, Any], machine: Machine
 ) -> str | None:
     """Another format in which the target loads the same matrices. Decoded weights only where codes do not survive."""
     for name in target.formats:
         if name == format_ or (name == "dense" and not target.decodes):
             continue
-        if not formats()[name].refuses(entries, config) and not violations(target, name, entries, config, tp):
+        if not formats()[name].refuses(entries, config) and not violations(target, name, entries, config, machine):
             return name
     return None
 

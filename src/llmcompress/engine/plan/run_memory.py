@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 
 from llmcompress.engine.plan import memory_model as memory
-from llmcompress.engine.plan.matrix_plan import MatrixPlan
+from llmcompress.engine.plan.matrix_plan import MatrixPlan, runs_text
 from llmcompress.engine.plan.memory_model import Device, MemoryModel, Phase, Term
 from llmcompress.engine.plan.resources import Resources
 from llmcompress.engine.source.header_checks import hidden_width, likely_vocabulary
@@ -46,7 +46,7 @@ class RunMemory:
         self.item, self.threads = resources.item_bytes, resources.threads
         self.matrices = [plan for layer in layers for plan in layer]
         measured = any(plan.needs_calibration for plan in self.matrices)
-        self.calibrated = recipe.needs_calibration or measured
+        self.calibrated = runs_text(recipe, self.matrices)
         self.counted = measured if resources.gpu else self.calibrated
         self.paired = any(plan.original_samples for plan in self.matrices)
         self.weighed = any(plan.weighs_tokens for plan in self.matrices)
@@ -173,7 +173,7 @@ class RunMemory:
             at_once = 12 * min(rows, SOLVED_ROWS * self.threads // every) if plan.inverts else 0
             searched = memory.OUTPUT_SEARCH * PRODUCT_ROWS * self.threads if plan.method.clip == "output" else 0
             at_work = Term("rows at work", max(every * at_once, searched) * columns)
-            weights = Term("weights", every * 16 * rows * columns)
+            weights = Term("weights", every * _solved_bytes(plan) * rows * columns)
             if not plan.entry.block:
                 weights, at_work = self._head(plan, at_work)
             statistics = Term("statistics", every * squares * 4 * columns**2)
@@ -244,7 +244,7 @@ class _GpuRunMemory(RunMemory):
     def solving(self, layer: Layer) -> Iterator[list[Term]]:
         """Each stage: its weights, statistics and rows at work; before that what is made of its drift."""
         for rows, columns, plan in _stages(layer):
-            weights, square = self.term("weights", 16 * rows * columns), 4 * columns**2
+            weights, square = self.term("weights", _solved_bytes(plan) * rows * columns), 4 * columns**2
             at_once = 32 * min(rows, solved_rows(columns, gpu=True)) * columns if plan.inverts else 0
             searched = memory.GPU_SEARCH * min(MORE_ON_GPU * SEARCHED, rows * columns)
             # of float32: the Gram matrix, in order, and twice that in float64, with what the cast makes
@@ -277,9 +277,15 @@ def _stages(layer: Layer) -> list[tuple[int, int, MatrixPlan]]:
     """Rows of all matrices that read one space and are solved as one, columns, and the last of them."""
     stages: dict[tuple[str, str], tuple[int, int, MatrixPlan]] = {}
     for plan in layer:
-        key, rows = (plan.space, plan.settings), plan.entry.out_features
+        key = (plan.path if plan.solved_alone else plan.space, plan.settings)
+        rows = plan.entry.out_features
         stages[key] = (rows + stages[key][0] if key in stages else rows, plan.entry.in_features, plan)
     return list(stages.values())
+
+
+def _solved_bytes(plan: MatrixPlan) -> int:
+    """For each weight of the matrices that are solved as one."""
+    return memory.PRUNED_ALONE if plan.pruner is not None and plan.solved_alone else memory.SOLVED
 
 
 def _site(plan: MatrixPlan) -> str:

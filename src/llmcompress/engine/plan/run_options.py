@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmcompress.engine.targets.machine import Machine
+
 
 @dataclass(frozen=True)
 class Options:
@@ -23,8 +25,14 @@ class Options:
     trust_remote_code: bool = False
     target: str | None = None
     tp: int = 1
+    gpu: str | None = None
     repair: bool = False
     max_memory: int | None = None
     max_gpu_memory: int | None = None
     stats: Path | None = None
     adapter: Path | None = None
+
+    @property
+    def machine(self) -> Machine:
+        """What the target runs on; RecipeError for an unknown GPU."""
+        return Machine.named(self.tp, self.gpu)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from llmcompress.arch.scaling_site import Site
 from llmcompress.engine.source.matrix_refs import Matrices
 from llmcompress.engine.source.open import config_of
-from llmcompress.engine.source.tensor_names import Anatomy
 from llmcompress.errors import PlanError
 from llmcompress.ledger import Ledger
 from llmcompress.recipe import Recipe
@@ -29,7 +28,7 @@ def with_sites(
 
     spec = matrices.spec
     found = prove_sites(config_of(headers, trust_remote_code), headers.tensors, spec, trust_remote_code)
-    anatomy = Anatomy(headers, spec, matrices.prefix, matrices.layers)
+    anatomy = matrices.anatomy(headers)
     absent = {
         part.path
         for layer, sites in found.sites.items()

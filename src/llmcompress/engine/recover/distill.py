@@ -92,7 +92,9 @@ class Distillation:
                 for slopes, gradient in through:
                     _add(found, slopes)
                     back.append(gradient)
-        return total / len(windows), {name: slope / len(windows) for name, slope in found.items()}
+        for slope in found.values():
+            slope /= len(windows)
+        return total / len(windows), found
 
     def _entering(self, windows: Sequence[int]) -> list[Tensor]:
         assert self._outer is not None  # within `heads`
@@ -208,4 +210,4 @@ def _divergence(wanted: Tensor, logits: Tensor) -> Tensor:
 
 def _add(found: dict[str, Tensor], slopes: Mapping[str, Tensor]) -> None:
     for name, slope in slopes.items():
-        found[name] = found[name] + slope if name in found else slope
+        found[name] = found[name].add_(slope) if name in found else slope

@@ -1,5 +1,6 @@
 """What multiplied the source's tensors before they were written, as the output's transforms.npz records it."""
 
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from llmcompress.engine.recover.recover_plan import RecoverPlan
+from llmcompress.engine.source.header_checks import numbered
 from llmcompress.engine.source.open import open_checkpoint
 from llmcompress.errors import CheckpointError
 from llmcompress.npzfile import read_arrays
@@ -21,7 +23,7 @@ class Factors:
     def __init__(self, plan: RecoverPlan) -> None:
         self.plan, self.original = plan, open_checkpoint(plan.original)
         self.arrays = _read(plan)
-        steps = plan.report["recipe"].get("steps")
+        steps = plan.report.get("recipe", {}).get("steps")
         self.rotated = any(isinstance(step, dict) and step.get("method") == "rotate" for step in steps or ())
         spec = plan.opened.matrices.spec
         norms = [*spec.norms, *([] if spec.final is None else [spec.final])]
@@ -35,10 +37,15 @@ class Factors:
         return self._offsets.get(path, 0.0) if recorded is None else float(recorded)
 
     def source(self, name: str) -> Tensor | None:
-        """The tensor of the source times its factors, float32; None where it is not known, as after a rotation."""
-        if self.rotated or name not in self.original:
+        """The tensor of the source times its factors, float32.
+
+        None where it is not known, as after a rotation, or has lost channels.
+        """
+        there = self._name_in_source(name)
+        stored = self.plan.original.tensors.get(there)
+        if self.rotated or stored is None or stored.spec.shape != self.plan.opened.headers.tensors[name].spec.shape:
             return None
-        work = self.original.read_finite(name).to(torch.float64)
+        work = self.original.read_finite(there).to(torch.float64)
         offset = float(self.arrays.get(f"{name}/offset", np.float64(0)))
         for axis in range(work.dim()):
             factor = self.arrays.get(f"{name}/{axis}")
@@ -46,6 +53,15 @@ class Factors:
                 shape = [-1 if dim == axis else 1 for dim in range(work.dim())]
                 work = (work + offset) * torch.from_numpy(factor.astype(np.float64)).view(shape) - offset
         return work.to(torch.float32)
+
+    def _name_in_source(self, name: str) -> str:
+        """What a tensor is called in the source, where layers may have other numbers."""
+        prefix, removed = self.plan.opened.matrices.prefix, self.plan.removed_layers
+        found = numbered(prefix).match(name)
+        if found is None or not removed:
+            return name
+        kept = (number for number in count() if number not in removed)
+        return f"{prefix}.{next(islice(kept, int(found[1]), None))}.{name[found.end() :]}"
 
     def base(self, name: str, weight: Tensor) -> Tensor:
         """The weight of a norm before it was rounded to the type that it is stored in, float32."""

@@ -1,15 +1,17 @@
 """Planning the recovery of a compressed model: what of it is trained, on which text, and what that takes."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from llmcompress.engine.plan.memory_model import TRAINING_STATE
 from llmcompress.engine.plan.pass_memory import recover_memory
 from llmcompress.engine.plan.paths import check_room
 from llmcompress.engine.plan.run_options import Options
-from llmcompress.engine.source.header_checks import hidden_width
+from llmcompress.engine.source.header_checks import hidden_width, numbered
 from llmcompress.engine.source.matrix_refs import Matrices, matrices_of
 from llmcompress.engine.source.open import source_headers
 from llmcompress.engine.source.quantised import DecodedHeaders, decoded_headers, in_own_type
@@ -30,14 +32,20 @@ SHARE = 1 / 100  # of the mean relative error of the matrices: the rate, where n
 MADE_FROM = "give the model it was made from: --ref"
 
 
+Weights = Literal["full", "low-rank"]
+"""How weights that nothing has rounded are trained: each for itself, or by a change of low rank."""
+
+
 class RecoverRequest(NamedTuple):
     """What a user asks for. steps: of training, each of AT_ONCE windows.
 
-    rate: by which a step moves a logarithm at most; None for a share of what rounding has changed.
+    rate: by which a step moves a logarithm at most; None for a share of what rounding has changed. weights: how those
+    of models that lost some are trained.
     """
 
     steps: int
     rate: float | None = None
+    weights: Weights = "low-rank"
 
 
 @dataclass(frozen=True)
@@ -66,12 +74,44 @@ class RecoverPlan:
         errors = [item["relative_error"] for item in self.report["linears"] if item["grid"]]
         if errors:
             return float(f"{SHARE * sum(errors) / len(errors):.2g}")
-        return _PRUNED_RATE if any("pruner" in item for item in self.report["linears"]) else _RATE
+        return _PRUNED_RATE if self.learns_weights else _RATE
 
     @property
     def passes(self) -> float:
         """Passes of the text through a whole model, forward or back: one of the original, and those of training."""
         return 1 + 4 * AT_ONCE * self.request.steps / self.opened.text.samples
+
+    @property
+    def reshaped(self) -> bool:
+        """Whether layers or channels were removed from the original."""
+        return is_reshaped(self.report)
+
+    @property
+    def removed_layers(self) -> Sequence[int]:
+        """The numbers of the layers that were removed from the original."""
+        found: Sequence[int] = self.report.get("depth", {}).get("removed", ())
+        return found
+
+    @property
+    def learns_weights(self) -> bool:
+        """Whether weights of some matrix are trained."""
+        return self.reshaped or any(_left_by_pruning(item) for item in self.report["linears"])
+
+    def learns_weights_of(self, module: str) -> bool:
+        """Whether the weights of the matrix of a module are trained."""
+        return self.reshaped or _left_by_pruning(self.records.get(module, {}))
+
+    @property
+    def full_weights(self) -> int:
+        """The number of weights that are trained each for itself."""
+        if self.request.weights != "full":
+            return 0
+        shapes = (
+            self.opened.headers.tensors[f"{ref.module}.weight"].spec.shape
+            for ref in self.opened.matrices.refs
+            if self.learns_weights_of(ref.module)
+        )
+        return sum(map(prod, shapes))
 
     @cached_property
     def records(self) -> dict[str, Mapping[str, Any]]:
@@ -87,7 +127,7 @@ class RecoverPlan:
     def identity(self) -> dict[str, Any]:
         """What a work directory says of its run; a later start goes on only where all of this is equal."""
         return {
-            "recover": {"steps": self.request.steps, "rate": self.rate},
+            "recover": {**self.request._asdict(), "rate": self.rate},
             "text": [None if text is None else text.model_dump(mode="json") for text in (self.opened.text, self.other)],
             "model": self.original.contents,
             "compressed": self.report.get("sha256"),
@@ -119,18 +159,34 @@ def plan_recover(
         raise PlanError(f"an adapter was merged into {compressed}, so {original} is not what it was made from")
     if report["source"].get("headers_sha256") != source.fingerprint:
         raise CheckpointError(f"{compressed} was not made from {original}, by its report.json", MADE_FROM)
-    _refuse_unlike(opened.headers, source)
+    _refuse_unlike(opened, source, is_reshaped(report))
     shipped = Calibration(samples=text.samples, length=text.length, seed=text.seed)
     other = None if text.source == shipped.source or not has_tokenizer(original) else shipped
     scratch = text.samples * text.length * hidden_width(source) * opened.resources.item_bytes
     scratch += 0 if other is None else scratch // ONE_OF
     work = options.work or opened.out.with_name(f"{opened.out.name}.work")
     refuse_unwritable(work)
-    check_room((opened.out, stored.nbytes), (work, scratch))
-    memory = partial(recover_memory, opened.sizes, at_once=AT_ONCE)
-    opened = opened.within_memory(memory)
-    peak = memory(opened.resources).peak("host")
-    return RecoverPlan(opened, source, matrices, report, request, other, peak, scratch, work)
+    plan = RecoverPlan(opened, source, matrices, report, request, other, 0, scratch, work)
+    learnt = plan.full_weights
+    plan = replace(plan, scratch_bytes=scratch + TRAINING_STATE * learnt)
+    check_room((opened.out, stored.nbytes), (work, plan.scratch_bytes))
+    memory = partial(recover_memory, opened.sizes, at_once=AT_ONCE, learnt=learnt)
+    try:
+        opened = opened.within_memory(memory)
+    except PlanError as error:
+        hint = f"{error.hint}, or use --weights low-rank" if learnt else error.hint
+        raise PlanError(error.message, hint) from None
+    return replace(plan, opened=opened, memory_bytes=memory(opened.resources).peak("host"))
+
+
+def is_reshaped(report: Mapping[str, Any]) -> bool:
+    """Whether a report is of a model that lost layers or channels."""
+    return bool(report.keys() & {"depth", "width"})
+
+
+def _left_by_pruning(record: Mapping[str, Any]) -> bool:
+    """Whether a matrix was pruned, and nothing has rounded it."""
+    return "pruner" in record and record.get("grid") is None
 
 
 def _report(compressed: Path) -> Mapping[str, Any]:
@@ -139,10 +195,15 @@ def _report(compressed: Path) -> Mapping[str, Any]:
     if not file.is_file():
         raise CheckpointError(f"{compressed} has no report.json", "give a directory that llmcompress wrote")
     report = read_json(file)
-    parts = {"linears": list, "tensors": dict, "files": dict, "ledger": list, "recipe": dict, "source": dict}
+    parts = {"linears": list, "tensors": dict, "files": dict, "ledger": list, "source": dict}
+    parts |= {} if is_reshaped(report) else {"recipe": dict}
     for name, kind in parts.items():
         if not isinstance(report.get(name), kind):
             raise CheckpointError(f"{file} does not tell of its {name}", "compress the model again, with this version")
+    removed = report.get("depth", {"removed": []})
+    removed = removed.get("removed") if isinstance(removed, Mapping) else None
+    if not isinstance(removed, list) or not all(isinstance(number, int) for number in removed):
+        raise CheckpointError(f"{file} does not tell which layers were removed", "remove them again, with this version")
     kinds = {"name": str, "grid": str | None, "relative_error": float | int}
     for item in report["linears"]:
         if not isinstance(item, Mapping) or not all(isinstance(item.get(key), kind) for key, kind in kinds.items()):
@@ -150,12 +211,16 @@ def _report(compressed: Path) -> Mapping[str, Any]:
     return report
 
 
-def _refuse_unlike(headers: ModelHeaders, source: ModelHeaders) -> None:
-    """CheckpointError for a tensor of a layer that only one of the models has, or in another shape."""
-    for name, stored in headers.tensors.items():
+def _refuse_unlike(opened: OpenModel, source: ModelHeaders, reshaped: bool) -> None:
+    """CheckpointError for a tensor of a layer that only one of the models has, or in another shape.
+
+    reshaped: whether it is layers that may be so, and nothing else.
+    """
+    inside = numbered(opened.matrices.prefix)
+    for name, stored in opened.headers.tensors.items():
         other = source.tensors.get(name)
-        if ".layers." in name and (other is None or other.spec.shape != stored.spec.shape):
+        if (inside.match(name) is None) == reshaped and (other is None or other.spec.shape != stored.spec.shape):
             raise CheckpointError(
-                f"{headers.path} has another structure than {source.path}: {name} is not the same in both",
+                f"{opened.headers.path} has another structure than {source.path}: {name} is not the same in both",
                 MADE_FROM,
             )

@@ -13,7 +13,7 @@ from llmcompress.engine.process.process_memory import keep_freed_memory, return_
 from llmcompress.engine.recover.distill import Distillation
 from llmcompress.engine.recover.recover_plan import AT_ONCE, MADE_FROM, ONE_OF, RecoverPlan
 from llmcompress.engine.recover.rewritten import write_recovered
-from llmcompress.engine.recover.trained import TrainedMatrix, TrainedNorm, TrainedPruned, TrainedWeights
+from llmcompress.engine.recover.trained import TrainedMatrix, TrainedNorm, TrainedWeight, TrainedWeights
 from llmcompress.engine.recover.trained_parts import TrainedParts
 from llmcompress.engine.recover.training import Look, NoGainError, Training, TrainingText
 from llmcompress.engine.run.forward import Forward, Stream
@@ -33,6 +33,7 @@ from llmcompress.workers import SERIAL, Workers
 
 Watch = Callable[[int, int], None]
 _STREAM = "original"
+_KEPT = 8  # times that what was learnt is kept, where it is as large as the model
 
 
 def recover(plan: RecoverPlan, watch: Watch = lambda done, of: None) -> dict[str, Any]:
@@ -57,7 +58,8 @@ def recover(plan: RecoverPlan, watch: Watch = lambda done, of: None) -> dict[str
             layers, steps = len(teacher.layers), plan.request.steps
             states = _states(plan, teacher, text.tokens, staged, workers, lambda done: watch(done, layers + steps))
             learner = Distillation(student, teacher, states, text.tokens, parts.by_name, parts.places, workers)
-            training = Training(learner, text, steps, AT_ONCE, plan.rate, opened.text.seed)
+            keeps = max(1, steps // _KEPT) if plan.full_weights else 1
+            training = Training(learner, text, steps, AT_ONCE, plan.rate, opened.text.seed, keeps)
             try:
                 first, best = training.run(staged, lambda done: watch(layers + done, layers + steps))
             except NoGainError:
@@ -134,7 +136,8 @@ def _record(plan: RecoverPlan, parts: TrainedParts, text: TrainingText, first: L
         "rate": plan.rate,
         "best_step": best.step,
         "matrices": sum(isinstance(item, TrainedMatrix) for item in trained),
-        "pruned": sum(isinstance(item, TrainedPruned) for item in trained),
+        "pruned": sum(isinstance(item, TrainedWeight) for item in trained),
+        "weights": request.weights if plan.learns_weights else None,
         "norms": sum(isinstance(item, TrainedNorm) for item in trained),
         "calibration": calibration_facts(text.tokens),
         "held_back": {

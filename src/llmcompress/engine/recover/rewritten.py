@@ -10,7 +10,7 @@ from torch import Tensor
 from llmcompress import __version__
 from llmcompress.engine.recover.factors import FACTORS, Factors
 from llmcompress.engine.recover.recover_plan import RecoverPlan
-from llmcompress.engine.recover.trained import Trained, TrainedMatrix, TrainedNorm, TrainedPruned
+from llmcompress.engine.recover.trained import Trained, TrainedMatrix, TrainedNorm, TrainedWeight
 from llmcompress.engine.recover.trained_parts import encoded
 from llmcompress.formats.front_matter import front_matter
 from llmcompress.store.checkpoint import Checkpoint
@@ -27,7 +27,7 @@ def write_recovered(
     """Write all files of the model; returns the report, with the `record` of what was done."""
     stored, factors = Checkpoint(plan.stored), Factors(plan)
     specs = [item.spec for item in plan.stored.tensors.values()]
-    output = plan.report["recipe"].get("output")
+    output = plan.report.get("recipe", {}).get("output")
     shard = output.get("shard_size") if isinstance(output, Mapping) else None
     hashes = out.write_weights(specs, _tensors(plan, trained, stored), shard)
     for name, item in trained.items():
@@ -39,7 +39,10 @@ def write_recovered(
     for name in plan.report["files"]:
         if name not in written and not name.endswith((".safetensors", ".safetensors.index.json")):
             out.copy_file(plan.stored.path, name)
-    linears = [_record(item, trained.get(f"{item['name']}.weight"), factors) for item in plan.report["linears"]]
+    linears = [
+        _record(item, trained.get(f"{item['name']}.weight"), factors, stored)
+        for item in (*plan.report["linears"], *_unrecorded(plan, trained))
+    ]
     card = plan.stored.path / _CARD
     text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     out.write_text(_CARD, f"{_without_figures(text).rstrip()}\n\n{_said(record)}")
@@ -58,7 +61,7 @@ def _tensors(plan: RecoverPlan, trained: Mapping[str, Trained], stored: Checkpoi
         if module is not None:
             made |= encoded(plan, module, matrices.pop(module).coded())
         whole = trained.get(name)
-        if isinstance(whole, TrainedNorm | TrainedPruned):
+        if isinstance(whole, TrainedNorm | TrainedWeight):
             made[name] = whole.value()
         yield name, made.pop(name) if name in made else stored.read(name)
 
@@ -70,15 +73,36 @@ def _modules_of(name: str) -> Iterator[str]:
         yield name
 
 
-def _record(record: Mapping[str, Any], trained: Trained | None, factors: Factors) -> dict[str, Any]:
-    """The record of a matrix, with its error of now; without what was measured of its scales as they were."""
-    if not isinstance(trained, TrainedMatrix | TrainedPruned):
+def _unrecorded(plan: RecoverPlan, trained: Mapping[str, Trained]) -> Iterator[dict[str, Any]]:
+    """Records of trained matrices that the report has none of, since only what is around them was removed."""
+    method = "depth" if "depth" in plan.report else "width"
+    for ref in plan.opened.matrices.refs:
+        if f"{ref.module}.weight" in trained and ref.module not in plan.records:
+            shape = list(plan.own[f"{ref.module}.weight"].spec.shape)
+            yield {
+                "name": ref.module,
+                "method": method,
+                "grid": None,
+                "shape": shape[::-1] if ref.linear.conv1d else shape,
+                "permuted": False,
+                "transposed": ref.linear.conv1d,
+            }
+
+
+def _record(record: Mapping[str, Any], trained: Trained | None, factors: Factors, stored: Checkpoint) -> dict[str, Any]:
+    """The record of a matrix, with its error of now; without what was measured of its scales as they were.
+
+    stored: the model as it was before, to which the error is where channels of the source are gone.
+    """
+    if not isinstance(trained, TrainedMatrix | TrainedWeight):
         return dict(record)
+    name = f"{record['name']}.weight"
     kept = {**{key: value for key, value in record.items() if key not in _MEASURED}, "recovered": True}
-    source = factors.source(f"{record['name']}.weight")
-    if source is None:
+    source = factors.source(name)
+    if source is None and not factors.plan.reshaped:
         return kept
-    return {**kept, "relative_error": _relative_error(trained.value().to(torch.float32), source)}
+    before = stored.read(name).to(torch.float32) if source is None else source
+    return {**kept, "relative_error": _relative_error(trained.value().to(torch.float32), before)}
 
 
 def _relative_error(value: Tensor, source: Tensor) -> float:
@@ -105,7 +129,7 @@ def _said(record: Mapping[str, Any]) -> str:
         f"{name}: {item['kl_before']:.4g} before, {item['kl']:.4g} after" for name, item in record["held_back"].items()
     )
     scales = f"the scales of {record['matrices']} matrices"
-    weights = f"the weights that stayed of {record['pruned']} pruned matrices"
+    weights = f"the weights that stayed of {record['pruned']} matrices"
     parts = [*([scales] if record["matrices"] else []), *([weights] if record["pruned"] else [])]
     trained = " and ".join([*parts, f"the gains of {record['norms']} norms"])
     return (

@@ -1,10 +1,11 @@
-"""What is trained of a compressed model: scales of matrices on codes, weights that pruning left, and gains of norms.
+"""What is trained of a compressed model: scales of matrices on codes, weights nothing has rounded, and gains of norms.
 
 Scales and gains are multiplied by factors, whose logarithms are learnt, from zero on; codes and zeros stay as they are.
 The model runs on values rounded to the types that they are stored in; gradients pass the rounding as if there were none
 (straight through, arXiv:1308.3432).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol
@@ -13,10 +14,11 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from llmcompress.engine.recover.recover_plan import Weights
 from llmcompress.grids.coded import Coded
 from llmcompress.store.checkpoint import Checkpoint
 
-RANK = 16  # of what is added to a pruned matrix
+RANK = 16  # of what is added to a matrix
 
 
 class Learnt(Protocol):
@@ -85,40 +87,85 @@ class TrainedMatrix:
         return sums.index_add_(1, self.index.to(product.device), product).to(self.learnt.device)
 
 
-class TrainedPruned:
-    """A pruned matrix, of which weights that stay are learnt: the change is a product of two matrices of low rank
-    (LoRA, arXiv:2106.09685), of which the second begins as zeros, and the first as signs.
+class TrainedWeight(ABC):
+    """A matrix that nothing has rounded, of which weights are learnt.
 
-    learnt [RANK, columns + rows]: both, side by side. A step of all numbers by the rate moves a weight by as large a
-    share of the root mean square of the weights, times the root of the rank at most.
+    learnt: float32; a step of all numbers by the rate moves the weights by a share of their root mean square.
     """
 
     pace: ClassVar[float] = 1.0
+    learnt: Tensor
 
-    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
-        """name: of the tensor, which is read again for each value."""
-        self.checkpoint, self.name = checkpoint, name
+    def __init__(self, checkpoint: Checkpoint, name: str, sparse: bool) -> None:
+        """name: of the tensor, which is read again for each value. sparse: whether its zeros stay."""
+        self.checkpoint, self.name, self.sparse = checkpoint, name, sparse
         base = checkpoint.read_finite(name)
-        rows, self.columns = base.shape
-        self.dtype = base.dtype
-        left = int(base.count_nonzero())
-        self.unit = float(base.to(torch.float32).norm()) / max(left * RANK, 1) ** 0.5
+        self.shape, self.dtype = base.shape, base.dtype
+        self.root_mean_square: float = float(base.to(torch.float32).norm()) / max(int(base.count_nonzero()), 1) ** 0.5
+
+    def value(self) -> Tensor:
+        base = self.checkpoint.read(self.name)
+        moved = self._moved(base.to(torch.float32))
+        return (torch.where(base == 0, 0, moved) if self.sparse else moved).to(self.dtype)
+
+    def slope(self, value: Tensor, gradient: Tensor) -> Tensor:
+        stays = torch.where(value == 0, 0, gradient) if self.sparse else gradient
+        slope: Tensor = self._at_learnt(stays.to(torch.float32))
+        return slope.to(self.learnt.device)
+
+    @abstractmethod
+    def _moved(self, base: Tensor) -> Tensor:
+        """The weights [rows, columns] float32, with what is learnt."""
+
+    @abstractmethod
+    def _at_learnt(self, gradient: Tensor) -> Tensor:
+        """The gradient at `learnt`, from that at the weights [rows, columns]."""
+
+
+class FullWeight(TrainedWeight):
+    """Every weight is learnt. learnt [rows, columns]."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str, sparse: bool) -> None:
+        super().__init__(checkpoint, name, sparse)
+        self.unit = self.root_mean_square / 2
+        self.learnt = torch.zeros(self.shape)
+
+    def _moved(self, base: Tensor) -> Tensor:
+        return base.add(self.learnt, alpha=self.unit)
+
+    def _at_learnt(self, gradient: Tensor) -> Tensor:
+        return self.unit * gradient
+
+
+class LowRankWeight(TrainedWeight):
+    """The change of the weights is a product of two matrices of low rank (LoRA, arXiv:2106.09685), of which the second
+    begins as zeros, and the first as signs.
+
+    learnt [RANK, columns + rows]: both, side by side.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, name: str, sparse: bool) -> None:
+        super().__init__(checkpoint, name, sparse)
+        rows, self.columns = self.shape
+        self.unit = self.root_mean_square / RANK**0.5
         signs = torch.randint(2, (RANK, self.columns), generator=torch.Generator().manual_seed(crc32(name.encode())))
         self.learnt = torch.cat([signs.to(torch.float32) * 2 - 1, torch.zeros(RANK, rows)], dim=1)
 
-    def value(self) -> Tensor:
-        base, (first, second) = self.checkpoint.read(self.name), self._factors(self.learnt)
-        moved = torch.addmm(base.to(torch.float32), second.t(), first, alpha=self.unit)
-        return torch.where(base == 0, 0, moved).to(self.dtype)
+    def _moved(self, base: Tensor) -> Tensor:
+        first, second = self._factors()
+        return torch.addmm(base, second.t(), first, alpha=self.unit)
 
-    def slope(self, value: Tensor, gradient: Tensor) -> Tensor:
-        first, second = (part.to(gradient.device) for part in self._factors(self.learnt))
-        stays = torch.where(value == 0, 0, gradient).to(torch.float32) * self.unit
-        return torch.cat([second @ stays, first @ stays.t()], dim=1).to(self.learnt.device)
+    def _at_learnt(self, gradient: Tensor) -> Tensor:
+        first, second = (part.to(gradient.device) for part in self._factors())
+        scaled = gradient * self.unit
+        return torch.cat([second @ scaled, first @ scaled.t()], dim=1)
 
-    def _factors(self, both: Tensor) -> tuple[Tensor, Tensor]:
+    def _factors(self) -> tuple[Tensor, Tensor]:
         """[RANK, columns] and [RANK, rows]."""
-        return both[:, : self.columns], both[:, self.columns :]
+        return self.learnt[:, : self.columns], self.learnt[:, self.columns :]
+
+
+WEIGHTS: Mapping[Weights, type[TrainedWeight]] = {"full": FullWeight, "low-rank": LowRankWeight}
 
 
 @dataclass

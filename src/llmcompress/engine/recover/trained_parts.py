@@ -1,4 +1,4 @@
-"""What of a compressed model is trained: matrices whose scales are free numbers, pruned ones, and gains of norms."""
+"""What of a compressed model is trained: scales that are free numbers, weights that nothing has rounded, and gains."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -9,7 +9,7 @@ from torch import nn
 from llmcompress.engine.recover.distill import TrainedPlace
 from llmcompress.engine.recover.factors import Factors
 from llmcompress.engine.recover.recover_plan import RecoverPlan
-from llmcompress.engine.recover.trained import Trained, TrainedMatrix, TrainedNorm, TrainedPruned
+from llmcompress.engine.recover.trained import WEIGHTS, Trained, TrainedMatrix, TrainedNorm, TrainedWeight
 from llmcompress.engine.source.quantised import DecodedHeaders
 from llmcompress.errors import CheckpointError, RunError
 from llmcompress.formats.base import Entry, TensorSpec
@@ -41,7 +41,7 @@ class TrainedParts:
             name = f"{ref.module}.weight"
             found: Trained | None = None
             if self._runs_as(ref.layer, ref.path, name):
-                found = self._matrix(ref.module) or self._pruned(ref.module)
+                found = self._matrix(ref.module) or self._weight(ref.module)
             if found is None:
                 self.plan.opened.ledger.note("untrained", ref.module, why)
                 continue
@@ -74,12 +74,12 @@ class TrainedParts:
             return None
         return found if all(torch.equal(part, self.stored.read(name)) for name, part in again.items()) else None
 
-    def _pruned(self, module: str) -> TrainedPruned | None:
-        """The matrix of a module, if it was pruned and nothing has rounded it."""
-        name, record = f"{module}.weight", self.plan.records.get(module, {})
-        if "pruner" not in record or record["grid"] is not None or name not in self.stored:
+    def _weight(self, module: str) -> TrainedWeight | None:
+        """The matrix of a module, if it, or the model around it, was pruned, and nothing has rounded it."""
+        name = f"{module}.weight"
+        if not self.plan.learns_weights_of(module) or name not in self.stored:
             return None
-        return TrainedPruned(self.stored, name)
+        return WEIGHTS[self.plan.request.weights](self.stored, name, "pruner" in self.plan.records.get(module, {}))
 
     def _norms(self) -> None:
         factors = Factors(self.plan)

@@ -144,6 +144,7 @@ class Training:
         now = Look(self.adam.steps, divergences)
         before = [look for look in self.looks if look.gains(self.looks[0])]
         if self.looks and now.gains(self.looks[0]) and all(now.mean < look.mean for look in before):
+            self.best = {}  # not two of them at once
             self.best = {name: item.learnt.clone() for name, item in self.learner.trained.items()}
         self.looks.append(now)
 

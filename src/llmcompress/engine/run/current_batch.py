@@ -1,8 +1,7 @@
 """The batch that a thread is running through a layer, and how hooks end its forward early."""
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -33,11 +32,13 @@ class CurrentBatch(threading.local):
         return self.batch
 
 
-@contextmanager
-def until_stopped() -> Iterator[None]:
-    """Within, a layer runs until it ends or a hook calls `stop_forward`."""
-    with suppress(_Stopped):
-        yield
+def until_stopped() -> AbstractContextManager[None]:
+    """Within, a layer runs until it ends or a hook calls `stop_forward`.
+
+    No generator as `contextmanager` makes them: from Python 3.12 on, the exception and the frames that it has passed,
+    with the tensors they hold, would stay until Python looks for circles.
+    """
+    return suppress(_Stopped)
 
 
 def stop_forward() -> NoReturn:

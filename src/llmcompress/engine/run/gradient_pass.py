@@ -4,6 +4,7 @@ All windows run forward once, the hidden states that enter each layer being kept
 the head, through each layer anew, to the embedding.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -104,9 +105,17 @@ def fisher_information(
     _forward(model, tokens, states, workers, watch, left)
     return_freed_memory()
     found: Found = {}
-    if not states.known(GRADIENT, left):
-        _head(model, states, seed, found, outside)
-        watch(count + 1)
+    written = states.known(GRADIENT, left)  # by an earlier start, which did not keep what it knew of the head
+    if written and outside and not states.known(ENTERING, count):
+        raise states.lacking("what leaves the last layer")
+    if outside or not written:
+        with model.outer(embed=False, head=True) as causal:
+            gradients = _head(model, causal, states, seed, found, outside)
+            if written:
+                deque(gradients, maxlen=0)
+            else:
+                states.write(GRADIENT, count, gradients)
+                watch(count + 1)
     for number in reversed(range(left)):
         return_freed_memory()
         _layer(model, number, states, paths[number], found, gathering(number, workers), workers)
@@ -158,6 +167,10 @@ class _States:
         for kind, number in ((ENTERING, layer), (GRADIENT, layer + 1)):
             self._found.pop((kind, number)).file.rename(f"record-{kind}.partial")  # to be written over next
 
+    def lacking(self, what: str) -> RunError:
+        """The error for files that an earlier start should have left."""
+        return RunError(f"{self.folder.path} lacks {what}, or it is damaged", "start anew with --restart")
+
     def _stem(self, kind: str, layer: int) -> str:
         return f"record-{kind}-{layer:05d}"
 
@@ -172,10 +185,7 @@ def _forward(model: StreamedModel, tokens: Tensor, states: _States, workers: Wor
     """
     known = states.known(GRADIENT, left)
     if left < len(model.layers) and not known:
-        raise RunError(
-            f"{states.folder.path} lacks the gradients at layer {left}, or they are damaged",
-            "start anew with --restart",
-        )
+        raise states.lacking(f"the gradients at layer {left}")
     last = left - 1 if known else left
     if last >= 0 and not states.known(ENTERING, 0):
         with model.outer(embed=True, head=False):
@@ -190,23 +200,19 @@ def _forward(model: StreamedModel, tokens: Tensor, states: _States, workers: Wor
                 watch(number + 1)
 
 
-def _head(model: StreamedModel, states: _States, seed: int, found: Found, informed: bool) -> None:
-    """Write the gradients at the outputs of the last layer; if `informed`, add what is known of the head to `found`."""
-    last = len(model.layers)
-
-    def through(causal: torch.nn.Module) -> Iterator[Tensor]:
-        for window, hidden in enumerate(_on(model, states.of(ENTERING, last))):
-            generator = torch.Generator().manual_seed((seed + window) % (1 << 63))
-            parts = []
-            for piece in torch.split(hidden, HEAD_TOKENS, dim=1):
-                part, gradient = head_gradient(model, causal, piece, generator, informed)
-                if part is not None:
-                    _add(found, HEAD, part)
-                parts.append(gradient)
-            yield torch.cat(parts, dim=1)
-
-    with model.outer(embed=False, head=True) as causal:
-        states.write(GRADIENT, last, through(causal))
+def _head(
+    model: StreamedModel, causal: torch.nn.Module, states: _States, seed: int, found: Found, informed: bool
+) -> Iterator[Tensor]:
+    """The gradients at the outputs of the last layer; if `informed`, what is known of the head is added to `found`."""
+    for window, hidden in enumerate(_on(model, states.of(ENTERING, len(model.layers)))):
+        generator = torch.Generator().manual_seed((seed + window) % (1 << 63))
+        parts = []
+        for piece in torch.split(hidden, HEAD_TOKENS, dim=1):
+            part, gradient = head_gradient(model, causal, piece, generator, informed)
+            if part is not None:
+                _add(found, HEAD, part)
+            parts.append(gradient)
+        yield torch.cat(parts, dim=1)
 
 
 def _layer(

@@ -250,7 +250,8 @@ class Compressor:
             if plan.method.fixed_inputs:
                 part = replace(part, input_scale=input_scale(plan, stats))
             record = matrix_record(plan, weight, part, hessian, stats.gram, solved, workers)
-            record |= sparsity_record(plan, weight, part, ledger, self.rounded)
+            if sparse is not None:
+                record |= sparsity_record(plan, weight, part, ledger, self.rounded)
             result.append((plan, part.to("cpu"), record))
             start = stop
         return result
@@ -296,9 +297,9 @@ def install(layer: nn.Module, plan: MatrixPlan, coded: Coded) -> None:
         assert isinstance(module, nn.Linear)
         read_on_demand(module, lambda: unmultiplied(coded.decode(), plan.factors).to(weight.dtype))
     else:
-        value = unmultiplied(coded.decode(), plan.factors)
+        value = unmultiplied(coded.to(weight.device).decode(), plan.factors)
         # not in place: the layer as it was may still hold the memory
-        weight.data = (value.T if plan.conv1d else value).to(weight.device, weight.dtype).contiguous()
+        weight.data = (value.T if plan.conv1d else value).to(weight.dtype).contiguous()
     if plan.entry.inputs is not None:
         round_inputs(module, InputGrid(plan.entry.inputs, coded.input_scale).to(weight.device))
 
@@ -306,12 +307,10 @@ def install(layer: nn.Module, plan: MatrixPlan, coded: Coded) -> None:
 def _solved_as_one(stage: list[MatrixPlan], apart: bool) -> list[list[MatrixPlan]]:
     """Groups of the matrices of a stage that are solved as one: same space, options and source type.
 
-    apart: every matrix is a group of its own. So is a matrix whose rows share what their scales are made of, unless
-    matrices that read one input share it as well.
+    apart: every matrix is a group of its own.
     """
     groups: dict[tuple[str, str, str], list[MatrixPlan]] = {}
     for plan in stage:
-        alone = apart or (plan.method.joins_rows and not plan.method.grid.joins_matrices)
-        space = plan.path if alone else plan.space
+        space = plan.path if apart or plan.solved_alone else plan.space
         groups.setdefault((space, plan.settings, plan.entry.source.dtype), []).append(plan)
     return list(groups.values())

@@ -11,6 +11,7 @@ from llmcompress.arch.scaling_site import Site
 from llmcompress.arch.spec import rotated_share
 from llmcompress.engine.plan.matrix_plan import MatrixPlan
 from llmcompress.engine.plan.plan import Plan
+from llmcompress.engine.process.process_memory import return_freed_memory
 from llmcompress.engine.process.progress import Progress
 from llmcompress.engine.run.block_loss import BlockLoss
 from llmcompress.engine.run.collect import by_window
@@ -58,6 +59,7 @@ class Scaler:
             if any(isinstance(step, Scaling) and step.wants(site.norm) for step in self.steps)
         ]
         known = self._inputs(sites, layer, forward) if sites else {}
+        return_freed_memory()  # what the windows took, before matrices are tried
         found = SiteFactors()
         matrices = {matrix.path: matrix for matrix in self.plan.layers[number]}
         for step in self.steps:
@@ -71,6 +73,7 @@ class Scaler:
             for site in sites:
                 if step.wants(site.norm) and site.space in known:
                     self._scale(number, site, step, known, matrices, blocks, found)
+                    return_freed_memory()
             self.model.refill(number, layer)
         for site in sites:
             if site.space not in known:

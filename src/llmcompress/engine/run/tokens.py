@@ -9,10 +9,10 @@ from torch import Tensor
 
 from llmcompress.calib.base import TokenRequest
 from llmcompress.calib.pack import resolve
-from llmcompress.engine.source.header_checks import check_numbers, vocabulary_size
+from llmcompress.engine.source.header_checks import check_length, check_numbers, vocabulary_size
 from llmcompress.engine.source.multimodal import text_view
 from llmcompress.engine.source.text_tokenizer import load_tokenizer
-from llmcompress.errors import CheckpointError, PlanError
+from llmcompress.errors import CheckpointError
 from llmcompress.model.skeleton import load_config
 from llmcompress.recipe import Calibration
 from llmcompress.store.headers import read_headers
@@ -44,11 +44,7 @@ def _drawing(asked: Calibration, model: Path, dtype: str, trust_remote_code: boo
     """
     headers = text_view(read_headers(model))
     check_numbers(headers)
-    limit = headers.config.get("max_position_embeddings") or headers.config.get("n_positions")
-    if isinstance(limit, int) and asked.length > limit:
-        raise PlanError(
-            f"windows of {asked.length} tokens are longer than the model's {limit} positions", f"use --length {limit}"
-        )
+    check_length(headers, asked.length)
     tokens = vocabulary_size(headers)
     source = resolve(asked.source, **asked.options)
     if source.name == "self":

@@ -86,7 +86,7 @@ def plan_lora(
     source = read_headers(original)
     matrices_of(source, options.trust_remote_code, Ledger())  # refuses what is no original
     headers = decoded_headers(read_headers(compressed))
-    opened = open_model(headers, text, options, f"lora{rank}", AdapterDirectory)
+    opened = open_model(headers, text, options, f"lora{rank}", AdapterDirectory, runs_text=by == "outputs")
     _refuse_transformed(compressed)
     targets = _targets(opened, source)
     narrow = min(targets, key=lambda item: min(item.shape))

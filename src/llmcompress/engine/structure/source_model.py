@@ -17,6 +17,7 @@ from llmcompress.engine.process.process_memory import keep_freed_memory, return_
 from llmcompress.engine.run.forward import Forward, Stream
 from llmcompress.engine.run.opened_model import check_model, opened_model
 from llmcompress.engine.run.tokens import tokens_for, tokens_without_model
+from llmcompress.engine.source.header_checks import check_length
 from llmcompress.engine.source.matrix_refs import Matrices, matrices_of
 from llmcompress.engine.source.multimodal import text_view
 from llmcompress.engine.source.open import open_checkpoint
@@ -59,7 +60,7 @@ class OpenModel:
 
     @property
     def anatomy(self) -> Anatomy:
-        return Anatomy(self.headers, self.matrices.spec, self.matrices.prefix, self.matrices.layers)
+        return self.matrices.anatomy(self.headers)
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -92,6 +93,7 @@ def open_model(
     options: Options,
     ending: str,
     output: type[OutputDirectory] = OutputDirectory,
+    runs_text: bool = True,
 ) -> OpenModel:
     """Open a model by its headers. ending: of the default output's name. output: the kind of directory to write.
 
@@ -101,6 +103,8 @@ def open_model(
     if text_view(headers).wrapper is not None:
         kind = headers.config["model_type"]
         raise PlanError(f"{headers.path} is a multimodal model ({kind}), whose structure is not changed here")
+    if runs_text:
+        check_length(headers, text.length)
     matrices = matrices_of(headers, options.trust_remote_code, ledger)
     out = options.out or path_beside(headers.path, ending)
     if is_single(out):

@@ -90,7 +90,7 @@ class LargestKeysValues(Document):
 class KvCacheRanges(Document):
     """What the scales of cached keys and values were made of."""
 
-    code: Literal["fp8", "int8"]
+    code: Literal["fp8", "int8", "nvfp4"]
     largest: list[LargestKeysValues] = Field(description="by layer")
 
 
@@ -121,7 +121,8 @@ class Linear(Document):
     sparsity: Share | None = Field(None, description="share of weights that are exactly zero, where many are")
     recovered: bool = Field(
         False,
-        description="whether its scales were trained; then relative_error, but for a rotated model, is that of now",
+        description="whether its scales or weights were trained; then relative_error, but for a rotated model, is that "
+        "of now",
     )
 
 
@@ -141,7 +142,8 @@ class Recovery(Document):
     rate: Magnitude = Field(description="share by which a step changes a scale at most")
     best_step: Positive = Field(description="the step whose result was kept")
     matrices: Count = Field(description="matrices whose scales were trained")
-    pruned: Count = Field(0, description="pruned matrices whose remaining weights were trained")
+    pruned: Count = Field(0, description="matrices without codes whose weights, but zeros of pruning, were trained")
+    weights: Literal["full", "low-rank"] | None = Field(None, description="how these were trained")
     norms: Count = Field(description="norms whose gains were trained")
     calibration: Tokens
     held_back: dict[str, HeldBack] = Field(description="by text")
