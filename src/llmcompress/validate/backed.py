@@ -23,7 +23,7 @@ from llmcompress.validate import agreement
 from llmcompress.validate.adapted_model import adapt_streamed, adapt_whole
 from llmcompress.validate.backend import Backend, Say, compute_dtype, open_backend
 from llmcompress.validate.device_memory import refuse_beyond, validation_memory
-from llmcompress.validate.evaluate import Collected, Watch, lockstep
+from llmcompress.validate.evaluate import Collected, Watch, amount, lockstep
 from llmcompress.validate.evaluation import CacheOutcome
 from llmcompress.validate.key_value_cache import cache_of
 from llmcompress.validate.load import load_whole, open_streamed, refuse_other_vocabulary
@@ -47,9 +47,10 @@ class Validated:
     ref_cache: CacheOutcome | None
 
 
-def validate(request: Request, windows: Tensor, watch: Watch, say: Say) -> Validated:
+def validate(request: Request, windows: Tensor, watch: Watch, say: Say, tell: Say) -> Validated:
     """Run a model on windows [windows, length] int64 as `request` asks. say: told which linears kernels do not take.
 
+    tell: told of the windows once models are open.
     KernelsError where kernels cannot run, PlanError where the GPU has too little memory, RunError where it runs out.
     """
     assert request.backend is not None
@@ -58,11 +59,11 @@ def validate(request: Request, windows: Tensor, watch: Watch, say: Say) -> Valid
     memory = validation_memory(request.model, request.ref, dtype, windows.shape[0], windows.shape[1], request.timing)
     refuse_beyond(memory.peak("gpu"), backend.device)
     with _memory_of(backend.device):
-        return _validated(request, windows, backend, dtype, watch, say)
+        return _validated(request, windows, backend, dtype, watch, say, tell)
 
 
 def _validated(
-    request: Request, windows: Tensor, backend: Backend, dtype: torch.dtype, watch: Watch, say: Say
+    request: Request, windows: Tensor, backend: Backend, dtype: torch.dtype, watch: Watch, say: Say, tell: Say
 ) -> Validated:
     cache = cache_of(request.model, request.cache)
     model: Any = _whole(request.model, request, backend.device, dtype, linear=backend.linears(say))
@@ -70,6 +71,7 @@ def _validated(
         adapt_whole(model, request.adapter, request.model, backend.device)
     decoded, reference = _beside(request, backend.device, cache)
     kept = reference_cache(request, reference, windows)
+    tell(amount(windows))
     tokens, errors = _measured(model, cache, decoded, reference, windows, request.batch, watch, kept)
     found = agreement.agreement_figures(errors, dtype, len(decoded.layers), _rounds_inputs(model))
     timing = replace(request.timing, prompt=min(request.timing.prompt, windows.shape[1]))

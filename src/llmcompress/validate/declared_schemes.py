@@ -11,7 +11,7 @@ from llmcompress.validate.awq import skipped
 from llmcompress.validate.float4 import FLOAT4_PARTS, factored_scheme, float4_scheme
 from llmcompress.validate.float8_blocks import MXFP8, float8_scheme
 from llmcompress.validate.matrix import FLOATS, INTEGERS, PACKED, StoredScheme
-from llmcompress.validate.mlx_codes import MLX_PARTS, MLX_POWERS, mlx_scheme
+from llmcompress.validate.mlx_codes import MLX_FLOATS, MLX_PARTS, mlx_scheme
 from llmcompress.validate.stored import DamageError
 from llmcompress.validate.table_codes import TABLE_PARTS, missing_table_parts, table_scheme
 
@@ -159,9 +159,9 @@ def _modelopt_scheme(module: str, settings: Mapping[str, Any]) -> StoredScheme |
         if module not in settings["quantized_layers"]:
             return None
         algorithm = settings["quantized_layers"][module]["quant_algo"]
-    if algorithm not in _MODELOPT:
+    if algorithm.upper() not in _MODELOPT:
         raise DamageError(f"{module} is {algorithm}, which is no algorithm that is written")
-    scheme = _MODELOPT[algorithm]
+    scheme = _MODELOPT[algorithm.upper()]
     groups = settings["config_groups"].values()
     told = [group for group in groups if module in group["targets"] or group["targets"] == ["Linear"]]
     if len(told) != 1 or (told[0]["input_activations"] is None) != (scheme.inputs is None):
@@ -190,7 +190,7 @@ def missing_parts(module: str, parts: set[str], config: Mapping[str, Any]) -> li
         asked = {"weight_scale"} | ({"weight_scale_2"} if scheme is None or scheme.kind == "nvfp4" else set())
         fixed = scheme is not None and scheme.kind == scheme.inputs == "fp8-tensor"
         return sorted((asked | ({"input_scale"} if fixed else set())) - parts)
-    if form == "mlx" and mlx_scheme(module, config["quantization_config"]).kind in MLX_POWERS:
+    if form == "mlx" and mlx_scheme(module, config["quantization_config"]).kind in MLX_FLOATS:
         wanted.discard("biases")
     if scheme is not None:
         if scheme.stored in FLOAT4_PARTS:

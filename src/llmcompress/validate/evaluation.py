@@ -26,6 +26,21 @@ REF_CACHE = Field(
 Interval = Annotated[list[Magnitude], Field(min_length=2, max_length=2)]
 
 
+class Products(Document):
+    """In which type products were computed, and what the first windows said of it."""
+
+    dtype: Literal["float32", "bfloat16"] = Field(description="that inputs of products were rounded to")
+    kl_error: float | None = Field(
+        description="what bfloat16 adds to the mean KL divergence of the first windows, as a share of it; null where "
+        "that is no number"
+    )
+    kl_error_se: Magnitude | None = Field(description="standard error of kl_error, over windows")
+    windows: Positive = Field(description="how many were run both ways")
+
+
+PRODUCTS = Field(None, description="where the first windows ran both ways, to see which type products are computed in")
+
+
 class Evaluated(Document):
     """A checkpoint that was evaluated."""
 
@@ -137,6 +152,7 @@ class Evaluation(Document):
     runtime: Runtime | None = Field(None, description="how it was run, where that was as a whole")
     written: Written | None = Field(None, description="with --generate")
     ref_cache: CacheOutcome | None = REF_CACHE
+    products: Products | None = PRODUCTS
 
 
 def evaluation(
@@ -149,10 +165,12 @@ def evaluation(
     tokens: Tokens,
     runtime: dict[str, Any] | None = None,
     ref_cache: CacheOutcome | None = None,
+    products: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The document of an evaluation. ids [windows, length]: the tokens; found: its figures; tokens: per token.
 
     runtime: how the model was run, if as a whole. ref_cache: what came of a cache of the reference, if there was one.
+    products: in which type they were computed, if that was chosen.
     """
     return {
         "schema_version": EVALUATION_SCHEMA,
@@ -166,6 +184,7 @@ def evaluation(
         "by_position": _means(tokens, axis=0),
         **({} if runtime is None else {"runtime": runtime}),
         **({} if ref_cache is None else {"ref_cache": ref_cache}),
+        **({} if products is None else {"products": products}),
     }
 
 

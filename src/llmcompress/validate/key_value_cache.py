@@ -11,13 +11,14 @@ from torch import Tensor
 from llmcompress.arch.spec import attention_heads
 from llmcompress.engine.source.multimodal import text_view
 from llmcompress.errors import CheckpointError, RecipeError
+from llmcompress.formats.kv_cache import NVFP4
 from llmcompress.grids.cache import Code, by_scale, by_token
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.headers import read_headers
 from llmcompress.validate.gguf_file import gguf_in
 
 _SCALE = re.compile(r"(?:^|.*\.)(\d+)\.self_attn\.(?:(?:[kv]|qkv)_proj\.)?([kv])_scale")
-_KINDS: dict[Code, tuple[str, int]] = {"fp8": ("float", 8), "int8": ("int", 8)}
+_KINDS: dict[Code, tuple[str, int]] = {"fp8": ("float", 8), "int8": ("int", 8), "nvfp4": ("float", 4)}
 
 
 @dataclass(frozen=True)
@@ -25,13 +26,14 @@ class CacheOptions:
     """The user's choice of a cache. bits: 16 for an unquantised cache; both None: as the checkpoint declares."""
 
     bits: int | None = None
-    type: Literal["int", "fp8"] | None = None
+    type: Literal["int", "fp8", "nvfp4"] | None = None
 
     def __post_init__(self) -> None:
         if self.bits not in (None, 4, 8, 16):
             raise RecipeError(f"--kv-bits {self.bits} is not 4, 8 or 16")
-        if self.type is not None and self.bits not in (None, *((8,) if self.type == "fp8" else (4, 8))):
-            raise RecipeError(f"a cache of type {self.type} cannot have {self.bits} bits", "use --kv-bits 8")
+        taken = (8, 4) if self.type is None or self.type == "int" else (_KINDS[self.type][1],)
+        if self.type is not None and self.bits not in (None, *taken):
+            raise RecipeError(f"a cache of type {self.type} cannot have {self.bits} bits", f"use --kv-bits {taken[0]}")
 
 
 @dataclass(frozen=True)
@@ -68,16 +70,16 @@ class ByScale:
 def cache_of(path: Path, asked: CacheOptions) -> TokenCodes | ByScale | None:
     """The cache to simulate for the model at `path`; None for an unquantised cache.
 
-    The user's choice overrides the checkpoint's; fp8 takes the checkpoint's scales if there are any, else 1.
+    The user's choice overrides the checkpoint's; floats take the checkpoint's scales if it has such, else 1.
     CheckpointError for invalid scales.
     """
     if asked.bits == 16:
         return None
-    if (asked.bits is not None and asked.type != "fp8") or asked.type == "int":
+    if asked.type == "int" or (asked.bits is not None and asked.type is None):
         return TokenCodes(asked.bits or 8)
     own = stored_cache(path) if gguf_in(path) is None else None
-    if asked.type == "fp8" and (own is None or own.code != "fp8"):
-        return ByScale("fp8", {})
+    if asked.type is not None and (own is None or own.code != asked.type):
+        return ByScale(asked.type, {})
     return own
 
 
@@ -85,14 +87,19 @@ def stored_cache(path: Path) -> ByScale | None:
     """The static scales of a directory of compressed-tensors or ModelOpt; None if its config declares none."""
     headers = text_view(read_headers(path))
     settings = headers.config.get("quantization_config")
-    scheme = settings.get("kv_cache_scheme") if isinstance(settings, dict) else None
-    if scheme is None:
+    if not isinstance(settings, dict) or settings.get("kv_cache_scheme") is None:
         return None
+    scheme = settings["kv_cache_scheme"]
+    kinds = _KINDS
+    if not str(settings.get("quant_method")).startswith("modelopt"):
+        kinds = {code: kind for code, kind in _KINDS.items() if kind[1] == 8}
+    elif scheme == NVFP4:
+        scheme = {"type": "float", "num_bits": 4}
     if not isinstance(scheme, dict):
         raise CheckpointError(
             f"{path / 'config.json'}: kv_cache_scheme is no mapping", "use --kv-bits 16 to do without"
         )
-    code = next((code for code, kind in _KINDS.items() if kind == (scheme.get("type"), scheme.get("num_bits"))), None)
+    code = next((code for code, kind in kinds.items() if kind == (scheme.get("type"), scheme.get("num_bits"))), None)
     heads = attention_heads(headers.config)
     shapes: dict[str, list[tuple[int, ...]]] = {"tensor": [(), (1,)]}
     if heads is not None:
@@ -101,7 +108,7 @@ def stored_cache(path: Path) -> ByScale | None:
     static = scheme.get("dynamic", False) is False and scheme.get("symmetric", True) is True
     if code is None or fitting is None or not static:
         raise CheckpointError(
-            f"{path / 'config.json'}: kv_cache_scheme is not one of static scales in 8 bits",
+            f"{path / 'config.json'}: kv_cache_scheme is not one of static scales in 8 bits or nvfp4",
             "use --kv-bits 16 to do without",
         )
     reader = Checkpoint(headers)

@@ -13,7 +13,7 @@ from llmcompress.validate.stored import Tensor
 
 _SCALE = re.compile(r"(.*\.(\d+)\.self_attn)(\.(?:[kv]|qkv)_proj)?\.([kv])_scale")
 _KEYS = re.compile(r"(.*\.\d+\.self_attn)\.(k_proj|qkv_proj)\.(?:weight|weight_packed)")
-_CODES = {("float", 8): ("fp8", 448.0), ("int", 8): ("int8", 127.0)}
+_CODES = {("float", 8): ("fp8", 448.0), ("int", 8): ("int8", 127.0), ("float", 4): ("nvfp4", 448.0)}
 _STATIC = {"symmetric": True, "strategy": "tensor", "dynamic": False}
 _SIDES = {"k": "key", "v": "value"}
 _ROUNDING = {"BF16": 2.0**-7, "F16": 2.0**-10, "F32": 2.0**-23, "F64": 1e-12}  # upwards, by one unit
@@ -29,10 +29,16 @@ def cache_wrongs(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], rep
     scheme, held = settings.get("kv_cache_scheme"), cache_scales(tensors)
     if scheme is None:
         return [f"{name} is there, and config.json has no kv_cache_scheme" for name in held]
-    code, end = _CODES.get((scheme["type"], scheme["num_bits"]), (None, 0.0))
     by_matrix = settings.get("quant_method") == "modelopt"  # which leaves out what it always says of scales
-    if code is None or any(scheme.get(key, value if by_matrix else None) != value for key, value in _STATIC.items()):
-        return [f"kv_cache_scheme is none of one scale per layer in 8 bits: {scheme}"]
+    if by_matrix and scheme == "NVFP4":
+        scheme = {"type": "float", "num_bits": 4}
+    code, end = _CODES.get((scheme["type"], scheme["num_bits"]), (None, 0.0))
+    if (
+        code is None
+        or (code == "nvfp4" and not by_matrix)
+        or any(scheme.get(key, value if by_matrix else None) != value for key, value in _STATIC.items())
+    ):
+        return [f"kv_cache_scheme is none of one scale per layer in 8 bits or nvfp4: {scheme}"]
     wanted = {
         _place(match[1], match[2], side, by_matrix)
         for name in tensors

@@ -74,14 +74,18 @@ def load_whole(
     trust_remote_code: bool = False,
     source: Path | None = None,
     adapter: Path | None = None,
+    prepare: Callable[[StreamedModel], object] | None = None,
 ) -> nn.Module:
     """Load a directory or GGUF file as a whole transformers model in memory.
 
     linear: makes a linear on `device` from stored codes without decoding the whole weight; None decodes the weights.
     The bias that `linear` is given has no memory yet. source, adapter: as in `open_streamed`.
+    prepare: what is done to the model before its weights are read.
     """
     opening = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
     streamed = open_streamed(path, **opening, source=source, adapter=adapter)  # type: ignore[arg-type]
+    if prepare is not None:
+        prepare(streamed)
     if linear is not None:
         _pack(streamed, linear)
     return whole_model(streamed)

@@ -11,7 +11,7 @@ import numpy as np
 
 from llmcompress.validate.float4 import StoredFloat4
 from llmcompress.validate.float8_blocks import StoredFloat8, no_numbers
-from llmcompress.validate.matrix import StoredMatrix, StoredScheme, shaped
+from llmcompress.validate.matrix import E4M3, StoredMatrix, StoredScheme, shaped
 from llmcompress.validate.stored import Array, DamageError, Tensor, unpack, words_for
 
 MLX_PARTS = ("weight", "scales", "biases")
@@ -20,7 +20,9 @@ MLX_KEYS = frozenset({"quantization", "rope_theta", "partial_rotary_factor", "ro
 """Keys of config.json that mlx-lm reads and a source may lack."""
 _KEYS = ("group_size", "bits", "mode")
 _SIZES, _BITS = (32, 64, 128), (2, 3, 4, 5, 6, 8)
-MLX_POWERS = {"mxfp4": (4, 32), "mxfp8": (8, 32)}  # bits and group of modes without biases
+_FLOATS = {"mxfp4": (4, 32, "mxfp4"), "mxfp8": (8, 32, "mxfp8"), "nvfp4": (4, 16, "nvfp4-plain")}
+MLX_FLOATS = {kind for _, _, kind in _FLOATS.values()}
+"""Grids of modes without biases; before that, by mode, their bits, groups and names."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,10 @@ def mlx_scheme(module: str, settings: Mapping[str, Any]) -> StoredScheme:
     own = settings.get(module)
     merged = {**settings, **(own if isinstance(own, dict) else {})}
     bits, size, mode = int(merged["bits"]), int(merged["group_size"]), merged["mode"]
-    if mode in MLX_POWERS:
-        if (bits, size) != MLX_POWERS[mode]:
+    if mode in _FLOATS:
+        if (bits, size) != _FLOATS[mode][:2]:
             raise DamageError(f"{module} is {mode} with {bits} bits in groups of {size}")
-        return StoredScheme(bits, size, True, kind=mode)
+        return StoredScheme(bits, size, True, kind=_FLOATS[mode][2])
     if mode != "affine" or bits not in _BITS or size not in _SIZES:
         raise DamageError(f"{module} has mode {mode!r} with {bits} bits in groups of {size}, which mlx has not")
     symmetric = bool(settings.get("symmetric", False))
@@ -91,10 +93,13 @@ def read_mlx(module: str, scheme: StoredScheme, tensors: Mapping[str, Tensor]) -
     rows, width = words.shape[0], 32 * words.shape[1] // scheme.bits
     shaped(words, ("U32",), (rows, words_for(width, scheme.bits)))
     groups = (rows, width // scheme.size)
-    if scheme.kind in MLX_POWERS:
-        exponent = shaped(scales, ("U8",), groups).array()
-        values = np.ldexp(np.float32(1), exponent.astype(np.int32) - 127)
-        wrong = [f"{scales.name} has scales that are no numbers"] if (exponent == 255).any() else []
+    if scheme.kind in MLX_FLOATS:
+        stored = shaped(scales, ("U8",), groups).array()
+        if scheme.kind == "nvfp4-plain":
+            values, bad = E4M3[stored], (stored < 1) | (stored > 0x7E)
+        else:
+            values, bad = np.ldexp(np.float32(1), stored.astype(np.int32) - 127), stored == 255
+        wrong = [f"{scales.name} has scales that are no numbers"] if bad.any() else []
         if scheme.kind == "mxfp8":
             return StoredFloat8(module, scheme, rows, width, words, values, 1, scheme.size), wrong + no_numbers(words)
         packed = np.ascontiguousarray(words.array()).view(np.uint8)

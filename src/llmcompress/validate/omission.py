@@ -2,12 +2,13 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from llmcompress.errors import RecipeError
 from llmcompress.model.choosing_attention import Attended, choose
@@ -34,6 +35,16 @@ class Omission(Protocol):
         """
 
 
+@dataclass
+class Contexts:
+    """How many tokens of each row that is run next are its context, as items of tasks have it: all that is not scored.
+
+    The tokens behind the context are predicted without what is evicted; the first of them reads it already.
+    """
+
+    rows: Sequence[int] = ()
+
+
 def kept(count: int, share: float) -> int:
     """How many of `count` remain without a share, one at the least."""
     return max(1, int(count * (1 - share)))
@@ -41,50 +52,81 @@ def kept(count: int, share: float) -> int:
 
 @dataclass(frozen=True)
 class Eviction:
-    """A share of the keys and values of a context, the first half of a window, before the other half goes on.
+    """A share of the keys and values of a context before the text goes on: of the first half of a window.
 
-    In every key-value head of each layer whose tokens see all before them; the rest keep their positions.
+    In every key-value head of each layer whose tokens see all before them; the rest keep their positions. contexts: in
+    place of halves.
     """
 
     score: Score
     share: float
+    contexts: Contexts | None = None
 
     def __str__(self) -> str:
         return f"--kv {self.score.name}:{self.share:g}"
 
     def check(self, length: int) -> None:
         context = self.first(length)
-        if context <= self.score.always or kept(context, self.share) < self.score.always or length < context + 2:
+        if not self.fits(context) or length < context + 2:
             raise RecipeError(
                 f"{self} leaves {kept(context, self.share)} of the {context} tokens that are the first half of a "
                 f"window, and {self.score.name} always keeps {self.score.always}",
                 "use a longer --length or a lower ratio",
             )
 
+    def fits(self, context: int) -> bool:
+        """Whether a context of so many tokens is longer than what is always kept, and leaves as much."""
+        return context > self.score.always and kept(context, self.share) >= self.score.always
+
     def first(self, length: int) -> int:
         return length // 2
 
     def install(self, model: StreamedModel) -> set[int]:
-        rotation = RotaryPositions(model) if self.score.rotates else None
-        done: set[int] = set()
-        choose(model, partial(self._remaining, rotation, done))
-        return done
+        evicting = _Evicting(self, RotaryPositions(model) if self.score.rotates else None)
+        choose(model, evicting)
+        return evicting.layers
 
-    def _remaining(self, rotation: RotaryPositions | None, done: set[int], seen: Attended) -> Tensor | None:
+
+class _Evicting:
+    """What attention goes on with: chosen as texts are read, and the same for what is written after them."""
+
+    def __init__(self, eviction: Eviction, rotation: RotaryPositions | None) -> None:
+        self.eviction, self.rotation = eviction, rotation
+        self.layers: set[int] = set()
+        self._stay: dict[int, Tensor] = {}  # by layer, bool [batch, heads, length]: of all that was read and written
+
+    def __call__(self, seen: Attended) -> Tensor | None:
+        new, known = seen.query.shape[2], seen.key.shape[2]
+        if new == known:
+            return self._read(seen)
+        if seen.layer not in self._stay:
+            return None
+        self._stay[seen.layer] = stay = functional.pad(self._stay[seen.layer], (0, new), value=True)
+        return stay[:, :, None, -known:]  # a sliding window drops what was read first
+
+    def _read(self, seen: Attended) -> Tensor | None:
+        self._stay.pop(seen.layer, None)
         if not seen.whole:
             return None
-        done.add(seen.layer)
-        length = seen.key.shape[2]
-        context = self.first(length)
-        query, key, value = (part[:, :, :context] for part in (seen.query, seen.key, seen.value))
-        weights = seen.weights[:, :, :context, :context]
-        scores = self.score.of(Context(query, key, value, weights, seen.scaling, rotation))
-        best = scores.sort(dim=-1, descending=True, stable=True).indices[..., : kept(context, self.share)]
-        stay = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device).scatter_(-1, best, True)
-        heads = stay.repeat_interleave(seen.query.shape[1] // key.shape[1], dim=1)
-        remaining = torch.ones(seen.weights.shape, dtype=torch.bool, device=scores.device)
-        remaining[:, :, context:, :context] = heads[:, :, None]
-        return remaining
+        self.layers.add(seen.layer)
+        batch, heads, length, _ = seen.query.shape
+        contexts = self.eviction.contexts
+        rows = [self.eviction.first(length)] * batch if contexts is None else contexts.rows
+        stay = torch.ones(seen.key.shape[:3], dtype=torch.bool, device=seen.key.device)
+        for context in set(rows):
+            of_rows = [number for number, one in enumerate(rows) if one == context]
+            stay[of_rows, :, :context] = self._stays(seen, slice(None) if len(of_rows) == batch else of_rows, context)
+        self._stay[seen.layer] = stay = stay.repeat_interleave(heads // seen.key.shape[1], dim=1)
+        before = torch.arange(length, device=stay.device) < torch.tensor(rows, device=stay.device)[:, None]
+        return stay[:, :, None] | before[:, None, :, None]
+
+    def _stays(self, seen: Attended, rows: Any, context: int) -> Tensor:
+        """Which keys and values of a context stay, bool [rows, kv heads, context]."""
+        query, key, value = (part[rows, :, :context] for part in (seen.query, seen.key, seen.value))
+        weights = seen.weights[rows, :, :context, :context]
+        scores = self.eviction.score.of(Context(query, key, value, weights, seen.scaling, self.rotation))
+        best = scores.sort(dim=-1, descending=True, stable=True).indices[..., : kept(context, self.eviction.share)]
+        return torch.zeros(scores.shape, dtype=torch.bool, device=scores.device).scatter_(-1, best, True)
 
 
 @dataclass(frozen=True)
@@ -159,6 +201,12 @@ class SparseNeurons:
         values: Tensor = given[0]
         best = values.abs().topk(kept(values.shape[-1], self.share), dim=-1).indices
         return torch.zeros_like(values).scatter_(-1, best, values.gather(-1, best)), *given[1:]
+
+
+def of_items(omission: Omission | None, contexts: Contexts) -> Eviction | None:
+    """What is evicted from items of tasks, whose contexts are told as they are run."""
+    assert omission is None or isinstance(omission, Eviction)  # nothing else is measured so
+    return None if omission is None else replace(omission, contexts=contexts)
 
 
 def omissions_of(

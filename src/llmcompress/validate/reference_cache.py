@@ -7,7 +7,7 @@ size, and the head makes the same logits of them to the bit.
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -78,26 +78,37 @@ def refuse_cache(folder: Path, compared: bool) -> None:
 
 
 def reference_cache(request: Request, reference: StreamedModel | None, windows: Tensor) -> ReferenceCache | None:
-    """The cache of a reference that was opened as `request` asks, for windows [windows, length]; None if none is asked.
+    """The cache of a reference that was opened as `request` asks, for windows [windows, length]; None without one."""
+    return reference_caches(request, reference)(windows, False)
+
+
+def reference_caches(
+    request: Request, reference: StreamedModel | None
+) -> Callable[[Tensor, bool], ReferenceCache | None]:
+    """As `reference_cache`, for any windows, and whether products are rounded; files are hashed once.
 
     What is kept serves the same files, text, batches, types and versions, on processors with the same instructions and
     as many threads, since others may sum floats in another order.
     """
-    if request.ref_cache is None or request.ref is None or reference is None:
-        return None
+    folder = request.ref_cache
+    if folder is None or request.ref is None or reference is None:
+        return lambda windows, rounds: None
     import transformers
 
     of = {
         "files": _hashes(request.ref),
         "adapter": None if request.ref_adapter is None else Adapter(request.ref_adapter).sha256,
-        "tokens": sha256(bytes_of(windows)).hexdigest(),
-        "windows": list(windows.shape),
         "batch": request.batch,
         "dtype": str(reference.dtype),
         "processor": _processor(reference.device),
         "versions": [__version__, torch.__version__, transformers.__version__],
     }
-    return ReferenceCache(request.ref_cache, of)
+
+    def cache(windows: Tensor, rounds: bool) -> ReferenceCache:
+        text = {"tokens": sha256(bytes_of(windows)).hexdigest(), "windows": list(windows.shape)}
+        return ReferenceCache(folder, {**of, **text, **({"products": "bfloat16"} if rounds else {})})
+
+    return cache
 
 
 def _hashes(directory: Path) -> dict[str, str]:

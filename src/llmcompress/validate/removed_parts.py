@@ -65,7 +65,8 @@ def narrower_wrongs(directory: Directory, originals: Mapping[str, Tensor]) -> li
     """Faults of the cut tensors: in each layer several that write the channels, and one that reads the channels.
 
     Tensors that write channels, such as gate and up, must equal rows of the source. The one that reads channels may
-    have been refitted: its columns then differ by less than their norm. DamageError if channels are not recorded.
+    have been refitted, and all may have been trained: they then differ by less than the source's norm. DamageError if
+    channels are not recorded.
     """
     said = directory.report["width"]
     kept = _channels(directory, said)
@@ -86,18 +87,19 @@ def narrower_wrongs(directory: Directory, originals: Mapping[str, Tensor]) -> li
         there, expected = written.floats(), np.take(original.floats(), places, axis=axis)
         reads = len(original.shape) == 2 and (axis == 1) != (directory.config.get("model_type") in CONV1D)
         readers[layer] += reads
-        if not (reads and said["repair"]):
+        trained = bool(directory.records.get(name.removesuffix(".weight"), {}).get("recovered"))
+        if not trained and not (reads and said["repair"]):
             wrong += [] if np.array_equal(there, expected) else [f"{name} does not hold the channels of the source"]
         else:
-            wrong += _fitted_wrongs(name, there, expected, original)
+            wrong += _fitted_wrongs(name, there, expected, original, may_equal=trained)
     wrong += [f"layer {layer} has {count} matrices that read its channels, not one"
               for layer, count in readers.items() if count != 1]  # fmt: skip
     return wrong
 
 
-def _fitted_wrongs(name: str, there: Array, expected: Array, original: Tensor) -> list[str]:
+def _fitted_wrongs(name: str, there: Array, expected: Array, original: Tensor, may_equal: bool) -> list[str]:
     missed = float(np.linalg.norm(there.astype(np.float64) - expected))
-    if missed == 0:
+    if missed == 0 and not may_equal:
         return [f"{name} was to be fitted to the channels that are left, and holds those of the source"]
     if not missed < float(np.linalg.norm(original.floats().astype(np.float64))):
         return [f"{name} is no nearer to the source than zeros would be"]

@@ -58,7 +58,7 @@ class Request:
         adapter: str | Path | None,
         ref_adapter: str | Path | None,
         kv_bits: int | None,
-        kv_type: Literal["int", "fp8"] | None,
+        kv_type: Literal["int", "fp8", "nvfp4"] | None,
         trust_remote_code: bool,
         text: str | Path = "default",
         length: int = 2,

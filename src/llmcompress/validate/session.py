@@ -20,14 +20,16 @@ from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.store.headers import read_json, refuse_adapter
 from llmcompress.store.output_file import is_single, report_of
 from llmcompress.validate.adapted_model import adapt_streamed, adapt_whole
-from llmcompress.validate.evaluate import cut_windows, measure_several
+from llmcompress.validate.evaluate import amount, cut_windows, measure_several
 from llmcompress.validate.evaluation import DTYPE, evaluation
 from llmcompress.validate.gguf_file import gguf_in
 from llmcompress.validate.key_value_cache import ByScale, TokenCodes, cache_of
 from llmcompress.validate.load import load_whole, open_streamed, refuse_other_vocabulary
+from llmcompress.validate.omission import Contexts, of_items
 from llmcompress.validate.packed import PackedLinear
-from llmcompress.validate.reference_cache import reference_cache, refuse_cache
+from llmcompress.validate.reference_cache import ReferenceCache, reference_caches, refuse_cache
 from llmcompress.validate.request import Request
+from llmcompress.validate.rounded_products import measure_checked, windows_to_check
 from llmcompress.validate.token_statistics import token_figures
 
 DEFAULT_WINDOWS = 80
@@ -40,57 +42,90 @@ def evaluate_paths(request: Request, watch: Callable[[int, int], None]) -> dict[
 
 
 def evaluate_whole(
-    request: Request, watch: Callable[[int, int], None], say: Callable[[str], None] = lambda line: None
+    request: Request,
+    watch: Callable[[int, int], None],
+    say: Callable[[str], None] = lambda line: None,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """The evaluation document of a model, against a reference if `request` has one.
 
-    say: told where a backend does not do what was asked. CheckpointError for models of different vocabularies.
+    say: told where a backend does not do what was asked; tell: told of the windows once models are open.
+    CheckpointError for models of different vocabularies.
     """
     check_models(request)
+    _check_omission(request)
     windows = _windows(request)
     if request.backend is not None:
         from llmcompress.validate.backed import validate
 
         expected = _expected(request.model) if request.ref is not None else {}
         about = request.model, request.ref, request.text
-        run = validate(request, windows, watch, say)
+        run = validate(request, windows, watch, say, tell)
         found = {**run.figures, **expected, "kv_cache": run.cache and str(run.cache)}
         return evaluation(*about, windows.numpy(), run.dtype, found, run.tokens, run.runtime, run.ref_cache)
-    (document,) = _measured([request], windows, watch)
+    (document,) = _measured([request], windows, watch, tell, request.dtype is None and request.omission is None)
     return document
 
 
-def evaluate_together(requests: Sequence[Request], watch: Callable[[int, int], None]) -> list[dict[str, Any]]:
+def evaluate_together(
+    requests: Sequence[Request], watch: Callable[[int, int], None], tell: Callable[[str], None] = lambda line: None
+) -> list[dict[str, Any]]:
     """The evaluation document of each of several models of one reference, which runs once.
 
-    requests: without backends, and alike but for the model and what is left out of it.
+    requests: without backends, and alike but for the model and what is left out of it. tell: as in `evaluate_whole`.
     """
     for request in requests:
         check_models(request)
-    return _measured(requests, _windows(requests[0]), watch)
+        _check_omission(request)
+    return _measured(requests, _windows(requests[0]), watch, tell)
 
 
-def _measured(requests: Sequence[Request], windows: Tensor, watch: Callable[[int, int], None]) -> list[dict[str, Any]]:
-    """The documents of models that are run one section at a time, together."""
+def _measured(
+    requests: Sequence[Request],
+    windows: Tensor,
+    watch: Callable[[int, int], None],
+    tell: Callable[[str], None],
+    chooses: bool = False,
+) -> list[dict[str, Any]]:
+    """The documents of models that are run one section at a time, together.
+
+    chooses: whether the products of one model may be rounded.
+    """
     opened = [open_models(request) for request in requests]
     reference = opened[0][1]  # each was tried beside its model, and none has read a weight yet
     omitted = [
         None if request.omission is None else request.omission.install(subject)
         for request, (subject, *_) in zip(requests, opened, strict=True)
     ]
-    kept = reference_cache(requests[0], reference, windows)
-    found = measure_several([subject for subject, *_ in opened], reference, windows, requests[0].batch, watch, kept)
-    outcome = None if kept is None else kept.outcome
+    caches: list[ReferenceCache | None] = []
+
+    def kept(part: Tensor, rounds: bool) -> ReferenceCache | None:
+        caches.append(cached(part, rounds))
+        return caches[-1]
+
+    cached, batch = reference_caches(requests[0], reference), requests[0].batch
+    tell(amount(windows))
+    subjects = [subject for subject, *_ in opened]
+    products: dict[str, Any] | None = None
+    checked = windows_to_check(windows, batch, reference) if chooses else 0
+    if checked and reference is not None:
+        tokens, products = measure_checked(subjects[0], reference, windows, checked, batch, watch, kept)
+        found = [tokens]
+    else:
+        found = measure_several(subjects, reference, windows, batch, watch, kept(windows, False))
+    outcomes = [cache.outcome for cache in caches if cache is not None]
+    outcome = min(outcomes, key=["miss", "hit"].index, default=None)  # a hit where nothing was missing
     documents = []
     for request, (subject, *_, cache), layers, tokens in zip(requests, opened, omitted, found, strict=True):
         more: dict[str, Any] = _expected(request.model) if request.ref is not None else {}
         if request.omission is not None:
             tokens = tokens.after(request.omission.first(request.length))
-            more = {"omitted": _said(request, layers or set(), len(subject.layers))}
+            more = {"omitted": omission_said(request, layers or set(), len(subject.layers))}
         figures = {**token_figures(tokens), **more, "kv_cache": cache and str(cache)}
         about = request.model, request.ref, request.text
         dtype = request.dtype or DTYPE
-        documents.append(evaluation(*about, windows.numpy(), dtype, figures, tokens, ref_cache=outcome))
+        parts: dict[str, Any] = {"ref_cache": outcome, "products": products}
+        documents.append(evaluation(*about, windows.numpy(), dtype, figures, tokens, **parts))
     return documents
 
 
@@ -100,7 +135,7 @@ def packed_ids(request: Request, tokenizer: Any) -> list[int]:
     return [token for found in token_ids(tokenizer, documents, str(request.text)) for token in found]
 
 
-def _said(request: Request, layers: set[int], of: int) -> str:
+def omission_said(request: Request, layers: set[int], of: int) -> str:
     """What was left out, and in how many layers; CheckpointError if in none."""
     if not layers:
         raise CheckpointError(
@@ -156,8 +191,7 @@ def evaluated_files(text: str) -> list[Path]:
 def check_models(request: Request) -> None:
     """CheckpointError for an adapter as the model, a GGUF file without a reference, or a GGUF file as the reference.
 
-    A GGUF file has neither config.json nor tokenizer files. RecipeError for windows too short for an omission; errors
-    of `refuse_cache`.
+    A GGUF file has neither config.json nor tokenizer files. Errors of `refuse_cache`.
     """
     for path in filter(None, (request.model, request.ref)):
         refuse_adapter(path)
@@ -165,10 +199,14 @@ def check_models(request: Request) -> None:
         raise CheckpointError(f"{request.model} is a GGUF file", "give the model it was made from as --ref")
     if request.ref is not None and gguf_in(request.ref) is not None:
         raise CheckpointError(f"--ref {request.ref} is a GGUF file", "give the original model's directory as --ref")
-    if request.omission is not None:
-        request.omission.check(request.length)
     if request.ref_cache is not None:
         refuse_cache(request.ref_cache, compared=request.ref is not None)
+
+
+def _check_omission(request: Request) -> None:
+    """RecipeError for windows that are too short for an omission."""
+    if request.omission is not None:
+        request.omission.check(request.length)
 
 
 def continuations(request: Request, prompt: str, max_new_tokens: int) -> dict[str, str]:
@@ -209,6 +247,8 @@ def greedy_writer(request: Request, path: Path, original: bool, tokenizer: Any) 
     its `original`; it is held in memory, on its packed weights where they are codes.
     """
     linear = None if gguf_in(path) is not None else PackedLinear  # blocks would be decoded for every token
+    contexts = Contexts()
+    eviction = None if original else of_items(request.omission, contexts)
     model: Any = load_whole(
         path,
         dtype=torch.float32,
@@ -216,6 +256,7 @@ def greedy_writer(request: Request, path: Path, original: bool, tokenizer: Any) 
         trust_remote_code=request.trust_remote_code,
         source=request.ref,
         adapter=request.ref_adapter if original else None,
+        prepare=None if eviction is None else eviction.install,
     )
     if not original and request.adapter is not None:
         adapt_whole(model, request.adapter, path)
@@ -225,6 +266,7 @@ def greedy_writer(request: Request, path: Path, original: bool, tokenizer: Any) 
 
     @torch.no_grad()
     def write(ids: Tensor, most: int, criteria: list[Callable[..., Tensor]] | None = None) -> list[list[int]]:
+        contexts.rows = [ids.shape[1] - 1] * len(ids)
         out = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),

@@ -140,7 +140,7 @@ def _bound_wrongs(
     wrong = []
     for module, record in directory.records.items():
         original = originals.get(f"{module}.weight")
-        if original is None or not (record["grid"] or "pruner" in record):
+        if original is None or not (record["grid"] or {"pruner", "recovered"} & record.keys()):
             continue
         written = matrices.get(module) or directory.tensors.get(f"{module}.weight")
         if written is None:

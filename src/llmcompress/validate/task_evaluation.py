@@ -54,6 +54,7 @@ class AskedTasks(Document):
     items_sha256: Sha256 = Field(description="of all that models read and what was right")
     shots: Count = Field(description="worked examples before each item")
     chat: bool = Field(description="whether questions went through the chat template")
+    omitted: str | None = Field(None, description="what was left out of the model as it ran, and in how many layers")
 
 
 class TaskEvaluation(Document):
@@ -83,9 +84,10 @@ def task_evaluation(
             "items_sha256": _sha256(tasks),
             "shots": shots,
             "chat": chat,
+            **{name: found[name] for name in ("omitted",) if name in found},
         },
         "compute_dtype": request.dtype or DTYPE,
-        "figures": {name: value for name, value in found.items() if name != "tasks"},
+        "figures": {name: value for name, value in found.items() if name not in ("tasks", "omitted")},
         "tasks": found["tasks"],
     }
 

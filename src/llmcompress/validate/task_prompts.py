@@ -7,6 +7,7 @@ from llmcompress.calib.documents import Document, prompts, token_ids
 from llmcompress.engine.source.text_tokenizer import load_tokenizer
 from llmcompress.errors import CalibrationError, CheckpointError
 from llmcompress.model.streamed_model import StreamedModel
+from llmcompress.validate.omission import Eviction
 from llmcompress.validate.request import Request
 from llmcompress.validate.task_items import Item
 
@@ -118,4 +119,20 @@ def refuse_longer(
                 f"{item.where} has {len(prompts[number])} tokens and up to {item.written.most} to write, "
                 f"the model reads {room}",
                 "shorten the item, or its 'most'",
+            )
+
+
+def refuse_shorter(
+    eviction: Eviction, asked: Sequence[Sequence[Asked]], prompts: Mapping[int, Sequence[int]], items: Sequence[Item]
+) -> None:
+    """CalibrationError for an item whose context has too little to evict from: its prompt but for the last token."""
+    for number, (item, of_item) in enumerate(zip(items, asked, strict=True)):
+        context = min(one.start for one in of_item) - 1
+        if number in prompts:
+            context = min(context, len(prompts[number]) - 1)
+        if not eviction.fits(context):
+            raise CalibrationError(
+                f"{item.where} has {context} tokens that {eviction} could evict from, and {eviction.score.name} always "
+                f"keeps {eviction.score.always}",
+                "make prompts longer with --shots, or use a lower ratio",
             )

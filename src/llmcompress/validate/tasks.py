@@ -19,11 +19,12 @@ from torch import Tensor
 from llmcompress.errors import CalibrationError
 from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.validate.evaluate import Watch, lockstep
+from llmcompress.validate.omission import Contexts, of_items
 from llmcompress.validate.request import Request
-from llmcompress.validate.session import check_models, open_models, writer
+from llmcompress.validate.session import check_models, omission_said, open_models, writer
 from llmcompress.validate.task_files import Task
 from llmcompress.validate.task_items import Item
-from llmcompress.validate.task_prompts import Asked, asked_of, refuse_longer, room_of
+from llmcompress.validate.task_prompts import Asked, asked_of, refuse_longer, refuse_shorter, room_of
 from llmcompress.validate.token_statistics import Array, rounded
 
 ALONE = ("items", "acc", "acc_norm", "loglikelihood")
@@ -62,13 +63,19 @@ class Answers(NamedTuple):
 def task_figures(request: Request, tasks: Sequence[Task], watch: Watch, chat: bool = False) -> dict[str, Any]:
     """Figures of all items, and under `tasks` those of each task by its name. chat: through the chat template.
 
-    CalibrationError for an item that is longer than the model's context or whose continuation has no tokens.
+    With an eviction, which `omitted` names, all tokens of a prompt but the last are the context: whatever is scored or
+    written is predicted behind it. CalibrationError for an item that is longer than the model's context, that an
+    eviction leaves too little of, or whose continuation has no tokens.
     """
     check_models(request)
     items = [item for task in tasks for item in task.items]
     asked, prompts = asked_of(request, items, chat)
     subject, reference, _ = open_models(request)
     refuse_longer(subject, asked, prompts, items)
+    contexts, layers = Contexts(), None
+    if (eviction := of_items(request.omission, contexts)) is not None:
+        refuse_shorter(eviction, asked, prompts, items)
+        layers = eviction.install(subject)
     models = [model for model in (subject, reference) if model is not None]
     more, steps = len(prompts) * len(models), 0
 
@@ -77,7 +84,8 @@ def task_figures(request: Request, tasks: Sequence[Task], watch: Watch, chat: bo
         steps = of
         watch(done, of + more)
 
-    scores = score(models, [one for of_item in asked for one in of_item], request.batch, scoring)
+    scores = score(models, [one for of_item in asked for one in of_item], request.batch, scoring, contexts)
+    omitted = {} if layers is None else {"omitted": omission_said(request, layers, len(subject.layers))}
     _write(request, items, prompts, scores, lambda done: watch(steps + done, steps + more))
     found, start, pairs = {}, 0, 0
     for task in tasks:
@@ -86,7 +94,7 @@ def task_figures(request: Request, tasks: Sequence[Task], watch: Watch, chat: bo
         part = [ChoiceScores(*(values[pairs : pairs + many] for values in one)) for one in scores]
         found[task.name] = figures(task.items, part)
         start, pairs = stop, pairs + many
-    return {**figures(items, scores), "tasks": found}
+    return {**figures(items, scores), **omitted, "tasks": found}
 
 
 def _write(
@@ -116,43 +124,51 @@ def _write(
             watch(turn * len(prompts) + done)
 
 
-def score(models: list[StreamedModel], asked: Sequence[Asked], batch: int, watch: Watch) -> list[ChoiceScores]:
+def score(
+    models: list[StreamedModel],
+    asked: Sequence[Asked],
+    batch: int,
+    watch: Watch,
+    contexts: Contexts | None = None,
+) -> list[ChoiceScores]:
     """The scores of each model. Inputs that continuations share run once; shorter ones are filled up at their end.
 
-    Nothing that follows a token changes it, so what fills up changes nothing.
+    Nothing that follows a token changes it, so what fills up changes nothing. contexts: is told those of what runs.
     """
-    readers: dict[tuple[int, ...], list[int]] = {}
+    readers: dict[Asked, list[int]] = {}
     for number, one in enumerate(asked):
-        readers.setdefault(one.ids[:-1], []).append(number)
-    inputs = sorted(readers, key=len)
+        readers.setdefault(Asked(one.ids[:-1], one.start), []).append(number)
+    inputs = sorted(readers, key=lambda one: len(one.ids))
     found = [ChoiceScores(np.full(len(asked), np.nan), np.full(len(asked), np.nan)) for _ in models]
     room = min((most for model in models if (most := room_of(model)) is not None), default=None)
     portions = list(_portions(inputs, models, batch))
     for done, portion in enumerate(portions):
-        batches = [_filled(portion[start : start + batch], room) for start in range(0, len(portion), batch)]
-        for ids, rows in zip(portion, lockstep(models, batches, _shifted(watch, done, len(portions))), strict=True):
-            first = min(asked[number].start for number in readers[ids]) - 1  # what is read before needs no logits
-            for scores, logits in zip(found, rows(first, len(ids)), strict=True):
-                for number in readers[ids]:
-                    one = asked[number]
-                    values = logits[one.start - 1 - first :]
-                    scores.loglikelihood[number], scores.greedy[number] = _continuation(values, one)
+        parts = [portion[start : start + batch] for start in range(0, len(portion), batch)]
+        batches = [_filled([one.ids for one in part], room) for part in parts]
+
+        def turn(at: int, parts: list[list[Asked]] = parts) -> None:
+            if contexts is not None:
+                contexts.rows = [one.start - 1 for one in parts[at]]
+
+        run = lockstep(models, batches, _shifted(watch, done, len(portions)), turn=turn)
+        for read, rows in zip(portion, run, strict=True):
+            for scores, logits in zip(found, rows(read.start - 1, len(read.ids)), strict=True):
+                for number in readers[read]:
+                    scores.loglikelihood[number], scores.greedy[number] = _continuation(logits, asked[number])
     return found
 
 
-def _portions(
-    inputs: Sequence[tuple[int, ...]], models: Sequence[StreamedModel], batch: int
-) -> Iterator[list[tuple[int, ...]]]:
+def _portions(inputs: Sequence[Asked], models: Sequence[StreamedModel], batch: int) -> Iterator[list[Asked]]:
     """Inputs in portions, of whole batches, whose hidden states fit into memory together."""
     each = sum(model.embedding_width * model.streams * model.dtype.itemsize for model in models)
-    portion: list[tuple[int, ...]] = []
+    portion: list[Asked] = []
     held = 0
-    for ids in inputs:
+    for one in inputs:
         if portion and len(portion) % batch == 0 and held > _HELD:
             yield portion
             portion, held = [], 0
-        portion.append(ids)
-        held += each * len(ids)
+        portion.append(one)
+        held += each * len(one.ids)
     if portion:
         yield portion
 

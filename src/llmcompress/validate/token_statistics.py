@@ -33,6 +33,17 @@ class Tokens:
     tv: Array | None = None
     top1: Array | None = None
 
+    def followed_by(self, more: "Tokens") -> "Tokens":
+        """Those of these windows, and of more windows that were measured likewise."""
+        return replace(
+            self,
+            **{
+                name: np.concatenate([values, getattr(more, name)])
+                for name, values in vars(self).items()
+                if values is not None
+            },
+        )
+
     def after(self, position: int) -> "Tokens":
         """Those that are predicted at `position` of each window or behind it."""
         return replace(
