@@ -17,6 +17,7 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # processes that are forked would wait for threads that they do not have
 
 OFFLINE = Path(__file__).parent / "offline"
 if not os.environ.get("PYTHONPATH", "").startswith(str(OFFLINE)):  # workers of xdist have it from their start

@@ -96,6 +96,7 @@ class EmulatedLauncher:
             (ctypes.c_uint * 6)(*launch.grid, *launch.block),
             launch.shared,
             self.seed + len(self.launches),
+            launch.overlaps,
         )
         if failure:
             raise EmulatorError(f"{name}: {failure.decode()}")

@@ -33,9 +33,13 @@ WORDS = {
 }
 """What the tiny model has in place of a word."""
 DOMAINS = ["--domain", "encyclopaedia", "--domain", "documentation"]  # of the six, those that need no further text
-REFUSED = {"llmcompress plan gptq model/ --target vllm --tp 4"}
+REFUSED = {
+    "llmcompress plan gptq model/ --target vllm --tp 4",
+    "llmcompress plan gptq model/ --type mxfp4 --target vllm --gpu sm_100",
+}
 ELSEWHERE = {
     "python -m pip": "installs what is tested here",
+    "python -m onnxruntime_genai": "needs an environment with it; tests/interop/test_onnxruntime_genai.py runs it",
     "llmcompress kernels check": "runs on a GPU; tests/cli/test_kernels_command.py emulates one",
     "llmcompress eval OUT --ref MODEL --backend kernels": "runs on a GPU; tests/validate/test_backed.py emulates one",
     "python benchmarks/fidelity.py": "needs environments with GPTQModel and llm-compressor",

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from llmcompress.hardware import exact_float32, rounded_float32
+from llmcompress.hardware import exact_float32, quick_type, rounded_float32, rounds_float32
 
 BACKEND = torch.backends.mkldnn.matmul
 
@@ -41,3 +41,21 @@ def test_torch_without_the_switch_is_served(within, monkeypatch):
     monkeypatch.delattr(type(torch.backends.mkldnn), "matmul")
     with within():
         assert float(torch.ones(2) @ torch.ones(2)) == 2
+
+
+def test_where_products_are_worth_rounding(monkeypatch):
+    processor = torch.device("cpu")
+    assert not rounds_float32(torch.device("cuda"))
+    assert rounds_float32(processor) == (quick_type(processor) == torch.bfloat16)
+    monkeypatch.delattr(type(torch.backends.mkldnn), "matmul")
+    assert not rounds_float32(processor)
+
+
+@pytest.mark.skipif(not rounds_float32(torch.device("cpu")), reason="needs a processor with bfloat16 instructions")
+def test_rounded_products_are_those_of_inputs_in_bfloat16():
+    left, right = (torch.randn(256, 256, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    with rounded_float32():
+        found = left @ right
+    wanted = left.bfloat16().double() @ right.bfloat16().double()
+    assert torch.allclose(found.double(), wanted, atol=1e-3)
+    assert not torch.allclose(found.double(), left.double() @ right.double(), atol=1e-3)

@@ -9,7 +9,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "llmcompress"
 # classes that published JSON schemas name; a document may call a thing as the code does
 DOCUMENTS = ("engine/write/report_schema.py", "validate/evaluation.py")
 # a member of an axis gives its name to all modules about it: arch/llama.py and formats/gguf/families/llama.py
-MEMBER = re.compile(r"^(ARCH|FORMAT|GRID|METHOD|PRUNER|SOURCE|TRANSFORM)\b", re.MULTILINE)
+MEMBER = re.compile(r"^(ARCH|FORMAT|GRID|METHOD|PRUNER|SOURCE|TARGET|TRANSFORM)\b", re.MULTILINE)
 # a command, its function in Python, and the room that does their work
 COMMANDS = {
     "drafting",

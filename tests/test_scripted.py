@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import Tensor
+from torch.jit.frontend import NotSupportedError
 
 from llmcompress.scripted import scripted
 
@@ -32,6 +33,17 @@ def test_it_gives_what_the_function_gives(shift):
 def test_what_goes_wrong_inside_is_raised():
     with pytest.raises(RuntimeError, match="size of tensor"):
         scripted(halved)(torch.ones(2), 1, torch.ones(3))
+
+
+def test_on_another_device_the_function_itself_runs():
+    """What TorchScript fuses there leaves out conversions to 16 bits and back."""
+
+    def told(value, *others):  # TorchScript takes no such arguments
+        return value.device.type, others
+
+    assert scripted(told)(torch.ones(2, device="meta"), 1, 2.0) == ("meta", (1, 2.0))
+    with pytest.raises(NotSupportedError):
+        scripted(told)(torch.ones(2), 1, 2.0)
 
 
 def test_threads_that_call_first_at_once_get_the_same():

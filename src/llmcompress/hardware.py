@@ -64,6 +64,12 @@ def rounded_float32() -> AbstractContextManager[None]:
     return _products_on_processor("bf16")
 
 
+def rounds_float32(device: torch.device) -> bool:
+    """Whether `rounded_float32` makes products on a device faster."""
+    known = hasattr(getattr(torch.backends.mkldnn, "matmul", None), "fp32_precision")
+    return known and device.type == "cpu" and quick_type(device) == torch.bfloat16
+
+
 @contextmanager
 def _products_on_processor(precision: str) -> Iterator[None]:
     backend: Any = getattr(torch.backends.mkldnn, "matmul", None)

@@ -78,9 +78,9 @@ class Output(_Strict):
 
 
 class KvCache(_Strict):
-    """Static scales for keys and values that are cached in 8 bits, measured on the calibration text."""
+    """Static scales for keys and values that are cached in 8 or 4 bits, measured on the calibration text."""
 
-    code: Literal["fp8", "int8"] = Field(description="what a cache holds: fp8 is read by vLLM")
+    code: Literal["fp8", "int8", "nvfp4"] = Field(description="what a cache holds: fp8 and nvfp4 are read by vLLM")
 
 
 class Expected(_Strict):

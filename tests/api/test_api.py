@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import llmcompress
-from llmcompress.errors import LlmcompressError
+from llmcompress.api.recipes import as_recipe
+from llmcompress.errors import LlmcompressError, RecipeError
 
 SHORT = {"samples": 4, "length": 64}
 PUBLIC = [name for name in llmcompress.__all__ if name != "__version__"]
@@ -268,3 +269,16 @@ def test_types_of_gguf_fit_a_size(shallow_model_dir, tmp_path):
     result = llmcompress.compress(shallow_model_dir, fitted.recipe, tmp_path / "model.gguf")
     assert result.nbytes < Path(shallow_model_dir, "model.safetensors").stat().st_size * 7 / 16
     assert [entry.kind for entry in fitted.ledger] == ["budget"]
+
+
+def test_a_recipe_is_given_another_text(tiny_model_dir):
+    recipe = {
+        "calibration": {"source": "a.jsonl", "options": {"field": "text"}, "samples": 8, "length": 32},
+        "steps": [{"method": "gptq"}],
+    }
+    kept = as_recipe(recipe, None, {"samples": 4}).calibration
+    assert (kept.source, kept.options, kept.samples, kept.length) == ("a.jsonl", {"field": "text"}, 4, 32)
+    other = as_recipe(recipe, None, {"calibration": "b.txt", "format": "dense"})
+    assert (other.calibration.source, other.calibration.options, other.output.format) == ("b.txt", {}, "dense")
+    with pytest.raises(RecipeError, match="unknown option 'bits'"):
+        as_recipe(recipe, None, {"bits": 3})

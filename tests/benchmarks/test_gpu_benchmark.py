@@ -32,6 +32,7 @@ def lines_of(*arguments):
 
 
 @pytest.mark.skipif(COMPILER is None, reason="there is no g++")
+@pytest.mark.slow
 def test_every_part_runs_dry_in_its_order_and_nothing_is_judged(tmp_path):
     lines = lines_of(tmp_path, "--dry-run")
     assert [json.loads(text) for text in (tmp_path / "gpu.jsonl").read_text().splitlines()] == lines
@@ -132,9 +133,10 @@ def test_errors_that_the_sanitizer_finds_are_counted(tmp_path, monkeypatch):
 def test_the_shares_stay_below_nine_minutes_and_every_bar_stands_in_the_documents():
     assert sum(gpu.SHARES.values()) <= 530
     assert list(gpu.SHARES) == list(gpu.BARS) == list(gpu_parts.PARTS) == ORDER
-    text = (ROOT / "docs" / "gpu.md").read_text()
-    barred = [(name, bar) for bars in gpu.BARS.values() for name, bar in bars.items() if bar.limit < 1e9]
-    assert all(f"| {name} | {bar} |" in text for name, bar in barred)
+    rows = [line.split(" | ") for line in (ROOT / "docs" / "gpu.md").read_text().splitlines() if " | " in line]
+    shown = {(row[1], row[3]) for row in rows if len(row) == 5}
+    barred = {(name, str(bar)) for bars in gpu.BARS.values() for name, bar in bars.items() if bar.limit < 1e9}
+    assert barred <= shown
 
 
 def test_time_for_all_layers_is_extrapolated():

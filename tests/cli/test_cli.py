@@ -157,8 +157,11 @@ def test_inspect_and_list_look_without_loading(compressed, tiny_model_dir):
     assert facts["quantization"]["quant_method"] == "compressed-tensors"
     assert len(facts["tensor_list"]) == facts["tensors"]
     assert "llama" in call("inspect", tiny_model_dir).stdout
-    for what in ("methods", "grids", "formats", "archs", "sources", "ledger"):
+    for what in ("methods", "grids", "formats", "archs", "sources", "ledger", "targets"):
         assert json.loads(call("list", what, "--json").stdout)
+        piped = call("list", what).stdout.split("\n")
+        assert len(piped) > 2
+        assert not [line for line in piped if line != line.rstrip()]
     one_line_error(call("list", "format"), 2, "did you mean 'formats'")
 
 

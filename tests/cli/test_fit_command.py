@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from llmcompress.api.fitting import size_in_bytes
-from llmcompress.cli import console
+from llmcompress.cli import watching
 from llmcompress.engine.budget import group_losses
 from llmcompress.errors import RecipeError
 
@@ -130,14 +130,14 @@ def test_sigterm_stops_after_the_step_and_too_little_memory_is_refused(
     assert main(*asked, "--max-memory", 0.1) == 2
     assert "--max-memory allows 0.10" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
-    at = console.Steps.at
+    at = watching.Steps.at
 
     def terminated(steps, done, of):
         if done == 3:
             os.kill(os.getpid(), signal.SIGTERM)
         at(steps, done, of)
 
-    monkeypatch.setattr(console.Steps, "at", terminated)
+    monkeypatch.setattr(watching.Steps, "at", terminated)
     assert main(*asked, "--junit", tmp_path / "a.xml", "--log-format", "json") == 75
     events = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     assert [event["event"] for event in events] == ["started", "planned", *["progress"] * 3, "stopped"]

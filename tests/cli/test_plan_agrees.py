@@ -157,6 +157,10 @@ CODE = several(
     config(auto_map={"AutoModel": "its.Model"}), write("its.py", "from . import other\n"), write("other.py", "x = 1\n")
 )
 
+OWN_HEAD = several(
+    config(tie_word_embeddings=False), tensors(lambda found: {**found, "lm_head.weight": ("BF16", [1200, 64])})
+)
+
 REFUSED = {
     # side files
     "processor_config": (write("processor_config.json", "{"), GPTQ),
@@ -227,6 +231,10 @@ REFUSED = {
     "another family": (config(model_type="opt"), GPTQ),
     "a family nobody knows": (config(model_type="lama"), GPTQ),
     "a family without text": (config(model_type="clip"), GPTQ),
+    "codes of an embedding that no loader reads": (
+        (lambda m: None),
+        [*RTN, "--set", "model.embed_tokens: {skip: false}"],
+    ),
     # places
     "foreign partial": (beside("out.partial", foreign), RTN),
     "foreign partial of depth": (beside("out.partial", foreign), DEPTH),
@@ -269,10 +277,8 @@ TAKEN = {
     "an empty partial": (beside("out.partial", Path.mkdir), RTN),
     "an empty work": (beside("out.work", Path.mkdir), GPTQ),
     "tensors nobody asked for": (tensors(lambda found: {**found, "extra.weight": ("BF16", [4, 4])}), GPTQ),
-    "a head of its own": (
-        several(config(tie_word_embeddings=False), tensors(lambda f: {**f, "lm_head.weight": ("BF16", [1200, 64])})),
-        GPTQ,
-    ),
+    "a head of its own": (OWN_HEAD, GPTQ),
+    "a head of its own to round": (OWN_HEAD, [*RTN, "--set", "lm_head: {skip: false, bits: 8}"]),
     "wide types": (tensors(lambda found: {n: ("F32", item[1]) for n, item in found.items()}), GPTQ),
 }
 

@@ -130,6 +130,9 @@ def test_check_plans_on_a_model_and_writes_nothing(main, capsys, random_model_di
     assert main("recipe", "check", recipe, model) == 2
     assert "group size 48 does not divide the 64 inputs" in capsys.readouterr().out
     recipe.write_text("steps: [{method: gptq, group_size: 32}]")
+    assert main("recipe", "check", recipe, model) == 2
+    assert "windows of 512 tokens are longer than the model's 128 positions" in capsys.readouterr().out
+    recipe.write_text("{calibration: {length: 64}, steps: [{method: gptq, group_size: 32}]}")
     assert main("recipe", "check", recipe, model) == 0
     assert main("recipe", "check", recipe, tmp_path / "missing") == 2
     assert "missing" in capsys.readouterr().out

@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ET
 import pytest
 from every import all_commands
 
-from llmcompress.cli import console
+from llmcompress.cli import watching
 
 SHORT = ["--samples", 2, "--length", 16]
 NAMES = ("depth", "width", "lora")
@@ -70,14 +70,14 @@ def test_a_deadline_stops_after_a_step_and_leaves_nothing(command, main, capsys,
 
 
 def test_sigterm_stops_at_the_next_step(command, main, capsys, tmp_path, monkeypatch):
-    at = console.Steps.at
+    at = watching.Steps.at
 
     def terminated(steps, done, of):
         if done == 2:
             os.kill(os.getpid(), signal.SIGTERM)
         at(steps, done, of)
 
-    monkeypatch.setattr(console.Steps, "at", terminated)
+    monkeypatch.setattr(watching.Steps, "at", terminated)
     assert main(*command) == 75
     assert "2 of 4 steps done" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -334,3 +334,13 @@ def test_lists_keep_their_order():
     assert listed("--bits", None, int) is None
     with pytest.raises(LlmcompressError, match="write values with commas, such as --bits 3,4"):
         listed("--bits", "3;4", int)
+
+
+def test_text_is_asked_for_in_place_of_the_recipes(swept):
+    code, found = swept("--samples", 3, "--length", 16, "--seed", 5, "--dry-run")
+    assert code == 0
+    for planned in found:
+        text = planned["recipe"]["calibration"]
+        assert (text["samples"], text["length"], text["seed"], text["source"]) == (3, 16, 5, "default")
+    code, said = swept("--samples", 0)
+    assert (code, said.startswith("error: the calibration options: samples = 0")) == (2, True)

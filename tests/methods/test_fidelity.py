@@ -57,6 +57,7 @@ def test_ranges_by_outputs_are_more_faithful_than_ranges_by_weights(divergence):
     assert mixed < searched
 
 
+@pytest.mark.slow
 def test_each_part_of_gptq_earns_its_place(divergence):
     plain = divergence("gptq", bits=3, descent=0, qep_alpha=0, actorder="none", clip="minmax")["kl"]
     ordered = divergence("gptq", bits=3, descent=0, qep_alpha=0, clip="minmax")["kl"]

@@ -1,11 +1,13 @@
 """Outputs of the tiny model, evaluated and timed once for all tests of pages."""
 
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from llmcompress.api.evaluation import EvaluationResult
+from llmcompress.cli import app
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
@@ -61,3 +63,24 @@ def made(tiny_model_dir: Path, tiny_eval_text: Path, tmp_path_factory: pytest.Te
         written = continuations(request, "The water", 24)
         result.with_written("The water", written).save(evaluations[name])
     return Made(outputs, evaluations, timings)
+
+
+@pytest.fixture(scope="session")
+def structural(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Outputs whose structure is another, by the command that made them, and what `lora` repairs. Read-only."""
+    folder = tmp_path_factory.mktemp("structure")
+    short, many = (["--samples", count, "--length", 16, "-q"] for count in (2, 16))
+    commands = {
+        "rtn": ["rtn", tiny_model_dir, "--group-size", 64, "-q"],
+        "depth": ["depth", tiny_model_dir, "--drop", 1, *short],
+        "width": ["width", tiny_model_dir, "--ratio", 0.5, *short],
+        "lora": ["lora", tiny_model_dir, folder / "rtn", "--rank", 2, *short],
+        "draft": ["draft", tiny_model_dir, "--steps", 2, "--vocab", 200, "--written", 16, *many],
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, command in commands.items():
+            patch.setattr(sys, "argv", ["llmcompress", *map(str, command), "-o", str(folder / name)])
+            with pytest.raises(SystemExit) as end:
+                app.main()
+            assert not end.value.code
+    return {name: folder / name for name in commands}

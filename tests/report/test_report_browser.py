@@ -112,6 +112,18 @@ def test_axe_finds_nothing_that_keeps_readers_out(made, tmp_path, theme):
     assert "color-contrast" in {rule for rule, _, _ in pale}
 
 
+@pytest.mark.parametrize("theme", ["dark", "light"])
+@pytest.mark.parametrize("kind", ["depth", "width", "lora", "draft"])
+def test_axe_finds_nothing_on_pages_of_other_structures(structural, main, tmp_path, kind, theme):
+    page = tmp_path / "page.html"
+    assert main("report", structural[kind], "-o", page) == 0
+    axe = files("axe_core_python").joinpath("axe.min.js").read_text()
+    text = page.read_text()
+    assert _violations(text, axe, tmp_path, theme) == []
+    mute = text.replace('<html lang="en"', "<html")
+    assert {rule for rule, _, _ in _violations(mute, axe, tmp_path, theme)} == {"html-has-lang"}
+
+
 def _violations(text, axe, folder, theme):
     """Rules of axe-core that a page breaks, each with the element that does and what is said of it."""
     end = (

@@ -262,6 +262,31 @@ def test_right_answers_stand_beside_each_other(made, tmp_path):
     assert Elements(text).scripts == []
 
 
+def test_what_was_measured_with_something_left_out_stands_apart(made, tmp_path):
+    four, three = made.outputs["four"], made.outputs["three"]
+    document = json.loads(made.evaluations["four"].read_text())
+    document["figures"] |= {"omitted": "--kv h2o:0.5 in 4 of 4 layers", "top1": 0.125}
+    evicted = tmp_path / "evicted.json"
+    evicted.write_text(json.dumps(document))
+    files = [made.evaluations["four"], evicted]
+    text = html.unescape(render(read_outputs([four, three], files, [])))
+    assert len(re.findall("On [^<]* tokens, 95% intervals", text)) == 1
+    assert len(re.findall("On [^<]* tokens, --kv h2o:0.5 in 4 of 4 layers, 95% intervals", text)) == 1
+    assert "four, --kv h2o:0.5 in 4 of 4 layers: " in text  # the point of size against KL
+    (first, *_) = re.findall(r'<p class="verdict">(.*?)</p>', text)
+    assert "12%" not in first
+    answers = tmp_path / "answers"
+    answers.mkdir()
+    files = [
+        answered(answers, four, "default", 4, 8, 5),
+        answered(answers, four, "default", 1, 8, 5, omitted="--kv h2o:0.5 in 4 of 4 layers"),
+    ]
+    text = html.unescape(render(read_outputs([four, three], files, [])))
+    assert "Right answers to the shipped tasks, --kv h2o:0.5 in 4 of 4 layers, 95% intervals" in text
+    assert "Right answers to the shipped tasks, 95% intervals" in text
+    assert "answers 50.0% of 8 items right" in text
+
+
 def test_matrices_with_the_largest_errors_are_named(made):
     (table,) = re.findall(
         r'aria-label="Matrices of four with the largest errors">(.*?)</table>', page(made, "four"), re.S

@@ -241,6 +241,14 @@ def test_an_index_beside_a_single_file_is_ambiguous(sharded):
     refused(sharded, "both model.safetensors and model.safetensors.index.json")
 
 
+def test_an_index_may_name_the_single_file_alone(model):
+    """As mlx-lm writes it."""
+    save_file(TENSORS, model / "model.safetensors")
+    weight_map = dict.fromkeys(TENSORS, "model.safetensors")
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert read_headers(model).tensors.keys() == TENSORS.keys()
+
+
 @pytest.mark.parametrize(
     "name",
     ["../model.safetensors", "/etc/x.safetensors", "sub/x.safetensors", "..\\x.safetensors", "x.bin", "", "..", 3, None,

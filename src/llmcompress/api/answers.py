@@ -9,6 +9,7 @@ from llmcompress.api.evaluation import NOTHING_KEPT, refuse_broken, save_documen
 from llmcompress.api.quiet import quiet_libraries
 from llmcompress.api.steps import Watch, watched
 from llmcompress.engine.process.ranks import refuse_several
+from llmcompress.errors import RecipeError
 
 if TYPE_CHECKING:
     from llmcompress.validate.evaluate import Gate
@@ -96,7 +97,8 @@ def evaluate_tasks(
     adapter: str | Path | None = None,
     ref_adapter: str | Path | None = None,
     kv_bits: int | None = None,
-    kv_type: Literal["int", "fp8"] | None = None,
+    kv_type: Literal["int", "fp8", "nvfp4"] | None = None,
+    kv: str | None = None,
     trust_remote_code: bool = False,
     progress: Watch | None = None,
     stop: Callable[[int], bool] | None = None,
@@ -104,16 +106,21 @@ def evaluate_tasks(
     """How many items of tasks a model answers right, and how many of those its original `ref` does.
 
     tasks: "default" (shipped with llmcompress), a file or a folder. items: the first so many of each task. shots:
-    worked examples before each item. chat: ask through the chat template. batch: inputs run at once. The others are
-    those of `evaluate`. Raises LlmcompressError.
+    worked examples before each item. chat: ask through the chat template. batch: inputs run at once. kv: evict a share
+    of the cached keys and values of each prompt before its answer; without `ref` the model is compared with itself. The
+    others are those of `evaluate`. Raises LlmcompressError.
 
         >>> answers = llmcompress.evaluate_tasks("model-w4", "model", items=2)
         >>> sorted(answers.tasks)
         ['cloze', 'questions', 'stories', 'written']
     """
-    from llmcompress.validate.request import Request
+    from llmcompress.validate.omission import omissions_of
+    from llmcompress.validate.request import Request, with_omission
 
     refuse_several("evaluate_tasks() of Python")
+    omissions = omissions_of(kv)
+    if len(omissions) > 1:
+        raise RecipeError("evaluate_tasks() measures one eviction at a time", "call it once for each")
     request = Request.given(
         model,
         ref,
@@ -126,6 +133,7 @@ def evaluate_tasks(
         kv_type=kv_type,
         trust_remote_code=trust_remote_code,
     )
+    request = with_omission(request, *omissions)
     questions = Questions(str(tasks), items, shots, chat)
     return answered(request, questions, read_questions(request, questions), progress, stop)
 

@@ -86,7 +86,7 @@ def evaluate_long(
     adapter: str | Path | None = None,
     ref_adapter: str | Path | None = None,
     kv_bits: int | None = None,
-    kv_type: Literal["int", "fp8"] | None = None,
+    kv_type: Literal["int", "fp8", "nvfp4"] | None = None,
     trust_remote_code: bool = False,
     progress: Watch | None = None,
     stop: Callable[[int], bool] | None = None,

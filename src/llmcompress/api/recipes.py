@@ -21,7 +21,6 @@ from llmcompress.grids.ggml import GgufTypes
 from llmcompress.pruners.base import Pruner
 from llmcompress.recipe import (
     DEFAULT_FORMAT,
-    Output,
     Recipe,
     build,
     load,
@@ -94,7 +93,7 @@ def load_recipe(recipe: str | Path) -> Recipe:
 def as_recipe(
     recipe: Recipe | Mapping[str, Any] | str | Path | None, method: str | None, settings: Mapping[str, Any]
 ) -> Recipe:
-    """The recipe that is given, with `settings` of its output changed, or the one of `method` with `settings`.
+    """The recipe that is given, with `settings` of its text and output changed, or the one of `method` with `settings`.
 
     RecipeError unless exactly one of `recipe` and `method` is given.
     """
@@ -108,9 +107,10 @@ def as_recipe(
     elif not isinstance(recipe, Recipe):
         assert recipe is not None
         recipe = load_recipe(recipe)
-    refuse_unknown(settings, OUTPUT_SETTINGS, "the output options that a recipe may be given beside its own")
-    output = build(Output, {**recipe.output.model_dump(), **settings}, "the output options")
-    return recipe.model_copy(update={"output": output})
+    known = (*TEXT_SETTINGS, *OUTPUT_SETTINGS)
+    refuse_unknown(settings, known, "the options of text and output that a recipe may be given beside its own")
+    text, output = text_of(settings, recipe.calibration), output_of(settings, otherwise=recipe.output)
+    return recipe.model_copy(update={"calibration": text, "output": output})
 
 
 def method_recipe(method: str, settings: Mapping[str, Any]) -> Recipe:

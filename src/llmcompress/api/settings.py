@@ -27,11 +27,15 @@ def recipe_with(text: Calibration, steps: Iterable[Step], format_: str, settings
     )
 
 
-def text_of(settings: Mapping[str, Any]) -> Calibration:
-    """The calibration text that settings ask for."""
-    given = {name: settings[name] for name in ("samples", "length", "seed") if settings.get(name) is not None}
+def text_of(settings: Mapping[str, Any], otherwise: Calibration | None = None) -> Calibration:
+    """The calibration text that settings ask for. otherwise: what holds for those that are not given.
+
+    Options of a source are left behind with it.
+    """
+    given = {} if otherwise is None else otherwise.model_dump()
+    given |= {name: settings[name] for name in ("samples", "length", "seed") if settings.get(name) is not None}
     if settings.get("calibration") is not None:
-        given["source"] = str(settings["calibration"])
+        given |= {"source": str(settings["calibration"]), "options": {}}
     if settings.get("field") is not None:
         given["options"] = {"field": settings["field"]}
     text: Calibration = build(Calibration, given, "the calibration options")
@@ -45,9 +49,10 @@ def depth_text(by: str, settings: Mapping[str, Any]) -> Calibration:
     return text_of(settings)
 
 
-def output_of(settings: Mapping[str, Any], *more: str) -> Output:
-    """The output that settings ask for. more: names of settings beside OUTPUT_SETTINGS."""
-    given = {name: settings[name] for name in (*OUTPUT_SETTINGS, *more) if name in settings}
+def output_of(settings: Mapping[str, Any], *more: str, otherwise: Output | None = None) -> Output:
+    """The output that settings ask for. more: names of settings beside OUTPUT_SETTINGS. otherwise: as of `text_of`."""
+    given = {} if otherwise is None else otherwise.model_dump()
+    given |= {name: settings[name] for name in (*OUTPUT_SETTINGS, *more) if name in settings}
     output: Output = build(Output, given, "the output options")
     return output
 

@@ -142,16 +142,19 @@ def recover(
     *,
     steps: int = STEPS,
     rate: float | None = None,
+    weights: Literal["full", "low-rank"] = "low-rank",
     options: Options | None = None,
     progress: Watch | None = None,
     stop: Callable[[int], bool] | None = None,
     **settings: Any,
 ) -> Result:
-    """Train the scales of a compressed model, and the gains of its norms, towards the original's predictions.
+    """Train a compressed model's scales, or the weights that pruning left, and gains, towards the original.
 
     ref: the model it was made from. steps: of training. rate: the share by which a step changes a scale at
-    most; by default a hundredth of the mean error of the matrices. settings: `calibration`, `field`, `samples`,
-    `length`, `seed`. Raises LlmcompressError; RunError where the divergence on text that is held back did not fall.
+    most; by default a hundredth of the mean error of the matrices. weights: how those of a pruned, narrower or
+    shallower model are trained, each for itself or by a change of low rank. settings: `calibration`, `field`,
+    `samples`, `length`, `seed`. Raises LlmcompressError; RunError where the divergence on text that is held back did
+    not fall.
 
         >>> rounded = llmcompress.compress("model", method="rtn", bits=3, output="model-w3")
         >>> result = llmcompress.recover(rounded.output, "model", "recovered", steps=16, samples=32, length=64)
@@ -164,7 +167,7 @@ def recover(
 
     refuse_several("recover() of Python")
     refuse_unknown(settings, TEXT_SETTINGS, "the options of recover")
-    request = RecoverRequest(steps, rate)
+    request = RecoverRequest(steps, rate, weights)
     plan = plan_recover(Path(compressed), Path(ref), request, text_of(settings), placed(options, output))
     return restructured(plan.opened.out, lambda watch: recovery.recover(plan, watch), progress, stop, ALL_KEPT)
 

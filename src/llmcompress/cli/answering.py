@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmcompress.api.answers import Questions, answered, read_questions, refuse_unmeasured_shares
-from llmcompress.cli import console
+from llmcompress.cli import console, watching
 from llmcompress.cli.gates import Gates
 from llmcompress.cli.log import log
 from llmcompress.cli.stopping import Stop
@@ -23,7 +23,7 @@ def run(
     overwrite: bool,
     card: Path | None,
     gates: Gates,
-    steps: console.Steps,
+    steps: watching.Steps,
     stop: Stop,
     as_json: bool,
 ) -> None:
@@ -47,7 +47,9 @@ def run(
     if card is not None and not_finite(result.figures) is None:
         write_whole(card, card_with_figures(card, result.document).encode(), overwrite=True)
     log.event("figures", **result.figures)
-    found = {**result.figures, "tasks": result.tasks}
+    asked = result.document["asked"]
+    omitted = {name: asked[name] for name in ("omitted",) if name in asked}
+    found = {**result.figures, **omitted, "tasks": result.tasks}
     if as_json:
         console.print_json(found)
     else:
@@ -56,16 +58,18 @@ def run(
 
 
 def _show(request: "Request", found: Mapping[str, Any]) -> None:
+    omitted = f", {found['omitted']}" if "omitted" in found else ""
+    alone = request.omission is not None and request.ref == request.model
     rows = [*found["tasks"].items(), *([("all", found)] if len(found["tasks"]) > 1 else [])]
-    compared = ("original", "lost", "95% interval", "p") if request.ref is not None else ()
+    compared = ("whole cache" if alone else "original", "lost", "95% interval", "p") if request.ref is not None else ()
     console.table(
-        f"{request.model}: share of items answered right",
+        f"{request.model}: share of items answered right{omitted}",
         ("task", "items", "right", "by characters", *compared),
         [_row(name, figures, bool(compared)) for name, figures in rows],
         right=tuple(range(1, 4 + len(compared))),
     )
     if compared and isfinite(found["acc_drop"]):
-        console.say(_verdict(found))
+        console.say(_verdict(found, "with its whole cache" if alone else "the original"))
 
 
 def _row(name: str, figures: Mapping[str, Any], compared: bool) -> tuple[str, ...]:
@@ -81,13 +85,13 @@ def _row(name: str, figures: Mapping[str, Any], compared: bool) -> tuple[str, ..
     return (*row, percent("ref_acc"), percent("acc_drop"), f"{low:.1%} ... {high:.1%}", f"{figures['acc_p']:.2g}")
 
 
-def _verdict(found: Mapping[str, Any]) -> str:
-    """What the figures say, in words: whether the items suffice to tell the models apart."""
+def _verdict(found: Mapping[str, Any], reference: str) -> str:
+    """What the figures say, in words: whether the items suffice to tell the model from its reference."""
     drop, worse = found["acc_drop"], found["acc_drop_ci"][1]
     said = (
-        f"{abs(drop):.1%} {'fewer' if drop > 0 else 'more'} items right than the original"
+        f"{abs(drop):.1%} {'fewer' if drop > 0 else 'more'} items right than {reference}"
         if drop
-        else "as many items right as the original"
+        else f"as many items right as {reference}"
     )
     if found["acc_p"] < 0.05:
         return f"{said}, which is more than chance (p = {found['acc_p']:.2g})"

@@ -1,6 +1,7 @@
 """The `llmcompress` command. Commands import what they need when they run, so that help is instant."""
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -176,7 +177,9 @@ def _misused(error: BaseException) -> int:
     if type(error).__name__ == "NoArgsIsHelpError":  # the help is printed already
         return RecipeError.exit_code
     message = error.format_message()  # type: ignore[attr-defined]
-    hint = instead(message) or (None if context is None else f"see `{context.command_path} --help`")
+    if hint := instead(message):
+        message = re.split(r" Did you mean| \(Possible", message)[0]  # names that look alike, and do something else
+    hint = hint or (None if context is None else f"see `{context.command_path} --help`")
     return _failed(RecipeError(f"{message[:1].lower()}{message[1:].rstrip('.')}", hint))
 
 

@@ -5,8 +5,9 @@ from typing import TypeVar
 
 import llmcompress.arch
 import llmcompress.calib
-from llmcompress.engine.targets.facts import Asymmetric, BitWidths, Fact, Groups
-from llmcompress.engine.targets.table import TARGETS, Target
+from llmcompress.engine.targets.base import Target, targets
+from llmcompress.engine.targets.facts import Fact
+from llmcompress.engine.targets.grid_facts import Asymmetric, BitWidths, Groups
 from llmcompress.errors import RecipeError
 from llmcompress.formats.gguf.types import ALIASES, FILE_TYPES, tensor_type
 from llmcompress.grids.grid_type import grid_types
@@ -81,7 +82,7 @@ def _targets() -> Listing:
             _first(facts, Groups, Groups.__str__),
             "; ".join([fact.why for fact in facts] + [target.remark] * bool(target.remark and facts)),
         )
-        for target in TARGETS.values()
+        for target in targets().values()
         for name, facts in _facts(target).items()
     ]
     return ("target", "as of", "format", "bits", "asymmetric", "groups", "facts"), rows

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from llmcompress.api import verification
-from llmcompress.cli import console
+from llmcompress.cli import console, watching
 from llmcompress.cli import options as flags
 from llmcompress.cli.gates import GateCase, gated
 from llmcompress.store.headers import read_json
@@ -40,7 +40,8 @@ def verify(
 ) -> None:
     """Reopen an output with a reader of its own and prove it complete, finite, on its grid and true to its report."""
     with gated("verify", junit) as gates:
-        result = verification.verify(out, source, adapter)
+        with watching.reading(json_):
+            result = verification.verify(out, source, adapter)
         for item in result.checks:
             if item.warning and not item.ok:
                 gates.add(GateCase(item.name, "skipped", f"warning: {item.detail}"))
@@ -103,6 +104,8 @@ def inspect(
     shown = dict(facts, bytes=console.size(headers.nbytes))
     shown["bytes_by_type"] = ", ".join(f"{kind} {console.size(count)}" for kind, count in sorted(kinds.items()))
     shown["quantization"] = _summary(quantization)
+    if shown["bits_per_weight"] is None:
+        shown["bits_per_weight"] = "not known: no report.json says how many weights the codes are"
     console.table(None, ("", ""), [(key.replace("_", " "), str(value)) for key, value in shown.items()])
     if tensors:
         _tensor_table(rows)
@@ -171,6 +174,8 @@ def _summary(quantization: Any) -> str:
         cached = quantization.get("kv_cache_scheme")
         if isinstance(cached, dict):
             parts.append(f"keys and values {cached.get('type')} {cached.get('num_bits')} by {cached.get('strategy')}")
+        elif isinstance(cached, str):
+            parts.append(f"keys and values {cached}")
         whole = quantization.get("format", quantization.get("quant_algo", ""))
         return f"{quantization.get('quant_method')} {whole}: {'; '.join(parts)}"
     if isinstance(modules := quantization.get("modules"), dict):
@@ -178,8 +183,9 @@ def _summary(quantization: Any) -> str:
     if "load_in_4bit" in quantization:
         kind = quantization.get("bnb_4bit_quant_type") if quantization["load_in_4bit"] else "int8"
         return f"{quantization.get('quant_method')}: {kind}"
-    bits, group = quantization.get("bits"), quantization.get("group_size")
-    return f"{quantization.get('quant_method')}: {bits} bits, group size {group}"
+    bits, group, mode = (quantization.get(key) for key in ("bits", "group_size", "mode"))
+    method = quantization.get("quant_method") or ("mlx" if mode else "unknown")  # mlx-lm names none
+    return f"{method}{f' {mode}' if mode else ''}: {bits} bits, group size {group}"
 
 
 def _coded(weights: dict[str, Any]) -> str:

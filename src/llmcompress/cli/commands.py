@@ -74,7 +74,7 @@ def register(app: typer.Typer) -> list[str]:
         "out": flags.RUN_OPTIONS["out"],
         **flags.taken("overwrite", "base_model", "license"),
     }
-    given |= {"format_": (flags.FormatOverride, None), **flags.RESOURCE_OPTIONS}
+    given |= {"format_": (flags.FormatOverride, None), **flags.OTHER_TEXT, **flags.RESOURCE_OPTIONS}
     app.command("run", rich_help_panel="Compress")(
         flags.command(_recipe(False), given, "run", "Run a recipe file on a model.")
     )
@@ -122,7 +122,7 @@ def _step(name: str, dry: bool = False) -> Callable[..., None]:
 
 def _recipe(dry: bool) -> Callable[..., None]:
     def run(**values: Any) -> None:
-        recipe = as_recipe(values["recipe"], None, flags.output_settings(values))
+        recipe = as_recipe(values["recipe"], None, flags.changed_settings(values))
         start(Job.of(recipe, values), execution=Execution.of(values), dry=dry)
 
     return run

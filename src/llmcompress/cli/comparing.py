@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from llmcompress.cli import console
+from llmcompress.cli import console, watching
 from llmcompress.cli import options as flags
 from llmcompress.cli.evaluation import weight_bytes
 from llmcompress.cli.gates import gated
@@ -53,12 +53,14 @@ def compare(
 ) -> None:
     """Size, divergence and agreement of several models in one table.
 
-    Figures are those of `eval MODEL --ref ORIGINAL`, on the same windows for all; the original runs once.
+    Figures are those of `eval MODEL --ref ORIGINAL --compute-dtype float32`, on the same windows for all; the original
+    runs once.
     All figures with their intervals: --json.
     """
-    from llmcompress.api.evaluation import evaluated_together
-    from llmcompress.validate.request import Request
-    from llmcompress.validate.token_statistics import not_finite
+    with watching.reading(quiet or json_):
+        from llmcompress.api.evaluation import evaluated_together
+        from llmcompress.validate.request import Request
+        from llmcompress.validate.token_statistics import not_finite
 
     places = [path.resolve() for path in models]
     if twice := next((path for path in models if places.count(path.resolve()) > 1), None):
@@ -66,8 +68,8 @@ def compare(
     asked = text, length, windows, batch, device, compute_dtype, trust_remote_code
     requests = [Request(model, ref, *asked, ref_cache=ref_cache) for model in models]
     with gated("compare", junit):
-        with console.Steps("layers", quiet or (json_ and not log.active)) as steps:
-            found = evaluated_together(requests, steps.at, Stop(deadline))
+        with watching.Steps("layers", quiet or (json_ and not log.active)) as steps:
+            found = evaluated_together(requests, steps.at, Stop(deadline), steps.say)
         _show(ref, found, json_)
         for result in found:
             if said := not_finite(result.figures):

@@ -1,20 +1,19 @@
-"""What people see: progress, tables, errors; or events, where those are logged. The only file that imports rich."""
+"""What people see: lines, tables, errors; or events, where those are logged. Progress is in watching.py."""
 
 import json
 import shlex
 import sys
-import time
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
+from functools import partial
 from typing import Any, TextIO
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from llmcompress.cli.log import Logged, finite, log
-from llmcompress.engine.process.progress import Progress as RunProgress
+from llmcompress.cli.log import finite, log
 from llmcompress.errors import LlmcompressError, printable
 
 # a file or a pipe has no width: nothing is cut off; `:name:` in a path is no emoji
@@ -46,12 +45,19 @@ def json_alone() -> Iterator[None]:
         _document = before
 
 
-def say(line: str) -> None:
-    """A line for people, on stderr, so that stdout stays clean for results."""
+def say(line: str, whole: bool = False) -> None:
+    """A line for people, on stderr, so that stdout stays clean for results.
+
+    A terminal that is narrower gets several, cut between words. whole: one line everywhere, as commands are copied.
+    """
+    line = printable(line)
     if log.active:
-        log.event("message", text=printable(line))
+        log.event("message", text=line)
         return
-    err.print(escape(printable(line)), highlight=False, soft_wrap=True)
+    if err.is_terminal and not err.is_dumb_terminal and not whole:
+        fill = partial(textwrap.fill, width=max(err.width, 1), break_long_words=False, break_on_hyphens=False)
+        line = "\n".join(map(fill, line.split("\n")))
+    err.print(escape(line), highlight=False, soft_wrap=True)
 
 
 def fail(error: LlmcompressError) -> None:
@@ -66,18 +72,19 @@ def fail(error: LlmcompressError) -> None:
 
 def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = ()) -> None:
     """A plain table on stdout; columns whose numbers are in `right` are aligned to the right."""
-    made = Table(
-        title=None if title is None else escape(printable(title)),
-        title_justify="left",
-        header_style="bold",
-        box=None,
-        pad_edge=False,
-    )
+    if title is not None:  # not the table's own, which is cut to its width
+        out.print(escape(printable(title)), style="italic", highlight=False)
+    made = Table(header_style="bold", box=None, pad_edge=False)
     for number, column in enumerate(columns):
         made.add_column(column, justify="right" if number in right else "left", overflow="fold")
     for row in rows:
         made.add_row(*(escape(printable(cell)) for cell in row))
-    out.print(made)
+    if out.is_terminal:
+        out.print(made)
+        return
+    with out.capture() as printed:  # cells are filled up with blanks, in the last column too
+        out.print(made)
+    out.file.write("".join(f"{line.rstrip()}\n" for line in printed.get().removesuffix("\n").split("\n")))
 
 
 def size(count: float) -> str:
@@ -91,115 +98,12 @@ def size(count: float) -> str:
 def next_step(*words: object) -> None:
     """What a person may want to run next, as the last line of a command."""
     if not log.active:
-        say(f"next: llmcompress {shlex.join(map(str, words))}")
+        say(f"next: llmcompress {shlex.join(map(str, words))}", whole=True)
 
 
 def bits(per_weight: float | None) -> str:
     """The bits of a quantised weight for people, after a comma; nothing where no weight is quantised."""
     return f", {per_weight:.3f} bits per quantised weight" if per_weight is not None else ""
-
-
-class Watching(RunProgress):
-    """Progress of a run: a bar on a terminal, one plain line per layer elsewhere, nothing if quiet."""
-
-    def __init__(self, quiet: bool) -> None:
-        self.quiet = quiet
-        self.bar: Progress | None = None
-        self.seen = 0
-        self.begun = time.perf_counter()
-        self.losses: list[float] = []
-        self.layers = 0
-
-    def __enter__(self) -> "Watching":
-        if not self.quiet and err.is_terminal:
-            columns = (
-                TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"),
-                TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
-            )  # fmt: skip
-            self.bar = Progress(*columns, console=err, transient=True)
-            self.bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.bar is not None:
-            self.bar.stop()
-
-    def start(self, layers: int, done: int) -> None:
-        self.layers, self.begun = layers, time.perf_counter()
-        if self.bar is not None:
-            self.task = self.bar.add_task("layers", total=layers, completed=done, note="")
-        elif not self.quiet and done:
-            say(f"{done} of {layers} layers were finished before; going on")
-
-    def gradients(self, done: int, of: int) -> None:
-        if self.bar is not None:
-            self.bar.update(self.task, note=f"gradients {done}/{of}")
-        elif not self.quiet and done in (1, of):
-            say(f"gradients  {done}/{of} steps")
-        self.begun = time.perf_counter()
-
-    def layer(self, number: int) -> None:
-        self.losses = []
-
-    def matrix(self, record: dict[str, Any]) -> None:
-        self.losses.append(record.get("loss", record["relative_error"] ** 2))
-        if self.bar is not None:
-            name = record["name"].rpartition(".")[2]
-            self.bar.update(self.task, note=f"{name} loss {self.losses[-1]:.2e}{self._rate()}")
-
-    def tokens(self, count: int) -> None:
-        self.seen += count
-        if self.bar is not None:
-            self.bar.update(self.task, note=self._rate().strip())
-
-    def _rate(self) -> str:
-        spent = time.perf_counter() - self.begun
-        return f"  {self.seen / spent:,.0f} tokens/s" if self.seen and spent > 0 else ""
-
-    def layer_done(self, number: int, seconds: float) -> None:
-        if self.bar is not None:
-            self.bar.advance(self.task)
-        elif not self.quiet:
-            mean = sum(self.losses) / max(len(self.losses), 1)
-            spent = time.perf_counter() - self.begun
-            left = spent / (number + 1) * (self.layers - number - 1)
-            which = f"layer {number + 1}/{self.layers}"
-            say(f"{which}  {seconds:.1f} s  loss {mean:.2e}{self._rate()}  about {left:.0f} s left")
-
-    def writing(self, total_bytes: int) -> None:
-        if self.bar is not None:
-            self.bar.update(self.task, note="writing")
-        elif not self.quiet:
-            say(f"writing {size(total_bytes)}")
-
-
-def watching(quiet: bool) -> "Watching | Logged":
-    """Who is told of the progress of a run: people, nobody if `quiet`, or programs."""
-    return Logged() if log.active and not quiet else Watching(quiet)
-
-
-class Steps:
-    """A bar on a terminal for work of known length; silent elsewhere."""
-
-    def __init__(self, what: str, quiet: bool) -> None:
-        self.what, self.quiet = what, quiet
-        self.bar = None if quiet or log.active or not err.is_terminal else Progress(console=err, transient=True)
-
-    def __enter__(self) -> "Steps":
-        if self.bar is not None:
-            self.bar.start()
-            self.task = self.bar.add_task(self.what, total=None)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.bar is not None:
-            self.bar.stop()
-
-    def at(self, done: int, of: int) -> None:
-        if self.bar is not None:
-            self.bar.update(self.task, completed=done, total=of)
-        elif not self.quiet:
-            log.event("progress", what=self.what, done=done, of=of)
 
 
 def ledger(entries: Sequence[Mapping[str, str]], limit: int = 12) -> None:

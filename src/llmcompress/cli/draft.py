@@ -9,6 +9,7 @@ import typer
 from llmcompress.api.settings import DRAFT_RATE, DRAFT_STEPS, DRAFT_VOCABULARY, WRITTEN, text_of
 from llmcompress.api.structure import ALL_KEPT
 from llmcompress.cli import options as flags
+from llmcompress.cli import watching
 from llmcompress.cli.recover import Steps
 from llmcompress.cli.structured import COMMON, carry_out
 
@@ -50,11 +51,12 @@ def register(app: typer.Typer) -> None:
 
 def draft(**values: Any) -> None:
     """Plan, train, write, tell."""
-    from llmcompress.engine.draft.draft_plan import DraftRequest, plan_draft
-    from llmcompress.engine.draft.head_training import train_draft
+    with watching.reading(values["quiet"] or values["json_"]):
+        from llmcompress.engine.draft.draft_plan import DraftRequest, plan_draft
+        from llmcompress.engine.draft.head_training import train_draft
 
-    request = DraftRequest(values["steps"], values["vocab"], values["written"], values["rate"])
-    plan = plan_draft(values["model"], request, text_of(values), flags.run_options(values))
+        request = DraftRequest(values["steps"], values["vocab"], values["written"], values["rate"])
+        plan = plan_draft(values["model"], request, text_of(values), flags.run_options(values))
     facts = {
         "output": str(plan.opened.out),
         "steps": request.steps,

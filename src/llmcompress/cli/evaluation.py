@@ -9,7 +9,7 @@ import typer
 
 from llmcompress.api.answers import Questions
 from llmcompress.api.evaluation import EvaluationResult, evaluated, refuse_unmeasured_gates
-from llmcompress.cli import answering, console, drafting, long_text, omitting, runtime_table
+from llmcompress.cli import answering, console, drafting, long_text, omitting, runtime_table, watching
 from llmcompress.cli import options as flags
 from llmcompress.cli.gates import gated
 from llmcompress.cli.log import log
@@ -143,7 +143,9 @@ def evaluate(
     compute_dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
         typer.Option(
-            "--compute-dtype", help="Type both models run in. Default: float32, and bfloat16 where kernels run."
+            "--compute-dtype",
+            help="Type both models run in. Default: bfloat16 where kernels run; else float32, with products in "
+            "bfloat16 where that is faster and KL of the first windows says that it may be.",
         ),
     ] = None,
     fail_if: Annotated[
@@ -163,10 +165,10 @@ def evaluate(
         ),
     ] = None,
     kv_type: Annotated[
-        Literal["int", "fp8"] | None,
+        Literal["int", "fp8", "nvfp4"] | None,
         typer.Option(
             "--kv-type",
-            help="int: asymmetric, per token and head. fp8: by the checkpoint's scales, or 1 as engines have it. "
+            help="int: asymmetric, per token and head. fp8, nvfp4: by the checkpoint's scales, or 1. "
             "Default: what the checkpoint's config.json says, int with --kv-bits.",
         ),
     ] = None,
@@ -174,8 +176,9 @@ def evaluate(
         str | None,
         typer.Option(
             "--kv",
-            help="Evict a share of the cached keys and values of each window's first half before the other goes on: "
-            "snapkv:0.5, or several with commas. Scores: streaming, h2o, snapkv, tova, knorm, expected.",
+            help="Evict a share of the cached keys and values of each window's first half before the other goes on, or "
+            "of each prompt of --tasks before its answer: snapkv:0.5, or several with commas. Scores: streaming, h2o, "
+            "snapkv, tova, knorm, expected.",
         ),
     ] = None,
     mlp_sparsity: Annotated[
@@ -211,14 +214,15 @@ def evaluate(
     Protocol: the text is tokenised once, cut into disjoint windows from its start, and every position but the first
     of a window is scored on the full vocabulary. Intervals are 95%, by bootstrap over windows.
     """
-    from llmcompress.store.files import refuse_existing
-    from llmcompress.store.unfinished import write_whole
-    from llmcompress.validate.card_figures import card_of, card_with_figures
-    from llmcompress.validate.evaluate import parse_gate
-    from llmcompress.validate.key_value_cache import CacheOptions
-    from llmcompress.validate.omission import omissions_of
-    from llmcompress.validate.request import Request, with_omission
-    from llmcompress.validate.token_statistics import not_finite
+    with watching.reading(quiet or json_):
+        from llmcompress.store.files import refuse_existing
+        from llmcompress.store.unfinished import write_whole
+        from llmcompress.validate.card_figures import card_of, card_with_figures
+        from llmcompress.validate.evaluate import parse_gate
+        from llmcompress.validate.key_value_cache import CacheOptions
+        from llmcompress.validate.omission import Eviction, omissions_of
+        from llmcompress.validate.request import Request, with_omission
+        from llmcompress.validate.token_statistics import not_finite
 
     subject = _subject(model, draft)
     given = {"--draft": draft, "--generate": generate, "--backend": backend}
@@ -240,7 +244,8 @@ def evaluate(
         measures = {"--draft": draft, "--adapter": adapter, "--kv-bits": kv_bits}
         _refuse_beside("--update-card", measures, "the card has figures of the output as it is")
     omissions = omissions_of(kv, mlp_sparsity, attention_sparsity)
-    omitting.refuse_others({**given, "--tasks": tasks, "--long": long, "--update-card": update_card}, omissions)
+    omitting.refuse_others({**given, "--long": long, "--update-card": update_card}, omissions)
+    omitting.refuse_others({"--tasks": tasks}, [one for one in omissions if not isinstance(one, Eviction)])
     card = card_of(subject) if update_card else None
     cache_options = CacheOptions(kv_bits, kv_type)
     request = Request(
@@ -260,8 +265,10 @@ def evaluate(
         ref_cache=ref_cache,
     )
     if len(omissions) > 1:
-        omitting.refuse_others({"--output": output, "--fail-if": fail_if, "--junit": junit}, omissions)
-        with console.Steps("layers", quiet or (json_ and not log.active)) as steps:
+        omitting.refuse_others(
+            {"--tasks": tasks, "--output": output, "--fail-if": fail_if, "--junit": junit}, omissions
+        )
+        with watching.Steps("layers", quiet or (json_ and not log.active)) as steps:
             omitting.run(request, omissions, steps, Stop(deadline), json_)
         return
     request = with_omission(request, *omissions)
@@ -273,13 +280,13 @@ def evaluate(
             refuse_existing(output, overwrite)
         if tasks is not None:
             questions = Questions(tasks, items, shots, chat)
-            with console.Steps("layers", quiet or (json_ and not log.active)) as steps:
+            with watching.Steps("layers", quiet or (json_ and not log.active)) as steps:
                 answering.run(
                     request, questions, fail_if or [], output, overwrite, card, gates, steps, Stop(deadline), json_
                 )
             return
         if long:
-            with console.Steps("layers", quiet or (json_ and not log.active)) as steps:
+            with watching.Steps("layers", quiet or (json_ and not log.active)) as steps:
                 long_text.run(
                     request, length, items or 2, fail_if or [], output, overwrite, gates, steps, Stop(deadline), json_
                 )
@@ -287,8 +294,8 @@ def evaluate(
         conditions = {text: parse_gate(text) for text in fail_if or []}
         gates.expect(f"--fail-if {text}" for text in conditions)
         refuse_unmeasured_gates(request, conditions.values())
-        with console.Steps("layers", quiet or (json_ and not log.active)) as steps:
-            result = evaluated(request, steps.at, Stop(deadline), console.say)
+        with watching.Steps("layers", quiet or (json_ and not log.active)) as steps:
+            result = evaluated(request, steps.at, Stop(deadline), console.say, steps.say)
         if output is not None and not_finite(result.figures) is None:
             result.save(output, overwrite=overwrite)
         if card is not None and not_finite(result.figures) is None:
@@ -341,9 +348,10 @@ def _subject(model: Path | None, draft: Path | None) -> Path:
 def _show(request: "Request", found: Mapping[str, Any], samples: dict[str, str] | None, as_json: bool) -> None:
     figures, runtime = found["figures"], found.get("runtime")
     if as_json:
-        more = {"runtime": runtime, "generated": samples, "ref_cache": found.get("ref_cache")}
+        more = {name: found.get(name) for name in ("runtime", "ref_cache", "products")} | {"generated": samples}
         console.print_json({**figures, **{name: value for name, value in more.items() if value is not None}})
         return
+    from llmcompress.validate.rounded_products import products_row
     from llmcompress.validate.token_statistics import not_finite, shown
 
     rows = []
@@ -351,7 +359,11 @@ def _show(request: "Request", found: Mapping[str, Any], samples: dict[str, str] 
         if key in figures:
             low, high = figures.get(f"{key}_ci", (nan, nan))
             rows.append((label, shown(figures[key]), f"{low:.5g} ... {high:.5g}" if isfinite(low + high) else ""))
-    cached = f", keys and values {figures['kv_cache']}" if figures["kv_cache"] else ""
+    products = found.get("products")
+    if products is not None:
+        rows.append(products_row(products))
+    cached = ", products in bfloat16" if products is not None and products["dtype"] == "bfloat16" else ""
+    cached += f", keys and values {figures['kv_cache']}" if figures["kv_cache"] else ""
     cached += f", {figures['omitted']}" if request.omission is not None else ""
     cached += ", reference from its cache" if found.get("ref_cache") == "hit" else ""
     console.table(

@@ -10,7 +10,7 @@ import typer
 from llmcompress.api.fitting import GROUP_SIZES, FitResult, fitted_grids, wanted_of
 from llmcompress.api.recipes import method_recipe
 from llmcompress.api.settings import TEXT_SETTINGS
-from llmcompress.cli import budget, console
+from llmcompress.cli import budget, console, watching
 from llmcompress.cli import options as flags
 from llmcompress.cli.log import log
 from llmcompress.cli.stopping import Stop
@@ -84,7 +84,7 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "overwrite": (Overwrite, False),
     "format_": (flags.Format, DEFAULT_FORMAT),
     **flags.taken("shard_size", "base_model", "license", "calibration", "field", "samples", "length", "seed"),
-    **flags.taken("adapter", "target", "tp", "device", "threads", "max_memory"),
+    **flags.taken("adapter", "target", "tp", "gpu", "device", "threads", "max_memory"),
     "work": (Work, None),
     **flags.taken("restart", "deadline", "trust_remote_code", "json_", "junit", "log_format", "quiet"),
 }
@@ -99,14 +99,15 @@ def fit(**values: Any) -> None:
     """Measure, choose, write, tell."""
     from llmcompress.store.unfinished import claimed, put_in_place
 
-    names = ("size", "bpw", "kl", "sensitivity", "bits", "group_size", "type_")
-    wanted, recipe, out = wanted_of(*(values[name] for name in names)), recipe_of(values), values["out"]
+    with watching.reading(values["quiet"] or values["json_"]):
+        names = ("size", "bpw", "kl", "sensitivity", "bits", "group_size", "type_")
+        wanted, recipe, out = wanted_of(*(values[name] for name in names)), recipe_of(values), values["out"]
     _refuse_place(out, values["overwrite"])
     quiet = values["quiet"] or (values["json_"] and not log.active)
     with ExitStack() as stack:
         if out is not None:
             claim = stack.enter_context(claimed(out))
-        with console.Steps("measuring", quiet) as steps:
+        with watching.Steps("measuring", quiet) as steps:
             found = fitted_grids(
                 recipe,
                 values["model"],

@@ -12,7 +12,7 @@ import typer
 from llmcompress.api.fitting import budget_or_divergence, fitted_types, type_recipe
 from llmcompress.api.recipes import GGUF, method_recipe
 from llmcompress.api.settings import TEXT_SETTINGS
-from llmcompress.cli import budget, console
+from llmcompress.cli import budget, watching
 from llmcompress.cli import options as flags
 from llmcompress.cli.jobs import Execution, Job
 from llmcompress.cli.running import start
@@ -143,7 +143,9 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "guided": (Guided, False),
     "imatrix": (Imatrix, None),
     **{name: flags.RUN_OPTIONS[name] for name in ("field", "samples", "length", "seed")},
-    **{name: option for name, option in flags.RESOURCE_OPTIONS.items() if name not in ("target", "tp", "repair")},
+    **{
+        name: option for name, option in flags.RESOURCE_OPTIONS.items() if name not in ("target", "tp", "gpu", "repair")
+    },
 }
 
 
@@ -156,7 +158,8 @@ def command(dry: bool) -> Callable[..., None]:
         if values["type_"]:
             start(*_typed(values), execution=execution, dry=dry)
         else:
-            out = values["out"] or _named(values)
+            with watching.reading(execution.quiet or execution.json):
+                out = values["out"] or _named(values)
             computes = not (dry or execution.dry_run or execution.print_recipe)
             with ExitStack() as stack:
                 output = output_of(out, GGUF, values["overwrite"] or not computes)
@@ -220,10 +223,11 @@ def _budgeted(values: dict[str, Any], begin: Callable[[], object] | None) -> tup
     begin: called once the budget is known to be possible; None for a plan, beside which the output may exist.
     """
     refuse_several("choosing types by a size")
-    wanted = budget_or_divergence(values["size"], values["bpw"], values["kl"])
-    recipe, options = type_recipe(_settings(values)), flags.run_options(values)
+    with watching.reading(values["quiet"] or values["json_"]):
+        wanted = budget_or_divergence(values["size"], values["bpw"], values["kl"])
+        recipe, options = type_recipe(_settings(values)), flags.run_options(values)
     stop = Stop(values["deadline"])
-    with console.Steps("measuring", values["quiet"] or values["json_"]) as steps:
+    with watching.Steps("measuring", values["quiet"] or values["json_"]) as steps:
         # the deadline does not stop measuring, of which nothing would be kept: a later start would get no further
         found = fitted_types(
             recipe,

@@ -8,7 +8,7 @@ import typer
 from llmcompress.api.quiet import quiet_libraries
 from llmcompress.api.settings import text_of
 from llmcompress.api.steps import watched
-from llmcompress.cli import console
+from llmcompress.cli import console, watching
 from llmcompress.cli import options as flags
 from llmcompress.cli.log import log
 from llmcompress.cli.stopping import Stop
@@ -52,11 +52,12 @@ def measure(
     quiet: flags.Quiet = False,
 ) -> None:
     """Measure how much each input of every matrix matters: the sums of its squares over text, as llama-imatrix does."""
-    from llmcompress.engine.plan.run_options import Options
-    from llmcompress.engine.run.measure_imatrix import measure_imatrix
-    from llmcompress.formats.gguf.imatrix_file import refuse_place, write_imatrix, write_legacy
-    from llmcompress.ledger import Ledger
-    from llmcompress.store.unfinished import claimed
+    with watching.reading(quiet or json_):
+        from llmcompress.engine.plan.run_options import Options
+        from llmcompress.engine.run.measure_imatrix import measure_imatrix
+        from llmcompress.formats.gguf.imatrix_file import refuse_place, write_imatrix, write_legacy
+        from llmcompress.ledger import Ledger
+        from llmcompress.store.unfinished import claimed
 
     given = {"calibration": calibration, "field": field, "samples": samples, "length": length, "seed": seed}
     text = text_of(given)
@@ -72,7 +73,7 @@ def measure(
     ledger = Ledger()
     quiet_steps = quiet or (json_ and not log.active)
     with claimed(out) as claim:
-        with quiet_libraries(), console.Steps("layers", quiet_steps) as steps:
+        with quiet_libraries(), watching.Steps("layers", quiet_steps) as steps:
             watch = watched(steps.at, Stop(deadline), _NOTHING_KEPT)
             found = measure_imatrix(model, text, claim, resources, ledger, watch)
         (write_legacy if legacy else write_imatrix)(out, found, overwrite, claim)

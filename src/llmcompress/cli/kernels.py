@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llmcompress.cli import console
+from llmcompress.cli import console, watching
 from llmcompress.cli import options as flags
 from llmcompress.errors import GateError, RecipeError
 
@@ -49,11 +49,11 @@ def check(
     launcher = _gpu(cache)
     built: dict[str, int] = {}
     if build:
-        with console.Steps("kernels", quiet or json_) as steps:
+        with watching.Steps("kernels", quiet or json_) as steps:
             built = build_all(launcher.builder, min(_THREADS, os.cpu_count() or 1), steps.at)
     found: list[Checked] = []
     wanted = list(cases())
-    with console.Steps("cases", quiet or json_) as steps:
+    with watching.Steps("cases", quiet or json_) as steps:
         for number, case in enumerate(wanted):
             found += check_case(case, launcher, launcher.device)
             steps.at(number + 1, len(wanted))

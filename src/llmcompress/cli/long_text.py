@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmcompress.api.long_text import evaluated_long, refuse_unmeasured_long
-from llmcompress.cli import console
+from llmcompress.cli import console, watching
 from llmcompress.cli.gates import Gates
 from llmcompress.cli.log import log
 from llmcompress.cli.stopping import Stop
@@ -30,7 +30,7 @@ def run(
     output: Path | None,
     overwrite: bool,
     gates: Gates,
-    steps: console.Steps,
+    steps: watching.Steps,
     stop: Stop,
     as_json: bool,
 ) -> None:

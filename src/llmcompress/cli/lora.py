@@ -9,6 +9,7 @@ import typer
 
 from llmcompress.api.settings import text_of
 from llmcompress.cli import options as flags
+from llmcompress.cli import watching
 from llmcompress.cli.structured import COMMON, carry_out
 
 Original = Annotated[Path, typer.Argument(help="The model before compression.", show_default=False)]
@@ -54,11 +55,12 @@ def register(app: typer.Typer) -> None:
 
 def lora(**values: Any) -> None:
     """Plan, solve, write, tell."""
-    from llmcompress.engine.structure.lora import repair
-    from llmcompress.engine.structure.lora_plan import plan_lora
+    with watching.reading(values["quiet"] or values["json_"]):
+        from llmcompress.engine.structure.lora import repair
+        from llmcompress.engine.structure.lora_plan import plan_lora
 
-    rank, by = values["rank"], values["by"]
-    plan = plan_lora(values["original"], values["compressed"], rank, by, text_of(values), flags.run_options(values))
+        rank, by = values["rank"], values["by"]
+        plan = plan_lora(values["original"], values["compressed"], rank, by, text_of(values), flags.run_options(values))
     facts = {
         "output": str(plan.opened.out),
         "matrices": len(plan.targets),

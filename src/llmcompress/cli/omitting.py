@@ -5,7 +5,7 @@ from math import isfinite, nan
 from typing import TYPE_CHECKING, Any
 
 from llmcompress.api.evaluation import evaluated_together
-from llmcompress.cli import console
+from llmcompress.cli import console, watching
 from llmcompress.cli.log import log
 from llmcompress.errors import RecipeError
 
@@ -24,12 +24,14 @@ def refuse_others(given: Mapping[str, Any], omissions: "Sequence[Omission]") -> 
         )
 
 
-def run(request: "Request", omissions: "Sequence[Omission]", steps: console.Steps, stop: "Stop", as_json: bool) -> None:
+def run(
+    request: "Request", omissions: "Sequence[Omission]", steps: watching.Steps, stop: "Stop", as_json: bool
+) -> None:
     """Measure several omissions against one reference and show their figures; GateError if some are not finite."""
     from llmcompress.validate.request import with_omission
     from llmcompress.validate.token_statistics import refuse_not_finite, shown
 
-    found = evaluated_together([with_omission(request, omission) for omission in omissions], steps.at, stop)
+    found = evaluated_together([with_omission(request, omission) for omission in omissions], steps.at, stop, steps.say)
     log.event("figures", omissions=[result.figures for result in found])
     if as_json:
         console.print_json([result.figures for result in found])

@@ -76,6 +76,22 @@ Samples = Annotated[
 ]
 Length = Annotated[int, typer.Option("--length", help="Tokens per window.", rich_help_panel=CALIBRATION)]
 Seed = Annotated[int, typer.Option("--seed", help="Which windows are drawn.", rich_help_panel=CALIBRATION)]
+
+
+def _other(option: str, kind: Any, help_: str) -> tuple[Any, Any]:
+    """An option for what a recipe says already, which holds where the option is not given."""
+    made: Any = typer.Option(option, help=help_, rich_help_panel=CALIBRATION)
+    return Annotated[kind, made], None
+
+
+OTHER_TEXT: dict[str, tuple[Any, Any]] = {
+    "calibration": _other("--calibration", str | None, "Another text than the recipe's."),
+    "field": (Field, None),
+    "samples": _other("--samples", int | None, "Another number of windows than the recipe's."),
+    "length": _other("--length", int | None, "Other windows than the recipe's, in tokens."),
+    "seed": _other("--seed", int | None, "Other windows than the recipe draws."),
+}
+"""What `run` and `sweep` take in place of what a recipe says of its text."""
 Target = Annotated[
     str | None,
     typer.Option(
@@ -87,6 +103,14 @@ TensorParallel = Annotated[
     int,
     typer.Option(
         "--tp", min=1, max=1 << 16, help="Devices over which the target splits every matrix.", rich_help_panel=OUTPUT
+    ),
+]
+GpuArchitecture = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu",
+        help="The target's GPU, such as sm_90.",
+        rich_help_panel=OUTPUT,
     ),
 ]
 Repair = Annotated[
@@ -264,10 +288,10 @@ LogFormat = Annotated[
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.", rich_help_panel=RUNNING)]
 
 KvCache = Annotated[
-    Literal["fp8", "int8"] | None,
+    Literal["fp8", "int8", "nvfp4"] | None,
     typer.Option(
         "--kv-cache",
-        help="Measure scales for keys and values cached in 8 bits, and write them; vLLM reads fp8.",
+        help="Measure scales for cached keys and values.",
         rich_help_panel=OUTPUT,
     ),
 ]
@@ -309,6 +333,7 @@ RESOURCE_OPTIONS: dict[str, tuple[Any, Any]] = {
     "adapter": (Adapter, None),
     "target": (Target, None),
     "tp": (TensorParallel, 1),
+    "gpu": (GpuArchitecture, None),
     "repair": (Repair, False),
     "device": (Device, "auto"),
     "compute_dtype": (ComputeDtype, "auto"),
@@ -424,9 +449,9 @@ def recipe_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def output_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What is asked for in place of what a recipe says of its output, as functions of Python take it."""
-    given = {name.rstrip("_"): values.get(name) for name in ("format_", "base_model", "license")}
+def changed_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What is asked for in place of what a recipe says of its text and output, as functions of Python take it."""
+    given = {name.rstrip("_"): values.get(name) for name in ("format_", "base_model", "license", *OTHER_TEXT)}
     return {name: value for name, value in given.items() if value is not None}
 
 

@@ -30,7 +30,7 @@ def show_plans(plans: Sequence["Plan"], as_json: bool) -> None:
 def _loaded(plan: "Plan") -> dict[str, str | list[str]]:
     from llmcompress.engine.targets.verdicts import verdicts
 
-    return verdicts(plan.format.name, plan.entries, plan.headers.config, plan.options.tp)
+    return verdicts(plan.format.name, plan.entries, plan.headers.config, plan.options.machine)
 
 
 def _facts(plan: "Plan") -> dict[str, Any]:
@@ -88,7 +88,7 @@ def _show(plan: "Plan") -> None:
             ),
             ("output", f"{plan.out} ({plan.format.name})"),
             ("decoder", _decoder(plan)),
-            ("loads in", ", ".join(labels(_loaded(plan), options.tp, options.target)) or "nothing known"),
+            ("loads in", ", ".join(labels(_loaded(plan), options.machine, options.target)) or "nothing known"),
             *_unchanged(plan),
             ("weight files", f"{cost.output_bytes:,} bytes exactly{console.bits(cost.bits_per_quantised_weight)}"),
             ("peak memory", f"about {console.size(cost.memory_bytes)}"),

@@ -3,13 +3,14 @@
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from llmcompress.api.settings import STEPS, text_of
 from llmcompress.api.structure import ALL_KEPT
 from llmcompress.cli import options as flags
+from llmcompress.cli import watching
 from llmcompress.cli.structured import COMMON, carry_out
 
 Compressed = Annotated[
@@ -33,6 +34,15 @@ Rate = Annotated[
     ),
 ]
 
+TrainedWeights = Annotated[
+    Literal["full", "low-rank"],
+    typer.Option(
+        "--weights",
+        help="How weights of a pruned, narrower or shallower model are trained: by a change of low rank, or each for "
+        "itself (20 bytes of memory each, and worth it with many --steps).",
+    ),
+]
+
 DOC = """Train a compressed model's scales, or the weights that pruning left, and its gains, towards the original.
 
 Codes, zeros, format and size stay, so that whatever loads the model loads the result. One in 16 windows of text \
@@ -42,6 +52,7 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "ref": (Reference, ...),
     "steps": (Steps, STEPS),
     "rate": (Rate, None),
+    "weights": (TrainedWeights, "low-rank"),
     "out": (Out, None),
     **flags.taken("overwrite", "work", "restart"),
     **COMMON,
@@ -54,11 +65,12 @@ def register(app: typer.Typer) -> None:
 
 def recover(**values: Any) -> None:
     """Plan, train, write, tell."""
-    from llmcompress.engine.recover import recovery
-    from llmcompress.engine.recover.recover_plan import RecoverRequest, plan_recover
+    with watching.reading(values["quiet"] or values["json_"]):
+        from llmcompress.engine.recover import recovery
+        from llmcompress.engine.recover.recover_plan import RecoverRequest, plan_recover
 
-    request = RecoverRequest(values["steps"], values["rate"])
-    plan = plan_recover(values["compressed"], values["ref"], request, text_of(values), flags.run_options(values))
+        request = RecoverRequest(values["steps"], values["rate"], values["weights"])
+        plan = plan_recover(values["compressed"], values["ref"], request, text_of(values), flags.run_options(values))
     facts = {
         "output": str(plan.opened.out),
         "steps": request.steps,

@@ -10,7 +10,7 @@ import typer
 
 from llmcompress.api import compression
 from llmcompress.api.results import Result, noted, noted_error, refuse_unknown_kinds, timed
-from llmcompress.cli import console
+from llmcompress.cli import console, watching
 from llmcompress.cli.gates import Gates
 from llmcompress.cli.jobs import Execution, Job
 from llmcompress.cli.log import log
@@ -55,10 +55,12 @@ def start(
         return
     if stop is None and not dry:
         stop = Stop(execution.deadline)
-    with joined(options.device) as workers:
-        planned = workers.all_or_raise(
-            lambda: _still_made([_planned(job, len(jobs) > 1, dry) for job in jobs], options)
-        )
+    with ExitStack() as stack:
+        with watching.reading(execution.quiet or execution.json or not leads()):
+            workers = stack.enter_context(joined(options.device))
+            planned = workers.all_or_raise(
+                lambda: _still_made([_planned(job, len(jobs) > 1, dry) for job in jobs], options)
+            )
         if execution.print_recipe:
             _print_recipes([plan.recipe for plan, _ in planned], execution.json)
         elif dry or stop is None:
@@ -194,7 +196,7 @@ def carry_out(
                 console.ledger(as_json(entries))
             raise
 
-    with console.watching(quiet) as watch:
+    with watching.of_run(quiet, [len(section) for section in plan.sections]) as watch:
         say = (lambda line: None) if quiet else console.say
         return compression.carried_out(plan, watch, stop, timings, tokens, workers, say, judge, output)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from llmcompress.api.fitting import GROUP_SIZES, FitResult, fitted_grids, wanted_of
 from llmcompress.api.recipes import method_recipe
-from llmcompress.cli import budget, console
+from llmcompress.cli import budget, watching
 from llmcompress.cli import options as flags
 from llmcompress.cli.jobs import Execution, Job
 from llmcompress.cli.running import start
@@ -45,11 +45,11 @@ def start_sized(method: str, values: dict[str, Any], dry: bool) -> None:
 
     What is measured is kept beside the work directory until the output is written, so that a later start goes on.
     """
-    from llmcompress.engine.plan.paths import path_beside
-    from llmcompress.store.output_file import output_of
-
     refuse_several("choosing grids by a size")
     execution, stop = Execution.of(values), Stop(values["deadline"])
+    with watching.reading(execution.quiet or execution.json):
+        from llmcompress.engine.plan.paths import path_beside
+        from llmcompress.store.output_file import output_of
     computes = not (dry or execution.dry_run or execution.print_recipe)
     out = values["out"] or path_beside(values["model"], f"{method}-{budget.label(values)}")
     work = values["work"] or out.with_name(f"{out.name}.work")
@@ -71,10 +71,11 @@ def start_sized(method: str, values: dict[str, Any], dry: bool) -> None:
 def _found(method: str, values: dict[str, Any], execution: Execution, stop: Stop) -> FitResult:
     group_sizes = GROUP_SIZES if values["group_size"] is None else [values["group_size"]]
     size, bpw, kl, kept = (values[name] for name in ("size", "bpw", "kl", "sensitivity"))
-    wanted = wanted_of(size, bpw, kl, kept, INTEGER_BITS, group_sizes, values["type"])
+    with watching.reading(execution.quiet or execution.json):
+        wanted = wanted_of(size, bpw, kl, kept, INTEGER_BITS, group_sizes, values["type"])
     settings = {name: value for name, value in values.items() if name not in (*OPTIONS, "bits", "group_size", "type")}
     quiet = execution.quiet or execution.json
-    with console.Steps("measuring", quiet) as steps:
+    with watching.Steps("measuring", quiet) as steps:
         return fitted_grids(
             method_recipe(method, flags.recipe_settings(settings)),
             values["model"],

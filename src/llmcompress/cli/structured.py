@@ -9,7 +9,7 @@ import typer
 
 from llmcompress.api.settings import FEW_WINDOWS, depth_text, text_of
 from llmcompress.api.structure import NOTHING_KEPT, restructured
-from llmcompress.cli import console
+from llmcompress.cli import console, watching
 from llmcompress.cli import options as flags
 from llmcompress.cli.log import log
 from llmcompress.cli.stopping import Stop
@@ -116,11 +116,12 @@ def register(app: typer.Typer) -> None:
 
 def depth(**values: Any) -> None:
     """Plan, choose layers, write, tell."""
-    from llmcompress.engine.structure.depth import DepthRequest, plan_depth, prune_depth
+    with watching.reading(values["quiet"] or values["json_"]):
+        from llmcompress.engine.structure.depth import DepthRequest, plan_depth, prune_depth
 
-    by, drop = values["by"], values["drop"]
-    request = DepthRequest(drop, by, values["keep_first"], values["keep_last"], values["contiguous"])
-    plan = plan_depth(values["model"], request, depth_text(by, values), flags.run_options(values))
+        by, drop = values["by"], values["drop"]
+        request = DepthRequest(drop, by, values["keep_first"], values["keep_last"], values["contiguous"])
+        plan = plan_depth(values["model"], request, depth_text(by, values), flags.run_options(values))
     facts = {
         "output": str(plan.opened.out),
         "layers": plan.layers,
@@ -140,10 +141,11 @@ def depth(**values: Any) -> None:
 
 def width(**values: Any) -> None:
     """Plan, choose channels, write, tell."""
-    from llmcompress.engine.structure.width import WidthRequest, plan_width, prune_width
+    with watching.reading(values["quiet"] or values["json_"]):
+        from llmcompress.engine.structure.width import WidthRequest, plan_width, prune_width
 
-    request = WidthRequest(*(values[name] for name in ("ffn", "ratio", "multiple_of", "by", "refit")))
-    plan = plan_width(values["model"], request, text_of(values), flags.run_options(values))
+        request = WidthRequest(*(values[name] for name in ("ffn", "ratio", "multiple_of", "by", "refit")))
+        plan = plan_width(values["model"], request, text_of(values), flags.run_options(values))
     facts = {
         "output": str(plan.opened.out),
         "channels": plan.before,
@@ -183,7 +185,7 @@ def carry_out(
         return
     quiet = values["quiet"] or (values["json_"] and not log.active)
     tell_plan(facts, quiet)
-    with console.Steps("layers", quiet) as steps:
+    with watching.Steps("layers", quiet) as steps:
         result = restructured(Path(facts["output"]), work, steps.at, Stop(values["deadline"]), kept)
     if not quiet:
         console.ledger(result.report["ledger"])

@@ -27,7 +27,7 @@ def instead(message: str) -> str | None:
     """The hint for a command line that is refused with `message`; None where `--help` says more."""
     named = re.search(r"'?(--[a-z-]+)'?", message)
     option = named[1] if named else ""
-    if unknown := re.match(r"No such command '(.*)'", message):
+    if unknown := re.match(r"No such command '([^']*)'", message):
         return COMMANDS.get(unknown[1])
     if message.startswith("No such option"):
         return OPTIONS.get(option)

@@ -11,7 +11,7 @@ from llmcompress.api.quiet import quiet_libraries
 from llmcompress.api.recipes import as_recipe
 from llmcompress.api.results import refuse_unknown_kinds
 from llmcompress.api.steps import watched
-from llmcompress.cli import console
+from llmcompress.cli import console, watching
 from llmcompress.cli import options as flags
 from llmcompress.cli.gates import GateCase, Gates
 from llmcompress.cli.log import log
@@ -100,6 +100,7 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "ref_cache": (RefCache, None),
     "format_": (flags.FormatOverride, None),
     "overwrite": (flags.Overwrite, False),
+    **flags.OTHER_TEXT,
     **{name: option for name, option in flags.RESOURCE_OPTIONS.items() if name not in _NAMES},
 }
 
@@ -110,10 +111,11 @@ def register(app: typer.Typer) -> None:
 
 def sweep(**values: Any) -> None:
     """Plan all runs, carry them out, and compare them."""
-    from llmcompress.engine.run.start import refuse_start
-    from llmcompress.engine.write.timings import refuse_place
-    from llmcompress.store.unfinished import claimed
-    from llmcompress.validate.reference_cache import refuse_cache
+    with watching.reading(values["quiet"] or values["json_"]):
+        from llmcompress.engine.run.start import refuse_start
+        from llmcompress.engine.write.timings import refuse_place
+        from llmcompress.store.unfinished import claimed
+        from llmcompress.validate.reference_cache import refuse_cache
 
     refuse_unknown_kinds(values["strict"] or [])
     if values["ref_cache"] is not None:
@@ -121,7 +123,7 @@ def sweep(**values: Any) -> None:
             raise RecipeError("--ref-cache is for what is evaluated", "give a text as --evaluate, or 'default'")
         refuse_cache(values["ref_cache"], compared=True)
     wanted = variants(
-        as_recipe(values["recipe"], None, flags.output_settings(values)),
+        as_recipe(values["recipe"], None, flags.changed_settings(values)),
         listed("--method", values["methods"], str),
         listed("--bits", values["bits"], int),
         listed("--group-size", values["group_size"], int),
@@ -247,7 +249,7 @@ def _one(run: Run, values: dict[str, Any], stop: Stop, tokens: "Tensor | None", 
         ref_cache=values["ref_cache"],
     )
     # figures are kept once all are there: the deadline waits for them, unless this start has got somewhere already
-    with quiet_libraries(), console.Steps(f"evaluating {run.variant.name}", quiet) as steps:
+    with quiet_libraries(), watching.Steps(f"evaluating {run.variant.name}", quiet) as steps:
         watch = watched(steps.at, lambda done: stop(0), _AGAIN)
         run.figures = cached_figures(request, values["out"] / f"{run.variant.name}.eval.json", watch)
     refuse_not_finite(run.figures)

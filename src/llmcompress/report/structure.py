@@ -102,6 +102,9 @@ def _about(name: str, report: AnyReport, evaluations: Sequence[AnyEvaluation]) -
         facts.append(("Chosen by", report.width.by))
         facts.append(("What reads them", "fitted to those that stay" if report.width.repair else "as it was"))
         figures.append(("Error of the feed-forward's output, as a share of its energy", _of_width(report.width)))
+    if isinstance(report, DepthReport | WidthReport) and (trained := report.recovery) is not None:
+        falls = (f"{figure(item.kl_before)} to {figure(item.kl)} ({name})" for name, item in trained.held_back.items())
+        facts.append(("Trained afterwards", f"{trained.best_step} steps, KL on text held back {', '.join(falls)}"))
     if isinstance(report, LoraReport):
         facts.append(("Rank", f"{report.lora.rank}, {report.lora.bits_per_weight_added:.3f} bits per weight more"))
         facts.append(("Made least", f"the error of {report.lora.by}"))
@@ -138,7 +141,8 @@ def _right(found: TaskEvaluation) -> str:
     figures = found.figures
     original = "" if figures.ref_acc is None else f", original {figures.ref_acc:.1%}"
     each = ", ".join(f"{name} {of_task.acc:.1%}" for name, of_task in found.tasks.items())
-    return f"{figures.acc:.1%} of {figures.items}{original} ({each})"
+    omitted = "" if found.asked.omitted is None else f", {found.asked.omitted}"
+    return f"{figures.acc:.1%} of {figures.items}{original} ({each}){omitted}"
 
 
 def _far(found: LongEvaluation) -> str:

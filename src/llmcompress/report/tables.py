@@ -64,9 +64,11 @@ def summary(outputs: Sequence[ReportedOutput]) -> Summary:
         ("Bits per quantised weight", [Value(_bits(output.report.bits_per_quantised_weight)) for output in outputs]),
     ]
     groups: list[tuple[str, list[tuple[str, list[Value]]]]] = [("", made)]
-    texts = {found.text.tokens_sha256: found for output in outputs for found in output.evaluations}
-    for digest, text in texts.items():
-        each = [_of_text(output, digest) for output in outputs]
+    texts = {
+        (found.text.tokens_sha256, found.figures.omitted): found for output in outputs for found in output.evaluations
+    }
+    for known, text in texts.items():
+        each = [_of_text(output, *known) for output in outputs]
         rows = [
             (title, [_measured(None if found is None else found.figures, key) for found in each])
             for key, title in _FIGURES
@@ -87,16 +89,10 @@ def summary(outputs: Sequence[ReportedOutput]) -> Summary:
 
 def _groups_of_tasks(outputs: Sequence[ReportedOutput]) -> list[tuple[str, list[tuple[str, list[Value]]]]]:
     """For each set of items that outputs were asked, the shares that each output answers right."""
-    sets = {(found.asked.items_sha256, found.asked.chat): found.asked for output in outputs for found in output.answers}
+    sets = {_set_of(found.asked): found.asked for output in outputs for found in output.answers}
     groups = []
-    for (digest, chat), asked in sets.items():
-        each = [
-            next(
-                (one for one in output.answers[::-1] if (one.asked.items_sha256, one.asked.chat) == (digest, chat)),
-                None,
-            )
-            for output in outputs
-        ]
+    for known, asked in sets.items():
+        each = [next((one for one in output.answers[::-1] if _set_of(one.asked) == known), None) for output in outputs]
         names = dict.fromkeys(name for found in each if found is not None for name in found.tasks)
         rows = [
             (name, [_answers(None if found is None else found.tasks.get(name)) for found in each]) for name in names
@@ -105,6 +101,11 @@ def _groups_of_tasks(outputs: Sequence[ReportedOutput]) -> list[tuple[str, list[
             rows.append(("All tasks", [_answers(None if found is None else found.figures) for found in each]))
         groups.append((_asked(asked), rows))
     return groups
+
+
+def _set_of(asked: AskedTasks) -> tuple[str, bool, str | None]:
+    """What tells apart what was asked, and how."""
+    return asked.items_sha256, asked.chat, asked.omitted
 
 
 def _groups_of_long(outputs: Sequence[ReportedOutput]) -> list[tuple[str, list[tuple[str, list[Value]]]]]:
@@ -162,6 +163,7 @@ def _beside(figures: TaskFigures | RepetitionFigures | None, name: str, change: 
 def _asked(asked: AskedTasks) -> str:
     name = "the shipped tasks" if asked.name == "default" else asked.name
     how = [f"{asked.shots} examples before each item"] * (asked.shots > 0) + ["in a chat"] * asked.chat
+    how += [] if asked.omitted is None else [asked.omitted]
     return ", ".join([f"Right answers to {name}", *how, "95% intervals"])
 
 
@@ -254,9 +256,11 @@ def _share(report: Report) -> str:
     return f"{report.output_bytes / max(report.source.bytes, 1):.0%} of the source"
 
 
-def _of_text(output: ReportedOutput, digest: str) -> Evaluation | None:
-    """The last evaluation of an output on a text."""
-    found = [each for each in output.evaluations if each.text.tokens_sha256 == digest]
+def _of_text(output: ReportedOutput, digest: str, omitted: str | None) -> Evaluation | None:
+    """The last evaluation of an output on a text, with something left out or nothing."""
+    found = [
+        each for each in output.evaluations if (each.text.tokens_sha256, each.figures.omitted) == (digest, omitted)
+    ]
     return found[-1] if found else None
 
 
@@ -276,4 +280,5 @@ def _measured(found: TokenFigures | None, key: str) -> Value:
 
 def _text(found: Evaluation) -> str:
     name = "the shipped text" if found.text.name == "default" else found.text.name
-    return f"On {name}: {found.text.windows} windows of {found.text.length} tokens, 95% intervals"
+    omitted = "" if found.figures.omitted is None else f", {found.figures.omitted}"
+    return f"On {name}: {found.text.windows} windows of {found.text.length} tokens{omitted}, 95% intervals"

@@ -16,9 +16,11 @@ def _verdict(output: ReportedOutput, named: bool) -> str:
     share = report.output_bytes / max(report.source.bytes, 1)
     begin = f"{output.name} has" if named else "It has"
     sized = f"{begin} {share:.0%} of the original's size ({size(report.output_bytes)})"
-    known = [found.figures for found in output.evaluations if found.figures.top1 is not None]
-    if not known and output.answers and (original := output.answers[-1].figures.ref_acc) is not None:
-        right = output.answers[-1].figures
+    whole = [found.figures for found in output.evaluations if found.figures.omitted is None]
+    known = [figures for figures in whole if figures.top1 is not None]
+    answers = [found.figures for found in output.answers if found.asked.omitted is None]
+    if not known and answers and (original := answers[-1].ref_acc) is not None:
+        right = answers[-1]
         return f"{sized} and answers {right.acc:.1%} of {right.items} items right, the original {original:.1%}."
     if not known:
         return f"{sized}; how faithful it is was not measured."

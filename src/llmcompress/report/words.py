@@ -49,6 +49,7 @@ def marked_words(text: str, original: str | None) -> list[tuple[str, bool]]:
 
 
 def label(output: ReportedOutput, found: Evaluation, outputs: Sequence[ReportedOutput]) -> str:
-    """An output's name, with the text's name if the page has evaluations on several texts."""
+    """An output's name, with the text's name if the page has evaluations on several texts, and what was left out."""
     texts = {other.text.tokens_sha256 for each in outputs for other in each.evaluations}
-    return output.name if len(texts) == 1 else f"{output.name}, {found.text.name}"
+    said = [output.name, *([found.text.name] if len(texts) > 1 else []), *filter(None, [found.figures.omitted])]
+    return ", ".join(said)

@@ -19,7 +19,7 @@ from llmcompress.engine.write.report_schema import (
 )
 from llmcompress.recipe import Expected
 from llmcompress.report.schemas.structural import DepthReport, DraftReport, LoraReport, WidthReport
-from llmcompress.validate.evaluation import REF_CACHE, CacheOutcome, Figures, Runtime
+from llmcompress.validate.evaluation import PRODUCTS, REF_CACHE, CacheOutcome, Figures, Products, Runtime
 from llmcompress.validate.long_evaluation import LongEvaluation
 from llmcompress.validate.task_evaluation import TaskFigures
 
@@ -197,11 +197,13 @@ class PrintedEvaluation(Figures):
     runtime: Runtime | None = Field(None, description="how it was run, where that was as a whole")
     generated: dict[str, str] | None = Field(None, description="continuations of the prompt, by model")
     ref_cache: CacheOutcome | None = REF_CACHE
+    products: Products | None = PRODUCTS
 
 
 class Answered(TaskFigures):
     """What `eval --tasks` has found."""
 
+    omitted: str | None = Field(None, description="what was left out of the model as it ran, and in how many layers")
     tasks: dict[str, TaskFigures] = Field(description="by name of the task")
 
 

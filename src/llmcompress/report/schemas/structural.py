@@ -8,8 +8,10 @@ from llmcompress.engine.write.report_schema import (
     Count,
     Document,
     LedgerEntry,
+    Linear,
     Magnitude,
     Positive,
+    Recovery,
     Sha256,
     Source,
     Tokens,
@@ -115,7 +117,8 @@ class _Changed(Document):
 class _Smaller(_Changed):
     format: Literal["dense"]
     calibration: Tokens
-    linears: list[str] = Field(max_length=0, description="none: nothing is rounded")
+    linears: list[Linear] = Field(description="those whose weights were trained afterwards: nothing is rounded")
+    recovery: Recovery | None = Field(None, description="how it was trained afterwards")
 
 
 class DepthReport(_Smaller):
