@@ -8,7 +8,7 @@ MODEL is the original, OUT what llmcompress made of it. Each round runs all of t
 without a cache   eval OUT --ref MODEL: both models
 filling           the same with an empty --ref-cache
 filled            the same with that cache: what every further variant costs
-filled, bfloat16  the same with --compute-dtype bfloat16, beside a cache of that type
+filled, float32   the same with --compute-dtype float32, beside a cache of that
 llama.cpp base    llama-perplexity of MODEL as F16, which writes logits to compare with
 llama.cpp kl      llama-perplexity --kl-divergence of MODEL as --type, beside those: what every further variant costs
 lm-eval           log-likelihoods of the windows by lm-evaluation-harness, of MODEL alone, where --lm-eval is given
@@ -41,9 +41,9 @@ def commands(args: argparse.Namespace) -> Iterator[tuple[str, list[object]]]:
     yield FIRST, ours
     yield FILLING, [*ours, "--ref-cache", cache]
     yield "filled", [*ours, "--ref-cache", cache]
-    quick = [*ours, "--ref-cache", cache, "--compute-dtype", "bfloat16"]
-    yield "filling, bfloat16", quick
-    yield "filled, bfloat16", quick
+    exact = [*ours, "--ref-cache", cache, "--compute-dtype", "float32"]
+    yield "filling, float32", exact
+    yield "filled, float32", exact
     # tensors repacked for AMX end llama-perplexity in a fault on some machines
     perplexity = [args.tools / "llama-perplexity", "--no-repack", "-t", args.threads, "-f", args.text]
     perplexity += ["-c", args.length, "--chunks", args.windows, "--kl-divergence-base", args.work / "logits", "-m"]

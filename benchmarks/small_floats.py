@@ -1,11 +1,13 @@
 """Fidelity of 4-bit floats, weights alone and with rounded inputs, beside llm-compressor's and beside our integers.
 
     llmcompress calib pack MODEL -o ids.safetensors --calibration TRAIN.txt --samples 32 --length 512
-    python benchmarks/small_floats.py MODEL ids.safetensors TEST.txt --peer VENV/bin/python --out runs/
+    python benchmarks/small_floats.py MODEL ids.safetensors TEST.txt --peer VENV/bin/python \
+        --modelopt OTHER/bin/python --out runs/
 
-VENV is an environment with llm-compressor, as benchmarks/peers/run_llmcompressor.py says. Every tool writes
-compressed-tensors from the same token ids, and `llmcompress eval` judges all of them, rounding inputs as each result
-says. One thread for everyone: seconds are CPU seconds of the whole process. What `--out` has already is not made again.
+VENV is an environment with llm-compressor, OTHER one with NVIDIA's ModelOpt, as the scripts in benchmarks/peers/ say.
+Every tool writes compressed-tensors from the same token ids, ModelOpt its rounded values as floats, and `llmcompress
+eval` judges all of them, rounding inputs as each result says. One thread for everyone: seconds are CPU seconds of the
+whole process. What `--out` has already is not made again.
 """
 
 import argparse
@@ -14,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common import OURS, Job, evaluate, kept, once, run, set_up, shape
+from common import HERE, OURS, Job, evaluate, kept, once, run, set_up, shape
 
 OUR_ROWS = {  # the grid, and the options that say so
     "integers of 4 bits, groups of 32": ("--bits", "4", "--group-size", "32"),
@@ -49,6 +51,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512, help="of the windows evaluated")
     parser.add_argument("--windows", type=int, default=20)
     parser.add_argument("--peer", help="Python of llm-compressor's environment")
+    parser.add_argument("--modelopt", help="Python of ModelOpt's")
     parser.add_argument("--out", type=Path, default=Path("runs"))
     args = parser.parse_args()
     set_up(threads=1)
@@ -78,6 +81,14 @@ def main() -> None:
             out = args.out / f"peer-{number}-{method}"
             command = [*job.peer("llmcompressor", args.peer, out), "--method", method, "--scheme", PEER_ROWS[grid]]
             row(grid, f"llm-compressor {method}", command, out)
+    if args.modelopt is not None:
+        out = args.out / "modelopt"
+        row(
+            "NVFP4, as float32",
+            "ModelOpt max",
+            [args.modelopt, str(HERE / "peers" / "run_modelopt.py"), *map(str, (args.model, args.ids, out))],
+            out,
+        )
 
 
 if __name__ == "__main__":
