@@ -13,6 +13,7 @@ KINDS = {
     "nonfinite_inputs": "calibration tokens dropped because an activation was not finite",
     "experts_on_demand": "the experts of a layer do not fit into memory together and are read for every product",
     "starved_expert": "an expert saw too few tokens and its Gram matrix was shrunk towards the layer's",
+    "guided": "errors of a matrix are not made up for in its later outputs",
     "outliers": "more input channels reach the threshold than keep 16 bits",
     "importance": "the importance of some inputs is not known, or was raised so that no column is left to chance",
     "budget": "types of tensors were chosen by measured loss, to keep within a size",

@@ -3,7 +3,7 @@
 Methods see one weight and one Gram matrix. They know nothing of models, files, devices, processes or resuming.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
@@ -45,11 +45,13 @@ Plain = Annotated[Any, AfterValidator(_plain)]
 class Statistics:
     """What is known of an input. found: accumulators of what was needed, by the name of the statistic (stats/).
 
-    importance: mean square of each input channel [in] by an importance matrix that the user gave.
+    importance: mean square of each input channel [in] by an importance matrix that the user gave. outputs: mean
+    products of the prediction's gradients at runs of the outputs, as `solve/output_feedback.py` has them.
     """
 
     found: "Mapping[str, Accumulator | PairedAccumulator]" = field(default_factory=dict)
     importance: "Tensor | None" = None
+    outputs: "Sequence[Tensor] | None" = None
 
     @property
     def gram(self) -> "Gram | None":
@@ -295,8 +297,8 @@ class Method(WithGridOptions):
         return 0
 
     @property
-    def weighs_tokens(self) -> bool:
-        """Whether tokens count in the Gram matrix by what an error at each does to the prediction."""
+    def follows_gradients(self) -> bool:
+        """Whether it goes by what errors at tokens and outputs do to the prediction."""
         return False
 
     def solve(

@@ -43,8 +43,8 @@ class Gptq(Method):
     )
     guided: bool = Field(
         False,
-        description="let tokens of the calibration text count by what an error at each does to the prediction "
-        "(GuidedQuant); a pass of gradients comes before the run",
+        description="go by what errors do to the prediction: tokens of the calibration text count by it (GuidedQuant), "
+        "errors at an output are made up for at those after it (YAQA); a pass of gradients comes before the run",
     )
     head_bits: Literal[2, 3, 4, 5, 6, 8] | None = Field(
         None,
@@ -71,7 +71,7 @@ class Gptq(Method):
         return self.qep_samples if self.qep_alpha > 0 else 0
 
     @property
-    def weighs_tokens(self) -> bool:
+    def follows_gradients(self) -> bool:
         return self.guided
 
     def described(self) -> dict[str, Any]:
@@ -99,6 +99,7 @@ class Gptq(Method):
         from llmcompress.solve.gptq import gptq_codes
         from llmcompress.solve.masked_target import MaskedTarget
         from llmcompress.solve.outliers import remaining, with_outliers
+        from llmcompress.solve.output_feedback import solved_with_feedback
         from llmcompress.solve.prepared import Prepared, column_order
         from llmcompress.solve.prune import Pruned
         from llmcompress.solve.sparsegpt import MaskChoice
@@ -141,17 +142,20 @@ class Gptq(Method):
         )
         common = fitted((aim if held is None else held.ranged)[:]) if self.joins_rows else None
 
-        def rows(part: slice) -> Coded:
-            goal = swept = ranged = aim[part]
+        def rows(part: slice | torch.Tensor, pull: torch.Tensor | None = None) -> Coded:
+            goal = swept = ranged = aim[part] if pull is None else aim[part] - pull
             mask = None
-            if held is not None:
+            if held is not None and isinstance(part, slice):
                 swept, ranged, mask = held.aim[part], held.ranged[part], held.mask(part)
             grid = fitted(ranged) if common is None else common.rows(part)
             coded = gptq_codes(swept, grid, factor, order, self.block_size, mask, blocks.sweeper)
             kept = None if mask is None else mask.keep
             return ready.refiner.refine(goal, coded, scale_dtype, self.descent, kept, blocks.sweeper)
 
-        coded = Coded.stacked(blocks.map(rows, aim))
+        if stats.outputs is None or held is not None:
+            coded = Coded.stacked(blocks.map(rows, aim))
+        else:
+            coded = solved_with_feedback(stats.outputs, aim, rows, blocks.workers)
         if outliers is not None:
             kept = pruned.keep if isinstance(pruned, Pruned) else None
             coded = with_outliers(coded, wanted[:], outliers, whole, kept)

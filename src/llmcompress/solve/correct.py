@@ -37,7 +37,7 @@ class Corrected:
     def shape(self) -> torch.Size:
         return self.weight.shape
 
-    def __getitem__(self, part: slice) -> Tensor:
+    def __getitem__(self, part: slice | Tensor) -> Tensor:
         rows = self.weight[part].to(torch.float32)
         if self.moved is None:
             return rows

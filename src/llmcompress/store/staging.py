@@ -158,26 +158,26 @@ class Staging:
         except (OSError, ValueError) as error:
             raise RunError(f"{self._section(number)} is damaged: {error}", "remove this file and run again") from None
 
-    # -- weights of tokens ---------------------------------------------------------------------------------------------
+    # -- guidance ------------------------------------------------------------------------------------------------------
 
-    def _weights(self, number: int) -> HeldFile:
-        return self.folder / f"weights-{number:05d}.safetensors"
+    def _guidance(self, number: int) -> HeldFile:
+        return self.folder / f"guidance-{number:05d}.safetensors"
 
-    def has_weights(self, number: int) -> bool:
-        return self._weights(number).exists()
+    def has_guidance(self, number: int) -> bool:
+        return self._guidance(number).exists()
 
-    def write_weights(self, number: int, weights: Mapping[str, Tensor]) -> None:
-        """Write the weights [tokens] of the calibration tokens for each space of a layer."""
-        with writing(self._weights(number)):
-            write_tensors(self._weights(number), self._of, weights, {})
+    def write_guidance(self, number: int, tensors: Mapping[str, Tensor]) -> None:
+        """Write what gradients say of a layer, by name."""
+        with writing(self._guidance(number)):
+            write_tensors(self._guidance(number), self._of, tensors, {})
 
-    def read_weights(self, number: int) -> dict[str, Tensor]:
-        """The weights [tokens] by space; RunError for a damaged file."""
+    def read_guidance(self, number: int) -> dict[str, Tensor]:
+        """What was written of a layer; RunError for a damaged file."""
         try:
-            with checked_tensors(self._weights(number), self._of) as file:
+            with checked_tensors(self._guidance(number), self._of) as file:
                 return {name: file.read(name) for name in file.names}
         except (OSError, ValueError) as error:
-            raise RunError(f"{self._weights(number)} is damaged: {error}", "remove this file and run again") from None
+            raise RunError(f"{self._guidance(number)} is damaged: {error}", "remove this file and run again") from None
 
     # -- hidden states -------------------------------------------------------------------------------------------------
 

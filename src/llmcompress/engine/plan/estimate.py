@@ -41,7 +41,7 @@ def estimate(run: RunMemory, output_bytes: int, bits_per_weight: float) -> Estim
     bits = sum(size * plan.grid.bits_per_weight(plan.entry.in_features) for size, plan in rounded)
     return Estimate(
         output_bytes=output_bytes,
-        work_bytes=int(weights * 1.1) + (_windows(run) if run.calibrated else 0),
+        work_bytes=int(weights * 1.1) + (_windows(run) if run.calibrated else 0) + sum(map(run.products, run.layers)),
         memory_bytes=memory.peak("host"),
         passes=((2 if run.paired else 1) + 3 * run.weighed) if run.calibrated else 0,
         source_bytes=run.headers.nbytes,

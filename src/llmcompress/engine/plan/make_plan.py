@@ -9,7 +9,7 @@ from typing import Any
 from llmcompress.engine.plan.entries import kv_scale_entries, planned_matrices, source_entries
 from llmcompress.engine.plan.estimate import estimate
 from llmcompress.engine.plan.head_matrix import with_outside_options
-from llmcompress.engine.plan.matrix_plan import MatrixPlan, runs_text
+from llmcompress.engine.plan.matrix_plan import MatrixPlan, followed, runs_text
 from llmcompress.engine.plan.output_kinds import Contents, SafetensorsOutput, output_kind
 from llmcompress.engine.plan.paths import check_disk, output_and_work
 from llmcompress.engine.plan.plan import Plan
@@ -65,6 +65,10 @@ def _plan_for_any_target(recipe: Recipe, model: Path, options: Options) -> Plan:
     layout = kind.layout(contents, entries, out, importance)
     layers = _by_layer(planned, contents)
     head = tuple(plan for plan in planned.values() if not plan.inside)
+    guided = [plan for plan in planned.values() if plan.follows_gradients and plan.inside]
+    if len(guided) > (count := len(followed(recipe, guided))):
+        why = "transformed, pruned, multiplied or experts: errors are not made up for in later outputs"
+        ledger.note("guided", f"{len(guided) - count} of {len(guided)} matrices", why)
     if runs_text(recipe, planned.values()):
         check_length(headers, recipe.calibration.length)
     run_with = partial(memory_of_run, headers, recipe, (*layers, head))

@@ -84,14 +84,30 @@ class MatrixPlan:
         return max(step.original_samples for step in self.steps)
 
     @property
-    def weighs_tokens(self) -> bool:
-        """Whether tokens count by their gradients in its Gram matrix."""
-        return self.needs_gram and self.method.weighs_tokens
+    def follows_gradients(self) -> bool:
+        """Whether a pass of gradients says what its errors do to the prediction."""
+        return self.needs_gram and self.method.follows_gradients
 
     @property
     def settings(self) -> str:
         """The options of the steps as text; matrices that share an input and these settings are solved together."""
         return "\n".join(step.model_dump_json() for step in self.steps)
+
+
+def followed(recipe: Recipe, layer: Iterable[MatrixPlan]) -> list[MatrixPlan]:
+    """The matrices of a layer whose errors are made up for in later outputs, by gradients at these.
+
+    The gradients are of outputs as the source has them: neither of experts' nor of those that a transform or a factor
+    scales. What is pruned has its zeros, whatever they do.
+    """
+    return [
+        matrix
+        for matrix in layer
+        if matrix.follows_gradients
+        and matrix.expert is None
+        and matrix.pruner is None
+        and not (recipe.transforms or matrix.factors)
+    ]
 
 
 def runs_text(recipe: Recipe, matrices: Iterable[MatrixPlan]) -> bool:

@@ -82,9 +82,9 @@ class Plan:
         return min(-(-asked // self.batch) * self.batch, self.recipe.calibration.samples)
 
     @property
-    def weighs_tokens(self) -> bool:
-        """Whether a pass of gradients says beforehand how much each token counts."""
-        return any(matrix.weighs_tokens for layer in self.layers for matrix in layer)
+    def follows_gradients(self) -> bool:
+        """Whether a pass of gradients says beforehand what errors do to the prediction."""
+        return any(matrix.follows_gradients for layer in self.layers for matrix in layer)
 
     @property
     def dtype(self) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 
 from llmcompress.engine.plan import memory_model as memory
-from llmcompress.engine.plan.matrix_plan import MatrixPlan, runs_text
+from llmcompress.engine.plan.matrix_plan import MatrixPlan, followed, runs_text
 from llmcompress.engine.plan.memory_model import Device, MemoryModel, Phase, Term
 from llmcompress.engine.plan.resources import Resources
 from llmcompress.engine.source.header_checks import hidden_width, likely_vocabulary
@@ -15,6 +15,7 @@ from llmcompress.grids.base import PRODUCT_ROWS
 from llmcompress.grids.integer import SEARCHED
 from llmcompress.hardware import MORE_ON_GPU
 from llmcompress.recipe import Recipe
+from llmcompress.solve.output_feedback import products_bytes
 from llmcompress.solve.row_blocks import LOOKED_AT, SOLVED_ROWS, solved_rows
 from llmcompress.stats.gram import PANELS
 from llmcompress.store.folds import TURNED_ROWS
@@ -49,7 +50,7 @@ class RunMemory:
         self.calibrated = runs_text(recipe, self.matrices)
         self.counted = measured if resources.gpu else self.calibrated
         self.paired = any(plan.original_samples for plan in self.matrices)
-        self.weighed = any(plan.weighs_tokens for plan in self.matrices)
+        self.weighed = any(plan.follows_gradients for plan in self.matrices)
         self.largest = max((stored.spec for stored in headers.tensors.values()), key=lambda spec: spec.nbytes)
         packed = headers.packed if isinstance(headers, DecodedHeaders) else ()
         decoded = {f"{module}.weight" for module in packed} | (
@@ -151,6 +152,11 @@ class RunMemory:
         yield self.term("layer", _weights(layer) * self.item)
         values = memory.GRADIENT_VALUES * self.item // 4 * (self.hidden + _widest(layer))
         yield self.term("values of windows", values * self.recipe.calibration.length * (self.threads + 1))
+        yield Term("products of outputs", self.products(layer) * (self.threads + 2))
+
+    def products(self, layer: Layer) -> int:
+        """Bytes of the products of gradients at the outputs of a layer."""
+        return sum(products_bytes(plan.entry.out_features) for plan in followed(self.recipe, layer))
 
     def decoding(self) -> Iterator[Term]:
         """The largest matrix that the source stores as codes, as it is read."""
@@ -177,7 +183,9 @@ class RunMemory:
             if not plan.entry.block:
                 weights, at_work = self._head(plan, at_work)
             statistics = Term("statistics", every * squares * 4 * columns**2)
-            yield [codes, borrowed, statistics, weights, at_work]
+            errors = 4 * rows * columns if followed(self.recipe, [plan]) else 0
+            outputs = Term("products and errors of outputs", self.products(layer) + errors)
+            yield [codes, borrowed, statistics, weights, at_work, outputs]
 
     def scaling(self, layer: Layer) -> Iterator[list[Term]]:
         """Statistics of all inputs at once, and either the batches, or a site's matrices at work."""
@@ -253,7 +261,9 @@ class _GpuRunMemory(RunMemory):
             if not plan.entry.block:
                 weights, at_work = self._head(plan, at_work)
                 weights = self.term("weights and codes", weights.nbytes + rows * columns)
-            yield [weights, squares, self._borrowed(layer), at_work]
+            errors = 4 * rows * columns if followed(self.recipe, [plan]) else 0
+            outputs = self.term("products and errors of outputs", self.products(layer) + errors)
+            yield [weights, squares, self._borrowed(layer), at_work, outputs]
             if self.paired and plan.inverts:
                 # the Gram matrix, the drift, its own Gram matrix, their factor, and what is solved with
                 yield [weights, self.term("statistics and drift", 6 * square)]

@@ -47,6 +47,7 @@ def _needs_text(plan: Plan) -> bool:
     return (
         plan.recipe.kv_cache is not None
         or plan.recipe.scales_channels
+        or plan.follows_gradients
         or (plan.recipe.pruner is not None and plan.recipe.pruner.allocation != "uniform")
         or any(matrix.needs - STORED for matrix in plan.matrices)
     )
@@ -60,7 +61,7 @@ def _about(plan: Plan, tokens: str) -> dict[str, Any]:
         "batch": plan.batch,
         "transforms": [{"method": step.name, **step.model_dump()} for step in plan.recipe.transforms],
         "layers": len(plan.sections),
-        "weighs_tokens": plan.weighs_tokens,
+        "follows_gradients": plan.follows_gradients,
     }
 
 

@@ -17,6 +17,7 @@ from llmcompress.engine.process.progress import Progress
 from llmcompress.engine.process.ranks import device_of
 from llmcompress.engine.run.collect import collect, stages_of
 from llmcompress.engine.run.forward import Forward
+from llmcompress.engine.run.guidance import NONE, Guidance
 from llmcompress.engine.run.input_scales import input_scale
 from llmcompress.engine.run.kept_statistics import note_reuse
 from llmcompress.engine.run.kv_ranges import largest_magnitudes
@@ -59,15 +60,15 @@ class Compressor:
         sweeper: Sweeper | None,
         known: Kept | None = None,
         keeping: Kept | None = None,
-        weights: Callable[[int], Mapping[str, Tensor]] = lambda number: {},
+        guidance: Callable[[int], Guidance] = lambda number: NONE,
     ) -> None:
         """sweeper: what decides blocks of columns on the run's device; None for torch.
 
-        known: stored statistics that are used instead of text. keeping: where gathered statistics are stored. weights:
-        of the tokens of the text, by space, for the number of a section (token_weights.py).
+        known: stored statistics that are used instead of text. keeping: where gathered statistics are stored. guidance:
+        what gradients say, by the number of a section.
         """
         self.plan, self.checkpoint, self.model, self.progress = plan, checkpoint, model, progress
-        self.sweeper, self.known, self.keeping, self.weights = sweeper, known, keeping, weights
+        self.sweeper, self.known, self.keeping, self.guidance = sweeper, known, keeping, guidance
         self.device = device_of(plan.options.device)
         self.rounded = isinstance(plan.headers, DecodedHeaders | GgufHeaders)
 
@@ -85,7 +86,7 @@ class Compressor:
         ledger = Ledger()
         known = {} if self.known is None else self.known.read(number, self.device)
         gathered: dict[str, Tensor] = {}
-        weights = self.weights(number)
+        guidance = self.guidance(number)
         if self.known is not None:
             note_reuse(self.plan, self.known, ledger)
         stages = stages_of(self.plan.sections[number])
@@ -107,13 +108,13 @@ class Compressor:
             statistics = (
                 StageStatistics(known)
                 if known
-                else self._statistics(layer, compressed, original, stage, before, weights, ledger)
+                else self._statistics(layer, compressed, original, stage, before, guidance.tokens, ledger)
             )
             if self.keeping is not None:
                 gathered |= statistics.packed(workers)
             return_freed_memory()  # what the windows took, before the matrices of the solvers come
             groups = _solved_as_one(stage, apart=self.plan.importance is not None)
-            solutions = self._solutions(groups, statistics, ledger, workers)
+            solutions = self._solutions(groups, statistics, guidance, ledger, workers)
             for plan, solved, record in chain(kept, solutions):
                 coded[plan.module] = solved
                 linears.append(record)
@@ -131,7 +132,12 @@ class Compressor:
         return coded, records
 
     def _solutions(
-        self, groups: list[list[MatrixPlan]], statistics: StageStatistics, ledger: Ledger, workers: Workers
+        self,
+        groups: list[list[MatrixPlan]],
+        statistics: StageStatistics,
+        guidance: Guidance,
+        ledger: Ledger,
+        workers: Workers,
     ) -> Iterator[tuple[MatrixPlan, Coded, dict[str, Any]]]:
         """The matrices of a stage, solved group by group; ranks share the groups, and threads those of experts."""
         final = {group[0].space: number for number, group in enumerate(groups)}
@@ -142,6 +148,7 @@ class Compressor:
             if statistics.experts is not None and number % together == 0:
                 return_freed_memory()  # or holes between codes that stay would be as large as they are
             known = statistics.of(group[0].space, notes, workers) or self._importance_of(group[0])
+            known = replace(known, outputs=self._outputs_of(group, guidance))
             last = final[group[0].space] == number
             _, codes, records = zip(*self._solve(group, known, notes, workers, last), strict=True)
             return list(codes), list(records), notes.as_json()
@@ -206,6 +213,12 @@ class Compressor:
         for name in self.checkpoint.names():
             if name.startswith(layer):
                 self.checkpoint.read_finite(name)
+
+    def _outputs_of(self, group: list[MatrixPlan], guidance: Guidance) -> list[Tensor] | None:
+        """What is known of the outputs of matrices that are solved as one; None where of one nothing is known."""
+        if not all(plan.path in guidance.outputs for plan in group):
+            return None
+        return [products.to(self.device) for plan in group for products in guidance.outputs[plan.path]]
 
     def _importance_of(self, plan: MatrixPlan) -> Statistics:
         """Statistics that hold the importance of a matrix's inputs, where the user gave an importance matrix."""

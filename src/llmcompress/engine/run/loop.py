@@ -12,10 +12,10 @@ from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.process.process_memory import return_freed_memory
 from llmcompress.engine.process.progress import Progress
 from llmcompress.engine.run.forward import NOT_RECORDED, Forward, Recording, Stream
+from llmcompress.engine.run.guidance import measured_guidance
 from llmcompress.engine.run.hidden_states import COMPRESSED, ORIGINAL, keep_hidden_states, starting_hidden_states
 from llmcompress.engine.run.layer import Compressor, install
 from llmcompress.engine.run.scaling import Scaler, SiteFactors
-from llmcompress.engine.run.token_weights import token_weights
 from llmcompress.engine.run.transformed import fold_factors
 from llmcompress.errors import StoppedError
 from llmcompress.grids.coded import Coded
@@ -89,8 +89,10 @@ def run_calibrated(
 ) -> None:
     """Make the missing sections on statistics of calibration text, layer by layer."""
     count, staged, workers, dtype = len(plan.sections), sections.staged, sections.workers, model.dtype
-    weights = token_weights(plan, checkpoint, tokens, staged, sections.progress, partial(sections.stop, 0), workers)
-    compressor = Compressor(plan, checkpoint, model, sections.progress, sweeper, keeping=keeping, weights=weights)
+    guidance = measured_guidance(
+        plan, checkpoint, tokens, staged, sections.progress, partial(sections.stop, 0), workers
+    )
+    compressor = Compressor(plan, checkpoint, model, sections.progress, sweeper, keeping=keeping, guidance=guidance)
     hidden = starting_hidden_states(plan, model, tokens, staged, sections.missing[0], dtype, workers)
     return_freed_memory()
     scaler = _scaler_of(plan, checkpoint, model, sections.progress, workers)

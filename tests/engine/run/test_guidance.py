@@ -1,4 +1,4 @@
-"""Weights of tokens, against autograd on the whole model; runs that go by them stop and go on to the same bytes."""
+"""What gradients say, against autograd on the whole model; runs that go by it stop and go on to the same bytes."""
 
 import json
 from types import SimpleNamespace
@@ -10,13 +10,15 @@ from transformers import AutoModelForCausalLM
 
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
+from llmcompress.engine.plan.matrix_plan import followed
 from llmcompress.engine.plan.run_options import Options
-from llmcompress.engine.run import token_weights
+from llmcompress.engine.run import guidance
 from llmcompress.engine.run.collect import SpaceStatistics
 from llmcompress.errors import RunError, StoppedError
 from llmcompress.model.gradients import drawn
+from llmcompress.solve import output_feedback
 from llmcompress.workers import SERIAL
-from tinyruns import compress, digest, recipe
+from tinyruns import compress, digest, kl, recipe, steps_recipe
 
 SAMPLES, LENGTH, SEED = 3, 16, 0
 TOKENS = torch.randint(3, 96, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(7))
@@ -27,20 +29,21 @@ def guided(**options):
     return recipe("gptq", calibration=text, **{"guided": True, **options})
 
 
-def kept_weights(model, out, **options):
-    """Weights by layer and space that a run on `TOKENS` leaves in its work directory."""
+def kept_guidance(model, out, **options):
+    """What a run on `TOKENS` leaves in its work directory, by layer: weights by space, and products by path."""
     made = Options(out=out, keep_work=True, **options)
     run(make_plan(guided(group_size=32), model, made), tokens=TOKENS)
-    files = sorted(out.with_name(f"{out.name}.work").glob("weights-*.safetensors"))
-    return {int(file.stem[-5:]): load_file(file) for file in files}
+    files = sorted(out.with_name(f"{out.name}.work").glob("guidance-*.safetensors"))
+    found = {int(file.stem[-5:]): guidance._read(load_file(file)) for file in files}
+    return {key: each.tokens for key, each in found.items()}, {key: each.outputs for key, each in found.items()}
 
 
-def by_autograd(path, spaces):
-    """Sums of squared gradients [samples * length] by layer and space, of the whole model. spaces: of paths."""
+def by_autograd(path, paths):
+    """Gradients [samples * length, out] by layer and path, of the whole model."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-    seen, sums = {}, {}
+    seen, gradients = {}, {}
     for number, layer in enumerate(model.model.layers):
-        for below in spaces:
+        for below in paths:
             layer.get_submodule(below).register_forward_hook(
                 lambda _, args, out, key=(number, below): seen.__setitem__(key, out)
             )
@@ -49,22 +52,30 @@ def by_autograd(path, spaces):
         labels = drawn(logs.detach().exp(), torch.Generator().manual_seed(SEED + window))
         keys = list(seen)
         found = torch.autograd.grad(logs.gather(1, labels[:, None]).sum(), [seen[key] for key in keys])
-        for (number, below), gradient in zip(keys, found, strict=True):
-            key = number, spaces[below]
-            sums.setdefault(key, torch.zeros(SAMPLES, LENGTH))
-            sums[key][window] += gradient[0].square().sum(-1)
-    return {key: value.flatten() for key, value in sums.items()}
+        for key, gradient in zip(keys, found, strict=True):
+            gradients.setdefault(key, []).append(gradient[0])
+    return {key: torch.cat(value) for key, value in gradients.items()}
 
 
-def test_weights_are_roots_of_squared_gradients_of_the_whole_model(random_model_dir, tmp_path):
+def test_weights_and_products_are_those_of_gradients_of_the_whole_model(random_model_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(output_feedback, "OUTPUTS", 40)
     path = random_model_dir("llama", dtype="float32")
-    found = kept_weights(path, tmp_path / "out", compute_dtype="float32")
-    plan = make_plan(guided(group_size=32), path, Options(out=tmp_path / "other"))
-    expected = by_autograd(path, token_weights.weighed_paths(plan, 0))
-    assert {(number, space) for number in found for space in found[number]} == expected.keys()
-    for (number, space), sums in expected.items():
-        roots = sums.sqrt()
-        torch.testing.assert_close(found[number][space], roots / roots.mean(), rtol=2e-3, atol=2e-3)
+    weights, products = kept_guidance(path, tmp_path / "out", compute_dtype="float32")
+    spaces = guidance.weighed_paths(make_plan(guided(group_size=32), path, Options(out=tmp_path / "other")), 0)
+    gradients = by_autograd(path, spaces)
+    assert {(number, path) for number in products for path in products[number]} == gradients.keys()
+    sums = {}
+    for (number, below), gradient in gradients.items():
+        key = number, spaces[below]
+        sums[key] = sums.get(key, 0) + gradient.square().sum(-1)
+        some = gradient.split(40, dim=1)
+        for found, part in zip(products[number][below], some, strict=True):
+            expected = part.T @ part / len(part)
+            torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3 * float(expected.abs().max()))
+    assert {(number, space) for number in weights for space in weights[number]} == sums.keys()
+    for (number, space), squares in sums.items():
+        roots = squares.sqrt()
+        torch.testing.assert_close(weights[number][space], roots / roots.mean(), rtol=2e-3, atol=2e-3)
 
 
 def test_gram_matrix_and_drift_count_tokens_by_their_weights():
@@ -113,25 +124,47 @@ def test_damaged_weights_are_not_believed(shallow_model_dir, tmp_path):
     out = tmp_path / "out"
     with pytest.raises(StoppedError):
         compress(shallow_model_dir, out, guided(), stop=lambda done: done == 1)
-    file = out.with_name("out.work") / "weights-00001.safetensors"
+    file = out.with_name("out.work") / "guidance-00001.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    with pytest.raises(RunError, match=r"weights-00001.safetensors is damaged"):
+    with pytest.raises(RunError, match=r"guidance-00001.safetensors is damaged"):
         compress(shallow_model_dir, out, guided())
 
 
 def test_experts_have_no_weights_and_the_matrices_around_them_do(random_model_dir, tmp_path):
     path = random_model_dir("mixtral", dtype="float32")
-    found = kept_weights(path, tmp_path / "out")
-    assert all(found.values())
-    assert not any("expert" in space for spaces in found.values() for space in spaces)
+    weights, products = kept_guidance(path, tmp_path / "out")
+    assert all(weights.values())
+    assert all(products.values())
+    assert not any("expert" in name for found in (weights, products) for names in found.values() for name in names)
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert any("experts" in record["name"] for record in report["linears"])
+    assert [entry["subject"] for entry in report["ledger"] if entry["kind"] == "guided"] == ["24 of 32 matrices"]
+
+
+def test_errors_at_outputs_that_are_pruned_or_scaled_are_not_made_up_for(shallow_model_dir, tmp_path):
+    gptq = {"method": "gptq", "bits": 4, "group_size": 64, "guided": True}
+    for step in ({"method": "wanda", "sparsity": 0.5}, {"method": "awq"}):
+        plan = make_plan(
+            steps_recipe([step, gptq], "compressed-tensors"), shallow_model_dir, Options(out=tmp_path / "out")
+        )
+        assert not followed(plan.recipe, plan.layers[0])
+        assert [entry.subject for entry in plan.ledger if entry.kind == "guided"] == ["14 of 14 matrices"]
+
+
+def test_divergence_falls_by_a_third(shallow_model_dir, windows, tmp_path):
+    text = {"samples": 32, "length": 64}
+    found = {}
+    for said in (False, True):
+        made = recipe("gptq", calibration=text, bits=3, group_size=32, guided=said)
+        compress(shallow_model_dir, tmp_path / f"{said}", made)
+        found[said] = kl(tmp_path / f"{said}", shallow_model_dir, windows)
+    assert found[True] < found[False] / 1.5
 
 
 def test_tokens_of_no_one_place_have_no_weight():
-    gathered = token_weights.SpaceGradients({"a": "one", "b": "other"}, (1, 4))
+    gathered = guidance.LayerGuidance({"a": "one", "b": "other"}, (), (1, 4))
     gathered.add("a", gathered.part(torch.zeros(4, 2), torch.tensor([[1.0], [2.0], [3.0], [6.0]])), 0)
     gathered.add("b", gathered.part(torch.zeros(3, 2), torch.ones(3, 2)), 0)
     found = gathered.weights()
@@ -140,7 +173,7 @@ def test_tokens_of_no_one_place_have_no_weight():
 
 
 def test_gradients_that_are_not_finite_are_refused_by_name():
-    gathered = token_weights.SpaceGradients({"a": "attn_in"}, (1, 2))
+    gathered = guidance.LayerGuidance({"a": "attn_in"}, (), (1, 2))
     gathered.add("a", gathered.part(torch.zeros(2, 2), torch.tensor([[1.0], [float("inf")]])), 0)
     with pytest.raises(RunError, match="the gradients of attn_in are not finite"):
         gathered.weights()

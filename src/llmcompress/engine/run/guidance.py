@@ -1,0 +1,199 @@
+"""What errors in a matrix's outputs do to the prediction, token by token and output by output, from one pass backwards.
+
+GuidedQuant (arXiv:2505.07004, section 3): to second order, the divergence that an error in a matrix's output at a token
+causes is the error squared, times the squared gradient of the log-likelihood there. Here each token has one weight, a
+power of the mean of those squares over the outputs of all matrices that read one input, so that these still share one
+Gram matrix. What errors of several outputs do together is told by the mean products of gradients at two outputs each
+(`solve/output_feedback.py`).
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from llmcompress.engine.plan.matrix_plan import followed
+from llmcompress.engine.plan.plan import Plan
+from llmcompress.engine.process.progress import Progress
+from llmcompress.engine.run.gradient_pass import RECORDED, FinishedLayers, fisher_information
+from llmcompress.engine.run.opened_model import opened_model
+from llmcompress.errors import RunError, StoppedError
+from llmcompress.solve.output_feedback import chunks
+from llmcompress.stats.fisher import Fisher
+from llmcompress.store.checkpoint import Checkpoint
+from llmcompress.store.staging import Staging
+from llmcompress.workers import Workers
+
+POWER = 0.5
+"""Of the mean squares. With 1 a few tokens outweigh all others, and what is fitted to them serves no other text."""
+
+_TOKENS, _OUTPUTS = "tokens.", "outputs."  # what names in files begin with
+
+
+class Guidance(NamedTuple):
+    """What is known of a layer. tokens: weights [samples * length] by space, of mean 1.
+
+    outputs: by path of a matrix, the mean products [n, n] of gradients at each of its `chunks` of outputs.
+    """
+
+    tokens: Mapping[str, Tensor]
+    outputs: Mapping[str, Sequence[Tensor]]
+
+
+NONE = Guidance({}, {})
+
+
+def measured_guidance(
+    plan: Plan,
+    checkpoint: Checkpoint,
+    tokens: Tensor,
+    staged: Staging,
+    progress: Progress,
+    stop: Callable[[], bool],
+    workers: Workers,
+) -> Callable[[int], Guidance]:
+    """By number of a section, what the gradients of `tokens` [samples, length] say.
+
+    Spaces are absent that have no weights: all of a run that asks for none, those of experts, whose tokens come in the
+    order in which they are sent there, and those whose matrices do not run once for every token. Matrices are absent
+    that are not `followed`. Rank 0 runs the gradients of the source's own predictions back,
+    and keeps what it finds in the work directory. StoppedError when `stop` says so between two layers; the next start
+    goes on there.
+    """
+    if not plan.follows_gradients:
+        return lambda number: NONE
+
+    def measure() -> None:
+        finished = _FinishedGuidance(plan, staged, tokens.shape)
+        if not all(map(finished.has, range(len(plan.layers)))):
+            model = opened_model(checkpoint, plan.spec, plan.dtype, plan.options, tiled_attention=False)
+            steps = 2 * len(plan.layers) + 1
+
+            def watch(done: int) -> None:
+                progress.gradients(done, steps)
+                if done < steps and stop():
+                    raise StoppedError(
+                        f"stopped at a safe point, {done} of {steps} steps of the gradients done",
+                        f"run the same command again to go on; finished work is in {plan.work}",
+                    )
+
+            paths = [list(weighed_paths(plan, number)) for number in range(len(plan.layers))]
+            fisher_information(
+                model,
+                tokens,
+                paths,
+                plan.recipe.calibration.seed,
+                staged.folder,
+                workers.without_ranks(),
+                watch,
+                lambda number, _: finished.gathering(number),
+                finished,
+                outside=False,
+            )
+        for name in staged.folder.names():
+            if name.startswith(RECORDED):
+                (staged.folder / name).unlink()
+
+    workers.broadcast(measure)
+    return lambda number: _read(staged.read_guidance(number)) if number < len(plan.layers) else NONE
+
+
+def _read(tensors: Mapping[str, Tensor]) -> Guidance:
+    """What the file of a layer says."""
+    outputs: dict[str, list[Tensor]] = {}
+    for name in sorted(name for name in tensors if name.startswith(_OUTPUTS)):
+        outputs.setdefault(name.removeprefix(_OUTPUTS).rpartition(".")[0], []).append(tensors[name])
+    tokens = {name.removeprefix(_TOKENS): value for name, value in tensors.items() if name.startswith(_TOKENS)}
+    return Guidance(tokens, outputs)
+
+
+def weighed_paths(plan: Plan, number: int) -> dict[str, str]:
+    """The space of each matrix of a layer, by its path, for matrices by whose gradients tokens are weighed."""
+    return {
+        matrix.path: matrix.space
+        for matrix in plan.layers[number]
+        if matrix.follows_gradients and matrix.expert is None
+    }
+
+
+class _FinishedGuidance(FinishedLayers):
+    """The layers whose guidance is in the work directory."""
+
+    def __init__(self, plan: Plan, staged: Staging, shape: Sequence[int]) -> None:
+        """shape: of the tokens [samples, length]."""
+        self.plan, self.staged, self.shape = plan, staged, shape
+        self._gathering: dict[int, LayerGuidance] = {}
+
+    def gathering(self, number: int) -> "LayerGuidance":
+        paths = {matrix.path for matrix in followed(self.plan.recipe, self.plan.layers[number])}
+        self._gathering[number] = LayerGuidance(weighed_paths(self.plan, number), paths, self.shape)
+        return self._gathering[number]
+
+    def seed(self, name: str) -> int:
+        return self.staged.seed(name)
+
+    def has(self, layer: int) -> bool:
+        return self.staged.has_guidance(layer)
+
+    def add(self, layer: int) -> None:
+        self.staged.write_guidance(layer, self._gathering.pop(layer).tensors())
+
+
+class LayerGuidance:
+    """What gradients say of a layer.
+
+    Of every token the sum of squares over the outputs of the matrices that read one space, and the products at two
+    outputs of a matrix, summed over tokens. A `FisherSum` of which nothing else is left. spaces: by path of a matrix.
+    followed: paths of those whose products are wanted. shape: of the tokens.
+    """
+
+    def __init__(self, spaces: Mapping[str, str], followed: Collection[str], shape: Sequence[int]) -> None:
+        self._spaces, self._followed, self._shape = spaces, followed, tuple(shape)
+        self._sums = {space: torch.zeros(self._shape) for space in spaces.values()}
+        self._products: dict[str, list[Tensor]] = {}
+        self._seen: dict[str, int] = {}
+
+    def part(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Sums of squares [tokens] of a window's gradients [..., out], and their products at each chunk of outputs."""
+        rows = gradient.reshape(-1, gradient.shape[-1]).to(torch.float32)
+        products = [(rows[:, some].T @ rows[:, some]).cpu() for some in chunks(rows.shape[1])] if self._followed else []
+        return rows.square().sum(dim=-1).cpu(), products
+
+    def add(self, path: str, part: tuple[Tensor, list[Tensor]], window: int) -> None:
+        squares, products = part
+        space = self._spaces[path]
+        if squares.numel() != self._shape[1]:
+            self._sums.pop(space, None)
+        elif space in self._sums:
+            self._sums[space][window] += squares
+        if path in self._followed:
+            self._seen[path] = self._seen.get(path, 0) + squares.numel()
+            sums = self._products.setdefault(path, products)
+            if sums is not products:
+                for total, product in zip(sums, products, strict=True):
+                    total += product
+
+    def finish(self) -> dict[str, Fisher]:
+        return {}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Weights and products by the names that files have for them. RunError for gradients that are not finite."""
+        products = {
+            f"{_OUTPUTS}{path}.{number:05d}": total / self._seen[path]
+            for path, sums in self._products.items()
+            for number, total in enumerate(sums)
+        }
+        return {f"{_TOKENS}{space}": weights for space, weights in self.weights().items()} | products
+
+    def weights(self) -> dict[str, Tensor]:
+        """The weights [samples * length] of each space, of mean 1. RunError for gradients that are not finite."""
+        found = {}
+        for space, sums in self._sums.items():
+            powers = sums.flatten().to(torch.float64) ** POWER
+            mean = float(powers.mean())
+            if not torch.isfinite(powers).all():
+                raise RunError(f"the gradients of {space} are not finite", "look at its weights, and at config.json")
+            if mean > 0:  # else no output of these matrices matters, and all tokens count alike
+                found[space] = (powers / mean).to(torch.float32)
+        return found
