@@ -87,7 +87,7 @@ Guided = Annotated[
     bool,
     typer.Option(
         "--guided",
-        help="With --calibration: let tokens count by what an error at each does to the prediction. Takes longer.",
+        help="With --calibration: go by what errors at tokens and outputs do to the prediction. Takes several times as long.",
         rich_help_panel=flags.CALIBRATION,
     ),
 ]
