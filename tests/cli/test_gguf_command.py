@@ -230,7 +230,7 @@ def test_an_embedding_that_a_type_takes_for_zeros_is_not_published(factor, model
 
 def test_guided_weighs_the_tokens_of_a_text_and_needs_one(main, tiny_model_dir, tmp_path, capsys):
     assert main("gguf", tiny_model_dir, "--type", "Q4_K_M", "--guided", "-o", tmp_path / "out.gguf") == 2
-    assert "--guided follows the gradients of a calibration text, and there is none" in capsys.readouterr().err
+    assert "--guided follows gradients of a calibration text, and there is none" in capsys.readouterr().err
     command = ["gguf", tiny_model_dir, "--type", "Q2_K", "--calibration", "default", *SHORT, "--guided"]
     assert main(*command, "-o", tmp_path / "out.gguf", "--print-recipe") == 0
     assert "guided: true" in capsys.readouterr().out

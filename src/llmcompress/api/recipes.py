@@ -142,7 +142,7 @@ def _gguf_recipe(settings: Mapping[str, Any]) -> Recipe:
     if calibrated and weighted:
         raise RecipeError("--imatrix and --calibration both say what errors cost", "give one of them")
     if settings.get("guided") and not calibrated:
-        raise RecipeError("--guided follows the gradients of a calibration text, and there is none", "add --calibration")
+        raise RecipeError("--guided follows gradients of a calibration text, and there is none", "add --calibration")
     types = {field: settings[name] for name, field in _TYPE_NAMES.items() if settings.get(name) is not None}
     types.setdefault("search", "best" if calibrated or weighted else "fast")
     text = text_of(settings)
