@@ -21,9 +21,11 @@ from ggufmodels import small_config
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
+from llmcompress.engine.recover.recover_plan import RecoverRequest, plan_recover
+from llmcompress.engine.recover.recovery import recover
 from llmcompress.errors import PlanError
 from llmcompress.formats.gguf.family import known_types
-from llmcompress.recipe import parse
+from llmcompress.recipe import Calibration, parse
 from llmcompress.validate.gguf_verify import verify_gguf
 from llmcompress.validate.load import load_whole
 from llmcompress.validate.session import Request, evaluate_paths
@@ -189,6 +191,17 @@ def test_a_rotated_model_gives_the_logits_of_the_original_in_llama_cpp(kind, mod
 def test_a_model_of_scaled_channels_is_decoded_by_llama_cpp_as_by_us(type_, tiny_model_dir, tiny_eval_text, tmp_path):
     ids = AutoTokenizer.from_pretrained(tiny_model_dir)(tiny_eval_text.read_text()[:300])["input_ids"]
     file = write(tiny_model_dir, tmp_path / "scaled.gguf", type_, {"method": "awq", "steps": 8})
+    mine = ours(file, tiny_model_dir, ids).log_softmax(-1)
+    with Llama(file) as llama:
+        theirs = torch.from_numpy(llama.logits(ids)).log_softmax(-1)
+    assert divergence(mine, theirs) < 0.003
+
+
+def test_a_recovered_file_is_decoded_by_llama_cpp_as_by_us(tiny_model_dir, tiny_eval_text, tmp_path):
+    ids = AutoTokenizer.from_pretrained(tiny_model_dir)(tiny_eval_text.read_text()[:300])["input_ids"]
+    before, file = write(tiny_model_dir, tmp_path / "before.gguf", "Q2_K"), tmp_path / "model.gguf"
+    text = Calibration(samples=32, length=32)
+    recover(plan_recover(before, tiny_model_dir, RecoverRequest(8), text, Options(out=file)))
     mine = ours(file, tiny_model_dir, ids).log_softmax(-1)
     with Llama(file) as llama:
         theirs = torch.from_numpy(llama.logits(ids)).log_softmax(-1)

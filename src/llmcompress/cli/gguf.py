@@ -87,7 +87,7 @@ Guided = Annotated[
     bool,
     typer.Option(
         "--guided",
-        help="With --calibration: go by what errors do to the prediction, by token and output. Takes several times longer.",
+        help="With --calibration: go by what errors do to the prediction. Takes several times longer.",
         rich_help_panel=flags.CALIBRATION,
     ),
 ]

@@ -14,13 +14,13 @@ from llmcompress.cli import watching
 from llmcompress.cli.structured import COMMON, carry_out
 
 Compressed = Annotated[
-    Path, typer.Argument(help="What is recovered: a directory llmcompress wrote.", show_default=False)
+    Path, typer.Argument(help="What is recovered: a directory or GGUF file llmcompress wrote.", show_default=False)
 ]
 Reference = Annotated[Path, typer.Option("--ref", help="The model it was made from.", show_default=False)]
 Out = Annotated[
     Path | None,
     typer.Option(
-        "--output", "-o", help="Directory to write. Default: beside the compressed model.", rich_help_panel=flags.OUTPUT
+        "--output", "-o", help="What to write, as what is recovered. Default: beside it.", rich_help_panel=flags.OUTPUT
     ),
 ]
 Steps = Annotated[int, typer.Option("--steps", min=1, max=1_000_000, help="Steps of training, of 4 windows each.")]
@@ -75,7 +75,7 @@ def recover(**values: Any) -> None:
         "output": str(plan.opened.out),
         "steps": request.steps,
         "rate": plan.rate,
-        "output_bytes": plan.stored.nbytes,
+        "output_bytes": plan.nbytes,
         "passes": round(plan.passes, 1),
         "scratch_bytes": plan.scratch_bytes,
         "memory_bytes": plan.memory_bytes,

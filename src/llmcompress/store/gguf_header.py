@@ -106,6 +106,12 @@ class GgufHeader:
             raise CheckpointError(f"{self.path} has damaged values of {key}: {error}", _AGAIN) from None
 
 
+def scalar_value(header: GgufHeader, key: str) -> int | float | str | None:
+    """The value of a key; None if the key is absent or holds an array."""
+    field = header.fields.get(key)
+    return None if field is None or isinstance(field.value, GgufArray) else field.value
+
+
 def read_header(path: Path) -> GgufHeader:
     """The header of one GGUF file; CheckpointError names the file and the fault.
 

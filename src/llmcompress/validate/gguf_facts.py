@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from llmcompress.store.gguf_header import GgufArray, GgufHeader
+from llmcompress.store.gguf_header import GgufArray, GgufHeader, scalar_value
 
 _SPECIAL = ("tokenizer.ggml.", "_token_id")
 _IMATRIX = "quantize.imatrix."
@@ -38,12 +38,6 @@ def gguf_facts(header: GgufHeader) -> dict[str, Any]:
         },
         "alignment": header.alignment,
     }
-
-
-def scalar_value(header: GgufHeader, key: str) -> int | float | str | None:
-    """The value of a key; None if the key is absent or holds an array."""
-    field = header.fields.get(key)
-    return None if field is None or isinstance(field.value, GgufArray) else field.value
 
 
 def _count(header: GgufHeader, key: str) -> int | None:

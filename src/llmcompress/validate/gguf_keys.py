@@ -10,9 +10,8 @@ from llmcompress.engine.source.gguf_input import GgufHeaders, carried_keys
 from llmcompress.grids.ggml import GgufTypes
 from llmcompress.ledger import Ledger
 from llmcompress.recipe import Output, build
-from llmcompress.store.gguf_header import GgufArray, GgufHeader
+from llmcompress.store.gguf_header import GgufArray, GgufHeader, scalar_value
 from llmcompress.store.headers import ModelHeaders
-from llmcompress.validate.gguf_facts import scalar_value
 
 _OF_THE_RUN = ("split.", "quantize.imatrix.", "general.file_type")  # beginnings of keys that no source has
 _SAID = ("pre", "base_model", "license")  # what a recipe says of an output that its keys tell

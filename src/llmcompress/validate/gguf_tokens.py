@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 
 from llmcompress.formats.gguf.chattemplates import DEFAULT, read_templates
-from llmcompress.store.gguf_header import GgufHeader
+from llmcompress.store.gguf_header import GgufHeader, scalar_value
 from llmcompress.store.headers import read_json
-from llmcompress.validate.gguf_facts import scalar_value
 
 _KEY = "tokenizer.ggml"
 _TEMPLATE = "tokenizer.chat_template"

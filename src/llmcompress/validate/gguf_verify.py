@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from llmcompress.engine.source.adapting import as_merged
 from llmcompress.engine.source.gguf_input import GgufHeaders, names_of
+from llmcompress.engine.source.gguf_weights import EncodedRows, expected_tensors, parts_of, source_mismatches
 from llmcompress.engine.source.open import open_checkpoint, source_headers
 from llmcompress.engine.source.stacked import unstacked_headers
 from llmcompress.errors import CheckpointError, LlmcompressError
@@ -40,16 +41,14 @@ from llmcompress.formats.gguf.tensors import GGUFTensor, convert
 from llmcompress.ledger import Ledger
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.folds import FoldedCheckpoint, Scaled
-from llmcompress.store.gguf_header import GgufHeader
+from llmcompress.store.gguf_header import GgufHeader, scalar_value
 from llmcompress.store.gguf_model import decoded, read_gguf, rows_of, tensor_bytes
 from llmcompress.store.headers import ModelHeaders
 from llmcompress.store.output_file import beside, report_of
 from llmcompress.validate.directory import is_rotated, read_scales
 from llmcompress.validate.findings import AGREEMENT, Check, guarded, guarded_list, lacks_adapter, summary
-from llmcompress.validate.gguf_facts import scalar_value
 from llmcompress.validate.gguf_keys import key_wrongs
 from llmcompress.validate.gguf_report import report_checks
-from llmcompress.validate.gguf_source import EncodedRows, expected_tensors, parts_of, source_mismatches
 from llmcompress.validate.gguf_tokens import against_source, token_wrongs
 from llmcompress.validate.stored import DamageError
 
@@ -250,7 +249,7 @@ def _part_wrongs(
         return
     found = _Sums(name, error, norm).relative
     bound = farthest(kind, norm, theirs.size) if record is None else 1.0
-    if record is not None and record.get("loss", 1) < 1:  # what makes up for errors moves weights, to keep outputs
+    if record is not None and (record.get("recovered") or record.get("loss", 1) < 1):  # moved, to keep outputs
         bound = math.inf
     if not found < bound:
         yield f"{name} is further from {source} than {kind} takes it (relative error {found:.3g})"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from llmcompress.engine.source.adapting import as_merged
+from llmcompress.engine.source.gguf_weights import GgufWeights
 from llmcompress.engine.source.header_checks import check_numbers
 from llmcompress.engine.source.matrix_refs import described
 from llmcompress.engine.source.multimodal import text_part, text_view
@@ -22,7 +23,6 @@ from llmcompress.model.whole import whole_model
 from llmcompress.store.gguf_model import read_gguf
 from llmcompress.store.headers import read_headers
 from llmcompress.validate.gguf_file import gguf_in
-from llmcompress.validate.gguf_source import GgufWeights
 from llmcompress.validate.packed import PackedLinear
 
 MakeLinear = Callable[[Coded, Tensor | None, torch.dtype, Rounding | None], nn.Module]

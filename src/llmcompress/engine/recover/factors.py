@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from llmcompress.engine.recover.recover_plan import RecoverPlan
+from llmcompress.engine.recover.recover_plan import RecoverPlan, paper
 from llmcompress.engine.source.header_checks import numbered
 from llmcompress.engine.source.open import open_checkpoint
 from llmcompress.errors import CheckpointError
@@ -41,11 +41,10 @@ class Factors:
 
         None where it is not known, as after a rotation, or has lost channels.
         """
-        there = self._name_in_source(name)
-        stored = self.plan.original.tensors.get(there)
-        if self.rotated or stored is None or stored.spec.shape != self.plan.opened.headers.tensors[name].spec.shape:
+        plain = self._plain(name)
+        if plain is None:
             return None
-        work = self.original.read_finite(there).to(torch.float64)
+        work = plain.to(torch.float64)
         offset = float(self.arrays.get(f"{name}/offset", np.float64(0)))
         for axis in range(work.dim()):
             factor = self.arrays.get(f"{name}/{axis}")
@@ -53,6 +52,14 @@ class Factors:
                 shape = [-1 if dim == axis else 1 for dim in range(work.dim())]
                 work = (work + offset) * torch.from_numpy(factor.astype(np.float64)).view(shape) - offset
         return work.to(torch.float32)
+
+    def _plain(self, name: str) -> Tensor | None:
+        """The tensor of the source as it is there; None as in `source`."""
+        there = self._name_in_source(name)
+        stored = self.plan.original.tensors.get(there)
+        if self.rotated or stored is None or stored.spec.shape != self.plan.opened.headers.tensors[name].spec.shape:
+            return None
+        return self.original.read_finite(there)
 
     def _name_in_source(self, name: str) -> str:
         """What a tensor is called in the source, where layers may have other numbers."""
@@ -63,10 +70,16 @@ class Factors:
         kept = (number for number in count() if number not in removed)
         return f"{prefix}.{next(islice(kept, int(found[1]), None))}.{name[found.end() :]}"
 
-    def base(self, name: str, weight: Tensor) -> Tensor:
-        """The weight of a norm before it was rounded to the type that it is stored in, float32."""
-        exact = self.source(name)
-        return weight.to(torch.float32) if exact is None else exact
+    def base(self, name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The weight of a norm in the source, float32, and what its gains were multiplied by since, float64.
+
+        Where that is not known, the weight as it is stored.
+        """
+        plain = self._plain(name)
+        if plain is None:
+            return weight.to(torch.float32), torch.ones(weight.shape, dtype=torch.float64)
+        factors = self.arrays.get(f"{name}/0", np.ones(plain.shape))
+        return plain.to(torch.float32), torch.from_numpy(factors.astype(np.float64))
 
     def with_gains(self, name: str, gains: Tensor, offset: float) -> None:
         """Record that a norm's gains were multiplied once more."""
@@ -78,7 +91,7 @@ class Factors:
 
 
 def _read(plan: RecoverPlan) -> dict[str, NDArray[Any]]:
-    file = plan.stored.path / FACTORS
+    file = paper(plan.path, FACTORS)
     try:
         return read_arrays(file) if file.exists() else {}
     except ValueError as error:

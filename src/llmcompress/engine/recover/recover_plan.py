@@ -8,19 +8,25 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from llmcompress.engine.plan.memory_model import TRAINING_STATE
-from llmcompress.engine.plan.pass_memory import recover_memory
-from llmcompress.engine.plan.paths import check_room
+from llmcompress.engine.plan.pass_memory import ModelSizes, recover_memory
+from llmcompress.engine.plan.paths import check_room, path_beside, refuse_model_itself
 from llmcompress.engine.plan.run_options import Options
+from llmcompress.engine.source.gguf_weights import GgufWeights
 from llmcompress.engine.source.header_checks import hidden_width, numbered
 from llmcompress.engine.source.matrix_refs import Matrices, matrices_of
-from llmcompress.engine.source.open import source_headers
+from llmcompress.engine.source.open import open_checkpoint, source_headers
 from llmcompress.engine.source.quantised import DecodedHeaders, decoded_headers, in_own_type
 from llmcompress.engine.structure.source_model import OpenModel, open_model
 from llmcompress.errors import CheckpointError, PlanError
 from llmcompress.ledger import Ledger
 from llmcompress.recipe import Calibration
+from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.files import refuse_unwritable
+from llmcompress.store.gguf_header import GgufHeader
+from llmcompress.store.gguf_model import read_gguf
 from llmcompress.store.headers import ModelHeaders, Stored, read_headers, read_json
+from llmcompress.store.output import OutputDirectory
+from llmcompress.store.output_file import OutputFile, beside, is_single, report_of
 from llmcompress.store.side_files import has_tokenizer
 
 AT_ONCE = 4  # windows of a step
@@ -50,8 +56,9 @@ class RecoverRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class RecoverPlan:
-    """What a run will do. opened: the compressed model. original, matrices: the model it was made from.
+    """What a run will do. opened: the compressed model, or of a GGUF file, which has no config, the original.
 
+    original, matrices: the model it was made from. checkpoint: the tensors of the compressed model by name.
     report: of the compressed model. other: shipped text that is held back beside some of the training text; None where
     that is the shipped text itself, or nothing tells tokens of a text. memory_bytes, scratch_bytes: estimates.
     """
@@ -59,12 +66,33 @@ class RecoverPlan:
     opened: OpenModel
     original: ModelHeaders
     matrices: Matrices
+    checkpoint: Checkpoint
     report: Mapping[str, Any]
     request: RecoverRequest
     other: Calibration | None
     memory_bytes: int
     scratch_bytes: int
     work: Path
+
+    @property
+    def gguf(self) -> GgufWeights | None:
+        """The GGUF file that is recovered; None for a directory."""
+        return self.checkpoint if isinstance(self.checkpoint, GgufWeights) else None
+
+    @property
+    def path(self) -> Path:
+        """The compressed model."""
+        return self.opened.headers.path if self.gguf is None else self.gguf.header.path
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its weights; of a GGUF file all of it."""
+        return self.stored.nbytes if self.gguf is None else self.path.stat().st_size
+
+    @property
+    def output(self) -> type[OutputDirectory]:
+        """The kind of output that is written."""
+        return OutputDirectory if self.gguf is None else OutputFile
 
     @property
     def rate(self) -> float:
@@ -95,11 +123,11 @@ class RecoverPlan:
     @property
     def learns_weights(self) -> bool:
         """Whether weights of some matrix are trained."""
-        return self.reshaped or any(_left_by_pruning(item) for item in self.report["linears"])
+        return self.reshaped or (self.gguf is None and any(map(_left_by_pruning, self.report["linears"])))
 
     def learns_weights_of(self, module: str) -> bool:
         """Whether the weights of the matrix of a module are trained."""
-        return self.reshaped or _left_by_pruning(self.records.get(module, {}))
+        return self.reshaped or (self.gguf is None and _left_by_pruning(self.records.get(module, {})))
 
     @property
     def full_weights(self) -> int:
@@ -150,33 +178,57 @@ def plan_recover(
         raise PlanError(f"--samples {text.samples} leaves too few windows to hold some back", f"use {_LEAST} or more")
     if text.source == "self":
         raise PlanError("text is not sampled for training", "give a text as --calibration, or the default")
+    if is_single(original):
+        raise PlanError(f"{original} is a GGUF file, which has no config.json to run it by", MADE_FROM)
     source = source_headers(original, Ledger())
     matrices = matrices_of(source, options.trust_remote_code, Ledger())
-    stored = read_headers(compressed)
+    file = _file(compressed) if is_single(compressed) else None
+    headers = decoded_headers(read_headers(compressed)) if file is None else source
     report = _report(compressed)
-    opened = open_model(decoded_headers(stored), text, options, "recovered")
+    if file is not None:
+        out = options.out or path_beside(compressed, "recovered.gguf")
+        refuse_model_itself(out, compressed)
+        options = replace(options, out=out)
+    opened = open_model(headers, text, options, "recovered", OutputDirectory if file is None else OutputFile)
     if "adapter" in report:
         raise PlanError(f"an adapter was merged into {compressed}, so {original} is not what it was made from")
     if report["source"].get("headers_sha256") != source.fingerprint:
         raise CheckpointError(f"{compressed} was not made from {original}, by its report.json", MADE_FROM)
     _refuse_unlike(opened, source, is_reshaped(report))
+    checkpoint = opened.checkpoint if file is None else GgufWeights(file, open_checkpoint(source))
     shipped = Calibration(samples=text.samples, length=text.length, seed=text.seed)
     other = None if text.source == shipped.source or not has_tokenizer(original) else shipped
     scratch = text.samples * text.length * hidden_width(source) * opened.resources.item_bytes
     scratch += 0 if other is None else scratch // ONE_OF
     work = options.work or opened.out.with_name(f"{opened.out.name}.work")
     refuse_unwritable(work)
-    plan = RecoverPlan(opened, source, matrices, report, request, other, 0, scratch, work)
+    plan = RecoverPlan(opened, source, matrices, checkpoint, report, request, other, 0, scratch, work)
     learnt = plan.full_weights
     plan = replace(plan, scratch_bytes=scratch + TRAINING_STATE * learnt)
-    check_room((opened.out, stored.nbytes), (work, plan.scratch_bytes))
-    memory = partial(recover_memory, opened.sizes, at_once=AT_ONCE, learnt=learnt)
+    check_room((opened.out, plan.nbytes), (work, plan.scratch_bytes))
+    memory = partial(recover_memory, _sizes(plan), at_once=AT_ONCE, learnt=learnt)
     try:
         opened = opened.within_memory(memory)
     except PlanError as error:
         hint = f"{error.hint}, or use --weights low-rank" if learnt else error.hint
         raise PlanError(error.message, hint) from None
     return replace(plan, opened=opened, memory_bytes=memory(opened.resources).peak("host"))
+
+
+def _file(compressed: Path) -> GgufHeader:
+    """The header of a GGUF file; PlanError for one of several files of a model."""
+    header = read_gguf(compressed)
+    if len(header.files) > 1:
+        hint = "write it again without --split-max-size"
+        raise PlanError(f"{compressed} is one of {len(header.files)} files of a model, and one is written", hint)
+    return header
+
+
+def _sizes(plan: RecoverPlan) -> ModelSizes:
+    """What memory is planned by; tensors of a GGUF file are decoded to float32."""
+    sizes = plan.opened.sizes
+    elements, _ = sizes.largest
+    return sizes if plan.gguf is None else sizes._replace(largest=(elements, 4 * elements))
 
 
 def is_reshaped(report: Mapping[str, Any]) -> bool:
@@ -189,12 +241,23 @@ def _left_by_pruning(record: Mapping[str, Any]) -> bool:
     return "pruner" in record and record.get("grid") is None
 
 
+def paper(compressed: Path, name: str) -> Path:
+    """The path of a file that belongs to a compressed model, such as its report."""
+    if not is_single(compressed):
+        return compressed / name
+    shared = compressed.with_name("report.json").exists() and not report_of(compressed).exists()
+    return compressed.with_name(name) if shared else beside(compressed, name)
+
+
 def _report(compressed: Path) -> Mapping[str, Any]:
     """The report of an output; CheckpointError where there is none that tells of its files and matrices."""
-    file = compressed / "report.json"
+    file = paper(compressed, "report.json")
     if not file.is_file():
-        raise CheckpointError(f"{compressed} has no report.json", "give a directory that llmcompress wrote")
+        hint = "give a directory that llmcompress wrote, or a GGUF file with the report that was written beside it"
+        raise CheckpointError(f"{compressed} has no {file.name}", hint)
     report = read_json(file)
+    if is_single(compressed) and report.get("format") != "gguf":
+        raise CheckpointError(f"{file} is not the report of a GGUF file", "compress the model again")
     parts = {"linears": list, "tensors": dict, "files": dict, "ledger": list, "source": dict}
     parts |= {} if is_reshaped(report) else {"recipe": dict}
     for name, kind in parts.items():

@@ -26,7 +26,6 @@ from llmcompress.errors import CheckpointError
 from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.recipe import Calibration
 from llmcompress.store.checkpoint import Checkpoint
-from llmcompress.store.output import OutputDirectory
 from llmcompress.store.staging import Staging
 from llmcompress.store.windows import Windows
 from llmcompress.workers import SERIAL, Workers
@@ -42,12 +41,12 @@ def recover(plan: RecoverPlan, watch: Watch = lambda done, of: None) -> dict[str
     RunError if the divergence on text held back did not fall: then nothing is written.
     """
     opened = plan.opened
-    with OutputDirectory(opened.out, overwrite=opened.options.overwrite) as out:
+    with plan.output(opened.out, overwrite=opened.options.overwrite) as out:
         _refuse_other_weights(plan)
         text = _text(plan)
-        student = _opened(plan, opened.checkpoint, opened.matrices.spec)
+        student = _opened(plan, plan.checkpoint, opened.matrices.spec)
         parts = TrainedParts(plan, student)
-        student.weights = TrainedWeights(opened.checkpoint, parts.by_name)
+        student.weights = TrainedWeights(plan.checkpoint, parts.by_name)
         keep_freed_memory()
         identity = {**plan.identity, "tokens": fingerprint(text.tokens)}
         with (
@@ -74,9 +73,7 @@ def recover(plan: RecoverPlan, watch: Watch = lambda done, of: None) -> dict[str
 def _refuse_other_weights(plan: RecoverPlan) -> None:
     """CheckpointError unless the original has the weights that the compressed model was made from."""
     if source_record(plan.original)["files_sha256"] != plan.report["source"].get("files_sha256"):
-        raise CheckpointError(
-            f"{plan.original.path} has other weights than what {plan.opened.headers.path} was made from", MADE_FROM
-        )
+        raise CheckpointError(f"{plan.original.path} has other weights than what {plan.path} was made from", MADE_FROM)
 
 
 def _text(plan: RecoverPlan) -> TrainingText:

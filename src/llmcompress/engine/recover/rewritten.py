@@ -9,14 +9,15 @@ from torch import Tensor
 
 from llmcompress import __version__
 from llmcompress.engine.recover.factors import FACTORS, Factors
-from llmcompress.engine.recover.recover_plan import RecoverPlan
+from llmcompress.engine.recover.recover_plan import RecoverPlan, paper
+from llmcompress.engine.recover.recovered_file import pieces
 from llmcompress.engine.recover.trained import Trained, TrainedMatrix, TrainedNorm, TrainedWeight
 from llmcompress.engine.recover.trained_parts import encoded
 from llmcompress.formats.front_matter import front_matter
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.output import OutputDirectory
 
-_CARD, _REPORT = "README.md", "report.json"
+_CARD, _REPORT, _MODELFILE = "README.md", "report.json", "Modelfile"
 _MEASURED = ("loss", "tokens", "percdamp", "rtn_ratio")  # of the scales as they were
 _ROWS = 1024  # compared at once
 
@@ -26,30 +27,50 @@ def write_recovered(
 ) -> dict[str, Any]:
     """Write all files of the model; returns the report, with the `record` of what was done."""
     stored, factors = Checkpoint(plan.stored), Factors(plan)
-    specs = [item.spec for item in plan.stored.tensors.values()]
-    output = plan.report.get("recipe", {}).get("output")
-    shard = output.get("shard_size") if isinstance(output, Mapping) else None
-    hashes = out.write_weights(specs, _tensors(plan, trained, stored), shard)
+    hashes = _write_weights(plan, trained, stored, out)
     for name, item in trained.items():
         if isinstance(item, TrainedNorm):
             factors.with_gains(name, item.learnt.exp(), item.offset)
     if factors.arrays:
         out.write_arrays(FACTORS, factors.arrays)
-    written = {*out.files, _REPORT, _CARD}
-    for name in plan.report["files"]:
-        if name not in written and not name.endswith((".safetensors", ".safetensors.index.json")):
-            out.copy_file(plan.stored.path, name)
+    if plan.gguf is None:
+        _write_papers(plan, out, record)
+    elif (modelfile := paper(plan.path, _MODELFILE)).is_file():
+        _, _, rest = modelfile.read_text(encoding="utf-8").partition("\n")
+        out.write_text(_MODELFILE, f"FROM ./{out.path.name}\n{rest}")
     linears = [
         _record(item, trained.get(f"{item['name']}.weight"), factors, stored)
         for item in (*plan.report["linears"], *_unrecorded(plan, trained))
     ]
-    card = plan.stored.path / _CARD
-    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
-    out.write_text(_CARD, f"{_without_figures(text).rstrip()}\n\n{_said(record)}")
     report = {key: value for key, value in plan.report.items() if key not in ("files", "sha256")}
     ledger = [*plan.report["ledger"], *plan.opened.ledger.as_json()]
     done = {"llmcompress": __version__, "linears": linears, "ledger": ledger, "tensors": hashes}
     return out.write_report({**report, **done, "recovery": dict(record)})
+
+
+def _write_weights(
+    plan: RecoverPlan, trained: Mapping[str, Trained], stored: Checkpoint, out: OutputDirectory
+) -> dict[str, str]:
+    """Write the files of the weights; SHA-256 (hex) of each tensor's bytes by its name."""
+    if plan.gguf is not None:
+        hashes: dict[str, str] = {}
+        out.write_pieces(out.path.name, pieces(plan.gguf, trained, hashes))
+        return hashes
+    specs = [item.spec for item in plan.stored.tensors.values()]
+    output = plan.report.get("recipe", {}).get("output")
+    shard = output.get("shard_size") if isinstance(output, Mapping) else None
+    return out.write_weights(specs, _tensors(plan, trained, stored), shard)
+
+
+def _write_papers(plan: RecoverPlan, out: OutputDirectory, record: Mapping[str, Any]) -> None:
+    """Copy what a directory holds beside weights; its card says what was done."""
+    written = {*out.files, _REPORT, _CARD}
+    for name in plan.report["files"]:
+        if name not in written and not name.endswith((".safetensors", ".safetensors.index.json")):
+            out.copy_file(plan.stored.path, name)
+    card = plan.stored.path / _CARD
+    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    out.write_text(_CARD, f"{_without_figures(text).rstrip()}\n\n{_said(record)}")
 
 
 def _tensors(plan: RecoverPlan, trained: Mapping[str, Trained], stored: Checkpoint) -> Iterator[tuple[str, Tensor]]:

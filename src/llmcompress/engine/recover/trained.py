@@ -170,13 +170,14 @@ WEIGHTS: Mapping[Weights, type[TrainedWeight]] = {"full": FullWeight, "low-rank"
 
 @dataclass
 class TrainedNorm:
-    """The weight [channels] of a norm. base: float32, before training. offset: the gain is the weight plus this.
+    """The weight [channels] of a norm. base: float32, in the source. offset: the gain is the weight plus this.
 
-    learnt [channels]: logarithms of factors.
+    factors [channels]: float64, of the gains before training. learnt [channels]: logarithms of further ones.
     """
 
     pace: ClassVar[float] = 4.0  # gains are few: steps at which millions of scales shake each other loose suit them
     base: Tensor
+    factors: Tensor
     dtype: torch.dtype
     offset: float = 0.0
     learnt: Tensor = field(init=False)
@@ -185,7 +186,8 @@ class TrainedNorm:
         self.learnt = torch.zeros_like(self.base)
 
     def value(self) -> Tensor:
-        return ((self.base + self.offset) * self.learnt.exp() - self.offset).to(self.dtype)
+        factors = (self.factors * self.learnt.exp()).to(torch.float32)  # one product, as the record is read back
+        return ((self.base + self.offset) * factors - self.offset).to(self.dtype)
 
     def slope(self, value: Tensor, gradient: Tensor) -> Tensor:
         return ((value.to(torch.float32) + self.offset) * gradient).to(self.learnt.device)

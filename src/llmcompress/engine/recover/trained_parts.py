@@ -9,6 +9,7 @@ from torch import nn
 from llmcompress.engine.recover.distill import TrainedPlace
 from llmcompress.engine.recover.factors import Factors
 from llmcompress.engine.recover.recover_plan import RecoverPlan
+from llmcompress.engine.recover.recovered_file import holds_gains, trained_matrix
 from llmcompress.engine.recover.trained import WEIGHTS, Trained, TrainedMatrix, TrainedNorm, TrainedWeight
 from llmcompress.engine.source.quantised import DecodedHeaders
 from llmcompress.errors import CheckpointError, RunError
@@ -27,13 +28,14 @@ class TrainedParts:
     """What is trained of a model. by_name: by the name of the tensor. places: by layer, and last behind the layers."""
 
     def __init__(self, plan: RecoverPlan, student: StreamedModel) -> None:
-        self.plan, self.student, self.stored = plan, student, Checkpoint(plan.stored)
+        self.plan, self.student = plan, student
+        self.stored = Checkpoint(plan.stored) if plan.gguf is None else plan.gguf
         self.by_name: dict[str, Trained] = {}
         self.places: list[list[TrainedPlace]] = [[] for _ in range(len(student.layers) + 1)]
         self._matrices()
         self._norms()
         if not self.by_name:
-            raise RunError(f"{plan.opened.headers.path} has no scales and no norms that can be trained")
+            raise RunError(f"{plan.path} has no scales and no norms that can be trained")
 
     def _matrices(self) -> None:
         why = "its scales are no free numbers, or are not stored as they are used"
@@ -60,12 +62,13 @@ class TrainedParts:
 
     def _matrix(self, module: str) -> TrainedMatrix | None:
         """The matrix of a module, if it is codes whose tensors come back byte for byte."""
+        if self.plan.gguf is not None:
+            return trained_matrix(self.plan.gguf, module) if module in self.plan.records else None
         headers = self.plan.opened.headers
         if not isinstance(headers, DecodedHeaders) or module not in headers.packed or module in headers.pieces:
             return None
-        checkpoint = self.plan.opened.checkpoint
         own = DTYPES[self.plan.own[f"{module}.weight"].spec.dtype]
-        found = TrainedMatrix.of(checkpoint, module, own, module in headers.transposed)
+        found = TrainedMatrix.of(self.plan.checkpoint, module, own, module in headers.transposed)
         if found is None:
             return None
         try:
@@ -92,8 +95,12 @@ class TrainedParts:
             self._norm(name, factors, TrainedPlace(path, name), len(self.student.layers))
 
     def _norm(self, name: str, factors: Factors, place: TrainedPlace, section: int) -> None:
+        if self.plan.gguf is not None and not holds_gains(self.plan.gguf, name):
+            self.plan.opened.ledger.note("untrained", name, "the file does not hold it as float32")
+            return
         weight = self.stored.read_finite(name)
-        self.by_name[name] = TrainedNorm(factors.base(name, weight), weight.dtype, factors.offset(name, place.path))
+        dtype = DTYPES[self.plan.opened.headers.tensors[name].spec.dtype]  # a GGUF file holds it as float32
+        self.by_name[name] = TrainedNorm(*factors.base(name, weight), dtype, factors.offset(name, place.path))
         self.places[section].append(place)
 
 

@@ -30,7 +30,7 @@ from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.folder import Folder, HeldFile
 from llmcompress.store.headers import ModelHeaders
 from llmcompress.store.output import OutputDirectory
-from llmcompress.store.output_file import is_single
+from llmcompress.store.output_file import OutputFile, is_single
 from llmcompress.store.side_files import side_files
 from llmcompress.store.windows import Windows, write_windows
 from llmcompress.workers import SERIAL, Workers
@@ -107,8 +107,10 @@ def open_model(
         check_length(headers, text.length)
     matrices = matrices_of(headers, options.trust_remote_code, ledger)
     out = options.out or path_beside(headers.path, ending)
-    if is_single(out):
+    if is_single(out) and output is not OutputFile:
         raise PlanError(f"{out} is called like a GGUF file, and a directory is written", "give another --output")
+    if not is_single(out) and output is OutputFile:
+        raise PlanError(f"{out} is not called like a GGUF file, which is written", "give an --output ending in .gguf")
     output(out, overwrite=options.overwrite)  # refuses what it could not create or replace
     refuse_model_itself(out, headers.path)
     side_files(headers.path)  # refuses what could not be copied

@@ -18,10 +18,9 @@ from llmcompress.grids.coded import Coded
 from llmcompress.grids.grid_type import gguf_specs
 from llmcompress.packing.ggml import unpack
 from llmcompress.store.checkpoint import Checkpoint
-from llmcompress.store.gguf_header import GgufHeader
+from llmcompress.store.gguf_header import GgufHeader, scalar_value
 from llmcompress.store.gguf_model import decoded, is_factor, rows_of, tensor_bytes
 from llmcompress.store.headers import ModelHeaders
-from llmcompress.validate.gguf_facts import scalar_value
 
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 
@@ -88,6 +87,11 @@ class EncodedRows:
     begin: int
     end: int
 
+    def raw(self, header: GgufHeader) -> Tensor:
+        """The bytes of the rows [rows, bytes] uint8."""
+        rows = tensor_bytes(header, self.tensor.name).reshape(rows_of(header, self.tensor.name), -1)
+        return torch.from_numpy(rows[self.begin : self.end].copy())
+
     def values(self, header: GgufHeader) -> Tensor:
         """The stored values of the rows, float32."""
         return torch.from_numpy(decoded(header, self.tensor.name, self.begin, self.end)).reshape(self.shape)
@@ -111,14 +115,16 @@ def _numbers_of_layers(header: GgufHeader, source: ModelHeaders) -> Iterator[tup
             yield name, float(numbers[layer])
 
 
-class GgufWeights:
-    """The tensors of `source` by on-disk name, with values from a GGUF file made from `source`; implements `Weights`.
+class GgufWeights(Checkpoint):
+    """The tensors of `source` by on-disk name, with values from a GGUF file made from `source`.
 
     Rows are put back in order, factors divided out, offsets subtracted, experts unstacked. Embedding rows without a
     token, which the file lacks, come from the source. CheckpointError if the file was made from another model.
+    parts: the rows of the file that hold each tensor.
     """
 
     def __init__(self, header: GgufHeader, source: Checkpoint) -> None:
+        super().__init__(source.headers)
         self.header, self.source = header, source
         tensors = expected_tensors(header, source.headers)
         if wrong := source_mismatches(header, source.headers, tensors):
@@ -126,7 +132,7 @@ class GgufWeights:
                 f"{header.path} was not made from {source.path}: {wrong[0]}",
                 "give the model it was made from as --ref",
             )
-        self._parts: dict[str, list[EncodedRows]] = {}
+        self.parts: dict[str, list[EncodedRows]] = {}
         self._shapes = {name: stored.spec.shape for name, stored in source.headers.tensors.items()}
         self._listed = dict(_numbers_of_layers(header, source.headers))
         embedding = next(tensor for tensor in tensors if tensor.name == _EMBEDDING)
@@ -136,15 +142,15 @@ class GgufWeights:
                 names = (f"{find(source.headers.config).head}.weight",)  # the file's head, tied in the source or not
                 self._shapes[names[0]] = self._shapes[embedding.sources[0]]
             for name, part in zip(names, parts_of(header, tensor), strict=False):
-                self._parts.setdefault(name, []).append(part)
+                self.parts.setdefault(name, []).append(part)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._parts or name in self._listed
+        return name in self.parts or name in self._listed
 
     def coded(self, module: str) -> Coded | None:
         """Codes [out, in] of a module's matrix if the matrix is one tensor of a type of codes; else None."""
         name = f"{module}.weight"
-        parts = self._parts.get(name, [])
+        parts = self.parts.get(name, [])
         if len(parts) != 1 or len(parts[0].shape) != 2 or parts[0].shape != self._shapes[name]:
             return None
         (part,) = parts
@@ -154,20 +160,24 @@ class GgufWeights:
         spec = gguf_specs().get(stored.type)
         if spec is None or stored.type in FACTORED or part.tensor.transposed or part.tensor.offset:
             return None
-        rows = rows_of(self.header, stored.name)
-        raw = tensor_bytes(self.header, stored.name).reshape(rows, -1)[part.begin : part.end]
-        return unpack(torch.from_numpy(raw.copy()), spec).rows(torch.argsort(_rows(part.tensor, part.shape[0])))
+        return unpack(part.raw(self.header), spec).rows(torch.argsort(_rows(part.tensor, part.shape[0])))
 
     def inputs(self, module: str) -> None:
         """No GGUF file rounds the inputs of a matrix."""
+
+    def rows(self, name: str) -> None:
+        """No rows are read alone: those of the file may be codes, and in another order."""
+
+    def read_at(self, name: str, number: int) -> Tensor:
+        return self.read(name)[number]
 
     def read(self, name: str) -> Tensor:
         """A tensor in its source's shape, float32."""
         if name in self._listed:
             return torch.full(self._shapes[name], self._listed[name])
-        if name not in self._parts:
+        if name not in self.parts:
             raise CheckpointError(f"tensor {name} is not in {self.header.path}")
-        parts = self._parts[name]
+        parts = self.parts[name]
         first, out = parts[0].tensor, torch.empty(self._shapes[name])
         axis = -2 if out.ndim > 1 else 0
         extents = first.viewed(out).shape
