@@ -150,11 +150,11 @@ def recover(
 ) -> Result:
     """Train a compressed model's scales, or the weights that pruning left, and gains, towards the original.
 
-    compressed: a directory or a GGUF file, which is what is written. ref: the model it was made from. steps: of
-    training. rate: the share by which a step changes a scale at most; by default a hundredth of the mean error of the matrices. weights: how those of a pruned, narrower or
-    shallower model are trained, each for itself or by a change of low rank. settings: `calibration`, `field`,
-    `samples`, `length`, `seed`. Raises LlmcompressError; RunError where the divergence on text that is held back did
-    not fall.
+    compressed: a directory or a GGUF file; the output is the same. ref: the model it was made from. steps: of
+    training. rate: the share by which a step changes a scale at most; by default a hundredth of the mean error of
+    the matrices. weights: how those of a pruned, narrower or shallower model are trained, each for itself or by a
+    change of low rank. settings: `calibration`, `field`, `samples`, `length`, `seed`. Raises LlmcompressError;
+    RunError where the divergence on text that is held back did not fall.
 
         >>> rounded = llmcompress.compress("model", method="rtn", bits=3, output="model-w3")
         >>> result = llmcompress.recover(rounded.output, "model", "recovered", steps=16, samples=32, length=64)

@@ -239,14 +239,24 @@ def test_factors_of_scaled_channels_and_a_modelfile_are_kept(small, ids, tmp_pat
         assert said == f'FROM ./{to.name}\nPARAMETER stop "</s>"\n'
 
 
+def test_rotated_files_are_recovered(small, ids, tmp_path):
+    """The head of such a file is its own, though the original's is tied."""
+    model = small("llama", tie_word_embeddings=True)
+    file = written(model, tmp_path / "model.gguf", {"method": "rotate"}, rtn("Q4_0"))
+    assert "output.weight" in gguf_tensors(file)
+    held = recovered(file, model, tmp_path / "to.gguf", ids, rate=1e-3)["recovery"]["held_back"]["calibration"]
+    assert held["kl"] < held["kl_before"]
+    assert good(tmp_path / "to.gguf", model) is True
+    assert "output.weight" not in moved(file, tmp_path / "to.gguf")
+
+
 def test_what_is_no_whole_file_with_its_report_is_refused(mixed, tiny_model_dir, ids, tmp_path):
     file, *_ = mixed
     lonely = shutil.copy(file, tmp_path / "lonely.gguf")
     with pytest.raises(CheckpointError, match=r"lonely.gguf has no lonely.gguf.report.json"):
         planned(lonely, tiny_model_dir, tmp_path / "to.gguf", ids)
     shards = tmp_path / "shards"
-    step = rtn("Q4_0")
-    recipe = parse({"steps": [step], "output": {"format": "gguf", "shard_size": 2_000_000}})
+    recipe = parse({"steps": [rtn("Q4_0")], "output": {"format": "gguf", "shard_size": 1_000_000}})
     run(make_plan(recipe, tiny_model_dir, Options(out=shards)))
     with pytest.raises(PlanError, match=r"is one of \d files of a model, and one is written"):
         planned(next(shards.glob("*.gguf")), tiny_model_dir, tmp_path / "to.gguf", ids)

@@ -129,8 +129,11 @@ def fit_memory(sizes: ModelSizes, resources: Resources, compensated: bool, sampl
     return MemoryModel(memory.process(resources.threads, memory.ALGEBRA), phases)
 
 
-def recover_memory(sizes: ModelSizes, resources: Resources, at_once: int, learnt: int) -> MemoryModel:
-    """Of training a compressed model. at_once: windows of a step. learnt: weights that are trained each for itself."""
+def recover_memory(sizes: ModelSizes, resources: Resources, at_once: int, learnt: int, gguf: bool) -> MemoryModel:
+    """Of training a compressed model. at_once: windows of a step. learnt: weights that are trained each for itself.
+
+    gguf: whether the model is a GGUF file.
+    """
     item, threads = resources.item_bytes, resources.threads
     shares, weights = threads + 1, sum(matrix.rows * matrix.columns for layer in sizes.layers for matrix in layer)
     kept = [
@@ -138,6 +141,7 @@ def recover_memory(sizes: ModelSizes, resources: Resources, at_once: int, learnt
         Term("states", (len(sizes.layers) + 2) * at_once * sizes.length * sizes.hidden * item),
         Term("factors", int(memory.TRAINED * weights)),
         Term("weights that are learnt", memory.LEARNT * learnt),
+        Term("vocabulary", memory.WITH_GGUF * gguf),
     ]
     logits = Term("logits", memory.LOGIT_GRADIENT * memory.HEAD_TOKENS * sizes.vocabulary * threads)
     phases = [sizes.entering(resources), sizes.writing, Phase("head", [*kept, logits])]

@@ -206,7 +206,7 @@ def plan_recover(
     learnt = plan.full_weights
     plan = replace(plan, scratch_bytes=scratch + TRAINING_STATE * learnt)
     check_room((opened.out, plan.nbytes), (work, plan.scratch_bytes))
-    memory = partial(recover_memory, _sizes(plan), at_once=AT_ONCE, learnt=learnt)
+    memory = partial(recover_memory, _sizes(plan), at_once=AT_ONCE, learnt=learnt, gguf=file is not None)
     try:
         opened = opened.within_memory(memory)
     except PlanError as error:

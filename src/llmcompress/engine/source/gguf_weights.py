@@ -194,7 +194,8 @@ def _undone(part: EncodedRows, header: GgufHeader) -> Tensor:
     """The values of rows as their source has them, whichever way they are stored in the file."""
     tensor = part.tensor
     rows = slice(None) if tensor.rows is None else tensor.rows.index()
-    values = unmultiplied(part.values(header), tensor.factors, rows) - tensor.offset
+    values = unmultiplied(part.values(header), tensor.factors, rows)
+    values = values - tensor.offset if tensor.offset else values
     values = FORMS[tensor.form][1](values) if tensor.form else values
     values = values.mT if tensor.turned else values
     return values if tensor.inputs is None else values[..., torch.argsort(tensor.inputs.index())]
