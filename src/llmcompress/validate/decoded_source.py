@@ -37,16 +37,20 @@ class DecodedMatrices:
 
 @dataclass(frozen=True)
 class DecodedMatrix(Tensor):
-    """A matrix that a source stores as codes. Its bytes are its values rounded to the model's own type."""
+    """A matrix that a source stores as codes, under the name `stored`, which stays where layers get other numbers.
+
+    Its bytes are its values rounded to the model's own type.
+    """
 
     matrices: DecodedMatrices
+    stored: str
 
     def raw(self) -> Array:
-        rounded = self.matrices.values(self.name).to(DTYPES[self.dtype])
+        rounded = self.matrices.values(self.stored).to(DTYPES[self.dtype])
         return rounded.contiguous().view(torch.uint8).numpy().reshape(-1)
 
     def floats(self, part: slice = slice(None), *, transposed: bool = False) -> Array:
-        values = self.matrices.values(self.name).to(torch.float32).numpy()
+        values = self.matrices.values(self.stored).to(torch.float32).numpy()
         found: Array = np.ascontiguousarray(values[:, part].T if transposed else values[part])
         return found
 
@@ -71,7 +75,7 @@ def source_tensors(source: Path, adapter: Path | None = None) -> dict[str, Tenso
     for name, stored in headers.tensors.items():
         spec = stored.spec
         if name in packed:
-            found[name] = DecodedMatrix(name, spec.dtype, spec.shape, stored.file, 0, spec.nbytes, matrices)
+            found[name] = DecodedMatrix(name, spec.dtype, spec.shape, stored.file, 0, spec.nbytes, matrices, name)
         else:
             found[name] = originals[name]
     return found

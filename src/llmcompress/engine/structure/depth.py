@@ -1,6 +1,9 @@
-"""Depth pruning: finding the decoder layers that a model can best do without, and writing the model without them."""
+"""Depth pruning: finding the decoder layers that a model can best do without, and writing the model without them.
 
-from collections.abc import Callable, Mapping, Sequence
+Codes of a quantised model are decoded, and written in the type that the model has.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,13 +15,16 @@ from llmcompress.engine.plan.pass_memory import depth_memory
 from llmcompress.engine.plan.paths import check_room
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.source.header_checks import hidden_width
+from llmcompress.engine.source.open import round_as_stored
+from llmcompress.engine.source.quantised import DecodedHeaders, decoded_headers, in_own_type, note_decoded
 from llmcompress.engine.structure.derived_model import DerivedModel, calibration_facts, card
 from llmcompress.engine.structure.layer_removal import Removal
 from llmcompress.engine.structure.renumber import kept_config, kept_headers
 from llmcompress.engine.structure.source_model import OpenModel, embedded_windows, open_model
 from llmcompress.errors import PlanError
+from llmcompress.formats.base import TensorSpec
 from llmcompress.recipe import Calibration
-from llmcompress.store.checkpoint import Checkpoint
+from llmcompress.store.checkpoint import DTYPES
 from llmcompress.store.headers import read_headers
 from llmcompress.store.output import OutputDirectory
 
@@ -52,9 +58,9 @@ class DepthRequest:
 
 @dataclass(frozen=True)
 class DepthPlan:
-    """What a run will do. layer_passes: how often text runs through one layer. scratch_bytes: of hidden states.
+    """What a run will do. layer_passes: how often text runs through one layer, 0 where all that may go goes.
 
-    memory_bytes: an estimate.
+    scratch_bytes: of hidden states. memory_bytes: an estimate.
     """
 
     opened: OpenModel
@@ -72,8 +78,13 @@ class DepthPlan:
 
 def plan_depth(model: Path, request: DepthRequest, text: Calibration, options: Options | None = None) -> DepthPlan:
     """Check a request from headers. Raises LlmcompressError."""
-    opened = open_model(read_headers(model), text, options or Options(), f"depth{request.drop}")
-    layers = opened.matrices.layers
+    headers = decoded_headers(read_headers(model))
+    return planned_depth(open_model(headers, text, options or Options(), f"depth{request.drop}"), request)
+
+
+def planned_depth(opened: OpenModel, request: DepthRequest) -> DepthPlan:
+    """The same of a model that is open. Raises LlmcompressError."""
+    layers, headers = opened.matrices.layers, opened.headers
     free = max(0, layers - request.keep_first - request.keep_last)
     if not 1 <= request.drop <= free:
         raise PlanError(
@@ -82,17 +93,24 @@ def plan_depth(model: Path, request: DepthRequest, text: Calibration, options: O
             f"drop {free} at most" if free else "keep fewer",
         )
     rounds = _rounds(request, layers)
-    if request.by == "kl":
+    if request.drop == free:
+        passed, streams = 0, 0
+    elif request.by == "kl":
         passed = sum(count + sum(count - start - request.span for start in request.starts(count)) for count in rounds)
         streams = 4 + len(request.starts(layers))
     else:
         passed, streams = layers, request.span + 2
-    scratch = streams * text.samples * text.length * hidden_width(opened.headers) * opened.resources.item_bytes
-    check_room((opened.out, opened.headers.nbytes), (opened.out.parent, scratch))
+    scratch = streams * opened.text.samples * opened.text.length * hidden_width(headers) * opened.resources.item_bytes
+    written = sum(stored.spec.nbytes for stored in in_own_type(headers).tensors.values())
+    check_room((opened.out, written), (opened.out.parent, scratch))
     kept_config(
         opened.anatomy, range(layers - request.drop), opened.options.trust_remote_code
     )  # whether it can be said
-    memory = partial(depth_memory, opened.sizes, compared=request.by == "kl")
+    if isinstance(headers, DecodedHeaders):
+        opened.ledger.note("requantised", f"{len(headers.packed)} matrices", f"{headers.format.name}, decoded")
+        note_decoded(headers, headers.packed, opened.ledger)
+    compared = request.by == "kl" if passed else None
+    memory = partial(depth_memory, opened.sizes, compared=compared, decoded=isinstance(headers, DecodedHeaders))
     opened = opened.within_memory(memory)
     return DepthPlan(opened, request, layers, passed, scratch, memory(opened.resources).peak("host"))
 
@@ -101,14 +119,11 @@ def prune_depth(plan: DepthPlan, watch: Watch = lambda done, of: None) -> dict[s
     """Choose the layers, write the model without them, and return its report."""
     opened, request = plan.opened, plan.request
     with OutputDirectory(opened.out, overwrite=opened.options.overwrite) as out:
-        tokens = opened.tokens()
-        removed, scores = _choose(plan, tokens, out, watch)
+        removed, scores, calibration = _choose(plan, out, watch)
         kept = [number for number in range(plan.layers) if number not in removed]
         config = kept_config(opened.anatomy, kept, opened.options.trust_remote_code)
-        headers = kept_headers(opened.anatomy, kept, config)
+        headers, names = kept_headers(opened.anatomy, kept, config)
         derived = DerivedModel(config, [stored.spec for stored in headers.tensors.values()])
-        checkpoint = Checkpoint(headers)
-        calibration = calibration_facts(tokens)
         records = {
             "depth": {
                 "by": request.by,
@@ -120,12 +135,19 @@ def prune_depth(plan: DepthPlan, watch: Watch = lambda done, of: None) -> dict[s
                 "scores": scores,
             }
         }
-        hashes = derived.write(opened, out, ((name, checkpoint.read_finite(name)) for name in checkpoint.names()))
+        hashes = derived.write(opened, out, _tensors(opened, derived.specs, names))
         report = derived.report(opened, calibration, hashes, records)
         out.write_text("README.md", card(opened, calibration, "depth pruning", _figures(plan, removed, derived)))
         report = out.write_report(report)
         out.commit()
     return report
+
+
+def _tensors(opened: OpenModel, specs: Sequence[TensorSpec], names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that stay, in the types of `specs`. names: those that they have in the source."""
+    checkpoint = opened.checkpoint
+    for spec, name in zip(specs, names, strict=True):
+        yield spec.name, checkpoint.read_finite(name).to(DTYPES[spec.dtype])
 
 
 def _rounds(request: DepthRequest, layers: int) -> list[int]:
@@ -134,24 +156,30 @@ def _rounds(request: DepthRequest, layers: int) -> list[int]:
 
 
 def _choose(
-    plan: DepthPlan, tokens: Tensor, out: OutputDirectory, watch: Watch
-) -> tuple[list[int], list[dict[str, Any]]]:
-    """The numbers of the layers to drop, and the scores of each round by the first layer that would be dropped."""
+    plan: DepthPlan, out: OutputDirectory, watch: Watch
+) -> tuple[list[int], list[dict[str, Any]], dict[str, Any] | None]:
+    """The numbers of the layers to drop; the scores of each round by the first layer that would be dropped; and what a
+    report says of the text, None where nothing is left to choose."""
     request, opened = plan.request, plan.opened
+    if not plan.layer_passes:
+        return _stretch(request.keep_first, request.drop), [], None
+    tokens = opened.tokens()
+    calibration = calibration_facts(tokens)
     rounds = _rounds(request, plan.layers)
     done = iter(range(1, sum(rounds) + 1))
     with opened.scratch_folder(out) as (folder, workers):
         model = opened.model()
+        round_as_stored(model, opened.checkpoint)
         hidden = embedded_windows(model, tokens, opened.resources.batch, folder / "embedded.bin")
         removal = Removal(
             model, hidden, opened.resources.batch, folder, workers, lambda: watch(next(done), sum(rounds))
         )
         if request.by == "kl":
-            return _by_divergence(removal, request, plan.layers)
+            return *_by_divergence(removal, request, plan.layers), calibration
         found = dict(enumerate(removal.similarities(request.span)))
     starts = sorted(request.starts(plan.layers), key=lambda start: (-found[start], start))
     gone = _stretch(starts[0], request.drop) if request.contiguous else sorted(starts[: request.drop])
-    return gone, [{"measure": "cosine", "scores": _named(found), "removed": gone}]
+    return gone, [{"measure": "cosine", "scores": _named(found), "removed": gone}], calibration
 
 
 def _by_divergence(removal: Removal, request: DepthRequest, layers: int) -> tuple[list[int], list[dict[str, Any]]]:
@@ -181,10 +209,11 @@ def _named(scores: Mapping[int, float]) -> dict[str, float]:
 
 
 def _figures(plan: DepthPlan, removed: Sequence[int], derived: DerivedModel) -> dict[str, str]:
+    by = "KL divergence of the logits" if plan.request.by == "kl" else "similarity of input and output"
     return {
         "layers": f"{plan.layers - len(removed)} of {plan.layers}",
         "layers of the original that are gone": ", ".join(map(str, removed)),
-        "chosen by": "KL divergence of the logits" if plan.request.by == "kl" else "similarity of input and output",
+        "chosen by": by if plan.layer_passes else "nothing: no others might go",
         "bytes of weights": f"{derived.nbytes:,}",
         "share of the source": f"{derived.nbytes / plan.opened.headers.nbytes:.1%}",
     }

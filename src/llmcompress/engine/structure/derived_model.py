@@ -41,16 +41,16 @@ class DerivedModel:
     def report(
         self,
         opened: OpenModel,
-        calibration: Mapping[str, Any],
+        calibration: Mapping[str, Any] | None,
         hashes: Mapping[str, str],
         records: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """The content of report.json. records: the fields about what was done."""
+        """The content of report.json. calibration: None where no text ran. records: the fields about what was done."""
         return {
             "llmcompress": __version__,
             "format": "dense",
             "source": source_record(opened.headers),
-            "calibration": dict(calibration),
+            "calibration": None if calibration is None else dict(calibration),
             "compute_dtype": opened.resources.dtype,
             "output_bytes": self.nbytes,
             **records,
@@ -65,8 +65,9 @@ def calibration_facts(tokens: Tensor) -> dict[str, Any]:
     return {"sha256": fingerprint(tokens), "samples": tokens.shape[0], "length": tokens.shape[1]}
 
 
-def card(opened: OpenModel, calibration: Mapping[str, Any], what: str, figures: Mapping[str, str]) -> str:
-    """The model card of a model that has lost parts. what: the method, in a few words."""
+def card(opened: OpenModel, calibration: Mapping[str, Any] | None, what: str, figures: Mapping[str, str]) -> str:
+    """The model card of a model that has lost parts. calibration: None where no text ran. what: the method, in a few
+    words."""
     asked = opened.text.source
     facts: dict[str, Any] = {
         "name": f"{model_title(opened.headers)} {what}",
@@ -77,7 +78,8 @@ def card(opened: OpenModel, calibration: Mapping[str, Any], what: str, figures: 
         "source_readme": beginning_of_readme(opened.headers.path / "README.md"),
         "methods": [what],
         "figures": figures,
-        "calibration": {
+        "calibration": calibration
+        and {
             "source": asked if asked in ("default", "self") else "a text of the user's",
             "windows": f"{calibration['samples']} of {calibration['length']} tokens",
             "sha256 of the tokens": calibration["sha256"],

@@ -13,6 +13,7 @@ from torch import nn
 from llmcompress.arch.spec import LAYER_COUNTS, further_layers
 from llmcompress.engine.source.header_checks import PER_LAYER, numbered
 from llmcompress.engine.source.open import config_of
+from llmcompress.engine.source.quantised import in_own_type
 from llmcompress.engine.source.tensor_names import Anatomy
 from llmcompress.errors import PlanError
 from llmcompress.formats.base import TensorSpec
@@ -25,21 +26,26 @@ _BY_NUMBER = ("scale_attn_by_inverse_layer_idx",)  # what makes a layer's arithm
 _NAMES = ("layer_idx", "layer_id", "layer_number", "block_idx")  # attributes of modules that tell their layer's number
 
 
-def kept_headers(anatomy: Anatomy, kept: Sequence[int], config: Mapping[str, Any]) -> ModelHeaders:
-    """Headers of the model that has only the layers `kept`, in this order; `config` is what its config.json says."""
+def kept_headers(anatomy: Anatomy, kept: Sequence[int], config: Mapping[str, Any]) -> tuple[ModelHeaders, list[str]]:
+    """Headers of the model that has only the layers `kept`, in this order, codes decoded, in the model's own type; and
+    the names that its tensors have in the source. config: what its config.json says."""
     places = {number: place for place, number in enumerate(kept)}
     further = range(anatomy.layers, anatomy.layers + further_layers(anatomy.headers.config))
     places |= {number: len(kept) + place for place, number in enumerate(further)}
     pattern = numbered(anatomy.prefix)
     tensors: dict[str, Stored] = {}
-    for name, stored in anatomy.headers.tensors.items():
+    names: list[str] = []
+    for name, stored in in_own_type(anatomy.headers).tensors.items():
         found = pattern.match(name)
         if found is None:
-            tensors[name] = stored
+            new = name
         elif int(found[1]) in places:
             new = f"{anatomy.prefix}.{places[int(found[1])]}.{name[found.end() :]}"
-            tensors[new] = replace(stored, spec=TensorSpec(new, stored.spec.dtype, stored.spec.shape))
-    return replace(anatomy.headers, config=config, tensors=tensors)
+        else:
+            continue
+        tensors[new] = replace(stored, spec=TensorSpec(new, stored.spec.dtype, stored.spec.shape))
+        names.append(name)
+    return ModelHeaders(anatomy.headers.path, config, tensors, anatomy.headers.files), names
 
 
 def kept_config(anatomy: Anatomy, kept: Sequence[int], trust_remote_code: bool = False) -> dict[str, Any]:

@@ -138,12 +138,23 @@ class PrintedRecoverPlan(_StructuralPlan):
 
 
 class PrintedDraftPlan(_StructuralPlan):
-    """What `draft` would do."""
+    """What `draft` would do for a head."""
 
     steps: Positive
     vocabulary: Positive = Field(description="tokens that can be drafted")
     states: list[Count] = Field(description="numbers of the hidden states that the head reads")
     share_of_weights: Magnitude = Field(description="of the head, as a share of the model's")
+    output_bytes: Count
+    scratch_bytes: Count = Field(description="on disk while it runs")
+
+
+class PrintedPrunedDraftPlan(_StructuralPlan):
+    """What `draft --kind prune` would do."""
+
+    layers: Positive = Field(description="the first ones of the model, which stay")
+    steps: Positive
+    rate: Magnitude = Field(description="share of their root mean square by which a step moves weights at most")
+    share_of_weights: Magnitude = Field(description="of the draft, as a share of the model's")
     output_bytes: Count
     scratch_bytes: Count = Field(description="on disk while it runs")
 
@@ -524,7 +535,7 @@ PRINTED: dict[str, Any] = {
     "width": WidthDone | PrintedWidthPlan,
     "lora": LoraDone | PrintedLoraPlan,
     "recover": PrintedResult | PrintedRecoverPlan,
-    "draft": DraftDone | PrintedDraftPlan,
+    "draft": DraftDone | DepthDone | PrintedDraftPlan | PrintedPrunedDraftPlan,
     "page": Page,
     "sweep": Swept | PrintedPlan | list[PrintedPlan],
     "kernels check": CheckedKernels,

@@ -116,7 +116,6 @@ class _Changed(Document):
 
 class _Smaller(_Changed):
     format: Literal["dense"]
-    calibration: Tokens
     linears: list[Linear] = Field(description="those whose weights were trained afterwards: nothing is rounded")
     recovery: Recovery | None = Field(None, description="how it was trained afterwards")
 
@@ -126,6 +125,7 @@ class DepthReport(_Smaller):
 
     model_config = ConfigDict(title="depth")
 
+    calibration: Tokens | None = Field(description="null where nothing was left to choose, without text")
     depth: Depth
 
 
@@ -134,6 +134,7 @@ class WidthReport(_Smaller):
 
     model_config = ConfigDict(title="width")
 
+    calibration: Tokens
     width: Width
 
 
