@@ -1,7 +1,7 @@
 """Settings: values of a command's options by name, and the parts of a recipe that several commands make from them."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from llmcompress.errors import RecipeError
 from llmcompress.recipe import Calibration, KvCache, Output, Recipe, Step, build
@@ -11,7 +11,8 @@ TEXT_SETTINGS = ("calibration", "field", "samples", "length", "seed")
 OUTPUT_SETTINGS = ("format", "shard_size", "base_model", "license")
 FEW_WINDOWS = 8  # enough to tell layers apart
 STEPS = 64  # of recovery, four windows each
-DRAFT_STEPS, DRAFT_RATE, DRAFT_VOCABULARY, WRITTEN = 512, 1e-3, 8192, 128  # of draft heads
+DRAFT_STEPS, DRAFT_RATE, DRAFT_VOCABULARY, WRITTEN = 512, 1e-3, 8192, 128  # of drafts
+DraftKind = Literal["eagle3", "prune"]
 COMMON_SETTINGS = (*TEXT_SETTINGS, *OUTPUT_SETTINGS, "kv_cache")
 """Settings of every command that writes safetensors."""
 
@@ -63,3 +64,13 @@ def refuse_unknown(settings: Iterable[str], known: Iterable[str], where: str) ->
     for name in settings:
         if name not in names:
             raise RecipeError(f"unknown option {name!r} in {where}", suggest(name, names))
+
+
+def refuse_other_kind(kind: DraftKind, layers: int | None, vocabulary: int | None) -> None:
+    """RecipeError for an option of the other kind of drafts, and for a pruned draft of no number of layers."""
+    if kind == "eagle3" and layers is not None:
+        raise RecipeError("--layers is of --kind prune, and an EAGLE-3 head has one layer", "leave it out")
+    if kind == "prune" and vocabulary is not None:
+        raise RecipeError("--vocab is of --kind eagle3, and a pruned draft knows all tokens", "leave it out")
+    if kind == "prune" and layers is None:
+        raise RecipeError("--kind prune needs to know how many layers the draft has", "write for example --layers 4")

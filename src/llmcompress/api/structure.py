@@ -14,7 +14,9 @@ from llmcompress.api.settings import (
     STEPS,
     TEXT_SETTINGS,
     WRITTEN,
+    DraftKind,
     depth_text,
+    refuse_other_kind,
     refuse_unknown,
     text_of,
 )
@@ -176,30 +178,42 @@ def train_draft(
     model: str | Path,
     output: str | Path | None = None,
     *,
+    kind: DraftKind = "eagle3",
+    layers: int | None = None,
     steps: int = DRAFT_STEPS,
-    vocabulary: int = DRAFT_VOCABULARY,
+    vocabulary: int | None = None,
     written: int = WRITTEN,
-    rate: float = DRAFT_RATE,
+    rate: float | None = None,
     options: Options | None = None,
     progress: Watch | None = None,
     stop: Callable[[int], bool] | None = None,
     **settings: Any,
 ) -> Result:
-    """Train a head that drafts tokens for a model, compressed or not: EAGLE-3, as vLLM and SGLang load it.
+    """Train what drafts tokens for a model, compressed or not: a head, or the model's own first layers.
 
-    steps: of training. vocabulary: how many tokens can be drafted. written: windows that the model writes itself,
-    beside the calibration text. rate: the highest of Adam. settings: `calibration`, `field`, `samples`, `length`,
+    kind: "eagle3": EAGLE-3, as vLLM and SGLang load it; "prune": the first `layers` layers with the norm and the head
+    of the model, decoded, as a model. steps: of training. vocabulary: how many tokens a head can draft, 8192 by
+    default. written: windows that the model writes itself, beside the calibration text. rate: the highest of Adam; by
+    default 0.001, and that of `recover` for a pruned draft. settings: `calibration`, `field`, `samples`, `length`,
     `seed`. Raises LlmcompressError; RunError where the loss on text that is held back did not fall.
 
         >>> head = llmcompress.train_draft("model", "draft", steps=16, samples=32, written=0, length=64)
         >>> head.report["format"]
         'eagle3'
     """
+    from llmcompress.engine.draft import head_training, pruned
     from llmcompress.engine.draft.draft_plan import DraftRequest, plan_draft
-    from llmcompress.engine.draft.head_training import train_draft as trained
 
     refuse_several("train_draft() of Python")
     refuse_unknown(settings, TEXT_SETTINGS, "the options of draft")
-    request = DraftRequest(steps, vocabulary, written, rate)
-    plan = plan_draft(Path(model), request, text_of(settings), placed(options, output))
-    return restructured(plan.opened.out, lambda watch: trained(plan, watch), progress, stop, ALL_KEPT)
+    refuse_other_kind(kind, layers, vocabulary)
+    text, placed_ = text_of(settings), placed(options, output)
+    if layers is not None:
+        asked = pruned.PrunedDraftRequest(layers, steps, written, rate)
+        cut = pruned.plan_pruned_draft(Path(model), asked, text, placed_)
+        return restructured(
+            cut.opened.out, lambda watch: pruned.train_pruned_draft(cut, watch), progress, stop, ALL_KEPT
+        )
+    request = DraftRequest(steps, vocabulary or DRAFT_VOCABULARY, written, rate or DRAFT_RATE)
+    plan = plan_draft(Path(model), request, text, placed_)
+    return restructured(plan.opened.out, lambda watch: head_training.train_draft(plan, watch), progress, stop, ALL_KEPT)

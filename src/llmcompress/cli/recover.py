@@ -81,10 +81,12 @@ def recover(**values: Any) -> None:
         "memory_bytes": plan.memory_bytes,
     }
 
-    def summary(report: Mapping[str, Any]) -> str:
-        held = report["recovery"]["held_back"]
-        falls = (f"{item['kl_before']:.4g} -> {item['kl']:.4g} ({name})" for name, item in held.items())
-        return f"KL on text held back {', '.join(falls)}"
-
     onward = ("eval", plan.opened.out, "--ref", values["ref"])
-    carry_out(plan.opened, facts, values, partial(recovery.recover, plan), summary, onward, ALL_KEPT)
+    carry_out(plan.opened, facts, values, partial(recovery.recover, plan), fallen, onward, ALL_KEPT)
+
+
+def fallen(report: Mapping[str, Any]) -> str:
+    """What training did to the divergence on text held back, in short."""
+    held = report["recovery"]["held_back"]
+    falls = (f"{item['kl_before']:.4g} -> {item['kl']:.4g} ({name})" for name, item in held.items())
+    return f"KL on text held back {', '.join(falls)}"

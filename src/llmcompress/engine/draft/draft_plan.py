@@ -82,15 +82,7 @@ class DraftPlan:
 def plan_draft(model: Path, request: DraftRequest, text: Calibration, options: Options | None = None) -> DraftPlan:
     """Check from headers that a head can be trained for a model. Raises LlmcompressError."""
     options = options or Options()
-    if text.source == "self":
-        raise PlanError("the model's own text comes beside another", f"write --written {text.samples} in its place")
-    if text.samples < ONE_OF or text.samples + request.written < _LEAST:
-        raise PlanError(
-            f"--samples {text.samples} and --written {request.written} leave too few windows to hold some back",
-            f"use --samples {_LEAST} or more",
-        )
-    if request.written and not has_tokenizer(model):
-        raise PlanError(f"{model} has no tokenizer, without which it writes no text", "use --written 0")
+    refuse_text(model, text, request.written)
     opened = open_model(decoded_headers(read_headers(model)), text, options, "draft")
     shape = _shape(opened, request.vocabulary)
     windows = text.samples + request.written
@@ -106,6 +98,20 @@ def plan_draft(model: Path, request: DraftRequest, text: Calibration, options: O
     memory = partial(draft_memory, opened.sizes, head=shape, learnt=learnt, depths=DEPTHS, writes=writes)
     opened = opened.within_memory(memory)
     return replace(plan, opened=opened, memory_bytes=memory(opened.resources).peak("host"))
+
+
+def refuse_text(model: Path, text: Calibration, written: int) -> None:
+    """PlanError for windows of which none can be held back, and for text that a model cannot write. written: windows
+    that it is to write beside `text`."""
+    if text.source == "self":
+        raise PlanError("the model's own text comes beside another", f"write --written {text.samples} in its place")
+    if text.samples < ONE_OF or text.samples + written < _LEAST:
+        raise PlanError(
+            f"--samples {text.samples} and --written {written} leave too few windows to hold some back",
+            f"use --samples {_LEAST} or more",
+        )
+    if written and not has_tokenizer(model):
+        raise PlanError(f"{model} has no tokenizer, without which it writes no text", "use --written 0")
 
 
 def stored(headers: ModelHeaders) -> ModelHeaders:

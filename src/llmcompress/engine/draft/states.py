@@ -2,24 +2,19 @@
 
 from collections.abc import Callable, Iterator, Mapping
 
-import torch
 from torch import Tensor
 
-from llmcompress.calib.base import TokenRequest
-from llmcompress.calib.sampled import Sampled
 from llmcompress.engine.draft.draft_plan import DraftPlan
 from llmcompress.engine.process.process_memory import return_freed_memory
-from llmcompress.engine.recover.recover_plan import ONE_OF
-from llmcompress.engine.recover.training import TrainingText
+from llmcompress.engine.recover.own_text import own_text
+from llmcompress.engine.recover.training import TrainingText, held_apart
 from llmcompress.engine.run.forward import Forward, Stream
 from llmcompress.engine.run.opened_model import opened_model
 from llmcompress.engine.source.open import round_as_stored
-from llmcompress.engine.source.text_tokenizer import load_tokenizer
 from llmcompress.errors import PlanError
 from llmcompress.model.streamed_model import StreamedModel
-from llmcompress.model.whole import whole_model
 from llmcompress.store.draft_head import KIND
-from llmcompress.store.staging import Staging, kept_tokens
+from llmcompress.store.staging import Staging
 from llmcompress.store.windows import Windows, write_windows
 from llmcompress.workers import Workers
 
@@ -37,38 +32,12 @@ def target_model(plan: DraftPlan) -> StreamedModel:
 
 def training_text(plan: DraftPlan, given: Tensor, staged: Staging) -> TrainingText:
     """The calibration windows `given`, and those that the target writes; of each, one in ONE_OF is held back."""
-    parts = {"calibration": given}
+    parts, opened = {"calibration": given}, plan.opened
     if plan.request.written:
-        found = kept_tokens(plan.work)
-        if found is None:
-            found = _written(plan)
-            staged.keep_tokens(found)
-        parts["written"] = found
-    trained: list[int] = []
-    held: dict[str, range] = {}
-    start = 0
-    for name, part in parts.items():
-        end = start + len(part)
-        held[name] = range(start + min(ONE_OF, len(part)) - 1, end, ONE_OF)
-        trained += [number for number in range(start, end) if number not in held[name]]
-        start = end
-    return TrainingText(torch.cat(list(parts.values())), trained, held)
-
-
-def _written(plan: DraftPlan) -> Tensor:
-    """Windows [windows, length] that the target samples, with all its layers in memory."""
-    opened = plan.opened
-    request = TokenRequest(
-        tokenizer=load_tokenizer(opened.headers.path, opened.options.trust_remote_code),
-        samples=plan.request.written,
-        length=opened.text.length,
-        seed=opened.text.seed,
-        vocab_size=plan.shape.target_vocabulary,
-        model=lambda: whole_model(target_model(plan)),
-    )
-    tokens = Sampled().tokens(request)
-    return_freed_memory()
-    return tokens
+        text = opened.text.model_copy(update={"samples": plan.request.written})
+        trusted = opened.options.trust_remote_code
+        parts["written"] = own_text(opened.headers, text, trusted, lambda: target_model(plan), staged)
+    return held_apart(parts)
 
 
 def target_states(

@@ -68,10 +68,17 @@ class ModelSizes(NamedTuple):
         return [_loaded(layer, resources), batches]
 
 
-def depth_memory(sizes: ModelSizes, resources: Resources, compared: bool) -> MemoryModel:
-    """Of dropping layers. compared: whether by the divergence of logits."""
-    phases = [sizes.entering(resources), sizes.writing]
-    phases += [Phase("running", sizes.running(layer, resources)) for layer in sizes.layers]
+def depth_memory(sizes: ModelSizes, resources: Resources, compared: bool | None, decoded: bool = False) -> MemoryModel:
+    """Of dropping layers. compared: whether by the divergence of logits, None where no text runs. decoded: whether
+    matrices are codes."""
+    phases = [sizes.writing]
+    if compared is not None:
+        phases.append(sizes.entering(resources))
+        phases += [Phase("running", sizes.running(layer, resources)) for layer in sizes.layers]
+    if decoded:
+        for layer in sizes.layers:
+            loaded = [] if compared is None else [_loaded(layer, resources)]
+            phases.append(Phase("reading", [*loaded, _decoding(layer)]))
     if compared:
         logits = Term("logits", memory.LOGIT_DIVERGENCE * memory.HEAD_TOKENS * sizes.vocabulary)
         phases.append(Phase("head", [sizes.head(resources.dtype), logits]))
@@ -129,10 +136,12 @@ def fit_memory(sizes: ModelSizes, resources: Resources, compensated: bool, sampl
     return MemoryModel(memory.process(resources.threads, memory.ALGEBRA), phases)
 
 
-def recover_memory(sizes: ModelSizes, resources: Resources, at_once: int, learnt: int, gguf: bool) -> MemoryModel:
+def recover_memory(
+    sizes: ModelSizes, resources: Resources, at_once: int, learnt: int, gguf: bool, writer: ModelSizes | None = None
+) -> MemoryModel:
     """Of training a compressed model. at_once: windows of a step. learnt: weights that are trained each for itself.
 
-    gguf: whether the model is a GGUF file.
+    gguf: whether the model is a GGUF file. writer: the original, where it writes text, all of it in memory.
     """
     item, threads = resources.item_bytes, resources.threads
     shares, weights = threads + 1, sum(matrix.rows * matrix.columns for layer in sizes.layers for matrix in layer)
@@ -151,9 +160,10 @@ def recover_memory(sizes: ModelSizes, resources: Resources, at_once: int, learnt
         largest = max(matrix.rows * matrix.columns for matrix in layer)
         gradients = Term("gradients of matrices", (loaded.nbytes + 8 * largest) * threads)
         values = memory.GRADIENT_VALUES * (sizes.hidden + widest) * sizes.length
-        decoded = Term("matrix being decoded", memory.BEING_DECODED * largest)
-        phases.append(Phase("reading", [*kept, loaded, decoded]))
+        phases.append(Phase("reading", [*kept, loaded, _decoding(layer)]))
         phases.append(Phase("backward", [*kept, loaded, gradients, Term("values of windows", values * shares)]))
+    if writer is not None:
+        phases.append(_writing_text(writer, resources))
     return MemoryModel(memory.process(threads, 0), phases)
 
 
@@ -166,7 +176,7 @@ def draft_memory(
     """
     item, threads, width = resources.item_bytes, resources.threads, memory.GRADIENT_VALUES
     held = [
-        Term("embedding and head", 2 * sizes.largest[0] * item),
+        _embedding_and_head(sizes, resources),
         # the tensors, Adam's two of each, the best and the sum of gradients; and as they are used
         Term("head of the draft", learnt * (5 * 4 + item)),
     ]
@@ -178,9 +188,23 @@ def draft_memory(
     phases = [sizes.entering(resources), Phase("training", [*held, values, gradients, logits])]
     phases += [Phase("target", sizes.running(layer, resources)) for layer in sizes.layers]
     if writes:
-        weights = sum(_loaded(layer, resources).nbytes for layer in sizes.layers)
-        phases.append(Phase("writing text", [held[0], Term("layers", weights)]))
+        phases.append(_writing_text(sizes, resources))
     return MemoryModel(memory.process(threads, 0), phases)
+
+
+def _embedding_and_head(sizes: ModelSizes, resources: Resources) -> Term:
+    return Term("embedding and head", 2 * sizes.largest[0] * resources.item_bytes)
+
+
+def _writing_text(sizes: ModelSizes, resources: Resources) -> Phase:
+    """A model writes text, all of it in memory."""
+    weights = sum(_loaded(layer, resources).nbytes for layer in sizes.layers)
+    return Phase("writing text", [_embedding_and_head(sizes, resources), Term("layers", weights)])
+
+
+def _decoding(layer: Layer) -> Term:
+    """The largest matrix of a layer as it is decoded."""
+    return Term("matrix being decoded", memory.BEING_DECODED * max(matrix.rows * matrix.columns for matrix in layer))
 
 
 def _loaded(layer: Layer, resources: Resources) -> Term:

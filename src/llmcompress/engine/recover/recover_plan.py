@@ -46,12 +46,13 @@ class RecoverRequest(NamedTuple):
     """What a user asks for. steps: of training, each of AT_ONCE windows.
 
     rate: by which a step moves a logarithm at most; None for a share of what rounding has changed. weights: how those
-    of models that lost some are trained.
+    of models that lost some are trained. written: windows that the original writes itself, beside the calibration text.
     """
 
     steps: int
     rate: float | None = None
     weights: Weights = "low-rank"
+    written: int = 0
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class RecoverPlan:
     @property
     def passes(self) -> float:
         """Passes of the text through a whole model, forward or back: one of the original, and those of training."""
-        return 1 + 4 * AT_ONCE * self.request.steps / self.opened.text.samples
+        return 1 + 4 * AT_ONCE * self.request.steps / (self.opened.text.samples + self.request.written)
 
     @property
     def reshaped(self) -> bool:
@@ -196,17 +197,33 @@ def plan_recover(
         raise CheckpointError(f"{compressed} was not made from {original}, by its report.json", MADE_FROM)
     _refuse_unlike(opened, source, is_reshaped(report))
     checkpoint = opened.checkpoint if file is None else GgufWeights(file, open_checkpoint(source))
+    return planned_recovery(opened, source, matrices, checkpoint, report, request)
+
+
+def planned_recovery(
+    opened: OpenModel,
+    source: ModelHeaders,
+    matrices: Matrices,
+    checkpoint: Checkpoint,
+    report: Mapping[str, Any],
+    request: RecoverRequest,
+) -> RecoverPlan:
+    """The same of models that are open. Raises LlmcompressError."""
+    text = opened.text
     shipped = Calibration(samples=text.samples, length=text.length, seed=text.seed)
-    other = None if text.source == shipped.source or not has_tokenizer(original) else shipped
-    scratch = text.samples * text.length * hidden_width(source) * opened.resources.item_bytes
-    scratch += 0 if other is None else scratch // ONE_OF
-    work = options.work or opened.out.with_name(f"{opened.out.name}.work")
+    other = None if text.source == shipped.source or not has_tokenizer(source.path) else shipped
+    windows = text.samples + request.written + (0 if other is None else text.samples // ONE_OF)
+    scratch = windows * text.length * hidden_width(source) * opened.resources.item_bytes
+    work = opened.options.work or opened.out.with_name(f"{opened.out.name}.work")
     refuse_unwritable(work)
     plan = RecoverPlan(opened, source, matrices, checkpoint, report, request, other, 0, scratch, work)
     learnt = plan.full_weights
     plan = replace(plan, scratch_bytes=scratch + TRAINING_STATE * learnt)
     check_room((opened.out, plan.nbytes), (work, plan.scratch_bytes))
-    memory = partial(recover_memory, _sizes(plan), at_once=AT_ONCE, learnt=learnt, gguf=file is not None)
+    writer = ModelSizes.of(source, matrices.refs, text.length) if request.written else None
+    memory = partial(
+        recover_memory, _sizes(plan), at_once=AT_ONCE, learnt=learnt, gguf=plan.gguf is not None, writer=writer
+    )
     try:
         opened = opened.within_memory(memory)
     except PlanError as error:

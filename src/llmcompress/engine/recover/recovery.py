@@ -1,6 +1,6 @@
 """Recovery: scales and gains of a compressed model are trained until its predictions are nearer to the original's."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from typing import Any
 
@@ -11,11 +11,12 @@ from llmcompress.arch.spec import ArchSpec
 from llmcompress.calib.base import fingerprint
 from llmcompress.engine.process.process_memory import keep_freed_memory, return_freed_memory
 from llmcompress.engine.recover.distill import Distillation
+from llmcompress.engine.recover.own_text import own_text
 from llmcompress.engine.recover.recover_plan import AT_ONCE, MADE_FROM, ONE_OF, RecoverPlan
 from llmcompress.engine.recover.rewritten import write_recovered
 from llmcompress.engine.recover.trained import TrainedMatrix, TrainedNorm, TrainedWeight, TrainedWeights
 from llmcompress.engine.recover.trained_parts import TrainedParts
-from llmcompress.engine.recover.training import Look, NoGainError, Training, TrainingText
+from llmcompress.engine.recover.training import Look, NoGainError, Training, TrainingText, held_apart
 from llmcompress.engine.run.forward import Forward, Stream
 from llmcompress.engine.run.opened_model import opened_model
 from llmcompress.engine.run.tokens import tokens_for
@@ -31,7 +32,7 @@ from llmcompress.store.windows import Windows
 from llmcompress.workers import SERIAL, Workers
 
 Watch = Callable[[int, int], None]
-_STREAM = "original"
+_STREAM, _SHIPPED = "original", "shipped text"
 _KEPT = 8  # times that what was learnt is kept, where it is as large as the model
 
 
@@ -40,33 +41,39 @@ def recover(plan: RecoverPlan, watch: Watch = lambda done, of: None) -> dict[str
 
     RunError if the divergence on text held back did not fall: then nothing is written.
     """
+    with plan.output(plan.opened.out, overwrite=plan.opened.options.overwrite) as out:
+        return recover_into(plan, out, watch)
+
+
+def recover_into(plan: RecoverPlan, out: OutputDirectory, watch: Watch) -> dict[str, Any]:
+    """The same, the output being claimed."""
     opened = plan.opened
-    with plan.output(opened.out, overwrite=opened.options.overwrite) as out:
-        _refuse_other_weights(plan)
-        text = _text(plan)
-        student = _opened(plan, plan.checkpoint, opened.matrices.spec)
-        parts = TrainedParts(plan, student)
-        student.weights = TrainedWeights(plan.checkpoint, parts.by_name)
-        keep_freed_memory()
-        identity = {**plan.identity, "tokens": fingerprint(text.tokens)}
-        with (
-            closing(Staging(plan.work, identity, restart=opened.options.restart)) as staged,
-            SERIAL.with_threads(opened.resources.threads) as workers,
-        ):
-            teacher = _opened(plan, open_checkpoint(plan.original), plan.matrices.spec)
-            layers, steps = len(teacher.layers), plan.request.steps
-            states = _states(plan, teacher, text.tokens, staged, workers, lambda done: watch(done, layers + steps))
-            learner = Distillation(student, teacher, states, text.tokens, parts.by_name, parts.places, workers)
-            keeps = max(1, steps // _KEPT) if plan.full_weights else 1
-            training = Training(learner, text, steps, AT_ONCE, plan.rate, opened.text.seed, keeps)
-            try:
-                first, best = training.run(staged, lambda done: watch(layers + done, layers + steps))
-            except NoGainError:
-                staged.remove()
-                raise
-            report = write_recovered(plan, parts.by_name, out, _record(plan, parts, text, first, best))
-            out.commit()
+    _refuse_other_weights(plan)
+    given = _given(plan)
+    student = _opened(plan, plan.checkpoint, opened.matrices.spec)
+    parts = TrainedParts(plan, student)
+    student.weights = TrainedWeights(plan.checkpoint, parts.by_name)
+    keep_freed_memory()
+    identity = {**plan.identity, "tokens": fingerprint(torch.cat(list(given.values())))}
+    with (
+        closing(Staging(plan.work, identity, restart=opened.options.restart)) as staged,
+        SERIAL.with_threads(opened.resources.threads) as workers,
+    ):
+        text = _text(plan, given, staged)
+        teacher = _original(plan)
+        layers, steps = len(teacher.layers), plan.request.steps
+        states = _states(plan, teacher, text.tokens, staged, workers, lambda done: watch(done, layers + steps))
+        learner = Distillation(student, teacher, states, text.tokens, parts.by_name, parts.places, workers)
+        keeps = max(1, steps // _KEPT) if plan.full_weights else 1
+        training = Training(learner, text, steps, AT_ONCE, plan.rate, opened.text.seed, keeps)
+        try:
+            first, best = training.run(staged, lambda done: watch(layers + done, layers + steps))
+        except NoGainError:
             staged.remove()
+            raise
+        report = write_recovered(plan, parts.by_name, out, _record(plan, parts, text, first, best))
+        out.commit()
+        staged.remove()
     return report
 
 
@@ -76,21 +83,35 @@ def _refuse_other_weights(plan: RecoverPlan) -> None:
         raise CheckpointError(f"{plan.original.path} has other weights than what {plan.path} was made from", MADE_FROM)
 
 
-def _text(plan: RecoverPlan) -> TrainingText:
-    """The windows of a run. Of the text that is trained on, and of the shipped text, one in ONE_OF is held back."""
+def _given(plan: RecoverPlan) -> dict[str, Tensor]:
+    """Windows of the text that is trained on and held back, and those of the shipped text that are held back alone."""
     dtype, trusted = plan.opened.resources.dtype, plan.opened.options.trust_remote_code
 
     def drawn(text: Calibration) -> Tensor:
         return tokens_for(text, plan.original.path, dtype, trusted)
 
-    own = drawn(plan.opened.text)
-    back = range(ONE_OF - 1, len(own), ONE_OF)
-    trained = [number for number in range(len(own)) if number not in back]
-    if plan.other is None:
-        return TrainingText(own, trained, {"calibration": back})
-    other = drawn(plan.other)[ONE_OF - 1 :: ONE_OF]
-    held = {"calibration": back, "shipped text": range(len(own), len(own) + len(other))}
-    return TrainingText(torch.cat([own, other]), trained, held)
+    found = {"calibration": drawn(plan.opened.text)}
+    if plan.other is not None:
+        found[_SHIPPED] = drawn(plan.other)[ONE_OF - 1 :: ONE_OF]
+    return found
+
+
+def _text(plan: RecoverPlan, given: Mapping[str, Tensor], staged: Staging) -> TrainingText:
+    """The windows of a run. Of all that is trained on, and of the shipped text, one in ONE_OF is held back."""
+    parts, opened = {"calibration": given["calibration"]}, plan.opened
+    if plan.request.written:
+        text = opened.text.model_copy(update={"samples": plan.request.written})
+        trusted = opened.options.trust_remote_code
+        parts["written"] = own_text(plan.original, text, trusted, lambda: _original(plan), staged)
+    own = held_apart(parts)
+    if _SHIPPED not in given:
+        return own
+    tokens = torch.cat([own.tokens, given[_SHIPPED]])
+    return TrainingText(tokens, own.trained, {**own.held, _SHIPPED: range(len(own.tokens), len(tokens))})
+
+
+def _original(plan: RecoverPlan) -> StreamedModel:
+    return _opened(plan, open_checkpoint(plan.original), plan.matrices.spec)
 
 
 def _opened(plan: RecoverPlan, checkpoint: Checkpoint, spec: ArchSpec) -> StreamedModel:

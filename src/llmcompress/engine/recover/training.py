@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from llmcompress.engine.process.process_memory import return_freed_memory
+from llmcompress.engine.recover.recover_plan import ONE_OF
 from llmcompress.engine.recover.trained import Adam, Learnt
 from llmcompress.errors import RunError
 from llmcompress.store.staging import Staging
@@ -37,6 +38,19 @@ class TrainingText(NamedTuple):
             drawn = torch.randperm(len(self.trained), generator=generator).tolist()
             found += [self.trained[number] for number in drawn]
         return found[:count]
+
+
+def held_apart(parts: Mapping[str, Tensor]) -> TrainingText:
+    """Windows [windows, length] of several texts by name, of each of which one in ONE_OF is held back."""
+    trained: list[int] = []
+    held: dict[str, range] = {}
+    start = 0
+    for name, part in parts.items():
+        end = start + len(part)
+        held[name] = range(start + min(ONE_OF, len(part)) - 1, end, ONE_OF)
+        trained += [number for number in range(start, end) if number not in held[name]]
+        start = end
+    return TrainingText(torch.cat(list(parts.values())), trained, held)
 
 
 class Look(NamedTuple):
