@@ -6,6 +6,7 @@ import pytest
 
 from trainingstops import goes_on_to_the_same_bytes
 
+PRUNED = ["--kind", "prune", "--layers", 1, "--samples", 16, "--written", 16, "--length", 16, "--steps", 3]
 SHORT = ["--samples", 16, "--written", 16, "--length", 16, "--steps", 4, "--vocab", 200]
 
 
@@ -30,6 +31,51 @@ def test_it_tells_what_it_will_do_and_what_it_did(command, main, capsys, tmp_pat
 
 def test_a_deadline_stops_after_a_step_and_the_same_command_goes_on(command, main, capsys, tmp_path):
     goes_on_to_the_same_bytes(command, main, capsys, tmp_path)
+
+
+def test_a_deadline_stops_a_pruned_draft_after_a_step_too(shallow_model_dir, main, capsys, tmp_path):
+    command = ["draft", shallow_model_dir, "-o", tmp_path / "out", *PRUNED]
+    goes_on_to_the_same_bytes(command, main, capsys, tmp_path)
+
+
+def test_first_layers_of_a_compressed_model_draft_for_it(tiny_model_dir, main, capsys, tmp_path):
+    target, out = tmp_path / "target", tmp_path / "out"
+    assert main("rtn", tiny_model_dir, "-o", target, "--bits", 4, "--group-size", 64) == 0
+    command = ["draft", target, "-o", out, *PRUNED, "--json"]
+    capsys.readouterr()
+    assert main(*command, "--dry-run") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["layers"], facts["steps"], facts["rate"], facts["passes"]) == (1, 3, 0.003, 2.5)
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
+    assert main(*command) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["output_bytes"] == facts["output_bytes"]
+    assert main("verify", out, "--source", target) == 0
+    assert main("report", out, "-o", tmp_path / "page.html") == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "1 of 4" in page
+    assert "Trained afterwards" in page
+    capsys.readouterr()
+    asked = ["--generate", "The water", "--max-new-tokens", 120, "--compute-dtype", "float32", "--json"]
+    assert main("eval", "--draft", out, "--ref", target, *asked) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["accepted_per_step"] == pytest.approx(found["accepted_per_step_expected"], abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--layers", 1], "--layers is of --kind prune"),
+        (["--kind", "prune"], "write for example --layers 4"),
+        (["--kind", "prune", "--layers", 1, "--vocab", 64], "--vocab is of --kind eagle3"),
+        (["--kind", "prune", "--layers", 2], "has 2 layers, and a draft cannot be the first 2 of them"),
+        (["--kind", "prune", "--layers", 1, "--max-memory", 0.1], "--max-memory allows 0.10"),
+    ],
+)
+def test_options_that_do_not_go_with_a_kind_are_refused(shallow_model_dir, main, capsys, tmp_path, options, words):
+    assert main("draft", shallow_model_dir, "-o", tmp_path / "out", *options) == 2
+    assert words in " ".join(capsys.readouterr().err.split())
+    assert not list(tmp_path.iterdir())
 
 
 def test_work_of_another_run_is_not_gone_on_with(command, main, capsys):

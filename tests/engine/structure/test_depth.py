@@ -10,11 +10,14 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from llmcompress import arch
+from llmcompress.engine.execute import run
+from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.structure.depth import DepthRequest, plan_depth, prune_depth
 from llmcompress.errors import PlanError
-from llmcompress.recipe import Calibration, build
+from llmcompress.recipe import Calibration, build, parse
 from llmcompress.registry import discover
+from llmcompress.validate.load import load_whole
 from llmcompress.validate.verify import passed, verify
 from resealed import reseal
 
@@ -185,6 +188,32 @@ def test_the_result_goes_on_to_eval_and_gguf(main, tiny_model_dir, tiny_eval_tex
     capsys.readouterr()
     assert main("eval", tmp_path / "out.gguf", "--ref", out, *text) == 0
     assert json.loads(capsys.readouterr().out)["kl"] < 1e-4
+
+
+def test_where_all_that_may_go_goes_no_text_runs(random_model_dir, tmp_path):
+    report = depth(
+        deep(random_model_dir, "llama"), tmp_path / "out", tmp_path / "no text", 3, keep_first=2, keep_last=1
+    )
+    assert report["depth"]["removed"] == [2, 3, 4]
+    assert report["depth"]["scores"] == []
+    assert report["calibration"] is None
+    assert "Calibration" not in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_codes_are_decoded_and_layers_behind_those_that_go_are_found(random_model_dir, ids, tmp_path):
+    file, tokens = ids
+    model, target = deep(random_model_dir, "llama", 4), tmp_path / "target"
+    recipe = parse({"steps": [{"method": "rtn", "bits": 3, "group_size": 16}], "output": {"format": "gptq"}})
+    run(make_plan(recipe, model, Options(out=target, compute_dtype="float32")))
+    report = depth(target, tmp_path / "out", file, 2, keep_last=1)
+    decoded = load_whole(target, dtype=torch.float32, linear=None)
+    for number in report["depth"]["removed"]:
+        decoded.model.layers[number].forward = lambda hidden_states, *_, **__: hidden_states
+    with torch.no_grad():
+        found, wanted = (item(tokens, use_cache=False).logits for item in (whole(tmp_path / "out"), decoded))
+    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)  # written in bfloat16
+    assert passed(verify(tmp_path / "out", target))
+    assert [entry["why"] for entry in report["ledger"]] == ["gptq, decoded"]
 
 
 def test_a_layer_in_the_place_of_another_is_found_out(random_model_dir, ids, tmp_path):

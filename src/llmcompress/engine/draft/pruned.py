@@ -24,6 +24,7 @@ from llmcompress.ledger import Ledger
 from llmcompress.recipe import Calibration
 from llmcompress.store.headers import read_headers
 from llmcompress.store.output import OutputDirectory
+from llmcompress.store.weight_files import weights_nbytes
 
 Watch = Callable[[int, int], None]
 
@@ -54,8 +55,8 @@ class PrunedDraftPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the draft's tensors."""
-        return self.recovery.stored.nbytes
+        """Exact bytes of the weight files and their index."""
+        return weights_nbytes([stored.spec for stored in self.opened.headers.tensors.values()])
 
     @property
     def share(self) -> float:
@@ -90,9 +91,9 @@ def plan_pruned_draft(
     opened = replace(target, headers=headers, matrices=matrices, ledger=Ledger())
     report = {"depth": {"removed": list(range(request.layers, layers))}, "linears": []}  # all that is known before
     asked = RecoverRequest(request.steps, request.rate, written=request.written)
-    recovery = planned_recovery(opened, target.headers, target.matrices, report, asked)
-    check_room((opened.out, 2 * recovery.stored.nbytes))
-    return PrunedDraftPlan(depth, recovery)
+    plan = PrunedDraftPlan(depth, planned_recovery(opened, target.headers, target.matrices, report, asked))
+    check_room((opened.out, 2 * plan.nbytes))  # the cut as well
+    return plan
 
 
 def train_pruned_draft(plan: PrunedDraftPlan, watch: Watch = lambda done, of: None) -> dict[str, Any]:

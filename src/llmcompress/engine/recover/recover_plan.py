@@ -59,7 +59,7 @@ class RecoverRequest(NamedTuple):
 class RecoverPlan:
     """What a run will do. opened: the compressed model, or of a GGUF file, which has no config, the original.
 
-    original, matrices: the model it was made from. checkpoint: the tensors of the compressed model by name.
+    original, matrices: the model it was made from. gguf: the tensors of a GGUF file that is recovered; None for a directory.
     report: of the compressed model. other: shipped text that is held back beside some of the training text; None where
     that is the shipped text itself, or nothing tells tokens of a text. memory_bytes, scratch_bytes: estimates.
     """
@@ -67,7 +67,7 @@ class RecoverPlan:
     opened: OpenModel
     original: ModelHeaders
     matrices: Matrices
-    checkpoint: Checkpoint
+    gguf: GgufWeights | None
     report: Mapping[str, Any]
     request: RecoverRequest
     other: Calibration | None
@@ -76,9 +76,9 @@ class RecoverPlan:
     work: Path
 
     @property
-    def gguf(self) -> GgufWeights | None:
-        """The GGUF file that is recovered; None for a directory."""
-        return self.checkpoint if isinstance(self.checkpoint, GgufWeights) else None
+    def checkpoint(self) -> Checkpoint:
+        """The tensors of the compressed model by name."""
+        return self.opened.checkpoint if self.gguf is None else self.gguf
 
     @property
     def path(self) -> Path:
@@ -196,17 +196,17 @@ def plan_recover(
     if report["source"].get("headers_sha256") != source.fingerprint:
         raise CheckpointError(f"{compressed} was not made from {original}, by its report.json", MADE_FROM)
     _refuse_unlike(opened, source, is_reshaped(report))
-    checkpoint = opened.checkpoint if file is None else GgufWeights(file, open_checkpoint(source))
-    return planned_recovery(opened, source, matrices, checkpoint, report, request)
+    gguf = None if file is None else GgufWeights(file, open_checkpoint(source))
+    return planned_recovery(opened, source, matrices, report, request, gguf)
 
 
 def planned_recovery(
     opened: OpenModel,
     source: ModelHeaders,
     matrices: Matrices,
-    checkpoint: Checkpoint,
     report: Mapping[str, Any],
     request: RecoverRequest,
+    gguf: GgufWeights | None = None,
 ) -> RecoverPlan:
     """The same of models that are open. Raises LlmcompressError."""
     text = opened.text
@@ -216,14 +216,12 @@ def planned_recovery(
     scratch = windows * text.length * hidden_width(source) * opened.resources.item_bytes
     work = opened.options.work or opened.out.with_name(f"{opened.out.name}.work")
     refuse_unwritable(work)
-    plan = RecoverPlan(opened, source, matrices, checkpoint, report, request, other, 0, scratch, work)
+    plan = RecoverPlan(opened, source, matrices, gguf, report, request, other, 0, scratch, work)
     learnt = plan.full_weights
     plan = replace(plan, scratch_bytes=scratch + TRAINING_STATE * learnt)
     check_room((opened.out, plan.nbytes), (work, plan.scratch_bytes))
     writer = ModelSizes.of(source, matrices.refs, text.length) if request.written else None
-    memory = partial(
-        recover_memory, _sizes(plan), at_once=AT_ONCE, learnt=learnt, gguf=plan.gguf is not None, writer=writer
-    )
+    memory = partial(recover_memory, _sizes(plan), at_once=AT_ONCE, learnt=learnt, gguf=gguf is not None, writer=writer)
     try:
         opened = opened.within_memory(memory)
     except PlanError as error:

@@ -27,6 +27,7 @@ from llmcompress.errors import CheckpointError
 from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.recipe import Calibration
 from llmcompress.store.checkpoint import Checkpoint
+from llmcompress.store.output import OutputDirectory
 from llmcompress.store.staging import Staging
 from llmcompress.store.windows import Windows
 from llmcompress.workers import SERIAL, Workers
