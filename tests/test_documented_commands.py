@@ -22,6 +22,7 @@ SIZES = {
     "--eval-windows": 4,
     "--steps": 8,
     "--written": 16,
+    "--layers": 1,
 }
 """What these options say here, so that a command ends soon."""
 WORDS = {
@@ -74,6 +75,8 @@ def smaller(words):
     unsaid = [option for option in SIZES if option in known and option not in words]
     if words[0] == "eval" and "--tasks" not in words:
         unsaid = [option for option in unsaid if option != "--items"]
+    if "--kind" not in words:
+        unsaid = [option for option in unsaid if option != "--layers"]
     words += [word for option in unsaid for word in (option, str(sizes[option]))]
     writes = "--overwrite" in known and words[0] not in ("eval", "plan")  # what a command before may have written
     return [*words, "--overwrite"] if writes else words

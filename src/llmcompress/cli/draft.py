@@ -134,7 +134,7 @@ def _pruned(values: dict[str, Any]) -> None:
         "share_of_weights": round(plan.share, 4),
         "output_bytes": plan.nbytes,
         "passes": round(plan.recovery.passes, 1),
-        "scratch_bytes": plan.recovery.scratch_bytes,
+        "scratch_bytes": plan.scratch_bytes,
         "memory_bytes": plan.memory_bytes,
     }
 

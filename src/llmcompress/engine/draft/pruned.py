@@ -68,6 +68,11 @@ class PrunedDraftPlan:
         return own / whole
 
     @property
+    def scratch_bytes(self) -> int:
+        """What training keeps, and the cut."""
+        return self.recovery.scratch_bytes + self.nbytes
+
+    @property
     def memory_bytes(self) -> int:
         return max(self.depth.memory_bytes, self.recovery.memory_bytes)
 
