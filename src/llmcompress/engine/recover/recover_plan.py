@@ -59,7 +59,7 @@ class RecoverRequest(NamedTuple):
 class RecoverPlan:
     """What a run will do. opened: the compressed model, or of a GGUF file, which has no config, the original.
 
-    original, matrices: the model it was made from. gguf: the tensors of a GGUF file that is recovered; None for a directory.
+    original, matrices: the model it was made from. gguf: of a file that is recovered; None for a directory.
     report: of the compressed model. other: shipped text that is held back beside some of the training text; None where
     that is the shipped text itself, or nothing tells tokens of a text. memory_bytes, scratch_bytes: estimates.
     """
