@@ -94,8 +94,8 @@ def plan_draft(model: Path, request: DraftRequest, text: Calibration, options: O
     learnt = sum(prod(part) for part in shape.matrices.values())
     plan = DraftPlan(opened, shape, request, dtype, 0, scratch + 16 * learnt, work)  # and what Adam keeps
     check_room((opened.out, plan.nbytes), (work, plan.scratch_bytes))
-    writes = request.written > 0
-    memory = partial(draft_memory, opened.sizes, head=shape, learnt=learnt, depths=DEPTHS, writes=writes)
+    written = request.written
+    memory = partial(draft_memory, opened.sizes, head=shape, learnt=learnt, depths=DEPTHS, written=written)
     opened = opened.within_memory(memory)
     return replace(plan, opened=opened, memory_bytes=memory(opened.resources).peak("host"))
 

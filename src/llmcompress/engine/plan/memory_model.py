@@ -42,6 +42,7 @@ LOGIT_DIVERGENCE = 22  # fitted, for each logit of the tokens at the head, where
 READ_ON_DEMAND = 14  # counted, for each weight: decoded in float32, a product on the way, its code, and as it is used
 BEING_DECODED = 7  # counted, for each weight: its value, its code as stored and alone, and its scale spread over rows
 LOGIT_AGREEMENT = 24  # counted, for each logit of a validated window: six tensors of float32
+WRITTEN_CHANCES = 36  # counted, for each logit of the tokens that are drawn at once: three of float32, three of float64
 DRAFT_LOGITS = 12  # fitted, for each logit of a draft head at each depth, and its gradient
 GRADIENT_VALUES = 32  # fitted, for each token and row of the largest matrix, or hidden channel: kept for gradients
 SOLVED = 16  # fitted, for each weight of the matrices that are solved as one

@@ -5,10 +5,11 @@ from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
+from llmcompress.calib.sampled import KEEP_OF_TEN, Sampled
 from llmcompress.engine.plan import memory_model as memory
 from llmcompress.engine.plan.memory_model import MemoryModel, Phase, Term
 from llmcompress.engine.plan.resources import ITEM_BYTES, Resources
-from llmcompress.engine.source.header_checks import hidden_width, likely_vocabulary
+from llmcompress.engine.source.header_checks import cached_width, hidden_width, likely_vocabulary
 from llmcompress.engine.source.tensor_names import MatrixRef
 from llmcompress.store.draft_head import DraftShape
 from llmcompress.store.headers import ModelHeaders
@@ -27,13 +28,17 @@ Layer = Sequence[Matrix]
 
 
 class ModelSizes(NamedTuple):
-    """Of a model whose layers have matrices, and of windows of `length` tokens. largest: tensor, elements and bytes."""
+    """Of a model whose layers have matrices, and of windows of `length` tokens. largest: tensor, elements and bytes.
+
+    cached: numbers that a layer keeps of a token for those that follow.
+    """
 
     layers: Sequence[Layer]
     hidden: int
     vocabulary: int
     largest: tuple[int, int]
     length: int
+    cached: int = 0
 
     @classmethod
     def of(cls, headers: ModelHeaders, refs: Iterable[MatrixRef], length: int) -> "ModelSizes":
@@ -45,7 +50,7 @@ class ModelSizes(NamedTuple):
             layers.setdefault(ref.layer, []).append(Matrix(ref.space, rows, columns, ref.expert is not None))
         spec = max((stored.spec for stored in headers.tensors.values()), key=lambda spec: spec.nbytes)
         largest, vocabulary = (prod(spec.shape), spec.nbytes), likely_vocabulary(headers)
-        return cls(list(layers.values()), hidden_width(headers), vocabulary, largest, length)
+        return cls(list(layers.values()), hidden_width(headers), vocabulary, largest, length, cached_width(headers))
 
     def head(self, dtype: str) -> Term:
         """The head as it is read and then in the type of the layers."""
@@ -137,11 +142,11 @@ def fit_memory(sizes: ModelSizes, resources: Resources, compensated: bool, sampl
 
 
 def recover_memory(
-    sizes: ModelSizes, resources: Resources, at_once: int, learnt: int, gguf: bool, writer: ModelSizes | None = None
+    sizes: ModelSizes, resources: Resources, at_once: int, learnt: int, gguf: bool, writer: ModelSizes, written: int
 ) -> MemoryModel:
     """Of training a compressed model. at_once: windows of a step. learnt: weights that are trained each for itself.
 
-    gguf: whether the model is a GGUF file. writer: the original, where it writes text, all of it in memory.
+    gguf: whether the model is a GGUF file. writer: the original, which writes so many windows, all of it in memory.
     """
     item, threads = resources.item_bytes, resources.threads
     shares, weights = threads + 1, sum(matrix.rows * matrix.columns for layer in sizes.layers for matrix in layer)
@@ -162,17 +167,17 @@ def recover_memory(
         values = memory.GRADIENT_VALUES * (sizes.hidden + widest) * sizes.length
         phases.append(Phase("reading", [*kept, loaded, _decoding(layer)]))
         phases.append(Phase("backward", [*kept, loaded, gradients, Term("values of windows", values * shares)]))
-    if writer is not None:
-        phases.append(_writing_text(writer, resources))
+    if written:
+        phases.append(_writing_text(writer, resources, written))
     return MemoryModel(memory.process(threads, 0), phases)
 
 
 def draft_memory(
-    sizes: ModelSizes, resources: Resources, head: DraftShape, learnt: int, depths: int, writes: bool
+    sizes: ModelSizes, resources: Resources, head: DraftShape, learnt: int, depths: int, written: int
 ) -> MemoryModel:
     """Of training a draft head of `learnt` numbers at so many depths.
 
-    writes: whether the model writes text, all of it in memory.
+    written: windows that the model writes, all of it in memory.
     """
     item, threads, width = resources.item_bytes, resources.threads, memory.GRADIENT_VALUES
     held = [
@@ -187,8 +192,8 @@ def draft_memory(
     logits = Term("logits", memory.LOGIT_DIVERGENCE * memory.HEAD_TOKENS * sizes.vocabulary * threads)
     phases = [sizes.entering(resources), Phase("training", [*held, values, gradients, logits])]
     phases += [Phase("target", sizes.running(layer, resources)) for layer in sizes.layers]
-    if writes:
-        phases.append(_writing_text(sizes, resources))
+    if written:
+        phases.append(_writing_text(sizes, resources, written))
     return MemoryModel(memory.process(threads, 0), phases)
 
 
@@ -196,10 +201,20 @@ def _embedding_and_head(sizes: ModelSizes, resources: Resources) -> Term:
     return Term("embedding and head", 2 * sizes.largest[0] * resources.item_bytes)
 
 
-def _writing_text(sizes: ModelSizes, resources: Resources) -> Phase:
-    """A model writes text, all of it in memory."""
+def _writing_text(sizes: ModelSizes, resources: Resources, windows: int) -> Phase:
+    """A model writes windows, some at once, all of it in memory with the keys and values of these."""
     weights = sum(_loaded(layer, resources).nbytes for layer in sizes.layers)
-    return Phase("writing text", [_embedding_and_head(sizes, resources), Term("layers", weights)])
+    rows = min(Sampled().batch_size, -(-windows * 10 // KEEP_OF_TEN))
+    kept = rows * sizes.length * len(sizes.layers) * sizes.cached * resources.item_bytes
+    return Phase(
+        "writing text",
+        [
+            _embedding_and_head(sizes, resources),
+            Term("layers", weights),
+            Term("keys and values", kept),
+            Term("chances", memory.WRITTEN_CHANCES * rows * sizes.vocabulary),
+        ],
+    )
 
 
 def _decoding(layer: Layer) -> Term:

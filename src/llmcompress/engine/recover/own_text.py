@@ -1,5 +1,6 @@
 """Text that a model writes itself, beside the text that others are trained on; it is kept in the work directory."""
 
+import gc
 from collections.abc import Callable
 
 from torch import Tensor
@@ -37,6 +38,7 @@ def own_text(
         model=lambda: whole_model(model()),
     )
     tokens = Sampled().tokens(request)
+    gc.collect()  # the whole model and what holds it open refer to each other
     return_freed_memory()
     staged.keep_tokens(tokens)
     return tokens

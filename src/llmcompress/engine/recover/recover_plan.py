@@ -220,8 +220,15 @@ def planned_recovery(
     learnt = plan.full_weights
     plan = replace(plan, scratch_bytes=scratch + TRAINING_STATE * learnt)
     check_room((opened.out, plan.nbytes), (work, plan.scratch_bytes))
-    writer = ModelSizes.of(source, matrices.refs, text.length) if request.written else None
-    memory = partial(recover_memory, _sizes(plan), at_once=AT_ONCE, learnt=learnt, gguf=gguf is not None, writer=writer)
+    memory = partial(
+        recover_memory,
+        _sizes(plan),
+        at_once=AT_ONCE,
+        learnt=learnt,
+        gguf=gguf is not None,
+        writer=ModelSizes.of(source, matrices.refs, text.length),
+        written=request.written,
+    )
     try:
         opened = opened.within_memory(memory)
     except PlanError as error:

@@ -210,6 +210,12 @@ def hidden_width(headers: ModelHeaders) -> int:
     return int(config.get("hidden_size") or config.get("n_embd") or config.get("d_model") or 0)
 
 
+def cached_width(headers: ModelHeaders) -> int:
+    """Numbers of the key and the value that a layer keeps of a token, for an estimate."""
+    queries, pairs = attention_heads(headers.config) or (1, 1)
+    return 2 * pairs * (_first(headers.config, "head_dim") or hidden_width(headers) // queries)
+
+
 def numbered(prefix: str) -> re.Pattern[str]:
     """Matches the beginning of the name of a tensor in a layer; the group is the layer's number."""
     return re.compile(rf"{re.escape(prefix)}\.([0-9]{{1,9}})\.")
