@@ -30,7 +30,7 @@ def compressed(tiny_model_dir, tmp_path_factory):
 def command(request, compressed, tiny_model_dir, tmp_path):
     """A command line that writes `tmp_path`/out."""
     more = {
-        "depth": [tiny_model_dir, "--drop", 1],
+        "depth": [tiny_model_dir, "--drop", 1, "--keep-first", 1],  # one of two: text says which
         "width": [tiny_model_dir, "--ratio", 0.5],
         "lora": [tiny_model_dir, compressed, "--rank", 2],
     }

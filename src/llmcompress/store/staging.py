@@ -5,7 +5,7 @@ plan.json                          what the run is; any other is refused, naming
 place.json                         where the model lies, for `export`
 tokens.safetensors                 windows sampled from the model itself
 training.safetensors               what `recover` has learnt so far
-weights-00007.safetensors          how much each token counts in the statistics of layer 7, where that is measured
+guidance-00007.safetensors         what errors in layer 7 do to the prediction, where that is measured
 section-00007.safetensors          codes, scales and zero points of layer 7, with its records in the header
 hidden-<name>-00008-<crc>.bin      hidden states [samples, length, hidden] that enter layer 8: `compressed`, of the
                                    model as compressed so far, and `original`, where a method asks for it
@@ -42,7 +42,7 @@ PLAN, PLACE = "plan.json", "place.json"
 _MARK = ".llmcompress-work"
 _FACTORS = "factors/"  # before the name of a space, in the name of a tensor
 _OWN = re.compile(
-    r"(plan\.json|place\.json|t(?:okens|raining)\.safetensors|(?:section|weights)-\d{5,}\.safetensors)(\.partial)?"
+    r"(plan\.json|place\.json|t(?:okens|raining)\.safetensors|(?:section|guidance)-\d{5,}\.safetensors)(\.partial)?"
     r"|(hidden|record)-.+\.(bin|partial)"
 )
 _HIDDEN = re.compile(r"hidden-(\w+)-(\d{5,})-([0-9a-f]{8})\.bin")

@@ -179,6 +179,10 @@ def test_gradients_that_are_not_finite_are_refused_by_name():
         gathered.weights()
 
 
+def test_nothing_is_left_of_a_finished_run(finished):
+    assert not finished.with_name(f"{finished.name}.work").exists()
+
+
 def test_nothing_is_left_of_the_gradients(shallow_model_dir, tmp_path):
     out = tmp_path / "out"
     with pytest.raises(StoppedError):
