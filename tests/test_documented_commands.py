@@ -1,6 +1,7 @@
 """The commands of the documents, carried out in their order on the tiny model, as they stand but for their sizes."""
 
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -137,6 +138,15 @@ def shown(file):
     return in_document(file, "llmcompress", "python")
 
 
+def stand_in(given, out):
+    """What was to be recovered, in place of what recovery would have written."""
+    if os.path.isdir(given):
+        shutil.copytree(given, out, dirs_exist_ok=True)
+        return
+    for end in ("", ".report.json"):
+        shutil.copyfile(given + end, out + end)
+
+
 @pytest.mark.parametrize("file", [file for file in DOCUMENTS if shown(file)], ids=lambda file: file.name)
 def test_every_command_of_a_document_does_what_it_says(file, main, capsys, place):
     if file.name == "sources.md":
@@ -155,7 +165,7 @@ def test_every_command_of_a_document_does_what_it_says(file, main, capsys, place
             code = main(*given)
             said = capsys.readouterr().err
         if code == 1 and words[1] == "recover" and "did not fall" in said:  # nor need few steps on short text gain
-            shutil.copytree(given[1], given[given.index("-o") + 1], dirs_exist_ok=True)
+            stand_in(given[1], given[given.index("-o") + 1])
             continue
         gate = "--fail-if" in given  # how near the tiny model comes to its original is no concern here
         allowed = {2} if " ".join(words) in REFUSED else {0, 3} if gate else {0}
