@@ -1,7 +1,6 @@
 """The commands of the documents, carried out in their order on the tiny model, as they stand but for their sizes."""
 
 import json
-import os
 import shlex
 import shutil
 import subprocess
@@ -140,7 +139,7 @@ def shown(file):
 
 def stand_in(given, out):
     """What was to be recovered, in place of what recovery would have written."""
-    if os.path.isdir(given):
+    if Path(given).is_dir():
         shutil.copytree(given, out, dirs_exist_ok=True)
         return
     for end in ("", ".report.json"):
