@@ -59,10 +59,10 @@ def test_a_row_is_aimed_beside_the_errors_of_those_before_it():
     damped = square.double() + output_feedback.DAMPING * square.double().diagonal().mean() * torch.eye(ROWS)
     aims, steps = {}, []
 
-    def solve(rows, pull):
+    def solve(rows, wanted):
         steps.append(len(rows))
-        aims.update(zip(rows.tolist(), weight[rows] - pull, strict=True))
-        return Whole((weight[rows] - pull).round())
+        aims.update(zip(rows.tolist(), wanted, strict=True))
+        return Whole(wanted.round())
 
     found = solved_with_feedback([square], weight, solve, SERIAL)
     order = damped.diagonal().argsort(descending=True)

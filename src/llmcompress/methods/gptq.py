@@ -142,8 +142,8 @@ class Gptq(Method):
         )
         common = fitted((aim if held is None else held.ranged)[:]) if self.joins_rows else None
 
-        def rows(part: slice | torch.Tensor, pull: torch.Tensor | None = None) -> Coded:
-            goal = swept = ranged = aim[part] if pull is None else aim[part] - pull
+        def rows(part: slice | torch.Tensor, fed_back: torch.Tensor | None = None) -> Coded:
+            goal = swept = ranged = aim[part] if fed_back is None else fed_back
             mask = None
             if held is not None and isinstance(part, slice):
                 swept, ranged, mask = held.aim[part], held.ranged[part], held.mask(part)

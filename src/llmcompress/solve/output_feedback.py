@@ -9,6 +9,7 @@ w_i - sum_{j<i} C_ij e_j. Here some rows are decided at a time, among which noth
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -22,9 +23,8 @@ AT_ONCE, STEPS = 16, 32  # rows of them at most that are decided at a time; and 
 DAMPING = 0.1  # of the products' mean square: these are sums over tokens of little text
 _TOGETHER = 2  # runs of rows, at least, whose steps are taken together: what a step costs hardly depends on its rows
 
-
 Solve = Callable[[Tensor, Tensor], Coded]
-"""Codes of rows, by their numbers [n] and what is taken from their aims [n, in]."""
+"""Codes of rows, by their numbers [n] and what they are to be [n, in]."""
 
 
 def chunks(outputs: int) -> list[slice]:
@@ -43,11 +43,11 @@ def solved_with_feedback(products: Sequence[Tensor], aim: Corrected | Tensor, so
     products: mean products [n, n] of the gradients at the outputs of each run of rows, in order. Runs know nothing of
     one another; threads and ranks share them.
     """
-    ends = torch.tensor([len(square) for square in products]).cumsum(0).tolist()
-    runs = [partial(_Run, square, end - len(square)) for square, end in zip(products, ends, strict=True)]
+    starts = accumulate((len(square) for square in products[:-1]), initial=0)
+    runs = list(zip(products, starts, strict=True))
     size = max(_TOGETHER, len(runs) // 8)
-    parts = [runs[start : start + size] for start in range(0, len(runs), size)]
-    found = workers.distribute(partial(_solved, [run(aim.shape[1]) for run in part], aim, solve) for part in parts)
+    parts = (runs[start : start + size] for start in range(0, len(runs), size))
+    found = workers.distribute(partial(_solved, part, aim, solve) for part in parts)
     return Coded.stacked([coded for coded, _ in found]).rows(torch.cat([rows for _, rows in found]).argsort())
 
 
@@ -78,15 +78,17 @@ class _Run:
         return pull
 
 
-def _solved(runs: list[_Run], aim: Corrected | Tensor, solve: Solve) -> tuple[Coded, Tensor]:
-    """Codes of the rows of some runs, and which rows they are."""
+def _solved(part: list[tuple[Tensor, int]], aim: Corrected | Tensor, solve: Solve) -> tuple[Coded, Tensor]:
+    """Codes of the rows of some runs, and which rows they are. part: products of each run, and its first row."""
+    runs = [_Run(products, start, aim.shape[1]) for products, start in part]
     decided, rows = [], []
     for number in range(max(-(-len(run.rows) // run.size) for run in runs)):
         steps = [(run, run.step(number)) for run in runs if run.step(number).start < len(run.rows)]
         numbers = [run.rows[step] for run, step in steps]
         rows.append(torch.cat(numbers))
-        decided.append(solve(rows[-1], torch.cat([run.pull(step) for run, step in steps])))
-        errors = decided[-1].decode().sub_(aim[rows[-1]])
+        wanted = aim[rows[-1]]
+        decided.append(solve(rows[-1], wanted - torch.cat([run.pull(step) for run, step in steps])))
+        errors = decided[-1].decode().sub_(wanted)
         for (run, step), error in zip(steps, torch.split(errors, [len(some) for some in numbers]), strict=True):
             run.errors[step] = error
     return Coded.stacked(decided), torch.cat(rows)

@@ -158,6 +158,11 @@ class RunMemory:
         """Bytes of the products of gradients at the outputs of a layer."""
         return sum(products_bytes(plan.entry.out_features) for plan in followed(self.recipe, layer))
 
+    def feedback(self, layer: Layer, plan: MatrixPlan, weights: int) -> Term:
+        """Those products, and the errors of the weights that are solved as one, the last of whose matrices is given."""
+        errors = 4 * weights if followed(self.recipe, [plan]) else 0
+        return self.term("products and errors of outputs", self.products(layer) + errors)
+
     def decoding(self) -> Iterator[Term]:
         """The largest matrix that the source stores as codes, as it is read."""
         yield Term("matrix being decoded", memory.BEING_DECODED * self.decoded)
@@ -183,9 +188,7 @@ class RunMemory:
             if not plan.entry.block:
                 weights, at_work = self._head(plan, at_work)
             statistics = Term("statistics", every * squares * 4 * columns**2)
-            errors = 4 * rows * columns if followed(self.recipe, [plan]) else 0
-            outputs = Term("products and errors of outputs", self.products(layer) + errors)
-            yield [codes, borrowed, statistics, weights, at_work, outputs]
+            yield [codes, borrowed, statistics, weights, at_work, self.feedback(layer, plan, rows * columns)]
 
     def scaling(self, layer: Layer) -> Iterator[list[Term]]:
         """Statistics of all inputs at once, and either the batches, or a site's matrices at work."""
@@ -261,9 +264,7 @@ class _GpuRunMemory(RunMemory):
             if not plan.entry.block:
                 weights, at_work = self._head(plan, at_work)
                 weights = self.term("weights and codes", weights.nbytes + rows * columns)
-            errors = 4 * rows * columns if followed(self.recipe, [plan]) else 0
-            outputs = self.term("products and errors of outputs", self.products(layer) + errors)
-            yield [weights, squares, self._borrowed(layer), at_work, outputs]
+            yield [weights, squares, self._borrowed(layer), at_work, self.feedback(layer, plan, rows * columns)]
             if self.paired and plan.inverts:
                 # the Gram matrix, the drift, its own Gram matrix, their factor, and what is solved with
                 yield [weights, self.term("statistics and drift", 6 * square)]

@@ -57,9 +57,8 @@ def measured_guidance(
 
     Spaces are absent that have no weights: all of a run that asks for none, those of experts, whose tokens come in the
     order in which they are sent there, and those whose matrices do not run once for every token. Matrices are absent
-    that are not `followed`. Rank 0 runs the gradients of the source's own predictions back,
-    and keeps what it finds in the work directory. StoppedError when `stop` says so between two layers; the next start
-    goes on there.
+    that are not `followed`. Rank 0 runs the gradients of the source's own predictions back, and keeps what it finds in
+    the work directory. StoppedError when `stop` says so between two layers; the next start goes on there.
     """
     if not plan.follows_gradients:
         return lambda number: NONE
