@@ -72,7 +72,7 @@ def structural(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -
     short, many = (["--samples", count, "--length", 16, "-q"] for count in (2, 16))
     commands = {
         "rtn": ["rtn", tiny_model_dir, "--group-size", 64, "-q"],
-        "depth": ["depth", tiny_model_dir, "--drop", 1, *short],
+        "depth": ["depth", tiny_model_dir, "--drop", 1, "--keep-first", 1, *short],
         "width": ["width", tiny_model_dir, "--ratio", 0.5, *short],
         "lora": ["lora", tiny_model_dir, folder / "rtn", "--rank", 2, *short],
         "draft": ["draft", tiny_model_dir, "--steps", 2, "--vocab", 200, "--written", 16, *many],
