@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from llmcompress.grids.coded import Coded, Grid
 from llmcompress.grids.errors import positive
-from llmcompress.grids.scales import gains, natural_groups, scale_loss
+from llmcompress.grids.scales import between, gains, natural_groups, scale_loss
 from llmcompress.hardware import at_once
 from llmcompress.lazy import Tensor, torch
 
@@ -37,7 +37,7 @@ class ChosenScaleGrid(Grid):
 
     @abstractmethod
     def beside_scale(self, old: Tensor) -> Sequence[Tensor]:
-        """Scales [out] that are tried in the place of `old` together with other codes, `old` among them."""
+        """Scales of any shape that are tried in the place of `old` together with other codes, `old` among them."""
 
     @property
     def group_index(self) -> Tensor:
@@ -71,38 +71,23 @@ class ChosenScaleGrid(Grid):
         return Coded.stacked([self.rows(part)._refit_all(codes[part], hessian, gradient[part]) for part in parts])
 
     def _refit_all(self, codes: Tensor, hessian: Tensor, gradient: Tensor) -> Coded:
-        size = self.spec.group_size
-        slopes, scale = gradient.T.contiguous(), self.scale.clone()  # [in, out] from here on
+        from llmcompress.grids.snapping import rescale_
+
+        size, table, bounds = self.spec.group_size, self.table, None
+        if table is None:
+            bounds = self.bounds[0].T.contiguous(), self.bounds[1].T.contiguous()
+        slopes, scale = gradient.T.contiguous(), self.scale.T.contiguous()  # [in, out] from here on
         levels = self.levels(codes).T.contiguous()
-        for group, start in enumerate(range(0, len(hessian), size)):
-            part = slice(start, start + size)
-            square, slope, now = hessian[part, part], slopes[part], levels[part] * scale[:, group]
-            inverse = torch.cholesky_inverse(torch.linalg.cholesky(square.double()))
-            factor = torch.linalg.cholesky(inverse, upper=True).to(square.dtype)
-            tried = torch.stack(list(self.beside_scale(scale[:, group])))
-            found = self._decided(now + inverse.to(square.dtype) @ slope, tried, factor)
-            moves = found * tried - now[:, None]
-            won = ((2 * slope[:, None] - (square @ moves.flatten(1)).view_as(moves)) * moves).sum(0)
-            gain, which = won.max(0)
-            better, chosen = gain > 0, which.expand(size, 1, -1)
-            levels[part] = torch.where(better, found.gather(1, chosen)[:, 0], levels[part])
-            scale[:, group] = torch.where(better, tried.gather(0, which[None])[0], scale[:, group])
-            slopes.addmm_(hessian[:, part], moves.gather(1, chosen)[:, 0] * better, alpha=-1)
-        everywhere = torch.ones(len(scale), dtype=torch.bool, device=scale.device)
-        return Coded(self.codes(levels.T), self.rescaled(scale, everywhere))
-
-    def _decided(self, aim: Tensor, scale: Tensor, factor: Tensor) -> Tensor:
-        """Levels [size, tried, out] of a group that should be `aim` [size, out], for scales [tried, out].
-
-        factor: the upper Cholesky factor of the inverse of the group's part of the Gram matrix.
-        """
-        left = aim[:, None].repeat(1, len(scale), 1)
-        levels = torch.empty_like(left)
-        for column, row in enumerate(factor.unbind()):
-            levels[column] = self.levels(self.codes(left[column] / scale))
-            error = (left[column] - levels[column] * scale) / row[column]
-            left[column + 1 :].sub_(row[column + 1 :, None, None] * error)
-        return levels
+        tried = torch.stack(list(self.beside_scale(scale)), dim=1)
+        squares = hessian.unflatten(0, (-1, size)).unflatten(2, (-1, size)).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(squares.double()))
+        factor = torch.linalg.cholesky(inverse, upper=True)
+        ahead = (factor / factor.diagonal(dim1=1, dim2=2).unsqueeze(2)).triu(1)
+        inverse, ahead = inverse.to(hessian.dtype), ahead.to(hessian.dtype)
+        middles = None if table is None else between(table)
+        rescale_(slopes, levels, scale, tried, hessian, inverse, ahead, bounds, self.float8, table, middles)
+        everywhere = torch.ones(len(codes), dtype=torch.bool, device=scale.device)
+        return Coded(self.codes(levels.T), self.rescaled(scale.T, everywhere))
 
     def _refit(self, codes: Tensor, hessian: Tensor, gradient: Tensor) -> Coded:
         square, first = scale_loss(codes, self, hessian, gradient)

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from llmcompress.grids.coded import Coded, Grid
+from llmcompress.grids.snapping import snap_
 from llmcompress.solve.column_sweep import Levels, Sweeper, by_blocks, coded_levels, in_order, obs_sweep
 from llmcompress.solve.damping import Factor
-from llmcompress.solve.scripted_sweep import ScriptedSweeper, snap_
+from llmcompress.solve.scripted_sweep import ScriptedSweeper
 from llmcompress.solve.sparsegpt import ChosenMask, FixedMask
 from llmcompress.solve.together import codes_together
 

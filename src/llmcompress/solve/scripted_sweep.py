@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from llmcompress.grids.snapping import snapped_
 from llmcompress.scripted import scripted
 from llmcompress.solve.column_sweep import Levels
 
@@ -76,29 +77,6 @@ class ScriptedSweeper:
         )
 
 
-def _snapped_(
-    level: Tensor,
-    group: int,
-    bounds: tuple[Tensor, Tensor] | None,
-    float8: bool,
-    table: Tensor | None,
-    between: Tensor | None,
-) -> None:
-    """Move values [out] in units of their scale to the nearest levels, in place."""
-    if bounds is not None:
-        torch.clamp(level, bounds[0][group], bounds[1][group], out=level)  # bounds are levels: rounding stays within
-        if float8:
-            level.copy_(level.to(torch.float8_e4m3fn)).add_(0.0)  # zero is never negative
-        else:
-            level.round_()
-    elif table is not None and between is not None:
-        if table.dim() == 2:  # one for each row
-            place = torch.searchsorted(between, level.unsqueeze(1), right=True)
-            level.copy_(table.gather(1, place).squeeze(1))
-        else:
-            torch.take(table, torch.bucketize(level, between, right=True), out=level)
-
-
 @scripted
 def _round_columns(
     columns: Tensor,
@@ -116,22 +94,27 @@ def _round_columns(
     errors: Tensor,
     near: int,
 ) -> None:
-    """Round the columns [some, out] of a block one by one: write levels and errors, move the columns after each."""
-    count = len(columns)
+    """Round the columns [some, out] of a block one by one: write levels and errors, move the columns after each.
+
+    ahead [some, some]: zero up to its diagonal, so that columns before move by nothing.
+    """
+    count, scales, inverses = len(columns), scale.unbind(0), inverse.unbind(0)
     for first in range(0, count, near):
         last = min(first + near, count)
-        for j in range(first, last):
-            column, level, error, group = columns[j], levels[j], errors[j], groups[j]
-            value = column
+        block = columns[first:last]
+        shares = ahead[first:last, first:last].unbind(0)
+        # views are made at once: for few rows they would cost more than arithmetic
+        parts = zip(block.unbind(0), levels[first:last].unbind(0), errors[first:last].unbind(0), shares)
+        for j, (column, level, error, share) in enumerate(parts, first):
+            value, group = column, groups[j]
             if offset is not None:
                 column.sub_(offset[group])
             if keep is not None:
                 value = column * keep[j] if offset is None else torch.lerp(-offset[group], column, keep[j])
-            torch.mul(value, inverse[group], out=level)
-            _snapped_(level, group, bounds, float8, table, between)
-            torch.addcmul(column, level, scale[group], value=-1, out=error)
-            if j + 1 < last:
-                columns[j + 1 : last].addr_(ahead[j, j + 1 : last], error, alpha=-1)
+            torch.mul(value, inverses[group], out=level)
+            snapped_(level, group, bounds, float8, table, between)
+            torch.addcmul(column, level, scales[group], value=-1, out=error)
+            block.addr_(share, error, alpha=-1)
         if last < count:
             columns[last:].addmm_(ahead[first:last, last:].t(), errors[first:last], alpha=-1)
 
@@ -154,22 +137,21 @@ def _move_columns(
     near: int,
 ) -> None:
     """Move the levels [some, out] of a block to where the loss is least, column by column; write moves of values."""
-    count = len(slopes)
+    count, scales, inverses = len(slopes), scale.unbind(0), inverse.unbind(0)
     new = torch.empty_like(moves[0])
     for first in range(0, count, near):
         last = min(first + near, count)
-        for j in range(first, last):
-            level, move, group = levels[j], moves[j], groups[j]
-            torch.addcmul(level, slopes[j], inverse[group], value=curve[j], out=new)
-            _snapped_(new, group, bounds, float8, table, between)
+        block = slopes[first:last]
+        shares = ahead[first:last, first:last].triu(1).unbind(0)
+        parts = zip(block.unbind(0), levels[first:last].unbind(0), moves[first:last].unbind(0), shares)
+        for j, (slope, level, move, share) in enumerate(parts, first):
+            group = groups[j]
+            torch.addcmul(level, slope, inverses[group], value=curve[j], out=new)
+            snapped_(new, group, bounds, float8, table, between)
             if keep is not None:
                 torch.lerp(level, new, keep[j], out=new)  # what is gone stays where it is
-            torch.sub(new, level, out=move).mul_(scale[group])
+            torch.sub(new, level, out=move).mul_(scales[group])
             level.copy_(new)
-            if j + 1 < last:
-                slopes[j + 1 : last].addr_(ahead[j, j + 1 : last], move, alpha=-1)
+            block.addr_(share, move, alpha=-1)
         if last < count:
             slopes[last:].addmm_(ahead[first:last, last:].t(), moves[first:last], alpha=-1)
-
-
-snap_ = scripted(_snapped_)
