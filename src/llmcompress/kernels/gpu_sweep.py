@@ -12,7 +12,7 @@ from llmcompress.solve.column_sweep import Levels
 
 COLUMNS = 128  # of a block
 _ROWS = 8  # of a thread block, one for each warp
-_SHARED = 4 * 32 * (COLUMNS + 96 + 64 + 32)  # what a block's columns do to those after them, from the diagonal on
+_SHARED = 4 * 32 * (COLUMNS + 96 + 64 + 32)  # bytes of what columns do to those after them, from the diagonal
 _ROUND, _MOVE = Kernel("sweep.cu", "round_block"), Kernel("sweep.cu", "move_block")
 
 
@@ -26,7 +26,7 @@ class KernelSweeper:
 
     def takes(self, columns: Tensor, steps: Levels) -> bool:
         here = columns.device.type == self.device.type and columns.dtype == torch.float32
-        return here and steps.whole is not None
+        return here and not steps.float8
 
     def round_block(
         self,
@@ -38,11 +38,8 @@ class KernelSweeper:
         start: int,
         errors: Tensor,
     ) -> None:
-        offset = _or_none(steps.offset, columns)
         tensors = (columns, levels, errors, _or_none(keep, columns), ahead)
-        assert steps.whole is not None
-        tables = (steps.scale, steps.inverse, *steps.whole, offset, steps.index)
-        self._launch(_ROUND, (*tensors, *tables), columns, start, errors)
+        self._launch(_ROUND, tensors, steps, (_or_none(steps.offset, columns),), start)
 
     def move_block(
         self,
@@ -56,16 +53,24 @@ class KernelSweeper:
         moves: Tensor,
     ) -> None:
         tensors = (slopes, levels, moves, _or_none(keep, slopes), ahead, curve)
-        assert steps.whole is not None
-        tables = (steps.scale, steps.inverse, *steps.whole, steps.index)
-        self._launch(_MOVE, (*tensors, *tables), slopes, start, moves)
+        self._launch(_MOVE, tensors, steps, (), start)
 
-    def _launch(self, kernel: Kernel, tensors: tuple[Tensor, ...], columns: Tensor, start: int, errors: Tensor) -> None:
+    def _launch(
+        self, kernel: Kernel, tensors: tuple[Tensor, ...], steps: Levels, offset: tuple[Tensor, ...], start: int
+    ) -> None:
+        """tensors: the kernel's first, of them columns [in, out] or slopes, levels, and errors [some, out] or moves."""
+        columns, _, errors, *_ = tensors
+        low, high = steps.bounds or (None, None)
+        bounds, table = (_or_none(low, columns), _or_none(high, columns)), _or_none(steps.table, columns)
+        tensors = (*tensors, steps.scale, steps.inverse, *bounds, *offset, steps.index, table)
         for tensor in tensors:
             assert tensor.is_contiguous()  # kernels know no strides
         size, rows = columns.shape
-        launch = Launch(kernel, (-(-rows // _ROWS), 1, 1), (32 * _ROWS, 1, 1), _SHARED)
-        self.launcher(launch, *tensors, rows, size, start, errors.shape[0])
+        count, own = (0, 0) if steps.table is None else (table.shape[-1], table.dim() - 1)
+        places = 1 << (count - 1).bit_length() if count else 0
+        shared = _SHARED + 4 * 2 * places * (_ROWS if own else 1)
+        launch = Launch(kernel, (-(-rows // _ROWS), 1, 1), (32 * _ROWS, 1, 1), shared)
+        self.launcher(launch, *tensors, rows, size, start, errors.shape[0], count, places, own)
 
 
 def variants(architecture: str) -> Iterator[Kernel]:

@@ -119,11 +119,6 @@ class Levels:
         low, high = (bound.T.contiguous() for bound in grid.bounds)
         return cls(*common, (low, high), grid.float8)
 
-    @property
-    def whole(self) -> tuple[Tensor, Tensor] | None:
-        """The bounds of levels that are whole numbers; None for others."""
-        return None if self.float8 else self.bounds
-
 
 class Sweeper(Protocol):
     """Decides whole blocks of columns in one go, which saves a dozen calls from Python for each column.

@@ -1,7 +1,8 @@
 // A block of columns of a sweep: one warp decides the columns of one row, one after another, its values in registers.
 //
 // Lane l holds columns l, l + 32, l + 64 and l + 96 of the block. What deciding column j does to those after it is row j
-// of `ahead` (strictly upper triangular), whose blocks of 32 columns lie in shared memory from the diagonal on.
+// of `ahead` (strictly upper triangular), whose blocks of 32 columns lie in shared memory from the diagonal on. Behind
+// them lie levels that are no whole numbers, one table for all rows or one for each warp, and their midpoints.
 // Tensors [columns, rows] are row-major float32: a column of the matrix is contiguous.
 #include "primitives.cuh"
 
@@ -15,6 +16,34 @@ DEVICE int place(int strip, int row) {
 }
 
 DEVICE float within(float value, float low, float high) { return value < low ? low : value > high ? high : value; }
+
+// Levels of a row in ascending order, and midpoints of neighbours, infinite where there is none. size: a power of two;
+// 0 where levels are whole numbers.
+struct Table {
+    const float *levels, *middles;
+    int size;
+};
+
+// The level nearest to a value, the upper one of two.
+DEVICE float nearest(float value, float low, float high, const Table &table) {
+    if (table.size == 0) return within(float(round_even(value)), low, high);
+    int at = 0;
+    for (int step = table.size / 2; step > 0; step /= 2)
+        if (load_shared(table.middles + at + step - 1) <= value) at += step;
+    return load_shared(table.levels + at);
+}
+
+// Copies levels to shared memory, those of this warp's row if each row has its own; a barrier is to follow.
+DEVICE Table fill_table(float *shared, const float *levels, int count, int size, int own, int rows, int row) {
+    float *to = shared + (own ? 2 * size * (threadIdx.x / 32) : 0);
+    const float *from = levels + (own ? (long long)row * count : 0);
+    if (size != 0 && (own ? row < rows : threadIdx.x < 32))
+        for (int i = threadIdx.x % 32; i < size; i += 32) {
+            store_shared(to + i, i < count ? load(from + i) : 0.0f);
+            store_shared(to + size + i, i + 1 < count ? 0.5f * (load(from + i) + load(from + i + 1)) : bits_float(0x7f800000u));
+        }
+    return {to, to + size, size};
+}
 
 // What a row knows of its columns. `index`: the group of each column. Scales, bounds and offsets are [groups, rows].
 struct Steps {
@@ -43,8 +72,8 @@ DEVICE Steps steps_of(const float *scale, const float *inverse, const float *low
         const long long at = there ? (long long)load(index + start + column) * rows + row : 0;
         steps.scale[strip] = there ? load(scale + at) : 0.0f;
         steps.inverse[strip] = there ? load(inverse + at) : 0.0f;
-        steps.low[strip] = there ? load(low + at) : 0.0f;
-        steps.high[strip] = there ? load(high + at) : 0.0f;
+        steps.low[strip] = there && low ? load(low + at) : 0.0f;
+        steps.high[strip] = there && high ? load(high + at) : 0.0f;
         steps.offset[strip] = there && offset ? load(offset + at) : 0.0f;
     }
     return steps;
@@ -74,11 +103,12 @@ template <int strip> DEVICE void spread(float (&values)[STRIPS], const float *sh
 // GPTQ: rounds a value, and hands its error on.
 template <int strip>
 DEVICE void round_strip(float (&values)[STRIPS], float (&levels)[STRIPS], float (&errors)[STRIPS],
-                        const float (&keep)[STRIPS], const Steps &steps, const float *shared) {
+                        const float (&keep)[STRIPS], const Steps &steps, const Table &table,
+                        const float *shared) {
     for (int lane = 0; lane < 32; lane++) {
         const float value = values[strip] - steps.offset[strip];
         const float wanted = (keep[strip] != 0.0f ? value : -steps.offset[strip]) * steps.inverse[strip];
-        const float level = within(float(round_even(wanted)), steps.low[strip], steps.high[strip]);
+        const float level = nearest(wanted, steps.low[strip], steps.high[strip], table);
         const float error = fmaf(-level, steps.scale[strip], value);
         if (threadIdx.x % 32 == lane) levels[strip] = level, errors[strip] = error;
         spread<strip>(values, shared, 32 * strip + lane, shuffle(error, lane));
@@ -89,12 +119,12 @@ DEVICE void round_strip(float (&values)[STRIPS], float (&levels)[STRIPS], float 
 template <int strip>
 DEVICE void move_strip(float (&slopes)[STRIPS], float (&levels)[STRIPS], float (&moves)[STRIPS],
                        const float (&keep)[STRIPS], const float (&curve)[STRIPS], const Steps &steps,
-                       const float *shared) {
+                       const Table &table, const float *shared) {
     for (int lane = 0; lane < 32; lane++) {
         const float old = levels[strip];
         const float wanted = fmaf(slopes[strip] * curve[strip], steps.inverse[strip], old);
-        const float nearest = within(float(round_even(wanted)), steps.low[strip], steps.high[strip]);
-        const float level = keep[strip] != 0.0f ? nearest : old;
+        const float moved = nearest(wanted, steps.low[strip], steps.high[strip], table);
+        const float level = keep[strip] != 0.0f ? moved : old;
         const float move = (level - old) * steps.scale[strip];
         if (threadIdx.x % 32 == lane) levels[strip] = level, moves[strip] = move;
         spread<strip>(slopes, shared, 32 * strip + lane, shuffle(move, lane));
@@ -103,22 +133,26 @@ DEVICE void move_strip(float (&slopes)[STRIPS], float (&levels)[STRIPS], float (
 
 // columns [in, rows]: weights as they are by now, from `start` on `count` of them. levels [in, rows], errors [count,
 // rows]: written. keep [in, rows] or null: 1 for weights that stay, 0 for those that become zero. ahead [in, in].
-// offset [groups, rows] or null: what is added to scale * level.
+// offset [groups, rows] or null: what is added to scale * level. low, high [groups, rows]: the least and the largest
+// level; null where there is a table of them, [levels] or, own for each row, [rows, levels], which takes `places` in
+// shared memory, a power of two, or none.
 KERNEL round_block(const float *columns, float *levels, float *errors, const float *keep, const float *ahead,
                    const float *scale, const float *inverse, const float *low, const float *high, const float *offset,
-                   const int *index, int rows, int size, int start, int count) {
+                   const int *index, const float *given, int rows, int size, int start, int count, int there,
+                   int places, int own) {
     float *shared = reinterpret_cast<float *>(shared_memory());
-    fill_ahead(shared, ahead, size, start, count);
     const int row = blockIdx.x * WARPS + threadIdx.x / 32;
+    const Table table = fill_table(shared + place(STRIPS, COLUMNS), given, there, places, own, rows, row);
+    fill_ahead(shared, ahead, size, start, count);
     if (row >= rows) return;
     const Steps steps = steps_of(scale, inverse, low, high, offset, index, rows, row, start, count);
     float values[STRIPS], stay[STRIPS], level[STRIPS], error[STRIPS];
     read_row(values, columns, rows, row, start, count, 0.0f);
     read_row(stay, keep, rows, row, start, count, 1.0f);
-    round_strip<0>(values, level, error, stay, steps, shared);
-    round_strip<1>(values, level, error, stay, steps, shared);
-    round_strip<2>(values, level, error, stay, steps, shared);
-    round_strip<3>(values, level, error, stay, steps, shared);
+    round_strip<0>(values, level, error, stay, steps, table, shared);
+    round_strip<1>(values, level, error, stay, steps, table, shared);
+    round_strip<2>(values, level, error, stay, steps, table, shared);
+    round_strip<3>(values, level, error, stay, steps, table, shared);
     write_row(levels, level, rows, row, start, count);
     write_row(errors, error, rows, row, 0, count);
 }
@@ -127,10 +161,12 @@ KERNEL round_block(const float *columns, float *levels, float *errors, const flo
 // curve [in]: 1 over the diagonal of the Gram matrix, whose rows after the diagonal are `ahead`.
 KERNEL move_block(const float *slopes, float *levels, float *moves, const float *keep, const float *ahead,
                   const float *curve, const float *scale, const float *inverse, const float *low, const float *high,
-                  const int *index, int rows, int size, int start, int count) {
+                  const int *index, const float *given, int rows, int size, int start, int count, int there,
+                  int places, int own) {
     float *shared = reinterpret_cast<float *>(shared_memory());
-    fill_ahead(shared, ahead, size, start, count);
     const int row = blockIdx.x * WARPS + threadIdx.x / 32;
+    const Table table = fill_table(shared + place(STRIPS, COLUMNS), given, there, places, own, rows, row);
+    fill_ahead(shared, ahead, size, start, count);
     if (row >= rows) return;
     const Steps steps = steps_of(scale, inverse, low, high, nullptr, index, rows, row, start, count);
     float slope[STRIPS], stay[STRIPS], level[STRIPS], move[STRIPS], bent[STRIPS];
@@ -138,10 +174,10 @@ KERNEL move_block(const float *slopes, float *levels, float *moves, const float 
     read_row(level, levels, rows, row, start, count, 0.0f);
     read_row(stay, keep, rows, row, start, count, 1.0f);
     read_row(bent, curve, 1, 0, start, count, 0.0f);
-    move_strip<0>(slope, level, move, stay, bent, steps, shared);
-    move_strip<1>(slope, level, move, stay, bent, steps, shared);
-    move_strip<2>(slope, level, move, stay, bent, steps, shared);
-    move_strip<3>(slope, level, move, stay, bent, steps, shared);
+    move_strip<0>(slope, level, move, stay, bent, steps, table, shared);
+    move_strip<1>(slope, level, move, stay, bent, steps, table, shared);
+    move_strip<2>(slope, level, move, stay, bent, steps, table, shared);
+    move_strip<3>(slope, level, move, stay, bent, steps, table, shared);
     write_row(levels, level, rows, row, start, count);
     write_row(moves, move, rows, row, 0, count);
 }
