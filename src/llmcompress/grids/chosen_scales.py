@@ -79,7 +79,8 @@ class ChosenScaleGrid(Grid):
         slopes, scale = gradient.T.contiguous(), self.scale.T.contiguous()  # [in, out] from here on
         levels = self.levels(codes).T.contiguous()
         tried = torch.stack(list(self.beside_scale(scale)), dim=1)
-        squares = hessian.unflatten(0, (-1, size)).unflatten(2, (-1, size)).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+        count = len(hessian) // size
+        squares = hessian.reshape(count, size, count, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(squares.double()))
         factor = torch.linalg.cholesky(inverse, upper=True)
         ahead = (factor / factor.diagonal(dim1=1, dim2=2).unsqueeze(2)).triu(1)

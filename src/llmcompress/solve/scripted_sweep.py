@@ -104,7 +104,7 @@ def _round_columns(
         block = columns[first:last]
         shares = ahead[first:last, first:last].unbind(0)
         # views are made at once: for few rows they would cost more than arithmetic
-        parts = zip(block.unbind(0), levels[first:last].unbind(0), errors[first:last].unbind(0), shares)
+        parts = zip(block.unbind(0), levels[first:last].unbind(0), errors[first:last].unbind(0), shares)  # noqa: B905 (TorchScript)
         for j, (column, level, error, share) in enumerate(parts, first):
             value, group = column, groups[j]
             if offset is not None:
@@ -143,7 +143,7 @@ def _move_columns(
         last = min(first + near, count)
         block = slopes[first:last]
         shares = ahead[first:last, first:last].triu(1).unbind(0)
-        parts = zip(block.unbind(0), levels[first:last].unbind(0), moves[first:last].unbind(0), shares)
+        parts = zip(block.unbind(0), levels[first:last].unbind(0), moves[first:last].unbind(0), shares)  # noqa: B905 (TorchScript)
         for j, (slope, level, move, share) in enumerate(parts, first):
             group = groups[j]
             torch.addcmul(level, slope, inverses[group], value=curve[j], out=new)
