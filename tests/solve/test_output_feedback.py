@@ -9,6 +9,7 @@ from llmcompress.methods.base import Statistics
 from llmcompress.methods.gptq import Gptq
 from llmcompress.solve import output_feedback
 from llmcompress.solve.output_feedback import chunks, solved_with_feedback
+from llmcompress.solve.prune import Pruned
 from llmcompress.solve.row_blocks import SERIAL_BLOCKS
 from llmcompress.stats.gram import Gram
 from llmcompress.workers import SERIAL
@@ -29,13 +30,13 @@ def products(gradients, sizes):
     return [part.T @ part / len(gradients) for part in parts]
 
 
-def solved(weight, inputs, outputs, workers=None, **options):
+def solved(weight, inputs, outputs, workers=None, pruned=None, **options):
     gram = Gram(IN, SERIAL)
     gram.update(inputs)
     method = Gptq(bits=3, group_size=32, qep_alpha=0, **options)
     stats = Statistics({"gram": gram}, outputs=outputs)
     blocks = SERIAL_BLOCKS if workers is None else type(SERIAL_BLOCKS)(workers)
-    return method.solve(weight, stats, torch.float32, blocks).coded
+    return method.solve(weight, stats, torch.float32, blocks, pruned).coded
 
 
 def loss(weight, coded, inputs, outputs):
@@ -107,6 +108,17 @@ def test_outputs_that_have_nothing_in_common_are_rounded_as_without(sizes):
     inputs = correlated(IN, 1)
     fed = solved(weight, inputs, [torch.eye(size) for size in sizes])
     assert torch.equal(fed.codes, solved(weight, inputs, None).codes)
+
+
+@pytest.mark.parametrize("sizes", [[OUT], [50, 30]], ids=["one run", "two runs"])
+def test_weights_that_are_gone_stay_so_and_the_objective_falls(sizes):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(OUT, IN, generator=generator)
+    pruned = weight * (torch.rand(OUT, IN, generator=generator) > 0.5)
+    inputs, outputs = correlated(IN, 1), products(correlated(OUT, 2), sizes)
+    fed, alone = (solved(weight, inputs, given, pruned=Pruned.of_zeros(pruned)) for given in (outputs, None))
+    assert not fed.decode()[pruned == 0].any()
+    assert loss(weight, fed, inputs, outputs) < 0.7 * loss(weight, alone, inputs, outputs)
 
 
 def test_gradients_that_are_zero_say_nothing():

@@ -145,14 +145,15 @@ class Gptq(Method):
         def rows(part: slice | torch.Tensor, fed_back: torch.Tensor | None = None) -> Coded:
             goal = swept = ranged = aim[part] if fed_back is None else fed_back
             mask = None
-            if held is not None and isinstance(part, slice):
-                swept, ranged, mask = held.aim[part], held.ranged[part], held.mask(part)
+            if held is not None:
+                swept, ranged = held.rows(part) if fed_back is None else held.towards(part, fed_back)
+                mask = held.mask(part)
             grid = fitted(ranged) if common is None else common.rows(part)
             coded = gptq_codes(swept, grid, factor, order, self.block_size, mask, blocks.sweeper)
             kept = None if mask is None else mask.keep
             return ready.refiner.refine(goal, coded, scale_dtype, self.descent, kept, blocks.sweeper)
 
-        if stats.outputs is None or held is not None:
+        if stats.outputs is None or isinstance(sparse, MaskChoice):  # which chooses among all rows of a block
             coded = Coded.stacked(blocks.map(rows, aim))
         else:
             coded = solved_with_feedback(stats.outputs, aim, rows, blocks.workers)

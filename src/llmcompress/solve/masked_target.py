@@ -17,8 +17,7 @@ _ROWS = 512  # refitted at once
 class MaskedTarget:
     """Weights [out, in] on their way to codes, some of which are gone already, or will be chosen to go meanwhile.
 
-    aim [out, in]: what is rounded; where weights are gone, the others have made up for them. ranged [out, in]: whose
-    ranges are looked for, which making up for others changes.
+    ranged [out, in]: whose ranges are looked for, which making up for others changes.
     """
 
     def __init__(
@@ -31,20 +30,31 @@ class MaskedTarget:
         blocks: RowBlocks,
     ) -> None:
         """wanted [out, in]: whose outputs are aimed at. hessian [in, in]: damped; factor: of it, in `order` [in]."""
-        self.aim = self.ranged = wanted
-        self._sparse, self._factor = sparse, factor
+        self._aim = self.ranged = wanted
+        self._sparse, self._factor, self._hessian = sparse, factor, hessian
         self._keep: Tensor | None = None
         if isinstance(sparse, Pruned):
-            self.aim = self.ranged = _refitted(sparse.weight, wanted, sparse.keep, hessian, blocks)
+            self._aim = self.ranged = _refitted(sparse.weight, wanted, sparse.keep, hessian, blocks)
             self._keep = in_order(sparse.keep, order).to(torch.float32)
         else:
             keep = as_stored(sparse.guess(in_order(wanted, order), factor.pivots), order).contiguous()
             self.ranged = _refitted(wanted, wanted, keep, hessian, blocks)
 
-    def mask(self, part: slice) -> FixedMask:
+    def rows(self, part: slice | Tensor) -> tuple[Tensor, Tensor]:
+        """What is rounded of some rows: where weights are gone, the others have made up for them; and `ranged`."""
+        return self._aim[part], self.ranged[part]
+
+    def towards(self, part: slice | Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """The same, of rows that aim at another target [some, in]; TypeError where weights are yet to be chosen."""
+        if not isinstance(self._sparse, Pruned):
+            raise TypeError("the weights that go are chosen for one target")
+        moved = refitted(self._aim[part], target, self._sparse.keep[part], self._hessian, _STEPS)
+        return moved, moved
+
+    def mask(self, part: slice | Tensor) -> FixedMask:
         """Of some rows, which weights stay."""
         if isinstance(self._sparse, MaskChoice):
-            return self._sparse.mask(self._factor.pivots, len(self.aim[part]))
+            return self._sparse.mask(self._factor.pivots, len(self._aim[part]))
         assert self._keep is not None
         return FixedMask(self._keep[:, part].contiguous())
 

@@ -143,14 +143,23 @@ def test_experts_have_no_weights_and_the_matrices_around_them_do(random_model_di
     assert [entry["subject"] for entry in report["ledger"] if entry["kind"] == "guided"] == ["24 of 32 matrices"]
 
 
-def test_errors_at_outputs_that_are_pruned_or_scaled_are_not_made_up_for(shallow_model_dir, tmp_path):
+@pytest.mark.parametrize(
+    ("step", "count"),
+    [
+        ({"method": "wanda", "sparsity": 0.5}, 14),
+        ({"method": "sparsegpt", "sparsity": 0.5, "joint": True}, 0),
+        ({"method": "awq"}, 0),
+    ],
+    ids=["pruned before", "pruned meanwhile", "scaled"],
+)
+def test_errors_at_outputs_that_are_scaled_or_chosen_to_go_are_not_made_up_for(
+    shallow_model_dir, tmp_path, step, count
+):
     gptq = {"method": "gptq", "bits": 4, "group_size": 64, "guided": True}
-    for step in ({"method": "wanda", "sparsity": 0.5}, {"method": "awq"}):
-        plan = make_plan(
-            steps_recipe([step, gptq], "compressed-tensors"), shallow_model_dir, Options(out=tmp_path / "out")
-        )
-        assert not followed(plan.recipe, plan.layers[0])
-        assert [entry.subject for entry in plan.ledger if entry.kind == "guided"] == ["14 of 14 matrices"]
+    plan = make_plan(steps_recipe([step, gptq], "compressed-tensors"), shallow_model_dir, Options(out=tmp_path / "out"))
+    assert sum(len(followed(plan.recipe, layer)) for layer in plan.layers) == count
+    said = [entry.subject for entry in plan.ledger if entry.kind == "guided"]
+    assert said == ([] if count == 14 else ["14 of 14 matrices"])
 
 
 def test_divergence_falls_by_a_third(shallow_model_dir, windows, tmp_path):

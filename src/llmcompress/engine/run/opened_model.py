@@ -38,12 +38,15 @@ def opened_model(
 
     tiled_attention: whether layers may use the faster attention of model/attention.py.
     """
+    device = device_of(options.device)
+    if device.type == "cuda":
+        torch.linalg.cholesky(torch.eye(1, device=device))  # loads the library now: two threads at once would fail to
     return StreamedModel(
         checkpoint,
         config_of(checkpoint.headers, options.trust_remote_code),
         spec,
         dtype=getattr(torch, dtype),
-        device=device_of(options.device),
+        device=device,
         trust_remote_code=options.trust_remote_code,
         tiled_attention=tiled_attention,
     )
