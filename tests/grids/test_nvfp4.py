@@ -108,24 +108,30 @@ def test_every_weight_is_as_near_as_any_value():
     assert torch.allclose((grid.decode(grid.encode(weight)) - weight).abs(), near, rtol=1e-5)
 
 
+@pytest.mark.parametrize("masked", [False, True], ids=["dense", "masked"])
 @pytest.mark.parametrize("kind", ["nvfp4", "mxfp4", "mxfp8"])
-def test_scales_are_refitted_with_their_codes(kind):
+def test_scales_are_refitted_with_their_codes(kind, masked):
     """After descent on codes, groups with another scale and codes of their own lose less; a second time hardly."""
     generator = torch.Generator().manual_seed(1)
     weight, inputs = torch.randn(64, 96, generator=generator), torch.randn(400, 96, generator=generator)
     inputs = inputs @ (torch.eye(96) + 0.1 * torch.randn(96, 96, generator=generator))
+    keep = (torch.rand(64, 96, generator=generator) > 0.4).to(torch.float32) if masked else None
     hessian = damped(inputs.T @ inputs / 400, 0.01)
     refiner, grid = Refiner(hessian, torch.arange(96)), fitted(weight, spec_named(kind))
-    coded = Coded(grid.encode(weight), grid)
-    coded, _ = refiner.descend_codes(coded, refiner.gradient(weight, coded))
+    coded = Coded(grid.encode(weight if keep is None else weight * keep), grid)
+    coded, _ = refiner.descend_codes(coded, refiner.gradient(weight, coded), None if keep is None else keep.T)
 
-    def gained(how):
+    def refitted(how, *more):
         slopes = refiner.gradient(weight, coded).T.contiguous()
-        return row_loss(weight, getattr(coded.grid, how)(coded.codes, hessian, slopes, torch.float16), hessian).sum()
+        found = getattr(coded.grid, how)(coded.codes, hessian, slopes, torch.float16, *more)
+        if keep is not None:
+            assert not found.decode()[keep == 0].any()
+        return row_loss(weight, found, hessian)
 
-    before = row_loss(weight, coded, hessian).sum()
-    assert gained("refit_all") < 0.97 * before
-    assert gained("refit_all") < 0.99 * gained("refit")
+    before, found = row_loss(weight, coded, hessian), refitted("refit_all", keep)
+    assert (found <= before * 1.0001).all()
+    assert found.sum() < (0.99 if masked else 0.97) * before.sum()
+    assert found.sum() < 0.995 * refitted("refit").sum()
 
 
 def test_a_mask_stays_where_it_is():

@@ -60,7 +60,9 @@ class ChosenScaleGrid(Grid):
         parts = (slice(start, start + step) for start in range(0, rows, step))
         return Coded.stacked([self.rows(part)._refit(codes[part], hessian, gradient[part]) for part in parts])
 
-    def refit_all(self, codes: Tensor, hessian: Tensor, gradient: Tensor, scale_dtype: torch.dtype) -> Coded:
+    def refit_all(
+        self, codes: Tensor, hessian: Tensor, gradient: Tensor, scale_dtype: torch.dtype, keep: Tensor | None = None
+    ) -> Coded:
         """Group after group, each row takes of some scales, with the codes that each of them asks for, the best.
 
         What a group should be is told by the gradient; its codes are decided one by one, those behind making up for the
@@ -68,9 +70,14 @@ class ChosenScaleGrid(Grid):
         """
         step = max(1, _SQUARES // len(hessian))
         parts = (slice(start, start + step) for start in range(0, len(codes), step))
-        return Coded.stacked([self.rows(part)._refit_all(codes[part], hessian, gradient[part]) for part in parts])
 
-    def _refit_all(self, codes: Tensor, hessian: Tensor, gradient: Tensor) -> Coded:
+        def refitted(part: slice) -> Coded:
+            kept = None if keep is None else keep[part]
+            return self.rows(part)._refit_all(codes[part], hessian, gradient[part], kept)
+
+        return Coded.stacked([refitted(part) for part in parts])
+
+    def _refit_all(self, codes: Tensor, hessian: Tensor, gradient: Tensor, keep: Tensor | None) -> Coded:
         from llmcompress.grids.snapping import rescale_
 
         size, table, bounds = self.spec.group_size, self.table, None
@@ -86,7 +93,8 @@ class ChosenScaleGrid(Grid):
         ahead = (factor / factor.diagonal(dim1=1, dim2=2).unsqueeze(2)).triu(1)
         inverse, ahead = inverse.to(hessian.dtype), ahead.to(hessian.dtype)
         middles = None if table is None else between(table)
-        rescale_(slopes, levels, scale, tried, hessian, inverse, ahead, bounds, self.float8, table, middles)
+        kept = None if keep is None else keep.T.contiguous()
+        rescale_(slopes, levels, kept, scale, tried, hessian, inverse, ahead, bounds, self.float8, table, middles)
         everywhere = torch.ones(len(codes), dtype=torch.bool, device=scale.device)
         return Coded(self.codes(levels.T), self.rescaled(scale.T, everywhere))
 

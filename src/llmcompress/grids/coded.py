@@ -97,8 +97,13 @@ class Grid(ABC):
         """
         raise TypeError(f"{self.spec.name} has no scales")
 
-    def refit_all(self, codes: Tensor, hessian: Tensor, gradient: Tensor, scale_dtype: torch.dtype) -> Coded:
-        """As `refit`, of grids that know how with other codes too."""
+    def refit_all(
+        self, codes: Tensor, hessian: Tensor, gradient: Tensor, scale_dtype: torch.dtype, keep: Tensor | None = None
+    ) -> Coded:
+        """As `refit`, of grids that know how with other codes too.
+
+        keep [out, in] float32: 1, or 0 for weights that are zero and stay so; None where none are.
+        """
         return self.refit(codes, hessian, gradient, scale_dtype)
 
     @property

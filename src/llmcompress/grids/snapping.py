@@ -39,6 +39,7 @@ snap_ = scripted(snapped_)
 def rescale_(
     slopes: Tensor,
     levels: Tensor,
+    keep: Tensor | None,
     scale: Tensor,
     tried: Tensor,
     hessian: Tensor,
@@ -51,22 +52,23 @@ def rescale_(
 ) -> None:
     """Group after group, give each row the best of some scales and the codes that it asks for, in place.
 
-    slopes [in, out]: of the loss, which follow the moves. levels [in, out]. scale [groups, out]. tried [groups, scales,
-    out]. hessian [in, in]; inverse, ahead [groups, size, size]: of its diagonal blocks, the latter as in `Factor`.
+    slopes [in, out]: of the loss, which follow the moves. levels [in, out]. keep [in, out]: 1, or 0 for weights that are
+    zero and stay so; None where none are. scale [groups, out]. tried [groups, scales, out]. hessian [in, in]; inverse, ahead [groups, size, size]: of its diagonal blocks, the latter as in `Factor`.
     """
     size = inverse.shape[1]
     for group in range(len(scale)):
-        part = slice(group * size, (group + 1) * size)
+        start = group * size
+        part = slice(start, start + size)
         slope, old, scales = slopes[part], levels[part], tried[group]
         now = old * scale[group]
         left = (now + inverse[group] @ slope).unsqueeze(1).repeat(1, len(scales), 1)
         found, flat = torch.empty_like(left), left.flatten(1)
         columns, chosen, shares = left.unbind(0), found.unbind(0), ahead[group].unbind(0)
         for column in range(size):
-            level = chosen[column]
-            torch.div(columns[column], scales, out=level)
+            value, level = columns[column], chosen[column]
+            torch.div(value if keep is None else value * keep[start + column], scales, out=level)
             snapped_(level, group, bounds, float8, table, between)
-            error = torch.addcmul(columns[column], level, scales, value=-1)
+            error = torch.addcmul(value, level, scales, value=-1)
             flat.addr_(shares[column], error.flatten(), alpha=-1)
         moves = found * scales - now.unsqueeze(1)
         bent = (hessian[part, part] @ moves.flatten(1)).view_as(moves)

@@ -40,8 +40,8 @@ class Refiner:
             coded, gradient = self.descend_codes(coded, self.gradient(weight, coded), keep, sweeper=sweeper)
             slopes = as_stored(gradient, self.order)
             del gradient
-            fit = coded.grid.refit_all if keep is None else coded.grid.refit  # a mask stays where it is
-            coded = fit(coded.codes, self.hessian, slopes, scale_dtype)
+            stay = None if keep is None else as_stored(keep, self.order)
+            coded = coded.grid.refit_all(coded.codes, self.hessian, slopes, scale_dtype, stay)
         return coded
 
     def gradient(self, weight: Tensor, coded: Coded) -> Tensor:
