@@ -21,7 +21,7 @@ from llmcompress.workers import Workers
 OUTPUTS = 1024  # rows between which errors are made up for: products of more gradients would outgrow the matrix
 AT_ONCE, STEPS = 16, 32  # rows of them at most that are decided at a time; and a share of them
 DAMPING = 0.1  # of the products' mean square: these are sums over tokens of little text
-_TOGETHER = 2  # runs of rows, at least, whose steps are taken together: what a step costs hardly depends on its rows
+_TOGETHER = 4  # runs of rows, at least, whose steps are taken together: what a step costs hardly depends on its rows
 
 Solve = Callable[[Tensor, Tensor], Coded]
 """Codes of rows, by their numbers [n] and what they are to be [n, in]."""
