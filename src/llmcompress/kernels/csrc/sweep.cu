@@ -39,8 +39,9 @@ DEVICE Table fill_table(float *shared, const float *levels, int count, int size,
     const float *from = levels + (own ? (long long)row * count : 0);
     if (size != 0 && (own ? row < rows : threadIdx.x < 32))
         for (int i = threadIdx.x % 32; i < size; i += 32) {
-            store_shared(to + i, i < count ? load(from + i) : 0.0f);
-            store_shared(to + size + i, i + 1 < count ? 0.5f * (load(from + i) + load(from + i + 1)) : bits_float(0x7f800000u));
+            const float level = i < count ? load(from + i) : 0.0f, infinite = bits_float(0x7f800000u);
+            store_shared(to + i, level);
+            store_shared(to + size + i, i + 1 < count ? 0.5f * (level + load(from + i + 1)) : infinite);
         }
     return {to, to + size, size};
 }
@@ -103,8 +104,7 @@ template <int strip> DEVICE void spread(float (&values)[STRIPS], const float *sh
 // GPTQ: rounds a value, and hands its error on.
 template <int strip>
 DEVICE void round_strip(float (&values)[STRIPS], float (&levels)[STRIPS], float (&errors)[STRIPS],
-                        const float (&keep)[STRIPS], const Steps &steps, const Table &table,
-                        const float *shared) {
+                        const float (&keep)[STRIPS], const Steps &steps, const Table &table, const float *shared) {
     for (int lane = 0; lane < 32; lane++) {
         const float value = values[strip] - steps.offset[strip];
         const float wanted = (keep[strip] != 0.0f ? value : -steps.offset[strip]) * steps.inverse[strip];
