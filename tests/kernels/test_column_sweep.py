@@ -15,6 +15,7 @@ from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.grids.blocks import BLOCK_TYPES
 from llmcompress.grids.codebook import CodebookSpec
+from llmcompress.grids.coded import Coded
 from llmcompress.grids.fitting import fit
 from llmcompress.grids.float8 import Float8Spec
 from llmcompress.grids.int8 import Int8Spec
@@ -27,7 +28,7 @@ from llmcompress.kernels.gpu_sweep import KernelSweeper, gpu_sweeper
 from llmcompress.methods.base import Statistics
 from llmcompress.methods.gptq import Gptq
 from llmcompress.recipe import Calibration, Recipe
-from llmcompress.solve.column_sweep import Levels
+from llmcompress.solve.column_sweep import Levels, as_stored
 from llmcompress.solve.damping import inverse_factor
 from llmcompress.solve.gptq import gptq_codes
 from llmcompress.solve.prepared import Prepared, column_order
@@ -148,6 +149,30 @@ def test_a_block_is_what_float64_makes_of_it_by_hand():
             slope[j + 1 :] -= bend[j, j + 1 :] * (level - old) * scale[j, row]
 
 
+@pytest.mark.parametrize("masked", [False, True], ids=["dense", "masked"])
+@pytest.mark.parametrize(("name", "rows", "width"), [("NVFP4", 17, 96), ("MXFP4", 8, 160)])
+def test_scales_are_chosen_together_with_codes_as_by_torch(name, rows, width, masked):
+    weight, ready = problem(rows, width, seed=2)
+    keep = (torch.rand(width, rows, generator=torch.Generator().manual_seed(1)) > 0.4).float() if masked else None
+    aim = weight if keep is None else weight * keep.T
+    grid = fit(aim, GRIDS[name], importance=ready.cost)
+    codes, found = grid.encode(aim), {}
+    for who, by in (("kernel", sweeper()), ("torch", None)):
+        coded = Coded(codes, grid)
+        slopes = as_stored(ready.refiner.gradient(weight, coded), ready.order)
+        stay, rescale = None if keep is None else keep.T, None if by is None else by.rescale
+        found[who] = grid.refit_all(codes, ready.refiner.hessian, slopes, torch.float16, stay, rescale)
+        if by is not None:
+            assert [launch.kernel.name for launch in by.launcher.launches] == ["rescale"]
+    kernel, plain = found["kernel"], found["torch"]
+    assert (plain.grid.scale != grid.scale).any()
+    assert (plain.codes != codes).any()
+    same = (kernel.grid.scale == plain.grid.scale).all(1) & (kernel.codes == plain.codes).all(1)
+    assert int((~same).sum()) <= 1  # where two are equally good, the order of sums decides
+    if keep is not None:
+        assert not kernel.decode()[keep.T == 0].any()
+
+
 def test_what_the_kernel_does_not_know_is_left_to_torch():
     weight, ready = problem(8, 256)
     by = sweeper()
@@ -182,7 +207,7 @@ def test_kernels_are_tried_before_a_run_goes_by_them(monkeypatch):
     launcher = EmulatedLauncher()
     monkeypatch.setattr("llmcompress.kernels.cuda.open_gpu", lambda device, say: launcher)
     assert gpu_sweeper(torch.device("cpu"), pytest.fail).launcher is launcher
-    assert [launch.kernel.name for launch in launcher.launches] == ["round_block", "move_block"]
+    assert [launch.kernel.name for launch in launcher.launches] == ["round_block", "move_block", "rescale"]
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from llmcompress.grids.coded import Coded, Grid
+from llmcompress.grids.coded import Coded, Grid, Rescale
 from llmcompress.grids.errors import positive
 from llmcompress.grids.scales import between, gains, natural_groups, scale_loss
 from llmcompress.hardware import at_once
@@ -61,7 +61,13 @@ class ChosenScaleGrid(Grid):
         return Coded.stacked([self.rows(part)._refit(codes[part], hessian, gradient[part]) for part in parts])
 
     def refit_all(
-        self, codes: Tensor, hessian: Tensor, gradient: Tensor, scale_dtype: torch.dtype, keep: Tensor | None = None
+        self,
+        codes: Tensor,
+        hessian: Tensor,
+        gradient: Tensor,
+        scale_dtype: torch.dtype,
+        keep: Tensor | None = None,
+        rescale: Rescale | None = None,
     ) -> Coded:
         """Group after group, each row takes of some scales, with the codes that each of them asks for, the best.
 
@@ -73,11 +79,13 @@ class ChosenScaleGrid(Grid):
 
         def refitted(part: slice) -> Coded:
             kept = None if keep is None else keep[part]
-            return self.rows(part)._refit_all(codes[part], hessian, gradient[part], kept)
+            return self.rows(part)._refit_all(codes[part], hessian, gradient[part], kept, rescale)
 
         return Coded.stacked([refitted(part) for part in parts])
 
-    def _refit_all(self, codes: Tensor, hessian: Tensor, gradient: Tensor, keep: Tensor | None) -> Coded:
+    def _refit_all(
+        self, codes: Tensor, hessian: Tensor, gradient: Tensor, keep: Tensor | None, rescale: Rescale | None
+    ) -> Coded:
         from llmcompress.grids.snapping import rescale_
 
         size, table, bounds = self.spec.group_size, self.table, None
@@ -91,10 +99,11 @@ class ChosenScaleGrid(Grid):
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(squares.double()))
         factor = torch.linalg.cholesky(inverse, upper=True)
         ahead = (factor / factor.diagonal(dim1=1, dim2=2).unsqueeze(2)).triu(1)
-        inverse, ahead = inverse.to(hessian.dtype), ahead.to(hessian.dtype)
+        inverse, ahead = (of_blocks.to(hessian.dtype).contiguous() for of_blocks in (inverse, ahead))
         middles = None if table is None else between(table)
         kept = None if keep is None else keep.T.contiguous()
-        rescale_(slopes, levels, kept, scale, tried, hessian, inverse, ahead, bounds, self.float8, table, middles)
+        choose = rescale or rescale_
+        choose(slopes, levels, kept, scale, tried, hessian, inverse, ahead, bounds, self.float8, table, middles)
         everywhere = torch.ones(len(codes), dtype=torch.bool, device=scale.device)
         return Coded(self.codes(levels.T), self.rescaled(scale.T, everywhere))
 

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
     from llmcompress.workers import Workers
 
+Rescale = Callable[..., None]
+"""What does as `rescale_` of grids/snapping.py, of the same arguments."""
+
 
 @dataclass(frozen=True)
 class Grid(ABC):
@@ -98,11 +101,18 @@ class Grid(ABC):
         raise TypeError(f"{self.spec.name} has no scales")
 
     def refit_all(
-        self, codes: Tensor, hessian: Tensor, gradient: Tensor, scale_dtype: torch.dtype, keep: Tensor | None = None
+        self,
+        codes: Tensor,
+        hessian: Tensor,
+        gradient: Tensor,
+        scale_dtype: torch.dtype,
+        keep: Tensor | None = None,
+        rescale: Rescale | None = None,
     ) -> Coded:
         """As `refit`, of grids that know how with other codes too.
 
-        keep [out, in] float32: 1, or 0 for weights that are zero and stay so; None where none are.
+        keep [out, in] float32: 1, or 0 for weights that are zero and stay so; None where none are. rescale: what
+        chooses scales together with codes in place of `rescale_`.
         """
         return self.refit(codes, hessian, gradient, scale_dtype)
 

@@ -52,9 +52,9 @@ def rescale_(
 ) -> None:
     """Group after group, give each row the best of some scales and the codes that it asks for, in place.
 
-    slopes [in, out]: of the loss, which follow the moves. levels [in, out]. keep [in, out]: 1, or 0 for weights that are
-    zero and stay so; None where none are. scale [groups, out]. tried [groups, scales, out]. hessian [in, in]; inverse,
-    ahead [groups, size, size]: of its diagonal blocks, the latter as in `Factor`.
+    slopes [in, out]: of the loss, which follow the moves. levels [in, out]. keep [in, out]: 1, or 0 for weights that
+    are zero and stay so; None where none are. scale [groups, out]. tried [groups, scales, out]. hessian [in, in];
+    inverse, ahead [groups, size, size]: of its diagonal blocks, the latter as in `Factor`.
     """
     size = inverse.shape[1]
     for group in range(len(scale)):

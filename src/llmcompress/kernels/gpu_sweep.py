@@ -1,4 +1,4 @@
-"""The column loops of GPTQ and of descent as one kernel for each block of columns."""
+"""The loops of GPTQ and of descent as one kernel for each block of columns, and that of scales as one for all."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from llmcompress.grids.snapping import rescale_
 from llmcompress.kernels.compile_errors import KernelsError
 from llmcompress.kernels.launch import Kernel, Launch, Launcher
 from llmcompress.solve.column_sweep import Levels
@@ -14,6 +15,8 @@ COLUMNS = 128  # of a block
 _ROWS = 8  # of a thread block, one for each warp
 _SHARED = 4 * 32 * (COLUMNS + 96 + 64 + 32)  # bytes of what columns do to those after them, from the diagonal
 _ROUND, _MOVE = Kernel("sweep.cu", "round_block"), Kernel("sweep.cu", "move_block")
+_RESCALE = Kernel("rescale.cu", "rescale")
+_LANES = 32  # columns of a group at most
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,32 @@ class KernelSweeper:
         tensors = (slopes, levels, moves, _or_none(keep, slopes), ahead, curve)
         self._launch(_MOVE, tensors, steps, (), start)
 
+    def rescale(
+        self,
+        slopes: Tensor,
+        levels: Tensor,
+        keep: Tensor | None,
+        scale: Tensor,
+        tried: Tensor,
+        hessian: Tensor,
+        inverse: Tensor,
+        ahead: Tensor,
+        bounds: tuple[Tensor, Tensor] | None,
+        float8: bool,
+        table: Tensor | None,
+        between: Tensor | None,
+    ) -> None:
+        (size, rows), width, here = slopes.shape, inverse.shape[1], slopes.device.type == self.device.type
+        if table is None or table.dim() > 1 or width > _LANES or not here:
+            rescale_(slopes, levels, keep, scale, tried, hessian, inverse, ahead, bounds, float8, table, between)
+            return
+        tensors = [slopes, levels, _or_none(keep, slopes), scale, tried, hessian, inverse, ahead, table]
+        for tensor in tensors:
+            assert tensor.is_contiguous()
+        places = _places(len(table))
+        launch = Launch(_RESCALE, (-(-rows // _ROWS), 1, 1), (32 * _ROWS, 1, 1), 4 * 2 * places)
+        self.launcher(launch, *tensors, rows, size, width, tried.shape[1], len(table), places)
+
     def _launch(
         self, kernel: Kernel, tensors: tuple[Tensor, ...], steps: Levels, offset: tuple[Tensor, ...], start: int
     ) -> None:
@@ -67,7 +96,7 @@ class KernelSweeper:
             assert tensor.is_contiguous()  # kernels know no strides
         size, rows = columns.shape
         count, own = (0, 0) if steps.table is None else (table.shape[-1], table.dim() - 1)
-        places = 1 << (count - 1).bit_length() if count else 0
+        places = _places(count)
         shared = _SHARED + 4 * 2 * places * (_ROWS if own else 1)
         launch = Launch(kernel, (-(-rows // _ROWS), 1, 1), (32 * _ROWS, 1, 1), shared)
         self.launcher(launch, *tensors, rows, size, start, errors.shape[0], count, places, own)
@@ -75,7 +104,7 @@ class KernelSweeper:
 
 def variants(architecture: str) -> Iterator[Kernel]:
     """Every kernel there is."""
-    yield from (_ROUND, _MOVE)
+    yield from (_ROUND, _MOVE, _RESCALE)
 
 
 def gpu_sweeper(device: torch.device, say: Callable[[str], None]) -> KernelSweeper | None:
@@ -88,10 +117,19 @@ def gpu_sweeper(device: torch.device, say: Callable[[str], None]) -> KernelSweep
         steps = Levels(one, one, None, torch.zeros(1, dtype=torch.int32, device=device), (-one, one))
         found.round_block(one, one.clone(), None, one, steps, 0, one.clone())
         found.move_block(one, one.clone(), None, one, one, steps, 0, one.clone())
+        square = one[None]
+        found.rescale(
+            one.clone(), one.clone(), None, one.clone(), square, one, square, square, None, False, one[0], one
+        )
     except KernelsError as error:
         say(f"torch decides column by column, which is slower: {error.message}")
         return None
     return found
+
+
+def _places(count: int) -> int:
+    """The power of two that holds so many levels; 0 for none."""
+    return 1 << (count - 1).bit_length() if count else 0
 
 
 def _or_none(tensor: Tensor | None, like: Tensor) -> Tensor:

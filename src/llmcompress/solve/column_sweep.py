@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from llmcompress.grids.coded import Coded, Grid
+from llmcompress.grids.coded import Coded, Grid, Rescale
 from llmcompress.grids.scales import between
 
 Choose = Callable[[int, Tensor, Tensor], None]
@@ -164,4 +164,9 @@ class Sweeper(Protocol):
         slopes [in, out]: of the loss, by the columns before. ahead [in, in]: the Gram matrix of the columns; what lies
         below its diagonal is not looked at. curve [in]: 1 over the diagonal of the Gram matrix.
         """
+        ...
+
+    @property
+    def rescale(self) -> Rescale:
+        """How scales are chosen together with codes, as `rescale_` of `grids/snapping.py` has it."""
         ...

@@ -41,7 +41,8 @@ class Refiner:
             slopes = as_stored(gradient, self.order)
             del gradient
             stay = None if keep is None else as_stored(keep, self.order)
-            coded = coded.grid.refit_all(coded.codes, self.hessian, slopes, scale_dtype, stay)
+            rescale = None if sweeper is None else sweeper.rescale
+            coded = coded.grid.refit_all(coded.codes, self.hessian, slopes, scale_dtype, stay, rescale)
         return coded
 
     def gradient(self, weight: Tensor, coded: Coded) -> Tensor:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from llmcompress.grids.snapping import snapped_
+from llmcompress.grids.snapping import rescale_, snapped_
 from llmcompress.scripted import scripted
 from llmcompress.solve.column_sweep import Levels
 
@@ -15,6 +15,8 @@ class ScriptedSweeper:
 
     def __init__(self, columns: int = 128) -> None:
         self.columns = columns
+
+    rescale = staticmethod(rescale_)
 
     def takes(self, columns: Tensor, steps: Levels) -> bool:
         return True

@@ -4,46 +4,14 @@
 // of `ahead` (strictly upper triangular), whose blocks of 32 columns lie in shared memory from the diagonal on. Behind
 // them lie levels that are no whole numbers, one table for all rows or one for each warp, and their midpoints.
 // Tensors [columns, rows] are row-major float32: a column of the matrix is contiguous.
-#include "primitives.cuh"
+#include "levels.cuh"
 
 constexpr int COLUMNS = 128;      // of a block at most
 constexpr int STRIPS = COLUMNS / 32;
-constexpr int WARPS = 8;          // rows of a thread block: neighbours share the sectors of a column
 
 // Where row j of strip s begins in shared memory: strips of 32 rows hold columns from 32 s on.
 DEVICE int place(int strip, int row) {
     return 32 * (strip * COLUMNS - 32 * (strip * (strip - 1) / 2)) + (row - 32 * strip) * (COLUMNS - 32 * strip);
-}
-
-DEVICE float within(float value, float low, float high) { return value < low ? low : value > high ? high : value; }
-
-// Levels of a row in ascending order, and midpoints of neighbours, infinite where there is none. size: a power of two;
-// 0 where levels are whole numbers.
-struct Table {
-    const float *levels, *middles;
-    int size;
-};
-
-// The level nearest to a value, the upper one of two.
-DEVICE float nearest(float value, float low, float high, const Table &table) {
-    if (table.size == 0) return within(float(round_even(value)), low, high);
-    int at = 0;
-    for (int step = table.size / 2; step > 0; step /= 2)
-        if (load_shared(table.middles + at + step - 1) <= value) at += step;
-    return load_shared(table.levels + at);
-}
-
-// Copies levels to shared memory, those of this warp's row if each row has its own; a barrier is to follow.
-DEVICE Table fill_table(float *shared, const float *levels, int count, int size, int own, int rows, int row) {
-    float *to = shared + (own ? 2 * size * (threadIdx.x / 32) : 0);
-    const float *from = levels + (own ? (long long)row * count : 0);
-    if (size != 0 && (own ? row < rows : threadIdx.x < 32))
-        for (int i = threadIdx.x % 32; i < size; i += 32) {
-            const float level = i < count ? load(from + i) : 0.0f, infinite = bits_float(0x7f800000u);
-            store_shared(to + i, level);
-            store_shared(to + size + i, i + 1 < count ? 0.5f * (level + load(from + i + 1)) : infinite);
-        }
-    return {to, to + size, size};
 }
 
 // What a row knows of its columns. `index`: the group of each column. Scales, bounds and offsets are [groups, rows].
