@@ -18,12 +18,16 @@ from typing import Any
 
 from common import HERE, OURS, Job, evaluate, kept, once, run, set_up, shape
 
-OUR_ROWS = {  # the grid, and the options that say so
-    "integers of 4 bits, groups of 32": ("--bits", "4", "--group-size", "32"),
-    "NVFP4": ("--type", "nvfp4"),
-    "NVFP4, inputs too": ("--type", "nvfp4", "--activations", "nvfp4"),
-    "MXFP4": ("--type", "mxfp4"),
-    "MXFP4, inputs too": ("--type", "mxfp4", "--activations", "mxfp4"),
+SMOOTHED = str(HERE.parent / "configs" / "w4a4-nvfp4.yaml")
+OUR_ROWS = {  # the grid, and the command that makes it, without the model
+    "integers of 4 bits, groups of 32": ("gptq", "--bits", "4", "--group-size", "32"),
+    "NVFP4": ("gptq", "--type", "nvfp4"),
+    "NVFP4, --guided": ("gptq", "--type", "nvfp4", "--guided"),
+    "NVFP4, inputs too": ("gptq", "--type", "nvfp4", "--activations", "nvfp4"),
+    "NVFP4, inputs too, smoothed": ("run", SMOOTHED),
+    "MXFP4": ("gptq", "--type", "mxfp4"),
+    "MXFP4, --guided": ("gptq", "--type", "mxfp4", "--guided"),
+    "MXFP4, inputs too": ("gptq", "--type", "mxfp4", "--activations", "mxfp4"),
 }
 PEER_ROWS = {  # the grid, and the tool's name for it
     "NVFP4": "NVFP4A16",
@@ -72,15 +76,15 @@ def main() -> None:
             flush=True,
         )
 
-    for number, (grid, options) in enumerate(OUR_ROWS.items()):
+    for number, (grid, command) in enumerate(OUR_ROWS.items()):
         out = args.out / f"ours-{number}"
-        row(grid, "llmcompress gptq", [*OURS, "gptq", str(args.model), "-o", str(out), *options, *tokens], out)
+        row(grid, "llmcompress gptq", [*OURS, *command, str(args.model), "-o", str(out), *tokens], out)
         if args.peer is None or grid not in PEER_ROWS:
             continue
         for method in ("gptq", "rtn"):
             out = args.out / f"peer-{number}-{method}"
-            command = [*job.peer("llmcompressor", args.peer, out), "--method", method, "--scheme", PEER_ROWS[grid]]
-            row(grid, f"llm-compressor {method}", command, out)
+            theirs = [*job.peer("llmcompressor", args.peer, out), "--method", method, "--scheme", PEER_ROWS[grid]]
+            row(grid, f"llm-compressor {method}", theirs, out)
     if args.modelopt is not None:
         out = args.out / "modelopt"
         row(
