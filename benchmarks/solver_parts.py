@@ -48,7 +48,7 @@ def steps(rows: int, width: int, tokens: int, bits: int) -> dict[str, Callable[[
         "column sweep": lambda: gptq_codes(weight, grid, factor, order),
         "gradient": lambda: ready.refiner.gradient(weight, coded),
         "descent on codes": lambda: ready.refiner.descend_codes(coded, gradient.clone()),
-        "scales anew": lambda: coded.grid.refit(coded.codes, hessian, delta, torch.bfloat16),
+        "scales anew": lambda: coded.grid.refit_all(coded.codes, hessian, delta.clone(), torch.bfloat16),
         "energies": lambda: output_energies((delta, weight), hessian, SERIAL),
     }
 

@@ -187,12 +187,13 @@ def test_what_the_kernel_does_not_know_is_left_to_torch():
 
 @pytest.mark.skipif(NVCC is None, reason="no nvcc")
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_89", "sm_90"])
-def test_it_compiles_without_spills(architecture, tmp_path):
-    command = [NVCC, f"-arch={architecture}", "-cubin", "-Xptxas", "-v", "-o", tmp_path / "sweep", CSRC / "sweep.cu"]
+@pytest.mark.parametrize(("source", "kernels"), [("sweep.cu", 2), ("rescale.cu", 1)])
+def test_it_compiles_without_spills(source, kernels, architecture, tmp_path):
+    command = [NVCC, f"-arch={architecture}", "-cubin", "-Xptxas", "-v", "-o", tmp_path / "cubin", CSRC / source]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert re.findall(r"(\d+) bytes spill", done.stderr) == ["0"] * 4
-    assert re.findall(r"(\d+) bytes stack", done.stderr) == ["0"] * 2
+    assert re.findall(r"(\d+) bytes spill", done.stderr) == ["0"] * 2 * kernels
+    assert re.findall(r"(\d+) bytes stack", done.stderr) == ["0"] * kernels
     assert all(int(count) <= 64 for count in re.findall(r"Used (\d+) registers", done.stderr)), done.stderr
 
 
@@ -219,6 +220,18 @@ def test_every_block_of_rows_goes_by_the_kernels_in_whichever_thread(count, monk
     with SERIAL.with_threads(count) as workers:
         method.solve(weight, stats, torch.float16, RowBlocks(workers, sweeper=by))
     assert sorted(launch.kernel.name for launch in by.launcher.launches) == ["move_block"] * 3 + ["round_block"] * 3
+
+
+def test_a_method_hands_the_choice_of_scales_to_the_kernel():
+    weight, ready = problem(16, 64)
+    stats, found = Statistics({"gram": Gram.of(ready.refiner.hessian, 1 << 10)}), {}
+    for kind, scales in (("nvfp4", ["rescale"]), ("mxfp8", [])):  # floats of 8 bits are left to torch
+        by = sweeper()
+        for who, chosen in (("kernel", by), ("torch", None)):
+            solved = Gptq(type=kind).solve(weight, stats, torch.float16, RowBlocks(SERIAL, sweeper=chosen))
+            found[who] = row_loss(weight, solved.coded, ready.refiner.hessian).sum()
+        assert [launch.kernel.name for launch in by.launcher.launches if launch.kernel.name == "rescale"] == scales
+        torch.testing.assert_close(found["kernel"], found["torch"], rtol=1e-2, atol=0)
 
 
 def test_a_whole_run_goes_by_the_kernels(random_model_dir, tmp_path):

@@ -128,7 +128,8 @@ def test_gradients_that_are_zero_say_nothing():
     assert torch.equal(fed.codes, solved(weight, inputs, None).codes)
 
 
-def test_the_number_of_threads_changes_nothing():
+def test_the_number_of_threads_changes_nothing(monkeypatch):
+    monkeypatch.setattr(output_feedback, "_TOGETHER", 1)  # each thread has two runs
     weight = torch.randn(OUT, IN, generator=torch.Generator().manual_seed(0))
     inputs, outputs = correlated(IN, 1), products(correlated(OUT, 2), [20, 20, 20, 20])
     with SERIAL.with_threads(2) as workers:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from llmcompress.grids.coded import Coded, Grid, Rescale
 from llmcompress.grids.errors import positive
-from llmcompress.grids.scales import between, gains, natural_groups, scale_loss
+from llmcompress.grids.scales import between, natural_groups
 from llmcompress.hardware import at_once
 from llmcompress.lazy import Tensor, torch
 
@@ -19,17 +19,12 @@ if TYPE_CHECKING:
     from llmcompress.grids.base import Clip, Spec
 
 BIAS = 127  # of powers of two that are stored as bytes
-_ROUNDS = 2  # of descent on scales
-_SQUARES = 1 << 24  # numbers at once of how scales of a row act on one another, or of rows whose codes move too
+_AT_ONCE = 1 << 24  # weights of rows whose scales and codes are chosen together
 _CHUNK = 1 << 17  # weights searched at once: the temporaries stay in the cache
 
 
 class ChosenScaleGrid(Grid):
     """Fitted grid of a matrix [out, in] whose groups are contiguous and whose scales are of a small set."""
-
-    @abstractmethod
-    def tried(self, old: Tensor, wanted: Tensor) -> Sequence[Tensor]:
-        """Scales [out] that may take the place of `old`, where the loss is least at `wanted`."""
 
     @abstractmethod
     def rescaled(self, scale: Tensor, rows: Tensor) -> Self:
@@ -53,13 +48,6 @@ class ChosenScaleGrid(Grid):
     def _spread(self) -> Tensor:
         return self.scale.repeat_interleave(self.spec.group_size, dim=1)
 
-    def refit(self, codes: Tensor, hessian: Tensor, gradient: Tensor, scale_dtype: torch.dtype) -> Coded:
-        """Better scales, one moved after another where that lowers the loss; no row gets worse."""
-        rows, groups = self.scale.shape
-        step = max(1, _SQUARES // groups**2)
-        parts = (slice(start, start + step) for start in range(0, rows, step))
-        return Coded.stacked([self.rows(part)._refit(codes[part], hessian, gradient[part]) for part in parts])
-
     def refit_all(
         self,
         codes: Tensor,
@@ -74,7 +62,7 @@ class ChosenScaleGrid(Grid):
         What a group should be is told by the gradient; its codes are decided one by one, those behind making up for the
         error as far as the group's own part of the Gram matrix lets them (GPTQ within the group).
         """
-        step = max(1, _SQUARES // len(hessian))
+        step = max(1, _AT_ONCE // len(hessian))
         parts = (slice(start, start + step) for start in range(0, len(codes), step))
 
         def refitted(part: slice) -> Coded:
@@ -107,24 +95,6 @@ class ChosenScaleGrid(Grid):
         everywhere = torch.ones(len(codes), dtype=torch.bool, device=scale.device)
         return Coded(self.codes(levels.T), self.rescaled(scale.T, everywhere))
 
-    def _refit(self, codes: Tensor, hessian: Tensor, gradient: Tensor) -> Coded:
-        square, first = scale_loss(codes, self, hessian, gradient)
-        before = self.scale
-        scale, bend = before.clone(), square.diagonal(dim1=1, dim2=2)
-        slope = first.clone()
-        for _ in range(_ROUNDS):
-            for group in range(scale.shape[1]):
-                old, steep = scale[:, group], bend[:, group]
-                wanted = torch.where(steep > 0, old + slope[:, group] / steep, old)
-                best, gain = old, torch.zeros_like(old)
-                for tried in self.tried(old, wanted):
-                    step = tried - old
-                    found = 2 * step * slope[:, group] - step * step * steep
-                    best, gain = torch.where(found > gain, tried, best), torch.maximum(found, gain)
-                slope = slope - square[:, :, group] * (best - old).unsqueeze(1)
-                scale[:, group] = best
-        return Coded(codes, self.rescaled(scale, gains(square, first, scale - before) > 0))
-
 
 @dataclass(frozen=True)
 class PowerScaleGrid(ChosenScaleGrid):
@@ -151,12 +121,9 @@ class PowerScaleGrid(ChosenScaleGrid):
     def scale(self) -> Tensor:
         return torch.exp2(self.exponent)
 
-    def tried(self, old: Tensor, wanted: Tensor) -> Sequence[Tensor]:
-        least, most = (2.0**end for end in self.exponents)
-        return [(old * factor).clamp(least, most) for factor in (0.5, 2.0)]
-
     def beside_scale(self, old: Tensor) -> Sequence[Tensor]:
-        return [old, *self.tried(old, old)]
+        least, most = (2.0**end for end in self.exponents)
+        return [old, *((old * factor).clamp(least, most) for factor in (0.5, 2.0))]
 
     def rescaled(self, scale: Tensor, rows: Tensor) -> Self:
         return replace(self, exponent=torch.where(rows[:, None], torch.log2(scale), self.exponent))

@@ -109,7 +109,7 @@ class Grid(ABC):
         keep: Tensor | None = None,
         rescale: Rescale | None = None,
     ) -> Coded:
-        """As `refit`, of grids that know how with other codes too.
+        """As `refit`, of grids that know how with other codes too. The gradient's memory may be given up for it.
 
         keep [out, in] float32: 1, or 0 for weights that are zero and stay so; None where none are. rescale: what
         chooses scales together with codes in place of `rescale_`.

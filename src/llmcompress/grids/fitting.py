@@ -18,12 +18,15 @@ def fit(
     gram: Tensor | None = None,
     scale_dtype: torch.dtype = torch.float16,
     order: Tensor | None = None,
+    beside: Grid | None = None,
 ) -> Grid:
     """Scales or tables for weight [out, in] float32, as `Fitting` says; outliers must have been taken out of it.
 
+    beside: the grid that these rows have as part of a matrix, with whose other rows they share something that stays.
     TypeError for clip output on a grid whose ranges are not searched by the error of outputs.
     """
     grid = type_of(spec)
     if clip == "output" and grid.clips and not grid.output_clip:
         raise TypeError(f"ranges of {spec.name} are not searched by the error of outputs")
-    return grid.fit(weight, spec, Fitting(clip, search, importance, gram, scale_dtype, order))
+    how = Fitting(clip, search, importance, gram, scale_dtype, order)
+    return grid.fit(weight, spec, how) if beside is None else grid.fit_beside(weight, beside, how)

@@ -122,6 +122,11 @@ class GridType(ABC):
         """Scales or tables for weight [out, in] float32; outliers apart, which must have been taken out of it."""
         raise TypeError(f"{self.name} has nothing to fit")
 
+    def fit_beside(self, weight: Tensor, grid: Any, how: Fitting) -> Grid:
+        """The grid of rows [some, in] whose weights have changed. grid: theirs before, with what other rows share."""
+        found: Grid = grid
+        return found
+
     def rounded(
         self, weight: Tensor, spec: Any, search: Search, workers: Workers, importance: Tensor | None
     ) -> Coded | None:

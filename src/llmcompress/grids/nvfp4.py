@@ -74,9 +74,6 @@ class Nvfp4Grid(E2m1Grid):
     def scale(self) -> Tensor:
         return self.small / self.divisor
 
-    def tried(self, old: Tensor, wanted: Tensor) -> Sequence[Tensor]:
-        return [_rounded(wanted * self.divisor) / self.divisor]
-
     def beside_scale(self, old: Tensor) -> Sequence[Tensor]:
         at = (old * self.divisor).to(torch.float8_e4m3fn).view(torch.uint8).to(torch.int16)
         return [old, *(_of_byte(at + step) / self.divisor for step in _MOVED)]
@@ -133,6 +130,9 @@ class Nvfp4(E2m1Type):
 
     def fit(self, weight: Tensor, spec: Nvfp4Spec, how: Fitting) -> Nvfp4Grid:
         return fit(weight, how.clip, how.importance)
+
+    def fit_beside(self, weight: Tensor, grid: Nvfp4Grid, how: Fitting) -> Nvfp4Grid:
+        return fit(weight, how.clip, how.importance, divisor=grid.divisor)
 
     def restored(self, spec: Nvfp4Spec, width: int, parts: Mapping[str, Tensor]) -> Nvfp4Grid:
         return Nvfp4Grid(spec, parts["small"].to(torch.float32), parts["divisor"])

@@ -16,7 +16,8 @@ def snapped_(
 ) -> None:
     """Move values [..., out] in units of their scale to the nearest levels, in place.
 
-    group: the row of bounds [groups, out] that holds. float8, table, between: as in `Levels` of the column sweep.
+    Values are [out] where each row has its table. group: the row of bounds [groups, out] that holds. float8, table,
+    between: as in `Levels` of the column sweep.
     """
     if bounds is not None:
         torch.clamp(level, bounds[0][group], bounds[1][group], out=level)  # bounds are levels: rounding stays within

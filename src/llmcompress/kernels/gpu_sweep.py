@@ -74,7 +74,7 @@ class KernelSweeper:
         between: Tensor | None,
     ) -> None:
         (size, rows), width, here = slopes.shape, inverse.shape[1], slopes.device.type == self.device.type
-        if table is None or table.dim() > 1 or width > _LANES or not here:
+        if table is None or width > _LANES or not here:
             rescale_(slopes, levels, keep, scale, tried, hessian, inverse, ahead, bounds, float8, table, between)
             return
         tensors = [slopes, levels, _or_none(keep, slopes), scale, tried, hessian, inverse, ahead, table]

@@ -148,12 +148,16 @@ class Gptq(Method):
             if held is not None:
                 swept, ranged = held.rows(part) if fed_back is None else held.towards(part, fed_back)
                 mask = held.mask(part)
-            grid = fitted(ranged) if common is None else common.rows(part)
+            if common is None:
+                grid = fitted(ranged)
+            else:
+                grid = common.rows(part) if fed_back is None else fitted(ranged, beside=common.rows(part))
             coded = gptq_codes(swept, grid, factor, order, self.block_size, mask, blocks.sweeper)
             kept = None if mask is None else mask.keep
             return ready.refiner.refine(goal, coded, scale_dtype, self.descent, kept, blocks.sweeper)
 
-        if stats.outputs is None or isinstance(sparse, MaskChoice):  # which chooses among all rows of a block
+        # weights that go are chosen among all rows of a block, and outliers make up for errors by themselves
+        if stats.outputs is None or isinstance(sparse, MaskChoice) or outliers is not None:
             coded = Coded.stacked(blocks.map(rows, aim))
         else:
             coded = solved_with_feedback(stats.outputs, aim, rows, blocks.workers)

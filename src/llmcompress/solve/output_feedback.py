@@ -41,7 +41,7 @@ def solved_with_feedback(products: Sequence[Tensor], aim: Corrected | Tensor, so
     """Codes of all rows of `aim` [out, in], those that matter most first.
 
     products: mean products [n, n] of the gradients at the outputs of each run of rows, in order. Runs know nothing of
-    one another; threads and ranks share them.
+    one another; threads and ranks share them where there are more than `_TOGETHER`.
     """
     starts = accumulate((len(square) for square in products[:-1]), initial=0)
     runs = list(zip(products, starts, strict=True))

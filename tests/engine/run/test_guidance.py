@@ -162,6 +162,14 @@ def test_errors_at_outputs_that_are_scaled_or_chosen_to_go_are_not_made_up_for(
     assert said == ([] if count == 14 else ["14 of 14 matrices"])
 
 
+def test_a_head_has_no_outputs_to_follow(shallow_model_dir, tmp_path):
+    made = recipe("gptq", format_="mlx", bits=4, group_size=64, guided=True, head_bits=4)
+    plan = make_plan(made, shallow_model_dir, Options(out=tmp_path / "out"))
+    head = [matrix for matrix in plan.matrices if not matrix.inside]
+    assert [matrix.method.guided for matrix in head] == [True]
+    assert not followed(plan.recipe, head)
+
+
 def test_divergence_falls_by_a_third(shallow_model_dir, windows, tmp_path):
     text = {"samples": 32, "length": 64}
     found = {}

@@ -67,7 +67,7 @@ def _plan_for_any_target(recipe: Recipe, model: Path, options: Options) -> Plan:
     head = tuple(plan for plan in planned.values() if not plan.inside)
     guided = [plan for plan in planned.values() if plan.follows_gradients and plan.inside]
     if len(guided) > (count := len(followed(recipe, guided))):
-        why = "transformed, pruned meanwhile, multiplied or experts: errors are not made up for in later outputs"
+        why = "transformed, pruned meanwhile, multiplied, beside outliers or experts"
         ledger.note("guided", f"{len(guided) - count} of {len(guided)} matrices", why)
     if runs_text(recipe, planned.values()):
         check_length(headers, recipe.calibration.length)

@@ -98,13 +98,15 @@ def followed(recipe: Recipe, layer: Iterable[MatrixPlan]) -> list[MatrixPlan]:
     """The matrices of a layer whose errors are made up for in later outputs, by gradients at these.
 
     The gradients are of outputs as the source has them: neither of experts' nor of those that a transform or a factor
-    scales. Weights that go while others are rounded are chosen whatever errors do.
+    scales. Weights that go while others are rounded are chosen, and outliers fitted, whatever errors do.
     """
     return [
         matrix
         for matrix in layer
         if matrix.follows_gradients
+        and matrix.inside
         and matrix.expert is None
+        and not matrix.method.needs_peaks
         and (matrix.pruner is None or matrix.pruner.within is None)
         and not (recipe.transforms or matrix.factors)
     ]

@@ -178,6 +178,9 @@ class LayerGuidance:
 
     def tensors(self) -> dict[str, Tensor]:
         """Weights and products by the names that files have for them. RunError for gradients that are not finite."""
+        for path, sums in self._products.items():
+            if not all(bool(torch.isfinite(total).all()) for total in sums):
+                raise _not_finite(path)
         products = {
             f"{_OUTPUTS}{path}.{number:05d}": total / self._seen[path]
             for path, sums in self._products.items()
@@ -192,7 +195,11 @@ class LayerGuidance:
             powers = sums.flatten().to(torch.float64) ** POWER
             mean = float(powers.mean())
             if not torch.isfinite(powers).all():
-                raise RunError(f"the gradients of {space} are not finite", "look at its weights, and at config.json")
+                raise _not_finite(space)
             if mean > 0:  # else no output of these matrices matters, and all tokens count alike
                 found[space] = (powers / mean).to(torch.float32)
         return found
+
+
+def _not_finite(name: str) -> RunError:
+    return RunError(f"the gradients of {name} are not finite", "look at its weights, and at config.json")
