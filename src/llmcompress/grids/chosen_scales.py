@@ -27,8 +27,8 @@ class ChosenScaleGrid(Grid):
     """Fitted grid of a matrix [out, in] whose groups are contiguous and whose scales are of a small set."""
 
     @abstractmethod
-    def rescaled(self, scale: Tensor, rows: Tensor) -> Self:
-        """The grid with other scales [out, groups], each of the set, in the rows where `rows` [out] is true."""
+    def rescaled(self, scale: Tensor) -> Self:
+        """The grid with other scales [out, groups], each of the set."""
 
     @abstractmethod
     def beside_scale(self, old: Tensor) -> Sequence[Tensor]:
@@ -92,8 +92,7 @@ class ChosenScaleGrid(Grid):
         kept = None if keep is None else keep.T.contiguous()
         choose = rescale or rescale_
         choose(slopes, levels, kept, scale, tried, hessian, inverse, ahead, bounds, self.float8, table, middles)
-        everywhere = torch.ones(len(codes), dtype=torch.bool, device=scale.device)
-        return Coded(self.codes(levels.T), self.rescaled(scale.T, everywhere))
+        return Coded(self.codes(levels.T), self.rescaled(scale.T))
 
 
 @dataclass(frozen=True)
@@ -125,8 +124,8 @@ class PowerScaleGrid(ChosenScaleGrid):
         least, most = (2.0**end for end in self.exponents)
         return [old, *((old * factor).clamp(least, most) for factor in (0.5, 2.0))]
 
-    def rescaled(self, scale: Tensor, rows: Tensor) -> Self:
-        return replace(self, exponent=torch.where(rows[:, None], torch.log2(scale), self.exponent))
+    def rescaled(self, scale: Tensor) -> Self:
+        return replace(self, exponent=torch.log2(scale).contiguous())
 
     @classmethod
     def fitted(cls, weight: Tensor, spec: Spec, clip: Clip, importance: Tensor | None) -> Self:

@@ -78,8 +78,8 @@ class Nvfp4Grid(E2m1Grid):
         at = (old * self.divisor).to(torch.float8_e4m3fn).view(torch.uint8).to(torch.int16)
         return [old, *(_of_byte(at + step) / self.divisor for step in _MOVED)]
 
-    def rescaled(self, scale: Tensor, rows: Tensor) -> Nvfp4Grid:
-        return replace(self, small=torch.where(rows[:, None], _rounded(scale * self.divisor), self.small))
+    def rescaled(self, scale: Tensor) -> Nvfp4Grid:
+        return replace(self, small=_rounded(scale * self.divisor).contiguous())
 
     def packed(self, codes: Tensor) -> dict[str, Tensor]:
         return {

@@ -1,6 +1,6 @@
 """The loops of GPTQ and of descent as one kernel for each block of columns, and that of scales as one for all."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,11 +78,9 @@ class KernelSweeper:
             rescale_(slopes, levels, keep, scale, tried, hessian, inverse, ahead, bounds, float8, table, between)
             return
         tensors = [slopes, levels, _or_none(keep, slopes), scale, tried, hessian, inverse, ahead, table]
-        for tensor in tensors:
-            assert tensor.is_contiguous()
         places = _places(len(table))
-        launch = Launch(_RESCALE, (-(-rows // _ROWS), 1, 1), (32 * _ROWS, 1, 1), 4 * 2 * places)
-        self.launcher(launch, *tensors, rows, size, width, tried.shape[1], len(table), places)
+        numbers = (rows, size, width, tried.shape[1], len(table), places)
+        self._run(_RESCALE, 4 * 2 * places, tensors, numbers)
 
     def _launch(
         self, kernel: Kernel, tensors: tuple[Tensor, ...], steps: Levels, offset: tuple[Tensor, ...], start: int
@@ -92,14 +90,18 @@ class KernelSweeper:
         low, high = steps.bounds or (None, None)
         bounds, table = (_or_none(low, columns), _or_none(high, columns)), _or_none(steps.table, columns)
         tensors = (*tensors, steps.scale, steps.inverse, *bounds, *offset, steps.index, table)
-        for tensor in tensors:
-            assert tensor.is_contiguous()  # kernels know no strides
         size, rows = columns.shape
         count, own = (0, 0) if steps.table is None else (table.shape[-1], table.dim() - 1)
         places = _places(count)
         shared = _SHARED + 4 * 2 * places * (_ROWS if own else 1)
-        launch = Launch(kernel, (-(-rows // _ROWS), 1, 1), (32 * _ROWS, 1, 1), shared)
-        self.launcher(launch, *tensors, rows, size, start, errors.shape[0], count, places, own)
+        self._run(kernel, shared, tensors, (rows, size, start, errors.shape[0], count, places, own))
+
+    def _run(self, kernel: Kernel, shared: int, tensors: Sequence[Tensor], numbers: tuple[int, ...]) -> None:
+        """numbers: the first is that of rows, each of which is a warp's."""
+        for tensor in tensors:
+            assert tensor.is_contiguous()  # kernels know no strides
+        launch = Launch(kernel, (-(-numbers[0] // _ROWS), 1, 1), (32 * _ROWS, 1, 1), shared)
+        self.launcher(launch, *tensors, *numbers)
 
 
 def variants(architecture: str) -> Iterator[Kernel]:
