@@ -33,6 +33,11 @@ FORMS = {  # step, format, and what the names of tensors that move end with
         "compressed-tensors",
         ("weight_scale",),
     ),
+    "fixed scale of inputs": (
+        {"method": "rtn", "bits": 3, "group_size": 16, "activations": "int8-tensor"},
+        "compressed-tensors",
+        ("weight_scale",),
+    ),
     "nf4": ({"method": "rtn", "type": "nf4", "double_quant": False}, "bitsandbytes", ("weight.absmax",)),
     "dense": (RTN, "dense", ()),
 }
@@ -52,7 +57,7 @@ def model(random_model_dir):
 def test_codes_stay_and_predictions_come_nearer(name, model, tmp_path):
     step, form, moving = FORMS[name]
     ids = write_ids(tmp_path / "ids.safetensors", samples=160)
-    out = compressed(model, tmp_path / "out", step, form=form)
+    out = compressed(model, tmp_path / "out", step, form=form, source=ids)
     report = recovered(out, model, tmp_path / "to", ids, steps=32, rate=1e-3, samples=160)
     checks = verify(tmp_path / "to", model)
     assert passed(checks), [check for check in checks if not check.ok]

@@ -1,6 +1,7 @@
 """What of a compressed model is trained: scales that are free numbers, weights that nothing has rounded, and gains."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,7 @@ from llmcompress.engine.source.quantised import DecodedHeaders
 from llmcompress.errors import CheckpointError, RunError
 from llmcompress.formats.base import Entry, TensorSpec
 from llmcompress.grids.base import INPUT_SPECS
+from llmcompress.grids.inputs import fixed_for
 from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.store.checkpoint import DTYPES, Checkpoint
 
@@ -110,10 +112,13 @@ def encoded(plan: RecoverPlan, module: str, coded: "Coded") -> "dict[str, Tensor
     assert isinstance(headers, DecodedHeaders)  # else there are no codes
     record = plan.records.get(module, {})
     own = plan.own[f"{module}.weight"].spec
+    inputs = INPUT_SPECS.get(str(record.get("inputs")))
+    if inputs is not None:
+        coded = replace(coded, input_scale=fixed_for(plan.checkpoint.inputs(module), inputs))
     entry = Entry(
         TensorSpec(own.name, own.dtype, own.shape),
         coded.grid.spec,
-        INPUT_SPECS.get(str(record.get("inputs"))),
+        inputs,
         transposed=module in headers.transposed,
         permuted=bool(record.get("permuted")),
         block=True,
