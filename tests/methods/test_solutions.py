@@ -60,14 +60,16 @@ def test_a_row_alone_is_solved_like_a_row_of_many():
     ).float().mean() > 0.98  # a product of one row sums in another order
 
 
+@pytest.mark.parametrize("shrinkage", [0.0, 0.5])
 @pytest.mark.parametrize("bits", [2, 4])
-def test_plain_gptq_is_the_loop_of_the_paper(bits):
+def test_plain_gptq_is_the_loop_of_the_paper(bits, shrinkage):
     """arXiv:2210.17323, with columns as stored and nothing of ours: no search of ranges, no descent."""
     weight, stats, hessian = problem()
-    method = Gptq(bits=bits, group_size=GROUP, clip="minmax", actorder="none", descent=0, qep_alpha=0)
+    plain = {"clip": "minmax", "actorder": "none", "descent": 0, "qep_alpha": 0}
+    method = Gptq(bits=bits, group_size=GROUP, shrinkage=shrinkage, **plain)
     solved = method.solve(weight, stats, torch.float16, SERIAL_BLOCKS)
     scale, zero = (value[..., 0] for value in covering(weight, bits, symmetric=True))
-    damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(WIDTH)
+    damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(WIDTH) + shrinkage * hessian.diagonal().diag()
     upper = torch.linalg.cholesky(torch.linalg.inv(damped), upper=True)
     work = weight.double().clone()
     for j in range(WIDTH):
@@ -76,6 +78,18 @@ def test_plain_gptq_is_the_loop_of_the_paper(bits):
         work[:, j + 1 :] -= ((work[:, j] - (code - middle) * step) / upper[j, j])[:, None] * upper[j, j + 1 :]
         assert torch.equal(solved.coded.codes[:, j].double(), code)
     assert solved.percdamp == 0.01
+
+
+def test_shrinkage_serves_inputs_whose_correlations_are_others():
+    """Codes that descend on a shrunk Gram matrix lose more on its text, and less where channels are not correlated."""
+    weight, stats, hessian = problem()
+    others, lost = hessian.diagonal().diag(), {}
+    for shrinkage in (0.0, 1.0):
+        method = Gptq(bits=3, group_size=GROUP, shrinkage=shrinkage)
+        missed = weight.double() - method.solve(weight, stats, torch.float16, SERIAL_BLOCKS).coded.decode()
+        lost[shrinkage] = [float(((missed @ gram) * missed).sum()) for gram in (hessian, others)]
+    assert lost[0.0][0] < lost[1.0][0]
+    assert lost[1.0][1] < lost[0.0][1]
 
 
 @pytest.mark.parametrize("method", [Rtn, Gptq])

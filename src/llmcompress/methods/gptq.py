@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from llmcompress.solve.damping import Factor
     from llmcompress.solve.prune import Pruned
     from llmcompress.solve.row_blocks import RowBlocks
     from llmcompress.solve.sparsegpt import MaskChoice
@@ -26,6 +27,13 @@ class Gptq(Method):
     )
 
     percdamp: float = Field(0.01, gt=0, lt=1, description="added to the Hessian's diagonal, as a share of its mean")
+    shrinkage: float = Field(
+        0.0,
+        ge=0,
+        le=100,
+        description="share of itself by which each entry of the Hessian's diagonal grows, so that correlations of "
+        "channels in the calibration text count for less; some 0.3 where there are few tokens for each channel",
+    )
     actorder: Literal["static", "group", "none"] = Field(
         "static",
         description="order of rounding: by input energy with groups as stored; the same with groups in that order "
@@ -120,8 +128,11 @@ class Gptq(Method):
                 return None
             return correction(weight, whole if drift.hessian is None else drift.hessian, drift.finish())
 
-        moved, factor = blocks.workers.both(correct, lambda: inverse_factor(permuted(hessian, order), self.percdamp))
-        ready = Prepared(hessian, order, factor)
+        def factorise() -> "Factor":
+            return inverse_factor(permuted(hessian, order), self.percdamp, self.shrinkage)
+
+        moved, factor = blocks.workers.both(correct, factorise)
+        ready = Prepared(hessian, order, factor, self.shrinkage)
         wanted, sparse = Corrected(weight, moved, self.qep_alpha), pruned
         aim: Corrected | torch.Tensor = wanted
         if rest is not None:

@@ -29,26 +29,28 @@ def permuted(hessian: Tensor, order: Tensor) -> Tensor:
     return hessian.index_select(0, order).index_select(1, order)
 
 
-def damped(hessian: Tensor, percdamp: float) -> Tensor:
+def damped(hessian: Tensor, percdamp: float, shrinkage: float = 0.0) -> Tensor:
     """H [in, in], in its own type, with percdamp * mean(diagonal) added and dead channels decoupled.
 
-    A dead channel gets the mean diagonal, so it is simply rounded; its weights are kept, since other text may wake it.
+    shrinkage: by which share of itself each entry of the diagonal grows too, so that correlations of channels count for
+    less, whatever the channels' energies (shrinkage towards the diagonal, Schäfer and Strimmer, 2005, section 2.4). A
+    dead channel gets the mean diagonal, so it is simply rounded; its weights are kept, since other text may wake it.
     """
-    return damp(hessian.clone(), percdamp)
+    return damp(hessian.clone(), percdamp, shrinkage)
 
 
-def damp(hessian: Tensor, percdamp: float) -> Tensor:
+def damp(hessian: Tensor, percdamp: float, shrinkage: float = 0.0) -> Tensor:
     """As `damped`, in place."""
     diagonal = hessian.diagonal()
     dead = diagonal <= 0
     alive = diagonal[~dead]
     mean = float(alive.mean()) if alive.numel() else 1.0
-    diagonal += torch.where(dead, torch.full_like(diagonal, mean), torch.full_like(diagonal, percdamp * mean))
+    diagonal += torch.where(dead, torch.full_like(diagonal, mean), shrinkage * diagonal + percdamp * mean)
     return hessian
 
 
-def inverse_factor(hessian: Tensor, percdamp: float) -> Factor:
-    """Factor of a mean Gram matrix [in, in], its columns in processing order.
+def inverse_factor(hessian: Tensor, percdamp: float, shrinkage: float = 0.0) -> Factor:
+    """Factor of a mean Gram matrix [in, in], `damped`, its columns in processing order.
 
     One Cholesky of the matrix flipped in both directions in float64, and one triangular inverse in float32, whose
     condition is only the root of the matrix's (GPTQ, arXiv:2210.17323, section 3.3, in the form that never inverts H).
@@ -57,7 +59,8 @@ def inverse_factor(hessian: Tensor, percdamp: float) -> Factor:
     """
     for step in _LADDER:
         used = percdamp * step
-        matrix = damp(hessian.flip(0, 1).to(torch.float64), used).mT  # as LAPACK has it: what is symmetric is the same
+        # transposed as LAPACK has it: what is symmetric is the same
+        matrix = damp(hessian.flip(0, 1).to(torch.float64), used, shrinkage).mT
         info = torch.empty(0, dtype=torch.int32, device=matrix.device)
         torch.linalg.cholesky_ex(matrix, out=(matrix, info))  # in place: a matrix of float64 is the largest thing here
         if int(info) == 0:

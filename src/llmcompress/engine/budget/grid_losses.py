@@ -188,7 +188,8 @@ class _Rounding(WindowFisher):
         if isinstance(method, Gptq):
             hessian = self.seen(space)
             order = column_order(hessian, by_energy=method.actorder != "none")
-            ready = Prepared(hessian, order, inverse_factor(permuted(hessian, order), method.percdamp))
+            factor = inverse_factor(permuted(hessian, order), method.percdamp, method.shrinkage)
+            ready = Prepared(hessian, order, factor, method.shrinkage)
             judges = [self._judge(sample.matrix.path) for sample in samples]
 
             def rounded(grid: Spec) -> Tensor:
