@@ -132,7 +132,7 @@ class Gptq(Method):
             return inverse_factor(permuted(hessian, order), self.percdamp, self.shrinkage)
 
         moved, factor = blocks.workers.both(correct, factorise)
-        ready = Prepared(hessian, order, factor, self.shrinkage)
+        ready = Prepared(hessian, order, factor)
         wanted, sparse = Corrected(weight, moved, self.qep_alpha), pruned
         aim: Corrected | torch.Tensor = wanted
         if rest is not None:

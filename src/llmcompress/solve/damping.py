@@ -12,7 +12,7 @@ _LADDER = (1.0, 10.0, 100.0)
 
 @dataclass(frozen=True)
 class Factor:
-    """(H + damping)^-1 = U^T U with an upper triangular U [in, in], float32, and the damping it took.
+    """(H + damping)^-1 = U^T U with an upper triangular U [in, in], float32, and the damping and shrinkage it took.
 
     ahead [in, in]: U less its diagonal, each row divided by its pivot: what an error does to the columns after it.
     pivots [in]: the diagonal of U.
@@ -22,6 +22,7 @@ class Factor:
     pivots: Tensor
     percdamp: float
     dead: int
+    shrinkage: float = 0.0
 
 
 def permuted(hessian: Tensor, order: Tensor) -> Tensor:
@@ -72,7 +73,7 @@ def inverse_factor(hessian: Tensor, percdamp: float, shrinkage: float = 0.0) -> 
             if bool(torch.isfinite(upper.sum())):
                 pivots = upper.diagonal().clone()
                 ahead = _above_diagonal_(upper.div_(pivots[:, None]))
-                return Factor(ahead, pivots, used, int((hessian.diagonal() <= 0).sum()))
+                return Factor(ahead, pivots, used, int((hessian.diagonal() <= 0).sum()), shrinkage)
     raise RunError(
         f"a Gram matrix of {hessian.shape[0]} inputs is not positive definite even with percdamp {used:g}",
         "use more calibration samples or a larger --percdamp",

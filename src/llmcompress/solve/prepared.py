@@ -27,11 +27,10 @@ class Prepared:
     factor: of the matrix, its columns in `order` [in]. cost: of an error in each column [in].
     """
 
-    def __init__(self, hessian: Tensor, order: Tensor, factor: Factor, shrinkage: float = 0.0) -> None:
-        """shrinkage: with which the factor was made."""
+    def __init__(self, hessian: Tensor, order: Tensor, factor: Factor) -> None:
         self.order, self.factor = order, factor
         # what a rounding error in a column costs once the columns after it have made up for it: the loss is the sum of
         # the squared residuals times this, so it is what a scale should be fitted by
         self.cost = torch.empty_like(hessian.diagonal())
         self.cost[order] = factor.pivots**-2
-        self.refiner = Refiner(damped(hessian, factor.percdamp, shrinkage), order)
+        self.refiner = Refiner(damped(hessian, factor.percdamp, factor.shrinkage), order)

@@ -50,14 +50,14 @@ def test_codes_factors_and_energies_keep_their_kind():
     weight = torch.randn(6, 64, generator=torch.Generator().manual_seed(2))
     grid = fit(weight, IntegerSpec(4, 32, True))
     coded = Coded(grid.encode(weight), grid, torch.tensor([0.5]))
-    factor = Factor(weight, weight[0], 0.01, 3)
+    factor = Factor(weight, weight[0], 0.01, 3, 0.5)
     found, factor_found, seen = there_and_back([coded, factor, {"a": energy(weight)}])
     assert torch.equal(found.decode(), coded.decode())
     assert found.stored().keys() == coded.stored().keys()
     assert found.input_scale == 0.5
     assert isinstance(factor_found, Factor)
     assert torch.equal(factor_found.ahead, weight)
-    assert (factor_found.percdamp, factor_found.dead) == (0.01, 3)
+    assert (factor_found.percdamp, factor_found.dead, factor_found.shrinkage) == (0.01, 3, 0.5)
     assert isinstance(seen["a"], Energy)
     assert torch.equal(seen["a"].sums, energy(weight).sums)
 

@@ -189,7 +189,7 @@ class _Rounding(WindowFisher):
             hessian = self.seen(space)
             order = column_order(hessian, by_energy=method.actorder != "none")
             factor = inverse_factor(permuted(hessian, order), method.percdamp, method.shrinkage)
-            ready = Prepared(hessian, order, factor, method.shrinkage)
+            ready = Prepared(hessian, order, factor)
             judges = [self._judge(sample.matrix.path) for sample in samples]
 
             def rounded(grid: Spec) -> Tensor:

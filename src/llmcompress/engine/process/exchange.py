@@ -61,7 +61,7 @@ def _described(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, Coded):
         return {"coded": [value.grid.spec.name, _described(value.stored(), tensors)]}
     if isinstance(value, Factor):
-        fields = (value.ahead, value.pivots, value.percdamp, value.dead)
+        fields = (value.ahead, value.pivots, value.percdamp, value.dead, value.shrinkage)
         return {"factor": [_described(item, tensors) for item in fields]}
     if isinstance(value, Energy):
         return {"energy": [_described(item, tensors) for item in value]}
