@@ -12,7 +12,7 @@ from llmcompress import npzfile
 from llmcompress.validate.matrix import StoredMatrix
 from llmcompress.validate.stored import Array, DamageError, Tensor
 
-ROWS = 512  # rows of a matrix compared at once
+ROWS = 128  # rows of a matrix compared at once
 HEADS = {"lm_head", "embed_out"}
 CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")  # store matrices [in, out]
 

@@ -66,8 +66,9 @@ class AffineMatrix(StoredMatrix):
             scale, zero = self.scale[rows], self.zero[rows]
             ends = np.stack([-zero * scale, ((1 << self.scheme.bits) - 1 - zero) * scale])
             low, high = ends.min(0)[:, self.index], ends.max(0)[:, self.index]
-        outside = np.maximum(np.maximum(weight - high, low - weight), 0)
-        reach: Array = step / 2 + outside + 1e-4 * step + 1e-6 * np.abs(weight)  # ties decided in float32
+        reach: Array = np.abs(weight - np.clip(weight, low, high))
+        reach += (0.5 + 1e-4) * step
+        reach += 1e-6 * np.abs(weight)  # ties decided in float32
         return reach
 
 

@@ -159,9 +159,9 @@ def _bound_wrongs(
                 if isinstance(written, StoredMatrix)
                 else written.floats(part, transposed=transposed)
             )
-            difference = np.abs(theirs.astype(np.float64) - mine)
-            error += float(np.square(difference).sum())
-            norm += float(np.square(theirs.astype(np.float64)).sum())
+            difference = np.abs(theirs - mine)
+            error += float(np.square(difference).sum(dtype=np.float64))
+            norm += float(np.square(theirs).sum(dtype=np.float64))
             if nearest and isinstance(written, StoredMatrix):
                 far += int((difference > written.reach(part, theirs)).sum())
         if far:

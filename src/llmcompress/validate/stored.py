@@ -253,9 +253,18 @@ def _tensor(path: Path, data: int, name: str, item: Mapping[str, Any]) -> Tensor
 
 def unpack(words: Array, bits: int, count: int) -> tuple[Array, bool]:
     """Unpack rows of int32 words, lowest bits first: values uint8 [rows, count], and whether the rest is zero."""
-    stream = np.unpackbits(np.ascontiguousarray(words).astype("<i4").view(np.uint8), axis=1, bitorder="little")
-    values = stream[:, : count * bits].reshape(words.shape[0], count, bits)
-    return np.packbits(values, axis=2, bitorder="little")[:, :, 0], not stream[:, count * bits :].any()
+    stream = np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)
+    rows, eights = len(stream), -(-count // 8)  # eight values fill whole bytes, as many as a value has bits
+    held = stream[:, : eights * bits]
+    padded = np.pad(held, ((0, 0), (0, eights * bits - held.shape[1])))
+    numbers = np.zeros((rows, eights, 8), np.uint8)
+    numbers[:, :, :bits] = padded.reshape(rows, eights, bits)
+    packed = numbers.view("<u8")[:, :, 0]
+    values = np.empty((rows, eights, 8), np.uint8)
+    for place in range(8):
+        values[:, :, place] = (packed >> np.uint64(place * bits)) & np.uint64((1 << bits) - 1)
+    flat = values.reshape(rows, 8 * eights)
+    return flat[:, :count], not (flat[:, count:].any() or stream[:, eights * bits :].any())
 
 
 def words_for(count: int, bits: int) -> int:
