@@ -97,6 +97,7 @@ class Solved:
 
     coded: "Coded"
     percdamp: float | None = None
+    shrinkage: float | None = None
     dead_inputs: int = 0
     crowded_outliers: int = 0  # input channels that reached the threshold and found no place
 

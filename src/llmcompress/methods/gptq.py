@@ -27,12 +27,12 @@ class Gptq(Method):
     )
 
     percdamp: float = Field(0.01, gt=0, lt=1, description="added to the Hessian's diagonal, as a share of its mean")
-    shrinkage: float = Field(
-        0.0,
+    shrinkage: float | None = Field(
+        None,
         ge=0,
         le=100,
         description="share of itself by which each entry of the Hessian's diagonal grows, so that correlations of "
-        "channels in the calibration text count for less; some 0.3 where there are few tokens for each channel",
+        "channels in the calibration text count for less; left out: by how few tokens there are for each channel",
     )
     actorder: Literal["static", "group", "none"] = Field(
         "static",
@@ -90,6 +90,14 @@ class Gptq(Method):
             "true_sequential": True,
         }
 
+    def factor(self, hessian: "Tensor", tokens: float) -> "Factor":
+        """The factor of a mean Gram matrix [in, in] of so many tokens, its columns in processing order."""
+        from llmcompress.solve.damping import inverse_factor
+        from llmcompress.solve.shrinkage import chosen_shrinkage
+
+        chosen = chosen_shrinkage(hessian, self.percdamp, tokens) if self.shrinkage is None else self.shrinkage
+        return inverse_factor(hessian, self.percdamp, chosen)
+
     def solve(
         self,
         weight: "Tensor",
@@ -103,7 +111,7 @@ class Gptq(Method):
         from llmcompress.grids.coded import Coded
         from llmcompress.grids.fitting import fit
         from llmcompress.solve.correct import Corrected, correction
-        from llmcompress.solve.damping import inverse_factor, permuted
+        from llmcompress.solve.damping import permuted
         from llmcompress.solve.gptq import gptq_codes
         from llmcompress.solve.masked_target import MaskedTarget
         from llmcompress.solve.outliers import remaining, with_outliers
@@ -112,9 +120,10 @@ class Gptq(Method):
         from llmcompress.solve.prune import Pruned
         from llmcompress.solve.sparsegpt import MaskChoice
 
-        if stats.gram is None:
+        gram = stats.gram
+        if gram is None:
             raise RunError("gptq needs the statistics of its inputs")
-        whole, drift, spec = stats.gram.finish(), stats.drift, self.grid
+        whole, drift, spec = gram.finish(), stats.drift, self.grid
         outliers, crowded = self.kept_channels(stats)
         rest = None if outliers is None else remaining(outliers, weight.shape[1])
         hessian = whole if rest is None else whole[rest][:, rest]
@@ -129,7 +138,7 @@ class Gptq(Method):
             return correction(weight, whole if drift.hessian is None else drift.hessian, drift.finish())
 
         def factorise() -> "Factor":
-            return inverse_factor(permuted(hessian, order), self.percdamp, self.shrinkage)
+            return self.factor(permuted(hessian, order), gram.trusted)
 
         moved, factor = blocks.workers.both(correct, factorise)
         ready = Prepared(hessian, order, factor)
@@ -175,7 +184,7 @@ class Gptq(Method):
         if outliers is not None:
             kept = pruned.keep if isinstance(pruned, Pruned) else None
             coded = with_outliers(coded, wanted[:], outliers, whole, kept)
-        return Solved(coded, factor.percdamp, factor.dead, crowded)
+        return Solved(coded, factor.percdamp, factor.shrinkage, factor.dead, crowded)
 
 
 METHOD = Gptq

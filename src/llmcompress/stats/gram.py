@@ -55,6 +55,11 @@ class Gram:
         return self._seen - int(self._lost)
 
     @property
+    def trusted(self) -> float:
+        """Tokens that were added, and those with whose weight `shrink_towards` has added others."""
+        return self.tokens + self._borrowed
+
+    @property
     def dropped(self) -> int:
         return int(self._lost)
 

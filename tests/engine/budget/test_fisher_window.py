@@ -78,7 +78,7 @@ def test_sums_are_those_of_the_gradients_of_whole_windows(random_model_dir, tmp_
             entered = inputs[number, space]  # once for each matrix that reads the space
             rows = torch.cat(entered[: FITTED * len(entered) // SAMPLES])
             # the first of the matrices that read a space counts its inputs, once
-            seen = made[number].seen(space).double() * len(rows)
+            seen = made[number].seen(space).mean().double() * len(rows)
             expected = rows.T @ rows * seen.trace() / (rows.T @ rows).trace()
             torch.testing.assert_close(seen, expected, rtol=1e-3, atol=1e-5)
             torch.testing.assert_close(seen.trace(), rows.square().sum() * 1.0, rtol=1e-4, atol=1e-6)

@@ -55,9 +55,9 @@ class WindowFisher:
     def finish(self) -> dict[str, Fisher]:
         return self._found
 
-    def seen(self, space: str) -> Tensor:
-        """Mean Gram matrix [in, in] of the inputs in one of `spaces`, over the windows that are fitted to."""
-        return self._seen[space].mean()
+    def seen(self, space: str) -> Gram:
+        """Gram matrix of the inputs in one of `spaces`, over the windows that are fitted to."""
+        return self._seen[space]
 
     def weighed(self, path: str, fitted: bool) -> Tensor:
         """Gram matrix [in, in] of a matrix's gradients, by which errors are judged, of trace 1.

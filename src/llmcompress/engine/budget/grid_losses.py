@@ -28,7 +28,7 @@ from llmcompress.grids.fitting import fit
 from llmcompress.ledger import Ledger
 from llmcompress.methods.base import Method
 from llmcompress.methods.gptq import Gptq
-from llmcompress.solve.damping import inverse_factor, permuted
+from llmcompress.solve.damping import permuted
 from llmcompress.solve.gptq import gptq_codes
 from llmcompress.solve.prepared import Prepared, column_order
 from llmcompress.stats.fisher import Fisher, coupled_loss, expected_loss, sampled_rows
@@ -186,9 +186,10 @@ class _Rounding(WindowFisher):
         rows = torch.cat([sample.rows for sample in samples])
         dtype = DTYPES[samples[0].matrix.entry.source.dtype]
         if isinstance(method, Gptq):
-            hessian = self.seen(space)
+            seen = self.seen(space)
+            hessian = seen.mean()
             order = column_order(hessian, by_energy=method.actorder != "none")
-            factor = inverse_factor(permuted(hessian, order), method.percdamp, method.shrinkage)
+            factor = method.factor(permuted(hessian, order), seen.trusted)
             ready = Prepared(hessian, order, factor)
             judges = [self._judge(sample.matrix.path) for sample in samples]
 

@@ -18,7 +18,7 @@ from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.output import OutputDirectory
 
 _CARD, _REPORT, _MODELFILE = "README.md", "report.json", "Modelfile"
-_MEASURED = ("loss", "tokens", "percdamp", "rtn_ratio")  # of the scales as they were
+_MEASURED = ("loss", "tokens", "percdamp", "shrinkage", "rtn_ratio")  # of the scales as they were
 _ROWS = 1024  # compared at once
 
 

@@ -60,6 +60,8 @@ def matrix_record(
         record["loss"] = _significant(loss / (energy or 1.0))
         record["tokens"] = gram.tokens
         record["percdamp"] = solved.percdamp
+        if solved.shrinkage is not None:
+            record["shrinkage"] = _significant(solved.shrinkage)
     if not isfinite(record.get("loss", 0)):
         raise RunError(f"outputs of {plan.module} are too large for their error to be measured", _way_out(plan))
     if not (error < 1 or record.get("loss", 1) < 1):

@@ -116,6 +116,7 @@ class Linear(Document):
     )
     tokens: Count | None = Field(None, description="tokens its statistics come from")
     percdamp: Magnitude | None = Field(None, description="damping that was used, as a share of the mean diagonal")
+    shrinkage: Magnitude | None = Field(None, description="share of itself by which the diagonal was let grow")
     pruner: str | None = Field(None, description="method that chose which weights are zero")
     pattern: str | None = Field(None, description="n:m pattern of the zeros, n kept of m")
     sparsity: Share | None = Field(None, description="share of weights that are exactly zero, where many are")

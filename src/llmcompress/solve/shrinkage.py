@@ -1,0 +1,54 @@
+"""How far the correlations in a Gram matrix are trusted, by how many tokens it was made of."""
+
+import torch
+from torch import Tensor
+
+from llmcompress.grids.nearest import spread
+from llmcompress.solve.damping import damp
+
+_FLATTERED = 2.0  # a fit of d coefficients to n tokens misses them by so much of d / n less than other text
+_TRIED = 0.1  # the share at which the rise is measured
+_POWER = 1.25  # of the share to which the rise is about proportional: from 0.9 where channels are much alike to 1.5
+_LEAST, _MOST = 0.005, 1.0  # shares: less is not worth a factor of its own, more is next to plain rounding
+_COLUMNS = 512  # whose costs are compared
+
+
+def chosen_shrinkage(hessian: Tensor, percdamp: float, tokens: float) -> float:
+    """The share by which the diagonal of a mean Gram matrix [in, in], its columns in processing order, is to grow.
+
+    An error e in one column, made up for in those after it by a row `a` of a unit triangular matrix, costs e^2 a H a^T:
+    least without shrinkage. But a fit of `in` coefficients to n tokens looks better on them than on other text of the
+    same kind, by a share of 2 in / n (Akaike, 1974, with the log-likelihood of normal errors). The diagonal grows until
+    the costs have risen by that share: what is given up may be chance. 0 where tokens are many. tokens: n.
+    """
+    allowed = _FLATTERED * hessian.shape[0] / max(tokens, 1.0)
+    if allowed < _LEAST:
+        return 0.0
+    least = _cost(hessian, percdamp, 0.0)
+    if not least > 0:
+        return 0.0
+    rise = _cost(hessian, percdamp, _TRIED) / least - 1
+    share = _MOST if rise <= 0 else min(_MOST, _TRIED * (allowed / rise) ** (1 / _POWER))
+    return share if share >= _LEAST else 0.0
+
+
+def _cost(hessian: Tensor, percdamp: float, shrinkage: float) -> float:
+    """The sum of a H a^T over some columns, evenly spread; `a` is of the matrix with damping and shrinkage."""
+    flipped = hessian.flip(0, 1)
+    lower = _lower(flipped, percdamp, shrinkage)
+    some = torch.arange(len(lower), device=lower.device)[spread(len(lower), _COLUMNS)]
+    ahead = torch.zeros(len(some), len(lower), dtype=lower.dtype, device=lower.device)
+    ahead[torch.arange(len(some), device=lower.device), some] = lower.diagonal()[some]
+    ahead = torch.linalg.solve_triangular(lower, ahead, upper=False, left=False).to(hessian.dtype)
+    return float(((ahead @ flipped) * ahead).sum(dtype=torch.float64))
+
+
+def _lower(flipped: Tensor, percdamp: float, shrinkage: float) -> Tensor:
+    """The Cholesky factor of a matrix with damping, in float32, or in float64 where that does not do."""
+    for dtype in (torch.float32, torch.float64):
+        lower = damp(flipped.to(dtype, copy=True), percdamp, shrinkage).mT
+        info = torch.empty(0, dtype=torch.int32, device=lower.device)
+        torch.linalg.cholesky_ex(lower, out=(lower, info))  # in place, as in `inverse_factor`
+        if int(info) == 0 and bool(torch.isfinite(lower.sum())):
+            break
+    return lower
