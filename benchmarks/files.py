@@ -34,15 +34,7 @@ def commands(model: Path, work: Path) -> dict[str, list[str]]:
         "verify --source": [*OURS, "verify", out, "--source", str(model)],
         "inspect": [*OURS, "inspect", str(model)],
         "gguf --type Q8_0": [*gguf, "-o", str(work / "q8.gguf"), "--type", "Q8_0"],
-        "gguf --type Q4_K_M --search fast": [
-            *gguf,
-            "-o",
-            str(work / "q4.gguf"),
-            "--type",
-            "Q4_K_M",
-            "--search",
-            "fast",
-        ],
+        "gguf --search fast": [*gguf, "-o", str(work / "q4.gguf"), "--type", "Q4_K_M", "--search", "fast"],
     }
 
 

@@ -50,6 +50,14 @@ def damp(hessian: Tensor, percdamp: float, shrinkage: float = 0.0) -> Tensor:
     return hessian
 
 
+def cholesky_(matrix: Tensor) -> Tensor | None:
+    """The lower Cholesky factor of a matrix [in, in], in its memory; None where it is not positive definite."""
+    lower = matrix.mT  # as LAPACK has it: what is symmetric is the same
+    info = torch.empty(0, dtype=torch.int32, device=matrix.device)
+    torch.linalg.cholesky_ex(lower, out=(lower, info))  # in place: a matrix of float64 is the largest thing here
+    return lower if int(info) == 0 else None
+
+
 def inverse_factor(hessian: Tensor, percdamp: float, shrinkage: float = 0.0) -> Factor:
     """Factor of a mean Gram matrix [in, in], `damped`, its columns in processing order.
 
@@ -60,11 +68,8 @@ def inverse_factor(hessian: Tensor, percdamp: float, shrinkage: float = 0.0) -> 
     """
     for step in _LADDER:
         used = percdamp * step
-        # transposed as LAPACK has it: what is symmetric is the same
-        matrix = damp(hessian.flip(0, 1).to(torch.float64), used, shrinkage).mT
-        info = torch.empty(0, dtype=torch.int32, device=matrix.device)
-        torch.linalg.cholesky_ex(matrix, out=(matrix, info))  # in place: a matrix of float64 is the largest thing here
-        if int(info) == 0:
+        matrix = cholesky_(damp(hessian.flip(0, 1).to(torch.float64), used, shrinkage))
+        if matrix is not None:
             # in two steps: a cast that transposes takes three times as long
             lower = matrix.to(torch.float32).contiguous()
             del matrix

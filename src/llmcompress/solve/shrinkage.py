@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from llmcompress.grids.nearest import spread
-from llmcompress.solve.damping import damp
+from llmcompress.solve.damping import cholesky_, damp
 
 _FLATTERED = 2.0  # a fit of d coefficients to n tokens misses them by so much of d / n less than other text
 _TRIED = 0.1  # the share at which the rise is measured
@@ -24,31 +24,27 @@ def chosen_shrinkage(hessian: Tensor, percdamp: float, tokens: float) -> float:
     allowed = _FLATTERED * hessian.shape[0] / max(tokens, 1.0)
     if allowed < _LEAST:
         return 0.0
-    least = _cost(hessian, percdamp, 0.0)
-    if not least > 0:
+    flipped = hessian.flip(0, 1)
+    least, more = (_cost(flipped, percdamp, share) for share in (0.0, _TRIED))
+    if least is None or more is None or not least > 0:
         return 0.0
-    rise = _cost(hessian, percdamp, _TRIED) / least - 1
+    rise = more / least - 1
     share = _MOST if rise <= 0 else min(_MOST, _TRIED * (allowed / rise) ** (1 / _POWER))
     return share if share >= _LEAST else 0.0
 
 
-def _cost(hessian: Tensor, percdamp: float, shrinkage: float) -> float:
-    """The sum of a H a^T over some columns, evenly spread; `a` is of the matrix with damping and shrinkage."""
-    flipped = hessian.flip(0, 1)
-    lower = _lower(flipped, percdamp, shrinkage)
-    some = torch.arange(len(lower), device=lower.device)[spread(len(lower), _COLUMNS)]
-    ahead = torch.zeros(len(some), len(lower), dtype=lower.dtype, device=lower.device)
-    ahead[torch.arange(len(some), device=lower.device), some] = lower.diagonal()[some]
-    ahead = torch.linalg.solve_triangular(lower, ahead, upper=False, left=False).to(hessian.dtype)
-    return float(((ahead @ flipped) * ahead).sum(dtype=torch.float64))
+def _cost(flipped: Tensor, percdamp: float, shrinkage: float) -> float | None:
+    """The sum of a H a^T over some columns, evenly spread; `a` is of the matrix with damping and shrinkage.
 
-
-def _lower(flipped: Tensor, percdamp: float, shrinkage: float) -> Tensor:
-    """The Cholesky factor of a matrix with damping, in float32, or in float64 where that does not do."""
+    flipped: H in both directions. None where H with damping is not positive definite, even in float64.
+    """
     for dtype in (torch.float32, torch.float64):
-        lower = damp(flipped.to(dtype, copy=True), percdamp, shrinkage).mT
-        info = torch.empty(0, dtype=torch.int32, device=lower.device)
-        torch.linalg.cholesky_ex(lower, out=(lower, info))  # in place, as in `inverse_factor`
-        if int(info) == 0 and bool(torch.isfinite(lower.sum())):
+        lower = cholesky_(damp(flipped.to(dtype, copy=True), percdamp, shrinkage))
+        if lower is not None and bool(torch.isfinite(lower.sum())):
             break
-    return lower
+    else:
+        return None
+    some = torch.arange(len(lower), device=lower.device)[spread(len(lower), _COLUMNS)]
+    ahead = lower.new_zeros(len(some), len(lower)).scatter_(1, some[:, None], lower.diagonal()[some, None])
+    ahead = torch.linalg.solve_triangular(lower, ahead, upper=False, left=False).to(flipped.dtype)
+    return float(((ahead @ flipped) * ahead).sum(dtype=torch.float64))

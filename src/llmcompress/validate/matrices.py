@@ -13,7 +13,7 @@ from llmcompress.validate.awq import nibbles
 from llmcompress.validate.declared_schemes import PARTS, STORED, format_of, scheme_of
 from llmcompress.validate.float4 import FLOAT4_PARTS, read_factored, read_float4
 from llmcompress.validate.float8_blocks import MXFP8, read_float8
-from llmcompress.validate.matrix import E4M3, FLOATS, INTEGERS, PACKED, StoredMatrix, StoredScheme, shaped
+from llmcompress.validate.matrix import E4M3, FLOATS, INTEGERS, PACKED, StoredMatrix, StoredScheme, beyond, shaped
 from llmcompress.validate.mlx_codes import MLX_MARKERS, read_mlx
 from llmcompress.validate.stored import Array, DamageError, Tensor, unpack, words_for
 from llmcompress.validate.table_codes import MARKERS, TABLE_PARTS, read_table
@@ -66,7 +66,7 @@ class AffineMatrix(StoredMatrix):
             scale, zero = self.scale[rows], self.zero[rows]
             ends = np.stack([-zero * scale, ((1 << self.scheme.bits) - 1 - zero) * scale])
             low, high = ends.min(0)[:, self.index], ends.max(0)[:, self.index]
-        reach: Array = np.abs(weight - np.clip(weight, low, high))
+        reach = beyond(weight, low, high)
         reach += (0.5 + 1e-4) * step
         reach += 1e-6 * np.abs(weight)  # ties decided in float32
         return reach

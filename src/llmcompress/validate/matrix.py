@@ -65,6 +65,12 @@ class StoredMatrix(ABC):
         return (slice(start, min(start + step, self.rows)) for start in range(0, self.rows, step))
 
 
+def beyond(weight: Array, low: Array, high: Array) -> Array:
+    """How far each weight lies outside of its range."""
+    distance: Array = np.abs(weight - np.clip(weight, low, high))
+    return distance
+
+
 def nearest(weight: Array, values: Iterator[Array]) -> Array:
     """Distance of each weight to the nearest of `values`; each value is an array that broadcasts to weight's shape."""
     least: Array = np.full(weight.shape, np.inf, np.float32)

@@ -11,7 +11,7 @@ import numpy as np
 
 from llmcompress.validate.float4 import StoredFloat4
 from llmcompress.validate.float8_blocks import StoredFloat8, no_numbers
-from llmcompress.validate.matrix import E4M3, StoredMatrix, StoredScheme, shaped
+from llmcompress.validate.matrix import E4M3, StoredMatrix, StoredScheme, beyond, shaped
 from llmcompress.validate.stored import Array, DamageError, Tensor, unpack, words_for
 
 MLX_PARTS = ("weight", "scales", "biases")
@@ -45,8 +45,9 @@ class ShiftedMatrix(StoredMatrix):
         scale, start = self._spread(rows)
         end = start + ((1 << self.scheme.bits) - 1) * scale
         low, high, step = np.minimum(start, end), np.maximum(start, end), np.abs(scale)
-        outside = np.maximum(np.maximum(weight - high, low - weight), 0)
-        reach: Array = step / 2 + outside + 1e-4 * step + 1e-6 * (np.abs(weight) + np.abs(start))  # ties in float32
+        reach: Array = (
+            step / 2 + beyond(weight, low, high) + 1e-4 * step + 1e-6 * (np.abs(weight) + np.abs(start))
+        )  # ties in float32
         return reach
 
     def _spread(self, rows: slice) -> tuple[Array, Array]:
