@@ -365,7 +365,7 @@ def pruning() -> dict[str, str]:
         "wanda qwen3_moe": "wanda $qwen3_moe $S --pattern 2:4",
         "magnitude row": "magnitude $llama $N --sparsity 0.5 --compare row",
         "magnitude refit": "magnitude $llama $S --sparsity 0.5 --refit 3 --calibration default",
-        "sparsegpt plain": "sparsegpt $llama $S --sparsity 0.5 --refit 0 --qep-alpha 0",
+        "sparsegpt plain": "sparsegpt $llama $S --sparsity 0.5 --refit 0 --qep-alpha 0 --shrinkage 0",
         "sparsegpt owl": "sparsegpt $llama $S --sparsity 0.5 --allocation owl",
         "sparsegpt gpt2": "sparsegpt $gpt2 $S --pattern 2:4",
         "sparsegpt mixtral": "sparsegpt $mixtral $S --sparsity 0.5",

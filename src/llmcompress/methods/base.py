@@ -39,6 +39,16 @@ def _plain(value: Any) -> Any:
 
 Plain = Annotated[Any, AfterValidator(_plain)]
 """The value of an option that nothing has checked yet: it must be something that JSON can say."""
+Shrinkage = Annotated[
+    float | None,
+    Field(
+        ge=0,
+        le=100,
+        description="share of itself by which each entry of the Hessian's diagonal grows, so that correlations of "
+        "channels in the calibration text count for less; left out: by how few tokens there are for each channel",
+    ),
+]
+"""How far correlations are trusted, as `solve/shrinkage.py` has it."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from llmcompress.errors import RunError
-from llmcompress.methods.base import Method, Solved, Statistics
+from llmcompress.methods.base import Method, Shrinkage, Solved, Statistics
 
 if TYPE_CHECKING:
     import torch
@@ -27,13 +27,7 @@ class Gptq(Method):
     )
 
     percdamp: float = Field(0.01, gt=0, lt=1, description="added to the Hessian's diagonal, as a share of its mean")
-    shrinkage: float | None = Field(
-        None,
-        ge=0,
-        le=100,
-        description="share of itself by which each entry of the Hessian's diagonal grows, so that correlations of "
-        "channels in the calibration text count for less; left out: by how few tokens there are for each channel",
-    )
+    shrinkage: Shrinkage = None
     actorder: Literal["static", "group", "none"] = Field(
         "static",
         description="order of rounding: by input energy with groups as stored; the same with groups in that order "
@@ -92,11 +86,9 @@ class Gptq(Method):
 
     def factor(self, hessian: "Tensor", tokens: float) -> "Factor":
         """The factor of a mean Gram matrix [in, in] of so many tokens, its columns in processing order."""
-        from llmcompress.solve.damping import inverse_factor
-        from llmcompress.solve.shrinkage import chosen_shrinkage
+        from llmcompress.solve.shrinkage import trusted_factor
 
-        chosen = chosen_shrinkage(hessian, self.percdamp, tokens) if self.shrinkage is None else self.shrinkage
-        return inverse_factor(hessian, self.percdamp, chosen)
+        return trusted_factor(hessian, self.percdamp, self.shrinkage, tokens)
 
     def solve(
         self,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import Field
 
 from llmcompress.errors import RunError
-from llmcompress.methods.base import Statistics
+from llmcompress.methods.base import Shrinkage, Statistics
 from llmcompress.pruners.base import Pruner
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class SparseGpt(Pruner):
     joint: bool = Field(
         False, description="choose while weights are rounded, in the sweep of the step gptq that comes after"
     )
+    shrinkage: Shrinkage = None
     qep_alpha: float = Field(
         0.5, ge=0, le=1, description="share of the error of earlier matrices to make up for; 0: none, faster"
     )
@@ -71,18 +72,19 @@ class SparseGpt(Pruner):
         import torch
 
         from llmcompress.solve.correct import corrected
-        from llmcompress.solve.damping import damped, inverse_factor, permuted
+        from llmcompress.solve.damping import damped, permuted
         from llmcompress.solve.masked import refitted
         from llmcompress.solve.prune import Pruned
         from llmcompress.solve.row_blocks import SOLVED_ROWS
+        from llmcompress.solve.shrinkage import trusted_factor
         from llmcompress.solve.sparsegpt import sparse_weights
 
         if stats.gram is None:
             raise RunError(f"{self.name} needs the statistics of its inputs")
         hessian, drift, choice = stats.gram.finish(), stats.drift, self.choice
         order = choice.order(hessian.diagonal())
-        factor = inverse_factor(permuted(hessian, order), self.percdamp)
-        loss = damped(hessian, factor.percdamp)
+        factor = trusted_factor(permuted(hessian, order), self.percdamp, self.shrinkage, stats.gram.trusted)
+        loss = damped(hessian, factor.percdamp, factor.shrinkage)
 
         def aim(weight: "Tensor") -> "Tensor":
             if drift is None:

@@ -4,13 +4,22 @@ import torch
 from torch import Tensor
 
 from llmcompress.grids.nearest import spread
-from llmcompress.solve.damping import cholesky_, damp
+from llmcompress.solve.damping import Factor, cholesky_, damp, inverse_factor
 
 _FLATTERED = 2.0  # a fit of d coefficients to n tokens misses them by so much of d / n less than other text
 _TRIED = 0.1  # the share at which the rise is measured
 _POWER = 1.25  # of the share to which the rise is about proportional: from 0.9 where channels are much alike to 1.5
 _LEAST, _MOST = 0.005, 1.0  # shares: less is not worth a factor of its own, more is next to plain rounding
 _COLUMNS = 512  # whose costs are compared
+
+
+def trusted_factor(hessian: Tensor, percdamp: float, shrinkage: float | None, tokens: float) -> Factor:
+    """The factor of a mean Gram matrix [in, in] of so many tokens, its columns in processing order.
+
+    shrinkage: by which share its diagonal is to grow; None for the chosen one. RunError as of `inverse_factor`.
+    """
+    chosen = chosen_shrinkage(hessian, percdamp, tokens) if shrinkage is None else shrinkage
+    return inverse_factor(hessian, percdamp, chosen)
 
 
 def chosen_shrinkage(hessian: Tensor, percdamp: float, tokens: float) -> float:
