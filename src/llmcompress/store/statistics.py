@@ -3,13 +3,16 @@
 DIR/<key>/about.json                  of what model and tokens, and which steps were at work when they were gathered
 DIR/<key>/layer-00007.safetensors     by space: the upper triangle of the mean Gram matrix, or the squares; its tokens
 
+What gradients say of the model as it was (`--guided`) is stored alike, a file for each layer.
+
 The key is a hash of model, tokens, the type layers ran in, the steps that came before pruning and rounding, and those
 themselves: inputs hold the errors of whatever was done to the matrices before them.
 """
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,16 +66,26 @@ class Kept:
         return self.folder / f"layer-{number:05d}.safetensors"
 
     def write(self, number: int, tensors: Mapping[str, Tensor]) -> None:
-        """Write the tensors of a layer's input statistics, which `packed_statistics` returns."""
+        """Write the tensors of a layer: its input statistics as `packed_statistics` returns them, or its gradients."""
         with writing(self._file(number)):
             write_tensors(self._file(number), self.key, tensors, {})
 
     def read(self, number: int, device: torch.device) -> dict[str, Statistics]:
         """Statistics of a layer's inputs by space; RunError for a damaged file."""
+        with self._opened(number) as file:
+            spaces = sorted({name.rpartition("/")[0] for name in file.names})
+            return {space: _restored(file, space, device) for space in spaces}
+
+    def tensors(self, number: int) -> dict[str, Tensor]:
+        """All tensors of a layer by name; RunError for a damaged file."""
+        with self._opened(number) as file:
+            return {name: file.read(name) for name in file.names}
+
+    @contextmanager
+    def _opened(self, number: int) -> Iterator[CheckedTensors]:
         try:
             with checked_tensors(self._file(number), self.key) as file:
-                spaces = sorted({name.rpartition("/")[0] for name in file.names})
-                return {space: _restored(file, space, device) for space in spaces}
+                yield file
         except (OSError, ValueError, RuntimeError) as error:
             raise RunError(f"{self._file(number)} is damaged: {error}", f"remove {self.path}") from None
 

@@ -17,6 +17,7 @@ from llmcompress.engine.run.collect import SpaceStatistics
 from llmcompress.errors import RunError, StoppedError
 from llmcompress.model.gradients import drawn
 from llmcompress.solve import output_feedback
+from llmcompress.store.statistics import all_statistics
 from llmcompress.workers import SERIAL
 from tinyruns import compress, digest, kl, recipe, steps_recipe
 
@@ -26,7 +27,7 @@ TOKENS = torch.randint(3, 96, (SAMPLES, LENGTH), generator=torch.Generator().man
 
 def guided(**options):
     text = {"samples": SAMPLES, "length": LENGTH, "seed": SEED}
-    return recipe("gptq", calibration=text, **{"guided": True, **options})
+    return recipe("gptq", **{"calibration": text, "guided": True, **options})
 
 
 def kept_guidance(model, out, **options):
@@ -118,6 +119,44 @@ def test_a_run_stopped_within_the_gradients_goes_on_to_the_same_bytes(shallow_mo
 def test_the_number_of_threads_changes_nothing(shallow_model_dir, finished, tmp_path):
     compress(shallow_model_dir, tmp_path / "out", guided(), threads=2)
     assert digest(tmp_path / "out") == digest(finished)
+
+
+def test_gradients_kept_by_another_run_give_the_same_bytes_without_a_pass(
+    shallow_model_dir, finished, tmp_path, monkeypatch
+):
+    store = tmp_path / "store"
+    compress(shallow_model_dir, tmp_path / "three", guided(bits=3), stats=store)
+    (kept,) = [entry for entry in all_statistics(store) if entry.steps == ["gradients"]]
+    assert kept.complete
+    gone = kept.path / "layer-00001.safetensors"
+    aside = gone.rename(tmp_path / gone.name)
+    with pytest.raises(StoppedError, match="1 of 5 steps of the gradients"):  # they are not all there
+        compress(shallow_model_dir, tmp_path / "part", guided(), stats=store, stop=lambda finished: True)
+    aside.rename(gone)
+    monkeypatch.setattr(guidance, "fisher_information", None)
+    compress(shallow_model_dir, tmp_path / "out", guided(), stats=store)
+    assert digest(tmp_path / "out") == digest(finished)
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"samples": 4}])
+def test_gradients_of_other_text_are_not_taken(shallow_model_dir, tmp_path, change):
+    store = tmp_path / "store"
+    compress(shallow_model_dir, tmp_path / "out", guided(), stats=store)
+    other = guided(calibration={"samples": SAMPLES, "length": LENGTH, "seed": SEED} | change)
+    with pytest.raises(StoppedError, match="1 of 5 steps of the gradients"):
+        compress(shallow_model_dir, tmp_path / "other", other, stats=store, stop=lambda finished: True)
+
+
+def test_damaged_gradients_of_another_run_are_not_believed(shallow_model_dir, tmp_path):
+    store = tmp_path / "store"
+    compress(shallow_model_dir, tmp_path / "out", guided(), stats=store)
+    (kept,) = [entry for entry in all_statistics(store) if entry.steps == ["gradients"]]
+    file = kept.path / "layer-00001.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(RunError, match=r"layer-00001.safetensors is damaged"):
+        compress(shallow_model_dir, tmp_path / "other", guided(bits=3), stats=store)
 
 
 def test_damaged_weights_are_not_believed(shallow_model_dir, tmp_path):

@@ -8,21 +8,25 @@ Gram matrix. What errors of several outputs do together is told by the mean prod
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from llmcompress.calib.base import fingerprint
 from llmcompress.engine.plan.matrix_plan import followed
 from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.process.progress import Progress
 from llmcompress.engine.run.gradient_pass import RECORDED, FinishedLayers, fisher_information
+from llmcompress.engine.run.kept_statistics import gradients_of_run
 from llmcompress.engine.run.opened_model import opened_model
 from llmcompress.errors import RunError, StoppedError
 from llmcompress.solve.output_feedback import chunks
 from llmcompress.stats.fisher import Fisher
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.staging import Staging
+from llmcompress.store.statistics import Kept, kept_statistics
 from llmcompress.workers import Workers
 
 POWER = 0.5
@@ -58,12 +62,17 @@ def measured_guidance(
     Spaces are absent that have no weights: all of a run that asks for none, those of experts, whose tokens come in the
     order in which they are sent there, and those whose matrices do not run once for every token. Matrices are absent
     that are not `followed`. Rank 0 runs the gradients of the source's own predictions back, and keeps what it finds in
-    the work directory. StoppedError when `stop` says so between two layers; the next start goes on there.
+    the work directory, and with `--stats` for other runs. StoppedError when `stop` says so between two layers; the next
+    start goes on there.
     """
     if not plan.follows_gradients:
         return lambda number: NONE
 
-    def measure() -> None:
+    def measure() -> str | None:
+        """Where an earlier run has kept all layers; None where they are in this run's work directory."""
+        kept = _kept(plan, tokens)
+        if kept is not None and kept.complete:
+            return str(kept.path)
         finished = _FinishedGuidance(plan, staged, tokens.shape)
         if not all(map(finished.has, range(len(plan.layers)))):
             model = opened_model(checkpoint, plan.spec, plan.dtype, plan.options, tiled_attention=False)
@@ -93,9 +102,30 @@ def measured_guidance(
         for name in staged.folder.names():
             if name.startswith(RECORDED):
                 (staged.folder / name).unlink()
+        if kept is not None:
+            for number in range(len(plan.layers)):
+                kept.write(number, staged.read_guidance(number))
+        return None
 
-    workers.broadcast(measure)
-    return lambda number: _read(staged.read_guidance(number)) if number < len(plan.layers) else NONE
+    found = workers.broadcast(measure)
+    read = staged.read_guidance if found is None else kept_statistics(Path(found)).tensors
+    return lambda number: _read(read(number)) if number < len(plan.layers) else NONE
+
+
+def _kept(plan: Plan, tokens: Tensor) -> Kept | None:
+    """Where runs on this model and text keep what gradients say; None without `--stats`."""
+    if plan.options.stats is None:
+        return None
+    watched = [
+        {"spaces": weighed_paths(plan, number), "followed": sorted(_followed(plan, number))}
+        for number in range(len(plan.layers))
+    ]
+    return gradients_of_run(plan, plan.options.stats, fingerprint(tokens), watched)
+
+
+def _followed(plan: Plan, number: int) -> set[str]:
+    """Paths of the matrices of a layer of whose outputs the products of gradients are wanted."""
+    return {matrix.path for matrix in followed(plan.recipe, plan.layers[number])}
 
 
 def _read(tensors: Mapping[str, Tensor]) -> Guidance:
@@ -125,8 +155,8 @@ class _FinishedGuidance(FinishedLayers):
         self._gathering: dict[int, LayerGuidance] = {}
 
     def gathering(self, number: int) -> "LayerGuidance":
-        paths = {matrix.path for matrix in followed(self.plan.recipe, self.plan.layers[number])}
-        self._gathering[number] = LayerGuidance(weighed_paths(self.plan, number), paths, self.shape)
+        paths = weighed_paths(self.plan, number)
+        self._gathering[number] = LayerGuidance(paths, _followed(self.plan, number), self.shape)
         return self._gathering[number]
 
     def seed(self, name: str) -> int:

@@ -1,9 +1,11 @@
 """Statistics that runs share through a store: which ones a run may use instead of text, and where it keeps its own."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from llmcompress.engine.plan.plan import Plan
+from llmcompress.engine.process.ranks import device_of
 from llmcompress.grids.ggml import gguf_types
 from llmcompress.ledger import Ledger
 from llmcompress.store.statistics import STORED, Kept, all_statistics, statistics_entry
@@ -32,6 +34,26 @@ def reusable_statistics(plan: Plan, store: Path, tokens: str) -> Kept | None:
     wanted = [{m.space: m.needs_gram for m in layer if m.needs_calibration} for layer in plan.sections]
     whole = (kept for kept in candidates if kept.complete)
     return next((kept for kept in whole if all(kept.has(n, spaces) for n, spaces in enumerate(wanted))), None)
+
+
+def gradients_of_run(plan: Plan, store: Path, tokens: str, watched: Sequence[Mapping[str, Any]]) -> Kept | None:
+    """The place in the store of what gradients say of this model and text; None while another run keeps them there.
+
+    The gradients are of the model as it was, so that runs that do other things to it find the same there. tokens: hash
+    of the calibration tokens. watched: what is gathered of every layer, as plain data.
+    """
+    about = {
+        "gradients_of": plan.headers.contents,
+        "tokens": tokens,
+        "seed": plan.recipe.calibration.seed,
+        "compute_dtype": plan.dtype,
+        "device": device_of(plan.options.device).type,
+        "watched": watched,
+        "transforms": [],
+        "layers": len(plan.layers),
+        "steps": ["gradients"],
+    }
+    return statistics_entry(store, about)
 
 
 def note_reuse(plan: Plan, kept: Kept, ledger: Ledger) -> None:
