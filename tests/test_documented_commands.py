@@ -51,6 +51,7 @@ ELSEWHERE = {
     "python benchmarks/gguf_vs_llamacpp.py": "needs a build of llama.cpp",
     "python benchmarks/eval_speed.py": "needs a build of llama.cpp",
     "python benchmarks/random_experts.py": "writes 15 GB",
+    "python benchmarks/files.py": "writes 10 GB; tests/benchmarks/test_files.py runs it on a small model",
     "python benchmarks/models.py": "takes hours; tests/benchmarks/test_models.py runs it on some types",
 }
 """Beginnings of commands that are not run here, and why."""
