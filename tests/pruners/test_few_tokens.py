@@ -10,7 +10,6 @@ from llmcompress.workers import SERIAL
 
 WIDTH = 96
 
-
 HALF = SparseGpt(sparsity=0.5)
 NOT_REFITTED = SparseGpt(sparsity=0.5, refit=0)
 PATTERN = SparseGpt(pattern="2:4")
