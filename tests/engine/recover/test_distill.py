@@ -6,10 +6,10 @@ from recovered import compressed, planned, write_ids
 
 from llmcompress.engine.recover.distill import Distillation
 from llmcompress.engine.recover.recovery import _opened
-from llmcompress.engine.recover.trained import RANK, TrainedMatrix, TrainedWeight, TrainedWeights
 from llmcompress.engine.recover.trained_parts import TrainedParts
 from llmcompress.engine.source.open import open_checkpoint
 from llmcompress.engine.structure.source_model import embedded_windows, layer_outputs
+from llmcompress.engine.train.trained import RANK, TrainedMatrix, TrainedWeight, TrainedWeights
 from llmcompress.store.unfinished import claimed
 from llmcompress.validate.load import load_whole
 from llmcompress.workers import SERIAL

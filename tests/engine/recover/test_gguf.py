@@ -14,7 +14,7 @@ from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.recover.recovery import recover
-from llmcompress.engine.recover.trained import TrainedMatrix
+from llmcompress.engine.train.trained import TrainedMatrix
 from llmcompress.errors import CheckpointError, PlanError
 from llmcompress.grids.encoders import encode
 from llmcompress.grids.grid_type import gguf_specs
@@ -63,20 +63,10 @@ def rounded(kind):
     return encode(weight, gguf_specs()[kind], "fast", SERIAL, None)
 
 
-class Stored:
-    """A checkpoint of one matrix."""
-
-    def __init__(self, coded):
-        self.matrix = coded
-
-    def coded(self, module):
-        return self.matrix
-
-
 @pytest.mark.parametrize("kind", sorted(gguf_specs().keys() - FIXED))
 def test_slopes_are_those_of_what_the_package_decodes_and_scales_alone_move(kind):
     coded = rounded(kind)
-    item = TrainedMatrix.of(Stored(coded), "", torch.float16, transposed=False)
+    item = TrainedMatrix.of("", lambda: coded, torch.float16, transposed=False)
     blocks = pack(coded).numpy().reshape(3, -1, len(free(kind)))
     assert item.learnt.shape == blocks.shape[:2]
     generator = torch.Generator().manual_seed(6)
@@ -98,7 +88,7 @@ def test_slopes_are_those_of_what_the_package_decodes_and_scales_alone_move(kind
 
 @pytest.mark.parametrize("kind", sorted(FIXED))
 def test_scales_that_are_no_free_numbers_are_left(kind):
-    assert TrainedMatrix.of(Stored(rounded(kind)), "", torch.float16, transposed=False) is None
+    assert TrainedMatrix.of("", lambda: rounded(kind), torch.float16, transposed=False) is None
 
 
 @pytest.fixture(scope="module")

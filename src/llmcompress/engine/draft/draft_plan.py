@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 from llmcompress.engine.plan.pass_memory import draft_memory
 from llmcompress.engine.plan.paths import check_room
 from llmcompress.engine.plan.run_options import Options
-from llmcompress.engine.recover.recover_plan import ONE_OF
 from llmcompress.engine.source.header_checks import hidden_width, vocabulary_size
 from llmcompress.engine.source.open import config_of
 from llmcompress.engine.source.quantised import DecodedHeaders, decoded_headers
 from llmcompress.engine.structure.source_model import OpenModel, open_model
+from llmcompress.engine.train.training import ONE_OF
 from llmcompress.errors import PlanError
 from llmcompress.formats.base import TensorSpec
 from llmcompress.recipe import Calibration

@@ -16,9 +16,8 @@ from llmcompress.engine.draft.draft_plan import DraftPlan, stored
 from llmcompress.engine.draft.learner import DraftLearner
 from llmcompress.engine.draft.states import target_model, target_states, training_text
 from llmcompress.engine.process.process_memory import keep_freed_memory
-from llmcompress.engine.recover.recover_plan import AT_ONCE
-from llmcompress.engine.recover.training import Look, NoGainError, Training, TrainingText
 from llmcompress.engine.structure.derived_model import calibration_facts
+from llmcompress.engine.train.training import AT_ONCE, Look, NoGainError, Training, TrainingText
 from llmcompress.engine.write.run_report import source_record
 from llmcompress.store.checkpoint import DTYPES
 from llmcompress.store.draft_head import CONFIG, IDS, KIND, KNOWN

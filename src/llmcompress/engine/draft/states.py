@@ -7,10 +7,10 @@ from torch import Tensor
 from llmcompress.engine.draft.draft_plan import DraftPlan
 from llmcompress.engine.process.process_memory import return_freed_memory
 from llmcompress.engine.recover.own_text import own_text
-from llmcompress.engine.recover.training import TrainingText, held_apart
 from llmcompress.engine.run.forward import Forward, Stream
 from llmcompress.engine.run.opened_model import opened_model
 from llmcompress.engine.source.open import round_as_stored
+from llmcompress.engine.train.training import TrainingText, held_apart
 from llmcompress.errors import PlanError
 from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.store.draft_head import KIND

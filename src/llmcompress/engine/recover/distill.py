@@ -6,27 +6,21 @@ the logits again.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from llmcompress.engine.plan.memory_model import HEAD_TOKENS
-from llmcompress.engine.recover.trained import Trained
+from llmcompress.engine.train.places import TrainedPlace, add_slopes, mark, slopes_of, weight_at
+from llmcompress.engine.train.trained import Trained
 from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.store.windows import Windows
 from llmcompress.workers import Workers
-
-
-class TrainedPlace(NamedTuple):
-    """Where a trained tensor is in a layer, or in what stands outside of the layers: a module path below it."""
-
-    path: str
-    name: str
 
 
 class Distillation:
@@ -57,7 +51,7 @@ class Distillation:
         with student.outer(embed=True, head=True) as self._outer, teacher.outer(embed=False, head=True) as target:
             student.prepare(self.tokens[:1])
             student.prepare_batch(1, self.tokens.shape[1])
-            _mark(self._outer, self.places[-1])
+            mark(self._outer, self.places[-1])
             self._heads = PerThread(self._outer, target)
             yield
 
@@ -81,16 +75,16 @@ class Distillation:
         behind = zip(windows, entering.pop(), strict=True)
         for divergence, slopes, gradient in self.workers.in_order(self._learnt, behind):
             total += divergence
-            _add(found, slopes)
+            add_slopes(found, slopes)
             back.append(gradient)
         for number in reversed(range(len(self.student.layers))):
             pairs = zip(entering.pop(), back, strict=True)
             with self.student.layer(number) as layer:
-                _mark(layer, self.places[number])
+                mark(layer, self.places[number])
                 through = self.workers.in_order(partial(self._through, number, layer), pairs)
                 back = []
                 for slopes, gradient in through:
-                    _add(found, slopes)
+                    add_slopes(found, slopes)
                     back.append(gradient)
         for slope in found.values():
             slope /= len(windows)
@@ -109,14 +103,16 @@ class Distillation:
         """Give what stands behind the layers its values of now."""
         assert self._outer is not None  # within `heads`
         for place in self.places[-1]:
-            _weight(self._outer, place).data.copy_(self.trained[place.name].value())
+            weight_at(self._outer, place).data.copy_(self.trained[place.name].value())
 
     def _through(self, number: int, layer: nn.Module, pair: tuple[Tensor, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
         """Slopes of a layer's trained tensors, and the gradient at its input, from that at its output."""
         hidden, gradient = pair
-        return self._slopes(
-            layer, self.places[number], hidden, lambda entering: (self.student.call(number, layer, entering), gradient)
-        )
+
+        def run(entering: Tensor) -> tuple[Tensor, Tensor]:
+            return self.student.call(number, layer, entering), gradient
+
+        return slopes_of(layer, self.places[number], self.trained, hidden, run)
 
     def _learnt(self, item: tuple[int, Tensor]) -> tuple[float, dict[str, Tensor], Tensor]:
         """The divergence of a window from the states behind the last layer, and gradients there."""
@@ -130,8 +126,8 @@ class Distillation:
                 total += float(divergence.detach())
                 return divergence / item[1].shape[1], None
 
-            slopes, gradient = self._slopes(own, self.places[-1], hidden, loss)
-            _add(found, slopes)
+            slopes, gradient = slopes_of(own, self.places[-1], self.trained, hidden, loss)
+            add_slopes(found, slopes)
             back.append(gradient)
         return total / item[1].shape[1], found, torch.cat(back, dim=1)
 
@@ -148,29 +144,6 @@ class Distillation:
         for own, wanted in zip(*(torch.split(part, HEAD_TOKENS, dim=1) for part in (hidden, states)), strict=True):
             yield own, self.teacher.logits(target, wanted).to(torch.float32).log_softmax(dim=-1)
 
-    def _slopes(
-        self,
-        section: nn.Module,
-        places: Sequence[TrainedPlace],
-        hidden: Tensor,
-        run: Callable[[Tensor], tuple[Tensor, Tensor | None]],
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """Slopes of the trained tensors of a section, and the gradient at `hidden`.
-
-        run: an output, and the gradient there.
-        """
-        held = [_weight(section, place) for place in places]
-        hidden = hidden.detach().requires_grad_()
-        with torch.enable_grad():
-            out, gradient = run(hidden)
-            back, *found = torch.autograd.grad(out, [hidden, *held], gradient, allow_unused=True)
-        slopes = {
-            place.name: self.trained[place.name].slope(value.detach(), slope)
-            for place, value, slope in zip(places, held, found, strict=True)
-            if slope is not None
-        }
-        return slopes, back
-
 
 class PerThread:
     """Copies of what stands outside of the layers for each thread, since running it leaves traces there."""
@@ -184,18 +157,6 @@ class PerThread:
         return self._local.copies  # type: ignore[no-any-return]
 
 
-def _mark(section: nn.Module, places: Sequence[TrainedPlace]) -> None:
-    """Let gradients reach the trained tensors of a section."""
-    for place in places:
-        _weight(section, place).requires_grad_()
-
-
-def _weight(section: nn.Module, place: TrainedPlace) -> Tensor:
-    weight = section.get_submodule(place.path).weight
-    assert isinstance(weight, Tensor)  # not a module
-    return weight
-
-
 def _sharing(section: nn.Module) -> nn.Module:
     """A copy of a section on the same weights."""
     alike: dict[int, Any] = {id(weight): weight for weight in section.parameters()}
@@ -206,8 +167,3 @@ def _divergence(wanted: Tensor, logits: Tensor) -> Tensor:
     """The sum of KL(p || q) over tokens. wanted: log p; both [1, tokens, vocabulary]."""
     logs = logits.to(torch.float32).log_softmax(dim=-1)
     return (wanted.exp() * (wanted - logs)).sum()
-
-
-def _add(found: dict[str, Tensor], slopes: Mapping[str, Tensor]) -> None:
-    for name, slope in slopes.items():
-        found[name] = found[name].add_(slope) if name in found else slope

@@ -11,6 +11,7 @@ from torch import Tensor
 from llmcompress.engine.recover.recover_plan import RecoverPlan, paper
 from llmcompress.engine.source.header_checks import numbered
 from llmcompress.engine.source.open import open_checkpoint
+from llmcompress.engine.train.places import norm_offsets
 from llmcompress.errors import CheckpointError
 from llmcompress.npzfile import read_arrays
 
@@ -25,11 +26,7 @@ class Factors:
         self.arrays = _read(plan)
         steps = plan.report.get("recipe", {}).get("steps")
         self.rotated = any(isinstance(step, dict) and step.get("method") == "rotate" for step in steps or ())
-        spec = plan.opened.matrices.spec
-        norms = [*spec.norms, *([] if spec.final is None else [spec.final])]
-        self._offsets = {norm.path: norm.offset for norm in norms}
-        if spec.scores is not None:
-            self._offsets |= dict.fromkeys(spec.scores.norms or (), spec.scores.offset)
+        self._offsets = norm_offsets(plan.opened.matrices.spec)
 
     def offset(self, name: str, path: str) -> float:
         """What the weight of the norm at a module path is smaller by than its gain."""

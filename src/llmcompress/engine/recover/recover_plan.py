@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from llmcompress.engine.plan.memory_model import TRAINING_STATE
 from llmcompress.engine.plan.pass_memory import ModelSizes, recover_memory
@@ -17,6 +17,8 @@ from llmcompress.engine.source.matrix_refs import Matrices, matrices_of
 from llmcompress.engine.source.open import open_checkpoint, source_headers
 from llmcompress.engine.source.quantised import DecodedHeaders, decoded_headers, in_own_type
 from llmcompress.engine.structure.source_model import OpenModel, open_model
+from llmcompress.engine.train.trained import Weights
+from llmcompress.engine.train.training import AT_ONCE, LEAST, ONE_OF
 from llmcompress.errors import CheckpointError, PlanError
 from llmcompress.ledger import Ledger
 from llmcompress.recipe import Calibration
@@ -29,17 +31,10 @@ from llmcompress.store.output import OutputDirectory
 from llmcompress.store.output_file import OutputFile, beside, is_single, report_of
 from llmcompress.store.side_files import has_tokenizer
 
-AT_ONCE = 4  # windows of a step
-ONE_OF = 16  # windows, one is held back
 _RATE = 1e-3  # of norms alone
 _PRUNED_RATE = 3e-3  # where weights that stay are trained, which nothing has rounded
-_LEAST = 2 * ONE_OF
 SHARE = 1 / 100  # of the mean relative error of the matrices: the rate, where none is asked for
 MADE_FROM = "give the model it was made from: --ref"
-
-
-Weights = Literal["full", "low-rank"]
-"""How weights that nothing has rounded are trained: each for itself, or by a change of low rank."""
 
 
 class RecoverRequest(NamedTuple):
@@ -175,8 +170,8 @@ def plan_recover(
 ) -> RecoverPlan:
     """Check from headers that one model was made from the other. Raises LlmcompressError."""
     options = options or Options()
-    if text.samples < _LEAST:
-        raise PlanError(f"--samples {text.samples} leaves too few windows to hold some back", f"use {_LEAST} or more")
+    if text.samples < LEAST:
+        raise PlanError(f"--samples {text.samples} leaves too few windows to hold some back", f"use {LEAST} or more")
     if text.source == "self":
         raise PlanError("text is not sampled for training", "give a text as --calibration, or the default")
     if is_single(original):

@@ -3,12 +3,13 @@
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from llmcompress.engine.recover.trained import Trained, TrainedMatrix
 from llmcompress.engine.source.gguf_weights import EncodedRows, GgufWeights
+from llmcompress.engine.train.trained import Trained, TrainedMatrix
 from llmcompress.formats.gguf.tensors import convert
 from llmcompress.packing.ggml import pack
 from llmcompress.store.cursor import mapped
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 def trained_matrix(weights: GgufWeights, module: str) -> TrainedMatrix | None:
     """The matrix of a module, if its blocks have a free float16 scale, and its codes come back byte for byte."""
-    found = TrainedMatrix.of(weights, module, torch.float16, transposed=False)
+    found = TrainedMatrix.of(module, partial(weights.coded, module), torch.float16, transposed=False)
     if found is None:
         return None
     (part,) = weights.parts[f"{module}.weight"]

@@ -12,16 +12,16 @@ from llmcompress.calib.base import fingerprint
 from llmcompress.engine.process.process_memory import keep_freed_memory, return_freed_memory
 from llmcompress.engine.recover.distill import Distillation
 from llmcompress.engine.recover.own_text import own_text
-from llmcompress.engine.recover.recover_plan import AT_ONCE, MADE_FROM, ONE_OF, RecoverPlan
+from llmcompress.engine.recover.recover_plan import MADE_FROM, RecoverPlan
 from llmcompress.engine.recover.rewritten import write_recovered
-from llmcompress.engine.recover.trained import TrainedMatrix, TrainedNorm, TrainedWeight, TrainedWeights
 from llmcompress.engine.recover.trained_parts import TrainedParts
-from llmcompress.engine.recover.training import Look, NoGainError, Training, TrainingText, held_apart
 from llmcompress.engine.run.forward import Forward, Stream
 from llmcompress.engine.run.opened_model import opened_model
 from llmcompress.engine.run.tokens import tokens_for
 from llmcompress.engine.source.open import open_checkpoint, round_as_stored
 from llmcompress.engine.structure.derived_model import calibration_facts
+from llmcompress.engine.train.trained import TrainedMatrix, TrainedNorm, TrainedWeight, TrainedWeights
+from llmcompress.engine.train.training import AT_ONCE, ONE_OF, Look, NoGainError, Training, TrainingText, held_apart
 from llmcompress.engine.write.run_report import source_record
 from llmcompress.errors import CheckpointError
 from llmcompress.model.streamed_model import StreamedModel

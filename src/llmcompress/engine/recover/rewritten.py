@@ -11,8 +11,8 @@ from llmcompress import __version__
 from llmcompress.engine.recover.factors import FACTORS, Factors
 from llmcompress.engine.recover.recover_plan import RecoverPlan, paper
 from llmcompress.engine.recover.recovered_file import pieces
-from llmcompress.engine.recover.trained import Trained, TrainedMatrix, TrainedNorm, TrainedWeight
 from llmcompress.engine.recover.trained_parts import encoded
+from llmcompress.engine.train.trained import Trained, TrainedMatrix, TrainedNorm, TrainedWeight
 from llmcompress.formats.front_matter import front_matter
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.output import OutputDirectory

@@ -1,18 +1,17 @@
 """What of a compressed model is trained: scales that are free numbers, weights that nothing has rounded, and gains."""
 
-from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
-from llmcompress.engine.recover.distill import TrainedPlace
 from llmcompress.engine.recover.factors import Factors
 from llmcompress.engine.recover.recover_plan import RecoverPlan
 from llmcompress.engine.recover.recovered_file import holds_gains, trained_matrix
-from llmcompress.engine.recover.trained import WEIGHTS, Trained, TrainedMatrix, TrainedNorm, TrainedWeight
 from llmcompress.engine.source.quantised import DecodedHeaders
+from llmcompress.engine.train.places import TrainedPlace, norms_of
+from llmcompress.engine.train.trained import WEIGHTS, Trained, TrainedMatrix, TrainedNorm, TrainedWeight
 from llmcompress.errors import CheckpointError, RunError
 from llmcompress.formats.base import Entry, TensorSpec
 from llmcompress.grids.base import INPUT_SPECS
@@ -70,7 +69,7 @@ class TrainedParts:
         if not isinstance(headers, DecodedHeaders) or module not in headers.packed or module in headers.pieces:
             return None
         own = DTYPES[self.plan.own[f"{module}.weight"].spec.dtype]
-        found = TrainedMatrix.of(self.plan.checkpoint, module, own, module in headers.transposed)
+        found = TrainedMatrix.of(module, partial(self.plan.checkpoint.coded, module), own, module in headers.transposed)
         if found is None:
             return None
         try:
@@ -89,10 +88,10 @@ class TrainedParts:
     def _norms(self) -> None:
         factors = Factors(self.plan)
         for number, layer in enumerate(self.student.layers):
-            for path in _norms_of(layer):
+            for path in norms_of(layer):
                 name = self.student.disk_name(number, f"{path}.weight")
                 self._norm(name, factors, TrainedPlace(path, name), number)
-        for path in _norms_of(self.student.causal):
+        for path in norms_of(self.student.causal):
             name = self.student.outer_name(f"{path}.weight")
             self._norm(name, factors, TrainedPlace(path, name), len(self.student.layers))
 
@@ -125,11 +124,3 @@ def encoded(plan: RecoverPlan, module: str, coded: "Coded") -> "dict[str, Tensor
         linear=True,
     )
     return headers.format.encode(entry, coded)
-
-
-def _norms_of(section: nn.Module) -> Iterator[str]:
-    """Paths of the norms of a section that have a gain for every channel."""
-    for path, module in section.named_modules():
-        weight = module._parameters.get("weight")
-        if "Norm" in type(module).__name__ and weight is not None and weight.dim() == 1:
-            yield path

@@ -6,19 +6,21 @@ The model runs on values rounded to the types that they are stored in; gradients
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Protocol
+from typing import ClassVar, Literal, Protocol
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from llmcompress.engine.recover.recover_plan import Weights
 from llmcompress.grids.coded import Coded
 from llmcompress.store.checkpoint import Checkpoint
 
 RANK = 16  # of what is added to a matrix
+
+Weights = Literal["full", "low-rank"]
+"""How weights that nothing has rounded are trained: each for itself, or by a change of low rank."""
 
 
 class Learnt(Protocol):
@@ -47,12 +49,13 @@ class Trained(Learnt, Protocol):
 class TrainedMatrix:
     """A matrix [out, in] on codes, of which scales are learnt. learnt [out, groups]: logarithms of factors.
 
-    scale_dtype: the type of its scales, where that is a matter of choice. transposed: the tensor is [in, out].
+    read: gives the codes, on scales as they were. scale_dtype: the type of its scales, where that is a matter of
+    choice. transposed: the tensor is [in, out].
     """
 
     pace: ClassVar[float] = 1.0
-    checkpoint: Checkpoint
     module: str
+    read: Callable[[], Coded | None]
     scale_dtype: torch.dtype
     transposed: bool
     index: Tensor
@@ -60,19 +63,19 @@ class TrainedMatrix:
 
     @classmethod
     def of(
-        cls, checkpoint: Checkpoint, module: str, scale_dtype: torch.dtype, transposed: bool
+        cls, module: str, read: Callable[[], Coded | None], scale_dtype: torch.dtype, transposed: bool
     ) -> "TrainedMatrix | None":
-        """The matrix of a module; None where none of its scales can be any number."""
-        coded = checkpoint.coded(module)
+        """The matrix of a module; None where there are no codes, or none of its scales can be any number."""
+        coded = read()
         index = None if coded is None else coded.grid.factor_index
         if coded is None or index is None:
             return None
         learnt = torch.zeros(coded.codes.shape[0], int(index.max()) + 1)
-        return cls(checkpoint, module, scale_dtype, transposed, index, learnt)
+        return cls(module, read, scale_dtype, transposed, index, learnt)
 
     def coded(self) -> Coded:
         """The codes, and their scales times the factors."""
-        coded = self.checkpoint.coded(self.module)
+        coded = self.read()
         assert coded is not None  # it was there when the object was made
         return replace(coded, grid=coded.grid.multiplied(self.learnt.exp(), self.scale_dtype))
 

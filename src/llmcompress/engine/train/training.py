@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from llmcompress.engine.process.process_memory import return_freed_memory
-from llmcompress.engine.recover.recover_plan import ONE_OF
-from llmcompress.engine.recover.trained import Adam, Learnt
+from llmcompress.engine.train.trained import Adam, Learnt
 from llmcompress.errors import RunError
 from llmcompress.store.staging import Staging
 
@@ -19,6 +18,10 @@ class NoGainError(RunError):
     """Training made nothing better, so that there is nothing to go on with."""
 
 
+AT_ONCE = 4  # windows of a step
+ONE_OF = 16  # windows, one is held back
+LEAST = 2 * ONE_OF  # windows to train on
+BLOCK_STEPS = 64  # of a layer alone
 _LOOKS = 8  # times that text held back is looked at during training
 _RISING = 10  # one in so many steps
 _BEST = "best"
@@ -105,24 +108,26 @@ class Training:
         self.best: dict[str, Tensor] = {}
         self._order = text.order(steps * at_once, seed)
 
-    def run(self, staged: Staging, watch: Callable[[int], None]) -> tuple[Look, Look]:
+    def run(self, staged: Staging | None, watch: Callable[[int], None] = lambda done: None) -> tuple[Look, Look]:
         """Train, and leave the best values in what is trained; the first look, and the best.
 
-        watch: told after each step how many are done. RunError where the divergence did not fall.
+        staged: where what was learnt is kept, and taken up; None for nowhere. watch: told after each step how many are
+        done. NoGainError where the divergence did not fall.
         """
-        self._go_on(staged)
+        if staged is not None:
+            self._go_on(staged)
         with self.learner.heads():
             if not self.looks:
                 self._look()
             while self.adam.steps < self.steps:
                 self._step()
                 kept = self.adam.steps % self.keeps == 0 or self.adam.steps == self.steps
-                if kept:
+                if staged is not None and kept:
                     self._keep(staged)
                 try:
                     watch(self.adam.steps)
                 except BaseException:
-                    if not kept:
+                    if staged is not None and not kept:
                         self._keep(staged)
                     raise
         first, *later = self.looks
