@@ -29,9 +29,10 @@ def compress(model, out, made=None, stop=lambda finished: False, progress=None, 
     return run(make_plan(made or recipe(), model, Options(out=out, **options)), progress, stop)
 
 
-def steps_recipe(steps, format_="dense"):
+def steps_recipe(steps, format_="dense", calibration=None):
     """A recipe of several steps, few short windows."""
-    return parse({"calibration": CALIBRATION, "steps": steps, "output": {"format": format_}})
+    calibration = CALIBRATION | (calibration or {})
+    return parse({"calibration": calibration, "steps": steps, "output": {"format": format_}})
 
 
 def carry_out(model, out, steps, format_="dense", **options):

@@ -41,7 +41,7 @@ _TYPE_NAMES = {
     "search": "search",
 }
 """Fields of GgufTypes by the settings that give them."""
-_OF_GGUF = ("guided", "imatrix", "shard_size", "modelfile", "pre", "base_model", "license")
+_OF_GGUF = ("guided", "recover", "imatrix", "shard_size", "modelfile", "pre", "base_model", "license")
 
 
 @dataclass(frozen=True)
@@ -143,12 +143,16 @@ def _gguf_recipe(settings: Mapping[str, Any]) -> Recipe:
         raise RecipeError("--imatrix and --calibration both say what errors cost", "give one of them")
     if settings.get("guided") and not calibrated:
         raise RecipeError("--guided follows gradients of a calibration text, and there is none", "add --calibration")
+    recovers = settings.get("recover", "none") != "none"
+    if recovers and not calibrated:
+        raise RecipeError("--recover trains on a calibration text, and there is none", "add --calibration")
     types = {field: settings[name] for name, field in _TYPE_NAMES.items() if settings.get(name) is not None}
     types.setdefault("search", "best" if calibrated or weighted else "fast")
     text = text_of(settings)
     if weighted:
         text = text.model_copy(update={"imatrix": str(settings["imatrix"])})
     method = "gptq" if calibrated else "rtn"
-    guided = {"guided": True} if settings.get("guided") else {}
-    step = build(methods()[method], {"gguf": build(GgufTypes, types, "the types"), **guided}, method)
+    more = {"guided": True} if settings.get("guided") else {}
+    more |= {"recover": settings["recover"]} if recovers else {}
+    step = build(methods()[method], {"gguf": build(GgufTypes, types, "the types"), **more}, method)
     return Recipe(calibration=text, steps=(step,), output=output_of({**settings, "format": GGUF}, "modelfile", "pre"))

@@ -91,6 +91,14 @@ Guided = Annotated[
         rich_help_panel=flags.CALIBRATION,
     ),
 ]
+Recovered = Annotated[
+    Literal["none", "block"],
+    typer.Option(
+        "--recover",
+        help="With --calibration, block: train scales and gains towards what the original's layers give.",
+        rich_help_panel=flags.CALIBRATION,
+    ),
+]
 Pre = Annotated[
     str | None,
     typer.Option(
@@ -119,7 +127,7 @@ SplitSize = Annotated[
 
 _OF_RECIPE = (
     *("type_", "pure", "output_type", "embedding_type", "allow_requantize", "search", "imatrix", "pre", "modelfile"),
-    *("guided", "base_model", "license"),
+    *("guided", "recover", "base_model", "license"),
     *TEXT_SETTINGS,
 )
 _SIZES = {"--type": "type_", "--bpw": "bpw", "--size": "size", "--kl": "kl"}
@@ -141,6 +149,7 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     **flags.taken("overwrite", "base_model", "license"),
     "calibration": (flags.OptionalSource, None),
     "guided": (Guided, False),
+    "recover": (Recovered, "none"),
     "imatrix": (Imatrix, None),
     **{name: flags.RUN_OPTIONS[name] for name in ("field", "samples", "length", "seed")},
     **{

@@ -312,6 +312,11 @@ class Method(WithGridOptions):
         """Whether it goes by what errors at tokens and outputs do to the prediction."""
         return False
 
+    @property
+    def recovers(self) -> bool:
+        """Whether scales, and gains of norms, are fitted to what leaves a layer once its codes are chosen."""
+        return False
+
     def solve(
         self,
         weight: "Tensor",

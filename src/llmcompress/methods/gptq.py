@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from llmcompress.solve.row_blocks import RowBlocks
     from llmcompress.solve.sparsegpt import MaskChoice
 
+_ALL = 1_000_000  # windows
+
 
 class Gptq(Method):
     """Quantise each matrix so that its output on the calibration inputs changes least."""
@@ -41,12 +43,17 @@ class Gptq(Method):
         description="share of the error of earlier matrices to make up for (asymmetric calibration); 0: none, faster",
     )
     qep_samples: int = Field(
-        16, ge=1, le=1_000_000, description="windows of the calibration set on which that error is measured"
+        16, ge=1, le=_ALL, description="windows of the calibration set on which that error is measured"
     )
     guided: bool = Field(
         False,
         description="go by what errors do to the prediction: tokens of the calibration text count by it (GuidedQuant), "
         "errors at an output are made up for at those after it (YAQA); a pass of gradients comes before the run",
+    )
+    recover: Literal["none", "block"] = Field(
+        "none",
+        description="block: once the codes of a layer are chosen, train its scales and the gains of its norms towards "
+        "what the original layer gives, on all windows (Block-AP of EfficientQAT)",
     )
     head_bits: Literal[2, 3, 4, 5, 6, 8] | None = Field(
         None,
@@ -70,7 +77,13 @@ class Gptq(Method):
 
     @property
     def original_samples(self) -> int:
+        if self.recovers:
+            return _ALL
         return self.qep_samples if self.qep_alpha > 0 else 0
+
+    @property
+    def recovers(self) -> bool:
+        return self.recover == "block"
 
     @property
     def follows_gradients(self) -> bool:

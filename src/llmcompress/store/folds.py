@@ -134,11 +134,15 @@ class FoldedCheckpoint(Checkpoint):
         return None if f"{module}.weight" in self._folds else self.base.code_grid(module, scales)
 
     def read(self, name: str) -> Tensor:
-        work = self.base.read(self.shared.get(name, name))
-        folds = self._folds.get(name)
-        if folds is None:
-            return work
-        work = work.to(torch.float64 if work.dtype == torch.float64 else torch.float32)
-        for change in folds:
-            work = change(work)
+        if name not in self._folds:
+            return self.base.read(self.shared.get(name, name))
+        work = self.unrounded(name)
         return work if name in self.exact else work.to(DTYPES[self.headers.tensors[name].spec.dtype])
+
+    def unrounded(self, name: str) -> Tensor:
+        """A tensor with its folds, in float32, or float64 if it is stored so."""
+        work = self.base.read(self.shared.get(name, name))
+        work = work.to(torch.float64 if work.dtype == torch.float64 else torch.float32)
+        for change in self._folds.get(name, ()):
+            work = change(work)
+        return work

@@ -41,6 +41,7 @@ from llmcompress.store.windows import Windows, WindowsWriter
 PLAN, PLACE = "plan.json", "place.json"
 _MARK = ".llmcompress-work"
 _FACTORS = "factors/"  # before the name of a space, in the name of a tensor
+_GAINS = "gains/"  # before that of a norm's weight
 _OWN = re.compile(
     r"(plan\.json|place\.json|t(?:okens|raining)\.safetensors|(?:section|guidance)-\d{5,}\.safetensors)(\.partial)?"
     r"|(hidden|record)-.+\.(bin|partial)"
@@ -116,12 +117,14 @@ class Staging:
         coded: Mapping[str, Coded],
         records: Mapping[str, Any],
         factors: Mapping[str, Tensor] | None = None,
+        gains: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Write a finished section: matrices by on-disk module name, and records (plain data) about the matrices.
 
-        factors: by space, the scales of the space's channels.
+        factors: by space, the scales of the space's channels. gains: factors of those of norms, by name of the weight.
         """
         tensors = {f"{_FACTORS}{space}": factor for space, factor in (factors or {}).items()}
+        tensors |= {f"{_GAINS}{name}": factor for name, factor in (gains or {}).items()}
         grids = {}
         for module, item in coded.items():
             grids[module] = item.grid.spec.name
@@ -141,9 +144,17 @@ class Staging:
 
     def read_factors(self, number: int) -> dict[str, Tensor]:
         """By space, the factors of a finished section's channels."""
+        return self._read(number, _FACTORS)
+
+    def read_gains(self, number: int) -> dict[str, Tensor]:
+        """By name of a norm's weight, the factors of its gains in a finished section."""
+        return self._read(number, _GAINS)
+
+    def _read(self, number: int, beginning: str) -> dict[str, Tensor]:
+        """The tensors of a section whose names have a beginning, by the rest of it."""
         with self._opened(number) as file:
-            names = [name for name in file.names if name.startswith(_FACTORS)]
-            return {name.removeprefix(_FACTORS): file.read(name) for name in names}
+            names = [name for name in file.names if name.startswith(beginning)]
+            return {name.removeprefix(beginning): file.read(name) for name in names}
 
     def records(self, number: int) -> dict[str, Any]:
         """The records of a finished section."""

@@ -123,6 +123,7 @@ CASES = {
     "pruned by outliers": ["wanda", "--sparsity", 0.5, "--allocation", "owl", "--refit", 2, *SMALL],
     "pruned and rounded": ["{method: sparsegpt, pattern: '2:4', joint: true}, {method: gptq, group_size: 32}"],
     "weighed tokens": ["gptq", "--guided", *GPTQ],
+    "recovered": ["gptq", "--recover", "block", *GPTQ, "--samples", 32],
     "an original stream of one batch": ["gptq", "--qep-samples", 2, *GPTQ],
 }
 

@@ -1,8 +1,10 @@
 """What a run will take: bytes written, disk, memory, passes; from headers and options alone."""
 
 from dataclasses import dataclass
+from math import ceil
 
 from llmcompress.engine.plan.run_memory import RunMemory
+from llmcompress.engine.train.training import AT_ONCE, BLOCK_STEPS
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,18 @@ def estimate(run: RunMemory, output_bytes: int, bits_per_weight: float) -> Estim
         output_bytes=output_bytes,
         work_bytes=int(weights * 1.1) + (_windows(run) if run.calibrated else 0) + sum(map(run.products, run.layers)),
         memory_bytes=memory.peak("host"),
-        passes=((2 if run.paired else 1) + 3 * run.weighed) if run.calibrated else 0,
+        passes=((2 if run.paired else 1) + 3 * run.weighed + _training(run)) if run.calibrated else 0,
         source_bytes=run.headers.nbytes,
         bits_per_weight=bits_per_weight,
         bits_per_quantised_weight=bits / sum(size for size, _ in rounded) if rounded else None,
         gpu_bytes=memory.peak("gpu"),
     )
+
+
+def _training(run: RunMemory) -> int:
+    """Passes of the text, there and back, that layers are trained by."""
+    recovers = any(plan.recovers for plan in run.matrices)
+    return ceil(3 * BLOCK_STEPS * AT_ONCE / run.recipe.calibration.samples) if recovers else 0
 
 
 def _windows(run: RunMemory) -> int:

@@ -20,6 +20,7 @@ from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.plan.transform_headers import check_order
 from llmcompress.engine.source.header_checks import check_length
 from llmcompress.engine.targets.verdicts import engine_notes, requested_target
+from llmcompress.engine.train.training import LEAST
 from llmcompress.errors import PlanError
 from llmcompress.formats.base import Entry, Format
 from llmcompress.formats.gguf.tensors import Factors
@@ -71,6 +72,11 @@ def _plan_for_any_target(recipe: Recipe, model: Path, options: Options) -> Plan:
         ledger.note("guided", f"{len(guided) - count} of {len(guided)} matrices", why)
     if runs_text(recipe, planned.values()):
         check_length(headers, recipe.calibration.length)
+    if recipe.calibration.samples < LEAST and any(plan.recovers for plan in planned.values()):
+        raise PlanError(
+            f"--samples {recipe.calibration.samples} leaves too few windows to hold some back",
+            f"use {LEAST} or more, or no --recover",
+        )
     run_with = partial(memory_of_run, headers, recipe, (*layers, head))
     experts = any(plan.expert is not None for plan in planned.values()) and not recipe.scales_channels
     resources = choose_resources(options, recipe.calibration, lambda resources: run_with(resources).model(), experts)

@@ -89,6 +89,11 @@ class MatrixPlan:
         return self.needs_gram and self.method.follows_gradients
 
     @property
+    def recovers(self) -> bool:
+        """Whether its scales are fitted to what leaves its layer."""
+        return self.inside and self.method.recovers
+
+    @property
     def settings(self) -> str:
         """The options of the steps as text; matrices that share an input and these settings are solved together."""
         return "\n".join(step.model_dump_json() for step in self.steps)

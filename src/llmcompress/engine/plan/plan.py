@@ -87,6 +87,11 @@ class Plan:
         return any(matrix.follows_gradients for layer in self.layers for matrix in layer)
 
     @property
+    def recovers(self) -> bool:
+        """Whether scales and gains of layers are fitted to what the original layers give."""
+        return any(matrix.recovers for layer in self.layers for matrix in layer)
+
+    @property
     def dtype(self) -> str:
         """The floating-point type in which layers run."""
         return self.resources.dtype

@@ -70,6 +70,8 @@ class RunMemory:
             phases += [Phase("decoding", [*loaded, *self.decoding()])] if self.decoded else []
             phases += [Phase("gradients", list(self.gradients(layer)))] if self.weighed else []
             phases += [Phase("running", [*loaded, *self.running(layer)])] if self.counted else []
+            recovers = any(plan.recovers for plan in layer)
+            phases += [Phase("recovering", [*loaded, *self.recovering(layer)])] if recovers else []
             phases += [Phase("scaling", [*loaded, *terms]) for terms in self.scaling(layer)] if self.scaled else []
             phases += [Phase("solving", [*loaded, *terms]) for terms in self.solving(layer)]
         return MemoryModel(list(self.throughout()), phases)
@@ -153,6 +155,15 @@ class RunMemory:
         values = memory.GRADIENT_VALUES * self.item // 4 * (self.hidden + _widest(layer))
         yield self.term("values of windows", values * self.recipe.calibration.length * (self.threads + 1))
         yield Term("products of outputs", self.products(layer) * (self.threads + 2))
+
+    def recovering(self, layer: Layer) -> Iterator[Term]:
+        """Codes of a layer, and what scales are trained with: gradients and windows of the threads, Adam's numbers."""
+        weights, largest = _weights(layer), max(_weights([plan]) for plan in layer)
+        yield Term("codes", weights)
+        yield Term("factors", int(memory.TRAINED * weights))
+        yield self.term("gradients of matrices", (self.item * weights + 8 * largest) * self.threads)
+        values = memory.GRADIENT_VALUES * self.item // 4 * (self.hidden + _widest(layer))
+        yield self.term("values of windows", values * self.recipe.calibration.length * (self.threads + 1))
 
     def products(self, layer: Layer) -> int:
         """Bytes of the products of gradients at the outputs of a layer."""

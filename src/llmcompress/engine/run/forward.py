@@ -109,7 +109,12 @@ class Forward:
         if onward:
             self._left = write_windows(self._outputs(), self.record("left"), self.model.dtype)
         self.stream = replace(self.stream, layer=nn.Module())
+        self.renew()
+
+    def renew(self) -> None:
+        """Forget what was recorded and seen: the layer is no longer what it was."""
         self.bypasses = Bypasses(self.stream.layer, [], self.bypasses.writer, self._current)
+        self._watch = None
 
     def inputs(self, wanted: Mapping[str, str]) -> Iterator[Inputs]:
         """Per batch, the inputs of the spaces in `wanted` (space to the module path of a matrix that reads it).

@@ -70,6 +70,7 @@ def _needs_text(plan: Plan) -> bool:
         plan.recipe.kv_cache is not None
         or plan.recipe.scales_channels
         or plan.follows_gradients
+        or plan.recovers
         or (plan.recipe.pruner is not None and plan.recipe.pruner.allocation != "uniform")
         or any(matrix.needs - STORED for matrix in plan.matrices)
     )

@@ -1,11 +1,12 @@
 """Compressing one layer, stage by stage: each stage is measured on what the compressed stages before it give."""
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,33 +20,45 @@ from llmcompress.engine.run.collect import collect, stages_of
 from llmcompress.engine.run.forward import Forward
 from llmcompress.engine.run.guidance import NONE, Guidance
 from llmcompress.engine.run.input_scales import input_scale
+from llmcompress.engine.run.installed import install
 from llmcompress.engine.run.kept_statistics import note_reuse
 from llmcompress.engine.run.kv_ranges import largest_magnitudes
-from llmcompress.engine.run.matrix_record import matrix_record, refuse_extremes
+from llmcompress.engine.run.layer_recovery import recovered_layer
+from llmcompress.engine.run.matrix_record import matrix_record, recovered_record, refuse_extremes
 from llmcompress.engine.run.pruning import pruned_group, sparsity_record
 from llmcompress.engine.run.recoding import kept_together, recoded
 from llmcompress.engine.run.starved_experts import ExpertGrams, StageStatistics, lend_ranges
 from llmcompress.engine.source.gguf_input import GgufHeaders
 from llmcompress.engine.source.quantised import DecodedHeaders
 from llmcompress.errors import RunError
-from llmcompress.formats.gguf.tensors import multiplied, unmultiplied
+from llmcompress.formats.gguf.tensors import multiplied
 from llmcompress.grids.coded import Coded
-from llmcompress.grids.inputs import InputGrid
 from llmcompress.ledger import Ledger, LedgerEntry
 from llmcompress.methods.base import Solved, Statistics
-from llmcompress.model.on_demand import read_on_demand
-from llmcompress.model.rounded import round_inputs
 from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.solve.column_sweep import Sweeper
 from llmcompress.solve.lookups import with_lookups
 from llmcompress.solve.row_blocks import RowBlocks
 from llmcompress.store.checkpoint import DTYPES, Checkpoint
+from llmcompress.store.folds import FoldedCheckpoint
 from llmcompress.store.statistics import Kept
+from llmcompress.store.windows import write_windows
 from llmcompress.workers import Workers
 
 _KEPT = 32 << 20  # bytes of tensors whose memory is kept while experts are solved
 _EXPERTS_OF_A_THREAD = 4  # solved before freed memory goes back to the system
 Result = tuple[list[Coded], list[dict[str, Any]], list[dict[str, str]]]  # codes, records and notes of a group
+
+
+class SolvedLayer(NamedTuple):
+    """coded: codes by on-disk module name. records: {"linears": [...], "ledger": [...], ...}, for the report.
+
+    gains: by name of a norm's weight, what its gains are multiplied by.
+    """
+
+    coded: dict[str, Coded]
+    records: dict[str, Any]
+    gains: Mapping[str, Tensor]
 
 
 class Compressor:
@@ -79,8 +92,8 @@ class Compressor:
         layer: nn.Module | None = None,
         compressed: Forward | None = None,
         original: Forward | None = None,
-    ) -> tuple[dict[str, Coded], dict[str, Any]]:
-        """Codes by on-disk module name, and the records {"linears": [...], "ledger": [...], "kv_cache": {...}}."""
+    ) -> SolvedLayer:
+        """The codes of a section's matrices. layer: the module of a layer that text runs through, which gets them."""
         coded: dict[str, Coded] = {}
         linears: list[dict[str, Any]] = []
         ledger = Ledger()
@@ -92,6 +105,8 @@ class Compressor:
         stages = stages_of(self.plan.sections[number])
         paired = 1 + max((at for at, stage in enumerate(stages) if stage[0].expert is None), default=-1)
         before: ExpertGrams | None = None
+        beside = original  # while the stages need it
+        recovers = any(plan.recovers for plan in self.plan.sections[number])
         for number_of_stage, stage in enumerate(stages):
             self.progress.stage(stage[0].space, len(stage))
             kept = [
@@ -102,13 +117,13 @@ class Compressor:
             kept = kept_together(stage, kept, ledger)
             taken = {plan.module for plan, *_ in kept}
             stage = [plan for plan in stage if plan.module not in taken]
-            if original is not None and number_of_stage >= paired:
-                original.conclude(onward=number + 1 < len(self.plan.sections))
-                original = None
+            if beside is not None and number_of_stage >= paired:
+                beside.conclude(onward=recovers or number + 1 < len(self.plan.sections))
+                beside = None
             statistics = (
                 StageStatistics(known)
                 if known
-                else self._statistics(layer, compressed, original, stage, before, guidance.tokens, ledger)
+                else self._statistics(layer, compressed, beside, stage, before, guidance.tokens, ledger)
             )
             if self.keeping is not None:
                 gathered |= statistics.packed(workers)
@@ -125,11 +140,55 @@ class Compressor:
             before = statistics.experts or before
         if self.keeping is not None:
             self.keeping.write(number, gathered)
-        records: dict[str, Any] = {"linears": linears, "ledger": ledger.as_json()}
+        gains: Mapping[str, Tensor] = {}
+        records: dict[str, Any] = {"linears": linears}
+        if recovers:
+            self.progress.stage("scales and gains", len(coded))
+            gains = self._recover(number, layer, compressed, original, coded, records, ledger, workers)
+        records["ledger"] = ledger.as_json()
         inside = number < len(self.plan.layers)
         if compressed is not None and inside and self.plan.recipe.kv_cache is not None:
             records["kv_cache"] = largest_magnitudes(compressed.key_value_range(), number)
-        return coded, records
+        return SolvedLayer(coded, records, gains)
+
+    def _recover(
+        self,
+        number: int,
+        layer: nn.Module | None,
+        compressed: Forward | None,
+        original: Forward | None,
+        coded: dict[str, Coded],
+        records: dict[str, Any],
+        ledger: Ledger,
+        workers: Workers,
+    ) -> Mapping[str, Tensor]:
+        """Fit scales and gains of a layer, whose codes and records become those of now; the factors of gains."""
+        assert layer is not None
+        assert compressed is not None
+        assert original is not None
+        assert self.model is not None
+        assert isinstance(self.checkpoint, FoldedCheckpoint)
+        errors = [record["relative_error"] for record in records["linears"]]
+        leaving = None
+        if workers.rank == 0:
+            leaving = write_windows(original.outputs(), original.record("wanted"), self.model.dtype)
+        else:
+            deque(original.outputs(), maxlen=0)
+        entering = compressed.stream.hidden
+        found = recovered_layer(
+            self.plan, number, layer, self.model, self.checkpoint, coded, errors, entering, leaving, ledger, workers
+        )
+        compressed.renew()
+        coded |= found.coded
+        records["recovery"] = found.record
+        plans = {plan.module: plan for plan in self.plan.sections[number]}
+        records["linears"] = [
+            recovered_record(record, self._weight(plans[module]), found.coded[module])
+            if (module := record["name"]) in found.coded
+            else record
+            for record in records["linears"]
+        ]
+        return found.gains
 
     def _solutions(
         self,
@@ -299,22 +358,6 @@ def _has(layer: nn.Module, path: str) -> bool:
     except AttributeError:
         return False
     return True
-
-
-def install(layer: nn.Module, plan: MatrixPlan, coded: Coded) -> None:
-    """Put decoded values into a layer and round its inputs, so that later matrices see what the file will hold."""
-    module = layer.get_submodule(plan.path)
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    if weight.is_meta:
-        assert isinstance(module, nn.Linear)
-        read_on_demand(module, lambda: unmultiplied(coded.decode(), plan.factors).to(weight.dtype))
-    else:
-        value = unmultiplied(coded.to(weight.device).decode(), plan.factors)
-        # not in place: the layer as it was may still hold the memory
-        weight.data = (value.T if plan.conv1d else value).to(weight.dtype).contiguous()
-    if plan.entry.inputs is not None:
-        round_inputs(module, InputGrid(plan.entry.inputs, coded.input_scale).to(weight.device))
 
 
 def _solved_as_one(stage: list[MatrixPlan], apart: bool) -> list[list[MatrixPlan]]:

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -14,11 +13,11 @@ from llmcompress.engine.process.progress import Progress
 from llmcompress.engine.run.forward import NOT_RECORDED, Forward, Recording, Stream
 from llmcompress.engine.run.guidance import measured_guidance
 from llmcompress.engine.run.hidden_states import COMPRESSED, ORIGINAL, keep_hidden_states, starting_hidden_states
-from llmcompress.engine.run.layer import Compressor, install
+from llmcompress.engine.run.installed import install
+from llmcompress.engine.run.layer import Compressor, SolvedLayer
 from llmcompress.engine.run.scaling import Scaler, SiteFactors
-from llmcompress.engine.run.transformed import fold_factors
+from llmcompress.engine.run.transformed import fold_factors, fold_gains
 from llmcompress.errors import StoppedError
-from llmcompress.grids.coded import Coded
 from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.solve.column_sweep import Sweeper
 from llmcompress.store.checkpoint import Checkpoint
@@ -44,7 +43,7 @@ class Sections:
     def make(
         self,
         number: int,
-        work: Callable[[], tuple[dict[str, Coded], dict[str, Any]]],
+        work: Callable[[], SolvedLayer],
         scaled: SiteFactors | None = None,
     ) -> None:
         """Write what `work` returns as section `number`, with the factors in `scaled`.
@@ -58,11 +57,11 @@ class Sections:
             )
         begin = time.perf_counter()
         self.progress.layer(number)
-        coded, records = work()
+        coded, records, gains = work()
         if scaled is not None:
             records = {**records, "sites": scaled.records, "ledger": [*scaled.ledger.as_json(), *records["ledger"]]}
         factors = None if scaled is None else scaled.factors
-        self.workers.broadcast(lambda: self.staged.write_section(number, coded, records, factors))
+        self.workers.broadcast(lambda: self.staged.write_section(number, coded, records, factors, gains))
         self.finished += 1
         self.progress.layer_done(number, time.perf_counter() - begin)
 
@@ -100,6 +99,7 @@ def run_calibrated(
         done, inside = number not in sections.missing, number < len(plan.layers)
         if done:
             fold_factors(plan, checkpoint, number, staged.read_factors(number))
+            fold_gains(plan, checkpoint, number, staged.read_gains(number))
         with model.layer(number, plan.on_demand(number)) as layer:
             _read_ahead(plan, checkpoint, number + 1)
             scaled = None

@@ -1,6 +1,6 @@
 """What the report says about a matrix once its codes are chosen."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any
 
@@ -40,8 +40,7 @@ def matrix_record(
         return (delta.norm(), rows.norm()), [] if hessian is None else output_energies((delta, rows), hessian, workers)
 
     norms, energies = zip(*map(seen, looked_at(weight)), strict=True)
-    missed, norm = (_norm_of(parts) for parts in zip(*norms, strict=True))
-    error = _significant(float(missed / norm.clamp_min(1e-30)))
+    error = _relative_error(norms)
     record: dict[str, Any] = {
         "name": plan.module,
         "method": plan.method.name,
@@ -72,6 +71,22 @@ def matrix_record(
         ratio = against_rtn(rows, delta, plan.entry.grid, hessian, workers)
         record["rtn_ratio"] = None if ratio is None else _significant(ratio)
     return record
+
+
+def recovered_record(record: Mapping[str, Any], weight: Tensor, coded: Coded) -> dict[str, Any]:
+    """The record of a matrix [out, in] whose scales have moved since; without what was measured of them before."""
+    norms = []
+    for part in looked_at(weight):
+        rows, delta = _with_error(weight, coded, part)
+        norms.append((delta.norm(), rows.norm()))
+    kept = {key: value for key, value in record.items() if key not in ("loss", "rtn_ratio")}
+    return {**kept, "recovered": True, "relative_error": _relative_error(norms)}
+
+
+def _relative_error(norms: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """||W' - W|| / ||W||, from both norms of parts."""
+    missed, norm = (_norm_of(parts) for parts in zip(*norms, strict=True))
+    return _significant(float(missed / norm.clamp_min(1e-30)))
 
 
 def _with_error(weight: Tensor, coded: Coded, part: slice) -> tuple[Tensor, Tensor]:

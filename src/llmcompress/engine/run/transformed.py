@@ -1,13 +1,15 @@
 """The transforms of a recipe, folded into the checkpoint that the run reads."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from llmcompress.engine.source.folding import rotation_folds, scaling_folds
 from llmcompress.engine.source.open import open_checkpoint
+from llmcompress.engine.train.places import norm_offsets
 from llmcompress.store.checkpoint import Checkpoint
-from llmcompress.store.folds import FoldedCheckpoint
+from llmcompress.store.folds import FoldedCheckpoint, Scaled
 from llmcompress.transforms.rotate import Rotate
 
 if TYPE_CHECKING:
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 def open_transformed(plan: "Plan") -> Checkpoint:
     """The checkpoint that the run reads: the source with those transforms folded in that need no calibration."""
     base = open_checkpoint(plan.headers)
-    if not plan.recipe.transforms:
+    if not plan.recipe.transforms and not plan.recovers:
         return base
     anatomy = plan.anatomy
     head, embedding = anatomy.outer(anatomy.spec.head), anatomy.outer(anatomy.spec.embed)
@@ -30,9 +32,16 @@ def open_transformed(plan: "Plan") -> Checkpoint:
     return checkpoint
 
 
-def fold_factors(plan: "Plan", checkpoint: Checkpoint, layer: int, factors: dict[str, Tensor]) -> None:
+def fold_factors(plan: "Plan", checkpoint: Checkpoint, layer: int, factors: Mapping[str, Tensor]) -> None:
     """Fold factors into the checkpoint that earlier starts have chosen for a layer's sites. factors: by space."""
     if isinstance(checkpoint, FoldedCheckpoint) and layer < len(plan.layers):
         for site in (*plan.anatomy.sites(layer), plan.anatomy.scores(layer)):
             if site is not None and site.space in factors:
                 checkpoint.fold(scaling_folds(plan.anatomy, layer, site.parts, factors[site.space]))
+
+
+def fold_gains(plan: "Plan", checkpoint: Checkpoint, layer: int, gains: Mapping[str, Tensor]) -> None:
+    """Fold factors of gains into the norms of a layer. gains: by on-disk name of the weight, [channels]."""
+    if isinstance(checkpoint, FoldedCheckpoint) and gains:
+        offsets = {plan.anatomy.tensor(layer, path): offset for path, offset in norm_offsets(plan.spec).items()}
+        checkpoint.fold({name: [Scaled(factor, offset=offsets.get(name, 0.0))] for name, factor in gains.items()})

@@ -7,7 +7,7 @@ from typing import Any
 from llmcompress import __version__
 from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.plan.resources import usual_threads
-from llmcompress.engine.run.transformed import fold_factors, open_transformed
+from llmcompress.engine.run.transformed import fold_factors, fold_gains, open_transformed
 from llmcompress.engine.write.gguf_writer import write_gguf
 from llmcompress.engine.write.kv_scales import kv_scale_record
 from llmcompress.engine.write.run_report import build_report
@@ -44,7 +44,7 @@ def write_output(
 ) -> dict[str, Any]:
     """Write weights, configs, side files, recipe, report and model card; the report.
 
-    records: lists of what is known of matrices, and of scaled sites. workers: threads that encode.
+    records: lists of what is known of matrices, scaled sites and recovered layers. workers: threads that encode.
     """
     hashes = _WRITERS[plan.output_kind](plan, checkpoint, staged, out, workers)
     if isinstance(checkpoint, FoldedCheckpoint) and (factors := checkpoint.scales()):
@@ -149,15 +149,18 @@ def finish(
     ledger = Ledger(plan.ledger)
     linears: list[dict[str, Any]] = []
     sites: list[dict[str, Any]] = []
+    layers: list[dict[str, Any]] = []  # that were recovered
     checkpoint = open_transformed(plan)
     for number in range(len(plan.sections)):
         records = staged.records(number)
         fold_factors(plan, checkpoint, number, staged.read_factors(number))
+        fold_gains(plan, checkpoint, number, staged.read_gains(number))
         linears += records["linears"]
         sites += records.get("sites", [])
+        layers += [records["recovery"]] if "recovery" in records else []
         ledger.extend(LedgerEntry(**entry) for entry in records["ledger"])
     judge(ledger.entries)
     count = (plan.options.threads or usual_threads()) if plan.resources.gpu else plan.resources.threads
-    known = {"linears": linears, "sites": sites}
+    known = {"linears": linears, "sites": sites, **({"recovered_layers": layers} if layers else {})}
     with SERIAL.with_threads(count) as workers:  # packing is for processors
         return write_output(plan, checkpoint, staged, known, ledger, calibration, workers, out)

@@ -150,6 +150,17 @@ class Recovery(Document):
     held_back: dict[str, HeldBack] = Field(description="by text")
 
 
+class RecoveredLayer(Document):
+    """How scales and gains of a layer were fitted to what the original layer gives."""
+
+    layer: Count
+    error_before: Magnitude = Field(
+        description="mean over tokens held back of the squared error of what leaves the layer, as a share of its energy"
+    )
+    error: Magnitude = Field(description="the same afterwards")
+    best_step: Count = Field(description="the step whose result was kept; 0 where nothing was gained")
+
+
 class ScaledSite(Document):
     """Channels that a transform scaled."""
 
@@ -208,6 +219,9 @@ class Report(Document):
     adapter: MergedAdapter | None = Field(None, description="the adapter that was merged into the source's weights")
     unstacked: dict[str, UnstackedTensor] | None = Field(
         None, description="tensors of the source that hold something of every expert, which the output has one by one"
+    )
+    recovered_layers: list[RecoveredLayer] | None = Field(
+        None, description="how scales and gains were fitted layer by layer, in order"
     )
     recovery: Recovery | None = Field(None, description="how it was trained afterwards")
     sha256: Sha256 | None = Field(None, description="of the text of this document without this key")

@@ -1,0 +1,31 @@
+"""Codes of a matrix as the values of its module in a layer that runs."""
+
+from torch import Tensor, nn
+
+from llmcompress.engine.plan.matrix_plan import MatrixPlan
+from llmcompress.formats.gguf.tensors import unmultiplied
+from llmcompress.grids.coded import Coded
+from llmcompress.grids.inputs import InputGrid
+from llmcompress.model.on_demand import read_on_demand
+from llmcompress.model.rounded import round_inputs
+
+
+def install(layer: nn.Module, plan: MatrixPlan, coded: Coded) -> None:
+    """Put decoded values into a layer and round its inputs, so that later matrices see what the file will hold."""
+    module = layer.get_submodule(plan.path)
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    if weight.is_meta:
+        assert isinstance(module, nn.Linear)
+        read_on_demand(module, lambda: unmultiplied(coded.decode(), plan.factors).to(weight.dtype))
+    else:
+        # not in place: the layer as it was may still hold the memory
+        weight.data = values_of(plan, coded.to(weight.device)).to(weight.dtype).contiguous()
+    if plan.entry.inputs is not None:
+        round_inputs(module, InputGrid(plan.entry.inputs, coded.input_scale).to(weight.device))
+
+
+def values_of(plan: MatrixPlan, coded: Coded) -> Tensor:
+    """The tensor of a module, float32, as the model has it."""
+    value = unmultiplied(coded.decode(), plan.factors)
+    return value.T if plan.conv1d else value

@@ -1,0 +1,195 @@
+"""Scales and gains of a layer whose codes are chosen, fitted to what left the layer before (`--recover block`).
+
+As in EfficientQAT (arXiv:2407.11062, Block-AP), but that codes stay: the compressed layer, on what enters it from the
+compressed layers before it, is to give what the original gave. A token's squared error counts as a share of its energy,
+as a norm comes next; else the first tokens of windows, a thousand times as large as others, would outweigh all others.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from llmcompress.engine.plan.matrix_plan import MatrixPlan
+from llmcompress.engine.plan.plan import Plan
+from llmcompress.engine.run.installed import values_of
+from llmcompress.engine.run.transformed import fold_gains
+from llmcompress.engine.train.places import TrainedPlace, add_slopes, mark, norm_offsets, norms_of, slopes_of, weight_at
+from llmcompress.engine.train.trained import Trained, TrainedMatrix, TrainedNorm
+from llmcompress.engine.train.training import AT_ONCE, BLOCK_STEPS, NoGainError, Training, held_apart
+from llmcompress.grids.coded import Coded
+from llmcompress.ledger import Ledger
+from llmcompress.model.streamed_model import StreamedModel
+from llmcompress.store.checkpoint import DTYPES
+from llmcompress.store.folds import FoldedCheckpoint
+from llmcompress.store.windows import Windows
+from llmcompress.workers import Workers
+
+_SHARE = 3 / 100  # of the mean relative error of the matrices: the rate
+
+
+class RecoveredLayer(NamedTuple):
+    """coded: codes on new scales, by module. gains: by name of a norm's weight, what its gains are multiplied by.
+
+    record: for the report.
+    """
+
+    coded: Mapping[str, Coded]
+    gains: Mapping[str, Tensor]
+    record: dict[str, Any]
+
+
+def recovered_layer(
+    plan: Plan,
+    number: int,
+    layer: nn.Module,
+    model: StreamedModel,
+    checkpoint: FoldedCheckpoint,
+    coded: Mapping[str, Coded],
+    errors: Sequence[float],
+    entering: Windows,
+    leaving: Windows | None,
+    ledger: Ledger,
+    workers: Workers,
+) -> RecoveredLayer:
+    """Train layer `number`, which holds the values of `coded`, and leave in it what the files will hold.
+
+    errors: relative ones of its matrices. entering: hidden states of the compressed model. leaving: of the original,
+    behind the layer; ranks other than 0 need none. The ledger gets the matrices that are not trained.
+    """
+    learner = _LayerLearner(plan, number, layer, model, checkpoint, coded, ledger)
+
+    def learn() -> tuple[dict[str, Tensor], dict[str, Any]]:
+        assert leaving is not None
+        learner.begin(entering, leaving, workers.without_ranks())
+        text = held_apart({"calibration": torch.empty(leaving.shape[0], 0)})
+        rate = _SHARE * sum(errors) / len(errors)
+        training = Training(learner, text, BLOCK_STEPS, AT_ONCE, rate, plan.recipe.calibration.seed)
+        try:
+            first, best = training.run(None)
+            learnt = {name: item.learnt for name, item in learner.trained.items()}
+        except NoGainError:
+            first = best = training.looks[0]
+            learnt = {}
+        facts = {"error_before": _rounded(first.mean), "error": _rounded(best.mean), "best_step": best.step}
+        return learnt, {"layer": number, **facts}
+
+    learnt, record = workers.broadcast(learn)
+    gains = learner.settle(learnt)
+    fold_gains(plan, checkpoint, number, gains)
+    found = {name: item.coded() for name, item in learner.trained.items() if isinstance(item, TrainedMatrix)}
+    return RecoveredLayer(found if learnt else {}, gains, record)
+
+
+class _LayerLearner:
+    """What learns. trained: by module, or by name of a norm's weight."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        number: int,
+        layer: nn.Module,
+        model: StreamedModel,
+        checkpoint: FoldedCheckpoint,
+        coded: Mapping[str, Coded],
+        ledger: Ledger,
+    ) -> None:
+        self.number, self.layer, self.model = number, layer, model
+        self.trained: dict[str, Trained] = {}
+        self.places: list[TrainedPlace] = []
+        self._plans: dict[str, MatrixPlan] = {}
+        for matrix in plan.layers[number]:
+            found = None
+            if matrix.recovers and not layer.get_submodule(matrix.path).weight.is_meta:  # read for every product
+                scale_dtype = DTYPES[matrix.entry.source.dtype]
+                found = TrainedMatrix.of(matrix.module, partial(coded.get, matrix.module), scale_dtype, matrix.conv1d)
+            if found is None:
+                ledger.note("untrained", matrix.module, "its scales are no free numbers, or it is read on demand")
+                continue
+            self._plans[matrix.module] = matrix
+            self._add(matrix.path, matrix.module, found)
+        offsets = norm_offsets(plan.spec)
+        for path in norms_of(layer):
+            name = model.disk_name(number, f"{path}.weight")
+            base = checkpoint.unrounded(name).to(torch.float32)
+            ones = torch.ones(base.shape, dtype=torch.float64)
+            dtype = DTYPES[checkpoint.headers.tensors[name].spec.dtype]
+            self._add(path, name, TrainedNorm(base, ones, dtype, offsets.get(path, 0.0)))
+
+    def _add(self, path: str, name: str, item: Trained) -> None:
+        self.trained[name] = item
+        self.places.append(TrainedPlace(path, name))
+
+    def begin(self, entering: Windows, leaving: Windows, workers: Workers) -> None:
+        self._entering, self._leaving, self._workers = entering, leaving, workers
+        self.model.prepare_batch(1, leaving.shape[1])
+        mark(self.layer, self.places)
+
+    def heads(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def divergence(self, windows: Sequence[int]) -> float:
+        """The mean over tokens of the squared error of what leaves the layer, as a share of a token's energy."""
+        self._refresh()
+        with torch.no_grad():
+            found = self._workers.in_order(lambda window: float(self._error(window, self._read(window))), windows)
+            return sum(found) / len(windows)
+
+    def gradients(self, windows: Sequence[int]) -> tuple[float, dict[str, Tensor]]:
+        """The same mean, and its gradient at what is learnt."""
+        self._refresh()
+        total, found = 0.0, dict[str, Tensor]()
+        for error, slopes in self._workers.in_order(self._through, windows):
+            total += error
+            add_slopes(found, slopes)
+        for slope in found.values():
+            slope /= len(windows)
+        return total / len(windows), found
+
+    def settle(self, learnt: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Give the layer what was learnt, nothing where that is empty; the factors of gains by name."""
+        for name, item in self.trained.items():
+            item.learnt = learnt[name] if learnt else torch.zeros_like(item.learnt)
+        self._refresh()
+        for place in self.places:
+            weight_at(self.layer, place).requires_grad_(False)
+        norms = {name: item for name, item in self.trained.items() if isinstance(item, TrainedNorm)}
+        return {name: item.learnt.exp() for name, item in norms.items()} if learnt else {}
+
+    def _refresh(self) -> None:
+        """Give the layer the values of now."""
+        for place in self.places:
+            item, weight = self.trained[place.name], weight_at(self.layer, place)
+            if isinstance(item, TrainedMatrix):
+                value = values_of(self._plans[place.name], item.coded())
+            else:
+                value = item.value()
+            weight.data = value.to(weight.device, weight.dtype)  # not in place: the original shares the memory
+
+    def _read(self, window: int) -> Tensor:
+        return self._entering.read(slice(window, window + 1)).to(self.model.device)
+
+    def _error(self, window: int, entering: Tensor) -> Tensor:
+        wanted = self._leaving.read(slice(window, window + 1)).to(self.model.device, torch.float32)
+        missed = self.model.call(self.number, self.layer, entering).to(torch.float32) - wanted
+        energy = wanted.square().sum(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+        return (missed.square().sum(dim=-1) / energy).mean()
+
+    def _through(self, window: int) -> tuple[float, dict[str, Tensor]]:
+        total = 0.0
+
+        def run(entering: Tensor) -> tuple[Tensor, None]:
+            nonlocal total
+            error = self._error(window, entering)
+            total = float(error.detach())
+            return error, None
+
+        slopes, _ = slopes_of(self.layer, self.places, self.trained, self._read(window), run)
+        return total, slopes
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.6g}")
