@@ -38,7 +38,8 @@ ROW = [
 ]
 RANK = {name: rank for rank, names in enumerate(ROW) for name in names}
 PHASES = [
-    {"process", "source", "targets", "train"},
+    {"process", "source", "targets"},
+    {"train"},
     {"plan"},
     {"run"},
     {"write"},

@@ -11,6 +11,7 @@ from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.run import layer_recovery
+from llmcompress.engine.run.guidance import NONE, Guidance
 from llmcompress.engine.train.training import Look, NoGainError
 from llmcompress.errors import PlanError, StoppedError
 from llmcompress.npzfile import read_arrays
@@ -128,6 +129,7 @@ BESIDE = {
     "behind factors of channels": [{"method": "awq"}, {"method": "gptq", "bits": 3, "group_size": 32}],
     "rotated": [{"method": "rotate"}, {"method": "gptq", "bits": 3, "group_size": 32}],
     "rounded inputs": [{"method": "gptq", "bits": 8, "group_size": -1, "activations": "int8-tensor"}],
+    "guided": [{"method": "gptq", "bits": 3, "group_size": 32, "guided": True}],
     "gains alone": [{"method": "gptq", "type": "nvfp4"}],
     "zeros": [{"method": "sparsegpt", "pattern": "2:4"}, {"method": "gptq", "bits": 3, "group_size": 32}],
 }
@@ -160,6 +162,36 @@ def test_scales_of_caches_are_those_of_the_layer_as_it_is_written(shallow_model_
     assert all(one != other for one, other in zip(plain, moved, strict=True))
     tensors = load_file(tmp_path / "block" / "model.safetensors")
     assert float(tensors["model.layers.0.self_attn.k_scale"]) == pytest.approx(moved[0]["key"] / 448, rel=1e-2)
+
+
+def test_errors_count_by_gradients_at_what_leaves_the_layer():
+    generator = torch.Generator().manual_seed(1)
+    missed, wanted, root = (torch.randn(1, 4, 6, generator=generator) for _ in range(3))
+    products = [root[0].T @ root[0], torch.eye(6)[:2, :2]]
+    products = [products[0][:4, :4], products[1]]
+    weights = torch.rand(3, 4, generator=generator)
+    whole = torch.block_diag(*products).double()
+    expected = 0.0
+    for token in range(4):
+        error, energy = missed[0, token].double(), wanted[0, token].double().square().sum()
+        expected += float(weights[2, token] * (error @ whole @ error) / energy) / 4
+    assert float(layer_recovery._Measure(weights, products).error(2, missed, wanted)) == pytest.approx(expected, 1e-5)
+    alike = (missed.double().square().sum(-1) / wanted.double().square().sum(-1)).mean()
+    assert float(layer_recovery._Measure().error(0, missed, wanted)) == pytest.approx(float(alike), 1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma2", "mixtral"])
+def test_gradients_are_gone_by_where_they_are_those_of_the_hidden_states(family, random_model_dir, tmp_path):
+    plan = make_plan(recovered(guided=True), random_model_dir(family), Options(out=tmp_path / "out"))
+    products = {matrix.path: [torch.eye(matrix.entry.out_features) * 4] for matrix in plan.layers[0]}
+    weights = {matrix.space: torch.ones(32 * 64) for matrix in plan.layers[0] if matrix.expert is None}
+    guidance = Guidance(weights, {path: found for path, found in products.items() if "experts" not in path})
+    found = layer_recovery._measure(plan, 0, guidance)
+    assert (found.channels is not None) == (family in ("llama", "gpt_neox"))
+    if found.channels is not None:
+        assert torch.equal(found.channels[0], 1.1 * torch.eye(len(found.channels[0])))
+        assert found.tokens.shape == (32, 64)
+    assert layer_recovery._measure(plan, 0, NONE) == layer_recovery._Measure()
 
 
 def test_too_few_windows_are_refused_before_anything_is_read(shallow_model_dir, tmp_path):

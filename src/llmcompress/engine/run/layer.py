@@ -144,7 +144,7 @@ class Compressor:
         records: dict[str, Any] = {"linears": linears}
         if recovers:
             self.progress.stage("scales and gains", len(coded))
-            gains = self._recover(number, layer, compressed, original, coded, records, ledger, workers)
+            gains = self._recover(number, layer, compressed, original, coded, records, guidance, ledger, workers)
         records["ledger"] = ledger.as_json()
         inside = number < len(self.plan.layers)
         if compressed is not None and inside and self.plan.recipe.kv_cache is not None:
@@ -159,6 +159,7 @@ class Compressor:
         original: Forward | None,
         coded: dict[str, Coded],
         records: dict[str, Any],
+        guidance: Guidance,
         ledger: Ledger,
         workers: Workers,
     ) -> Mapping[str, Tensor]:
@@ -174,9 +175,19 @@ class Compressor:
             leaving = write_windows(original.outputs(), original.record("wanted"), self.model.dtype)
         else:
             deque(original.outputs(), maxlen=0)
-        entering = compressed.stream.hidden
         found = recovered_layer(
-            self.plan, number, layer, self.model, self.checkpoint, coded, errors, entering, leaving, ledger, workers
+            self.plan,
+            number,
+            layer,
+            self.model,
+            self.checkpoint,
+            coded,
+            errors,
+            compressed.stream.hidden,
+            leaving,
+            guidance,
+            ledger,
+            workers,
         )
         compressed.renew()
         coded |= found.coded

@@ -3,6 +3,8 @@
 As in EfficientQAT (arXiv:2407.11062, Block-AP), but that codes stay: the compressed layer, on what enters it from the
 compressed layers before it, is to give what the original gave. A token's squared error counts as a share of its energy,
 as a norm comes next; else the first tokens of windows, a thousand times as large as others, would outweigh all others.
+Where gradients of the prediction are known (`--guided`), those at the matrix that adds to the hidden states last are
+those at what leaves the layer: then tokens have their weights, and errors count by the products at two channels.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,8 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from llmcompress.arch.spec import RESIDUAL
 from llmcompress.engine.plan.matrix_plan import MatrixPlan
 from llmcompress.engine.plan.plan import Plan
+from llmcompress.engine.run.guidance import Guidance
 from llmcompress.engine.run.installed import values_of
 from llmcompress.engine.run.transformed import fold_gains
 from llmcompress.engine.train.places import TrainedPlace, add_slopes, mark, norm_offsets, norms_of, slopes_of, weight_at
@@ -23,6 +27,7 @@ from llmcompress.engine.train.training import AT_ONCE, BLOCK_STEPS, NoGainError,
 from llmcompress.grids.coded import Coded
 from llmcompress.ledger import Ledger
 from llmcompress.model.streamed_model import StreamedModel
+from llmcompress.solve.output_feedback import DAMPING
 from llmcompress.store.checkpoint import DTYPES
 from llmcompress.store.folds import FoldedCheckpoint
 from llmcompress.store.windows import Windows
@@ -52,19 +57,21 @@ def recovered_layer(
     errors: Sequence[float],
     entering: Windows,
     leaving: Windows | None,
+    guidance: Guidance,
     ledger: Ledger,
     workers: Workers,
 ) -> RecoveredLayer:
     """Train layer `number`, which holds the values of `coded`, and leave in it what the files will hold.
 
     errors: relative ones of its matrices. entering: hidden states of the compressed model. leaving: of the original,
-    behind the layer; ranks other than 0 need none. The ledger gets the matrices that are not trained.
+    behind the layer; ranks other than 0 need none. guidance: of the layer. The ledger gets the matrices that are not
+    trained.
     """
     learner = _LayerLearner(plan, number, layer, model, checkpoint, coded, ledger)
 
     def learn() -> tuple[dict[str, Tensor], dict[str, Any]]:
         assert leaving is not None
-        learner.begin(entering, leaving, workers.without_ranks())
+        learner.begin(entering, leaving, _measure(plan, number, guidance), workers.without_ranks())
         text = held_apart({"calibration": torch.empty(leaving.shape[0], 0)})
         rate = _SHARE * sum(errors) / len(errors)
         training = Training(learner, text, BLOCK_STEPS, AT_ONCE, rate, plan.recipe.calibration.seed)
@@ -82,6 +89,45 @@ def recovered_layer(
     fold_gains(plan, checkpoint, number, gains)
     found = {name: item.coded() for name, item in learner.trained.items() if isinstance(item, TrainedMatrix)}
     return RecoveredLayer(found if learnt else {}, gains, record)
+
+
+class _Measure(NamedTuple):
+    """How much errors of what leaves a layer count.
+
+    tokens: weights [windows, length] of mean 1. channels: for each run of them, products [n, n] by which errors at two
+    of them count together, of a mean square of 1. None: all alike.
+    """
+
+    tokens: Tensor | None = None
+    channels: Sequence[Tensor] | None = None
+
+    def error(self, window: int, missed: Tensor, wanted: Tensor) -> Tensor:
+        """The mean over tokens of errors [1, length, width] as shares of what was wanted."""
+        squares = missed.square().sum(dim=-1) if self.channels is None else self._products(missed)
+        shares = squares / wanted.square().sum(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+        return (shares if self.tokens is None else shares * self.tokens[window].to(shares.device)).mean()
+
+    def _products(self, missed: Tensor) -> Tensor:
+        assert self.channels is not None
+        parts = torch.split(missed, [len(products) for products in self.channels], dim=-1)
+        pairs = zip(parts, self.channels, strict=True)
+        sums = [(part * (part @ products.to(part.device))).sum(dim=-1) for part, products in pairs]
+        return torch.stack(sums).sum(dim=0)
+
+
+def _measure(plan: Plan, number: int, guidance: Guidance) -> _Measure:
+    """By what gradients say at the last matrix that adds to the hidden states of a layer, where that is known."""
+    last = next(reversed(plan.anatomy.residual(number)[1]), None)
+    matrix = next((matrix for matrix in plan.layers[number] if matrix.path == last), None)
+    normed = any(RESIDUAL in norm.feeds for norm in plan.spec.norms)  # what it gives, before that is added
+    if matrix is None or normed or matrix.path not in guidance.outputs or matrix.space not in guidance.tokens:
+        return _Measure()
+    products = guidance.outputs[matrix.path]
+    mean = float(torch.cat([part.diagonal() for part in products]).mean())
+    if not mean > 0:
+        return _Measure()
+    weights = guidance.tokens[matrix.space].view(-1, plan.recipe.calibration.length)
+    return _Measure(weights, [part / mean + DAMPING * torch.eye(len(part)) for part in products])
 
 
 class _LayerLearner:
@@ -123,8 +169,8 @@ class _LayerLearner:
         self.trained[name] = item
         self.places.append(TrainedPlace(path, name))
 
-    def begin(self, entering: Windows, leaving: Windows, workers: Workers) -> None:
-        self._entering, self._leaving, self._workers = entering, leaving, workers
+    def begin(self, entering: Windows, leaving: Windows, measure: "_Measure", workers: Workers) -> None:
+        self._entering, self._leaving, self._measure, self._workers = entering, leaving, measure, workers
         self.model.prepare_batch(1, leaving.shape[1])
         mark(self.layer, self.places)
 
@@ -132,7 +178,7 @@ class _LayerLearner:
         return nullcontext()
 
     def divergence(self, windows: Sequence[int]) -> float:
-        """The mean over tokens of the squared error of what leaves the layer, as a share of a token's energy."""
+        """The mean over tokens of the error of what leaves the layer."""
         self._refresh()
         with torch.no_grad():
             found = self._workers.in_order(lambda window: float(self._error(window, self._read(window))), windows)
@@ -175,8 +221,7 @@ class _LayerLearner:
     def _error(self, window: int, entering: Tensor) -> Tensor:
         wanted = self._leaving.read(slice(window, window + 1)).to(self.model.device, torch.float32)
         missed = self.model.call(self.number, self.layer, entering).to(torch.float32) - wanted
-        energy = wanted.square().sum(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
-        return (missed.square().sum(dim=-1) / energy).mean()
+        return self._measure.error(window, missed, wanted)
 
     def _through(self, window: int) -> tuple[float, dict[str, Tensor]]:
         total = 0.0

@@ -155,7 +155,8 @@ class RecoveredLayer(Document):
 
     layer: Count
     error_before: Magnitude = Field(
-        description="mean over tokens held back of the squared error of what leaves the layer, as a share of its energy"
+        description="mean over tokens held back of the squared error of what leaves the layer, as a share of its "
+        "energy; where gradients are known, tokens and channels count by them"
     )
     error: Magnitude = Field(description="the same afterwards")
     best_step: Count = Field(description="the step whose result was kept; 0 where nothing was gained")
