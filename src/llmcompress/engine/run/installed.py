@@ -25,6 +25,15 @@ def install(layer: nn.Module, plan: MatrixPlan, coded: Coded) -> None:
         round_inputs(module, InputGrid(plan.entry.inputs, coded.input_scale).to(weight.device))
 
 
+def has_module(layer: nn.Module, path: str) -> bool:
+    """Whether a layer has a module of that path."""
+    try:
+        layer.get_submodule(path)
+    except AttributeError:
+        return False
+    return True
+
+
 def values_of(plan: MatrixPlan, coded: Coded) -> Tensor:
     """The tensor of a module, float32, as the model has it."""
     value = unmultiplied(coded.decode(), plan.factors)

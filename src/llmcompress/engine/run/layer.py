@@ -20,7 +20,7 @@ from llmcompress.engine.run.collect import collect, stages_of
 from llmcompress.engine.run.forward import Forward
 from llmcompress.engine.run.guidance import NONE, Guidance
 from llmcompress.engine.run.input_scales import input_scale
-from llmcompress.engine.run.installed import install
+from llmcompress.engine.run.installed import has_module, install
 from llmcompress.engine.run.kept_statistics import note_reuse
 from llmcompress.engine.run.kv_ranges import largest_magnitudes
 from llmcompress.engine.run.layer_recovery import recovered_layer
@@ -135,7 +135,7 @@ class Compressor:
                 linears.append(record)
                 self.progress.matrix(record)
                 # nothing reads what leaves the head, or keys of a layer that takes those of an earlier one
-                if layer is not None and plan.inside and _has(layer, plan.path):
+                if layer is not None and plan.inside and has_module(layer, plan.path):
                     install(layer, plan, solved)
             before = statistics.experts or before
         if self.keeping is not None:
@@ -194,7 +194,7 @@ class Compressor:
         records["recovery"] = found.record
         plans = {plan.module: plan for plan in self.plan.sections[number]}
         records["linears"] = [
-            recovered_record(record, self._weight(plans[module]), found.coded[module])
+            recovered_record(record, self._weight(plans[module]), found.coded[module].to(self.device))
             if (module := record["name"]) in found.coded
             else record
             for record in records["linears"]
@@ -360,15 +360,6 @@ def _large_tensors_kept() -> Iterator[None]:
 
 def _stacked(weights: list[Tensor]) -> Tensor:
     return weights[0] if len(weights) == 1 else torch.cat(weights)
-
-
-def _has(layer: nn.Module, path: str) -> bool:
-    """Whether a layer has a module of that path."""
-    try:
-        layer.get_submodule(path)
-    except AttributeError:
-        return False
-    return True
 
 
 def _solved_as_one(stage: list[MatrixPlan], apart: bool) -> list[list[MatrixPlan]]:

@@ -19,7 +19,7 @@ from llmcompress.arch.spec import RESIDUAL
 from llmcompress.engine.plan.matrix_plan import MatrixPlan
 from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.run.guidance import Guidance
-from llmcompress.engine.run.installed import values_of
+from llmcompress.engine.run.installed import has_module, values_of
 from llmcompress.engine.run.transformed import fold_gains
 from llmcompress.engine.train.places import TrainedPlace, add_slopes, mark, norm_offsets, norms_of, slopes_of, weight_at
 from llmcompress.engine.train.trained import Trained, TrainedMatrix, TrainedNorm
@@ -149,7 +149,7 @@ class _LayerLearner:
         self._plans: dict[str, MatrixPlan] = {}
         for matrix in plan.layers[number]:
             found = None
-            if matrix.recovers and not layer.get_submodule(matrix.path).weight.is_meta:  # read for every product
+            if matrix.recovers and _is_held(layer, matrix.path):
                 scale_dtype = DTYPES[matrix.entry.source.dtype]
                 found = TrainedMatrix.of(matrix.module, partial(coded.get, matrix.module), scale_dtype, matrix.conv1d)
             if found is None:
@@ -234,6 +234,11 @@ class _LayerLearner:
 
         slopes, _ = slopes_of(self.layer, self.places, self.trained, self._read(window), run)
         return total, slopes
+
+
+def _is_held(layer: nn.Module, path: str) -> bool:
+    """Whether a layer has the weight of a module in memory, and does not read it for every product."""
+    return has_module(layer, path) and not layer.get_submodule(path).get_parameter("weight").is_meta
 
 
 def _rounded(value: float) -> float:
