@@ -234,3 +234,14 @@ def test_guided_weighs_the_tokens_of_a_text_and_needs_one(main, tiny_model_dir, 
     command = ["gguf", tiny_model_dir, "--type", "Q2_K", "--calibration", "default", *SHORT, "--guided"]
     assert main(*command, "-o", tmp_path / "out.gguf", "--print-recipe") == 0
     assert "guided: true" in capsys.readouterr().out
+
+
+def test_recovery_trains_on_a_text_and_needs_one(main, shallow_model_dir, tmp_path, capsys):
+    command = ["gguf", shallow_model_dir, "--type", "Q2_K", "--recover", "block", "-o", tmp_path / "out.gguf", "-q"]
+    assert main(*command) == 2
+    assert "--recover trains on a calibration text, and there is none" in capsys.readouterr().err
+    assert main(*command, "--calibration", "default", "--samples", "32", "--length", "64") == 0
+    report = json.loads((tmp_path / "out.gguf.report.json").read_text())
+    assert [layer["layer"] for layer in report["recovered_layers"]] == [0, 1]
+    assert any(layer["error"] < layer["error_before"] for layer in report["recovered_layers"])
+    assert main("verify", tmp_path / "out.gguf", "--source", shallow_model_dir) == 0
