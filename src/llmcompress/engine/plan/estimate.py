@@ -55,8 +55,7 @@ def estimate(run: RunMemory, output_bytes: int, bits_per_weight: float) -> Estim
 
 def _training(run: RunMemory) -> int:
     """Passes of the text, there and back, that layers are trained by."""
-    recovers = any(plan.recovers for plan in run.matrices)
-    return ceil(3 * BLOCK_STEPS * AT_ONCE / run.recipe.calibration.samples) if recovers else 0
+    return ceil(3 * BLOCK_STEPS * AT_ONCE / run.recipe.calibration.samples) if run.recovers else 0
 
 
 def _windows(run: RunMemory) -> int:
@@ -72,4 +71,5 @@ def _windows(run: RunMemory) -> int:
     experts = text.samples * text.length * max(map(run.routed, run.layers))
     # what enters and leaves every layer and a layer's gradients, before there is anything else
     gradients = text.samples * text.length * (len(run.layers) + 3) * run.hidden if run.weighed else 0
-    return max(tokens * kept + experts, gradients) * resources.item_bytes
+    left = text.samples * text.length * run.hidden if run.recovers else 0  # what the original gave
+    return max(tokens * kept + experts + left, gradients) * resources.item_bytes

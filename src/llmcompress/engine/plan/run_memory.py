@@ -35,9 +35,9 @@ class RunMemory:
     """The memory of a run on a processor: terms of its phases.
 
     calibrated: whether text runs through the layers. counted: the same, but on a GPU what transforms measure is not
-    counted. paired: whether text runs through the uncompressed layers too. largest: tensor of the model. tokens: of a
-    batch. item: bytes of a value. decoded: weights of the largest matrix that the source stores as codes, or that
-    an adapter changes.
+    counted. paired: whether text runs through the uncompressed layers too. recovers: whether scales of layers are
+    trained. largest: tensor of the model. tokens: of a batch. item: bytes of a value. decoded: weights of the largest
+    matrix that the source stores as codes, or that an adapter changes.
     """
 
     device: Device = "host"
@@ -51,6 +51,7 @@ class RunMemory:
         self.counted = measured if resources.gpu else self.calibrated
         self.paired = any(plan.original_samples for plan in self.matrices)
         self.weighed = any(plan.follows_gradients for plan in self.matrices)
+        self.recovers = any(plan.recovers for plan in self.matrices)
         self.largest = max((stored.spec for stored in headers.tensors.values()), key=lambda spec: spec.nbytes)
         packed = headers.packed if isinstance(headers, DecodedHeaders) else ()
         decoded = {f"{module}.weight" for module in packed} | (
