@@ -167,8 +167,7 @@ def test_scales_of_caches_are_those_of_the_layer_as_it_is_written(shallow_model_
 def test_errors_count_by_gradients_at_what_leaves_the_layer():
     generator = torch.Generator().manual_seed(1)
     missed, wanted, root = (torch.randn(1, 4, 6, generator=generator) for _ in range(3))
-    products = [root[0].T @ root[0], torch.eye(6)[:2, :2]]
-    products = [products[0][:4, :4], products[1]]
+    products = [(root[0].T @ root[0])[:4, :4], torch.eye(2)]
     weights = torch.rand(3, 4, generator=generator)
     whole = torch.block_diag(*products).double()
     expected = 0.0

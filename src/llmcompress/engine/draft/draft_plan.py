@@ -14,7 +14,7 @@ from llmcompress.engine.source.header_checks import hidden_width, vocabulary_siz
 from llmcompress.engine.source.open import config_of
 from llmcompress.engine.source.quantised import DecodedHeaders, decoded_headers
 from llmcompress.engine.structure.source_model import OpenModel, open_model
-from llmcompress.engine.train.training import ONE_OF
+from llmcompress.engine.train.training import LEAST, ONE_OF
 from llmcompress.errors import PlanError
 from llmcompress.formats.base import TensorSpec
 from llmcompress.recipe import Calibration
@@ -24,7 +24,6 @@ from llmcompress.store.headers import ModelHeaders, read_headers
 from llmcompress.store.side_files import has_tokenizer
 
 DEPTHS = 3  # of training-time test: tokens that are drafted one upon the other
-_LEAST = 2 * ONE_OF  # windows
 _EPS, _THETA, _POSITIONS = 1e-5, 10_000.0, 2048  # of targets whose config does not say them
 
 
@@ -105,10 +104,10 @@ def refuse_text(model: Path, text: Calibration, written: int) -> None:
     that it is to write beside `text`."""
     if text.source == "self":
         raise PlanError("the model's own text comes beside another", f"write --written {text.samples} in its place")
-    if text.samples < ONE_OF or text.samples + written < _LEAST:
+    if text.samples < ONE_OF or text.samples + written < LEAST:
         raise PlanError(
             f"--samples {text.samples} and --written {written} leave too few windows to hold some back",
-            f"use --samples {_LEAST} or more",
+            f"use --samples {LEAST} or more",
         )
     if written and not has_tokenizer(model):
         raise PlanError(f"{model} has no tokenizer, without which it writes no text", "use --written 0")

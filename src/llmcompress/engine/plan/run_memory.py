@@ -153,8 +153,7 @@ class RunMemory:
     def gradients(self, layer: Layer) -> Iterator[Term]:
         """A layer, and what windows that run back through it keep: those of the threads, and one that waits."""
         yield self.term("layer", _weights(layer) * self.item)
-        values = memory.GRADIENT_VALUES * self.item // 4 * (self.hidden + _widest(layer))
-        yield self.term("values of windows", values * self.recipe.calibration.length * (self.threads + 1))
+        yield self._there_and_back(layer)
         yield Term("products of outputs", self.products(layer) * (self.threads + 2))
 
     def recovering(self, layer: Layer) -> Iterator[Term]:
@@ -163,8 +162,7 @@ class RunMemory:
         yield Term("codes", weights)
         yield Term("factors", int(memory.TRAINED * weights))
         yield self.term("gradients of matrices", (self.item * weights + 8 * largest) * self.threads)
-        values = memory.GRADIENT_VALUES * self.item // 4 * (self.hidden + _widest(layer))
-        yield self.term("values of windows", values * self.recipe.calibration.length * (self.threads + 1))
+        yield self._there_and_back(layer)
 
     def products(self, layer: Layer) -> int:
         """Bytes of the products of gradients at the outputs of a layer."""
@@ -227,6 +225,11 @@ class RunMemory:
         """What experts that few tokens reach borrow from."""
         experts = [plan for plan in layer if plan.expert is not None]
         return self.term("statistics of all experts", _largest_square(experts))
+
+    def _there_and_back(self, layer: Layer) -> Term:
+        """What windows keep that run through a layer and back: those of the threads, and one that waits."""
+        values = memory.GRADIENT_VALUES * self.item // 4 * (self.hidden + _widest(layer))
+        return self.term("values of windows", values * self.recipe.calibration.length * (self.threads + 1))
 
     def _batches(self, layer: Layer) -> Term:
         return memory.running(self.tokens, self.threads, _widest(layer), self.hidden, self.item)

@@ -23,7 +23,7 @@ from llmcompress.engine.run.input_scales import input_scale
 from llmcompress.engine.run.installed import has_module, install
 from llmcompress.engine.run.kept_statistics import note_reuse
 from llmcompress.engine.run.kv_ranges import largest_magnitudes
-from llmcompress.engine.run.layer_recovery import recovered_layer
+from llmcompress.engine.run.layer_recovery import LayerLearner, recovered_layer
 from llmcompress.engine.run.matrix_record import matrix_record, recovered_record, refuse_extremes
 from llmcompress.engine.run.pruning import pruned_group, sparsity_record
 from llmcompress.engine.run.recoding import kept_together, recoded
@@ -175,20 +175,8 @@ class Compressor:
             leaving = write_windows(original.outputs(), original.record("wanted"), self.model.dtype)
         else:
             deque(original.outputs(), maxlen=0)
-        found = recovered_layer(
-            self.plan,
-            number,
-            layer,
-            self.model,
-            self.checkpoint,
-            coded,
-            errors,
-            compressed.stream.hidden,
-            leaving,
-            guidance,
-            ledger,
-            workers,
-        )
+        learner = LayerLearner(self.plan, number, layer, self.model, self.checkpoint, coded, ledger)
+        found = recovered_layer(learner, errors, compressed.stream.hidden, leaving, guidance, workers)
         compressed.renew()
         coded |= found.coded
         records["recovery"] = found.record

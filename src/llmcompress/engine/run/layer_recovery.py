@@ -20,6 +20,7 @@ from llmcompress.engine.plan.matrix_plan import MatrixPlan
 from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.run.guidance import Guidance
 from llmcompress.engine.run.installed import has_module, values_of
+from llmcompress.engine.run.matrix_record import significant
 from llmcompress.engine.run.transformed import fold_gains
 from llmcompress.engine.train.places import TrainedPlace, add_slopes, mark, norm_offsets, norms_of, slopes_of, weight_at
 from llmcompress.engine.train.trained import Trained, TrainedMatrix, TrainedNorm
@@ -48,26 +49,19 @@ class RecoveredLayer(NamedTuple):
 
 
 def recovered_layer(
-    plan: Plan,
-    number: int,
-    layer: nn.Module,
-    model: StreamedModel,
-    checkpoint: FoldedCheckpoint,
-    coded: Mapping[str, Coded],
+    learner: "LayerLearner",
     errors: Sequence[float],
     entering: Windows,
     leaving: Windows | None,
     guidance: Guidance,
-    ledger: Ledger,
     workers: Workers,
 ) -> RecoveredLayer:
-    """Train layer `number`, which holds the values of `coded`, and leave in it what the files will hold.
+    """Train a layer, and leave in it what the files will hold.
 
     errors: relative ones of its matrices. entering: hidden states of the compressed model. leaving: of the original,
-    behind the layer; ranks other than 0 need none. guidance: of the layer. The ledger gets the matrices that are not
-    trained.
+    behind the layer; ranks other than 0 need none. guidance: of the layer.
     """
-    learner = _LayerLearner(plan, number, layer, model, checkpoint, coded, ledger)
+    plan, number = learner.plan, learner.number
 
     def learn() -> tuple[dict[str, Tensor], dict[str, Any]]:
         assert leaving is not None
@@ -81,14 +75,16 @@ def recovered_layer(
         except NoGainError:
             first = best = training.looks[0]
             learnt = {}
-        facts = {"error_before": _rounded(first.mean), "error": _rounded(best.mean), "best_step": best.step}
+        facts = {"error_before": significant(first.mean), "error": significant(best.mean), "best_step": best.step}
         return learnt, {"layer": number, **facts}
 
     learnt, record = workers.broadcast(learn)
-    gains = learner.settle(learnt)
-    fold_gains(plan, checkpoint, number, gains)
-    found = {name: item.coded() for name, item in learner.trained.items() if isinstance(item, TrainedMatrix)}
-    return RecoveredLayer(found if learnt else {}, gains, record)
+    learner.settle(learnt)
+    moved = learner.trained.items() if learnt else ()
+    coded = {name: item.coded() for name, item in moved if isinstance(item, TrainedMatrix)}
+    gains = {name: item.learnt.exp() for name, item in moved if isinstance(item, TrainedNorm)}
+    fold_gains(plan, learner.checkpoint, number, gains)
+    return RecoveredLayer(coded, gains, record)
 
 
 class _Measure(NamedTuple):
@@ -130,8 +126,11 @@ def _measure(plan: Plan, number: int, guidance: Guidance) -> _Measure:
     return _Measure(weights, [part / mean + DAMPING * torch.eye(len(part)) for part in products])
 
 
-class _LayerLearner:
-    """What learns. trained: by module, or by name of a norm's weight."""
+class LayerLearner:
+    """A layer, which holds the values of `coded`, as it learns. trained: by module, or by name of a norm's weight.
+
+    The ledger gets the matrices that are not trained.
+    """
 
     def __init__(
         self,
@@ -143,7 +142,7 @@ class _LayerLearner:
         coded: Mapping[str, Coded],
         ledger: Ledger,
     ) -> None:
-        self.number, self.layer, self.model = number, layer, model
+        self.plan, self.number, self.layer, self.model, self.checkpoint = plan, number, layer, model, checkpoint
         self.trained: dict[str, Trained] = {}
         self.places: list[TrainedPlace] = []
         self._plans: dict[str, MatrixPlan] = {}
@@ -195,15 +194,13 @@ class _LayerLearner:
             slope /= len(windows)
         return total / len(windows), found
 
-    def settle(self, learnt: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Give the layer what was learnt, nothing where that is empty; the factors of gains by name."""
+    def settle(self, learnt: Mapping[str, Tensor]) -> None:
+        """Give the layer what was learnt, nothing where that is empty."""
         for name, item in self.trained.items():
             item.learnt = learnt[name] if learnt else torch.zeros_like(item.learnt)
         self._refresh()
         for place in self.places:
             weight_at(self.layer, place).requires_grad_(False)
-        norms = {name: item for name, item in self.trained.items() if isinstance(item, TrainedNorm)}
-        return {name: item.learnt.exp() for name, item in norms.items()} if learnt else {}
 
     def _refresh(self) -> None:
         """Give the layer the values of now."""
@@ -239,7 +236,3 @@ class _LayerLearner:
 def _is_held(layer: nn.Module, path: str) -> bool:
     """Whether a layer has the weight of a module in memory, and does not read it for every product."""
     return has_module(layer, path) and not layer.get_submodule(path).get_parameter("weight").is_meta
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.6g}")

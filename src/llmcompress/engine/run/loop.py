@@ -16,7 +16,7 @@ from llmcompress.engine.run.hidden_states import COMPRESSED, ORIGINAL, keep_hidd
 from llmcompress.engine.run.installed import install
 from llmcompress.engine.run.layer import Compressor, SolvedLayer
 from llmcompress.engine.run.scaling import Scaler, SiteFactors
-from llmcompress.engine.run.transformed import fold_factors, fold_gains
+from llmcompress.engine.run.transformed import fold_section
 from llmcompress.errors import StoppedError
 from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.solve.column_sweep import Sweeper
@@ -98,8 +98,7 @@ def run_calibrated(
     for number in range(hidden.position, count):
         done, inside = number not in sections.missing, number < len(plan.layers)
         if done:
-            fold_factors(plan, checkpoint, number, staged.read_factors(number))
-            fold_gains(plan, checkpoint, number, staged.read_gains(number))
+            fold_section(plan, checkpoint, number, staged)
         with model.layer(number, plan.on_demand(number)) as layer:
             _read_ahead(plan, checkpoint, number + 1)
             scaled = None

@@ -53,14 +53,14 @@ def matrix_record(
     if plan.entry.inputs is not None:
         record["inputs"] = plan.entry.inputs.name
     if coded.input_scale is not None:
-        record["input_scale"] = _significant(float(coded.input_scale))
+        record["input_scale"] = significant(float(coded.input_scale))
     if gram is not None and hessian is not None:
         loss, energy = map(sum, zip(*energies, strict=True))
-        record["loss"] = _significant(loss / (energy or 1.0))
+        record["loss"] = significant(loss / (energy or 1.0))
         record["tokens"] = gram.tokens
         record["percdamp"] = solved.percdamp
         if solved.shrinkage is not None:
-            record["shrinkage"] = _significant(solved.shrinkage)
+            record["shrinkage"] = significant(solved.shrinkage)
     if not isfinite(record.get("loss", 0)):
         raise RunError(f"outputs of {plan.module} are too large for their error to be measured", _way_out(plan))
     if not (error < 1 or record.get("loss", 1) < 1):
@@ -69,7 +69,7 @@ def matrix_record(
     if plan.pruner is None and plan.entry.grid is not None and plan.entry.grid.rounds_at_once:
         rows, delta = _with_error(weight, coded, spread(weight.shape[0], COMPARED))
         ratio = against_rtn(rows, delta, plan.entry.grid, hessian, workers)
-        record["rtn_ratio"] = None if ratio is None else _significant(ratio)
+        record["rtn_ratio"] = None if ratio is None else significant(ratio)
     return record
 
 
@@ -86,7 +86,7 @@ def recovered_record(record: Mapping[str, Any], weight: Tensor, coded: Coded) ->
 def _relative_error(norms: Sequence[tuple[Tensor, Tensor]]) -> float:
     """||W' - W|| / ||W||, from both norms of parts."""
     missed, norm = (_norm_of(parts) for parts in zip(*norms, strict=True))
-    return _significant(float(missed / norm.clamp_min(1e-30)))
+    return significant(float(missed / norm.clamp_min(1e-30)))
 
 
 def _with_error(weight: Tensor, coded: Coded, part: slice) -> tuple[Tensor, Tensor]:
@@ -112,5 +112,6 @@ def _way_out(plan: MatrixPlan) -> str:
     return f"leave it as it is: {option}"
 
 
-def _significant(value: float) -> float:
+def significant(value: float) -> float:
+    """A figure of a record: to six digits."""
     return float(f"{value:.6g}")

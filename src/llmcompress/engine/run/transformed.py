@@ -10,6 +10,7 @@ from llmcompress.engine.source.open import open_checkpoint
 from llmcompress.engine.train.places import norm_offsets
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.folds import FoldedCheckpoint, Scaled
+from llmcompress.store.staging import Staging
 from llmcompress.transforms.rotate import Rotate
 
 if TYPE_CHECKING:
@@ -32,16 +33,17 @@ def open_transformed(plan: "Plan") -> Checkpoint:
     return checkpoint
 
 
-def fold_factors(plan: "Plan", checkpoint: Checkpoint, layer: int, factors: Mapping[str, Tensor]) -> None:
-    """Fold factors into the checkpoint that earlier starts have chosen for a layer's sites. factors: by space."""
-    if isinstance(checkpoint, FoldedCheckpoint) and layer < len(plan.layers):
-        for site in (*plan.anatomy.sites(layer), plan.anatomy.scores(layer)):
+def fold_section(plan: "Plan", checkpoint: Checkpoint, number: int, staged: Staging) -> None:
+    """Fold into the checkpoint what a finished section has for its layer: factors of sites, then those of gains."""
+    if isinstance(checkpoint, FoldedCheckpoint) and number < len(plan.layers):
+        factors = staged.read_factors(number)
+        for site in (*plan.anatomy.sites(number), plan.anatomy.scores(number)):
             if site is not None and site.space in factors:
-                checkpoint.fold(scaling_folds(plan.anatomy, layer, site.parts, factors[site.space]))
+                checkpoint.fold(scaling_folds(plan.anatomy, number, site.parts, factors[site.space]))
+        fold_gains(plan, checkpoint, number, staged.read_gains(number))
 
 
-def fold_gains(plan: "Plan", checkpoint: Checkpoint, layer: int, gains: Mapping[str, Tensor]) -> None:
+def fold_gains(plan: "Plan", checkpoint: FoldedCheckpoint, layer: int, gains: Mapping[str, Tensor]) -> None:
     """Fold factors of gains into the norms of a layer. gains: by on-disk name of the weight, [channels]."""
-    if isinstance(checkpoint, FoldedCheckpoint) and gains:
-        offsets = {plan.anatomy.tensor(layer, path): offset for path, offset in norm_offsets(plan.spec).items()}
-        checkpoint.fold({name: [Scaled(factor, offset=offsets.get(name, 0.0))] for name, factor in gains.items()})
+    offsets = {plan.anatomy.tensor(layer, path): offset for path, offset in norm_offsets(plan.spec).items()}
+    checkpoint.fold({name: [Scaled(factor, offset=offsets.get(name, 0.0))] for name, factor in gains.items()})

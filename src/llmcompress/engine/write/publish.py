@@ -7,7 +7,7 @@ from typing import Any
 from llmcompress import __version__
 from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.plan.resources import usual_threads
-from llmcompress.engine.run.transformed import fold_factors, fold_gains, open_transformed
+from llmcompress.engine.run.transformed import fold_section, open_transformed
 from llmcompress.engine.write.gguf_writer import write_gguf
 from llmcompress.engine.write.kv_scales import kv_scale_record
 from llmcompress.engine.write.run_report import build_report
@@ -153,8 +153,7 @@ def finish(
     checkpoint = open_transformed(plan)
     for number in range(len(plan.sections)):
         records = staged.records(number)
-        fold_factors(plan, checkpoint, number, staged.read_factors(number))
-        fold_gains(plan, checkpoint, number, staged.read_gains(number))
+        fold_section(plan, checkpoint, number, staged)
         linears += records["linears"]
         sites += records.get("sites", [])
         layers += [records["recovery"]] if "recovery" in records else []
