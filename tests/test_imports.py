@@ -23,6 +23,7 @@ ROW = [
         "yamlfile",
         "npzfile",
         "isolation",
+        "significant",
     },
     {"stats", "grids", "packing"},
     {"arch"},

@@ -7,6 +7,7 @@ from llmcompress.report.cells import Cells, Metric
 from llmcompress.report.page_inputs import ReportedOutput
 from llmcompress.report.plot import CHARACTER, SYMBOLS, WIDTH, Axis, Frame, Plot, Shape, Word, rectangle, shortened
 from llmcompress.report.words import figure, label, size, tick
+from llmcompress.significant import significant
 
 COLOURS = ("#2f80ed", "#e8743b", "#19a979", "#945ecf", "#13a4b4", "#d9a514", "#ed4a7b", "#7f8c9a")
 SCALES = {
@@ -136,7 +137,7 @@ def binned(values: Sequence[float]) -> tuple[list[float], list[float]]:
     starts = range(0, len(values), width)
     parts = [values[start : start + width] for start in starts]
     middles = [start + (1 + len(part)) / 2 for start, part in zip(starts, parts, strict=True)]
-    return middles, [float(f"{sum(part) / len(part):.6g}") for part in parts]
+    return middles, [significant(sum(part) / len(part)) for part in parts]
 
 
 def _upwards(values: Sequence[float], bottom: float) -> Axis:

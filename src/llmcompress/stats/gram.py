@@ -22,7 +22,8 @@ class Gram:
     """Accumulates sum(X^T X) [in, in] in float32 and counts tokens; rows with inf or nan are dropped and counted.
 
     sum: only the upper triangle is filled in. tokens: rows that were added; `shrink_towards` does not change it. part:
-    which panels this rank adds up (stats/panels.py); the threads of `workers` share them.
+    which panels this rank adds up (stats/panels.py); the threads of `workers` share them. borrowed: the weight, in
+    tokens, of what `shrink_towards` has added.
     """
 
     def __init__(self, size: int, workers: Workers, device: torch.device | None = None, part: Part = WHOLE) -> None:
@@ -30,15 +31,15 @@ class Gram:
         self.sum = torch.zeros(size, size, dtype=torch.float32, device=device)
         self._seen = 0
         self._lost: Count = 0
-        self._borrowed = 0.0
+        self.borrowed = 0.0
         self._finished = False
         self._finishing = Lock()  # matrices that read one input are worked on by several threads
 
     @classmethod
-    def of(cls, mean: Tensor, tokens: int) -> "Gram":
+    def of(cls, mean: Tensor, tokens: int, borrowed: float = 0.0) -> "Gram":
         """A Gram matrix whose mean [in, in] float32 is known; nothing more can be added."""
         gram = cls(0, SERIAL, mean.device)
-        gram.sum, gram._seen, gram._finished = mean, tokens, True
+        gram.sum, gram._seen, gram.borrowed, gram._finished = mean, tokens, borrowed, True
         return gram
 
     @property
@@ -56,8 +57,8 @@ class Gram:
 
     @property
     def trusted(self) -> float:
-        """Tokens that were added, and those with whose weight `shrink_towards` has added others."""
-        return self.tokens + self._borrowed
+        """Tokens that were added, and the weight of what was borrowed."""
+        return self.tokens + self.borrowed
 
     @property
     def dropped(self) -> int:
@@ -112,7 +113,7 @@ class Gram:
         for start in range(0, self.size, _MIRRORED):
             stop = min(start + _MIRRORED, self.size)
             across, corner = total[start:stop, start:], total[start:stop, start:stop]
-            across.div_((self.tokens + self._borrowed) or 1)
+            across.div_((self.tokens + self.borrowed) or 1)
             corner.triu_()
             corner += corner.triu(1).T
             total[stop:, start:stop] = total[start:stop, stop:].T
@@ -121,7 +122,7 @@ class Gram:
     def shrink_towards(self, prior: Tensor, weight: float) -> None:
         """Add another mean Gram matrix [in, in] with the weight of so many tokens."""
         self.sum.add_(prior, alpha=weight)  # what is below the diagonal is not looked at
-        self._borrowed += weight
+        self.borrowed += weight
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:

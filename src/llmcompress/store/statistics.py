@@ -1,7 +1,8 @@
 """Statistics of inputs, stored for later runs: other methods and widths can use them without running text again.
 
 DIR/<key>/about.json                  of what model and tokens, and which steps were at work when they were gathered
-DIR/<key>/layer-00007.safetensors     by space: the upper triangle of the mean Gram matrix, or the squares; its tokens
+DIR/<key>/layer-00007.safetensors     by space: the upper triangle of the mean Gram matrix, or the squares; its tokens,
+                                      and for a Gram matrix the weight of what it borrowed
 
 What gradients say of the model as it was (`--guided`) is stored alike, a file for each layer.
 
@@ -118,24 +119,24 @@ def packed_statistics(found: Mapping[str, Statistics]) -> dict[str, Tensor]:
         if statistics.gram is not None:
             rows, columns = torch.triu_indices(statistics.gram.size, statistics.gram.size)
             tensors[f"{space}/gram"] = statistics.gram.mean()[rows, columns].to("cpu")
-            tensors[f"{space}/tokens"] = torch.tensor([statistics.gram.tokens])
+            tensors[f"{space}/tokens"] = torch.tensor([statistics.gram.tokens, statistics.gram.borrowed]).double()
         elif statistics.squares is not None:
             tensors[f"{space}/squares"] = statistics.squares.sums
-            tensors[f"{space}/tokens"] = torch.tensor([statistics.squares.tokens])
+            tensors[f"{space}/tokens"] = torch.tensor([statistics.squares.tokens]).double()
     return tensors
 
 
 def _restored(file: CheckedTensors, space: str, device: torch.device) -> Statistics:
-    tokens = int(file.read(f"{space}/tokens"))
+    tokens, *borrowed = file.read(f"{space}/tokens").tolist()
     if f"{space}/squares" in file.names:
-        return Statistics({"squares": Squares(Energy(file.read(f"{space}/squares") * 1.0, tokens, 0))})
+        return Statistics({"squares": Squares(Energy(file.read(f"{space}/squares") * 1.0, int(tokens), 0))})
     stored = file.read(f"{space}/gram")
     size = int(((8 * stored.numel() + 1) ** 0.5 - 1) / 2 + 0.5)
     mean = torch.zeros(size, size)
     rows, columns = torch.triu_indices(size, size)
     mean[rows, columns] = stored
     mean.T[rows, columns] = stored
-    return Statistics({"gram": Gram.of(mean.to(device), tokens)})
+    return Statistics({"gram": Gram.of(mean.to(device), int(tokens), sum(borrowed))})
 
 
 def all_statistics(store: Path) -> list[Kept]:

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llmcompress.significant import significant
 from llmcompress.validate.token_statistics import Array
 
 FIGURES = ("logits_error", "logits_error_max")
@@ -35,11 +36,7 @@ def rounding_bound(dtype: torch.dtype, layers: int, rounded: bool) -> float:
 def agreement_figures(errors: Array, dtype: torch.dtype, layers: int, rounded: bool) -> dict[str, float]:
     """The root mean square and the largest of the tokens' relative errors, and the bound on the root mean square."""
     return {
-        "logits_error": _shown(np.sqrt(np.mean(np.square(errors)))),
-        "logits_error_max": _shown(errors.max()),
-        "logits_bound": _shown(rounding_bound(dtype, layers, rounded)),
+        "logits_error": significant(np.sqrt(np.mean(np.square(errors))), 4),
+        "logits_error_max": significant(errors.max(), 4),
+        "logits_bound": significant(rounding_bound(dtype, layers, rounded), 4),
     }
-
-
-def _shown(value: float) -> float:
-    return float(f"{value:.4g}")

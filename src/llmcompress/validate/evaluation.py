@@ -9,6 +9,7 @@ from pydantic import Field
 
 from llmcompress import __version__
 from llmcompress.engine.write.report_schema import Count, Document, Magnitude, Positive, Sha256, Share
+from llmcompress.significant import significant
 from llmcompress.store.output_file import is_single, report_of
 from llmcompress.validate.gguf_file import gguf_in
 from llmcompress.validate.token_statistics import Array, Tokens
@@ -217,7 +218,7 @@ def evaluated_model(path: Path) -> dict[str, Any]:
 def _means(tokens: Tokens, axis: int) -> dict[str, list[float]]:
     parts = {"nll": tokens.nll, "ref_nll": tokens.ref_nll, "kl": tokens.kl}
     return {
-        name: [float(f"{value:.5g}") for value in values.mean(axis=axis)]
+        name: [significant(value, 5) for value in values.mean(axis=axis)]
         for name, values in parts.items()
         if values is not None
     }

@@ -14,6 +14,7 @@ from torch import Tensor
 from llmcompress.calib.base import opening
 from llmcompress.engine.source.text_tokenizer import load_tokenizer
 from llmcompress.errors import CalibrationError, RecipeError
+from llmcompress.significant import significant
 from llmcompress.validate.evaluate import Watch, cut_windows, measure
 from llmcompress.validate.long_evaluation import long_evaluation
 from llmcompress.validate.needles import DEPTHS, Haystack, Needle, haystack, needle_figures, plant
@@ -26,7 +27,7 @@ from llmcompress.validate.task_prompts import room_of
 from llmcompress.validate.tasks import ChoiceScores, mean_interval, score
 from llmcompress.validate.token_statistics import ALONE as TOKENS
 from llmcompress.validate.token_statistics import COMPARED as TOKENS_COMPARED
-from llmcompress.validate.token_statistics import Array, Tokens, rounded, token_figures
+from llmcompress.validate.token_statistics import Array, Tokens, token_figures
 
 ALONE = (*TOKENS, "needle_items", "needle_acc", "needle_exact", "needle_loglikelihood", *WRITTEN)
 COMPARED = (
@@ -147,9 +148,9 @@ def _growth(tokens: Tokens, length: int) -> dict[str, Any]:
     if tokens.kl is None:
         return {}
     each: Array = tokens.kl[:, length // 2 - 1 :].mean(axis=1) - tokens.kl[:, : length // 2 - 1].mean(axis=1)
-    found: dict[str, Any] = {"kl_growth": rounded(each.mean())}
+    found: dict[str, Any] = {"kl_growth": significant(each.mean())}
     if len(each) > 1:
-        found["kl_growth_ci"] = [rounded(bound) for bound in mean_interval(each)]
+        found["kl_growth_ci"] = [significant(bound) for bound in mean_interval(each)]
     return found
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from llmcompress.significant import significant
 from llmcompress.validate.tasks import drop_interval, mean_interval, share_interval
-from llmcompress.validate.token_statistics import Array, rounded
+from llmcompress.validate.token_statistics import Array
 
 ALONE = ("prompts", "written_tokens", "repetition", "looping")
 COMPARED = ("ref_written_tokens", "ref_repetition", "ref_looping", "repetition_rise", "looping_rise")
@@ -44,11 +45,11 @@ def repetition_figures(written: Sequence[Sequence[Sequence[int]]]) -> dict[str, 
     result: dict[str, Any] = {"prompts": len(written[0])}
 
     def add(name: str, values: Array, interval: tuple[float, float]) -> None:
-        result[name] = rounded(values.mean())
-        result[f"{name}_ci"] = [rounded(bound) for bound in interval]
+        result[name] = significant(values.mean())
+        result[f"{name}_ci"] = [significant(bound) for bound in interval]
 
     for prefix, of_model, rate, loop in zip(("", "ref_"), written, rates, loops, strict=False):
-        result[f"{prefix}written_tokens"] = rounded(np.mean([len(ids) for ids in of_model]))
+        result[f"{prefix}written_tokens"] = significant(np.mean([len(ids) for ids in of_model]))
         add(f"{prefix}repetition", rate, mean_interval(rate))
         add(f"{prefix}looping", loop, share_interval(loop))
     if len(written) > 1:

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from llmcompress.hardware import rounded_float32, rounds_float32
 from llmcompress.model.streamed_model import StreamedModel
+from llmcompress.significant import significant
 from llmcompress.validate.evaluate import Watch, measure_several
 from llmcompress.validate.evaluation import Products
 from llmcompress.validate.reference_cache import ReferenceCache
-from llmcompress.validate.token_statistics import Tokens, rounded
+from llmcompress.validate.token_statistics import Tokens
 
 BOUND = 0.01  # share of the KL divergence that its error stays below
 CHECKED = 4  # windows at least that run both ways
@@ -79,8 +80,8 @@ def compared(exact: Tokens, quick: Tokens) -> Products:
     safe = finite and abs(error) + 2 * spread < BOUND
     return Products(
         dtype="bfloat16" if safe else "float32",
-        kl_error=rounded(error) if finite else None,
-        kl_error_se=rounded(spread) if finite else None,
+        kl_error=significant(error) if finite else None,
+        kl_error_se=significant(spread) if finite else None,
         windows=len(shares),
     )
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.generation import BaseStreamer
 
-from llmcompress.validate.token_statistics import Array, rounded
+from llmcompress.significant import significant
+from llmcompress.validate.token_statistics import Array
 
 GUESSES = (2, 3, 4, 5, 6, 7, 8)  # draft lengths for which tokens per step are predicted
 
@@ -129,15 +130,15 @@ def acceptance_figures(drafted: Drafted, tv: Array) -> dict[str, Any]:
         "new_tokens": int((accepted + 1).sum()),
         "steps": len(accepted),
         "draft_tokens": int(proposed.max(initial=0)),
-        "accepted_per_step": rounded(accepted.mean()),
-        "accepted_per_step_se": rounded(_error(accepted)),
-        "accepted_per_step_expected": rounded(np.mean(foretold)),
-        "acceptance": rounded(rate),
-        "acceptance_se": rounded((rate * (1 - rate) / max(judged.sum(), 1)) ** 0.5),
-        "acceptance_expected": rounded(own.mean()),
-        "acceptance_expected_se": rounded(_error(own)),
+        "accepted_per_step": significant(accepted.mean()),
+        "accepted_per_step_se": significant(_error(accepted)),
+        "accepted_per_step_expected": significant(np.mean(foretold)),
+        "acceptance": significant(rate),
+        "acceptance_se": significant((rate * (1 - rate) / max(judged.sum(), 1)) ** 0.5),
+        "acceptance_expected": significant(own.mean()),
+        "acceptance_expected_se": significant(_error(own)),
         "tokens_per_step_expected": {
-            str(count): rounded(1 + np.mean([_accepted(chance, start, count) for start in range(chance.shape[1])]))
+            str(count): significant(1 + np.mean([_accepted(chance, start, count) for start in range(chance.shape[1])]))
             for count in GUESSES
             if count <= chance.shape[1]
         },

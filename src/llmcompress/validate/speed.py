@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 
+from llmcompress.significant import significant
 from llmcompress.validate.request import Timing
 
 _WARM = 3  # steps on a side stream before a capture
@@ -54,8 +55,8 @@ def _speed(model: Any, device: torch.device, batch: int, timing: Timing) -> dict
         "batch": batch,
         "prompt": prompt,
         "new": new,
-        "prefill_tokens_per_second": _shown(batch * prompt / reading),
-        "decode_tokens_per_second": _shown(batch * new / _timed(write, device)),
+        "prefill_tokens_per_second": significant(batch * prompt / reading, 4),
+        "decode_tokens_per_second": significant(batch * new / _timed(write, device), 4),
         "cuda_graph": captured,
     }
 
@@ -87,7 +88,3 @@ def _timed(work: Callable[[], object], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - begun
-
-
-def _shown(value: float) -> float:
-    return float(f"{value:.4g}")

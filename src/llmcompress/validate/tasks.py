@@ -18,6 +18,7 @@ from torch import Tensor
 
 from llmcompress.errors import CalibrationError
 from llmcompress.model.streamed_model import StreamedModel
+from llmcompress.significant import significant
 from llmcompress.validate.evaluate import Watch, lockstep
 from llmcompress.validate.omission import Contexts, of_items
 from llmcompress.validate.request import Request
@@ -25,7 +26,7 @@ from llmcompress.validate.session import check_models, omission_said, open_model
 from llmcompress.validate.task_files import Task
 from llmcompress.validate.task_items import Item
 from llmcompress.validate.task_prompts import Asked, asked_of, refuse_longer, refuse_shorter, room_of
-from llmcompress.validate.token_statistics import Array, rounded
+from llmcompress.validate.token_statistics import Array
 
 ALONE = ("items", "acc", "acc_norm", "loglikelihood")
 COMPARED = (
@@ -230,8 +231,8 @@ def figures(items: Sequence[Item], scores: Sequence[ChoiceScores]) -> dict[str, 
     result: dict[str, Any] = {"items": len(items)}
 
     def add(name: str, value: float, interval: tuple[float, float]) -> None:
-        result[name] = rounded(value)
-        result[f"{name}_ci"] = [rounded(bound) for bound in interval]
+        result[name] = significant(value)
+        result[f"{name}_ci"] = [significant(bound) for bound in interval]
 
     def add_model(prefix: str, of_model: Answers) -> None:
         add(f"{prefix}acc", of_model.right.mean(), share_interval(of_model.right))
@@ -285,4 +286,4 @@ def mcnemar(before: Array, after: Array) -> float:
         return float("nan")
     lost, won = int(((before == 1) & (after == 0)).sum()), int(((before == 0) & (after == 1)).sum())
     tail = sum(comb(lost + won, count) for count in range(min(lost, won) + 1))
-    return rounded(min(1.0, 2 * tail / 2 ** (lost + won)))
+    return significant(min(1.0, 2 * tail / 2 ** (lost + won)))

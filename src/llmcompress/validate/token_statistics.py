@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llmcompress.errors import GateError
+from llmcompress.significant import significant
 
 Array = npt.NDArray[np.float64]
 
@@ -59,11 +60,11 @@ def token_figures(tokens: Tokens, seed: int = 0) -> dict[str, float | int | list
     result: dict[str, float | int | list[float]] = {}
 
     def add(name: str, values: Array, figure: Callable[[Array], Array]) -> None:
-        result[name] = rounded(float(figure(values[None])[0]))
+        result[name] = significant(figure(values[None])[0])
         if windows > 1:
             spread = np.concatenate([figure(values[draws[start : start + 50]]) for start in range(0, _RESAMPLES, 50)])
             low, high = np.percentile(spread, [2.5, 97.5])
-            result[f"{name}_ci"] = [rounded(float(low)), rounded(float(high))]
+            result[f"{name}_ci"] = [significant(low), significant(high)]
 
     def mean(values: Array) -> Array:
         return np.asarray(values.mean(axis=(1, 2)))
@@ -79,17 +80,12 @@ def token_figures(tokens: Tokens, seed: int = 0) -> dict[str, float | int | list
         add("kl_median", tokens.kl, quantile(0.5))
         add("kl_p99", tokens.kl, quantile(0.99))
         add("kl_p999", tokens.kl, quantile(0.999))
-        result["kl_max"] = rounded(float(tokens.kl.max()))
+        result["kl_max"] = significant(tokens.kl.max())
         add("top1", tokens.top1, mean)
         add("tv", tokens.tv, mean)
     result["tokens"] = int(tokens.nll.size)
     result["windows"] = windows
     return result
-
-
-def rounded(value: float | np.floating[Any]) -> float:
-    """A figure as it is published, with six digits."""
-    return float(f"{value:.6g}")
 
 
 def shown(value: float, digits: int = 5) -> str:

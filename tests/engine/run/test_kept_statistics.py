@@ -4,14 +4,19 @@ import json
 import shutil
 
 import pytest
+import torch
 
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.process.progress import Progress
 from llmcompress.errors import LlmcompressError, PlanError
+from llmcompress.methods.base import Statistics
 from llmcompress.recipe import parse
+from llmcompress.stats.gram import Gram
+from llmcompress.store.statistics import packed_statistics, statistics_entry
 from llmcompress.validate.verify import passed, verify
+from llmcompress.workers import SERIAL
 from tinyruns import kl
 
 GPTQ = {"method": "gptq", "bits": 4, "group_size": 32}
@@ -145,3 +150,15 @@ def test_stores_are_listed_and_pruned(main, capsys, store, tmp_path):
     assert main("stats", "prune", store, fact["key"]) == 0
     assert list(store.iterdir()) == []
     assert main("stats", "list", tmp_path / "nowhere") == 2
+
+
+def test_what_few_tokens_borrowed_is_kept_too(tmp_path):
+    """The share by which correlations are trusted goes by it."""
+    gram = Gram(4, SERIAL)
+    gram.update(torch.randn(10, 4, generator=torch.Generator().manual_seed(0)))
+    gram.shrink_towards(torch.eye(4), 0.5)
+    entry = statistics_entry(tmp_path, {"layers": 1})
+    entry.write(0, packed_statistics({"in": Statistics({"gram": gram})}))
+    read = entry.read(0, torch.device("cpu"))["in"].gram
+    assert (read.tokens, read.trusted) == (gram.tokens, gram.trusted) == (10, 10.5)
+    assert torch.equal(read.mean(), gram.mean())

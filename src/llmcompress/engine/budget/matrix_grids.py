@@ -28,6 +28,7 @@ from llmcompress.errors import PlanError
 from llmcompress.grids.base import PER_ROW, Spec
 from llmcompress.ledger import Ledger
 from llmcompress.recipe import Expected, Recipe, build
+from llmcompress.significant import significant
 from llmcompress.solve.knapsack import Choice, choose
 from llmcompress.store.output_file import is_single
 
@@ -113,7 +114,7 @@ def fitted_to_grids(
         f"a KL divergence of {kl:.3g} nats per token is expected of rounding",
     )
     expected = Expected(
-        kl=float(f"{kl:.6g}"), bits_per_quantised_weight=round(bits, 4), output_bytes=estimate.output_bytes
+        kl=significant(kl), bits_per_quantised_weight=round(bits, 4), output_bytes=estimate.output_bytes
     )
     return GridFit(plan.recipe.model_copy(update={"expected": expected}), plan, chosen, ledger)
 

@@ -19,6 +19,7 @@ from llmcompress.engine.process.process_memory import keep_freed_memory
 from llmcompress.engine.structure.derived_model import calibration_facts
 from llmcompress.engine.train.training import AT_ONCE, Look, NoGainError, Training, TrainingText
 from llmcompress.engine.write.run_report import source_record
+from llmcompress.significant import significant
 from llmcompress.store.checkpoint import DTYPES
 from llmcompress.store.draft_head import CONFIG, IDS, KIND, KNOWN
 from llmcompress.store.output import OutputDirectory
@@ -108,16 +109,16 @@ def _record(
         "best_step": best.step,
         "vocabulary": shape.vocabulary,
         "states": list(shape.states),
-        "share_of_weights": float(f"{plan.share:.4g}"),
+        "share_of_weights": significant(plan.share, 4),
         "written": request.written,
         "calibration": calibration_facts(text.tokens),
         "held_back": {
             name: {
                 "windows": len(text.held[name]),
-                "loss_before": float(f"{value:.6g}"),
-                "loss": float(f"{best.divergences[name]:.6g}"),
-                "acceptance": [float(f"{share:.4g}") for share in accepted[name]],
-                "accepted_per_step": float(f"{sum(accumulate(accepted[name], mul)):.4g}"),
+                "loss_before": significant(value),
+                "loss": significant(best.divergences[name]),
+                "acceptance": [significant(share, 4) for share in accepted[name]],
+                "accepted_per_step": significant(sum(accumulate(accepted[name], mul)), 4),
             }
             for name, value in first.divergences.items()
         },

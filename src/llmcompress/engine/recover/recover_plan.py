@@ -22,6 +22,7 @@ from llmcompress.engine.train.training import AT_ONCE, LEAST, ONE_OF
 from llmcompress.errors import CheckpointError, PlanError
 from llmcompress.ledger import Ledger
 from llmcompress.recipe import Calibration
+from llmcompress.significant import significant
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.files import refuse_unwritable
 from llmcompress.store.gguf_header import GgufHeader
@@ -97,7 +98,7 @@ class RecoverPlan:
             return self.request.rate
         errors = [item["relative_error"] for item in self.report["linears"] if item["grid"]]
         if errors:
-            return float(f"{SHARE * sum(errors) / len(errors):.2g}")
+            return significant(SHARE * sum(errors) / len(errors), 2)
         return _PRUNED_RATE if self.learns_weights else _RATE
 
     @property

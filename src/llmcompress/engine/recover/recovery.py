@@ -26,6 +26,7 @@ from llmcompress.engine.write.run_report import source_record
 from llmcompress.errors import CheckpointError
 from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.recipe import Calibration
+from llmcompress.significant import significant
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.output import OutputDirectory
 from llmcompress.store.staging import Staging
@@ -162,8 +163,8 @@ def _record(plan: RecoverPlan, parts: TrainedParts, text: TrainingText, first: L
         "held_back": {
             name: {
                 "windows": len(text.held[name]),
-                "kl_before": float(f"{value:.6g}"),
-                "kl": float(f"{best.divergences[name]:.6g}"),
+                "kl_before": significant(value),
+                "kl": significant(best.divergences[name]),
             }
             for name, value in first.divergences.items()
         },

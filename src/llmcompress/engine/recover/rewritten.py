@@ -14,6 +14,7 @@ from llmcompress.engine.recover.recovered_file import pieces
 from llmcompress.engine.recover.trained_parts import encoded
 from llmcompress.engine.train.trained import Trained, TrainedMatrix, TrainedNorm, TrainedWeight
 from llmcompress.formats.front_matter import front_matter
+from llmcompress.significant import significant
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.output import OutputDirectory
 
@@ -132,7 +133,7 @@ def _relative_error(value: Tensor, source: Tensor) -> float:
     for mine, theirs in zip(torch.split(value, _ROWS), torch.split(source, _ROWS), strict=True):
         missed += float((mine - theirs).square().sum(dtype=torch.float64))
         whole += float(theirs.square().sum(dtype=torch.float64))
-    return float(f"{(missed / max(whole, 1e-60)) ** 0.5:.6g}")
+    return significant((missed / max(whole, 1e-60)) ** 0.5)
 
 
 def _without_figures(card: str) -> str:

@@ -20,7 +20,6 @@ from llmcompress.engine.plan.matrix_plan import MatrixPlan
 from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.run.guidance import Guidance
 from llmcompress.engine.run.installed import has_module, values_of
-from llmcompress.engine.run.matrix_record import significant
 from llmcompress.engine.run.transformed import fold_gains
 from llmcompress.engine.train.places import TrainedPlace, add_slopes, mark, norm_offsets, norms_of, slopes_of, weight_at
 from llmcompress.engine.train.trained import Trained, TrainedMatrix, TrainedNorm
@@ -28,6 +27,7 @@ from llmcompress.engine.train.training import AT_ONCE, BLOCK_STEPS, NoGainError,
 from llmcompress.grids.coded import Coded
 from llmcompress.ledger import Ledger
 from llmcompress.model.streamed_model import StreamedModel
+from llmcompress.significant import significant
 from llmcompress.solve.output_feedback import DAMPING
 from llmcompress.store.checkpoint import DTYPES
 from llmcompress.store.folds import FoldedCheckpoint

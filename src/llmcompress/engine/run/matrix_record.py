@@ -14,6 +14,7 @@ from llmcompress.grids.coded import Coded
 from llmcompress.grids.ggml import gguf_types
 from llmcompress.grids.nearest import spread
 from llmcompress.methods.base import Solved
+from llmcompress.significant import significant
 from llmcompress.solve.row_blocks import looked_at
 from llmcompress.stats.gram import Gram
 from llmcompress.workers import Workers
@@ -110,8 +111,3 @@ def refuse_extremes(plan: MatrixPlan, weight: Tensor) -> None:
 def _way_out(plan: MatrixPlan) -> str:
     option = "--tensor-type PATTERN=F32" if gguf_types(plan.method) else "--set 'PATTERN: {skip: true}'"
     return f"leave it as it is: {option}"
-
-
-def significant(value: float) -> float:
-    """A figure of a record: to six digits."""
-    return float(f"{value:.6g}")

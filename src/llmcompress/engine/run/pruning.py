@@ -10,6 +10,7 @@ from llmcompress.engine.plan.matrix_plan import MatrixPlan
 from llmcompress.grids.coded import Coded
 from llmcompress.ledger import Ledger
 from llmcompress.methods.base import Statistics
+from llmcompress.significant import significant
 from llmcompress.solve.prune import Pruned
 from llmcompress.solve.row_blocks import looked_at
 from llmcompress.solve.sparsegpt import MaskChoice
@@ -57,7 +58,7 @@ def sparsity_record(plan: MatrixPlan, weight: Tensor, coded: Coded, ledger: Ledg
         )
     record: dict[str, Any] = {} if pruner is None else {"pruner": pruner.name}
     if share > SPARSE and zeros > SPARSE:
-        record["sparsity"] = float(f"{zeros:.6g}")
+        record["sparsity"] = significant(zeros)
         if pruner is not None and pruner.pattern is not None and held:
             record["pattern"] = pruner.pattern
     return record

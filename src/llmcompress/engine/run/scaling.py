@@ -23,6 +23,7 @@ from llmcompress.engine.source.folding import factors_as_stored, scaling_folds
 from llmcompress.errors import RunError
 from llmcompress.ledger import Ledger
 from llmcompress.model.streamed_model import StreamedModel
+from llmcompress.significant import significant
 from llmcompress.solve.smooth_attention import Rotary, smoothing
 from llmcompress.stats.inputs import Inputs, InputStatistics
 from llmcompress.stats.panels import complete
@@ -134,8 +135,8 @@ class Scaler:
                 "layer": number,
                 "space": site.space,
                 "transform": step.name,
-                "smallest": float(f"{factors.min().item():.4g}"),
-                "largest": float(f"{factors.max().item():.4g}"),
+                "smallest": significant(factors.min().item(), 4),
+                "largest": significant(factors.max().item(), 4),
             }
         )
 

@@ -24,6 +24,7 @@ from llmcompress.engine.structure.source_model import OpenModel, embedded_window
 from llmcompress.errors import PlanError
 from llmcompress.formats.base import TensorSpec
 from llmcompress.recipe import Calibration
+from llmcompress.significant import significant
 from llmcompress.store.checkpoint import DTYPES
 from llmcompress.store.headers import read_headers
 from llmcompress.store.output import OutputDirectory
@@ -205,7 +206,7 @@ def _stretch(start: int, count: int) -> list[int]:
 
 
 def _named(scores: Mapping[int, float]) -> dict[str, float]:
-    return {str(number): float(f"{value:.6g}") for number, value in scores.items()}
+    return {str(number): significant(value) for number, value in scores.items()}
 
 
 def _figures(plan: DepthPlan, removed: Sequence[int], derived: DerivedModel) -> dict[str, str]:

@@ -18,6 +18,7 @@ from llmcompress.engine.structure.source_model import embedded_windows
 from llmcompress.engine.write.run_report import source_record
 from llmcompress.model.adapted import adapt
 from llmcompress.model.streamed_model import StreamedModel
+from llmcompress.significant import significant
 from llmcompress.solve.low_rank import LowRank, low_rank, output_energy
 from llmcompress.stats.gram import Gram
 from llmcompress.store.adapter import CONFIG, STEM, AdapterDirectory, adapter_config, adapter_specs
@@ -176,7 +177,7 @@ def _facts(headers: ModelHeaders) -> dict[str, Any]:
 def _record(target: RepairTarget, before: float, after: float) -> dict[str, Any]:
     """The record of a matrix. before, after: squared error as a share of the energy of the outputs, or weights."""
     shape = list(target.shape)
-    return {"name": target.name, "shape": shape, "before": float(f"{before:.6g}"), "after": float(f"{after:.6g}")}
+    return {"name": target.name, "shape": shape, "before": significant(before), "after": significant(after)}
 
 
 def _card(base: str, rank: int, report: Mapping[str, Any]) -> str:

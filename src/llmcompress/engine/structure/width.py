@@ -29,6 +29,7 @@ from llmcompress.errors import PlanError
 from llmcompress.formats.base import TensorSpec
 from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.recipe import Calibration
+from llmcompress.significant import significant
 from llmcompress.solve.narrowing import least_missed, narrowing_loss, refitted, strongest
 from llmcompress.stats.gram import Gram
 from llmcompress.store.folder import Folder
@@ -208,8 +209,8 @@ class _Narrowing:
         after = after.to(source.dtype)
         record = {
             "layer": number,
-            "cut": float(f"{narrowing_loss(weight, hessian, kept, plain):.6g}"),
-            "loss": float(f"{narrowing_loss(weight, hessian, kept, after.to(torch.float32)):.6g}"),
+            "cut": significant(narrowing_loss(weight, hessian, kept, plain)),
+            "loss": significant(narrowing_loss(weight, hessian, kept, after.to(torch.float32))),
         }
         self.records.append(record)
         self.kept.append(kept.cpu())
