@@ -20,4 +20,4 @@ bash scripts/interop/lm_eval_env.sh
 "$bin/ruff" check .
 "$bin/mypy"
 wait "$other"
-"$bin/pytest" -n 2 -q -m ''
+"$bin/pytest" -n 2 --dist worksteal -q -m '' --durations 60 --durations-min 10
