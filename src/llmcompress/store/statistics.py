@@ -119,10 +119,11 @@ def packed_statistics(found: Mapping[str, Statistics]) -> dict[str, Tensor]:
         if statistics.gram is not None:
             rows, columns = torch.triu_indices(statistics.gram.size, statistics.gram.size)
             tensors[f"{space}/gram"] = statistics.gram.mean()[rows, columns].to("cpu")
-            tensors[f"{space}/tokens"] = torch.tensor([statistics.gram.tokens, statistics.gram.borrowed]).double()
+            counts = [statistics.gram.tokens, statistics.gram.borrowed]
+            tensors[f"{space}/tokens"] = torch.tensor(counts, dtype=torch.float64)
         elif statistics.squares is not None:
             tensors[f"{space}/squares"] = statistics.squares.sums
-            tensors[f"{space}/tokens"] = torch.tensor([statistics.squares.tokens]).double()
+            tensors[f"{space}/tokens"] = torch.tensor([statistics.squares.tokens], dtype=torch.float64)
     return tensors
 
 
