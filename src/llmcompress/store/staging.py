@@ -134,12 +134,12 @@ class Staging:
 
     def read_section(self, number: int) -> dict[str, Coded]:
         """All matrices of a finished section."""
-        with self._opened(number) as file:
+        with self._opened(self._section(number)) as file:
             return dict(_matrices(file))
 
     def read_coded(self, number: int, module: str) -> Coded:
         """One matrix of a finished section."""
-        with self._opened(number) as file:
+        with self._opened(self._section(number)) as file:
             return next(coded for _, coded in _matrices(file, module))
 
     def read_factors(self, number: int) -> dict[str, Tensor]:
@@ -152,22 +152,22 @@ class Staging:
 
     def _read(self, number: int, beginning: str) -> dict[str, Tensor]:
         """The tensors of a section whose names have a beginning, by the rest of it."""
-        with self._opened(number) as file:
+        with self._opened(self._section(number)) as file:
             names = [name for name in file.names if name.startswith(beginning)]
             return {name.removeprefix(beginning): file.read(name) for name in names}
 
     def records(self, number: int) -> dict[str, Any]:
         """The records of a finished section."""
-        with self._opened(number) as file:
+        with self._opened(self._section(number)) as file:
             return dict(file.facts["records"])
 
     @contextmanager
-    def _opened(self, number: int) -> Iterator[CheckedTensors]:
+    def _opened(self, held: HeldFile) -> Iterator[CheckedTensors]:
         try:
-            with checked_tensors(self._section(number), self._of) as file:
+            with checked_tensors(held, self._of) as file:
                 yield file
         except (OSError, ValueError) as error:
-            raise RunError(f"{self._section(number)} is damaged: {error}", "remove this file and run again") from None
+            raise RunError(f"{held} is damaged: {error}", "remove this file and run again") from None
 
     # -- guidance ------------------------------------------------------------------------------------------------------
 
@@ -184,11 +184,8 @@ class Staging:
 
     def read_guidance(self, number: int) -> dict[str, Tensor]:
         """What was written of a layer; RunError for a damaged file."""
-        try:
-            with checked_tensors(self._guidance(number), self._of) as file:
-                return {name: file.read(name) for name in file.names}
-        except (OSError, ValueError) as error:
-            raise RunError(f"{self._guidance(number)} is damaged: {error}", "remove this file and run again") from None
+        with self._opened(self._guidance(number)) as file:
+            return {name: file.read(name) for name in file.names}
 
     # -- hidden states -------------------------------------------------------------------------------------------------
 
