@@ -1,12 +1,17 @@
 """Inputs of experts: seen without computing any expert, and those of their last matrices made of what entered them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from llmcompress.engine.run.collect import collect
 from llmcompress.engine.run.forward import Forward, Recording, Stream
-from llmcompress.engine.run.starved_experts import ExpertGrams
+from llmcompress.engine.run.starved_experts import ExpertGrams, lend_ranges
+from llmcompress.ledger import Ledger
+from llmcompress.methods.base import Statistics
 from llmcompress.model.experts import Expert
+from llmcompress.stats.magnitudes import Magnitudes
 from llmcompress.store.staging import Staging
 from llmcompress.validate.load import open_streamed
 from llmcompress.workers import SERIAL
@@ -118,3 +123,35 @@ def test_inputs_of_last_matrices_come_from_what_entered_before(opened, threads):
             torch.testing.assert_close(gram.mean().double(), exact, rtol=1e-4, atol=1e-6)
             torch.testing.assert_close(second.inputs.gram(space, 32, workers, CPU).mean(), gram.mean())
     assert watch.count == WINDOWS * 12 * 2
+
+
+class Fixed:
+    """A method whose inputs have one scale."""
+
+    divided_inputs = False
+
+    def input_range(self, statistics):
+        return statistics.found["magnitudes"]
+
+
+def test_experts_without_tokens_get_the_counts_of_those_with_tokens_once():
+    """However many of them there are; counts that double with each would leave int64 behind."""
+    generator = torch.Generator().manual_seed(3)
+    found, needing, whole = {}, {}, Magnitudes()
+    for expert in range(90):
+        seen = Magnitudes()
+        if expert < 20:
+            x = torch.randn(50, 8, generator=generator)
+            seen.update(x)
+            whole.update(x)
+        found[f"in.{expert}"] = Statistics({"magnitudes": seen})
+        path = f"mlp.experts.{expert}.up_proj"
+        needing[f"in.{expert}"] = [SimpleNamespace(path=path, module=path, expert=expert, method=Fixed())]
+    ledger = Ledger()
+    lend_ranges(found, needing, ledger)
+    for expert in range(20, 90):
+        lent = found[f"in.{expert}"].found["magnitudes"]
+        assert torch.equal(lent.counts, whole.counts)
+        assert lent.tokens == 20 * 50
+    assert found["in.0"].found["magnitudes"].tokens == 50
+    assert len(ledger.entries) == 70

@@ -1,6 +1,7 @@
 """Experts that few tokens or none were sent to: which statistics stand in for their own."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
 from itertools import islice
 from typing import Any
 
@@ -178,16 +179,27 @@ def lend_ranges(found: Mapping[str, Statistics], needing: Mapping[str, list[Matr
     Where the inputs' scales have a divisor all experts get that range, as engines keep one divisor for all of them.
     """
     ranges = {space: needing[space][0].method.input_range(statistics) for space, statistics in found.items()}
-    starved = {space for space, seen in ranges.items() if seen is not None and not seen.tokens}
+    totals: dict[str, Any] = {}  # by the last name of the matrices, before anything is lent
+    for space, seen in ranges.items():
+        leaf = _leaf(needing[space][0])
+        if seen is not None and seen.tokens:
+            if leaf in totals:
+                totals[leaf].merge(seen)
+            else:
+                totals[leaf] = deepcopy(seen)
     for space, seen in ranges.items():
         plan = needing[space][0]
         shared = plan.expert is not None and plan.method.divided_inputs
-        if seen is None or not (space in starved or shared):
+        total = totals.get(_leaf(plan))
+        if seen is None or total is None:
             continue
-        leaf = plan.path.rpartition(".")[2]
-        for other, theirs in ranges.items():
-            if other != space and theirs is not None and needing[other][0].path.endswith(f".{leaf}"):
-                seen.merge(theirs)  # type: ignore[arg-type]
-        if space not in starved:
-            continue
-        ledger.note("starved_expert", plan.module, "no tokens: the range of its inputs is that of all experts")
+        if not seen.tokens:
+            seen.merge(total)
+            ledger.note("starved_expert", plan.module, "no tokens: the range of its inputs is that of all experts")
+        elif shared:
+            seen.merge(total)  # maxima, so that its own count once
+
+
+def _leaf(plan: MatrixPlan) -> str:
+    """The last name of a matrix' path: `down_proj`."""
+    return plan.path.rpartition(".")[2]
