@@ -70,17 +70,19 @@ class LayerGradient(Generic[P]):
         paths: Sequence[str],
         part: Callable[[Tensor, Tensor], P],
     ) -> None:
-        """paths: of the watched matrices below the layer.
+        """paths: of the watched matrices below the layer, which need not hold them all.
 
         part: reduces a matrix's input [..., in] and the gradient [..., out] at its output to the value to keep.
         """
         self.model, self.number, self.layer, self.paths, self.part = model, number, layer, paths, part
+        self.blind: set[str] = set()  # paths of matrices that ran without gradients, such as those of an indexer
         self._local = threading.local()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """A context in which calls watch the matrices."""
-        handles = [self.layer.get_submodule(path).register_forward_hook(self._see(path)) for path in self.paths]
+        modules = dict(self.layer.named_modules())  # without keys and values that a layer takes from an earlier one
+        handles = [modules[path].register_forward_hook(self._see(path)) for path in self.paths if path in modules]
         try:
             yield
         finally:
@@ -102,6 +104,9 @@ class LayerGradient(Generic[P]):
 
     def _see(self, path: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         def hook(_: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+            if not out.requires_grad:
+                self.blind.add(path)
+                return
             found, x = self._local.found, args[0].detach().clone()
 
             def back(gradient: Tensor) -> None:

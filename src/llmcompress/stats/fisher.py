@@ -21,6 +21,11 @@ class Fisher(NamedTuple):
     outputs: Tensor
     inputs: Tensor
 
+    @property
+    def known(self) -> bool:
+        """Whether there is any; `UNKNOWN` has none."""
+        return self.outputs.numel() > 0
+
     def plus(self, other: "Fisher") -> "Fisher":
         """The information of the tokens of both."""
         return Fisher(self.outputs + other.outputs, self.inputs + other.inputs)
@@ -28,6 +33,10 @@ class Fisher(NamedTuple):
     def times(self, factor: float) -> "Fisher":
         """Both sums times a factor, such as 1 over the number of tokens."""
         return Fisher(self.outputs * factor, self.inputs * factor)
+
+
+UNKNOWN = Fisher(torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.float64))
+"""Of a matrix that a model runs without gradients."""
 
 
 def of_matrix(x: Tensor, g: Tensor) -> Fisher:

@@ -187,6 +187,11 @@ class Staging:
         with self._opened(self._guidance(number)) as file:
             return {name: file.read(name) for name in file.names}
 
+    def remove_guidance(self, layers: Iterable[int]) -> None:
+        """Delete what was written of layers, where there is anything."""
+        for number in filter(self.has_guidance, layers):
+            self._guidance(number).unlink()
+
     # -- hidden states -------------------------------------------------------------------------------------------------
 
     def hidden(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, last: int) -> "Hidden | None":

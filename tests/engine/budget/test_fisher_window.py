@@ -105,6 +105,6 @@ def test_without_compensation_no_gram_matrix_is_summed(random_model_dir):
     gathered = WindowFisher(SPACES["llama"], grams=False, fitted=1, workers=SERIAL)
     x, gradient = torch.ones(1, 2, 3), torch.ones(1, 2, 4)
     gathered.add("mlp.down_proj", gathered.part(x, gradient), 0)
-    assert gathered.finish()["mlp.down_proj"].outputs.tolist() == [12.0] * 4
+    assert gathered.finish(())["mlp.down_proj"].outputs.tolist() == [12.0] * 4
     with pytest.raises(KeyError):
         gathered.seen("mlp_hidden")

@@ -81,6 +81,18 @@ def test_a_run_that_stops_before_the_head_goes_on_to_the_same_bytes(untied, tmp_
     assert whole["config.json"] == cut["config.json"]
 
 
+def test_a_layer_that_is_missing_below_a_finished_head_is_made_again(untied, tmp_path):
+    """As the hint for a damaged section says: remove this file and run again."""
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    compress(untied, whole, recipe(head_bits=4))
+    compress(untied, out, recipe(head_bits=4), keep_work=True)
+    shutil.rmtree(out)
+    (section,) = out.with_name("out.work").glob("section-00001*")
+    section.unlink()
+    compress(untied, out, recipe(head_bits=4))
+    assert digest(out) == digest(whole)
+
+
 def test_blocks_of_rows_of_a_head_are_the_rows_of_one_piece(untied, tmp_path, monkeypatch):
     made = recipe(head_bits=4)
     whole = compress(untied, tmp_path / "whole", made)  # fewer rows than are solved at once

@@ -120,7 +120,8 @@ def _known(
         parts = outer.get(tensor.name, [])
         if not parts and places.keys() >= set(tensor.sources):
             parts = [[found[places[source]]] if places[source] in found else [] for source in tensor.sources]
-        if not parts:
+        if not parts or not all(fisher.known for part in parts for fisher in part):
+            parts = []
             ledger.note("budget", tensor.name, "not measured: its loss is taken to be that of others for each weight")
         unseen = [number for number, part in enumerate(parts) if not part]
         if unseen:

@@ -1,6 +1,6 @@
 """How the Fisher information of a layer's matrices is summed up, from what each window shows of them."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from torch import Tensor
@@ -29,8 +29,7 @@ class WindowFisher:
     def __init__(self, spaces: Mapping[str, str], grams: bool, fitted: int, workers: Workers) -> None:
         self.spaces = {path: without_numbers(space) for path, space in spaces.items()}
         self._grams, self._fitted, self.workers = grams, fitted, workers
-        # the first matrix that reads a space
-        self._owners = set({space: path for path, space in reversed(list(spaces.items()))}.values())
+        self._read, self._owners = spaces, dict[str, str]()  # by space, the first matrix that was seen to read it
         self._found: dict[str, Fisher] = {}
         self._seen: dict[str, Gram] = {}
         self._weighed: dict[bool, dict[str, Gram]] = {True: {}, False: {}}  # True: over the windows that were fitted to
@@ -43,7 +42,7 @@ class WindowFisher:
         fisher, fitted = of_window(part.gradient), window < self._fitted
         self._found[path] = self._found[path].plus(fisher) if path in self._found else fisher
         if part.x is not None:
-            if fitted and path in self._owners:
+            if fitted and self._owners.setdefault(self._read[path], path) == path:
                 self._sum(self._seen, self.spaces[path], part.x)
             self._sum(self._weighed[fitted], without_numbers(path), part.gradient)
 
@@ -52,7 +51,7 @@ class WindowFisher:
             grams[name] = Gram(rows.shape[-1], self.workers, rows.device)
         grams[name].update(rows)
 
-    def finish(self) -> dict[str, Fisher]:
+    def finish(self, blind: Collection[str]) -> dict[str, Fisher]:
         return self._found
 
     def seen(self, space: str) -> Gram:

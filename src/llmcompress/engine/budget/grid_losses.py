@@ -10,7 +10,7 @@ prediction", 1969). Some windows are held back, so that both losses are measured
 can expect that fits to another number of windows.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -77,10 +77,30 @@ def measured_losses(
     losses: Losses = {}
     for number in range(outside + bool(head)):
         losses |= staged.records(number)
+    weights = {plan.module: plan.entry.out_features * plan.entry.in_features for plan in plan.matrices}
+    measured = {module: known for module, known in losses.items() if any(known.values())}
     for module, known in losses.items():
-        if not any(known.values()):
+        if not known:
+            losses[module] = _supposed(wanted[module], measured, weights, weights[module])
+            ledger.note("budget", module, "not measured: its loss is taken to be that of others for each weight")
+        elif not any(known.values()):
             ledger.note("budget", module, "no token came to it, so that any grid seems as good")
     return losses
+
+
+def _supposed(grids: Sequence[Spec], measured: Losses, weights: Mapping[str, int], own: int) -> dict[str, float]:
+    """Losses of a matrix of `own` weights that runs without gradients: for each weight, those of all others on a grid.
+
+    weights: how many each of them has. Where no other has a grid, what the grid before it loses counts.
+    """
+    found: dict[str, float] = {}
+    lost = 0.0
+    for grid in grids:
+        others = [module for module, known in measured.items() if grid.name in known]
+        if others:
+            lost = sum(measured[module][grid.name] for module in others) / sum(weights[module] for module in others)
+        found[grid.name] = lost * own
+    return found
 
 
 def _losses_outside(matrix: MatrixPlan, found: Found, wanted: Wanted, checkpoint: Checkpoint) -> dict[str, float]:
@@ -164,8 +184,11 @@ class _Rounding(WindowFisher):
         self.layer, self.checkpoint, self.wanted = layer, checkpoint, wanted
         self.windows, self.tokens, self.losses = windows, tokens, losses
 
-    def finish(self) -> dict[str, Fisher]:
-        found = super().finish()
+    def finish(self, blind: Collection[str]) -> dict[str, Fisher]:
+        found = super().finish(blind)
+        for matrix in self.layer:
+            if matrix.path in blind:
+                self.losses[matrix.module] = {}  # not known
         groups: dict[tuple[str, str, tuple[Spec, ...]], list[MatrixPlan]] = {}
         for matrix in self.layer:
             if matrix.path in found and float(found[matrix.path].outputs.sum()) > 0:

@@ -5,7 +5,7 @@ the head, through each layer anew, to the embedding.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -17,7 +17,7 @@ from llmcompress.engine.process.process_memory import return_freed_memory
 from llmcompress.errors import RunError
 from llmcompress.model.gradients import LayerGradient, embedding_gradient, head_gradient
 from llmcompress.model.streamed_model import StreamedModel
-from llmcompress.stats.fisher import Fisher, of_matrix
+from llmcompress.stats.fisher import UNKNOWN, Fisher, of_matrix
 from llmcompress.store.folder import Folder
 from llmcompress.store.windows import Windows, WindowsWriter
 from llmcompress.workers import Workers
@@ -37,14 +37,15 @@ class FisherSum(Protocol[P]):
     """Sums up the Fisher information of one layer's matrices.
 
     `part` takes the input [..., in] of a matrix and the gradient [..., out] at its output; any thread may call it.
-    `add` and `finish` are called by one thread, in order of the windows' numbers.
+    `add` and `finish` are called by one thread, in order of the windows' numbers. blind: paths of matrices that ran
+    without gradients.
     """
 
     def part(self, x: Tensor, gradient: Tensor) -> P: ...
 
     def add(self, path: str, part: P, window: int) -> None: ...
 
-    def finish(self) -> dict[str, Fisher]: ...
+    def finish(self, blind: Collection[str]) -> dict[str, Fisher]: ...
 
 
 class TokenFisher:
@@ -59,8 +60,8 @@ class TokenFisher:
     def add(self, path: str, part: Fisher, window: int) -> None:
         self._found[path] = self._found[path].plus(part) if path in self._found else part
 
-    def finish(self) -> dict[str, Fisher]:
-        return self._found
+    def finish(self, blind: Collection[str]) -> dict[str, Fisher]:
+        return self._found | dict.fromkeys(blind, UNKNOWN)
 
 
 class FinishedLayers:
@@ -96,7 +97,8 @@ def fisher_information(
     `finished`, files of an earlier start are used again. watch: called after each of 2 * layers + 1 steps with how many
     are done. gathering: how the information of a layer's matrices is summed up, by the layer's number. outside: whether
     that of head and embedding is wanted too. The numbers are the same for any number of threads. Absent are matrices
-    that no token came to, and layers that were finished before. RunError for gradients that are not finite.
+    that no token came to or that layers do not run, and layers that were finished before; those of matrices that ran
+    without gradients are `UNKNOWN`. RunError for gradients that are not finite.
     """
     count, past = len(model.layers), finished or FinishedLayers()
     left = next((number for number in range(count) if past.has(number)), count)
@@ -239,7 +241,7 @@ def _layer(
 
         with back.watching():
             states.write(GRADIENT, number, through())
-    found |= {(number, path): fisher for path, fisher in gathered.finish().items()}
+    found |= {(number, path): fisher for path, fisher in gathered.finish(back.blind).items()}
 
 
 def _on(model: StreamedModel, windows: Windows) -> Iterator[Tensor]:

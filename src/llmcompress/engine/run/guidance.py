@@ -73,8 +73,11 @@ def measured_guidance(
         kept = _kept(plan, tokens)
         if kept is not None and kept.complete:
             return str(kept.path)
-        finished = _FinishedGuidance(plan, staged, tokens.shape)
-        if not all(map(finished.has, range(len(plan.layers)))):
+        finished, layers = _FinishedGuidance(plan, staged, tokens.shape), range(len(plan.layers))
+        missing = [number for number in layers if not finished.has(number)]
+        if missing:
+            if missing[-1] >= len(missing) or not any(name.startswith(RECORDED) for name in staged.folder.names()):
+                staged.remove_guidance(layers)  # a file was taken away, and with it what a pass would go on from
             model = opened_model(checkpoint, plan.spec, plan.dtype, plan.options, tiled_attention=False)
             steps = 2 * len(plan.layers) + 1
 
@@ -86,7 +89,7 @@ def measured_guidance(
                         f"run the same command again to go on; finished work is in {plan.work}",
                     )
 
-            paths = [list(weighed_paths(plan, number)) for number in range(len(plan.layers))]
+            paths = [list(weighed_paths(plan, number)) for number in layers]
             fisher_information(
                 model,
                 tokens,
@@ -103,7 +106,7 @@ def measured_guidance(
             if name.startswith(RECORDED):
                 (staged.folder / name).unlink()
         if kept is not None:
-            for number in range(len(plan.layers)):
+            for number in layers:
                 kept.write(number, staged.read_guidance(number))
         return None
 
@@ -203,7 +206,7 @@ class LayerGuidance:
                 for total, product in zip(sums, products, strict=True):
                     total += product
 
-    def finish(self) -> dict[str, Fisher]:
+    def finish(self, blind: Collection[str]) -> dict[str, Fisher]:
         return {}
 
     def tensors(self) -> dict[str, Tensor]:

@@ -11,7 +11,12 @@ from llmcompress.model.rounded import round_inputs
 
 
 def install(layer: nn.Module, plan: MatrixPlan, coded: Coded) -> None:
-    """Put decoded values into a layer and round its inputs, so that later matrices see what the file will hold."""
+    """Put decoded values into a layer and round its inputs, so that later matrices see what the file will hold.
+
+    Nothing is done where no layer runs the matrix, as with keys of a layer that takes those of an earlier one.
+    """
+    if not has_module(layer, plan.path):
+        return
     module = layer.get_submodule(plan.path)
     weight = module.weight
     assert isinstance(weight, Tensor)

@@ -20,7 +20,7 @@ from llmcompress.engine.run.collect import collect, stages_of
 from llmcompress.engine.run.forward import Forward
 from llmcompress.engine.run.guidance import NONE, Guidance
 from llmcompress.engine.run.input_scales import input_scale
-from llmcompress.engine.run.installed import has_module, install
+from llmcompress.engine.run.installed import install
 from llmcompress.engine.run.kept_statistics import note_reuse
 from llmcompress.engine.run.kv_ranges import largest_magnitudes
 from llmcompress.engine.run.layer_recovery import LayerLearner, recovered_layer
@@ -134,8 +134,7 @@ class Compressor:
                 coded[plan.module] = solved
                 linears.append(record)
                 self.progress.matrix(record)
-                # nothing reads what leaves the head, or keys of a layer that takes those of an earlier one
-                if layer is not None and plan.inside and has_module(layer, plan.path):
+                if layer is not None and plan.inside:  # nothing reads what leaves the head
                     install(layer, plan, solved)
             before = statistics.experts or before
         if self.keeping is not None:

@@ -121,7 +121,7 @@ def run_calibrated(
             }
             if done:
                 coded = staged.read_section(number)
-                for matrix in plan.layers[number]:
+                for matrix in plan.sections[number] if inside else ():
                     install(layer, matrix, coded[matrix.module])
             else:
                 streams = under_way[COMPRESSED], under_way.get(ORIGINAL)

@@ -15,6 +15,7 @@ from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.process.process_memory import return_freed_memory
 from llmcompress.engine.run.collect import outputs_with_energy
 from llmcompress.engine.run.forward import Forward, Stream
+from llmcompress.engine.run.installed import has_module
 from llmcompress.engine.run.overflow import refuse_overflow
 from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.stats.energy import Energy
@@ -73,13 +74,13 @@ def _outlier_shares(
 def _outlier_share(
     matrices: Sequence[MatrixPlan], layer: nn.Module, found: Mapping[str, Energy], threshold: float
 ) -> float:
-    """Share of a layer's weights that are outliers; an expert that no token came to has none."""
+    """Share of a layer's weights that are outliers; what no token came to, or no layer runs, has none."""
     outliers = total = 0
     for matrix in matrices:
         if matrix.pruner is None:
             continue
         total += matrix.entry.out_features * matrix.entry.in_features
-        if matrix.space in found:
+        if matrix.space in found and has_module(layer, matrix.path):
             weight: Tensor = layer.get_submodule(matrix.path).weight  # type: ignore[assignment]
             score = (weight.T if matrix.conv1d else weight).detach().to(torch.float32).abs()
             score = score * found[matrix.space].mean().sqrt().to(score.device)
