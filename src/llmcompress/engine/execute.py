@@ -22,7 +22,7 @@ from llmcompress.solve.column_sweep import Sweeper
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.output import OutputDirectory
 from llmcompress.store.output_file import output_of
-from llmcompress.store.staging import Staging
+from llmcompress.store.staging import Staging, begun_run
 from llmcompress.store.statistics import Kept, kept_statistics
 from llmcompress.workers import SERIAL, Workers
 
@@ -138,7 +138,8 @@ def _statistics(plan: Plan, tokens: str | None, workers: Workers) -> tuple[Kept 
         nonlocal keeping
         if plan.options.stats is None or tokens is None:
             return None
-        known = reusable_statistics(plan, plan.options.stats, tokens)
+        begun = {} if plan.options.restart else begun_run(plan.work)
+        known = reusable_statistics(plan, plan.options.stats, tokens, begun.get("statistics"))
         if known is None:
             keeping = statistics_of_run(plan, plan.options.stats, tokens)
         return None if known is None else str(known.path)

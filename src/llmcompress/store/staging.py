@@ -325,6 +325,15 @@ def _is_same(folder: Folder, said: Any, unknown: Collection[str] = ()) -> bool:
     )
 
 
+def begun_run(path: Path) -> dict[str, Any]:
+    """What the run of a work directory is; empty where none was begun, or where opening it will tell what is wrong."""
+    try:
+        with closing(Folder(path)) as folder:
+            return dict(unsealed((folder / PLAN).read_bytes()))
+    except (OSError, ValueError, RunError):
+        return {}
+
+
 def kept_work(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the run of a work directory is, and what it remembered of its place.
 

@@ -147,6 +147,16 @@ def test_gradients_of_other_text_are_not_taken(shallow_model_dir, tmp_path, chan
         compress(shallow_model_dir, tmp_path / "other", other, stats=store, stop=lambda finished: True)
 
 
+def test_gradients_of_a_rotated_model_are_its_own(shallow_model_dir, tmp_path):
+    """Whatever the store has got of the model as it was."""
+    gptq = {"method": "gptq", "bits": 4, "group_size": 64, "guided": True}
+    rotated = steps_recipe([{"method": "rotate"}, gptq])
+    compress(shallow_model_dir, tmp_path / "alone", rotated)
+    compress(shallow_model_dir, tmp_path / "scaled", steps_recipe([{"method": "awq"}, gptq]), stats=tmp_path / "store")
+    compress(shallow_model_dir, tmp_path / "out", rotated, stats=tmp_path / "store")
+    assert digest(tmp_path / "out") == digest(tmp_path / "alone")
+
+
 def test_damaged_gradients_of_another_run_are_not_believed(shallow_model_dir, tmp_path):
     store = tmp_path / "store"
     compress(shallow_model_dir, tmp_path / "out", guided(), stats=store)

@@ -10,11 +10,11 @@ from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.process.progress import Progress
-from llmcompress.errors import LlmcompressError, PlanError
+from llmcompress.errors import LlmcompressError, PlanError, StoppedError
 from llmcompress.methods.base import Statistics
 from llmcompress.recipe import parse
 from llmcompress.stats.gram import Gram
-from llmcompress.store.statistics import packed_statistics, statistics_entry
+from llmcompress.store.statistics import all_statistics, packed_statistics, statistics_entry
 from llmcompress.validate.verify import passed, verify
 from llmcompress.workers import SERIAL
 from tinyruns import kl
@@ -150,6 +150,29 @@ def test_stores_are_listed_and_pruned(main, capsys, store, tmp_path):
     assert main("stats", "prune", store, fact["key"]) == 0
     assert list(store.iterdir()) == []
     assert main("stats", "list", tmp_path / "nowhere") == 2
+
+
+def test_a_run_goes_on_by_the_statistics_that_it_began_with(shallow_model_dir, tmp_path, store):
+    three = parse(
+        {
+            "calibration": {"source": "default", "samples": 8, "length": 64, "seed": 0},
+            "steps": [{**GPTQ, "bits": 3}],
+            "output": {"format": "dense"},
+        }
+    )
+    plan = make_plan(three, shallow_model_dir, Options(out=tmp_path / "out", stats=store))
+    with pytest.raises(StoppedError):
+        run(plan, stop=lambda finished: True)
+    (known,) = all_statistics(store)
+    others = ({**known.about, "options": [number]} for number in range(100))
+    kept = next(
+        kept for about in others if (kept := statistics_entry(tmp_path / "other", about)) and kept.key < known.key
+    )
+    for number in range(known.about["layers"]):  # as another run of the model on the text would
+        kept.write(number, known.tensors(number))
+    shutil.move(kept.path, store / kept.key)
+    report = run(make_plan(three, shallow_model_dir, Options(out=tmp_path / "out", stats=store)))
+    assert [entry["subject"] for entry in noted(report)] == [known.key]
 
 
 def test_what_few_tokens_borrowed_is_kept_too(tmp_path):

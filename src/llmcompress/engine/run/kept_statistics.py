@@ -9,6 +9,7 @@ from llmcompress.engine.process.ranks import device_of
 from llmcompress.grids.ggml import gguf_types
 from llmcompress.ledger import Ledger
 from llmcompress.store.statistics import STORED, Kept, all_statistics, statistics_entry
+from llmcompress.transforms.rotate import Rotate
 
 
 def statistics_of_run(plan: Plan, store: Path, tokens: str) -> Kept | None:
@@ -19,11 +20,12 @@ def statistics_of_run(plan: Plan, store: Path, tokens: str) -> Kept | None:
     return statistics_entry(store, _about(plan, tokens) | {"steps": _steps(plan), "options": _options(plan)})
 
 
-def reusable_statistics(plan: Plan, store: Path, tokens: str) -> Kept | None:
+def reusable_statistics(plan: Plan, store: Path, tokens: str, before: str | None) -> Kept | None:
     """Statistics of another run that this run can use; None if this run has to gather its own.
 
     The other run had the same model, tokens and transforms, and its statistics hold every input that this run needs. A
-    run whose own statistics are in the store gathers them again, so that it gives the same bytes as before.
+    run whose own statistics are in the store gathers them again, so that it gives the same bytes as before. before: the
+    key of those that an earlier start of the run went by, which are taken again, whatever the store has got since.
     """
     if _needs_text(plan):
         return None
@@ -32,15 +34,16 @@ def reusable_statistics(plan: Plan, store: Path, tokens: str) -> Kept | None:
     if any(kept.about.get("options") == _options(plan) for kept in candidates):
         return None
     wanted = [{m.space: m.needs_gram for m in layer if m.needs_calibration} for layer in plan.sections]
-    whole = (kept for kept in candidates if kept.complete)
+    whole = (kept for kept in sorted(candidates, key=lambda kept: kept.key != before) if kept.complete)
     return next((kept for kept in whole if all(kept.has(n, spaces) for n, spaces in enumerate(wanted))), None)
 
 
 def gradients_of_run(plan: Plan, store: Path, tokens: str, watched: Sequence[Mapping[str, Any]]) -> Kept | None:
     """The place in the store of what gradients say of this model and text; None while another run keeps them there.
 
-    The gradients are of the model as it was, so that runs that do other things to it find the same there. tokens: hash
-    of the calibration tokens. watched: what is gathered of every layer, as plain data.
+    The gradients are of the model as it was, but for rotations, which come before them, so that runs that do other things
+    to it find the same there. tokens: hash of the calibration tokens. watched: what is gathered of every layer, as plain
+    data.
     """
     about = {
         "gradients_of": plan.headers.contents,
@@ -49,7 +52,7 @@ def gradients_of_run(plan: Plan, store: Path, tokens: str, watched: Sequence[Map
         "compute_dtype": plan.dtype,
         "device": device_of(plan.options.device).type,
         "watched": watched,
-        "transforms": [],
+        "transforms": [step.model_dump() for step in plan.recipe.transforms if isinstance(step, Rotate)],
         "layers": len(plan.layers),
         "steps": ["gradients"],
     }
