@@ -8,7 +8,7 @@ KINDS = {
     "unquantised": "a matrix stays in its source type",
     "damping": "more damping than asked was needed to factorise a Gram matrix",
     "unrepaired": "a matrix that an adapter leaves as it is",
-    "untrained": "a matrix whose scales recovery leaves as they are",
+    "untrained": "a matrix or a layer whose scales recovery leaves as they are",
     "dead_inputs": "input channels that were never active during calibration",
     "nonfinite_inputs": "calibration tokens dropped because an activation was not finite",
     "experts_on_demand": "the experts of a layer do not fit into memory together and are read for every product",

@@ -1,12 +1,14 @@
 """Scales and gains fitted layer by layer: true gradients, a nearer model, the same codes, and the same bytes again."""
 
 import json
+import math
 from typing import ClassVar
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from ggufmodels import small_config
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
@@ -68,6 +70,51 @@ def test_gradients_are_those_of_differences(family, random_model_dir, tmp_path, 
     assert [layer["best_step"] for layer in report["recovered_layers"]] == [0, 0]
     assert not (tmp_path / "out" / "transforms.npz").exists()
     assert not any(item.get("recovered") for item in report["linears"])
+
+
+class Judged(Checked):
+    """In place of training: the divergence is that of hidden states, and of nothing that travels with them."""
+
+    def run(self, staged):
+        learner = self.learner
+        self.learner.divergence([0])
+        given = learner.model.call(learner.number, learner.layer, learner._read(0))
+        wanted = learner._leaving.read(slice(0, 1))
+        shares = (given - wanted)[..., :64].square().sum(-1) / wanted[..., :64].square().sum(-1)
+        assert learner.divergence([0]) == pytest.approx(float(shares.mean().detach()), rel=1e-4)
+        self.seen.append(given.shape[-1] - 64)
+        raise NoGainError("nothing is learnt", "")
+
+
+def test_what_travels_with_hidden_states_is_not_judged(random_model_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(layer_recovery, "Training", Judged)
+    monkeypatch.setattr(Checked, "seen", [])
+    config = small_config("glm_moe_dsa") | {"index_topk": 8, "hidden_size": 64}
+    path = random_model_dir("glm_moe_dsa", dtype="float32", **config)
+    made = recovered(group_size=-1, format_="dense", calibration={"samples": 32, "length": 16})
+    run(make_plan(made, path, Options(out=tmp_path / "out")), tokens=IDS)
+    assert any(Checked.seen)
+
+
+class Overflown(Checked):
+    """In place of training: what leaves the layer is no number."""
+
+    def __init__(self, learner, text, *rest):
+        super().__init__(learner, text, *rest)
+        self.looks = [Look(0, {"calibration": math.nan})]
+
+    def run(self, staged):
+        raise NoGainError("nothing is learnt", "")
+
+
+def test_a_layer_that_cannot_be_judged_is_left_and_named(shallow_model_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(layer_recovery, "Training", Overflown)
+    report = compress(shallow_model_dir, tmp_path / "out", recovered())
+    assert "recovered_layers" not in report
+    said = {entry["subject"]: entry["why"] for entry in report["ledger"] if entry["kind"] == "untrained"}
+    assert said.keys() == {"layer 0", "layer 1"}
+    assert all("not finite" in why for why in said.values())
+    assert passed(verify(tmp_path / "out", shallow_model_dir))
 
 
 @pytest.fixture(scope="module")

@@ -155,3 +155,27 @@ def test_figures_that_are_not_finite_are_refused():
     tokens[TEXT.order(4, seed=0)[0]] = math.inf
     with pytest.raises(NoGainError, match="the divergence is inf after 0 steps"):
         Training(Distances(tokens), TEXT._replace(tokens=tokens), 8, 4, 0.05, seed=0).run(None)
+
+
+class Faltering(Distances):
+    """From some step on, one window at a time, its divergence or a gradient is no number."""
+
+    steps, broken = 0, "divergence"
+
+    def gradients(self, windows):
+        self.steps += 1
+        divergence, slopes = super().gradients(windows)
+        if self.steps > 10:
+            divergence = math.nan if self.broken == "divergence" else divergence
+            slopes["fast"][0, 0] = math.nan if self.broken == "gradient" else 0
+        return divergence, slopes
+
+
+@pytest.mark.parametrize("broken", ["divergence", "gradient"])
+def test_what_gained_before_figures_that_are_not_finite_stays(broken):
+    learner = Faltering(TEXT.tokens)
+    learner.broken = broken
+    first, best = Training(learner, TEXT, 16, 4, 0.05, seed=0).run(None)
+    assert best.step == 10
+    assert learner.steps == 11
+    assert learner.divergence(TEXT.held["one"]) == best.divergences["one"] < first.divergences["one"]

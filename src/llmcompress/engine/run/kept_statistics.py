@@ -41,9 +41,9 @@ def reusable_statistics(plan: Plan, store: Path, tokens: str, before: str | None
 def gradients_of_run(plan: Plan, store: Path, tokens: str, watched: Sequence[Mapping[str, Any]]) -> Kept | None:
     """The place in the store of what gradients say of this model and text; None while another run keeps them there.
 
-    The gradients are of the model as it was, but for rotations, which come before them, so that runs that do other things
-    to it find the same there. tokens: hash of the calibration tokens. watched: what is gathered of every layer, as plain
-    data.
+    The gradients are of the model as it was, but for rotations, which come before them, so that runs that do other
+    things to it find the same there. tokens: hash of the calibration tokens. watched: what is gathered of every layer,
+    as plain data.
     """
     about = {
         "gradients_of": plan.headers.contents,

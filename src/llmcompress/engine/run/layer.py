@@ -178,7 +178,8 @@ class Compressor:
         found = recovered_layer(learner, errors, compressed.stream.hidden, leaving, guidance, workers)
         compressed.renew()
         coded |= found.coded
-        records["recovery"] = found.record
+        if found.record is not None:
+            records["recovery"] = found.record
         plans = {plan.module: plan for plan in self.plan.sections[number]}
         records["linears"] = [
             recovered_record(record, self._weight(plans[module]), found.coded[module].to(self.device))

@@ -7,6 +7,7 @@ Where gradients of the prediction are known (`--guided`), those at the matrix th
 those at what leaves the layer: then tokens have their weights, and errors count by the products at two channels.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -40,12 +41,12 @@ _SHARE = 3 / 100  # of the mean relative error of the matrices: the rate
 class RecoveredLayer(NamedTuple):
     """coded: codes on new scales, by module. gains: by name of a norm's weight, what its gains are multiplied by.
 
-    record: for the report.
+    record: for the report, None where the layer could not be judged.
     """
 
     coded: Mapping[str, Coded]
     gains: Mapping[str, Tensor]
-    record: dict[str, Any]
+    record: dict[str, Any] | None
 
 
 def recovered_layer(
@@ -63,7 +64,7 @@ def recovered_layer(
     """
     plan, number = learner.plan, learner.number
 
-    def learn() -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def learn() -> tuple[dict[str, Tensor], dict[str, Any] | None, str]:
         assert leaving is not None
         learner.begin(entering, leaving, _measure(plan, number, guidance), workers.without_ranks())
         text = held_apart({"calibration": torch.empty(leaving.shape[0], 0)})
@@ -71,14 +72,18 @@ def recovered_layer(
         training = Training(learner, text, BLOCK_STEPS, AT_ONCE, rate, plan.recipe.calibration.seed)
         try:
             first, best = training.run(None)
-            learnt = {name: item.learnt for name, item in learner.trained.items()}
-        except NoGainError:
+            learnt, why = {name: item.learnt for name, item in learner.trained.items()}, ""
+        except NoGainError as error:
             first = best = training.looks[0]
-            learnt = {}
+            learnt, why = {}, error.message
+        if not math.isfinite(first.mean):
+            return {}, None, "what leaves it is not finite for some of the text held back"
         facts = {"error_before": significant(first.mean), "error": significant(best.mean), "best_step": best.step}
-        return learnt, {"layer": number, **facts}
+        return learnt, {"layer": number, **facts}, why
 
-    learnt, record = workers.broadcast(learn)
+    learnt, record, why = workers.broadcast(learn)
+    if why:
+        learner.ledger.note("untrained", f"layer {number}", why)
     learner.settle(learnt)
     moved = learner.trained.items() if learnt else ()
     coded = {name: item.coded() for name, item in moved if isinstance(item, TrainedMatrix)}
@@ -143,6 +148,7 @@ class LayerLearner:
         ledger: Ledger,
     ) -> None:
         self.plan, self.number, self.layer, self.model, self.checkpoint = plan, number, layer, model, checkpoint
+        self.ledger = ledger
         self.trained: dict[str, Trained] = {}
         self.places: list[TrainedPlace] = []
         self._plans: dict[str, MatrixPlan] = {}
@@ -216,9 +222,11 @@ class LayerLearner:
         return self._entering.read(slice(window, window + 1)).to(self.model.device)
 
     def _error(self, window: int, entering: Tensor) -> Tensor:
-        wanted = self._leaving.read(slice(window, window + 1)).to(self.model.device, torch.float32)
-        missed = self.model.call(self.number, self.layer, entering).to(torch.float32) - wanted
-        return self._measure.error(window, missed, wanted)
+        left = self._leaving.read(slice(window, window + 1)).to(self.model.device)
+        given = self.model.call(self.number, self.layer, entering)
+        # without what merely travels with the hidden states to later layers
+        wanted, found = (self.model.read_by_head(rows).to(torch.float32) for rows in (left, given))
+        return self._measure.error(window, found - wanted, wanted)
 
     def _through(self, window: int) -> tuple[float, dict[str, Tensor]]:
         total = 0.0

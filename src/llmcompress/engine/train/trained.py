@@ -65,13 +65,14 @@ class TrainedMatrix:
     def of(
         cls, module: str, read: Callable[[], Coded | None], scale_dtype: torch.dtype, transposed: bool
     ) -> "TrainedMatrix | None":
-        """The matrix of a module; None where there are no codes, or none of its scales can be any number."""
+        """The matrix of a module; None where there are no codes, or its scales are no free numbers of that type."""
         coded = read()
         index = None if coded is None else coded.grid.factor_index
         if coded is None or index is None:
             return None
         learnt = torch.zeros(coded.codes.shape[0], int(index.max()) + 1)
-        return cls(module, read, scale_dtype, transposed, index, learnt)
+        found = cls(module, read, scale_dtype, transposed, index, learnt)
+        return found if torch.equal(found.coded().decode(), coded.decode()) else None
 
     def coded(self) -> Coded:
         """The codes, and their scales times the factors."""

@@ -112,15 +112,15 @@ class Training:
         """Train, and leave the best values in what is trained; the first look, and the best.
 
         staged: where what was learnt is kept, and taken up; None for nowhere. watch: told after each step how many are
-        done. NoGainError where the divergence did not fall.
+        done. Training ends early where the divergence, or a gradient, is not finite. NoGainError where no look gained.
         """
         if staged is not None:
             self._go_on(staged)
         with self.learner.heads():
             if not self.looks:
                 self._look()
-            while self.adam.steps < self.steps:
-                self._step()
+            diverged = ""
+            while self.adam.steps < self.steps and not (diverged := self._step()):
                 kept = self.adam.steps % self.keeps == 0 or self.adam.steps == self.steps
                 if staged is not None and kept:
                     self._keep(staged)
@@ -132,6 +132,8 @@ class Training:
                     raise
         first, *later = self.looks
         good = [look for look in later if look.gains(first)]
+        if diverged and not good:
+            raise NoGainError(f"{diverged} after {self.adam.steps} steps", "nothing was written; try a lower --rate")
         if not good:
             raise NoGainError(
                 f"the divergence on text held back did not fall: {first} before, {later[-1]} at the end",
@@ -141,17 +143,21 @@ class Training:
             item.learnt = self.best[name]
         return first, min(good, key=lambda look: look.mean)
 
-    def _step(self) -> None:
+    def _step(self) -> str:
+        """One step, and a look where it is time for one; what is not finite, where no step can be taken."""
         done = self.adam.steps
         now = self._order[done * self.at_once : (done + 1) * self.at_once]
         divergence, gradients = self.learner.gradients(now)
         if not math.isfinite(divergence):
-            raise NoGainError(f"the divergence is {divergence} after {done} steps", "try a lower --rate")
+            return f"the divergence is {divergence}"
+        if not all(bool(torch.isfinite(slope).all()) for slope in gradients.values()):
+            return "a gradient is not finite"
         self.adam.step(gradients, self._rate(done))
         return_freed_memory()
         done += 1
         if done == self.steps or done % max(1, self.steps // _LOOKS) == 0:
             self._look()
+        return ""
 
     def _rate(self, done: int) -> float:
         """The rate of the step after `done` ones: it rises at first, while Adam has seen few gradients."""
