@@ -111,7 +111,7 @@ def make_statistics(folder):
     def read():
         (kept,) = all_statistics(folder / "stats")
         cpu = torch.device("cpu")
-        read = [kept.read(number, cpu)["in"].gram for number in range(2)]
+        read = [kept.read(number, "in", cpu).gram for number in range(2)]
         return [kept.about, [(gram.tokens, gram.mean().tolist()) for gram in read]]
 
     return folder / "stats", read

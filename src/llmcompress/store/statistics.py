@@ -71,11 +71,10 @@ class Kept:
         with writing(self._file(number)):
             write_tensors(self._file(number), self.key, tensors, {})
 
-    def read(self, number: int, device: torch.device) -> dict[str, Statistics]:
-        """Statistics of a layer's inputs by space; RunError for a damaged file."""
+    def read(self, number: int, space: str, device: torch.device) -> Statistics | None:
+        """Statistics of an input of a layer, None where there are none; RunError for a damaged file."""
         with self._opened(number) as file:
-            spaces = sorted({name.rpartition("/")[0] for name in file.names})
-            return {space: _restored(file, space, device) for space in spaces}
+            return _restored(file, space, device) if f"{space}/tokens" in file.names else None
 
     def tensors(self, number: int) -> dict[str, Tensor]:
         """All tensors of a layer by name; RunError for a damaged file."""
@@ -117,8 +116,8 @@ def packed_statistics(found: Mapping[str, Statistics]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for space, statistics in found.items():
         if statistics.gram is not None:
-            rows, columns = torch.triu_indices(statistics.gram.size, statistics.gram.size)
-            tensors[f"{space}/gram"] = statistics.gram.mean()[rows, columns].to("cpu")
+            mean = statistics.gram.mean()
+            tensors[f"{space}/gram"] = torch.cat([line[row:] for row, line in enumerate(mean)]).to("cpu")
             counts = [statistics.gram.tokens, statistics.gram.borrowed]
             tensors[f"{space}/tokens"] = torch.tensor(counts, dtype=torch.float64)
         elif statistics.squares is not None:
@@ -134,9 +133,9 @@ def _restored(file: CheckedTensors, space: str, device: torch.device) -> Statist
     stored = file.read(f"{space}/gram")
     size = int(((8 * stored.numel() + 1) ** 0.5 - 1) / 2 + 0.5)
     mean = torch.zeros(size, size)
-    rows, columns = torch.triu_indices(size, size)
-    mean[rows, columns] = stored
-    mean.T[rows, columns] = stored
+    for row, line in enumerate(torch.split(stored, list(range(size, 0, -1)))):
+        mean[row, row:] = line
+        mean[row:, row] = line
     return Statistics({"gram": Gram.of(mean.to(device), int(tokens), sum(borrowed))})
 
 

@@ -8,6 +8,7 @@ import torch
 
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
+from llmcompress.engine.plan.run_memory import memory_of_run
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.process.progress import Progress
 from llmcompress.errors import LlmcompressError, PlanError, StoppedError
@@ -175,6 +176,25 @@ def test_a_run_goes_on_by_the_statistics_that_it_began_with(shallow_model_dir, t
     assert [entry["subject"] for entry in noted(report)] == [known.key]
 
 
+def test_the_plan_counts_what_is_kept_of_a_layer(shallow_model_dir, tmp_path, store):
+    made = parse({"calibration": {"source": "default"}, "steps": [GPTQ], "output": {"format": "dense"}})
+    estimates = [
+        make_plan(made, shallow_model_dir, Options(out=tmp_path / "out", stats=stats)) for stats in (None, store)
+    ]
+    held = [
+        {
+            term.name: term.nbytes
+            for term in memory_of_run(plan.headers, made, plan.layers, plan.resources).loaded(layer)
+        }
+        for plan in estimates
+        for layer in plan.layers[:1]
+    ]
+    (known,) = all_statistics(store)
+    assert "statistics to keep" not in held[0]
+    assert held[1]["statistics to keep"] == pytest.approx(sum(t.nbytes for t in known.tensors(0).values()), rel=0.02)
+    assert estimates[1].estimate.memory_bytes > estimates[0].estimate.memory_bytes
+
+
 def test_what_few_tokens_borrowed_is_kept_too(tmp_path):
     """The share by which correlations are trusted goes by it."""
     gram = Gram(4, SERIAL)
@@ -182,6 +202,6 @@ def test_what_few_tokens_borrowed_is_kept_too(tmp_path):
     gram.shrink_towards(torch.eye(4), 0.1)  # which float32 does not hold
     entry = statistics_entry(tmp_path, {"layers": 1})
     entry.write(0, packed_statistics({"in": Statistics({"gram": gram})}))
-    read = entry.read(0, torch.device("cpu"))["in"].gram
+    read = entry.read(0, "in", torch.device("cpu")).gram
     assert (read.tokens, read.trusted) == (gram.tokens, gram.trusted) == (10, 10.1)
     assert torch.equal(read.mean(), gram.mean())

@@ -19,7 +19,8 @@ class Resources:
     """What the memory of a run depends on beside the model: type of its layers, windows in a batch, threads.
 
     gpu: whether layers run, and matrices are solved, on a GPU. experts_on_demand: whether matrices of experts are read
-    from disk for every product, since those of a layer do not fit into memory together.
+    from disk for every product, since those of a layer do not fit into memory together. keeps_statistics: whether
+    those of a layer are held until it is done, for other runs.
     """
 
     dtype: str
@@ -27,6 +28,7 @@ class Resources:
     threads: int
     gpu: bool = False
     experts_on_demand: bool = False
+    keeps_statistics: bool = False
 
     @property
     def item_bytes(self) -> int:
@@ -121,7 +123,8 @@ def usual_resources(options: Options, length: int) -> Resources:
     batch = options.batch or max(1, (_GPU_TOKENS if gpu else _BATCH_TOKENS) // length)
     dtype = _compute_dtype(options.compute_dtype, gpu)
     threads = 1 if gpu else usual_threads()  # a GPU is kept busy by one
-    return Resources(dtype, batch, options.threads or threads, gpu)
+    keeps = options.stats is not None
+    return Resources(dtype, batch, options.threads or threads, gpu, keeps_statistics=keeps)
 
 
 def usual_threads() -> int:

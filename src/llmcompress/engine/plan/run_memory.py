@@ -78,10 +78,13 @@ class RunMemory:
         return MemoryModel(list(self.throughout()), phases)
 
     def loaded(self, layer: Layer) -> Iterator[Term]:
-        """A layer that runs, where one does."""
+        """A layer that runs, where one does, and what is kept of its inputs for other runs."""
         if self.counted:
             held = [plan for plan in layer if plan.expert is None] if self.resources.experts_on_demand else layer
             yield self.term("layer", self.held(held) * self.item)
+        if self.resources.keeps_statistics:
+            squares = {plan.space: plan.entry.in_features**2 for plan in layer if plan.needs_gram}
+            yield Term("statistics to keep", 2 * sum(squares.values()))  # one triangle of each
 
     def held(self, layer: Layer) -> int:
         """Weights of a layer in memory: of those that change while the layer as it was still runs, twice as many.

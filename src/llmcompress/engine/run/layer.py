@@ -27,7 +27,7 @@ from llmcompress.engine.run.layer_recovery import LayerLearner, recovered_layer
 from llmcompress.engine.run.matrix_record import matrix_record, recovered_record, refuse_extremes
 from llmcompress.engine.run.pruning import pruned_group, sparsity_record
 from llmcompress.engine.run.recoding import kept_together, recoded
-from llmcompress.engine.run.starved_experts import ExpertGrams, StageStatistics, lend_ranges
+from llmcompress.engine.run.starved_experts import ExpertGrams, KeptStageStatistics, StageStatistics, lend_ranges
 from llmcompress.engine.source.gguf_input import GgufHeaders
 from llmcompress.engine.source.quantised import DecodedHeaders
 from llmcompress.errors import RunError
@@ -97,7 +97,6 @@ class Compressor:
         coded: dict[str, Coded] = {}
         linears: list[dict[str, Any]] = []
         ledger = Ledger()
-        known = {} if self.known is None else self.known.read(number, self.device)
         gathered: dict[str, Tensor] = {}
         guidance = self.guidance(number)
         if self.known is not None:
@@ -121,8 +120,8 @@ class Compressor:
                 beside.conclude(onward=recovers or number + 1 < len(self.plan.sections))
                 beside = None
             statistics = (
-                StageStatistics(known)
-                if known
+                KeptStageStatistics(self.known, number, self.device)
+                if self.known is not None
                 else self._statistics(layer, compressed, beside, stage, before, guidance.tokens, ledger)
             )
             if self.keeping is not None:

@@ -16,7 +16,7 @@ from llmcompress.ledger import Ledger
 from llmcompress.methods.base import Statistics
 from llmcompress.model.experts import Expert, UnfusedExperts
 from llmcompress.stats.gram import Gram
-from llmcompress.store.statistics import packed_statistics
+from llmcompress.store.statistics import Kept, packed_statistics
 from llmcompress.workers import Workers
 
 _LAST = ".down_proj"  # of an expert
@@ -141,6 +141,17 @@ class StageStatistics:
             known = self.of(space, Ledger(), workers)
             tensors |= {} if known is None else packed_statistics({space: known})
         return tensors
+
+
+class KeptStageStatistics(StageStatistics):
+    """The statistics of the inputs of a stage, as another run has kept them: each is read when it is asked for."""
+
+    def __init__(self, kept: Kept, number: int, device: torch.device) -> None:
+        super().__init__({})
+        self._kept, self._number, self._device = kept, number, device
+
+    def of(self, space: str, ledger: Ledger, workers: Workers) -> Statistics | None:
+        return self._kept.read(self._number, space, self._device)
 
 
 def _parent(path: str) -> str:
