@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-PATIENCE = timedelta(hours=1)  # how long a rank waits for one that neither answers nor is known to have ended
+PATIENCE = timedelta(days=1)  # a rank waits for one that is not known to have ended: the first works alone for hours
 _HEARING = 2.0  # seconds that rank 0 waits for the others to end as well
 _KEY = "llmcompress"  # prefix of the counters that all ranks share
 _SET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # variables that torchrun sets
