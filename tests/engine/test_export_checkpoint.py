@@ -262,9 +262,47 @@ def test_what_cannot_be_taken_over_is_refused(made, model, tmp_path):
         tmp_path / "source",
         lambda tensors: tensors["model.layers.1.mlp.up_proj.weight_scale"][0, 0].fill_(3e-9),
     )
-    with pytest.raises(RunError, match="int4-g32-sym with scales that the output cannot hold"):
+    with pytest.raises(RunError, match="int4-g32-sym with scales or zero points that the output cannot hold"):
         llmcompress.export(source, "gptq", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_what_has_rounded_inputs_is_decoded_too(made, tmp_path):
+    source = made("mix-modelopt", "modelopt", **MIX)
+    llmcompress.export(source, "dense", tmp_path / "out")
+    checks = verify(tmp_path / "out", source)
+    assert passed(checks), [check for check in checks if not check.ok]
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    said = {entry["subject"] for entry in report["ledger"] if "inputs are not rounded" in entry["why"]}
+    assert said == {"nvfp4", "fp8-tensor", "fp8-group", "mxfp8"}
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("start", "other", "options"),
+    [
+        ("modelopt", "compressed-tensors", {"type": "nvfp4"}),
+        ("compressed-tensors", "modelopt", {"type": "nvfp4"}),
+        ("modelopt", "compressed-tensors", {"type": "fp8-block", "activations": "fp8-group"}),
+        ("compressed-tensors", "gptq", {"group_size": 32}),
+        ("mlx", "mlx", {"type": "nvfp4-plain"}),
+    ],
+)
+def test_scales_of_zero_stay_where_codes_are_kept(start, other, options, made, tmp_path):
+    """Sources have them where all weights of a block are zero, or too small for the scale's type."""
+
+    def none(tensors):
+        scale = tensors[
+            next(name for name in sorted(tensors) if name.endswith(("up_proj.weight_scale", "up_proj.scales")))
+        ]
+        scale.view(-1)[0] = 0
+
+    name = f"zero-{start}-{options.get('type', 'int')}"
+    source = changed(made(name, start, **options), tmp_path / "source", none)
+    assert not passed(verify(source))
+    llmcompress.export(source, other, tmp_path / "out")
+    checks = verify(tmp_path / "out", source)
+    assert passed(checks), [check for check in checks if not check.ok]
 
 
 @pytest.mark.parametrize("kind", ["FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO"])

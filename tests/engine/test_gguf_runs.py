@@ -17,6 +17,7 @@ from ggufmodels import small_config
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
+from llmcompress.engine.source.gguf_input import carried_keys, gguf_headers
 from llmcompress.errors import PlanError, RecipeError, RunError, StoppedError
 from llmcompress.grids.blocks import BLOCK_TYPES
 from llmcompress.grids.encoders import encode
@@ -314,10 +315,47 @@ def test_factors_stand_beside_nvfp4_and_are_kept_where_it_is(tiny_model_dir, tmp
     for tensor in stored.tensors:
         assert np.array_equal(tensor_bytes(read_gguf(again), tensor), tensor_bytes(stored, tensor))
     wider = write(file, tmp_path / "wider.gguf", "Q8_0", allow_requantize=True)
+    assert failures(again, file) == failures(wider, file) == {}
     assert not [tensor for tensor in read_gguf(wider).tensors if tensor.endswith(".scale")]
     values = decoded(stored, f"{name}.weight")
     error = np.linalg.norm(decoded(read_gguf(wider), f"{name}.weight") - values) / np.linalg.norm(values)
     assert error < 0.01
+
+
+def test_factors_are_made_for_what_a_gguf_file_holds_in_16_bits(tiny_model_dir, tmp_path):
+    whole = write(tiny_model_dir, tmp_path / "whole.gguf", "F32")
+    file = write(whole, tmp_path / "model.gguf", "NVFP4")
+    assert failures(file, whole) == {}
+    direct, found, source = (
+        read_gguf(write(tiny_model_dir, tmp_path / "direct.gguf", "NVFP4")),
+        *map(read_gguf, (file, whole)),
+    )
+    assert found.tensors.keys() == direct.tensors.keys()
+    for name in source.tensors:  # factors of a GGUF file's queries, keys and values need not be one
+        values = decoded(source, name)
+        errors = [np.linalg.norm(decoded(header, name) - values) for header in (found, direct)]
+        assert errors[0] == pytest.approx(errors[1], rel=0.02)
+
+
+def test_a_first_file_may_hold_keys_alone(narrow, tmp_path):
+    """As llama-gguf-split writes it (`--no-tensor-first-split`)."""
+    whole = write(narrow, tmp_path / "whole.gguf", "F16")
+    stored = gguf.GGUFReader(whole)
+    writer = gguf.GGUFWriter(None, "llama", split_max_tensors=len(stored.tensors), small_first_shard=True)
+    carried_keys(gguf_headers(whole), 1)(writer)
+    for tensor in stored.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    (tmp_path / "split").mkdir()
+    writer.write_header_to_file(tmp_path / "split" / "model.gguf")
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    first, *others = sorted((tmp_path / "split").glob("*.gguf"))
+    assert others
+    assert not gguf.GGUFReader(first).tensors
+    one, other = (write(source, tmp_path / f"{source.stem}-8.gguf", "Q8_0") for source in (whole, first))
+    for name in read_gguf(one).tensors:
+        assert np.array_equal(tensor_bytes(read_gguf(one), name), tensor_bytes(read_gguf(other), name))
 
 
 def test_experts_have_a_factor_each(random_model_dir, tmp_path):

@@ -22,7 +22,7 @@ from llmcompress.engine.write.export_work import Exported
 from llmcompress.errors import PlanError, RunError
 from llmcompress.grids.grid_type import type_of
 from llmcompress.grids.inputs import name_of
-from llmcompress.ledger import Ledger
+from llmcompress.ledger import Ledger, LedgerEntry
 from llmcompress.methods.base import Solved, Statistics
 from llmcompress.methods.rtn import Rtn
 from llmcompress.recipe import Output, Recipe, format_named
@@ -54,7 +54,9 @@ class _Kept(Rtn):
         blocks: "RowBlocks",
         pruned: "Pruned | MaskChoice | None" = None,
     ) -> Solved:
-        raise RunError(f"the source has codes on {self.grid.name} with scales that the output cannot hold", _ANEW)
+        raise RunError(
+            f"the source has codes on {self.grid.name} with scales or zero points that the output cannot hold", _ANEW
+        )
 
 
 class _Wide(_Kept):
@@ -81,8 +83,12 @@ def export_checkpoint(model: Path, formats: Sequence[str], out: Path | None, ove
     with _work_beside(stem) as work:
         for name in formats:
             target = stem if out is not None and len(formats) == 1 else stem.with_name(f"{stem.name}-{name}")
-            recipe = Recipe(steps=(step,), output=Output(format=name))
-            plans.append(make_plan(recipe, model, Options(out=target, work=Path(work) / name, overwrite=overwrite)))
+            taken, notes = (
+                (step, list[LedgerEntry]()) if format_named(name).holds is not None else _with_inputs_as_they_are(step)
+            )
+            recipe = Recipe(steps=(taken,), output=Output(format=name))
+            plan = make_plan(recipe, model, Options(out=target, work=Path(work) / name, overwrite=overwrite))
+            plans.append(plan.with_notes(notes))
             _check_scales(headers, plans[-1])
         for plan in plans:
             run(plan)
@@ -136,6 +142,18 @@ def _step(headers: DecodedHeaders, formats: Sequence[str]) -> _Kept:
     kind = _Wide if any(_is_wide(checkpoint, module) for module in headers.packed) else _Kept
     patterns = _patterns(inside, usual)
     return kind.model_validate({**usual, "set": {**patterns, **_beside(outside, said, patterns)}})
+
+
+def _with_inputs_as_they_are(step: _Kept) -> tuple[_Kept, list[LedgerEntry]]:
+    """The step without rounding of inputs, which no dense checkpoint has a place for; and what that leaves out."""
+    options = step.model_dump()
+    said = [options, *options["set"].values()]
+    rounded = sorted({str(item["activations"]) for item in said if item.get("activations", "none") != "none"})
+    for item in said:
+        if "activations" in item:
+            item["activations"] = "none"
+    why = "inputs are not rounded by whatever loads the result, as they are for the source"
+    return type(step).model_validate(options), [LedgerEntry("requantised", name, why) for name in rounded]
 
 
 def _beside(

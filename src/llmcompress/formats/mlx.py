@@ -174,7 +174,10 @@ class MlxFormat(PackedFormat):
             if scales.dtype != torch.uint8:
                 raise CheckpointError(f"{module}.scales are no bytes, as those of {spec.name} are")
             parts = {"exponent": scales.to(torch.float32) - BIAS, "small": scales.view(torch.float8_e4m3fn)}
-            return Coded(codes, type_of(spec).restored(spec, width, parts))
+            grid = type_of(spec).restored(spec, width, parts)
+            if not bool(grid.scale.isfinite().all()):
+                raise CheckpointError(f"{module}.scales are not finite")
+            return Coded(codes, grid)
         biases, scale = read(f"{module}.biases").to(torch.float32), scales.to(torch.float32)
         if biases.shape != scale.shape:
             raise CheckpointError(f"{module}.biases is not of the shape of its scales")

@@ -159,6 +159,11 @@ class InputSpec:
     group: int | None = None
     powers: bool = False
 
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return 4 if self.type == "fp4" else 8
+
 
 INPUT_SPECS: dict[str, InputSpec] = {
     spec.name: spec

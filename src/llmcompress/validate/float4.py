@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from llmcompress.validate.matrix import E4M3, StoredMatrix, StoredScheme, nearest, shaped
+from llmcompress.validate.matrix import E4M3, StoredMatrix, StoredScheme, nearest, shaped, zero_scales
 from llmcompress.validate.stored import Array, DamageError, Tensor
 
 _MXFP4, _NVFP4 = "mxfp4-pack-quantized", "nvfp4-pack-quantized"
@@ -77,8 +77,9 @@ def read_float4(module: str, scheme: StoredScheme, tensors: Mapping[str, Tensor]
     else:
         divisor = _positive(tensors[f"{module}.weight_global_scale"])
         small = shaped(scale, ("F8_E4M3",), groups).array().view(np.uint8)
-        wrong, scales = ((small < 1) | (small > 0x7E)).any(), E4M3[small] / divisor
+        wrong, scales = (small > 0x7E).any(), E4M3[small] / divisor
     faults = [f"{scale.name} has scales that are not positive numbers"] if wrong else []
+    faults += zero_scales(scale.name, scales)
     given = tensors.get(f"{module}.input_global_scale")
     if given is not None and scheme.inputs != "nvfp4":
         faults.append(f"{given.name} is there, and config.json knows of no rounded inputs")
@@ -97,7 +98,8 @@ def read_factored(module: str, scheme: StoredScheme, tensors: Mapping[str, Tenso
     rows, width = _sizes(packed, scheme)
     small = shaped(scale, ("F8_E4M3",), (rows, width // scheme.size)).array().view(np.uint8)
     factor = float(_positive(tensors[f"{module}.weight_scale_2"], ()))
-    faults = [f"{scale.name} has scales that are not positive numbers"] if ((small < 1) | (small > 0x7E)).any() else []
+    faults = [f"{scale.name} has scales that are not positive numbers"] if (small > 0x7E).any() else []
+    faults += zero_scales(scale.name, E4M3[small])
     given = tensors.get(f"{module}.input_scale")
     if (given is None) != (scheme.inputs is None):
         faults.append(f"{module} has {'no' if given is None else 'an'} input_scale, and config.json denies it")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from llmcompress.validate.matrix import E4M3, FLOATS, StoredMatrix, StoredScheme, shaped
+from llmcompress.validate.matrix import E4M3, FLOATS, StoredMatrix, StoredScheme, shaped, zero_scales
 from llmcompress.validate.stored import Array, DamageError, Tensor
 
 MXFP8 = "mxfp8-quantized"
@@ -88,9 +88,9 @@ def read_float8(
         tiles = -(-rows // tall), -(-width // wide)
         stored = (tiles[0], 1, tiles[1], 1) if apart else tiles
         scales = shaped(scale, ("BF16", "F16", "F32"), stored).floats().reshape(tiles)
-        good = np.isfinite(scales) & (scales > 0)
+        good = np.isfinite(scales) & (scales >= 0)
     faults = [] if good.all() else [f"{scale.name} has scales that are not positive numbers"]
-    faults += no_numbers(codes)
+    faults += [*zero_scales(scale.name, scales), *no_numbers(codes)]
     return StoredFloat8(module, scheme, rows, width, codes, scales, tall, wide), faults
 
 

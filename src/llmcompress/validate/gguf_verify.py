@@ -42,7 +42,7 @@ from llmcompress.ledger import Ledger
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.folds import FoldedCheckpoint, Scaled
 from llmcompress.store.gguf_header import GgufHeader, scalar_value
-from llmcompress.store.gguf_model import decoded, read_gguf, rows_of, tensor_bytes
+from llmcompress.store.gguf_model import decoded, is_factor, read_gguf, rows_of, tensor_bytes
 from llmcompress.store.headers import ModelHeaders
 from llmcompress.store.output_file import beside, report_of
 from llmcompress.validate.directory import is_rotated, read_scales
@@ -164,9 +164,11 @@ def _from_source(header: GgufHeader, source: ModelHeaders) -> tuple[list[GGUFTen
     if not isinstance(source, GgufHeaders):
         tensors = expected_tensors(header, source)
         return tensors, source_mismatches(header, source, tensors)
-    tensors = [GGUFTensor(name, item.shape, names_of(item)) for name, item in source.gguf.tensors.items()]
-    theirs = {name: item.shape for name, item in source.gguf.tensors.items()}
-    ours = {name: item.shape for name, item in header.tensors.items()}
+    items = {name: item for name, item in source.gguf.tensors.items() if not is_factor(source.gguf, name)}
+    tensors = [GGUFTensor(name, item.shape, names_of(item)) for name, item in items.items()]
+    theirs = {name: item.shape for name, item in items.items()}
+    # values are compared as they are multiplied by factors, of which each file has those that its types need
+    ours = {name: item.shape for name, item in header.tensors.items() if not is_factor(header, name)}
     wrong = [f"tensor {name} is not as in the source" for name in sorted(theirs.keys() | ours.keys())
              if theirs.get(name) != ours.get(name)]  # fmt: skip
     return tensors, wrong

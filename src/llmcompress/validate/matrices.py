@@ -13,7 +13,17 @@ from llmcompress.validate.awq import nibbles
 from llmcompress.validate.declared_schemes import PARTS, STORED, format_of, scheme_of
 from llmcompress.validate.float4 import FLOAT4_PARTS, read_factored, read_float4
 from llmcompress.validate.float8_blocks import MXFP8, read_float8
-from llmcompress.validate.matrix import E4M3, FLOATS, INTEGERS, PACKED, StoredMatrix, StoredScheme, beyond, shaped
+from llmcompress.validate.matrix import (
+    E4M3,
+    FLOATS,
+    INTEGERS,
+    PACKED,
+    StoredMatrix,
+    StoredScheme,
+    beyond,
+    shaped,
+    zero_scales,
+)
 from llmcompress.validate.mlx_codes import MLX_MARKERS, read_mlx
 from llmcompress.validate.stored import Array, DamageError, Tensor, unpack, words_for
 from llmcompress.validate.table_codes import MARKERS, TABLE_PARTS, read_table
@@ -107,8 +117,7 @@ def read_matrix(
     matrix, wrong = readers[form](module, scheme, tensors, settings)
     if not np.isfinite(matrix.scale).all():
         wrong.append(f"{module} has scales that are not finite")
-    if not matrix.scale.all():
-        wrong.append(f"{module} has scales of zero")
+    wrong += zero_scales(module, matrix.scale)
     if scheme.stored == FLOATS:
         if any(((piece & 0x7F) == 0x7F).any() for piece in matrix.words.chunks()):
             wrong.append(f"{module} has codes that are no numbers")

@@ -42,6 +42,14 @@ class StoredScheme:
         return self.kind or f"int{self.bits}-{group}-{'sym' if self.symmetric else 'asym'}"
 
 
+ZERO_SCALES = "has scales of zero"
+
+
+def zero_scales(name: str, scales: Array) -> list[str]:
+    """The fault of scales of zero, by which every weight is zero."""
+    return [] if scales.all() else [f"{name} {ZERO_SCALES}"]
+
+
 @dataclass(frozen=True)
 class StoredMatrix(ABC):
     """A quantised matrix [rows, width]."""

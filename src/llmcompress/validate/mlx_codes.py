@@ -11,7 +11,7 @@ import numpy as np
 
 from llmcompress.validate.float4 import StoredFloat4
 from llmcompress.validate.float8_blocks import StoredFloat8, no_numbers
-from llmcompress.validate.matrix import E4M3, StoredMatrix, StoredScheme, beyond, shaped
+from llmcompress.validate.matrix import E4M3, StoredMatrix, StoredScheme, beyond, shaped, zero_scales
 from llmcompress.validate.stored import Array, DamageError, Tensor, unpack, words_for
 
 MLX_PARTS = ("weight", "scales", "biases")
@@ -97,10 +97,11 @@ def read_mlx(module: str, scheme: StoredScheme, tensors: Mapping[str, Tensor]) -
     if scheme.kind in MLX_FLOATS:
         stored = shaped(scales, ("U8",), groups).array()
         if scheme.kind == "nvfp4-plain":
-            values, bad = E4M3[stored], (stored < 1) | (stored > 0x7E)
+            values, bad = E4M3[stored], stored > 0x7E
         else:
             values, bad = np.ldexp(np.float32(1), stored.astype(np.int32) - 127), stored == 255
         wrong = [f"{scales.name} has scales that are no numbers"] if bad.any() else []
+        wrong += zero_scales(scales.name, values)
         if scheme.kind == "mxfp8":
             return StoredFloat8(module, scheme, rows, width, words, values, 1, scheme.size), wrong + no_numbers(words)
         packed = np.ascontiguousarray(words.array()).view(np.uint8)
@@ -110,8 +111,7 @@ def read_mlx(module: str, scheme: StoredScheme, tensors: Mapping[str, Tensor]) -
     wrong = []
     if not (np.isfinite(scale).all() and np.isfinite(start).all()):
         wrong.append(f"{module} has scales or biases that are not finite")
-    if not scale.all():
-        wrong.append(f"{module} has scales of zero")
+    wrong += zero_scales(module, scale)
     if scheme.symmetric and not (start == -(1 << (scheme.bits - 1)) * scale).all():
         wrong.append(f"{module} is symmetric and has biases that are not those of its scales")
     return ShiftedMatrix(module, scheme, rows, width, words, scale, start), wrong

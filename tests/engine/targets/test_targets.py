@@ -173,6 +173,15 @@ def test_what_a_target_loads_is_planned_as_asked(headers_of, tmp_path, target, c
 # --- plans that do not ---
 
 
+def test_a_repair_leaves_other_steps_as_they_are(headers_of, tmp_path):
+    steps = [{"method": "magnitude", "sparsity": 0.5}, {"method": "rtn", "group_size": 16}]
+    made = parse({"calibration": {"length": 64}, "steps": steps, "output": {"format": "compressed-tensors"}})
+    mended = planned(made, headers_of(), tmp_path / "out", target="vllm", repair=True)
+    assert [step.name for step in mended.recipe.steps] == ["magnitude", "rtn"]
+    assert mended.recipe.steps[1].group_size == 32
+    assert all(matrix.pruner is not None for matrix in mended.matrices)
+
+
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.case)
 def test_what_a_target_does_not_load_is_refused_or_repaired(headers_of, tmp_path, case):
     model, made = headers_of(**case.model), recipe(**case.recipe)

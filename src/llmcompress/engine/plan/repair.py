@@ -113,7 +113,8 @@ def repaired_recipe(recipe: Recipe, entries: Sequence[Entry], changes: Changes) 
             patterns[pattern] = {**(kept or {}), **change}
             done.append((pattern, ", ".join(f"{key}: {_shown(value)}" for key, value in change.items())))
     new = build(type(step), {**options, "set": patterns}, f"the repaired step {step.name}")
-    return recipe.model_copy(update={"steps": (*recipe.transforms, new), "expected": None}), done
+    steps = tuple(new if other is step else other for other in recipe.steps)
+    return recipe.model_copy(update={"steps": steps, "expected": None}), done
 
 
 def _shared_options(changes: Changes, planned: Mapping[str, Entry]) -> dict[str, Any]:

@@ -61,7 +61,8 @@ class GgufHeaders(ModelHeaders):
         """SHA-256 of the headers of all files."""
         digest = hashlib.sha256()
         for file in self.files:
-            start = min(tensor.position for tensor in self.gguf.tensors.values() if tensor.file == file)
+            positions = (tensor.position for tensor in self.gguf.tensors.values() if tensor.file == file)
+            start = min(positions, default=-1)  # of a file that holds keys alone, all of it
             with file.open("rb") as handle:
                 digest.update(f"{file.name}:{file.stat().st_size}:".encode())
                 digest.update(handle.read(start))
@@ -174,8 +175,8 @@ class GgufCheckpoint(Checkpoint):
         """No rows are read alone: no text runs through a model in a GGUF file."""
 
     def stored(self, name: str, kind: str) -> Iterator[memoryview] | None:
-        tensor = self.headers.gguf.tensors[name]
-        if tensor.type != kind or kind in FLOAT_TYPES:
+        tensor = self.headers.gguf.tensors.get(name)  # factors are made of what the file has not
+        if tensor is None or tensor.type != kind or kind in FLOAT_TYPES:
             return None
         raw = tensor_bytes(self.headers.gguf, name)
         return (raw[at : at + _AT_ONCE].data for at in range(0, tensor.nbytes, _AT_ONCE))

@@ -75,7 +75,7 @@ def model_card_facts(plan: Plan, result: dict[str, Any]) -> dict[str, Any]:
         "license": plan.recipe.output.license,
         "grids": dict(sorted(Counter(item["grid"] for item in linears if item["grid"]).items())),
         "bits": _bits(plan),
-        "inputs": 8 if any(entry.inputs is not None for entry in plan.entries) else 16,
+        "inputs": min((entry.inputs.bits for entry in plan.entries if entry.inputs is not None), default=16),
         "methods": [
             *(step.name for step in plan.recipe.steps if not isinstance(step, Method)),
             *dict.fromkeys(item["method"] for item in linears),

@@ -13,7 +13,17 @@ from llmcompress.errors import CheckpointError, PlanError
 from llmcompress.formats.gguf.hyper import number, whole
 from llmcompress.formats.gguf.keys import Key, f32, text, u32
 
+# What transformers takes for a model type whose config.json leaves it out, where that is not 10,000 or all of a head.
 _THETA = 10000.0
+_THETAS = {
+    "cohere": 5e5, "ernie4_5": 5e5, "ernie4_5_moe": 5e5, "hy_v3": 11158840.0, "lfm2": 1e6, "lfm2_moe": 1e6,
+    "llama4_text": 5e5, "minimax": 1e6, "minimax_m2": 5e6, "minimax_m3_vl_text": 5e6, "smollm3": 2e6, "solar_open": 1e6,
+}  # fmt: skip
+_SHARES = {"glm": 0.5, "glm4": 0.5, "glm4_moe": 0.5, "nemotron": 0.5, "phi": 0.5, "stablelm": 0.25}
+# Of these it takes a scaling, or a base for each kind of attention.
+_TOLD = frozenset(
+    {"apertus", "gemma3n_text", "gemma4_text", "gpt_oss", "laguna", "mellum", "mimo_v2_flash", "ministral3", "olmo3"}
+)
 
 
 @dataclass(frozen=True)
@@ -35,22 +45,31 @@ class Rope:
 
 
 def read_rope(config: Mapping[str, Any]) -> Rope:
-    """The rotary embedding of a config.json; CheckpointError for what is no number or no object."""
+    """The rotary embedding of a config.json; CheckpointError for what is no number or no object, or is missing."""
+    kind = str(config.get("model_type"))
     nested = _section(config, "rope_parameters") or _section(config, "rope_scaling")
     main = _section(nested, "full_attention") or nested
     local = _section(nested, "sliding_attention")
     merged = {**config, **{key: value for key, value in main.items() if value is not None}}
     thetas = ("rope_theta", "rotary_emb_base")
+    stated = any(merged.get(key) is not None for key in thetas)
+    if kind in _TOLD and not stated:
+        raise CheckpointError(
+            f"config.json does not say how positions are rotated (rope_parameters), in which {kind} models differ",
+            "save the config anew with transformers",
+        )
     local_theta = number({**config, **local}, "rope_theta") if local else None
     if not local and config.get("rope_local_base_freq") is not None:
         local_theta = number(config, "rope_local_base_freq")
     shares = ("partial_rotary_factor", "rotary_pct")
-    kind = str(main.get("rope_type") or main.get("type") or "default")
+    scaled = str(main.get("rope_type") or main.get("type") or "default")
     return Rope(
-        theta=number(merged, *thetas) if any(merged.get(key) is not None for key in thetas) else _THETA,
+        theta=number(merged, *thetas) if stated else _THETAS.get(kind, _THETA),
         local_theta=local_theta,
-        kind="longrope" if kind == "su" else kind,
-        partial=number(merged, *shares) if any(merged.get(key) is not None for key in shares) else 1.0,
+        kind="longrope" if scaled == "su" else scaled,
+        partial=number(merged, *shares)
+        if any(merged.get(key) is not None for key in shares)
+        else _SHARES.get(kind, 1.0),
         scaling=merged,
     )
 

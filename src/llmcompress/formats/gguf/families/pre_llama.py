@@ -35,7 +35,8 @@ def _falcon_rows(role: str, hyper: Hyper) -> Strips | None:
 
 
 def _falcon_layer(hyper: Hyper, layer: int) -> tuple[str, ...]:
-    return (*_NO_NORM, "attn_norm_2") if hyper.config.get("new_decoder_architecture") else _NO_NORM
+    two = hyper.config.get("new_decoder_architecture") and hyper.config.get("num_ln_in_parallel_attn") in (None, 2)
+    return (*_NO_NORM, "attn_norm_2") if two else _NO_NORM
 
 
 def _falcon_objection(hyper: Hyper) -> str | None:
