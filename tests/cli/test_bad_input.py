@@ -12,6 +12,7 @@ import pytest
 
 import llmcompress.engine.execute
 import llmcompress.validate.session  # noqa: F401 (what is imported once is not what a refusal takes)
+from llmcompress.cli.options import parse_set
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.errors import CheckpointError
@@ -440,3 +441,64 @@ def test_what_others_type_is_answered_with_what_to_type(main, capsys, tiny_model
     command, words = INSTEAD[name]
     assert main(*command) == 2
     one_line(capsys, [words])
+
+
+def test_windows_are_written_over_windows_alone(model, main, capsys):
+    pack = ("calib", "pack", model, "--samples", 2, "--length", 16, "-o")
+    before, ids = (model / WEIGHTS).read_bytes(), model.with_name("ids.safetensors")
+    assert main(*pack, model / WEIGHTS) == 2
+    one_line(capsys, ["model.safetensors already exists"])
+    assert main(*pack, model / WEIGHTS, "--overwrite") == 2
+    one_line(capsys, ["does not hold packed token ids"])
+    assert (model / WEIGHTS).read_bytes() == before
+    assert [main(*pack, ids), main(*pack, ids), main(*pack, ids, "--overwrite")] == [0, 2, 0]
+
+
+def test_an_original_is_not_replaced_by_what_is_recovered(model, main, capsys, tmp_path):
+    assert main("rtn", model, "--bits", 4, "--group-size", 64, "-o", tmp_path / "out") == 0
+    capsys.readouterr()
+    text = ("--samples", 32, "--length", 16)
+    assert main("recover", tmp_path / "out", "--ref", model, "-o", model, "--overwrite", *text) == 2
+    one_line(capsys, ["is the model itself"])
+    assert not (model / "report.json").exists()
+
+
+@pytest.mark.parametrize("place", ["out/kept", "out.work/kept", "file"])
+def test_statistics_are_kept_apart_from_what_a_run_writes(place, model, main, capsys, tmp_path):
+    (tmp_path / "file").write_text("no directory")
+    asked = ("gptq", model, *SHORT, "-o", tmp_path / "out", "--stats", tmp_path / place)
+    for words in (("plan", *asked), asked):
+        assert main(*words) == 2
+        one_line(capsys, ["--stats", place.rpartition("/")[2]])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "model"]
+
+
+def test_times_are_refused_by_a_plan_too(model, main, capsys, tmp_path):
+    asked = ("gptq", model, *SHORT, "-o", tmp_path / "out", "--timings", tmp_path / "out.work" / "times.jsonl")
+    assert main(*asked, "--dry-run") == main(*asked) == 2
+    assert "holds no times" in capsys.readouterr().err
+
+
+def test_a_sweep_reads_the_text_it_evaluates_on_before_it_compresses(model, main, capsys, tmp_path):
+    recipe = tmp_path / "rtn.yaml"
+    recipe.write_text("steps: [{method: rtn, group_size: 64}]\noutput: {format: dense}\n")
+    assert main("sweep", recipe, model, "--bits", 4, "-o", tmp_path / "all", "--evaluate", tmp_path / "no.txt") == 2
+    one_line(capsys, ["no.txt"])
+    assert not (tmp_path / "all").exists()
+
+
+def test_windows_longer_than_the_text_are_refused(model, main, capsys):
+    config(max_position_embeddings=100_000)(model)
+    assert main("eval", model, "--length", 90_000) == 2
+    one_line(capsys, ["90000"])
+
+
+def test_figures_have_a_place_before_they_are_measured(model, main, capsys, tmp_path):
+    (tmp_path / "file").touch()
+    assert main("eval", model, "--length", 16, "--windows", 2, "--output", tmp_path / "file" / "x.json") == 2
+    one_line(capsys, ["file"])
+
+
+def test_patterns_that_are_said_again_come_last_beside_what_was_said(model):
+    said = ["mlp.*: {bits: 8}", "layers.*: {bits: 3}", "mlp.*: {group_size: 32}"]
+    assert list(parse_set(said).items()) == [("layers.*", {"bits": 3}), ("mlp.*", {"bits": 8, "group_size": 32})]

@@ -245,3 +245,13 @@ def test_recovery_trains_on_a_text_and_needs_one(main, shallow_model_dir, tmp_pa
     assert [layer["layer"] for layer in report["recovered_layers"]] == [0, 1]
     assert any(layer["error"] < layer["error_before"] for layer in report["recovered_layers"])
     assert main("verify", tmp_path / "out.gguf", "--source", shallow_model_dir) == 0
+
+
+def test_files_made_by_another_importance_matrix_are_not_finished(model, main, tmp_path):
+    kinds = ("--type", "Q4_1", "--type", "Q4_0", "--imatrix", tmp_path / "im.gguf")
+    for samples in (2, 4):
+        measured = ("imatrix", model, "-o", tmp_path / "im.gguf", "--samples", samples, "--length", 32, "--overwrite")
+        assert main(*measured) == 0
+        assert main("gguf", model, *kinds, "-o", tmp_path / f"fresh{samples}.gguf") == 0
+    assert main("gguf", model, *kinds, "-o", tmp_path / "fresh2.gguf") == 2  # another matrix, and no --overwrite
+    assert main("gguf", model, *kinds, "-o", tmp_path / "fresh4.gguf") == 0

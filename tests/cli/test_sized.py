@@ -40,6 +40,11 @@ def test_one_command_writes_what_two_write_wherever_it_was_stopped(shallow_model
     assert "as `fit` expected" in capsys.readouterr().out
 
 
+def test_a_target_may_be_repaired_for(shallow_model_dir, tmp_path, main):
+    asked = ("gptq", shallow_model_dir, "--bpw", 5, "--group-size", 32, *SHORT, "--target", "vllm", "--repair")
+    assert main("plan", *asked, "-o", tmp_path / "out") == 0
+
+
 def test_a_plan_chooses_as_the_run_does_and_writes_nothing(shallow_model_dir, tmp_path, main, capsys):
     kept = tmp_path / "kept.json"
     asked = ("rtn", shallow_model_dir, "--kl", 0.01, *SHORT, "--sensitivity", kept)

@@ -406,3 +406,14 @@ def test_numbers_of_layers_become_keys_and_are_read_back_from_them(random_model_
     assert any("xielu.alpha_p" in str(detail) for detail in failures(file, path).values())
     whole = load_whole(file, dtype=torch.float32, source=path)  # from the file, not from the directory beside it
     assert whole.model.layers[1].mlp.act_fn.alpha_p.item() == float(numbers[1])
+
+
+@pytest.mark.parametrize("norms", [None, 1, 2])
+def test_falcon_has_one_norm_or_two(norms, random_model_dir, tmp_path):
+    config = small_config("falcon", 288) | {"new_decoder_architecture": True, "num_ln_in_parallel_attn": norms}
+    model = tmp_path / "model"
+    shutil.copytree(random_model_dir("falcon", **config | {"num_kv_heads": 2}), model)
+    save(byte_level(), model)
+    file = write(model, tmp_path / "model.gguf", "Q8_0")
+    assert failures(file, model) == {}
+    assert ("blk.0.attn_norm_2.weight" in read_gguf(file).tensors) == (norms != 1)

@@ -11,9 +11,11 @@ import llmcompress.calib
 from llmcompress.calib.base import Source, fingerprint
 from llmcompress.calib.documents import unreadable
 from llmcompress.calib.ids import KEY, SUFFIX
-from llmcompress.errors import CalibrationError
+from llmcompress.errors import CalibrationError, LlmcompressError, PlanError
 from llmcompress.formats.base import TensorSpec
 from llmcompress.registry import discover, suggest
+from llmcompress.store.files import refuse_existing
+from llmcompress.store.headers import read_file_header
 from llmcompress.store.unfinished import claimed, put_in_place
 from llmcompress.store.weight_files import weight_file
 
@@ -81,8 +83,7 @@ def save(tokens: "Tensor", path: Path) -> None:
     import torch
 
     path = Path(path)
-    if path.suffix.lower() != SUFFIX:
-        raise CalibrationError(f"packed token ids go into a {SUFFIX} file, not {path.name}", f"name it *{SUFFIX}")
+    _refuse_suffix(path)
     if tokens.dim() != 2 or tokens.is_floating_point():
         raise TypeError(f"tokens are {tokens.dtype} {list(tokens.shape)}, not integers [samples, length]")
     ids = tokens.detach().to("cpu", torch.int64).contiguous()
@@ -97,3 +98,24 @@ def save(tokens: "Tensor", path: Path) -> None:
         raise CalibrationError(
             f"cannot write {path}: {error.strerror or error}", "name a file in a folder that exists"
         ) from None
+
+
+def refuse_place(path: Path, overwrite: bool) -> None:
+    """PlanError where windows may not be written to `path`: others are replaced only where `overwrite` says so.
+
+    Nothing else is ever replaced, such as the weights of a model; CalibrationError for a file of another name.
+    """
+    _refuse_suffix(path)
+    refuse_existing(path, overwrite)
+    if path.exists():
+        try:
+            tokens = tuple(read_file_header(path))
+        except LlmcompressError:
+            tokens = ()
+        if tokens != (KEY,):
+            raise PlanError(f"{path} does not hold packed token ids, so it is not overwritten", "give another file")
+
+
+def _refuse_suffix(path: Path) -> None:
+    if path.suffix.lower() != SUFFIX:
+        raise CalibrationError(f"packed token ids go into a {SUFFIX} file, not {path.name}", f"name it *{SUFFIX}")

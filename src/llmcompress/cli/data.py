@@ -27,14 +27,16 @@ def pack(
     trust_remote_code: flags.Trust = False,
     json_: flags.Json = False,
     log_format: flags.LogFormat = "text",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace windows that are there.")] = False,
 ) -> None:
     """Tokenise with a model's tokenizer and write exactly the windows a run would use, for --calibration FILE."""
     from llmcompress.calib.base import fingerprint
-    from llmcompress.calib.pack import save
+    from llmcompress.calib.pack import refuse_place, save
     from llmcompress.engine.run.tokens import tokens_for
 
     given = {"calibration": calibration, "field": field, "samples": samples, "length": length, "seed": seed}
     text = text_of(given)
+    refuse_place(out, overwrite)
     tokens = tokens_for(text, model, "float32", trust_remote_code)
     save(tokens, out)
     facts = {"path": str(out), "samples": tokens.shape[0], "length": tokens.shape[1], "sha256": fingerprint(tokens)}

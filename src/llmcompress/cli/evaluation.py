@@ -216,7 +216,7 @@ def evaluate(
     """
     with watching.reading(quiet or json_):
         from llmcompress.store.files import refuse_existing
-        from llmcompress.store.unfinished import write_whole
+        from llmcompress.store.unfinished import refuse_unclaimable, write_whole
         from llmcompress.validate.card_figures import card_of, card_with_figures
         from llmcompress.validate.evaluate import parse_gate
         from llmcompress.validate.key_value_cache import CacheOptions
@@ -278,6 +278,7 @@ def evaluate(
             return
         if output is not None:
             refuse_existing(output, overwrite)
+            refuse_unclaimable(output)
         if tasks is not None:
             questions = Questions(tasks, items, shots, chat)
             with watching.Steps("layers", quiet or (json_ and not log.active)) as steps:

@@ -477,5 +477,6 @@ def parse_set(values: list[str] | None) -> dict[str, dict[str, Any]]:
             raise RecipeError(
                 f"--set {value!r} is not a pattern with options", "write for example --set 'mlp.down_proj: {bits: 8}'"
             )
-        result.update(data)
+        for pattern, options in data.items():  # what is said again comes last, beside what was said before
+            result[pattern] = {**result.pop(pattern, {}), **options}
     return result

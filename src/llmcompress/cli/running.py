@@ -61,6 +61,11 @@ def start(
             planned = workers.all_or_raise(
                 lambda: _still_made([_planned(job, len(jobs) > 1, dry) for job in jobs], options)
             )
+        if execution.timings is not None:
+            from llmcompress.engine.write.timings import refuse_place
+
+            for plan, _ in planned:
+                refuse_place(execution.timings, plan)
         if execution.print_recipe:
             _print_recipes([plan.recipe for plan, _ in planned], execution.json)
         elif dry or stop is None:
@@ -125,11 +130,6 @@ def _run_all(
     workers: "Workers",
     output: "OutputDirectory | None",
 ) -> None:
-    from llmcompress.engine.write.timings import refuse_place
-
-    if execution.timings is not None:
-        for plan, _ in planned:
-            refuse_place(execution.timings, plan)
     results: dict[Path, Result] = {}
     strict = Strict(execution.strict, [plan.out for plan, _ in planned], execution.gates)
     quiet = execution.quiet or (execution.json and not log.active) or not leads()

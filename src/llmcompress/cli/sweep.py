@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from llmcompress.engine.plan.plan import Plan
+    from llmcompress.validate.request import Request
 
 DOC = """Run a recipe with several methods, bits or group sizes, from one calibration, and compare them in a table.
 
@@ -128,6 +129,10 @@ def sweep(**values: Any) -> None:
         listed("--bits", values["bits"], int),
         listed("--group-size", values["group_size"], int),
     )
+    if values["evaluate"] is not None:
+        from llmcompress.validate.session import windows_of
+
+        windows_of(_evaluated(values["model"], values))  # refuses a text that is not there, or too short
     stop = Stop(values["deadline"])
     plans = [_planned(variant, values, overwrite=True) for variant in wanted]
     for plan in plans if values["timings"] is not None else ():
@@ -233,11 +238,22 @@ def _one(run: Run, values: dict[str, Any], stop: Stop, tokens: "Tensor | None", 
     if values["evaluate"] is None:
         return
     from llmcompress.validate.evaluation_cache import cached_figures
-    from llmcompress.validate.request import Request
     from llmcompress.validate.token_statistics import refuse_not_finite
 
-    request = Request(
-        run.plan.out,
+    request = _evaluated(run.plan.out, values)
+    # figures are kept once all are there: the deadline waits for them, unless this start has got somewhere already
+    with quiet_libraries(), watching.Steps(f"evaluating {run.variant.name}", quiet) as steps:
+        watch = watched(steps.at, lambda done: stop(0), _AGAIN)
+        run.figures = cached_figures(request, values["out"] / f"{run.variant.name}.eval.json", watch)
+    refuse_not_finite(run.figures)
+
+
+def _evaluated(out: Path, values: dict[str, Any]) -> "Request":
+    """The evaluation of an output beside the model."""
+    from llmcompress.validate.request import Request
+
+    return Request(
+        out,
         values["model"],
         values["evaluate"],
         values["eval_length"],
@@ -248,8 +264,3 @@ def _one(run: Run, values: dict[str, Any], stop: Stop, tokens: "Tensor | None", 
         trust_remote_code=values["trust_remote_code"],
         ref_cache=values["ref_cache"],
     )
-    # figures are kept once all are there: the deadline waits for them, unless this start has got somewhere already
-    with quiet_libraries(), watching.Steps(f"evaluating {run.variant.name}", quiet) as steps:
-        watch = watched(steps.at, lambda done: stop(0), _AGAIN)
-        run.figures = cached_figures(request, values["out"] / f"{run.variant.name}.eval.json", watch)
-    refuse_not_finite(run.figures)

@@ -104,7 +104,8 @@ class Kept:
         return all(space in (grams if gram else known) for space, gram in spaces.items())
 
     def remove(self) -> None:
-        """Delete the statistics, and no other files."""
+        """Delete the statistics, and no other files; PlanError while a run fills them."""
+        Claim(self.path, _MARK, f"{self.path} is filled by", "wait for it").close()
         for name in self.folder.names():
             if name.startswith((_ABOUT, "layer-")) or name == _MARK:
                 (self.folder / name).unlink()

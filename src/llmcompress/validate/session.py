@@ -54,7 +54,7 @@ def evaluate_whole(
     """
     check_models(request)
     _check_omission(request)
-    windows = _windows(request)
+    windows = windows_of(request)
     if request.backend is not None:
         from llmcompress.validate.backed import validate
 
@@ -77,7 +77,7 @@ def evaluate_together(
     for request in requests:
         check_models(request)
         _check_omission(request)
-    return _measured(requests, _windows(requests[0]), watch, tell)
+    return _measured(requests, windows_of(requests[0]), watch, tell)
 
 
 def _measured(
@@ -145,11 +145,11 @@ def omission_said(request: Request, layers: set[int], of: int) -> str:
     return f"{request.omission} in {len(layers)} of {of} layers"
 
 
-def _windows(request: Request) -> Tensor:
-    """The tokens to score: windows [windows, length]."""
+def windows_of(request: Request) -> Tensor:
+    """The tokens to score: windows [windows, length]; CalibrationError for a text that has too few."""
     ids = packed_ids(request, load_tokenizer(request.ref or request.model, request.trust_remote_code))
     wanted = request.windows or (
-        min(DEFAULT_WINDOWS, len(ids) // request.length) if request.text == "default" else DEFAULT_WINDOWS
+        max(1, min(DEFAULT_WINDOWS, len(ids) // request.length)) if request.text == "default" else DEFAULT_WINDOWS
     )
     return cut_windows(ids, request.length, wanted, f"text {request.text}")
 

@@ -99,6 +99,9 @@ def test_runs_that_know_their_inputs_choose_among_types_by_eights_too(shallow_mo
     assert [check.name for check in verify_gguf(chosen, shallow_model_dir) if not check.ok] == []
     assert main("gguf", shallow_model_dir, "--bpw", 5, "-o", tmp_path / "plain.gguf", "--losses", kept) == 2
     assert "new.json holds no losses of this calibration" in capsys.readouterr().err
+    longer = (*asked[:6], "--samples", 8, "--length", 128, "-q", "-o", tmp_path / "longer.gguf", "--losses", kept)
+    assert main(*longer) == 2
+    assert "new.json holds no losses of this text" in capsys.readouterr().err
     table = json.loads(kept.read_text())["losses"]["blk.1.ffn_up.weight"]
     assert list(table) == list(candidates(256, True))
     sizes = [gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]] for kind in table]

@@ -147,7 +147,7 @@ def test_gradients_of_other_text_are_not_taken(shallow_model_dir, tmp_path, chan
         compress(shallow_model_dir, tmp_path / "other", other, stats=store, stop=lambda finished: True)
 
 
-def test_gradients_of_a_rotated_model_are_its_own(shallow_model_dir, tmp_path):
+def test_gradients_of_a_rotated_model_are_its_own(shallow_model_dir, tmp_path, main, capsys):
     """Whatever the store has got of the model as it was."""
     gptq = {"method": "gptq", "bits": 4, "group_size": 64, "guided": True}
     rotated = steps_recipe([{"method": "rotate"}, gptq])
@@ -155,6 +155,8 @@ def test_gradients_of_a_rotated_model_are_its_own(shallow_model_dir, tmp_path):
     compress(shallow_model_dir, tmp_path / "scaled", steps_recipe([{"method": "awq"}, gptq]), stats=tmp_path / "store")
     compress(shallow_model_dir, tmp_path / "out", rotated, stats=tmp_path / "store")
     assert digest(tmp_path / "out") == digest(tmp_path / "alone")
+    assert main("stats", "list", tmp_path / "store") == 0
+    assert "rotate, gradients" in capsys.readouterr().out
 
 
 def test_damaged_gradients_of_another_run_are_not_believed(shallow_model_dir, tmp_path):

@@ -148,6 +148,11 @@ def test_stores_are_listed_and_pruned(main, capsys, store, tmp_path):
     assert main("stats", "prune", store, "nothing") == 2
     assert main("stats", "prune", store, "--incomplete", "--json") == 0
     assert json.loads(capsys.readouterr().out) == {"removed": [], "bytes": 0}
+    filled = statistics_entry(store, {"model": "other", "transforms": [], "tokens": "none", "layers": 1})
+    assert main("stats", "prune", store, "--incomplete") == 2
+    assert "is filled by" in capsys.readouterr().err
+    filled.folder.close()
+    assert main("stats", "prune", store, "--incomplete") == 0
     assert main("stats", "prune", store, fact["key"]) == 0
     assert list(store.iterdir()) == []
     assert main("stats", "list", tmp_path / "nowhere") == 2

@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
 
-from llmcompress.engine.budget.fisher_run import measure
+from llmcompress.calib.base import fingerprint
+from llmcompress.engine.budget.fisher_run import FisherRun, measure
 from llmcompress.engine.budget.fit_to_size import Budget, allotted, impossible, too_little, within_divergence
 from llmcompress.engine.budget.losses_file import kept_losses
 from llmcompress.engine.budget.type_losses import Losses, candidates
@@ -136,8 +137,10 @@ def _losses(
     """The losses of the matrices: read from the file `kept` if it exists, else measured now."""
     tensors = [item.tensor for item in matrices]
     wanted = {tensor.name: candidates(tensor.shape[-1], informed) for tensor in tensors}
-    of = {"model": plan.headers.contents, "calibration": "given" if informed else "none"}
-    return kept_losses(kept, of, wanted, lambda: measure(plan, tensors, informed, ledger, watch))
+    fisher_run = FisherRun.of(plan)
+    text = fingerprint(fisher_run.tokens)
+    of = {"model": plan.headers.contents, "calibration": "given" if informed else "none", "text": text}
+    return kept_losses(kept, of, wanted, lambda: measure(fisher_run, tensors, informed, ledger, watch))
 
 
 def _kinds(matrices: list[Placed], informed: bool, wished: GgufTypes) -> dict[str, tuple[str, ...]]:

@@ -140,7 +140,7 @@ def _base(recipe: Recipe, model: Path, options: Options) -> Plan:
     widest = step.model_copy(update={"type": "int", "bits": 8, "group_size": PER_ROW})
     dense = recipe.output.model_copy(update={"format": "dense"})
     changed = recipe.model_copy(update={"steps": (*recipe.transforms, widest), "output": dense})
-    return make_plan(changed, model, replace(options, target=None, tp=1, gpu=None))
+    return make_plan(changed, model, replace(options, target=None, tp=1, gpu=None, repair=False))
 
 
 def _with_outside(

@@ -187,6 +187,7 @@ def plan_recover(
         refuse_model_itself(out, compressed)
         options = replace(options, out=out)
     opened = open_model(headers, text, options, "recovered", OutputDirectory if file is None else OutputFile)
+    refuse_model_itself(opened.out, original)
     if "adapter" in report:
         raise PlanError(f"an adapter was merged into {compressed}, so {original} is not what it was made from")
     if report["source"].get("headers_sha256") != source.fingerprint:

@@ -8,6 +8,7 @@ from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.process.ranks import device_of
 from llmcompress.grids.ggml import gguf_types
 from llmcompress.ledger import Ledger
+from llmcompress.recipe import Step
 from llmcompress.store.statistics import STORED, Kept, all_statistics, statistics_entry
 from llmcompress.transforms.rotate import Rotate
 
@@ -52,7 +53,7 @@ def gradients_of_run(plan: Plan, store: Path, tokens: str, watched: Sequence[Map
         "compute_dtype": plan.dtype,
         "device": device_of(plan.options.device).type,
         "watched": watched,
-        "transforms": [step.model_dump() for step in plan.recipe.transforms if isinstance(step, Rotate)],
+        "transforms": [_said(step) for step in plan.recipe.transforms if isinstance(step, Rotate)],
         "layers": len(plan.layers),
         "steps": ["gradients"],
     }
@@ -85,7 +86,7 @@ def _about(plan: Plan, tokens: str) -> dict[str, Any]:
         "tokens": tokens,
         "compute_dtype": plan.dtype,
         "batch": plan.batch,
-        "transforms": [{"method": step.name, **step.model_dump()} for step in plan.recipe.transforms],
+        "transforms": [_said(step) for step in plan.recipe.transforms],
         "layers": len(plan.sections),
         "follows_gradients": plan.follows_gradients,
     }
@@ -94,7 +95,12 @@ def _about(plan: Plan, tokens: str) -> dict[str, Any]:
 def _options(plan: Plan) -> list[dict[str, Any]]:
     """Names and all options of the steps that change matrices."""
     steps = (plan.recipe.pruner, plan.recipe.method)
-    return [{"method": step.name, **step.model_dump()} for step in steps if step is not None]
+    return [_said(step) for step in steps if step is not None]
+
+
+def _said(step: Step) -> dict[str, Any]:
+    """A step with all its options, as plain data."""
+    return {"method": step.name, **step.model_dump()}
 
 
 def _steps(plan: Plan) -> list[str]:

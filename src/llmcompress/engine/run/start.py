@@ -3,6 +3,8 @@
 Nothing is written here.
 """
 
+from pathlib import Path
+
 from torch import Tensor
 
 from llmcompress.calib.base import fingerprint
@@ -11,7 +13,9 @@ from llmcompress.engine.process.ranks import device_of
 from llmcompress.engine.run.opened_model import check_model
 from llmcompress.engine.run.tokens import calibration_tokens, tokens_without_model
 from llmcompress.errors import PlanError
+from llmcompress.store.files import refuse_unwritable
 from llmcompress.store.staging import kept_tokens, refuse_other_work
+from llmcompress.store.statistics import all_statistics
 
 
 def refuse_early(plan: Plan, size: int) -> None:
@@ -50,9 +54,22 @@ def tokens_of(plan: Plan, drawn: Tensor | None) -> Tensor | None:
 
 
 def _refuse_model_and_work(plan: Plan) -> None:
+    if plan.options.stats is not None:
+        _refuse_store(plan.options.stats, plan)
     refuse_other_work(plan.work, plan.identity, plan.options.restart, unknown=("tokens", "statistics"))
     if plan.calibrated:
         check_model(plan.headers, plan.spec, plan.options, plan.dtype)
+
+
+def _refuse_store(store: Path, plan: Plan) -> None:
+    """PlanError for a place in which no statistics can be kept, or that holds damaged ones."""
+    for place in (plan.out, plan.work):
+        if store.resolve().is_relative_to(place.resolve()):
+            raise PlanError(f"--stats {store} lies in {place}, which holds no statistics", "give a directory elsewhere")
+    if store.exists() and not store.is_dir():
+        raise PlanError(f"--stats {store} is not a directory", "give another one")
+    refuse_unwritable(store)
+    all_statistics(store)
 
 
 def _kept(plan: Plan) -> Tensor | None:
