@@ -38,7 +38,7 @@ def text_of(settings: Mapping[str, Any], otherwise: Calibration | None = None) -
     if settings.get("calibration") is not None:
         given |= {"source": str(settings["calibration"]), "options": {}}
     if settings.get("field") is not None:
-        given["options"] = {"field": settings["field"]}
+        given["options"] = {**given.get("options", {}), "field": settings["field"]}
     text: Calibration = build(Calibration, given, "the calibration options")
     return text
 

@@ -69,7 +69,8 @@ def _changed(recipe: Recipe, step: Method, name: str, changes: dict[str, Any]) -
     kind = known[name]
     shared = {key: value for key, value in step.model_dump(exclude_unset=True).items() if key in kind.model_fields}
     new = build(kind, {**shared, **changes}, name)
-    return recipe.model_copy(update={"steps": tuple(new if item is step else item for item in recipe.steps)})
+    steps = tuple(new if item is step else item for item in recipe.steps)
+    return recipe.model_copy(update={"steps": steps, "expected": None})
 
 
 def _preset(recipe: Recipe, step: Method, preset: Preset, changes: dict[str, Any]) -> Recipe:
@@ -81,7 +82,7 @@ def _preset(recipe: Recipe, step: Method, preset: Preset, changes: dict[str, Any
     *scalings, method = preset.steps({**shared, **changes})
     pruner = () if recipe.pruner is None else (recipe.pruner,)
     steps = (*scalings, *pruner, method.model_copy(update={"set": step.set}))
-    return recipe.model_copy(update={"steps": steps})
+    return recipe.model_copy(update={"steps": steps, "expected": None})
 
 
 def listed(option: str, text: str | None, read: Callable[[str], Item]) -> list[Item] | None:
