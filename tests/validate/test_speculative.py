@@ -88,6 +88,13 @@ def test_expected_tokens_are_sums_over_all_ways_to_be_rejected():
     assert figures["acceptance"] == pytest.approx(3 / 4)  # of the second step, both were accepted
 
 
+def test_fewer_tokens_may_be_proposed_than_were_asked_for():
+    """Where the text ends first: a row for each number of tokens before, of which the first ones count."""
+    rows = np.tile(1 - np.array([0.9, 0.5, 0.8, 0.7, 0.6]), (13, 1))
+    drafted = Drafted(torch.zeros(8), 3, [1, 2], [3, 2], 0.0)
+    assert acceptance_figures(drafted, rows) == acceptance_figures(drafted, rows[0])
+
+
 def test_the_command_line_counts_shows_and_gates(main, capsys, coarse, tiny_model_dir):
     command = ["eval", "--draft", coarse, "--ref", tiny_model_dir, "--generate", "The water", "--max-new-tokens", 12]
     assert main(*command, "--json", "--fail-if", "acceptance < 0") == 0

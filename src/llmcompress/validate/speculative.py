@@ -119,7 +119,8 @@ def acceptance_figures(drafted: Drafted, tv: Array) -> dict[str, Any]:
     """
     accepted, proposed = np.array(drafted.accepted), np.array(drafted.proposed)
     judged = accepted + (accepted < proposed)
-    depths, rows = depths_of(int(proposed.max(initial=0))), 1 - np.atleast_2d(tv)
+    depths = depths_of(int(proposed.max(initial=0)))
+    rows = 1 - np.atleast_2d(tv)[:depths]  # fewer are proposed than were asked for where the text ends
     chance: Array = np.broadcast_to(rows, (depths, rows.shape[1]))
     own = np.concatenate(
         [chance.diagonal(start)[: count + 1] for start, count in zip(drafted.starts, accepted, strict=True)]

@@ -38,8 +38,8 @@ def model(random_model_dir):
     return random_model_dir("llama", num_hidden_layers=4)
 
 
-def planned(model, out, ids, steps=8, rate=1e-3, samples=64, written=0, threads=1, vocabulary=40):
-    text = build(Calibration, {"source": str(ids), "samples": samples, "length": LENGTH}, "here")
+def planned(model, out, ids, steps=8, rate=1e-3, samples=64, written=0, threads=1, vocabulary=40, length=LENGTH):
+    text = build(Calibration, {"source": str(ids), "samples": samples, "length": length}, "here")
     options = Options(out=out, compute_dtype="float32", threads=threads)
     return plan_draft(model, DraftRequest(steps, vocabulary, written, rate), text, options)
 
@@ -196,6 +196,8 @@ def test_what_no_head_can_be_trained_on_is_refused(model, random_model_dir, ids,
     to = tmp_path / "to"
     with pytest.raises(PlanError, match="--samples 16 and --written 0 leave too few windows"):
         planned(model, to, ids, samples=16)
+    with pytest.raises(PlanError, match="windows of 4 tokens have none that is judged"):
+        planned(model, to, ids, length=4)
     with pytest.raises(PlanError, match="the model's own text comes beside another"):
         planned(model, to, "self")
     with pytest.raises(PlanError, match="without which it writes no text"):

@@ -123,3 +123,13 @@ def test_a_peak_is_of_one_device_and_of_the_largest_phase():
     memory = MemoryModel([Term("always", 100), Term("always", 1000, "gpu")], [narrow, wide])
     assert (memory.peak("host"), memory.peak("gpu")) == (106, 1007)
     assert MemoryModel([], []).peak("host") == 0
+
+
+def test_what_is_pruned_alone_has_values_in_place_of_codes(planned):
+    """Of bfloat16: two bytes a weight of all experts, which are decided before those after them."""
+    plan = planned("mixtral", "wanda")
+    run = memory_of_run(plan.headers, plan.recipe, plan.layers, RESOURCES[0])
+    layer = plan.layers[0]
+    weights = sum(matrix.entry.out_features * matrix.entry.in_features for matrix in layer)
+    found = [term.nbytes for terms in run.solving(layer) for term in terms if term.name == "codes"]
+    assert max(found) == 2 * weights

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,22 +25,25 @@ from torch.distributed import TCPStore
 from forkserver import PROCESSES
 from llmcompress.engine.process import ranks
 from llmcompress.errors import PlanError
+from madetokenizers import byte_level, save
 
 rendezvous_module = importlib.import_module("torch.distributed.rendezvous")  # the package has a function of that name
 
 SMALL = ["--samples", 6, "--length", 32, "--batch", 2, "--threads", 1]
 GPTQ = ["--group-size", 32, *SMALL]
+MANY = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "vocab_size": 288}
 
 
 class Started:
     """A command in `size` processes; with one, as without torchrun."""
 
-    def __init__(self, folder, arguments, size=2):
+    def __init__(self, folder, arguments, size=2, each=()):
+        """each: further arguments of every rank, where ranks have other ones."""
         self.logs = [folder / f"log-{time.monotonic_ns()}-{rank}" for rank in range(size)]
         places = [{}] if size == 1 else environments(size)
         self.processes = [
-            PROCESSES.Process(target=_main, args=(list(map(str, arguments)), log, place))
-            for log, place in zip(self.logs, places, strict=True)
+            PROCESSES.Process(target=_main, args=(list(map(str, (*arguments, *more))), log, place))
+            for log, place, more in zip(self.logs, places, each or [()] * size, strict=True)
         ]
         for process in self.processes:
             process.start()
@@ -161,6 +165,17 @@ def test_threads_and_ranks_together_have_the_same_bytes(shallow_model_dir, tmp_p
     for count, threads in ((1, 1), (2, 2)):
         place = tmp_path / f"out-{count}"
         started = Started(tmp_path, [*arguments, threads, "-o", place], count)
+        assert started.end() == [0] * count, started.said
+    assert contents(tmp_path / "out-1") == contents(tmp_path / "out-2")
+
+
+@pytest.mark.slow
+def test_ranks_may_have_other_numbers_of_threads(random_model_dir, tmp_path):
+    """As on machines with other numbers of cores: they share experts alike."""
+    model = save(byte_level(), shutil.copytree(random_model_dir("qwen3_moe", **MANY), tmp_path / "model"))
+    for count, each in ((1, [["--threads", 1]]), (2, [["--threads", 2], ["--threads", 1]])):
+        arguments = ["gptq", model, "--group-size", 16, "--samples", 4, "--length", 16, "-o", tmp_path / f"out-{count}"]
+        started = Started(tmp_path, [*arguments, "--batch", 1], count, each)
         assert started.end() == [0] * count, started.said
     assert contents(tmp_path / "out-1") == contents(tmp_path / "out-2")
 

@@ -12,7 +12,8 @@ from llmcompress.calib.pack import save
 from llmcompress.engine.budget.fit_to_size import Budget
 from llmcompress.engine.budget.matrix_grids import GridFitRequest, fitted_to_grids
 from llmcompress.engine.plan.run_options import Options
-from llmcompress.errors import StoppedError
+from llmcompress.errors import RunError, StoppedError
+from llmcompress.recipe import parse
 from tinyruns import compress, digest, recipe
 
 
@@ -90,3 +91,17 @@ def test_bits_by_a_budget_know_what_was_not_measured(model, request, made, tmp_p
         assert any("indexer" in name and "that of others" in why for name, why in said.items())
     else:
         assert any("k_proj" in name and "no token" in why for name, why in said.items())
+
+
+def test_an_input_is_seen_at_a_matrix_that_the_layer_runs(sharing, made, tmp_path):
+    path, ours = sharing
+    text, steps = made().calibration.model_dump(), [{"method": "wanda", "sparsity": 0.5, "allocation": "owl"}]
+    compress(path, tmp_path / "out", parse({"calibration": text, "steps": steps, "output": {"format": "dense"}}))
+    assert any(f"layers.{ours}.self_attn.k_proj" in name for name in rounded(tmp_path / "out"))
+
+
+def test_an_input_that_is_seen_nowhere_is_named(sharing, made, tmp_path):
+    path, ours = sharing
+    skipped = made(set={"self_attn.q_proj": {"skip": True}})
+    with pytest.raises(RunError, match=rf"layers\.{ours}\.self_attn\.k_proj is not run by its layer"):
+        compress(path, tmp_path / "out", skipped)

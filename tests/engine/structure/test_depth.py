@@ -1,7 +1,9 @@
 """Depth pruning, against transformers running the whole model with layers taken out of it."""
 
 import json
+import sys
 from copy import deepcopy
+from pathlib import Path
 
 import gguf
 import pytest
@@ -20,6 +22,10 @@ from llmcompress.registry import discover
 from llmcompress.validate.load import load_whole
 from llmcompress.validate.verify import passed, verify
 from resealed import reseal
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+
+from zoo import config_of
 
 SAMPLES, LENGTH = 4, 24
 SPECS = discover(arch, "ARCH")
@@ -112,6 +118,20 @@ def test_similarity_is_that_of_transformers_hidden_states(random_model_dir, ids,
         assert report["depth"]["removed"] == (
             [first, first + 1, first + 2] if contiguous else sorted(map(int, best[:3]))
         )
+
+
+def test_similarity_is_that_of_hidden_states_alone(random_model_dir, ids, tmp_path):
+    """Zaya's layers hand on what routers saw beside them."""
+    file, tokens = ids
+    config = {**config_of("zaya").to_dict(), "num_hidden_layers": 4}
+    del config["dtype"]
+    model = random_model_dir("zaya", dtype="float32", **config)
+    [record] = depth(model, tmp_path / "out", file, 1)["depth"]["scores"]
+    with torch.no_grad():
+        states = [state.double() for state in whole(model)(tokens, output_hidden_states=True).hidden_states]
+    for number in range(3):  # what leaves the last layer is normed there
+        wanted = float(torch.cosine_similarity(states[number], states[number + 1], dim=-1).mean())
+        assert record["scores"][str(number)] == pytest.approx(wanted, rel=1e-3)
 
 
 def test_divergence_is_that_of_the_whole_model_without_a_layer_and_grows_greedily(random_model_dir, ids, tmp_path):
@@ -232,6 +252,7 @@ def test_a_layer_in_the_place_of_another_is_found_out(random_model_dir, ids, tmp
         (["--drop", 2], "--drop 2 of 4 layers, of which the first 2 and the last 1 are kept"),
         (["--drop", 4, "--keep-first", 0, "--keep-last", 1], "drop 3 at most"),
         (["--drop", 1, "--keep-first", 4], "keep fewer"),
+        (["--drop", 4, "--keep-first", 0, "--keep-last", 0], "drop 3 at most"),
         (["--drop", 1, "--length", 1 << 24], "longer than the model's 512 positions"),
         (["--drop", 1, "-o", "out.gguf"], "called like a GGUF file"),
     ],

@@ -23,6 +23,7 @@ from llmcompress.store.files import refuse_unwritable
 from llmcompress.store.headers import ModelHeaders, read_headers
 from llmcompress.store.side_files import has_tokenizer
 
+GUESSES = 4  # tokens drafted at a time, where nobody says how many
 DEPTHS = 3  # of training-time test: tokens that are drafted one upon the other
 _EPS, _THETA, _POSITIONS = 1e-5, 10_000.0, 2048  # of targets whose config does not say them
 
@@ -82,6 +83,11 @@ def plan_draft(model: Path, request: DraftRequest, text: Calibration, options: O
     """Check from headers that a head can be trained for a model. Raises LlmcompressError."""
     options = options or Options()
     refuse_text(model, text, request.written)
+    if text.length <= max(DEPTHS, GUESSES):
+        raise PlanError(
+            f"windows of {text.length} tokens have none that is judged after {max(DEPTHS, GUESSES)} drafted ones",
+            "use a longer --length",
+        )
     opened = open_model(decoded_headers(read_headers(model)), text, options, "draft")
     shape = _shape(opened, request.vocabulary)
     windows = text.samples + request.written

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from llmcompress import __version__
 from llmcompress.calib.base import fingerprint
-from llmcompress.engine.draft.draft_plan import DraftPlan, stored
+from llmcompress.engine.draft.draft_plan import GUESSES, DraftPlan, stored
 from llmcompress.engine.draft.learner import DraftLearner
 from llmcompress.engine.draft.states import target_model, target_states, training_text
 from llmcompress.engine.process.process_memory import keep_freed_memory
@@ -27,7 +27,6 @@ from llmcompress.store.staging import Staging
 from llmcompress.workers import SERIAL
 
 Watch = Callable[[int, int], None]
-GUESSES = 4  # tokens drafted at a time, where nobody says how many
 _KEPT = 8  # times that what was learnt is kept
 
 

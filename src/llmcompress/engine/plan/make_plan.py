@@ -78,7 +78,9 @@ def _plan_for_any_target(recipe: Recipe, model: Path, options: Options) -> Plan:
             f"use {LEAST} or more, or no --recover",
         )
     run_with = partial(memory_of_run, headers, recipe, (*layers, head))
-    experts = any(plan.expert is not None for plan in planned.values()) and not recipe.scales_channels
+    by_outliers = recipe.pruner is not None and recipe.pruner.allocation != "uniform"  # which looks at whole layers
+    alone = not recipe.scales_channels and not by_outliers
+    experts = alone and any(plan.expert is not None for plan in planned.values())
     resources = choose_resources(options, recipe.calibration, lambda resources: run_with(resources).model(), experts)
     if resources.experts_on_demand:
         ledger.note("experts_on_demand", str(resources.batch), "windows run at once, which read all experts of a layer")

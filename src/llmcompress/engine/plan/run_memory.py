@@ -143,7 +143,7 @@ class RunMemory:
         if self.resources.experts_on_demand:
             experts = [plan for plan in layer if plan.expert is not None]
             largest = max((_weights([plan]) for plan in experts), default=0)
-            yield Term("codes of experts", _weights(experts))
+            yield Term("codes of experts", _code_bytes(experts))
             yield Term("matrices of experts being read", memory.READ_ON_DEMAND * self.threads * largest)
 
     def head_gradients(self) -> Iterator[Term]:
@@ -188,7 +188,7 @@ class RunMemory:
         borrowed, routed = self._borrowed(layer), False
         for rows, columns, plan in _stages(layer):
             routed |= plan.expert is not None
-            codes = Term("codes", _weights([plan for plan in layer if routed or plan.expert is None]))
+            codes = Term("codes", _code_bytes([plan for plan in layer if routed or plan.expert is None]))
             squares = (8 if self.paired else 5) if plan.inverts else int(plan.needs_gram)
             every = 1
             if plan.expert is not None and plan.needs_gram:
@@ -290,6 +290,11 @@ class _GpuRunMemory(RunMemory):
 
 def _weights(layer: Layer) -> int:
     return sum(plan.entry.out_features * plan.entry.in_features for plan in layer)
+
+
+def _code_bytes(layer: Layer) -> int:
+    """Bytes of the codes of matrices; those of matrices that are pruned alone are their values."""
+    return sum(plan.entry.source.nbytes if plan.entry.grid is None else _weights([plan]) for plan in layer)
 
 
 def _widest(layer: Layer) -> int:

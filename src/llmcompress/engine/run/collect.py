@@ -9,6 +9,7 @@ from torch import Tensor
 from llmcompress import stats
 from llmcompress.engine.process.progress import Progress
 from llmcompress.engine.run.forward import Forward
+from llmcompress.engine.run.installed import seen_at
 from llmcompress.engine.run.overflow import refuse_overflow
 from llmcompress.engine.run.starved_experts import ExpertGrams
 from llmcompress.errors import RunError
@@ -110,7 +111,7 @@ def collect(
     Experts have no paired statistics, since the two models may send a token to different experts.
     """
     workers = compressed.workers
-    paths = {space: plans[0].path for space, plans in wanted.items()}
+    paths = {space: seen_at(compressed.stream.layer, plans) for space, plans in wanted.items()}
     routed = any(plan.expert is not None for plans in wanted.values() for plan in plans)
     paired, later = None if routed else original, frozenset(() if experts is None else {"gram"})
     known = {

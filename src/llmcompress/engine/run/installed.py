@@ -1,8 +1,11 @@
 """Codes of a matrix as the values of its module in a layer that runs."""
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from llmcompress.engine.plan.matrix_plan import MatrixPlan
+from llmcompress.errors import RunError
 from llmcompress.formats.gguf.tensors import unmultiplied
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.inputs import InputGrid
@@ -37,6 +40,20 @@ def has_module(layer: nn.Module, path: str) -> bool:
     except AttributeError:
         return False
     return True
+
+
+def seen_at(layer: nn.Module, plans: Sequence[MatrixPlan]) -> str:
+    """The path of a matrix that a layer runs, of those that read one input: where that input is seen.
+
+    RunError where the layer runs none of them.
+    """
+    found = next((plan.path for plan in plans if has_module(layer, plan.path)), None)
+    if found is None:
+        raise RunError(
+            f"{plans[0].module} is not run by its layer, and what it would read is seen at no other matrix",
+            f"leave it out too: --set '{plans[0].module}: {{skip: true}}'",
+        )
+    return found
 
 
 def values_of(plan: MatrixPlan, coded: Coded) -> Tensor:

@@ -20,7 +20,7 @@ from llmcompress.engine.run.collect import collect, stages_of
 from llmcompress.engine.run.forward import Forward
 from llmcompress.engine.run.guidance import NONE, Guidance
 from llmcompress.engine.run.input_scales import input_scale
-from llmcompress.engine.run.installed import install
+from llmcompress.engine.run.installed import install, seen_at
 from llmcompress.engine.run.kept_statistics import note_reuse
 from llmcompress.engine.run.kv_ranges import largest_magnitudes
 from llmcompress.engine.run.layer_recovery import LayerLearner, recovered_layer
@@ -219,8 +219,9 @@ class Compressor:
         elif workers.size == 1:
             solved = workers.in_order(partial(solve, workers), range(len(groups)))
         else:
-            each = min(_EXPERTS_OF_A_THREAD, len(groups) // (workers.threads * workers.size))  # no rank is left idle
-            size = workers.threads * max(each, 1)
+            threads = min(workers.all_gather(workers.threads))  # ranks may have other numbers, and cut alike
+            each = min(_EXPERTS_OF_A_THREAD, len(groups) // (threads * workers.size))  # no rank is left idle
+            size = threads * max(each, 1)
             parts = [range(start, min(start + size, len(groups))) for start in range(0, len(groups), size)]
             solved = chain.from_iterable(workers.map_ranks([partial(solve_some, numbers) for numbers in parts]))
         with _large_tensors_kept() if statistics.experts is not None else nullcontext():
@@ -249,7 +250,7 @@ class Compressor:
         routed = next((plan.path for plan in stage if plan.expert is not None and plan.needs_gram), None)
         if routed is not None:
             path = None if self.plan.spec.experts is None else self.plan.spec.experts.block(routed)
-            paths = {space: plans[0].path for space, plans in needing.items()}
+            paths = {space: seen_at(layer, plans) for space, plans in needing.items()}
             before = before if before is not None and before.leads_to(paths.values()) else None
             experts = ExpertGrams(path, paths, layer, compressed, self.model.device, before)
         try:

@@ -7,13 +7,14 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from llmcompress.engine.plan.matrix_plan import MatrixPlan
 from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.process.process_memory import return_freed_memory
 from llmcompress.engine.process.progress import Progress
-from llmcompress.engine.run.forward import NOT_RECORDED, Forward, Recording, Stream
+from llmcompress.engine.run.forward import Forward, Recording, Stream
 from llmcompress.engine.run.guidance import measured_guidance
 from llmcompress.engine.run.hidden_states import COMPRESSED, ORIGINAL, keep_hidden_states, starting_hidden_states
-from llmcompress.engine.run.installed import install
+from llmcompress.engine.run.installed import install, seen_at
 from llmcompress.engine.run.layer import Compressor, SolvedLayer
 from llmcompress.engine.run.scaling import Scaler, SiteFactors
 from llmcompress.engine.run.transformed import fold_section
@@ -107,6 +108,7 @@ def run_calibrated(
                 whole = Forward(model, number, stream, plan.batch, workers)
                 scaled = scaler.layer(number, layer, whole)
                 return_freed_memory()
+            recorded = _recorded_spaces(plan, number, layer) if inside and not done else {}
             under_way = {
                 name: Forward(
                     model,
@@ -114,7 +116,7 @@ def run_calibrated(
                     Stream(name, layer if name == COMPRESSED else _as_it_is(layer), windows),
                     plan.batch,
                     workers,
-                    Recording(staged.folder, _recorded_spaces(plan, number)) if inside and not done else NOT_RECORDED,
+                    Recording(staged.folder, recorded),
                     watches_cache=name == COMPRESSED and inside and not done and plan.recipe.kv_cache is not None,
                 )
                 for name, windows in hidden.streams.items()
@@ -153,10 +155,10 @@ def _scaler_of(
     return None
 
 
-def _recorded_spaces(plan: Plan, number: int) -> dict[str, str]:
+def _recorded_spaces(plan: Plan, number: int, layer: nn.Module) -> dict[str, str]:
     """The spaces whose statistics the steps of a layer need, each with a matrix that reads it; without experts."""
-    spaces: dict[str, str] = {}
+    readers: dict[str, list[MatrixPlan]] = {}
     for matrix in plan.layers[number]:
         if matrix.needs and matrix.expert is None:
-            spaces.setdefault(matrix.space, matrix.path)
-    return spaces
+            readers.setdefault(matrix.space, []).append(matrix)
+    return {space: seen_at(layer, plans) for space, plans in readers.items()}

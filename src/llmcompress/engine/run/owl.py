@@ -56,7 +56,7 @@ def _outlier_shares(
             found: dict[str, Energy] = {}
             with model.layer(number) as layer:
                 forward = Forward(model, number, Stream("dense", layer, hidden), plan.batch, workers)
-                spaces = {matrix.space: matrix.path for matrix in matrices}
+                spaces = {matrix.space: matrix.path for matrix in matrices if has_module(layer, matrix.path)}
                 hidden = write_windows(
                     outputs_with_energy(forward, spaces, found), files[(number + 1) % 2], model.dtype
                 )

@@ -86,7 +86,7 @@ def plan_depth(model: Path, request: DepthRequest, text: Calibration, options: O
 def planned_depth(opened: OpenModel, request: DepthRequest) -> DepthPlan:
     """The same of a model that is open. Raises LlmcompressError."""
     layers, headers = opened.matrices.layers, opened.headers
-    free = max(0, layers - request.keep_first - request.keep_last)
+    free = max(0, layers - max(1, request.keep_first + request.keep_last))  # a model of no layers is none
     if not 1 <= request.drop <= free:
         raise PlanError(
             f"--drop {request.drop} of {layers} layers, of which the first {request.keep_first} and the last "

@@ -89,7 +89,9 @@ class Removal:
     def _cosine(self, before: Windows, after: Windows) -> float:
         total = Cosines(0.0, 0)
         for part in self.workers.in_order(
-            lambda span: cosines(self._read(before, span), self._read(after, span)), self._spans(after)
+            # without what travels with the hidden states to later layers
+            lambda span: cosines(*(self.model.read_by_head(self._read(rows, span)) for rows in (before, after))),
+            self._spans(after),
         ):
             total = total.plus(part)
         return total.mean

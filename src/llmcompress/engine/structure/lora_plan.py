@@ -101,7 +101,8 @@ def plan_lora(
 def _targets(opened: OpenModel, source: ModelHeaders) -> tuple[RepairTarget, ...]:
     """The matrices of the layers; CheckpointError unless the original has the same matrices."""
     spec, headers = opened.matrices.spec, opened.headers
-    there = {name for name in source.tensors if name not in headers.tensors and ".layers." in name}
+    within = f"{opened.matrices.prefix}."
+    there = {name for name in source.tensors if name not in headers.tensors and name.startswith(within)}
     if there:
         raise _unlike(headers, source, f"the one has no {min(there)}, the other has")
     found = []
@@ -126,7 +127,8 @@ def changed_targets(plan: LoraPlan) -> list[RepairTarget]:
     """The matrices that differ from the original. CheckpointError if norms differ, PlanError if nothing does."""
     original, compressed, headers = Checkpoint(plan.original), plan.opened.checkpoint, plan.opened.headers
     for name, stored in plan.original.tensors.items():
-        norm = len(stored.spec.shape) == 1 and name.endswith("norm.weight") and name in headers.tensors
+        kept = name.endswith("norm.weight") or name.startswith(f"{plan.opened.matrices.prefix}.")
+        norm = len(stored.spec.shape) == 1 and kept and name in headers.tensors
         if norm and not torch.equal(original.read(name).to(torch.float32), compressed.read(name).to(torch.float32)):
             raise _unlike(headers, plan.original, f"{name} differs, so more was done than to round matrices")
     packed = headers.packed if isinstance(headers, DecodedHeaders) else frozenset()

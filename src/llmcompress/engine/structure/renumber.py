@@ -17,7 +17,7 @@ from llmcompress.engine.source.quantised import in_own_type
 from llmcompress.engine.source.tensor_names import Anatomy
 from llmcompress.errors import PlanError
 from llmcompress.formats.base import TensorSpec
-from llmcompress.model.skeleton import plain, skeleton
+from llmcompress.model.skeleton import UNUSABLE, first_line, plain, skeleton
 from llmcompress.store.headers import ModelHeaders, Stored
 
 _LISTS = ("layer", "block")  # in keys of config.json whose lists have an element for each layer
@@ -62,7 +62,12 @@ def kept_config(anatomy: Anatomy, kept: Sequence[int], trust_remote_code: bool =
     stated = [key for key in LAYER_COUNTS if key in config] or ["num_hidden_layers"]
     changed |= dict.fromkeys(stated, len(kept))
     changed |= _numbers(config, kept, count)
-    _refuse_unlike(anatomy, before, type(before).from_dict(dict(changed)), kept, trust_remote_code)
+    try:
+        after = type(before).from_dict(dict(changed))
+    except UNUSABLE as error:
+        why = f"a config.json of {len(kept)} layers would not be read: {first_line(error)}"
+        raise PlanError(why, "the model says something of every layer that is not known here") from None
+    _refuse_unlike(anatomy, before, after, kept, trust_remote_code)
     return changed
 
 
