@@ -40,7 +40,7 @@ from llmcompress.store.windows import Windows, WindowsWriter
 
 PLAN, PLACE = "plan.json", "place.json"
 _MARK = ".llmcompress-work"
-_FACTORS = "factors/"  # before the name of a space, in the name of a tensor
+_FACTORS = "factors/"  # before the name of factors, in the name of a tensor
 _GAINS = "gains/"  # before that of a norm's weight
 _OWN = re.compile(
     r"(plan\.json|place\.json|t(?:okens|raining)\.safetensors|(?:section|guidance)-\d{5,}\.safetensors)(\.partial)?"
@@ -121,7 +121,8 @@ class Staging:
     ) -> None:
         """Write a finished section: matrices by on-disk module name, and records (plain data) about the matrices.
 
-        factors: by space, the scales of the space's channels. gains: factors of those of norms, by name of the weight.
+        factors: scales of channels, by the names that `read_factors` gives them. gains: factors of those of norms, by
+        name of the weight.
         """
         tensors = {f"{_FACTORS}{space}": factor for space, factor in (factors or {}).items()}
         tensors |= {f"{_GAINS}{name}": factor for name, factor in (gains or {}).items()}
@@ -143,7 +144,7 @@ class Staging:
             return next(coded for _, coded in _matrices(file, module))
 
     def read_factors(self, number: int) -> dict[str, Tensor]:
-        """By space, the factors of a finished section's channels."""
+        """The factors of a finished section's channels, by name."""
         return self._read(number, _FACTORS)
 
     def read_gains(self, number: int) -> dict[str, Tensor]:

@@ -35,7 +35,7 @@ from llmcompress.workers import Workers
 
 @dataclass(frozen=True)
 class SiteFactors:
-    """Factors of a layer's sites by space, with their records and notes for the report."""
+    """Factors of a layer's sites, in order: by number and space; with their records and notes for the report."""
 
     factors: dict[str, Tensor] = field(default_factory=dict)
     records: list[dict[str, Any]] = field(default_factory=list)
@@ -129,7 +129,7 @@ class Scaler:
 
     def _fold(self, number: int, site: Site, step: Transform, factors: Tensor, found: SiteFactors) -> None:
         self.checkpoint.fold(scaling_folds(self.plan.anatomy, number, site.parts, factors))
-        found.factors[site.space] = factors * found.factors.get(site.space, 1.0)
+        found.factors[f"{len(found.factors):03d}/{site.space}"] = factors
         found.records.append(
             {
                 "layer": number,

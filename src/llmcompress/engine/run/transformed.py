@@ -36,10 +36,9 @@ def open_transformed(plan: "Plan") -> Checkpoint:
 def fold_section(plan: "Plan", checkpoint: Checkpoint, number: int, staged: Staging) -> None:
     """Fold into the checkpoint what a finished section has for its layer: factors of sites, then those of gains."""
     if isinstance(checkpoint, FoldedCheckpoint) and number < len(plan.layers):
-        factors = staged.read_factors(number)
-        for site in (*plan.anatomy.sites(number), plan.anatomy.scores(number)):
-            if site is not None and site.space in factors:
-                checkpoint.fold(scaling_folds(plan.anatomy, number, site.parts, factors[site.space]))
+        sites = {site.space: site for site in (*plan.anatomy.sites(number), plan.anatomy.scores(number)) if site}
+        for key, factors in sorted(staged.read_factors(number).items()):  # each rounds anew, as in the run
+            checkpoint.fold(scaling_folds(plan.anatomy, number, sites[key.partition("/")[2]].parts, factors))
         fold_gains(plan, checkpoint, number, staged.read_gains(number))
 
 
