@@ -101,7 +101,7 @@ def test_runs_that_know_their_inputs_choose_among_types_by_eights_too(shallow_mo
     assert "new.json holds no losses of this calibration" in capsys.readouterr().err
     longer = (*asked[:6], "--samples", 8, "--length", 128, "-q", "-o", tmp_path / "longer.gguf", "--losses", kept)
     assert main(*longer) == 2
-    assert "new.json holds no losses of this text" in capsys.readouterr().err
+    assert "new.json holds no losses of this calibration" in capsys.readouterr().err
     table = json.loads(kept.read_text())["losses"]["blk.1.ffn_up.weight"]
     assert list(table) == list(candidates(256, True))
     sizes = [gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]] for kind in table]

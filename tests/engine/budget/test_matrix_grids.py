@@ -386,11 +386,11 @@ def test_losses_of_a_head_outlast_a_stop(random_model, tmp_path, monkeypatch):
     fitted(model, made, tmp_path, tmp_path / "whole.json", **asked)
     finish, layers = grid_losses._Rounding.finish, []
 
-    def stopped(self):
+    def stopped(self, blind):
         layers.append(self)
         if len(layers) == 2:
             raise KeyboardInterrupt
-        return finish(self)
+        return finish(self, blind)
 
     monkeypatch.setattr(grid_losses._Rounding, "finish", stopped)
     with pytest.raises(KeyboardInterrupt):

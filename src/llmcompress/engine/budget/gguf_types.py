@@ -137,10 +137,11 @@ def _losses(
     """The losses of the matrices: read from the file `kept` if it exists, else measured now."""
     tensors = [item.tensor for item in matrices]
     wanted = {tensor.name: candidates(tensor.shape[-1], informed) for tensor in tensors}
-    fisher_run = FisherRun.of(plan)
-    text = fingerprint(fisher_run.tokens)
-    of = {"model": plan.headers.contents, "calibration": "given" if informed else "none", "text": text}
-    return kept_losses(kept, of, wanted, lambda: measure(fisher_run, tensors, informed, ledger, watch))
+    given = "none" if not informed else "imatrix"
+    if plan.calibrated:
+        given = fingerprint(FisherRun.of(plan).tokens)
+    of = {"model": plan.headers.contents, "calibration": given}
+    return kept_losses(kept, of, wanted, lambda: measure(plan, tensors, informed, ledger, watch))
 
 
 def _kinds(matrices: list[Placed], informed: bool, wished: GgufTypes) -> dict[str, tuple[str, ...]]:
