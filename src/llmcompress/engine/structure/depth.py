@@ -86,12 +86,13 @@ def plan_depth(model: Path, request: DepthRequest, text: Calibration, options: O
 def planned_depth(opened: OpenModel, request: DepthRequest) -> DepthPlan:
     """The same of a model that is open. Raises LlmcompressError."""
     layers, headers = opened.matrices.layers, opened.headers
-    free = max(0, layers - max(1, request.keep_first + request.keep_last))  # a model of no layers is none
-    if not 1 <= request.drop <= free:
+    free = max(0, layers - request.keep_first - request.keep_last)
+    most = min(free, layers - 1)  # a model of no layers is none
+    if not 1 <= request.drop <= most:
         raise PlanError(
             f"--drop {request.drop} of {layers} layers, of which the first {request.keep_first} and the last "
             f"{request.keep_last} are kept",
-            f"drop {free} at most" if free else "keep fewer",
+            f"drop {most} at most" if most else "keep fewer",
         )
     rounds = _rounds(request, layers)
     if request.drop == free:
