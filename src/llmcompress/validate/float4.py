@@ -71,15 +71,15 @@ def read_float4(module: str, scheme: StoredScheme, tensors: Mapping[str, Tensor]
     rows, width = _sizes(packed, scheme)
     groups = (rows, width // scheme.size)
     divisor: Array = np.ones(1, np.float32)
+    zeros: list[str] = []
     if scheme.stored == _MXFP4:
         exponent = shaped(scale, ("U8",), groups).array()
         wrong, scales = (exponent == 255).any(), np.ldexp(np.float32(1), exponent.astype(np.int32) - 127)
     else:
         divisor = _positive(tensors[f"{module}.weight_global_scale"])
         small = shaped(scale, ("F8_E4M3",), groups).array().view(np.uint8)
-        wrong, scales = (small > 0x7E).any(), E4M3[small] / divisor
-    faults = [f"{scale.name} has scales that are not positive numbers"] if wrong else []
-    faults += zero_scales(scale.name, scales)
+        wrong, scales, zeros = (small > 0x7E).any(), E4M3[small] / divisor, zero_scales(scale.name, E4M3[small])
+    faults = [*([f"{scale.name} has scales that are not positive numbers"] if wrong else []), *zeros]
     given = tensors.get(f"{module}.input_global_scale")
     if given is not None and scheme.inputs != "nvfp4":
         faults.append(f"{given.name} is there, and config.json knows of no rounded inputs")

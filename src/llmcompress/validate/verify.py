@@ -144,8 +144,7 @@ def _hashes(directory: Directory) -> Check:
 def _read_all(directory: Directory, matrices: dict[str, StoredMatrix]) -> list[str]:
     """Decode every quantised matrix into `matrices`; returns the faults."""
     wrong: list[str] = []
-    records = directory.report.get("linears")
-    kept = {record["name"] for record in records if record.get("method") == "recoded"} if records else set()
+    kept = {name for name, record in directory.records.items() if record.get("method") == "recoded"}
     for module, parts in quantised_modules(directory.tensors, directory.form).items():
 
         def look(module: str = module, parts: set[str] = parts) -> list[str]:

@@ -80,12 +80,17 @@ class FisherRun:
 
 
 def measure(
-    plan: Plan, tensors: Sequence[GGUFTensor], informed: bool, ledger: Ledger, watch: Callable[[int, int], None]
+    fisher_run: FisherRun,
+    tensors: Sequence[GGUFTensor],
+    informed: bool,
+    ledger: Ledger,
+    watch: Callable[[int, int], None],
 ) -> Losses:
     """Losses of a plan's tensors for every candidate type, measured on the text of the plan's recipe.
 
     informed: as for `candidates`. watch: called with how many steps are done, and of how many.
     """
+    plan = fisher_run.plan
     matrices = matrices_of(plan.headers, plan.options.trust_remote_code, Ledger())
     places = {f"{ref.module}.weight": (ref.layer, ref.path) for ref in matrices.refs}
     paths: list[list[str]] = [[] for _ in range(1 + max(layer for layer, _ in places.values()))]
@@ -95,7 +100,6 @@ def measure(
     steps, of = count(gradients + 1), gradients + len(tensors)
     beside = plan.work.with_name(f"{plan.work.name}.gradients")
     scratch = Claim(beside, _MARK, f"{beside} is in use by", "wait for it, or use another --work directory")
-    fisher_run = FisherRun.of(plan)
     with (
         scratch,
         fisher_run.information(paths, scratch, lambda done: watch(done, of)) as (found, workers),

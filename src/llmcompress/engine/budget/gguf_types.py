@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import cache
 from math import prod
 from pathlib import Path
 
@@ -137,11 +138,12 @@ def _losses(
     """The losses of the matrices: read from the file `kept` if it exists, else measured now."""
     tensors = [item.tensor for item in matrices]
     wanted = {tensor.name: candidates(tensor.shape[-1], informed) for tensor in tensors}
+    fisher_run = cache(lambda: FisherRun.of(plan))  # once, and not where losses of no text are only read
     given = "none" if not informed else "imatrix"
     if plan.calibrated:
-        given = fingerprint(FisherRun.of(plan).tokens)
+        given = fingerprint(fisher_run().tokens)
     of = {"model": plan.headers.contents, "calibration": given}
-    return kept_losses(kept, of, wanted, lambda: measure(plan, tensors, informed, ledger, watch))
+    return kept_losses(kept, of, wanted, lambda: measure(fisher_run(), tensors, informed, ledger, watch))
 
 
 def _kinds(matrices: list[Placed], informed: bool, wished: GgufTypes) -> dict[str, tuple[str, ...]]:
