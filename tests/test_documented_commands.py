@@ -76,6 +76,8 @@ def smaller(words):
     unsaid = [option for option in SIZES if option in known and option not in words]
     if words[0] == "eval" and "--tasks" not in words:
         unsaid = [option for option in unsaid if option != "--items"]
+    if "--evaluate" not in words:
+        unsaid = [option for option in unsaid if option != "--eval-windows"]
     if "--kind" not in words:
         unsaid = [option for option in unsaid if option != "--layers"]
     words += [word for option in unsaid for word in (option, str(sizes[option]))]

@@ -487,10 +487,28 @@ def test_a_sweep_reads_the_text_it_evaluates_on_before_it_compresses(model, main
     assert not (tmp_path / "all").exists()
 
 
+@pytest.mark.parametrize("option", ["--eval-length", "--eval-windows", "--ref-cache"])
+def test_a_sweep_that_evaluates_nothing_takes_no_option_of_it(option, model, main, capsys, tmp_path):
+    assert main("sweep", "rtn", model, "--bits", "4,8", "-o", tmp_path / "all", option, 64) == 2
+    one_line(capsys, [f"{option} is for what is evaluated"])
+
+
 def test_windows_longer_than_the_text_are_refused(model, main, capsys):
     config(max_position_embeddings=100_000)(model)
     assert main("eval", model, "--length", 90_000) == 2
     one_line(capsys, ["90000"])
+
+
+def test_windows_longer_than_the_models_positions_are_refused(model, main, capsys):
+    config(max_position_embeddings=64)(model)
+    assert main("eval", model, "--length", 65, "--windows", 2) == 2
+    one_line(capsys, ["65 tokens", "64 positions", "--length 64"])
+
+
+def test_a_text_whose_tokens_the_model_lacks_is_refused(model, main, capsys):
+    config(vocab_size=600)(model)
+    assert main("eval", model, "--length", 16, "--windows", 2) == 2
+    one_line(capsys, ["has 600 tokens"])
 
 
 def test_figures_have_a_place_before_they_are_measured(model, main, capsys, tmp_path):

@@ -3,6 +3,7 @@
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -96,6 +97,16 @@ def test_130_interrupted_and_the_same_command_goes_on(tiny_model_dir, tmp_path):
         assert "error: interrupted" in said
         assert "Traceback" not in said
         assert call(*command).returncode == 0
+
+
+def test_a_terminal_without_letters_gets_escapes(random_model_dir, tmp_path):
+    model = tmp_path / "t\xebst"
+    shutil.copytree(random_model_dir("llama"), model)
+    plain = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    command = [*COMMAND, "inspect", model]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=plain)
+    assert done.returncode == 0, done.stderr
+    assert "t\\xebst" in done.stdout
 
 
 def test_a_reader_that_has_gone_ends_a_command_quietly():

@@ -41,6 +41,12 @@ def test_a_lookup_gives_the_rows_of_the_table_and_reads_no_others(looked_up, ask
     assert asked == sorted({number for row in tokens for number in row})
 
 
+@pytest.mark.parametrize("token", [-1, 50])
+def test_no_row_beyond_the_table_is_read_from_its_neighbours(looked_up, token):
+    with pytest.raises(IndexError, match=f"table has 50 rows, row {token} was asked for"):
+        functional.embedding(torch.tensor([[3, token]]), looked_up)
+
+
 def test_the_table_is_told_without_being_read(looked_up, asked):
     assert looked_up.shape == (50, 6)
     assert (looked_up.dtype, looked_up.device.type, looked_up.is_meta) == (torch.float32, "cpu", False)

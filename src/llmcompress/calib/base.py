@@ -47,6 +47,15 @@ class TokenRequest(BaseModel):
     model: Callable[[], Any] | None = None
 
 
+def refuse_unknown(ids: Sequence[int], tokens: int, origin: str) -> None:
+    """CalibrationError for a token id of a text that a model with so many tokens does not have."""
+    if ids and max(ids) >= tokens:
+        raise CalibrationError(
+            f"the tokenizer gives token {max(ids)} for {origin}, but the model has {tokens} tokens",
+            "the tokenizer belongs to another model; put the right tokenizer files into the model directory",
+        )
+
+
 def windows(documents: Iterable[Sequence[int]], request: TokenRequest, origin: str) -> "Tensor":
     """Pack documents (token ids each) end to end, cut into full windows, and draw as many as asked.
 
@@ -64,11 +73,7 @@ def windows(documents: Iterable[Sequence[int]], request: TokenRequest, origin: s
         # the last two: chat templates end with a line break after the end token; the first: OPT opens texts with it
         if end is not None and document and end not in (document[0], *document[-2:]):
             stream.append(end)
-    if stream and max(stream) >= request.vocab_size:
-        raise CalibrationError(
-            f"the tokenizer gives token {max(stream)} for {origin}, but the model has {request.vocab_size} tokens",
-            "the tokenizer belongs to another model; put the right tokenizer files into the model directory",
-        )
+    refuse_unknown(stream, request.vocab_size, origin)
     first = opening(request.tokenizer)
     spans = _spans(stream, request.length, first)
     if len(spans) < request.samples:

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
+from io import TextIOWrapper
 from itertools import pairwise
 from typing import Any
 
@@ -81,7 +82,10 @@ def parser() -> Any:
 
 
 def _open_streams() -> None:
-    """Put nothing in the place of streams that are closed: else a file would get their number, and what they print."""
+    """Put nothing in the place of streams that are closed: else a file would get their number, and what they print.
+
+    Letters that stdout's encoding lacks are escaped, as Python does on stderr.
+    """
     for number in range(3):
         try:
             os.fstat(number)
@@ -91,6 +95,8 @@ def _open_streams() -> None:
         _silence_stdout()
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _run() -> int:

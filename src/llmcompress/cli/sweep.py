@@ -34,6 +34,7 @@ Each run is an ordinary output in a directory of its own. What an earlier start 
 the run that was under way goes on. A run that fails does not stop the others."""
 
 _ROOM = "Sweep"
+_LENGTH = 512  # tokens per window of what is evaluated
 _AGAIN = "run the same command again to go on; finished runs and layers are kept"
 _NAMES = ("work", "print_recipe", "adapter")  # of options that are for a single run
 
@@ -73,8 +74,14 @@ Evaluate = Annotated[
     ),
 ]
 EvalLength = Annotated[
-    int,
-    typer.Option("--eval-length", min=2, max=1 << 24, help="Tokens per window of --evaluate.", rich_help_panel=_ROOM),
+    int | None,
+    typer.Option(
+        "--eval-length",
+        min=2,
+        max=1 << 24,
+        help="Tokens per window of --evaluate. Default: 512.",
+        rich_help_panel=_ROOM,
+    ),
 ]
 EvalWindows = Annotated[
     int | None,
@@ -96,7 +103,7 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "bits": (Bits, None),
     "group_size": (GroupSizes, None),
     "evaluate": (Evaluate, None),
-    "eval_length": (EvalLength, 512),
+    "eval_length": (EvalLength, None),
     "eval_windows": (EvalWindows, None),
     "ref_cache": (RefCache, None),
     "format_": (flags.FormatOverride, None),
@@ -119,9 +126,11 @@ def sweep(**values: Any) -> None:
         from llmcompress.validate.reference_cache import refuse_cache
 
     refuse_unknown_kinds(values["strict"] or [])
+    for name in ("ref_cache", "eval_length", "eval_windows"):
+        if values["evaluate"] is None and values[name] is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise RecipeError(f"{option} is for what is evaluated", "give a text as --evaluate, or 'default'")
     if values["ref_cache"] is not None:
-        if values["evaluate"] is None:
-            raise RecipeError("--ref-cache is for what is evaluated", "give a text as --evaluate, or 'default'")
         refuse_cache(values["ref_cache"], compared=True)
     wanted = variants(
         as_recipe(values["recipe"], None, flags.changed_settings(values)),
@@ -256,7 +265,7 @@ def _evaluated(out: Path, values: dict[str, Any]) -> "Request":
         out,
         values["model"],
         values["evaluate"],
-        values["eval_length"],
+        values["eval_length"] or _LENGTH,
         values["eval_windows"],
         batch=4,
         device=values["device"],

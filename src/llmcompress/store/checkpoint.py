@@ -107,8 +107,11 @@ class Checkpoint:
         return StoredRows(stored.spec.shape, partial(self._read_rows, stored))
 
     def _read_rows(self, stored: Stored, numbers: Sequence[int]) -> Tensor:
-        """Rows [numbers, in] of a stored matrix; neighbours are read at once."""
+        """Rows [numbers, in] of a stored matrix; neighbours are read at once. IndexError beyond the last one."""
         count, width = stored.spec.shape
+        beyond = [number for number in numbers if not 0 <= number < count]
+        if beyond:
+            raise IndexError(f"{stored.spec.name} has {count} rows, row {beyond[0]} was asked for")
         size = (stored.end - stored.begin) // max(count, 1)
         spans: list[tuple[int, int]] = []
         for number in numbers:

@@ -9,15 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmcompress.calib.base import refuse_unknown
 from llmcompress.calib.default import shipped
 from llmcompress.calib.documents import Document, token_ids
 from llmcompress.calib.text import text_files
 from llmcompress.engine.process.ranks import device_of
+from llmcompress.engine.source.header_checks import check_length, vocabulary_size
+from llmcompress.engine.source.multimodal import text_view
 from llmcompress.engine.source.text_tokenizer import load_tokenizer
 from llmcompress.errors import CheckpointError, RecipeError
 from llmcompress.model.changing_cache import ChangingCache
 from llmcompress.model.streamed_model import StreamedModel
-from llmcompress.store.headers import read_json, refuse_adapter
+from llmcompress.store.headers import ModelHeaders, read_headers, read_json, refuse_adapter
 from llmcompress.store.output_file import is_single, report_of
 from llmcompress.validate.adapted_model import adapt_streamed, adapt_whole
 from llmcompress.validate.evaluate import amount, cut_windows, measure_several
@@ -130,9 +133,16 @@ def _measured(
 
 
 def packed_ids(request: Request, tokenizer: Any) -> list[int]:
-    """The token ids of all of a text, its files one behind the other."""
+    """The token ids of all of a text, its files one behind the other; CalibrationError for one the model lacks."""
     documents = (Document(str(file), file) for file in evaluated_files(request.text))
-    return [token for found in token_ids(tokenizer, documents, str(request.text)) for token in found]
+    ids = [token for found in token_ids(tokenizer, documents, str(request.text)) for token in found]
+    refuse_unknown(ids, vocabulary_size(_headers(request)), f"text {request.text}")
+    return ids
+
+
+def _headers(request: Request) -> ModelHeaders:
+    """Of the original, or of the model without one; the language model's config where there is one inside."""
+    return text_view(read_headers(request.ref or request.model))
 
 
 def omission_said(request: Request, layers: set[int], of: int) -> str:
@@ -146,7 +156,11 @@ def omission_said(request: Request, layers: set[int], of: int) -> str:
 
 
 def windows_of(request: Request) -> Tensor:
-    """The tokens to score: windows [windows, length]; CalibrationError for a text that has too few."""
+    """The tokens to score: windows [windows, length].
+
+    CalibrationError for a text that has too few; PlanError for windows longer than the model's positions.
+    """
+    check_length(_headers(request), request.length)
     ids = packed_ids(request, load_tokenizer(request.ref or request.model, request.trust_remote_code))
     wanted = request.windows or (
         max(1, min(DEFAULT_WINDOWS, len(ids) // request.length)) if request.text == "default" else DEFAULT_WINDOWS

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from torch.distributed import TCPStore
 
 from forkserver import PROCESSES
 from llmcompress.engine.process import ranks
-from llmcompress.errors import PlanError
+from llmcompress.errors import PlanError, RunError
 from madetokenizers import byte_level, save
 
 rendezvous_module = importlib.import_module("torch.distributed.rendezvous")  # the package has a function of that name
@@ -364,6 +365,14 @@ def test_one_process_joins_nothing(environment, main, tiny_model_dir, tmp_path, 
     for module, name in ((distributed, "init_process_group"), (rendezvous_module, "rendezvous")):
         monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("connections were asked for"))
     assert main("gptq", tiny_model_dir, *GPTQ, "-o", tmp_path / "out", "--quiet") == 0
+
+
+def test_a_rank_that_never_starts_is_not_waited_for_a_day(monkeypatch):
+    for name, value in environments(2)[0].items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(ranks, "GATHERING", timedelta(seconds=1))
+    with pytest.raises(RunError, match="another rank has ended or does not answer"):
+        ranks.Ranks("cpu")
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PATIENCE = timedelta(days=1)  # a rank waits for one that is not known to have ended: the first works alone for hours
+GATHERING = timedelta(minutes=10)  # a rank waits for the others to start
 _HEARING = 2.0  # seconds that rank 0 waits for the others to end as well
 _KEY = "llmcompress"  # prefix of the counters that all ranks share
 _SET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # variables that torchrun sets
@@ -117,7 +118,7 @@ class Ranks:
     """A `Communicator` (workers.py) over torch.distributed."""
 
     def __init__(self, device: str) -> None:
-        """Wait until all ranks have connected; RunError if they do not."""
+        """Wait until all ranks have connected; RunError if they do not within `GATHERING`."""
         import torch
         from torch import distributed
         from torch.distributed.rendezvous import rendezvous
@@ -127,7 +128,9 @@ class Ranks:
         if cuda:
             torch.cuda.set_device(self.device)
         with _answered():
-            self._store, self.rank, self.size = next(rendezvous("env://", timeout=PATIENCE))
+            self._store, self.rank, self.size = next(rendezvous("env://", timeout=GATHERING))
+            self._store.set(f"{_KEY}/here/{self.rank}", "")
+            self._store.wait([f"{_KEY}/here/{rank}" for rank in range(self.size)], GATHERING)
             self._store.set_timeout(PATIENCE)
             distributed.init_process_group(
                 "nccl" if cuda else "gloo", store=self._store, rank=self.rank, world_size=self.size, timeout=PATIENCE
