@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ggufmodels import small_config
 from llmcompress.engine.draft.draft_plan import DEPTHS, DraftRequest, plan_draft, states_of
 from llmcompress.engine.draft.head_training import train_draft
 from llmcompress.engine.draft.learner import DraftLearner, frequent
@@ -209,3 +210,9 @@ def test_what_no_head_can_be_trained_on_is_refused(model, random_model_dir, ids,
     with pytest.raises(CheckpointError):
         planned(tmp_path, to, ids)
     assert not list(tmp_path.glob("to*"))
+
+
+def test_layers_that_differ_in_their_heads_are_read_and_what_hands_on_more_is_refused(random_model_dir, ids, tmp_path):
+    model = random_model_dir("gemma4_text", **small_config("gemma4_text"))
+    with pytest.raises(PlanError, match="hand on more than one hidden state"):
+        drafted(model, tmp_path / "out", ids)

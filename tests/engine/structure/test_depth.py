@@ -1,6 +1,7 @@
 """Depth pruning, against transformers running the whole model with layers taken out of it."""
 
 import json
+import shutil
 import sys
 from copy import deepcopy
 from pathlib import Path
@@ -262,3 +263,17 @@ def test_what_cannot_be_is_refused_in_one_line(main, tiny_model_dir, tmp_path, m
     assert main("depth", tiny_model_dir, "-o", "out", *options) == 2
     assert words in " ".join(capsys.readouterr().err.split())
     assert not list(tmp_path.iterdir())
+
+
+def test_a_table_with_a_part_for_every_layer_is_not_cut(random_model_dir, ids, tmp_path):
+    """Gemma 3n embeds tokens for every layer apart, in one table."""
+    sizes = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "head_dim": 16}
+    streams = {"hidden_size_per_layer_input": 16, "laurel_rank": 16, "vocab_size_per_layer_input": 96}
+    more = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_kv_shared_layers": 0, "pad_token_id": 0}
+    model = tmp_path / "model"
+    shutil.copytree(random_model_dir("gemma3n_text", **sizes, **streams, **more), model)
+    config = json.loads((model / "config.json").read_text())
+    del config["activation_sparsity_pattern"]  # which would have to have a value for every layer
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(PlanError, match=r"embed_tokens_per_layer\.weight of shape"):
+        depth(model, tmp_path / "out", ids[0], 1)

@@ -137,6 +137,7 @@ def _embedding(opened: OpenModel) -> TensorSpec:
 def _shape(opened: OpenModel, vocabulary: int) -> DraftShape:
     """The sizes of the head: those of a layer of the target, where its config says them as llama does."""
     config: Any = config_of(opened.headers, opened.options.trust_remote_code).get_text_config()
+    config.allow_global_per_layer_attribute_access = True  # of Gemma 4, where layers differ, what most layers have
     layers, hidden, target = opened.matrices.layers, hidden_width(opened.headers), vocabulary_size(opened.headers)
     if layers < AUXILIARY - 1:
         raise PlanError(f"{opened.headers.path} has {layers} layer, too few for a head that reads {AUXILIARY} states")

@@ -102,11 +102,16 @@ def _numbers(config: Mapping[str, Any], kept: Sequence[int], count: int) -> dict
 
 
 def _refuse_unlike(anatomy: Anatomy, before: Any, after: Any, kept: Sequence[int], trust_remote_code: bool) -> None:
-    """PlanError unless transformers builds every kept layer as it was."""
-    old, new = (
-        list(skeleton(config, anatomy.spec, trust_remote_code).get_submodule(anatomy.spec.layers).children())
-        for config in (before, after)
-    )
+    """PlanError unless transformers builds every kept layer, and all outside the layers, as it was."""
+    models = [skeleton(config, anatomy.spec, trust_remote_code) for config in (before, after)]
+    was_outside, is_outside = (_outside(model, anatomy.spec.layers) for model in models)
+    for name, shape in was_outside.items():
+        if is_outside.get(name) != shape:
+            raise PlanError(
+                f"{name} of shape {list(shape)} holds something of every layer, so none can be dropped",
+                "such a model stays as deep as it is",
+            )
+    old, new = (list(model.get_submodule(anatomy.spec.layers).children()) for model in models)
     for place, number in enumerate(kept):
         was, becomes = _traits(old[number]), _traits(new[place])
         for key in sorted(was.keys() | becomes.keys()):
@@ -116,6 +121,12 @@ def _refuse_unlike(anatomy: Anatomy, before: Any, after: Any, kept: Sequence[int
                     f"would be {becomes.get(key)!r}",
                     "this family builds its layers by their numbers; drop others",
                 )
+
+
+def _outside(model: nn.Module, layers: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters that are in none of the `layers`."""
+    parameters = model.named_parameters()
+    return {name: tuple(value.shape) for name, value in parameters if not name.startswith(f"{layers}.")}
 
 
 def _traits(layer: nn.Module) -> dict[str, Any]:
