@@ -226,6 +226,16 @@ def test_other_architectures_are_pruned_too(random_model_dir, tmp_path, family):
     assert passed(checks), [check for check in checks if not check.ok]
 
 
+def test_every_matrix_loses_its_share_while_others_are_rounded(shallow_model_dir, tmp_path):
+    """Also one that reads what others read, and one that is not rounded."""
+    rounding = {**GPTQ, "set": {"o_proj": {"skip": True}}}
+    carry_out(shallow_model_dir, tmp_path / "out", [{"method": "sparsegpt", "sparsity": 0.5, "joint": True}, rounding])
+    found = {name: zeros(weight) for name, weight in matrices(tmp_path / "out").items()}
+    assert len(found) == 14
+    assert {share for name, share in found.items() if ".o_proj" in name} == {0.5}
+    assert min(found.values()) == 0.5  # others are rounded to zero beside
+
+
 WRONG = {
     "sparsity of 1": ([{"method": "wanda", "sparsity": 1.0}], RecipeError, "sparsity"),
     "negative": ([{"method": "wanda", "sparsity": -0.1}], RecipeError, "sparsity"),
@@ -251,6 +261,26 @@ WRONG = {
         "is the second one that prunes",
     ),
     "joint with nothing": ([{"method": "sparsegpt", "sparsity": 0.5, "joint": True}], PlanError, "joint"),
+    "joint with options of its own": (
+        [{"method": "sparsegpt", "sparsity": 0.5, "joint": True, "refit": 5}, GPTQ],
+        RecipeError,
+        "no refit",
+    ),
+    "a pattern among outliers": (
+        [
+            {"method": "sparsegpt", "pattern": "2:4", "joint": True},
+            {"method": "gptq", "type": "int8", "outliers": "topk", "outlier_count": 6},
+        ],
+        PlanError,
+        "keeps outliers whole",
+    ),
+    "owl's span without owl": ([{"method": "wanda", "sparsity": 0.5, "owl_span": 0.1}], RecipeError, "owl_span"),
+    "owl for some": (
+        [{"method": "wanda", "sparsity": 0.5, "set": {"q_proj": {"allocation": "owl"}}}],
+        PlanError,
+        "allocation of wanda is of all matrices",
+    ),
+    "a head at a pattern": ([{**GPTQ, "set": {"q_proj": {"head_bits": 4}}}], PlanError, "head_bits of gptq is of all"),
     "unknown matrix": (
         [{"method": "wanda", "sparsity": 0.5, "set": {"nothing": {"skip": True}}}],
         PlanError,

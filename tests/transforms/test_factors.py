@@ -21,7 +21,7 @@ def site(seed=0, **about):
     x[:, ::13] *= 12
     weights = [torch.randn(rows, WIDTH, generator=g) * 0.1 for rows in (24, 8)]
     inputs = Inputs(x.T @ x / len(x), x.abs().mean(dim=0), x.abs().amax(dim=0), x)
-    return Scalable(inputs, tuple(Reader(w, SPEC) for w in weights), WIDTH, True, **about), x, weights
+    return Scalable(inputs, tuple(Reader(w, SPEC) for w in weights), WIDTH, **about), x, weights
 
 
 def centred(factors):
@@ -40,7 +40,7 @@ def test_smoothquant_is_equation_4(alpha):
 def test_channels_that_share_a_factor_go_by_the_largest_of_them():
     shared = torch.arange(WIDTH) // 4
     asked, x, weights = site()
-    asked = Scalable(asked.inputs, asked.readers, WIDTH // 4, False, spread=shared)
+    asked = Scalable(asked.inputs, asked.readers, WIDTH // 4, spread=shared)
     largest, weight = (value.double().abs().amax(0).view(-1, 4).amax(1) for value in (x, torch.cat(weights)))
     found = SmoothQuant(alpha=0.5).factors(asked, SERIAL)
     assert torch.allclose(found.double(), centred((largest / weight).sqrt()), rtol=1e-5)

@@ -174,11 +174,13 @@ class Method(WithGridOptions):
     """Options of a weight quantiser (a frozen pydantic model) and its algorithm, `solve`.
 
     A method file defines a subclass and names it `METHOD`; every field becomes an option of the command of that name.
-    Options of one grid are fields too, and are declared in the file of that grid, which alone reads them.
+    Options of one grid are fields too, and are declared in the file of that grid, which alone reads them. undivided:
+    fields that no pattern of `set` gives another value for some matrices.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
+    undivided: ClassVar[frozenset[str]] = frozenset()
 
     set: dict[str, dict[str, Plain]] = Field(
         default_factory=dict,

@@ -27,6 +27,7 @@ class Gptq(Method):
     summary: ClassVar[str] = (
         "GPTQ: error feedback over the columns, with a clip search and descent on codes and scales."
     )
+    undivided: ClassVar[frozenset[str]] = frozenset({"head_bits", "embedding_bits"})
 
     percdamp: float = Field(0.01, gt=0, lt=1, description="added to the Hessian's diagonal, as a share of its mean")
     shrinkage: Shrinkage = None
@@ -133,7 +134,7 @@ class Gptq(Method):
         rest = None if outliers is None else remaining(outliers, weight.shape[1])
         hessian = whole if rest is None else whole[rest][:, rest]
         if isinstance(pruned, MaskChoice):
-            order = pruned.order(hessian.diagonal())
+            order = pruned.order(hessian.diagonal(), self.actorder != "none")
         else:
             order = column_order(hessian, self.actorder != "none", spec.together)
 

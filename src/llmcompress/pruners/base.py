@@ -22,11 +22,13 @@ class Pruner(BaseModel):
     """Options of a pruner (a frozen pydantic model) and its algorithm, `prune`.
 
     A pruner file defines a subclass and names it `PRUNER`; every field becomes an option of the command of that name.
+    undivided: fields that no pattern of `set` gives another value for some matrices.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     name: ClassVar[str]
     summary: ClassVar[str]
+    undivided: ClassVar[frozenset[str]] = frozenset({"allocation", "owl_threshold", "owl_span"})
 
     sparsity: float | None = Field(
         None, ge=0, lt=1, description="share of the weights of every matrix that become zero, such as 0.5"
@@ -46,7 +48,9 @@ class Pruner(BaseModel):
         le=1e6,
         description="times the mean of |w| * |x| of its matrix, above which a weight is an outlier to OWL",
     )
-    owl_span: float = Field(0.08, gt=0, lt=0.5, description="how far the sparsity of a layer may be from the mean")
+    owl_span: float = Field(
+        0.08, gt=0, lt=0.5, description="half of what the sparsest layer has more than the least sparse one, with OWL"
+    )
     refit: int = Field(
         0,
         ge=0,
@@ -85,7 +89,13 @@ class Pruner(BaseModel):
             raise ValueError("say either sparsity or pattern, such as sparsity 0.5 or pattern 2:4")
         if self.pattern is not None and self.allocation != "uniform":
             raise ValueError(f"a pattern of {self.pattern} leaves no choice of sparsity to owl")
+        if self.allocation != "owl" and (others := self.changed("owl_threshold", "owl_span")):
+            raise ValueError(f"{others[0]} is an option of allocation owl")
         return self
+
+    def changed(self, *names: str) -> list[str]:
+        """Those of some fields that have another value than by default."""
+        return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
 
     @property
     def runs(self) -> "Pattern | None":

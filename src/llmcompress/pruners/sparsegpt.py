@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from llmcompress.errors import RunError
 from llmcompress.methods.base import Shrinkage, Statistics
@@ -45,6 +45,16 @@ class SparseGpt(Pruner):
         16, ge=1, le=1_000_000, description="windows of the calibration set on which that error is measured"
     )
 
+    @model_validator(mode="after")
+    def _as_the_step_that_rounds(self) -> "SparseGpt":
+        """ValueError for options of what is left to another step."""
+        others = self.changed("refit", "percdamp", "shrinkage", "qep_alpha", "qep_samples") if self.joint else []
+        if others:
+            raise ValueError(
+                f"with joint the step that rounds makes up for what goes, by its own options: no {others[0]}"
+            )
+        return self
+
     @property
     def choice(self) -> "MaskChoice":
         """The choice of masks, as options of the solver."""
@@ -66,7 +76,7 @@ class SparseGpt(Pruner):
 
     @property
     def original_samples(self) -> int:
-        return self.qep_samples if self.qep_alpha > 0 else 0
+        return self.qep_samples if self.qep_alpha > 0 and not self.joint else 0
 
     def prune(self, weights: "Sequence[Tensor]", stats: Statistics, workers: "Workers") -> "list[Pruned]":
         import torch

@@ -15,14 +15,8 @@ INNER, OUTER = 16, 128  # columns between two updates of those near by, and of a
 class FixedMask:
     """A mask that is decided. keep [in, out]: 1 for weights that stay, 0 for others; columns in order of the sweep."""
 
-    sizes = OUTER, INNER
-
     def __init__(self, keep: Tensor) -> None:
         self.keep = keep
-
-    def at(self, j: int, columns: Tensor) -> Tensor:
-        """Of column j [out], as the sweep comes to it. columns [in, out]: all of them, as they are by then."""
-        return self.keep[j]
 
 
 class ChosenMask(FixedMask):
@@ -34,11 +28,15 @@ class ChosenMask(FixedMask):
     def __init__(self, choice: "MaskChoice", pivots: Tensor, rows: int) -> None:
         super().__init__(torch.empty(len(pivots), rows, device=pivots.device))
         self.choice, self.pivots = choice, pivots
-        run = 1 if choice.pattern is None else choice.pattern.of
-        inner = run * max(1, INNER // run)  # a block must be up to date when it is chosen from
-        self.sizes = inner * max(1, OUTER // inner), inner
+        # a block must be up to date when it is chosen from
+        if choice.pattern is None:
+            self.sizes = choice.columns * max(1, OUTER // choice.columns), INNER
+        else:
+            inner = choice.columns * max(1, INNER // choice.columns)
+            self.sizes = inner * max(1, OUTER // inner), inner
 
     def at(self, j: int, columns: Tensor) -> Tensor:
+        """Of column j [out], as the sweep comes to it. columns [in, out]: all of them, as they are by then."""
         size = self.choice.columns
         if j % size == 0:
             self.choose(columns[j : j + size], j)
@@ -68,9 +66,9 @@ class MaskChoice:
         """Chosen from at once."""
         return self.block_size if self.pattern is None else self.pattern.of
 
-    def order(self, energy: Tensor) -> Tensor:
+    def order(self, energy: Tensor, by_energy: bool = True) -> Tensor:
         """In which columns are decided: by energy [in], unless runs of stored columns belong together."""
-        if self.pattern is not None:
+        if self.pattern is not None or not by_energy:
             return torch.arange(len(energy), device=energy.device)
         return torch.argsort(energy, descending=True, stable=True)
 
@@ -86,7 +84,7 @@ class MaskChoice:
         return mask.keep
 
 
-def sparse_weights(weight: Tensor, factor: Factor, order: Tensor, mask: FixedMask) -> Tensor:
+def sparse_weights(weight: Tensor, factor: Factor, order: Tensor, mask: ChosenMask) -> Tensor:
     """Weight [out, in] with zeros where `mask` says so, all others moved to make up for them.
 
     factor: of the mean Gram matrix with rows and columns in `order` [in], the order in which columns are decided.

@@ -41,17 +41,15 @@ class Reader:
 class Scalable:
     """A site as a scaling transform sees it.
 
-    inputs: statistics of the channels as readers see them [in]. channels: how many factors there are. follows_norm:
-    whether a norm writes the channels. compensated: whether the step that rounds makes up for the error of a column in
-    those after it. spread [in]: the number of each channel's factor; None where every channel has its own. measured:
-    what a scale [in] costs in the output of the block that reads the channels, in squares; None where that is the
-    readers' own output.
+    inputs: statistics of the channels as readers see them [in]. channels: how many factors there are. compensated:
+    whether the step that rounds makes up for the error of a column in those after it. spread [in]: the number of each
+    channel's factor; None where every channel has its own. measured: what a scale [in] costs in the output of the block
+    that reads the channels, in squares; None where that is the readers' own output.
     """
 
     inputs: "Inputs"
     readers: tuple[Reader, ...]
     channels: int
-    follows_norm: bool
     compensated: bool = False
     spread: "Tensor | None" = None
     measured: "Callable[[Tensor], float] | None" = None

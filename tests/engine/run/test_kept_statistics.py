@@ -122,6 +122,17 @@ def test_squares_alone_do_for_wanda_and_not_for_gptq(shallow_model_dir, tmp_path
     assert seen > 0
 
 
+def test_a_matrix_that_needs_more_than_its_neighbours_is_not_forgotten(shallow_model_dir, tmp_path):
+    """Of matrices that read one input the first needs the Gram matrix, which those that keep squares did not store."""
+    rtn, stats = {"method": "rtn", "bits": 4, "group_size": 32}, tmp_path / "store"
+    carry_out(shallow_model_dir, tmp_path / "first", [WANDA, rtn], stats)
+    steps = [WANDA, {**rtn, "set": {"q_proj": {"clip": "output"}}}]
+    carry_out(shallow_model_dir, tmp_path / "kept", steps, stats)
+    carry_out(shallow_model_dir, tmp_path / "alone", steps)
+    kept, alone = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("kept", "alone"))
+    assert kept == alone
+
+
 def test_a_damaged_store_is_named(shallow_model_dir, tmp_path, store):
     file = next(store.glob("*/layer-00001.safetensors"))
     file.write_bytes(file.read_bytes()[:-40])

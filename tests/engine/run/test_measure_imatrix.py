@@ -1,12 +1,14 @@
 """Importance matrices measured layer by layer, against hooks on the whole model; and rounding by them."""
 
 import json
+import re
+import shutil
 
 import gguf
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from ggufmodels import small_config
@@ -108,6 +110,19 @@ def test_every_token_counts_for_the_experts_it_was_sent_to(family, random_model_
         whole(tokens, use_cache=False)
     sums = seen[0].square().reshape(-1, seen[0].shape[-1]).sum(0) * config["num_experts_per_tok"]
     np.testing.assert_allclose(gate.sum2.sum(0), np.asarray(sums), rtol=1e-4)
+
+
+def test_keys_and_values_that_no_layer_runs_have_the_energy_of_what_they_would_read(random_model_dir, ids, tmp_path):
+    """Of Gemma 3n, whose last layers take those of earlier ones, and whose files have the matrices all the same."""
+    config = {**small_config("gemma3n_text"), "num_hidden_layers": 25, "num_kv_shared_layers": 5}
+    model = tmp_path / "model"
+    shutil.copytree(random_model_dir("gemma3n_text", **config), model)
+    tensors = load_file(model / "model.safetensors")
+    before = [name for name in tensors if re.search(r"layers\.1\.self_attn\.[kv]_", name)]
+    tensors |= {name.replace("layers.1", "layers.24"): tensors[name].clone() for name in before}
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    found = measured(model, ids[0], tmp_path).entries
+    assert (found["blk.24.attn_k.weight"].sum2 == found["blk.24.attn_q.weight"].sum2).all()
 
 
 def test_an_expert_that_saw_no_token_is_told(random_model_dir, ids, tmp_path):

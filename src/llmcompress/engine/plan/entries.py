@@ -55,6 +55,11 @@ def planned_matrices(
                 f"{method.grid.name} has no zero, and {pruner.name} leaves zeros in {ref.module}",
                 "prune alone, or round to another type",
             )
+        if pruner is not None and pruner.within is not None and pruner.pattern is not None and method.needs_peaks:
+            raise PlanError(
+                f"{ref.module} keeps outliers whole, which leaves no {pruner.pattern} to choose while it is rounded",
+                "leave out joint, or the outliers",
+            )
         entry = Entry(
             stored,
             grid=None if isinstance(method, Unrounded) else method.grid,

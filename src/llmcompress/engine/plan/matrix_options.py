@@ -87,6 +87,10 @@ def _check_patterns(step: Method | Pruner, modules: Iterable[str]) -> None:
     for pattern in step.set:
         if not any(matches(pattern, module) for module in modules):
             raise PlanError(f"pattern {pattern!r} of set matches no matrix", f"matrices are called like {modules[0]}")
+        for name in sorted(step.undivided.intersection(step.set[pattern])):
+            raise PlanError(
+                f"{name} of {step.name} is of all matrices, and set asks for it at {pattern!r}", "leave it out"
+            )
 
 
 def _options(step: Step, module: str) -> Step | None:

@@ -59,9 +59,11 @@ class MatrixPlan:
     def solved_alone(self) -> bool:
         """Whether nothing is gained by solving it with those that read the same input: they share no statistics.
 
-        Or they must not be solved as one: its rows share what their scales are made of, and other matrices do not.
+        Or they must not be solved as one: its rows share what their scales are made of, or the zeros they get, and
+        other matrices do not.
         """
-        return (not self.needs or self.method.joins_rows) and not self.grid.joins_matrices
+        shared = self.method.joins_rows or (self.pruner is not None and self.pruner.within is not None)
+        return (not self.needs or shared) and not self.grid.joins_matrices
 
     @property
     def tied(self) -> bool:

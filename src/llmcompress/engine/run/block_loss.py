@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from llmcompress.arch.scaling_site import Site
 from llmcompress.engine.run.forward import Stream
@@ -53,11 +54,11 @@ class BlockLoss:
         try:
             for path, reader in readers.items():
                 if reader.grid is not None:
-                    weight: Any = self.layer.get_submodule(path).weight
+                    owner = self.layer.get_submodule(path)
+                    weight: Any = owner.weight
                     before[path] = weight.data
                     value = nearest(reader.weight * scale, reader.grid, self.workers) / scale
-                    transposed = weight.shape != value.shape
-                    weight.data = (value.T if transposed else value).to(weight.dtype)
+                    weight.data = (value.T if isinstance(owner, Conv1D) else value).to(weight.dtype)
             found = _first(self.layer.get_submodule(block_of(site))(*args, **kwargs))
         finally:
             for path, data in before.items():

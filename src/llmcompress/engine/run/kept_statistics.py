@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from llmcompress.engine.plan.matrix_plan import MatrixPlan
 from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.process.ranks import device_of
 from llmcompress.grids.ggml import gguf_types
@@ -34,7 +35,7 @@ def reusable_statistics(plan: Plan, store: Path, tokens: str, before: str | None
     candidates = [kept for kept in all_statistics(store) if {key: kept.about.get(key) for key in about} == about]
     if any(kept.about.get("options") == _options(plan) for kept in candidates):
         return None
-    wanted = [{m.space: m.needs_gram for m in layer if m.needs_calibration} for layer in plan.sections]
+    wanted = [_spaces(section) for section in plan.sections]
     whole = (kept for kept in sorted(candidates, key=lambda kept: kept.key != before) if kept.complete)
     return next((kept for kept in whole if all(kept.has(n, spaces) for n, spaces in enumerate(wanted))), None)
 
@@ -66,6 +67,15 @@ def note_reuse(plan: Plan, kept: Kept, ledger: Ledger) -> None:
     if plan.original_samples:
         why += "; the error of earlier matrices is not made up for"
     ledger.note("statistics", kept.key, why)
+
+
+def _spaces(section: Sequence[MatrixPlan]) -> dict[str, bool]:
+    """The inputs that a section's matrices need statistics of, and whether one needs the Gram matrix."""
+    spaces: dict[str, bool] = {}
+    for matrix in section:
+        if matrix.needs_calibration:
+            spaces[matrix.space] = matrix.needs_gram or spaces.get(matrix.space, False)
+    return spaces
 
 
 def _needs_text(plan: Plan) -> bool:

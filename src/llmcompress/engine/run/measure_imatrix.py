@@ -11,6 +11,7 @@ from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.process.process_memory import keep_freed_memory, return_freed_memory
 from llmcompress.engine.run.collect import outputs_with_energy
 from llmcompress.engine.run.forward import Forward, Stream
+from llmcompress.engine.run.installed import has_module
 from llmcompress.engine.run.opened_model import check_model, opened_model
 from llmcompress.engine.run.overflow import refuse_overflow
 from llmcompress.engine.run.tokens import tokens_for
@@ -77,7 +78,7 @@ def measure_imatrix(
             with streamed.layer(number) as layer:
                 forward = Forward(streamed, number, Stream("original", layer, hidden), resources.batch, workers)
                 hidden = write_windows(
-                    outputs_with_energy(forward, {row.space: row.path for row in rows}, found),
+                    outputs_with_energy(forward, {r.space: r.path for r in rows if has_module(layer, r.path)}, found),
                     scratch / f"{(number + 1) % 2}.bin",
                     streamed.dtype,
                 )

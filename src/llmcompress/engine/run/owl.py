@@ -36,7 +36,9 @@ def with_owl_sparsities(plan: Plan, model: StreamedModel, tokens: Tensor, scratc
         return plan
     shares = _outlier_shares(plan, model, tokens, scratch, pruner.owl_threshold, workers)
     weights = [_pruned_weights(matrices) for matrices in plan.layers]
-    return with_layer_sparsities(plan, layer_sparsities(shares, weights, pruner.share, pruner.owl_span))
+    narrowest = min((matrix.entry.in_features for matrix in plan.matrices if matrix.pruner), default=1)
+    most = 1 - 1 / narrowest  # a row keeps a weight
+    return with_layer_sparsities(plan, layer_sparsities(shares, weights, pruner.share, pruner.owl_span, most))
 
 
 def _outlier_shares(
@@ -88,16 +90,25 @@ def _outlier_share(
     return outliers / max(total, 1)
 
 
-def layer_sparsities(outliers: Sequence[float], weights: Sequence[int], sparsity: float, span: float) -> list[float]:
+def layer_sparsities(
+    outliers: Sequence[float], weights: Sequence[int], sparsity: float, span: float, most: float
+) -> list[float]:
     """Sparsity of each layer: the more outliers, the less sparsity, linearly in their share.
 
-    weights: of each layer. The sparsities are spread over twice `span`, then moved together until their mean over all
-    weights is `sparsity`.
+    weights: of each layer, those that are pruned. The sparsities are spread over twice `span`, or less where one would
+    be below zero or above `most`, and their mean over all weights is `sparsity`. A layer without such weights has it.
     """
-    least, most = min(outliers), max(outliers)
-    scaled = [2 * span * (share - least) / (most - least or 1.0) for share in outliers]
-    middle = sum(s * n for s, n in zip(scaled, weights, strict=True)) / (sum(weights) or 1)
-    return [min(max(sparsity - s + middle, 0.0), 0.999) for s in scaled]
+    shares = [share for share, count in zip(outliers, weights, strict=True) if count]
+    if not shares or max(shares) == min(shares):
+        return [sparsity] * len(outliers)
+    least, width = min(shares), max(shares) - min(shares)
+    places = [(share - least) / width for share in outliers]  # 0: most sparse, 1: least sparse
+    middle = sum(place * count for place, count in zip(places, weights, strict=True)) / sum(weights)
+    spread = max(min(2 * span, sparsity / (1 - middle), (most - sparsity) / middle), 0.0)
+    return [
+        sparsity + spread * (middle - place) if count else sparsity
+        for place, count in zip(places, weights, strict=True)
+    ]
 
 
 def with_layer_sparsities(plan: Plan, sparsities: Sequence[float]) -> Plan:

@@ -29,14 +29,14 @@ def pruned_group(
 ) -> Pruned | MaskChoice | None:
     """What pruning makes of matrices [out, in] that share input and options, whether in this run or before it.
 
-    None where the matrices have hardly any zeros; a Choice where the step that rounds chooses the weights to drop.
+    None where the matrices have hardly any zeros; a MaskChoice where the step that rounds chooses the weights to drop.
     rounded: whether the source was quantised, so that its zeros are not the result of pruning.
     """
     pruner = group[0].pruner
     if pruner is None:
         sparse = not rounded and any(_zeros(weight) > SPARSE for weight in weights)
         return Pruned.of_zeros(torch.cat(list(weights)).to(torch.float32)) if sparse else None
-    if pruner.within is not None:
+    if pruner.within is not None and group[0].method.compensates:
         return pruner.within
     found = Pruned.stacked(pruner.prune(weights, stats, workers))
     if found.percdamp is not None and found.percdamp > pruner.percdamp:

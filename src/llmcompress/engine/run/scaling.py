@@ -99,7 +99,6 @@ class Scaler:
             known[site.space],
             tuple(readers.values()),
             site.channels,
-            follows_norm=site.norm,
             compensated=self.plan.recipe.method is not None and self.plan.recipe.method.compensates,
             spread=index,
             measured=measured,
