@@ -64,6 +64,17 @@ def zeros_and_extremes_become_points(spec):
     assert torch.equal(unpack(pack(coded), spec).decode(), coded.decode())
 
 
+def groups_of_zeros_cost_their_block_nothing(spec, search):
+    """Beside groups of other weights, which keep their scales."""
+    weight = 0.02 * drawn(4, 512, seed=12)
+    alone = encode(weight, spec, search, SERIAL).decode()
+    weight[:, :32] = 0
+    beside = encode(weight, spec, search, SERIAL).decode()
+    for found in (alone, beside):
+        error = (found - weight)[:, 32:256].square().sum() / weight[:, 32:256].square().sum()
+        assert error < 0.3
+
+
 def refitted(spec):
     """A matrix whose scales were fitted anew on a Gram matrix: they stay odd, and no row costs more."""
     weight, hessian = drawn(24, 512, seed=10), of_channels(512, seed=11)

@@ -136,6 +136,12 @@ def test_importance_moves_errors_to_where_they_cost_less(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("search", ["fast", "best"])
+def test_groups_of_zeros_cost_their_block_nothing(name, search):
+    eights.groups_of_zeros_cost_their_block_nothing(SPECS[name], search)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_zeros_and_extremes_become_points(name):
     eights.zeros_and_extremes_become_points(SPECS[name])
 

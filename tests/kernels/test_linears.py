@@ -1,5 +1,7 @@
 """Linears on codes: by kernels on the emulator, or decoded by torch where no kernel takes them, and then said so."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -91,6 +93,21 @@ def test_kernels_run_and_agree_with_rounded_inputs_times_the_decoded_matrix(spec
     wanted = seen @ coded.decode().double().T + bias.double()
     magnitudes = seen.abs() @ coded.decode().abs().double().T
     assert ((y.double() - wanted).abs() <= 2**-7 * wanted.abs() + 2**-8 * magnitudes).all()
+
+
+@pytest.mark.skipif(COMPILER is None, reason="there is no g++")
+@pytest.mark.parametrize("spec", [IntegerSpec(4, 64), IntegerSpec(8, -1)], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("inputs", [None, "int8-token"])
+def test_zero_points_beside_the_middle_count_whatever_a_file_calls_its_grid(spec, inputs):
+    coded = coded_of(replace(spec, symmetric=False))
+    coded = Coded(coded.codes, replace(coded.grid, spec=spec))
+    rounding = None if inputs is None else InputGrid(INPUT_SPECS[inputs])
+    linear, x = Linears(CPU, EmulatedLauncher(), print)(coded, None, BF16, rounding), inputs_of((3, 256), BF16)
+    assert linear.kernel == f"w{spec.bits}a16"
+    seen = x.double() if rounding is None else rounding.rounded(x.float()).double()
+    wanted = seen @ coded.decode().double().T
+    magnitudes = seen.abs() @ coded.decode().abs().double().T
+    assert ((linear(x).double() - wanted).abs() <= 2**-7 * wanted.abs() + 2**-8 * magnitudes).all()
 
 
 @pytest.mark.skipif(COMPILER is None, reason="there is no g++")

@@ -15,27 +15,14 @@ from safetensors.torch import load_file
 
 from llmcompress.errors import CheckpointError, PlanError, RunError
 from llmcompress.formats.base import TensorSpec
+from llmcompress.store.checkpoint import DTYPES
 from llmcompress.store.headers import INDEX
 from llmcompress.store.output import OutputDirectory
 from llmcompress.store.weight_files import shards, weights_nbytes
 
-TYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-
 
 def spec_of(name, tensor):
-    return TensorSpec(name, next(key for key, dtype in TYPES.items() if dtype == tensor.dtype), tuple(tensor.shape))
+    return TensorSpec(name, next(key for key, dtype in DTYPES.items() if dtype == tensor.dtype), tuple(tensor.shape))
 
 
 def some_tensors():
@@ -100,7 +87,7 @@ def test_shards_with_their_index(tmp_path, shard_bytes):
 
 
 tensors_of_any_kind = st.lists(
-    st.tuples(st.sampled_from(sorted(TYPES)), st.lists(st.integers(0, 5), max_size=3)), min_size=1, max_size=6
+    st.tuples(st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 5), max_size=3)), min_size=1, max_size=6
 )
 
 
@@ -111,7 +98,7 @@ def test_any_mix_of_types_is_read_back_and_announced_to_the_byte(tmp_path_factor
     tensors = {}
     for number, (dtype, shape) in enumerate(kinds):
         wide = torch.randint(0, 2, tuple(shape), generator=generator)
-        tensors[f"t{number}"] = wide.to(TYPES[dtype])
+        tensors[f"t{number}"] = wide.to(DTYPES[dtype])
     path = tmp_path_factory.mktemp("any") / "out"
     specs, _ = write(path, tensors, shard_bytes)
     assert weights_nbytes(specs, shard_bytes) == sum(file.stat().st_size for file in weight_files(path))

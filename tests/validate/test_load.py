@@ -1,5 +1,7 @@
 """Our own reader: whatever we write runs, packed or decoded, and gives what its codes say."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -42,6 +44,28 @@ def test_packed_products_match_the_decoded_matrix(spec, kernel, bias):
     expected = x.double() @ coded.decode().double().T + (0 if b is None else b.double())
     bound = 1e-5 * (x.abs().double() @ coded.decode().abs().double().T + 1)
     assert ((linear(x).double() - expected).abs() <= bound).all()
+
+
+@pytest.mark.parametrize(("width", "kernel"), [(96, "int8"), (100, "decode")])
+def test_rows_that_end_within_a_vector_are_not_read_beyond_their_end(width, kernel):
+    """torch's product of 8 bits with bfloat16 does so."""
+    weight = torch.randn(48, width, generator=torch.Generator().manual_seed(3))
+    grid = fit(weight, IntegerSpec(8, -1))
+    coded = Coded(grid.encode(weight), grid)
+    linear, x = PackedLinear(coded, None, torch.bfloat16), torch.eye(width, dtype=torch.bfloat16)
+    assert linear.kernel == kernel
+    torch.testing.assert_close(linear(x).T, coded.decode().to(torch.bfloat16), atol=1e-2, rtol=2**-7)
+
+
+@pytest.mark.parametrize("spec", [IntegerSpec(4, 32), IntegerSpec(8, -1)], ids=lambda spec: spec.name)
+def test_zero_points_beside_the_middle_count_whatever_a_file_calls_its_grid(spec):
+    weight = torch.randn(48, 64, generator=torch.Generator().manual_seed(3))
+    grid = fit(weight, replace(spec, symmetric=False))
+    moved = replace(grid, spec=spec)
+    coded = Coded(grid.encode(weight), moved)
+    assert not moved.centred
+    linear = PackedLinear(coded, None, torch.float32)
+    torch.testing.assert_close(linear(torch.eye(64)).T, coded.decode(), atol=1e-5, rtol=1e-5)
 
 
 def test_groups_in_activation_order_are_never_given_to_a_kernel_that_ignores_them():

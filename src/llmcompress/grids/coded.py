@@ -51,6 +51,10 @@ class Grid(ABC):
             """Zero point of each group [out, groups] float32, where the spec has `zero_points`."""
 
         @property
+        def centred(self) -> bool:
+            """Whether every zero point is the middle code, of a grid of whole numbers."""
+
+        @property
         def bounds(self) -> tuple[Tensor, Tensor]:
             """Least and largest level of each group [out, groups], where there is no table."""
 

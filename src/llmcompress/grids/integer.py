@@ -92,10 +92,10 @@ class IntegerGrid(ScaledGrid):
 
     def levels(self, codes: Tensor) -> Tensor:
         levels = codes.to(torch.float32, copy=True)
-        return levels.sub_(self.spec.middle) if self._centred else self._each(torch.Tensor.sub_, levels, self.zero)
+        return levels.sub_(self.spec.middle) if self.centred else self._each(torch.Tensor.sub_, levels, self.zero)
 
     def codes(self, levels: Tensor) -> Tensor:
-        if self._centred:
+        if self.centred:
             return (levels + self.spec.middle).to(torch.uint8)
         return self._each(torch.Tensor.add_, levels.clone(), self.zero).to(torch.uint8)
 
@@ -115,7 +115,7 @@ class IntegerGrid(ScaledGrid):
         return values
 
     @cached_property
-    def _centred(self) -> bool:
+    def centred(self) -> bool:
         """Whether every zero point is the middle code, as it is of symmetric grids but for files of others."""
         return bool((self.zero == self.spec.middle).all())
 

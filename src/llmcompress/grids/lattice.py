@@ -246,8 +246,11 @@ def importance_of_rows(importance: Tensor | None) -> Tensor | None:
 
 
 def whole_scales(scale: Tensor, bend: Tensor, spec: BlockSpec) -> tuple[Tensor, Tensor]:
-    """d [out, blocks] and odd multiples for scales [out, groups], an error in which costs its square times `bend`."""
-    per = spec.groups_per_block
+    """d [out, blocks] and odd multiples for scales [out, groups], an error in which costs its square times `bend`.
+
+    The scale of a group of zeros, which costs nothing, may be no number.
+    """
+    per, scale = spec.groups_per_block, scale.nan_to_num(nan=0.0)
     scale, bend = (part.view(len(part), -1, per) for part in (scale, bend))
     unit = scale.amax(-1, keepdim=True) / (spec.multiples or _ODD)[1]
     least = torch.full_like(unit, torch.inf)

@@ -41,7 +41,7 @@ def int8_of(coded: Coded) -> Int8Weight:
     """A matrix on a symmetric grid of 8 bits with one scale per row; TakesNotError for any other."""
     grid = coded.grid
     width = coded.codes.shape[1]
-    rows = grid.spec.affine and grid.spec.bits == 8 and grid.spec.symmetric
+    rows = grid.spec.affine and grid.spec.bits == 8 and grid.centred
     if not rows or grid.spec.width(width) != width:
         raise TakesNotError(
             f"int8 products take symmetric codes of 8 bits with one scale per row, not {grid.spec.name}"

@@ -68,8 +68,8 @@ _PRODUCTS: Mapping[str, Callable[[Coded, torch.dtype, Rounding | None, Products]
 
 
 def _one_scale_per_row(coded: Coded) -> bool:
-    spec: Any = coded.grid.spec
-    return spec.bits == 8 and bool(spec.symmetric) and spec.width(coded.codes.shape[1]) == coded.codes.shape[1]
+    grid: Any = coded.grid
+    return grid.spec.bits == 8 and bool(grid.centred) and grid.spec.width(coded.codes.shape[1]) == coded.codes.shape[1]
 
 
 class TiledProduct(nn.Module):

@@ -107,9 +107,10 @@ def tiled(coded: Coded) -> TiledWeight:
     bits, group = _STORED_AS[grid.spec.bits], width if width in GROUPS and width < inputs else INPUTS
     order = _order(grid, width)
     codes = coded.codes if order is None else coded.codes[:, order]
-    zeros = None if grid.spec.symmetric else _per_group(grid.zero.to(torch.uint8), inputs, width, group)
+    middle = grid.spec.middle if grid.spec.symmetric and grid.centred else None
+    zeros = None if middle is not None else _per_group(grid.zero.to(torch.uint8), inputs, width, group)
     scales = _per_group(_smallest(grid.scale), inputs, width, group)
-    spec = TileSpec(bits, group, grid.spec.middle if grid.spec.symmetric else None, scales.dtype)
+    spec = TileSpec(bits, group, middle, scales.dtype)
     return TiledWeight(spec, tile_codes(codes, bits), scales, zeros, outputs, inputs, order)
 
 

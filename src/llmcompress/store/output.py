@@ -32,21 +32,6 @@ if TYPE_CHECKING:
 
 _FILES, _REPLACED, _DELETED, _SCRATCH = "files", "replaced", "deleted", "scratch"
 
-_TORCH_NAMES = {
-    "torch.float64": "F64",
-    "torch.float32": "F32",
-    "torch.float16": "F16",
-    "torch.bfloat16": "BF16",
-    "torch.float8_e4m3fn": "F8_E4M3",
-    "torch.int64": "I64",
-    "torch.int32": "I32",
-    "torch.uint32": "U32",
-    "torch.int16": "I16",
-    "torch.int8": "I8",
-    "torch.uint8": "U8",
-    "torch.bool": "BOOL",
-}
-
 
 class OutputDirectory:
     """A directory that is being written; use as a context manager and `commit` at the end, or nothing remains.
@@ -256,7 +241,9 @@ def _sha256(data: bytes) -> str:
 
 def _raw(spec: TensorSpec, tensor: "Tensor") -> memoryview:
     """The bytes of a tensor as safetensors stores them, or RunError if the tensor does not fit its spec."""
-    dtype = _TORCH_NAMES.get(str(tensor.dtype), str(tensor.dtype))
+    from llmcompress.store.checkpoint import NAMES
+
+    dtype = NAMES.get(tensor.dtype, str(tensor.dtype))
     if dtype != spec.dtype or tuple(tensor.shape) != spec.shape:
         announced = f"{spec.dtype} {list(spec.shape)}"
         raise RunError(f"tensor {spec.name} is {dtype} {list(tensor.shape)}, announced was {announced}")

@@ -17,13 +17,12 @@ from torch import Tensor
 
 from llmcompress.errors import RunError
 from llmcompress.formats.base import TensorSpec
-from llmcompress.store.checkpoint import DTYPES
+from llmcompress.store.checkpoint import NAMES
 from llmcompress.store.files import bytes_of, writing
 from llmcompress.store.folder import HeldFile
 from llmcompress.store.weight_files import weight_file
 
 _TOKENS = "input_ids"
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class CheckedTensors:
@@ -51,7 +50,7 @@ def write_tensors(file: HeldFile, of: str, tensors: Mapping[str, Tensor], facts:
     seed = _seed(file, of)
     sums = {name: _sum_of(tensor, seed) for name, tensor in tensors.items()}
     text = json.dumps({**facts, "tensors": sums})
-    specs = [TensorSpec(name, _NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()]
+    specs = [TensorSpec(name, NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()]
     made = weight_file(file.name, specs, {"facts": text, "crc": f"{zlib.crc32(text.encode(), seed):08x}"})
     file.write_whole(chain([made.header], (bytes_of(tensors[name]) for name in made.begins)))
 

@@ -9,6 +9,7 @@ from llmcompress.grids.coded import Coded, Grid
 from llmcompress.grids.inputs import InputGrid, Rounding
 
 _INT4_GROUPS = (32, 64, 128, 256)
+_VECTOR = 16  # numbers in the widest vector of a processor
 _SUMMED = 1 << 17  # terms: an int32 holds the sum of this many products of 8-bit codes
 
 
@@ -31,7 +32,10 @@ class PackedLinear(nn.Module):
     def _integers(self, coded: Coded, grid: Grid) -> None:
         group = grid.spec.width(self.in_features)
         natural = bool((grid.group_index == torch.arange(self.in_features) // group).all())
-        whole_rows = grid.spec.bits == 8 and group == self.in_features and grid.spec.symmetric
+        both = self.inputs is not None and self.inputs.integers and self.in_features < _SUMMED
+        # torch's product with bfloat16 reads whole vectors, beyond the end of a row of another width
+        whole_vectors = both or self.dtype != torch.bfloat16 or self.in_features % _VECTOR == 0
+        whole_rows = grid.spec.bits == 8 and group == self.in_features and grid.centred and whole_vectors
         if grid.spec.bits == 4 and group in _INT4_GROUPS and natural and self.out_features % 16 == 0:
             self.kernel = "int4"
             self.register_buffer(
@@ -43,7 +47,6 @@ class PackedLinear(nn.Module):
             )
             self.group = group
         elif whole_rows:
-            both = self.inputs is not None and self.inputs.integers and self.in_features < _SUMMED
             self.kernel = "int8-int8" if both else "int8"
             self.register_buffer("words", (coded.codes.to(torch.int16) - grid.spec.middle).to(torch.int8))
             self.register_buffer("scale", grid.scale[:, 0].to(torch.float32 if both else self.dtype))
