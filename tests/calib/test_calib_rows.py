@@ -63,6 +63,16 @@ def test_messages_go_through_the_chat_template(source, ask, ids_of, field):
     assert all_tokens(source(rows, **options), ask, len(expected)) == expected
 
 
+def in_parts(text):
+    return [{"type": "text", "text": text[:1]}, {"type": "text", "text": text[1:]}]
+
+
+def test_parts_of_text_are_one_text(source, ask, ids_of):
+    rows = [{"messages": [{**message, "content": in_parts(message["content"])} for message in HELLO]}]
+    expected = ids_of(HELLO_RENDERED)
+    assert all_tokens(source(rows), ask, len(expected)) == expected
+
+
 def test_rows_of_text_and_of_messages_mix(source, ask, ids_of):
     rows = [{"text": "plain", "messages": None}, {"text": None, "messages": HELLO}]
     expected = ids_of("plain</s>" + HELLO_RENDERED)

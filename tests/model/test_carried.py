@@ -63,6 +63,16 @@ def test_what_is_handed_on_keeps_its_type_beside_states_of_another(random_model_
     assert torch.equal(streamed_logits(model, tokens), truth)
 
 
+@pytest.mark.parametrize("kind", ["ernie4_5_moe", "deepseek_v4"])
+def test_what_transformers_keeps_in_float32_is_so_in_layers_too(kind, random_model_dir):
+    """Routers of the one, gates and mixtures of streams of the other."""
+    config = config_of(kind).to_dict()
+    del config["dtype"]
+    path, tokens = random_model_dir(kind, dtype="float32", **config), ids(2)
+    truth = reference_logits(path, tokens, dtype=torch.bfloat16)
+    assert torch.equal(streamed_logits(streamed(path, dtype=torch.bfloat16), tokens), truth)
+
+
 class Layer(torch.nn.Module):
     def forward(self, hidden_states, more=None, *, other=None):
         return hidden_states, more

@@ -246,6 +246,10 @@ def make_source(path):
     copied = {
         "tokenizer.json": "{}",
         "tokenizer_config.json": json.dumps({"auto_map": {"AutoTokenizer": ["tokenization_x.X", None]}}),
+        "preprocessor_config.json": json.dumps({"auto_map": {"AutoImageProcessor": "images_x.X"}}),
+        "video_preprocessor_config.json": json.dumps({"auto_map": {"AutoVideoProcessor": "videos_x.X"}}),
+        "images_x.py": "pass",
+        "videos_x.py": "pass",
         "merges.txt": "a b",
         "chat_template.jinja": "{{ messages }}",
         "additional_chat_templates/tools.jinja": "{{ tools }}",

@@ -198,6 +198,14 @@ def encode_row(tokenizer: Any, row: Mapping[str, Any], field: str, where: str) -
     )
 
 
+def _joined(value: Any) -> Any:
+    """Text in parts as one text, which every template takes; any other value as it is."""
+    parts = value if isinstance(value, list) else []
+    said = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    texts = [text for text in said if isinstance(text, str)]
+    return "".join(texts) if parts and len(texts) == len(parts) else value
+
+
 def _chat(tokenizer: Any, messages: list[Any], what: str, *, answered: bool = True) -> str:
     """`messages` (role and content each) as text, through the tokenizer's chat template, which adds special tokens.
 
@@ -214,7 +222,7 @@ def _chat(tokenizer: Any, messages: list[Any], what: str, *, answered: bool = Tr
             "use rows with text, or put chat_template.jinja into the model directory",
         )
     # a table fills the keys that other messages have with None; templates ask whether a key is defined
-    given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    given = [{key: _joined(value) for key, value in message.items() if value is not None} for message in messages]
     try:
         template = tokenizer.get_chat_template()
         dated = FIXED_DATE + template if "strftime_now" in template else template

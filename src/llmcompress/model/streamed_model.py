@@ -92,13 +92,13 @@ class StreamedModel:
         self.layers: list[nn.Module] = list(self.causal.get_submodule(spec.layers).children())
         if not self.layers:
             raise CheckpointError("config.json asks for a model without layers")
-        single = kept_in_float32(self.causal, dtype)
+        self._single = kept_in_float32(self.causal, dtype)
         for path, owner in self.causal.named_modules():  # not .to(): parameters on meta cannot be moved
             for name, buffer in owner._buffers.items():
                 if buffer is not None:
                     stored = name not in owner._non_persistent_buffers_set and buffer.is_floating_point()
-                    compute = spec.observed and stored and not any(part in f"{path}.{name}" for part in single)
-                    owner._buffers[name] = buffer.to(self.device, dtype if compute else buffer.dtype)
+                    compute = self._dtype_of(f"{path}.{name}") if spec.observed and stored else buffer.dtype
+                    owner._buffers[name] = buffer.to(self.device, compute)
         self._recorders = [_Recorder(layer, spec.outputs) for layer in self.layers]
         self._carried = Carried(self.layers)
         # a multimodal model looks for places of images, in ids or in embeddings
@@ -246,12 +246,17 @@ class StreamedModel:
         for leaf, parameter in list(owner._parameters.items()):
             if parameter is not None and leaf not in without:
                 value = self._read(self._disk_names_of(prefix, f"{below}{leaf}"), parameter)
-                owner._parameters[leaf] = nn.Parameter(value.to(self.device, self.dtype), requires_grad=False)
+                dtype = self._dtype_of(f"{prefix}{below}{leaf}")
+                owner._parameters[leaf] = nn.Parameter(value.to(self.device, dtype), requires_grad=False)
         for leaf, buffer in list(owner._buffers.items()):
             if buffer is not None and leaf not in owner._non_persistent_buffers_set:
                 found = self._lookup(f"{prefix}{self.spec.disk_parameter(f'{below}{leaf}')}")
                 if found is not None:  # such as the routing bias of DeepSeek
                     owner._buffers[leaf] = self._read([found], buffer).to(buffer.device, buffer.dtype)
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        """The type of a parameter or buffer: that of the model, unless transformers keeps it in float32."""
+        return torch.float32 if any(part in name for part in self._single) else self.dtype
 
     def _disk_names_of(self, prefix: str, path: str) -> list[str]:
         """The tensors that are a parameter, one behind the other."""

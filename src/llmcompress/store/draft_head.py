@@ -138,7 +138,15 @@ def _shape(path: Path, config: dict[str, Any]) -> DraftShape:
             if said.get(key, value) != value:
                 raise CheckpointError(f"{path / CONFIG}: {key} {said[key]!r} is not known here", f"{value!r} is")
     rope = layer.get("rope_parameters")
-    theta = rope.get("rope_theta") if isinstance(rope, dict) else layer.get("rope_theta")
+    turned = dict(rope) if isinstance(rope, dict) else {}
+    theta = turned.pop("rope_theta", layer.get("rope_theta"))
+    scaled = {key: value for key, value in turned.items() if (key, value) not in _PLAIN_ROPE} or layer.get(
+        "rope_scaling"
+    )
+    if scaled:
+        raise CheckpointError(
+            f"{path / CONFIG}: rotary embeddings with {scaled!r} are not known here", "plain ones are"
+        )
     states = config.get("eagle_aux_hidden_state_layer_ids")
     if not isinstance(states, list) or len(states) != AUXILIARY or not all(map(_counts, states)):
         raise CheckpointError(f"{path / CONFIG} does not name three hidden states (eagle_aux_hidden_state_layer_ids)")
@@ -164,7 +172,9 @@ def _shape(path: Path, config: dict[str, Any]) -> DraftShape:
 
 
 _AS_WRITTEN = {"norm_before_residual": True, "norm_before_fc": False, "fc_norm": False, "norm_output": False}
-_LAYER_AS_WRITTEN = {"model_type": "llama", "num_hidden_layers": 1, "hidden_act": "silu", "attention_bias": False}
+_LAYER_AS_WRITTEN = {"model_type": "llama", "num_hidden_layers": 1, "hidden_act": "silu", "attention_bias": False,
+                     "mlp_bias": False, "partial_rotary_factor": 1.0}  # fmt: skip
+_PLAIN_ROPE = (("rope_type", "default"), ("partial_rotary_factor", 1.0))
 
 
 def _counts(value: Any) -> bool:

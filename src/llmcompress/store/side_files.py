@@ -13,6 +13,8 @@ _LARGE = ("tokenizer.json", "vocab.json", "tekken.json")  # whoever loads the to
 _TOKENIZERS = (*_LARGE, "tokenizer.model", "spiece.model", "merges.txt", "vocab.txt", "tokenizer_config.json",
                "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")  # fmt: skip
 _BESIDE_TOKENIZERS = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+_NAMING_CODE = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json",
+                "video_preprocessor_config.json")  # fmt: skip
 _HINT = "fetch the file again, or remove it"
 
 
@@ -72,7 +74,7 @@ def _check(source: Path, file: Path) -> None:
 def _custom_code(source: Path) -> set[Path]:
     """Python files that `auto_map` names, and those they import from beside them."""
     waiting: list[str] = []
-    for name in ("config.json", "tokenizer_config.json", "processor_config.json"):
+    for name in _NAMING_CODE:
         auto_map = read_json(source / name).get("auto_map") if (source / name).exists() else None
         for value in auto_map.values() if isinstance(auto_map, dict) else ():
             for item in value if isinstance(value, list) else [value]:

@@ -17,7 +17,7 @@ from llmcompress.engine.plan.run_options import Options
 from llmcompress.errors import CheckpointError, PlanError, RunError
 from llmcompress.model.eagle import EagleHead
 from llmcompress.recipe import Calibration, build, parse
-from llmcompress.store.draft_head import read_draft
+from llmcompress.store.draft_head import IDS, DraftShape, read_draft
 from llmcompress.store.staging import Staging
 from llmcompress.validate.load import load_whole
 from llmcompress.workers import SERIAL
@@ -132,6 +132,29 @@ def test_training_brings_the_head_nearer_and_writes_what_vllm_reads(model, ids, 
         file.read_text() for file in (tmp_path / "out").glob("*.[jm][sd]*") if file.suffix != ".safetensors"
     )
     assert str(tmp_path) not in written
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0}},
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"partial_rotary_factor": 0.5},
+        {"mlp_bias": True},
+    ],
+    ids=str,
+)
+def test_a_head_that_computes_something_else_is_refused(said, tmp_path):
+    shape = DraftShape(16, 32, 2, 2, 8, 24, 96, 128, 1e-5, 1e4, (1, 2, 3))
+    tensors = {name: torch.zeros(size) for name, size in shape.matrices.items()}
+    save_file({**tensors, IDS: torch.zeros(24, dtype=torch.int64)}, tmp_path / "model.safetensors")
+    config = shape.config("float32", 3, "target", ["LlamaForCausalLM"])
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_draft(tmp_path)[0] == shape
+    config["transformer_layer_config"] |= said
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="not known here"):
+        read_draft(tmp_path)
 
 
 def test_frequent_tokens_are_counted():
