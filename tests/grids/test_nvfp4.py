@@ -11,7 +11,7 @@ from llmcompress.grids.coded import Coded
 from llmcompress.grids.e2m1 import LEVELS
 from llmcompress.grids.fitting import fit as fitted
 from llmcompress.grids.grid_type import spec_named
-from llmcompress.grids.nvfp4 import GRID, Nvfp4Grid, Nvfp4Spec, fit
+from llmcompress.grids.nvfp4 import GRID, FactoredGrid, Nvfp4Grid, Nvfp4Spec, fit
 from llmcompress.solve.damping import damped
 from llmcompress.solve.refine import Refiner, row_loss
 
@@ -166,3 +166,22 @@ def test_rows_of_gguf_are_what_its_package_decodes_and_are_read_back():
     assert np.array_equal(again.decode().numpy(), theirs)
     with pytest.raises(CheckpointError, match="no whole number"):
         GRID.of_gguf_rows(grid.spec, rows[:, 1:])
+
+
+def test_scales_of_gguf_have_no_sign_and_none_is_no_number():
+    weight = torch.randn(1, 64, generator=torch.Generator().manual_seed(0))
+    rows = fit(weight).gguf_rows(fit(weight).encode(weight))
+    rows[0, :4] = torch.tensor([0x7F, 0x00, 0xC0, 0x40], dtype=torch.uint8)
+    theirs = dequantize(rows.numpy(), GGMLQuantizationType.NVFP4)
+    assert np.array_equal(GRID.of_gguf_rows(fit(weight).spec, rows).decode().numpy(), theirs)
+
+
+def test_a_factor_stays_as_it_was_stored():
+    """Its reciprocal's reciprocal is another number for one in six."""
+    factors = torch.rand(64, generator=torch.Generator().manual_seed(0)) * 1e-3
+    assert (1 / (1 / factors) != factors).any()
+    for factor in factors.split(1):
+        grid = FactoredGrid(GRID.made, torch.ones(1, 4), 1 / factor, factor)
+        again = GRID.restored(grid.spec, 64, {"small": grid.small, "divisor": grid.divisor, "factor": grid.factor})
+        assert torch.equal(again.scale, grid.scale)
+        assert torch.equal(again.gguf_factor, factor)

@@ -3,6 +3,7 @@
 import json
 import shutil
 import stat
+from contextlib import nullcontext
 
 import pytest
 
@@ -155,17 +156,19 @@ def test_a_directory_that_cannot_be_written_costs_one_line(one, tmp_path):
     assert str(tmp_path) in said[0]
 
 
-def test_nothing_half_written_stays(one, tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=repr)
+def test_nothing_half_written_stays(one, tmp_path, monkeypatch, error):
     kernel, _ = one
 
     def refuse(*_):
-        raise OSError(28, "No space left on device")
+        raise error
 
     monkeypatch.setattr("pathlib.Path.replace", refuse)
     said = []
-    Builder(Counting(), Cache(tmp_path), "sm_90", said.append)(kernel)
+    with pytest.raises(KeyboardInterrupt) if isinstance(error, KeyboardInterrupt) else nullcontext():
+        Builder(Counting(), Cache(tmp_path), "sm_90", said.append)(kernel)
     assert list(tmp_path.iterdir()) == []
-    assert "No space left" in said[0]
+    assert isinstance(error, KeyboardInterrupt) or "No space left" in said[0]
 
 
 def test_the_cache_lies_where_it_is_told_to(monkeypatch, tmp_path):
@@ -184,11 +187,17 @@ def test_the_cache_lies_where_it_is_told_to(monkeypatch, tmp_path):
 def test_clearing_removes_our_files_alone(one, tmp_path):
     kernel, _ = one
     Builder(Counting(), Cache(tmp_path), "sm_90", print)(kernel)
-    (tmp_path / "of others").write_text("")
+    others = ["of others", "another_project.cubin", "some.partial"]
+    for name in others:
+        (tmp_path / name).write_text("")
+    (tmp_path / f"{'0' * 64}.cubin").symlink_to(tmp_path / "nowhere")
+    (tmp_path / f"{'0' * 64}abc_x1.partial").write_bytes(b"half")
+    assert len(list(Cache(tmp_path).entries())) == 1
     count, size = Cache(tmp_path).clear()
-    assert count == 1
-    assert size > 0
-    assert [file.name for file in tmp_path.iterdir()] == ["of others"]
+    assert count == 2
+    assert size > 4
+    left = {file.name for file in tmp_path.iterdir() if not file.is_symlink()}
+    assert left == set(others)
     assert Cache(tmp_path / "missing").clear() == (0, 0)
 
 
@@ -205,6 +214,14 @@ def test_nvcc_takes_the_place_of_a_missing_nvrtc(monkeypatch):
     assert "NVRTC was not found" in caught.value.message
     assert "no nvcc" in caught.value.message
     assert "pip install nvidia-cuda-nvrtc" in str(caught.value.hint)
+
+
+def test_an_nvcc_that_cannot_run_is_one_line(monkeypatch, tmp_path):
+    (tmp_path / "nvcc").write_bytes(b"junk")
+    (tmp_path / "nvcc").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(KernelsError, match="nvcc cannot be run: Exec format error"):
+        compilers.Nvcc()
 
 
 def test_keys_do_not_mix_fields_up():

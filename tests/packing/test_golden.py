@@ -99,7 +99,7 @@ def test_words_and_zero_points_of_awq():
     assert torch.equal(pack_awq(torch.full((1, 32), 8)), words("88888888 88888888 88888888 88888888"))
 
 
-@given(st.integers(1, 4), st.integers(1, 9), st.integers(0, 2**32))
+@given(st.integers(0, 4), st.integers(1, 9), st.integers(0, 2**32))
 def test_unpacking_awq_gives_back_what_was_packed(rows, words_per_row, seed):
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 16, (rows, 8 * words_per_row), generator=generator, dtype=torch.uint8)

@@ -120,6 +120,7 @@ class Codebooks(GridType):
     values = "a table for each row"
     pattern = r"codebook(\d)-row"
     widths = CODEBOOK_BITS
+    clips = False
     formats = ("codebook",)
 
     def named(self, found: re.Match[str]) -> Spec:

@@ -114,6 +114,10 @@ class FactoredGrid(Nvfp4Grid):
     def scale(self) -> Tensor:
         return self.small * self.factor
 
+    @property
+    def gguf_factor(self) -> Tensor:
+        return self.factor
+
 
 class Nvfp4(E2m1Type):
     """Floats of 4 bits times a float of 8 bits of their group."""
@@ -135,7 +139,10 @@ class Nvfp4(E2m1Type):
         return fit(weight, how.clip, how.importance, divisor=grid.divisor)
 
     def restored(self, spec: Nvfp4Spec, width: int, parts: Mapping[str, Tensor]) -> Nvfp4Grid:
-        return Nvfp4Grid(spec, parts["small"].to(torch.float32), parts["divisor"])
+        small = parts["small"].to(torch.float32)
+        if "factor" in parts:
+            return FactoredGrid(spec, small, parts["divisor"], parts["factor"])
+        return Nvfp4Grid(spec, small, parts["divisor"])
 
     def unpacked(self, spec: Nvfp4Spec, parts: Mapping[str, Tensor]) -> Coded:
         small = parts["weight_scale"].to(torch.float32)
@@ -143,7 +150,8 @@ class Nvfp4(E2m1Type):
 
     def of_gguf_rows(self, spec: Nvfp4Spec, rows: Tensor) -> Coded:
         blocks = whole_blocks(rows, _BLOCK_GROUPS * (1 + spec.group_size // 2), spec.gguf_type)
-        small = blocks[..., :_BLOCK_GROUPS].reshape(len(rows), -1).view(torch.float8_e4m3fn).to(torch.float32)
+        scales = blocks[..., :_BLOCK_GROUPS].reshape(len(rows), -1) & 0x7F  # llama.cpp knows no signs of scales
+        small = scales.view(torch.float8_e4m3fn).to(torch.float32).nan_to_num(nan=0.0)
         packed = blocks[..., _BLOCK_GROUPS:].reshape(len(rows), -1, spec.group_size // 2)
         return Coded(unhalved(packed), Nvfp4Grid(spec, small, torch.ones(1)))
 

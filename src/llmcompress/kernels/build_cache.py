@@ -6,8 +6,10 @@ match its description is ignored, and its kernel compiled again.
 
 import json
 import os
+import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -19,6 +21,8 @@ from llmcompress.kernels.compilers import Defines
 VARIABLE = "LLMCOMPRESS_KERNEL_CACHE"
 _FORMAT = 1  # raised when the layout of files or the options of compilers change
 _SUFFIX = ".cubin"
+_BUILD = rf"[0-9a-f]{{64}}{re.escape(_SUFFIX)}"  # names of the cache's own files
+_LEFT = r"[0-9a-f]{64}\w+\.partial"  # of those that a process was killed at
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,10 @@ def directory_of(given: Path | None = None) -> Path:
     if stated := os.environ.get(VARIABLE):
         return Path(stated)
     base = os.environ.get("XDG_CACHE_HOME")
-    return Path(base) / "llmcompress" / "kernels" if base else Path.home() / ".cache" / "llmcompress" / "kernels"
+    try:
+        return Path(base or Path.home() / ".cache") / "llmcompress" / "kernels"
+    except RuntimeError:  # a user without a home
+        return Path(tempfile.gettempdir()) / f"llmcompress-{os.getuid()}" / "kernels"
 
 
 class Cache:
@@ -76,23 +83,25 @@ class Cache:
             with os.fdopen(handle, "wb") as file:
                 file.write(json.dumps(about).encode() + b"\n" + cubin)
             Path(partial).replace(self._file(made))
-        except OSError:
+        except BaseException:
             Path(partial).unlink(missing_ok=True)
             raise
 
     def entries(self) -> Iterator[CachedBuild]:
         """All files of the cache, by name."""
-        for file in self._files():
+        for file, size in self._files(_BUILD):
             found = _read(file)
-            yield CachedBuild(file, file.stat().st_size, None if found is None else found[0])
+            yield CachedBuild(file, size, None if found is None else found[0])
 
     def clear(self) -> tuple[int, int]:
-        """Remove all files of the cache; how many there were, and their bytes. PlanError for one that stays."""
+        """Remove all files of the cache, and what was left half-written; how many, and their bytes.
+
+        PlanError for one that stays.
+        """
         count = total = 0
-        for file in self._files():
-            size = file.stat().st_size
+        for file, size in self._files(f"(?:{_BUILD}|{_LEFT})"):
             try:
-                file.unlink()
+                file.unlink(missing_ok=True)
             except OSError as error:
                 raise PlanError(f"{file} cannot be removed: {error.strerror}") from None
             count, total = count + 1, total + size
@@ -101,8 +110,12 @@ class Cache:
     def _file(self, made: Made) -> Path:
         return self.directory / f"{made.key}{_SUFFIX}"
 
-    def _files(self) -> Sequence[Path]:
-        return sorted(self.directory.glob(f"*{_SUFFIX}")) if self.directory.is_dir() else []
+    def _files(self, names: str) -> Iterator[tuple[Path, int]]:
+        """Files whose names fit a pattern, by name, and their bytes; one that is removed meanwhile is left out."""
+        for file in sorted(self.directory.glob("*")) if self.directory.is_dir() else ():
+            if re.fullmatch(names, file.name) and file.is_file():
+                with suppress(FileNotFoundError):
+                    yield file, file.stat().st_size
 
 
 def _read(file: Path) -> tuple[dict[str, Any], bytes] | None:
@@ -112,6 +125,8 @@ def _read(file: Path) -> tuple[dict[str, Any], bytes] | None:
         about = json.loads(line)
     except (OSError, ValueError):
         return None
-    if not isinstance(about, dict) or about.get("sha256") != sha256(cubin).hexdigest():
+    if not isinstance(about, dict) or about.get("format") != _FORMAT:
+        return None
+    if about.get("sha256") != sha256(cubin).hexdigest():
         return None
     return about, cubin

@@ -55,7 +55,10 @@ class Nvcc:
             return cubin.read_bytes()
 
     def _run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([self._path, *arguments], capture_output=True, text=True, check=False)
+        try:
+            return subprocess.run([self._path, *arguments], capture_output=True, text=True, check=False)
+        except OSError as error:
+            raise KernelsError(f"{self._path} cannot be run: {error.strerror}", INSTALL) from None
 
 
 def find_compiler() -> Compiler:

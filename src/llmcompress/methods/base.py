@@ -203,6 +203,8 @@ class Method(WithGridOptions):
         chosen = grid_types()[self.type]
         if self.clip == "output" and not chosen.output_clip:
             raise ValueError(f"clip: output searches ranges of integers, not of type {self.type}")
+        if self.clip == "minmax" and not chosen.clips:
+            raise ValueError(f"type {self.type} has no ranges, which clip: minmax is of")
         for said in filter(None, (grid.objection(self) for grid in grid_types().values())):
             raise ValueError(said)
         if chosen.widths is not None:

@@ -23,4 +23,4 @@ def unpack_nibbles(words: Tensor, order: Sequence[int]) -> Tensor:
 def _shuffled(values: Tensor, order: Tensor) -> Tensor:
     """Every eight values of a row in another order."""
     rows, count = values.shape
-    return values.reshape(rows, -1, len(order))[:, :, order].reshape(rows, count)
+    return values.reshape(rows, count // len(order), len(order))[:, :, order].reshape(rows, count)
