@@ -8,7 +8,7 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -26,6 +26,7 @@ from llmcompress.errors import CalibrationError
 from llmcompress.registry import discover
 
 
+@settings(max_examples=20)  # each is written through to the disk
 @given(st.integers(1, 5), st.integers(2, 9), st.data())
 def test_ids_come_back_as_packed(tmp_path_factory, ask, samples, length, data):
     flat = data.draw(st.lists(st.integers(0, 255), min_size=samples * length, max_size=samples * length))

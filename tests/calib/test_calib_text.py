@@ -41,7 +41,7 @@ def test_byte_order_mark_and_line_ends_do_not_change_the_tokens(tmp_path, ask):
     assert plain == other
 
 
-@settings(deadline=None)  # a process is forked for every text
+@settings(deadline=None, max_examples=20)  # a process is forked for every text
 @given(st.text(min_size=1).filter(str.strip))
 def test_the_tokens_decode_to_the_text(tmp_path_factory, ask, tokenizer, text):
     path = tmp_path_factory.mktemp("text") / "a.txt"

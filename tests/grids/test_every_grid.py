@@ -86,8 +86,11 @@ def held(name):
     return grid_types()[name].formats[0]
 
 
-@pytest.mark.parametrize("method", STEPS)
-@pytest.mark.parametrize("name", CHOSEN)
+THROUGH = [(name, method) for name in CHOSEN for method in ("rtn", "gptq")]
+THROUGH += [("int", "awq"), ("nvfp4", "awq")]  # which scales channels, and rounds as rtn does
+
+
+@pytest.mark.parametrize(("name", "method"), THROUGH)
 def test_a_grid_goes_through_a_method_to_a_checkpoint_that_verifies(name, method, model, text, rounded, tmp_path):
     grid, out = grid_types()[name], tmp_path / "out"
     if method == "rtn":

@@ -230,13 +230,15 @@ def test_keys_do_not_mix_fields_up():
     assert made.key == Made("a", "b", (("X", 1),), "sm_90", "c").key
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_89", "sm_90"])
-def test_nvrtc_alone_compiles_every_source(architecture):
+def test_nvrtc_alone_compiles_every_source():
     """Without any header of a toolkit: one variant of each; all of them are built by `kernels check`."""
     compiler = compiler_or_skip(Nvrtc)
-    one_each = {kernel.source: kernel for _, kernel in variants(architecture)}
-    assert len(one_each) >= 8
-    for kernel in one_each.values():
+    found = 0
+    for number, source in enumerate(sorted({kernel.source for _, kernel in variants("sm_90")})):
+        architecture = ("sm_80", "sm_89", "sm_90")[number % 3]
+        kernel = next(kernel for _, kernel in variants(architecture) if kernel.source == source)
+        found += 1
         cubin = compiler(source_text(kernel.source), kernel.defines, architecture)
         assert architecture_of(cubin)[0] == ELF_MACHINE_CUDA
         assert kernel.name.encode() in cubin
+    assert found >= 8

@@ -55,23 +55,26 @@ def fits(kernel, architecture, folder):
     assert used * threads * blocks <= 65536, f"{kernel} takes {used} registers for {architecture}"
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("spec", [USUAL[1], USUAL[4], USUAL[7], *OTHERS], ids=name_of)
-def test_tiled_products_compile_without_spilling(spec, architecture, tmp_path):
-    largest = list(shapes(Problem(1, 1, 1, spec), architecture))[-1]
-    fits(matmul.kernel_of(largest, torch.bfloat16), architecture, tmp_path)
-
-
 def in_turn(values):
     """Each value with one architecture, every architecture with some: a compiler of minutes for all of them."""
     return [(value, ARCHITECTURES[number % len(ARCHITECTURES)]) for number, value in enumerate(values)]
+
+
+def named(value):
+    return value if isinstance(value, str) else name_of(value)
+
+
+@pytest.mark.parametrize(("spec", "architecture"), in_turn([USUAL[1], USUAL[4], USUAL[7], *OTHERS]), ids=named)
+def test_tiled_products_compile_without_spilling(spec, architecture, tmp_path):
+    largest = list(shapes(Problem(1, 1, 1, spec), architecture))[-1]
+    fits(matmul.kernel_of(largest, torch.bfloat16), architecture, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "architecture"),
     in_turn([*USUAL, *OTHERS][::2]),
-    ids=lambda value: value if isinstance(value, str) else name_of(value),
+    ids=named,
 )
 def test_all_variants_compile_without_spilling(spec, architecture, tmp_path):
     for dtype in (torch.float16, torch.bfloat16):
@@ -83,8 +86,7 @@ def test_all_variants_compile_without_spilling(spec, architecture, tmp_path):
 FAMILIES = [int8, progressive, ggml_products]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("family", FAMILIES, ids=["int8", "progressive", "ggml"])
+@pytest.mark.parametrize(("family", "architecture"), in_turn(FAMILIES), ids=["int8", "progressive", "ggml"])
 def test_the_last_kernel_of_every_other_source_compiles_without_spilling(family, architecture, tmp_path):
     for kernel in {kernel.source: kernel for kernel in family.variants(architecture)}.values():
         fits(kernel, architecture, tmp_path)

@@ -308,7 +308,7 @@ def test_a_flipped_bit_is_refused_or_leaves_a_file_that_hangs_together(write):
         [("t", "x", GGUFValueType.STRING)], [("a", np.ones((2, 4), np.float32)), ("b", np.ones(8, np.float32))]
     )
     whole, start, read = file.read_bytes(), read_header(file).data_start, 0
-    for bit in range(8 * start):
+    for bit in range(start % 8, 8 * start, 3):  # every bit of a byte in its turn
         damaged = bytearray(whole)
         damaged[bit // 8] ^= 1 << bit % 8
         file.write_bytes(damaged)
@@ -320,7 +320,7 @@ def test_a_flipped_bit_is_refused_or_leaves_a_file_that_hangs_together(write):
         ends = [tensor.position + tensor.nbytes for tensor in header.tensors.values()]
         assert ends == sorted(ends)
         assert ends[-1] <= len(whole)
-    assert 0 < read < 4 * start  # names, numbers, padding
+    assert 0 < read < 4 * start / 3  # names, numbers, padding
 
 
 @pytest.mark.parametrize("count", [2**20, 2**24])

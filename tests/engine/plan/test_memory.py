@@ -9,7 +9,7 @@ from llmcompress.calib.pack import save
 from sizedmodels import WIDTHS, call, write
 
 IDS = "token ids of the model"
-CALIBRATED = ["--calibration", IDS, "--samples", "20", "--length", "512"]
+CALIBRATED = ["--calibration", IDS, "--samples", "10", "--length", "512"]
 GROUPS = ["--group-size", "64", *CALIBRATED]
 RECIPES = {  # each with the models that it is run on, and a number of threads
     "gptq": (WIDTHS, 2, ["gptq", *GROUPS]),
@@ -19,8 +19,8 @@ RECIPES = {  # each with the models that it is run on, and a number of threads
         ["gptq", *GROUPS, "--bits", 3, "--qep-alpha", 0, "--format", "gptq"],
     ),
     "plain, group order": (["small"], 2, ["gptq", *GROUPS, "--descent", 0, "--actorder", "group", "--format", "gptq"]),
-    "guided": (WIDTHS, 2, ["gptq", *GROUPS, "--guided"]),
-    "recovered": (["smollm2"], 2, ["gptq", *GROUPS, "--recover", "block", "--samples", "32"]),
+    "guided": (["smollm2"], 2, ["gptq", *GROUPS, "--guided"]),
+    "recovered": (["smollm2"], 2, ["gptq", *GROUPS, "--recover", "block", "--samples", "16"]),
     "rtn": (["small"], 1, ["rtn", *GROUPS]),
     "rtn by outputs, awq": (["smollm2"], 1, ["rtn", *GROUPS, "--clip", "output", "--asym", "--format", "awq"]),
     "rtn, scales of keys and values": (["small"], 1, ["rtn", *GROUPS, "--kv-cache", "fp8"]),

@@ -9,7 +9,7 @@ from llmcompress.engine.plan.resources import Resources, bounded, host_limits
 from llmcompress.errors import PlanError
 from sizedmodels import WIDTHS, call, write
 
-TEXT = ("--samples", 20, "--length", 512)
+TEXT = ("--samples", 10, "--length", 512)
 COMMANDS = {  # each with a number of threads
     "depth": (1, ["depth", "--drop", 1, "--keep-first", 0, *TEXT]),
     "depth by kl": (1, ["depth", "--drop", 1, "--keep-first", 0, "--by", "kl", "--samples", 4, "--length", 512]),
@@ -19,7 +19,7 @@ COMMANDS = {  # each with a number of threads
     "lora by weights": (1, ["lora", "--rank", 16, "--by", "weights"]),
     "recover": (1, ["recover", "--steps", 2, "--samples", 32, "--length", 512]),
     "recover by two threads": (2, ["recover", "--steps", 2, "--samples", 32, "--length", 512]),
-    "recover of weights": (1, ["recover", "--weights", "full", "--steps", 6, "--samples", 32, "--length", 512]),
+    "recover of weights": (1, ["recover", "--weights", "full", "--steps", 2, "--samples", 32, "--length", 512]),
     "draft of first layers": (1, ["draft", "--kind", "prune", "--layers", 1, "--steps", 2, "--samples", 32,
                                   "--length", 512, "--written", 16]),
     "draft": (1, ["draft", "--steps", 2, "--samples", 32, "--length", 512, "--written", 0, "--rate", 1e-4]),
