@@ -17,10 +17,10 @@ pytestmark = pytest.mark.slow
 SIZES = {
     "--samples": 32,
     "--length": 64,
-    "--windows": 8,
+    "--windows": 4,
     "--items": 4,
     "--eval-windows": 4,
-    "--steps": 8,
+    "--steps": 2,
     "--written": 16,
     "--layers": 1,
 }
@@ -86,11 +86,11 @@ def smaller(words):
 
 
 @pytest.fixture
-def place(shallow_model_dir, tiny_model_dir, tiny_eval_text, tmp_path, monkeypatch):
+def place(shallow_model_dir, tiny_eval_text, tmp_path, monkeypatch):
     """The working directory, which has all that the documents name without saying how it came about."""
     for name in ("model", "MODEL", "smollm2", "ds", "vendor-as-it-was", "base"):
         shutil.copytree(shallow_model_dir, tmp_path / name)
-    shutil.copytree(tiny_model_dir, tmp_path / "tests/models/tiny-llama")
+    shutil.copytree(shallow_model_dir, tmp_path / "tests/models/tiny-llama")
     for name in ("wiki.valid.txt", "wiki.test.txt", "text.txt", "french.txt", "fr.txt"):
         shutil.copy(tiny_eval_text, tmp_path / name)
     shutil.copytree(ROOT / "benchmarks" / "recipes", tmp_path / "benchmarks" / "recipes")

@@ -55,6 +55,7 @@ def test_what_torch_decodes_is_the_decoded_matrix(spec, at_once, monkeypatch):
     x = inputs_of((2, 3, 256))
     linear = Linears(CPU, None, print)(coded, bias, torch.float32, None)
     assert linear.kernel == "torch"
+    assert (linear.weight.shape, linear.weight.dtype) == (coded.codes.shape, x.dtype)  # which some models ask for
     wanted = x.double() @ coded.decode().double().T + bias.double()
     bound = 1e-5 * (x.abs().double() @ coded.decode().abs().double().T + 1)
     assert ((linear(x).double() - wanted).abs() <= bound).all()

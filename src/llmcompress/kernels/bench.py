@@ -30,7 +30,14 @@ SHAPES = ((4096, 4096), (8192, 8192), (22016, 4096), (4096, 11008))  # [out, in]
 TOKENS = (1, 4, 8, 16, 32, 64, 128, 512)
 _PASSES = 9
 _MOST_COPIES = 64
-_DATASHEET = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.0e12, "L40S": 0.864e12}  # bytes per second, by name
+_DATASHEET = {  # bytes per second, by the name that the driver gives
+    "NVIDIA H200": 4.8e12,
+    "NVIDIA H100 80GB HBM3": 3.35e12,
+    "NVIDIA H100 PCIe": 2.0e12,
+    "NVIDIA A100-SXM4-80GB": 2.04e12,
+    "NVIDIA A100-SXM4-40GB": 1.56e12,
+    "NVIDIA L40S": 0.864e12,
+}
 
 Work = Callable[[int], object]
 """Runs once, on the copy of that number."""
@@ -83,8 +90,7 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.copy_rate = self._copy_rate()
-        name = torch.cuda.get_device_name(device)
-        self.datasheet = next((rate for key, rate in _DATASHEET.items() if key in name), None)
+        self.datasheet = _DATASHEET.get(torch.cuda.get_device_name(device))
 
     def seconds(self, work: Work, copies: int) -> float:
         """Median time of one run, all copies in turn."""

@@ -79,6 +79,8 @@ def usable(device: torch.device | None = None) -> torch.device:
         why = "torch is built without CUDA" if torch.version.cuda is None else "torch sees no GPU"
         raise KernelsError(f"kernels need an NVIDIA GPU, and {why}", "`eval --backend torch` runs anywhere")
     index = torch.cuda.current_device() if device is None or device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise KernelsError(f"there is no GPU {index}: torch sees {torch.cuda.device_count()}")
     capability = torch.cuda.get_device_capability(index)
     if capability < OLDEST:
         name = torch.cuda.get_device_name(index)

@@ -37,6 +37,11 @@ class CodedLinear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias.to(dtype), requires_grad=False)
 
     @property
+    def weight(self) -> Tensor:
+        """Shape and type of the weight, without values: some models ask a linear for the type of its inputs."""
+        return torch.empty(self.out_features, self.in_features, dtype=self.dtype, device="meta")
+
+    @property
     def kernel(self) -> str:
         """The name of the product that multiplies."""
         name: Any = self.product.name
