@@ -84,7 +84,7 @@ def rows(first=0):
     return found
 
 
-@pytest.fixture(scope="module", params=[(False, 0), (False, 3), (True, 0), (True, 2)], ids=str)
+@pytest.fixture(scope="module", params=[(False, 0), (False, 3), (True, 2)], ids=str)
 def scored(request, tiny_model_dir, tmp_path_factory):
     """What lm-evaluation-harness finds, by task; the folder of the items, and that of its samples; chat and shots."""
     chat, shots = request.param
