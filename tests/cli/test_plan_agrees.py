@@ -286,7 +286,10 @@ ODD = [
     "bloom", "granitemoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "gpt_neo",
     "falcon", "hunyuan_v1_moe", "jamba", "lfm2_moe", "mamba", "minimax", "olmoe", "phimoe", "qwen2_moe", "zamba2",
 ]  # fmt: skip
-FEWER = {"qwen2_moe": {"num_experts": 8, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 96}}
+FEWER = {
+    "cohere2_moe": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+    "qwen2_moe": {"num_experts": 8, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 96},
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)

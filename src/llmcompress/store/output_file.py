@@ -16,15 +16,16 @@ class OutputFile(OutputDirectory):
     """An output directory of which only the GGUF file named like `path` and the files of BESIDE appear."""
 
     def _appear(self) -> Path:
-        made = self.partial / self.path.name
-        flush(made)
+        moves = {self.partial / name: beside(self.path, name) for name in BESIDE if (self.partial / name).exists()}
+        moves[self.partial / self.path.name] = self.path  # last: a report alone misleads nobody
+        for made in moves:
+            flush(made)
         for name in BESIDE:
-            if (self.partial / name).exists():
-                flush(self.partial / name)
-                (self.partial / name).replace(beside(self.path, name))
-            else:
-                beside(self.path, name).unlink(missing_ok=True)  # left by the replaced file
-        made.replace(self.path)  # last: a report alone misleads nobody
+            beside(self.path, name).unlink(missing_ok=True)
+        if os.path.lexists(self.path):  # a new report beside the old file would mislead, as the old one beside the new
+            moves = dict(reversed(moves.items()))
+        for made, place in moves.items():
+            made.replace(place)
         flush(self.path.parent)
         return self.path
 
