@@ -7,11 +7,10 @@ from torch import Tensor
 
 from llmcompress.kernels.compile_errors import TakesNotError
 from llmcompress.kernels.launch import Kernel, Launch, Launcher
-from llmcompress.kernels.tensor_checks import ceil, optional
+from llmcompress.kernels.tensor_checks import MOST_BLOCKS, ceil, optional
 from llmcompress.kernels.tiles import USUAL, TiledWeight, TileSpec
 
 _WARPS = 4
-_MOST = 65535  # blocks of 32 outputs: what a grid takes
 
 
 def dequantise(launcher: Launcher, weight: TiledWeight, dtype: torch.dtype) -> Tensor:
@@ -21,8 +20,10 @@ def dequantise(launcher: Launcher, weight: TiledWeight, dtype: torch.dtype) -> T
     """
     dense = torch.empty(weight.outputs, weight.inputs, dtype=dtype, device=weight.codes.device)
     down, along = weight.codes.shape[:2]
-    if down > _MOST:
-        raise TakesNotError(f"the kernel decodes up to {32 * _MOST} output channels at once, not {weight.outputs}")
+    if down > MOST_BLOCKS:
+        raise TakesNotError(
+            f"the kernel decodes up to {32 * MOST_BLOCKS} output channels at once, not {weight.outputs}"
+        )
     if dense.numel():
         launcher(
             Launch(kernel_of(weight.spec, dtype), (ceil(along, _WARPS), down, 1), (32 * _WARPS, 1, 1)),

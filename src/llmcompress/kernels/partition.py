@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
-from llmcompress.kernels.tensor_checks import begins_early, ceil, shared_limit
+from llmcompress.kernels.tensor_checks import RESERVED, begins_early, ceil, shared_limit
 from llmcompress.kernels.tiles import INPUTS, OUTPUTS, TileSpec
 
 SHAPES = ((1, 2, 4), (1, 4, 2), (1, 8, 1), (2, 4, 2), (2, 8, 1), (4, 8, 1), (8, 8, 1))
 """Tiles of 8 rows, warps along outputs, warps along inputs."""
 MOST_STAGES = 6
-_RESERVED = 1024  # bytes of shared memory that a block takes beyond its request
 
 # what an H200 offers one multiprocessor, per ns; only the order of costs matters
 _FROM_MEMORY = 4300 / 132  # bytes, the rate of a copy
@@ -173,6 +172,6 @@ def variants(problem: Problem, architecture: str) -> Iterator[Partition]:
             continue
         for blocks in (2, 1) if tiles == 1 or (tiles == 2 and problem.spec.bits < 8) else (1,):  # as registers allow
             plan = Partition(problem, tiles, warps_n, warps_k, 2, blocks, 1)
-            spare = (limit + _RESERVED) // blocks - _RESERVED - plan.shared
+            spare = (limit + RESERVED) // blocks - RESERVED - plan.shared
             if spare >= 0:
                 yield replace(plan, stages=min(MOST_STAGES, 2 + spare // plan.stage_bytes))

@@ -80,12 +80,6 @@ class TiledWeight:
         """Of all that the kernels read."""
         return self.codes.shape[0] * self.codes.shape[1] * self.spec.block_bytes
 
-    def to(self, device: torch.device | str) -> "TiledWeight":
-        """The same on another device."""
-        zeros = None if self.zeros is None else self.zeros.to(device)
-        order = None if self.order is None else self.order.to(device)
-        return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), zeros=zeros, order=order)
-
     def rows(self, begin: int, end: int) -> "TiledWeight":
         """Outputs begin ... end - 1; both are multiples of 32, or `end` is the number of outputs."""
         part = slice(begin // OUTPUTS, ceil(end, OUTPUTS))
