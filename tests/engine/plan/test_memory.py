@@ -20,7 +20,7 @@ RECIPES = {  # each with the models that it is run on, and a number of threads
     ),
     "plain, group order": (["small"], 2, ["gptq", *GROUPS, "--descent", 0, "--actorder", "group", "--format", "gptq"]),
     "guided": (["smollm2"], 2, ["gptq", *GROUPS, "--guided"]),
-    "recovered": (["smollm2"], 2, ["gptq", *GROUPS, "--recover", "block", "--samples", "16"]),
+    "recovered": (["smollm2"], 2, ["gptq", *GROUPS, "--recover", "block", "--samples", "32"]),
     "rtn": (["small"], 1, ["rtn", *GROUPS]),
     "rtn by outputs, awq": (["smollm2"], 1, ["rtn", *GROUPS, "--clip", "output", "--asym", "--format", "awq"]),
     "rtn, scales of keys and values": (["small"], 1, ["rtn", *GROUPS, "--kv-cache", "fp8"]),
