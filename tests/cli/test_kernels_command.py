@@ -93,6 +93,7 @@ def test_without_a_gpu_there_is_one_line(main, capsys, monkeypatch, command):
 def test_too_old_a_gpu_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Tesla T4")
     with pytest.raises(KernelsError, match=r"compute capability 8\.0, Tesla T4 has 7\.5"):
@@ -125,7 +126,7 @@ def test_a_compiler_without_a_driver_is_one_line_and_torch_decides(monkeypatch):
 def test_the_cache_is_shown_and_cleared(main, capsys, tmp_path):
     cache = Cache(tmp_path)
     cache.write(Made("matmul.cu", "0" * 64, (("BITS", 4),), "sm_90", "nvrtc 13.0"), b"cubin")
-    (tmp_path / "damaged.cubin").write_bytes(b"x")
+    (tmp_path / f"{'0' * 64}.cubin").write_bytes(b"damaged")
     assert main("kernels", "cache", "--cache", tmp_path) == 0
     shown = capsys.readouterr().out
     assert "matmul.cu" in shown
