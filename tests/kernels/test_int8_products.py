@@ -41,10 +41,7 @@ def weight(channels, width, seed=0):
 
 def product(inputs, codes, scale, bias=None):
     """The exact sums, then float32 in the order of `PackedLinear`, rounded once."""
-    levels = inputs.codes[:, : inputs.width].long()
-    if inputs.zero is not None:
-        levels = levels - inputs.zero[:, None]
-    y = (levels @ codes.long().T).to(torch.float32) * inputs.scale.view(-1, 1) * scale
+    y = (inputs.codes[:, : inputs.width].long() @ codes.long().T).to(torch.float32) * inputs.scale.view(-1, 1) * scale
     return (y if bias is None else y + bias).to(inputs.dtype)
 
 
@@ -87,35 +84,18 @@ def test_a_fixed_scale_serves_all_tokens(dtype):
 
 
 @DTYPES
-def test_what_is_not_finite_shows_in_its_token_alone(dtype):
+@pytest.mark.parametrize("fixed", [None, torch.tensor([0.05])], ids=["own", "fixed"])
+def test_what_is_not_finite_shows_in_its_token_alone(dtype, fixed):
     x = rows(4, 130, dtype)
     x[1, 3], x[2, 129] = float("nan"), float("inf")
     launcher, (codes, scale) = EmulatedLauncher(), weight(17, 130)
-    y = int8.matmul(launcher, int8.quantise(launcher, x), int8_weight(codes, scale), Workspace(x.device))
-    assert not torch.isfinite(y[1]).any()
-    assert not torch.isfinite(y[2]).any()
+    y = int8.matmul(launcher, int8.quantise(launcher, x, scale=fixed), int8_weight(codes, scale), Workspace(x.device))
+    assert y[1].isnan().all()
+    if fixed is None:
+        assert not torch.isfinite(y[2]).any()
+    else:  # an infinite input is clipped, as a large one
+        assert torch.isfinite(y[2]).all()
     assert torch.isfinite(y[[0, 3]]).all()
-
-
-@DTYPES
-@pytest.mark.parametrize("width", [64, 1000, 9000])
-@pytest.mark.parametrize("fixed", [False, True])
-def test_normalised_inputs_are_rounded_as_llama_rounds_them(dtype, width, fixed):
-    x, gamma = rows(3, width, dtype, seed=1), torch.randn(width).to(dtype)
-    scale = torch.tensor([0.05]) if fixed else None
-    got = int8.quantise(EmulatedLauncher(), x, gamma=gamma, epsilon=1e-5, scale=scale)
-    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * gamma.double()
-    unit = torch.finfo(dtype).eps / 2
-    off = exact.abs() * (2.5 * unit + width * 2.0**-23) + 2.0**-24  # two roundings, a sum in float32, denormals
-    steps = got.scale.view(-1, 1).double()
-    if not fixed:
-        most = exact.abs().amax(-1)
-        assert ((got.scale.double() * 127.5 - most.clamp_min(1e-5)).abs() <= off.amax(-1) + most * 2.0**-22).all()
-    nearest = (exact / steps).round().clamp(-128, 127)
-    error = (got.codes[:, :width] - nearest).abs()
-    assert (error <= 1).all()
-    near = ((exact / steps) - (exact / steps).floor() - 0.5).abs() * steps <= off  # of a tie
-    assert (error[~near] == 0).all()
 
 
 @DTYPES
@@ -151,14 +131,6 @@ def test_sums_use_all_of_int32():
     x = int8.quantise(launcher, x, scale=torch.tensor([1 / 128]))
     y = int8.matmul(launcher, x, int8_weight(codes, torch.ones(2)), Workspace(torch.device("cpu")))
     assert y.tolist() == [[torch.tensor(128.0 * width).to(torch.bfloat16).item()] * 2]
-
-
-def test_zero_points_of_inputs_are_subtracted():
-    launcher, (codes, scale) = EmulatedLauncher(), weight(40, 150)
-    x = int8.quantise(launcher, rows(5, 150, torch.float16))
-    x = int8.Int8Inputs(x.codes, x.scale, x.width, x.dtype, torch.tensor([-128, 127, 0, 5, -77]))
-    y = int8.matmul(launcher, x, int8_weight(codes, scale), Workspace(torch.device("cpu")))
-    assert torch.equal(y, product(x, codes, scale))
 
 
 def test_blocks_that_share_a_tile_give_the_same_in_any_order():
@@ -200,8 +172,6 @@ def test_what_no_kernel_takes_is_refused():
     workspace = Workspace(torch.device("cpu"))
     with pytest.raises(TakesNotError, match="float32"):
         int8.quantise(launcher, torch.zeros(1, 10))
-    with pytest.raises(TakesNotError, match="gamma"):
-        int8.quantise(launcher, torch.zeros(1, 10, dtype=torch.float16), gamma=torch.ones(10))
     with pytest.raises(TakesNotError, match=str(MOST_INPUTS)):
         int8_weight(torch.zeros(1, MOST_INPUTS + 1, dtype=torch.int8), scale[:1])
     with pytest.raises(TakesNotError, match="11"):

@@ -178,7 +178,3 @@ def test_what_no_kernel_takes_is_refused():
     grid = fit_integer(torch.randn(4, 64), IntegerSpec(4, 32), clip="minmax")
     with pytest.raises(TakesNotError, match="int4-g32-sym"):
         progressive_of(Coded(grid.encode(torch.randn(4, 64)), grid))
-    x = inputs(launcher, 1, 256)
-    asymmetric = int8.Int8Inputs(x.codes, x.scale, 256, x.dtype, torch.zeros(1, dtype=torch.int32))
-    with pytest.raises(TakesNotError, match="zero points"):
-        progressive.matmul(launcher, asymmetric, weight, workspace)

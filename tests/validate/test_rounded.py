@@ -72,6 +72,10 @@ def test_packed_products_match_rounded_inputs_times_the_decoded_matrix(spec, inp
     expected = seen @ coded.decode().double().T + (0 if b is None else b.double())
     bound = 1e-5 * (seen.abs() @ coded.decode().abs().double().T + 1)
     assert ((linear(x).double() - expected).abs() <= bound).all()
+    x[1, 2, 3] = torch.nan
+    y = linear(x)
+    assert y[1, 2].isnan().all()
+    assert y.isnan().sum() == 48
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 
 import torch
 from torch import Tensor
 
 from llmcompress.kernels.compile_errors import TakesNotError
-from llmcompress.kernels.int8_layout import MOST_INPUTS, TILE, Int8Weight, tiles_of
+from llmcompress.kernels.int8_layout import TILE, Int8Weight, tiles_of
 from llmcompress.kernels.launch import Kernel, Launch, Launcher
 from llmcompress.kernels.tensor_checks import (
     MOST_BLOCKS,
@@ -57,50 +56,33 @@ _MANY = (Int8Tile(128, 256, (2, 4), 3), Int8Tile(128, 128, (2, 2), 3, 1.1), Int8
 
 @dataclass(frozen=True)
 class Int8Inputs:
-    """codes int8 [tokens, in rounded up to 128], zeros after `width`. scale [tokens], or [1], float32.
-
-    zero [tokens] int32: what is subtracted from codes; None for nothing.
-    """
+    """codes int8 [tokens, in rounded up to 128], zeros after `width`. scale [tokens] float32, NaN where an input is."""
 
     codes: Tensor
     scale: Tensor
     width: int
     dtype: torch.dtype
-    zero: Tensor | None = None
 
 
-def quantise(
-    launcher: Launcher,
-    x: Tensor,
-    *,
-    scale: Tensor | None = None,
-    gamma: Tensor | None = None,
-    epsilon: float = 0.0,
-) -> Int8Inputs:
+def quantise(launcher: Launcher, x: Tensor, *, scale: Tensor | None = None) -> Int8Inputs:
     """x [tokens, in] float16 or bfloat16 as codes, equal to those of `grids.inputs.InputGrid`.
 
-    scale [1]: one for all; else each token has its own. gamma [in]: first x / sqrt(mean x^2 + epsilon), rounded to the
-    type of x, times gamma, rounded again (RMSNorm as Llama's).
+    scale [1]: one for all; else each token has its own.
     """
     x = check_inputs(x, x.shape[-1])
     tokens, width = x.shape
-    if gamma is not None and (gamma.shape != (width,) or gamma.dtype != x.dtype):
-        raise TakesNotError(f"gamma is {list(gamma.shape)} of {gamma.dtype}, the inputs have {width} of {x.dtype}")
     codes = torch.empty(tokens, up(width, TILE), dtype=torch.int8, device=x.device)
-    fixed = optional(scale, x, torch.float32)
-    scales = fixed if scale is not None else torch.empty(tokens, dtype=torch.float32, device=x.device)
+    scales = torch.empty(tokens, dtype=torch.float32, device=x.device)
     if tokens:
-        factors = optional(gamma, x, x.dtype)
-        whole = rows_aligned(x) and factors.data_ptr() % 16 == 0
-        launch = quantise_launch(tokens, width, x.dtype, norm=gamma is not None, fixed=scale is not None)
-        sizes = width, x.stride(0), codes.shape[1], int(whole)
-        launcher(launch, x, factors, fixed, codes, scales, *sizes, float(epsilon))
+        launch = quantise_launch(tokens, width, x.dtype, fixed=scale is not None)
+        sizes = width, x.stride(0), codes.shape[1], int(rows_aligned(x))
+        launcher(launch, x, optional(scale, x, torch.float32), codes, scales, *sizes)
     return Int8Inputs(codes, scales, width, x.dtype)
 
 
-def quantise_launch(tokens: int, width: int, dtype: torch.dtype, *, norm: bool, fixed: bool) -> Launch:
+def quantise_launch(tokens: int, width: int, dtype: torch.dtype, *, fixed: bool) -> Launch:
     """One block for each token."""
-    defines = (("BFLOAT", bfloat(dtype)), ("FIXED", int(fixed)), ("NORM", int(norm)))
+    defines = (("BFLOAT", bfloat(dtype)), ("FIXED", int(fixed)))
     threads = min(1024, up(ceil(up(width, TILE), 8), 32))
     return Launch(Kernel("quantise.cu", "quantise", defines), (tokens, 1, 1), (threads, 1, 1), 4 * 32)
 
@@ -108,11 +90,9 @@ def quantise_launch(tokens: int, width: int, dtype: torch.dtype, *, norm: bool, 
 def matmul(
     launcher: Launcher, x: Int8Inputs, weight: Int8Weight, workspace: Workspace, bias: Tensor | None = None
 ) -> Tensor:
-    """y [tokens, out] of the type the inputs had: (codes - zero) W^T, exact, times both scales, plus bias [out]."""
+    """y [tokens, out] of the type the inputs had: codes W^T, exact, times both scales, plus bias [out]."""
     if x.width != weight.width:
         raise TakesNotError(f"inputs of {x.width} channels do not fit a weight with {weight.width}")
-    if x.zero is not None and x.width > MOST_INPUTS // 2:
-        raise TakesNotError(f"int8 products with zero points take up to {MOST_INPUTS // 2} inputs, not {x.width}")
     tokens, channels = x.codes.shape[0], weight.codes.shape[0]
     if bias is not None:
         check_channels(bias, channels, "bias")
@@ -124,14 +104,9 @@ def matmul(
     sums = splits * columns * rows * dict(launch.kernel.defines)["TILE_M"] * dict(launch.kernel.defines)["TILE_N"]
     launcher(
         launch,
-        *(x.codes, x.scale, optional(x.zero, y, torch.int32), weight.codes, weight.scale, weight.sums),
-        *(
-            optional(bias, y, torch.float32),
-            y,
-            workspace.partial(sums if splits > 1 else 0),
-            workspace.counters(blocks),
-        ),
-        *(tokens, channels, weight.codes.shape[1], int(x.scale.numel() == 1)),
+        *(x.codes, x.scale, weight.codes, weight.scale, optional(bias, y, torch.float32), y),
+        *(workspace.partial(sums if splits > 1 else 0), workspace.counters(blocks)),
+        *(tokens, channels, weight.codes.shape[1]),
     )
     return y
 
@@ -166,7 +141,7 @@ def _time(tile: Int8Tile, tokens: int, channels: int, width: int, launcher: Laun
 def variants(architecture: str) -> Iterator[Kernel]:
     """Every kernel that is ever launched on an architecture."""
     for dtype in (torch.float16, torch.bfloat16):
-        for norm, fixed in product((False, True), repeat=2):
-            yield quantise_launch(1, 1, dtype, norm=norm, fixed=fixed).kernel
+        for fixed in (False, True):
+            yield quantise_launch(1, 1, dtype, fixed=fixed).kernel
         held = [tile for tile in (*_FEW, *_MANY) if tile.shared <= shared_limit(architecture)]
         yield from dict.fromkeys(tile.kernel(dtype) for tile in held)

@@ -15,17 +15,16 @@ MOST_INPUTS = (1 << 31) // (128 * 128) - 1  # int32 holds the sum of this many p
 
 @dataclass(frozen=True)
 class Int8Weight:
-    """codes int8 [out, width rounded up to 128]. scale [out] float32. sums [out] int32: of the codes of a row."""
+    """codes int8 [out, width rounded up to 128]. scale [out] float32."""
 
     codes: Tensor
     scale: Tensor
-    sums: Tensor
     width: int
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        return self.codes.nbytes + self.scale.nbytes + self.sums.nbytes
+        return self.codes.nbytes + self.scale.nbytes
 
 
 def int8_weight(codes: Tensor, scale: Tensor) -> Int8Weight:
@@ -33,8 +32,7 @@ def int8_weight(codes: Tensor, scale: Tensor) -> Int8Weight:
     width = codes.shape[1]
     if not 0 < width <= MOST_INPUTS:
         raise TakesNotError(f"int8 products take 1 to {MOST_INPUTS} inputs, whose sums fit int32, not {width}")
-    sums = codes.sum(1, dtype=torch.int32)
-    return Int8Weight(padded(codes, 1, TILE), scale.to(torch.float32).contiguous(), sums, width)
+    return Int8Weight(padded(codes, 1, TILE), scale.to(torch.float32).contiguous(), width)
 
 
 def int8_of(coded: Coded) -> Int8Weight:

@@ -54,8 +54,6 @@ def matmul(
     tokens, channels = x.codes.shape[0], weight.scale.shape[0]
     if x.width != weight.width:
         raise TakesNotError(f"inputs of {x.width} channels do not fit a weight with {weight.width}")
-    if x.zero is not None:
-        raise TakesNotError("progressive products take inputs without zero points")
     if tokens > MOST_TOKENS:
         return int8.matmul(launcher, x, expand(launcher, weight), workspace, bias)
     if bias is not None:
@@ -70,7 +68,7 @@ def matmul(
         launch,
         *(x.codes, x.scale, weight.words, weight.groups, weight.scale, optional(bias, y, torch.float32), y),
         *(workspace.partial(blocks * splits * tile.sums if splits > 1 else 0), workspace.counters(blocks)),
-        *(tokens, channels, x.codes.shape[1], int(x.scale.numel() == 1)),
+        *(tokens, channels, x.codes.shape[1]),
     )
     return y
 
@@ -94,8 +92,7 @@ def expand(launcher: Launcher, weight: ProgressiveWeight) -> Int8Weight:
     codes = torch.empty(channels, width, dtype=torch.int8, device=weight.words.device)
     if channels:
         launcher(expand_launch(channels, width, weight.group_size), weight.words, weight.groups, codes, channels, width)
-    sums = torch.empty(0, dtype=torch.int32, device=codes.device)  # of use to inputs with zero points alone
-    return Int8Weight(codes, weight.scale, sums, weight.width)
+    return Int8Weight(codes, weight.scale, weight.width)
 
 
 def expand_launch(channels: int, width: int, group_size: int) -> Launch:

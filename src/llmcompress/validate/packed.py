@@ -90,8 +90,9 @@ class PackedLinear(nn.Module):
         """Exact sums of products of codes; the scales of token and row come last."""
         inputs = cast("InputGrid", self.inputs)
         scales = inputs.scales(rows)
-        codes = inputs.levels(rows, scales).to(torch.int8)
-        sums = torch._int_mm(codes, self.words.t())  # type: ignore[operator]
+        levels = inputs.levels(rows, scales)
+        scales = torch.where(levels.isnan().any(-1, keepdim=True), torch.nan, scales)  # no code says NaN
+        sums = torch._int_mm(levels.to(torch.int8), self.words.t())  # type: ignore[operator]
         return sums.to(torch.float32).mul_(scales).mul_(self.scale).to(self.dtype)  # type: ignore[arg-type]
 
     def _by_weights(self, rows: Tensor) -> Tensor:

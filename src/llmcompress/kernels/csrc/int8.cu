@@ -72,13 +72,12 @@ DEVICE void read_fragments(Fragments &into, const uint4 *stage, int warp_m, int 
     }
 }
 
-// y [tokens, channels] = (x weight^T - zeros sums^T) * scales of tokens and channels + bias. x int8 [tokens, padded],
-// weight int8 [channels, padded], padded a multiple of 128. scales [tokens], or [1] with one_scale; weight_scales,
-// sums_of_weight [channels]; zeros [tokens], bias [channels]: may be null.
+// y [tokens, channels] = x weight^T * scales of tokens and channels + bias. x int8 [tokens, padded], weight int8
+// [channels, padded], padded a multiple of 128. scales [tokens], weight_scales [channels]; bias [channels] may be null.
 KERNEL __launch_bounds__(THREADS)
-int8_matmul(const signed char *x, const float *scales, const int *zeros, const signed char *weight,
-            const float *weight_scales, const int *sums_of_weight, const float *bias, unsigned short *y, int *partial,
-            unsigned *counters, int tokens, int channels, int padded, int one_scale) {
+int8_matmul(const signed char *x, const float *scales, const signed char *weight, const float *weight_scales,
+            const float *bias, unsigned short *y, int *partial, unsigned *counters, int tokens, int channels,
+            int padded) {
     uint4 *stages = reinterpret_cast<uint4 *>(shared_memory());
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warp_m = warp % WARPS_M, warp_n = warp / WARPS_M;
     const int first_token = blockIdx.x * TILE_M, first_channel = blockIdx.y * TILE_N;
@@ -127,8 +126,7 @@ int8_matmul(const signed char *x, const float *scales, const int *zeros, const s
         for (int half = 0; half < 2; ++half) {
             const int token = first_token + (warp_m * TILES_M + i) * 16 + half * 8 + lane / 4;
             if (token >= tokens) continue;
-            const float scale = load(scales + (one_scale ? 0 : token));
-            const int zero = zeros ? load(zeros + token) : 0;
+            const float scale = load(scales + token);
 #pragma unroll
             for (int group = 0; group < GROUPS_N; ++group) {
                 const int channel = first_channel + (warp_n * GROUPS_N + group) * 32 + lane % 4 * 8;
@@ -136,8 +134,7 @@ int8_matmul(const signed char *x, const float *scales, const int *zeros, const s
 #pragma unroll
                 for (int c = 0; c < 8; ++c) {
                     if (channel + c >= channels) continue;
-                    int sum = sums[i * TILES_N + group * 4 + c / 2][half * 2 + c % 2];
-                    if (zeros) sum -= zero * load(sums_of_weight + channel + c);
+                    const int sum = sums[i * TILES_N + group * 4 + c / 2][half * 2 + c % 2];
                     float value = float(sum) * scale * load(weight_scales + channel + c);
                     if (bias) value += load(bias + channel + c);
                     words[c / 2] |= unsigned(Float::from_float(value)) << (c % 2 * 16);

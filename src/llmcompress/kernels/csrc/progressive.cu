@@ -36,11 +36,11 @@ DEVICE void fetch(Fetched &into, const uint4 *codes, const unsigned *groups, int
 }
 
 // y [tokens, channels] = x weight^T * scales of tokens and channels + bias. x int8 [tokens, width], width a multiple
-// of 128. scales [tokens], or [1] with one_scale; weight_scales [channels]; bias [channels] may be null.
+// of 128. scales [tokens], weight_scales [channels]; bias [channels] may be null.
 KERNEL __launch_bounds__(THREADS)
 progressive_matmul(const signed char *x, const float *scales, const uint4 *codes, const unsigned *groups,
                    const float *weight_scales, const float *bias, unsigned short *y, int *partial, unsigned *counters,
-                   int tokens, int channels, int width, int one_scale) {
+                   int tokens, int channels, int width) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warp_n = warp % WARPS_N, warp_k = warp / WARPS_N;
     const int channel_tile = (blockIdx.y * WARPS_N + warp_n) * CHANNELS, channel_tiles = (channels + 15) / 16;
     const int first_token = blockIdx.x * TOKENS * 8, steps = (width / 64 + TILES - 1) / TILES;
@@ -115,7 +115,7 @@ progressive_matmul(const signed char *x, const float *scales, const uint4 *codes
             for (int i = 0; i < TOKENS * 2; ++i) {
                 const int token = first_token + i / 2 * 8 + lane % 4 * 2 + i % 2;
                 if (token >= tokens) continue;
-                const float scale = load(scales + (one_scale ? 0 : token));
+                const float scale = load(scales + token);
                 const float value = float(sums[c * TOKENS + i / 2][half * 2 + i % 2]) * scale * weight_scale + added;
                 store(y + size_t(token) * channels + channel, Float::from_float(value));
             }
