@@ -1,4 +1,4 @@
-# Two commands for a fresh machine with Python 3.10 to 3.13: `make demo` and `make test`.
+# Two commands for a fresh machine with Python 3.11 to 3.13: `make demo` and `make test`.
 PYTHON ?= python3
 MODEL ?= demo/smollm2
 
@@ -36,4 +36,4 @@ format:
 	ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-test .venv-gptqmodel .venv-lm_eval .venv-vllm .venv-kvpress demo
+	rm -rf .venv .venv-* build demo

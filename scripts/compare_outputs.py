@@ -1045,8 +1045,8 @@ def version_of_the_tree(root: Path) -> str:
     return (root / "version.out").read_text().split()[-1]
 
 
-def record(chosen: dict[str, str], jobs: int, keep: bool) -> dict[str, Any]:
-    """Run cases and return the record of all of them."""
+def record(chosen: dict[str, str], jobs: int, keep: bool) -> tuple[dict[str, Any], int]:
+    """Run cases; the record of all of them, and how many failed themselves or did what was not foreseen."""
     for key, value in ENVIRONMENT.items():
         os.environ[key] = value
     root = Path(tempfile.mkdtemp(prefix="outputs-")).resolve()
@@ -1062,7 +1062,7 @@ def record(chosen: dict[str, str], jobs: int, keep: bool) -> dict[str, Any]:
     if len(slugs) != len(waiting):
         raise SystemExit("two cases have one name")
     under_way: dict[int, Case] = {}
-    found, times, total = {}, {}, len(waiting)
+    found, times, total, failed = {}, {}, len(waiting), 0
     try:
         while waiting or under_way:
             while waiting and len(under_way) < jobs:
@@ -1072,9 +1072,11 @@ def record(chosen: dict[str, str], jobs: int, keep: bool) -> dict[str, Any]:
             case = under_way.pop(child)
             if not case.result.exists():
                 print(f"{case.name}: the case itself failed", flush=True)
+                failed += 1
                 continue
             result = json.loads(case.result.read_text())
             found[case.name], times[case.name] = result["found"], used.ru_utime + used.ru_stime
+            failed += bool(result["unforeseen"])
             for words in result["unforeseen"]:
                 print(f"unforeseen: {case.name}: {words}", flush=True)
             if len(found) % 50 == 0:
@@ -1094,7 +1096,7 @@ def record(chosen: dict[str, str], jobs: int, keep: bool) -> dict[str, Any]:
         print(f"kept: {root}")
     else:
         shutil.rmtree(root)
-    return {"inputs": inputs, "cases": {name: found[name] for name in chosen if name in found}}
+    return {"inputs": inputs, "cases": {name: found[name] for name in chosen if name in found}}, failed
 
 
 def preload(root: Path) -> None:
@@ -1219,10 +1221,10 @@ def main() -> int:
         return compare(args.before, args.after, names, args.only)
     begin, table = time.monotonic(), cases()
     target = args.record.resolve()
-    made = record({name: table[name] for name in matching(table, args.only)}, args.jobs, args.keep)
+    made, failed = record({name: table[name] for name in matching(table, args.only)}, args.jobs, args.keep)
     target.write_text(json.dumps(made, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    print(f"{len(made['cases'])} cases in {time.monotonic() - begin:.0f} s")
-    return 0
+    print(f"{len(made['cases'])} cases in {time.monotonic() - begin:.0f} s, {failed} not as foreseen")
+    return min(failed, 1)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ bin="$PWD/$environment/bin"
 
 bash scripts/interop/gptqmodel_env.sh &
 other=$!
-bash scripts/interop/lm_eval_env.sh
+trap 'kill "$other" 2> /dev/null || true' ERR
+for name in lm_eval kvpress onnxruntime_genai; do bash "scripts/interop/${name}_env.sh"; done
 "$bin/ruff" format --check .
 "$bin/ruff" check .
 "$bin/mypy"

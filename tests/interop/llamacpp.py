@@ -42,7 +42,7 @@ def library() -> ctypes.CDLL:
     except PackageNotFoundError:
         pytest.skip(f"needs pip install --no-deps xllamacpp=={VERSION}")
     if found != VERSION:
-        pytest.skip(f"xllamacpp is {found}; these tests know the structs of {VERSION}")
+        pytest.fail(f"xllamacpp is {found}; these tests know the structs of {VERSION}")
     from xllamacpp import xllamacpp
 
     lib = ctypes.CDLL(xllamacpp.__file__)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 ROOT = Path(__file__).parents[2]
 
 
-def asked(name, ids, folder, paths, arguments=(), timeout=1200):
+def asked(name, ids, folder, paths, arguments=(), timeout=800):
     """What scripts/interop/NAME_check.py, for all checkpoints in one process, says in its last line; its tensors."""
     place = Path(mkdtemp(dir=folder))  # one for each call: tensors that were loaded may still map their file
     given, found = place / "ids.safetensors", place / "found.safetensors"
@@ -25,14 +25,14 @@ def python_of(name):
 
     scripts/interop/NAME_env.sh makes the latter; the test is skipped where there is none.
     """
-    venv = Path(os.environ.get(f"LLMCOMPRESS_{name.upper()}_VENV", ROOT / f".venv-{name}"))
-    python = venv / "bin" / "python"
-    if not python.exists():
+    given, made = os.environ.get(f"LLMCOMPRESS_{name.upper()}_VENV"), ROOT / f".venv-{name}"
+    python = Path(given or made) / "bin" / "python"
+    if not given and not (made / "installed").exists():
         pytest.skip(f"no environment with {name}: scripts/interop/{name}_env.sh makes it")
     return python
 
 
-def told(name, folder, arguments, timeout=1200):
+def told(name, folder, arguments, timeout=800):
     """What scripts/interop/NAME_check.py says in its last line."""
     command = [python_of(name), ROOT / "scripts" / "interop" / f"{name}_check.py", *arguments]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}

@@ -59,4 +59,4 @@ def test_every_matrix_is_what_its_codes_say(name, tiny_model_dir, tmp_path):
     assert read.keys() == {f"{record['name']}.weight" for record in records}
     for module, found in read.items():
         ours = dense[module].float()
-        assert (found - ours).abs().max() <= 2**-7 * ours.abs().max(), module  # products of bfloat16
+        assert ((found - ours).abs() <= 2**-7 * ours.abs()).all(), module  # two roundings to bfloat16

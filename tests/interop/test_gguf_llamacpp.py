@@ -231,7 +231,7 @@ def test_the_trained_model_says_the_same_in_llama_cpp(tiny_model_dir, tmp_path):
         *(
             (kind, 0.003)
             for kind in (
-                *("Q4_K_M", "Q2_K", "Q3_K_S", "IQ4_NL", "Q4_0", "Q4_1", "IQ4_XS", "MXFP4", "NVFP4"),
+                *("Q4_K_M", "Q2_K", "Q3_K_S", "IQ4_NL", "Q4_0", "Q4_1", "IQ4_XS", "MXFP4", "NVFP4", "Q5_0", "Q5_1"),
                 *("TQ1_0", "TQ2_0", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"),
             )
         ),  # 8-bit inputs

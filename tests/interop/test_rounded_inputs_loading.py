@@ -10,6 +10,10 @@ import pytest
 import torch
 
 from llmcompress import export
+from llmcompress.engine.plan.make_plan import make_plan
+from llmcompress.engine.plan.run_options import Options
+from llmcompress.errors import PlanError
+from llmcompress.recipe import parse
 from llmcompress.validate.load import load_whole
 from llmcompress.validate.verify import passed, verify
 from shippedmodels import changed
@@ -139,21 +143,31 @@ def test_experts_attention_and_head_have_each_its_scheme(compress, family, exper
     assert (seen - expected).abs().max() <= 2**-7 * expected.abs().max()
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+UNREAD = [
+    {"type": "nvfp4"},
+    {"type": "mxfp8"},
+    {"bits": 8, "group_size": -1, "activations": "int8-token"},
+    {"group_size": 32, "set": {"layers.1.*experts*": {"bits": 8}}},
+    {"group_size": 32, "set": {"layers.1.*experts*": {"skip": True}}},
+    {"group_size": 32, "set": {"*experts*": {"skip": True}}},
+]
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("family", "options"),
     [
-        {"type": "nvfp4"},
-        {"type": "mxfp8"},
-        {"bits": 8, "group_size": -1, "activations": "int8-token"},
-        {"group_size": 32, "set": {"layers.1.*experts*": {"bits": 8}}},
-        {"group_size": 32, "set": {"layers.1.*experts*": {"skip": True}}},
-        {"group_size": 32, "set": {"*experts*": {"skip": True}}},
+        *((family, options) for family in ("mixtral", "qwen3_moe") for options in UNREAD),
+        ("mixtral", {"type": "fp8-block"}),  # of qwen3_moe it was seen to be read
     ],
 )
 def test_experts_that_the_target_refuses_are_not_read(compress, family, options):
     """transformers fails, or has other numbers: what `--target transformers` says of experts is still true."""
     out = compress(family, "bfloat16", "compressed-tensors", **options)
+    steps = [{"method": "rtn", **options}]
+    text = {"source": str(out.parent / "ids.safetensors"), "samples": 16, "length": 32}
+    source, asked = out.parent / f"{family}-bfloat16", parse({"calibration": text, "steps": steps})
+    with pytest.raises(PlanError, match="experts"):
+        make_plan(asked, source, Options(target="transformers"))
     try:
         seen, expected = logits_of_both(out)
     except RuntimeError as error:

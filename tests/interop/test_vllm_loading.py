@@ -19,7 +19,7 @@ from llmcompress.errors import PlanError
 from llmcompress.recipe import parse
 from llmcompress.validate.load import load_whole
 
-pytestmark = pytest.mark.interop
+pytestmark = [pytest.mark.interop, pytest.mark.timeout(4000)]  # one process loads all checkpoints
 
 CT, GPTQ, AWQ, MODELOPT, AUTO_ROUND = "compressed-tensors", "gptq", "awq", "modelopt", "auto-round"
 W4 = {"bits": 4, "group_size": 64}
@@ -153,7 +153,8 @@ REFUSED_EXPERTS = {
     "fp8 by rows, as ModelOpt": (MODELOPT, {**FP8, **BY_TOKEN}, "is invalid for input of size"),
     "awq by rows": (AWQ, {**ROW, "sym": False}, "Trying to create tensor with negative dimension"),
 }
-FLAGS = set(Path("/proc/cpuinfo").read_text().split())
+CPU = Path("/proc/cpuinfo")
+FLAGS = set(CPU.read_text().split()) if CPU.exists() else set()
 REFUSED_SIZES = {
     "w4 by rows": (CT, ROW, "AssertionError"),
     # vLLM's own kernel takes it where the processor has what that needs, and fails
@@ -313,4 +314,4 @@ def test_a_plan_for_a_cpu_says_what_vllm_runs_on_one(own, planned, model, name):
     with torch.no_grad():  # inputs rounded as stored
         expected = load_whole(path, dtype=torch.float32, linear=None).eval()(IDS).logits[:, :-1].log_softmax(-1)
     divergence = (expected.exp() * (expected - found.values)).sum(-1).mean()
-    assert divergence < 0.01  # measured: at most 0.0012
+    assert divergence < 0.003  # measured: at most 0.0012

@@ -191,7 +191,7 @@ def train_draft(
 ) -> Result:
     """Train what drafts tokens for a model, compressed or not: a head, or the model's own first layers.
 
-    kind: "eagle3": EAGLE-3, as vLLM and SGLang load it; "prune": the first `layers` layers with the norm and the head
+    kind: "eagle3": EAGLE-3, written as vLLM reads heads; "prune": the first `layers` layers with the norm and the head
     of the model, decoded, as a model. steps: of training. vocabulary: how many tokens a head can draft, 8192 by
     default. written: windows that the model writes itself, beside the calibration text. rate: the highest of Adam; by
     default 0.001, and that of `recover` for a pruned draft. settings: `calibration`, `field`, `samples`, `length`,

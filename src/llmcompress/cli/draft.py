@@ -64,10 +64,10 @@ Rate = Annotated[
 
 DOC = """Train what drafts tokens for a model, compressed or not: a head (EAGLE-3), or the model's own first layers.
 
-The head reads three hidden states of the model as it is served, and shares its embedding; vLLM and SGLang load it. \
-With --kind prune the draft is a model: the first --layers with the norm and the head, decoded, as `depth` cuts and \
-`recover` trains. Both learn the model's predictions on the calibration text and on text that the model writes itself. \
-Nothing is written unless the loss on windows held back falls. `eval --draft` decodes with it."""
+The head reads three hidden states of the model as it is served, and shares its embedding; it is written as vLLM reads \
+heads. With --kind prune the draft is a model: the first --layers with the norm and the head, decoded, as `depth` cuts \
+and `recover` trains. Both learn the model's predictions on the calibration text and on text that the model writes \
+itself. Nothing is written unless the loss on windows held back falls. `eval --draft` decodes with it."""
 OPTIONS: dict[str, tuple[Any, Any]] = {
     "model": (flags.Model, ...),
     "kind": (Kind, "eagle3"),

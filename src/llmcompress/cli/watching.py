@@ -16,7 +16,7 @@ from llmcompress.cli.log import Logged, log
 from llmcompress.engine.process.progress import Progress
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 _SHORTEST = 8  # columns of a bar; what does not fit beside it is left out
 _OFTEN = 10.0  # seconds between two lines of work of known length, where there is no bar

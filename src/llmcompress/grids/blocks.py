@@ -18,7 +18,7 @@ from llmcompress.grids.scales import between, float16
 from llmcompress.lazy import Tensor, torch
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 

@@ -14,7 +14,7 @@ from llmcompress.hardware import at_once
 from llmcompress.lazy import Tensor, torch
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
     from llmcompress.grids.base import Clip, Spec
 

@@ -11,7 +11,7 @@ from llmcompress.grids.base import Spec
 from llmcompress.lazy import Tensor, torch
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
     from llmcompress.workers import Workers
 

@@ -10,7 +10,7 @@ from llmcompress.grids.coded import Coded, Grid
 from llmcompress.lazy import Tensor, torch
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
     from llmcompress.grids.base import Spec
 

@@ -68,10 +68,12 @@ KEYS |= {
     "layers": "num_hidden_layers",
     "experts": "num_local_experts",
     "vocab": "vocab_size",
+    "moe": "moe_intermediate_size",
 }
 SIZES = {
     "llama": {"hidden": 1024, "inter": 1536, "heads": 8, "kv": 4, "head": 128},
     "mixtral": {"hidden": 256, "inter": 512, "heads": 4, "kv": 4, "experts": 3},
+    "qwen3_moe": {"hidden": 256, "inter": 512, "heads": 4, "kv": 4, "moe": 128},
     "phi3": {"hidden": 512, "inter": 1024, "heads": 4, "kv": 2},
     "gpt_neox": {"hidden": 512, "inter": 2048, "heads": 4},
     "gpt2": {"hidden": 768, "heads": 12},
@@ -93,7 +95,7 @@ def headers_only(folder, family="llama", dtype="BF16", **sizes):
     (folder / "config.json").write_text(json.dumps(config.to_dict()))
     header, end = {}, 0
     for name, tensor in skeleton(config, spec).named_parameters():
-        begin, end = end, end + 2 * tensor.numel()
+        begin, end = end, end + {"F32": 4}.get(dtype, 2) * tensor.numel()
         header[on_disk(name, spec)] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
     data = json.dumps(header).encode()
     with (folder / "model.safetensors").open("wb") as file:
@@ -417,6 +419,6 @@ def test_list_targets_shows_the_table():
     rows = json.loads(call("list", "targets", "--json").stdout)
     assert {row["target"] for row in rows} == set(TARGETS)
     [row] = [row for row in rows if (row["target"], row["format"]) == ("vllm", "gptq")]
-    assert (row["as of"], row["bits"], row["asymmetric"]) == ("0.33", "4, 8", "none")
+    assert (row["as of"], row["bits"], row["asymmetric"]) == ("0.33, read; 0.32 run on a CPU", "4, 8", "none")
     assert row["groups"] == "32, 64, 128, per row"
     assert "it refuses groups in activation order (desc_act)" in row["facts"]

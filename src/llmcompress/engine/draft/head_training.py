@@ -1,4 +1,4 @@
-"""A draft head for a model, trained on the model's own hidden states, and written as vLLM and SGLang load it."""
+"""A draft head for a model, trained on the model's own hidden states, and written as vLLM reads heads."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -132,7 +132,7 @@ def _card(target: str, report: Mapping[str, Any]) -> str:
         f"# Draft head for {target}\n\n"
         f"An EAGLE-3 head that drafts for {target}, and for no other model, trained on its hidden states with "
         f"llmcompress {report['llmcompress']}. It has {made['share_of_weights']:.1%} of the model's weights, and "
-        f"shares its embedding. vLLM and SGLang load it:\n\n"
+        f"shares its embedding. It is written as vLLM reads such heads:\n\n"
         f"```sh\nvllm serve TARGET --speculative-config "
         f"""'{{"model": "DRAFT", "method": "{KIND}", "num_speculative_tokens": {GUESSES}}}'\n```\n\n"""
         f"Of {GUESSES} drafted tokens the model accepts, by total variation on text held back:\n\n"

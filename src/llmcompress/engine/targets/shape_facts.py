@@ -12,12 +12,14 @@ from llmcompress.formats.schemes import PACKED, kind
 class Multiples(Fact):
     """The numbers of outputs and inputs on a device are multiples of these, of experts or of all other linears.
 
-    The fact is about kernels for 16-bit inputs: linears with rounded inputs run by other kernels.
+    The fact is about kernels for 16-bit inputs: linears with rounded inputs run by other kernels. types: of grids, all
+    if there are none.
     """
 
     outputs: int
     inputs: int
     experts: bool = False
+    types: tuple[str, ...] = ()
 
     def violations(self, case: LoadCase) -> list[Violation]:
         ragged = [
@@ -25,9 +27,14 @@ class Multiples(Fact):
             for shard in case.shards
             if shard.expert == self.experts
             and shard.entries[0].inputs is None
+            and self._of_type(shard)
             and (sum(shard.rows) % self.outputs or shard.inputs % self.inputs)
         ]
         return _left_out(self.why, ragged, case, lambda shard: f"{sum(shard.rows)} x {shard.inputs}")
+
+    def _of_type(self, shard: DeviceLinear) -> bool:
+        grid = shard.entries[0].grid
+        return not self.types or (grid is not None and grid.type in self.types)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ AWQ_GROUPS = Groups((32, 64, 128), why="GPTQModel's kernels for awq take groups 
 TARGET = Target(
     "gptqmodel",
     "GPTQModel",
-    "7.7",
+    "7.7, read; 7.6 run",
     place=1,
     formats={
         "gptq": (

@@ -8,6 +8,7 @@ from llmcompress.engine.targets.input_facts import ScalesByToken
 from llmcompress.engine.targets.model_facts import LackedTypes, LostTypes, Unread
 from llmcompress.engine.targets.runtimes.common import FROM_ORIGINAL, SOME_TYPES, matrices
 from llmcompress.engine.targets.scheme_facts import OneScheme
+from llmcompress.engine.targets.shape_facts import Multiples
 from llmcompress.formats.gguf.refused import NOT_RUN
 from llmcompress.formats.kv_cache import OPTION
 
@@ -19,6 +20,7 @@ _LOST = (
     ),
     LostTypes(("gemma3n_text",), why="it finds no scales of some codes"),
 )
+_FOURS = "it reads nvfp4 in four blocks at once, so that it takes multiples of 64 inputs"
 TARGET = Target(
     "llama.cpp",
     "llama.cpp's converter",
@@ -31,6 +33,13 @@ TARGET = Target(
             OneScheme(order=True, why="it takes one config group"),
             Unread(matrices("mxfp4"), why="it knows no mxfp4-pack-quantized"),
             Unread(matrices("mxfp8"), why="it knows no mxfp8-quantized"),
+            Unread(matrices("fp8-tensor"), why="it reads fp8 by row or block, not with one scale for a matrix"),
+            Unread(
+                lambda entry: matrices("nvfp4")(entry) and ".block_sparse_moe." in entry.module,
+                why="it knows no names for experts of Mixtral in nvfp4",
+            ),
+            Multiples(1, 64, types=("nvfp4",), why=_FOURS),
+            Multiples(1, 64, experts=True, types=("nvfp4",), why=_FOURS),
             Groups(None, rows=False, why="it needs groups"),
             ScalesByToken(why="it has no place for a scale of inputs"),
             Unread(

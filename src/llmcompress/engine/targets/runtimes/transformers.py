@@ -55,10 +55,10 @@ TARGET = Target(
                 lambda entry: (
                     entry.grid is not None
                     and entry.grid.type in ("mxfp4", "mxfp8", "nvfp4")
-                    and entry.source.dtype == "F16"
+                    and entry.source.dtype != "BF16"
                 ),
                 by_hand="convert the model to bfloat16 first",
-                why="it decodes blocks of small floats to bfloat16, and does not multiply them by float16",
+                why="it decodes blocks of small floats to bfloat16, and multiplies them by no other type",
             ),
             Unread(
                 lambda entry: (

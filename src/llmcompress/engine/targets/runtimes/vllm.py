@@ -60,7 +60,7 @@ _BORROWED = (
 TARGET = Target(
     "vllm",
     "vLLM",
-    "0.33",
+    "0.33, read; 0.32 run on a CPU",
     place=2,
     always=(LackedTypes(dict.fromkeys(_LACKED, NO_CLASS), why=SOME_TYPES),),
     borrowed=_BORROWED,
