@@ -1,13 +1,9 @@
 """Load gptq and awq checkpoints with GPTQModel on the CPU and save the logits they give for some token ids.
 
-GPTQModel needs an environment of its own; torch comes first, so that it takes that build (7.6.0 is the last version
-that accepts torch 2.13):
+GPTQModel needs an environment of its own (7.6.0 is the last version that accepts torch 2.13):
 
-    python3 -m venv .venv-gptqmodel
-    .venv-gptqmodel/bin/pip install torch==2.13.0 setuptools wheel packaging ninja numpy
-    .venv-gptqmodel/bin/pip install --no-build-isolation gptqmodel==7.6.0
-
-    .venv-gptqmodel/bin/python gptqmodel_check.py IDS.safetensors LOGITS.safetensors CHECKPOINT ...
+    bash scripts/interop/gptqmodel_env.sh
+    .venv-gptqmodel/bin/python scripts/interop/gptqmodel_check.py IDS.safetensors LOGITS.safetensors CHECKPOINT ...
 
 With `--loader transformers` that loads them, on GPTQModel's kernels.
 
