@@ -57,7 +57,8 @@ def planned(name, path, folder):
     """The plan of the same checkpoint for the target."""
     family, format_, how = CASES[name]
     step = {"method": "rtn", **how}
-    made = parse({"steps": [step], "output": {"format": format_}})
+    text = {"source": str(path.parent / "ids.safetensors"), "samples": 16, "length": 32}
+    made = parse({"calibration": text, "steps": [step], "output": {"format": format_}})
     source = path.parent / f"{family}-bfloat16"
     return make_plan(made, source, Options(out=folder / "out", target=TARGET))
 
