@@ -11,13 +11,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 OURS = [sys.executable, "-m", "llmcompress"]
+ANEW = ("--overwrite", "--restart")  # nothing that an earlier start has left is used
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -55,7 +57,7 @@ PEERS = {
 
 @dataclass(frozen=True)
 class Cost:
-    """What a process took: seconds on the clock, CPU seconds with its children, most memory resident at a time."""
+    """What a process took: seconds on the clock, CPU seconds with its children, and the peak of the largest of them."""
 
     wall_s: float
     cpu_s: float
@@ -79,7 +81,7 @@ class Job:
     def ours(self, method: str, out: Path, form: str) -> list[str]:
         """The command that makes our result."""
         samples, length = shape(self.ids)
-        command = [*OURS, method, str(self.model), "-o", str(out), "--overwrite", "--json", "--format", form]
+        command = [*OURS, method, str(self.model), "-o", str(out), *ANEW, "--json", "--format", form]
         return [
             *command,
             *self.grid,
@@ -91,7 +93,26 @@ class Job:
         """The command that makes a peer's result; the last line it prints is JSON."""
         tool = PEERS[name]
         command = [python, str(HERE / "peers" / tool.script), str(self.model), str(self.ids), str(out)]
-        return [*command, *self.grid, *tool.options]
+        return [*command, *self.grid, *tool.options, *dtype_for(name)]
+
+
+def dtype_for(peer: str) -> tuple[str, ...]:
+    """The type that a peer's weights are loaded in, where it asks: that in which the processor is fastest."""
+    return ("--dtype", "bfloat16" if multiplies_bfloat16() else "float32") if peer == "llmcompressor" else ()
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether the processor says that it has instructions for products of bfloat16."""
+    said = Path("/proc/cpuinfo")
+    return said.exists() and "_bf16" in said.read_text()
+
+
+def positive(text: str) -> int:
+    """A whole number from 1 on, for argparse."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return number
 
 
 def say(text: str) -> None:
@@ -112,20 +133,36 @@ def set_up(threads: int | None) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
-def kept(out: Path) -> dict[str, dict[str, Any]]:
-    """Results by name that an earlier start has written to `out`."""
-    return json.loads(out.read_text()) if out.exists() else {}
+class Results:
+    """Rows by name, kept in a file, so that each is measured once.
+
+    args: the command line; those `named` are what every row is of. A file with rows of anything else ends the script.
+    """
+
+    def __init__(self, out: Path, args: argparse.Namespace, *named: str) -> None:
+        self.out, self.of = out, {name: str(getattr(args, name)) for name in named}
+        out.parent.mkdir(parents=True, exist_ok=True)
+        held = json.loads(out.read_text()) if out.exists() else {"of": self.of, "rows": {}}
+        if held.get("of") != self.of:
+            sys.exit(f"{out} has rows of {held.get('of')}, not of {self.of}: move it, or name another file")
+        self.rows: dict[str, dict[str, Any]] = held["rows"]
+
+    def once(self, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The row of that name, measured unless it is there."""
+        if name not in self.rows:
+            say(f"{name} (load {machine()['load']})")
+            self.rows[name] = measure()
+            partial = self.out.with_name(f"{self.out.name}.partial")
+            partial.write_text(json.dumps({"of": self.of, "rows": self.rows}, indent=1) + "\n")
+            partial.replace(self.out)
+        return self.rows[name]
 
 
-def once(
-    rows: dict[str, dict[str, Any]], name: str, measure: Callable[[], dict[str, Any]], out: Path
-) -> dict[str, Any]:
-    """The result of that name: from `rows`, or measured, and then written to `out` with the others."""
-    if name not in rows:
-        say(f"{name} (load {machine()['load']})")
-        rows[name] = measure()
-        out.write_text(json.dumps(rows, indent=1) + "\n")
-    return rows[name]
+def one_each(names: Iterable[str], what: str) -> None:
+    """Ends the script where two have one name, since only one of them would be measured."""
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        sys.exit(f"two {what} are called {twice[0]}: rename one")
 
 
 def machine() -> dict[str, object]:

@@ -30,7 +30,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 
-from common import OURS, run, say, set_up
+from common import OURS, one_each, positive, run, say, set_up
 from transformers import AutoTokenizer
 
 DOMAINS = ("encyclopaedia", "documentation", "code", "chat", "mathematics", "language")
@@ -151,9 +151,16 @@ def windows_in(text: Path, args: argparse.Namespace) -> int:
     return min(int(args.windows), len(tokens) // args.length)
 
 
+def state(out: Path) -> str:
+    """What tells an output from one that was made anew under its name: names, sizes and times of its files."""
+    files = sorted(out.rglob("*")) if out.is_dir() else [out]
+    facts = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return hashlib.sha256(repr((str(out.resolve()), facts)).encode()).hexdigest()[:8]
+
+
 def by_window(out: Path, text: Path, windows: int, domain: str, args: argparse.Namespace) -> list[float]:
     """Mean KL of every window, natural logarithm."""
-    saved = args.work / f"{out.name}-{domain}-{windows}x{args.length}.json"
+    saved = args.work / f"{out.name}-{state(out)}-{domain}-{windows}x{args.length}.json"
     if not saved.exists():
         say(f"{out.name} on {domain}")
         command = [*OURS, "eval", str(out), "--ref", str(args.model), "--text", str(text), "-o", str(saved)]
@@ -179,9 +186,14 @@ def ratio(ours: list[list[float]], first: list[list[float]]) -> tuple[float, flo
         again = [
             [[values[i] for i in pick] for values, pick in zip(side, picks, strict=True)] for side in (ours, first)
         ]
-        drawn.append(mean(again[0]) / mean(again[1]))
+        drawn.append(share(mean(again[0]), mean(again[1])))
     drawn.sort()
-    return mean(ours) / mean(first), drawn[DRAWS // 40], drawn[-DRAWS // 40]
+    return share(mean(ours), mean(first)), drawn[DRAWS // 40], drawn[-DRAWS // 40]
+
+
+def share(ours: float, first: float) -> float:
+    """The ratio of two divergences; NaN where the first is exact."""
+    return ours / first if first else float("nan")
 
 
 def table(found: dict[str, dict[str, list[float]]]) -> str:
@@ -194,7 +206,7 @@ def table(found: dict[str, dict[str, list[float]]]) -> str:
     ]
     for name, domains in found.items():
         means = [fmean(values) for values in domains.values()]
-        beside, low, high = ratio(list(domains.values()), list(first.values()))
+        beside, low, high = ratio(list(domains.values()), list(first.values()))  # NaN beside an exact one
         cells = [f"{value:.4f}" for value in (*means, fmean(means), max(means))]
         lines.append(f"| {name} | {' | '.join(cells)} | {beside:.3f} ({low:.3f} to {high:.3f}) |")
     return "\n".join(lines)
@@ -209,9 +221,10 @@ def main() -> None:
     parser.add_argument("--language", type=Path)
     parser.add_argument("--domain", action="append", choices=DOMAINS, help="only this one; repeatable")
     parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--windows", type=int, default=20)
+    parser.add_argument("--windows", type=positive, default=20)
     parser.add_argument("--work", type=Path, required=True, help="where texts and evaluations are kept, for one model")
     args = parser.parse_args()
+    one_each((out.name for out in args.out), "outputs")
     set_up(threads=1)
     args.work.mkdir(parents=True, exist_ok=True)
     files = texts(args)

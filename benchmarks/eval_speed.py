@@ -21,13 +21,14 @@ work folder already are not run again.
 import argparse
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import HERE, OURS, kept, machine, once, run, set_up
+from common import HERE, OURS, Results, machine, positive, run, set_up
 
 FIRST, FILLING = "without a cache", "filling"
 CACHE = "cache"
@@ -76,7 +77,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--work", type=Path, required=True)
     args = parser.parse_args()
     set_up(args.threads)
@@ -85,7 +86,8 @@ def main() -> None:
         file = args.work / f"{kind}.gguf"
         if not file.exists():
             run([*OURS, "gguf", str(args.model), "--type", kind, "-o", str(file), "-q"], args.work / "gguf.log")
-    found = kept(args.work / "rounds.json")
+    of = ("model", "out", "text", "type", "length", "windows", "threads")
+    results = Results(args.work / "rounds.json", args, *of)
     rounds = []
     for number in range(args.rounds):
         costs = {}
@@ -98,12 +100,14 @@ def main() -> None:
                 (args.work / f"{name}.out").write_text(said)
                 return {**asdict(cost), **machine()}
 
-            costs[name] = once(found, f"{number} {name}", measured, args.work / "rounds.json")
+            costs[name] = results.once(f"{number} {name}", measured)
         rounds.append(costs)
     print(table(rounds))
     outs = [json.loads((args.work / f"{name}.out").read_text()) for name in (FIRST, FILLING, "filled")]
     same = [one.pop("ref_cache", None) for one in outs] == [None, "miss", "hit"] and outs[0] == outs[1] == outs[2]
-    print(f"figures with a cache are {'equal' if same else 'NOT equal'} to those without")
+    if not same:
+        sys.exit("figures with a cache are NOT equal to those without")
+    print("figures with a cache are equal to those without")
 
 
 if __name__ == "__main__":

@@ -11,23 +11,28 @@ are CPU seconds (user and system) of the whole process. What is there already is
 
 import argparse
 import json
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 
-from common import PEERS, Job, decode, evaluate, run, set_up, split_peer
+from common import OURS, PEERS, Job, decode, evaluate, run, set_up, split_peer
 
 
 def made(command: list[str], out: Path) -> dict[str, float]:
-    """Make `out` unless it was made before; what that took."""
-    facts = out.with_suffix(".json")
-    if not facts.exists():
-        facts.write_text(json.dumps(asdict(run(command, out.with_suffix(".log"))[0])))
-    return json.loads(facts.read_text())
+    """Make `out` unless the same command has made it before; what that took."""
+    facts = out.with_name(f"{out.name}.json")
+    held = json.loads(facts.read_text()) if facts.exists() else {}
+    if held.get("command") != command:
+        for stale in (out, out.with_name(f"{out.name}-dense")):
+            shutil.rmtree(stale, ignore_errors=True)
+        held = {"command": command, "cost": asdict(run(command, out.with_name(f"{out.name}.log"))[0])}
+        facts.write_text(json.dumps(held))
+    return held["cost"]
 
 
-def peer(job: Job, name: str, python: str, out: Path) -> tuple[Path, dict[str, float]]:
-    """A peer's result, decoded, and what it took."""
-    cost = made(job.peer(name, python, out), out)
+def decoded(command: list[str], python: str, out: Path) -> tuple[Path, dict[str, float]]:
+    """A tool's result, decoded to float32, and what it took."""
+    cost = made(command, out)
     dense = out.with_name(f"{out.name}-dense")
     return dense if (dense / "config.json").exists() else decode(python, out)[0], cost
 
@@ -51,14 +56,13 @@ def main() -> None:
     job = Job(args.model, args.ids, args.bits, args.group_size)
     results = {}
     for method in ("gptq", "rtn"):
-        out = args.out / f"llmcompress-{method}-w{args.bits}"
-        results[f"llmcompress {method}"] = out, made(job.ours(method, out, "dense"), out)
+        out = args.out / f"llmcompress-{method}-w{args.bits}g{args.group_size}"
+        results[f"llmcompress {method}"] = decoded(job.ours(method, out, "compressed-tensors"), OURS[0], out)
     for name, python in args.peer:
         if python is None:
             parser.error(f"--peer {name} needs the Python of its environment: {name}:PYTHON")
-        results[f"{PEERS[name].title}, {PEERS[name].variant}"] = peer(
-            job, name, python, args.out / f"{name}-w{args.bits}"
-        )
+        out = args.out / f"{name}-w{args.bits}g{args.group_size}"
+        results[f"{PEERS[name].title}, {PEERS[name].variant}"] = decoded(job.peer(name, python, out), python, out)
     print(f"| W{args.bits} g{args.group_size} | perplexity | KL | KL p99 | top-1 | CPU s | peak MB |")
     print("|---|---|---|---|---|---|---|")
     for name, (out, cost) in results.items():

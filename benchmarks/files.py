@@ -1,10 +1,11 @@
-"""Commands that read and write files more than they compute: GB of the source per CPU second, beside cp and sha256sum.
+"""Commands that read and write files more than they compute: GB that they read per CPU second, beside cp and sha256sum.
 
     python benchmarks/files.py WORK [--layers 9] [--repeat 3]
 
 A random model in the shapes of Llama-2-7B is written to WORK first, 4 GB with 9 layers. One thread each; the median of
 CPU seconds counts, less those that the same command takes on a model of a few megabytes, most of which Python takes to
-start. What is written is removed again. The bar is half of what the slower of cp and sha256sum does.
+start. `verify` and `export` read what `rtn` wrote, `inspect` headers alone, for which there is no bar. What is written
+is removed again, but for the models. The bar is half of what the slower of cp and sha256sum does.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import sys
 from pathlib import Path
 from statistics import median
 
-from common import HERE, OURS, machine, run, say, set_up
+from common import HERE, OURS, machine, positive, run, say, set_up
 
 BAR = 0.5
 
@@ -47,8 +48,15 @@ def made(work: Path, name: str, layers: int) -> Path:
     return model
 
 
-def seconds(model: Path, work: Path, repeat: int) -> dict[str, tuple[float, float]]:
-    """CPU seconds and seconds on the clock of every command."""
+def read_by(name: str, model: Path, work: Path) -> int:
+    """Bytes of weights that a command reads; none by `inspect`, which reads headers."""
+    places = {"export": [work / "rtn.work"], "verify": [work / "rtn"], "verify --source": [work / "rtn", model]}
+    folders = places.get(name, [] if name == "inspect" else [model])
+    return sum(file.stat().st_size for folder in folders for file in folder.rglob("*.safetensors"))
+
+
+def seconds(model: Path, work: Path, repeat: int) -> dict[str, tuple[float, float, int]]:
+    """CPU seconds, seconds on the clock and bytes read of every command."""
     found = {}
     for name, command in commands(model, work).items():
         costs = []
@@ -58,22 +66,25 @@ def seconds(model: Path, work: Path, repeat: int) -> dict[str, tuple[float, floa
                 shutil.rmtree(work / "rtn.work", ignore_errors=True)
             costs.append(run(command, work / "command.log")[0])
         say(f"{model.name}, {name}: {[cost.cpu_s for cost in costs]}")
-        found[name] = (median(cost.cpu_s for cost in costs), median(cost.wall_s for cost in costs))
+        cpu, wall = (median(getattr(cost, key) for cost in costs) for key in ("cpu_s", "wall_s"))
+        found[name] = cpu, wall, read_by(name, model, work)
     for left in ("copy", "minmax", "rtn", "rtn.work", "exported"):
         shutil.rmtree(work / left, ignore_errors=True)
-    for left in ("q8.gguf", "q4.gguf"):
-        (work / left).unlink(missing_ok=True)
+    for left in work.glob("q[48].gguf*"):
+        left.unlink()
     return found
 
 
-def table(large: dict[str, tuple[float, float]], small: dict[str, tuple[float, float]], size: int) -> str:
-    """As Markdown. large, small: seconds of both models; size: bytes by which the models differ."""
-    rates = {name: size / max(large[name][0] - small[name][0], 1e-3) / 1e9 for name in large}
+def table(large: dict[str, tuple[float, float, int]], small: dict[str, tuple[float, float, int]]) -> str:
+    """As Markdown. large, small: what `seconds` says of both models; a rate is of what they differ by."""
+    rates = {}
+    for name, (cpu, _, size) in large.items():
+        rates[name] = (size - small[name][2]) / max(cpu - small[name][0], 1e-3) / 1e9
     slower = min(rates["cp"], rates["sha256sum"])
     lines = ["| | CPU s | s | GB per CPU s | of the slower | bar |", "|---|---|---|---|---|---|"]
     for name, rate in rates.items():
-        bar = "" if name in ("cp", "sha256sum") else "yes" if rate >= BAR * slower else "no"
-        cpu, wall = large[name]
+        bar = "" if name in ("cp", "sha256sum", "inspect") else "yes" if rate >= BAR * slower else "no"
+        cpu, wall, _ = large[name]
         lines.append(f"| {name} | {cpu:.1f} | {wall:.1f} | {rate:.3f} | {rate / slower:.2f} | {bar} |")
     return "\n".join(lines)
 
@@ -82,15 +93,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", type=Path)
     parser.add_argument("--layers", type=int, default=9)
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--repeat", type=positive, default=3)
     args = parser.parse_args()
     set_up(threads=1)
     args.work.mkdir(parents=True, exist_ok=True)
     large, small = made(args.work, "llama-2-7b", args.layers), made(args.work, "tiny", 1)
-    size = sum(file.stat().st_size for file in large.glob("*.safetensors"))
-    size -= sum(file.stat().st_size for file in small.glob("*.safetensors"))
     print(machine())
-    print(table(seconds(large, args.work, args.repeat), seconds(small, args.work, args.repeat), size))
+    print(table(seconds(large, args.work, args.repeat), seconds(small, args.work, args.repeat)))
 
 
 if __name__ == "__main__":

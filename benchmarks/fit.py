@@ -9,34 +9,42 @@ the work directory. Results that are in `--out` already are not made again.
 """
 
 import argparse
+import re
 from functools import partial
 from pathlib import Path
 
 import yaml
-from common import OURS, kept, once, run, say, set_up, shape
+from common import ANEW, OURS, Results, run, say, set_up, shape
 
 from methods import Row, measured
 
 
 def fitted(bits: float, args: argparse.Namespace) -> Path:
     """The recipe that `fit` finds."""
-    out = args.work / f"fit-{bits:g}.yaml"
+    out = args.work / f"fit-{args.method}-{bits:g}.yaml"
     samples, length = shape(args.ids)
     command = [*OURS, "fit", str(args.model), "--bpw", str(bits), "--format", "dense", "--method", args.method]
     command += ["--calibration", str(args.ids), "--samples", str(samples), "--length", str(length)]
     command += ["--sensitivity", str(args.work / f"sensitivity-{args.method}.json"), *args.more.split()]
-    cost, _ = run([*command, "-o", str(out), "--overwrite", "--json"], out.with_suffix(".log"))
+    cost, _ = run([*command, "-o", str(out), *ANEW, "--json"], out.with_suffix(".log"))
     say(f"{out.stem}: {cost.cpu_s:.0f} CPU s, {cost.peak_mb:.0f} MB")
     return out
 
 
 def uniform(grid: str, args: argparse.Namespace) -> Path:
-    """The recipe of one grid for all, given as BITS:GROUP, asymmetric with :asym after it."""
+    """The recipe of one grid for all."""
     bits, group, *rest = grid.split(":")
     step = {"method": args.method, "bits": int(bits), "group_size": int(group), "sym": not rest}
-    out = args.work / f"uniform-{grid.replace(':', '-')}.yaml"
+    out = args.work / f"uniform-{args.method}-{grid.replace(':', '-')}.yaml"
     out.write_text(yaml.safe_dump({"steps": [step], "output": {"format": "dense"}}))
     return out
+
+
+def a_grid(text: str) -> str:
+    """BITS:GROUP, asymmetric with :asym after it, for argparse."""
+    if re.fullmatch(r"\d+:-?\d+(:asym)?", text) is None:
+        raise argparse.ArgumentTypeError(f"{text} is not BITS:GROUP or BITS:GROUP:asym")
+    return text
 
 
 def compared(recipe: Path, args: argparse.Namespace) -> Row:
@@ -67,7 +75,8 @@ def main() -> None:
     parser.add_argument("ids", type=Path, help="all of its rows are used")
     parser.add_argument("text", help="to evaluate on")
     parser.add_argument("--bpw", type=float, nargs="*", default=[3.5, 4.5])
-    parser.add_argument("--uniform", nargs="*", default=["3:32", "3:128", "4:32", "4:128"], metavar="BITS:GROUP[:asym]")
+    default = ["3:32", "3:128", "4:32", "4:128"]
+    parser.add_argument("--uniform", nargs="*", type=a_grid, default=default, metavar="BITS:GROUP[:asym]")
     parser.add_argument("--method", choices=["gptq", "rtn"], default="gptq")
     parser.add_argument("--more", default="", help="more options of fit")
     parser.add_argument("--length", type=int, default=512, help="of the windows evaluated")
@@ -77,14 +86,13 @@ def main() -> None:
     args = parser.parse_args()
     set_up(threads=1)
     args.work.mkdir(parents=True, exist_ok=True)
-    rows = kept(args.out)
-    names = []
+    results = Results(args.out, args, "model", "ids", "text", "more", "length", "windows")
+    rows = {}
     for make, wanted in ((fitted, args.bpw), (uniform, args.uniform)):
         for asked in wanted:
             recipe = make(asked, args)  # type: ignore[operator]
-            names.append(recipe.stem)
-            once(rows, recipe.stem, partial(compared, recipe, args), args.out)
-    print(table({name: rows[name] for name in names}))
+            rows[recipe.stem] = results.once(recipe.stem, partial(compared, recipe, args))
+    print(table(rows))
 
 
 if __name__ == "__main__":

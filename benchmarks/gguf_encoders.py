@@ -4,7 +4,7 @@
 
 Speed is megabytes of float16 input, two bytes for each weight, per second of CPU time: the best of three. Error is the
 relative root mean square, weighted where an importance is given. With llama-quantize the same weights go through it,
-and what it writes is read back; its time is that of the whole process.
+and what it writes is read back; its time is that of the whole process, once.
 """
 
 import argparse
@@ -36,6 +36,8 @@ def main() -> None:
     parser.add_argument("--weighted", action="store_true", help="give an importance, log-normal over channels")
     parser.add_argument("--llama-quantize", type=Path, help="the tool to compare with, without importance")
     options = parser.parse_args()
+    if options.weighted and options.llama_quantize:
+        parser.error("--weighted: llama-quantize gets no importance here")
     generator = torch.Generator().manual_seed(0)
     weight = 0.02 * torch.randn(options.rows, WIDTH, generator=generator)
     weigh = torch.exp(torch.randn(WIDTH, generator=generator)) if options.weighted else None
@@ -80,7 +82,9 @@ def _llama_quantize(tool: Path, weight: Tensor, spec: BlockSpec) -> tuple[float,
         _write(source, weight)
         command = [tool, "--pure", "--allow-requantize", source, target, spec.name, "1"]
         before = _child_seconds()
-        subprocess.run([str(part) for part in command], check=True, capture_output=True)
+        done = subprocess.run([str(part) for part in command], check=False, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{tool} failed: {done.stderr[-500:]}")
         seconds = _child_seconds() - before
         tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(target).tensors}
         return seconds, unpack(torch.from_numpy(np.array(tensors[NAME].data)), spec).decode()

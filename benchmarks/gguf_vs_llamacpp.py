@@ -5,27 +5,25 @@
         --types Q2_K,Q3_K_M,Q4_K_M,IQ4_XS,Q5_K_M,Q6_K --out table.json
 
 For MODEL, a directory of safetensors, once: a F16 file of ours, llama-perplexity's logits of it on the first `--chunks`
-of TEST, and llama-imatrix over as many chunks of VALID as there are calibration windows. Then per type four files:
+of TEST, and llama-imatrix over the first `--samples` chunks of VALID. Then per type four files:
 
     plain     llama-quantize without an importance matrix
     ours      llmcompress gguf without calibration
     imatrix   llama-quantize with that importance matrix
-    best      llmcompress gguf --calibration VALID, windows as many and as long as llama-imatrix's
+    best      llmcompress gguf calibrated on the windows that llama-imatrix reads
 
 and of each its bytes, perplexity and mean KL divergence against F16 by llama-perplexity, and wall time, CPU seconds and
 peak memory of the process that made it (for `imatrix`, llama-imatrix included). Everything runs with `--threads`.
-MB are 10^6 bytes. A file that is there already is not made again, so that an interrupted table goes on.
+MB are 10^6 bytes. What `--out` has already is not measured again, so that an interrupted table goes on.
 """
 
 import argparse
-import json
 import re
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common import OURS, Cost, machine, run, say
+from common import ANEW, HERE, OURS, Cost, Results, machine, run, set_up
 
 KINDS = ("plain", "ours", "imatrix", "best")
 _FIGURES = {  # with their standard errors
@@ -35,21 +33,15 @@ _FIGURES = {  # with their standard errors
 
 
 class Bench:
-    """One model, its files in `work`, and what is known so far in `facts`, which is kept in a file."""
+    """One model, its files in `work`, and what is known so far, which is kept in a file."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         self.given, self.work, self.tools = given, given.work, given.tools
         self.work.mkdir(parents=True, exist_ok=True)
         self.base, self.logits = self.work / "f16.gguf", self.work / "f16.logits"
-        self.imatrix = self.work / "imatrix.gguf"
-        self.facts: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {}
-
-    def once(self, key: str, make: Callable[[], Any]) -> Any:
-        """The facts under `key`, made by `make` if they are not there."""
-        if key not in self.facts:
-            self.facts[key] = make()
-            self.given.out.write_text(json.dumps(self.facts, indent=1) + "\n")
-        return self.facts[key]
+        self.imatrix, self.ids = self.work / "imatrix.gguf", self.work / "ids.safetensors"
+        of = ("model", "calibrate", "evaluate", "samples", "length", "chunks", "no_fidelity")
+        self.results = Results(given.out, given, *of)
 
     def call(self, *command: object) -> tuple[Cost, str]:
         """Cost of a command, and all it printed."""
@@ -62,26 +54,27 @@ class Bench:
 
     def prepare(self) -> None:
         given = self.given
-        self.once("machine", machine)
-        self.once(
-            "f16", lambda: asdict(self.call(*OURS, "gguf", given.model, "--type", "F16", "-o", self.base, "-q")[0])
-        )
+        self.results.once("machine", machine)
+        made = (*OURS, "gguf", given.model, "--type", "F16", "-o", self.base, *ANEW, "-q")
+        self.results.once("f16", lambda: asdict(self.call(*made)[0]))
         text = ("-m", self.base, "-c", given.length, "--chunks", given.chunks, "-f", given.evaluate)
         logits = (*text, "--kl-divergence-base", self.logits)
-        self.once("logits", lambda: asdict(self.tool("llama-perplexity", *logits)[0]))
+        if not given.no_fidelity:
+            self.results.once("logits", lambda: asdict(self.tool("llama-perplexity", *logits)[0]))
         text = ("-m", self.base, "-c", given.length, "--chunks", given.samples, "-f", given.calibrate)
-        self.once("imatrix", lambda: asdict(self.tool("llama-imatrix", *text, "-o", self.imatrix)[0]))
+        self.results.once("imatrix", lambda: asdict(self.tool("llama-imatrix", *text, "-o", self.imatrix)[0]))
+        wanted = (given.model, given.calibrate, given.samples, given.length, self.ids)
+        self.call(OURS[0], HERE / "first_windows.py", *wanted)
 
     def file(self, kind: str, name: str) -> Cost:
         """Make one file and say what it took."""
         given, out = self.given, self.path(kind, name)
-        for stale in (out, out.with_name(f"{out.name}.report.json")):
-            stale.unlink(missing_ok=True)
+        out.unlink(missing_ok=True)
         if kind in ("plain", "imatrix"):
             matrix = ("--imatrix", self.imatrix) if kind == "imatrix" else ()
             return self.call(self.tools / "llama-quantize", *matrix, self.base, out, name, given.threads)[0]
-        calibrated = ("--calibration", given.calibrate, "--samples", given.samples, "--length", given.length)
-        command = ["gguf", given.model, "--type", name, "-o", out, "--threads", given.threads, "-q"]
+        calibrated = ("--calibration", self.ids, "--samples", given.samples, "--length", given.length)
+        command = ["gguf", given.model, "--type", name, "-o", out, *ANEW, "--threads", given.threads, "-q"]
         return self.call(*OURS, *command, *(calibrated if kind == "best" else ()))[0]
 
     def path(self, kind: str, name: str) -> Path:
@@ -91,7 +84,7 @@ class Bench:
         """All about one file; the file itself is removed."""
         cost = asdict(self.file(kind, name))
         if kind == "imatrix":
-            extra = self.facts["imatrix"]
+            extra = self.results.rows["imatrix"]
             cost = {
                 "wall_s": cost["wall_s"] + extra["wall_s"],
                 "cpu_s": cost["cpu_s"] + extra["cpu_s"],
@@ -117,20 +110,23 @@ def found_in(said: str, key: str) -> tuple[str, ...]:
     return found.groups()
 
 
-def table(facts: dict[str, Any], types: list[str]) -> None:
-    """What was measured, and each of ours as a share of its counterpart."""
-    say("| type | file | bytes | KL | perplexity | wall s | CPU s | peak MB | KL of llama.cpp's |")
-    say("|---|---|---|---|---|---|---|---|---|")
+def table(rows: dict[str, dict[str, Any]], types: list[str]) -> str:
+    """What was measured, and each of ours as a share of its counterpart; as Markdown."""
+    lines = [
+        "| type | file | bytes | KL | perplexity | wall s | CPU s | peak MB | KL of llama.cpp's |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
     for name in types:
         for kind in KINDS:
-            row = facts.get(f"{name} {kind}")
+            row = rows.get(f"{name} {kind}")
             if row is None:
                 continue
-            other = facts.get(f"{name} {'plain' if kind == 'ours' else 'imatrix'}", {})
+            other = rows.get(f"{name} {'plain' if kind == 'ours' else 'imatrix'}", {})
             share = f"{row['kl'][0] / other['kl'][0]:.2f}" if kind in ("ours", "best") and "kl" in other else ""
             kl, ppl = (f"{row[key][0]:.4f} ± {row[key][1]:.4f}" if key in row else "" for key in ("kl", "ppl"))
             cost = f"{row['wall_s']:.1f} | {row['cpu_s']:.1f} | {row['peak_mb']:.0f}"
-            say(f"| {name} | {kind} | {row['bytes']:,} | {kl} | {ppl} | {cost} | {share} |")
+            lines.append(f"| {name} | {kind} | {row['bytes']:,} | {kl} | {ppl} | {cost} | {share} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -150,12 +146,16 @@ def main() -> None:
     parser.add_argument("--no-fidelity", action="store_true", help="time and memory only")
     parser.add_argument("--keep", action="store_true", help="keep the files")
     given = parser.parse_args()
-    bench, types = Bench(given), given.types.split(",")
+    types, kinds = given.types.split(","), given.kinds.split(",")
+    if not set(kinds) <= set(KINDS):
+        parser.error(f"--kinds are some of {','.join(KINDS)}")
+    set_up(given.threads)
+    bench = Bench(given)
     bench.prepare()
     for name in types:
-        for kind in given.kinds.split(","):
-            bench.once(f"{name} {kind}", lambda kind=kind, name=name: bench.row(kind, name))
-    table(bench.facts, types)
+        for kind in kinds:
+            bench.results.once(f"{name} {kind}", lambda kind=kind, name=name: bench.row(kind, name))
+    print(table(bench.results.rows, types))
 
 
 if __name__ == "__main__":

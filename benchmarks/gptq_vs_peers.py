@@ -20,6 +20,7 @@ MB are 10^6 bytes. Everything runs on the CPU.
 import argparse
 import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -39,6 +40,7 @@ from common import (
     last_json,
     machine,
     pack,
+    positive,
     run,
     say,
     set_up,
@@ -103,7 +105,7 @@ def show(facts: Facts) -> None:
         print(f"| {title} {tool['version']}, {' '.join([variant, *tool['extra']])} | {costs} | {quality} |")
     counts = {name: tool["linears"] for name, tool in facts["tools"].items() if "linears" in tool}
     if len(set(counts.values())) > 1:
-        print(f"\nNOT COMPARABLE, as the tools quantised different numbers of linears: {counts}")
+        sys.exit(f"NOT COMPARABLE, as the tools quantised different numbers of linears: {counts}")
     if facts["ratios"]:
         wall, cpu, peak = (facts["ratios"][figure] for figure in FIGURES)
         print(f"\nour wall / the faster peer's: {wall:.2f}; CPU / the cheaper peer's: {cpu:.2f};", end=" ")
@@ -154,7 +156,7 @@ def options() -> argparse.ArgumentParser:
     shared.add_argument("--format", default="gptq", help="of our result (%(default)s)")
     more = "another option of our gptq, such as --option=--actorder=group; repeatable"
     shared.add_argument("--option", action="append", default=[], metavar="--NAME=VALUE", help=more)
-    shared.add_argument("--repeat", type=int, default=1, metavar="N", help="median of N runs")
+    shared.add_argument("--repeat", type=positive, default=1, metavar="N", help="median of N runs")
     shared.add_argument("--work", type=Path, help="for a folder of temporary files, removed at the end")
     shared.add_argument("--out", type=Path, metavar="FILE.json", help="everything measured, written after each run")
     whole = argparse.RawDescriptionHelpFormatter
@@ -183,18 +185,15 @@ def options() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    parser = options()
-    args = parser.parse_args()
-    if args.repeat < 1:
-        parser.error("--repeat needs at least 1")
+    args = options().parse_args()
     set_up(threads=None)
 
     def save(facts: Facts) -> None:
         if args.out:
             args.out.write_text(json.dumps(facts, indent=1) + "\n")
 
-    if args.work:
-        args.work.mkdir(parents=True, exist_ok=True)
+    for folder in filter(None, (args.work, args.out and args.out.parent)):
+        folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="llmcompress-bench-", dir=args.work) as work:
         args.go(args, Path(work).resolve(), save)
 

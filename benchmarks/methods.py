@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from common import OURS, evaluate, kept, once, run, set_up, shape
+from common import ANEW, OURS, Results, evaluate, one_each, run, set_up, shape
 
 Row = dict[str, Any]
 
@@ -28,13 +28,13 @@ def measured(recipe: Path, args: argparse.Namespace) -> Row:
     samples, length = shape(args.ids)
     data = yaml.safe_load(recipe.read_text())
     data["calibration"] = {"source": str(args.ids.resolve()), "samples": samples, "length": length}
-    file, out = args.work / recipe.name, args.work / recipe.stem
+    file, out = args.work / f"{recipe.stem}.run.yaml", args.work / recipe.stem
     file.write_text(yaml.safe_dump(data, sort_keys=False))
     cost, printed = run(
-        [*OURS, "run", str(file), str(args.model), "-o", str(out), "--overwrite", "--json"], out.with_suffix(".log")
+        [*OURS, "run", str(file), str(args.model), "-o", str(out), *ANEW, "--json"], args.work / f"{recipe.stem}.log"
     )
     result = json.loads(printed)
-    figures = evaluate(out, args.model, args.text, args.length, args.windows, out.with_suffix(".log"))
+    figures = evaluate(out, args.model, args.text, args.length, args.windows, args.work / "eval.log")
     shutil.rmtree(out)
     return {
         **asdict(cost),
@@ -73,10 +73,9 @@ def main() -> None:
     args = parser.parse_args()
     set_up(threads=1)
     args.work.mkdir(parents=True, exist_ok=True)
-    rows = kept(args.out)
-    for recipe in args.recipes:
-        once(rows, recipe.stem, partial(measured, recipe, args), args.out)
-    print(table({recipe.stem: rows[recipe.stem] for recipe in args.recipes}))
+    one_each((recipe.stem for recipe in args.recipes), "recipes")
+    results = Results(args.out, args, "model", "ids", "text", "length", "windows")
+    print(table({one.stem: results.once(one.stem, partial(measured, one, args)) for one in args.recipes}))
 
 
 if __name__ == "__main__":

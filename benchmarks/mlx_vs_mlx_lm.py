@@ -4,8 +4,9 @@
     python benchmarks/mlx_vs_mlx_lm.py MODEL VALID.txt TEST.txt --samples 32 --length 512 --work runs/
 
 Of each: `mlx_lm convert` (to the nearest, embedding and head in 4 bits as well), with --gptq `mlx_lm gptq` (these two
-in 6 bits), which reads VALID where its own calibration text would lie, and ours with the same bits. `llmcompress eval`
-judges all of them on TEST. mlx-lm computes on a processor here, far slower than on a Mac: its seconds say nothing.
+in 6 bits), which reads VALID where its own calibration text would lie, and ours with the same bits, each on windows
+that it draws itself. `llmcompress eval` judges all of them on TEST. mlx-lm computes on a processor here, far slower
+than on a Mac: its seconds say nothing.
 What is there already is not made again.
 """
 
@@ -17,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common import OURS, evaluate, kept, once, run, set_up
+from common import ANEW, OURS, Results, evaluate, run, set_up
 
 GRID = ("--group-size", "64")
 
@@ -48,7 +49,7 @@ def main() -> None:
         "mlx_lm gptq": [*theirs, "gptq", "--model", args.model, "--bits", "4", *GRID, *windows],
     }
     tied = json.loads((args.model / "config.json").read_text()).get("tie_word_embeddings", True)
-    rows = kept(args.work / "mlx.json")
+    results = Results(args.work / "mlx.json", args, "model", "calibrate", "text", "samples", "windows", "length")
     print("| tool | embedding and head | MB | perplexity | KL (95%) | top-1 | CPU s |\n|---|---|---|---|---|---|---|")
     for other, command in jobs.items():
         if other == "mlx_lm gptq" and not args.gptq:
@@ -57,12 +58,10 @@ def main() -> None:
         outer = ("--head-bits", bits, *(() if tied else ("--embedding-bits", bits)), "--calibration", args.calibrate)
         for name, made, out in (
             (other, command, "--mlx-path"),
-            ("**llmcompress gptq**", [*ours, *outer, *sized], "-o"),
+            ("**llmcompress gptq**", [*ours, *outer, *sized, *ANEW], "-o"),
         ):
             folder = args.work / f"{name.strip('*').replace(' ', '-')}-{bits}"
-            found = once(
-                rows, f"{name}, {bits}", lambda c=[*made, out], f=folder: measured(c, f, args), args.work / "mlx.json"
-            )
+            found = results.once(f"{name}, {bits}", lambda c=[*made, out], f=folder: measured(c, f, args))
             low, high = found["kl_ci"]
             print(
                 f"| {name} | {bits} bits | {found['bytes'] / 1e6:.1f} | {found['perplexity']:.2f} | {found['kl']:.4f} "

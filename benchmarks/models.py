@@ -225,5 +225,8 @@ if __name__ == "__main__":
     rows = measure(given.work, given.types, given.again)
     print(json.dumps(counts(rows)))
     if given.write:
-        before, _, rest = given.write.read_text().partition(BEGIN)
+        page = given.write.read_text()
+        if not 0 <= page.find(BEGIN) < page.find(END):
+            sys.exit(f"{given.write} has no table between {BEGIN} and {END}")
+        before, _, rest = page.partition(BEGIN)
         given.write.write_text("\n".join([before + BEGIN, "", *table(rows), "", END + rest.partition(END)[2]]))

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import HERE, Cost, Job, install, machine, run, say, set_up
+from common import HERE, Cost, Job, install, machine, positive, run, say, set_up
 
 PEER = "llmcompressor"
 
@@ -31,14 +31,7 @@ def quantised(job: Job, name: str, python: str | None, work: Path, all_tokens: b
         shutil.rmtree(path, ignore_errors=True)
     if python is None:
         return run(job.ours("gptq", out, "compressed-tensors"), log)[0]
-    options = ["--dtype", "bfloat16" if multiplies_bfloat16() else "float32"]
-    return run([*job.peer(PEER, python, out), *options, *([] if all_tokens else ["--routed-tokens"])], log)[0]
-
-
-def multiplies_bfloat16() -> bool:
-    """Whether the processor says that it has instructions for products of bfloat16."""
-    said = Path("/proc/cpuinfo")
-    return said.exists() and "_bf16" in said.read_text()
+    return run([*job.peer(PEER, python, out), *([] if all_tokens else ["--routed-tokens"])], log)[0]
 
 
 def main() -> None:
@@ -47,7 +40,7 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen3-30b-a3b", help="of random_experts.py (%(default)s)")
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--repeat", type=int, default=1, metavar="N")
+    parser.add_argument("--repeat", type=positive, default=1, metavar="N")
     parser.add_argument("--option", action="append", default=[], metavar="--NAME=VALUE", help="another of our gptq")
     parser.add_argument("--peer", metavar="PYTHON")
     parser.add_argument("--no-peer", action="store_true", help="ours alone")
@@ -57,6 +50,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     args = parser.parse_args()
     set_up(threads=None)
+    for folder in filter(None, (args.work, args.out and args.out.parent)):
+        folder.mkdir(parents=True, exist_ok=True)
     tools: dict[str, str | None] = {"llmcompress": None}
     if not args.no_peer:
         tools[PEER] = args.peer or install(PEER, args.environments)

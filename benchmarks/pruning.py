@@ -1,7 +1,7 @@
 """Our pruning against llm-compressor's: fidelity and time, on the same tokens and by the same evaluation.
 
     llmcompress calib pack MODEL -o ids.safetensors --calibration TRAIN.txt --samples 64 --length 512
-    python benchmarks/pruning.py MODEL ids.safetensors TEST.txt --windows 40 --peer llmcompressor:PYTHON --out p.json
+    python benchmarks/pruning.py MODEL ids.safetensors TEST.txt --windows 40 --peer PYTHON --out p.json
 
 Every method at every sparsity by both tools, each in a process of its own with one thread: seconds are CPU seconds of
 the whole process, which do not depend on how busy the machine is. `--also` adds settings of ours that no peer has, such
@@ -16,11 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import HERE, OURS, evaluate, install, kept, once, run, set_up, shape, split_peer
+from common import ANEW, HERE, OURS, Results, dtype_for, evaluate, install, run, set_up, shape
 
 Row = dict[str, Any]
 SPARSITIES = {"50%": ("--sparsity", "0.5"), "2:4": ("--pattern", "2:4"), "4:8": ("--pattern", "4:8")}
 METHODS = ("magnitude", "wanda", "sparsegpt")
+PEER = "llmcompressor"
 
 
 def jobs(args: argparse.Namespace, python: str | None) -> dict[str, list[str]]:
@@ -37,17 +38,18 @@ def jobs(args: argparse.Namespace, python: str | None) -> dict[str, list[str]]:
                 str(args.model),
                 *options,
                 *given,
-                "--overwrite",
+                *ANEW,
                 "--json",
                 "-o",
             ]
             if python is not None and method != "magnitude":
                 script = [python, str(HERE / "peers" / "run_llmcompressor.py"), "--method", method, *options]
+                script += dtype_for(PEER)
                 found[f"llm-compressor {method} {name}"] = [*script, str(args.model), str(args.ids)]
     for more in args.also:
         method, *options = more.split()
         given = [] if method == "magnitude" else text
-        found[more] = [*OURS, method, str(args.model), *options, *given, "--overwrite", "--json", "-o"]
+        found[more] = [*OURS, method, str(args.model), *options, *given, *ANEW, "--json", "-o"]
     return found
 
 
@@ -87,20 +89,23 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=40)
     parser.add_argument("--work", type=Path, default=Path("runs"))
     parser.add_argument("--out", type=Path, default=Path("runs/pruning.json"))
-    parser.add_argument("--peer", type=split_peer, help="llmcompressor, or llmcompressor:PYTHON of its environment")
+    parser.add_argument("--peer", nargs="?", const="", metavar="PYTHON", help="llm-compressor; installed without one")
     parser.add_argument("--environments", type=Path, default=Path("peers"), help="where the peer is installed")
     parser.add_argument("--only", nargs="*", default=[], help="names to measure, as the table has them")
     parser.add_argument("--also", nargs="*", default=[], metavar="COMMAND", help="our methods with other options")
     args = parser.parse_args()
     set_up(threads=1)
     args.work.mkdir(parents=True, exist_ok=True)
-    python = None if args.peer is None else args.peer[1] or install(args.peer[0], args.environments)
-    rows = kept(args.out)
+    python = None if args.peer is None else args.peer or install(PEER, args.environments)
     wanted = jobs(args, python)
+    unknown = set(args.only) - wanted.keys()
+    if unknown:
+        parser.error(f"--only {unknown.pop()!r} is none of {', '.join(wanted)}")
+    results = Results(args.out, args, "model", "ids", "text", "length", "windows")
     for name, command in wanted.items():
         if not args.only or name in args.only:
-            once(rows, name, partial(measured, name, command, args), args.out)
-    print(table({name: rows[name] for name in wanted if name in rows}))
+            results.once(name, partial(measured, name, command, args))
+    print(table({name: results.rows[name] for name in wanted if name in results.rows}))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common import OURS, machine, say, set_up
+from common import ANEW, OURS, machine, positive, say, set_up
 
 
 def main() -> None:
@@ -31,9 +31,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--pairs", type=int, default=2)
+    parser.add_argument("--pairs", type=positive, default=2)
     parser.add_argument("--port", type=int, default=29533, help="of this machine, for the ranks to meet at")
     given = parser.parse_args()
+    if given.ranks < 2:
+        parser.error("--ranks: there is nothing to compare below 2")
     set_up(1)
     given.folder.mkdir(parents=True, exist_ok=True)
     pairs = [pair(given, number) for number in range(given.pairs)]
@@ -67,7 +69,7 @@ def pair(given: argparse.Namespace, number: int) -> tuple[dict[str, Any], dict[s
 def measured(given: argparse.Namespace, size: int) -> dict[str, Any]:
     """Seconds of a run, CPU seconds of each of its processes, and a hash of its files."""
     out = given.folder / f"ranks-{size}"
-    command = [*OURS, given.method, str(given.model), "-o", str(out), "--overwrite", "--json", "--threads", "1"]
+    command = [*OURS, given.method, str(given.model), "-o", str(out), *ANEW, "--json", "--threads", "1"]
     command += ["--calibration", str(given.text), "--samples", str(given.samples), "--length", str(given.length)]
     spent = together(command, out, [environment(given.port, rank, size) for rank in range(size)])
     seconds = json.loads(out.with_suffix(".0.json").read_text())["seconds"]
@@ -88,12 +90,18 @@ def together(command: list[str], out: Path, environments: list[dict[str, str]]) 
         with out.with_suffix(f".{rank}.json").open("w") as printed, out.with_suffix(f".{rank}.log").open("w") as log:
             started.append(subprocess.Popen(command, stdout=printed, stderr=log, env=variables))
     spent = []
-    for rank, child in enumerate(started):
-        _, status, used = os.wait4(child.pid, 0)
-        child.returncode = os.waitstatus_to_exitcode(status)
-        spent.append(round(used.ru_utime + used.ru_stime, 2))
-        if child.returncode:
-            sys.exit(f"rank {rank} failed: {out.with_suffix(f'.{rank}.log').read_text()}")
+    try:
+        for rank, child in enumerate(started):
+            _, status, used = os.wait4(child.pid, 0)
+            child.returncode = os.waitstatus_to_exitcode(status)
+            spent.append(round(used.ru_utime + used.ru_stime, 2))
+            if child.returncode:
+                sys.exit(f"rank {rank} failed: {out.with_suffix(f'.{rank}.log').read_text()}")
+    finally:
+        for child in started:
+            if child.returncode is None:
+                child.kill()
+                child.wait()
     return spent
 
 

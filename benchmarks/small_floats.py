@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common import HERE, OURS, Job, evaluate, kept, once, run, set_up, shape
+from common import ANEW, HERE, OURS, Job, Results, evaluate, run, set_up, shape
 
 SMOOTHED = str(HERE.parent / "configs" / "w4a4-nvfp4.yaml")
 OUR_ROWS = {  # the grid, and the command that makes it, without the model
@@ -39,6 +39,7 @@ PEER_ROWS = {  # the grid, and the tool's name for it
 
 def measured(command: list[str], out: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Make a checkpoint, evaluate and remove it."""
+    shutil.rmtree(out, ignore_errors=True)
     cost, _ = run(command, out.with_suffix(".log"))
     figures = evaluate(out, args.model, str(args.text), args.length, args.windows, out.with_suffix(".eval.log"))
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
@@ -62,13 +63,13 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     samples, length = shape(args.ids)
     tokens = ("--calibration", str(args.ids), "--samples", str(samples), "--length", str(length))
-    job, results = Job(args.model, args.ids, 4, 32), args.out / "small_floats.json"
-    rows = kept(results)
+    job = Job(args.model, args.ids, 4, 32)
+    results = Results(args.out / "small_floats.json", args, "model", "ids", "text", "length", "windows")
     print("| grid | tool | MB | perplexity | KL (95%) | top-1 | CPU s | peak MB |")
     print("|---|---|---|---|---|---|---|---|")
 
     def row(grid: str, tool: str, command: list[str], out: Path) -> None:
-        found = once(rows, f"{grid}, {tool}", lambda: measured(command, out, args), results)
+        found = results.once(f"{grid}, {tool}", lambda: measured(command, out, args))
         low, high = found["kl_ci"]
         print(
             f"| {grid} | {tool} | {found['bytes'] / 1e6:.1f} | {found['perplexity']:.2f} | {found['kl']:.4f} "
@@ -78,7 +79,7 @@ def main() -> None:
 
     for number, (grid, command) in enumerate(OUR_ROWS.items()):
         out = args.out / f"ours-{number}"
-        row(grid, "llmcompress gptq", [*OURS, *command, str(args.model), "-o", str(out), *tokens], out)
+        row(grid, "llmcompress gptq", [*OURS, *command, str(args.model), "-o", str(out), *ANEW, *tokens], out)
         if args.peer is None or grid not in PEER_ROWS:
             continue
         for method in ("gptq", "rtn"):

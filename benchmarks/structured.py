@@ -12,10 +12,11 @@ import argparse
 import json
 import shutil
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import OURS, machine, run, say, set_up
+from common import OURS, Results, run, set_up
 
 Row = dict[str, Any]
 
@@ -49,11 +50,12 @@ WANTED = {
 
 
 def measured(name: str, args: argparse.Namespace) -> Row:
-    """Make a row's output, unless it is there, and evaluate it."""
+    """Make a row's output, and evaluate it."""
     wanted = WANTED[name]
     out = place(name, args)
     text = ["--calibration", args.calibration, "--samples", str(wanted.samples), "--length", "512"]
     models = [str(args.model)] if wanted.base is None else [str(args.model), str(made(wanted.base, args))]
+    shutil.rmtree(Path(f"{out}.work"), ignore_errors=True)
     options = [*wanted.command[1:], *(text if wanted.samples else []), "-o", str(out), "--overwrite", "--json"]
     cost, printed = run([*OURS, wanted.command[0], *models, *options], out.with_suffix(".log"))
     result = json.loads(printed)
@@ -107,16 +109,13 @@ def main() -> None:
     args = parser.parse_args()
     set_up(threads=1)
     args.work.mkdir(parents=True, exist_ok=True)
-    rows: dict[str, Row] = json.loads(args.out.read_text()) if args.out.exists() else {}
+    results = Results(args.out, args, "model", "calibration", "text", "windows")
     for name in args.only or WANTED:
-        if name not in rows:
-            say(f"{name} (load {machine()['load']})")
-            rows[name] = measured(name, args)
-            args.out.write_text(json.dumps(rows, indent=1) + "\n")
+        results.once(name, partial(measured, name, args))
     if not args.keep:
         for name in WANTED:
             shutil.rmtree(place(name, args), ignore_errors=True)
-    print(table({name: rows[name] for name in WANTED if name in rows}))
+    print(table({name: results.rows[name] for name in WANTED if name in results.rows}))
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ ELSEWHERE = {
     "llmcompress eval OUT --ref MODEL --backend kernels": "runs on a GPU; tests/validate/test_backed.py emulates one",
     "python benchmarks/fidelity.py": "needs environments with GPTQModel and llm-compressor",
     "python benchmarks/small_floats.py": "needs an environment with llm-compressor",
-    "python benchmarks/gptq_vs_peers.py": "needs environments with GPTQModel, llm-compressor and AutoRound",
+    "python benchmarks/gptq_vs_peers.py": "needs environments with GPTQModel and llm-compressor",
     "python benchmarks/pruning.py": "needs an environment with llm-compressor",
     "python benchmarks/gguf_encoders.py": "needs a build of llama.cpp",
     "python benchmarks/gguf_vs_llamacpp.py": "needs a build of llama.cpp",

@@ -102,6 +102,8 @@ def main() -> None:
     args = options.parse_args()
     if args.desc_act:
         options.error("llm-compressor has no dynamic activation order; its default is static")
+    if args.scheme and args.method not in ROUNDING:
+        options.error(f"--scheme is taken by --method {' and '.join(ROUNDING)} alone")
     measured(args, quantize, "llmcompressor", "static" if args.method == "gptq" else args.method)
 
 

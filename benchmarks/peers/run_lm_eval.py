@@ -20,6 +20,8 @@ def main() -> None:
     model, text, length, windows = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
     ids = tokenizer(text.read_text(encoding="utf-8"), verbose=False)["input_ids"]
+    if len(ids) < windows * length:
+        sys.exit(f"{sys.argv[2]} fills {len(ids) // length} windows of {length}, not {windows}")
     cut = [ids[start : start + length] for start in range(0, windows * length, length)]
     judge = HFLM(pretrained=model, tokenizer=tokenizer, dtype="float32", device="cpu", batch_size=4)
     asked = [((str(number), ""), window[:1], window[1:]) for number, window in enumerate(cut)]

@@ -39,5 +39,8 @@ def quantize(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    given = parser(__doc__, "is not taken").parse_args()
+    taken = parser(__doc__, "is not taken")
+    given = taken.parse_args()
+    if (given.bits, given.group_size, given.desc_act) != (4, 64, False):
+        taken.error("the grid is NVFP4, without options")
     measured(given, quantize, "nvidia-modelopt", "max")
