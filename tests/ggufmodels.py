@@ -1,10 +1,12 @@
 """Tiny models of the families that GGUF files are written of: what is special in their configs, by model type."""
 
 import hashlib
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 MAY_BE_NONE = ("sliding_window", "n_group", "topk_group")
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
@@ -225,6 +227,17 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 COMPUTED = (".slope_rate", ".query_decay", ".key_decay", ".diagonal_decay")
 """Ends of names of tables that transformers saves and published checkpoints of MiniMax lack."""
 INTEGERS = (".layer_multipliers", ".ngram_heads_vocab_sizes", ".ngram_heads_offsets")
+
+
+def made_values(name: str, shape: Sequence[int]) -> torch.Tensor:
+    """Numbers that float32 holds exactly, or whole ones; other ones for every name, whatever the shape."""
+    seed = zlib.crc32(name.encode())
+    numbers = torch.arange(torch.Size(shape).numel()).view(torch.Size(shape))
+    if name.endswith(INTEGERS):
+        return numbers * 31 + seed % 509
+    return ((numbers * (31 + 2 * (seed % 97)) + seed) % 509 - 254) / 256
+
+
 """Ends of names of tensors of whole numbers, those of Qwen4's n-grams."""
 DECAY = ".ssm_a"
 """End of names of tensors whose values the converter makes by exp, and so not to the bit on every processor."""

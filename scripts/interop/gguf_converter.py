@@ -140,21 +140,13 @@ def save(folder: Path, model_type: str, config: dict, changes: dict) -> None:
         for name, value in load_file(file).items()
         for part, extents in ggufmodels.published(model_type, name, value.shape).items()
     }
-    save_file({name: values(name, torch.Size(extents)) for name, extents in shapes.items()}, file)
+    save_file({name: ggufmodels.made_values(name, torch.Size(extents)) for name, extents in shapes.items()}, file)
     changed = json.loads(settings.read_text()) | changes
     settings.write_text(json.dumps({key: value for key, value in changed.items() if changes.get(key, 0) is not None}))
     tokens = {
         str(number): number for number in range(VOCABULARY if model_type == "gemma3_text" else changed["vocab_size"])
     }
     (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": tokens}, "added_tokens": []}))
-
-
-def values(name: str, shape: torch.Size) -> torch.Tensor:
-    """Numbers that float32 holds exactly, or whole ones, other ones for every name."""
-    numbers = torch.arange(shape.numel()) * 31 + sum(name.encode())
-    if name.endswith(ggufmodels.INTEGERS):
-        return numbers.view(shape)
-    return ((numbers % 509 - 254) / 256).view(shape)
 
 
 def converted(folder: Path) -> tuple[dict, dict]:

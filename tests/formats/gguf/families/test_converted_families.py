@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ggufmodels import INTEGERS, digest
+from ggufmodels import digest, made_values
 from llmcompress.errors import CheckpointError, LlmcompressError, PlanError
 from llmcompress.formats.gguf.family import known_types
 from llmcompress.formats.gguf.metadata import architecture, listed_keys, metadata
@@ -69,13 +69,6 @@ def tensors_of(kind, source=None, **changes):
     return gguf_tensors(entry["config"] | changes, list(source.items()), VOCABULARY)
 
 
-def values(name, shape):
-    numbers = torch.arange(torch.Size(shape).numel()) * 31 + sum(name.encode())
-    if name.endswith(INTEGERS):
-        return numbers.view(shape)
-    return ((numbers % 509 - 254) / 256).view(shape)
-
-
 def test_every_model_type_is_compared_with_the_converter():
     first = {entry["config"]["model_type"] for entry in FIRST.values()}
     assert known_types().keys() == first | GOLDEN.keys()
@@ -96,7 +89,7 @@ def test_names_shapes_and_values_are_those_of_the_converter(kind):
     made = {tensor.name: tensor for tensor in tensors_of(kind)}
     assert made.keys() == wanted.keys()
     for name, tensor in made.items():
-        found = convert(tensor, lambda item: values(item, source[item]))
+        found = convert(tensor, lambda item: made_values(item, source[item]))
         shape, wanted_digest = wanted[name]
         assert tuple(found.shape) == tensor.shape
         assert [extent for extent in tensor.shape if extent != 1] == [extent for extent in shape if extent != 1]
@@ -109,7 +102,7 @@ def test_keys_are_those_of_the_converter_but_for_named_exceptions(kind):
     config, theirs = GOLDEN[kind]["config"], GOLDEN[kind]["keys"]
     keys = {key.name: key for key in metadata(config, tensors_of(kind), file_type("F32"), "Tiny-Model-7B-v2.0")}
     source = GOLDEN[kind]["source"]
-    keys |= {key.name: key for key in listed_keys(config, source, lambda name: values(name, source[name]))}
+    keys |= {key.name: key for key in listed_keys(config, source, lambda name: made_values(name, source[name]))}
     arch = architecture(config)
     assert theirs["general.architecture"][0] == arch
     for name, (value, type_) in theirs.items():
@@ -190,4 +183,4 @@ def test_numbers_that_keys_list_must_be_one_in_each_layer(wrong):
     entry = GOLDEN["apertus"]
     source = {name: shape for name, shape in entry["source"].items() if name != "model.layers.1.mlp.act_fn.beta"}
     with pytest.raises(CheckpointError, match=r"act_fn\.beta"):
-        listed_keys(entry["config"], source | wrong, lambda name: values(name, (source | wrong)[name]))
+        listed_keys(entry["config"], source | wrong, lambda name: made_values(name, (source | wrong)[name]))

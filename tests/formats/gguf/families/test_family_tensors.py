@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ggufmodels import made_values
 from llmcompress.errors import CheckpointError, PlanError
 from llmcompress.formats.gguf.names import gguf_tensors
 from llmcompress.formats.gguf.tensors import convert, parted, pieces, rotary_pairs, stretch
@@ -30,14 +31,8 @@ def tensors_of(model, source=None, **changes):
     return gguf_tensors(config, list(source.items()), VOCABULARY)
 
 
-def values(name, shape):
-    """Of the models that the converter was given."""
-    numbers = torch.arange(torch.Size(shape).numel()) * 31 + sum(name.encode())
-    return ((numbers % 509 - 254) / 256).view(shape)
-
-
 def reader(model):
-    return lambda name: values(name, GOLDEN[model]["source"][name])
+    return lambda name: made_values(name, GOLDEN[model]["source"][name])
 
 
 @pytest.mark.parametrize("model", GOLDEN)
