@@ -262,7 +262,8 @@ def test_gguf_files_are_swept_and_found_again(main, capsys, tiny_model_dir, tmp_
     recipe = tmp_path / "gguf.yaml"
     recipe.write_text("calibration: {samples: 2, length: 16}\nsteps:\n  - {method: gptq, gguf: {type: Q4_0}}\n"
                       "output: {format: gguf}\n")  # fmt: skip
-    command = ["sweep", recipe, tiny_model_dir, "--method", "rtn,gptq", "-o", tmp_path / "out", *EVALUATE, "--json"]
+    model = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    command = ["sweep", recipe, model, "--method", "rtn,gptq", "-o", tmp_path / "out", *EVALUATE, "--json"]
     for before in (False, True):
         assert main(*command) == 0
         found = json.loads(capsys.readouterr().out)["runs"]
@@ -270,6 +271,10 @@ def test_gguf_files_are_swept_and_found_again(main, capsys, tiny_model_dir, tmp_
         assert [row["bits"] for row in found] == [None, None]
         assert found[0]["figures"]["kl"] > 0
     assert len(list(tmp_path.glob("out/*/*.gguf"))) == 2
+    template = model / "chat_template.jinja"
+    template.write_text(template.read_text() + "{# another #}")
+    assert main(*command) == 2  # what lies there is no longer what would be written
+    assert "already exists" in capsys.readouterr().err
 
 
 def test_tokens_that_the_model_wrote_are_kept_for_the_next_start(swept, counted, recipe, tmp_path, monkeypatch):

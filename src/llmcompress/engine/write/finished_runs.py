@@ -58,11 +58,19 @@ def finished_report(plan: Plan, tokens: Tensor | None = None) -> dict[str, Any] 
 def _same_files(plan: Plan, report: Mapping[str, Any]) -> bool:
     """Whether a report tells of the importance matrix and the adapter of a plan, and of its side files as they are now.
 
-    A GGUF file holds side files in another shape, of which the report says nothing.
+    GGUF files hold side files, such as the tokenizer, among their keys: they begin as the plan's would.
     """
     for key, given in (("imatrix", plan.importance), ("adapter", plan.headers.merged)):
         said = report.get(key)
         if (said.get("sha256") if isinstance(said, dict) else None) != (None if given is None else given.sha256):
+            return False
+    for file in plan.files:
+        place = plan.out if is_single(plan.out) else plan.out / file.name
+        try:
+            with place.open("rb") as held:
+                if held.read(len(file.header)) != file.header:
+                    return False
+        except OSError:
             return False
     recorded = report.get("files")
     if is_single(plan.out) or not isinstance(recorded, dict):
