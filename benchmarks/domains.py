@@ -206,7 +206,7 @@ def table(found: dict[str, dict[str, list[float]]]) -> str:
     ]
     for name, domains in found.items():
         means = [fmean(values) for values in domains.values()]
-        beside, low, high = ratio(list(domains.values()), list(first.values()))  # NaN beside an exact one
+        beside, low, high = ratio(list(domains.values()), list(first.values()))
         cells = [f"{value:.4f}" for value in (*means, fmean(means), max(means))]
         lines.append(f"| {name} | {' | '.join(cells)} | {beside:.3f} ({low:.3f} to {high:.3f}) |")
     return "\n".join(lines)

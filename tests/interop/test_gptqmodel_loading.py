@@ -53,8 +53,7 @@ def loaded(compress, tmp_path_factory):
 
 def refusal(source, loader, options):
     """What a plan with this target says of the checkpoint, nothing if it is made."""
-    method = options.get("method", "rtn")
-    steps = [{"method": method, **{key: value for key, value in options.items() if key != "method"}}]
+    steps = [{"method": "rtn", **options}]
     text = {"source": str(source.parent / "ids.safetensors"), "samples": 16, "length": 32}
     recipe = parse({"calibration": text, "steps": steps, "output": {"format": "gptq"}})
     try:
