@@ -281,6 +281,16 @@ WRONG = {
         "allocation of wanda is of all matrices",
     ),
     "a head at a pattern": ([{**GPTQ, "set": {"q_proj": {"head_bits": 4}}}], PlanError, "head_bits of gptq is of all"),
+    "windows of the original at a pattern": (
+        [{"method": "sparsegpt", "sparsity": 0.5, "set": {"q_proj": {"qep_samples": 4}}}],
+        PlanError,
+        "qep_samples of sparsegpt is of all",
+    ),
+    "windows of the original where layers are trained": (
+        [{**GPTQ, "recover": "block", "qep_samples": 4}],
+        RecipeError,
+        "no qep_samples",
+    ),
     "unknown matrix": (
         [{"method": "wanda", "sparsity": 0.5, "set": {"nothing": {"skip": True}}}],
         PlanError,

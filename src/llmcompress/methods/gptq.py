@@ -3,7 +3,7 @@
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from llmcompress.errors import RunError
 from llmcompress.methods.base import Method, Shrinkage, Solved, Statistics
@@ -27,7 +27,7 @@ class Gptq(Method):
     summary: ClassVar[str] = (
         "GPTQ: error feedback over the columns, with a clip search and descent on codes and scales."
     )
-    undivided: ClassVar[frozenset[str]] = frozenset({"head_bits", "embedding_bits"})
+    undivided: ClassVar[frozenset[str]] = frozenset({"head_bits", "embedding_bits", "qep_samples"})
 
     percdamp: float = Field(0.01, gt=0, lt=1, description="added to the Hessian's diagonal, as a share of its mean")
     shrinkage: Shrinkage = None
@@ -67,6 +67,13 @@ class Gptq(Method):
     descent: int = Field(
         1, ge=0, le=1000, description="rounds of descent on codes, then scales, after the sweep; 0: plain GPTQ"
     )
+
+    @model_validator(mode="after")
+    def _windows_of_the_original(self) -> "Gptq":
+        """ValueError for a number of windows beside layers that are trained on all of them."""
+        if self.recovers and self.qep_samples != type(self).model_fields["qep_samples"].default:
+            raise ValueError("recover: block runs every window through the original layers too: no qep_samples")
+        return self
 
     @property
     def compensates(self) -> bool:

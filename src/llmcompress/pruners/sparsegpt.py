@@ -23,6 +23,7 @@ class SparseGpt(Pruner):
 
     name: ClassVar[str] = "sparsegpt"
     summary: ClassVar[str] = "SparseGPT: drop weights and make up for them in those that are kept; as costly as GPTQ."
+    undivided: ClassVar[frozenset[str]] = Pruner.undivided | {"qep_samples"}
 
     refit: int = Field(
         10, ge=0, le=1000, description="steps of conjugate gradients that refine the kept weights; 0: plain SparseGPT"

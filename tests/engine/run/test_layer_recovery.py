@@ -201,10 +201,10 @@ def test_other_steps_may_come_before(case, shallow_model_dir, tmp_path, monkeypa
 
 def test_scales_of_caches_are_those_of_the_layer_as_it_is_written(shallow_model_dir, tmp_path):
     reports = []
-    for name in ("none", "block"):
-        made = recovered(recover=name, qep_samples=TEXT["samples"])
+    for settings in ({"recover": "none", "qep_samples": TEXT["samples"]}, {}):
+        made = recovered(**settings)
         made = made.model_copy(update={"kv_cache": KvCache(code="fp8")})
-        reports.append(compress(shallow_model_dir, tmp_path / name, made))
+        reports.append(compress(shallow_model_dir, tmp_path / made.method.recover, made))
     plain, moved = (report["kv_cache"]["largest"] for report in reports)
     assert all(one != other for one, other in zip(plain, moved, strict=True))
     tensors = load_file(tmp_path / "block" / "model.safetensors")
@@ -247,8 +247,8 @@ def test_too_few_windows_are_refused_before_anything_is_read(shallow_model_dir, 
 
 def test_the_plan_counts_what_training_takes(shallow_model_dir, tmp_path):
     plans = [
-        make_plan(recovered(recover=name, qep_samples=32), shallow_model_dir, Options(out=tmp_path / "out"))
-        for name in ("none", "block")
+        make_plan(recovered(**settings), shallow_model_dir, Options(out=tmp_path / "out"))
+        for settings in ({"recover": "none", "qep_samples": 32}, {})
     ]
     assert [plan.estimate.passes for plan in plans] == [2, 2 + 3 * 64 * 4 // 32]
     assert plans[0].estimate.output_bytes == plans[1].estimate.output_bytes
