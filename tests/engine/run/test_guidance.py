@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from llmcompress.engine.execute import run
+from llmcompress.engine.plan import estimate
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.matrix_plan import followed
 from llmcompress.engine.plan.run_options import Options
@@ -39,7 +40,7 @@ def kept_guidance(model, out, **options):
     return {key: each.tokens for key, each in found.items()}, {key: each.outputs for key, each in found.items()}
 
 
-def by_autograd(path, paths):
+def by_autograd(path, paths, tokens):
     """Gradients [samples * length, out] by layer and path, of the whole model."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     seen, gradients = {}, {}
@@ -48,7 +49,7 @@ def by_autograd(path, paths):
             layer.get_submodule(below).register_forward_hook(
                 lambda _, args, out, key=(number, below): seen.__setitem__(key, out)
             )
-    for window, ids in enumerate(TOKENS):
+    for window, ids in enumerate(tokens):
         logs = model(input_ids=ids[None]).logits.log_softmax(-1)[0]
         labels = drawn(logs.detach().exp(), torch.Generator().manual_seed(SEED + window))
         keys = list(seen)
@@ -58,12 +59,18 @@ def by_autograd(path, paths):
     return {key: torch.cat(value) for key, value in gradients.items()}
 
 
-def test_weights_and_products_are_those_of_gradients_of_the_whole_model(random_model_dir, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("least", "windows"), [(48, [0, 1, 2]), (24, [0, 2])])
+def test_weights_and_products_are_those_of_gradients_of_the_whole_model(
+    random_model_dir, tmp_path, monkeypatch, least, windows
+):
+    """Tokens of windows that are left out have the mean weight."""
     monkeypatch.setattr(output_feedback, "OUTPUTS", 40)
+    monkeypatch.setattr(guidance, "_BLOCK", 16)
+    monkeypatch.setattr(estimate, "GRADIENT_TOKENS", least)
     path = random_model_dir("llama", dtype="float32")
     weights, products = kept_guidance(path, tmp_path / "out", compute_dtype="float32")
     spaces = guidance.weighed_paths(make_plan(guided(group_size=32), path, Options(out=tmp_path / "other")), 0)
-    gradients = by_autograd(path, spaces)
+    gradients = by_autograd(path, spaces, TOKENS[windows])
     assert {(number, path) for number in products for path in products[number]} == gradients.keys()
     sums = {}
     for (number, below), gradient in gradients.items():
@@ -76,7 +83,9 @@ def test_weights_and_products_are_those_of_gradients_of_the_whole_model(random_m
     assert {(number, space) for number in weights for space in weights[number]} == sums.keys()
     for (number, space), squares in sums.items():
         roots = squares.sqrt()
-        torch.testing.assert_close(weights[number][space], roots / roots.mean(), rtol=2e-3, atol=2e-3)
+        expected = torch.ones(SAMPLES, LENGTH)
+        expected[windows] = (roots / roots.mean()).view(-1, LENGTH)
+        torch.testing.assert_close(weights[number][space], expected.flatten(), rtol=2e-3, atol=2e-3)
 
 
 def test_gram_matrix_and_drift_count_tokens_by_their_weights():
@@ -235,7 +244,7 @@ def test_divergence_falls_by_a_third(shallow_model_dir, windows, tmp_path):
 
 
 def test_tokens_of_no_one_place_have_no_weight():
-    gathered = guidance.LayerGuidance({"a": "one", "b": "other"}, (), (1, 4))
+    gathered = guidance.LayerGuidance({"a": "one", "b": "other"}, (), (1, 4), [0])
     gathered.add("a", gathered.part(torch.zeros(4, 2), torch.tensor([[1.0], [2.0], [3.0], [6.0]])), 0)
     gathered.add("b", gathered.part(torch.zeros(3, 2), torch.ones(3, 2)), 0)
     found = gathered.weights()
@@ -244,7 +253,7 @@ def test_tokens_of_no_one_place_have_no_weight():
 
 
 def test_gradients_that_are_not_finite_are_refused_by_name():
-    gathered = guidance.LayerGuidance({"a": "attn_in"}, (), (1, 2))
+    gathered = guidance.LayerGuidance({"a": "attn_in"}, (), (1, 2), [0])
     gathered.add("a", gathered.part(torch.zeros(2, 2), torch.tensor([[1.0], [float("inf")]])), 0)
     with pytest.raises(RunError, match="the gradients of attn_in are not finite"):
         gathered.weights()

@@ -6,6 +6,8 @@ from math import ceil
 from llmcompress.engine.plan.run_memory import RunMemory
 from llmcompress.engine.train.training import AT_ONCE, BLOCK_STEPS
 
+GRADIENT_TOKENS = 32_768  # of which gradients are known at least, where there are as many: more cost what they bring
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -45,12 +47,28 @@ def estimate(run: RunMemory, output_bytes: int, bits_per_weight: float) -> Estim
         output_bytes=output_bytes,
         work_bytes=int(weights * 1.1) + (_windows(run) if run.calibrated else 0) + sum(map(run.products, run.layers)),
         memory_bytes=memory.peak("host"),
-        passes=((2 if run.paired else 1) + 3 * run.weighed + _training(run)) if run.calibrated else 0,
+        passes=((2 if run.paired else 1) + _gradient_passes(run) + _training(run)) if run.calibrated else 0,
         source_bytes=run.headers.nbytes,
         bits_per_weight=bits_per_weight,
         bits_per_quantised_weight=bits / sum(size for size, _ in rounded) if rounded else None,
         gpu_bytes=memory.peak("gpu"),
     )
+
+
+def gradient_windows(samples: int, length: int) -> range:
+    """The numbers of the windows that gradients are of: all of them, or one in so many."""
+    return range(0, samples, max(1, samples * length // GRADIENT_TOKENS))
+
+
+def _gradients_of(run: RunMemory) -> int:
+    """How many windows gradients are of."""
+    text = run.recipe.calibration
+    return len(gradient_windows(text.samples, text.length)) if run.weighed else 0
+
+
+def _gradient_passes(run: RunMemory) -> int:
+    """Passes of gradients: forward, and through each layer there and back."""
+    return ceil(3 * _gradients_of(run) / run.recipe.calibration.samples)
 
 
 def _training(run: RunMemory) -> int:
@@ -70,6 +88,6 @@ def _windows(run: RunMemory) -> int:
     kept = 2 * run.hidden if resources.gpu else 3 * run.hidden + recorded
     experts = text.samples * text.length * max(map(run.routed, run.layers))
     # what enters and leaves every layer and a layer's gradients, before there is anything else
-    gradients = text.samples * text.length * (len(run.layers) + 3) * run.hidden if run.weighed else 0
+    gradients = _gradients_of(run) * text.length * (len(run.layers) + 3) * run.hidden
     left = text.samples * text.length * run.hidden if run.recovers else 0  # what the original gave
     return max(tokens * kept + experts + left, gradients) * resources.item_bytes

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from llmcompress.calib.base import fingerprint
+from llmcompress.engine.plan.estimate import gradient_windows
 from llmcompress.engine.plan.matrix_plan import followed
 from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.process.progress import Progress
@@ -32,11 +33,14 @@ from llmcompress.workers import Workers
 POWER = 0.5
 """Of the mean squares. With 1 a few tokens outweigh all others, and what is fitted to them serves no other text."""
 
+_BLOCK = 256  # outputs whose products with those after them are one multiplication
+
 _TOKENS, _OUTPUTS = "tokens.", "outputs."  # what names in files begin with
 
 
 class Guidance(NamedTuple):
-    """What is known of a layer. tokens: weights [samples * length] by space, of mean 1.
+    """What is known of a layer. tokens: weights [samples * length] by space, of mean 1, which those have too whose
+    gradients nobody ran back.
 
     outputs: by path of a matrix, the mean products [n, n] of gradients at each of its `chunks` of outputs.
     """
@@ -61,9 +65,9 @@ def measured_guidance(
 
     Spaces are absent that have no weights: all of a run that asks for none, those of experts, whose tokens come in the
     order in which they are sent there, and those whose matrices do not run once for every token. Matrices are absent
-    that are not `followed`. Rank 0 runs the gradients of the source's own predictions back, and keeps what it finds in
-    the work directory, and with `--stats` for other runs. StoppedError when `stop` says so between two layers; the next
-    start goes on there.
+    that are not `followed`. Rank 0 runs the gradients of the source's own predictions back, of the windows that
+    `gradient_windows` names, and keeps what it finds in the work directory, and with `--stats` for other runs.
+    StoppedError when `stop` says so between two layers; the next start goes on there.
     """
     if not plan.follows_gradients:
         return lambda number: NONE
@@ -73,7 +77,8 @@ def measured_guidance(
         kept = _kept(plan, tokens)
         if kept is not None and kept.complete:
             return str(kept.path)
-        finished, layers = _FinishedGuidance(plan, staged, tokens.shape), range(len(plan.layers))
+        windows, layers = gradient_windows(*tokens.shape), range(len(plan.layers))
+        finished = _FinishedGuidance(plan, staged, tokens.shape, windows)
         missing = [number for number in layers if not finished.has(number)]
         if missing:
             if missing[-1] >= len(missing) or not any(name.startswith(RECORDED) for name in staged.folder.names()):
@@ -92,7 +97,7 @@ def measured_guidance(
             paths = [list(weighed_paths(plan, number)) for number in layers]
             fisher_information(
                 model,
-                tokens,
+                tokens[windows.start : windows.stop : windows.step],
                 paths,
                 plan.recipe.calibration.seed,
                 staged.folder,
@@ -123,7 +128,8 @@ def _kept(plan: Plan, tokens: Tensor) -> Kept | None:
         {"spaces": weighed_paths(plan, number), "followed": sorted(_followed(plan, number))}
         for number in range(len(plan.layers))
     ]
-    return gradients_of_run(plan, plan.options.stats, fingerprint(tokens), watched)
+    windows = len(gradient_windows(*tokens.shape))
+    return gradients_of_run(plan, plan.options.stats, fingerprint(tokens), windows, watched)
 
 
 def _followed(plan: Plan, number: int) -> set[str]:
@@ -152,14 +158,14 @@ def weighed_paths(plan: Plan, number: int) -> dict[str, str]:
 class _FinishedGuidance(FinishedLayers):
     """The layers whose guidance is in the work directory."""
 
-    def __init__(self, plan: Plan, staged: Staging, shape: Sequence[int]) -> None:
-        """shape: of the tokens [samples, length]."""
-        self.plan, self.staged, self.shape = plan, staged, shape
+    def __init__(self, plan: Plan, staged: Staging, shape: Sequence[int], windows: Sequence[int]) -> None:
+        """shape: of the tokens [samples, length]. windows: the numbers of those that gradients are of."""
+        self.plan, self.staged, self.shape, self.windows = plan, staged, shape, windows
         self._gathering: dict[int, LayerGuidance] = {}
 
     def gathering(self, number: int) -> "LayerGuidance":
         paths = weighed_paths(self.plan, number)
-        self._gathering[number] = LayerGuidance(paths, _followed(self.plan, number), self.shape)
+        self._gathering[number] = LayerGuidance(paths, _followed(self.plan, number), self.shape, self.windows)
         return self._gathering[number]
 
     def seed(self, name: str) -> int:
@@ -177,25 +183,32 @@ class LayerGuidance:
 
     Of every token the sum of squares over the outputs of the matrices that read one space, and the products at two
     outputs of a matrix, summed over tokens. A `FisherSum` of which nothing else is left. spaces: by path of a matrix.
-    followed: paths of those whose products are wanted. shape: of the tokens.
+    followed: paths of those whose products are wanted. shape: of the tokens [samples, length]. windows: the numbers of
+    those that gradients are of.
     """
 
-    def __init__(self, spaces: Mapping[str, str], followed: Collection[str], shape: Sequence[int]) -> None:
-        self._spaces, self._followed, self._shape = spaces, followed, tuple(shape)
-        self._sums = {space: torch.zeros(self._shape) for space in spaces.values()}
+    def __init__(
+        self, spaces: Mapping[str, str], followed: Collection[str], shape: Sequence[int], windows: Sequence[int]
+    ) -> None:
+        self._spaces, self._followed, self._windows = spaces, followed, windows
+        self._samples, self._length = shape
+        self._sums = {space: torch.zeros(len(windows), self._length) for space in spaces.values()}
         self._products: dict[str, list[Tensor]] = {}
         self._seen: dict[str, int] = {}
 
     def part(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Sums of squares [tokens] of a window's gradients [..., out], and their products at each chunk of outputs."""
+        """Sums of squares [tokens] of a window's gradients [..., out], and their products at each chunk of outputs.
+
+        Of these only the upper triangle is filled in.
+        """
         rows = gradient.reshape(-1, gradient.shape[-1]).to(torch.float32)
-        products = [(rows[:, some].T @ rows[:, some]).cpu() for some in chunks(rows.shape[1])] if self._followed else []
+        products = [_products(rows[:, some]) for some in chunks(rows.shape[1])] if self._followed else []
         return rows.square().sum(dim=-1).cpu(), products
 
     def add(self, path: str, part: tuple[Tensor, list[Tensor]], window: int) -> None:
         squares, products = part
         space = self._spaces[path]
-        if squares.numel() != self._shape[1]:
+        if squares.numel() != self._length:
             self._sums.pop(space, None)
         elif space in self._sums:
             self._sums[space][window] += squares
@@ -215,7 +228,7 @@ class LayerGuidance:
             if not all(bool(torch.isfinite(total).all()) for total in sums):
                 raise _not_finite(path)
         products = {
-            f"{_OUTPUTS}{path}.{number:05d}": total / self._seen[path]
+            f"{_OUTPUTS}{path}.{number:05d}": (total + total.triu(1).T) / self._seen[path]
             for path, sums in self._products.items()
             for number, total in enumerate(sums)
         }
@@ -230,8 +243,21 @@ class LayerGuidance:
             if not torch.isfinite(powers).all():
                 raise _not_finite(space)
             if mean > 0:  # else no output of these matrices matters, and all tokens count alike
-                found[space] = (powers / mean).to(torch.float32)
+                found[space] = torch.ones(self._samples, self._length)
+                found[space][list(self._windows)] = (powers / mean).to(torch.float32).view(sums.shape)
+                found[space] = found[space].flatten()
         return found
+
+
+def _products(rows: Tensor) -> Tensor:
+    """The upper triangle of rows^T rows [n, n], of rows [tokens, n]; zeros below the blocks on the diagonal."""
+    count = rows.shape[1]
+    found = torch.zeros(count, count, device=rows.device)
+    for start in range(0, count, _BLOCK):
+        stop = min(start + _BLOCK, count)
+        found[start:stop, start:] = rows[:, start:stop].T @ rows[:, start:]
+        found[start:stop, start:stop].triu_()
+    return found.cpu()
 
 
 def _not_finite(name: str) -> RunError:
