@@ -168,9 +168,11 @@ def test_what_was_not_compressed_is_left_alone(random_model_dir, ids, tmp_path):
     assert sum(entry["kind"] == "unrepaired" for entry in report["ledger"]) == 8
 
 
-def test_experts_are_left_alone_and_told(random_model_dir, ids, tmp_path):
-    model = random_model_dir("mixtral")
-    report = lora(model, compress(model, tmp_path / "c", form="dense"), tmp_path / "a", ids[0])
+@pytest.mark.parametrize(("family", "form"), [("mixtral", "dense"), ("granitemoe", "compressed-tensors")])
+def test_experts_are_left_alone_and_told(family, form, random_model_dir, ids, tmp_path):
+    """Those of a GraniteMoE are one tensor of the source, and one by one in what was compressed."""
+    model = random_model_dir(family)
+    report = lora(model, compress(model, tmp_path / "c", form=form), tmp_path / "a", ids[0])
     assert {item["name"].rpartition(".")[2] for item in report["lora"]["matrices"]} == {
         "q_proj", "k_proj", "v_proj", "o_proj",
     }  # fmt: skip

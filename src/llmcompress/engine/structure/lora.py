@@ -10,7 +10,7 @@ from llmcompress import __version__
 from llmcompress.engine.process.process_memory import return_freed_memory
 from llmcompress.engine.run.forward import Forward, Recording, Stream
 from llmcompress.engine.run.overflow import refuse_overflow
-from llmcompress.engine.source.open import round_as_stored
+from llmcompress.engine.source.open import open_checkpoint, round_as_stored
 from llmcompress.engine.source.quantised import DecodedHeaders
 from llmcompress.engine.structure.derived_model import calibration_facts
 from llmcompress.engine.structure.lora_plan import LoraPlan, RepairTarget, bits_added, changed_targets
@@ -22,7 +22,7 @@ from llmcompress.significant import significant
 from llmcompress.solve.low_rank import LowRank, low_rank, output_energy
 from llmcompress.stats.gram import Gram
 from llmcompress.store.adapter import CONFIG, STEM, AdapterDirectory, adapter_config, adapter_specs
-from llmcompress.store.checkpoint import DTYPES, Checkpoint
+from llmcompress.store.checkpoint import DTYPES
 from llmcompress.store.folder import Folder
 from llmcompress.store.headers import ModelHeaders
 from llmcompress.store.windows import Windows, write_windows
@@ -81,7 +81,7 @@ class _Repair:
 
     def __init__(self, plan: LoraPlan, targets: Sequence[RepairTarget], watch: Watch, workers: Workers) -> None:
         self.plan, self.targets, self.watch, self.workers = plan, targets, watch, workers
-        self.original, self.compressed = Checkpoint(plan.original), plan.opened.checkpoint
+        self.original, self.compressed = open_checkpoint(plan.original), plan.opened.checkpoint
         self.records: list[dict[str, Any]] = []
 
     def by_weights(self) -> Iterator[Tensor]:

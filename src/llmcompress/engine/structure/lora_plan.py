@@ -4,21 +4,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from llmcompress.engine.plan.pass_memory import lora_memory
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.source.matrix_refs import matrices_of
+from llmcompress.engine.source.open import open_checkpoint
 from llmcompress.engine.source.quantised import DecodedHeaders, decoded_headers
+from llmcompress.engine.source.stacked import unstacked_headers
 from llmcompress.engine.structure.source_model import OpenModel, open_model
 from llmcompress.errors import CheckpointError, PlanError
 from llmcompress.formats.base import TensorSpec
 from llmcompress.ledger import Ledger
 from llmcompress.recipe import Calibration, transforms
 from llmcompress.store.adapter import AdapterDirectory, adapter_specs
-from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.headers import ModelHeaders, read_headers, read_json
 
 
@@ -83,11 +84,13 @@ def plan_lora(
 ) -> LoraPlan:
     """Check from headers that one model was made from the other. Raises LlmcompressError."""
     options = options or Options()
+    report = _report(compressed)
     source = read_headers(original)
+    source = unstacked_headers(source, Ledger()) if report.get("unstacked") else source
     matrices_of(source, options.trust_remote_code, Ledger())  # refuses what is no original
     headers = decoded_headers(read_headers(compressed))
     opened = open_model(headers, text, options, f"lora{rank}", AdapterDirectory, runs_text=by == "outputs")
-    _refuse_transformed(compressed)
+    _refuse_transformed(compressed, report)
     targets = _targets(opened, source)
     narrow = min(targets, key=lambda item: min(item.shape))
     if not 1 <= rank < min(narrow.shape):
@@ -125,7 +128,7 @@ def _targets(opened: OpenModel, source: ModelHeaders) -> tuple[RepairTarget, ...
 
 def changed_targets(plan: LoraPlan) -> list[RepairTarget]:
     """The matrices that differ from the original. CheckpointError if norms differ, PlanError if nothing does."""
-    original, compressed, headers = Checkpoint(plan.original), plan.opened.checkpoint, plan.opened.headers
+    original, compressed, headers = open_checkpoint(plan.original), plan.opened.checkpoint, plan.opened.headers
     for name, stored in plan.original.tensors.items():
         kept = name.endswith("norm.weight") or name.startswith(f"{plan.opened.matrices.prefix}.")
         norm = len(stored.spec.shape) == 1 and kept and name in headers.tensors
@@ -144,10 +147,15 @@ def changed_targets(plan: LoraPlan) -> list[RepairTarget]:
     return found
 
 
-def _refuse_transformed(compressed: Path) -> None:
-    """PlanError for a model whose channels were scaled or rotated: its matrices are not near the original's."""
+def _report(compressed: Path) -> Mapping[str, Any]:
+    """The report of the compressed model; empty where it has none."""
     file = compressed / "report.json"
-    recipe = read_json(file).get("recipe") if file.is_file() else None
+    return read_json(file) if file.is_file() else {}
+
+
+def _refuse_transformed(compressed: Path, report: Mapping[str, Any]) -> None:
+    """PlanError for a model whose channels were scaled or rotated: its matrices are not near the original's."""
+    recipe = report.get("recipe")
     steps = recipe.get("steps") if isinstance(recipe, Mapping) else None
     for step in steps if isinstance(steps, list) else []:
         method = step.get("method") if isinstance(step, Mapping) else None
