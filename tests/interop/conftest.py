@@ -12,8 +12,10 @@ from safetensors.torch import save_file
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
-from llmcompress.recipe import parse
+from llmcompress.errors import PlanError
+from llmcompress.recipe import Recipe, parse
 
+Asked = Callable[..., tuple[Path, Recipe]]
 Compress = Callable[..., Path]
 
 SIZES = {
@@ -27,31 +29,57 @@ SIZES = {
 
 
 @pytest.fixture(scope="session")
-def compress(random_model_dir: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Compress:
-    """compress(family, dtype, format, method="rtn", **options): a compressed model with a tokenizer. Read-only."""
+def asked(random_model_dir: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Asked:
+    """asked(family, dtype, format, method="rtn", **options): a model with a tokenizer, and a recipe for it.."""
     root = tmp_path_factory.mktemp("interop")
     ids = root / "ids.safetensors"
     tokens = torch.randint(0, 96, (16, 32), generator=torch.Generator().manual_seed(1))
     save_file({"input_ids": tokens}, ids)
-    made: dict[str, Path] = {}
 
-    def make(family: str, dtype: str, format_: str, method: str = "rtn", **options: Any) -> Path:
+    def make(family: str, dtype: str, format_: str, method: str = "rtn", **options: Any) -> tuple[Path, Recipe]:
         source = root / f"{family}-{dtype}"
         if not source.exists():
             shutil.copytree(random_model_dir(family, dtype=dtype, **(SIZES if family != "gpt2" else {})), source)
             save_tokenizer(source)
-        key = repr((family, dtype, format_, method, sorted(options.items())))
+        recipe = {
+            "calibration": {"source": str(ids), "samples": 16, "length": 32},
+            "steps": [{"method": method, **options}],
+            "output": {"format": format_},
+        }
+        return source, parse(recipe)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def compress(asked: Asked) -> Compress:
+    """compress(family, dtype, format, method="rtn", **options): that model, compressed. Both are read-only."""
+    made: dict[str, Path] = {}
+
+    def make(*of: str, **options: Any) -> Path:
+        source, recipe = asked(*of, **options)
+        key = repr((source.name, recipe))
         if key not in made:
-            made[key] = root / f"out-{len(made)}"
-            recipe = {
-                "calibration": {"source": str(ids), "samples": 16, "length": 32},
-                "steps": [{"method": method, **options}],
-                "output": {"format": format_},
-            }
-            run(make_plan(parse(recipe), source, Options(out=made[key])))
+            made[key] = source.with_name(f"out-{len(made)}")
+            run(make_plan(recipe, source, Options(out=made[key])))
         return made[key]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def refusal(asked: Asked) -> Callable[..., str]:
+    """refusal(target, family, dtype, format, ...): what a plan for the target says against it; else nothing."""
+
+    def said(target: str, *of: str, **options: Any) -> str:
+        source, recipe = asked(*of, **options)
+        try:
+            make_plan(recipe, source, Options(out=source.with_name("planned"), target=target))
+        except PlanError as error:
+            return error.message
+        return ""
+
+    return said
 
 
 def save_tokenizer(path: Path) -> None:

@@ -3,11 +3,6 @@
 import pytest
 from gptqmodel_venv import TOLERANCE, logits_of, logits_of_dense
 
-from llmcompress.engine.plan.make_plan import make_plan
-from llmcompress.engine.plan.run_options import Options
-from llmcompress.errors import PlanError
-from llmcompress.recipe import parse
-
 pytestmark = pytest.mark.interop
 
 W4 = {"bits": 4, "group_size": 32}
@@ -51,28 +46,15 @@ def loaded(compress, tmp_path_factory):
     return of
 
 
-def refusal(source, loader, options):
-    """What a plan with this target says of the checkpoint, nothing if it is made."""
-    steps = [{"method": "rtn", **options}]
-    text = {"source": str(source.parent / "ids.safetensors"), "samples": 16, "length": 32}
-    recipe = parse({"calibration": text, "steps": steps, "output": {"format": "gptq"}})
-    try:
-        make_plan(recipe, source, Options(target=loader))
-    except PlanError as error:
-        return error.message
-    return ""
-
-
 @pytest.mark.parametrize("loader", ["transformers", "gptqmodel"])
 @pytest.mark.parametrize("name", CASES)
-def test_loaders_compute_what_the_decoded_weights_give(loaded, compress, loader, name):
+def test_loaders_compute_what_the_decoded_weights_give(loaded, compress, refusal, loader, name):
     family, dtype, options = CASES[name]
     theirs = loaded(loader)[name]
     ours = logits_of_dense(compress(family, dtype, "dense", **options))
     # the kernel that transformers takes on a CPU computes in bfloat16, whatever the model says
     tolerance = TOLERANCE["bfloat16" if loader == "transformers" else dtype] * ours.abs().max()
-    source = compress(family, dtype, "gptq", **options).parent / f"{family}-{dtype}"
-    if said := refusal(source, loader, options):
+    if said := refusal(loader, family, dtype, "gptq", **options):
         assert "does not load" in said
         assert isinstance(theirs, str) or (theirs - ours).abs().max() > tolerance
         return
