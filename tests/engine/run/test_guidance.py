@@ -225,6 +225,14 @@ def test_errors_at_outputs_that_are_scaled_or_chosen_to_go_are_not_made_up_for(
     assert said == ([] if count == 14 else ["14 of 14 matrices"])
 
 
+@pytest.mark.parametrize(("samples", "passes"), [(256, 2 + 3), (511, 2 + 3), (512, 2 + 2), (1024, 2 + 1)])
+def test_the_plan_counts_the_windows_that_gradients_are_of(shallow_model_dir, tmp_path, samples, passes):
+    """Of 128 tokens each: all of them, every second or every fourth one; three passes of all, half or a quarter."""
+    text = {"samples": samples, "length": 128}
+    plan = make_plan(guided(calibration=text), shallow_model_dir, Options(out=tmp_path / "out"))
+    assert plan.estimate.passes == passes
+
+
 def test_a_head_has_no_outputs_to_follow(shallow_model_dir, tmp_path):
     made = recipe("gptq", format_="mlx", bits=4, group_size=64, guided=True, head_bits=4)
     plan = make_plan(made, shallow_model_dir, Options(out=tmp_path / "out"))
