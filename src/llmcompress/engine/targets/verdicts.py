@@ -19,6 +19,7 @@ _UNCHECKED = {
 }
 """By the name of a runtime that is no target, what to do for it."""
 _MOST = 1024  # the most devices that a hint proposes
+_SAID = 2  # reasons in a note for the ledger, which is read by people; `plan --json` has all
 _ANY = Machine()
 
 
@@ -92,13 +93,17 @@ def labels(found: Mapping[str, str | list[str]], machine: Machine, only: str | N
 
 
 def engine_notes(format_: str, entries: Sequence[Entry], config: Mapping[str, Any]) -> list[str]:
-    """One sentence for each runtime that reads the format and does not load this on one device, or was not seen to."""
+    """One sentence for each runtime that reads the format and does not load this on one device, or was not seen to.
+
+    It has the first reasons alone: `verdicts` has all.
+    """
     model_type, notes = config.get("model_type"), []
     for target in targets().values():
         if format_ not in target.formats or not target.unasked:
             continue
         if found := violations(target, format_, entries, config):
-            notes.append(f"{target.title} does not load this: {'; '.join(map(str, found))}")
+            more = f"; and {len(found) - _SAID} more" if len(found) > _SAID else ""
+            notes.append(f"{target.title} does not load this: {'; '.join(map(str, found[:_SAID]))}{more}")
         elif model_type in target.borrowed:
             notes.append(
                 f"{target.title} has no class for models of type {model_type!r} and runs transformers' own, which was "

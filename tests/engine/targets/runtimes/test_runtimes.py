@@ -168,3 +168,11 @@ def test_engines_that_read_the_format_but_not_this_are_named_once_each(format_, 
     verdict = verdicts(format_.name, entries, {})
     reading = [target for target in TARGETS.values() if format_.name in target.formats and target.unasked]
     assert [target.title for target in reading if verdict[target.name] != "ok"] == engines
+
+
+def test_a_note_has_two_reasons_and_the_number_of_the_others():
+    entries = model({"0.*q_proj": IntegerSpec(4, 64), "1.*q_proj": IntegerSpec(8, 64), "gate": IntegerSpec(8, 128)})
+    reasons = verdicts(PACKED.name, entries, {})["vllm"]
+    (note,) = (note for note in engine_notes(PACKED.name, entries, {}) if note.startswith("vLLM"))
+    assert len(reasons) > 2
+    assert note == f"vLLM does not load this: {'; '.join(reasons[:2])}; and {len(reasons) - 2} more"
