@@ -225,7 +225,7 @@ def test_errors_at_outputs_that_are_scaled_or_chosen_to_go_are_not_made_up_for(
     assert said == ([] if count == 14 else ["14 of 14 matrices"])
 
 
-@pytest.mark.parametrize(("samples", "passes"), [(256, 2 + 3), (511, 2 + 3), (512, 2 + 2), (1024, 2 + 1)])
+@pytest.mark.parametrize(("samples", "passes"), [(512, 2 + 3), (1023, 2 + 3), (1024, 2 + 2), (2048, 2 + 1)])
 def test_the_plan_counts_the_windows_that_gradients_are_of(shallow_model_dir, tmp_path, samples, passes):
     """Of 128 tokens each: all of them, every second or every fourth one; three passes of all, half or a quarter."""
     text = {"samples": samples, "length": 128}
