@@ -39,8 +39,7 @@ _TOKENS, _OUTPUTS = "tokens.", "outputs."  # what names in files begin with
 
 
 class Guidance(NamedTuple):
-    """What is known of a layer. tokens: weights [samples * length] by space, of mean 1, which those have too whose
-    gradients nobody ran back.
+    """What is known of a layer. tokens: weights [samples * length] by space, of mean 1; 1 in windows without gradients.
 
     outputs: by path of a matrix, the mean products [n, n] of gradients at each of its `chunks` of outputs.
     """
