@@ -15,7 +15,7 @@ from llmcompress.engine.plan.run_options import Options
 from llmcompress.errors import PlanError
 from llmcompress.recipe import Recipe, parse
 
-Asked = Callable[..., tuple[Path, Recipe]]
+ModelAndRecipe = Callable[..., tuple[Path, Recipe]]
 Compress = Callable[..., Path]
 
 SIZES = {
@@ -29,8 +29,8 @@ SIZES = {
 
 
 @pytest.fixture(scope="session")
-def asked(random_model_dir: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Asked:
-    """asked(family, dtype, format, method="rtn", **options): a model with a tokenizer, and a recipe for it.."""
+def model_and_recipe(random_model_dir: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> ModelAndRecipe:
+    """model_and_recipe(family, dtype, format, method="rtn", **options): a model, and how to compress it."""
     root = tmp_path_factory.mktemp("interop")
     ids = root / "ids.safetensors"
     tokens = torch.randint(0, 96, (16, 32), generator=torch.Generator().manual_seed(1))
@@ -52,12 +52,12 @@ def asked(random_model_dir: Callable[..., Path], tmp_path_factory: pytest.TempPa
 
 
 @pytest.fixture(scope="session")
-def compress(asked: Asked) -> Compress:
+def compress(model_and_recipe: ModelAndRecipe) -> Compress:
     """compress(family, dtype, format, method="rtn", **options): that model, compressed. Both are read-only."""
     made: dict[str, Path] = {}
 
     def make(*of: str, **options: Any) -> Path:
-        source, recipe = asked(*of, **options)
+        source, recipe = model_and_recipe(*of, **options)
         key = repr((source.name, recipe))
         if key not in made:
             made[key] = source.with_name(f"out-{len(made)}")
@@ -68,11 +68,11 @@ def compress(asked: Asked) -> Compress:
 
 
 @pytest.fixture(scope="session")
-def refusal(asked: Asked) -> Callable[..., str]:
+def refusal(model_and_recipe: ModelAndRecipe) -> Callable[..., str]:
     """refusal(target, family, dtype, format, ...): what a plan for the target says against it; else nothing."""
 
     def said(target: str, *of: str, **options: Any) -> str:
-        source, recipe = asked(*of, **options)
+        source, recipe = model_and_recipe(*of, **options)
         try:
             make_plan(recipe, source, Options(out=source.with_name("planned"), target=target))
         except PlanError as error:

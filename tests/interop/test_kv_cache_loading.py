@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from llmcompress.engine.execute import run
 from llmcompress.engine.plan.make_plan import make_plan
 from llmcompress.engine.plan.run_options import Options
-from llmcompress.recipe import parse
+from llmcompress.recipe import KvCache
 from llmcompress.validate.key_value_cache import CacheOptions, cache_of
 from llmcompress.validate.load import open_streamed
 
@@ -19,17 +19,16 @@ IDS = torch.randint(0, 96, (2, 24), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(scope="module")
-def written(compress, tmp_path_factory):
+def written(model_and_recipe, tmp_path_factory):
     """written(family, code): a compressed model with scales."""
     root = tmp_path_factory.mktemp("kv")
 
     def make(family, code):
         out = root / f"{family}-{code}"
         if not out.exists():
-            plain = compress(family, "bfloat16", "compressed-tensors", bits=8, group_size=32)
-            recipe = json.loads((plain / "report.json").read_text())["recipe"] | {"kv_cache": {"code": code}}
-            source = plain.parent / f"{family}-bfloat16"
-            run(make_plan(parse(recipe), source, Options(out=out, compute_dtype="float32")))
+            source, plain = model_and_recipe(family, "bfloat16", "compressed-tensors", bits=8, group_size=32)
+            recipe = plain.model_copy(update={"kv_cache": KvCache(code=code)})
+            run(make_plan(recipe, source, Options(out=out, compute_dtype="float32")))
         return out
 
     return make

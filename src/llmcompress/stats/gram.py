@@ -85,44 +85,47 @@ class Gram:
 
     def views(self, number: int) -> list[Tensor]:
         """The panels of the upper triangle that belong to part `number`; each begins at the column of its first row."""
-        size = self.size
-        step = max(_PANEL, -(-size // PANELS))
-        starts = range(0, size, step)
-        whose = owners([size - start for start in starts], self.part.of)
-        return [
-            self.sum[start : min(start + step, size), start:]
-            for start, owner in zip(starts, whose, strict=True)
-            if owner == number
-        ]
+        panels = upper_panels(self.sum)
+        whose = owners([panel.shape[1] for panel in panels], self.part.of)
+        return [panel for panel, owner in zip(panels, whose, strict=True) if owner == number]
 
     def mean(self) -> Tensor:
         """The symmetric matrix sum(X^T X) / tokens [in, in], float32."""
         with self._finishing:
-            return self.sum if self._finished else self._averaged(self.sum.clone())
+            return self.sum if self._finished else symmetric_mean(self.sum.clone(), self.trusted or 1)
 
     def finish(self) -> Tensor:
         """As `mean`, but in the memory of the sum: nothing more can be added."""
         with self._finishing:
             if not self._finished:
-                self._averaged(self.sum)
+                symmetric_mean(self.sum, self.trusted or 1)
                 self._finished = True
             return self.sum
-
-    def _averaged(self, total: Tensor) -> Tensor:
-        """Turn a sum whose upper triangle is filled in into the symmetric mean, in place, by blocks."""
-        for start in range(0, self.size, _MIRRORED):
-            stop = min(start + _MIRRORED, self.size)
-            across, corner = total[start:stop, start:], total[start:stop, start:stop]
-            across.div_((self.tokens + self.borrowed) or 1)
-            corner.triu_()
-            corner += corner.triu(1).T
-            total[stop:, start:stop] = total[start:stop, stop:].T
-        return total
 
     def shrink_towards(self, prior: Tensor, weight: float) -> None:
         """Add another mean Gram matrix [in, in] with the weight of so many tokens."""
         self.sum.add_(prior, alpha=weight)  # what is below the diagonal is not looked at
         self.borrowed += weight
+
+
+def upper_panels(total: Tensor) -> list[Tensor]:
+    """Panels that cover the upper triangle of a matrix [n, n]; each begins at the column of its first row."""
+    size = total.shape[0]
+    step = max(_PANEL, -(-size // PANELS))
+    return [total[start : min(start + step, size), start:] for start in range(0, size, step)]
+
+
+def symmetric_mean(total: Tensor, count: float) -> Tensor:
+    """Turn a sum [n, n] whose upper triangle is filled in into the symmetric mean, in place, by blocks."""
+    size = total.shape[0]
+    for start in range(0, size, _MIRRORED):
+        stop = min(start + _MIRRORED, size)
+        across, corner = total[start:stop, start:], total[start:stop, start:stop]
+        across.div_(count)
+        corner.triu_()
+        corner += corner.triu(1).T
+        total[stop:, start:stop] = total[start:stop, stop:].T
+    return total
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:

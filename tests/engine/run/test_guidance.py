@@ -18,6 +18,7 @@ from llmcompress.engine.run.collect import SpaceStatistics
 from llmcompress.errors import RunError, StoppedError
 from llmcompress.model.gradients import drawn
 from llmcompress.solve import output_feedback
+from llmcompress.stats import gram
 from llmcompress.store.statistics import all_statistics
 from llmcompress.workers import SERIAL
 from tinyruns import compress, digest, kl, recipe, steps_recipe
@@ -65,7 +66,7 @@ def test_weights_and_products_are_those_of_gradients_of_the_whole_model(
 ):
     """Tokens of windows that are left out have the mean weight."""
     monkeypatch.setattr(output_feedback, "OUTPUTS", 40)
-    monkeypatch.setattr(guidance, "_BLOCK", 16)
+    monkeypatch.setattr(gram, "_PANEL", 16)
     monkeypatch.setattr(estimate, "GRADIENT_TOKENS", least)
     path = random_model_dir("llama", dtype="float32")
     weights, products = kept_guidance(path, tmp_path / "out", compute_dtype="float32")
@@ -252,7 +253,7 @@ def test_divergence_falls_by_a_third(shallow_model_dir, windows, tmp_path):
 
 
 def test_tokens_of_no_one_place_have_no_weight():
-    gathered = guidance.LayerGuidance({"a": "one", "b": "other"}, (), (1, 4), [0])
+    gathered = guidance.LayerGuidance({"a": "one", "b": "other"}, (), (1, 4))
     gathered.add("a", gathered.part(torch.zeros(4, 2), torch.tensor([[1.0], [2.0], [3.0], [6.0]])), 0)
     gathered.add("b", gathered.part(torch.zeros(3, 2), torch.ones(3, 2)), 0)
     found = gathered.weights()
@@ -261,7 +262,7 @@ def test_tokens_of_no_one_place_have_no_weight():
 
 
 def test_gradients_that_are_not_finite_are_refused_by_name():
-    gathered = guidance.LayerGuidance({"a": "attn_in"}, (), (1, 2), [0])
+    gathered = guidance.LayerGuidance({"a": "attn_in"}, (), (1, 2))
     gathered.add("a", gathered.part(torch.zeros(2, 2), torch.tensor([[1.0], [float("inf")]])), 0)
     with pytest.raises(RunError, match="the gradients of attn_in are not finite"):
         gathered.weights()

@@ -25,6 +25,7 @@ from llmcompress.engine.run.opened_model import opened_model
 from llmcompress.errors import RunError, StoppedError
 from llmcompress.solve.output_feedback import chunks
 from llmcompress.stats.fisher import Fisher
+from llmcompress.stats.gram import symmetric_mean, upper_panels
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.staging import Staging
 from llmcompress.store.statistics import Kept, kept_statistics
@@ -32,8 +33,6 @@ from llmcompress.workers import Workers
 
 POWER = 0.5
 """Of the mean squares. With 1 a few tokens outweigh all others, and what is fitted to them serves no other text."""
-
-_BLOCK = 256  # outputs whose products with those after them are one multiplication
 
 _TOKENS, _OUTPUTS = "tokens.", "outputs."  # what names in files begin with
 
@@ -76,8 +75,7 @@ def measured_guidance(
         kept = _kept(plan, tokens)
         if kept is not None and kept.complete:
             return str(kept.path)
-        windows, layers = gradient_windows(*tokens.shape), range(len(plan.layers))
-        finished = _FinishedGuidance(plan, staged, tokens.shape, windows)
+        finished, layers = _FinishedGuidance(plan, staged, tokens.shape), range(len(plan.layers))
         missing = [number for number in layers if not finished.has(number)]
         if missing:
             if missing[-1] >= len(missing) or not any(name.startswith(RECORDED) for name in staged.folder.names()):
@@ -96,7 +94,7 @@ def measured_guidance(
             paths = [list(weighed_paths(plan, number)) for number in layers]
             fisher_information(
                 model,
-                tokens[windows.start : windows.stop : windows.step],
+                tokens[list(gradient_windows(*tokens.shape))],
                 paths,
                 plan.recipe.calibration.seed,
                 staged.folder,
@@ -157,14 +155,14 @@ def weighed_paths(plan: Plan, number: int) -> dict[str, str]:
 class _FinishedGuidance(FinishedLayers):
     """The layers whose guidance is in the work directory."""
 
-    def __init__(self, plan: Plan, staged: Staging, shape: Sequence[int], windows: Sequence[int]) -> None:
-        """shape: of the tokens [samples, length]. windows: the numbers of those that gradients are of."""
-        self.plan, self.staged, self.shape, self.windows = plan, staged, shape, windows
+    def __init__(self, plan: Plan, staged: Staging, shape: Sequence[int]) -> None:
+        """shape: of the tokens [samples, length]."""
+        self.plan, self.staged, self.shape = plan, staged, shape
         self._gathering: dict[int, LayerGuidance] = {}
 
     def gathering(self, number: int) -> "LayerGuidance":
         paths = weighed_paths(self.plan, number)
-        self._gathering[number] = LayerGuidance(paths, _followed(self.plan, number), self.shape, self.windows)
+        self._gathering[number] = LayerGuidance(paths, _followed(self.plan, number), self.shape)
         return self._gathering[number]
 
     def seed(self, name: str) -> int:
@@ -182,23 +180,22 @@ class LayerGuidance:
 
     Of every token the sum of squares over the outputs of the matrices that read one space, and the products at two
     outputs of a matrix, summed over tokens. A `FisherSum` of which nothing else is left. spaces: by path of a matrix.
-    followed: paths of those whose products are wanted. shape: of the tokens [samples, length]. windows: the numbers of
-    those that gradients are of.
+    followed: paths of those whose products are wanted. shape: of the tokens [samples, length]; windows are numbered
+    among those that gradients are of.
     """
 
-    def __init__(
-        self, spaces: Mapping[str, str], followed: Collection[str], shape: Sequence[int], windows: Sequence[int]
-    ) -> None:
-        self._spaces, self._followed, self._windows = spaces, followed, windows
+    def __init__(self, spaces: Mapping[str, str], followed: Collection[str], shape: Sequence[int]) -> None:
+        self._spaces, self._followed = spaces, followed
         self._samples, self._length = shape
-        self._sums = {space: torch.zeros(len(windows), self._length) for space in spaces.values()}
+        self._windows = list(gradient_windows(self._samples, self._length))
+        self._sums = {space: torch.zeros(len(self._windows), self._length) for space in spaces.values()}
         self._products: dict[str, list[Tensor]] = {}
         self._seen: dict[str, int] = {}
 
     def part(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Sums of squares [tokens] of a window's gradients [..., out], and their products at each chunk of outputs.
 
-        Of these only the upper triangle is filled in.
+        Of these the upper triangle counts.
         """
         rows = gradient.reshape(-1, gradient.shape[-1]).to(torch.float32)
         products = [_products(rows[:, some]) for some in chunks(rows.shape[1])] if self._followed else []
@@ -227,7 +224,7 @@ class LayerGuidance:
             if not all(bool(torch.isfinite(total).all()) for total in sums):
                 raise _not_finite(path)
         products = {
-            f"{_OUTPUTS}{path}.{number:05d}": (total + total.triu(1).T) / self._seen[path]
+            f"{_OUTPUTS}{path}.{number:05d}": symmetric_mean(total, self._seen[path])
             for path, sums in self._products.items()
             for number, total in enumerate(sums)
         }
@@ -242,20 +239,19 @@ class LayerGuidance:
             if not torch.isfinite(powers).all():
                 raise _not_finite(space)
             if mean > 0:  # else no output of these matrices matters, and all tokens count alike
-                found[space] = torch.ones(self._samples, self._length)
-                found[space][list(self._windows)] = (powers / mean).to(torch.float32).view(sums.shape)
-                found[space] = found[space].flatten()
+                weights = torch.ones(self._samples, self._length)
+                weights[self._windows] = (powers / mean).to(torch.float32).view(sums.shape)
+                found[space] = weights.flatten()
         return found
 
 
 def _products(rows: Tensor) -> Tensor:
-    """The upper triangle of rows^T rows [n, n], of rows [tokens, n]; zeros below the blocks on the diagonal."""
+    """rows^T rows [n, n], of rows [tokens, n]; what lies below the panels of the upper triangle is zero."""
     count = rows.shape[1]
     found = torch.zeros(count, count, device=rows.device)
-    for start in range(0, count, _BLOCK):
-        stop = min(start + _BLOCK, count)
-        found[start:stop, start:] = rows[:, start:stop].T @ rows[:, start:]
-        found[start:stop, start:stop].triu_()
+    for panel in upper_panels(found):
+        start = count - panel.shape[1]
+        panel.copy_(rows[:, start : start + panel.shape[0]].T @ rows[:, start:])
     return found.cpu()
 
 
