@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.stats.fisher import Fisher, of_squares, of_table
 
+_DRAWN_AT_ONCE = 16  # distributions: sums in float64 that stay in a processor's cache
 P = TypeVar("P")
 
 
@@ -45,18 +46,26 @@ def head_gradient(
     if not informed:
         return None, gradient
     x, out = seen[0]
-    (slope,) = torch.autograd.grad(logits.sum(), out)  # each logit depends on its own output alone
+    with torch.enable_grad():
+        total = logits.sum()
+    (slope,) = torch.autograd.grad(total, out)  # each logit depends on its own output alone
     squares = (probabilities * (1 - probabilities)).mul_(slope.square())
     width, rows = x.shape[-1], squares.shape[-1]
     return of_squares(x.detach().reshape(-1, width).square(), squares.reshape(-1, rows)), gradient
 
 
 def drawn(probabilities: Tensor, generator: torch.Generator) -> Tensor:
-    """A token [batch, length] for each distribution [batch, length, vocabulary]; generator: on the CPU."""
-    places = torch.rand(probabilities.shape[:-1], generator=generator, dtype=torch.float64)
-    ends = probabilities.cumsum(dim=-1, dtype=torch.float64)
-    places = places.to(probabilities.device).unsqueeze(-1) * ends[..., -1:]
-    return torch.searchsorted(ends, places, right=True).squeeze(-1).clamp_max_(probabilities.shape[-1] - 1)
+    """A token [...] for each distribution [..., vocabulary]; generator: on the CPU."""
+    chances = probabilities.reshape(-1, probabilities.shape[-1])
+    places = torch.rand(len(chances), 1, generator=generator, dtype=torch.float64).to(chances.device)
+    parts = (torch.split(part, _DRAWN_AT_ONCE) for part in (chances, places))
+    return torch.cat([_drawn(*some) for some in zip(*parts, strict=True)]).view(probabilities.shape[:-1])
+
+
+def _drawn(chances: Tensor, places: Tensor) -> Tensor:
+    """A token [rows] for each of `chances` [rows, vocabulary]; places [rows, 1]: shares of their sum, below 1."""
+    ends = chances.cumsum(dim=-1, dtype=torch.float64)
+    return torch.searchsorted(ends, places * ends[:, -1:], right=True).squeeze(-1).clamp_max_(chances.shape[-1] - 1)
 
 
 class LayerGradient(Generic[P]):

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from llmcompress.engine.draft.draft_plan import DEPTHS, DraftPlan
 from llmcompress.engine.plan.memory_model import HEAD_TOKENS
-from llmcompress.engine.recover.distill import PerThread
 from llmcompress.engine.train.training import TrainingText
 from llmcompress.model.eagle import EagleHead
+from llmcompress.model.per_thread import PerThread
 from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.store.draft_head import DraftShape
 from llmcompress.store.windows import Windows

@@ -127,7 +127,7 @@ def fit_memory(sizes: ModelSizes, resources: Resources, compensated: bool, sampl
     compensated: whether errors are made up for. sampled: weights of a matrix that are rounded.
     """
     resources, shares = replace(resources, dtype="float32"), resources.threads + 1
-    logits = Term("logits", memory.LOGIT_GRADIENT * memory.HEAD_TOKENS * sizes.vocabulary)
+    logits = Term("logits", memory.LOGIT_GRADIENT * memory.HEAD_TOKENS * sizes.vocabulary * resources.threads)
     phases = [Phase("head being read", [sizes.head("float32")])]
     phases.append(Phase("head", [Term("head", 4 * sizes.largest[0]), logits]))
     for layer in sizes.layers:

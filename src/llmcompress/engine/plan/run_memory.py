@@ -150,8 +150,8 @@ class RunMemory:
         """The head, and logits of some tokens, where gradients begin."""
         yield self.term("head", prod(self.largest.shape) * self.item)
         # half of what is kept for a logit is in the type of the layers
-        kept = memory.LOGIT_GRADIENT * (4 + self.item) // 8
-        yield self.term("logits", kept * memory.HEAD_TOKENS * likely_vocabulary(self.headers))
+        kept = memory.LOGIT_DRAWN * (4 + self.item) // 8
+        yield self.term("logits", kept * memory.HEAD_TOKENS * likely_vocabulary(self.headers) * self.threads)
 
     def gradients(self, layer: Layer) -> Iterator[Term]:
         """A layer, and what windows that run back through it keep: those of the threads, and one that waits."""

@@ -5,12 +5,9 @@ layer being run anew. The original runs once: of it the states behind its last l
 the logits again.
 """
 
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +15,7 @@ from torch import Tensor, nn
 from llmcompress.engine.plan.memory_model import HEAD_TOKENS
 from llmcompress.engine.train.places import TrainedPlace, add_slopes, mark, slopes_of, weight_at
 from llmcompress.engine.train.trained import Trained
+from llmcompress.model.per_thread import PerThread
 from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.store.windows import Windows
 from llmcompress.workers import Workers
@@ -143,24 +141,6 @@ class Distillation:
         states = self.states.read(slice(window, window + 1)).to(self.teacher.device)
         for own, wanted in zip(*(torch.split(part, HEAD_TOKENS, dim=1) for part in (hidden, states)), strict=True):
             yield own, self.teacher.logits(target, wanted).to(torch.float32).log_softmax(dim=-1)
-
-
-class PerThread:
-    """Copies of what stands outside of the layers for each thread, since running it leaves traces there."""
-
-    def __init__(self, *sections: nn.Module) -> None:
-        self._sections, self._local = sections, threading.local()
-
-    def get(self) -> tuple[nn.Module, ...]:
-        if not hasattr(self._local, "copies"):
-            self._local.copies = tuple(map(_sharing, self._sections))
-        return self._local.copies  # type: ignore[no-any-return]
-
-
-def _sharing(section: nn.Module) -> nn.Module:
-    """A copy of a section on the same weights."""
-    alike: dict[int, Any] = {id(weight): weight for weight in section.parameters()}
-    return deepcopy(section, alike)
 
 
 def _divergence(wanted: Tensor, logits: Tensor) -> Tensor:

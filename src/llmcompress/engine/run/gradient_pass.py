@@ -16,6 +16,7 @@ from llmcompress.engine.plan.memory_model import HEAD_TOKENS
 from llmcompress.engine.process.process_memory import return_freed_memory
 from llmcompress.errors import RunError
 from llmcompress.model.gradients import LayerGradient, embedding_gradient, head_gradient
+from llmcompress.model.per_thread import PerThread
 from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.stats.fisher import UNKNOWN, Fisher, of_matrix
 from llmcompress.store.folder import Folder
@@ -112,7 +113,7 @@ def fisher_information(
         raise states.lacking("what leaves the last layer")
     if outside or not written:
         with model.outer(embed=False, head=True) as causal:
-            gradients = _head(model, causal, states, seed, found, outside)
+            gradients = _head(model, causal, states, seed, found, outside, workers)
             if written:
                 deque(gradients, maxlen=0)
             else:
@@ -203,18 +204,31 @@ def _forward(model: StreamedModel, tokens: Tensor, states: _States, workers: Wor
 
 
 def _head(
-    model: StreamedModel, causal: torch.nn.Module, states: _States, seed: int, found: Found, informed: bool
+    model: StreamedModel,
+    causal: torch.nn.Module,
+    states: _States,
+    seed: int,
+    found: Found,
+    informed: bool,
+    workers: Workers,
 ) -> Iterator[Tensor]:
     """The gradients at the outputs of the last layer; if `informed`, what is known of the head is added to `found`."""
-    for window, hidden in enumerate(_on(model, states.of(ENTERING, len(model.layers)))):
+    heads = PerThread(causal)
+
+    def back(numbered: tuple[int, Tensor]) -> tuple[list[Fisher | None], Tensor]:
+        window, hidden = numbered
         generator = torch.Generator().manual_seed((seed + window) % (1 << 63))
-        parts = []
-        for piece in torch.split(hidden, HEAD_TOKENS, dim=1):
-            part, gradient = head_gradient(model, causal, piece, generator, informed)
+        (head,) = heads.get()
+        split = torch.split(hidden, HEAD_TOKENS, dim=1)
+        pieces = [head_gradient(model, head, piece, generator, informed) for piece in split]
+        return [part for part, _ in pieces], torch.cat([gradient for _, gradient in pieces], dim=1)
+
+    windows = enumerate(_on(model, states.of(ENTERING, len(model.layers))))
+    for parts, gradient in workers.in_order(back, windows):
+        for part in parts:
             if part is not None:
                 _add(found, HEAD, part)
-            parts.append(gradient)
-        yield torch.cat(parts, dim=1)
+        yield gradient
 
 
 def _layer(
