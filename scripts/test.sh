@@ -5,6 +5,11 @@ cd "$(dirname "$0")/.."
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 unset PYTHONDONTWRITEBYTECODE # hundreds of processes would compile the same modules
 
+# beside the other environments, most of whose time is that of one core
+bash scripts/interop/gptqmodel_env.sh &
+other=$!
+trap 'kill "$other" 2> /dev/null || true' ERR
+
 environment=.venv-test
 rm -rf "$environment"
 "${PYTHON:-python3}" -m venv "$environment"
@@ -13,9 +18,6 @@ bin="$PWD/$environment/bin"
 "$bin/python" -m pip install --quiet --constraint constraints.txt torch
 "$bin/python" -m pip install --quiet --constraint constraints.txt --editable '.[test,interop,dev,docs]' nvidia-cuda-nvrtc
 
-bash scripts/interop/gptqmodel_env.sh &
-other=$!
-trap 'kill "$other" 2> /dev/null || true' ERR
 for name in lm_eval kvpress onnxruntime_genai; do bash "scripts/interop/${name}_env.sh"; done
 "$bin/ruff" format --check .
 "$bin/ruff" check .

@@ -42,8 +42,20 @@ PROBING = (  # modules that try, in a process of its own, what is done next in t
     "model.skeleton",
     "model.wrapped",
 )
+LONGEST = (
+    "test_documented_commands.py",
+    "test_workflows.py",
+    "test_memory.py",
+    "test_pass_memory.py",
+    "test_models.py",
+)
 RandomModel = Callable[..., Path]
 Main = Callable[..., int]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files come first: a long test that is begun last would run alone, a worker waiting beside it."""
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 
 @pytest.fixture(scope="session", autouse=True)

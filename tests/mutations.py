@@ -28,7 +28,7 @@ SECONDS = 2.0  # of processor time for one input
 HANG = 60  # seconds after which an input is given up
 BATCH = 20  # inputs drawn at once: what hypothesis does around an example takes longer than reading one
 
-# the same inputs every time in the default suite; many more, and others every time, in the slow one
+# the same inputs every time; many more in the slow suite
 INPUTS = pytest.mark.parametrize("inputs", [200, pytest.param(2_000, marks=pytest.mark.slow)])
 FEWER_INPUTS = pytest.mark.parametrize("inputs", [60, pytest.param(250, marks=pytest.mark.slow)])  # 50 ms each and more
 
@@ -39,7 +39,7 @@ def fuzz(inputs: int, check: Callable[["Dice"], None]) -> None:
 
     @settings(
         max_examples=-(-inputs // BATCH),
-        derandomize=inputs < 4_000,
+        derandomize=True,
         deadline=None,  # `measured` counts processor time: these machines are shared
         database=None,
         suppress_health_check=list(HealthCheck),
