@@ -86,6 +86,15 @@ def test_expected_tokens_are_sums_over_all_ways_to_be_rejected():
     assert figures["tokens_per_step_expected"]["4"] == pytest.approx(wanted, rel=1e-5)
     assert set(figures["tokens_per_step_expected"]) == {"2", "3", "4", "5"}
     assert figures["acceptance"] == pytest.approx(3 / 4)  # of the second step, both were accepted
+    assert figures["acceptance_expected"] == pytest.approx(chance[:4].mean())  # nobody judges what follows both
+
+
+def test_a_token_that_the_target_draws_itself_is_not_foretold():
+    deeper = 1 - np.array([[0.8] * 4, *([[0.4] * 4] * 7)])
+    figures = acceptance_figures(Drafted(torch.zeros(7), 3, [1, 0, 0], [1, 1, 0], 0.0), deeper)
+    assert (figures["acceptance"], figures["acceptance_expected"]) == (0.5, pytest.approx(0.8))
+    nothing = acceptance_figures(Drafted(torch.zeros(4), 3, [0], [0], 0.0), deeper[:, :1])
+    assert nothing["acceptance"] == nothing["acceptance_expected"] == nothing["acceptance_expected_se"] == 0
 
 
 def test_fewer_tokens_may_be_proposed_than_were_asked_for():

@@ -123,7 +123,7 @@ def acceptance_figures(drafted: Drafted, tv: Array) -> dict[str, Any]:
     rows = 1 - np.atleast_2d(tv)[:depths]  # fewer are proposed than were asked for where the text ends
     chance: Array = np.broadcast_to(rows, (depths, rows.shape[1]))
     own = np.concatenate(
-        [chance.diagonal(start)[: count + 1] for start, count in zip(drafted.starts, accepted, strict=True)]
+        [chance.diagonal(start)[:count] for start, count in zip(drafted.starts, judged, strict=True)] or [np.empty(0)]
     )
     rate = float(accepted.sum() / max(judged.sum(), 1))
     foretold = [_accepted(chance, start, count) for start, count in zip(drafted.starts, proposed, strict=True)]
@@ -136,7 +136,7 @@ def acceptance_figures(drafted: Drafted, tv: Array) -> dict[str, Any]:
         "accepted_per_step_expected": significant(np.mean(foretold)),
         "acceptance": significant(rate),
         "acceptance_se": significant((rate * (1 - rate) / max(judged.sum(), 1)) ** 0.5),
-        "acceptance_expected": significant(own.mean()),
+        "acceptance_expected": significant(own.mean() if len(own) else 0.0),
         "acceptance_expected_se": significant(_error(own)),
         "tokens_per_step_expected": {
             str(count): significant(1 + np.mean([_accepted(chance, start, count) for start in range(chance.shape[1])]))
@@ -153,7 +153,7 @@ def _accepted(chance: Array, start: int, count: int) -> float:
 
 def depths_of(guesses: int) -> int:
     """How many depths figures of so many tokens drafted at a time are made of."""
-    return max(*GUESSES, guesses + 1)
+    return max(*GUESSES, guesses)
 
 
 def _error(values: Array | Any) -> float:

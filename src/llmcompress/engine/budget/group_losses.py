@@ -1,17 +1,20 @@
 """Losses of the groups of matrices that share a budget: measured in a work directory, within a memory limit, kept in a
 file."""
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from llmcompress.engine.budget.fisher_run import FisherRun
 from llmcompress.engine.budget.grid_losses import SAMPLED, measured_losses
 from llmcompress.engine.budget.losses_file import kept_losses
 from llmcompress.engine.budget.matrix_groups import MatrixGroup
+from llmcompress.engine.budget.patterns import CHOSEN
 from llmcompress.engine.budget.type_losses import Losses
 from llmcompress.engine.plan.memory_model import MemoryModel
 from llmcompress.engine.plan.pass_memory import ModelSizes, fit_memory
@@ -19,7 +22,11 @@ from llmcompress.engine.plan.plan import Plan
 from llmcompress.engine.plan.resources import Resources, bounded, host_limits
 from llmcompress.engine.source.matrix_refs import matrices_of
 from llmcompress.ledger import Ledger
+from llmcompress.methods.base import Method
 from llmcompress.store.staging import Staging
+
+_UNMEASURED = {*CHOSEN, "set", "skip", "guided", "recover", "qep_alpha", "qep_samples", "head_bits", "embedding_bits"}
+"""Options of a step that losses do not hang on."""
 
 
 def within_memory(base: Plan, limit: int | None) -> Plan:
@@ -47,7 +54,7 @@ def losses_of(
     of = {
         "model": base.headers.contents,
         "text": sha256(fisher_run.tokens.numpy().tobytes()).hexdigest(),
-        "method": f"{step.name}, clip {step.clip}",
+        "method": json.dumps({"name": step.name, **_rounding(step)}, sort_keys=True),
         "number of samples": str(base.recipe.calibration.samples),
     }
     grids = {
@@ -71,6 +78,16 @@ def losses_of(
         for staged in done:
             staged.remove()
         return losses
+
+
+def _rounding(step: Method) -> dict[str, Any]:
+    """The options of a step that losses hang on: those that say how a matrix is rounded to a grid."""
+
+    def kept(options: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in options.items() if name not in _UNMEASURED}
+
+    patterns = {pattern: kept(options) for pattern, options in step.set.items()}
+    return {**kept(step.model_dump()), "set": {pattern: options for pattern, options in patterns.items() if options}}
 
 
 def _memory(base: Plan, resources: Resources) -> MemoryModel:
