@@ -74,8 +74,10 @@ def smaller(words):
         return [name for word in words for name in (sorted(map(str, Path().glob(word))) if "*" in word else [word])]
     known = {option for parameter in understood(words).command.params for option in parameter.opts}
     unsaid = [option for option in SIZES if option in known and option not in words]
-    if words[0] == "eval" and "--tasks" not in words:
-        unsaid = [option for option in unsaid if option != "--items"]
+    if words[0] == "eval":
+        unfit = set() if "--tasks" in words else {"--items"}
+        unfit |= {"--length", "--windows"} if {"--tasks", "--draft"} & set(words) else set()
+        unsaid = [option for option in unsaid if option not in unfit]
     if "--evaluate" not in words:
         unsaid = [option for option in unsaid if option != "--eval-windows"]
     if "--kind" not in words:

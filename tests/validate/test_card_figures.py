@@ -76,8 +76,9 @@ def test_what_has_no_card_is_refused_before_anything_is_measured(main, capsys, t
     command = ["eval", "--ref", tiny_model_dir, "--length", 32, "--windows", 4, "--update-card"]
     assert main(*command, tiny_model_dir) == 2
     assert "has no model card to update" in capsys.readouterr().err
-    assert main(*command, out, "--kv-bits", 8) == 2
-    assert "--update-card does not go with --kv-bits" in capsys.readouterr().err
+    for cache in (["--kv-bits", 8], ["--kv-type", "fp8"]):
+        assert main(*command, out, *cache) == 2
+        assert f"--update-card does not go with {cache[0]}" in capsys.readouterr().err
     good = (out / "README.md").read_text()
     for text in ("# mine\n", "---\n[\n---\n", good.replace("tags:", "model-index: 3\ntags:", 1)):
         (out / "README.md").write_text(text)

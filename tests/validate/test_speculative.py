@@ -129,6 +129,12 @@ def test_the_command_line_counts_shows_and_gates(main, capsys, coarse, tiny_mode
         (["OUT", "--draft", "OUT", "--ref", "MODEL", "--generate", "a"], "eval takes a model, or one that drafts"),
         ([], "eval takes a model, or one that drafts"),
         (["--draft", "OUT", "--ref", "MODEL", "--generate", "a", "--kv-bits", "8"], "does not simulate caches"),
+        (
+            ["--draft", "OUT", "--ref", "MODEL", "--generate", "a", "--windows", "3"],
+            "--draft does not go with --windows",
+        ),
+        (["OUT", "--ref", "MODEL", "--draft-tokens", "3"], "--draft-tokens is of use with --draft only"),
+        (["OUT", "--ref", "MODEL", "--max-new-tokens", "3"], "--max-new-tokens is of use with --generate only"),
         (["--draft", "OUT", "--ref", "MODEL", "--generate", "a", "-o", "x.json"], "no result for --output"),
         (["--draft", "OUT", "--ref", "MODEL", "--generate", "a", "--fail-if", "kl > 1"], "'kl', which is not measured"),
     ],

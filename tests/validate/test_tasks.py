@@ -362,7 +362,7 @@ def test_the_command_shows_and_judges(main, capsys, tiny_model_dir, tmp_path):
     assert "needs the original" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("more", [["--generate", "a"], ["--text", "b.txt"], ["--backend", "torch"]])
+@pytest.mark.parametrize("more", [["--generate", "a"], ["--text", "b.txt"], ["--backend", "torch"], ["--windows", 3]])
 def test_tasks_stand_alone(main, capsys, tiny_model_dir, more):
     assert main("eval", tiny_model_dir, "--tasks", "default", *more) == 2
     assert "--tasks does not go with" in capsys.readouterr().err

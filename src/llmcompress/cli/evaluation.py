@@ -19,6 +19,7 @@ from llmcompress.errors import RecipeError
 if TYPE_CHECKING:
     from llmcompress.validate.request import Request
 
+_NEW, _DRAFTED = 48, 4  # tokens of a continuation, and drafted at a time
 _ROWS = (
     ("perplexity", "perplexity"),
     ("ref_perplexity", "perplexity of the reference"),
@@ -139,7 +140,10 @@ def evaluate(
             "is accepted.",
         ),
     ] = None,
-    draft_tokens: Annotated[int, typer.Option("--draft-tokens", min=1, max=1000, help="Tokens drafted at a time.")] = 4,
+    draft_tokens: Annotated[
+        int | None,
+        typer.Option("--draft-tokens", min=1, max=1000, help="Tokens that --draft drafts at a time. Default: 4."),
+    ] = None,
     compute_dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
         typer.Option(
@@ -155,8 +159,9 @@ def evaluate(
         str | None, typer.Option("--generate", help="Continue this prompt with each model, side by side.")
     ] = None,
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", min=1, max=1_000_000, help="Tokens of each continuation.")
-    ] = 48,
+        int | None,
+        typer.Option("--max-new-tokens", min=1, max=1_000_000, help="Tokens that --generate adds. Default: 48."),
+    ] = None,
     kv_bits: Annotated[
         int | None,
         typer.Option(
@@ -228,6 +233,11 @@ def evaluate(
     given = {"--draft": draft, "--generate": generate, "--backend": backend}
     if tasks is not None:
         _refuse_beside("--tasks", {**given, "--text": text != "default", "--long": long}, "evaluate each on its own")
+        _refuse_beside("--tasks", {"--length": length, "--windows": windows}, "use --items for questions")
+    of_text = {"--text": text != "default", "--length": length, "--windows": windows, "--batch": batch}
+    _refuse_beside_draft(draft, {**of_text, "--deadline": deadline})
+    _refuse_alone("--draft-tokens", draft_tokens, "--draft", draft)
+    _refuse_alone("--max-new-tokens", max_new_tokens, "--generate", generate)
     if ref_cache is not None:
         others = {"--tasks": tasks, "--long": long, "--draft": draft}
         _refuse_beside("--ref-cache", others, "it keeps what a reference gives for windows of text")
@@ -241,7 +251,7 @@ def evaluate(
     if tasks is None:
         _refuse_of_tasks(None if long else items, chat, shots)
     if update_card:
-        measures = {"--draft": draft, "--adapter": adapter, "--kv-bits": kv_bits}
+        measures = {"--draft": draft, "--adapter": adapter, "--kv-bits": kv_bits, "--kv-type": kv_type}
         _refuse_beside("--update-card", measures, "the card has figures of the output as it is")
     omissions = omissions_of(kv, mlp_sparsity, attention_sparsity)
     omitting.refuse_others({**given, "--long": long, "--update-card": update_card}, omissions)
@@ -274,7 +284,9 @@ def evaluate(
     request = with_omission(request, *omissions)
     with gated("eval", junit) as gates:
         if draft is not None:
-            drafting.run(request, generate, max_new_tokens, draft_tokens, fail_if or [], output, gates, json_)
+            drafting.run(
+                request, generate, max_new_tokens or _NEW, draft_tokens or _DRAFTED, fail_if or [], output, gates, json_
+            )
             return
         if output is not None:
             refuse_existing(output, overwrite)
@@ -302,7 +314,7 @@ def evaluate(
         if card is not None and not_finite(result.figures) is None:
             write_whole(card, card_with_figures(card, result.document).encode(), overwrite=True)
         log.event("figures", **result.figures)
-        samples = None if generate is None else _written(result, generate, max_new_tokens, output)
+        samples = None if generate is None else _written(result, generate, max_new_tokens or _NEW, output)
         _show(request, result.document, samples, json_)
         if output is not None and not (json_ or quiet):
             console.next_step("report", subject, "--evaluation", output)
@@ -334,6 +346,18 @@ def _refuse_beside(option: str, others: Mapping[str, Any], hint: str) -> None:
     for name, value in others.items():
         if value:
             raise RecipeError(f"{option} does not go with {name}", hint)
+
+
+def _refuse_beside_draft(draft: Path | None, others: Mapping[str, Any]) -> None:
+    """RecipeError if any option of an evaluation on text was given beside --draft."""
+    if draft is not None:
+        _refuse_beside("--draft", others, "its text is what --generate begins with")
+
+
+def _refuse_alone(option: str, value: int | None, other: str, needed: object) -> None:
+    """RecipeError if an option was given without the one that it belongs to."""
+    if value is not None and needed is None:
+        raise RecipeError(f"{option} is of use with {other} only", f"give {other}, or leave it out")
 
 
 def _subject(model: Path | None, draft: Path | None) -> Path:

@@ -39,9 +39,10 @@ def planned(
     length=LENGTH,
     weights="low-rank",
     max_memory=None,
+    batch=None,
 ):
     text = build(Calibration, {"source": str(ids), "samples": samples, "length": length}, "here")
-    options = Options(out=to, compute_dtype="float32", threads=threads, max_memory=max_memory)
+    options = Options(out=to, compute_dtype="float32", threads=threads, max_memory=max_memory, batch=batch)
     return plan_recover(out, model, RecoverRequest(steps, rate, weights), text, options)
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from llmcompress.engine.plan.run_options import Options
+from llmcompress.engine.run.tokens import tokens_for
 from llmcompress.engine.structure.depth import DepthRequest, plan_depth, prune_depth
 from llmcompress.engine.structure.width import WidthRequest, plan_width, prune_width
 from llmcompress.errors import CheckpointError, PlanError, RunError
@@ -215,6 +216,21 @@ def test_two_texts_are_held_back_where_another_is_trained_on(tiny_model_dir, tmp
         "calibration": 2,
         "shipped text": 2,
     }
+
+
+def test_no_more_of_the_shipped_text_is_held_back_than_there_is(tiny_model_dir, tmp_path):
+    out = compressed(tiny_model_dir, tmp_path / "out")
+    (tmp_path / "text.txt").write_text("One two three four five six seven. " * 400)
+    plan = planned(out, tiny_model_dir, tmp_path / "to", tmp_path / "text.txt", samples=1_000_000)
+    tokens = tokens_for(plan.other, tiny_model_dir, "float32")
+    assert tokens.shape == (plan.other.samples, plan.other.length)
+    assert 90_000 < tokens.numel() <= 100_000
+
+
+def test_a_stopped_recovery_goes_on_with_batches_of_the_same_size(model, ids, tmp_path):
+    out = compressed(model, tmp_path / "out")
+    one, two = (planned(out, model, tmp_path / "to", ids, batch=batch).identity for batch in (1, 2))
+    assert one != two
 
 
 def test_other_originals_are_refused(model, random_model_dir, ids, tmp_path):

@@ -76,6 +76,7 @@ class DraftPlan:
             "text": self.opened.text.model_dump(mode="json"),
             "model": stored(self.opened.headers).contents,
             "compute_dtype": self.opened.resources.dtype,
+            "batch": self.opened.resources.batch,
         }
 
 

@@ -13,7 +13,7 @@ from llmcompress.engine.run.overflow import refuse_overflow
 from llmcompress.engine.source.open import open_checkpoint, round_as_stored
 from llmcompress.engine.source.quantised import DecodedHeaders
 from llmcompress.engine.structure.derived_model import calibration_facts
-from llmcompress.engine.structure.lora_plan import LoraPlan, RepairTarget, bits_added, changed_targets
+from llmcompress.engine.structure.lora_plan import LoraPlan, RepairTarget, bits_added, changed_targets, factors
 from llmcompress.engine.structure.source_model import embedded_windows
 from llmcompress.engine.write.run_report import source_record
 from llmcompress.model.adapted import adapt
@@ -21,7 +21,7 @@ from llmcompress.model.streamed_model import StreamedModel
 from llmcompress.significant import significant
 from llmcompress.solve.low_rank import LowRank, low_rank, output_energy
 from llmcompress.stats.gram import Gram
-from llmcompress.store.adapter import CONFIG, STEM, AdapterDirectory, adapter_config, adapter_specs
+from llmcompress.store.adapter import CONFIG, STEM, AdapterDirectory, adapter_config
 from llmcompress.store.checkpoint import DTYPES
 from llmcompress.store.folder import Folder
 from llmcompress.store.headers import ModelHeaders
@@ -40,7 +40,7 @@ def repair(plan: LoraPlan, watch: Watch = lambda done, of: None) -> dict[str, An
         targets = changed_targets(plan)
         tokens = opened.tokens() if plan.by == "outputs" else None
         calibration = None if tokens is None else calibration_facts(tokens)
-        specs = adapter_specs([(item.module, item.shape, item.dtype) for item in targets], plan.rank)
+        specs = factors(targets, plan.rank)
         work = _Repair(plan, targets, watch, workers)
         made = work.by_weights() if tokens is None else work.by_outputs(tokens, folder)
         named = ((spec.name, tensor) for spec, tensor in zip(specs, made, strict=True))

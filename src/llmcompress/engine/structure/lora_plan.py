@@ -55,7 +55,7 @@ class LoraPlan:
 
     @property
     def specs(self) -> list[TensorSpec]:
-        return adapter_specs([(item.module, item.shape, item.dtype) for item in self.targets], self.rank)
+        return factors(self.targets, self.rank)
 
     @property
     def nbytes(self) -> int:
@@ -69,9 +69,14 @@ class LoraPlan:
 
 
 def bits_added(targets: Sequence[RepairTarget], rank: int) -> float:
-    """rank (in + out) 16 / (in out), over all of `targets`."""
+    """Bits of both factors of all `targets`, in the types of their weights, for each weight."""
     weights = sum(rows * columns for rows, columns in (item.shape for item in targets))
-    return 16 * rank * sum(sum(item.shape) for item in targets) / max(weights, 1)
+    return 8 * sum(spec.nbytes for spec in factors(targets, rank)) / max(weights, 1)
+
+
+def factors(targets: Sequence[RepairTarget], rank: int) -> list[TensorSpec]:
+    """The tensors of an adapter of `targets`."""
+    return adapter_specs([(item.module, item.shape, item.dtype) for item in targets], rank)
 
 
 def plan_lora(
@@ -82,7 +87,7 @@ def plan_lora(
     text: Calibration,
     options: Options | None = None,
 ) -> LoraPlan:
-    """Check from headers that one model was made from the other. Raises LlmcompressError."""
+    """Check from headers that both models have the same matrices. Raises LlmcompressError."""
     options = options or Options()
     report = _report(compressed)
     source = read_headers(original)
