@@ -428,6 +428,11 @@ INSTEAD = {
     "missing elsewhere": (["gptq", "/no/such"], "/no/such does not exist"),
     "hub": (["gptq", "some-owner/model"], "takes no hub ids"),
     "a file": (["inspect", "notes.txt"], "or a .gguf file"),
+    "a file in place of codes": (["export", "notes.txt", "--format", "gptq"], "notes.txt is a file"),
+    "nothing to verify": (["verify", "out"], "out does not exist"),
+    "nothing to verify against": (["verify", "model", "--source", "modle"], "modle does not exist"),
+    "an adapter of nothing": (["verify", "model", "--adapter", "model"], "merged into the source, and none is given"),
+    "no text": (["gguf", "model", "--type", "Q4_0", "--samples", "8"], "--samples is about a calibration text"),
     "no tokenizer": (["gptq", "wordless"], "wordless has no tokenizer"),
 }
 

@@ -68,3 +68,24 @@ def test_all_places_agree(name, main, capsys, shallow_model_dir, tmp_path):
     if out.is_dir():
         card = rows((out / "README.md").read_text())
         assert card == {title: value for title, value in page.items() if value}
+
+
+def test_inspect_knows_settings_that_stand_in_a_file_of_their_own(main, capsys, shallow_model_dir, tmp_path):
+    out = tmp_path / "out"
+    assert main("rtn", shallow_model_dir, "--type", "nvfp4", "--format", "modelopt", "-o", out) == 0
+    config = json.loads((out / "config.json").read_text())
+    del config["quantization_config"]
+    (out / "config.json").write_text(json.dumps(config))
+    (out / "report.json").unlink()
+    capsys.readouterr()
+    assert main("inspect", out, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["quantization"]["quant_algo"], found["bits_per_weight"]) == ("W4A16_NVFP4", None)
+
+
+def test_inspect_names_blocks_of_floats(main, capsys, shallow_model_dir, tmp_path):
+    words = ["--type", "fp8-block", "--activations", "fp8-group", "--format", "fp8"]
+    assert main("rtn", shallow_model_dir, *words, "-o", tmp_path / "out") == 0
+    capsys.readouterr()
+    assert main("inspect", tmp_path / "out") == 0
+    assert "fp8: blocks of 128 x 128, inputs dynamic" in " ".join(capsys.readouterr().out.split())

@@ -136,8 +136,8 @@ def test_every_check_of_verify_is_a_case(main, tiny_model_dir, tmp_path):
     assert main("verify", out, "--junit", file) == 3
     assert cases(file)["hashes"][0] == "failure"
     assert "is not what was written" in cases(file)["hashes"][1]
-    assert main("verify", tmp_path / "missing", "--junit", file) == 3
-    assert cases(file)["files"][0] == "failure"
+    assert main("verify", tmp_path / "missing", "--junit", file) == 2
+    assert cases(file)["verify"][0] == "error"
 
 
 def test_several_outputs_have_gates_of_their_own(main, tiny_model_dir, tmp_path):

@@ -255,3 +255,12 @@ def test_files_made_by_another_importance_matrix_are_not_finished(model, main, t
         assert main("gguf", model, *kinds, "-o", tmp_path / f"fresh{samples}.gguf") == 0
     assert main("gguf", model, *kinds, "-o", tmp_path / "fresh2.gguf") == 2  # another matrix, and no --overwrite
     assert main("gguf", model, *kinds, "-o", tmp_path / "fresh4.gguf") == 0
+
+
+def test_what_is_made_of_a_file_in_an_output_directory_lies_beside_it(model, main, tmp_path):
+    out = tmp_path / "out"
+    assert main("gguf", model, "--type", "Q8_0", "-o", out, "-q") == 0
+    (file,) = out.glob("*.gguf")
+    assert main("gguf", file, "--type", "Q4_0", "--allow-requantize", "-q") == 0
+    assert [made.stem.startswith(file.stem) for made in tmp_path.glob("*.gguf")] == [True]
+    assert main("verify", out) == 0

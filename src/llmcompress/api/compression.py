@@ -13,6 +13,7 @@ from llmcompress.api.results import Result, timed
 from llmcompress.engine.plan.run_options import Options
 from llmcompress.engine.process.progress import Progress
 from llmcompress.engine.process.ranks import refuse_several
+from llmcompress.errors import PlanError
 from llmcompress.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -171,7 +172,9 @@ def export(
     from llmcompress.engine.export_checkpoint import export_checkpoint
     from llmcompress.engine.write.export_work import export_work
 
-    names = [formats] if isinstance(formats, str) else list(formats)
+    names = [formats] if isinstance(formats, str) else list(dict.fromkeys(formats))
+    if Path(work).is_file():
+        raise PlanError(f"{work} is a file", "give a work directory, or the directory of a quantised checkpoint")
     write = export_checkpoint if (Path(work) / "config.json").is_file() else export_work
     with quiet_libraries():
         return write(Path(work), names, None if output is None else Path(output), overwrite)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmcompress.errors import GateError
+from llmcompress.errors import GateError, PlanError
 
 if TYPE_CHECKING:
     from llmcompress.validate.findings import Check
@@ -45,7 +45,7 @@ def verify(
 
     It is to be complete, finite, on its grids and true to its report; and near to its `source`, if that is given, into
     which `adapter` was merged.
-    Damage raises nothing: it is a check that failed.
+    Damage raises nothing: it is a check that failed. PlanError for what is not there, and an adapter without a source.
 
         >>> verification = llmcompress.verify("model-w4", source="model")
         >>> verification.ok, len(verification.checks)
@@ -57,6 +57,11 @@ def verify(
 
     place, original = Path(output), None if source is None else Path(source)
     merged = None if adapter is None else Path(adapter)
+    if merged is not None and original is None:
+        raise PlanError("an adapter is merged into the source, and none is given", "give --source, or no --adapter")
+    for given in (place, original, merged):
+        if given is not None and not given.exists():
+            raise PlanError(f"{given} does not exist")
     file = gguf_in(place)
     checks = verify_directory(place, original, merged) if file is None else verify_gguf(file, original, merged)
     return VerificationResult(place, tuple(checks))

@@ -70,13 +70,14 @@ def inspect(
 ) -> None:
     """What a checkpoint holds, from its headers alone: nothing is loaded."""
     from llmcompress.engine.source.multimodal import text_view
+    from llmcompress.engine.source.quantised import with_settings
     from llmcompress.store.headers import read_headers
     from llmcompress.validate.gguf_file import gguf_in
 
     if (file := gguf_in(checkpoint)) is not None:
         _inspect_gguf(file, tensors, json_)
         return
-    headers = text_view(read_headers(checkpoint))
+    headers = with_settings(text_view(read_headers(checkpoint)))
     config = headers.config
     quantization, architectures = config.get("quantization_config"), config.get("architectures")
     kinds = Counter[str]()
@@ -185,7 +186,12 @@ def _summary(quantization: Any) -> str:
         return f"{quantization.get('quant_method')}: {kind}"
     bits, group, mode = (quantization.get(key) for key in ("bits", "group_size", "mode"))
     method = quantization.get("quant_method") or ("mlx" if mode else "unknown")  # mlx-lm names none
-    return f"{method}{f' {mode}' if mode else ''}: {bits} bits, group size {group}"
+    blocks, inputs = quantization.get("weight_block_size"), quantization.get("activation_scheme")
+    said = [f"{bits} bits"] if bits is not None else []
+    said += [f"group size {group}"] if group is not None else []
+    said += [f"blocks of {' x '.join(map(str, blocks))}"] if isinstance(blocks, list) else []
+    said += [f"inputs {inputs}"] if inputs is not None else []
+    return f"{method}{f' {mode}' if mode else ''}{': ' if said else ''}{', '.join(said)}"
 
 
 def _coded(weights: dict[str, Any]) -> str:

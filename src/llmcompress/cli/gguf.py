@@ -19,6 +19,7 @@ from llmcompress.cli.running import start
 from llmcompress.cli.stopping import Stop
 from llmcompress.engine.process.ranks import refuse_several
 from llmcompress.errors import RecipeError
+from llmcompress.recipe import Calibration
 from llmcompress.store.output_file import is_single, output_of
 
 TYPES = "Types"
@@ -213,10 +214,20 @@ def _refuse_contradiction(values: dict[str, Any]) -> None:
         raise RecipeError(f"{which} how large the result is to be", "give one of --type, --bpw, --size and --kl")
     if given == ["--type"] and values["losses"] is not None:
         raise RecipeError("--losses is of use with --bpw, --size or --kl only", "leave it out")
+    if given == ["--type"] and values["calibration"] is None:
+        _refuse_text(values)
     if given != ["--type"] and values["pure"]:
         raise RecipeError(
             f"--pure asks for one type everywhere, {given[0]} for the best of each", "leave one of them out"
         )
+
+
+def _refuse_text(values: dict[str, Any]) -> None:
+    """RecipeError for options of a calibration text where there is none."""
+    usual = {name: field.default for name, field in Calibration.model_fields.items()}
+    for name in ("samples", "length", "seed", "field", "stats"):
+        if values[name] != usual.get(name):
+            raise RecipeError(f"--{name} is about a calibration text, and there is none", "add --calibration")
 
 
 def _named(values: dict[str, Any]) -> Path:

@@ -77,7 +77,6 @@ def export_checkpoint(model: Path, formats: Sequence[str], out: Path | None, ove
         raise PlanError(f"{model} is not quantised, so it has no codes to export", "quantise it: llmcompress gptq")
     if "gguf" in formats:
         raise PlanError("GGUF files are made by a command of their own", "llmcompress gguf keeps codes of its types")
-    formats = list(dict.fromkeys(formats))
     step = _step(headers, formats)
     stem = out or model
     plans = []

@@ -60,6 +60,11 @@ def output_of(path: Path, format_: str, overwrite: bool) -> OutputDirectory:
     return (OutputFile if is_single(path) else OutputDirectory)(path, overwrite=overwrite)
 
 
+def in_output(path: Path) -> bool:
+    """Whether a GGUF file has its report in the directory that it lies in, which then is an output."""
+    return path.with_name("report.json").exists() and not report_of(path).exists()
+
+
 def report_of(path: Path) -> Path:
     """The path of a single file's report."""
     return beside(path, "report.json")

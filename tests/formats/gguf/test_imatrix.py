@@ -49,6 +49,14 @@ def same(one, other):
     assert (one.datasets, one.chunk_count, one.chunk_size) == (other.datasets, other.chunk_count, other.chunk_size)
 
 
+def test_chunks_of_a_legacy_file_are_those_of_512_tokens(tmp_path):
+    short = Imatrix({DENSE: entry([[2048, 1024]], [1024])}, ("short",), 16, 64)
+    write_legacy(tmp_path / "i.dat", short)
+    found = read_imatrix(tmp_path / "i.dat")
+    assert (found.chunk_count, found.chunk_size, found.entries[DENSE].counts.tolist()) == (2, 512, [1024])
+    np.testing.assert_allclose(found.entries[DENSE].importance, short.entries[DENSE].importance)
+
+
 def test_the_gguf_file_is_what_its_own_reader_expects(example, tmp_path):
     write_imatrix(tmp_path / "i.gguf", example)
     reader = gguf.GGUFReader(tmp_path / "i.gguf")

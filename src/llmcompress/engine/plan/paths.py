@@ -11,7 +11,7 @@ from llmcompress.methods.base import Method
 from llmcompress.recipe import Recipe
 from llmcompress.store.files import existing, refuse_unwritable
 from llmcompress.store.gguf_name import stem_of
-from llmcompress.store.output_file import is_single, output_of
+from llmcompress.store.output_file import in_output, is_single, output_of
 
 
 def output_and_work(
@@ -38,7 +38,12 @@ def refuse_model_itself(out: Path, model: Path) -> None:
 
 
 def path_beside(model: Path, ending: str) -> Path:
-    """The path beside a model whose name is the name of the model, a dash and `ending`."""
+    """The path beside a model whose name is the name of the model, a dash and `ending`.
+
+    Of a GGUF file in an output directory, in which nothing else may be, it is beside that directory.
+    """
+    if is_single(model) and model.is_file() and in_output(model):
+        return model.resolve().parent.with_name(f"{stem_of(model)}-{ending}")
     place = model if model.name not in ("", "..") else model.resolve()  # `.` has no name
     name = stem_of(model) if is_single(model) and model.is_file() else model.resolve().name
     return place.with_name(f"{name}-{ending}")

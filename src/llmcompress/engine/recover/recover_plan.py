@@ -29,7 +29,7 @@ from llmcompress.store.gguf_header import GgufHeader
 from llmcompress.store.gguf_model import read_gguf
 from llmcompress.store.headers import ModelHeaders, Stored, read_headers, read_json
 from llmcompress.store.output import OutputDirectory
-from llmcompress.store.output_file import OutputFile, beside, is_single, report_of
+from llmcompress.store.output_file import OutputFile, beside, in_output, is_single
 from llmcompress.store.side_files import has_tokenizer
 
 _SHIPPED_TOKENS = 100_000  # that are held back of the shipped text at most, which has more of any tokenizer
@@ -267,8 +267,7 @@ def paper(compressed: Path, name: str) -> Path:
     """The path of a file that belongs to a compressed model, such as its report."""
     if not is_single(compressed):
         return compressed / name
-    shared = compressed.with_name("report.json").exists() and not report_of(compressed).exists()
-    return compressed.with_name(name) if shared else beside(compressed, name)
+    return compressed.with_name(name) if in_output(compressed) else beside(compressed, name)
 
 
 def _report(compressed: Path) -> Mapping[str, Any]:

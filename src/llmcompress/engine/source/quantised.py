@@ -62,7 +62,7 @@ def decoded_headers(stored: ModelHeaders, spec: ArchSpec | None = None) -> Model
 
     spec: the declaration of a family that `arch` does not know. CheckpointError if the tensors do not fit the format.
     """
-    stored = _with_settings(stored)
+    stored = with_settings(stored)
     found = _format_of(stored)
     if found is None:
         return stored
@@ -111,7 +111,7 @@ def _without_settings(config: Mapping[str, Any], found: Format) -> dict[str, Any
     return {key: value for key, value in config.items() if key not in found.keys}
 
 
-def _with_settings(stored: ModelHeaders) -> ModelHeaders:
+def with_settings(stored: ModelHeaders) -> ModelHeaders:
     """The same headers with what a file of its own says of quantisation, where config.json says nothing."""
     file = stored.path / SETTINGS
     if "quantization_config" in stored.config or not file.exists():

@@ -101,14 +101,16 @@ def write_imatrix(path: Path, imatrix: Imatrix, overwrite: bool = False, claim: 
 def write_legacy(path: Path, imatrix: Imatrix, overwrite: bool = False, claim: Claim | None = None) -> None:
     """A new file of the legacy kind, which holds means only: experts without data get ones. Errors as `write_imatrix`.
 
-    Of several datasets the last is named.
+    Such a file does not say how long its chunks are: they are counted as chunks of 512 tokens, as they are read. Of
+    several datasets the last is named.
     """
     pieces = [struct.pack("<i", len(imatrix.entries))]
     for name, entry in sorted(imatrix.entries.items()):
-        calls = min(max(math.ceil(float(entry.counts.max()) / imatrix.chunk_size), 1), _MOST_CALLS)
+        calls = min(max(math.ceil(float(entry.counts.max()) / _CHUNK), 1), _MOST_CALLS)
         values = np.where(entry.counts[:, None] > 0, entry.importance, np.float32(1)) * np.float32(calls)
         pieces += [_packed(name), struct.pack("<ii", calls, values.size), values.astype("<f4").tobytes()]
-    pieces += [struct.pack("<i", imatrix.chunk_count), _packed((imatrix.datasets or ("unknown",))[-1])]
+    chunks = math.ceil(imatrix.chunk_count * imatrix.chunk_size / _CHUNK)
+    pieces += [struct.pack("<i", chunks), _packed((imatrix.datasets or ("unknown",))[-1])]
     whole = b"".join(pieces)
     with _appearing(path, overwrite, claim) as partial, partial.open("wb") as handle:
         handle.write(whole + _SUM + struct.pack("<I", zlib.crc32(whole)))
