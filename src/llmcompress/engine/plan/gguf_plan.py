@@ -11,7 +11,7 @@ from llmcompress.formats.front_matter import beginning_of_readme
 from llmcompress.formats.gguf.family import find, is_factored
 from llmcompress.formats.gguf.file import GgufFile, Placed, gguf_files
 from llmcompress.formats.gguf.keys import Key, write
-from llmcompress.formats.gguf.metadata import architecture, listed_keys, metadata, notes
+from llmcompress.formats.gguf.metadata import architecture, listed_keys, metadata, notes, vocabulary_rows
 from llmcompress.formats.gguf.mixture import TypeChoice, Wishes, mixture
 from llmcompress.formats.gguf.names import gguf_tensors
 from llmcompress.formats.gguf.rules import Facts
@@ -118,10 +118,10 @@ def gguf_model(headers: ModelHeaders, asked: GgufTypes, output: Output, measured
     Otherwise as `tensor_types`.
     """
     tensors = tensors_of(headers)
-    tokenizer = read_tokenizer(headers.path, _vocabulary(tensors), output.pre)
+    tokenizer = read_tokenizer(headers.path, vocabulary_rows(tensors), output.pre)
     tensors = tensors_of(headers, tokenizer.size)
-    if _vocabulary(tensors) < len(tokenizer.tokens):
-        tokenizer = read_tokenizer(headers.path, _vocabulary(tensors), output.pre)
+    if vocabulary_rows(tensors) < len(tokenizer.tokens):
+        tokenizer = read_tokenizer(headers.path, vocabulary_rows(tensors), output.pre)
     for note in (*notes(headers.config), *tokenizer.notes):
         ledger.note("engine", "llama.cpp", note)
     types = tensor_types(headers, tensors, asked, measured, ledger)
@@ -171,11 +171,6 @@ def _description(
         write_tokenizer(writer, tokenizer)
 
     return describe
-
-
-def _vocabulary(tensors: Sequence[GGUFTensor]) -> int:
-    """Rows of the embedding."""
-    return next(tensor.shape[0] for tensor in tensors if tensor.name == "token_embd.weight")
 
 
 def choose_types(

@@ -41,7 +41,7 @@ def metadata(
     said = {key.name for key in own}
     return [
         *general_keys(config, tensors, name, readme, generation, base_model, licence),
-        *(key for key in _hyperparameters(family, hyper, rope, _rows(tensors)) if key.name not in said),
+        *(key for key in _hyperparameters(family, hyper, rope, vocabulary_rows(tensors)) if key.name not in said),
         *own,
         u32("general.file_type", kind.id),
         u32("general.quantization_version", GGML_QUANT_VERSION),
@@ -142,5 +142,6 @@ def _hyperparameters(family: Family, hyper: Hyper, rope: Rope, vocabulary: int) 
     return keys
 
 
-def _rows(tensors: Sequence[GGUFTensor]) -> int:
+def vocabulary_rows(tensors: Sequence[GGUFTensor]) -> int:
+    """Rows of the embedding."""
     return next(tensor.shape[0] for tensor in tensors if tensor.name == "token_embd.weight")
