@@ -70,8 +70,7 @@ def inspect(
 ) -> None:
     """What a checkpoint holds, from its headers alone: nothing is loaded."""
     from llmcompress.engine.source.multimodal import text_view
-    from llmcompress.engine.source.quantised import with_settings
-    from llmcompress.store.headers import read_headers
+    from llmcompress.store.headers import read_headers, with_settings
     from llmcompress.validate.gguf_file import gguf_in
 
     if (file := gguf_in(checkpoint)) is not None:

@@ -36,6 +36,7 @@ from llmcompress.grids.mxfp4 import Mxfp4Spec
 from llmcompress.grids.mxfp8 import Mxfp8Spec
 from llmcompress.grids.nvfp4 import Nvfp4Spec
 from llmcompress.grids.tiled_floats import TiledFloatSpec
+from llmcompress.store.headers import SETTINGS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from llmcompress.grids.coded import Coded
     from llmcompress.grids.inputs import InputGrid
 
-SETTINGS = "hf_quant_config.json"
 _PRODUCER = {"name": "modelopt", "version": "0.47.0"}  # engines know the layout by this name
 _BLOCK = (128, 128)
 _MX = (1, 32)

@@ -8,7 +8,7 @@ import json
 import os
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -59,6 +59,7 @@ SIDE_FILES = (
     "Notice*",
     "USE_POLICY*",
 )
+SETTINGS = "hf_quant_config.json"  # where ModelOpt says what may also stand in config.json
 
 
 @dataclass(frozen=True)
@@ -169,6 +170,17 @@ def read_headers(path: Path) -> ModelHeaders:
                 f"{path / INDEX} says tensor {_shown(name)} is in {shard}, but it is not", "fetch the shards again"
             )
     return ModelHeaders(path, config, tensors, files)
+
+
+def with_settings(stored: ModelHeaders) -> ModelHeaders:
+    """The same headers with what a file of its own says of quantisation, where config.json says nothing."""
+    file = stored.path / SETTINGS
+    if "quantization_config" in stored.config or not file.exists():
+        return stored
+    settings = read_json(file).get("quantization")
+    if not isinstance(settings, Mapping) or not settings.get("quant_algo"):
+        return stored
+    return replace(stored, config={**stored.config, "quantization_config": {"quant_method": "modelopt", **settings}})
 
 
 def read_json(path: Path) -> dict[str, Any]:

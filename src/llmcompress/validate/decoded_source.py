@@ -12,9 +12,10 @@ import torch
 
 from llmcompress.engine.source.adapting import as_merged
 from llmcompress.engine.source.open import checkpoint_headers, open_checkpoint
-from llmcompress.engine.source.quantised import SETTINGS, DecodedHeaders
+from llmcompress.engine.source.quantised import DecodedHeaders
 from llmcompress.errors import LlmcompressError
 from llmcompress.store.checkpoint import DTYPES, Checkpoint
+from llmcompress.store.headers import SETTINGS
 from llmcompress.validate.stored import Array, DamageError, Tensor, read_json, read_source
 
 

@@ -16,7 +16,6 @@ from llmcompress.arch import find
 from llmcompress.arch.spec import ArchSpec
 from llmcompress.engine.source.stacked_codes import with_experts_apart
 from llmcompress.errors import CheckpointError, RecipeError
-from llmcompress.formats import modelopt
 from llmcompress.formats.base import FLOAT_TYPES, Format, Stack, TensorSpec
 from llmcompress.formats.kv_cache import PARTS
 from llmcompress.grids.base import Spec
@@ -26,11 +25,10 @@ from llmcompress.ledger import Ledger
 from llmcompress.recipe import stored_formats
 from llmcompress.store.checkpoint import DTYPES, Checkpoint, StoredRows
 from llmcompress.store.expert_stacks import Cut
-from llmcompress.store.headers import ModelHeaders, Stored, read_json
+from llmcompress.store.headers import ModelHeaders, Stored, with_settings
 
 # the errors that a wrong config can cause
 _DAMAGED = (ArithmeticError, AttributeError, LookupError, RecipeError, TypeError, ValueError, re.error)
-SETTINGS = modelopt.SETTINGS  # where ModelOpt says what may also stand in config.json
 STACKED = "BF16"  # the type of decoded stacks
 _SMALL_FLOATS = "F8_"  # how the names of types begin that are values only together with a scale
 _AT_ONCE = 1 << 20  # weights decoded at once, so that what decoding needs beside its result stays small
@@ -109,17 +107,6 @@ def decoded_headers(stored: ModelHeaders, spec: ArchSpec | None = None) -> Model
 
 def _without_settings(config: Mapping[str, Any], found: Format) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in found.keys}
-
-
-def with_settings(stored: ModelHeaders) -> ModelHeaders:
-    """The same headers with what a file of its own says of quantisation, where config.json says nothing."""
-    file = stored.path / SETTINGS
-    if "quantization_config" in stored.config or not file.exists():
-        return stored
-    settings = read_json(file).get("quantization")
-    if not isinstance(settings, Mapping) or not settings.get("quant_algo"):
-        return stored
-    return replace(stored, config={**stored.config, "quantization_config": {"quant_method": "modelopt", **settings}})
 
 
 def in_own_type(headers: ModelHeaders) -> ModelHeaders:
