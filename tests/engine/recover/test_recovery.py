@@ -218,7 +218,7 @@ def test_two_texts_are_held_back_where_another_is_trained_on(tiny_model_dir, tmp
     }
 
 
-def test_no_more_of_the_shipped_text_is_held_back_than_there_is(tiny_model_dir, tmp_path):
+def test_no_more_of_the_shipped_text_is_drawn_than_there_is(tiny_model_dir, tmp_path):
     out = compressed(tiny_model_dir, tmp_path / "out")
     (tmp_path / "text.txt").write_text("One two three four five six seven. " * 400)
     plan = planned(out, tiny_model_dir, tmp_path / "to", tmp_path / "text.txt", samples=1_000_000)

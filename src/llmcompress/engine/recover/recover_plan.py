@@ -32,7 +32,7 @@ from llmcompress.store.output import OutputDirectory
 from llmcompress.store.output_file import OutputFile, beside, in_output, is_single
 from llmcompress.store.side_files import has_tokenizer
 
-_SHIPPED_TOKENS = 100_000  # that are held back of the shipped text at most, which has more of any tokenizer
+_SHIPPED_TOKENS = 100_000  # that windows are drawn from at most: the shipped text has more by any tokenizer
 _RATE = 1e-3  # of norms alone
 _PRUNED_RATE = 3e-3  # where weights that stay are trained, which nothing has rounded
 SHARE = 1 / 100  # of the mean relative error of the matrices: the rate, where none is asked for
@@ -57,8 +57,8 @@ class RecoverPlan:
     """What a run will do. opened: the compressed model, or of a GGUF file, which has no config, the original.
 
     original, matrices: the model it was made from. gguf: of a file that is recovered; None for a directory.
-    report: of the compressed model. other: shipped text that is held back beside some of the training text; None where
-    the latter is the shipped text itself, or nothing tells tokens of a text. memory_bytes, scratch_bytes: estimates.
+    report: of the compressed model. other: shipped text, of which some is held back as of the text that is trained on;
+    None where both are one, or nothing tells tokens of a text. memory_bytes, scratch_bytes: estimates.
     """
 
     opened: OpenModel
@@ -209,10 +209,10 @@ def planned_recovery(
 ) -> RecoverPlan:
     """The same of models that are open. Raises LlmcompressError."""
     text = opened.text
-    held = min(text.samples // ONE_OF, _SHIPPED_TOKENS // text.length)
-    shipped = Calibration(samples=max(1, held), length=text.length, seed=text.seed)
+    enough = max(1, min(text.samples, _SHIPPED_TOKENS // text.length))
+    shipped = Calibration(samples=enough, length=text.length, seed=text.seed)
     other = None if text.source == shipped.source or not has_tokenizer(source.path) else shipped
-    windows = text.samples + request.written + (0 if other is None else other.samples)
+    windows = text.samples + request.written + (0 if other is None else max(1, other.samples // ONE_OF))
     scratch = windows * text.length * hidden_width(source) * opened.resources.item_bytes
     work = opened.options.work or opened.out.with_name(f"{opened.out.name}.work")
     refuse_unwritable(work)
