@@ -78,7 +78,7 @@ def smaller(words):
         unfit = set() if "--tasks" in words else {"--items"}
         unfit |= {"--length", "--windows"} if {"--tasks", "--draft"} & set(words) else set()
         unsaid = [option for option in unsaid if option not in unfit]
-    if words[0] == "gguf" and "--type" in words and "--calibration" not in words:
+    if "gguf" in words[:2] and "--type" in words and "--calibration" not in words:
         unsaid = [option for option in unsaid if option not in ("--samples", "--length")]
     if "--evaluate" not in words:
         unsaid = [option for option in unsaid if option != "--eval-windows"]
