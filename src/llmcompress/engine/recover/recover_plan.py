@@ -18,7 +18,7 @@ from llmcompress.engine.source.open import open_checkpoint, source_headers
 from llmcompress.engine.source.quantised import DecodedHeaders, decoded_headers, in_own_type
 from llmcompress.engine.structure.source_model import OpenModel, open_model
 from llmcompress.engine.train.trained import Weights
-from llmcompress.engine.train.training import AT_ONCE, LEAST, ONE_OF
+from llmcompress.engine.train.training import AT_ONCE, LEAST, held_back
 from llmcompress.errors import CheckpointError, PlanError
 from llmcompress.ledger import Ledger
 from llmcompress.recipe import Calibration
@@ -212,7 +212,7 @@ def planned_recovery(
     enough = max(1, min(text.samples, _SHIPPED_TOKENS // text.length))
     shipped = Calibration(samples=enough, length=text.length, seed=text.seed)
     other = None if text.source == shipped.source or not has_tokenizer(source.path) else shipped
-    windows = text.samples + request.written + (0 if other is None else max(1, other.samples // ONE_OF))
+    windows = text.samples + request.written + (0 if other is None else len(held_back(other.samples)))
     scratch = windows * text.length * hidden_width(source) * opened.resources.item_bytes
     work = opened.options.work or opened.out.with_name(f"{opened.out.name}.work")
     refuse_unwritable(work)

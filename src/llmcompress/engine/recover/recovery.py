@@ -21,7 +21,7 @@ from llmcompress.engine.run.tokens import tokens_for
 from llmcompress.engine.source.open import open_checkpoint, round_as_stored
 from llmcompress.engine.structure.derived_model import calibration_facts
 from llmcompress.engine.train.trained import TrainedMatrix, TrainedNorm, TrainedWeight, TrainedWeights
-from llmcompress.engine.train.training import AT_ONCE, ONE_OF, Look, NoGainError, Training, TrainingText, held_apart
+from llmcompress.engine.train.training import AT_ONCE, Look, NoGainError, Training, TrainingText, held_apart, held_back
 from llmcompress.engine.write.run_report import source_record
 from llmcompress.errors import CheckpointError
 from llmcompress.model.streamed_model import StreamedModel
@@ -94,7 +94,7 @@ def _given(plan: RecoverPlan) -> dict[str, Tensor]:
 
     found = {"calibration": drawn(plan.opened.text)}
     if plan.other is not None:
-        found[_SHIPPED] = drawn(plan.other)[min(ONE_OF, plan.other.samples) - 1 :: ONE_OF]
+        found[_SHIPPED] = drawn(plan.other)[list(held_back(plan.other.samples))]
     return found
 
 

@@ -43,6 +43,11 @@ class TrainingText(NamedTuple):
         return found[:count]
 
 
+def held_back(windows: int, start: int = 0) -> range:
+    """The numbers of the windows of a text that are held back, where the first has the number `start`."""
+    return range(start + min(ONE_OF, windows) - 1, start + windows, ONE_OF)
+
+
 def held_apart(parts: Mapping[str, Tensor]) -> TrainingText:
     """Windows [windows, length] of several texts by name, of each of which one in ONE_OF is held back."""
     trained: list[int] = []
@@ -50,7 +55,7 @@ def held_apart(parts: Mapping[str, Tensor]) -> TrainingText:
     start = 0
     for name, part in parts.items():
         end = start + len(part)
-        held[name] = range(start + min(ONE_OF, len(part)) - 1, end, ONE_OF)
+        held[name] = held_back(len(part), start)
         trained += [number for number in range(start, end) if number not in held[name]]
         start = end
     return TrainingText(torch.cat(list(parts.values())), trained, held)
