@@ -1,6 +1,7 @@
 """Bits per weight are of all tensors, bits per quantised weight of codes and scales, wherever they stand."""
 
 import json
+import shutil
 import re
 
 import pytest
@@ -81,6 +82,15 @@ def test_inspect_knows_settings_that_stand_in_a_file_of_their_own(main, capsys, 
     assert main("inspect", out, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["quantization"]["quant_algo"], found["bits_per_weight"]) == ("W4A16_NVFP4", None)
+
+
+def test_inspect_takes_no_list_for_a_fact(main, capsys, shallow_model_dir, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(shallow_model_dir, out)
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, "architectures": [[[]]]}))
+    assert main("inspect", out, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["architecture"] is None
 
 
 def test_inspect_names_blocks_of_floats(main, capsys, shallow_model_dir, tmp_path):

@@ -61,6 +61,12 @@ def _mark(check: "Check") -> str:
     return "ok" if check.ok else "warning" if check.warning else "FAILED"
 
 
+
+def _stated(value: Any) -> Any:
+    """A fact of config.json, which is a scalar; None for a list or an object, which states none."""
+    return None if isinstance(value, list | dict) else value
+
+
 def inspect(
     checkpoint: Annotated[
         Path, typer.Argument(help="A model directory, original or compressed, or a GGUF file.", show_default=False)
@@ -84,11 +90,11 @@ def inspect(
         kinds[stored.spec.dtype] += stored.spec.nbytes
     facts: dict[str, Any] = {
         "path": str(checkpoint),
-        "model_type": headers.whole_config.get("model_type"),
-        "architecture": architectures[0] if isinstance(architectures, list) and architectures else None,
-        "layers": config.get("num_hidden_layers", config.get("n_layer")),
-        "hidden_size": config.get("hidden_size", config.get("n_embd")),
-        "vocab_size": config.get("vocab_size"),
+        "model_type": _stated(headers.whole_config.get("model_type")),
+        "architecture": _stated(architectures[0]) if isinstance(architectures, list) and architectures else None,
+        "layers": _stated(config.get("num_hidden_layers", config.get("n_layer"))),
+        "hidden_size": _stated(config.get("hidden_size", config.get("n_embd"))),
+        "vocab_size": _stated(config.get("vocab_size")),
         "tied_embeddings": not any(name.endswith("lm_head.weight") for name in headers.tensors),
         "files": len(headers.files),
         "tensors": len(headers.tensors),
