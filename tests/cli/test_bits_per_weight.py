@@ -1,8 +1,8 @@
 """Bits per weight are of all tensors, bits per quantised weight of codes and scales, wherever they stand."""
 
 import json
-import shutil
 import re
+import shutil
 
 import pytest
 from gguf import GGUFReader

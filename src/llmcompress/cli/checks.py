@@ -61,7 +61,6 @@ def _mark(check: "Check") -> str:
     return "ok" if check.ok else "warning" if check.warning else "FAILED"
 
 
-
 def _stated(value: Any) -> Any:
     """A fact of config.json, which is a scalar; None for a list or an object, which states none."""
     return None if isinstance(value, list | dict) else value
