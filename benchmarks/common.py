@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
@@ -62,6 +63,11 @@ class Cost:
     wall_s: float
     cpu_s: float
     peak_mb: float
+
+
+def middle(costs: list[Cost]) -> Cost:
+    """The median of each figure."""
+    return Cost(*(median(getattr(one, figure) for one in costs) for figure in Cost.__dataclass_fields__))
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,12 @@ MB are 10^6 bytes. What `--out` has already is not measured again, so that an in
 
 import argparse
 import re
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common import ANEW, HERE, OURS, Cost, Results, machine, run, set_up
+from common import ANEW, HERE, OURS, Cost, Results, machine, middle, positive, run, set_up
 
 KINDS = ("plain", "ours", "imatrix", "best")
 _FIGURES = {  # with their standard errors
@@ -40,7 +41,7 @@ class Bench:
         self.work.mkdir(parents=True, exist_ok=True)
         self.base, self.logits = self.work / "f16.gguf", self.work / "f16.logits"
         self.imatrix, self.ids = self.work / "imatrix.gguf", self.work / "ids.safetensors"
-        of = ("model", "calibrate", "evaluate", "samples", "length", "chunks", "no_fidelity")
+        of = ("model", "calibrate", "evaluate", "samples", "length", "chunks", "no_fidelity", "repeat")
         self.results = Results(given.out, given, *of)
 
     def call(self, *command: object) -> tuple[Cost, str]:
@@ -52,6 +53,10 @@ class Bench:
     def tool(self, name: str, *arguments: object) -> tuple[Cost, str]:
         return self.call(self.tools / name, "-t", self.given.threads, *arguments)
 
+    def often(self, measure: Callable[[], Cost]) -> dict[str, float]:
+        """The median cost of `--repeat` times."""
+        return asdict(middle([measure() for _ in range(self.given.repeat)]))
+
     def prepare(self) -> None:
         given = self.given
         self.results.once("machine", machine)
@@ -62,7 +67,9 @@ class Bench:
         if not given.no_fidelity:
             self.results.once("logits", lambda: asdict(self.tool("llama-perplexity", *logits)[0]))
         text = ("-m", self.base, "-c", given.length, "--chunks", given.samples, "-f", given.calibrate)
-        self.results.once("imatrix", lambda: asdict(self.tool("llama-imatrix", *text, "-o", self.imatrix)[0]))
+        self.results.once(
+            "imatrix", lambda: self.often(lambda: self.tool("llama-imatrix", *text, "-o", self.imatrix)[0])
+        )
         wanted = (given.model, given.calibrate, given.samples, given.length, self.ids)
         self.call(OURS[0], HERE / "first_windows.py", *wanted)
 
@@ -82,7 +89,7 @@ class Bench:
 
     def row(self, kind: str, name: str) -> dict[str, Any]:
         """All about one file; the file itself is removed."""
-        cost = asdict(self.file(kind, name))
+        cost = self.often(lambda: self.file(kind, name))
         if kind == "imatrix":
             extra = self.results.rows["imatrix"]
             cost = {
@@ -141,6 +148,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--chunks", type=int, default=40)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeat", type=positive, default=1, metavar="N", help="median of N runs of what is timed")
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--no-fidelity", action="store_true", help="time and memory only")

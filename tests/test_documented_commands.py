@@ -46,7 +46,7 @@ ELSEWHERE = {
     "python benchmarks/fidelity.py": "needs environments with GPTQModel and llm-compressor",
     "python benchmarks/small_floats.py": "needs an environment with llm-compressor",
     "python benchmarks/gptq_vs_peers.py": "needs environments with GPTQModel and llm-compressor",
-    "python benchmarks/pruning.py": "needs an environment with llm-compressor",
+    "python benchmarks/methods_vs_peers.py": "needs an environment with llm-compressor",
     "python benchmarks/gguf_encoders.py": "needs a build of llama.cpp",
     "python benchmarks/gguf_vs_llamacpp.py": "needs a build of llama.cpp",
     "python benchmarks/eval_speed.py": "needs a build of llama.cpp",

@@ -14,7 +14,8 @@ Then, with the calibration tokens as an integer tensor ``input_ids`` [samples, l
 All linears inside the decoder blocks are quantised, weight-only, symmetric by GPTQ and asymmetric by AWQ (`--method
 awq`, with both kinds of scales tried); the head is not. With `--method wanda` or `sparsegpt` they are pruned instead,
 to `--sparsity 0.5` or in the `--pattern` 2:4, and written in their own type. With `--scheme NVFP4` or another
-preset of the tool's, weights and inputs are rounded as it says, by `--method gptq` or, to the nearest, `rtn`.
+preset of the tool's, weights and inputs are rounded as it says, by `--method gptq` or, to the nearest, `rtn` and
+`smoothquant`, which shares outliers out before.
 The tool's defaults hold for all the rest, among them its static activation order: ``--desc-act``
 is taken only so that the peers share one command line, and is refused, since the tool no longer
 writes checkpoints with a permuted ``g_idx``. The weights are loaded as bfloat16, as GPTQModel does
@@ -30,7 +31,7 @@ from typing import Any
 from common import measured, parser
 
 PRUNING = ("wanda", "sparsegpt")
-ROUNDING = ("gptq", "rtn")
+ROUNDING = ("gptq", "rtn", "smoothquant")
 
 
 def modifiers(args: argparse.Namespace, groups: dict[str, Any]) -> list[Any]:
@@ -39,7 +40,7 @@ def modifiers(args: argparse.Namespace, groups: dict[str, Any]) -> list[Any]:
     from llmcompressor.modifiers.pruning.sparsegpt import SparseGPTModifier
     from llmcompressor.modifiers.pruning.wanda import WandaPruningModifier
     from llmcompressor.modifiers.quantization import QuantizationModifier
-    from llmcompressor.modifiers.transform import AWQModifier
+    from llmcompressor.modifiers.transform import AWQModifier, SmoothQuantModifier
     from llmcompressor.pipelines.cache import IntermediatesCache
 
     if args.method in PRUNING:
@@ -47,8 +48,9 @@ def modifiers(args: argparse.Namespace, groups: dict[str, Any]) -> list[Any]:
         return [modifier(sparsity=args.sparsity, mask_structure=args.pattern, ignore=["re:.*lm_head"])]
     rounded = {"targets": "Linear", "scheme": args.scheme} if args.scheme else {"config_groups": groups}
     if args.method in ROUNDING:
-        modifier = {"gptq": GPTQModifier, "rtn": QuantizationModifier}[args.method]
-        return [modifier(**rounded, ignore=["lm_head"])]
+        before = [SmoothQuantModifier()] if args.method == "smoothquant" else []
+        modifier = GPTQModifier if args.method == "gptq" else QuantizationModifier
+        return [*before, modifier(**rounded, ignore=["lm_head"])]
     IntermediatesCache.pin_memory = lambda *_: None
     return [AWQModifier(duo_scaling="both"), QuantizationModifier(config_groups=groups, ignore=["lm_head"])]
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, ClassVar
 from llmcompress.errors import CheckpointError
 from llmcompress.grids.base import Spec
 from llmcompress.grids.coded import Coded, Grid
-from llmcompress.grids.scales import between, float16
+from llmcompress.grids.level_table import level_table
+from llmcompress.grids.scales import float16
 from llmcompress.lazy import Tensor, torch
 
 if TYPE_CHECKING:
@@ -150,9 +151,8 @@ class BlockGrid(Grid):
 
     def codes(self, levels: Tensor) -> Tensor:
         """Codes uint8 of the levels [out, in] nearest to values given in units of the scale, offset removed."""
-        table = self.table
-        if table is not None:
-            return torch.bucketize(levels.contiguous(), between(table), right=True).to(torch.uint8)
+        if self.spec.curved:
+            return level_table(IQ4_LEVELS, levels.device).codes(levels)
         codes = (levels + self.spec.middle).round_().clamp_(self.spec.lowest, self.spec.levels - 1)
         return codes.to(torch.uint8)
 

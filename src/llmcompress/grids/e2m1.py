@@ -14,7 +14,7 @@ from llmcompress.grids.base import GridRequest, Spec
 from llmcompress.grids.chosen_scales import ChosenScaleGrid
 from llmcompress.grids.e4m3 import snapped_
 from llmcompress.grids.grid_type import GridType
-from llmcompress.grids.scales import between
+from llmcompress.grids.level_table import level_table
 from llmcompress.lazy import Tensor, torch
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -48,8 +48,8 @@ class E2m1Grid(ChosenScaleGrid):
         return sizes[codes.long()]
 
     def codes(self, levels: Tensor) -> Tensor:
-        place = torch.bucketize(levels.contiguous(), between(self.table), right=True)
-        return torch.tensor(_CODES, dtype=torch.uint8, device=levels.device)[place]
+        place = level_table(LEVELS, levels.device).codes(levels)
+        return torch.tensor(_CODES, dtype=torch.uint8, device=levels.device)[place.int()]
 
 
 class E2m1Type(GridType):
@@ -98,5 +98,4 @@ def rounded_(values: Tensor) -> Tensor:
 
 def nearest_levels(values: Tensor) -> Tensor:
     """Values in units of their scales to the nearest levels; one between two goes to the upper."""
-    table = torch.tensor(LEVELS, device=values.device)
-    return table[torch.bucketize(values, between(table), right=True)]
+    return level_table(LEVELS, values.device).nearest(values)

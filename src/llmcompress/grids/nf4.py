@@ -18,6 +18,7 @@ from pydantic import Field
 from llmcompress.grids.base import Clip, GridOptions, Spec
 from llmcompress.grids.errors import positive
 from llmcompress.grids.grid_type import Fitting, GridType
+from llmcompress.grids.level_table import level_table
 from llmcompress.grids.scales import ScaledGrid, between
 from llmcompress.hardware import at_once
 from llmcompress.lazy import Tensor, torch
@@ -104,7 +105,7 @@ class Nf4Grid(ScaledGrid):
         return self.table[codes.long()]
 
     def codes(self, levels: Tensor) -> Tensor:
-        return torch.bucketize(levels.contiguous(), between(self.table), right=True).to(torch.uint8)
+        return level_table(LEVELS, levels.device).codes(levels)
 
     def decode(self, codes: Tensor) -> Tensor:
         grouped = self.levels(codes).view(*self.absmax.shape, self.spec.group_size)
@@ -216,26 +217,26 @@ def fit(weight: Tensor, spec: Nf4Spec, *, clip: Clip = "search", importance: Ten
 
 def _searched(block: Tensor, weigh: Tensor) -> Tensor:
     """Scales [rows, groups] for block [rows, groups, 64] by weighted least squares; absmax is a candidate."""
-    table = torch.tensor(LEVELS, dtype=torch.float32, device=block.device)
-    middles = between(table)
+    table = level_table(LEVELS, block.device)
     largest = block.abs().amax(-1)
-    best, least, levels = largest, torch.full_like(largest, torch.inf), torch.zeros_like(block)
+    best, least = largest, torch.full_like(largest, torch.inf)
+
+    def levels(scale: Tensor) -> Tensor:
+        return table.nearest(block * torch.where(scale == 0, 0.0, 1 / scale).unsqueeze(-1))
 
     def offer(scale: Tensor) -> None:
-        nonlocal best, least, levels
-        inverse = torch.where(scale == 0, 0.0, 1 / scale).unsqueeze(-1)
-        tried = table[torch.bucketize(block * inverse, middles, right=True)]
-        loss = (tried * scale.unsqueeze(-1) - block).square_().mul_(weigh).sum(-1)
+        nonlocal best, least
+        loss = (levels(scale).mul_(scale.unsqueeze(-1)).sub_(block)).square_().mul_(weigh).sum(-1)
         better = loss < least
         best, least = torch.where(better, scale, best), torch.where(better, loss, least)
-        levels = torch.where(better.unsqueeze(-1), tried, levels)
 
     offer(largest)
     for shrink in _SHRINKS:
         offer(largest * shrink)
     for _ in range(2):
-        weighted = levels * weigh
-        square = (weighted * levels).sum(-1)
+        tried = levels(best)
+        weighted = tried * weigh
+        square = (weighted * tried).sum(-1)
         offer(torch.where(square > 0, (weighted * block).sum(-1) / square.clamp_min(1e-30), best))
     return best
 
