@@ -1,4 +1,4 @@
-"""Speed and memory of our GPTQ: against GPTQModel and llm-compressor, and as a model gets deeper.
+"""Speed and memory of our GPTQ: against GPTQModel and llm-compressor, and as models and texts grow.
 
     python benchmarks/gptq_vs_peers.py compare MODEL --repeat 3 --evaluate --text TEST.txt --out compare.json
     python benchmarks/gptq_vs_peers.py growth --out growth.json
@@ -10,8 +10,9 @@ model of the tests, since GPTQModel compiles a kernel on its first run (`--no-wa
 environment in `--environments`, unless `--peer NAME:PYTHON` names one. `--evaluate` decodes every tool's result to
 float32 and has `llmcompress eval` judge it.
 
-`growth` writes random llama checkpoints of TinyLlama's widths with 12 and 48 layers (1.3 and 4.5 GB, one at a time,
-removed afterwards) into `--work`, quantises them and prints how much peak memory grows.
+`growth` writes random llama checkpoints into `--work`, one at a time and removed afterwards, of every combination of
+`--shapes`, `--layers` and `--windows` (TinyLlama's widths with 12 and 48 layers: 1.3 and 4.5 GB), quantises them and
+prints what they took, what was fitted to that, and how much peak memory grows.
 
 Wall time, CPU seconds and peak are those of whole processes, with Python's start and imports: what wait4 says of them.
 MB are 10^6 bytes. Everything runs on the CPU.
@@ -178,7 +179,7 @@ def options() -> argparse.ArgumentParser:
     one.add_argument("--windows", type=int, default=40)
     one.add_argument("--eval-length", type=int, default=512)
     one.set_defaults(go=compare)
-    two = commands.add_parser("growth", parents=[shared], help="how peak memory grows with depth")
+    two = commands.add_parser("growth", parents=[shared], help="how time and memory grow")
     add_options(two)
     two.set_defaults(go=growth)
     return parser

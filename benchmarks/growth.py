@@ -1,96 +1,104 @@
-"""How peak memory grows with depth: our GPTQ on random llama checkpoints that differ in their number of layers.
+"""How time and peak memory grow with layers, tokens and width: our GPTQ on random llama checkpoints.
 
 The sub-command `growth` of benchmarks/gptq_vs_peers.py; see there.
 """
 
 import argparse
+import json
 import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from common import HERE, Job, machine, run, say
 
 BAR = 0.05
-WIDTHS = {"hidden": 2048, "ffn": 5632, "heads": 32, "kv-heads": 4, "vocabulary": 32000}
+WRITER = HERE.parent / "scripts" / "make_random_model.py"
+FIGURES = ("wall_s", "cpu_s", "peak_mb")
+
+
+class Point(NamedTuple):
+    """A model's shape, and how much of it and of text there is."""
+
+    shape: str
+    layers: int
+    windows: int
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--layers", type=int, nargs="+", default=[12, 48], help="growth is from the first to each other"
-    )
-    for name, width in WIDTHS.items():
-        parser.add_argument(f"--{name}", type=int, default=width)
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--shapes", nargs="+", default=["tinyllama"], help=f"as {WRITER.name} names them")
+    parser.add_argument("--layers", type=int, nargs="+", default=[12, 48])
+    parser.add_argument("--windows", type=int, nargs="+", default=[8])
+    parser.add_argument("--length", type=int, default=256, help="tokens of a window")
 
 
-def size(args: argparse.Namespace, layers: int) -> int:
-    """Bytes of a checkpoint, without its norms."""
-    head = args.hidden // args.heads
-    layer = args.hidden * (2 * head * (args.heads + args.kv_heads) + 3 * args.ffn)
-    return 2 * (layers * layer + 2 * args.vocabulary * args.hidden)
+def written(point: Point, args: argparse.Namespace, folder: Path) -> Path:
+    """A random checkpoint with its token ids."""
+    model = folder / "model"
+    say(f"{point}: writing random weights")
+    sizes = ("--layers", point.layers, "--samples", point.windows, "--length", args.length, "--threads", 2)
+    run([sys.executable, str(WRITER), point.shape, str(model), *map(str, sizes)], folder / "write.log")
+    return model
 
 
-def quantised(args: argparse.Namespace, layers: int, work: Path) -> list[dict[str, Any]]:
-    """Write one checkpoint, quantise it `--repeat` times, remove it again."""
-    folder = work / f"layers-{layers}"
-    model, ids = folder / "model", folder / "ids.safetensors"
+def quantised(point: Point, args: argparse.Namespace, work: Path) -> dict[str, Any]:
+    """Write one checkpoint, quantise it `--repeat` times, remove it again: all costs, and its size."""
+    folder = work / "growth"
     folder.mkdir()
-    needed = size(args, layers)
-    if shutil.disk_usage(work).free < 1.5 * needed:
-        sys.exit(f"{layers} layers need {1.5 * needed / 1e9:.1f} GB in {work}; give another place with --work")
-    say(f"{layers} layers: writing {needed / 1e9:.2f} GB of random weights")
-    options = [f"--{name}={getattr(args, name.replace('-', '_'))}" for name in (*WIDTHS, "samples", "length")]
-    written, _ = run(
-        [sys.executable, str(HERE / "random_llama.py"), str(model), str(ids), f"--layers={layers}", *options],
-        folder / "write.log",
-    )
-    say(f"{layers} layers: written in {written.wall_s:.0f} s, {written.peak_mb:.0f} MB at most")
-    job, runs = Job(model, ids, args.bits, args.group_size, tuple(args.option)), []
-    for number in range(args.repeat):
-        say(f"{layers} layers: run {number + 1} of {args.repeat}")
+    model = written(point, args, folder)
+    job = Job(model, model / "ids.safetensors", args.bits, args.group_size, tuple(args.option))
+    runs = []
+    for _ in range(args.repeat):
         before = machine()["load"]
         cost = run(job.ours("gptq", folder / "out", args.format), folder / "gptq.log")[0]
         runs.append({**asdict(cost), "load_before": before})
-        say(f"{layers} layers: {cost.wall_s:.0f} s, {cost.peak_mb:.0f} MB at most")
+        say(f"{point}: {cost.wall_s:.0f} s, {cost.cpu_s:.0f} CPU s, {cost.peak_mb:.0f} MB at most")
+    size = json.loads((model / "model.safetensors.index.json").read_text())["metadata"]["total_size"]
     shutil.rmtree(folder)
-    return runs
+    return {**point._asdict(), "gb": size / 1e9, "runs": runs, **{of: median(r[of] for r in runs) for of in FIGURES}}
+
+
+def fitted(rows: list[dict[str, Any]], figure: str, length: int) -> list[float]:
+    """Least squares of a figure by what a run, each layer, each 1,000 tokens and each layer's 1,000 tokens take."""
+    import numpy as np  # not before the last child: its peak would count with theirs
+
+    of = [(1, row["layers"], row["windows"] * length / 1e3) for row in rows]
+    terms = np.array([[one, layers, tokens, layers * tokens] for one, layers, tokens in of], float)
+    return [float(found) for found in np.linalg.lstsq(terms, np.array([row[figure] for row in rows]), rcond=None)[0]]
 
 
 def growth(args: argparse.Namespace, work: Path, save: Callable[[dict[str, Any]], None]) -> None:
-    """Measure each depth, print one table."""
-    facts: dict[str, Any] = {
-        "machine": machine(),
-        "settings": {
-            name: getattr(args, name.replace("-", "_")) for name in (*WIDTHS, "samples", "length", "format", "option")
-        },
-        "runs": {},
-        "bar": BAR,
-    }
-    for layers in args.layers:
-        facts["runs"][layers] = quantised(args, layers, work)
+    """Measure every combination, print one table, what was fitted to it, and growth by layers beside the bar."""
+    rows: list[dict[str, Any]] = []
+    settings = {name: getattr(args, name) for name in ("length", "format", "option")}
+    facts: dict[str, Any] = {"machine": machine(), "settings": settings, "rows": rows, "bar": BAR}
+    for point in map(Point._make, product(args.shapes, args.layers, args.windows)):
+        rows.append(quantised(point, args, work))
         save(facts)
-    rows = {
-        layers: {name: median(one[name] for one in runs) for name in ("wall_s", "cpu_s", "peak_mb")}
-        for layers, runs in facts["runs"].items()
-    }
-    facts["median"] = rows
-    facts["growth"] = {
-        layers: row["peak_mb"] / rows[args.layers[0]]["peak_mb"] - 1
-        for layers, row in rows.items()
-        if layers != args.layers[0]
-    }
-    save(facts)
-    print("| layers | checkpoint GB | wall s | CPU s | peak MB | growth |")
-    print("|---|---|---|---|---|---|")
-    for layers, row in rows.items():
-        more = f"{facts['growth'][layers]:+.1%}" if layers in facts["growth"] else ""
-        figures = f"{row['wall_s']:.0f} | {row['cpu_s']:.0f} | {row['peak_mb']:.0f}"
-        print(f"| {layers} | {size(args, layers) / 1e9:.2f} | {figures} | {more} |")
-    for layers, more in facts["growth"].items():
-        verdict = "within" if more <= BAR else "over"
-        print(f"\nfrom {args.layers[0]} to {layers} layers: {more:+.1%}, {verdict} the bar of {BAR:.0%}")
+    print("| shape | layers | tokens | checkpoint GB | wall s | CPU s | peak MB |")
+    print("|---|---|---|---|---|---|---|")
+    for row in rows:
+        figures = f"{row['wall_s']:.1f} | {row['cpu_s']:.1f} | {row['peak_mb']:.0f}"
+        tokens = row["windows"] * args.length
+        print(f"| {row['shape']} | {row['layers']} | {tokens:,} | {row['gb']:.2f} | {figures} |")
+    for shape in args.shapes:
+        own = [row for row in rows if row["shape"] == shape]
+        if len(args.layers) > 1 and len(args.windows) > 1:
+            for figure, unit in (("cpu_s", "CPU s"), ("peak_mb", "MB")):
+                once, layer, tokens, both = fitted(own, figure, args.length)
+                print(
+                    f"\n{shape}: {once:.2f} {unit}, and {layer:.2f} for a layer, {tokens:.3f} for 1,000 tokens, "
+                    f"{both:.4f} for 1,000 tokens of a layer"
+                )
+        first, *others = [row for row in own if row["windows"] == args.windows[0]]
+        for row in others:
+            more = row["peak_mb"] / first["peak_mb"] - 1
+            verdict = "within" if more <= BAR else "over"
+            print(
+                f"\n{shape}: memory from {first['layers']} to {row['layers']} layers: {more:+.1%}, "
+                f"{verdict} the bar of {BAR:.0%}"
+            )

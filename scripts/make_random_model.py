@@ -46,6 +46,8 @@ class Shape:
 SHAPES = {
     "tiny": Shape(256, 768, 8, 4, 2, 512),
     "small": Shape(1024, 2816, 16, 4, 2, 4096),
+    "tinyllama": Shape(2048, 5632, 32, 4, 22),
+    "llama-3-8b": Shape(4096, 14336, 32, 8, 32, 128256),
     "llama-2-7b": Shape(4096, 11008, 32, 32, 32),
     "llama-2-13b": Shape(5120, 13824, 40, 40, 40),
     "llama-2-70b": Shape(8192, 28672, 64, 8, 80),
