@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from llmcompress.solve.prune import Pruned
     from llmcompress.solve.row_blocks import RowBlocks
     from llmcompress.solve.sparsegpt import MaskChoice
+    from llmcompress.workers import Workers
 
 _ALL = 1_000_000  # windows
 
@@ -105,11 +106,11 @@ class Gptq(Method):
             "true_sequential": True,
         }
 
-    def factor(self, hessian: "Tensor", tokens: float) -> "Factor":
+    def factor(self, hessian: "Tensor", tokens: float, workers: "Workers") -> "Factor":
         """The factor of a mean Gram matrix [in, in] of so many tokens, its columns in processing order."""
         from llmcompress.solve.shrinkage import trusted_factor
 
-        return trusted_factor(hessian, self.percdamp, self.shrinkage, tokens)
+        return trusted_factor(hessian, self.percdamp, self.shrinkage, tokens, workers)
 
     def solve(
         self,
@@ -151,7 +152,7 @@ class Gptq(Method):
             return correction(weight, whole if drift.hessian is None else drift.hessian, drift.finish())
 
         def factorise() -> "Factor":
-            return self.factor(permuted(hessian, order), gram.trusted)
+            return self.factor(permuted(hessian, order), gram.trusted, blocks.workers)
 
         moved, factor = blocks.workers.both(correct, factorise)
         ready = Prepared(hessian, order, factor)

@@ -13,6 +13,7 @@ from llmcompress.pruners.base import Pruner
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from llmcompress.solve.damping import Factor
     from llmcompress.solve.prune import Pruned
     from llmcompress.solve.sparsegpt import MaskChoice
     from llmcompress.workers import Workers
@@ -94,20 +95,25 @@ class SparseGpt(Pruner):
             raise RunError(f"{self.name} needs the statistics of its inputs")
         hessian, drift, choice = stats.gram.finish(), stats.drift, self.choice
         order = choice.order(hessian.diagonal())
-        factor = trusted_factor(permuted(hessian, order), self.percdamp, self.shrinkage, stats.gram.trusted)
-        loss = damped(hessian, factor.percdamp, factor.shrinkage)
+        tokens, weight = stats.gram.trusted, torch.cat(list(weights))
 
-        def aim(weight: "Tensor") -> "Tensor":
+        def aim() -> "Tensor":
             if drift is None:
                 return weight
             seen = hessian if drift.hessian is None else drift.hessian
             return corrected(weight, seen, drift.finish(), self.qep_alpha)
 
+        def factorise() -> "Factor":
+            return trusted_factor(permuted(hessian, order), self.percdamp, self.shrinkage, tokens, workers)
+
+        whole, factor = workers.both(aim, factorise)
+        loss = damped(hessian, factor.percdamp, factor.shrinkage)
+
         def rows(wanted: "Tensor") -> "Tensor":
             found = sparse_weights(wanted, factor, order, choice.mask(factor.pivots, len(wanted)))
             return refitted(found, wanted, found != 0, loss, self.refit) if self.refit else found
 
-        wanted = torch.split(aim(torch.cat(list(weights))), [len(weight) for weight in weights])
+        wanted = torch.split(whole, [len(weight) for weight in weights])
         pieces = [part for weight in wanted for part in torch.split(weight, SOLVED_ROWS)]
         done = iter(workers.distribute(partial(rows, piece) for piece in pieces))
         found = [torch.cat([next(done) for _ in torch.split(weight, SOLVED_ROWS)]) for weight in wanted]

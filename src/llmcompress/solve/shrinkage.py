@@ -1,10 +1,13 @@
 """How far the correlations in a Gram matrix are trusted, by how many tokens it was made of."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from llmcompress.grids.nearest import spread
 from llmcompress.solve.damping import Factor, cholesky_, damp, inverse_factor
+from llmcompress.workers import SERIAL, Workers
 
 _FLATTERED = 2.0  # a fit of d coefficients to n tokens misses them by so much of d / n less than other text
 _TRIED = 0.1  # the share at which the rise is measured
@@ -13,16 +16,18 @@ _LEAST, _MOST = 0.005, 1.0  # shares: less is not worth a factor of its own, mor
 _COLUMNS = 512  # whose costs are compared
 
 
-def trusted_factor(hessian: Tensor, percdamp: float, shrinkage: float | None, tokens: float) -> Factor:
+def trusted_factor(
+    hessian: Tensor, percdamp: float, shrinkage: float | None, tokens: float, workers: Workers = SERIAL
+) -> Factor:
     """The factor of a mean Gram matrix [in, in] of so many tokens, its columns in processing order.
 
     shrinkage: by which share its diagonal is to grow; None for the chosen one. RunError as of `inverse_factor`.
     """
-    chosen = chosen_shrinkage(hessian, percdamp, tokens) if shrinkage is None else shrinkage
+    chosen = chosen_shrinkage(hessian, percdamp, tokens, workers) if shrinkage is None else shrinkage
     return inverse_factor(hessian, percdamp, chosen)
 
 
-def chosen_shrinkage(hessian: Tensor, percdamp: float, tokens: float) -> float:
+def chosen_shrinkage(hessian: Tensor, percdamp: float, tokens: float, workers: Workers = SERIAL) -> float:
     """The share by which the diagonal of a mean Gram matrix [in, in], its columns in processing order, is to grow.
 
     An error e in one column, made up for in those after it by a row `a` of a unit triangular matrix, costs e^2 a H a^T:
@@ -34,7 +39,7 @@ def chosen_shrinkage(hessian: Tensor, percdamp: float, tokens: float) -> float:
     if allowed < _LEAST:
         return 0.0
     flipped = hessian.flip(0, 1)
-    least, more = (_cost(flipped, percdamp, share) for share in (0.0, _TRIED))
+    least, more = workers.together(partial(_cost, flipped, percdamp, share) for share in (0.0, _TRIED))
     if least is None or more is None or not least > 0:
         return 0.0
     rise = more / least - 1

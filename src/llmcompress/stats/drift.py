@@ -38,12 +38,13 @@ class Drift:
         self._seen += here.shape[0]
         (there, here), lost = only_finite(there, here)
         self._lost = self._lost + lost
-        moved = (there.to(torch.float32) - here.to(torch.float32)).to(here.dtype)
-        left, right = products_of(moved, exact=False), products_of(here, exact=False)
+        right = products_of(here, exact=False)
 
         def add(start: int, panel: Tensor) -> None:
-            for one, other in zip(left, right, strict=True):
-                panel += product(one[:, start : start + panel.shape[0]], other)
+            before, now = (rows[:, start : start + panel.shape[0]] for rows in (there, here))
+            moved = (before.to(torch.float32) - now.to(torch.float32)).to(here.dtype)
+            for one, other in zip(products_of(moved, exact=False), right, strict=True):
+                panel += product(one, other)
 
         self._workers.together(partial(add, start, panel) for start, panel in self._panels(self.part.number))
 

@@ -212,7 +212,7 @@ class _Rounding(WindowFisher):
             seen = self.seen(space)
             hessian = seen.mean()
             order = column_order(hessian, by_energy=method.actorder != "none")
-            factor = method.factor(permuted(hessian, order), seen.trusted)
+            factor = method.factor(permuted(hessian, order), seen.trusted, self.workers)
             ready = Prepared(hessian, order, factor)
             judges = [self._judge(sample.matrix.path) for sample in samples]
 
