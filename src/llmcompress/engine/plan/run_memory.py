@@ -164,7 +164,8 @@ class RunMemory:
         weights, largest = _weights(layer), max(_weights([plan]) for plan in layer)
         yield Term("codes", weights)
         yield Term("factors", int(memory.TRAINED * weights))
-        yield self.term("gradients of matrices", (self.item * weights + 8 * largest) * self.threads)
+        # besides, each thread has decoded matrices in float32 and in 16 bits
+        yield self.term("gradients of matrices", ((self.item + 6) * weights + 8 * largest) * self.threads)
         yield self._there_and_back(layer)
 
     def products(self, layer: Layer) -> int:

@@ -3,8 +3,11 @@
 import ctypes
 import resource
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+_LARGEST = 32 << 20  # bytes: glibc takes no larger threshold
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # of glibc's mallopt
 
 
@@ -43,6 +46,16 @@ def keep_freed_memory(most: int = 4 << 20) -> None:
         option(_MMAP_THRESHOLD, most)
         option(_TRIM_THRESHOLD, 1 << 30)
         option(_ARENA_MAX, 1)
+
+
+@contextmanager
+def large_tensors_kept() -> Iterator[None]:
+    """Within, the memory of the largest tensors is kept that can be: where the same sizes come again and again."""
+    keep_freed_memory(_LARGEST)
+    try:
+        yield
+    finally:
+        keep_freed_memory()
 
 
 def return_freed_memory() -> None:

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from llmcompress.engine.plan.matrix_plan import MatrixPlan
 from llmcompress.engine.plan.plan import Plan
-from llmcompress.engine.process.process_memory import keep_freed_memory, return_freed_memory
+from llmcompress.engine.process.process_memory import large_tensors_kept, return_freed_memory
 from llmcompress.engine.process.progress import Progress
 from llmcompress.engine.process.ranks import device_of
 from llmcompress.engine.run.collect import collect, stages_of
@@ -45,7 +45,6 @@ from llmcompress.store.statistics import Kept
 from llmcompress.store.windows import write_windows
 from llmcompress.workers import Workers
 
-_KEPT = 32 << 20  # bytes of tensors whose memory is kept while experts are solved
 _EXPERTS_OF_A_THREAD = 4  # solved before freed memory goes back to the system
 Result = tuple[list[Coded], list[dict[str, Any]], list[dict[str, str]]]  # codes, records and notes of a group
 
@@ -119,11 +118,13 @@ class Compressor:
             if beside is not None and number_of_stage >= paired:
                 beside.conclude(onward=recovers or number + 1 < len(self.plan.sections))
                 beside = None
-            statistics = (
-                KeptStageStatistics(self.known, number, self.device)
-                if self.known is not None
-                else self._statistics(layer, compressed, beside, stage, before, guidance.tokens, ledger)
-            )
+            # windows have the same sizes; but experts' statistics, which stay, would lie between their tensors
+            with large_tensors_kept() if self.plan.spec.experts is None else nullcontext():
+                statistics = (
+                    KeptStageStatistics(self.known, number, self.device)
+                    if self.known is not None
+                    else self._statistics(layer, compressed, beside, stage, before, guidance.tokens, ledger)
+                )
             if self.keeping is not None:
                 gathered |= statistics.packed(workers)
             return_freed_memory()  # what the windows took, before the matrices of the solvers come
@@ -224,7 +225,7 @@ class Compressor:
             size = threads * max(each, 1)
             parts = [range(start, min(start + size, len(groups))) for start in range(0, len(groups), size)]
             solved = chain.from_iterable(workers.map_ranks([partial(solve_some, numbers) for numbers in parts]))
-        with _large_tensors_kept() if statistics.experts is not None else nullcontext():
+        with large_tensors_kept() if statistics.experts is not None else nullcontext():
             for group, (codes, records, notes) in zip(groups, solved, strict=True):
                 ledger.extend(LedgerEntry(**note) for note in notes)
                 yield from zip(group, codes, records, strict=True)
@@ -334,16 +335,6 @@ class Compressor:
         weight = multiplied(weight.T.contiguous() if plan.conv1d else weight, plan.factors)
         refuse_extremes(plan, weight)
         return weight
-
-
-@contextmanager
-def _large_tensors_kept() -> Iterator[None]:
-    """Within, the memory of larger tensors than usual is kept: those of thousands of experts have the same sizes."""
-    keep_freed_memory(_KEPT)
-    try:
-        yield
-    finally:
-        keep_freed_memory()
 
 
 def _stacked(weights: list[Tensor]) -> Tensor:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from llmcompress.engine.plan.matrix_plan import MatrixPlan
 from llmcompress.engine.plan.plan import Plan
-from llmcompress.engine.process.process_memory import return_freed_memory
+from llmcompress.engine.process.process_memory import large_tensors_kept, return_freed_memory
 from llmcompress.engine.process.progress import Progress
 from llmcompress.engine.run.forward import Forward, Recording, Stream
 from llmcompress.engine.run.guidance import measured_guidance
@@ -130,7 +131,8 @@ def run_calibrated(
                 sections.make(number, partial(compressor.layer, number, workers, layer, *streams), scaled)
             if number + 1 < count:
                 onward = {name: forward.outputs() for name, forward in under_way.items()}
-                hidden = keep_hidden_states(staged, number + 1, dtype, onward, workers)
+                with large_tensors_kept() if plan.spec.experts is None else nullcontext():
+                    hidden = keep_hidden_states(staged, number + 1, dtype, onward, workers)
         return_freed_memory()
 
 
