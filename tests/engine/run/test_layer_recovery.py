@@ -64,7 +64,12 @@ def test_gradients_are_those_of_differences(family, random_model_dir, tmp_path, 
     monkeypatch.setattr(layer_recovery, "Training", Checked)
     monkeypatch.setattr(Checked, "seen", [])
     made = recovered(format_="gptq", calibration={"samples": 32, "length": 16})
-    run(make_plan(made, random_model_dir(family, dtype="float32"), Options(out=tmp_path / "out")), tokens=IDS)
+    run(
+        make_plan(
+            made, random_model_dir(family, dtype="float32"), Options(out=tmp_path / "out", compute_dtype="float32")
+        ),
+        tokens=IDS,
+    )
     assert Checked.seen == [{"llama": 9, "gpt2": 6, "gemma2": 11, "mixtral": 18}[family]] * 2
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert [layer["best_step"] for layer in report["recovered_layers"]] == [0, 0]
@@ -92,7 +97,7 @@ def test_what_travels_with_hidden_states_is_not_judged(random_model_dir, tmp_pat
     config = small_config("glm_moe_dsa") | {"index_topk": 8, "hidden_size": 64}
     path = random_model_dir("glm_moe_dsa", dtype="float32", **config)
     made = recovered(group_size=-1, format_="dense", calibration={"samples": 32, "length": 16})
-    run(make_plan(made, path, Options(out=tmp_path / "out")), tokens=IDS)
+    run(make_plan(made, path, Options(out=tmp_path / "out", compute_dtype="float32")), tokens=IDS)
     assert any(Checked.seen)
 
 
