@@ -70,6 +70,12 @@ def middle(costs: list[Cost]) -> Cost:
     return Cost(*(median(getattr(one, figure) for one in costs) for figure in Cost.__dataclass_fields__))
 
 
+def kl_with_interval(row: dict[str, Any]) -> str:
+    """The KL of a row of figures, and its 95% interval."""
+    low, high = row["kl_ci"]
+    return f"{row['kl']:.4f} ({low:.4f} to {high:.4f})"
+
+
 @dataclass(frozen=True)
 class Job:
     """What every tool is asked for: one model, one file of token ids, one grid; and more options of our own."""

@@ -15,7 +15,7 @@ import shutil
 from dataclasses import asdict
 from pathlib import Path
 
-from common import OURS, PEERS, Job, decode, evaluate, run, set_up, split_peer
+from common import OURS, PEERS, Job, decode, evaluate, kl_with_interval, run, set_up, split_peer
 
 
 def made(command: list[str], out: Path) -> dict[str, float]:
@@ -67,9 +67,8 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     for name, (out, cost) in results.items():
         figures = evaluate(out, args.model, str(args.text), args.length, args.windows, args.out / "eval.log")
-        low, high = figures["kl_ci"]
         print(
-            f"| {name} | {figures['perplexity']:.2f} | {figures['kl']:.4f} ({low:.4f} to {high:.4f}) | "
+            f"| {name} | {figures['perplexity']:.2f} | {kl_with_interval(figures)} | "
             f"{figures['kl_p99']:.2f} | {figures['top1']:.1%} | {cost['cpu_s']:.0f} | {cost['peak_mb']:.0f} |"
         )
 

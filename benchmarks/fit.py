@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import yaml
-from common import ANEW, OURS, Results, run, say, set_up, shape
+from common import ANEW, OURS, Results, kl_with_interval, run, say, set_up, shape
 
 from methods import Row, measured
 
@@ -60,9 +60,8 @@ def table(rows: dict[str, Row]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for name, row in rows.items():
-        low, high = row["kl_ci"]
         expected = f"{row['kl_expected']:.4f}" if "kl_expected" in row else ""
-        kl = f"{row['kl']:.4f} ({low:.4f} to {high:.4f})"
+        kl = kl_with_interval(row)
         figures = f"{kl} | {expected} | {row['perplexity']:.2f} | {row['top1']:.1%}"
         lines.append(f"| {name} | {row['bits_per_quantised_weight']:.3f} | {figures} |")
     return "\n".join(lines)

@@ -38,6 +38,7 @@ from common import (
     decode,
     evaluate,
     install,
+    kl_with_interval,
     last_json,
     machine,
     pack,
@@ -99,8 +100,7 @@ def show(facts: Facts) -> None:
         quality = "- | -"
         if "evaluation" in tool:
             seen = tool["evaluation"]
-            low, high = seen["kl_ci"]
-            quality = f"{seen['kl']:.4f} ({low:.4f} to {high:.4f}) | {seen['perplexity']:.2f}"
+            quality = f"{kl_with_interval(seen)} | {seen['perplexity']:.2f}"
         costs = f"{row['wall_s']:.1f} | {row['cpu_s']:.1f} | {row['peak_mb']:.0f}"
         title, variant = (PEERS[name].title, PEERS[name].variant) if name in PEERS else (name, "gptq")
         print(f"| {title} {tool['version']}, {' '.join([variant, *tool['extra']])} | {costs} | {quality} |")

@@ -11,14 +11,12 @@ from collections.abc import Callable
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
-from common import HERE, Job, machine, run, say
+from common import HERE, Job, machine, middle, run, say
 
 BAR = 0.05
 WRITER = HERE.parent / "scripts" / "make_random_model.py"
-FIGURES = ("wall_s", "cpu_s", "peak_mb")
 
 
 class Point(NamedTuple):
@@ -51,23 +49,24 @@ def quantised(point: Point, args: argparse.Namespace, work: Path) -> dict[str, A
     folder.mkdir()
     model = written(point, args, folder)
     job = Job(model, model / "ids.safetensors", args.bits, args.group_size, tuple(args.option))
-    runs = []
+    costs, loads = [], []
     for _ in range(args.repeat):
-        before = machine()["load"]
+        loads.append(machine()["load"])
         cost = run(job.ours("gptq", folder / "out", args.format), folder / "gptq.log")[0]
-        runs.append({**asdict(cost), "load_before": before})
+        costs.append(cost)
         say(f"{point}: {cost.wall_s:.0f} s, {cost.cpu_s:.0f} CPU s, {cost.peak_mb:.0f} MB at most")
     size = json.loads((model / "model.safetensors.index.json").read_text())["metadata"]["total_size"]
     shutil.rmtree(folder)
-    return {**point._asdict(), "gb": size / 1e9, "runs": runs, **{of: median(r[of] for r in runs) for of in FIGURES}}
+    runs = [{**asdict(cost), "load_before": load} for cost, load in zip(costs, loads, strict=True)]
+    return {**point._asdict(), "gb": size / 1e9, "runs": runs, **asdict(middle(costs))}
 
 
 def fitted(rows: list[dict[str, Any]], figure: str, length: int) -> list[float]:
     """Least squares of a figure by what a run, each layer, each 1,000 tokens and each layer's 1,000 tokens take."""
     import numpy as np  # not before the last child: its peak would count with theirs
 
-    of = [(1, row["layers"], row["windows"] * length / 1e3) for row in rows]
-    terms = np.array([[one, layers, tokens, layers * tokens] for one, layers, tokens in of], float)
+    sizes = [(row["layers"], row["windows"] * length / 1e3) for row in rows]
+    terms = np.array([[1, layers, tokens, layers * tokens] for layers, tokens in sizes])
     return [float(found) for found in np.linalg.lstsq(terms, np.array([row[figure] for row in rows]), rcond=None)[0]]
 
 

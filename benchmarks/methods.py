@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from common import ANEW, OURS, Results, evaluate, one_each, run, set_up, shape
+from common import ANEW, OURS, Results, evaluate, kl_with_interval, one_each, run, set_up, shape
 
 Row = dict[str, Any]
 
@@ -51,8 +51,7 @@ def table(rows: dict[str, Row]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for name, row in rows.items():
-        low, high = row["kl_ci"]
-        kl = f"{row['kl']:.4f} ({low:.4f} to {high:.4f})"
+        kl = kl_with_interval(row)
         bits = row["bits_per_quantised_weight"]
         figures = f"{'' if bits is None else format(bits, '.2f')} | {row['perplexity']:.2f} | {kl} | {row['top1']:.1%}"
         lines.append(f"| {name} | {figures} | {row['cpu_s']:.0f} | {row['peak_mb']:.0f} |")

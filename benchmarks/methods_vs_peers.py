@@ -18,7 +18,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import ANEW, HERE, OURS, Results, dtype_for, evaluate, install, middle, positive, run, set_up, shape
+from common import (
+    ANEW,
+    HERE,
+    OURS,
+    Results,
+    dtype_for,
+    evaluate,
+    install,
+    kl_with_interval,
+    middle,
+    positive,
+    run,
+    set_up,
+    shape,
+)
 
 Row = dict[str, Any]
 PEER = "llmcompressor"
@@ -81,12 +95,10 @@ def table(rows: dict[str, Row]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, row in rows.items():
-        low, high = row["kl_ci"]
         peer = rows.get(f"peer's {name}")
         shares = (f"{row[figure] / peer[figure]:.2f}" for figure in ("wall_s", "cpu_s", "peak_mb")) if peer else ()
-        kl = f"{row['kl']:.4f} ({low:.4f} to {high:.4f})"
         cost = f"{row['wall_s']:.1f} | {row['cpu_s']:.1f} | {row['peak_mb']:.0f} | {', '.join(shares)}"
-        lines.append(f"| {name} | {row['perplexity']:.2f} | {kl} | {row['top1']:.1%} | {cost} |")
+        lines.append(f"| {name} | {row['perplexity']:.2f} | {kl_with_interval(row)} | {row['top1']:.1%} | {cost} |")
     return "\n".join(lines)
 
 

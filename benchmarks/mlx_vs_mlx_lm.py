@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common import ANEW, OURS, Results, evaluate, run, set_up
+from common import ANEW, OURS, Results, evaluate, kl_with_interval, run, set_up
 
 GRID = ("--group-size", "64")
 
@@ -62,10 +62,9 @@ def main() -> None:
         ):
             folder = args.work / f"{name.strip('*').replace(' ', '-')}-{bits}"
             found = results.once(f"{name}, {bits}", lambda c=[*made, out], f=folder: measured(c, f, args))
-            low, high = found["kl_ci"]
             print(
-                f"| {name} | {bits} bits | {found['bytes'] / 1e6:.1f} | {found['perplexity']:.2f} | {found['kl']:.4f} "
-                f"({low:.4f} to {high:.4f}) | {found['top1']:.1%} | {found['cpu_s']:.0f} |",
+                f"| {name} | {bits} bits | {found['bytes'] / 1e6:.1f} | {found['perplexity']:.2f} | "
+                f"{kl_with_interval(found)} | {found['top1']:.1%} | {found['cpu_s']:.0f} |",
                 flush=True,
             )
 

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common import ANEW, HERE, OURS, Job, Results, evaluate, run, set_up, shape
+from common import ANEW, HERE, OURS, Job, Results, evaluate, kl_with_interval, run, set_up, shape
 
 SMOOTHED = str(HERE.parent / "configs" / "w4a4-nvfp4.yaml")
 OUR_ROWS = {  # the grid, and the command that makes it, without the model
@@ -70,10 +70,9 @@ def main() -> None:
 
     def row(grid: str, tool: str, command: list[str], out: Path) -> None:
         found = results.once(f"{grid}, {tool}", lambda: measured(command, out, args))
-        low, high = found["kl_ci"]
         print(
-            f"| {grid} | {tool} | {found['bytes'] / 1e6:.1f} | {found['perplexity']:.2f} | {found['kl']:.4f} "
-            f"({low:.4f} to {high:.4f}) | {found['top1']:.1%} | {found['cpu_s']:.0f} | {found['peak_mb']:.0f} |",
+            f"| {grid} | {tool} | {found['bytes'] / 1e6:.1f} | {found['perplexity']:.2f} | {kl_with_interval(found)}"
+            f" | {found['top1']:.1%} | {found['cpu_s']:.0f} | {found['peak_mb']:.0f} |",
             flush=True,
         )
 

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import OURS, Results, run, set_up
+from common import OURS, Results, kl_with_interval, run, set_up
 
 Row = dict[str, Any]
 
@@ -89,8 +89,7 @@ def table(rows: dict[str, Row]) -> str:
     """As Markdown, in the order of the rows."""
     lines = ["| | MB | perplexity | KL (95%) | top-1 | CPU s | peak MB |", "|---|---|---|---|---|---|---|"]
     for name, row in rows.items():
-        low, high = row["kl_ci"]
-        figures = f"{row['perplexity']:.2f} | {row['kl']:.4f} ({low:.4f} to {high:.4f}) | {row['top1']:.1%}"
+        figures = f"{row['perplexity']:.2f} | {kl_with_interval(row)} | {row['top1']:.1%}"
         lines.append(f"| {name} | {row['bytes'] / 1e6:.1f} | {figures} | {row['cpu_s']:.0f} | {row['peak_mb']:.0f} |")
     return "\n".join(lines)
 

@@ -162,7 +162,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("out", type=Path, metavar="DIR")
-    parser.add_argument("--layers", type=int, help="fewer than the model has")
+    parser.add_argument("--layers", type=int, help="in place of the model's")
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--seed", type=int, default=0)

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -118,8 +118,7 @@ class Compressor:
             if beside is not None and number_of_stage >= paired:
                 beside.conclude(onward=recovers or number + 1 < len(self.plan.sections))
                 beside = None
-            # windows have the same sizes; but experts' statistics, which stay, would lie between their tensors
-            with large_tensors_kept() if self.plan.spec.experts is None else nullcontext():
+            with windows_under_way(self.plan):
                 statistics = (
                     KeptStageStatistics(self.known, number, self.device)
                     if self.known is not None
@@ -335,6 +334,14 @@ class Compressor:
         weight = multiplied(weight.T.contiguous() if plan.conv1d else weight, plan.factors)
         refuse_extremes(plan, weight)
         return weight
+
+
+def windows_under_way(plan: Plan) -> AbstractContextManager[None]:
+    """Within, windows run, whose tensors have the same sizes: their memory is kept.
+
+    Not where there are experts, whose statistics stay and would lie between these tensors.
+    """
+    return large_tensors_kept() if plan.spec.experts is None else nullcontext()
 
 
 def _stacked(weights: list[Tensor]) -> Tensor:

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 
@@ -10,13 +9,13 @@ from torch import Tensor, nn
 
 from llmcompress.engine.plan.matrix_plan import MatrixPlan
 from llmcompress.engine.plan.plan import Plan
-from llmcompress.engine.process.process_memory import large_tensors_kept, return_freed_memory
+from llmcompress.engine.process.process_memory import return_freed_memory
 from llmcompress.engine.process.progress import Progress
 from llmcompress.engine.run.forward import Forward, Recording, Stream
 from llmcompress.engine.run.guidance import measured_guidance
 from llmcompress.engine.run.hidden_states import COMPRESSED, ORIGINAL, keep_hidden_states, starting_hidden_states
 from llmcompress.engine.run.installed import install, seen_at
-from llmcompress.engine.run.layer import Compressor, SolvedLayer
+from llmcompress.engine.run.layer import Compressor, SolvedLayer, windows_under_way
 from llmcompress.engine.run.scaling import Scaler, SiteFactors
 from llmcompress.engine.run.transformed import fold_section
 from llmcompress.errors import StoppedError
@@ -131,7 +130,7 @@ def run_calibrated(
                 sections.make(number, partial(compressor.layer, number, workers, layer, *streams), scaled)
             if number + 1 < count:
                 onward = {name: forward.outputs() for name, forward in under_way.items()}
-                with large_tensors_kept() if plan.spec.experts is None else nullcontext():
+                with windows_under_way(plan):
                     hidden = keep_hidden_states(staged, number + 1, dtype, onward, workers)
         return_freed_memory()
 
