@@ -148,8 +148,9 @@ def test_multipliers_that_become_parts_of_matrices_are_those_of_the_model(method
     assert np.median(distances(mine, theirs)) < (0.01 if type_.startswith("F") else 0.2)  # 8-bit inputs
     if type_ == "F32":
         assert torch.allclose(logits, mine, rtol=0, atol=1e-4)
-    elif type_ != "F16":  # it is not the original that they agree with
-        assert np.median(distances(logits, theirs)) > 1.5 * np.median(distances(mine, theirs))
+    elif type_ != "F16":  # it is not the original that they agree with: 8-bit weights err like 8-bit inputs, 4-bit more
+        further = 1.1 if type_ == "Q8_0" else 1.5
+        assert np.median(distances(logits, theirs)) > further * np.median(distances(mine, theirs))
 
 
 @pytest.mark.parametrize(
