@@ -24,6 +24,7 @@ ROW = [
         "npzfile",
         "isolation",
         "significant",
+        "mkl",
     },
     {"stats", "grids", "packing"},
     {"arch"},

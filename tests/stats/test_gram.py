@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmcompress.stats.gram import Gram, product
+from llmcompress.mkl import adds_bfloat16
+from llmcompress.stats.gram import Gram, add_products
 from llmcompress.workers import SERIAL
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -53,8 +54,18 @@ def test_the_mean_is_that_of_float64(dtype, size):
     assert_gram(gram, oracle(x))
 
 
-def test_roundings_of_bfloat16_begin_late_and_average_out():
+@pytest.mark.skipif(not adds_bfloat16(), reason="needs a processor with AMX, and MKL in torch")
+def test_a_processor_with_amx_rounds_no_product_of_bfloat16():
+    x = rows(40960, 96, torch.bfloat16)
+    gram = Gram(96, SERIAL)
+    for part in x.split(2048):
+        gram.update(part)
+    assert_gram(gram, oracle(x), 4 * EXACT)
+
+
+def test_roundings_of_bfloat16_begin_late_and_average_out(monkeypatch):
     """What later tokens add is rounded: a small part of any damping (0.01 of the mean diagonal), in every direction."""
+    monkeypatch.setattr("llmcompress.stats.gram.adds_bfloat16", lambda: False)
     x = rows(40960, 96, torch.bfloat16)
     gram = Gram(96, SERIAL)
     for part in x[:16384].split(2048):
@@ -164,11 +175,11 @@ def test_an_expert_without_tokens_gets_the_prior():
 def test_products_are_made_without_a_switch_that_other_threads_would_feel(dtype, monkeypatch):
     backend, seen = torch.backends.mkldnn.matmul, []
 
-    def watched(left, right):
+    def watched(total, left, right):
         seen.append(backend.fp32_precision)
-        return product(left, right)
+        add_products(total, left, right)
 
-    monkeypatch.setattr("llmcompress.stats.gram.product", watched)
+    monkeypatch.setattr("llmcompress.stats.gram.add_products", watched)
     before, gram = backend.fp32_precision, Gram(32, SERIAL)
     gram.update(rows(64, 32, dtype))
     assert set(seen) == {before}

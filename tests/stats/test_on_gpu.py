@@ -5,7 +5,7 @@ import torch
 
 from llmcompress.stats.drift import Drift
 from llmcompress.stats.finite import only_finite
-from llmcompress.stats.gram import Gram, product
+from llmcompress.stats.gram import Gram, add_products
 from llmcompress.workers import SERIAL
 
 GPU = torch.device("meta")
@@ -33,9 +33,11 @@ def test_sums_over_batches_never_wait_for_a_gpu(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_products_of_16_bits_are_summed_in_float32_by_one_product(dtype):
-    rows = torch.empty(64, 32, dtype=dtype, device=GPU)
-    assert product(rows, rows).dtype == torch.float32
+def test_products_of_16_bits_are_summed_in_float32_by_one_product(dtype, monkeypatch):
+    rows, total, asked, mm = torch.empty(64, 32, dtype=dtype, device=GPU), torch.empty(32, 32, device=GPU), [], torch.mm
+    monkeypatch.setattr(torch, "mm", lambda *args, out_dtype: asked.append(out_dtype) or mm(*args))
+    add_products(total, rows, rows)
+    assert asked == [torch.float32]
 
 
 def test_tokens_that_are_not_finite_count_for_nothing(monkeypatch):

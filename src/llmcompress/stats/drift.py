@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from llmcompress.stats.finite import Count, only_finite
-from llmcompress.stats.gram import Gram, product, products_of
+from llmcompress.stats.gram import Gram, add_products, products_of
 from llmcompress.stats.panels import owners
 from llmcompress.stats.statistic import PairedStatistic
 from llmcompress.workers import WHOLE, Part, Workers
@@ -44,7 +44,7 @@ class Drift:
             before, now = (rows[:, start : start + panel.shape[0]] for rows in (there, here))
             moved = (before.to(torch.float32) - now.to(torch.float32)).to(here.dtype)
             for one, other in zip(products_of(moved, exact=False), right, strict=True):
-                panel += product(one, other)
+                add_products(panel, one, other)
 
         self._workers.together(partial(add, start, panel) for start, panel in self._panels(self.part.number))
 

@@ -7,6 +7,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
+from llmcompress.mkl import add_product, adds_bfloat16
 from llmcompress.stats.finite import Count, only_finite
 from llmcompress.stats.panels import owners
 from llmcompress.stats.statistic import Statistic
@@ -79,7 +80,7 @@ class Gram:
         def add(panel: Tensor) -> None:
             start = self.size - panel.shape[1]
             for part in products:
-                panel += product(part[:, start : start + panel.shape[0]], part[:, start:])
+                add_products(panel, part[:, start : start + panel.shape[0]], part[:, start:])
 
         self._workers.together(partial(add, panel) for panel in self.views(self.part.number))
 
@@ -128,22 +129,27 @@ def symmetric_mean(total: Tensor, count: float) -> Tensor:
     return total
 
 
-def product(left: Tensor, right: Tensor) -> Tensor:
-    """left^T right of rows as `products_of` gives them; on a GPU, products of 16-bit floats are summed in float32."""
+def add_products(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left^T right of rows as `products_of` gives them, in place."""
     if left.is_cuda and left.dtype != torch.float32:
-        return torch.mm(left.T, right, out_dtype=torch.float32)
-    return left.T @ right
+        total += torch.mm(left.T, right, out_dtype=torch.float32)
+    elif left.dtype == torch.bfloat16 and adds_bfloat16():
+        add_product(total, left, right)
+    else:
+        total += left.T @ right
 
 
 def products_of(rows: Tensor, exact: bool) -> Sequence[Tensor]:
     """Rows [tokens, in] cut and cast for products that are summed in float32.
 
-    A GPU multiplies 16-bit floats as they are, exactly. On a processor products of bfloat16 are fastest where they may
-    return bfloat16, rounded by 2^-9. Over many chunks these roundings average out, to some 2^-13 of the sum for the
+    A GPU and a processor with AMX multiply bfloat16 as it is, exactly. On others products of it are fastest where they
+    may return bfloat16, rounded by 2^-9. Over many chunks these roundings average out, to some 2^-13 of the sum for the
     usual 65,536 tokens. Over few tokens they do not average out, and a Gram matrix of few tokens has small eigenvalues
     to lose: there `exact` products are asked for.
     """
     if rows.is_cuda and rows.dtype in (torch.bfloat16, torch.float16):
+        return (rows,)
+    if rows.dtype == torch.bfloat16 and adds_bfloat16():
         return (rows,)
     if rows.dtype == torch.bfloat16 and not exact:
         return torch.split(rows, _CHUNK)
