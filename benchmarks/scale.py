@@ -10,10 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
 
+from llmcompress.solve.row_blocks import SOLVED_ROWS, even_block
+
 # a Llama of 405 billion weights; calibration: 128 windows of 2048 tokens
 LAYERS, HIDDEN, FFN, HEADS, KV_HEADS = 126, 16384, 53248, 128, 8
 SAMPLES, LENGTH = 128, 2048
-PIECE = 1536  # rows (solve/row_blocks.py, SOLVED_ROWS)
 TOKENS = SAMPLES * LENGTH
 KV = HIDDEN // HEADS * KV_HEADS
 UPPER = sum(range(1, 9)) / 64  # of a Gram matrix, in 8 panels from the diagonal on (stats/gram.py)
@@ -30,7 +31,7 @@ class Stage:
 
     @property
     def pieces(self) -> int:
-        return ceil(self.rows / PIECE)
+        return len(range(0, self.rows, even_block(self.rows, SOLVED_ROWS)))
 
 
 STAGES = (
@@ -123,7 +124,7 @@ class Work:
             "square matrices of down_proj's inputs": (8 if drift else 5) * square,
             "statistics of the layer": total(lambda s: s.width**2 * F32),
             "weights of down_proj, 16 bytes each": 16 * last.rows * last.width,
-            "rows at work": 32 * PIECE * last.width,
+            "rows at work": 32 * SOLVED_ROWS * last.width,
             "the factor on its way to other ranks": square,
         }
 
@@ -155,7 +156,7 @@ def seconds(machine: Machine, work: Work) -> dict[str, float]:
 
 def piece(machine: Machine, stage: Stage) -> float:
     """Seconds for the rows of a stage that are solved at once: arithmetic, or the starts of its kernels."""
-    return max(6 * min(PIECE, stage.rows) * stage.width**2 / machine.float32, stage.width * machine.column)
+    return max(6 * min(SOLVED_ROWS, stage.rows) * stage.width**2 / machine.float32, stage.width * machine.column)
 
 
 def table(head: list[str], rows: list[list[str]]) -> None:

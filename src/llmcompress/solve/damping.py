@@ -1,13 +1,18 @@
 """The factor that tells how an error in one column is best made up for in the columns after it."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from llmcompress.errors import RunError
+from llmcompress.workers import SERIAL, Workers
 
 _LADDER = (1.0, 10.0, 100.0)
+_WHOLE = 1024  # columns of a matrix that one thread works on
+_SOLVED = 192  # columns of a triangle that is inverted as LAPACK does
+_PARTS = 4  # of a larger matrix's halves
 
 
 @dataclass(frozen=True)
@@ -50,16 +55,48 @@ def damp(hessian: Tensor, percdamp: float, shrinkage: float = 0.0) -> Tensor:
     return hessian
 
 
-def cholesky_(matrix: Tensor) -> Tensor | None:
+def cholesky_(matrix: Tensor, workers: Workers = SERIAL) -> Tensor | None:
     """The lower Cholesky factor of a matrix [in, in], in its memory; None where it is not positive definite."""
     lower = matrix.mT  # as LAPACK has it: what is symmetric is the same
-    info = torch.empty(0, dtype=torch.int32, device=matrix.device)
-    torch.linalg.cholesky_ex(lower, out=(lower, info))  # in place: a matrix of float64 is the largest thing here
-    return lower if int(info) == 0 else None
+    return lower if _factorise(lower, workers) else None
 
 
-def inverse_factor(hessian: Tensor, percdamp: float, shrinkage: float = 0.0) -> Factor:
-    """Factor of a mean Gram matrix [in, in], `damped`, its columns in processing order.
+def _factorise(lower: Tensor, workers: Workers) -> bool:
+    """Turn a matrix [n, n], of which the lower triangle is looked at, into its factor; False where it has none."""
+    size = lower.shape[0]
+    if size <= _WHOLE:
+        info = torch.empty(0, dtype=torch.int32, device=lower.device)
+        torch.linalg.cholesky_ex(lower, out=(lower, info))  # in place: a matrix of float64 is the largest thing here
+        return int(info) == 0
+    half = -(-size // 128) * 64
+    first, corner, last = lower[:half, :half], lower[half:, :half], lower[half:, half:]
+    if not _factorise(first, workers):
+        return False
+
+    whole = first.mT.contiguous().mT  # as LAPACK has it: twice as fast to solve with
+
+    def solve(rows: slice) -> None:
+        corner[rows] = torch.linalg.solve_triangular(whole, corner[rows].mT, upper=False).mT
+
+    def subtract(rows: slice) -> None:
+        last[rows, : rows.stop].addmm_(corner[rows], corner[: rows.stop].mT, alpha=-1)
+
+    parts = _parts(size - half)
+    workers.together(partial(solve, rows) for rows in parts)
+    workers.together(partial(subtract, rows) for rows in reversed(parts))  # the longest first
+    last_has_factor = _factorise(last, workers)
+    lower[:half, half:] = 0
+    return last_has_factor
+
+
+def _parts(size: int) -> list[slice]:
+    """Parts of a large matrix's rows or columns, whatever the number of threads that share them."""
+    step = -(-size // _PARTS)
+    return [slice(start, min(start + step, size)) for start in range(0, size, step)]
+
+
+def inverse_factor(hessian: Tensor, percdamp: float, shrinkage: float = 0.0, workers: Workers = SERIAL) -> Factor:
+    """Factor of a mean Gram matrix [in, in], `damped`, its columns in processing order; threads share the work.
 
     One Cholesky of the matrix flipped in both directions in float64, and one triangular inverse in float32, whose
     condition is only the root of the matrix's (GPTQ, arXiv:2210.17323, section 3.3, in the form that never inverts H).
@@ -68,12 +105,12 @@ def inverse_factor(hessian: Tensor, percdamp: float, shrinkage: float = 0.0) -> 
     """
     for step in _LADDER:
         used = percdamp * step
-        matrix = cholesky_(damp(hessian.flip(0, 1).to(torch.float64), used, shrinkage))
+        matrix = cholesky_(damp(hessian.flip(0, 1).to(torch.float64), used, shrinkage), workers)
         if matrix is not None:
             # in two steps: a cast that transposes takes three times as long
             lower = matrix.to(torch.float32).contiguous()
             del matrix
-            _invert(lower)
+            _invert(lower, workers)
             upper = lower.flip(0, 1)
             if bool(torch.isfinite(upper.sum())):
                 pivots = upper.diagonal().clone()
@@ -94,15 +131,28 @@ def _above_diagonal_(matrix: Tensor, step: int = 128) -> Tensor:
     return matrix
 
 
-def _invert(lower: Tensor, smallest: int = 192) -> None:
+def _invert(lower: Tensor, workers: Workers) -> None:
     """Invert a lower triangular matrix [n, n] in place, by halves: a third of the work of solving for the identity."""
     size = lower.shape[0]
-    if size <= smallest:
+    if size <= _SOLVED:
         identity = torch.eye(size, dtype=lower.dtype, device=lower.device)
         lower.copy_(torch.linalg.solve_triangular(lower, identity, upper=False))
         return
     half = -(-size // 128) * 64
-    first, last, corner = lower[:half, :half], lower[half:, half:], lower[half:, :half]
-    _invert(first, smallest)
-    _invert(last, smallest)
-    corner.copy_((last @ corner).neg_() @ first)
+    first, corner, last = lower[:half, :half], lower[half:, :half], lower[half:, half:]
+    if size <= _WHOLE:
+        _invert(first, workers)
+        _invert(last, workers)
+        corner.copy_((last @ corner).neg_() @ first)
+        return
+    workers.together(partial(_invert, part, SERIAL) for part in (first, last))
+    moved = torch.empty_like(corner)
+
+    def before(rows: slice) -> None:  # the triangles' zeros are left out
+        torch.mm(last[rows, : rows.stop], corner[: rows.stop], out=moved[rows])
+
+    def after(columns: slice) -> None:
+        corner[:, columns] = (moved[:, columns.start :] @ first[columns.start :, columns]).neg_()
+
+    workers.together(partial(before, rows) for rows in reversed(_parts(size - half)))
+    workers.together(partial(after, columns) for columns in _parts(half))

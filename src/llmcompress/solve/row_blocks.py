@@ -11,6 +11,7 @@ from llmcompress.solve.column_sweep import Sweeper
 from llmcompress.workers import SERIAL, Workers
 
 R = TypeVar("R")
+_ALIGNED = 64  # rows that a block is a multiple of, for the sake of speed
 
 SOLVED_ROWS = 1536  # at once by a thread: with fewer, the calls for each column would cost more than their arithmetic
 SOLVED_ON_GPU = 1 << 24  # weights at once on a GPU, whose memory this bounds
@@ -55,9 +56,16 @@ class RowBlocks:
         most: rows of a block; None for as many as are solved at once.
         """
         rows, width = matrix.shape
-        step = most or solved_rows(width, self.gpu)
+        step = even_block(rows, most or solved_rows(width, self.gpu))
         blocks = (slice(start, start + step) for start in range(0, rows, step))
         return self.workers.distribute(partial(function, block) for block in blocks)
+
+
+def even_block(rows: int, most: int) -> int:
+    """Rows of a block, so that none has more than `most` and an even number of them, all but alike, two can share."""
+    count = -(-rows // most)
+    even = -(-rows // (count + count % 2)) if count > 1 else rows
+    return min(-(-even // _ALIGNED) * _ALIGNED, most)
 
 
 SERIAL_BLOCKS = RowBlocks(SERIAL)

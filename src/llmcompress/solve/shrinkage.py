@@ -24,7 +24,7 @@ def trusted_factor(
     shrinkage: by which share its diagonal is to grow; None for the chosen one. RunError as of `inverse_factor`.
     """
     chosen = chosen_shrinkage(hessian, percdamp, tokens, workers) if shrinkage is None else shrinkage
-    return inverse_factor(hessian, percdamp, chosen)
+    return inverse_factor(hessian, percdamp, chosen, workers)
 
 
 def chosen_shrinkage(hessian: Tensor, percdamp: float, tokens: float, workers: Workers = SERIAL) -> float:
