@@ -1,9 +1,11 @@
-"""Matrices of codes on integer grids, for tests of kernels."""
+"""Matrices of codes on grids of integers and of small floats, for tests of kernels."""
 
 import torch
 
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.integer import IntegerGrid, IntegerSpec
+from llmcompress.grids.mxfp4 import Mxfp4Grid, Mxfp4Spec
+from llmcompress.grids.nvfp4 import Nvfp4Grid, Nvfp4Spec
 from llmcompress.grids.scales import natural_groups
 
 
@@ -31,3 +33,15 @@ def coded(outputs, inputs, bits, group, symmetric, *, scale=torch.float16, seed=
     if order is not None:
         index = index[torch.argsort(order)]
     return Coded(codes, IntegerGrid(spec, scales, zero, index))
+
+
+def coded_floats(name, outputs, inputs, *, divisor=4.0, seed=0):
+    """Random codes of mxfp4 or nvfp4, with scales of all sizes: of E4M3 one after another, from the smallest on."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 16, (outputs, inputs), generator=generator).to(torch.uint8)
+    if name == "mxfp4":
+        exponent = torch.randint(-30, 8, (outputs, inputs // 32), generator=generator)
+        return Coded(codes, Mxfp4Grid(Mxfp4Spec(), exponent.to(torch.float32)))
+    bytes_ = torch.arange(outputs * inputs // 16).remainder(0x7F).to(torch.uint8)
+    small = bytes_.view(torch.float8_e4m3fn).to(torch.float32).view(outputs, -1)
+    return Coded(codes, Nvfp4Grid(Nvfp4Spec(), small, torch.tensor([divisor])))

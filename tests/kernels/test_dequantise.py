@@ -6,7 +6,7 @@ import torch
 from emulated import COMPILER, EmulatedLauncher
 from llmcompress.kernels.dequantise import dequantise, variants
 from llmcompress.kernels.tiles import tiled
-from madegrids import coded
+from madegrids import coded, coded_floats
 
 pytestmark = [pytest.mark.skipif(COMPILER is None, reason="no g++"), pytest.mark.usefixtures("poisoned_memory")]
 
@@ -29,6 +29,13 @@ def test_every_code_meets_every_zero_point(bits, symmetric, group, dtype):
     if not symmetric:
         matrix.grid.zero[:] = (torch.arange(264) % (1 << bits))[:, None].float()
     check(matrix, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("outputs", "inputs"), [(264, 128), (33, 160), (1, 32)])
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_every_float_of_four_bits_meets_every_scale(name, outputs, inputs, dtype):
+    check(coded_floats(name, outputs, inputs), dtype)
 
 
 @pytest.mark.parametrize("scale", [torch.bfloat16, torch.float32])

@@ -16,7 +16,9 @@ from llmcompress.grids.inputs import InputGrid
 from llmcompress.grids.int8 import Int8Spec
 from llmcompress.grids.int8_inputs import ByThreshold
 from llmcompress.grids.integer import IntegerSpec
+from llmcompress.grids.mxfp4 import Mxfp4Spec
 from llmcompress.grids.nf4 import Nf4Spec
+from llmcompress.grids.nvfp4 import Nvfp4Spec
 from llmcompress.grids.progressive import ProgressiveSpec
 from llmcompress.kernels.linear import Linears
 
@@ -76,6 +78,8 @@ def test_codes_of_four_bits_take_half_a_byte():
         (IntegerSpec(4, 64), "int8-token", "w4a16", {"matmul"}),
         (IntegerSpec(8, -1), "int8-token", "w8a8", {"quantise", "int8_matmul"}),
         (IntegerSpec(8, -1), "fp8-token", "w8a16", {"matmul"}),
+        (Nvfp4Spec(), None, "fp4a16", {"matmul"}),
+        (Mxfp4Spec(), None, "fp4a16", {"matmul"}),
         (ProgressiveSpec(32), "int8-token", "w4a8", {"quantise", "progressive_matmul"}),
         (BLOCK_TYPES["Q4_K"], None, "Q4_K", {"ggml_matmul"}),
     ],

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(NVCC is None, reason="no nvcc")
 
 
 def name_of(spec):
-    return f"int{spec.bits}-g{spec.group}-{'asym' if spec.zero is None else 'sym'}"
+    return f"{'fp' if spec.floats else 'int'}{spec.bits}-g{spec.group}-{'asym' if spec.zero is None else 'sym'}"
 
 
 def registers(kernel, architecture, folder):
@@ -64,7 +64,9 @@ def named(value):
     return value if isinstance(value, str) else name_of(value)
 
 
-@pytest.mark.parametrize(("spec", "architecture"), in_turn([USUAL[1], USUAL[4], USUAL[7], *OTHERS]), ids=named)
+@pytest.mark.parametrize(
+    ("spec", "architecture"), in_turn([USUAL[1], USUAL[4], USUAL[7], USUAL[9], *OTHERS]), ids=named
+)
 def test_tiled_products_compile_without_spilling(spec, architecture, tmp_path):
     largest = list(shapes(Problem(1, 1, 1, spec), architecture))[-1]
     fits(matmul.kernel_of(largest, torch.bfloat16), architecture, tmp_path)

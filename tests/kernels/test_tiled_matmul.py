@@ -10,7 +10,7 @@ from llmcompress.kernels.matmul import matmul, plan_of, variants
 from llmcompress.kernels.partition import SHAPES
 from llmcompress.kernels.tiles import tiled
 from llmcompress.kernels.workspace import Workspace
-from madegrids import coded
+from madegrids import coded, coded_floats
 
 pytestmark = [pytest.mark.skipif(COMPILER is None, reason="no g++"), pytest.mark.usefixtures("poisoned_memory")]
 UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
@@ -54,6 +54,14 @@ def check(matrix, x, launcher, bias=None):
 def test_every_grid_and_type(bits, group, symmetric, dtype):
     matrix = coded(40, 256, bits, group, symmetric, scale=dtype)
     check(matrix, inputs(3, 256, dtype), EmulatedLauncher())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 9, 33, 128])
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_floats_of_four_bits(name, rows, dtype):
+    matrix = coded_floats(name, 72, 288, divisor=2.9)
+    check(matrix, inputs(rows, 288, dtype), EmulatedLauncher())
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 16, 17, 31, 33, 64, 65, 128])

@@ -16,6 +16,8 @@ from llmcompress.grids.coded import Coded
 from llmcompress.grids.fitting import fit
 from llmcompress.grids.inputs import InputGrid
 from llmcompress.grids.integer import IntegerSpec
+from llmcompress.grids.mxfp4 import GRID as MXFP4
+from llmcompress.grids.nvfp4 import GRID as NVFP4
 from llmcompress.grids.progressive import ProgressiveSpec
 from llmcompress.kernels.build import Builder
 from llmcompress.kernels.ggml_layout import TYPES
@@ -69,6 +71,8 @@ def cases() -> Iterator[KernelCase]:
     for dtype in (torch.float16, torch.bfloat16):
         for bits, group, symmetric in product((2, 3, 4, 8), (32, 64, 128, -1), (True, False)):
             yield KernelCase(IntegerSpec(bits, group, symmetric), dtype)
+        for floats in (MXFP4.made, NVFP4.made):
+            yield KernelCase(floats, dtype)
         for inputs in ("int8-token", "int8-tensor"):
             yield KernelCase(IntegerSpec(8, -1), dtype, inputs)
         for group in (32, 64, 128):

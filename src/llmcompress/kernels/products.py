@@ -49,6 +49,10 @@ def _integers(coded: Coded, dtype: torch.dtype, inputs: Rounding | None, tools: 
     return TiledProduct(coded, dtype, tools), inputs
 
 
+def _floats(coded: Coded, dtype: torch.dtype, inputs: Rounding | None, tools: Products) -> Made:
+    return TiledProduct(coded, dtype, tools), inputs
+
+
 def _progressive(coded: Coded, dtype: torch.dtype, inputs: Rounding | None, tools: Products) -> Made:
     if inputs is None or not inputs.integers:
         raise TakesNotError("progressive products take inputs in int8")
@@ -61,6 +65,8 @@ def _blocks(coded: Coded, dtype: torch.dtype, inputs: Rounding | None, tools: Pr
 
 _PRODUCTS: Mapping[str, Callable[[Coded, torch.dtype, Rounding | None, Products], Made]] = {
     "int": _integers,
+    "mxfp4": _floats,
+    "nvfp4": _floats,
     "progressive": _progressive,
     "ggml": _blocks,
 }
@@ -73,12 +79,13 @@ def _one_scale_per_row(coded: Coded) -> bool:
 
 
 class TiledProduct(nn.Module):
-    """Weights of 2, 3, 4 or 8 bits by 16-bit inputs; above 128 tokens written out in slabs, for cuBLAS."""
+    """Integers of 2, 3, 4 or 8 bits, or floats of 4, by 16-bit inputs; above 128 tokens written out, for cuBLAS."""
 
     def __init__(self, coded: Coded, dtype: torch.dtype, tools: Products) -> None:
         super().__init__()
         self.weight, self.dtype, self.tools = tiled(coded), dtype, tools
-        self.name, self.packed_bytes = f"w{self.weight.spec.bits}a16", self.weight.bytes
+        spec = self.weight.spec
+        self.name, self.packed_bytes = f"{'fp' if spec.floats else 'w'}{spec.bits}a16", self.weight.bytes
 
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [tokens, in] to [tokens, out]."""

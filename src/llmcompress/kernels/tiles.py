@@ -1,4 +1,4 @@
-"""Matrices of whole numbers in the order in which the kernels of `csrc/weights.cuh` read them.
+"""Matrices of whole numbers, or of floats of 4 bits, in the order in which the kernels of `csrc/weights.cuh` read them.
 
 A block is 32 outputs x 128 inputs; what one lane of a warp multiplies lies together, in pieces of 16 bytes:
 
@@ -16,12 +16,16 @@ import torch
 from torch import Tensor
 
 from llmcompress.grids.coded import Coded, Grid
+from llmcompress.grids.e2m1 import E2m1Grid
+from llmcompress.grids.nvfp4 import Nvfp4Grid
 from llmcompress.kernels.compile_errors import TakesNotError
 from llmcompress.kernels.tensor_checks import bfloat, ceil
 
 OUTPUTS, INPUTS = 32, 128
 GROUPS = (32, 64, 128)
 _STORED_AS = {2: 2, 3: 3, 4: 4, 5: 8, 6: 8, 8: 8}  # bits of codes: bits they are kept in
+_SMALL_GROUP = 16  # inputs that share a scale in E4M3
+_LIFTED = 2.0**8  # by which levels times such scales are too small in `csrc/weights.cuh`
 _CHUNK = 1 << 22  # codes arranged at once: the temporaries take 4 bytes for each, a few times
 
 
@@ -30,31 +34,41 @@ class TileSpec:
     """What tiles hold.
 
     bits: of a code. group: inputs that share a scale. zero: of all groups, or None where each has its own.
-    scale: the type of the scales.
+    scale: the type of the scales. floats: whether codes are E2M1; then each 16 inputs may share a scale in E4M3, which
+    lies in a zero point's place (`zero` None).
     """
 
     bits: int
     group: int
     zero: int | None
     scale: torch.dtype
+    floats: bool = False
 
     @property
     def block_bytes(self) -> int:
         """Of a block's codes, scales and zero points."""
-        each = self.scale.itemsize + (self.zero is None)
-        return OUTPUTS * INPUTS * self.bits // 8 + OUTPUTS * INPUTS // self.group * each
+        codes, scales = INPUTS * self.bits // 8, INPUTS // self.group * self.scale.itemsize
+        zeros = 0 if self.zero is not None else INPUTS // (_SMALL_GROUP if self.floats else self.group)
+        return OUTPUTS * (codes + scales + zeros)
 
     def defines(self, dtype: torch.dtype) -> tuple[tuple[str, int], ...]:
         """Macros of `csrc/weights.cuh`. Raises TakesNotError unless activations are float16 or bfloat16."""
         zero = -1 if self.zero is None else self.zero
         scale = (torch.float16, torch.bfloat16, torch.float32).index(self.scale)
-        return (("BFLOAT", bfloat(dtype)), ("BITS", self.bits), ("GROUP", self.group), ("ZERO", zero), ("SCALE", scale))
+        return (
+            *(("BFLOAT", bfloat(dtype)), ("BITS", self.bits), ("GROUP", self.group), ("ZERO", zero)),
+            *(("SCALE", scale), ("FLOATS", int(self.floats))),
+        )
 
 
-USUAL = tuple(
-    TileSpec(bits, group, zero, torch.float16)
-    for bits in (2, 3, 4, 8)
-    for group, zero in ((128, 1 << (bits - 1)), (32, None))
+USUAL = (
+    *(
+        TileSpec(bits, group, zero, torch.float16)
+        for bits in (2, 3, 4, 8)
+        for group, zero in ((128, 1 << (bits - 1)), (32, None))
+    ),
+    TileSpec(4, 32, 0, torch.float16, floats=True),
+    TileSpec(4, 128, None, torch.float32, floats=True),
 )
 """What checkpoints most often hold, and what takes most registers."""
 
@@ -64,7 +78,8 @@ class TiledWeight:
     """A matrix [outputs, inputs] for the kernels `matmul` and `dequantise`.
 
     codes: int32 [N, K, bits, 32, 4]. scales [N, K, 128 / group, 8, 4]. zeros: uint8 as scales, where each group has its
-    own. order: the input channels in the order in which codes are kept, or None if that is their own.
+    own, or [N, K, 8, 8, 4], scales of 16 inputs. order: the input channels in the order in which codes are kept, or
+    None if that is their own.
     """
 
     spec: TileSpec
@@ -92,6 +107,8 @@ class TiledWeight:
 def tiled(coded: Coded) -> TiledWeight:
     """A quantised matrix in tiles. Raises TakesNotError for grids that the kernels do not take."""
     grid = coded.grid
+    if isinstance(grid, E2m1Grid):
+        return _tiled_floats(coded, grid)
     if not grid.spec.affine:
         raise TakesNotError(f"the kernels take grids of whole numbers, not {grid.spec.name}")
     outputs, inputs = coded.codes.shape
@@ -106,6 +123,18 @@ def tiled(coded: Coded) -> TiledWeight:
     scales = _per_group(_smallest(grid.scale), inputs, width, group)
     spec = TileSpec(bits, group, middle, scales.dtype)
     return TiledWeight(spec, tile_codes(codes, bits), scales, zeros, outputs, inputs, order)
+
+
+def _tiled_floats(coded: Coded, grid: E2m1Grid) -> TiledWeight:
+    (outputs, inputs), codes = coded.codes.shape, tile_codes(coded.codes, grid.spec.bits)
+    if not isinstance(grid, Nvfp4Grid):
+        size = grid.spec.group_size
+        scales = _per_group(_smallest(grid.scale), inputs, size, size)
+        return TiledWeight(TileSpec(4, size, 0, scales.dtype, True), codes, scales, None, outputs, inputs)
+    small = grid.small.to(torch.float8_e4m3fn).view(torch.uint8)
+    factor = (grid.gguf_factor * _LIFTED).expand(outputs, 1)
+    spec, scales = TileSpec(4, INPUTS, None, torch.float32, True), _per_group(factor, inputs, inputs, INPUTS)
+    return TiledWeight(spec, codes, scales, _per_group(small, inputs, _SMALL_GROUP, _SMALL_GROUP), outputs, inputs)
 
 
 def tile_codes(codes: Tensor, bits: int) -> Tensor:

@@ -1,4 +1,4 @@
-// Tiles of whole numbers (weights.cuh) to a dense matrix: (code - zero point) * scale in float32, rounded once.
+// Tiles (weights.cuh) to a dense matrix: (code - zero point) * scale in float32, rounded once.
 //
 // A warp decodes one block of 32 outputs x 128 inputs. grid.x: blocks of inputs, in fours; grid.y: of outputs.
 #include "weights.cuh"
@@ -29,7 +29,8 @@ KERNEL __launch_bounds__(32 * WARPS)
         const long long group = at * BLOCK_GROUPS + part * 32 / GROUP;
         float scale[4];
         scales_of(load(reinterpret_cast<const ScaleBits *>(scales) + group * 8 + g), scale);
-        const unsigned zero = ZERO < 0 ? load(reinterpret_cast<const unsigned *>(zeros) + group * 8 + g) : 0;
+        const long long own = at * BLOCK_ZEROS + zero_at(part, lane);
+        const unsigned zero = ZERO < 0 ? load(reinterpret_cast<const unsigned *>(zeros) + own * 8 + g) : 0;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const unsigned *unit = words + (part / 2 * 2 + i / 2) * BITS;

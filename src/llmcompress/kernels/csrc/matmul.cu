@@ -1,6 +1,6 @@
-// y = x W^T + bias for few rows of x: W in tiles of whole numbers (weights.cuh), x and y in 16-bit floats.
+// y = x W^T + bias for few rows of x: W in tiles (weights.cuh), x and y in 16-bit floats.
 //
-// Codes less zero points are exact in 16 bits; tensor cores multiply them by x and sum in float32; the sum of a group is
+// Codes less zero points, or levels, are exact in 16 bits; tensor cores multiply them by x and sum in float32; the sum of a group is
 // multiplied by its scale in float32. W is the 16-row operand, rows of x are the 8 columns of the other.
 //
 // Macros besides those of weights.cuh: TILES (of 8 rows of x that a block computes), WARPS_N, WARPS_K (8 warps: along
@@ -30,11 +30,13 @@ DEVICE void multiply(const Warp &warp, const uint4 *stage, float (&totals)[2][TI
                 const uint4 four = load_shared(codes + 32 * i);
                 words[4 * i] = four.x, words[4 * i + 1] = four.y, words[4 * i + 2] = four.z, words[4 * i + 3] = four.w;
             }
-        if (part * 32 % GROUP == 0) {
-            scales_of(load_shared(scales + group * 8), scale);
-            const unsigned zero = ZERO < 0 ? load_shared(zeros + group * 8) : 0;
+        if (part * 32 % (FLOATS ? 32 : GROUP) == 0) {
+            const unsigned zero = ZERO < 0 ? load_shared(zeros + zero_at(part, warp.lane) * 8) : 0;
 #pragma unroll
             for (int i = 0; i < 4; i++) offset[i] = offset_of(zero, i);
+        }
+        if (part * 32 % GROUP == 0) {
+            scales_of(load_shared(scales + group * 8), scale);
 #pragma unroll
             for (int i = 0; i < 8 * TILES; i++) sums[i / 4 / TILES][i / 4 % TILES][i % 4] = 0.0f;
         }

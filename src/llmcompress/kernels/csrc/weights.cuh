@@ -1,7 +1,9 @@
-// Tiles of whole numbers in 2, 3, 4 or 8 bits, as kernels/tiles.py lays them out, to fragments of mma.m16n8k16.
+// Tiles of whole numbers in 2, 3, 4 or 8 bits, or of floats in 4 (E2M1), as kernels/tiles.py lays them out, to fragments
+// of mma.m16n8k16.
 //
 // Macros: BFLOAT (activations), BITS, GROUP (32, 64, 128: inputs that share a scale), ZERO (the zero point of all
-// groups, or -1 where each has its own), SCALE (type of the scales: 0 float16, 1 bfloat16, 2 float32).
+// groups, or -1 where each has its own), SCALE (type of the scales: 0 float16, 1 bfloat16, 2 float32), FLOATS (whether
+// codes are floats: then ZERO is 0, or -1 where 16 inputs share a scale in E4M3, which lies in a zero point's place).
 //
 // A block is 32 outputs x 128 inputs. A lane (g = lane / 4, t = lane % 4) owns 128 of its codes, in 4 units of 32: unit
 // 2h + r is the 16 x 64 tile of outputs 16r ... and inputs 64h .... A unit's 16 pairs are registers i = j % 4 of the
@@ -28,7 +30,9 @@ template <class A, class B> struct Choose<false, A, B> { using Type = B; };
 constexpr int BLOCK_OUTPUTS = 32, BLOCK_INPUTS = 128, BLOCK_GROUPS = BLOCK_INPUTS / GROUP;
 constexpr int LANE_WORDS = 4 * BITS;                                                  // codes of a block, in words
 constexpr int SCALE_PIECES = BLOCK_GROUPS * BLOCK_OUTPUTS * (SCALE == 2 ? 4 : 2) / 16;  // of 16 bytes
-constexpr int ZERO_PIECES = ZERO < 0 ? BLOCK_GROUPS * BLOCK_OUTPUTS / 16 : 0;
+constexpr int ZERO_INPUTS = FLOATS ? 16 : GROUP;  // that share a zero point, or what lies in its place
+constexpr int BLOCK_ZEROS = BLOCK_INPUTS / ZERO_INPUTS;
+constexpr int ZERO_PIECES = ZERO < 0 ? BLOCK_ZEROS * BLOCK_OUTPUTS / 16 : 0;
 constexpr int BLOCK_PIECES = BITS * 32 + SCALE_PIECES + ZERO_PIECES;
 
 // A number of the type with this many bits of mantissa whose last one counts 1: a code put there adds itself.
@@ -50,6 +54,31 @@ __device__ constexpr unsigned whole(unsigned x) {
     return power_of_two(exponent) + (x << (MANTISSA - exponent)) - (1u << MANTISSA);
 }
 
+// Which zero point of a block a lane needs in a part of 32 inputs, of which 8t ... 8t + 7 are its own.
+DEVICE int zero_at(int part, int lane) { return FLOATS ? 2 * part + lane % 4 / 2 : part * 32 / GROUP; }
+
+#if FLOATS
+// What takes a code that lies in the lowest bits of exponent and the highest of mantissa to its level: a power of two,
+// and the small scale of its 16 inputs. These products are exact; with a small scale they are 2^-8 of what they stand
+// for, since the power of two times the largest one would be infinite.
+struct Offset {
+    unsigned lift;
+};
+
+// zeros: the small scales of the lane's four outputs, a byte each; `output` 0 ... 3 is one of them.
+DEVICE Offset offset_of(unsigned zeros, unsigned output) {
+    if (ZERO >= 0) return {both(power_of_two(BIAS - 1))};
+    const float small = Half::to_float((zeros >> 8 * output & 127) << 7);  // 2^-8 of it
+    return {both(Number::from_float(small * Number::to_float(power_of_two(BIAS - 1))))};
+}
+
+// Pair j of a unit, levels times small scales: field j % 4 of halves of word j / 4, its highest bit the sign.
+DEVICE unsigned pair_of(const unsigned *words, int j, const Offset &offset) {
+    const unsigned word = words[j / 4] << (12 - j % 4 * 4);
+    const unsigned field = lop3<0xea>(word >> (13 - MANTISSA), both(7u << (MANTISSA - 1)), word & both(SIGN));
+    return Number::fma2(field, offset.lift, both(SIGN));
+}
+#else
 // What takes code + MAGIC's value to code - zero point; one for each place that a field can be used in.
 struct Offset {
     unsigned pair[FIELDS_IN_PLACE];
@@ -104,6 +133,7 @@ DEVICE unsigned pair_of(const unsigned *words, int j, const Offset &offset) {
     const unsigned field = lop3<0xea>(words[j / PER_WORD] >> (bit - place), both(MASK << place), both(MAGIC));
     return Number::fma2(field, both(power_of_two(-place)), offset.pair[place / BITS]);
 }
+#endif
 #endif
 
 // Scales of a lane's four outputs.
