@@ -20,6 +20,7 @@ from llmcompress.grids.mxfp4 import Mxfp4Spec
 from llmcompress.grids.nf4 import Nf4Spec
 from llmcompress.grids.nvfp4 import Nvfp4Spec
 from llmcompress.grids.progressive import ProgressiveSpec
+from llmcompress.kernels.joined import join
 from llmcompress.kernels.linear import Linears
 
 CPU = torch.device("cpu")
@@ -98,6 +99,69 @@ def test_kernels_run_and_agree_with_rounded_inputs_times_the_decoded_matrix(spec
     wanted = seen @ coded.decode().double().T + bias.double()
     magnitudes = seen.abs() @ coded.decode().abs().double().T
     assert ((y.double() - wanted).abs() <= 2**-7 * wanted.abs() + 2**-8 * magnitudes).all()
+
+
+def of_one_input(launcher, *rows, spec=None, biased=True):
+    """Linears with so many outputs that read one input of 256, and copies of them that are joined."""
+    make = Linears(CPU, launcher, print)
+    coded = [coded_of(spec or IntegerSpec(4, 64), count) for count in rows]
+    biases = [inputs_of((count,), BF16) if biased else None for count in rows]
+    alone, joined = ([make(*parts, BF16) for parts in zip(coded, biases, strict=True)] for _ in range(2))
+    join(joined)
+    return alone, joined
+
+
+@pytest.mark.skipif(COMPILER is None, reason="there is no g++")
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("spec", [IntegerSpec(4, 64), IntegerSpec(3, 32, symmetric=False), Nvfp4Spec()], ids=str)
+def test_matrices_that_read_one_input_share_a_launch(spec, biased):
+    launcher = EmulatedLauncher()
+    alone, joined = of_one_input(launcher, 96, 32, 64, spec=spec, biased=biased)
+    for rows in (2, 3, 150):  # as many as the kernel takes, and more
+        x = inputs_of((1, rows, 256), BF16)
+        wanted, ran = [linear(x) for linear in alone], len(launcher.launches)
+        found = [linear(x) for linear in joined]
+        assert len(launcher.launches) == ran + 1
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-3)
+    assert [linear.kernel for linear in joined] == [linear.kernel for linear in alone]
+    assert sum(item.packed_bytes for linear in joined for item in linear.modules() if hasattr(item, "packed_bytes"))
+
+
+@pytest.mark.skipif(COMPILER is None, reason="there is no g++")
+def test_what_was_multiplied_is_not_taken_for_another_input():
+    launcher = EmulatedLauncher()
+    alone, (first, second) = of_one_input(launcher, 32, 32)
+    x, other = inputs_of((2, 256), BF16), inputs_of((2, 256), BF16) + 1
+    ran = len(launcher.launches)
+    first(x)
+    assert torch.equal(second(other), alone[1](other))
+    assert torch.equal(second(x), alone[1](x))  # of another input now
+    first(x)
+    x += 1
+    assert torch.equal(second(x), alone[1](x))
+    assert torch.equal(first(x), alone[0](x))
+    first(x)
+    again = len(launcher.launches)
+    first(x)  # who asks twice has it made anew
+    assert len(launcher.launches) == again + 1 > ran
+
+
+@pytest.mark.skipif(COMPILER is None, reason="there is no g++")
+def test_only_matrices_alike_are_joined():
+    make = Linears(CPU, EmulatedLauncher(), print)
+    bias = inputs_of((64,), BF16)
+    several = [
+        make(coded_of(IntegerSpec(4, 64), 64), None, BF16),
+        make(coded_of(IntegerSpec(4, 64), 64), bias, BF16),
+        make(coded_of(IntegerSpec(3, 64), 64), None, BF16),
+        make(coded_of(IntegerSpec(4, 64), 48), None, BF16),  # no whole tiles
+        make(coded_of(IntegerSpec(4, 64), 64), None, BF16, InputGrid(INPUT_SPECS["fp8-token"])),
+        make(coded_of(BLOCK_TYPES["Q4_K"], 64), None, BF16),
+    ]
+    products = [linear.product for linear in several]
+    join(several)
+    assert [linear.product for linear in several] == products
 
 
 @pytest.mark.skipif(COMPILER is None, reason="there is no g++")

@@ -14,7 +14,7 @@ from llmcompress.kernels.ggml_layout import ROWS, block_weight
 from llmcompress.kernels.int8_layout import int8_of
 from llmcompress.kernels.launch import Launcher
 from llmcompress.kernels.progressive_layout import progressive_of
-from llmcompress.kernels.tiles import OUTPUTS, tiled
+from llmcompress.kernels.tiles import OUTPUTS, TiledWeight, tiled
 from llmcompress.kernels.workspace import Workspace
 from llmcompress.packing.ggml import pack
 
@@ -46,11 +46,11 @@ Made = tuple[nn.Module, Rounding | None]
 def _integers(coded: Coded, dtype: torch.dtype, inputs: Rounding | None, tools: Products) -> Made:
     if inputs is not None and inputs.integers and _one_scale_per_row(coded):
         return Int8Product(coded, inputs, tools), None
-    return TiledProduct(coded, dtype, tools), inputs
+    return TiledProduct(tiled(coded), dtype, tools), inputs
 
 
 def _floats(coded: Coded, dtype: torch.dtype, inputs: Rounding | None, tools: Products) -> Made:
-    return TiledProduct(coded, dtype, tools), inputs
+    return TiledProduct(tiled(coded), dtype, tools), inputs
 
 
 def _progressive(coded: Coded, dtype: torch.dtype, inputs: Rounding | None, tools: Products) -> Made:
@@ -81,11 +81,10 @@ def _one_scale_per_row(coded: Coded) -> bool:
 class TiledProduct(nn.Module):
     """Integers of 2, 3, 4 or 8 bits, or floats of 4, by 16-bit inputs; above 128 tokens written out, for cuBLAS."""
 
-    def __init__(self, coded: Coded, dtype: torch.dtype, tools: Products) -> None:
+    def __init__(self, weight: TiledWeight, dtype: torch.dtype, tools: Products) -> None:
         super().__init__()
-        self.weight, self.dtype, self.tools = tiled(coded), dtype, tools
-        spec = self.weight.spec
-        self.name, self.packed_bytes = f"{'fp' if spec.floats else 'w'}{spec.bits}a16", self.weight.bytes
+        self.weight, self.dtype, self.tools = weight, dtype, tools
+        self.name, self.packed_bytes = f"{'fp' if weight.spec.floats else 'w'}{weight.spec.bits}a16", weight.bytes
 
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [tokens, in] to [tokens, out]."""

@@ -10,6 +10,7 @@ A unit has `bits` words: pair j is field j of their halves, from the low bits up
 of a half, and bit b of pair 15 is the top bit of word b.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -135,6 +136,18 @@ def _tiled_floats(coded: Coded, grid: E2m1Grid) -> TiledWeight:
     factor = (grid.gguf_factor * _LIFTED).expand(outputs, 1)
     spec, scales = TileSpec(4, INPUTS, None, torch.float32, True), _per_group(factor, inputs, inputs, INPUTS)
     return TiledWeight(spec, codes, scales, _per_group(small, inputs, _SMALL_GROUP, _SMALL_GROUP), outputs, inputs)
+
+
+def stacked(weights: Sequence[TiledWeight]) -> TiledWeight:
+    """Matrices of whole tiles, alike but for their outputs, as one: the outputs of one after those of another."""
+    zeros = [weight.zeros for weight in weights if weight.zeros is not None]
+    return replace(
+        weights[0],
+        codes=torch.cat([weight.codes for weight in weights]),
+        scales=torch.cat([weight.scales for weight in weights]),
+        zeros=torch.cat(zeros) if zeros else None,
+        outputs=sum(weight.outputs for weight in weights),
+    )
 
 
 def tile_codes(codes: Tensor, bits: int) -> Tensor:

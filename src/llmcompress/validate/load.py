@@ -17,6 +17,7 @@ from llmcompress.engine.source.quantised import decoded_headers
 from llmcompress.errors import CheckpointError
 from llmcompress.grids.coded import Coded
 from llmcompress.grids.inputs import Rounding
+from llmcompress.kernels.joined import join
 from llmcompress.ledger import Ledger
 from llmcompress.model.streamed_model import StreamedModel, Weights
 from llmcompress.model.whole import whole_model
@@ -104,12 +105,17 @@ def refuse_other_vocabulary(model: Path, config: Any, ref: Path, original: Any) 
 def _pack(model: StreamedModel, linear: MakeLinear) -> None:
     """Replace each linear whose weight is stored as codes by a linear on codes."""
     weights: Any = model.weights
+    spaces = {item.path: item.reads for item in model.spec.linears if not item.per_expert}
     for number, layer in enumerate(model.layers):
+        readers: dict[str, list[nn.Module]] = {}
         for name, before in linears_of(layer):
             disk = disk_module(model, number, name)
             coded = weights.coded(disk)
             if coded is not None:
                 parent, _, leaf = name.rpartition(".")
-                setattr(
-                    layer.get_submodule(parent), leaf, linear(coded, before.bias, model.dtype, weights.inputs(disk))
-                )
+                made = linear(coded, before.bias, model.dtype, weights.inputs(disk))
+                setattr(layer.get_submodule(parent), leaf, made)
+                if name in spaces:
+                    readers.setdefault(spaces[name], []).append(made)
+        for linears in readers.values():
+            join(linears)
