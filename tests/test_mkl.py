@@ -34,15 +34,33 @@ def test_parts_of_larger_matrices_are_read_and_written_where_they_are():
 
 
 @pytest.mark.parametrize(
+    "tokens",
+    [
+        made(1, 40),
+        made(40, 1).T,  # one row, of which torch says that the next one begins after one number
+        made(40, 7).T,
+        made(7, 80)[:, ::2],
+        made(1, 40).expand(7, 40),
+    ],
+    ids=["row", "turned row", "turned", "with gaps", "one row many times"],
+)
+def test_rows_may_lie_in_any_way(tokens):
+    total = torch.zeros(9, 40)
+    add_product(total, tokens[:, :9], tokens)
+    torch.testing.assert_close(total, tokens[:, :9].float().T @ tokens.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
     ("total", "left", "right"),
     [
         (torch.zeros(4, 4), made(8, 4), made(7, 4)),
         (torch.zeros(4, 5), made(8, 4), made(8, 4)),
         (torch.zeros(4, 4), made(8, 4), made(8, 4).float()),
         (torch.zeros(4, 4).double(), made(8, 4), made(8, 4)),
-        (torch.zeros(4, 4), made(4, 8).T, made(8, 4)),
+        (torch.zeros(4, 4).T, made(8, 4), made(8, 4)),
+        (torch.zeros(1, 4).expand(4, 4), made(8, 4), made(8, 4)),
     ],
 )
-def test_what_the_routine_would_read_wrongly_is_refused(total, left, right):
+def test_what_the_routine_would_write_wrongly_is_refused(total, left, right):
     with pytest.raises(ValueError, match="no product of bfloat16"):
         add_product(total, left, right)

@@ -36,17 +36,30 @@ def adds_bfloat16() -> bool:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total [m, n] float32 += left^T right; left [k, m] and right [k, n] are bfloat16, and all rows contiguous.
+    """total [m, n] float32 += left^T right of bfloat16; left [k, m], right [k, n]; the rows of total are contiguous.
 
-    ValueError for other shapes, types or strides.
+    ValueError for other shapes, types or strides of total.
     """
-    rows, columns = total.shape
-    shapes = (left.shape, right.shape) == ((left.shape[0], rows), (left.shape[0], columns))
+    (rows, columns), depth = total.shape, left.shape[0]
+    shapes = (left.shape, right.shape) == ((depth, rows), (depth, columns))
     types = (total.dtype, left.dtype, right.dtype) == (torch.float32, torch.bfloat16, torch.bfloat16)
-    if not (shapes and types and all(part.stride(1) == 1 for part in (total, left, right))):
+    if not (shapes and types and _has_rows(total)):
         raise ValueError(f"left {left.shape}, right {right.shape} and total {total.shape} make no product of bfloat16")
+    left, right = (part if _has_rows(part) else part.contiguous() for part in (left, right))
     _routine()(
-        *(_ROW_MAJOR, _TRANSPOSED, _PLAIN, rows, columns, left.shape[0]),
-        *(1.0, left.data_ptr(), left.stride(0), right.data_ptr(), right.stride(0)),
-        *(1.0, total.data_ptr(), total.stride(0)),
+        *(_ROW_MAJOR, _TRANSPOSED, _PLAIN, rows, columns, depth),
+        *(1.0, left.data_ptr(), _apart(left), right.data_ptr(), _apart(right)),
+        *(1.0, total.data_ptr(), _apart(total)),
     )
+
+
+def _has_rows(matrix: Tensor) -> bool:
+    """Whether each row of a matrix is contiguous, and none overlaps the next."""
+    (rows, columns), (down, along) = matrix.shape, matrix.stride()
+    return (columns <= 1 or along == 1) and (rows <= 1 or down >= columns)
+
+
+def _apart(matrix: Tensor) -> int:
+    """How far apart rows begin; what torch says of a single row may be anything."""
+    rows, columns = matrix.shape
+    return max(matrix.stride(0) if rows > 1 else 0, columns, 1)
