@@ -21,9 +21,11 @@ def correction(weight: Tensor, hessian: Tensor, drift: Tensor) -> Tensor:
     # damped as heavily as this, the matrix has a condition number below its size: float32 is exact enough
     factor = damped(hessian, 1.0).mT  # symmetric, and as LAPACK has it: its factor needs no other memory
     torch.linalg.cholesky(factor, out=factor)
-    if _tall(weight):  # whichever has fewer rows to solve for
-        return torch.cholesky_solve(drift.T, factor).T
-    return torch.cholesky_solve((weight.to(torch.float32) @ drift).T, factor).T
+    aims = drift if _tall(weight) else weight.to(torch.float32) @ drift  # whichever has fewer rows to solve for
+    # in two steps: `cholesky_solve` would copy the factor
+    halfway = torch.linalg.solve_triangular(factor, aims.T, upper=False)
+    solved: Tensor = torch.linalg.solve_triangular(factor.mT, halfway, upper=True).T
+    return solved
 
 
 class Corrected:
