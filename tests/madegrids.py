@@ -7,6 +7,7 @@ from llmcompress.grids.integer import IntegerGrid, IntegerSpec
 from llmcompress.grids.mxfp4 import Mxfp4Grid, Mxfp4Spec
 from llmcompress.grids.nvfp4 import Nvfp4Grid, Nvfp4Spec
 from llmcompress.grids.scales import natural_groups
+from llmcompress.kernels.tiles import tiled, tiled_floats
 
 
 def finite_bits(shape, dtype, generator, largest=4.0):
@@ -45,3 +46,8 @@ def coded_floats(name, outputs, inputs, *, divisor=4.0, seed=0):
     bytes_ = torch.arange(outputs * inputs // 16).remainder(0x7F).to(torch.uint8)
     small = bytes_.view(torch.float8_e4m3fn).to(torch.float32).view(outputs, -1)
     return Coded(codes, Nvfp4Grid(Nvfp4Spec(), small, torch.tensor([divisor])))
+
+
+def in_tiles(matrix):
+    """A matrix of either kind as the kernels read it."""
+    return tiled_floats(matrix) if matrix.grid.spec.type in ("mxfp4", "nvfp4") else tiled(matrix)

@@ -6,13 +6,13 @@ import torch
 from emulated import COMPILER, EmulatedLauncher
 from llmcompress.kernels.dequantise import dequantise, variants
 from llmcompress.kernels.tiles import tiled
-from madegrids import coded, coded_floats
+from madegrids import coded, coded_floats, in_tiles
 
 pytestmark = [pytest.mark.skipif(COMPILER is None, reason="no g++"), pytest.mark.usefixtures("poisoned_memory")]
 
 
 def check(matrix, dtype):
-    launcher, weight = EmulatedLauncher(), tiled(matrix)
+    launcher, weight = EmulatedLauncher(), in_tiles(matrix)
     dense = dequantise(launcher, weight, dtype)
     assert [launch.kernel.name for launch in launcher.launches] == ["dequantise"]
     expected = matrix.decode().to(dtype)

@@ -10,7 +10,7 @@ from llmcompress.kernels.matmul import matmul, plan_of, variants
 from llmcompress.kernels.partition import SHAPES
 from llmcompress.kernels.tiles import tiled
 from llmcompress.kernels.workspace import Workspace
-from madegrids import coded, coded_floats
+from madegrids import coded, coded_floats, in_tiles
 
 pytestmark = [pytest.mark.skipif(COMPILER is None, reason="no g++"), pytest.mark.usefixtures("poisoned_memory")]
 UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
@@ -34,7 +34,7 @@ def bound(x, weights, exact, group):
 
 def check(matrix, x, launcher, bias=None):
     """y, after comparing it with float64."""
-    weight, ran = tiled(matrix), len(launcher.launches)
+    weight, ran = in_tiles(matrix), len(launcher.launches)
     y = matmul(launcher, x, weight, Workspace(torch.device("cpu")), bias)
     assert [launch.kernel.name for launch in launcher.launches[ran:]] == ["matmul"]
     weights = matrix.decode()

@@ -10,7 +10,7 @@ from llmcompress.grids.coded import Coded
 from llmcompress.grids.nf4 import Nf4Grid, Nf4Spec
 from llmcompress.kernels.compile_errors import TakesNotError
 from llmcompress.kernels.tiles import TileSpec, tile_codes, tiled
-from madegrids import coded, coded_floats
+from madegrids import coded, coded_floats, in_tiles
 
 
 def channel(block, lane, unit, pair, half):
@@ -105,7 +105,7 @@ def test_scales_are_kept_exactly_in_the_smallest_type(dtype):
 def test_bytes_are_those_of_the_tensors():
     integers = [coded(70, 300, bits, 32, symmetric) for bits, symmetric in ((3, True), (8, False))]
     for matrix in (*integers, coded_floats("mxfp4", 70, 320), coded_floats("nvfp4", 70, 304)):
-        weight = tiled(matrix)
+        weight = in_tiles(matrix)
         parts = [weight.codes, weight.scales] + ([] if weight.zeros is None else [weight.zeros])
         assert weight.bytes == sum(part.numel() * part.element_size() for part in parts)
 

@@ -43,6 +43,11 @@ class E2m1Grid(ChosenScaleGrid):
     def table(self) -> Tensor:
         return torch.tensor(LEVELS, device=self.scale.device)
 
+    @property
+    def scale_parts(self) -> tuple[Tensor, Tensor | None]:
+        """The scales [out, groups] as they are stored, and the factor [1] of all of them where there is one."""
+        return self.scale, None
+
     def levels(self, codes: Tensor) -> Tensor:
         sizes = torch.tensor((*MAGNITUDES, *(-level for level in MAGNITUDES)), device=codes.device)
         return sizes[codes.long()]

@@ -74,6 +74,10 @@ class Nvfp4Grid(E2m1Grid):
     def scale(self) -> Tensor:
         return self.small / self.divisor
 
+    @property
+    def scale_parts(self) -> tuple[Tensor, Tensor | None]:
+        return self.small, self.gguf_factor
+
     def beside_scale(self, old: Tensor) -> Sequence[Tensor]:
         at = (old * self.divisor).to(torch.float8_e4m3fn).view(torch.uint8).to(torch.int16)
         return [old, *(_of_byte(at + step) / self.divisor for step in _MOVED)]

@@ -14,7 +14,7 @@ from llmcompress.kernels.ggml_layout import ROWS, block_weight
 from llmcompress.kernels.int8_layout import int8_of
 from llmcompress.kernels.launch import Launcher
 from llmcompress.kernels.progressive_layout import progressive_of
-from llmcompress.kernels.tiles import OUTPUTS, TiledWeight, tiled
+from llmcompress.kernels.tiles import OUTPUTS, TiledWeight, tiled, tiled_floats
 from llmcompress.kernels.workspace import Workspace
 from llmcompress.packing.ggml import pack
 
@@ -50,7 +50,7 @@ def _integers(coded: Coded, dtype: torch.dtype, inputs: Rounding | None, tools: 
 
 
 def _floats(coded: Coded, dtype: torch.dtype, inputs: Rounding | None, tools: Products) -> Made:
-    return TiledProduct(tiled(coded), dtype, tools), inputs
+    return TiledProduct(tiled_floats(coded), dtype, tools), inputs
 
 
 def _progressive(coded: Coded, dtype: torch.dtype, inputs: Rounding | None, tools: Products) -> Made:

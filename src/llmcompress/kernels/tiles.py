@@ -12,13 +12,12 @@ of a half, and bit b of pair 15 is the top bit of word b.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from llmcompress.grids.coded import Coded, Grid
-from llmcompress.grids.e2m1 import E2m1Grid
-from llmcompress.grids.nvfp4 import Nvfp4Grid
 from llmcompress.kernels.compile_errors import TakesNotError
 from llmcompress.kernels.tensor_checks import bfloat, ceil
 
@@ -106,10 +105,8 @@ class TiledWeight:
 
 
 def tiled(coded: Coded) -> TiledWeight:
-    """A quantised matrix in tiles. Raises TakesNotError for grids that the kernels do not take."""
+    """A matrix of whole numbers in tiles. Raises TakesNotError for grids that the kernels do not take."""
     grid = coded.grid
-    if isinstance(grid, E2m1Grid):
-        return _tiled_floats(coded, grid)
     if not grid.spec.affine:
         raise TakesNotError(f"the kernels take grids of whole numbers, not {grid.spec.name}")
     outputs, inputs = coded.codes.shape
@@ -126,16 +123,18 @@ def tiled(coded: Coded) -> TiledWeight:
     return TiledWeight(spec, tile_codes(codes, bits), scales, zeros, outputs, inputs, order)
 
 
-def _tiled_floats(coded: Coded, grid: E2m1Grid) -> TiledWeight:
-    (outputs, inputs), codes = coded.codes.shape, tile_codes(coded.codes, grid.spec.bits)
-    if not isinstance(grid, Nvfp4Grid):
-        size = grid.spec.group_size
-        scales = _per_group(_smallest(grid.scale), inputs, size, size)
-        return TiledWeight(TileSpec(4, size, 0, scales.dtype, True), codes, scales, None, outputs, inputs)
-    small = grid.small.to(torch.float8_e4m3fn).view(torch.uint8)
-    factor = (grid.gguf_factor * _LIFTED).expand(outputs, 1)
-    spec, scales = TileSpec(4, INPUTS, None, torch.float32, True), _per_group(factor, inputs, inputs, INPUTS)
-    return TiledWeight(spec, codes, scales, _per_group(small, inputs, _SMALL_GROUP, _SMALL_GROUP), outputs, inputs)
+def tiled_floats(coded: Coded) -> TiledWeight:
+    """A matrix of floats of 4 bits (E2M1) in tiles, its scales powers of two, or of E4M3 with a factor of all."""
+    grid: Any = coded.grid
+    (outputs, inputs), codes = coded.codes.shape, tile_codes(coded.codes, 4)
+    width = grid.spec.width(inputs)
+    small, factor = grid.scale_parts
+    if factor is None:
+        scales = _per_group(_smallest(small), inputs, width, width)
+        return TiledWeight(TileSpec(4, width, 0, scales.dtype, True), codes, scales, None, outputs, inputs)
+    bytes_ = _per_group(small.to(torch.float8_e4m3fn).view(torch.uint8), inputs, width, _SMALL_GROUP)
+    scales = _per_group((factor * _LIFTED).expand(outputs, 1), inputs, inputs, INPUTS)
+    return TiledWeight(TileSpec(4, INPUTS, None, torch.float32, True), codes, scales, bytes_, outputs, inputs)
 
 
 def stacked(weights: Sequence[TiledWeight]) -> TiledWeight:
