@@ -28,7 +28,7 @@ def test_parts_make_the_factor_of_the_whole(size):
     assert torch.equal(upper, upper.triu())
     product = upper @ damped(hessian.double(), 0.01) @ upper.T
     torch.testing.assert_close(product, torch.eye(size).double(), rtol=0, atol=1e-4)
-    lower = cholesky_(damped(hessian.double(), 0.01))
+    lower = cholesky_(damped(hessian.double(), 0.01), SERIAL)
     torch.testing.assert_close(lower, torch.linalg.cholesky(damped(hessian.double(), 0.01)), rtol=1e-11, atol=1e-11)
 
 
@@ -47,4 +47,5 @@ def test_threads_change_no_bit():
 def test_no_part_hides_that_a_matrix_has_no_factor(place):
     matrix = gram(320).double()
     matrix[place, place] = -1.0
+    assert cholesky_(matrix.clone(), SERIAL) is None
     assert cholesky_(matrix) is None

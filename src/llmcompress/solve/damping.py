@@ -55,16 +55,19 @@ def damp(hessian: Tensor, percdamp: float, shrinkage: float = 0.0) -> Tensor:
     return hessian
 
 
-def cholesky_(matrix: Tensor, workers: Workers = SERIAL) -> Tensor | None:
-    """The lower Cholesky factor of a matrix [in, in], in its memory; None where it is not positive definite."""
+def cholesky_(matrix: Tensor, workers: Workers | None = None) -> Tensor | None:
+    """The lower Cholesky factor of a matrix [in, in], in its memory; None where it is not positive definite.
+
+    workers: share a large one on a processor, which is cut into parts; None leaves it to LAPACK.
+    """
     lower = matrix.mT  # as LAPACK has it: what is symmetric is the same
     return lower if _factorise(lower, workers) else None
 
 
-def _factorise(lower: Tensor, workers: Workers) -> bool:
+def _factorise(lower: Tensor, workers: Workers | None) -> bool:
     """Turn a matrix [n, n], of which the lower triangle is looked at, into its factor; False where it has none."""
     size = lower.shape[0]
-    if size <= _WHOLE:
+    if workers is None or size <= _WHOLE or lower.is_cuda:
         info = torch.empty(0, dtype=torch.int32, device=lower.device)
         torch.linalg.cholesky_ex(lower, out=(lower, info))  # in place: a matrix of float64 is the largest thing here
         return int(info) == 0
@@ -140,7 +143,7 @@ def _invert(lower: Tensor, workers: Workers) -> None:
         return
     half = -(-size // 128) * 64
     first, corner, last = lower[:half, :half], lower[half:, :half], lower[half:, half:]
-    if size <= _WHOLE:
+    if size <= _WHOLE or lower.is_cuda:
         _invert(first, workers)
         _invert(last, workers)
         corner.copy_((last @ corner).neg_() @ first)

@@ -1,7 +1,7 @@
 // y = x W^T + bias for few rows of x: W in tiles (weights.cuh), x and y in 16-bit floats.
 //
-// Codes less zero points, or levels, are exact in 16 bits; tensor cores multiply them by x and sum in float32; the sum of a group is
-// multiplied by its scale in float32. W is the 16-row operand, rows of x are the 8 columns of the other.
+// Codes less zero points, or levels, are exact in 16 bits; tensor cores multiply them by x and sum in float32; the sum of
+// a group is multiplied by its scale in float32. W is the 16-row operand, rows of x are the 8 columns of the other.
 //
 // Macros besides those of weights.cuh: TILES (of 8 rows of x that a block computes), WARPS_N, WARPS_K (8 warps: along
 // outputs and along inputs), STAGES (of the pipeline of copies), BLOCKS (per multiprocessor at least).
