@@ -30,8 +30,12 @@ class Stage:
     rows: int
 
     @property
+    def block(self) -> int:
+        return even_block(self.rows, SOLVED_ROWS)
+
+    @property
     def pieces(self) -> int:
-        return len(range(0, self.rows, even_block(self.rows, SOLVED_ROWS)))
+        return ceil(self.rows / self.block)
 
 
 STAGES = (
@@ -156,7 +160,7 @@ def seconds(machine: Machine, work: Work) -> dict[str, float]:
 
 def piece(machine: Machine, stage: Stage) -> float:
     """Seconds for the rows of a stage that are solved at once: arithmetic, or the starts of its kernels."""
-    return max(6 * min(SOLVED_ROWS, stage.rows) * stage.width**2 / machine.float32, stage.width * machine.column)
+    return max(6 * min(stage.block, stage.rows) * stage.width**2 / machine.float32, stage.width * machine.column)
 
 
 def table(head: list[str], rows: list[list[str]]) -> None:

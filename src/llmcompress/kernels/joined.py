@@ -1,6 +1,7 @@
 """Matrices that read one input, multiplied by one launch: query, key and value, or gate and up."""
 
 from collections.abc import Hashable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -47,23 +48,22 @@ class _Joined:
         self._product = TiledProduct(stacked(weights), linears[0].product.dtype, linears[0].product.tools)
         self._known: _Known | None = None
 
+    @cached_property
+    def _bias(self) -> Tensor | None:
+        """The biases of all [out], once the model has been read."""
+        biases = [linear.bias for linear in self._linears if linear.bias is not None]
+        return torch.cat(biases) if biases else None
+
     def of(self, number: int, x: Tensor) -> Tensor:
         """The outputs [tokens, out] of a linear for x [tokens, in], with its bias."""
         known = self._known
-        if known is None or number not in known.waiting or not _is(x, known):
-            biases = [linear.bias for linear in self._linears if linear.bias is not None]
-            outputs = self._product(x, torch.cat(biases) if biases else None).split(self._sizes, dim=1)
+        # while an input is kept, nothing else lies where it does
+        if known is None or number not in known.waiting or not (x.is_set_to(known.x) and x._version == known.version):
+            outputs = self._product(x, self._bias).split(self._sizes, dim=1)
             known = _Known(x, x._version, outputs, set(range(len(outputs))))
         known.waiting.remove(number)
         self._known = known if known.waiting else None
         return known.outputs[number]
-
-
-def _is(x: Tensor, known: _Known) -> bool:
-    """Whether x is the known input, unchanged: while that is kept, nothing else lies where it does."""
-    return (x.data_ptr(), x.shape, x.stride(), x._version) == (
-        *(known.x.data_ptr(), known.x.shape, known.x.stride(), known.version),
-    )
 
 
 class _Share(nn.Module):
@@ -73,11 +73,6 @@ class _Share(nn.Module):
         super().__init__()
         self.joined, self.number = joined, number
         self.name, self.packed_bytes = alone.name, alone.packed_bytes
-
-    @property
-    def tools(self) -> Any:
-        """What launches kernels."""
-        return self.joined._product.tools
 
     def forward(self, x: Tensor, _: Tensor | None) -> Tensor:
         """x [tokens, in] to [tokens, out]; the bias is added for all at once."""
