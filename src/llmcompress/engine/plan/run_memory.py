@@ -167,6 +167,8 @@ class RunMemory:
         # besides, each thread has decoded matrices in float32 and in 16 bits
         yield self.term("gradients of matrices", ((self.item + 6) * weights + 8 * largest) * self.threads)
         yield self._there_and_back(layer)
+        # in float32: what leaves the layer, what is wanted, the error, and its gradient
+        yield self.term("errors of windows", 16 * self.hidden * self.recipe.calibration.length * (self.threads + 1))
 
     def products(self, layer: Layer) -> int:
         """Bytes of the products of gradients at the outputs of a layer."""

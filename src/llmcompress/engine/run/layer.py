@@ -96,15 +96,51 @@ class Compressor:
         coded: dict[str, Coded] = {}
         linears: list[dict[str, Any]] = []
         ledger = Ledger()
-        gathered: dict[str, Tensor] = {}
         guidance = self.guidance(number)
         if self.known is not None:
             note_reuse(self.plan, self.known, ledger)
+        recovers = any(plan.recovers for plan in self.plan.sections[number])
+        onward = recovers or number + 1 < len(self.plan.sections)
+        for plan, solved, record in self._chosen(
+            number, workers, layer, compressed, original, onward=onward, guidance=guidance, ledger=ledger
+        ):
+            coded[plan.module] = solved
+            linears.append(record)
+            self.progress.matrix(record)
+            if layer is not None and plan.inside:  # nothing reads what leaves the head
+                install(layer, plan, solved)
+        gains: Mapping[str, Tensor] = {}
+        records: dict[str, Any] = {"linears": linears}
+        if recovers:
+            self.progress.stage("scales and gains", len(coded))
+            gains = self._recover(number, layer, compressed, original, coded, records, guidance, ledger, workers)
+        records["ledger"] = ledger.as_json()
+        inside = number < len(self.plan.layers)
+        if compressed is not None and inside and self.plan.recipe.kv_cache is not None:
+            records["kv_cache"] = largest_magnitudes(compressed.key_value_range(), number)
+        return SolvedLayer(coded, records, gains)
+
+    def _chosen(
+        self,
+        number: int,
+        workers: Workers,
+        layer: nn.Module | None,
+        compressed: Forward | None,
+        original: Forward | None,
+        *,
+        onward: bool,
+        guidance: Guidance,
+        ledger: Ledger,
+    ) -> Iterator[tuple[MatrixPlan, Coded, dict[str, Any]]]:
+        """The matrices of a section, stage by stage; each is to be in the layer before the next is asked for.
+
+        onward: whether anything asks for what leaves the layer as it was. Statistics are freed with the last matrix.
+        """
+        gathered: dict[str, Tensor] = {}
         stages = stages_of(self.plan.sections[number])
         paired = 1 + max((at for at, stage in enumerate(stages) if stage[0].expert is None), default=-1)
         before: ExpertGrams | None = None
         beside = original  # while the stages need it
-        recovers = any(plan.recovers for plan in self.plan.sections[number])
         for number_of_stage, stage in enumerate(stages):
             self.progress.stage(stage[0].space, len(stage))
             kept = [
@@ -116,7 +152,7 @@ class Compressor:
             taken = {plan.module for plan, *_ in kept}
             stage = [plan for plan in stage if plan.module not in taken]
             if beside is not None and number_of_stage >= paired:
-                beside.conclude(onward=recovers or number + 1 < len(self.plan.sections))
+                beside.conclude(onward=onward)
                 beside = None
             with windows_under_way(self.plan):
                 statistics = (
@@ -127,27 +163,12 @@ class Compressor:
             if self.keeping is not None:
                 gathered |= statistics.packed(workers)
             return_freed_memory()  # what the windows took, before the matrices of the solvers come
+            yield from kept
             groups = _solved_as_one(stage, apart=self.plan.importance is not None)
-            solutions = self._solutions(groups, statistics, guidance, ledger, workers)
-            for plan, solved, record in chain(kept, solutions):
-                coded[plan.module] = solved
-                linears.append(record)
-                self.progress.matrix(record)
-                if layer is not None and plan.inside:  # nothing reads what leaves the head
-                    install(layer, plan, solved)
+            yield from self._solutions(groups, statistics, guidance, ledger, workers)
             before = statistics.experts or before
         if self.keeping is not None:
             self.keeping.write(number, gathered)
-        gains: Mapping[str, Tensor] = {}
-        records: dict[str, Any] = {"linears": linears}
-        if recovers:
-            self.progress.stage("scales and gains", len(coded))
-            gains = self._recover(number, layer, compressed, original, coded, records, guidance, ledger, workers)
-        records["ledger"] = ledger.as_json()
-        inside = number < len(self.plan.layers)
-        if compressed is not None and inside and self.plan.recipe.kv_cache is not None:
-            records["kv_cache"] = largest_magnitudes(compressed.key_value_range(), number)
-        return SolvedLayer(coded, records, gains)
 
     def _recover(
         self,
@@ -173,6 +194,7 @@ class Compressor:
             leaving = write_windows(original.outputs(), original.record("wanted"), self.model.dtype)
         else:
             deque(original.outputs(), maxlen=0)
+        return_freed_memory()  # what the solvers and windows took, before gradients come
         learner = LayerLearner(self.plan, number, layer, self.model, self.checkpoint, coded, ledger)
         found = recovered_layer(learner, errors, compressed.stream.hidden, leaving, guidance, workers)
         compressed.renew()
