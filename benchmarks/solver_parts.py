@@ -19,7 +19,7 @@ from llmcompress.engine.run.rtn_ratio import output_energies
 from llmcompress.grids.fitting import fit
 from llmcompress.grids.integer import IntegerSpec
 from llmcompress.hardware import exact_float32
-from llmcompress.solve.damping import inverse_factor, permuted
+from llmcompress.solve.damping import inverse_factor
 from llmcompress.solve.gptq import gptq_codes
 from llmcompress.solve.prepared import Prepared, column_order
 from llmcompress.stats.gram import Gram
@@ -35,7 +35,7 @@ def steps(rows: int, width: int, tokens: int, bits: int) -> dict[str, Callable[[
     gram.update(inputs)
     hessian = gram.mean()
     order = column_order(hessian, by_energy=True)
-    factor = inverse_factor(permuted(hessian, order), 0.01)
+    factor = inverse_factor(hessian, 0.01, order=order)
     ready = Prepared(hessian, order, factor)
     grid = fit(weight, spec, importance=ready.cost, scale_dtype=torch.bfloat16)
     coded = gptq_codes(weight, grid, factor, order)
@@ -43,7 +43,7 @@ def steps(rows: int, width: int, tokens: int, bits: int) -> dict[str, Callable[[
     delta = coded.decode() - weight
     return {
         "Gram matrix": lambda: Gram(width, SERIAL).update(inputs),
-        "factor": lambda: inverse_factor(permuted(hessian, order), 0.01),
+        "factor": lambda: inverse_factor(hessian, 0.01, order=order),
         "scale search": lambda: fit(weight, spec, importance=ready.cost, scale_dtype=torch.bfloat16),
         "column sweep": lambda: gptq_codes(weight, grid, factor, order),
         "gradient": lambda: ready.refiner.gradient(weight, coded),

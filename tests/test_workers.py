@@ -4,6 +4,7 @@ The ranks here are threads, each with a communicator of its own that exchanges t
 """
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -21,6 +22,19 @@ def test_results_come_in_the_order_of_the_items(count):
         assert list(workers.in_order(lambda x: x * x, range(50))) == [x * x for x in range(50)]
         assert workers.together(lambda x=x: -x for x in range(7)) == [-x for x in range(7)]
         assert workers.both(lambda: 1, lambda: "two") == (1, "two")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_work_apart_begins_when_what_comes_before_has_ended(count):
+    seen = []
+
+    def first():
+        time.sleep(0.05)
+        seen.append("first")
+
+    with SERIAL.with_threads(count) as workers:
+        workers.both(first, lambda: seen.append("second"), apart=True)
+    assert seen == ["first", "second"]
 
 
 def test_no_more_items_are_taken_than_threads_can_work_on():

@@ -215,14 +215,18 @@ class Workers:
         found = list(ranks.all_gather(self.together(every[ranks.rank :: ranks.size])))
         return [found[number % ranks.size][number // ranks.size] for number in range(len(every))]
 
-    def both(self, first: Callable[[], T], second: Callable[[], R]) -> tuple[T, R]:
-        """Results of two functions whose work does not depend on one another, each computed by one rank."""
+    def both(self, first: Callable[[], T], second: Callable[[], R], apart: bool = False) -> tuple[T, R]:
+        """Results of two functions whose work does not depend on one another, each computed by one rank.
+
+        apart: a process that computes both begins the second when the first has ended: each of them shares its work
+        among threads, and both at once would take more memory.
+        """
         pool = self._waiting
         if self._connected is not None:
             functions: list[Callable[[], Any]] = [first, second]
             one, other = self.distribute(functions)
             return one, other
-        if pool is None:
+        if pool is None or apart:
             with torch.no_grad():
                 return first(), second()
         future = pool.executor.submit(_without_gradients, _call, first)

@@ -3,13 +3,15 @@
 import pytest
 import torch
 
+from llmcompress.errors import RunError
 from llmcompress.methods.base import Statistics
 from llmcompress.methods.gptq import Gptq
+from llmcompress.solve import damping
 from llmcompress.solve.correct import corrected
 from llmcompress.solve.row_blocks import SERIAL_BLOCKS
 from llmcompress.stats.drift import Drift
 from llmcompress.stats.gram import Gram
-from llmcompress.workers import SERIAL
+from llmcompress.workers import SERIAL, Workers
 
 
 def streams(tokens=600, width=32, seed=0):
@@ -63,6 +65,25 @@ def test_the_corrected_weight_is_nearer_to_the_uncompressed_outputs(alpha, rows)
     assert loss(best) < loss(moved) < loss(weight)
     if alpha == 1.0:
         assert loss(moved) < 0.7 * loss(weight)
+
+
+@pytest.mark.parametrize("rows", [7, 310])
+def test_parts_on_any_number_of_threads_make_the_correction_of_float64(monkeypatch, rows):
+    monkeypatch.setattr(damping, "WHOLE", 160)
+    original, here = streams(tokens=1200, width=300)
+    weight = torch.randn(rows, 300, generator=torch.Generator().manual_seed(1))
+    stats = statistics(original, here)
+    hessian, drift = stats.gram.mean(), stats.drift.mean()
+    expected = weight.double() @ drift.double() @ torch.linalg.inv(damping.damped(hessian.double(), 1.0))
+    alone = corrected(weight, hessian, drift, 1.0)
+    torch.testing.assert_close(alone.double(), weight.double() + expected, rtol=1e-4, atol=1e-5)
+    with Workers().with_threads(3) as workers:
+        assert torch.equal(corrected(weight, hessian, drift, 1.0, workers), alone)
+
+
+def test_a_gram_matrix_without_a_factor_is_refused_in_one_line():
+    with pytest.raises(RunError, match="32 inputs is not positive definite"):
+        corrected(torch.ones(4, 32), torch.full((32, 32), float("nan")), torch.ones(32, 32), 0.5)
 
 
 def test_gptq_with_drift_beats_gptq_without_on_the_uncompressed_outputs():

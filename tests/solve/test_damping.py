@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from llmcompress.solve import damping
-from llmcompress.solve.damping import cholesky_, damped, inverse_factor
+from llmcompress.solve.damping import backwards, cholesky_, damped, inverse_factor, permuted
 from llmcompress.workers import SERIAL, Workers
 
 
 @pytest.fixture
 def in_parts(monkeypatch):
-    monkeypatch.setattr(damping, "_WHOLE", 160)
+    monkeypatch.setattr(damping, "WHOLE", 160)
     monkeypatch.setattr(damping, "_SOLVED", 96)
 
 
@@ -30,6 +30,16 @@ def test_parts_make_the_factor_of_the_whole(size):
     torch.testing.assert_close(product, torch.eye(size).double(), rtol=0, atol=1e-4)
     lower = cholesky_(damped(hessian.double(), 0.01), SERIAL)
     torch.testing.assert_close(lower, torch.linalg.cholesky(damped(hessian.double(), 0.01)), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.usefixtures("in_parts")
+def test_an_order_of_columns_makes_the_factor_of_the_matrix_in_that_order():
+    hessian = gram(300)
+    order = torch.randperm(300, generator=torch.Generator().manual_seed(1))
+    ordered, given = inverse_factor(permuted(hessian, order), 0.01, 0.02), inverse_factor(hessian, 0.01, 0.02, order=order)
+    assert torch.equal(given.ahead, ordered.ahead)
+    assert torch.equal(given.pivots, ordered.pivots)
+    assert torch.equal(backwards(hessian, order, torch.float64).flip(0, 1), permuted(hessian, order).double())
 
 
 @pytest.mark.usefixtures("in_parts")

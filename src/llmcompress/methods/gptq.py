@@ -106,11 +106,11 @@ class Gptq(Method):
             "true_sequential": True,
         }
 
-    def factor(self, hessian: "Tensor", tokens: float, workers: "Workers") -> "Factor":
-        """The factor of a mean Gram matrix [in, in] of so many tokens, its columns in processing order."""
+    def factor(self, hessian: "Tensor", tokens: float, workers: "Workers", order: "Tensor") -> "Factor":
+        """The factor of a mean Gram matrix [in, in] of so many tokens, whose columns are processed in `order` [in]."""
         from llmcompress.solve.shrinkage import trusted_factor
 
-        return trusted_factor(hessian, self.percdamp, self.shrinkage, tokens, workers)
+        return trusted_factor(hessian, self.percdamp, self.shrinkage, tokens, workers, order)
 
     def solve(
         self,
@@ -125,7 +125,7 @@ class Gptq(Method):
         from llmcompress.grids.coded import Coded
         from llmcompress.grids.fitting import fit
         from llmcompress.solve.correct import Corrected, correction
-        from llmcompress.solve.damping import permuted
+        from llmcompress.solve.damping import is_alone
         from llmcompress.solve.gptq import gptq_codes
         from llmcompress.solve.masked_target import MaskedTarget
         from llmcompress.solve.outliers import remaining, with_outliers
@@ -149,12 +149,12 @@ class Gptq(Method):
         def correct() -> torch.Tensor | None:
             if drift is None:
                 return None
-            return correction(weight, whole if drift.hessian is None else drift.hessian, drift.finish())
+            return correction(weight, whole if drift.hessian is None else drift.hessian, drift.finish(), blocks.workers)
 
         def factorise() -> "Factor":
-            return self.factor(permuted(hessian, order), gram.trusted, blocks.workers)
+            return self.factor(hessian, gram.trusted, blocks.workers, order)
 
-        moved, factor = blocks.workers.both(correct, factorise)
+        moved, factor = blocks.workers.both(correct, factorise, apart=is_alone(hessian))
         ready = Prepared(hessian, order, factor)
         wanted, sparse = Corrected(weight, moved, self.qep_alpha), pruned
         aim: Corrected | torch.Tensor = wanted

@@ -84,7 +84,7 @@ class SparseGpt(Pruner):
         import torch
 
         from llmcompress.solve.correct import corrected
-        from llmcompress.solve.damping import damped, permuted
+        from llmcompress.solve.damping import damped, is_alone
         from llmcompress.solve.masked import refitted
         from llmcompress.solve.prune import Pruned
         from llmcompress.solve.row_blocks import SOLVED_ROWS
@@ -101,12 +101,12 @@ class SparseGpt(Pruner):
             if drift is None:
                 return weight
             seen = hessian if drift.hessian is None else drift.hessian
-            return corrected(weight, seen, drift.finish(), self.qep_alpha)
+            return corrected(weight, seen, drift.finish(), self.qep_alpha, workers)
 
         def factorise() -> "Factor":
-            return trusted_factor(permuted(hessian, order), self.percdamp, self.shrinkage, tokens, workers)
+            return trusted_factor(hessian, self.percdamp, self.shrinkage, tokens, workers, order)
 
-        whole, factor = workers.both(aim, factorise)
+        whole, factor = workers.both(aim, factorise, apart=is_alone(hessian))
         loss = damped(hessian, factor.percdamp, factor.shrinkage)
 
         def rows(wanted: "Tensor") -> "Tensor":

@@ -10,7 +10,8 @@ from llmcompress.errors import RunError
 from llmcompress.workers import SERIAL, Workers
 
 _LADDER = (1.0, 10.0, 100.0)
-_WHOLE = 1024  # columns of a matrix that one thread works on
+WHOLE = 1024  # columns of a matrix that one thread works on
+_STRIP = 512  # rows that are put in order at once
 _SOLVED = 192  # columns of a triangle that is inverted as LAPACK does
 _PARTS = 4  # of a larger matrix's halves
 
@@ -33,6 +34,18 @@ class Factor:
 def permuted(hessian: Tensor, order: Tensor) -> Tensor:
     """A square matrix [in, in] with rows and columns in `order` [in], in memory of its own."""
     return hessian.index_select(0, order).index_select(1, order)
+
+
+def backwards(hessian: Tensor, order: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """A square matrix [in, in] as `dtype`, rows and columns in `order` [in] from the last to the first.
+
+    order: None as they are. A strip at a time, so that nothing else is as large as the result.
+    """
+    back = torch.arange(len(hessian), device=hessian.device).flip(0) if order is None else order.flip(0)
+    found = torch.empty_like(hessian, dtype=dtype)
+    for rows, strip in zip(back.split(_STRIP), found.split(_STRIP), strict=True):
+        strip.copy_(hessian.index_select(0, rows).index_select(1, back))
+    return found
 
 
 def damped(hessian: Tensor, percdamp: float, shrinkage: float = 0.0) -> Tensor:
@@ -67,7 +80,7 @@ def cholesky_(matrix: Tensor, workers: Workers | None = None) -> Tensor | None:
 def _factorise(lower: Tensor, workers: Workers | None) -> bool:
     """Turn a matrix [n, n], of which the lower triangle is looked at, into its factor; False where it has none."""
     size = lower.shape[0]
-    if workers is None or size <= _WHOLE or lower.is_cuda:
+    if workers is None or not is_shared(lower):
         info = torch.empty(0, dtype=torch.int32, device=lower.device)
         torch.linalg.cholesky_ex(lower, out=(lower, info))  # in place: a matrix of float64 is the largest thing here
         return int(info) == 0
@@ -84,7 +97,7 @@ def _factorise(lower: Tensor, workers: Workers | None) -> bool:
     def subtract(rows: slice) -> None:
         last[rows, : rows.stop].addmm_(corner[rows], corner[: rows.stop].mT, alpha=-1)
 
-    parts = _parts(size - half)
+    parts = _quarters(size - half)
     workers.together(partial(solve, rows) for rows in parts)
     workers.together(partial(subtract, rows) for rows in reversed(parts))  # the longest first
     last_has_factor = _factorise(last, workers)
@@ -92,14 +105,37 @@ def _factorise(lower: Tensor, workers: Workers | None) -> bool:
     return last_has_factor
 
 
-def _parts(size: int) -> list[slice]:
+def is_shared(square: Tensor) -> bool:
+    """Whether threads share work on a square matrix: on a processor, where it is large."""
+    return square.shape[0] > WHOLE and not square.is_cuda
+
+
+def is_alone(square: Tensor) -> bool:
+    """Whether work on a square matrix is done alone: where threads share it, and on a GPU, which shares it itself."""
+    return square.is_cuda or is_shared(square)
+
+
+def shared_rows(count: int, square: Tensor) -> list[slice]:
+    """Parts of `count` rows, or columns, that are worked on with a square matrix: one where threads do not share it."""
+    return _quarters(count) if is_shared(square) else [slice(0, count)]
+
+
+def _quarters(size: int) -> list[slice]:
     """Parts of a large matrix's rows or columns, whatever the number of threads that share them."""
     step = -(-size // _PARTS)
     return [slice(start, min(start + step, size)) for start in range(0, size, step)]
 
 
-def inverse_factor(hessian: Tensor, percdamp: float, shrinkage: float = 0.0, workers: Workers = SERIAL) -> Factor:
-    """Factor of a mean Gram matrix [in, in], `damped`, its columns in processing order; threads share the work.
+def inverse_factor(
+    hessian: Tensor,
+    percdamp: float,
+    shrinkage: float = 0.0,
+    workers: Workers = SERIAL,
+    order: Tensor | None = None,
+) -> Factor:
+    """Factor of a mean Gram matrix [in, in], `damped`; threads share the work.
+
+    order: in which its columns [in] are processed; None as they are.
 
     One Cholesky of the matrix flipped in both directions in float64, and one triangular inverse in float32, whose
     condition is only the root of the matrix's (GPTQ, arXiv:2210.17323, section 3.3, in the form that never inverts H).
@@ -108,11 +144,13 @@ def inverse_factor(hessian: Tensor, percdamp: float, shrinkage: float = 0.0, wor
     """
     for step in _LADDER:
         used = percdamp * step
-        matrix = cholesky_(damp(hessian.flip(0, 1).to(torch.float64), used, shrinkage), workers)
+        matrix = cholesky_(damp(backwards(hessian, order, torch.float64), used, shrinkage), workers)
         if matrix is not None:
             # in two steps: a cast that transposes takes three times as long
-            lower = matrix.to(torch.float32).contiguous()
+            cast = matrix.to(torch.float32)
             del matrix
+            lower = cast.contiguous()
+            del cast
             _invert(lower, workers)
             upper = lower.flip(0, 1)
             if bool(torch.isfinite(upper.sum())):
@@ -143,7 +181,7 @@ def _invert(lower: Tensor, workers: Workers) -> None:
         return
     half = -(-size // 128) * 64
     first, corner, last = lower[:half, :half], lower[half:, :half], lower[half:, half:]
-    if size <= _WHOLE or lower.is_cuda:
+    if not is_shared(lower):
         _invert(first, workers)
         _invert(last, workers)
         corner.copy_((last @ corner).neg_() @ first)
@@ -157,5 +195,5 @@ def _invert(lower: Tensor, workers: Workers) -> None:
     def after(columns: slice) -> None:
         corner[:, columns] = (moved[:, columns.start :] @ first[columns.start :, columns]).neg_()
 
-    workers.together(partial(before, rows) for rows in reversed(_parts(size - half)))
-    workers.together(partial(after, columns) for columns in _parts(half))
+    workers.together(partial(before, rows) for rows in reversed(_quarters(size - half)))
+    workers.together(partial(after, columns) for columns in _quarters(half))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from llmcompress.grids.nearest import spread
-from llmcompress.solve.damping import Factor, cholesky_, damp, inverse_factor
+from llmcompress.solve.damping import Factor, backwards, cholesky_, damp, inverse_factor
 from llmcompress.workers import SERIAL, Workers
 
 _FLATTERED = 2.0  # a fit of d coefficients to n tokens misses them by so much of d / n less than other text
@@ -17,18 +17,25 @@ _COLUMNS = 512  # whose costs are compared
 
 
 def trusted_factor(
-    hessian: Tensor, percdamp: float, shrinkage: float | None, tokens: float, workers: Workers = SERIAL
+    hessian: Tensor,
+    percdamp: float,
+    shrinkage: float | None,
+    tokens: float,
+    workers: Workers = SERIAL,
+    order: Tensor | None = None,
 ) -> Factor:
-    """The factor of a mean Gram matrix [in, in] of so many tokens, its columns in processing order.
+    """The factor of a mean Gram matrix [in, in] of so many tokens; order: as of `inverse_factor`.
 
     shrinkage: by which share its diagonal is to grow; None for the chosen one. RunError as of `inverse_factor`.
     """
-    chosen = chosen_shrinkage(hessian, percdamp, tokens, workers) if shrinkage is None else shrinkage
-    return inverse_factor(hessian, percdamp, chosen, workers)
+    chosen = chosen_shrinkage(hessian, percdamp, tokens, workers, order) if shrinkage is None else shrinkage
+    return inverse_factor(hessian, percdamp, chosen, workers, order)
 
 
-def chosen_shrinkage(hessian: Tensor, percdamp: float, tokens: float, workers: Workers = SERIAL) -> float:
-    """The share by which the diagonal of a mean Gram matrix [in, in], its columns in processing order, is to grow.
+def chosen_shrinkage(
+    hessian: Tensor, percdamp: float, tokens: float, workers: Workers = SERIAL, order: Tensor | None = None
+) -> float:
+    """The share by which the diagonal of a mean Gram matrix [in, in] is to grow; order: as of `inverse_factor`.
 
     An error e in one column, made up for in those after it by a row `a` of a unit triangular matrix, costs e^2 a H a^T:
     least without shrinkage. But a fit of `in` coefficients to n tokens looks better on them than on other text of the
@@ -38,7 +45,7 @@ def chosen_shrinkage(hessian: Tensor, percdamp: float, tokens: float, workers: W
     allowed = _FLATTERED * hessian.shape[0] / max(tokens, 1.0)
     if allowed < _LEAST:
         return 0.0
-    flipped = hessian.flip(0, 1)
+    flipped = backwards(hessian, order, hessian.dtype)
     least, more = workers.together(partial(_cost, flipped, percdamp, share) for share in (0.0, _TRIED))
     if least is None or more is None or not least > 0:
         return 0.0

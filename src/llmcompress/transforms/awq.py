@@ -101,11 +101,11 @@ def _compensated(hessian: "Tensor") -> "Tensor":
     """
     import torch
 
-    from llmcompress.solve.damping import inverse_factor, permuted
+    from llmcompress.solve.damping import inverse_factor
 
     order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
     cost = torch.empty_like(hessian.diagonal())
-    cost[order] = inverse_factor(permuted(hessian, order), _PERCDAMP).pivots ** -2
+    cost[order] = inverse_factor(hessian, _PERCDAMP, order=order).pivots ** -2
     return cost
 
 

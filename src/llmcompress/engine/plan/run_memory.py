@@ -1,5 +1,6 @@
 """The memory of a run, on a processor or a GPU: its phases, from headers and options alone."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import prod
 
@@ -15,6 +16,7 @@ from llmcompress.grids.base import PRODUCT_ROWS
 from llmcompress.grids.integer import SEARCHED
 from llmcompress.hardware import MORE_ON_GPU
 from llmcompress.recipe import Recipe
+from llmcompress.solve.damping import WHOLE
 from llmcompress.solve.output_feedback import products_bytes
 from llmcompress.solve.row_blocks import LOOKED_AT, SOLVED_ROWS, solved_rows
 from llmcompress.stats.gram import PANELS
@@ -24,6 +26,10 @@ from llmcompress.transforms.base import Scaling
 from llmcompress.transforms.rotate import Rotate
 
 Layer = Sequence[MatrixPlan]
+
+# square matrices of inputs, of float32
+_ALONE = 4  # a Gram matrix, and what makes its factor: one of float64, and that cast; or three that shrinkage compares
+_CORRECTING = 3  # a drift, its Gram matrix, and the factor of that
 
 
 def memory_of_run(headers: ModelHeaders, recipe: Recipe, layers: Sequence[Layer], resources: Resources) -> "RunMemory":
@@ -188,14 +194,15 @@ class RunMemory:
 
         Each thread solves an expert of its own, beside what all of them borrow from.
         """
-        borrowed, routed = self._borrowed(layer), False
-        for rows, columns, plan in _stages(layer):
+        borrowed, routed, stages = self._borrowed(layer), False, _stages(layer)
+        inputs = Counter(plan.space for *_, plan in stages)
+        for rows, columns, plan in stages:
             routed |= plan.expert is not None
             codes = Term("codes", _code_bytes([plan for plan in layer if routed or plan.expert is None]))
-            squares = (8 if self.paired else 5) if plan.inverts else int(plan.needs_gram)
+            squares = self._squares(columns, again=inputs[plan.space] > 1) if plan.inverts else int(plan.needs_gram)
             every = 1
             if plan.expert is not None and plan.needs_gram:
-                every, squares = self.threads, min(squares, 5)
+                every, squares = self.threads, min(squares, _ALONE)
             # without an inverse, rows are rounded in pieces that fit a processor's cache
             at_once = 12 * min(rows, SOLVED_ROWS * self.threads // every) if plan.inverts else 0
             searched = memory.OUTPUT_SEARCH * PRODUCT_ROWS * self.threads if plan.method.clip == "output" else 0
@@ -205,6 +212,14 @@ class RunMemory:
                 weights, at_work = self._head(plan, at_work)
             statistics = Term("statistics", every * squares * 4 * columns**2)
             yield [codes, borrowed, statistics, weights, at_work, self.feedback(layer, plan, rows * columns)]
+
+    def _squares(self, columns: int, again: bool) -> int:
+        """Square matrices of the inputs of a stage. again: whether other matrices that read them come later."""
+        if not self.paired:
+            return _ALONE
+        if columns <= WHOLE:
+            return _ALONE + _CORRECTING  # at once
+        return _ALONE + 2 * again  # a drift and its Gram matrix stay
 
     def scaling(self, layer: Layer) -> Iterator[list[Term]]:
         """Statistics of all inputs at once, and either the batches, or a site's matrices at work."""

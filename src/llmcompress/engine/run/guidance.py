@@ -25,7 +25,7 @@ from llmcompress.engine.run.opened_model import opened_model
 from llmcompress.errors import RunError, StoppedError
 from llmcompress.solve.output_feedback import chunks
 from llmcompress.stats.fisher import Fisher
-from llmcompress.stats.gram import symmetric_mean, upper_panels
+from llmcompress.stats.gram import add_products, products_of, symmetric_mean, upper_panels
 from llmcompress.store.checkpoint import Checkpoint
 from llmcompress.store.staging import Staging
 from llmcompress.store.statistics import Kept, kept_statistics
@@ -197,9 +197,9 @@ class LayerGuidance:
 
         Of these the upper triangle counts.
         """
-        rows = gradient.reshape(-1, gradient.shape[-1]).to(torch.float32)
+        rows = gradient.reshape(-1, gradient.shape[-1])
         products = [_products(rows[:, some]) for some in chunks(rows.shape[1])] if self._followed else []
-        return rows.square().sum(dim=-1).cpu(), products
+        return rows.to(torch.float32).square().sum(dim=-1).cpu(), products
 
     def add(self, path: str, part: tuple[Tensor, list[Tensor]], window: int) -> None:
         squares, products = part
@@ -246,12 +246,13 @@ class LayerGuidance:
 
 
 def _products(rows: Tensor) -> Tensor:
-    """rows^T rows [n, n], of rows [tokens, n]; what lies below the panels of the upper triangle is zero."""
+    """rows^T rows [n, n] in float32, of rows [tokens, n]; what lies below the panels of the upper triangle is zero."""
     count = rows.shape[1]
     found = torch.zeros(count, count, device=rows.device)
-    for panel in upper_panels(found):
-        start = count - panel.shape[1]
-        panel.copy_(rows[:, start : start + panel.shape[0]].T @ rows[:, start:])
+    for part in products_of(rows, exact=True):
+        for panel in upper_panels(found):
+            start = count - panel.shape[1]
+            add_products(panel, part[:, start : start + panel.shape[0]], part[:, start:])
     return found.cpu()
 
 

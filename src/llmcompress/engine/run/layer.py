@@ -316,12 +316,12 @@ class Compressor:
         if group[0].tied and stats.gram is not None:
             stats = replace(stats, found={**stats.found, "gram": with_lookups(stats.gram)})
         weights = [self._weight(plan) for plan in group]
-        scale_dtype, gpu = DTYPES[group[0].entry.source.dtype], self.device.type == "cuda"
+        scale_dtype = DTYPES[group[0].entry.source.dtype]
         with torch.no_grad():
             sparse = pruned_group(group, weights, stats, ledger, self.rounded, workers)
-            if last and gpu and stats.drift is not None:
-                stats.drift.expect_last()  # a GPU has little memory: what is read is given up
-            blocks = RowBlocks(workers, gpu, self.sweeper)
+            if last and stats.drift is not None:
+                stats.drift.expect_last()
+            blocks = RowBlocks(workers, self.device.type == "cuda", self.sweeper)
             solved: Solved = method.solve(_stacked(weights), stats, scale_dtype, blocks, sparse)
         if not group[0].entry.block:
             return_freed_memory()  # what its rows took, before the head is compared with its codes
