@@ -36,7 +36,10 @@ def test_parts_make_the_factor_of_the_whole(size):
 def test_an_order_of_columns_makes_the_factor_of_the_matrix_in_that_order():
     hessian = gram(300)
     order = torch.randperm(300, generator=torch.Generator().manual_seed(1))
-    ordered, given = inverse_factor(permuted(hessian, order), 0.01, 0.02), inverse_factor(hessian, 0.01, 0.02, order=order)
+    ordered, given = (
+        inverse_factor(permuted(hessian, order), 0.01, 0.02),
+        inverse_factor(hessian, 0.01, 0.02, order=order),
+    )
     assert torch.equal(given.ahead, ordered.ahead)
     assert torch.equal(given.pivots, ordered.pivots)
     assert torch.equal(backwards(hessian, order, torch.float64).flip(0, 1), permuted(hessian, order).double())

@@ -60,6 +60,12 @@ _WEIGHT_CLIP = _option(
     "search",
     "range of a row or block: searched for least squared error, or to cover every weight",
 )
+_BLOCK_CLIP = _option(
+    Literal["search", "minmax"] | None,
+    None,
+    "range of a block: searched for least squared error (what is done with a calibration text), or to cover every "
+    "weight (without one)",
+)
 
 
 @dataclass(frozen=True)
@@ -69,8 +75,9 @@ class Preset:
     transforms: steps before the method. method: its name; None: nothing is rounded. calibrated: the method in its place
     where a calibration text is given; None: the same method, on the default text if it needs any. fixed: options that
     are not to be chosen. offered: names of options that are, as the fields of the method declare them; those of
-    transforms all are. own: options that are declared otherwise than by the method. format: of the output. beside:
-    formats in its place, by the option that asks for them when it is not "none".
+    transforms all are. own: options that are declared otherwise than by the method. textless: values of options that
+    are not given, where no calibration text is. format: of the output. beside: formats in its place, by the option that
+    asks for them when it is not "none".
 
     An option that several steps or the calibration know by one name goes to all of them.
     """
@@ -83,6 +90,7 @@ class Preset:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     offered: tuple[str, ...] = ()
     own: Mapping[str, FieldInfo] = field(default_factory=dict)
+    textless: Mapping[str, Any] = field(default_factory=dict)
     format: str = DEFAULT_FORMAT
     beside: Mapping[str, str] = field(default_factory=dict)
 
@@ -105,12 +113,12 @@ class Preset:
             for step in self.transforms
         ]
         if self.method is not None:
-            measured = self.calibrated is not None and settings.get("calibration") is not None
-            method = methods()[str(self.calibrated) if measured else self.method]
-            own = {name: option.default for name, option in self.own.items()}
+            text = settings.get("calibration") is not None
+            method = methods()[self.calibrated if text and self.calibrated is not None else self.method]
+            own = {name: option.default for name, option in self.own.items() if option.default is not None}
             names = (*self.offered, *self.own, "set")
-            given = {name: settings[name] for name in names if name in settings}
-            made.append(build(method, {**self.fixed, **own, **given}, self.name))
+            given = {name: settings[name] for name in names if settings.get(name) is not None}
+            made.append(build(method, {**self.fixed, **own, **({} if text else self.textless), **given}, self.name))
         return tuple(made)
 
 
@@ -160,7 +168,8 @@ _ALL = (
         calibrated="gptq",
         fixed={"type": "nf4"},
         offered=("double_quant",),
-        own={"clip": _WEIGHT_CLIP},
+        own={"clip": _BLOCK_CLIP},
+        textless={"clip": "minmax"},
         format="bitsandbytes",
     ),
     Preset(

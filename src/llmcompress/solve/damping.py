@@ -31,21 +31,21 @@ class Factor:
     shrinkage: float = 0.0
 
 
-def permuted(hessian: Tensor, order: Tensor) -> Tensor:
-    """A square matrix [in, in] with rows and columns in `order` [in], in memory of its own."""
-    return hessian.index_select(0, order).index_select(1, order)
+def permuted(hessian: Tensor, order: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A square matrix [in, in] with rows and columns in `order` [in], in memory of its own; dtype: None for the same.
+
+    A strip at a time, so that nothing else is as large as the result.
+    """
+    found = torch.empty_like(hessian, dtype=dtype)
+    for rows, strip in zip(order.split(_STRIP), found.split(_STRIP), strict=True):
+        strip.copy_(hessian.index_select(0, rows).index_select(1, order))
+    return found
 
 
 def backwards(hessian: Tensor, order: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """A square matrix [in, in] as `dtype`, rows and columns in `order` [in] from the last to the first.
-
-    order: None as they are. A strip at a time, so that nothing else is as large as the result.
-    """
-    back = torch.arange(len(hessian), device=hessian.device).flip(0) if order is None else order.flip(0)
-    found = torch.empty_like(hessian, dtype=dtype)
-    for rows, strip in zip(back.split(_STRIP), found.split(_STRIP), strict=True):
-        strip.copy_(hessian.index_select(0, rows).index_select(1, back))
-    return found
+    """As `permuted`, from the last row and column to the first; order: None as they are."""
+    forwards = torch.arange(len(hessian), device=hessian.device) if order is None else order
+    return permuted(hessian, forwards.flip(0), dtype)
 
 
 def damped(hessian: Tensor, percdamp: float, shrinkage: float = 0.0) -> Tensor:
