@@ -37,7 +37,7 @@ def permuted(hessian: Tensor, order: Tensor, dtype: torch.dtype | None = None) -
     A strip at a time, so that nothing else is as large as the result.
     """
     found = torch.empty_like(hessian, dtype=dtype)
-    for rows, strip in zip(order.split(_STRIP), found.split(_STRIP), strict=True):
+    for rows, strip in zip(torch.split(order, _STRIP), torch.split(found, _STRIP), strict=True):
         strip.copy_(hessian.index_select(0, rows).index_select(1, order))
     return found
 

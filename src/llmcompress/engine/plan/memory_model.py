@@ -46,6 +46,7 @@ LOGIT_AGREEMENT = 24  # counted, for each logit of a validated window: six tenso
 WRITTEN_CHANCES = 36  # counted, for each logit of the tokens that are drawn at once: three of float32, three of float64
 DRAFT_LOGITS = 12  # fitted, for each logit of a draft head at each depth, and its gradient
 GRADIENT_VALUES = 32  # fitted, for each token and row of the largest matrix, or hidden channel: kept for gradients
+ROUNDED = 32  # fitted, for each weight of the rows that are rounded at once, beside SOLVED
 SOLVED = 16  # fitted, for each weight of the matrices that are solved as one
 PRUNED_ALONE = 28  # fitted, for each weight of a matrix that is pruned without statistics, and so is solved alone
 TRAINED = 0.5  # assumed, for each weight: the factor of its group, what is learnt of it, its gradient, and the best

@@ -204,7 +204,7 @@ class RunMemory:
             if plan.expert is not None and plan.needs_gram:
                 every, squares = self.threads, min(squares, _ALONE)
             # without an inverse, rows are rounded in pieces that fit a processor's cache
-            at_once = 12 * min(rows, SOLVED_ROWS * self.threads // every) if plan.inverts else 0
+            at_once = memory.ROUNDED * min(rows, SOLVED_ROWS * self.threads // every) if plan.inverts else 0
             searched = memory.OUTPUT_SEARCH * PRODUCT_ROWS * self.threads if plan.method.clip == "output" else 0
             at_work = Term("rows at work", max(every * at_once, searched) * columns)
             weights = Term("weights", every * _solved_bytes(plan) * rows * columns)
