@@ -120,12 +120,15 @@ class Work:
 
     @property
     def memory(self) -> dict[str, float]:
-        """Bytes of a rank while down_proj is solved, as engine/plan/run_memory.py counts them, and one factor sent."""
+        """Bytes of a rank while down_proj is solved, as engine/plan/run_memory.py counts them, and one factor sent.
+
+        A rank that does not correct has a drift and its Gram matrix all the while.
+        """
         drift, last = self.again > 0, STAGES[-1]
         square = last.width**2 * F32
         return {
             "layer in bfloat16": (1 + drift) * WEIGHTS * BF16,
-            "square matrices of down_proj's inputs": (8 if drift else 5) * square,
+            "square matrices of down_proj's inputs": (6 if drift else 4) * square,
             "statistics of the layer": total(lambda s: s.width**2 * F32),
             "weights of down_proj, 16 bytes each": 16 * last.rows * last.width,
             "rows at work": 32 * SOLVED_ROWS * last.width,

@@ -5,7 +5,7 @@ import json
 import pytest
 import yaml
 
-from llmcompress.api.presets import Preset
+from llmcompress.api.presets import PRESETS, Preset
 from llmcompress.errors import RecipeError
 from llmcompress.transforms.rotate import Rotate
 from llmcompress.transforms.smoothquant import SmoothQuant
@@ -90,6 +90,15 @@ def test_a_preset_puts_transforms_before_its_method():
     assert (method.name, method.bits, method.activations, method.clip) == ("rtn", 8, "int8-token", "minmax")
     assert method.set == {"o_proj": {"skip": True}}
     assert (found.output.format, found.kv_cache.code) == ("compressed-tensors", "fp8")
+
+
+@pytest.mark.parametrize(
+    ("said", "clip"),
+    [({}, "minmax"), ({"clip": None}, "minmax"), ({"clip": "search"}, "search"), ({"calibration": "default"}, "search"),
+     ({"calibration": "default", "clip": "minmax"}, "minmax")],
+)  # fmt: skip
+def test_nf4_covers_every_weight_unless_a_text_says_what_matters(said, clip):
+    assert PRESETS["nf4"].recipe(said).method.clip == clip
 
 
 def test_a_preset_of_a_transform_alone_has_no_options_of_a_method():

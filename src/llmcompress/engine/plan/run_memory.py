@@ -294,8 +294,7 @@ class _GpuRunMemory(RunMemory):
             weights, square = self.term("weights", _solved_bytes(plan) * rows * columns), 4 * columns**2
             at_once = 32 * min(rows, solved_rows(columns, gpu=True)) * columns if plan.inverts else 0
             searched = memory.GPU_SEARCH * min(MORE_ON_GPU * SEARCHED, rows * columns)
-            # of float32: the Gram matrix, in order, and twice that in float64, with what the cast makes
-            squares = self.term("statistics", square * (5 if plan.inverts else 2 * plan.needs_gram))
+            squares = self.term("statistics", square * (_ALONE if plan.inverts else 2 * plan.needs_gram))
             at_work = self.term("rows at work", max(at_once, searched))
             if not plan.entry.block:
                 weights, at_work = self._head(plan, at_work)
