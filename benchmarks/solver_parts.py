@@ -19,7 +19,7 @@ from llmcompress.engine.run.rtn_ratio import output_energies
 from llmcompress.grids.fitting import fit
 from llmcompress.grids.integer import IntegerSpec
 from llmcompress.hardware import exact_float32
-from llmcompress.solve.damping import inverse_factor
+from llmcompress.solve.damping import damped, inverse_factor
 from llmcompress.solve.gptq import gptq_codes
 from llmcompress.solve.prepared import Prepared, column_order
 from llmcompress.stats.gram import Gram
@@ -36,7 +36,7 @@ def steps(rows: int, width: int, tokens: int, bits: int) -> dict[str, Callable[[
     hessian = gram.mean()
     order = column_order(hessian, by_energy=True)
     factor = inverse_factor(hessian, 0.01, order=order)
-    ready = Prepared(hessian, order, factor)
+    ready = Prepared(damped(hessian, 0.01), order, factor)
     grid = fit(weight, spec, importance=ready.cost, scale_dtype=torch.bfloat16)
     coded = gptq_codes(weight, grid, factor, order)
     gradient = ready.refiner.gradient(weight, coded)

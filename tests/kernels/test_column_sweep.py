@@ -29,7 +29,7 @@ from llmcompress.methods.base import Statistics
 from llmcompress.methods.gptq import Gptq
 from llmcompress.recipe import Calibration, Recipe
 from llmcompress.solve.column_sweep import Levels, as_stored
-from llmcompress.solve.damping import inverse_factor
+from llmcompress.solve.damping import damped, inverse_factor
 from llmcompress.solve.gptq import gptq_codes
 from llmcompress.solve.prepared import Prepared, column_order
 from llmcompress.solve.refine import row_loss
@@ -65,7 +65,7 @@ def problem(rows, width, seed=0):
     hessian = inputs.T @ inputs / len(inputs)
     order = column_order(hessian, by_energy=True)
     weight = torch.randn(rows, width, generator=generator) * 0.02
-    return weight, Prepared(hessian, order, inverse_factor(hessian[order][:, order], 0.01))
+    return weight, Prepared(damped(hessian, 0.01), order, inverse_factor(hessian, 0.01, order=order))
 
 
 def sweeper(seed=0):

@@ -86,6 +86,19 @@ def test_a_gram_matrix_without_a_factor_is_refused_in_one_line():
         corrected(torch.ones(4, 32), torch.full((32, 32), float("nan")), torch.ones(32, 32), 0.5)
 
 
+@pytest.mark.parametrize("options", [{"group_size": 16}, {"group_size": 16, "clip": "output", "descent": 2}])
+def test_a_gram_matrix_that_is_asked_for_once_gives_the_same_codes_and_is_as_it_was(options):
+    weight, found = torch.randn(16, 32, generator=torch.Generator().manual_seed(2)) * 0.1, []
+    for alone in (True, False):
+        stats = statistics(*streams())
+        before = stats.gram.mean().clone()
+        if alone:
+            stats.gram.expect_one()
+        found.append(Gptq(**options).solve(weight, stats, torch.float16, SERIAL_BLOCKS).coded)
+        assert torch.equal(stats.gram.mean(), before)
+    assert torch.equal(found[0].codes, found[1].codes)
+
+
 def test_gptq_with_drift_beats_gptq_without_on_the_uncompressed_outputs():
     original, here = streams()
     weight = torch.randn(16, 32, generator=torch.Generator().manual_seed(2)) * 0.1

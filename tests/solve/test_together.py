@@ -6,7 +6,7 @@ import torch
 from llmcompress.grids.encoders import encode
 from llmcompress.grids.fitting import fit
 from llmcompress.grids.lattice import SPECS, UNIT
-from llmcompress.solve.damping import inverse_factor
+from llmcompress.solve.damping import damped, inverse_factor
 from llmcompress.solve.gptq import gptq_codes
 from llmcompress.solve.prepared import Prepared, column_order
 from llmcompress.solve.refine import row_loss
@@ -28,7 +28,7 @@ def solved(problem, name, block_size=128):
     weight, hessian = problem
     order = column_order(hessian, True, UNIT)
     factor = inverse_factor(hessian[order][:, order], 0.01)
-    ready = Prepared(hessian, order, factor)
+    ready = Prepared(damped(hessian, 0.01), order, factor)
     grid = fit(weight, SPECS[name], importance=ready.cost)
     return ready, gptq_codes(weight, grid, factor, order, block_size)
 

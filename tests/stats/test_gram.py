@@ -203,3 +203,18 @@ def test_threads_that_ask_at_once_get_the_same_mean(ask):
             gram.update(x)
             for mean in pool.map(asked, [gram] * 4):
                 assert torch.allclose(mean.to(torch.float64), truth, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_mean_that_is_lent_has_its_diagonal_back_when_it_is_asked_for(alone):
+    gram = Gram(64, SERIAL)
+    gram.update(rows(300, 64))
+    before = gram.mean().clone()
+    if alone:
+        gram.expect_one()
+    lent = gram.lent()
+    assert torch.equal(lent, before)
+    lent.diagonal().add_(1.0)
+    assert (lent.data_ptr() == gram.sum.data_ptr()) == alone
+    for asked in (gram.mean, gram.finish, gram.mean):
+        assert torch.equal(asked(), before)

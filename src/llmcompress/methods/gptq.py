@@ -125,7 +125,7 @@ class Gptq(Method):
         from llmcompress.grids.coded import Coded
         from llmcompress.grids.fitting import fit
         from llmcompress.solve.correct import Corrected, correction
-        from llmcompress.solve.damping import is_alone
+        from llmcompress.solve.damping import damp, is_alone
         from llmcompress.solve.gptq import gptq_codes
         from llmcompress.solve.masked_target import MaskedTarget
         from llmcompress.solve.outliers import remaining, with_outliers
@@ -155,7 +155,8 @@ class Gptq(Method):
             return self.factor(hessian, gram.trusted, blocks.workers, order)
 
         moved, factor = blocks.workers.both(correct, factorise, apart=is_alone(hessian))
-        ready = Prepared(hessian, order, factor)
+        loss = damp(gram.lent() if rest is None else hessian, factor.percdamp, factor.shrinkage)
+        ready = Prepared(loss, order, factor)
         wanted, sparse = Corrected(weight, moved, self.qep_alpha), pruned
         aim: Corrected | torch.Tensor = wanted
         if rest is not None:

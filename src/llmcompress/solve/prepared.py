@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from llmcompress.solve.damping import Factor, damped
+from llmcompress.solve.damping import Factor
 from llmcompress.solve.refine import Refiner
 
 
@@ -24,7 +24,8 @@ def column_order(hessian: Tensor, by_energy: bool, together: int = 1) -> Tensor:
 class Prepared:
     """What fitting, sweep and descent need of a Gram matrix [in, in], whatever the rows and the grid.
 
-    factor: of the matrix, its columns in `order` [in]. cost: of an error in each column [in].
+    hessian: `damped` as its factor took it. factor: with its columns in `order` [in]. cost: of an error in each column
+    [in].
     """
 
     def __init__(self, hessian: Tensor, order: Tensor, factor: Factor) -> None:
@@ -33,4 +34,4 @@ class Prepared:
         # the squared residuals times this, so it is what a scale should be fitted by
         self.cost = torch.empty_like(hessian.diagonal())
         self.cost[order] = factor.pivots**-2
-        self.refiner = Refiner(damped(hessian, factor.percdamp, factor.shrinkage), order)
+        self.refiner = Refiner(hessian, order)

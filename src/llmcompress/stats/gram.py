@@ -33,7 +33,8 @@ class Gram:
         self._seen = 0
         self._lost: Count = 0
         self.borrowed = 0.0
-        self._finished = False
+        self._finished = self._alone = False
+        self._diagonal: Tensor | None = None  # where that of the mean was changed
         self._finishing = Lock()  # matrices that read one input are worked on by several threads
 
     @classmethod
@@ -93,7 +94,7 @@ class Gram:
     def mean(self) -> Tensor:
         """The symmetric matrix sum(X^T X) / tokens [in, in], float32."""
         with self._finishing:
-            return self.sum if self._finished else symmetric_mean(self.sum.clone(), self.trusted or 1)
+            return self._mean() if self._finished else symmetric_mean(self.sum.clone(), self.trusted or 1)
 
     def finish(self) -> Tensor:
         """As `mean`, but in the memory of the sum: nothing more can be added."""
@@ -101,7 +102,25 @@ class Gram:
             if not self._finished:
                 symmetric_mean(self.sum, self.trusted or 1)
                 self._finished = True
-            return self.sum
+            return self._mean()
+
+    def expect_one(self) -> None:
+        """One thread alone asks for the mean from now on, so that it need not be copied to be `lent`."""
+        self._alone = True
+
+    def lent(self) -> Tensor:
+        """As `finish`, but the diagonal may be changed: the next `mean` or `finish` puts it back."""
+        mean = self.finish()
+        if not self._alone:
+            return mean.clone()
+        self._diagonal = mean.diagonal().clone()
+        return mean
+
+    def _mean(self) -> Tensor:
+        if self._diagonal is not None:
+            self.sum.diagonal().copy_(self._diagonal)
+            self._diagonal = None
+        return self.sum
 
     def shrink_towards(self, prior: Tensor, weight: float) -> None:
         """Add another mean Gram matrix [in, in] with the weight of so many tokens."""

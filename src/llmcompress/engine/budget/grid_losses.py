@@ -28,6 +28,7 @@ from llmcompress.grids.fitting import fit
 from llmcompress.ledger import Ledger
 from llmcompress.methods.base import Method
 from llmcompress.methods.gptq import Gptq
+from llmcompress.solve.damping import damped
 from llmcompress.solve.gptq import gptq_codes
 from llmcompress.solve.prepared import Prepared, column_order
 from llmcompress.stats.fisher import Fisher, coupled_loss, expected_loss, sampled_rows
@@ -212,7 +213,7 @@ class _Rounding(WindowFisher):
             hessian = seen.mean()
             order = column_order(hessian, by_energy=method.actorder != "none")
             factor = method.factor(hessian, seen.trusted, self.workers, order)
-            ready = Prepared(hessian, order, factor)
+            ready = Prepared(damped(hessian, factor.percdamp, factor.shrinkage), order, factor)
             judges = [self._judge(sample.matrix.path) for sample in samples]
 
             def rounded(grid: Spec) -> Tensor:

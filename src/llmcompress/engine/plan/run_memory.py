@@ -28,8 +28,9 @@ from llmcompress.transforms.rotate import Rotate
 Layer = Sequence[MatrixPlan]
 
 # square matrices of inputs, of float32
-_ALONE = 4  # a Gram matrix, and what makes its factor: one of float64, and that cast; or three that shrinkage compares
-_CORRECTING = 3  # a drift, its Gram matrix, and the factor of that
+_FACTORISED = 4  # a Gram matrix, and what makes its factor: one of float64, and that cast; or three for shrinkage
+_CORRECTED = 3  # a drift, its Gram matrix, and the factor of that
+_ROUNDED = 3  # a Gram matrix, damped, that in order, and its factor
 
 
 def memory_of_run(headers: ModelHeaders, recipe: Recipe, layers: Sequence[Layer], resources: Resources) -> "RunMemory":
@@ -199,10 +200,8 @@ class RunMemory:
         for rows, columns, plan in stages:
             routed |= plan.expert is not None
             codes = Term("codes", _code_bytes([plan for plan in layer if routed or plan.expert is None]))
-            squares = self._squares(columns, again=inputs[plan.space] > 1) if plan.inverts else int(plan.needs_gram)
-            every = 1
-            if plan.expert is not None and plan.needs_gram:
-                every, squares = self.threads, min(squares, _ALONE)
+            squares = self._squares(columns, plan, again=inputs[plan.space] > 1)
+            every = self.threads if plan.expert is not None and plan.needs_gram else 1
             # without an inverse, rows are rounded in pieces that fit a processor's cache
             at_once = memory.ROUNDED * min(rows, SOLVED_ROWS * self.threads // every) if plan.inverts else 0
             searched = memory.OUTPUT_SEARCH * PRODUCT_ROWS * self.threads if plan.method.clip == "output" else 0
@@ -210,16 +209,23 @@ class RunMemory:
             weights = Term("weights", every * _solved_bytes(plan) * rows * columns)
             if not plan.entry.block:
                 weights, at_work = self._head(plan, at_work)
-            statistics = Term("statistics", every * squares * 4 * columns**2)
-            yield [codes, borrowed, statistics, weights, at_work, self.feedback(layer, plan, rows * columns)]
+            first, then = (Term("statistics", every * count * 4 * columns**2) for count in squares)
+            feedback = self.feedback(layer, plan, rows * columns)
+            yield [codes, borrowed, first, weights, feedback]
+            yield [codes, borrowed, then, weights, at_work, feedback]
 
-    def _squares(self, columns: int, again: bool) -> int:
-        """Square matrices of the inputs of a stage. again: whether other matrices that read them come later."""
-        if not self.paired:
-            return _ALONE
-        if columns <= WHOLE:
-            return _ALONE + _CORRECTING  # at once
-        return _ALONE + 2 * again  # a drift and its Gram matrix stay
+    def _squares(self, columns: int, plan: MatrixPlan, again: bool) -> tuple[int, int]:
+        """Square matrices of a stage's inputs until there is a factor, and then.
+
+        plan: one of its matrices. again: whether other matrices that read these inputs come later.
+        """
+        if not plan.inverts:
+            return int(plan.needs_gram), int(plan.needs_gram)
+        if plan.expert is not None:
+            return _FACTORISED, 1 + _ROUNDED  # several threads may read one Gram matrix
+        left = 2 * again if self.paired else 0  # a drift and its Gram matrix
+        first = _FACTORISED + (_CORRECTED if self.paired and columns <= WHOLE else left)  # narrow ones at once
+        return first, _ROUNDED + left
 
     def scaling(self, layer: Layer) -> Iterator[list[Term]]:
         """Statistics of all inputs at once, and either the batches, or a site's matrices at work."""
@@ -294,7 +300,7 @@ class _GpuRunMemory(RunMemory):
             weights, square = self.term("weights", _solved_bytes(plan) * rows * columns), 4 * columns**2
             at_once = 32 * min(rows, solved_rows(columns, gpu=True)) * columns if plan.inverts else 0
             searched = memory.GPU_SEARCH * min(MORE_ON_GPU * SEARCHED, rows * columns)
-            squares = self.term("statistics", square * (_ALONE if plan.inverts else 2 * plan.needs_gram))
+            squares = self.term("statistics", square * (_FACTORISED if plan.inverts else 2 * plan.needs_gram))
             at_work = self.term("rows at work", max(at_once, searched))
             if not plan.entry.block:
                 weights, at_work = self._head(plan, at_work)

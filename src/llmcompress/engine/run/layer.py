@@ -321,6 +321,8 @@ class Compressor:
             sparse = pruned_group(group, weights, stats, ledger, self.rounded, workers)
             if last and stats.drift is not None:
                 stats.drift.expect_last()
+            if stats.gram is not None and group[0].expert is None:
+                stats.gram.expect_one()
             blocks = RowBlocks(workers, self.device.type == "cuda", self.sweeper)
             solved: Solved = method.solve(_stacked(weights), stats, scale_dtype, blocks, sparse)
         if not group[0].entry.block:
