@@ -217,7 +217,7 @@ class RunMemory:
     def _squares(self, columns: int, plan: MatrixPlan, again: bool) -> tuple[int, int]:
         """Square matrices of a stage's inputs until there is a factor, and then.
 
-        plan: one of its matrices. again: whether other matrices that read these inputs come later.
+        plan: one of its matrices. again: whether others that read these inputs are solved apart from them.
         """
         if not plan.inverts:
             return int(plan.needs_gram), int(plan.needs_gram)
