@@ -20,7 +20,7 @@ RECIPES = {  # each with the models that it is run on, and a number of threads
     ),
     "plain, group order": (["small"], 2, ["gptq", *GROUPS, "--descent", 0, "--actorder", "group", "--format", "gptq"]),
     "guided": (["smollm2"], 2, ["gptq", *GROUPS, "--guided"]),
-    "recovered": (["smollm2"], 2, ["gptq", *GROUPS, "--recover", "block", "--samples", "32"]),
+    "recovered": (["smollm2"], 2, ["gptq", *GROUPS, "--recover", "block", "--samples", "32", "--length", "256"]),
     "rtn": (["small"], 1, ["rtn", *GROUPS]),
     "rtn by outputs, awq": (["smollm2"], 1, ["rtn", *GROUPS, "--clip", "output", "--asym", "--format", "awq"]),
     "rtn, scales of keys and values": (["small"], 1, ["rtn", *GROUPS, "--kv-cache", "fp8"]),
@@ -35,9 +35,9 @@ KINDS = ("*.safetensors", "*.safetensors.index.json", "*.gguf")
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Three random models of real widths and two layers, and token ids for each."""
+    """Three random models of real widths and two layers, the widest of one, and token ids for each."""
     folder = tmp_path_factory.mktemp("models")
-    return {name: write(folder / name, *widths) for name, widths in WIDTHS.items()}
+    return {name: write(folder / name, *widths, layers=1 + (name != "wide")) for name, widths in WIDTHS.items()}
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_gram_matrices_of_experts_are_never_in_memory_together(random_model_dir,
 
 @pytest.mark.slow
 def test_experts_that_do_not_fit_together_are_read_for_every_product(random_model_dir, tmp_path, plan):
-    width, experts = 512, 96
+    width, experts = 512, 48
     sizes = {"hidden_size": width, "num_experts": experts, "moe_intermediate_size": width, "num_hidden_layers": 1}
     model = random_model_dir("qwen3_moe", max_position_embeddings=512, **sizes)
     save(torch.randint(3, 96, (4, 512), generator=torch.Generator().manual_seed(0)), tmp_path / "ids.safetensors")
