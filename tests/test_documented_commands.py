@@ -29,7 +29,6 @@ SIZES = {
 WORDS = {
     "1.5GB": "2MB",  # of a size
     "tinyllama": "small",
-    "documentation": "encyclopaedia",  # which does not read all of a library
     "0.1": "0.0015",  # GB
     "layers.61.*: {skip: false}": "layers.2.*: {skip: false}",  # the layer after the last
     "cuda": "cpu",
