@@ -19,8 +19,7 @@ HEAD_TOKENS = 128  # tokens of which all logits, and a few tensors as large, are
 WITH_MODEL = 298_000_000  # fitted: Python with torch and transformers' model code, without the files of libraries
 WITHOUT_MODEL = 284_000_000  # fitted: the same for a run that builds no model
 WITH_GGUF = 26_000_000  # fitted: more with the gguf package and a vocabulary
-ALGEBRA = 46_000_000  # fitted: more once a run factorises a matrix
-FLOAT32_ALGEBRA = 12_000_000  # fitted: the same where that is done in float32 alone
+FLOAT32_ALGEBRA = 12_000_000  # fitted: more once a pass factorises a matrix in float32
 EXPERT_PRODUCTS = 50_000_000  # fitted: code that torch keeps for the numbers of rows that come to experts
 PER_THREAD = 24_000_000  # fitted: buffers that torch's libraries keep for each thread but the first
 WITH_CUDA = 2_500_000_000  # assumed: what CUDA's libraries and driver take of main memory
@@ -28,6 +27,7 @@ CUDA_CONTEXT = 600_000_000  # assumed: what CUDA's context, libraries and kernel
 CUDA_WORKSPACE = 100_000_000  # assumed: what cuBLAS and cuSOLVER take of the GPU to work in
 
 # Bytes for each number that is worked on.
+ALGEBRA = 20, 1536  # fitted, for each number of the largest matrix that is factorised, of so many columns at most
 COPIED = 1.4  # fitted, for each byte of the largest tensor: when it is read, freed memory is not all given back yet
 ENCODED = 12  # fitted, for each weight of a chunk that is encoded for GGUF
 ROTATED = 3  # fitted, for each byte of the largest tensor where it is rotated, which is done in float32
@@ -93,6 +93,12 @@ def process(threads: int, algebra: int) -> list[Term]:
     """A process that runs text through a model. algebra: bytes that it takes because it factorises matrices."""
     buffers = Term("buffers of threads", PER_THREAD * (threads - 1))
     return [Term("interpreter", WITH_MODEL), buffers, Term("linear algebra", algebra)]
+
+
+def algebra(columns: int) -> int:
+    """Bytes that libraries keep once a matrix of so many columns is factorised in float64; none for no columns."""
+    each, most = ALGEBRA
+    return each * min(columns, most) ** 2
 
 
 def entering(tokens: int, hidden: int, item: int) -> Term:

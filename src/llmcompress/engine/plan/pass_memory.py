@@ -138,7 +138,8 @@ def fit_memory(sizes: ModelSizes, resources: Resources, compensated: bool, sampl
         phases.append(Phase("backward", [*kept, loaded, gradients, Term("values of windows", values * shares)]))
         if compensated:
             phases.append(Phase("rounding", [*kept, *_rounding(layer, sampled * shares)]))
-    return MemoryModel(memory.process(resources.threads, memory.ALGEBRA), phases)
+    factorised = max(matrix.columns for layer in sizes.layers for matrix in layer) if compensated else 0
+    return MemoryModel(memory.process(resources.threads, memory.algebra(factorised)), phases)
 
 
 def recover_memory(

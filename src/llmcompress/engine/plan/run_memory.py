@@ -116,7 +116,8 @@ class RunMemory:
     def throughout(self) -> Iterator[Term]:
         yield Term("vocabulary", memory.WITH_GGUF * self.gguf)
         if self.counted:
-            yield from memory.process(self.threads, memory.ALGEBRA * any(plan.inverts for plan in self.matrices))
+            factorised = max((plan.entry.in_features for plan in self.matrices if plan.inverts), default=0)
+            yield from memory.process(self.threads, memory.algebra(factorised))
             routed = any(map(self.routed, self.layers))
             # kept for products of 16-bit floats alone
             yield Term("products of experts", memory.EXPERT_PRODUCTS * (routed and self.item < 4))
