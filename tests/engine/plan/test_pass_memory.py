@@ -20,10 +20,12 @@ COMMANDS = {  # each with a number of threads
     "recover": (1, ["recover", "--steps", 2, "--samples", 32, "--length", 512]),
     "recover by two threads": (2, ["recover", "--steps", 2, "--samples", 32, "--length", 512]),
     "recover of weights": (1, ["recover", "--weights", "full", "--steps", 2, "--samples", 32, "--length", 512]),
+    "recover of low rank": (2, ["recover", "--steps", 2, "--samples", 32, "--length", 512]),
     "draft of first layers": (1, ["draft", "--kind", "prune", "--layers", 1, "--steps", 2, "--samples", 32,
                                   "--length", 512, "--written", 16]),
     "draft": (1, ["draft", "--steps", 2, "--samples", 32, "--length", 512, "--written", 0, "--rate", 1e-4]),
 }  # fmt: skip
+LEARNING = ("recover of weights", "recover of low rank")
 SMALL = ModelSizes([[Matrix("a", 256, 256, False)] * 4], 256, 8192, (256 * 8192, 512 * 8192), 512)
 
 
@@ -40,13 +42,12 @@ def models(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "name"),
-    [(what, "small") for what in COMMANDS]
-    + [(what, "smollm2") for what in ("depth", "width", "lora", "recover of weights")],
+    [(what, "small") for what in COMMANDS] + [(what, "smollm2") for what in ("depth", "width", "lora", *LEARNING)],
 )
 def test_the_estimate_is_within_a_tenth(models, tmp_path, main, capsys, name, what):
     threads, (command, *options) = COMMANDS[what]
     model = models[name]
-    made = model.with_name(f"{name}-{'pruned' if what == 'recover of weights' else 'rtn'}")
+    made = model.with_name(f"{name}-{'pruned' if what in LEARNING else 'rtn'}")
     taken = {"lora": [model, made], "recover": [made, "--ref", model]}
     given = [*taken.get(command, [model]), "-o", tmp_path / "out", *options]
     given += ["--threads", threads, "--calibration", model.with_suffix(".ids.safetensors")]

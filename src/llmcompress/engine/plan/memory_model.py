@@ -38,6 +38,7 @@ GPU_SEARCH = 40  # assumed, for each weight whose scale is searched on a GPU
 SCALE_TOKENS = 1024  # counted, in tokens and not in bytes: kept of an input where scales are searched
 STAGED_CODES = 2  # counted, for each weight of a layer while its codes, from the GPU, are written
 LOGIT_GRADIENT = 30  # fitted, for each logit of the tokens at the head, where gradients begin
+LOGIT_KEPT = 8  # fitted, beside these where the memory of large tensors is kept for others
 LOGIT_DRAWN = 16  # fitted, the same where nothing is to be known of the head itself
 LOGIT_DIVERGENCE = 22  # fitted, for each logit of the tokens at the head, where divergences are taken
 READ_ON_DEMAND = 14  # counted, for each weight: decoded in float32, a product on the way, its code, and as it is used
@@ -50,7 +51,7 @@ ROUNDED = 40  # fitted, for each weight of the rows that are rounded at once, be
 SOLVED = 16  # fitted, for each weight of the matrices that are solved as one
 PRUNED_ALONE = 28  # fitted, for each weight of a matrix that is pruned without statistics, and so is solved alone
 TRAINED = 0.5  # assumed, for each weight: the factor of its group, what is learnt of it, its gradient, and the best
-LEARNT = 20  # counted, for each weight learnt for itself: what is learnt, its gradient, two of Adam's, and the best
+LEARNT = 20  # counted, for each number learnt of weights: what is learnt, its gradient, two of Adam's, and the best
 TRAINING_STATE = 32  # counted, of a disk, for each of these: four of them, twice while they are written anew
 DECODED = 12 << 24  # counted, in all: packed weights that are decoded at once in validation, codes and temporaries too
 

@@ -145,7 +145,7 @@ def fit_memory(sizes: ModelSizes, resources: Resources, compensated: bool, sampl
 def recover_memory(
     sizes: ModelSizes, resources: Resources, at_once: int, learnt: int, gguf: bool, writer: ModelSizes, written: int
 ) -> MemoryModel:
-    """Of training a compressed model. at_once: windows of a step. learnt: weights that are trained each for itself.
+    """Of training a compressed model. at_once: windows of a step. learnt: numbers that are learnt of weights.
 
     gguf: whether the model is a GGUF file. writer: the original, which writes so many windows, all of it in memory.
     """
@@ -155,10 +155,11 @@ def recover_memory(
         Term("embedding and both heads", 2 * sizes.largest[0] * item),
         Term("states", (len(sizes.layers) + 2) * at_once * sizes.length * sizes.hidden * item),
         Term("factors", int(memory.TRAINED * weights)),
-        Term("weights that are learnt", memory.LEARNT * learnt),
+        Term("what is learnt of weights", memory.LEARNT * learnt),
         Term("vocabulary", memory.WITH_GGUF * gguf),
     ]
-    logits = Term("logits", memory.LOGIT_GRADIENT * memory.HEAD_TOKENS * sizes.vocabulary * threads)
+    each = memory.LOGIT_GRADIENT + memory.LOGIT_KEPT
+    logits = Term("logits", each * memory.HEAD_TOKENS * sizes.vocabulary * threads)
     phases = [sizes.entering(resources), sizes.writing, Phase("head", [*kept, logits])]
     phases += [Phase("original", sizes.running(layer, resources)) for layer in sizes.layers]
     for layer in sizes.layers:

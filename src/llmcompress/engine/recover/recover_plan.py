@@ -17,7 +17,7 @@ from llmcompress.engine.source.matrix_refs import Matrices, matrices_of
 from llmcompress.engine.source.open import open_checkpoint, source_headers
 from llmcompress.engine.source.quantised import DecodedHeaders, decoded_headers, in_own_type
 from llmcompress.engine.structure.source_model import OpenModel, open_model
-from llmcompress.engine.train.trained import Weights
+from llmcompress.engine.train.trained import RANK, Weights
 from llmcompress.engine.train.training import AT_ONCE, LEAST, held_back
 from llmcompress.errors import CheckpointError, PlanError
 from llmcompress.ledger import Ledger
@@ -128,16 +128,19 @@ class RecoverPlan:
         return self.reshaped or (self.gguf is None and _left_by_pruning(self.records.get(module, {})))
 
     @property
-    def full_weights(self) -> int:
-        """The number of weights that are trained each for itself."""
-        if self.request.weights != "full":
-            return 0
+    def trains_each(self) -> bool:
+        """Whether weights are trained each for itself."""
+        return self.learns_weights and self.request.weights == "full"
+
+    @property
+    def learnt(self) -> int:
+        """How many numbers are learnt of weights: the weights, or the factors of a change of low rank."""
         shapes = (
             self.opened.headers.tensors[f"{ref.module}.weight"].spec.shape
             for ref in self.opened.matrices.refs
             if self.learns_weights_of(ref.module)
         )
-        return sum(map(prod, shapes))
+        return sum(prod(shape) if self.trains_each else RANK * sum(shape) for shape in shapes)
 
     @cached_property
     def records(self) -> dict[str, Mapping[str, Any]]:
@@ -217,14 +220,13 @@ def planned_recovery(
     work = opened.options.work or opened.out.with_name(f"{opened.out.name}.work")
     refuse_unwritable(work)
     plan = RecoverPlan(opened, source, matrices, gguf, report, request, other, 0, scratch, work)
-    learnt = plan.full_weights
-    plan = replace(plan, scratch_bytes=scratch + TRAINING_STATE * learnt)
+    plan = replace(plan, scratch_bytes=scratch + TRAINING_STATE * plan.learnt)
     check_room((opened.out, plan.nbytes), (work, plan.scratch_bytes))
     memory = partial(
         recover_memory,
         _sizes(plan),
         at_once=AT_ONCE,
-        learnt=learnt,
+        learnt=plan.learnt,
         gguf=gguf is not None,
         writer=ModelSizes.of(source, matrices.refs, text.length),
         written=request.written,
@@ -232,7 +234,7 @@ def planned_recovery(
     try:
         opened = opened.within_memory(memory)
     except PlanError as error:
-        hint = f"{error.hint}, or use --weights low-rank" if learnt else error.hint
+        hint = f"{error.hint}, or use --weights low-rank" if plan.trains_each else error.hint
         raise PlanError(error.message, hint) from None
     return replace(plan, opened=opened, memory_bytes=memory(opened.resources).peak("host"))
 
