@@ -38,7 +38,6 @@ GPU_SEARCH = 40  # assumed, for each weight whose scale is searched on a GPU
 SCALE_TOKENS = 1024  # counted, in tokens and not in bytes: kept of an input where scales are searched
 STAGED_CODES = 2  # counted, for each weight of a layer while its codes, from the GPU, are written
 LOGIT_GRADIENT = 30  # fitted, for each logit of the tokens at the head, where gradients begin
-LOGIT_KEPT = 8  # fitted, beside these where the memory of large tensors is kept for others
 LOGIT_DRAWN = 16  # fitted, the same where nothing is to be known of the head itself
 LOGIT_DIVERGENCE = 22  # fitted, for each logit of the tokens at the head, where divergences are taken
 READ_ON_DEMAND = 14  # counted, for each weight: decoded in float32, a product on the way, its code, and as it is used

@@ -158,8 +158,7 @@ def recover_memory(
         Term("what is learnt of weights", memory.LEARNT * learnt),
         Term("vocabulary", memory.WITH_GGUF * gguf),
     ]
-    each = memory.LOGIT_GRADIENT + memory.LOGIT_KEPT
-    logits = Term("logits", each * memory.HEAD_TOKENS * sizes.vocabulary * threads)
+    logits = Term("logits", memory.LOGIT_GRADIENT * memory.HEAD_TOKENS * sizes.vocabulary * threads)
     phases = [sizes.entering(resources), sizes.writing, Phase("head", [*kept, logits])]
     phases += [Phase("original", sizes.running(layer, resources)) for layer in sizes.layers]
     for layer in sizes.layers:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from llmcompress.arch.spec import ArchSpec
 from llmcompress.calib.base import fingerprint
-from llmcompress.engine.process.process_memory import keep_freed_memory, large_tensors_kept, return_freed_memory
+from llmcompress.engine.process.process_memory import keep_freed_memory, return_freed_memory
 from llmcompress.engine.recover.distill import Distillation
 from llmcompress.engine.recover.own_text import own_text
 from llmcompress.engine.recover.recover_plan import MADE_FROM, RecoverPlan
@@ -69,8 +69,7 @@ def recover_into(plan: RecoverPlan, out: OutputDirectory, watch: Watch) -> dict[
         keeps = max(1, steps // _KEPT) if plan.trains_each else 1
         training = Training(learner, text, steps, AT_ONCE, plan.rate, opened.text.seed, keeps)
         try:
-            with large_tensors_kept():
-                first, best = training.run(staged, lambda done: watch(layers + done, layers + steps))
+            first, best = training.run(staged, lambda done: watch(layers + done, layers + steps))
         except NoGainError:
             staged.remove()
             raise
