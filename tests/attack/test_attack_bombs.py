@@ -137,7 +137,7 @@ def entries(name, changes):
 def test_tokenizers(attack, tiny_model_dir):
     attack("bombs in tokenizers", [
         attempt for number, (name, changes) in enumerate(TOKENIZERS.items())
-        for attempt in attempts(tiny_model_dir, name, entries("tokenizer.json", changes), in_turn(READING, number))
+        for attempt in attempts(tiny_model_dir, name, entries("tokenizer.json", changes), in_turn(READING, number, 2))
     ])  # fmt: skip
 
 

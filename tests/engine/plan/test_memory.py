@@ -28,7 +28,7 @@ RECIPES = {  # each with the models that it is run on, and a number of threads
     "awq": (["smollm2"], 2, ["awq", *GROUPS]),
     "rotate": (["smollm2"], 1, ["rotate"]),
     "gguf": (["small"], 2, ["gguf", "--type", "Q4_K_M"]),
-    "gguf, calibrated": (["small"], 2, ["gguf", "--type", "Q4_K_M", *CALIBRATED]),
+    "gguf, calibrated": (["small", "wide"], 2, ["gguf", "--type", "Q4_K_M", *CALIBRATED]),
 }
 KINDS = ("*.safetensors", "*.safetensors.index.json", "*.gguf")
 

@@ -27,7 +27,8 @@ CUDA_CONTEXT = 600_000_000  # assumed: what CUDA's context, libraries and kernel
 CUDA_WORKSPACE = 100_000_000  # assumed: what cuBLAS and cuSOLVER take of the GPU to work in
 
 # Bytes for each number that is worked on.
-ALGEBRA = 20, 1536  # fitted, for each number of the largest matrix that is factorised, of so many columns at most
+ALGEBRA = 20  # fitted, for each number of the largest matrix that is factorised
+ALGEBRA_COLUMNS = 1536  # fitted, in columns and not in bytes: of that matrix, those beyond take nothing more
 COPIED = 1.4  # fitted, for each byte of the largest tensor: when it is read, freed memory is not all given back yet
 ENCODED = 12  # fitted, for each weight of a chunk that is encoded for GGUF
 ROTATED = 3  # fitted, for each byte of the largest tensor where it is rotated, which is done in float32
@@ -97,8 +98,7 @@ def process(threads: int, algebra: int) -> list[Term]:
 
 def algebra(columns: int) -> int:
     """Bytes that libraries keep once a matrix of so many columns is factorised in float64; none for no columns."""
-    each, most = ALGEBRA
-    return each * min(columns, most) ** 2
+    return ALGEBRA * min(columns, ALGEBRA_COLUMNS) ** 2
 
 
 def entering(tokens: int, hidden: int, item: int) -> Term:

@@ -135,12 +135,13 @@ class RecoverPlan:
     @property
     def learnt(self) -> int:
         """How many numbers are learnt of weights: the weights, or the factors of a change of low rank."""
+        each = self.trains_each
         shapes = (
             self.opened.headers.tensors[f"{ref.module}.weight"].spec.shape
             for ref in self.opened.matrices.refs
             if self.learns_weights_of(ref.module)
         )
-        return sum(prod(shape) if self.trains_each else RANK * sum(shape) for shape in shapes)
+        return sum(prod(shape) if each else RANK * sum(shape) for shape in shapes)
 
     @cached_property
     def records(self) -> dict[str, Mapping[str, Any]]:
@@ -220,13 +221,14 @@ def planned_recovery(
     work = opened.options.work or opened.out.with_name(f"{opened.out.name}.work")
     refuse_unwritable(work)
     plan = RecoverPlan(opened, source, matrices, gguf, report, request, other, 0, scratch, work)
-    plan = replace(plan, scratch_bytes=scratch + TRAINING_STATE * plan.learnt)
+    learnt = plan.learnt
+    plan = replace(plan, scratch_bytes=scratch + TRAINING_STATE * learnt)
     check_room((opened.out, plan.nbytes), (work, plan.scratch_bytes))
     memory = partial(
         recover_memory,
         _sizes(plan),
         at_once=AT_ONCE,
-        learnt=plan.learnt,
+        learnt=learnt,
         gguf=gguf is not None,
         writer=ModelSizes.of(source, matrices.refs, text.length),
         written=request.written,
